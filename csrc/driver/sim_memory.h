@@ -1,0 +1,123 @@
+// The simulated device's memory: reservations, chunks and mappings, under CUDA's rules and costs.
+//
+// Enforces what cuda_driver only passes on: whole chunks, whole mappings, multiples of granularity,
+// the capacity and the mapping ceiling. Does not count calls (sim_calls) and does not lock
+// (sim_driver). Works with bytes behind it or without: without pages the addresses are made up,
+// and every rule and figure is the same. A map or unmap costs O(log mappings), about 100 ns without
+// pages; set_access and unmap visit each mapping in the range.
+//
+//   reservation   |................................................|   addresses
+//   mappings          |== chunk 1 ==|== chunk 2 ==|    |== chunk 1 ==|
+//   chunks        chunk 1 (2 mappings, referenced), chunk 2 (1 mapping)   capacity
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "core/driver.h"
+#include "core/status.h"
+#include "core/units.h"
+#include "driver/cost_table.h"
+#include "driver/sim_pages.h"
+
+namespace vramx {
+
+enum class SimMode : std::uint8_t {
+  kBytes,       // real pages: mappings share bytes and unmapped addresses fault
+  kAccounting,  // the same rules and figures, addresses made up
+};
+
+struct SimOptions {
+  Bytes capacity{};
+  Bytes granularity{2 << 20};
+  const CostTable* costs = &CostTable::h200();  // outlives the driver
+  SimMode mode = SimMode::kBytes;
+  // Mappings with access, of all sizes. An H200 stops after 520,192 of 2 MiB (driver 580.159).
+  std::uint64_t mapping_ceiling = 520192;
+  std::size_t journal_entries = 0;
+};
+
+class SimMemory {
+ public:
+  // `pages` is null for accounting; its page size divides the granularity.
+  SimMemory(const SimOptions& options, std::unique_ptr<SimPages> pages);
+  ~SimMemory();
+  SimMemory(const SimMemory&) = delete;
+  SimMemory& operator=(const SimMemory&) = delete;
+
+  MemoryInfo info() const { return {capacity_ - used_, capacity_}; }
+
+  Result<Address> reserve_address(Bytes size);
+  Status release_address(Address address, Bytes size);
+  Result<ChunkHandle> create_chunk(Bytes size);
+  Status release_chunk(ChunkHandle handle);
+  Status map(Address address, Bytes size, ChunkHandle handle);
+  Status unmap(Address address, Bytes size);
+  Status set_access(Address address, Bytes size);
+
+  // True when every byte of the range can be read and written through a pointer.
+  bool is_touchable(Address address, Bytes size) const;
+
+  double time_us() const { return time_us_; }
+  Bytes used() const { return used_; }
+  std::size_t live_reservations() const { return reservations_.size(); }
+  std::size_t live_chunks() const { return chunks_.size(); }
+  std::size_t live_mappings() const { return mappings_.size(); }
+  // What the host spends on the bytes of chunks: pages touched and not yet given back.
+  Bytes resident() const { return pages_ ? pages_->resident() : Bytes{}; }
+
+  // Recomputes the books; the first equation that does not hold, or an empty string:
+  //   1. a chunk is referenced or mapped, and its mapping count is the mappings that name it
+  //   2. used = sum of chunk sizes <= capacity
+  //   3. mappings are disjoint and aligned, and each lies inside one reservation
+  //   4. the access count is the mappings with access, and is at most the ceiling
+  std::string check() const;
+
+ private:
+  struct Chunk {
+    Bytes size{};
+    PageOffset offset{};
+    std::uint64_t mappings = 0;
+    bool referenced = true;
+  };
+  using Chunks = std::unordered_map<std::uint64_t, Chunk>;
+  struct Mapping {
+    Chunks::pointer chunk;  // nodes of an unordered_map stay where they are
+    bool accessible = false;
+  };
+  using Mappings = std::map<Address, Mapping>;
+  using Run = std::pair<Mappings::iterator, Mappings::iterator>;
+
+  static Bytes size_of(Mappings::const_iterator mapping) {
+    return mapping->second.chunk->second.size;
+  }
+  bool is_multiple(Address address, Bytes size) const;
+  bool is_reserved(Address address, Bytes size) const;
+  // The mappings that tile [address, address + size) exactly; an empty run where none do.
+  Run tiling(Address address, Bytes size);
+  void give_back_if_unused(Chunks::iterator chunk);
+  std::string check_chunks() const;
+  std::string check_mappings() const;
+
+  const Bytes capacity_;
+  const Bytes granularity_;
+  const std::uint64_t mapping_ceiling_;
+  const CostTable& costs_;
+  const std::unique_ptr<SimPages> pages_;
+
+  std::map<Address, Bytes> reservations_;
+  Chunks chunks_;
+  Mappings mappings_;
+  std::uint64_t next_handle_ = 1;     // never reused: a stale handle is always found out
+  Address next_address_{1ULL << 46};  // where addresses are made up
+  std::uint64_t accessible_ = 0;
+  Bytes used_{};
+  double time_us_ = 0.0;
+};
+
+}  // namespace vramx
