@@ -1,0 +1,160 @@
+// The canonical address space of one device: spans in address order, the chunks under them, and
+// the extents by size. Every byte of it is in exactly one span.
+//
+//   base                                                                        base + size
+//   | used | free  |    used    | free |  building  |          unmapped           |
+//
+// Pure bookkeeping: it makes no driver call and knows neither blocks nor streams' order; what an
+// extent must wait for is an opaque TagSet to it. Extents whose tags name different streams stay
+// apart until merge_neighbours(), so that a stream's own memory is not tied to another's for
+// nothing. Not thread-safe: the device allocator holds the lock. Take and give back are
+// O(log extents), plus a word for each chunk that begins inside the range.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/chunk_table.h"
+#include "core/free_index.h"
+#include "core/span_pool.h"
+#include "core/types.h"
+
+namespace vramx {
+
+class Arena {
+ public:
+  Arena(Address base, Bytes size, Bytes granularity);
+
+  // --- find: kNoId where there is none ----------------------------------------------------------
+  // The best fit among extents that carry no tag or tags of `stream` alone.
+  SpanId best_fit(Bytes size, StreamIndex stream) const;
+  // The best fit among all extents.
+  SpanId best_fit_of_any(Bytes size) const;
+  // The extents of at least `smallest` bytes, largest first, at most `count`; of every stream, or
+  // of the one and of none.
+  std::vector<SpanId> largest(Bytes smallest, std::size_t count, StreamIndex stream) const;
+  static constexpr StreamIndex kAnyStream = kNoId - 1;
+
+  // --- take and give back -----------------------------------------------------------------------
+  // Cuts `size` bytes off the extent, at the end where whole chunks are spared, and returns them as
+  // a used span.
+  SpanId take(SpanId extent, Bytes size);
+  // The same for the bytes from `begin` on, anywhere inside the extent.
+  SpanId take_at(SpanId extent, Address begin, Bytes size);
+  // Frees a used span and merges it with its neighbours.
+  void give_back(SpanId used, const TagSet& tags);
+  TagSet tags_of(SpanId extent) const;
+  // Merges neighbours that were kept apart by their tags; false where there were none.
+  bool merge_neighbours();
+  // Drops from every extent the tags for which `is_done(tag)`.
+  template <class IsDone>
+  void drop_tags(IsDone is_done);
+
+  // --- map and unmap ----------------------------------------------------------------------------
+  // Where growth by `size` bytes could go: the lowest unmapped span that has room for them.
+  SpanId gap_for(Bytes size) const;
+  // Turns the first `size` bytes of a gap, or a wholly free chunk, into a span that is being built.
+  SpanId begin_building(SpanId gap, Bytes size);
+  SpanId begin_removing(ChunkId chunk);
+  // The span now lies on these chunks, in order, and is free; or it lies on nothing again.
+  void finish_mapped(SpanId building, const std::vector<MappedChunk>& chunks);
+  void finish_unmapped(SpanId building);
+
+  // --- look -------------------------------------------------------------------------------------
+  const Span& span(SpanId id) const { return spans_[id]; }
+  SpanId next_in_block(SpanId used) const { return spans_[used].left; }
+  void link_in_block(SpanId used, SpanId next) { spans_[used].left = next; }
+  SpanId first() const { return first_; }
+  // The span that holds a mapped address.
+  SpanId span_at(Address address) const;
+  // The extent that holds all of [begin, begin + size), or kNoId.
+  SpanId extent_over(Address begin, Bytes size) const;
+  bool is_whole_free(ChunkId chunk) const;
+  // Free bytes at a chunk's start, and at its end.
+  Bytes free_prefix(ChunkId chunk) const;
+  Bytes free_suffix(ChunkId chunk) const;
+
+  ChunkTable& chunks() { return chunks_; }
+  const ChunkTable& chunks() const { return chunks_; }
+
+  Bytes mapped_bytes() const { return chunks_.bytes(); }
+  Bytes free_bytes() const { return free_bytes_; }
+  std::size_t extent_count() const;
+  std::size_t span_count() const { return spans_.live(); }
+  bool contains(Address address) const { return address >= base_ && address < base_ + size_; }
+  std::size_t host_bytes() const;
+
+  // Recomputes span 1-5 of types.h and names the first equation that does not hold.
+  std::string check() const;
+
+ private:
+  FreeIndex& index_of(const Span& span);
+  FreeIndex& index_of_stream(StreamIndex stream);
+  void set_tags(Span& span, const TagSet& tags);
+  void clear_tags(Span& span);
+  // Merging ties the memory of one stream to others': at most to this many.
+  static constexpr std::size_t kMergedStreams = 4;
+  bool may_merge(const Span& a, const Span& b) const;
+
+  void make_free(SpanId id);
+  void make_taken(SpanId id, SpanState state);
+  // Cuts a span in two at `where`; the smaller part gets a new id. Returns {left, right}.
+  std::pair<SpanId, SpanId> split(SpanId id, Address where);
+  // Joins a span that is in no index with its next neighbour, likewise; returns what remains.
+  SpanId join(SpanId left, SpanId right);
+  void note_chunks(SpanId id);
+  bool fits_low(const Span& extent, Bytes size) const;
+  void merge_unmapped(SpanId id);
+  template <class Visit>
+  void for_each_index(StreamIndex stream, Visit visit) const;
+  std::string check_span(SpanId id, Address expected) const;
+  std::string check_indexes() const;
+
+  const Address base_;
+  const Bytes size_;
+  SpanPool spans_;
+  ChunkTable chunks_;
+  SpanId first_ = kNoId;
+  std::vector<SpanId> gaps_;  // the unmapped spans, in address order; one or a few
+
+  FreeIndex clean_;                                  // extents without a tag
+  FreeIndex mixed_;                                  // with tags of several streams
+  std::vector<std::unique_ptr<FreeIndex>> streams_;  // with a tag of one stream
+  std::vector<TagSet> tag_sets_;                     // of the extents in mixed_
+  std::vector<std::uint32_t> vacant_tag_sets_;
+  Bytes free_bytes_{};
+  bool has_separated_ = false;  // some neighbours were kept apart since the last merge
+};
+
+template <class Visit>
+void Arena::for_each_index(StreamIndex stream, Visit visit) const {
+  visit(clean_);
+  if (stream != kAnyStream) {
+    if (stream < streams_.size() && streams_[stream]) visit(*streams_[stream]);
+    return;
+  }
+  for (const auto& index : streams_) {
+    if (index) visit(*index);
+  }
+  visit(mixed_);
+}
+
+template <class IsDone>
+void Arena::drop_tags(IsDone is_done) {
+  for (const SpanId id : largest(kBlockUnit, SIZE_MAX, kAnyStream)) {
+    TagSet left;
+    const TagSet all = tags_of(id);
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      if (!is_done(all[i])) left.add(all[i]);
+    }
+    if (left.size() == all.size()) continue;
+    index_of(spans_[id]).erase(spans_, id);
+    clear_tags(spans_[id]);
+    set_tags(spans_[id], left);
+    index_of(spans_[id]).insert(spans_, id);
+    has_separated_ = true;
+  }
+}
+
+}  // namespace vramx

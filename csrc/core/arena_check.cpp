@@ -1,0 +1,75 @@
+// Arena::check(): the equations span 1-5 of types.h, recomputed from the span list alone.
+#include <string>
+
+#include "core/arena.h"
+
+namespace vramx {
+namespace {
+
+std::string at(const Span& span) {
+  return " at offset " + std::to_string(span.begin.value) + ", " + std::to_string(span.size.count) +
+         " bytes";
+}
+
+}  // namespace
+
+std::string Arena::check_span(SpanId id, Address expected) const {
+  const Span& span = spans_[id];
+  if (span.begin != expected || !span.size) return "span 1: does not tile" + at(span);
+  const bool is_mapped = span.state == SpanState::kUsed || span.state == SpanState::kFree;
+  if (is_mapped && span_at(span.begin) != id) return "span 2: not found by its chunk" + at(span);
+  if (span.state == SpanState::kUnmapped && chunks_.find(span.begin) != kNoId) {
+    return "span 2: unmapped, but on a chunk" + at(span);
+  }
+  if (span.next == kNoId) return {};
+  const Span& next = spans_[span.next];
+  if (next.previous != id) return "span 1: links disagree" + at(span);
+  if (span.state != next.state) return {};
+  if (span.state == SpanState::kUnmapped) return "span 3: unmapped neighbours" + at(span);
+  if (span.state == SpanState::kFree && !has_separated_ && may_merge(span, next)) {
+    return "span 3: free neighbours" + at(span);
+  }
+  return {};
+}
+
+std::string Arena::check_indexes() const {
+  std::string broken;
+  std::size_t counted = 0;
+  for_each_index(kAnyStream, [&](const FreeIndex& index) {
+    counted += index.count();
+    if (broken.empty()) broken = index.check(spans_);
+  });
+  if (!broken.empty()) return broken;
+  std::size_t free_spans = 0;
+  Bytes free_sum{};
+  for (SpanId id = first_; id != kNoId; id = spans_[id].next) {
+    if (spans_[id].state != SpanState::kFree) continue;
+    ++free_spans;
+    free_sum += spans_[id].size;
+  }
+  if (free_spans != counted) return "span 5: extents in the indexes " + std::to_string(counted);
+  if (free_sum != free_bytes_) return "span 5: free bytes " + std::to_string(free_bytes_.count);
+  return {};
+}
+
+std::string Arena::check() const {
+  Address expected = base_;
+  Bytes mapped{};
+  std::size_t seen = 0;
+  for (SpanId id = first_; id != kNoId; id = spans_[id].next, ++seen) {
+    if (std::string broken = check_span(id, expected); !broken.empty()) return broken;
+    const Span& span = spans_[id];
+    expected = span.end();
+    const bool is_mapped = span.state == SpanState::kUsed || span.state == SpanState::kFree;
+    if (is_mapped) mapped += span.size;
+    if (span.state == SpanState::kBuilding && chunks_.find(span.begin) != kNoId)
+      mapped += span.size;
+  }
+  if (expected != base_ + size_) return "span 1: the last span ends early";
+  if (seen != spans_.live()) return "span 1: a span is in no list";
+  if (mapped != chunks_.bytes()) return "span 4: mapped bytes " + std::to_string(mapped.count);
+  if (std::string broken = chunks_.check(); !broken.empty()) return broken;
+  return check_indexes();
+}
+
+}  // namespace vramx

@@ -1,0 +1,83 @@
+#include "core/chunk_table.h"
+
+#include <algorithm>
+
+namespace vramx {
+
+ChunkId ChunkTable::add(Address begin, Bytes size, ChunkHandle handle) {
+  ChunkId id = static_cast<ChunkId>(chunks_.size());
+  if (vacant_.empty()) {
+    chunks_.emplace_back();
+  } else {
+    id = vacant_.back();
+    vacant_.pop_back();
+  }
+  chunks_[id] = Chunk{.begin = begin, .size = size, .handle = handle};
+  const std::size_t first = page_of(begin);
+  const std::size_t last = first + size / page_;
+  if (pages_.size() < last) pages_.resize(last, kNoId);
+  std::fill(pages_.begin() + static_cast<std::ptrdiff_t>(first),
+            pages_.begin() + static_cast<std::ptrdiff_t>(last), id);
+  bytes_ += size;
+  return id;
+}
+
+void ChunkTable::remove(ChunkId id) {
+  const Chunk& chunk = chunks_[id];
+  const auto first = pages_.begin() + static_cast<std::ptrdiff_t>(page_of(chunk.begin));
+  std::fill(first, first + static_cast<std::ptrdiff_t>(chunk.size / page_), kNoId);
+  bytes_ -= chunk.size;
+  chunks_[id] = Chunk{};
+  vacant_.push_back(id);
+}
+
+ChunkId ChunkTable::find(Address address) const {
+  if (address < base_) return kNoId;
+  const std::size_t page = page_of(address);
+  return page < pages_.size() ? pages_[page] : kNoId;
+}
+
+Address ChunkTable::round_up(Address address) const {
+  const ChunkId id = find(address);
+  // Nothing is mapped here: then the byte before ends a chunk.
+  if (id == kNoId) return address;
+  const Chunk& chunk = chunks_[id];
+  return chunk.begin == address ? address : chunk.end();
+}
+
+Address ChunkTable::round_down(Address address) const {
+  const ChunkId id = find(address);
+  return id == kNoId ? address : chunks_[id].begin;
+}
+
+Bytes ChunkTable::whole_bytes(Address begin, Address end) const {
+  if (begin == end) return {};
+  const Address first = round_up(begin);
+  const Address last = round_down(end);
+  return first < last ? last - first : Bytes{};
+}
+
+std::size_t ChunkTable::host_bytes() const {
+  return chunks_.capacity() * sizeof(Chunk) + pages_.capacity() * sizeof(ChunkId) +
+         vacant_.capacity() * sizeof(ChunkId);
+}
+
+std::string ChunkTable::check() const {
+  std::size_t mapped_pages = 0;
+  Bytes sum{};
+  std::string broken;
+  for_each([&](ChunkId id, const Chunk& chunk) {
+    sum += chunk.size;
+    for (Bytes at{}; at < chunk.size; at += page_, ++mapped_pages) {
+      if (find(chunk.begin + at) != id) broken = "chunk " + std::to_string(id) + ": page table";
+    }
+  });
+  if (!broken.empty()) return broken;
+  if (sum != bytes_) return "chunks: bytes say " + std::to_string(bytes_.count);
+  const auto named = static_cast<std::size_t>(
+      std::count_if(pages_.begin(), pages_.end(), [](ChunkId id) { return id != kNoId; }));
+  if (named != mapped_pages) return "chunks: a page names a chunk that is not there";
+  return {};
+}
+
+}  // namespace vramx

@@ -1,0 +1,146 @@
+#include "core/free_index.h"
+
+#include <bit>
+
+namespace vramx {
+namespace {
+
+// Fibonacci hashing: neighbouring addresses get unrelated priorities.
+std::uint64_t priority(const Span& span) { return span.begin.value * 0x9E3779B97F4A7C15ull; }
+
+bool precedes(const Span& a, const Span& b) {
+  return a.size < b.size || (a.size == b.size && a.begin < b.begin);
+}
+
+// Divides the tree at `pivot`: what precedes it goes to *low, the rest to *high.
+void split(SpanPool& spans, SpanId tree, const Span& pivot, SpanId* low, SpanId* high) {
+  while (tree != kNoId) {
+    Span& span = spans[tree];
+    if (precedes(span, pivot)) {
+      *low = tree;
+      low = &span.right;
+      tree = span.right;
+    } else {
+      *high = tree;
+      high = &span.left;
+      tree = span.left;
+    }
+  }
+  *low = kNoId;
+  *high = kNoId;
+}
+
+// Joins two trees, every entry of `low` preceding every entry of `high`.
+SpanId join(SpanPool& spans, SpanId low, SpanId high) {
+  SpanId root = kNoId;
+  SpanId* link = &root;
+  while (low != kNoId && high != kNoId) {
+    if (priority(spans[low]) > priority(spans[high])) {
+      *link = low;
+      link = &spans[low].right;
+      low = *link;
+    } else {
+      *link = high;
+      link = &spans[high].left;
+      high = *link;
+    }
+  }
+  *link = low != kNoId ? low : high;
+  return root;
+}
+
+SpanId lower_bound(const SpanPool& spans, SpanId tree, Bytes size) {
+  SpanId found = kNoId;
+  while (tree != kNoId) {
+    const Span& span = spans[tree];
+    const bool is_enough = span.size >= size;
+    if (is_enough) found = tree;
+    tree = is_enough ? span.left : span.right;
+  }
+  return found;
+}
+
+}  // namespace
+
+// Bin = octave and the four bits below the leading one, in units of 512 bytes. Sizes below 16 units
+// have bins of their own, which keeps the exact small sizes apart.
+std::uint32_t FreeIndex::bin_of(Bytes size) {
+  const std::uint64_t units = size / kBlockUnit;
+  if (units < kSteps) return static_cast<std::uint32_t>(units);
+  const auto octave = static_cast<std::uint32_t>(std::bit_width(units) - 1);
+  const auto step = static_cast<std::uint32_t>(units >> (octave - kStepsBits)) - kSteps;
+  return (octave - kStepsBits + 1) * kSteps + step;
+}
+
+std::uint32_t FreeIndex::next_bin(std::uint32_t bin) const {
+  const std::uint32_t word = bin / 64;
+  if (word >= kWords) return kBins;
+  if (const std::uint64_t here = occupied_[word] >> (bin % 64)) {
+    return bin + static_cast<std::uint32_t>(std::countr_zero(here));
+  }
+  if (word + 1 >= kWords) return kBins;
+  const std::uint64_t later = occupied_words_ >> (word + 1);
+  if (later == 0) return kBins;
+  const std::uint32_t found = word + 1 + static_cast<std::uint32_t>(std::countr_zero(later));
+  return found * 64 + static_cast<std::uint32_t>(std::countr_zero(occupied_[found]));
+}
+
+void FreeIndex::insert(SpanPool& spans, SpanId id) {
+  Span& span = spans[id];
+  const std::uint32_t bin = bin_of(span.size);
+  SpanId* link = &roots_[bin];
+  while (*link != kNoId && priority(spans[*link]) >= priority(span)) {
+    link = precedes(spans[*link], span) ? &spans[*link].right : &spans[*link].left;
+  }
+  split(spans, *link, span, &span.left, &span.right);
+  *link = id;
+  occupied_[bin / 64] |= std::uint64_t{1} << (bin % 64);
+  occupied_words_ |= std::uint64_t{1} << (bin / 64);
+  ++count_;
+}
+
+void FreeIndex::erase(SpanPool& spans, SpanId id) {
+  const Span& span = spans[id];
+  const std::uint32_t bin = bin_of(span.size);
+  SpanId* link = &roots_[bin];
+  while (*link != id) {
+    link = precedes(spans[*link], span) ? &spans[*link].right : &spans[*link].left;
+  }
+  *link = join(spans, span.left, span.right);
+  --count_;
+  if (roots_[bin] != kNoId) return;
+  occupied_[bin / 64] &= ~(std::uint64_t{1} << (bin % 64));
+  if (occupied_[bin / 64] == 0) occupied_words_ &= ~(std::uint64_t{1} << (bin / 64));
+}
+
+SpanId FreeIndex::best_fit(const SpanPool& spans, Bytes size) const {
+  const std::uint32_t bin = bin_of(size);
+  const SpanId here = lower_bound(spans, roots_[bin], size);
+  if (here != kNoId) return here;
+  const std::uint32_t later = next_bin(bin + 1);
+  return later < kBins ? lower_bound(spans, roots_[later], size) : kNoId;
+}
+
+std::string FreeIndex::check(const SpanPool& spans) const {
+  std::size_t seen = 0;
+  for (std::uint32_t bin = 0; bin < kBins; ++bin) {
+    const bool bit = (occupied_[bin / 64] >> (bin % 64)) & 1;
+    if (bit != (roots_[bin] != kNoId)) return "free index: bit of bin " + std::to_string(bin);
+    const Span* above = nullptr;
+    bool is_sound = true;
+    auto visit = [&](SpanId id) {
+      const Span& span = spans[id];
+      is_sound = is_sound && span.state == SpanState::kFree && bin_of(span.size) == bin &&
+                 (above == nullptr || precedes(span, *above));
+      above = &span;
+      ++seen;
+      return is_sound;
+    };
+    visit_tree(spans, roots_[bin], Bytes{}, visit);
+    if (!is_sound) return "free index: an entry of bin " + std::to_string(bin) + " is misplaced";
+  }
+  if (seen != count_) return "free index: count says " + std::to_string(count_);
+  return {};
+}
+
+}  // namespace vramx

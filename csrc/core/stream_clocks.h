@@ -1,0 +1,90 @@
+// Order between streams without a CUDA call on the free path.
+//
+// A free on stream S costs a number: S's sequence counter, kept as the extent's tag. Only when the
+// memory goes to another stream R is an event recorded on S (it covers everything queued there so
+// far, hence every earlier free) and R made to wait for it, on the device. What R is known to be
+// behind is a vector clock, so that a second theft costs nothing until S frees again:
+//
+//   known[R][S] = q     R's next work runs after everything S had queued at its q-th free
+//
+// The bookkeeping is guarded by the device allocator's lock; the driver calls of order() and
+// settle() are made while that lock is let go.
+#pragma once
+
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "core/driver.h"
+#include "core/types.h"
+
+namespace vramx {
+
+class StreamClocks {
+ public:
+  explicit StreamClocks(Driver& driver) : driver_(driver) {}
+  ~StreamClocks();
+  StreamClocks(const StreamClocks&) = delete;
+  StreamClocks& operator=(const StreamClocks&) = delete;
+
+  StreamIndex index_of(Stream stream);
+  Stream stream_of(StreamIndex index) const { return streams_[index].handle; }
+
+  // A new tag: everything queued on the stream until now. For the stream of an allocation at its
+  // free, and for every other stream that used it: without a number of their own, an event recorded
+  // there before the last use would seem to cover it.
+  Tag stamp(StreamIndex index) { return Tag{index, ++streams_[index].sequence}; }
+
+  // Whether work that `reader` queues from now on runs after `tag`.
+  bool is_ordered(const Tag& tag, StreamIndex reader) const;
+  bool is_ordered(const TagSet& tags, StreamIndex reader) const;
+  // Whether the work has run, as far as the host has seen.
+  bool is_complete(const Tag& tag) const { return streams_[tag.stream].complete >= tag.sequence; }
+
+  // Makes `reader` wait for the tags, on the device. Fails, having ordered nothing that matters,
+  // where a stream is capturing or gone. Lets `lock` go meanwhile and holds it again after.
+  Status order(StreamIndex reader, const TagSet& tags, std::unique_lock<std::mutex>& lock);
+
+  enum class Settle : std::uint8_t { kQuery, kWait };
+  // Learns which tags are complete: asks each stream without blocking, or waits for each. Capturing
+  // and destroyed streams are left out. Lets `lock` go meanwhile.
+  void settle(Settle how, std::unique_lock<std::mutex>& lock);
+
+  // The caller is about to destroy the stream: what it freed is recorded now, and its name means
+  // another stream from here on. Fails, and forgets nothing, where no event can be recorded on it.
+  Status forget(Stream stream, std::unique_lock<std::mutex>& lock);
+
+  std::size_t host_bytes() const;
+  // Recomputes clock 1 and clock 2 of types.h.
+  std::string check(const TagSet& tags) const;
+
+ private:
+  struct Record {  // what the stream's event stands for
+    Event event = Event::kNone;
+    std::uint64_t sequence = 0;
+    std::vector<std::uint64_t> clock{};  // known[stream] when it was recorded
+  };
+  struct State {
+    Stream handle = Stream::kDefault;
+    bool is_forgotten = false;
+    std::uint64_t sequence = 0;
+    std::uint64_t complete = 0;
+    std::vector<std::uint64_t> known{};  // by stream
+    Record last{};
+  };
+
+  // Records the stream's event so that it covers all of its sequence, unless it does already.
+  Status record(StreamIndex index, std::unique_lock<std::mutex>& lock);
+  Status prepare_event(StreamIndex index, std::unique_lock<std::mutex>& lock);
+  static void raise(std::vector<std::uint64_t>& clock, const std::vector<std::uint64_t>& to);
+  static void raise(std::vector<std::uint64_t>& clock, StreamIndex stream, std::uint64_t to);
+
+  Driver& driver_;
+  std::vector<State> streams_;
+  std::unordered_map<std::uint64_t, StreamIndex> by_handle_;
+  Stream last_handle_ = Stream::kDefault;  // of the last index_of, which is mostly the next one
+  StreamIndex last_index_ = kNoId;
+};
+
+}  // namespace vramx

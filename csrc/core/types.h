@@ -1,0 +1,120 @@
+// The nouns of the core and the equations that tie them together. Read this file first.
+//
+//   chunk    physical memory: one driver handle, indivisible, mapped whole
+//   arena    virtual: the range where every chunk has its first mapping, in address order
+//   alias    virtual: a further mapping of chunks, in any order, elsewhere
+//   span     a range of the arena in one state: used, free (then it is an *extent*), unmapped, or
+//            being mapped or unmapped
+//   block    what a caller holds: one span, or a chain of spans that an alias makes contiguous
+//   tag      "free once stream S has run past its n-th free"; an extent may carry several
+//
+//   arena   |  used  |   free   | used |     free     |         unmapped          |
+//   chunks  |      0      |   1  |      2      |  3  |  4  |
+//   alias          | 3 | 1 |            a block of chunk 3 and the start of chunk 1
+//
+// Invariants; each class's check() tests its own, in this order:
+//   span 1   spans tile the arena: the first begins at its base, each begins where the last ended
+//   span 2   a used or free span lies on chunks; an unmapped one on none
+//   span 3   no two neighbours are both unmapped, or both free with tags of the same streams
+//   span 4   mapped bytes = sum of the used and free spans' sizes = sum of the chunks' sizes
+//   span 5   free bytes = sum of the extents' sizes; each extent is in exactly one index
+//   block 1  allocated bytes = sum of the used spans' sizes
+//   block 2  a used span belongs to exactly one block; a block's spans add up to its size
+//   alias 1  an alias maps only chunks that exist, none of them twice
+//   alias 2  mapping count of a chunk = 1 + the aliases that map it
+//   alias 3  a block at an alias address has that alias pinned
+//   clock 1  a tag's sequence number is at most its stream's
+//   clock 2  known[R][S] is at most S's sequence number
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "core/units.h"
+
+namespace vramx {
+
+// The finest size the allocator deals in: torch promises its callers 512-byte alignment, and every
+// size is a multiple of it.
+constexpr Bytes kBlockUnit{512};
+
+using SpanId = std::uint32_t;
+using ChunkId = std::uint32_t;
+using AliasId = std::uint32_t;
+using StreamIndex = std::uint32_t;  // dense number of a stream, never given to another one
+
+constexpr std::uint32_t kNoId = ~std::uint32_t{0};
+
+// "Usable once everything queued on `stream` up to its `sequence`-th free has run."
+struct Tag {
+  StreamIndex stream = kNoId;
+  std::uint64_t sequence = 0;
+
+  constexpr bool operator==(const Tag&) const = default;
+};
+
+// What must have run before an extent is reused. Empty: nothing, it may be used on any stream.
+// Nearly always there is one tag; a vector is only touched for the others.
+class TagSet {
+ public:
+  TagSet() = default;
+  explicit TagSet(Tag tag) : first_(tag) {}
+
+  bool empty() const { return first_.stream == kNoId; }
+  std::size_t size() const { return empty() ? 0 : 1 + others_.size(); }
+  const Tag& operator[](std::size_t i) const { return i == 0 ? first_ : others_[i - 1]; }
+
+  // Raises the stream's entry or adds one.
+  void add(Tag tag);
+  void add(const TagSet& other);
+  bool has_streams_of(const TagSet& other) const;  // the same streams, whatever the numbers
+
+ private:
+  Tag first_;
+  std::vector<Tag> others_;
+};
+
+enum class SpanState : std::uint8_t {
+  kUsed,
+  kFree,
+  kUnmapped,
+  kBuilding,  // a thread is mapping or unmapping it, outside the lock
+};
+
+struct Span {
+  Address begin;
+  Bytes size;
+  SpanId previous = kNoId;  // neighbours in address order
+  SpanId next = kNoId;
+  // An extent's children in the tree of its index; in a used span `left` is the next span of its
+  // block.
+  SpanId left = kNoId;
+  SpanId right = kNoId;
+  // An extent's tag, when one is enough (stream kNoId: no tag); several are in the arena's table
+  // under `tag_set`.
+  StreamIndex tag_stream = kNoId;
+  std::uint32_t tag_set = kNoId;
+  std::uint64_t tag_sequence = 0;
+  SpanState state = SpanState::kUnmapped;
+
+  Address end() const { return begin + size; }
+};
+
+// Physical memory, wherever it is mapped.
+struct MappedChunk {
+  Bytes size;
+  ChunkHandle handle = ChunkHandle::kNone;
+};
+
+struct Chunk {
+  Address begin;  // of its mapping in the arena
+  Bytes size;
+  ChunkHandle handle = ChunkHandle::kNone;
+  SpanId span_at_begin = kNoId;  // the span that holds its first byte
+  std::uint32_t alias_count = 0;
+
+  Address end() const { return begin + size; }
+};
+
+}  // namespace vramx
