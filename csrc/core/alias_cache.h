@@ -1,0 +1,91 @@
+// Second mappings of chunks, kept after their block is freed so that the next one like it costs no
+// driver call.
+//
+// An alias can serve any block that fits into a run of it whose memory is free at the time: whole
+// free chunks, with the free end of a chunk before them and the free start of one behind. An alias
+// is pinned while a block lives in it. Makes no driver call; not thread-safe. A search looks at no
+// more than 64 aliases, and at each chunk of those once.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "core/arena.h"
+#include "core/stitch_plan.h"
+#include "core/types.h"
+
+namespace vramx {
+
+struct Alias {
+  Address base;
+  Bytes size{};
+  std::vector<ChunkId> chunks;  // in address order of the alias; none twice
+  std::uint32_t pins = 0;       // the blocks that live in it
+  std::uint64_t last_use = 0;
+  TagSet last_tags;  // what must have run before it may be unmapped
+};
+
+// Where a block would lie in an alias, and on which pieces of the arena.
+struct AliasFit {
+  AliasId alias = kNoId;
+  Address address;
+  std::vector<Piece> pieces;
+};
+
+class AliasCache {
+ public:
+  AliasId add(Address base, std::vector<ChunkId> chunks, Arena& arena);
+  // Also for an alias whose unmapping failed: it is forgotten, and its addresses are never reused.
+  void remove(AliasId id, Arena& arena);
+
+  // The smallest alias with a free run of `size` bytes; accept(pieces) may turn it down.
+  template <class Accept>
+  AliasFit find(const Arena& arena, Bytes size, Accept accept) const;
+
+  void pin(AliasId id) {
+    ++aliases_[id].pins;
+    aliases_[id].last_use = ++clock_;
+  }
+  void unpin(AliasId id, const TagSet& tags) {
+    --aliases_[id].pins;
+    aliases_[id].last_tags.add(tags);
+  }
+
+  const Alias& operator[](AliasId id) const { return aliases_[id]; }
+  // The idle ones, least recently used first.
+  std::vector<AliasId> idle() const;
+  std::vector<AliasId> all() const;
+  std::size_t count() const { return by_size_.size(); }
+  std::size_t mappings() const { return mappings_; }
+  Bytes bytes() const { return bytes_; }
+  std::size_t host_bytes() const;
+
+  // Recomputes alias 1 and alias 2 of types.h.
+  std::string check(const Arena& arena) const;
+
+ private:
+  static constexpr std::size_t kSearched = 64;
+
+  AliasFit fit_in(AliasId id, const Arena& arena, Bytes size) const;
+
+  std::vector<Alias> aliases_;  // an empty slot has no chunks
+  std::vector<AliasId> vacant_;
+  std::multimap<Bytes, AliasId> by_size_;
+  std::size_t mappings_ = 0;
+  Bytes bytes_{};
+  std::uint64_t clock_ = 0;
+};
+
+template <class Accept>
+AliasFit AliasCache::find(const Arena& arena, Bytes size, Accept accept) const {
+  std::size_t searched = 0;
+  for (auto entry = by_size_.lower_bound(size); entry != by_size_.end(); ++entry) {
+    if (++searched > kSearched) break;
+    AliasFit fit = fit_in(entry->second, arena, size);
+    if (fit.alias != kNoId && accept(fit.pieces)) return fit;
+  }
+  return {};
+}
+
+}  // namespace vramx

@@ -1,0 +1,34 @@
+// How one device allocator behaves: read once when it is created, immutable after, except for the
+// limit, which set_limit changes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/units.h"
+
+namespace vramx {
+
+// When memory freed on one stream may be given to another, behind an event on the device.
+enum class CrossStream : std::uint8_t { kNever, kUnderPressure, kAlways };
+
+struct AllocatorConfig {
+  Bytes limit{UINT64_MAX};  // of what is held from the driver
+  CrossStream cross_stream = CrossStream::kUnderPressure;
+
+  // Growth is preferred to stitching while what is held stays within this share above the highest
+  // sum of live bytes so far. It bounds the waste that convenience may cost.
+  double growth_slack = 0.002;
+
+  // The arena reserves this many times the device's memory in addresses, so that chunks given back
+  // leave holes that need not be found again at once.
+  std::uint64_t arena_factor = 4;
+  Bytes alias_addresses{std::uint64_t{4} << 40};
+  // The driver maps at most 520,192 ranges on a device (measured, H200); all mappings of chunks in
+  // the arena need far fewer, so aliases may take a quarter of it.
+  std::size_t alias_mappings = 128 * 1024;
+
+  std::size_t trace_events = 0;  // the ring of events; 0 keeps none
+};
+
+}  // namespace vramx

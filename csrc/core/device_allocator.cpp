@@ -1,0 +1,193 @@
+#include "core/device_allocator.h"
+
+#include <algorithm>
+
+namespace vramx {
+namespace {
+
+// The largest request that arithmetic on sizes is safe for; no device comes near it.
+constexpr Bytes kLargestRequest{std::uint64_t{1} << 46};
+
+Status unknown_address() { return Status{StatusCode::kInvalidValue, 0, "not a live block"}; }
+Status in_child() { return Status{StatusCode::kNotInitialized, 0, "used in a forked child"}; }
+
+}  // namespace
+
+Result<std::unique_ptr<DeviceAllocator>> DeviceAllocator::create(Driver& driver,
+                                                                 const AllocatorConfig& config) {
+  const Result<MemoryInfo> memory = driver.memory_info();
+  if (!memory.ok()) return memory.status();
+  const Bytes arena_size =
+      round_up(memory.value().total * config.arena_factor, driver.granularity());
+  const Result<Address> arena = driver.reserve_address(arena_size);
+  if (!arena.ok()) return arena.status();
+  const Result<Address> aliases = driver.reserve_address(config.alias_addresses);
+  if (!aliases.ok()) {
+    driver.release_address(arena.value(), arena_size).ignore();
+    return aliases.status();
+  }
+  return std::unique_ptr<DeviceAllocator>(
+      new DeviceAllocator(driver, config, arena.value(), arena_size, aliases.value()));
+}
+
+DeviceAllocator::DeviceAllocator(Driver& driver, const AllocatorConfig& config, Address arena,
+                                 Bytes arena_size, Address aliases)
+    : driver_(driver),
+      config_(config),
+      arena_base_(arena),
+      arena_size_(arena_size),
+      alias_base_(aliases),
+      limit_(config.limit),
+      arena_(arena, arena_size, driver.granularity()),
+      alias_addresses_(aliases, config.alias_addresses),
+      clocks_(driver),
+      trace_(config.trace_events) {}
+
+// The caller has made sure that the device no longer uses the memory. In a forked child there is no
+// driver to talk to, and the parent still has everything.
+DeviceAllocator::~DeviceAllocator() {
+  if (fork_guard_.is_in_child()) return;
+  for (const AliasId id : aliases_.all()) {
+    driver_.unmap(aliases_[id].base, aliases_[id].size).ignore();
+  }
+  arena_.chunks().for_each([&](ChunkId, const Chunk& chunk) {
+    driver_.unmap(chunk.begin, chunk.size).ignore();
+    driver_.release_chunk(chunk.handle).ignore();
+  });
+  driver_.release_address(alias_base_, config_.alias_addresses).ignore();
+  driver_.release_address(arena_base_, arena_size_).ignore();
+}
+
+Result<Address> DeviceAllocator::allocate(Bytes requested, Stream stream) {
+  if (fork_guard_.is_in_child()) return in_child();
+  Lock lock(mutex_);
+  if (requested > kLargestRequest) {
+    return note_out_of_memory(requested, {StatusCode::kOutOfMemory, 0, "allocate"}, lock);
+  }
+  const Bytes size = round_up(max(requested, kBlockUnit), kBlockUnit);
+  const StreamIndex index = clocks_.index_of(stream);
+  const bool is_own_first = config_.cross_stream != CrossStream::kAlways;
+  const SpanId extent = is_own_first ? arena_.best_fit(size, index) : arena_.best_fit_of_any(size);
+  if (extent != kNoId && (is_own_first || clocks_.is_ordered(arena_.tags_of(extent), index))) {
+    const SpanId span = arena_.take(extent, size);
+    return publish({arena_.span(span).begin, span, kNoId}, requested, size, index);
+  }
+  const Result<Placement> placed = place_slowly(size, index, lock);
+  if (!placed.ok()) return note_out_of_memory(requested, placed.status(), lock);
+  return publish(placed.value(), requested, size, index);
+}
+
+Address DeviceAllocator::publish(const Placement& placement, Bytes requested, Bytes size,
+                                 StreamIndex stream) {
+  blocks_.insert(
+      Block{placement.address, requested, placement.first_span, stream, placement.alias, kNoId});
+  stats_.count_allocation(requested, size);
+  highest_live_ = max(highest_live_, allocated());
+  trace_.add(TraceKind::kAllocate, placement.address, requested, clocks_.stream_of(stream));
+  return placement.address;
+}
+
+Bytes DeviceAllocator::allocated() const {
+  return {static_cast<std::uint64_t>(stats_.allocated_bytes[0].current)};
+}
+
+Status DeviceAllocator::free(Address address) {
+  if (fork_guard_.is_in_child()) return ok_status();
+  const Lock lock(mutex_);
+  Block* const found = blocks_.find(address);
+  if (found == nullptr) return unknown_address();
+  const Block block = *found;
+  blocks_.erase(found);
+  const TagSet tags = stamp_free(block);
+  if (block.alias != kNoId) aliases_.unpin(block.alias, tags);
+  Bytes size{};
+  for (SpanId span = block.first_span; span != kNoId;) {
+    const SpanId next = arena_.next_in_block(span);
+    size += arena_.span(span).size;
+    arena_.give_back(span, tags);
+    span = next;
+  }
+  stats_.count_free(block.requested, size);
+  stats_.note_extents(arena_.extent_count(), arena_.free_bytes());
+  trace_.add(TraceKind::kFree, address, block.requested, clocks_.stream_of(block.stream));
+  return ok_status();
+}
+
+// The memory waits for the stream it was allocated on and for those that were recorded.
+TagSet DeviceAllocator::stamp_free(const Block& block) {
+  TagSet tags(clocks_.stamp(block.stream));
+  if (block.users == kNoId) return tags;
+  for (const StreamIndex user : users_[block.users]) tags.add(clocks_.stamp(user));
+  users_[block.users].clear();
+  vacant_users_.push_back(block.users);
+  return tags;
+}
+
+Status DeviceAllocator::record_stream(Address address, Stream stream) {
+  if (fork_guard_.is_in_child()) return ok_status();
+  const Lock lock(mutex_);
+  Block* const block = blocks_.find(address);
+  if (block == nullptr) return unknown_address();
+  const StreamIndex user = clocks_.index_of(stream);
+  if (user == block->stream) return ok_status();
+  if (block->users == kNoId) {
+    if (vacant_users_.empty()) {
+      vacant_users_.push_back(static_cast<std::uint32_t>(users_.size()));
+      users_.emplace_back();
+    }
+    block->users = vacant_users_.back();
+    vacant_users_.pop_back();
+  }
+  std::vector<StreamIndex>& users = users_[block->users];
+  if (std::find(users.begin(), users.end(), user) == users.end()) users.push_back(user);
+  trace_.add(TraceKind::kRecordStream, address, block->requested, stream);
+  return ok_status();
+}
+
+Status DeviceAllocator::forget_stream(Stream stream) {
+  if (fork_guard_.is_in_child()) return ok_status();
+  Lock lock(mutex_);
+  return clocks_.forget(stream, lock);
+}
+
+void DeviceAllocator::set_limit(Bytes limit) {
+  const Lock lock(mutex_);
+  limit_ = limit;
+}
+
+void DeviceAllocator::add_relief(std::function<bool()> callback) {
+  const Lock lock(mutex_);
+  relief_.push_back(std::move(callback));
+}
+
+bool DeviceAllocator::owns(Address address) const {
+  return (address >= arena_base_ && address < arena_base_ + arena_size_) ||
+         (address >= alias_base_ && address < alias_base_ + config_.alias_addresses);
+}
+
+// Asks the device how much it has left, without the lock.
+Status DeviceAllocator::note_out_of_memory(Bytes requested, const Status& cause, Lock& lock) {
+  lock.unlock();
+  const Result<MemoryInfo> device = driver_.memory_info();
+  lock.lock();
+  OutOfMemory& report = last_out_of_memory_;
+  report = OutOfMemory{};
+  report.requested = requested;
+  report.live = allocated();
+  report.held = arena_.mapped_bytes();
+  report.limit = limit_;
+  report.free = arena_.free_bytes();
+  report.extents = arena_.extent_count();
+  for (const SpanId id : arena_.largest(driver_.granularity(), SIZE_MAX, Arena::kAnyStream)) {
+    const Span& extent = arena_.span(id);
+    report.largest_extent = max(report.largest_extent, extent.size);
+    report.whole_chunks += arena_.chunks().whole_bytes(extent.begin, extent.end());
+  }
+  if (device.ok()) report.device = device.value();
+  report.cause = cause;
+  ++stats_.num_ooms;
+  trace_.add(TraceKind::kOutOfMemory, Address{}, requested, Stream::kDefault);
+  return Status{StatusCode::kOutOfMemory, cause.driver_code, cause.call};
+}
+
+}  // namespace vramx

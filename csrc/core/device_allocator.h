@@ -1,0 +1,186 @@
+// The allocator of one device: the only class that composes the others, and the owner of the lock.
+//
+// A request takes the best-fitting extent. Where none fits it goes, in this order, to memory that
+// another stream freed, to an alias that exists, to growth while that wastes nothing, to a new
+// alias over free pieces with growth by what they lack, and at last to relief: what the callbacks
+// free. Nothing is moved, no live mapping is unmapped, and the host waits for the device only where
+// a caller asks for memory to be given back.
+//
+// Thread-safe: every public method takes the lock, and lets it go around driver calls and user
+// callbacks. Inert in a forked child: allocate fails, free does nothing. Allocate and free are
+// O(log extents) and make no driver call unless an extent is missing.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "core/alias_cache.h"
+#include "core/arena.h"
+#include "core/block_table.h"
+#include "core/config.h"
+#include "core/driver.h"
+#include "core/event_trace.h"
+#include "core/fork_guard.h"
+#include "core/mapper.h"
+#include "core/range_set.h"
+#include "core/stats.h"
+#include "core/stitch_plan.h"
+#include "core/stream_clocks.h"
+
+namespace vramx {
+
+// What an out-of-memory error should tell.
+struct OutOfMemory {
+  Bytes requested{};
+  Bytes live{};
+  Bytes held{};
+  Bytes limit{};
+  Bytes free{};
+  Bytes largest_extent{};
+  Bytes whole_chunks{};  // free, hence stitchable
+  std::size_t extents = 0;
+  MemoryInfo device{};
+  Status cause = ok_status();
+
+  std::string message() const;
+};
+
+struct DefragmentReport {
+  std::size_t aliases_collected = 0;
+  Bytes alias_addresses{};  // that those took
+  std::size_t extents_before = 0;
+  std::size_t extents_after = 0;
+  std::size_t chunks_released = 0;
+  Bytes released{};
+};
+
+struct SpanInfo {
+  Address address;
+  Bytes size;
+  SpanState state = SpanState::kUnmapped;
+  Address block;             // of a used span: the address its owner holds
+  bool is_in_alias = false;  // and whether that is an alias
+};
+
+class DeviceAllocator {
+ public:
+  // The driver outlives the allocator. Fails where the addresses cannot be reserved.
+  static Result<std::unique_ptr<DeviceAllocator>> create(Driver& driver,
+                                                         const AllocatorConfig& config);
+  ~DeviceAllocator();
+  DeviceAllocator(const DeviceAllocator&) = delete;
+  DeviceAllocator& operator=(const DeviceAllocator&) = delete;
+
+  // At least `size` bytes, aligned to 512; a request of none is one of a single unit. kOutOfMemory
+  // after everything was tried; last_out_of_memory() then says what was there.
+  Result<Address> allocate(Bytes size, Stream stream);
+  // kInvalidValue for an address that is not a live block's.
+  Status free(Address address);
+  // `stream` uses the block too: its memory waits for that stream as well once it is freed.
+  Status record_stream(Address address, Stream stream);
+  // To be called before a stream is destroyed.
+  Status forget_stream(Stream stream);
+
+  // Waits until freed memory is idle, then gives whole free chunks back to the device.
+  DefragmentReport trim();
+  // The same after collecting every idle alias.
+  DefragmentReport defragment();
+  void set_limit(Bytes limit);
+  // Called without the lock when memory runs out, in order; returns whether it may have freed some.
+  void add_relief(std::function<bool()> callback);
+
+  bool owns(Address address) const;
+  // Bytes held from the driver. Reads one word, without the lock.
+  Bytes held() const { return {held_.load(std::memory_order_relaxed)}; }
+  AllocatorStats stats() const;
+  void reset_peak_stats();
+  void reset_accumulated_stats();
+  OutOfMemory last_out_of_memory() const;
+  std::vector<TraceEvent> events() const;
+  std::vector<SpanInfo> layout() const;
+  // Recomputes every equation of types.h and names the first that does not hold.
+  std::string check() const;
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  // A request on its way: pieces of the arena set aside for it, in the order of the block.
+  struct Held {
+    std::vector<SpanId> spans;
+    std::vector<TagSet> tags;  // of each span, to give it back as it was
+  };
+  struct Placement {
+    Address address;
+    SpanId first_span = kNoId;
+    AliasId alias = kNoId;
+  };
+
+  DeviceAllocator(Driver& driver, const AllocatorConfig& config, Address arena, Bytes arena_size,
+                  Address aliases);
+
+  // device_allocator.cpp
+  Address publish(const Placement& placement, Bytes requested, Bytes size, StreamIndex stream);
+  TagSet stamp_free(const Block& block);
+  Bytes allocated() const;
+  std::string check_blocks() const;
+  Status note_out_of_memory(Bytes requested, const Status& cause, Lock& lock);
+
+  // placement.cpp: each step fails where it has nothing to offer, and leaves no trace then
+  Result<Placement> place_slowly(Bytes size, StreamIndex stream, Lock& lock);
+  Result<Placement> try_all(Bytes size, StreamIndex stream, Lock& lock);
+  Result<Placement> take_extent(Bytes size, StreamIndex stream, Lock& lock);
+  Result<Placement> reuse_alias(Bytes size, StreamIndex stream, Lock& lock);
+  Result<Placement> grow(Bytes size, StreamIndex stream, Lock& lock);
+  Result<Placement> stitch(Bytes size, StreamIndex stream, Lock& lock);
+  Bytes growth_needed(Bytes size, StreamIndex stream, SpanId* gap, SpanId* before) const;
+  bool may_grow_to(Bytes growth, Bytes size) const;
+  Result<Address> add_chunks(Bytes growth, Lock& lock);
+  StitchPlan plan(Bytes size, StreamIndex stream) const;
+  Result<Held> hold_with_growth(StitchPlan& plan, Bytes growth, Lock& lock);
+  std::vector<ChunkId> chunks_under(const Held& held) const;
+  Status map_alias(const Held& held, Lock& lock, Placement* placement);
+  MapOutcome map_unlocked(Address base, const std::vector<MappedChunk>& chunks, Lock& lock);
+  bool may_take(const TagSet& tags, StreamIndex stream) const;
+  Held hold(const std::vector<Piece>& pieces);
+  void give_back(const Held& held);
+  Status order(StreamIndex stream, const Held& held, Lock& lock);
+  SpanId chain(const Held& held);
+
+  // reclaim.cpp
+  void relieve(Lock& lock);
+  bool is_idle(AliasId id) const;
+  bool collect_alias_mappings(std::size_t wanted, Lock& lock);
+  void unmap_aliases(const std::vector<AliasId>& ids, Lock& lock, DefragmentReport* report);
+  std::vector<ChunkId> releasable_chunks(std::vector<AliasId>* aliases) const;
+  void release_whole_chunks(Lock& lock, DefragmentReport* report);
+  void settle_all(Lock& lock);
+
+  Driver& driver_;
+  const AllocatorConfig config_;
+  const ForkGuard fork_guard_;
+  const Address arena_base_;
+  const Bytes arena_size_;
+  const Address alias_base_;
+
+  mutable std::mutex mutex_;
+  Bytes limit_;
+  Arena arena_;
+  AliasCache aliases_;
+  RangeSet alias_addresses_;
+  StreamClocks clocks_;
+  BlockTable blocks_;
+  std::vector<std::vector<StreamIndex>> users_;  // further streams of a block
+  std::vector<std::uint32_t> vacant_users_;
+  AllocatorStats stats_;
+  EventTrace trace_;
+  std::atomic<std::uint64_t> held_{0};
+  Bytes building_{};      // growth that is under way, counted against the limit
+  Bytes highest_live_{};  // the most that was ever live at once
+  OutOfMemory last_out_of_memory_;
+  std::vector<std::function<bool()>> relief_;
+};
+
+}  // namespace vramx

@@ -1,0 +1,21 @@
+// Whether this process is still the one that an object was made in.
+//
+// A forked child has the parent's memory but neither its threads nor its CUDA context: a lock may
+// be held by a thread that does not exist, and a driver call fails or hangs. So an object that owns
+// driver state notes the generation it was born in and is inert in any other. Lock-free.
+#pragma once
+
+#include <cstdint>
+
+namespace vramx {
+
+class ForkGuard {
+ public:
+  ForkGuard();
+  bool is_in_child() const;
+
+ private:
+  std::uint32_t born_;
+};
+
+}  // namespace vramx

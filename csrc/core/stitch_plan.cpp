@@ -1,0 +1,130 @@
+#include "core/stitch_plan.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace vramx {
+namespace {
+
+struct Candidate {
+  Address begin;
+  Address end;
+  Address whole_begin;  // its first chunk boundary
+  Address whole_end;    // its last one; before whole_begin where a single chunk holds the extent
+  bool is_used = false;
+
+  Bytes whole() const { return whole_begin < whole_end ? whole_end - whole_begin : Bytes{}; }
+  // As the first piece, as the last one.
+  Bytes as_first() const { return begin < whole_end ? whole_end - begin : Bytes{}; }
+  Bytes as_last() const { return whole_begin < end ? end - whole_begin : Bytes{}; }
+  Bytes head() const { return as_first() - whole(); }
+  Bytes tail() const { return as_last() - whole(); }
+};
+
+class Planner {
+ public:
+  Planner(const std::vector<Piece>& extents, const ChunkTable& chunks, Bytes size)
+      : chunks_(chunks), left_(size) {
+    for (const Piece& extent : extents) {
+      candidates_.push_back({extent.begin, extent.end(), chunks.round_up(extent.begin),
+                             chunks.round_down(extent.end())});
+    }
+    for (Candidate& candidate : candidates_) by_last_.push_back(&candidate);
+    std::stable_sort(by_last_.begin(), by_last_.end(), [](const Candidate* a, const Candidate* b) {
+      return a->as_last() < b->as_last();
+    });
+  }
+
+  // `tail` is held back for the last piece, if it is not null.
+  StitchPlan run(Candidate* tail) {
+    take_first(tail);
+    std::size_t next = 0;
+    while (left_) {
+      if (take_last(tail)) return std::move(plan_);
+      while (
+          next < candidates_.size() &&
+          (candidates_[next].is_used || &candidates_[next] == tail || !candidates_[next].whole())) {
+        ++next;
+      }
+      if (next == candidates_.size()) break;
+      add(candidates_[next], candidates_[next].whole_begin, candidates_[next].whole());
+    }
+    if (left_ && tail != nullptr) {
+      add(*tail, tail->whole_begin, min(left_, tail->as_last()));
+      plan_.ends_in_tail = true;
+    }
+    plan_.missing = left_;
+    return std::move(plan_);
+  }
+
+  Candidate* largest_tail() {
+    const auto found = std::max_element(
+        candidates_.begin(), candidates_.end(),
+        [](const Candidate& a, const Candidate& b) { return a.tail() < b.tail(); });
+    return found != candidates_.end() && found->tail() ? &*found : nullptr;
+  }
+
+ private:
+  void add(Candidate& from, Address begin, Bytes size) {
+    plan_.pieces.push_back({begin, size});
+    from.is_used = true;
+    left_ -= size;
+  }
+
+  void take_first(const Candidate* tail) {
+    Candidate* best = nullptr;
+    for (Candidate& candidate : candidates_) {
+      if (&candidate == tail || candidate.as_first() > left_ || !candidate.head()) continue;
+      if (tail != nullptr && chunks_.round_down(candidate.begin) == tail->whole_end) continue;
+      if (best == nullptr || candidate.head() > best->head()) best = &candidate;
+    }
+    if (best == nullptr) return;
+    first_chunk_end_ = best->whole_begin;
+    add(*best, best->begin, best->as_first());
+  }
+
+  // A chunk can have a free start and a free end, and no alias maps a chunk twice: the extent that
+  // ends in the chunk where the first piece begins cannot be the last piece up to that chunk.
+  bool shares_chunk_with_first(const Candidate& last) const {
+    return first_chunk_end_ && last.tail() &&
+           chunks_.round_up(last.whole_end + kBlockUnit) == first_chunk_end_;
+  }
+
+  bool may_be_last(const Candidate& candidate, const Candidate* tail) const {
+    if (candidate.is_used || &candidate == tail) return false;
+    return candidate.whole() >= left_ || !shares_chunk_with_first(candidate);
+  }
+
+  // The smallest extent that can hold all that is left ends the block.
+  bool take_last(Candidate* tail) {
+    auto fits =
+        std::lower_bound(by_last_.begin(), by_last_.end(), left_,
+                         [](const Candidate* c, Bytes size) { return c->as_last() < size; });
+    while (fits != by_last_.end() && !may_be_last(**fits, tail)) ++fits;
+    Candidate* last = fits == by_last_.end() ? nullptr : *fits;
+    if (last == nullptr && tail != nullptr && tail->as_last() >= left_) last = tail;
+    if (last == nullptr) return false;
+    add(*last, last->whole_begin, left_);
+    return true;
+  }
+
+  const ChunkTable& chunks_;
+  std::vector<Candidate> candidates_;
+  std::vector<Candidate*> by_last_;
+  StitchPlan plan_;
+  Bytes left_;
+  Address first_chunk_end_;  // of the chunk in which the block begins, once it does mid-chunk
+};
+
+}  // namespace
+
+StitchPlan plan_stitch(const std::vector<Piece>& extents, const ChunkTable& chunks, Bytes size) {
+  StitchPlan plain = Planner(extents, chunks, size).run(nullptr);
+  if (!plain.missing) return plain;
+  // Not enough: holding back the largest tail for the end gains just that tail.
+  Planner second(extents, chunks, size);
+  StitchPlan with_tail = second.run(second.largest_tail());
+  return with_tail.missing < plain.missing ? with_tail : plain;
+}
+
+}  // namespace vramx
