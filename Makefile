@@ -1,0 +1,57 @@
+# Every target prepares what it needs: a Python with torch (the active one, or else .venv) and the
+# compiled core. On a bare machine only python3 and g++ must be there. See .ci/environment.py.
+#
+#   make demo       replay two recorded programs under four allocators, with a picture
+#   make test       every test that needs no GPU, the build included
+#   make test-gpu   every test that needs a GPU; one that is skipped is a failure
+#   make lint       formatting, style, types, and the C++ compiler's warnings as errors
+#   make bench      every benchmark, into benchmarks/results/*.csv
+#   make clean      remove what was built; .venv stays
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := demo
+.PHONY: build demo test test-gpu lint bench clean
+
+# $(call prepare,GROUPS) sets $python for the recipe's one shell, or ends it with a line that says why.
+prepare = python="$$(python3 .ci/environment.py $(1))"
+build = "$$python" setup.py --quiet build_ext --inplace
+
+build:
+	@$(call prepare,run)
+	$(build)
+
+demo:
+	@$(call prepare,run)
+	$(build)
+	"$$python" -m vramx demo
+
+test:
+	@$(call prepare,run test)
+	$(build)
+	"$$python" -m pytest -q
+
+test-gpu:
+	@$(call prepare,run test)
+	$(build)
+	"$$python" -m pytest -q -m gpu --require-gpu
+
+lint:
+	@$(call prepare,run test dev)
+	PATH="$$(dirname "$$python"):$$PATH"
+	find csrc tests/native -name '*.h' -print0 -o -name '*.cpp' -print0 |
+		xargs -0 clang-format --dry-run -Werror
+	"$$python" -m ruff check .
+	"$$python" -m ruff format --check .
+	"$$python" -m mypy
+	VRAMX_WERROR=1 $(build)
+
+bench:
+	@$(call prepare,run)
+	$(build)
+	for name in core traces; do "$$python" -m vramx bench "$$name"; done
+
+clean:
+	@rm -rf build dist ./*.egg-info vramx/_core*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find vramx tests benchmarks .ci -name __pycache__ -prune -exec rm -rf {} +
