@@ -1,0 +1,135 @@
+"""`vramx bench`: run a benchmark of the repository, show its figures and keep the raw rows.
+
+The benchmarks are not part of the installed package: they are the folder `benchmarks/` of a
+checkout, and the verb works in a checkout's root only. Exit code 1 when a case failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vramx.cli import common
+from vramx.errors import OutputError, VramxError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+ALL = "all"
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the verb's arguments."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="run a benchmark of the repository",
+        description="Run a benchmark from the root of a checkout of vramx; without a NAME, list "
+        "them. Rows are appended to benchmarks/results/NAME.csv.",
+    )
+    parser.add_argument("name", metavar="NAME", nargs="?", help=f"a benchmark, or {ALL}")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer cases and repeats: not to be quoted"
+    )
+    parser.add_argument(
+        "--traces", metavar="DIR", type=Path, help="a folder of traces to replay instead"
+    )
+    parser.add_argument("--driver", choices=("sim", "cuda"), default="sim", help="default: sim")
+    parser.add_argument(
+        "--device", metavar="N", type=common.argument(common.index_argument), default=0
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, help="append the rows to FILE instead"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the verb."""
+    harness = load_harness()
+    if args.name is None:
+        lines = [f"{name:12} {harness.load(name).DESCRIPTION}" for name in harness.names()]
+        common.print_text("\n".join(lines) + "\n")
+        return 0
+    selected = harness.names() if args.name == ALL else [args.name]
+    if unknown := set(selected) - set(harness.names()):
+        accepted = ", ".join([*harness.names(), ALL])
+        raise VramxError(f"benchmark {min(unknown)!r} is unknown; accepted are {accepted}")
+    return max([_run_one(harness, name, args) for name in selected])
+
+
+def load_harness() -> Any:
+    """Import the harness of the checkout whose root is the working directory.
+
+    Raises:
+        VramxError: the working directory is no such root.
+    """
+    root = Path.cwd()
+    if not (root / "benchmarks" / "harness.py").is_file():
+        raise VramxError(
+            "there is no benchmarks/harness.py here; run this from the root of a checkout of vramx"
+        )
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    return importlib.import_module("benchmarks.harness")
+
+
+def _run_one(harness: Any, name: str, args: argparse.Namespace) -> int:
+    path = args.output or harness.RESULTS / f"{name}.csv"
+    harness_options = harness.Options(
+        quick=args.quick,
+        driver=args.driver,
+        device=args.device,
+        traces=str(args.traces.resolve()) if args.traces else None,
+    )
+    try:
+        rows = harness.run(name, harness_options, command_line(name, args), _report)
+        harness.append_csv(path, rows)
+    except harness.UnavailableError as error:
+        common.note("bench", f"{name} is left out: {error}")
+        return 0
+    except (OSError, ValueError) as error:
+        raise OutputError(f"{path}: {error}") from error
+    common.print_parts(table(name, rows), f"{len(rows)} rows appended to {path.name}")
+    return int(any(row.status != "ok" for row in rows))
+
+
+def command_line(name: str, args: argparse.Namespace) -> str:
+    """Return what was asked for, with a folder's name in place of its path."""
+    words = ["vramx", "bench", name]
+    words += ["--quick"] if args.quick else []
+    words += ["--traces", args.traces.resolve().name] if args.traces else []
+    words += ["--driver", args.driver] if args.driver != "sim" else []
+    words += ["--device", str(args.device)] if args.device else []
+    return " ".join(words)
+
+
+def _report(row: Any) -> None:
+    if row.status != "ok":
+        common.note("bench", f"{row.case}: {row.status}")
+    elif sys.stderr is not None and sys.stderr.isatty():
+        common.note("bench", f"{row.case}: {row.metric} {figure(row.median)} {row.unit}")
+
+
+def table(name: str, rows: Sequence[Any]) -> Table:
+    """Lay the rows out, one line a measurement."""
+    from rich.table import Table
+
+    laid_out = Table(title=f"benchmark {name}")
+    for heading in ("case", "metric", "status"):
+        laid_out.add_column(heading)
+    for heading in ("median", "p10", "p90", "repeats"):
+        laid_out.add_column(heading, justify="right")
+    laid_out.add_column("unit")
+    for row in rows:
+        figures = (figure(row.median), figure(row.p10), figure(row.p90), str(row.repeats))
+        unit = "" if row.unit == "1" else row.unit
+        laid_out.add_row(row.case, row.metric, row.status, *figures, unit)
+    return laid_out
+
+
+def figure(value: float | None) -> str:
+    """Write a figure with five significant digits."""
+    return "" if value is None else f"{value:,.5g}" if abs(value) < 1e5 else f"{value:,.0f}"

@@ -1,0 +1,233 @@
+"""What the verbs share: argument types, writing a file whole or not at all, tables, progress.
+
+rich is imported on use, so that `vramx --help` stays quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from vramx.errors import InvalidValueError, OutputError, TraceError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from vramx.memory.trace import Trace
+
+Value = TypeVar("Value")
+
+_PLAIN_WIDTH = 120  # columns of a table that is not on a terminal
+_PROGRESS_DELAY_S = 1.0
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Reports wrong usage as one line; argparse would print the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
+
+
+def argument(check: Callable[[str], Value]) -> Callable[[str], Value]:
+    """Turn a check that raises InvalidValueError into an argparse type with the same text."""
+
+    def convert(text: str) -> Value:
+        try:
+            return check(text)
+        except InvalidValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def policies_argument(text: str) -> list[str]:
+    """Read a comma-separated list of policies."""
+    from vramx.memory.replay import check_policies
+
+    return check_policies([name.strip() for name in text.split(",")])
+
+
+def capacity_argument(text: str) -> int:
+    """Read a capacity of at least one chunk."""
+    from vramx.memory.replay import check_capacity
+
+    return check_capacity(text)
+
+
+def index_argument(text: str) -> int:
+    """Read a device number."""
+    if not text.isascii() or not text.isdigit() or len(text) > 4:
+        raise InvalidValueError(f"{text!r} is no device number; accepted are 0, 1, ...")
+    return int(text)
+
+
+def add_output_arguments(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add -o and -f."""
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help=what)
+    parser.add_argument("-f", "--force", action="store_true", help="overwrite FILE if it exists")
+
+
+def add_driver_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --driver, --device and --snapshot-device."""
+    parser.add_argument(
+        "--driver",
+        choices=("sim", "cuda"),
+        default="sim",
+        help="where the policy vramx runs: on a simulated device, or on the GPU (default: sim)",
+    )
+    parser.add_argument(
+        "--device",
+        metavar="N",
+        type=argument(index_argument),
+        default=0,
+        help="the GPU of --driver cuda (default: 0)",
+    )
+    parser.add_argument(
+        "--snapshot-device",
+        metavar="N",
+        type=argument(index_argument),
+        help="of a snapshot of several devices, the one to replay (default: the busiest)",
+    )
+
+
+def read_trace(path: Path, device: int | None = None) -> Trace:
+    """Load a trace; an error names the file."""
+    from vramx.memory.trace import load_trace
+
+    try:
+        return load_trace(path, device=device)
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from None
+
+
+def check_output(path: Path, force: bool) -> None:
+    """Refuse a path that could not be written in the end, before the work begins.
+
+    Raises:
+        OutputError: it exists and `force` is not set, is no regular file, or its folder is
+            missing or not writable.
+    """
+    exists = os.path.lexists(path)
+    if exists and not path.is_file():
+        raise OutputError(f"{path}: it is not a regular file, and is left alone")
+    if exists and not force:
+        raise OutputError(f"{path}: it exists; -f overwrites it")
+    if not path.parent.is_dir():
+        raise OutputError(f"{path}: the folder {path.parent} does not exist")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise OutputError(f"{path}: the folder {path.parent} is not writable")
+
+
+def write_output(path: Path, data: bytes, force: bool) -> None:
+    """Write a file whole or not at all: into a neighbour, which then takes its name."""
+    check_output(path, force)
+    temporary: str | None = None
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(temporary, _new_file_mode())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from None
+    finally:
+        if temporary is not None:  # gone already if it took its name
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+
+def _new_file_mode() -> int:
+    umask = os.umask(0)  # the only way to read it
+    os.umask(umask)
+    return 0o666 & ~umask
+
+
+def render_text(*parts: Table | str, file: IO[str]) -> str:
+    """Lay out tables and lines as they look on `file`: coloured on a terminal, plain elsewhere."""
+    from rich.console import Console
+
+    on_terminal = file.isatty()
+    console = Console(
+        file=file, width=None if on_terminal else _PLAIN_WIDTH, force_terminal=on_terminal
+    )
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part, markup=False, highlight=False)
+    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
+
+
+def print_parts(*parts: Table | str) -> None:
+    """Lay out tables and lines on stdout."""
+    if sys.stdout is not None:
+        print_text(render_text(*parts, file=sys.stdout))
+
+
+def print_text(text: str) -> None:
+    """Write to stdout; what goes wrong there is main()'s to report."""
+    if sys.stdout is None:
+        return
+    # A file name may hold what stdout cannot encode; it is shown escaped, as stderr would.
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    sys.stdout.flush()
+
+
+def note(verb: str, text: str) -> None:
+    """Tell the user something that is not a result."""
+    print(f"vramx {verb}: {text}", file=sys.stderr)
+
+
+class ProgressBar:
+    """A bar on stderr, only on a terminal and only once the work has taken a second.
+
+    A reporter is called from the core's replay; being Python, it is also where Ctrl-C gets through.
+    """
+
+    def __init__(self) -> None:
+        self._start_s = time.monotonic()
+        self._shown = sys.stderr is not None and sys.stderr.isatty()
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def reporter(self, label: str) -> Callable[[str, int, int], None]:
+        """Return a callback for a replay of `label`, called with policy, events done and all."""
+        return lambda policy, done, total: self._report(f"{label} {policy}", done, total)
+
+    def _report(self, label: str, done: int, total: int) -> None:
+        if not self._shown or time.monotonic() - self._start_s < _PROGRESS_DELAY_S:
+            return
+        if self._bar is None:
+            self._open()
+        self._bar.update(self._task, description=label, completed=done, total=total)
+
+    def _open(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+        description = TextColumn("{task.description}", markup=False)
+        console = Console(stderr=True)
+        self._bar = Progress(
+            description, BarColumn(), TaskProgressColumn(), console=console, transient=True
+        )
+        self._task = self._bar.add_task("", total=None)
+        self._bar.start()

@@ -1,0 +1,271 @@
+"""`vramx doctor`: what this machine has, and what of vramx will and will not work on it.
+
+Facts are collected first and judged second: the judgement is a pure function of the facts, so that
+every machine can be put before it in a test. Nothing here may fail for want of a package, rich
+included: that is what it is asked about. Starts no CUDA context. Takes the seconds that importing
+torch takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import platform
+import re
+import shutil
+import subprocess
+import textwrap
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vramx import __version__
+from vramx.cli import common
+from vramx.sizes import format_size
+
+SCHEMA = 1
+WORKS, LIMITED, MISSING = "works", "limited", "does not work"
+OLDEST_TORCH = (2, 6)
+# Live mappings that one device bears before cuMemSetAccess says out of memory: measured on an H200
+# with driver 580.159, for chunks of 2 MiB.
+MAPPING_CEILING = 520_192
+NO_CORE = "the compiled core cannot be loaded"
+_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One part of vramx on this machine: whether it works, and why not or with what limit."""
+
+    part: str
+    state: str
+    reason: str
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the verb's arguments."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="what this machine has, and what will work on it",
+        description="Say what this machine has and what of vramx will and will not work on it.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--require-gpu", action="store_true", help="exit with 1 when there is no usable GPU"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the verb."""
+    facts = collect()
+    findings = judge(facts)
+    if args.json:
+        document = {"schema": SCHEMA, "facts": facts, "findings": [asdict(f) for f in findings]}
+        common.print_text(json.dumps(document, indent=2) + "\n")
+    else:
+        common.print_text("\n".join([*fact_lines(facts), "", *finding_lines(findings)]) + "\n")
+    return int(args.require_gpu and not usable_gpus(facts))
+
+
+def collect() -> dict[str, Any]:
+    """Return the facts about this machine, as plain values."""
+    return {
+        "vramx": {"version": __version__, "core_error": _import_error("vramx._core")},
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cuda": _cuda(),
+        "torch": _torch(),
+        "triton": _version("triton"),
+        "compiler": _compiler(),
+        "packages": {name: _version(name) for name in ("numpy", "rich", "matplotlib", "plotly")},
+    }
+
+
+def _import_error(module: str) -> str:
+    """Import a module; return why it cannot be, or nothing."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # a broken installation raises anything: OSError, AttributeError...
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return ""
+
+
+def _cuda() -> dict[str, Any]:
+    if _import_error("vramx._core"):
+        return {"error": NO_CORE, "driver_version": 0, "devices": []}
+    from vramx import _core
+
+    probe: dict[str, Any] = dict(_core.probe_cuda())
+    for device in probe["devices"]:
+        device["mapping_ceiling"] = MAPPING_CEILING if device["vmm_supported"] else 0
+    return probe
+
+
+def _torch() -> dict[str, Any]:
+    version = _version("torch")
+    if version is None:
+        return {"version": None, "cuda": None, "error": "not installed"}
+    error = _import_error("torch")
+    cuda = None if error else importlib.import_module("torch").version.cuda
+    return {"version": version, "cuda": cuda, "error": error}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _compiler() -> str | None:
+    for name in ("g++", "c++", "clang++"):
+        if path := shutil.which(name):
+            done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+            if done.returncode == 0 and done.stdout:
+                return done.stdout.splitlines()[0]
+    return None
+
+
+def usable_gpus(facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the devices that have virtual memory management, without which nothing is pooled."""
+    return [device for device in facts["cuda"]["devices"] if device["vmm_supported"]]
+
+
+def judge(facts: dict[str, Any]) -> list[Finding]:
+    """Say for each part of vramx whether it will work, from the facts alone."""
+    core = [NO_CORE] if facts["vramx"]["core_error"] else []
+    pictures = [*core, *_lacks(facts, "matplotlib")]
+    allocator = [*core, *_torch_faults(facts), *_gpu_faults(facts)]
+    return [
+        _finding("replay", [*core, *_lacks(facts, "numpy"), *_lacks(facts, "rich")], []),
+        _finding("pictures", pictures, _lacks(facts, "plotly")),
+        _finding("allocator", allocator, _shim(facts)),
+        _finding("compressed activations", _torch_faults(facts, needs_cuda=False), _kernels(facts)),
+        _finding("sharing tensors between processes", _gpu_faults(facts), _handles(facts)),
+    ]
+
+
+def _finding(part: str, faults: list[str], limits: list[str]) -> Finding:
+    """The first fault decides; a part without one has all of its limits listed."""
+    if faults:
+        return Finding(part, MISSING, faults[0])
+    return Finding(part, LIMITED if limits else WORKS, "; ".join(limits))
+
+
+def _lacks(facts: dict[str, Any], package: str) -> list[str]:
+    if facts["packages"][package]:
+        return []
+    return [f"{package} is not installed: pip install {package}"]
+
+
+def _torch_faults(facts: dict[str, Any], needs_cuda: bool = True) -> list[str]:
+    torch = facts["torch"]
+    if torch["error"]:
+        return [f"torch: {torch['error']}"]
+    if _numbers(torch["version"]) < OLDEST_TORCH:
+        return [f"torch {torch['version']} is too old; 2.6 or newer is needed"]
+    if needs_cuda and not torch["cuda"]:
+        return [f"torch {torch['version']} is built without CUDA"]
+    return []
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def _gpu_faults(facts: dict[str, Any]) -> list[str]:
+    cuda = facts["cuda"]
+    if not cuda["devices"]:
+        return [f"no GPU: {cuda['error'] or 'the driver reports no device'}"]
+    if not usable_gpus(facts):
+        return ["no GPU here has virtual memory management (under WSL or a vGPU it is off)"]
+    return []
+
+
+def _shim(facts: dict[str, Any]) -> list[str]:
+    limits = []
+    if facts["compiler"] is None:
+        limits.append(
+            "no C++ compiler: works only if the part for this torch was compiled when vramx was "
+            "installed; apt-get install g++ otherwise"
+        )
+    without = [d["name"] for d in facts["cuda"]["devices"] if not d["vmm_supported"]]
+    if without:
+        limits.append(f"not on {', '.join(without)}: no virtual memory management")
+    return limits
+
+
+def _kernels(facts: dict[str, Any]) -> list[str]:
+    if not facts["cuda"]["devices"]:
+        return ["on the CPU only, at the speed of plain torch operations: no GPU"]
+    if not facts["torch"]["cuda"]:
+        return ["on the CPU only: torch is built without CUDA"]
+    if facts["triton"] is None:
+        return ["on the GPU at the speed of plain torch operations: triton is not installed"]
+    return []
+
+
+def _handles(facts: dict[str, Any]) -> list[str]:
+    without = [d["name"] for d in usable_gpus(facts) if not d["posix_handles"]]
+    if not without:
+        return []
+    return [f"not from {', '.join(without)}: its memory cannot be exported as a file descriptor"]
+
+
+def fact_lines(facts: dict[str, Any]) -> list[str]:
+    """Write the facts for people, one a line."""
+    torch, cuda = facts["torch"], facts["cuda"]
+    built = f"CUDA {torch['cuda']}" if torch["cuda"] else "without CUDA"
+    packages = ", ".join(f"{name} {v}" for name, v in facts["packages"].items() if v)
+    rows = {
+        "vramx": f"{facts['vramx']['version']}, core: {facts['vramx']['core_error'] or 'loaded'}",
+        "Python": f"{facts['python']} on {facts['system']}",
+        "torch": torch["error"] or f"{torch['version']}, built {built}",
+        "triton": facts["triton"] or "not installed",
+        "compiler": facts["compiler"] or "none found",
+        "packages": packages or "none",
+        "CUDA driver": _driver(cuda),
+        **{f"GPU {n}": _device(device) for n, device in enumerate(cuda["devices"])},
+    }
+    return [_labelled(name, text, 14) for name, text in rows.items()]
+
+
+def _driver(cuda: dict[str, Any]) -> str:
+    version = cuda["driver_version"]
+    text = f"CUDA {version // 1000}.{version % 1000 // 10}" if version else "none"
+    return f"{text} ({cuda['error']})" if cuda["error"] else text
+
+
+def _device(device: dict[str, Any]) -> str:
+    text = (
+        f"{device['name']}, {format_size(device['total_bytes'])}, "
+        f"compute capability {device['compute_capability']}"
+    )
+    if not device["vmm_supported"]:
+        return f"{text}, without virtual memory management"
+    ceiling_bytes = device["mapping_ceiling"] * device["granularity_bytes"]
+    return (
+        f"{text}, chunks of {format_size(device['granularity_bytes'], 0)}, "
+        f"at most {device['mapping_ceiling']:,} mappings ({format_size(ceiling_bytes, 0)} at that "
+        "size)"
+    )
+
+
+def finding_lines(findings: list[Finding]) -> list[str]:
+    """Write the findings for people: the part, whether it works, and the reason."""
+    lines = []
+    for finding in findings:
+        reason = f": {finding.reason}" if finding.reason else ""
+        lines.append(_labelled(finding.part, f"{finding.state}{reason}", 36))
+    return lines
+
+
+def _labelled(label: str, text: str, width: int) -> str:
+    return textwrap.fill(
+        text,
+        _WIDTH,
+        initial_indent=f"{label:{width}}",
+        subsequent_indent=" " * width,
+        break_on_hyphens=False,
+    )

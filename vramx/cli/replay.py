@@ -1,0 +1,193 @@
+"""`vramx replay`: what a recorded run would cost under each allocation policy.
+
+Reads every trace before the first is replayed, and writes nothing unless all went well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vramx.cli import common
+from vramx.errors import VramxError
+from vramx.sizes import format_gib
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from vramx.memory.replay import ReplayResult
+
+SCHEMA = 1
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the verb's arguments."""
+    parser = subparsers.add_parser(
+        "replay",
+        help="what a recorded run would cost under each allocation policy",
+        description="Replay recorded allocations under each policy: live (the lower bound), "
+        "native and expandable (models of torch's allocators) and vramx.",
+    )
+    parser.add_argument(
+        "traces",
+        metavar="TRACE",
+        nargs="+",
+        type=Path,
+        help="a trace (.npz) or a torch memory snapshot (.pickle, .json, .gz)",
+    )
+    parser.add_argument(
+        "--policy",
+        metavar="NAME[,NAME...]",
+        type=common.argument(common.policies_argument),
+        default="live,native,expandable,vramx",
+        help="which policies (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--min-capacity",
+        action="store_true",
+        help="also find the smallest memory under which the run still fits",
+    )
+    parser.add_argument(
+        "--capacity",
+        metavar="SIZE",
+        type=common.argument(common.capacity_argument),
+        help="the device's memory, as in 24GiB (default: unlimited)",
+    )
+    common.add_driver_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    common.add_output_arguments(parser, "write to FILE instead of stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay, report, and return 1 if any replay found memory that changed under its owner."""
+    if args.output is not None:
+        common.check_output(args.output, args.force)
+    reports = _replay_all(args)
+    text = _render(args, reports)
+    if args.output is None:
+        common.print_text(text)
+    else:
+        common.write_output(args.output, text.encode(errors="backslashreplace"), args.force)
+    return report_mismatches("replay", reports)
+
+
+def _render(args: argparse.Namespace, reports: list[list[ReplayResult]]) -> str:
+    if args.json:
+        return json.dumps(document(reports), indent=2) + "\n"
+    out = None if args.output is not None else sys.stdout
+    return common.render_text(*map(table, reports), file=out or io.StringIO())
+
+
+def _replay_all(args: argparse.Namespace) -> list[list[ReplayResult]]:
+    from vramx.memory import ReplayOptions, replay
+
+    traces = [(path, common.read_trace(path, args.snapshot_device)) for path in args.traces]
+    reports = []
+    with common.ProgressBar() as bar:
+        for path, trace in traces:
+            options = ReplayOptions(
+                driver=args.driver, device=args.device, progress=bar.reporter(trace.name)
+            )
+            try:
+                results = replay(
+                    trace,
+                    args.policy,
+                    capacity=args.capacity,
+                    min_capacity=args.min_capacity,
+                    options=options,
+                )
+            except VramxError as error:
+                raise VramxError(f"{path}: {error}") from None
+            reports.append(results)
+    return reports
+
+
+def document(reports: Sequence[Sequence[ReplayResult]]) -> dict[str, Any]:
+    """Return the JSON report: one entry a trace, in it one a policy."""
+    return {
+        "schema": SCHEMA,
+        "traces": [
+            {
+                "trace": results[0].trace,
+                "events": results[0].events,
+                "peak_live_bytes": results[0].peak_live_bytes,
+                "policies": {result.policy: result.to_dict() for result in results},
+            }
+            for results in reports
+        ],
+    }
+
+
+def table(results: Sequence[ReplayResult]) -> Table:
+    """Lay out one trace's results; sizes in GiB, and as a multiple of the live peak."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    first = results[0]
+    title = (
+        f"{first.trace}: {first.events:,} events in {first.trace_us / 1e6:.1f} s, "
+        f"{format_gib(first.peak_live_bytes)} live at the peak"
+    )
+    rows = Table(
+        title=Text(title, style="bold"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    minimum = any(result.min_capacity_bytes is not None for result in results)
+    sizes = ["peak\nreserved", "\n/ live", "smallest\nmemory", "\n/ live"][: 4 if minimum else 2]
+    rows.add_column("\npolicy")
+    for column in [*sizes, "driver\ncalls", "driver\ntime", "ns per\nevent"]:
+        rows.add_column(column, justify="right")
+    rows.add_column("\noutcome")
+    for result in results:
+        rows.add_row(*_cells(result, minimum))
+    return rows
+
+
+def _cells(result: ReplayResult, minimum: bool) -> list[str]:
+    cells = [result.policy, *_size_cells(result.peak_reserved_bytes, result.peak_live_bytes)]
+    if minimum:
+        cells += _size_cells(result.min_capacity_bytes, result.peak_live_bytes)
+    calls = sum(result.driver_calls.values())
+    share = f" {result.driver_us / result.trace_us:.2%}" if result.trace_us else ""
+    return [
+        *cells,
+        f"{calls:,}" if calls else "-",
+        f"{result.driver_us / 1e3:.1f} ms{share}" if result.driver_us else "-",
+        f"{result.ns_per_event:.0f}" if result.ns_per_event else "-",
+        _outcome(result),
+    ]
+
+
+def _size_cells(size_bytes: int | None, live_bytes: int) -> list[str]:
+    if size_bytes is None:
+        return ["-", "-"]
+    ratio = f"{size_bytes / live_bytes:.3f}x" if live_bytes else "-"
+    return [format_gib(size_bytes), ratio]
+
+
+def _outcome(result: ReplayResult) -> str:
+    if result.mismatches:
+        return f"{result.mismatches} blocks corrupted"
+    if result.oom:
+        return f"out of memory, event {result.oom_event:,}"
+    return f"ran, {result.retries:,} retries" if result.retries else "ran"
+
+
+def report_mismatches(verb: str, reports: Sequence[Sequence[ReplayResult]]) -> int:
+    """Return the exit code: 1, with a line on stderr, if a block's bytes were not its own."""
+    damaged = [result for results in reports for result in results if result.mismatches]
+    for result in damaged:
+        common.note(
+            verb,
+            f"{result.trace}: {result.mismatches} blocks changed under their owner "
+            f"with policy {result.policy}; this is a defect of vramx",
+        )
+    return 1 if damaged else 0

@@ -1,0 +1,29 @@
+"""Every exception that vramx raises on purpose.
+
+One base class, so that a caller can catch all of vramx with one clause, and one subclass for each
+kind of mistake that a caller can act on. Each also derives from the builtin that the mistake would
+have raised anyway. The text is one line: what is wrong, the value, and what is accepted. Out of
+memory is not here: it is torch's own torch.OutOfMemoryError.
+"""
+
+from __future__ import annotations
+
+
+class VramxError(Exception):
+    """Base class of every error that vramx raises on purpose."""
+
+
+class InvalidValueError(VramxError, ValueError):
+    """An argument has a value that is not accepted; the text says which are."""
+
+
+class TraceError(VramxError, ValueError):
+    """A trace or a snapshot cannot be read: damaged, of another kind, or inconsistent."""
+
+
+class OutputError(VramxError, OSError):
+    """A file cannot be written where the caller asked for it."""
+
+
+class MissingDependencyError(VramxError, ImportError):
+    """An optional package is absent; the text names the command that installs it."""
