@@ -1,0 +1,246 @@
+"""Runs the cases of a benchmark and keeps what they measured, as rows of a CSV file.
+
+A benchmark is a module of this package with
+    DESCRIPTION: str
+    cases(options) -> list[str]                   names of what is measured, one process each
+    measure(case, options) -> list[Measurement]   called in that process
+A case that raises, crashes or hangs is a row with the reason in `status`, never a missing row. A
+row says on what it was measured, and names no host, user or folder, so that files can be published.
+Starting a case costs about 0.1 s; nothing is measured in the harness's own process.
+
+    python -m benchmarks.harness NAME CASE RESULT     (what the harness calls; options on stdin)
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import math
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime, timezone
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from benchmarks.machine import Machine, describe_machine
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+CASE_LIMIT_S = 900.0
+_NOT_BENCHMARKS = {"__init__", "harness", "machine", "plot"}
+
+
+class UnavailableError(Exception):
+    """A benchmark cannot run on this machine at all; the text says what it needs."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asked for; every benchmark takes the same."""
+
+    quick: bool = False  # fewer cases and repeats: to see that it runs, not to quote
+    driver: str = "sim"
+    device: int = 0
+    traces: str | None = None  # a folder of .npz files
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The values of one quantity, one for each repeat."""
+
+    metric: str
+    unit: str
+    values: list[float]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the CSV file. `samples` are the raw values; the three figures are derived."""
+
+    benchmark: str
+    case: str
+    metric: str
+    unit: str
+    median: float | None
+    p10: float | None
+    p90: float | None
+    repeats: int
+    status: str  # "ok" or "failed: REASON"
+    commit: str
+    dirty: str
+    cpu: str
+    cores: int
+    gpu: str
+    driver: str
+    torch: str
+    python: str
+    command: str
+    date_utc: str
+    samples: str
+
+
+COLUMNS = [field.name for field in fields(Row)]
+
+
+def names() -> list[str]:
+    """Return the benchmarks there are, by file name."""
+    found = {path.stem for path in Path(__file__).parent.glob("*.py")}
+    return sorted(found - _NOT_BENCHMARKS)
+
+
+def load(name: str) -> ModuleType:
+    """Import a benchmark by its name."""
+    return importlib.import_module(f"benchmarks.{name}")
+
+
+def run(
+    name: str, options: Options, command: str, report: Callable[[Row], None] | None = None
+) -> list[Row]:
+    """Run every case of a benchmark and return its rows.
+
+    Args:
+        command: what the user typed, with no folder names, for the rows.
+        report: called with each row as soon as it is known.
+
+    Raises:
+        UnavailableError: the benchmark cannot run on this machine.
+    """
+    maker = _RowMaker(name, describe_machine(ROOT), command)
+    rows = []
+    for case in load(name).cases(options):
+        for row in maker.rows(case, *run_case(name, case, options)):
+            rows.append(row)
+            if report is not None:
+                report(row)
+    return rows
+
+
+def run_case(
+    name: str, case: str, options: Options, limit_s: float = CASE_LIMIT_S
+) -> tuple[list[Measurement], str]:
+    """Run one case in a process of its own; return what it measured and its status."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "benchmarks.harness", name, case, str(result)]
+        try:
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                input=json.dumps(asdict(options)),
+                capture_output=True,
+                text=True,
+                timeout=limit_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return [], f"failed: no result after {limit_s:.0f} s"
+        if done.returncode or not result.exists():
+            return [], f"failed: {_reason(done)}"
+        return [Measurement(**item) for item in json.loads(result.read_text())], "ok"
+
+
+def _reason(done: subprocess.CompletedProcess[str]) -> str:
+    if done.returncode < 0:
+        return f"killed by {signal.Signals(-done.returncode).name}"
+    lines = done.stderr.strip().splitlines()
+    # A message may name a file of this machine; the repository is the only folder it can know.
+    last = (lines[-1] if lines else f"exit code {done.returncode}").replace(f"{ROOT}/", "")
+    return last[:200]
+
+
+class _RowMaker:
+    """Turns measurements into rows; holds what all rows of a run share."""
+
+    def __init__(self, name: str, machine: Machine, command: str) -> None:
+        self._shared: dict[str, Any] = {
+            "benchmark": name,
+            "command": command,
+            "date_utc": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            **asdict(machine),
+        }
+
+    def rows(self, case: str, measurements: list[Measurement], status: str) -> list[Row]:
+        return [
+            Row(case=case, status=status, **figures, **self._shared)
+            for figures in map(summary, measurements or [Measurement("", "", [])])
+        ]
+
+
+def summary(measurement: Measurement) -> dict[str, Any]:
+    """Return the columns that describe one measurement."""
+    values = sorted(measurement.values)
+    return {
+        "metric": measurement.metric,
+        "unit": measurement.unit,
+        "median": statistics.median(values) if values else None,
+        "p10": percentile(values, 0.1) if values else None,
+        "p90": percentile(values, 0.9) if values else None,
+        "repeats": len(values),
+        "samples": " ".join(f"{value:.6g}" for value in measurement.values),
+    }
+
+
+def percentile(ascending: Sequence[float], fraction: float) -> float:
+    """Return the value below which `fraction` of the values lie, interpolated linearly.
+
+    Example:
+        >>> percentile([1.0, 2.0, 3.0], 0.25)
+        1.5
+    """
+    position = fraction * (len(ascending) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ascending) - 1)
+    return ascending[below] + (ascending[above] - ascending[below]) * (position - below)
+
+
+def repeat(function: Callable[[], float], times: int) -> list[float]:
+    """Return the results of `times` calls, after one whose result is thrown away (cold caches)."""
+    function()
+    return [function() for _ in range(times)]
+
+
+def append_csv(path: Path, rows: Iterable[Row]) -> None:
+    """Append rows to a file, which is made with its header if it is not there.
+
+    Raises:
+        ValueError: the file has other columns; it is left as it is.
+    """
+    is_new = not path.exists()
+    if not is_new and read_columns(path) != COLUMNS:
+        raise ValueError(f"{path.name} has other columns than this version writes; move it away")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
+def read_columns(path: Path) -> list[str]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return next(csv.reader(file), [])
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a results file as text."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _child(arguments: list[str]) -> int:
+    name, case, result = arguments
+    options = Options(**json.load(sys.stdin))
+    measurements = load(name).measure(case, options)
+    Path(result).write_text(json.dumps([asdict(item) for item in measurements]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_child(sys.argv[1:]))

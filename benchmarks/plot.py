@@ -1,0 +1,139 @@
+"""Draws the results of a benchmark: one PNG for each CSV file, beside it or in another folder.
+
+    python -m benchmarks.plot [benchmarks/results/NAME.csv ...] [-o FOLDER]
+
+Only the latest run of a file is drawn, and only rows that are "ok"; the figures of another commit
+or machine are never mixed in. The subtitle says what it was measured on. Needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from benchmarks.harness import RESULTS, read_csv
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+
+Rows = list[dict[str, str]]
+
+PROMISED_RATIO = 1.005
+PROMISED_NS = 100.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Draw the files that are named, or all results."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("-o", "--output", type=Path, help="the folder to write to")
+    args = parser.parse_args(arguments)
+    for path in args.files or sorted(RESULTS.glob("*.csv")):
+        rows = latest_run(read_csv(path))
+        if not rows:
+            print(f"{path.name}: no row is ok, nothing to draw", file=sys.stderr)
+            continue
+        target = (args.output or path.parent) / f"{path.stem}.png"
+        draw(rows, target)
+        print(target)
+    return 0
+
+
+def latest_run(rows: Rows) -> Rows:
+    """Return the successful rows of the last run in a file."""
+    if not rows:
+        return []
+    last = max(row["date_utc"] for row in rows)
+    return [row for row in rows if row["date_utc"] == last and row["status"] == "ok"]
+
+
+def draw(rows: Rows, target: Path) -> None:
+    """Draw one run into a PNG, in the way that suits its benchmark."""
+    painters: dict[str, Callable[[Rows], Any]] = {"traces": draw_traces, "core": draw_core}
+    figure = painters.get(rows[0]["benchmark"], draw_bars)(rows)
+    first = rows[0]
+    where = first["gpu"] if first["gpu"] not in ("none", "unknown") else first["cpu"]
+    dirty = " + changes" if first["dirty"] == "yes" else ""
+    figure.suptitle(
+        f"{first['command']}\n{where}, torch {first['torch']}, {first['commit']}{dirty}",
+        fontsize=9,
+    )
+    figure.tight_layout()
+    figure.savefig(target, dpi=150)
+    plt.close(figure)
+
+
+def draw_traces(rows: Rows) -> Any:
+    """Bars of the two ratios: one group for each trace, one bar for each policy."""
+    metrics = ("peak_reserved_ratio", "min_capacity_ratio")
+    figure, axes = plt.subplots(len(metrics), 1, figsize=(11, 7), squeeze=False)
+    for axis, metric in zip(axes[:, 0], metrics, strict=True):
+        _grouped_bars(axis, [row for row in rows if row["metric"] == metric])
+        axis.axhline(PROMISED_RATIO, color="black", linewidth=0.8, linestyle="--")
+        axis.set_ylim(bottom=1.0)
+        axis.set_ylabel(f"{metric.removesuffix('_ratio').replace('_', ' ')} / peak live")
+    return figure
+
+
+def _grouped_bars(axis: Any, rows: Rows) -> None:
+    values = {tuple(row["case"].rsplit(" ", 1)): float(row["median"]) for row in rows}
+    traces = list(dict.fromkeys(trace for trace, _ in values))
+    policies = list(dict.fromkeys(policy for _, policy in values))
+    width = 0.8 / max(1, len(policies))
+    for index, policy in enumerate(policies):
+        present = [n for n, trace in enumerate(traces) if (trace, policy) in values]
+        heights = [values[traces[n], policy] for n in present]
+        axis.bar([n + index * width for n in present], heights, width, label=policy)
+    axis.set_xticks([n + 0.4 - width / 2 for n in range(len(traces))], traces, fontsize=8)
+    axis.legend(fontsize=8)
+
+
+def draw_core(rows: Rows) -> Any:
+    """Time of one operation: over live blocks as a curve, by sizes and threads as bars."""
+    timed = [row for row in rows if row["metric"] == "ns_per_operation"]
+    figure, (curve, bars) = plt.subplots(1, 2, figsize=(11, 4.5))
+    live = sorted((int(row["case"][5:]), row) for row in timed if row["case"].startswith("live="))
+    counts = [count for count, _ in live]
+    curve.plot(counts, [float(row["median"]) for _, row in live], marker="o")
+    low, high = ([float(row[end]) for _, row in live] for end in ("p10", "p90"))
+    curve.fill_between(counts, low, high, alpha=0.25)
+    curve.set_xscale("log")
+    curve.set_xlabel("live blocks")
+    curve.set_ylabel("ns for one allocate or free")
+    _horizontal_bars(bars, [row for row in timed if not row["case"].startswith("live=")])
+    curve.axhline(PROMISED_NS, color="black", linewidth=0.8, linestyle="--")
+    curve.set_ylim(bottom=0)
+    return figure
+
+
+def draw_bars(rows: Rows) -> Any:
+    """Bars with their spread, one picture for each metric: for a benchmark with no own picture."""
+    metrics = list(dict.fromkeys(row["metric"] for row in rows))
+    height = 1 + 0.3 * len(rows) + 0.5 * len(metrics)
+    figure, axes = plt.subplots(len(metrics), 1, figsize=(10, height), squeeze=False)
+    for axis, metric in zip(axes[:, 0], metrics, strict=True):
+        _horizontal_bars(axis, [row for row in rows if row["metric"] == metric])
+    return figure
+
+
+def _horizontal_bars(axis: Any, rows: Rows) -> None:
+    values = [float(row["median"]) for row in rows]
+    spread = [
+        [value - float(row["p10"]) for value, row in zip(values, rows, strict=True)],
+        [float(row["p90"]) - value for value, row in zip(values, rows, strict=True)],
+    ]
+    axis.barh([row["case"] for row in rows], values, xerr=spread)
+    axis.invert_yaxis()
+    axis.tick_params(labelsize=8)
+    if rows:
+        axis.set_xlabel(f"{rows[0]['metric']} [{rows[0]['unit']}]")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""What each allocator makes of recorded programs: memory, time and driver calls.
+
+One case for each trace and policy. Ratios are to the trace's peak of live bytes, which no allocator
+can go below; they are exact, so they are measured once. `native` and `expandable` are models of
+torch's own allocators, `vramx` is the allocator itself, on the simulated device or, with --driver
+cuda, on the GPU. The figures to reach are 1.005 for both ratios and 1 % of driver time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import ROOT, Measurement, Options, UnavailableError, repeat
+from vramx.memory import load_trace
+from vramx.memory.replay import load_core, open_replay
+
+DESCRIPTION = "every policy on every recorded trace: reserved memory, smallest capacity, time"
+
+POLICIES = ("native", "expandable", "vramx")
+QUICK_POLICIES = ("native", "vramx")
+DEFAULT_FOLDERS = (ROOT / "vramx" / "demo", ROOT / "tests" / "traces")
+
+
+def cases(options: Options) -> list[str]:
+    load_core()
+    policies = QUICK_POLICIES if options.quick else POLICIES
+    return [f"{trace} {policy}" for trace in trace_files(options) for policy in policies]
+
+
+def trace_files(options: Options) -> dict[str, Path]:
+    """Return the traces to replay, by name.
+
+    Raises:
+        UnavailableError: the folder has none.
+    """
+    folders = [Path(options.traces)] if options.traces else DEFAULT_FOLDERS
+    found = {path.stem: path for folder in folders for path in sorted(folder.glob("*.npz"))}
+    if not found:
+        raise UnavailableError("no .npz traces found; name their folder with --traces DIR")
+    return found
+
+
+def measure(case: str, options: Options) -> list[Measurement]:
+    name, policy = case.rsplit(" ", 1)
+    replay = open_replay(load_trace(trace_files(options)[name]))
+    driver = options.driver if policy == "vramx" else "sim"
+
+    def run() -> dict[str, Any]:
+        figures: dict[str, Any] = replay.run(policy, driver=driver, device=options.device)
+        _check(figures)
+        return figures
+
+    figures = run()
+    times = repeat(lambda: float(run()["ns_per_event"]), 1 if options.quick else 7)
+    live = replay.peak_live_bytes
+    return [
+        Measurement("peak_reserved_ratio", "1", [figures["peak_reserved_bytes"] / live]),
+        Measurement("min_capacity_ratio", "1", [replay.min_capacity(policy) / live]),
+        Measurement("ns_per_event", "ns", times),
+        Measurement("driver_calls", "1", [float(sum(figures["driver_calls"].values()))]),
+        *_driver_time(figures, replay.trace_us),
+    ]
+
+
+def _check(figures: dict[str, Any]) -> None:
+    if figures["oom"]:
+        raise RuntimeError(f"out of memory at event {figures['oom_event']}, without a limit")
+    if figures["mismatches"]:
+        raise RuntimeError(f"{figures['mismatches']} blocks changed under their owner")
+
+
+def _driver_time(figures: dict[str, Any], trace_us: float) -> list[Measurement]:
+    # Of the recorded program's own time. The second half shows what remains once it has settled.
+    shares = {
+        "driver_share": 100 * figures["driver_us"] / trace_us,
+        "driver_share_second_half": 100 * figures["driver_us_second_half"] / (trace_us / 2),
+    }
+    return [Measurement(metric, "%", [share]) for metric, share in shares.items()]
