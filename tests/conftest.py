@@ -1,0 +1,117 @@
+"""What all Python tests share: where the inputs are, a stand-in for the core, the GPU's rule."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from samples import small_trace
+
+from vramx.cli.main import main
+from vramx.memory.trace import Trace, load_trace
+
+TESTS = Path(__file__).resolve().parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-gpu",
+        action="store_true",
+        help="fail the tests marked gpu where there is no GPU, instead of skipping them",
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is None or _gpu_present():
+        return
+    if item.config.getoption("--require-gpu"):
+        pytest.fail("no CUDA GPU, and --require-gpu was given")
+    pytest.skip("no CUDA GPU")
+
+
+def _gpu_present() -> bool:
+    try:
+        core = importlib.import_module("vramx._core")
+    except ImportError:
+        return False
+    return bool(core.probe_cuda()["devices"])
+
+
+@pytest.fixture
+def traces() -> Path:
+    return TESTS / "traces"
+
+
+@pytest.fixture
+def snapshots() -> Path:
+    return TESTS / "snapshots"
+
+
+@pytest.fixture(params=["stand-in", "compiled"])
+def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run a test on the stand-in for the core, and again on the compiled core where it is built."""
+    if request.param == "compiled":
+        pytest.importorskip("vramx._core", reason="the compiled core is not built")
+    else:
+        _stand_in(monkeypatch)
+    return str(request.param)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> object:
+    """Run a test on the stand-in alone, where it must do what the core never does."""
+    return _stand_in(monkeypatch)
+
+
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> object:
+    import core_stand_in
+
+    import vramx
+
+    monkeypatch.setitem(sys.modules, "vramx._core", core_stand_in)
+    monkeypatch.setattr(vramx, "_core", core_stand_in, raising=False)
+    return core_stand_in
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run the command line in this process; return its exit code, stdout and stderr."""
+
+    def run_vramx(*arguments: Any) -> tuple[int, str, str]:
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as stop:  # argparse's way to report wrong usage
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run_vramx
+
+
+@pytest.fixture
+def write_trace(tmp_path: Path) -> Callable[..., Path]:
+    def write(**changes: Any) -> Path:
+        path = tmp_path / "small.npz"
+        np.savez(path, **{**small_trace(), **changes})
+        return path
+
+    return write
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[..., Trace]:
+    """Write events and segments as a snapshot and read it back."""
+
+    def read_snapshot(*events: Any, segments: Any = (), device: int | None = None) -> Trace:
+        path = tmp_path / "snapshot.pickle"
+        snapshot = {"segments": list(segments), "device_traces": [list(events)]}
+        path.write_bytes(pickle.dumps(snapshot))
+        return load_trace(path, device=device)
+
+    return read_snapshot

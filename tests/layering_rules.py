@@ -1,0 +1,249 @@
+"""The rules of the layers, as functions of a source tree: each returns its violations, as text.
+
+The test runs them on this repository and on copies with a violation planted in each. Rules read the
+code, not the prose: comments and string literals are taken out of C++ first, and Python is parsed.
+A part that is not in a table here is a violation too, so that a new one gets its place decided.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+# What a layer of csrc may include, itself apart.
+CPP_LAYERS = {
+    "core": set[str](),
+    "driver": {"core"},
+    "replay": {"core", "driver"},
+    "bindings": {"core", "driver", "replay"},
+    "torch": {"core"},
+}
+BASE = {"errors", "sizes", "config"}
+# What a part of vramx may import, itself apart.
+PYTHON_PARTS = {
+    "errors": set[str](),
+    "sizes": {"errors"},
+    "config": {"errors", "sizes"},
+    "kernels": set[str](),
+    "allocator": {*BASE, "_core"},
+    "compression": {*BASE, "kernels"},
+    "nn": {*BASE, "compression", "kernels"},
+    "checkpoint": {*BASE, "compression"},
+    "memory": {*BASE, "_core"},
+}
+EVERY_PART = {*PYTHON_PARTS, "_core"}
+PYTHON_PARTS["api"] = EVERY_PART
+PYTHON_PARTS["__init__"] = {*EVERY_PART, "api"}
+PYTHON_PARTS["cli"] = {*EVERY_PART, "api", "__init__"}
+PYTHON_PARTS["__main__"] = {"cli"}
+
+_COMMENT_OR_STRING = re.compile(
+    r"""//[^\n]* | /\*.*?\*/ | R"(?P<end>[^(]*)\(.*?\)(?P=end)" | "(?:\\.|[^"\\\n])*" """,
+    re.DOTALL | re.VERBOSE,
+)
+_INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+_CUDA_NAME = re.compile(r"\b(?:CU(?:DA_\w+|[a-z]\w*)|cu(?:da)?[A-Z]\w*)\b")
+_CUDA_HEADER = re.compile(r"(?:cuda|cuda_runtime\w*|driver_types|nv\w+)\.h|cuda/.*|.*/cuda_api\.h")
+_TORCH_NAME = re.compile(r"\b(?:torch|c10|at|caffe2)::\w+")
+_TORCH_HEADER = re.compile(r"(?:torch|c10|ATen|caffe2)/.*")
+_CPP_PRINT = re.compile(r"\b(?:printf|puts|putchar)\s*\(|\bstd::(?:cout|cerr|clog|exit)\b")
+_CPP_ENVIRONMENT = re.compile(r"\b(?:secure_)?getenv\s*\(")
+
+
+def cpp_files(root: Path) -> Iterator[tuple[str, str]]:
+    """Yield each file of csrc: its path below csrc, and its text."""
+    csrc = root / "csrc"
+    for path in sorted([*csrc.rglob("*.h"), *csrc.rglob("*.cpp")]):
+        yield path.relative_to(csrc).as_posix(), path.read_text()
+
+
+def python_files(root: Path) -> Iterator[tuple[str, ast.Module]]:
+    """Yield each module of vramx: its path below vramx, and its syntax tree."""
+    package = root / "vramx"
+    for path in sorted(package.rglob("*.py")):
+        yield path.relative_to(package).as_posix(), ast.parse(path.read_text())
+
+
+def code_of(text: str) -> str:
+    """Return C++ without comments and with empty string literals; an #include keeps its name."""
+    return _COMMENT_OR_STRING.sub(lambda match: '""' if match[0][0] in 'R"' else " ", text)
+
+
+def includes_of(text: str) -> list[tuple[str, str]]:
+    """Return the delimiter and the name of every #include."""
+    return [(match[1], match[2]) for match in _INCLUDE.finditer(text)]
+
+
+def layer_of(path: str) -> str:
+    return path.split("/")[0] if "/" in path else re.sub(r"\W.*", "", path).split("_")[0]
+
+
+def includes_go_down(root: Path) -> list[str]:
+    found = []
+    for path, text in cpp_files(root):
+        layer = layer_of(path)
+        if layer not in CPP_LAYERS:
+            found.append(f"csrc/{path}: layer {layer!r} is in no table")
+            continue
+        accepted = {layer, *CPP_LAYERS[layer]}
+        for delimiter, name in includes_of(text):
+            if delimiter == '"' and layer_of(name) not in accepted:
+                found.append(f"csrc/{path}: {layer} includes {name}")
+    return found
+
+
+def core_stands_alone(root: Path) -> list[str]:
+    """Compile each header of the core by itself, with nothing but csrc to include from."""
+    headers = sorted(path.name for path in (root / "csrc" / "core").glob("*.h"))
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        outputs = pool.map(lambda name: _syntax_errors(root, f"core/{name}"), headers)
+        return [
+            f"csrc/core/{name}: {text}" for name, text in zip(headers, outputs, strict=True) if text
+        ]
+
+
+def _syntax_errors(root: Path, header: str) -> str:
+    command = ["g++", "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", f"-I{root / 'csrc'}"]
+    done = subprocess.run(
+        [*command, "-x", "c++", "-"],
+        input=f'#include "{header}"\n',
+        env={"PATH": os.defpath, "LC_ALL": "C"},  # no CPATH that would bring other headers in
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stderr.strip() or ("failed" if done.returncode else "")
+
+
+def cuda_stays_in_its_driver(root: Path) -> list[str]:
+    return _cpp_words(
+        root, ("driver/cuda_", "torch/shim"), names=_CUDA_NAME, headers=_CUDA_HEADER, what="CUDA's"
+    )
+
+
+def torch_stays_in_the_shim(root: Path) -> list[str]:
+    return _cpp_words(
+        root, ("torch/shim",), names=_TORCH_NAME, headers=_TORCH_HEADER, what="torch's"
+    )
+
+
+def _cpp_words(
+    root: Path, homes: tuple[str, ...], names: re.Pattern[str], headers: re.Pattern[str], what: str
+) -> list[str]:
+    found = []
+    for path, text in cpp_files(root):
+        if path.startswith(homes):
+            continue
+        words = [name for _, name in includes_of(text) if headers.fullmatch(name)]
+        words += names.findall(code_of(text))
+        found += [f"csrc/{path}: {word} is {what}" for word in dict.fromkeys(words)]
+    return found
+
+
+def environment_is_read_in_config(root: Path) -> list[str]:
+    readers = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    found = []
+    for path, tree in python_files(root):
+        for node in ast.walk(tree):
+            imported = isinstance(node, ast.ImportFrom) and node.module == "os"
+            names = {alias.name for alias in node.names} if imported else set()
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "os":
+                names = {node.attr}
+            found += [f"vramx/{path}: os.{name}" for name in names & readers if path != "config.py"]
+    for path, text in cpp_files(root):
+        found += [f"csrc/{path}: getenv" for _ in _CPP_ENVIRONMENT.findall(code_of(text))]
+    return found
+
+
+def kernels_need_torch_and_triton_only(root: Path) -> list[str]:
+    accepted = {"torch", "triton", "vramx", *sys.stdlib_module_names}
+    found = []
+    for path, tree in python_files(root):
+        if path.startswith("kernels/"):
+            tops = {name.split(".")[0] for name in imports_of(f"vramx/{path}", tree)}
+            found += [f"vramx/{path}: kernels import {top}" for top in sorted(tops - accepted)]
+    return found
+
+
+def imports_of(path: str, tree: ast.Module) -> set[str]:
+    """Return the dotted name of everything that a module imports, relative imports resolved."""
+    package = path.split("/")[:-1]
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            names |= {f"{module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def parts_meet_in_api(root: Path) -> list[str]:
+    found = []
+    for path, tree in python_files(root):
+        part = path.split("/")[0].removesuffix(".py")
+        if part not in PYTHON_PARTS:
+            found.append(f"vramx/{path}: part {part!r} is in no table")
+            continue
+        accepted = {part, *PYTHON_PARTS[part]}
+        for name in sorted(imports_of(f"vramx/{path}", tree)):
+            if (target := _part_named(name)) and target not in accepted:
+                found.append(f"vramx/{path}: {part} imports {target}")
+    return found
+
+
+def _part_named(name: str) -> str | None:
+    """Return the part of vramx that a dotted name lies in; a public name lies in __init__."""
+    words = name.split(".")
+    if words[0] != "vramx" or words[1:] == ["__version__"]:
+        return None
+    return words[1] if len(words) > 1 and words[1] in {*PYTHON_PARTS, "_core"} else "__init__"
+
+
+def only_the_command_line_prints(root: Path) -> list[str]:
+    found = []
+    for path, tree in python_files(root):
+        if path.startswith("cli/"):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in {"print", "pprint"}:
+                found.append(f"vramx/{path}:{node.lineno}: print")
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in {
+                "sys.stdout",
+                "sys.stderr",
+            }:
+                found.append(f"vramx/{path}:{node.lineno}: {ast.unparse(node)}")
+    for path, text in cpp_files(root):
+        found += [f"csrc/{path}: {word}" for word in _CPP_PRINT.findall(code_of(text))]
+    return found
+
+
+def the_map_names_every_file(root: Path) -> list[str]:
+    """csrc/README.md has a line for each file; a header and its source share it."""
+    text = (root / "csrc" / "README.md").read_text()
+    named = set(re.findall(r"`([\w./]+)`", text))
+    stems = {re.sub(r"\.(?:h|cpp)$", "", path) for path, _ in cpp_files(root)}
+    known = {re.sub(r"\.(?:h|cpp)$", "", name) for name in named}
+    missing = [f"csrc/{stem}: not in csrc/README.md" for stem in sorted(stems - known)]
+    files = {name for name in known if re.fullmatch(rf"(?:{'|'.join(CPP_LAYERS)})/.+", name)}
+    return missing + [f"csrc/README.md: {name} does not exist" for name in sorted(files - stems)]
+
+
+RULES: tuple[Callable[[Path], list[str]], ...] = (
+    includes_go_down,
+    core_stands_alone,
+    cuda_stays_in_its_driver,
+    torch_stays_in_the_shim,
+    environment_is_read_in_config,
+    kernels_need_torch_and_triton_only,
+    parts_meet_in_api,
+    only_the_command_line_prints,
+    the_map_names_every_file,
+)

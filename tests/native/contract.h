@@ -1,0 +1,155 @@
+// The few pieces that the native checks share: what is under test, a macro that records a broken
+// expectation, a runner that prints one line a check, and a mapping that cleans up after itself.
+//
+// No framework, so that the suite builds with one compiler call on any machine. Checks run one
+// after another; an expectation may be stated from several threads.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "core/driver.h"
+#include "core/units.h"
+#include "driver/data_path.h"
+#include "driver/sim_driver.h"
+
+namespace vramx::contract {
+
+struct Device {
+  Driver& driver;
+  Bytewise& bytes;
+
+  Bytes unit() const { return driver.granularity(); }
+};
+
+// Results of all checks so far; `broken` counts within the check that is running.
+struct Tally {
+  int passed = 0;
+  int failed = 0;
+  std::atomic<int> broken{0};
+};
+inline Tally& tally() {
+  static Tally instance;
+  return instance;
+}
+
+inline bool expect(bool holds, const char* claim, const char* file, int line) {
+  if (holds) return true;
+  ++tally().broken;
+  std::printf("  %s:%d: expected %s\n", file, line, claim);
+  return false;
+}
+
+#define EXPECT(claim) vramx::contract::expect(static_cast<bool>(claim), #claim, __FILE__, __LINE__)
+// For what the rest of the check stands on.
+#define REQUIRE(claim) \
+  if (!EXPECT(claim)) return
+
+template <class Subject>
+struct Check {
+  const char* name;  // the claim
+  void (*run)(Subject&);
+};
+
+template <class Subject>
+void run_check(const Check<Subject>& check, Subject& subject) {
+  tally().broken = 0;
+  check.run(subject);
+  const bool holds = tally().broken == 0;
+  ++(holds ? tally().passed : tally().failed);
+  std::printf("%s %s\n", holds ? "ok    " : "FAILED", check.name);
+}
+
+// A reservation that unmaps what was mapped through it and goes back when it goes out of scope.
+class Range {
+ public:
+  Range(Device& device, Bytes size) : driver_(device.driver), size_(size) {
+    const Result<Address> reserved = driver_.reserve_address(size);
+    if (reserved.ok()) address_ = reserved.value();
+  }
+  ~Range() {
+    for (const Piece& piece : pieces_) EXPECT(driver_.unmap(piece.address, piece.size).ok());
+    if (address_) EXPECT(driver_.release_address(address_, size_).ok());
+  }
+  Range(const Range&) = delete;
+  Range& operator=(const Range&) = delete;
+
+  explicit operator bool() const { return static_cast<bool>(address_); }
+  Address at(Bytes offset) const { return address_ + offset; }
+
+  // Maps without access; the mapping is undone at the end of the scope.
+  Status map(Bytes offset, Bytes size, ChunkHandle chunk) {
+    const Status status = driver_.map(at(offset), size, chunk);
+    if (status.ok()) pieces_.push_back({at(offset), size});
+    return status;
+  }
+  Status map_with_access(Bytes offset, Bytes size, ChunkHandle chunk) {
+    const Status status = map(offset, size, chunk);
+    return status.ok() ? driver_.set_access(at(offset), size) : status;
+  }
+  // The caller has unmapped, or will unmap, everything itself.
+  void forget_mappings() { pieces_.clear(); }
+
+ private:
+  struct Piece {
+    Address address;
+    Bytes size;
+  };
+  Driver& driver_;
+  const Bytes size_;
+  Address address_{};
+  std::vector<Piece> pieces_;
+};
+
+// A chunk whose reference goes back at the end of the scope, or when asked to.
+class Chunk {
+ public:
+  Chunk(Device& device, Bytes size) : driver_(device.driver) {
+    const Result<ChunkHandle> created = driver_.create_chunk(size);
+    if (created.ok()) handle_ = created.value();
+  }
+  ~Chunk() { release(); }
+  Chunk(const Chunk&) = delete;
+  Chunk& operator=(const Chunk&) = delete;
+
+  explicit operator bool() const { return handle_ != ChunkHandle::kNone; }
+  ChunkHandle handle() const { return handle_; }
+  void release() {
+    if (handle_ != ChunkHandle::kNone) EXPECT(driver_.release_chunk(handle_).ok());
+    handle_ = ChunkHandle::kNone;
+  }
+
+ private:
+  Driver& driver_;
+  ChunkHandle handle_ = ChunkHandle::kNone;
+};
+
+std::span<const Check<Device>> memory_checks();
+std::span<const Check<Device>> stream_checks();
+
+// --- the simulated device alone -----------------------------------------------------------------
+
+constexpr Bytes kSimUnit{64 << 10};
+
+// The device that each of its checks gets: 16 units with bytes.
+inline SimOptions small_sim() { return {.capacity = kSimUnit * 16, .granularity = kSimUnit}; }
+
+inline std::unique_ptr<SimDriver> open_sim(const SimOptions& options) {
+  auto opened = SimDriver::open(options);
+  return opened.ok() ? std::move(opened.value()) : nullptr;
+}
+
+inline bool is_empty(const SimDriver& sim) {
+  return sim.live_mappings() == 0 && sim.live_chunks() == 0 && sim.live_reservations() == 0 &&
+         sim.live_events() == 0 && !sim.used() && sim.check().empty();
+}
+
+std::span<const Check<SimDriver>> sim_memory_checks();
+std::span<const Check<SimDriver>> sim_stream_checks();
+
+}  // namespace vramx::contract

@@ -1,0 +1,97 @@
+// One contract for every Driver: what core/driver.h promises, checked on the simulated device and,
+// unchanged, on a GPU. Prints one line a check and a closing count. The checks are in contract/.
+//
+// Build and run, from the repository's root:
+//   g++ -std=c++20 -O1 -g -Wall -Wextra -Werror -Icsrc -Itests/native -pthread csrc/driver/*.cpp
+//       tests/native/driver_contract.cpp tests/native/contract/*.cpp -ldl -o driver_contract
+//       (one line; add -fsanitize=address,undefined or -fsanitize=thread)
+//   ./driver_contract sim                (or: cuda [ordinal])
+// Exit 0 when all hold, 1 when one does not, 2 on wrong usage, 77 when cuda is asked for and no
+// device answers. Takes about a second.
+#include <cstddef>
+#include <cstdio>
+#include <cstdlib>
+#include <span>
+#include <string>
+
+#include "contract.h"
+#include "core/units.h"
+#include "driver/cuda_driver.h"
+#include "driver/cuda_probe.h"
+#include "driver/sim_driver.h"
+
+namespace vramx::contract {
+namespace {
+
+void run_contract(Device& device) {
+  for (const auto& check : memory_checks()) run_check(check, device);
+  for (const auto& check : stream_checks()) run_check(check, device);
+}
+
+// Each on a fresh device, which it leaves empty.
+void run_alone(std::span<const Check<SimDriver>> checks) {
+  for (const auto& check : checks) {
+    const auto sim = open_sim(small_sim());
+    if (sim != nullptr) run_check(check, *sim);
+    if (sim != nullptr && is_empty(*sim)) continue;
+    ++tally().failed;
+    std::printf("FAILED %s: no device, or not left empty\n", check.name);
+  }
+}
+
+int closing_line() {
+  std::printf("%d passed, %d failed\n", tally().passed, tally().failed);
+  return tally().failed == 0 ? 0 : 1;
+}
+
+int run_sim() {
+  for (const Bytes granularity : {Bytes{64 << 10}, Bytes{2 << 20}}) {
+    auto opened = SimDriver::open({.capacity = granularity * 64, .granularity = granularity});
+    if (!opened.ok()) {
+      std::printf("the simulated device does not open: %s\n", opened.status().call);
+      return 1;
+    }
+    SimDriver& driver = *opened.value();
+    Device device{driver, driver};
+    std::printf("simulated device, granularity %llu KiB\n",
+                static_cast<unsigned long long>(granularity.count >> 10));
+    run_contract(device);
+    if (is_empty(driver)) continue;
+    ++tally().failed;
+    std::printf("FAILED the contract left the device empty: %s\n", driver.check().c_str());
+  }
+  std::printf("simulated device alone\n");
+  run_alone(sim_memory_checks());
+  run_alone(sim_stream_checks());
+  return closing_line();
+}
+
+int run_cuda(int ordinal) {
+  auto opened = CudaDriver::open(ordinal);
+  if (!opened.ok()) {
+    const CudaProbe probe = probe_cuda();
+    const bool is_absent = probe.device_count == 0;
+    std::printf("%s: device %d of %d: %s (%d) %s\n", is_absent ? "skipped" : "FAILED", ordinal,
+                probe.device_count, opened.status().call, opened.status().driver_code,
+                probe.error.c_str());
+    return is_absent ? 77 : 1;
+  }
+  CudaDriver& driver = *opened.value();
+  Device device{driver, driver};
+  std::printf("%s, driver %d\n",
+              probe_cuda().devices[static_cast<std::size_t>(ordinal)].name.c_str(),
+              probe_cuda().driver_version);
+  run_contract(device);
+  return closing_line();
+}
+
+}  // namespace
+}  // namespace vramx::contract
+
+int main(int argc, char** argv) {
+  const std::string which = argc > 1 ? argv[1] : "";
+  if (which == "sim") return vramx::contract::run_sim();
+  if (which == "cuda") return vramx::contract::run_cuda(argc > 2 ? std::atoi(argv[2]) : 0);
+  std::fprintf(stderr, "usage: driver_contract sim | cuda [ordinal]\n");
+  return 2;
+}

@@ -1,0 +1,72 @@
+"""Small inputs that several tests build on, and the one way in which the command line refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from vramx.memory.trace import Trace
+
+SMALL = "offload_streams.npz"
+Event = dict[str, Any]
+START_US = 1_795_207_576_168_327
+
+
+def event(action: str, addr: int, size: int, at_us: int = 0, stream: int = 0) -> Event:
+    return {
+        "action": action,
+        "addr": addr,
+        "size": size,
+        "stream": stream,
+        "time_us": START_US + at_us,
+        "frames": [],
+    }
+
+
+def segment(*blocks: Event, device: int = 0, stream: int = 0) -> Event:
+    return {
+        "device": device,
+        "address": 0x1000,
+        "total_size": sum(block["size"] for block in blocks),
+        "stream": stream,
+        "segment_pool_id": (0, 0),
+        "blocks": list(blocks),
+    }
+
+
+def block(address: int, size: int, requested: int, state: str = "active_allocated") -> Event:
+    return {"address": address, "size": size, "requested_size": requested, "state": state}
+
+
+def small_trace() -> dict[str, Any]:
+    """Two allocations, the first of them freed."""
+    return {
+        "op": np.array([0, 0, 1, 2], np.uint8),
+        "id": np.array([0, 1, 0, 0], np.uint32),
+        "size": np.array([512, 1024, 512, 512], np.uint64),
+        "stream": np.zeros(4, np.uint8),
+        "t": np.array([0, 5, 9, 9], np.uint32),
+    }
+
+
+def rows(trace: Trace) -> list[tuple[int, ...]]:
+    """Return (op, id, size, stream, time) for each event."""
+    return [
+        tuple(int(value) for value in row) for row in zip(*trace.arrays().values(), strict=True)
+    ]
+
+
+def live_bytes(trace: Trace) -> Any:
+    """Return the live bytes after each event."""
+    sign = np.where(trace.op == 0, 1, np.where(trace.op == 2, -1, 0))
+    return (sign * trace.size.astype(np.int64)).cumsum()
+
+
+def assert_one_line_refusal(code: int, out: str, err: str, what: str) -> None:
+    assert code == 2
+    assert out == ""
+    assert err.startswith(("vramx ", "vramx: "))
+    assert err.endswith("\n")
+    assert err.count("\n") == 1
+    assert what in err

@@ -1,0 +1,252 @@
+"""The benchmark harness keeps every row, a crash included, and publishes nothing private."""
+
+from __future__ import annotations
+
+import csv
+import getpass
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import core, harness, machine, traces
+from vramx.cli.main import main
+
+ROOT = Path(__file__).resolve().parent.parent
+# A benchmark whose cases end in every way that a case can end.
+STUB = """
+import os, signal, sys, time
+from benchmarks.harness import Measurement, UnavailableError
+DESCRIPTION = "stub"
+def cases(options):
+    if options.driver == "cuda":
+        raise UnavailableError("it needs a GPU")
+    return ["good", "raises", "crashes", "exits"]
+def measure(case, options):
+    print("noise on stdout")
+    if case == "raises":
+        raise RuntimeError("no such thing in " + os.getcwd() + "/here")
+    if case == "crashes":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if case == "exits":
+        os._exit(3)
+    if case == "hangs":
+        time.sleep(60)
+    return [Measurement("time", "ns", [3.0, 1.0, 2.0]), Measurement("size", "B", [8.0])]
+"""
+
+
+@pytest.fixture
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout of its own whose only benchmark is the stub."""
+    package = tmp_path / "benchmarks"
+    package.mkdir()
+    for name in ("__init__", "harness", "machine"):
+        (package / f"{name}.py").write_text((ROOT / "benchmarks" / f"{name}.py").read_text())
+    (package / "stub.py").write_text(STUB)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return tmp_path
+
+
+def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "vramx", "bench", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_case_leaves_a_row(stub: Path) -> None:
+    done = bench(stub, "stub")
+    assert done.returncode == 1, done.stderr
+    rows = rows_of(stub / "benchmarks" / "results" / "stub.csv")
+    assert [(row["case"], row["metric"], row["status"]) for row in rows] == [
+        ("good", "time", "ok"),
+        ("good", "size", "ok"),
+        ("raises", "", "failed: RuntimeError: no such thing in here"),
+        ("crashes", "", "failed: killed by SIGSEGV"),
+        ("exits", "", "failed: exit code 3"),
+    ]
+    assert (rows[0]["median"], rows[0]["repeats"], rows[0]["samples"]) == ("2.0", "3", "3 1 2")
+    assert (rows[0]["p10"], rows[0]["p90"]) == ("1.2", "2.8")
+    assert rows[2]["median"] == ""
+
+
+def test_a_case_that_hangs_is_a_failed_row(stub: Path) -> None:
+    program = (
+        "from benchmarks.harness import *; print(run_case('stub', 'hangs', Options(), 0.5)[1])"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=stub, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "failed: no result after 0 s"
+
+
+def test_rows_say_what_was_measured_on_and_nothing_private(stub: Path) -> None:
+    assert bench(stub, "stub", "--traces", str(stub / "benchmarks")).returncode == 1
+    row = rows_of(stub / "benchmarks" / "results" / "stub.csv")[0]
+    assert row["command"] == "vramx bench stub --traces benchmarks"
+    assert int(row["cores"]) == len(os.sched_getaffinity(0))
+    assert all(row[column] for column in ("cpu", "gpu", "driver", "torch", "python", "date_utc"))
+    text = " ".join(row.values())
+    for private in (str(stub), str(ROOT), socket.gethostname(), str(Path.home())):
+        assert private not in text
+    assert getpass.getuser() not in text.split()
+
+
+def test_rows_are_appended_and_foreign_columns_refused(stub: Path) -> None:
+    target = stub / "out.csv"
+    bench(stub, "stub", "-o", str(target))
+    bench(stub, "stub", "-o", str(target))
+    assert len(rows_of(target)) == 10
+    target.write_text("a,b\n1,2\n")
+    done = bench(stub, "stub", "-o", str(target))
+    assert done.returncode == 2
+    assert "other columns" in done.stderr
+    assert target.read_text() == "a,b\n1,2\n"
+
+
+def test_a_benchmark_that_cannot_run_here_is_left_out(stub: Path) -> None:
+    done = bench(stub, "stub", "--driver", "cuda")
+    assert done.returncode == 0
+    assert "left out: it needs a GPU" in done.stderr
+    assert not (stub / "benchmarks" / "results").exists()
+
+
+def test_without_a_name_the_benchmarks_are_listed(stub: Path) -> None:
+    assert bench(stub).stdout.split() == ["stub", "stub"]
+
+
+def test_outside_a_checkout_it_says_where_to_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "core"]) == 2
+    assert "from the root of a checkout" in capsys.readouterr().err
+
+
+def test_an_unknown_benchmark_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["bench", "../core"]) == 2
+    assert "accepted are core, " in capsys.readouterr().err
+
+
+def test_percentile_interpolates_between_neighbours() -> None:
+    assert harness.percentile([1.0, 2.0, 4.0], 0.5) == 2.0
+    assert harness.percentile([1.0, 2.0, 4.0], 0.75) == 3.0
+    assert harness.percentile([7.0], 0.9) == 7.0
+
+
+def test_traces_has_a_case_for_each_trace_and_policy() -> None:
+    pytest.importorskip("vramx._core", reason="the compiled core is not built")
+    found = traces.cases(harness.Options())
+    assert "llama_varlen vramx" in found
+    assert "offload_streams expandable" in found
+    assert len(found) == len(traces.trace_files(harness.Options())) * len(traces.POLICIES)
+
+
+def test_traces_compares_with_the_live_bytes(stand_in: Any) -> None:
+    found = traces.measure("offload_streams vramx", harness.Options(quick=True))
+    figures = {item.metric: item.values[0] for item in found}
+    # The stand-in reserves whole chunks of 2 MiB, and says that an event takes 50 ns.
+    assert 1.0 <= figures["peak_reserved_ratio"] < 1.001
+    assert figures["ns_per_event"] == 50.0
+    assert figures["driver_share"] > figures["driver_share_second_half"] == 0.0
+
+
+def test_a_replay_that_corrupts_memory_is_a_failure(
+    stand_in: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = stand_in.Replay.run
+
+    def corrupting(*arguments: Any, **named: Any) -> dict[str, Any]:
+        return {**run(*arguments, **named), "mismatches": 2}
+
+    monkeypatch.setattr(stand_in.Replay, "run", corrupting)
+    with pytest.raises(RuntimeError, match="2 blocks changed"):
+        traces.measure("offload_streams vramx", harness.Options(quick=True))
+
+
+def test_core_asks_for_every_load_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def benchmark_core(**load: int) -> dict[str, float]:
+        asked.append(load)
+        return {"ns_per_operation": 40.0, "bytes_per_block": 64.0}
+
+    monkeypatch.setattr(core, "load_core", lambda: SimpleNamespace(benchmark_core=benchmark_core))
+    for case in core.cases(harness.Options()):
+        found = core.measure(case, harness.Options())
+        assert [(item.metric, len(item.values)) for item in found] == [
+            ("ns_per_operation", 7),
+            ("bytes_per_block", 7),
+        ]
+    assert {load["live_blocks"] for load in asked} == set(core.LIVE_BLOCKS)
+    assert {load["threads"] for load in asked} == set(core.THREADS)
+    assert all(load["operations"] >= 4 * load["live_blocks"] for load in asked)
+
+
+@pytest.mark.parametrize("name", ["core", "traces"])
+def test_the_real_benchmarks_run(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("vramx._core", reason="the compiled core is not built")
+    target = tmp_path / f"{name}.csv"
+    done = bench(ROOT, name, "--quick", "-o", str(target))
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(target)
+    assert {row["status"] for row in rows} == {"ok"}
+    assert all(float(row["median"]) >= 0 for row in rows)
+
+
+def test_results_are_drawn(stub: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks import plot
+
+    bench(stub, "stub")
+    assert plot.main([str(stub / "benchmarks/results/stub.csv"), "-o", str(tmp_path)]) == 0
+    assert (tmp_path / "stub.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("name", "cases"),
+    [
+        ("traces", {"a vramx": "peak_reserved_ratio", "b vramx": "min_capacity_ratio"}),
+        ("core", {"live=1000": "ns_per_operation", "threads=2": "ns_per_operation"}),
+        ("other", {"x": "one", "y": "two"}),
+    ],
+)
+def test_each_benchmark_has_its_picture(name: str, cases: dict[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks import plot
+
+    here = machine.describe_machine(ROOT)
+    maker = harness._RowMaker(name, here, f"vramx bench {name}")
+    measured = {case: [harness.Measurement(metric, "1", [1.01])] for case, metric in cases.items()}
+    target = tmp_path / f"{name}.csv"
+    harness.append_csv(target, [r for c, m in measured.items() for r in maker.rows(c, m, "ok")])
+    assert plot.main([str(target)]) == 0
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_only_the_latest_run_is_drawn() -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.plot import latest_run
+
+    rows = [
+        {"date_utc": "2026-01-01T00:00:00Z", "status": "ok", "case": "old"},
+        {"date_utc": "2026-01-02T00:00:00Z", "status": "ok", "case": "new"},
+        {"date_utc": "2026-01-02T00:00:00Z", "status": "failed: x", "case": "bad"},
+    ]
+    assert [row["case"] for row in latest_run(rows)] == ["new"]
+
+
+def test_a_folder_that_is_no_repository_has_an_unknown_commit(tmp_path: Path) -> None:
+    found = machine.describe_machine(tmp_path)
+    assert (found.commit, found.dirty) == ("unknown", "unknown")

@@ -1,0 +1,187 @@
+"""The command line with wrong arguments, bad files and a hostile shell: one line, exit 2."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from samples import SMALL, assert_one_line_refusal, small_trace
+
+import vramx
+
+
+def changed_first(name: str, value: int) -> dict[str, Any]:
+    array = small_trace()[name]
+    array[0] = value
+    return {name: array}
+
+
+@pytest.mark.usefixtures("core")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        changed_first("op", 3),
+        changed_first("op", 2),
+        changed_first("size", 1 << 63),
+        changed_first("id", 1),
+        {"op": np.array([0, 0, 2, 2], np.uint8)},
+        {"id": np.array([0, 1, 7, 7], np.uint32)},
+    ],
+    ids=["op 3", "free first", "size 2^63", "id reused", "freed twice", "unknown id"],
+)
+def test_events_that_contradict_each_other_are_refused(
+    run: Any, write_trace: Any, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    path = write_trace(**changes)
+    output = tmp_path / "report.json"
+    code, out, err = run("replay", path, "--json", "-o", output)
+    assert_one_line_refusal(code, out, err, f"vramx replay: {path}: ")
+    assert "event" in err
+    assert not output.exists()
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"", "the file is empty"),
+        (b"PK\x03\x04", "damaged or cut short"),
+        (b"once upon a time", "neither a pickle nor JSON"),
+        (b"\x80\x04", "no complete pickle"),
+        (pickle.dumps(print), "asks for code to be run"),
+        (pickle.dumps({"weights": [1.0]}), "no torch memory snapshot"),
+        (b'{"segments": [', "no complete JSON"),
+    ],
+)
+def test_files_of_other_kinds_are_refused(
+    run: Any, tmp_path: Path, content: bytes, what: str
+) -> None:
+    path = tmp_path / "input.npz"
+    path.write_bytes(content)
+    code, out, err = run("replay", path)
+    assert_one_line_refusal(code, out, err, what)
+    assert err.startswith(f"vramx replay: {path}: ")
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["--capacity", "1MiB"], "capacity 1.00 MiB is less than one chunk; 2 MiB or more"),
+        (["--capacity", "0"], "less than one chunk"),
+        (["--capacity", "24GB"], "KiB, MiB, GiB or TiB"),
+        (["--capacity", "-1GiB"], "--capacity"),
+        (["--policy", "jemalloc"], "accepted are live, native, expandable, vramx"),
+        (["--policy", ""], "accepted are live, native, expandable, vramx"),
+        (["--driver", "vulkan"], "'sim', 'cuda'"),
+        (["--driver", "cuda", "--policy", "vramx"], "no CUDA device"),
+        (["--device", "-1"], "--device"),
+        (["--device", "x"], "'x' is no device number"),
+        (["--colour"], "unrecognized arguments: --colour"),
+        (["absent.npz"], "absent.npz: cannot be read: No such file or directory"),
+        (["."], ".: it is a directory"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    run: Any, traces: Path, arguments: list[str], what: str
+) -> None:
+    code, out, err = run("replay", traces / SMALL, *arguments)
+    assert_one_line_refusal(code, out, err, what)
+
+
+def test_a_verb_is_needed_that_exists(run: Any) -> None:
+    code, out, err = run("reply")
+    assert_one_line_refusal(code, out, err, "invalid choice: 'reply'")
+
+
+def test_a_missing_core_is_said_in_one_line(
+    run: Any, traces: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vramx._core", None)
+    monkeypatch.delattr(vramx, "_core", raising=False)
+    code, out, err = run("replay", traces / SMALL)
+    assert_one_line_refusal(code, out, err, "the compiled core cannot be loaded")
+
+
+def test_a_verb_that_cannot_be_imported_leaves_the_others_alone(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vramx.cli.plot", None)
+    code, out, err = run("plot", "x.npz")
+    assert_one_line_refusal(code, out, err, "vramx plot: not available in this installation")
+    code, out, _ = run("--help")
+    assert code == 0
+    assert "replay" in out
+
+
+def test_an_interrupt_exits_130(
+    run: Any, traces: Path, stand_in: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stand_in.Replay, "run", interrupt)
+    assert run("replay", traces / SMALL) == (130, "", "vramx replay: interrupted\n")
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    root = Path(vramx.__file__).parent.parent
+    return subprocess.run(
+        [sys.executable, *arguments],
+        check=False,
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_importing_vramx_imports_neither_torch_nor_numpy() -> None:
+    code = "import sys, vramx; print(sorted({'torch', 'numpy', 'rich'} & set(sys.modules)))"
+    assert python("-c", code).stdout == "[]\n"
+
+
+def test_python_m_vramx_is_the_command() -> None:
+    result = python("-m", "vramx", "--version")
+    assert (result.returncode, result.stdout) == (0, f"vramx {vramx.__version__}\n")
+
+
+def shell(script: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of shell in which $VRAMX is the command on the stand-in for the core."""
+    tests = Path(__file__).parent
+    launcher = (
+        f"import sys; sys.path[:0] = [{str(tests)!r}, {str(tests.parent)!r}];"
+        "import core_stand_in, vramx; vramx._core = core_stand_in;"
+        "sys.modules['vramx._core'] = core_stand_in;"
+        "from vramx.cli.main import main; sys.exit(main())"
+    )
+    return subprocess.run(
+        ["bash", "-c", f'vramx() {{ "{sys.executable}" -c "{launcher}" "$@"; }}; {script}'],
+        check=False,
+        cwd=tests / "traces",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_reader_that_goes_away_is_met_in_silence() -> None:
+    result = shell(f"vramx replay {SMALL} --json | true; exit ${{PIPESTATUS[0]}}")
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+def test_a_full_disk_under_stdout_is_one_line() -> None:
+    result = shell(f"vramx replay {SMALL} > /dev/full")
+    assert result.returncode == 2
+    assert result.stderr == "vramx replay: cannot write the output: No space left on device\n"
+
+
+def test_a_closed_stdout_is_no_failure() -> None:
+    result = shell(f"vramx replay {SMALL} >&-")
+    assert (result.returncode, result.stderr) == (0, "")

@@ -1,0 +1,175 @@
+"""`vramx replay`: its report as JSON and as tables, and the files that it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from samples import SMALL, assert_one_line_refusal
+
+from vramx.memory import POLICIES
+from vramx.memory.trace import load_trace
+
+CALLS = {"create", "map", "set_access", "unmap", "release"}
+FIGURES = {
+    "peak_reserved_bytes": int,
+    "min_capacity_bytes": int | None,
+    "oom": bool,
+    "ns_per_event": float,
+    "driver_calls": dict,
+    "driver_us": float,
+    "driver_us_second_half": float,
+    "trace_us": float,
+}
+
+
+@pytest.mark.usefixtures("core")
+def test_json_has_the_schema(run: Any, traces: Path, snapshots: Path) -> None:
+    code, out, err = run("replay", traces / SMALL, snapshots / "train.pickle", "--json")
+    report = json.loads(out)
+    assert (code, err) == (0, "")
+    assert set(report) == {"schema", "traces"}
+    assert report["schema"] == 1
+    assert [entry["trace"] for entry in report["traces"]] == [SMALL, "train.pickle"]
+    for entry in report["traces"]:
+        assert set(entry) == {"trace", "events", "peak_live_bytes", "policies"}
+        assert tuple(entry["policies"]) == POLICIES
+        for figures in entry["policies"].values():
+            assert set(figures) == set(FIGURES)
+            assert all(isinstance(figures[name], kind) for name, kind in FIGURES.items())
+            assert set(figures["driver_calls"]) == CALLS
+
+
+@pytest.mark.usefixtures("core")
+def test_figures_agree_with_the_trace(run: Any, traces: Path) -> None:
+    trace = load_trace(traces / SMALL)
+    sign = np.where(trace.op == 0, 1, np.where(trace.op == 2, -1, 0))
+    peak_live = int((sign * trace.size.astype(np.int64)).cumsum().max())
+    _, out, _ = run("replay", traces / SMALL, "--json", "--min-capacity")
+    (entry,) = json.loads(out)["traces"]
+    assert entry["events"] == np.count_nonzero(trace.op != 1)
+    assert entry["peak_live_bytes"] == peak_live
+    assert entry["policies"]["live"]["peak_reserved_bytes"] == peak_live
+    for figures in entry["policies"].values():
+        assert figures["peak_reserved_bytes"] >= peak_live
+        assert figures["min_capacity_bytes"] >= peak_live
+        assert figures["trace_us"] == int(trace.time_us[-1])
+
+
+@pytest.mark.usefixtures("core")
+def test_minimum_is_null_unless_asked_for(run: Any, traces: Path) -> None:
+    _, out, _ = run("replay", traces / SMALL, "--json", "--policy", "vramx")
+    assert json.loads(out)["traces"][0]["policies"]["vramx"]["min_capacity_bytes"] is None
+
+
+@pytest.mark.usefixtures("core")
+def test_policies_come_in_the_order_asked_for(run: Any, traces: Path) -> None:
+    _, out, _ = run("replay", traces / SMALL, "--json", "--policy", "vramx, live,vramx")
+    assert list(json.loads(out)["traces"][0]["policies"]) == ["vramx", "live"]
+
+
+@pytest.mark.usefixtures("core")
+def test_too_little_memory_is_a_result_and_not_an_error(run: Any, traces: Path) -> None:
+    code, out, _ = run("replay", traces / SMALL, "--json", "--capacity", "1GiB")
+    policies = json.loads(out)["traces"][0]["policies"]
+    assert code == 0
+    assert all(figures["oom"] for figures in policies.values())
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_table_shows_gib_and_the_ratio_to_live(run: Any, traces: Path) -> None:
+    code, out, err = run("replay", traces / SMALL, "--min-capacity")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{SMALL}: 16,417 events in 12.5 s, 5.719 GiB live at the peak\n")
+    row = next(line.split() for line in out.splitlines() if line.startswith(" vramx"))
+    assert row[:7] == ["vramx", "5.721", "GiB", "1.000x", "5.721", "GiB", "1.000x"]
+    assert max(map(len, out.splitlines())) <= 120
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_table_says_where_memory_ran_out(run: Any, traces: Path) -> None:
+    _, out, _ = run("replay", traces / SMALL, "--capacity", "1GiB", "--policy", "vramx")
+    assert "out of memory, event " in out
+
+
+def test_a_block_that_changed_under_its_owner_fails_the_command(
+    run: Any, traces: Path, stand_in: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = stand_in.Replay.run
+    monkeypatch.setattr(
+        stand_in.Replay, "run", lambda *args, **kwargs: {**sound(*args, **kwargs), "mismatches": 3}
+    )
+    code, out, err = run("replay", traces / SMALL, "--policy", "vramx")
+    assert code == 1
+    assert "3 blocks corrupted" in out
+    assert "offload_streams.npz: 3 blocks changed under their owner with policy vramx" in err
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("form", [["--json"], []])
+def test_output_goes_to_the_file_instead(
+    run: Any, traces: Path, tmp_path: Path, form: list[str]
+) -> None:
+    output = tmp_path / "report"
+    _, shown, _ = run("replay", traces / SMALL, *form)
+    code, out, err = run("replay", traces / SMALL, *form, "-o", output)
+    assert (code, out, err) == (0, "", "")
+    assert output.read_text() == shown
+    assert list(tmp_path.iterdir()) == [output]
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_file_is_overwritten_only_by_force(run: Any, traces: Path, tmp_path: Path) -> None:
+    output = tmp_path / "report.json"
+    output.write_text("precious")
+    code, _, err = run("replay", traces / SMALL, "--json", "-o", output)
+    assert (code, err) == (2, f"vramx replay: {output}: it exists; -f overwrites it\n")
+    assert output.read_text() == "precious"
+    code, _, _ = run("replay", traces / SMALL, "--json", "-o", output, "-f")
+    assert code == 0
+    assert json.loads(output.read_text())["schema"] == 1
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_written_file_has_the_permissions_of_any_new_file(
+    run: Any, traces: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "plain").touch()
+    run("replay", traces / SMALL, "-o", tmp_path / "report")
+    assert (tmp_path / "report").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize(
+    ("output", "what"),
+    [
+        ("absent/report.json", "does not exist"),
+        ("folder", "it is not a regular file"),
+        ("/dev/null", "it is not a regular file"),
+    ],
+)
+@pytest.mark.parametrize("force", [[], ["-f"]])
+def test_output_that_cannot_be_written_is_refused(
+    run: Any, traces: Path, tmp_path: Path, output: str, what: str, force: list[str]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    code, out, err = run("replay", traces / SMALL, "-o", tmp_path / output, *force)
+    assert_one_line_refusal(code, out, err, what)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_nothing_is_left_where_writing_fails(
+    run: Any, traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    code, out, err = run("replay", traces / SMALL, "-o", tmp_path / "report")
+    assert_one_line_refusal(code, out, err, "cannot be written: No space left on device")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,93 @@
+"""The C++ test programs, under the address, undefined-behaviour and thread sanitizers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import native_build
+import pytest
+from native_build import SANITIZERS, Program, programs
+
+RUN_LIMIT_S = 240
+# The first report ends the program, with a code that the programs themselves do not use.
+OPTIONS = {
+    "ASAN_OPTIONS": "exitcode=99:detect_leaks=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "exitcode=99:halt_on_error=1",
+}
+# What a program is told on the command line; most need nothing.
+ARGUMENTS = {"driver_contract": ["sim"]}
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+@pytest.mark.parametrize("program", programs(), ids=lambda program: program.name)
+def test_program_passes(program: Program, sanitizer: str) -> None:
+    if not native_build.sanitizer_runs(sanitizer):
+        pytest.skip(f"g++ has no runtime for -fsanitize={SANITIZERS[sanitizer]} here")
+    executable = native_build.build(program, sanitizer)
+    done = subprocess.run(
+        [executable, *ARGUMENTS.get(program.name, [])],
+        env={**os.environ, **OPTIONS},
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=RUN_LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-8000:]}"
+    assert done.stdout.strip(), "a program that says nothing has checked nothing"
+
+
+@pytest.mark.gpu
+def test_driver_contract_holds_on_the_gpu() -> None:
+    # Under no thread sanitizer: libcuda is not instrumented and would be reported.
+    if not native_build.sanitizer_runs("asan"):
+        pytest.skip("g++ has no runtime for -fsanitize=address here")
+    contract = next(program for program in programs() if program.name == "driver_contract")
+    executable = native_build.build(contract, "asan")
+    # libcuda maps fixed addresses that the shadow's gap would refuse, and frees nothing at exit.
+    options = {"ASAN_OPTIONS": "protect_shadow_gap=0:detect_leaks=0:exitcode=99"}
+    done = subprocess.run(
+        [executable, "cuda"],
+        env={**os.environ, **options},
+        capture_output=True,
+        text=True,
+        timeout=RUN_LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-8000:]}"
+
+
+@pytest.mark.parametrize(
+    ("sanitizer", "body"),
+    [
+        ("asan", "int* p = new int[2]; p[argc + 1] = 1; delete[] p; return 0;"),
+        ("asan", "int n = 2147483647; n += argc; return n == 0;"),
+        ("tsan", "int n = 0; std::thread t([&] { ++n; }); ++n; t.join(); return 0;"),
+    ],
+    ids=["out-of-bounds write", "signed overflow", "data race"],
+)
+def test_a_planted_defect_is_reported(tmp_path, sanitizer: str, body: str) -> None:
+    if not native_build.sanitizer_runs(sanitizer):
+        pytest.skip(f"g++ has no runtime for -fsanitize={SANITIZERS[sanitizer]} here")
+    checks = [f"-fsanitize={SANITIZERS[sanitizer]}", "-fno-sanitize-recover=all"]
+    source = f"#include <thread>\nint main(int argc, char**) {{ (void)argc; {body} }}\n"
+    program = tmp_path / "defect"
+    command = [
+        "g++",
+        "-std=c++20",
+        "-O1",
+        "-pthread",
+        *checks,
+        "-x",
+        "c++",
+        "-",
+        "-o",
+        str(program),
+    ]
+    subprocess.run(command, input=source, text=True, check=True)
+    done = subprocess.run(
+        [program], env={**os.environ, **OPTIONS}, capture_output=True, check=False
+    )
+    assert done.returncode != 0

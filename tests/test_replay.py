@@ -1,0 +1,53 @@
+"""vramx.replay as a library: arguments, progress, timeline."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from samples import SMALL
+
+import vramx
+from vramx.errors import InvalidValueError, MissingDependencyError, TraceError
+from vramx.memory import ReplayOptions, replay
+
+
+@pytest.mark.usefixtures("core")
+def test_replay_takes_a_path_and_reports_progress(traces: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    options = ReplayOptions(progress=lambda *step: seen.append(step))
+    (result,) = vramx.replay(traces / SMALL, "vramx", options=options)
+    assert (result.trace, result.policy) == (SMALL, "vramx")
+    assert seen
+    assert all(policy == "vramx" and 0 <= done <= total for policy, done, total in seen)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_replay_refuses_wrong_arguments(traces: Path) -> None:
+    with pytest.raises(InvalidValueError, match="policy 'x' is unknown"):
+        replay(traces / SMALL, ["live", "x"])
+    with pytest.raises(InvalidValueError, match="no policy"):
+        replay(traces / SMALL, [])
+    with pytest.raises(InvalidValueError, match="driver 'x'"):
+        ReplayOptions(driver="x")
+    with pytest.raises(TraceError, match="No such file"):
+        replay(traces / "absent.npz")
+
+
+def test_replay_without_the_core_says_how_to_get_it(
+    traces: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vramx._core", None)
+    monkeypatch.delattr(vramx, "_core", raising=False)
+    with pytest.raises(MissingDependencyError, match="pip install vramx"):
+        replay(traces / SMALL)
+
+
+@pytest.mark.usefixtures("core")
+def test_a_timeline_reaches_the_peak(traces: Path) -> None:
+    (result,) = replay(traces / SMALL, "vramx", options=ReplayOptions(samples=100))
+    assert result.timeline is not None
+    assert result.timeline.live_bytes.max() == result.peak_live_bytes
+    assert result.timeline.reserved_bytes.max() == result.peak_reserved_bytes
+    assert (result.timeline.reserved_bytes >= result.timeline.live_bytes).all()

@@ -1,0 +1,189 @@
+"""Torch snapshots become traces: exact on real ones, tolerant of versions and of gaps."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from samples import block, event, live_bytes, rows, segment
+
+from vramx.errors import TraceError
+from vramx.memory.trace import load_trace
+
+
+@pytest.mark.parametrize(
+    ("name", "rows_", "allocations"), [("train.pickle", 4120, 1478), ("oom.pickle", 6388, 2234)]
+)
+def test_real_snapshot_has_every_event(
+    snapshots: Path, name: str, rows_: int, allocations: int
+) -> None:
+    trace = load_trace(snapshots / name)
+    assert (trace.name, trace.device, len(trace)) == (name, 0, rows_)
+    assert trace.id[trace.op == 0].tolist() == list(range(allocations))
+
+
+@pytest.mark.parametrize("name", ["train.pickle", "oom.pickle"])
+def test_live_bytes_at_the_end_are_those_of_the_snapshot(snapshots: Path, name: str) -> None:
+    snapshot = pickle.loads((snapshots / name).read_bytes())
+    active = [
+        b["requested_size"]
+        for s in snapshot["segments"]
+        for b in s["blocks"]
+        if b["state"].startswith("active")
+    ]
+    live = live_bytes(load_trace(snapshots / name))
+    assert live[-1] == sum(active)
+    assert live.min() >= 0
+
+
+@pytest.mark.parametrize("cut", [1, 500, 2000, 4164])
+def test_late_recording_ends_with_the_same_live_bytes(snapshots: Path, read: Any, cut: int) -> None:
+    snapshot = pickle.loads((snapshots / "train.pickle").read_bytes())
+    whole = live_bytes(load_trace(snapshots / "train.pickle"))
+    late = read(*snapshot["device_traces"][0][cut:], segments=snapshot["segments"])
+    assert live_bytes(late)[-1] == whole[-1]
+    assert live_bytes(late).min() >= 0
+
+
+def test_an_address_used_again_is_another_allocation(read: Any) -> None:
+    trace = read(
+        event("alloc", 0x1000, 100),
+        event("free_requested", 0x1000, 100, 5),
+        event("free_completed", 0x1000, 100, 7),
+        event("alloc", 0x1000, 200, 9),
+    )
+    assert rows(trace) == [
+        (0, 0, 100, 0, 0),
+        (1, 0, 100, 0, 5),
+        (2, 0, 100, 0, 7),
+        (0, 1, 200, 0, 9),
+    ]
+
+
+def test_a_free_of_older_memory_is_allocated_at_the_start(read: Any) -> None:
+    trace = read(
+        event("alloc", 0x1000, 100),
+        event("free_requested", 0x9000, 700, 3),
+        event("free_completed", 0x9000, 700, 4),
+    )
+    assert rows(trace) == [
+        (0, 0, 700, 0, 0),
+        (0, 1, 100, 0, 0),
+        (1, 0, 700, 0, 3),
+        (2, 0, 700, 0, 4),
+    ]
+
+
+def test_blocks_alive_without_an_event_are_allocated_at_the_start(read: Any) -> None:
+    blocks = [
+        block(0x1000, 512, 100),
+        block(0x1200, 512, 300),
+        block(0x1400, 512, 0, "inactive"),
+        block(0x1600, 512, 500, "active_pending_free"),
+    ]
+    trace = read(event("alloc", 0x1000, 100), segments=[segment(*blocks)])
+    assert rows(trace) == [(0, 0, 300, 0, 0), (0, 1, 500, 0, 0), (0, 2, 100, 0, 0)]
+
+
+def test_block_addresses_follow_from_sizes_where_absent(read: Any) -> None:
+    blocks = [block(0, 512, 100), block(0, 512, 300)]
+    for older in blocks:
+        del older["address"]
+    trace = read(event("alloc", 0x1200, 300), segments=[segment(*blocks)])
+    assert [size for _, _, size, _, _ in rows(trace)] == [100, 300]
+
+
+def test_a_missing_free_is_completed_when_its_address_is_used_again(read: Any) -> None:
+    trace = read(event("alloc", 0x1000, 100), event("alloc", 0x1000, 200, 6))
+    assert rows(trace) == [
+        (0, 0, 100, 0, 0),
+        (1, 0, 100, 0, 6),
+        (2, 0, 100, 0, 6),
+        (0, 1, 200, 0, 6),
+    ]
+
+
+def test_a_completed_free_without_a_request_gets_one(read: Any) -> None:
+    trace = read(event("alloc", 0x1000, 100), event("free_completed", 0x1000, 100, 6))
+    assert [op for op, *_ in rows(trace)] == [0, 1, 2]
+
+
+def test_streams_are_numbered_in_order_of_appearance(read: Any) -> None:
+    streams = [247758464, 0, 99, 247758464]
+    trace = read(*(event("alloc", 0x1000 * i, 8, i, s) for i, s in enumerate(streams)))
+    assert trace.stream.tolist() == [1, 0, 2, 1]
+
+
+def test_older_memory_has_its_own_stream(read: Any) -> None:
+    freed = event("free_completed", 0x9000, 700, 3, stream=555)
+    trace = read(event("alloc", 0x1000, 100, stream=444), freed)
+    assert trace.stream.tolist() == [2, 1, 2, 2]
+
+
+def test_more_streams_than_a_byte_numbers_are_refused(read: Any) -> None:
+    with pytest.raises(TraceError, match="256 streams"):
+        read(*(event("alloc", 0x1000 * i, 8, i, stream=i) for i in range(1, 258)))
+
+
+def test_other_actions_and_unknown_fields_are_passed_over(read: Any) -> None:
+    oom = {"action": "oom", "size": 1 << 30, "stream": 0, "time_us": 5, "device_free": 5}
+    newer = {**event("alloc", 0x1000, 100), "pool_id": (0, 0), "internal_metadata": {"a": 1}}
+    trace = read(
+        event("segment_alloc", 0x1000, 2 << 20), oom, newer, {"action": "annotate", "text": "x"}
+    )
+    assert rows(trace) == [(0, 0, 100, 0, 0)]
+
+
+def test_times_never_run_backwards(read: Any) -> None:
+    times = [10, 4, 12, 11]
+    trace = read(*(event("alloc", 0x1000 * i, 8, at) for i, at in enumerate(times)))
+    assert trace.time_us.tolist() == [0, 0, 2, 2]
+
+
+def test_times_beyond_71_minutes_share_the_last_moment(read: Any) -> None:
+    trace = read(event("alloc", 0x1000, 8), event("alloc", 0x2000, 8, 10_000_000_000))
+    assert trace.time_us.tolist() == [0, (1 << 32) - 1]
+
+
+def two_devices(path: Path) -> Path:
+    device_1 = [event("alloc", 0x1000, 300), event("alloc", 0x2000, 400)]
+    snapshot = {
+        "segments": [segment(block(0x9000, 512, 77)), segment(block(0x9000, 512, 88), device=1)],
+        "device_traces": [[event("alloc", 0x1000, 100)], device_1, []],
+    }
+    path.write_bytes(pickle.dumps(snapshot))
+    return path
+
+
+def test_the_busiest_device_is_read_unless_one_is_named(tmp_path: Path) -> None:
+    path = two_devices(tmp_path / "two.pickle")
+    assert load_trace(path).size.tolist() == [88, 300, 400]
+    assert load_trace(path, device=0).size.tolist() == [77, 100]
+
+
+@pytest.mark.parametrize("device", [2, 3, -1])
+def test_a_device_without_events_is_refused(tmp_path: Path, device: int) -> None:
+    with pytest.raises(TraceError, match=f"no events of device {device}; it has them of 0, 1"):
+        load_trace(two_devices(tmp_path / "two.pickle"), device=device)
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_every_pickle_protocol_is_read(snapshots: Path, tmp_path: Path, protocol: int) -> None:
+    snapshot = pickle.loads((snapshots / "train.pickle").read_bytes())
+    path = tmp_path / "train.pkl"
+    path.write_bytes(pickle.dumps(snapshot, protocol))
+    assert rows(load_trace(path)) == rows(load_trace(snapshots / "train.pickle"))
+
+
+@pytest.mark.parametrize("suffix", [".json", ".json.gz", ".pickle.gz"])
+def test_json_and_gzip_say_the_same(snapshots: Path, tmp_path: Path, suffix: str) -> None:
+    data = (snapshots / "train.pickle").read_bytes()
+    if "json" in suffix:
+        data = json.dumps(pickle.loads(data)).encode()
+    path = tmp_path / f"train{suffix}"
+    path.write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
+    assert rows(load_trace(path)) == rows(load_trace(snapshots / "train.pickle"))

@@ -1,0 +1,164 @@
+"""Snapshots from a stranger: code, bombs, damage and nonsense are refused in one line."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import pickle
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from samples import block, event, segment
+
+from vramx.errors import TraceError
+from vramx.memory import plain_pickle
+from vramx.memory.trace import load_trace
+
+
+class _Call:
+    """Pickles as a call of `function`, as a malicious snapshot would hold."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self._call = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_code_in_a_pickle_is_refused_and_not_run(tmp_path: Path, protocol: int) -> None:
+    witness = tmp_path / "witness"
+    snapshot = {"segments": [], "device_traces": [[_Call(Path.touch, witness)]]}
+    path = tmp_path / "evil.pickle"
+    path.write_bytes(pickle.dumps(snapshot, protocol))
+    with pytest.raises(TraceError, match="asks for code to be run"):
+        load_trace(path)
+    assert not witness.exists()
+    pickle.loads(path.read_bytes())  # the same bytes do run where nothing is refused
+    assert witness.exists()
+
+
+def test_the_unpickler_refuses_names_by_itself() -> None:
+    data = pickle.dumps(_Call(print, "x"))
+    unpickler = plain_pickle._PlainUnpickler(io.BytesIO(data))
+    with pytest.raises(TraceError, match=r"names builtins\.print"):
+        unpickler.load()
+
+
+def test_data_of_other_kinds_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bytes.pickle"
+    path.write_bytes(pickle.dumps({"segments": [b"x"], "device_traces": []}))
+    with pytest.raises(TraceError, match="only plain data is accepted"):
+        load_trace(path)
+
+
+def test_a_memo_index_that_would_fill_memory_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "memo.pickle"
+    path.write_bytes(b"\x80\x04}r\xff\xff\xff\x7f.")  # LONG_BINPUT 2^31 - 1: a 32 GiB table
+    with pytest.raises(TraceError, match="memo jumps to index 2147483647"):
+        load_trace(path)
+
+
+def test_too_many_objects_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain_pickle, "MAX_CONTAINERS", 1000)
+    path = tmp_path / "many.pickle"
+    path.write_bytes(b"\x80\x04](" + b"}" * 1001 + b"e.")
+    with pytest.raises(TraceError, match="more than the 1000 objects"):
+        load_trace(path)
+
+
+def test_text_that_claims_more_than_the_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "long.pickle"
+    path.write_bytes(b"\x80\x04\x8d" + (1 << 60).to_bytes(8, "little") + b"abc.")
+    with pytest.raises(TraceError, match="no complete pickle"):
+        load_trace(path)
+
+
+def test_a_compressed_file_is_not_unpacked_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vramx.memory.snapshot_reader.MAX_FILE_BYTES", 1 << 20)
+    path = tmp_path / "bomb.json.gz"
+    path.write_bytes(gzip.compress(b" " * (2 << 20)))
+    with pytest.raises(TraceError, match="larger than the 1 MiB accepted"):
+        load_trace(path)
+
+
+def test_deeply_nested_json_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "deep.json"
+    path.write_bytes(b"[" * 200_000)
+    with pytest.raises(TraceError, match="no complete JSON"):
+        load_trace(path)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_snapshot_cut_anywhere_is_refused(snapshots: Path, tmp_path: Path, packed: bool) -> None:
+    data = (snapshots / "train.pickle").read_bytes()
+    data = gzip.compress(data) if packed else data
+    path = tmp_path / "cut.pickle"
+    for length in [1, 2, 3, 20, 1000, len(data) // 2, len(data) - 1]:
+        path.write_bytes(data[:length])
+        with pytest.raises(TraceError):
+            load_trace(path)
+
+
+def test_a_corrupt_gzip_stream_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bad.pickle.gz"
+    data = bytearray(gzip.compress(zlib.compress(bytes(1000))))
+    data[12] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(TraceError):
+        load_trace(path)
+
+
+def test_a_snapshot_with_changed_bytes_never_fails_otherwise(
+    snapshots: Path, tmp_path: Path
+) -> None:
+    data = (snapshots / "train.pickle").read_bytes()[:60_000]
+    path = tmp_path / "changed.pickle"
+    for position in np.random.default_rng(0).integers(0, len(data), 60).tolist():
+        changed = bytearray(data + b".")
+        changed[position] ^= 0x55
+        path.write_bytes(changed)
+        with pytest.raises(TraceError) as caught:  # cut as well, so each must be refused
+            load_trace(path)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "what"),
+    [
+        (17, "no torch memory snapshot"),
+        ({"state_dict": {}}, "no torch memory snapshot"),
+        ({"segments": [], "device_traces": {}}, "device_traces is dict, not a list"),
+        ({"segments": [], "device_traces": [17]}, r"device_traces\[0\] is int, not a list"),
+        ({"segments": [], "device_traces": [[]]}, "holds no events"),
+        ([], "holds no events"),
+        ({"segments": [], "device_traces": [[17]]}, "event 0 is int, not a dictionary"),
+        ({"segments": [], "device_traces": [[{}]]}, "event 0 has no 'action'"),
+        ({"segments": [], "device_traces": [[{"action": "alloc"}]]}, "event 0 has no 'addr'"),
+        ({"segments": 17, "device_traces": [[event("alloc", 1, 1)]]}, "segments is int"),
+        ({"segments": [17], "device_traces": [[event("alloc", 1, 1)]]}, "segment 0 is int"),
+        ({"segments": [], "device_traces": [[event("oom", 1, 1)]]}, "no allocation or free"),
+    ],
+)
+def test_other_data_is_refused(tmp_path: Path, snapshot: Any, what: str) -> None:
+    path = tmp_path / "other.pickle"
+    path.write_bytes(pickle.dumps(snapshot))
+    with pytest.raises(TraceError, match=what):
+        load_trace(path)
+
+
+@pytest.mark.parametrize("size", [-1, 1 << 64, 1.5, "1", None, True])
+def test_a_size_that_is_no_size_is_refused(read: Any, size: Any) -> None:
+    with pytest.raises(TraceError, match=r"event 1 has size .*; an integer from 0 to 2\^64 - 1"):
+        read(event("alloc", 0x1000, 8), event("alloc", 0x2000, size))
+
+
+def test_two_blocks_at_one_address_are_refused(read: Any) -> None:
+    same = segment(block(0x1000, 512, 1))
+    with pytest.raises(TraceError, match="second block at address 4096"):
+        read(event("alloc", 0x9000, 8), segments=[same, same])

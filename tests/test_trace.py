@@ -1,0 +1,165 @@
+"""Reading trace files: the committed ones load, damaged ones say what is wrong with them."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from samples import small_trace
+
+import vramx.memory
+from vramx.errors import TraceError
+from vramx.memory.trace import load_trace
+
+DEMO = Path(vramx.__file__).parent / "demo"
+ARRAYS = {"op": "u1", "id": "u4", "size": "u8", "stream": "u1", "t": "u4"}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Write the small trace with some arrays replaced, or left out where None."""
+
+    def write_npz(**changes: Any) -> Path:
+        arrays = {**small_trace(), **changes}
+        path = tmp_path / "small.npz"
+        np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
+        return path
+
+    return write_npz
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "allocations"),
+    [("llama_varlen.npz", 184_610, 61_538), ("unet3d_patch.npz", 33_033, 11_011)],
+)
+def test_packaged_trace_loads(name: str, rows: int, allocations: int) -> None:
+    trace = load_trace(DEMO / name)
+    assert trace.name == name
+    assert len(trace) == rows
+    assert np.count_nonzero(trace.op == 0) == allocations
+
+
+def test_arrays_arrive_as_they_were_written(write: Callable[..., Path]) -> None:
+    trace = load_trace(str(write()))
+    for name, array in trace.arrays().items():
+        assert array.dtype == ARRAYS[name]
+        assert array.tolist() == small_trace()[name].tolist()
+
+
+def test_a_trace_cannot_be_changed(traces: Path) -> None:
+    trace = load_trace(traces / "offload_streams.npz")
+    with pytest.raises(ValueError, match="read-only"):
+        trace.op[0] = 1
+
+
+def test_version_1_is_accepted(write: Callable[..., Path]) -> None:
+    assert len(load_trace(write(version=np.array(1)))) == 4
+
+
+@pytest.mark.parametrize("version", [0, 2, [1, 1], 1.5, "1"])
+def test_other_versions_are_refused(write: Callable[..., Path], version: Any) -> None:
+    with pytest.raises(TraceError, match=r"of version .*; version 1 is accepted"):
+        load_trace(write(version=np.array(version)))
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_a_missing_array_is_named(write: Callable[..., Path], name: str) -> None:
+    with pytest.raises(TraceError, match=f"no array '{name}'"):
+        load_trace(write(**{name: None}))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.zeros(4, np.int64), np.zeros(4), np.zeros((2, 2), np.uint64), np.zeros(4, ">u8")],
+    ids=["signed", "float", "two-dimensional", "big-endian"],
+)
+def test_a_wrong_type_is_named(write: Callable[..., Path], array: Any) -> None:
+    with pytest.raises(TraceError, match=r"array 'size' is .*; 1-D uint64 is accepted"):
+        load_trace(write(size=array))
+
+
+def test_unequal_lengths_are_listed(write: Callable[..., Path]) -> None:
+    with pytest.raises(TraceError, match=r"unequal lengths \(op 4, id 4, size 3, stream 4, t 4\)"):
+        load_trace(write(size=np.zeros(3, np.uint64)))
+
+
+def test_an_empty_trace_is_refused(write: Callable[..., Path]) -> None:
+    with pytest.raises(TraceError, match="the trace is empty"):
+        load_trace(write(**{name: np.zeros(0, dtype) for name, dtype in ARRAYS.items()}))
+
+
+def test_pickled_objects_in_a_trace_are_not_loaded(write: Callable[..., Path]) -> None:
+    with pytest.raises(TraceError, match="pickled Python objects, which are never loaded"):
+        load_trace(write(op=np.array([_Trap(), 0, 0, 0], object)))
+
+
+def test_a_trace_cut_anywhere_is_refused(traces: Path, tmp_path: Path) -> None:
+    data = (traces / "offload_streams.npz").read_bytes()
+    cut = tmp_path / "cut.npz"
+    for length in [0, 1, 2, 30, 1000, len(data) // 2, len(data) - 100, len(data) - 1]:
+        cut.write_bytes(data[:length])
+        with pytest.raises(TraceError):
+            load_trace(cut)
+
+
+def test_a_trace_with_changed_bytes_never_fails_otherwise(traces: Path, tmp_path: Path) -> None:
+    data = bytearray((traces / "offload_streams.npz").read_bytes())
+    path = tmp_path / "changed.npz"
+    random = np.random.default_rng(0)
+    refusals = []
+    for position in random.integers(0, len(data), 200).tolist():
+        changed = data.copy()
+        changed[position] ^= 0x55
+        path.write_bytes(changed)
+        try:
+            load_trace(path)
+        except TraceError as error:
+            refusals.append(str(error))
+    assert len(refusals) > 150  # a checksum covers all but the archive's padding and file dates
+    assert not [text for text in refusals if "\n" in text]
+
+
+def test_an_array_that_claims_too_much_is_not_unpacked(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.npz"
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": "|u1", "fortran_order": False, "shape": (1 << 50,)}
+    )
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ARRAYS:
+            archive.writestr(f"{name}.npy", header.getvalue())
+    with pytest.raises(TraceError, match="damaged or cut short"):
+        load_trace(path)
+
+
+@pytest.mark.parametrize("content", [b"hello world\n", b"\x7fELF\x02\x01", b"\x00" * 100])
+def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "other.npz"
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match=r"a trace \(\.npz\) or a torch snapshot is accepted"):
+        load_trace(path)
+
+
+def test_missing_file_and_directory_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="No such file"):
+        load_trace(tmp_path / "absent.npz")
+    with pytest.raises(TraceError, match="it is a directory"):
+        load_trace(tmp_path)
+
+
+class _Trap:
+    """Fails the test if it is ever unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (pytest.fail, ("code in a trace was run",))
+
+
+def test_the_trap_works() -> None:
+    with pytest.raises(pytest.fail.Exception, match="was run"):
+        pickle.loads(pickle.dumps(_Trap()))
