@@ -129,6 +129,10 @@ class Replay {
                                .pattern_streams = pattern_streams,
                                .samples = samples,
                                .progress = reporter.progress()};
+    if (pattern_streams != 0 && options.device != replay::CoreOptions::Device::kCuda) {
+      throw py::value_error(
+          "pattern_streams needs driver cuda: without a GPU a replay has no bytes");
+    }
     if (capacity != 0) options.capacity = Bytes{capacity};
     replay::RunResult result;
     {

@@ -94,12 +94,6 @@ Bytes Arena::free_suffix(ChunkId chunk) const {
   return span.state == SpanState::kFree ? min(c.end() - span.begin, c.size) : Bytes{};
 }
 
-std::size_t Arena::extent_count() const {
-  std::size_t count = 0;
-  for_each_index(kAnyStream, [&](const FreeIndex& index) { count += index.count(); });
-  return count;
-}
-
 std::size_t Arena::host_bytes() const {
   std::size_t indexes = 0;
   for_each_index(kAnyStream, [&](const FreeIndex&) { indexes += sizeof(FreeIndex); });
@@ -110,7 +104,7 @@ std::size_t Arena::host_bytes() const {
 // --- tags
 // ------------------------------------------------------------------------------------------
 
-FreeIndex& Arena::index_of_stream(StreamIndex stream) {
+FreeIndex& Arena::make_index_of(StreamIndex stream) {
   if (stream >= streams_.size()) streams_.resize(stream + 1);
   if (!streams_[stream]) streams_[stream] = std::make_unique<FreeIndex>();
   return *streams_[stream];
@@ -118,7 +112,9 @@ FreeIndex& Arena::index_of_stream(StreamIndex stream) {
 
 FreeIndex& Arena::index_of(const Span& span) {
   if (span.tag_set != kNoId) return mixed_;
-  return span.tag_stream == kNoId ? clean_ : index_of_stream(span.tag_stream);
+  if (span.tag_stream == kNoId) return clean_;
+  const bool is_known = span.tag_stream < streams_.size() && streams_[span.tag_stream];
+  return is_known ? *streams_[span.tag_stream] : make_index_of(span.tag_stream);
 }
 
 TagSet Arena::tags_of(SpanId extent) const {
@@ -147,6 +143,36 @@ void Arena::clear_tags(Span& span) {
   span.tag_set = kNoId;
   span.tag_stream = kNoId;
   span.tag_sequence = 0;
+}
+
+void Arena::copy_tags(const Span& from, Span& to) {
+  if (from.tag_set != kNoId) {
+    set_tags(to, TagSet(tag_sets_[from.tag_set]));
+  } else {
+    to.tag_stream = from.tag_stream;
+    to.tag_sequence = from.tag_sequence;
+  }
+}
+
+// The kept span gets the tags of both. With one stream or none on either side, as nearly always,
+// that is a comparison.
+void Arena::unite_tags(Span& kept, Span& gone) {
+  if (kept.tag_set == kNoId && gone.tag_set == kNoId &&
+      (kept.tag_stream == gone.tag_stream || kept.tag_stream == kNoId ||
+       gone.tag_stream == kNoId)) {
+    if (kept.tag_stream == kNoId) kept.tag_stream = gone.tag_stream;
+    kept.tag_sequence = std::max(kept.tag_sequence, gone.tag_sequence);
+    return;
+  }
+  const auto tags = [this](const Span& span) {
+    return span.tag_set != kNoId ? tag_sets_[span.tag_set]
+                                 : TagSet(Tag{span.tag_stream, span.tag_sequence});
+  };
+  TagSet united = tags(kept);
+  united.add(tags(gone));
+  clear_tags(kept);
+  clear_tags(gone);
+  set_tags(kept, united);
 }
 
 // Memory that waits for nothing merges with anything; else the streams must be the same.
@@ -194,6 +220,7 @@ std::pair<SpanId, SpanId> Arena::split(SpanId id, Address where) {
     old.next = made;
   }
   part.state = old.state;
+  copy_tags(old, part);
   if (part.state == SpanState::kUsed || part.state == SpanState::kFree) note_chunks(made);
   return is_left_smaller ? std::pair{made, id} : std::pair{id, made};
 }
@@ -204,6 +231,7 @@ SpanId Arena::join(SpanId left, SpanId right) {
   assert(low.next == right && low.state == high.state);
   const SpanId kept = low.size >= high.size ? left : right;
   const SpanId gone = kept == left ? right : left;
+  unite_tags(spans_[kept], spans_[gone]);
   if (low.state == SpanState::kUsed || low.state == SpanState::kFree) {
     chunks_.for_each_beginning_in(spans_[gone].begin, spans_[gone].end(),
                                   [&](ChunkId chunk) { chunks_[chunk].span_at_begin = kept; });
@@ -227,15 +255,15 @@ void Arena::make_free(SpanId id) {
   Span& span = spans_[id];
   span.state = SpanState::kFree;
   free_bytes_ += span.size;
+  ++extent_count_;
   index_of(span).insert(spans_, id);
 }
 
-void Arena::make_taken(SpanId id, SpanState state) {
+void Arena::unlist(SpanId id) {
   Span& span = spans_[id];
   index_of(span).erase(spans_, id);
   free_bytes_ -= span.size;
-  clear_tags(span);
-  span.state = state;
+  --extent_count_;
   span.left = kNoId;
   span.right = kNoId;
 }
@@ -266,50 +294,56 @@ SpanId Arena::take(SpanId extent, Bytes size) {
 }
 
 SpanId Arena::take_at(SpanId extent, Address begin, Bytes size) {
-  const TagSet tags = tags_of(extent);
-  make_taken(extent, SpanState::kUsed);
+  unlist(extent);
   SpanId used = extent;
-  const auto free_again = [&](SpanId id) {
-    set_tags(spans_[id], tags);
-    make_free(id);
-  };
   if (spans_[used].begin < begin) {
     const auto [rest, taken] = split(used, begin);
-    free_again(rest);
+    make_free(rest);
     used = taken;
   }
   if (spans_[used].size > size) {
     const auto [taken, rest] = split(used, begin + size);
-    free_again(rest);
+    make_free(rest);
     used = taken;
   }
+  clear_tags(spans_[used]);
+  spans_[used].state = SpanState::kUsed;
   return used;
 }
 
+// Takes a free neighbour in, unless their tags keep them apart. Returns what the span is called
+// now.
+SpanId Arena::absorb(SpanId id, SpanId neighbour) {
+  if (neighbour == kNoId || spans_[neighbour].state != SpanState::kFree) return id;
+  if (!may_merge(spans_[id], spans_[neighbour])) {
+    has_separated_ = true;
+    return id;
+  }
+  unlist(neighbour);
+  const bool is_next = spans_[id].next == neighbour;
+  return is_next ? join(id, neighbour) : join(neighbour, id);
+}
+
 void Arena::give_back(SpanId used, const TagSet& tags) {
-  SpanId id = used;
-  set_tags(spans_[id], tags);
-  const auto absorb = [&](SpanId neighbour) {
-    if (neighbour == kNoId || spans_[neighbour].state != SpanState::kFree) return;
-    if (!may_merge(spans_[id], spans_[neighbour])) {
-      has_separated_ = true;
-      return;
-    }
-    TagSet united = tags_of(id);
-    united.add(tags_of(neighbour));
-    make_taken(neighbour, spans_[id].state);
-    clear_tags(spans_[id]);
-    id = spans_[id].next == neighbour ? join(id, neighbour) : join(neighbour, id);
-    set_tags(spans_[id], united);
-  };
-  absorb(spans_[id].next);
-  absorb(spans_[id].previous);
+  Span& span = spans_[used];
+  set_tags(span, tags);
+  span.state = SpanState::kFree;
+  SpanId id = absorb(used, span.next);
+  id = absorb(id, spans_[id].previous);
   make_free(id);
+}
+
+SpanId Arena::give_back_end(SpanId used, Bytes kept) {
+  if (spans_[used].size == kept) return used;
+  const auto [start, end] = split(used, spans_[used].begin + kept);
+  give_back(end, TagSet{});
+  return start;
 }
 
 bool Arena::merge_neighbours() {
   if (!has_separated_) return false;
   has_separated_ = false;
+  has_dropped_tags_ = false;
   bool has_merged = false;
   std::vector<SpanId> extents = largest(kBlockUnit, SIZE_MAX, kAnyStream);
   std::sort(extents.begin(), extents.end(),
@@ -326,10 +360,9 @@ bool Arena::merge_neighbours() {
       left = right;
       continue;
     }
-    make_taken(left, SpanState::kUsed);
-    make_taken(right, SpanState::kUsed);
+    unlist(left);
+    unlist(right);
     left = join(left, right);
-    set_tags(spans_[left], united);
     make_free(left);
     has_merged = true;
   }
@@ -374,7 +407,6 @@ void Arena::finish_mapped(SpanId building, const std::vector<MappedChunk>& chunk
   }
   spans_[building].state = SpanState::kUsed;
   note_chunks(building);
-  give_back(building, TagSet{});
 }
 
 void Arena::finish_unmapped(SpanId building) {

@@ -44,6 +44,9 @@ class Arena {
   SpanId take_at(SpanId extent, Address begin, Bytes size);
   // Frees a used span and merges it with its neighbours.
   void give_back(SpanId used, const TagSet& tags);
+  // Frees what a used span that waits for nothing has beyond its first `kept` bytes, and returns
+  // the span of those.
+  SpanId give_back_end(SpanId used, Bytes kept);
   TagSet tags_of(SpanId extent) const;
   // Merges neighbours that were kept apart by their tags; false where there were none.
   bool merge_neighbours();
@@ -57,7 +60,7 @@ class Arena {
   // Turns the first `size` bytes of a gap, or a wholly free chunk, into a span that is being built.
   SpanId begin_building(SpanId gap, Bytes size);
   SpanId begin_removing(ChunkId chunk);
-  // The span now lies on these chunks, in order, and is free; or it lies on nothing again.
+  // The span now lies on these chunks, in order, and is used; or it lies on nothing again.
   void finish_mapped(SpanId building, const std::vector<MappedChunk>& chunks);
   void finish_unmapped(SpanId building);
 
@@ -80,7 +83,7 @@ class Arena {
 
   Bytes mapped_bytes() const { return chunks_.bytes(); }
   Bytes free_bytes() const { return free_bytes_; }
-  std::size_t extent_count() const;
+  std::size_t extent_count() const { return extent_count_; }
   std::size_t span_count() const { return spans_.live(); }
   bool contains(Address address) const { return address >= base_ && address < base_ + size_; }
   std::size_t host_bytes() const;
@@ -90,18 +93,22 @@ class Arena {
 
  private:
   FreeIndex& index_of(const Span& span);
-  FreeIndex& index_of_stream(StreamIndex stream);
+  FreeIndex& make_index_of(StreamIndex stream);
   void set_tags(Span& span, const TagSet& tags);
   void clear_tags(Span& span);
+  void copy_tags(const Span& from, Span& to);
+  void unite_tags(Span& kept, Span& gone);
   // Merging ties the memory of one stream to others': at most to this many.
   static constexpr std::size_t kMergedStreams = 4;
   bool may_merge(const Span& a, const Span& b) const;
 
   void make_free(SpanId id);
-  void make_taken(SpanId id, SpanState state);
-  // Cuts a span in two at `where`; the smaller part gets a new id. Returns {left, right}.
+  void unlist(SpanId id);  // the extent leaves its index; its tags stay
+  SpanId absorb(SpanId id, SpanId neighbour);
+  // Cuts a span that is in no index in two; the smaller part gets a new id, both have its tags.
+  // Returns {left, right}.
   std::pair<SpanId, SpanId> split(SpanId id, Address where);
-  // Joins a span that is in no index with its next neighbour, likewise; returns what remains.
+  // Joins two neighbours that are in no index; the larger keeps its id and has the tags of both.
   SpanId join(SpanId left, SpanId right);
   void note_chunks(SpanId id);
   bool fits_low(const Span& extent, Bytes size) const;
@@ -123,8 +130,12 @@ class Arena {
   std::vector<std::unique_ptr<FreeIndex>> streams_;  // with a tag of one stream
   std::vector<TagSet> tag_sets_;                     // of the extents in mixed_
   std::vector<std::uint32_t> vacant_tag_sets_;
+  std::size_t extent_count_ = 0;
   Bytes free_bytes_{};
-  bool has_separated_ = false;  // some neighbours were kept apart since the last merge
+  // Since the last merge some neighbours were kept apart; and some, by losing tags, no longer need
+  // be.
+  bool has_separated_ = false;
+  bool has_dropped_tags_ = false;
 };
 
 template <class Visit>
@@ -154,6 +165,7 @@ void Arena::drop_tags(IsDone is_done) {
     set_tags(spans_[id], left);
     index_of(spans_[id]).insert(spans_, id);
     has_separated_ = true;
+    has_dropped_tags_ = true;
   }
 }
 

@@ -17,6 +17,7 @@ std::string Arena::check_span(SpanId id, Address expected) const {
   const Span& span = spans_[id];
   if (span.begin != expected || !span.size) return "span 1: does not tile" + at(span);
   const bool is_mapped = span.state == SpanState::kUsed || span.state == SpanState::kFree;
+  if (is_mapped && chunks_.find(span.begin) == kNoId) return "span 2: on no chunk" + at(span);
   if (is_mapped && span_at(span.begin) != id) return "span 2: not found by its chunk" + at(span);
   if (span.state == SpanState::kUnmapped && chunks_.find(span.begin) != kNoId) {
     return "span 2: unmapped, but on a chunk" + at(span);
@@ -26,7 +27,7 @@ std::string Arena::check_span(SpanId id, Address expected) const {
   if (next.previous != id) return "span 1: links disagree" + at(span);
   if (span.state != next.state) return {};
   if (span.state == SpanState::kUnmapped) return "span 3: unmapped neighbours" + at(span);
-  if (span.state == SpanState::kFree && !has_separated_ && may_merge(span, next)) {
+  if (span.state == SpanState::kFree && may_merge(span, next) && !has_dropped_tags_) {
     return "span 3: free neighbours" + at(span);
   }
   return {};

@@ -14,6 +14,11 @@
 namespace vramx {
 
 // Sizes that add up to `growth`, which is a multiple of `granularity`; each is one too.
-std::vector<Bytes> chunk_sizes(Bytes growth, Bytes held, Bytes granularity);
+struct Growth {
+  Bytes bytes;    // a multiple of the granularity
+  Bytes request;  // that it is for
+  Bytes held;     // before it
+};
+std::vector<Bytes> chunk_sizes(const Growth& growth, Bytes granularity);
 
 }  // namespace vramx

@@ -82,6 +82,7 @@ Address DeviceAllocator::publish(const Placement& placement, Bytes requested, By
   blocks_.insert(
       Block{placement.address, requested, placement.first_span, stream, placement.alias, kNoId});
   stats_.count_allocation(requested, size);
+  stats_.note_extents(arena_.extent_count(), arena_.free_bytes());
   highest_live_ = max(highest_live_, allocated());
   trace_.add(TraceKind::kAllocate, placement.address, requested, clocks_.stream_of(stream));
   return placement.address;
@@ -151,11 +152,13 @@ Status DeviceAllocator::forget_stream(Stream stream) {
 }
 
 void DeviceAllocator::set_limit(Bytes limit) {
+  if (fork_guard_.is_in_child()) return;
   const Lock lock(mutex_);
   limit_ = limit;
 }
 
 void DeviceAllocator::add_relief(std::function<bool()> callback) {
+  if (fork_guard_.is_in_child()) return;
   const Lock lock(mutex_);
   relief_.push_back(std::move(callback));
 }

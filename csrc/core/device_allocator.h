@@ -7,8 +7,8 @@
 // a caller asks for memory to be given back.
 //
 // Thread-safe: every public method takes the lock, and lets it go around driver calls and user
-// callbacks. Inert in a forked child: allocate fails, free does nothing. Allocate and free are
-// O(log extents) and make no driver call unless an extent is missing.
+// callbacks. Inert in a forked child: allocate fails, free does nothing, looks find nothing.
+// Allocate and free are O(log extents) and make no driver call unless an extent is missing.
 #pragma once
 
 #include <atomic>
@@ -107,7 +107,20 @@ class DeviceAllocator {
 
  private:
   using Lock = std::unique_lock<std::mutex>;
-  // A request on its way: pieces of the arena set aside for it, in the order of the block.
+  // A request on the slow path.
+  struct Request {
+    Bytes size;
+    StreamIndex stream = kNoId;
+    bool is_alone = false;            // takes no memory for which it would have to wait
+    bool has_failed_to_wait = false;  // a wait that it needed could not be made
+  };
+  // How the arena would grow for a contiguous block: in `gap`, behind the extent `before`, if any.
+  struct Growth {
+    Bytes bytes{};
+    SpanId gap = kNoId;
+    SpanId before = kNoId;
+  };
+  // Pieces of the arena set aside for a request, in the order of its block.
   struct Held {
     std::vector<SpanId> spans;
     std::vector<TagSet> tags;  // of each span, to give it back as it was
@@ -130,23 +143,27 @@ class DeviceAllocator {
 
   // placement.cpp: each step fails where it has nothing to offer, and leaves no trace then
   Result<Placement> place_slowly(Bytes size, StreamIndex stream, Lock& lock);
-  Result<Placement> try_all(Bytes size, StreamIndex stream, Lock& lock);
-  Result<Placement> take_extent(Bytes size, StreamIndex stream, Lock& lock);
-  Result<Placement> reuse_alias(Bytes size, StreamIndex stream, Lock& lock);
-  Result<Placement> grow(Bytes size, StreamIndex stream, Lock& lock);
-  Result<Placement> stitch(Bytes size, StreamIndex stream, Lock& lock);
-  Bytes growth_needed(Bytes size, StreamIndex stream, SpanId* gap, SpanId* before) const;
-  bool may_grow_to(Bytes growth, Bytes size) const;
-  Result<Address> add_chunks(Bytes growth, Lock& lock);
-  StitchPlan plan(Bytes size, StreamIndex stream) const;
-  Result<Held> hold_with_growth(StitchPlan& plan, Bytes growth, Lock& lock);
+  Result<Placement> try_all(Request& request, Lock& lock);
+  SpanId find_extent(const Request& request);
+  Result<Placement> take_extent(Request& request, Lock& lock);
+  Result<Placement> reuse_alias(Request& request, Lock& lock);
+  Result<Placement> grow(Request& request, Lock& lock);
+  Result<Placement> stitch(Request& request, Lock& lock);
+  Growth growth_for(const Request& request) const;
+  Bytes slack_of(Bytes bytes) const;
+  bool is_within_limit(Bytes growth) const;
+  bool is_growth_free(Bytes growth, Bytes size) const;
+  bool is_growth_as_good(const Request& request, Bytes missing) const;
+  Result<SpanId> add_chunks(Bytes growth, Bytes request, Lock& lock);
+  StitchPlan plan(const Request& request, std::size_t extents) const;
+  Result<Held> hold_with_growth(StitchPlan& plan, Bytes request, Lock& lock);
   std::vector<ChunkId> chunks_under(const Held& held) const;
   Status map_alias(const Held& held, Lock& lock, Placement* placement);
   MapOutcome map_unlocked(Address base, const std::vector<MappedChunk>& chunks, Lock& lock);
-  bool may_take(const TagSet& tags, StreamIndex stream) const;
+  bool may_take(const TagSet& tags, const Request& request) const;
   Held hold(const std::vector<Piece>& pieces);
   void give_back(const Held& held);
-  Status order(StreamIndex stream, const Held& held, Lock& lock);
+  Status order(Request& request, const Held& held, Lock& lock);
   SpanId chain(const Held& held);
 
   // reclaim.cpp

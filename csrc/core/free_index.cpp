@@ -1,7 +1,5 @@
 #include "core/free_index.h"
 
-#include <bit>
-
 namespace vramx {
 namespace {
 

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <array>
+#include <bit>
 #include <cstdint>
 #include <string>
 
@@ -54,8 +55,14 @@ class FreeIndex {
 template <class Visit>
 void FreeIndex::for_each_from_largest(const SpanPool& spans, Bytes smallest, Visit visit) const {
   const std::uint32_t last = bin_of(smallest);
-  for (std::uint32_t bin = kBins; bin-- > last;) {
-    if (!visit_tree(spans, roots_[bin], smallest, visit)) return;
+  for (std::uint32_t word = kWords; word-- > last / 64;) {
+    std::uint64_t bits = occupied_[word];
+    while (bits != 0) {
+      const auto bit = static_cast<std::uint32_t>(63 - std::countl_zero(bits));
+      bits &= ~(std::uint64_t{1} << bit);
+      const std::uint32_t bin = word * 64 + bit;
+      if (bin < last || !visit_tree(spans, roots_[bin], smallest, visit)) return;
+    }
   }
 }
 

@@ -10,10 +10,12 @@ namespace vramx {
 namespace {
 
 std::string binary(Bytes size) {
-  const double mebibytes = static_cast<double>(size.count) / (1 << 20);
+  constexpr const char* kUnits[] = {"bytes", "KiB", "MiB", "GiB"};
+  double value = static_cast<double>(size.count);
+  std::size_t unit = 0;
+  for (; value >= 1024 && unit < 3; ++unit) value /= 1024;
   char text[32];
-  std::snprintf(text, sizeof text, mebibytes < 1024 ? "%.2f MiB" : "%.2f GiB",
-                mebibytes < 1024 ? mebibytes : mebibytes / 1024);
+  std::snprintf(text, sizeof text, unit == 0 ? "%.0f %s" : "%.2f %s", value, kUnits[unit]);
   return text;
 }
 
@@ -34,6 +36,7 @@ std::string OutOfMemory::message() const {
 }
 
 AllocatorStats DeviceAllocator::stats() const {
+  if (fork_guard_.is_in_child()) return {};
   const Lock lock(mutex_);
   AllocatorStats stats = stats_;
   stats.note_extents(arena_.extent_count(), arena_.free_bytes());
@@ -46,26 +49,31 @@ AllocatorStats DeviceAllocator::stats() const {
 }
 
 void DeviceAllocator::reset_peak_stats() {
+  if (fork_guard_.is_in_child()) return;
   const Lock lock(mutex_);
   stats_.reset_peak();
 }
 
 void DeviceAllocator::reset_accumulated_stats() {
+  if (fork_guard_.is_in_child()) return;
   const Lock lock(mutex_);
   stats_.reset_accumulated();
 }
 
 OutOfMemory DeviceAllocator::last_out_of_memory() const {
+  if (fork_guard_.is_in_child()) return {};
   const Lock lock(mutex_);
   return last_out_of_memory_;
 }
 
 std::vector<TraceEvent> DeviceAllocator::events() const {
+  if (fork_guard_.is_in_child()) return {};
   const Lock lock(mutex_);
   return trace_.events();
 }
 
 std::vector<SpanInfo> DeviceAllocator::layout() const {
+  if (fork_guard_.is_in_child()) return {};
   const Lock lock(mutex_);
   std::unordered_map<SpanId, Address> owners;
   blocks_.for_each([&](const Block& block) {
@@ -110,6 +118,7 @@ std::string DeviceAllocator::check_blocks() const {
 // Callers that allocate at the same time hold spans that no block owns yet, so block 1 and block 2
 // are only claimed of what is published.
 std::string DeviceAllocator::check() const {
+  if (fork_guard_.is_in_child()) return {};
   const Lock lock(mutex_);
   if (std::string broken = arena_.check(); !broken.empty()) return broken;
   if (std::string broken = check_blocks(); !broken.empty()) return broken;

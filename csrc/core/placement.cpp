@@ -15,9 +15,11 @@ namespace {
 // Below this a block is not worth an alias while the arena may grow: the chunk that it would open
 // takes many more like it.
 constexpr Bytes kSmallestStitched{1 << 20};
-// Extents below this have no part in a plan, and no plan looks at more extents than this.
+// Extents below this have no part in a plan. Most blocks are put together from the few largest;
+// only where those are not enough does a plan look at many.
 constexpr Bytes kSmallestPiece{64 << 10};
-constexpr std::size_t kMostExtents = 4096;
+constexpr std::size_t kFewExtents = 64;
+constexpr std::size_t kManyExtents = 4096;
 
 Status nothing_here() { return Status{StatusCode::kOutOfMemory, 0, "allocate"}; }
 
@@ -38,26 +40,30 @@ std::vector<Piece> joined(const std::vector<Piece>& pieces) {
 
 Result<DeviceAllocator::Placement> DeviceAllocator::place_slowly(Bytes size, StreamIndex stream,
                                                                  Lock& lock) {
-  const Result<Placement> placed = try_all(size, stream, lock);
+  Request request{size, stream, config_.cross_stream == CrossStream::kNever};
+  Result<Placement> placed = try_all(request, lock);
+  if (!placed.ok() && !request.is_alone && request.has_failed_to_wait) {
+    // A stream is being captured, say: then what needs no waiting has to do.
+    request.is_alone = true;
+    placed = try_all(request, lock);
+  }
   if (placed.ok()) return placed;
   relieve(lock);
-  const Result<Placement> again = try_all(size, stream, lock);
+  Result<Placement> again = try_all(request, lock);
   if (again.ok()) ++stats_.num_alloc_retries;
   return again;
 }
 
-Result<DeviceAllocator::Placement> DeviceAllocator::try_all(Bytes size, StreamIndex stream,
-                                                            Lock& lock) {
-  using Step = Result<Placement> (DeviceAllocator::*)(Bytes, StreamIndex, Lock&);
-  SpanId gap = kNoId;
-  SpanId before = kNoId;
-  const Bytes growth = growth_needed(size, stream, &gap, &before);
-  const bool may_grow = size < kSmallestStitched || may_grow_to(growth, size);
+Result<DeviceAllocator::Placement> DeviceAllocator::try_all(Request& request, Lock& lock) {
+  using Step = Result<Placement> (DeviceAllocator::*)(Request&, Lock&);
+  const Growth growth = growth_for(request);
+  const bool may_grow =
+      request.size < kSmallestStitched || is_growth_free(growth.bytes, request.size);
   Status last = nothing_here();
   for (const Step step : {&DeviceAllocator::take_extent, &DeviceAllocator::reuse_alias,
                           may_grow ? &DeviceAllocator::grow : &DeviceAllocator::stitch,
                           may_grow ? &DeviceAllocator::stitch : &DeviceAllocator::grow}) {
-    Result<Placement> placed = (this->*step)(size, stream, lock);
+    Result<Placement> placed = (this->*step)(request, lock);
     if (placed.ok()) return placed;
     // The driver's own word is worth more to the caller than "nothing fits".
     if (placed.status().driver_code != 0 || last.driver_code == 0) last = placed.status();
@@ -70,32 +76,35 @@ Result<DeviceAllocator::Placement> DeviceAllocator::try_all(Bytes size, StreamIn
 
 // While the lock was let go an extent of the stream's own may have appeared; and where the
 // alternative is growth, so does memory that waits for other streams.
-Result<DeviceAllocator::Placement> DeviceAllocator::take_extent(Bytes size, StreamIndex stream,
-                                                                Lock& lock) {
-  SpanId extent = arena_.best_fit(size, stream);
-  if (extent == kNoId && config_.cross_stream != CrossStream::kNever) {
-    extent = arena_.best_fit_of_any(size);
-    if (extent == kNoId && arena_.merge_neighbours()) extent = arena_.best_fit_of_any(size);
-  }
+SpanId DeviceAllocator::find_extent(const Request& request) {
+  const bool is_any_first = config_.cross_stream == CrossStream::kAlways && !request.is_alone;
+  SpanId extent = is_any_first ? kNoId : arena_.best_fit(request.size, request.stream);
+  if (extent != kNoId || request.is_alone) return extent;
+  extent = arena_.best_fit_of_any(request.size);
+  if (extent == kNoId && arena_.merge_neighbours()) extent = arena_.best_fit_of_any(request.size);
+  return extent;
+}
+
+Result<DeviceAllocator::Placement> DeviceAllocator::take_extent(Request& request, Lock& lock) {
+  const SpanId extent = find_extent(request);
   if (extent == kNoId) return nothing_here();
   Held held;
   held.tags.push_back(arena_.tags_of(extent));
-  held.spans.push_back(arena_.take(extent, size));
-  if (const Status ordered = order(stream, held, lock); !ordered.ok()) return ordered;
+  held.spans.push_back(arena_.take(extent, request.size));
+  if (const Status ordered = order(request, held, lock); !ordered.ok()) return ordered;
   return Placement{arena_.span(held.spans[0]).begin, held.spans[0], kNoId};
 }
 
-Result<DeviceAllocator::Placement> DeviceAllocator::reuse_alias(Bytes size, StreamIndex stream,
-                                                                Lock& lock) {
-  const AliasFit fit = aliases_.find(arena_, size, [&](const std::vector<Piece>& pieces) {
+Result<DeviceAllocator::Placement> DeviceAllocator::reuse_alias(Request& request, Lock& lock) {
+  const AliasFit fit = aliases_.find(arena_, request.size, [&](const std::vector<Piece>& pieces) {
     return std::all_of(pieces.begin(), pieces.end(), [&](const Piece& piece) {
-      return may_take(arena_.tags_of(arena_.span_at(piece.begin)), stream);
+      return may_take(arena_.tags_of(arena_.span_at(piece.begin)), request);
     });
   });
   if (fit.alias == kNoId) return nothing_here();
   aliases_.pin(fit.alias);
   const Held held = hold(fit.pieces);
-  if (const Status ordered = order(stream, held, lock); !ordered.ok()) {
+  if (const Status ordered = order(request, held, lock); !ordered.ok()) {
     aliases_.unpin(fit.alias, TagSet{});
     return ordered;
   }
@@ -107,37 +116,43 @@ Result<DeviceAllocator::Placement> DeviceAllocator::reuse_alias(Bytes size, Stre
 // ----------------------------------------------------------------------------------------
 
 // Growth for a contiguous block: what the extent before the gap, if the stream may have it, lacks.
-Bytes DeviceAllocator::growth_needed(Bytes size, StreamIndex stream, SpanId* gap,
-                                     SpanId* before) const {
-  *gap = arena_.gap_for(round_up(size, driver_.granularity()));
-  *before = kNoId;
-  if (*gap == kNoId) return round_up(size, driver_.granularity());
-  const SpanId previous = arena_.span(*gap).previous;
-  Bytes have{};
-  if (previous != kNoId && arena_.span(previous).state == SpanState::kFree &&
-      arena_.span(previous).size < size && may_take(arena_.tags_of(previous), stream)) {
-    *before = previous;
-    have = arena_.span(previous).size;
+// An extent that would not spare a unit of growth is left alone, so that the block begins with a
+// chunk: otherwise one odd size would shift every later block across the bounds of its chunks, and
+// a chunk that two blocks share is whole for neither.
+DeviceAllocator::Growth DeviceAllocator::growth_for(const Request& request) const {
+  const Bytes alone = round_up(request.size, driver_.granularity());
+  Growth growth{.bytes = alone, .gap = arena_.gap_for(alone)};
+  if (growth.gap == kNoId) return growth;
+  const SpanId previous = arena_.span(growth.gap).previous;
+  if (previous == kNoId || arena_.span(previous).state != SpanState::kFree ||
+      arena_.span(previous).size >= request.size || !may_take(arena_.tags_of(previous), request)) {
+    return growth;
   }
-  return round_up(size - have, driver_.granularity());
+  const Bytes rest = round_up(request.size - arena_.span(previous).size, driver_.granularity());
+  if (rest < alone) growth = {.bytes = rest, .gap = growth.gap, .before = previous};
+  return growth;
+}
+
+Bytes DeviceAllocator::slack_of(Bytes bytes) const {
+  return {static_cast<std::uint64_t>(static_cast<double>(bytes.count) * config_.growth_slack)};
+}
+
+bool DeviceAllocator::is_within_limit(Bytes growth) const {
+  return arena_.mapped_bytes() + building_ + growth <= limit_;
 }
 
 // Whether growing by `growth` keeps what is held within the slack above the most ever live.
-bool DeviceAllocator::may_grow_to(Bytes growth, Bytes size) const {
+bool DeviceAllocator::is_growth_free(Bytes growth, Bytes size) const {
   const Bytes live = max(highest_live_, allocated() + size);
-  const auto slack =
-      static_cast<std::uint64_t>(static_cast<double>(live.count) * config_.growth_slack);
-  return arena_.mapped_bytes() + building_ + growth <= live + Bytes{slack};
+  return arena_.mapped_bytes() + building_ + growth <= live + slack_of(live);
 }
 
-// Adds chunks of `growth` bytes in a gap; they are free and untagged after, merged with what is
-// before them.
-Result<Address> DeviceAllocator::add_chunks(Bytes growth, Lock& lock) {
-  if (arena_.mapped_bytes() + building_ + growth > limit_) return nothing_here();
+// Adds chunks of `growth` bytes in a gap and sets them aside: one span, which waits for nothing.
+Result<SpanId> DeviceAllocator::add_chunks(Bytes growth, Bytes request, Lock& lock) {
   const SpanId gap = arena_.gap_for(growth);
-  if (gap == kNoId) return nothing_here();
+  if (gap == kNoId || !is_within_limit(growth)) return nothing_here();
   const std::vector<Bytes> sizes =
-      chunk_sizes(growth, arena_.mapped_bytes() + building_, driver_.granularity());
+      chunk_sizes({growth, request, arena_.mapped_bytes() + building_}, driver_.granularity());
   const SpanId building = arena_.begin_building(gap, growth);
   const Address at = arena_.span(building).begin;
   building_ += growth;
@@ -158,82 +173,83 @@ Result<Address> DeviceAllocator::add_chunks(Bytes growth, Lock& lock) {
   stats_.segment.increase(static_cast<std::int64_t>(chunks.size()));
   stats_.reserved_bytes.increase(static_cast<std::int64_t>(growth.count));
   trace_.add(TraceKind::kGrow, at, growth, Stream::kDefault);
-  return at;
+  return building;
 }
 
-Result<DeviceAllocator::Placement> DeviceAllocator::grow(Bytes size, StreamIndex stream,
-                                                         Lock& lock) {
-  SpanId gap = kNoId;
-  SpanId before = kNoId;
-  const Bytes growth = growth_needed(size, stream, &gap, &before);
-  if (gap == kNoId) return nothing_here();
+Result<DeviceAllocator::Placement> DeviceAllocator::grow(Request& request, Lock& lock) {
+  const Growth growth = growth_for(request);
   Held held;
-  if (before != kNoId) {
-    const Span& extent = arena_.span(before);
+  Bytes have{};
+  if (growth.before != kNoId) {
+    const Span& extent = arena_.span(growth.before);
+    have = extent.size;
     held = hold({{extent.begin, extent.size}});
   }
-  const Result<Address> added = add_chunks(growth, lock);
+  const Result<SpanId> added = add_chunks(growth.bytes, request.size, lock);
   if (!added.ok()) {
     give_back(held);
     return added.status();
   }
-  // Another thread's growth may have come between the extent and ours: then they do not touch.
-  Address begin = added.value();
-  const bool is_adjacent = !held.spans.empty() && arena_.span(held.spans[0]).end() == added.value();
-  if (is_adjacent) begin = arena_.span(held.spans[0]).begin;
-  give_back(held);
-  const SpanId extent = arena_.extent_over(begin, size);
-  if (extent == kNoId) return take_extent(size, stream, lock);
-  Held taken;
-  taken.tags.push_back(arena_.tags_of(extent));
-  taken.spans.push_back(arena_.take_at(extent, begin, size));
-  if (const Status ordered = order(stream, taken, lock); !ordered.ok()) return ordered;
-  return Placement{begin, taken.spans[0], kNoId};
+  const bool is_adjacent =
+      !have || arena_.span(held.spans.back()).end() == arena_.span(added.value()).begin;
+  held.spans.push_back(added.value());
+  held.tags.emplace_back();
+  if (!is_adjacent) {
+    // Another thread's growth came between the extent and ours; together they may still do.
+    give_back(held);
+    return take_extent(request, lock);
+  }
+  held.spans.back() = arena_.give_back_end(added.value(), request.size - have);
+  if (const Status ordered = order(request, held, lock); !ordered.ok()) return ordered;
+  return Placement{arena_.span(held.spans[0]).begin, chain(held), kNoId};
 }
 
 // --- stitching
 // -------------------------------------------------------------------------------------
 
-StitchPlan DeviceAllocator::plan(Bytes size, StreamIndex stream) const {
-  const bool is_shared = config_.cross_stream != CrossStream::kNever;
-  std::vector<Piece> extents;
-  for (const SpanId id :
-       arena_.largest(kSmallestPiece, kMostExtents, is_shared ? Arena::kAnyStream : stream)) {
-    extents.push_back({arena_.span(id).begin, arena_.span(id).size});
+StitchPlan DeviceAllocator::plan(const Request& request, std::size_t extents) const {
+  const StreamIndex of = request.is_alone ? request.stream : Arena::kAnyStream;
+  std::vector<Piece> pieces;
+  for (const SpanId id : arena_.largest(kSmallestPiece, extents, of)) {
+    pieces.push_back({arena_.span(id).begin, arena_.span(id).size});
   }
-  return plan_stitch(extents, arena_.chunks(), size);
+  return plan_stitch(pieces, arena_.chunks(), request.size);
 }
 
-Result<DeviceAllocator::Placement> DeviceAllocator::stitch(Bytes size, StreamIndex stream,
-                                                           Lock& lock) {
-  StitchPlan plan = this->plan(size, stream);
-  Held held;
-  if (!plan.missing) {
-    held = hold(plan.pieces);
-  } else {
-    SpanId gap = kNoId;
-    SpanId before = kNoId;
-    const Bytes growth = round_up(plan.missing, driver_.granularity());
-    if (growth_needed(size, stream, &gap, &before) <= growth) return grow(size, stream, lock);
-    const Result<Held> grown = hold_with_growth(plan, growth, lock);
-    if (!grown.ok()) return grown.status();
-    held = grown.value();
+// Growing alone makes half the mappings: what a stitch saves in memory must be worth the others.
+bool DeviceAllocator::is_growth_as_good(const Request& request, Bytes missing) const {
+  const Growth alone = growth_for(request);
+  const Bytes stitched = round_up(missing, driver_.granularity());
+  if (alone.gap == kNoId || !is_within_limit(alone.bytes)) return false;
+  return alone.bytes <= stitched || alone.bytes - stitched < slack_of(arena_.mapped_bytes());
+}
+
+Result<DeviceAllocator::Placement> DeviceAllocator::stitch(Request& request, Lock& lock) {
+  StitchPlan plan = this->plan(request, kFewExtents);
+  if (plan.missing) plan = this->plan(request, kManyExtents);
+  if (plan.missing && is_growth_as_good(request, plan.missing)) {
+    Result<Placement> grown = grow(request, lock);
+    if (grown.ok()) return grown;
+    plan = this->plan(request, kManyExtents);
   }
-  if (const Status ordered = order(stream, held, lock); !ordered.ok()) return ordered;
+  Result<Held> held = plan.missing ? hold_with_growth(plan, request.size, lock) : hold(plan.pieces);
+  if (!held.ok()) return held.status();
+  if (const Status ordered = order(request, held.value(), lock); !ordered.ok()) return ordered;
   Placement placement;
-  if (const Status mapped = map_alias(held, lock, &placement); !mapped.ok()) {
-    give_back(held);
+  if (const Status mapped = map_alias(held.value(), lock, &placement); !mapped.ok()) {
+    give_back(held.value());
     return mapped;
   }
-  placement.first_span = chain(held);
+  placement.first_span = chain(held.value());
   ++stats_.num_stitches;
   return placement;
 }
 
 // New chunks fill what the plan lacks. They come before a last piece that ends mid-chunk, which
 // then gives up what their rounding brings in surplus.
-Result<DeviceAllocator::Held> DeviceAllocator::hold_with_growth(StitchPlan& plan, Bytes growth,
+Result<DeviceAllocator::Held> DeviceAllocator::hold_with_growth(StitchPlan& plan, Bytes request,
                                                                 Lock& lock) {
+  const Bytes growth = round_up(plan.missing, driver_.granularity());
   Bytes of_new = plan.missing;
   Piece last{};
   if (plan.ends_in_tail) {
@@ -243,19 +259,15 @@ Result<DeviceAllocator::Held> DeviceAllocator::hold_with_growth(StitchPlan& plan
     last.size = plan.missing + last.size - of_new;
   }
   Held held = hold(plan.pieces);
-  Held held_last = last.size ? hold({last}) : Held{};
-  const auto give_all_back = [&] {
+  const Held held_last = last.size ? hold({last}) : Held{};
+  const Result<SpanId> added = add_chunks(growth, request, lock);
+  if (!added.ok()) {
     give_back(held);
     give_back(held_last);
-  };
-  const Result<Address> added = add_chunks(growth, lock);
-  if (!added.ok()) {
-    give_all_back();
     return added.status();
   }
-  const Held fresh = hold({{added.value(), of_new}});
-  held.spans.insert(held.spans.end(), fresh.spans.begin(), fresh.spans.end());
-  held.tags.insert(held.tags.end(), fresh.tags.begin(), fresh.tags.end());
+  held.spans.push_back(arena_.give_back_end(added.value(), of_new));
+  held.tags.emplace_back();
   held.spans.insert(held.spans.end(), held_last.spans.begin(), held_last.spans.end());
   held.tags.insert(held.tags.end(), held_last.tags.begin(), held_last.tags.end());
   return held;
@@ -316,8 +328,8 @@ MapOutcome DeviceAllocator::map_unlocked(Address base, const std::vector<MappedC
 // --- setting aside
 // ---------------------------------------------------------------------------------
 
-bool DeviceAllocator::may_take(const TagSet& tags, StreamIndex stream) const {
-  return config_.cross_stream != CrossStream::kNever || clocks_.is_ordered(tags, stream);
+bool DeviceAllocator::may_take(const TagSet& tags, const Request& request) const {
+  return !request.is_alone || clocks_.is_ordered(tags, request.stream);
 }
 
 DeviceAllocator::Held DeviceAllocator::hold(const std::vector<Piece>& pieces) {
@@ -344,14 +356,15 @@ void DeviceAllocator::give_back(const Held& held) {
 }
 
 // Makes the stream wait for whoever used the pieces last; gives them back where that cannot be.
-Status DeviceAllocator::order(StreamIndex stream, const Held& held, Lock& lock) {
+Status DeviceAllocator::order(Request& request, const Held& held, Lock& lock) {
   TagSet tags;
   for (const TagSet& of_span : held.tags) {
-    if (!clocks_.is_ordered(of_span, stream)) tags.add(of_span);
+    if (!clocks_.is_ordered(of_span, request.stream)) tags.add(of_span);
   }
   if (tags.empty()) return ok_status();
-  const Status ordered = clocks_.order(stream, tags, lock);
+  const Status ordered = clocks_.order(request.stream, tags, lock);
   if (!ordered.ok()) {
+    request.has_failed_to_wait = true;
     give_back(held);
     return ordered;
   }

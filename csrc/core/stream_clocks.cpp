@@ -27,6 +27,7 @@ Status require_not_capturing(Driver& driver, Stream stream) {
 }  // namespace
 
 StreamClocks::~StreamClocks() {
+  if (fork_guard_.is_in_child()) return;
   for (const State& state : streams_) {
     if (state.last.event != Event::kNone) driver_.destroy_event(state.last.event).ignore();
   }
@@ -153,7 +154,10 @@ Status StreamClocks::forget(Stream stream, std::unique_lock<std::mutex>& lock) {
   const auto entry = by_handle_.find(static_cast<std::uint64_t>(stream));
   if (entry == by_handle_.end()) return ok_status();
   const StreamIndex index = entry->second;
-  if (const Status recorded = record(index, lock); !recorded.ok()) return recorded;
+  // Recording lets the lock go: another thread may free on the stream meanwhile.
+  do {
+    if (const Status recorded = record(index, lock); !recorded.ok()) return recorded;
+  } while (streams_[index].last.sequence != streams_[index].sequence);
   streams_[index].is_forgotten = true;
   by_handle_.erase(static_cast<std::uint64_t>(stream));
   last_index_ = kNoId;

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "core/driver.h"
+#include "core/fork_guard.h"
 #include "core/types.h"
 
 namespace vramx {
@@ -34,7 +35,12 @@ class StreamClocks {
   // A new tag: everything queued on the stream until now. For the stream of an allocation at its
   // free, and for every other stream that used it: without a number of their own, an event recorded
   // there before the last use would seem to cover it.
-  Tag stamp(StreamIndex index) { return Tag{index, ++streams_[index].sequence}; }
+  // Nothing can be queued on a forgotten stream any more: its last event covers all there was.
+  Tag stamp(StreamIndex index) {
+    State& state = streams_[index];
+    if (!state.is_forgotten) ++state.sequence;
+    return Tag{index, state.sequence};
+  }
 
   // Whether work that `reader` queues from now on runs after `tag`.
   bool is_ordered(const Tag& tag, StreamIndex reader) const;
@@ -81,6 +87,7 @@ class StreamClocks {
   static void raise(std::vector<std::uint64_t>& clock, StreamIndex stream, std::uint64_t to);
 
   Driver& driver_;
+  const ForkGuard fork_guard_;  // a child has no events to destroy
   std::vector<State> streams_;
   std::unordered_map<std::uint64_t, StreamIndex> by_handle_;
   Stream last_handle_ = Stream::kDefault;  // of the last index_of, which is mostly the next one

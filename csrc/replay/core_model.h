@@ -48,6 +48,7 @@ class CoreModel final : public AllocatorModel {
   std::string check() const override { return allocator_->check(); }
 
   std::uint64_t mismatches() const { return mismatches_; }
+  AllocatorStats stats() const { return allocator_->stats(); }
   // The arena in address order: what each block holds of it, and what is free.
   std::vector<Placed> layout() const;
 
