@@ -340,7 +340,7 @@ SpanId Arena::give_back_end(SpanId used, Bytes kept) {
   return start;
 }
 
-bool Arena::merge_neighbours() {
+bool Arena::merge_neighbours(Merging merging) {
   if (!has_separated_) return false;
   has_separated_ = false;
   has_dropped_tags_ = false;
@@ -356,7 +356,8 @@ bool Arena::merge_neighbours() {
     }
     TagSet united = tags_of(left);
     united.add(tags_of(right));
-    if (united.size() > kMergedStreams && !may_merge(spans_[left], spans_[right])) {
+    const bool is_allowed = merging == Merging::kAll && united.size() <= kMergedStreams;
+    if (!is_allowed && !may_merge(spans_[left], spans_[right])) {
       left = right;
       continue;
     }
@@ -419,6 +420,12 @@ void Arena::finish_unmapped(SpanId building) {
   for (const ChunkId chunk : gone) chunks_.remove(chunk);
   spans_[building].state = SpanState::kUnmapped;
   merge_unmapped(building);
+}
+
+void Arena::cancel_removing(SpanId building) {
+  spans_[building].state = SpanState::kUsed;
+  note_chunks(building);
+  give_back(building, TagSet{});
 }
 
 void Arena::merge_unmapped(SpanId id) {

@@ -48,8 +48,10 @@ class Arena {
   // the span of those.
   SpanId give_back_end(SpanId used, Bytes kept);
   TagSet tags_of(SpanId extent) const;
-  // Merges neighbours that were kept apart by their tags; false where there were none.
-  bool merge_neighbours();
+  // Merges neighbours that were kept apart: all of them, or those whose tags no longer differ.
+  // False where there were none.
+  enum class Merging : std::uint8_t { kAlike, kAll };
+  bool merge_neighbours(Merging merging);
   // Drops from every extent the tags for which `is_done(tag)`.
   template <class IsDone>
   void drop_tags(IsDone is_done);
@@ -63,6 +65,8 @@ class Arena {
   // The span now lies on these chunks, in order, and is used; or it lies on nothing again.
   void finish_mapped(SpanId building, const std::vector<MappedChunk>& chunks);
   void finish_unmapped(SpanId building);
+  // The chunk stays after all: its span is free again.
+  void cancel_removing(SpanId building);
 
   // --- look -------------------------------------------------------------------------------------
   const Span& span(SpanId id) const { return spans_[id]; }

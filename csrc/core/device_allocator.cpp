@@ -54,6 +54,10 @@ DeviceAllocator::~DeviceAllocator() {
     driver_.unmap(chunk.begin, chunk.size).ignore();
     driver_.release_chunk(chunk.handle).ignore();
   });
+  for (const Leftover& leftover : leftovers_) {
+    driver_.unmap(leftover.range.begin, leftover.mapped).ignore();
+  }
+  for (const ChunkHandle chunk : unreleased_) driver_.release_chunk(chunk).ignore();
   driver_.release_address(alias_base_, config_.alias_addresses).ignore();
   driver_.release_address(arena_base_, arena_size_).ignore();
 }

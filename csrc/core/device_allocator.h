@@ -125,6 +125,12 @@ class DeviceAllocator {
     std::vector<SpanId> spans;
     std::vector<TagSet> tags;  // of each span, to give it back as it was
   };
+  // Addresses that could not be emptied: the first `mapped` bytes have something behind them.
+  struct Leftover {
+    Piece range;
+    Bytes mapped;
+    SpanId building = kNoId;  // in the arena; none for addresses of aliases
+  };
   struct Placement {
     Address address;
     SpanId first_span = kNoId;
@@ -159,6 +165,7 @@ class DeviceAllocator {
   Result<Held> hold_with_growth(StitchPlan& plan, Bytes request, Lock& lock);
   std::vector<ChunkId> chunks_under(const Held& held) const;
   Status map_alias(const Held& held, Lock& lock, Placement* placement);
+  Address take_alias_addresses(Bytes size, Lock& lock);
   MapOutcome map_unlocked(Address base, const std::vector<MappedChunk>& chunks, Lock& lock);
   bool may_take(const TagSet& tags, const Request& request) const;
   Held hold(const std::vector<Piece>& pieces);
@@ -169,10 +176,15 @@ class DeviceAllocator {
   // reclaim.cpp
   void relieve(Lock& lock);
   bool is_idle(AliasId id) const;
-  bool collect_alias_mappings(std::size_t wanted, Lock& lock);
-  void unmap_aliases(const std::vector<AliasId>& ids, Lock& lock, DefragmentReport* report);
+  bool collect_aliases(std::size_t mappings, Lock& lock);
+  bool unmap_aliases(const std::vector<AliasId>& ids, Lock& lock, DefragmentReport* report);
+  void note_leftovers(const MapOutcome& outcome, const Piece& range, SpanId building);
+  void give_up_range(const Piece& range, SpanId building);
+  void retry_leftovers(Lock& lock);
   std::vector<ChunkId> releasable_chunks(std::vector<AliasId>* aliases) const;
   void release_whole_chunks(Lock& lock, DefragmentReport* report);
+  bool release_chunk(const Chunk& chunk, Lock& lock);
+  Arena::Merging merging() const;
   void settle_all(Lock& lock);
 
   Driver& driver_;
@@ -196,6 +208,8 @@ class DeviceAllocator {
   std::atomic<std::uint64_t> held_{0};
   Bytes building_{};      // growth that is under way, counted against the limit
   Bytes highest_live_{};  // the most that was ever live at once
+  std::vector<Leftover> leftovers_;
+  std::vector<ChunkHandle> unreleased_;
   OutOfMemory last_out_of_memory_;
   std::vector<std::function<bool()>> relief_;
 };

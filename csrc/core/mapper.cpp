@@ -9,10 +9,13 @@ Bytes total(const std::vector<MappedChunk>& chunks) {
   return sum;
 }
 
-void release_all(Driver& driver, const std::vector<MappedChunk>& chunks) {
+// The chunks that the driver would not take back.
+std::vector<ChunkHandle> release_all(Driver& driver, const std::vector<MappedChunk>& chunks) {
+  std::vector<ChunkHandle> refused;
   for (auto chunk = chunks.rbegin(); chunk != chunks.rend(); ++chunk) {
-    driver.release_chunk(chunk->handle).ignore();
+    if (!driver.release_chunk(chunk->handle).ok()) refused.push_back(chunk->handle);
   }
+  return refused;
 }
 
 }  // namespace
@@ -28,34 +31,27 @@ MapOutcome map_again(Driver& driver, Address at, const std::vector<MappedChunk>&
   // One call for the range: the driver charges for each mapping in it, but locks itself once.
   if (status.ok()) status = driver.set_access(at, mapped);
   if (status.ok()) return {status};
-  const bool is_clean = !mapped || driver.unmap(at, mapped).ok();
-  return {status, is_clean};
+  if (mapped && driver.unmap(at, mapped).ok()) mapped = Bytes{};
+  return {status, mapped};
 }
 
 MapOutcome create_and_map(Driver& driver, Address at, const std::vector<Bytes>& sizes,
                           std::vector<MappedChunk>& chunks) {
   for (const Bytes size : sizes) {
     const Result<ChunkHandle> made = driver.create_chunk(size);
-    if (!made.ok()) {
-      release_all(driver, chunks);
-      return {made.status()};
-    }
+    if (!made.ok()) return {made.status(), Bytes{}, release_all(driver, chunks)};
     chunks.push_back({size, made.value()});
   }
-  const MapOutcome outcome = map_again(driver, at, chunks);
-  if (!outcome.status.ok()) release_all(driver, chunks);
+  MapOutcome outcome = map_again(driver, at, chunks);
+  // A chunk that is still mapped goes when its mapping does.
+  if (!outcome.status.ok()) outcome.unreleased = release_all(driver, chunks);
   return outcome;
-}
-
-MapOutcome unmap(Driver& driver, Address at, Bytes size) {
-  const Status status = driver.unmap(at, size);
-  return {status, status.ok()};
 }
 
 MapOutcome unmap_and_release(Driver& driver, Address at, const std::vector<MappedChunk>& chunks) {
-  const MapOutcome outcome = unmap(driver, at, total(chunks));
-  if (outcome.status.ok()) release_all(driver, chunks);
-  return outcome;
+  const Status status = driver.unmap(at, total(chunks));
+  if (!status.ok()) return {status, total(chunks)};
+  return {status, Bytes{}, release_all(driver, chunks)};
 }
 
 }  // namespace vramx

@@ -1,8 +1,8 @@
 // The driver operations that take several calls, each done whole or undone.
 //
 // Stateless beyond the driver. Called without the allocator's lock: everything they touch was set
-// aside for them. Undoing runs in reverse order; where even that fails, `is_clean` says that the
-// addresses still have something behind them and must not be used again.
+// aside for them. Undoing runs in reverse order. A driver that refuses even that leaves something
+// behind, and the outcome says what, so that the caller can try again later.
 #pragma once
 
 #include <vector>
@@ -15,7 +15,8 @@ namespace vramx {
 
 struct MapOutcome {
   Status status;
-  bool is_clean = true;  // on failure: nothing is left mapped
+  Bytes left_mapped{};                    // from the first address on
+  std::vector<ChunkHandle> unreleased{};  // chunks that are nobody's but still on the device
 };
 
 // Creates chunks of these sizes and maps them one behind the other from `at`; fills in `chunks`.
@@ -23,8 +24,7 @@ MapOutcome create_and_map(Driver& driver, Address at, const std::vector<Bytes>& 
                           std::vector<MappedChunk>& chunks);
 // Maps chunks that exist once more.
 MapOutcome map_again(Driver& driver, Address at, const std::vector<MappedChunk>& chunks);
-// Unmaps [at, at + size), and releases the chunks that were there.
-MapOutcome unmap(Driver& driver, Address at, Bytes size);
+// Unmaps them and releases the chunks. Where the first fails nothing has changed.
 MapOutcome unmap_and_release(Driver& driver, Address at, const std::vector<MappedChunk>& chunks);
 
 }  // namespace vramx

@@ -81,7 +81,8 @@ SpanId DeviceAllocator::find_extent(const Request& request) {
   SpanId extent = is_any_first ? kNoId : arena_.best_fit(request.size, request.stream);
   if (extent != kNoId || request.is_alone) return extent;
   extent = arena_.best_fit_of_any(request.size);
-  if (extent == kNoId && arena_.merge_neighbours()) extent = arena_.best_fit_of_any(request.size);
+  if (extent == kNoId && arena_.merge_neighbours(merging()))
+    extent = arena_.best_fit_of_any(request.size);
   return extent;
 }
 
@@ -161,11 +162,8 @@ Result<SpanId> DeviceAllocator::add_chunks(Bytes growth, Bytes request, Lock& lo
   const MapOutcome outcome = create_and_map(driver_, at, sizes, chunks);
   lock.lock();
   building_ -= growth;
-  if (!outcome.status.ok()) {
-    // What could not be unmapped stays set aside for ever: those addresses are not empty.
-    if (outcome.is_clean) arena_.finish_unmapped(building);
-    return outcome.status;
-  }
+  note_leftovers(outcome, {at, growth}, building);
+  if (!outcome.status.ok()) return outcome.status;
   arena_.finish_mapped(building, chunks);
   held_.store(arena_.mapped_bytes().count, std::memory_order_relaxed);
   ++stats_.num_growths;
@@ -293,16 +291,13 @@ Status DeviceAllocator::map_alias(const Held& held, Lock& lock, Placement* place
     size += chunks.back().size;
   }
   if (aliases_.mappings() + ids.size() > config_.alias_mappings) {
-    collect_alias_mappings(ids.size(), lock);
+    collect_aliases(ids.size(), lock);
   }
   if (aliases_.mappings() + ids.size() > config_.alias_mappings) return nothing_here();
-  const Address base = alias_addresses_.take(size);
+  const Address base = take_alias_addresses(size, lock);
   if (!base) return nothing_here();
   const MapOutcome outcome = map_unlocked(base, chunks, lock);
-  if (!outcome.status.ok()) {
-    if (outcome.is_clean) alias_addresses_.give_back(base, size);
-    return outcome.status;
-  }
+  if (!outcome.status.ok()) return outcome.status;
   placement->alias = aliases_.add(base, ids, arena_);
   aliases_.pin(placement->alias);
   const Address first = arena_.span(held.spans[0]).begin;
@@ -311,17 +306,29 @@ Status DeviceAllocator::map_alias(const Held& held, Lock& lock, Placement* place
   return ok_status();
 }
 
+Address DeviceAllocator::take_alias_addresses(Bytes size, Lock& lock) {
+  const Address base = alias_addresses_.take(size);
+  if (base || !collect_aliases(SIZE_MAX, lock)) return base;
+  return alias_addresses_.take(size);
+}
+
 // The driver may have less room for mappings than was thought: then idle aliases make some.
 MapOutcome DeviceAllocator::map_unlocked(Address base, const std::vector<MappedChunk>& chunks,
                                          Lock& lock) {
-  lock.unlock();
-  MapOutcome outcome = map_again(driver_, base, chunks);
-  lock.lock();
-  if (outcome.status.code != StatusCode::kOutOfMemory || !outcome.is_clean) return outcome;
-  if (!collect_alias_mappings(chunks.size(), lock)) return outcome;
-  lock.unlock();
-  outcome = map_again(driver_, base, chunks);
-  lock.lock();
+  Bytes size{};
+  for (const MappedChunk& chunk : chunks) size += chunk.size;
+  const auto attempt = [&] {
+    lock.unlock();
+    MapOutcome outcome = map_again(driver_, base, chunks);
+    lock.lock();
+    return outcome;
+  };
+  MapOutcome outcome = attempt();
+  if (outcome.status.code == StatusCode::kOutOfMemory && !outcome.left_mapped &&
+      collect_aliases(chunks.size(), lock)) {
+    outcome = attempt();
+  }
+  note_leftovers(outcome, {base, size}, kNoId);
   return outcome;
 }
 

@@ -28,36 +28,84 @@ bool DeviceAllocator::is_idle(AliasId id) const {
 }
 
 // Least recently used first, and only those whose last block's work is known to be over. Frees
-// mappings, not memory.
-bool DeviceAllocator::collect_alias_mappings(std::size_t wanted, Lock& lock) {
+// mappings and addresses, not memory.
+bool DeviceAllocator::collect_aliases(std::size_t mappings, Lock& lock) {
   clocks_.settle(StreamClocks::Settle::kQuery, lock);
   std::vector<AliasId> chosen;
-  std::size_t mappings = 0;
+  std::size_t found = 0;
   for (const AliasId id : aliases_.idle()) {
-    if (mappings >= wanted) break;
+    if (found >= mappings) break;
     if (!is_idle(id)) continue;
-    mappings += aliases_[id].chunks.size();
+    found += aliases_[id].chunks.size();
     chosen.push_back(id);
   }
-  unmap_aliases(chosen, lock, nullptr);
-  return !chosen.empty();
+  return unmap_aliases(chosen, lock, nullptr);
 }
 
-void DeviceAllocator::unmap_aliases(const std::vector<AliasId>& ids, Lock& lock,
+// Pinned while the lock is away, so that no block moves in; kept where the driver refuses.
+bool DeviceAllocator::unmap_aliases(const std::vector<AliasId>& ids, Lock& lock,
                                     DefragmentReport* report) {
-  std::vector<Piece> ranges;
+  bool has_unmapped = false;
+  for (const AliasId id : ids) aliases_.pin(id);
   for (const AliasId id : ids) {
-    ranges.push_back({aliases_[id].base, aliases_[id].size});
-    aliases_.remove(id, arena_);
-  }
-  for (const Piece& range : ranges) {
+    const Address base = aliases_[id].base;
+    const Bytes size = aliases_[id].size;
     lock.unlock();
-    const MapOutcome outcome = unmap(driver_, range.begin, range.size);
+    const Status unmapped = driver_.unmap(base, size);
     lock.lock();
-    if (outcome.is_clean) alias_addresses_.give_back(range.begin, range.size);
+    aliases_.unpin(id, TagSet{});
+    if (!unmapped.ok()) continue;
+    has_unmapped = true;
+    aliases_.remove(id, arena_);
+    alias_addresses_.give_back(base, size);
     if (report == nullptr) continue;
     ++report->aliases_collected;
-    report->alias_addresses += range.size;
+    report->alias_addresses += size;
+  }
+  return has_unmapped;
+}
+
+// What a failed operation could not undo is remembered: a span that is still being built until its
+// addresses are empty, or addresses of aliases, and chunks that nobody has.
+void DeviceAllocator::note_leftovers(const MapOutcome& outcome, const Piece& range,
+                                     SpanId building) {
+  unreleased_.insert(unreleased_.end(), outcome.unreleased.begin(), outcome.unreleased.end());
+  if (outcome.status.ok()) return;
+  if (outcome.left_mapped) {
+    leftovers_.push_back({range, outcome.left_mapped, building});
+  } else {
+    give_up_range(range, building);
+  }
+}
+
+void DeviceAllocator::give_up_range(const Piece& range, SpanId building) {
+  if (building != kNoId) {
+    arena_.finish_unmapped(building);
+  } else {
+    alias_addresses_.give_back(range.begin, range.size);
+  }
+}
+
+void DeviceAllocator::retry_leftovers(Lock& lock) {
+  std::vector<Leftover> ranges;
+  std::vector<ChunkHandle> chunks;
+  ranges.swap(leftovers_);
+  chunks.swap(unreleased_);
+  for (const Leftover& leftover : ranges) {
+    lock.unlock();
+    const Status unmapped = driver_.unmap(leftover.range.begin, leftover.mapped);
+    lock.lock();
+    if (unmapped.ok()) {
+      give_up_range(leftover.range, leftover.building);
+    } else {
+      leftovers_.push_back(leftover);
+    }
+  }
+  for (const ChunkHandle chunk : chunks) {
+    lock.unlock();
+    const Status released = driver_.release_chunk(chunk);
+    lock.lock();
+    if (!released.ok()) unreleased_.push_back(chunk);
   }
 }
 
@@ -82,18 +130,19 @@ std::vector<ChunkId> DeviceAllocator::releasable_chunks(std::vector<AliasId>* al
 
 void DeviceAllocator::release_whole_chunks(Lock& lock, DefragmentReport* report) {
   std::vector<AliasId> aliases;
-  std::vector<std::pair<SpanId, MappedChunk>> leaving;
+  std::vector<std::pair<SpanId, ChunkId>> leaving;
   for (const ChunkId id : releasable_chunks(&aliases)) {
-    const MappedChunk chunk{arena_.chunks()[id].size, arena_.chunks()[id].handle};
-    leaving.emplace_back(arena_.begin_removing(id), chunk);
+    leaving.emplace_back(arena_.begin_removing(id), id);
   }
   unmap_aliases(aliases, lock, report);
-  for (const auto& [span, chunk] : leaving) {
-    const Address at = arena_.span(span).begin;
-    lock.unlock();
-    const MapOutcome outcome = unmap_and_release(driver_, at, {chunk});
-    lock.lock();
-    if (!outcome.is_clean) continue;
+  for (const auto& [span, id] : leaving) {
+    const Chunk chunk = arena_.chunks()[id];
+    // Still mapped in an alias, which the driver would not unmap: the memory would not come free.
+    const bool is_released = chunk.alias_count == 0 && release_chunk(chunk, lock);
+    if (!is_released) {
+      arena_.cancel_removing(span);
+      continue;
+    }
     arena_.finish_unmapped(span);
     held_.store(arena_.mapped_bytes().count, std::memory_order_relaxed);
     ++report->chunks_released;
@@ -101,15 +150,30 @@ void DeviceAllocator::release_whole_chunks(Lock& lock, DefragmentReport* report)
     ++stats_.num_device_free;
     stats_.segment.decrease(1);
     stats_.reserved_bytes.decrease(static_cast<std::int64_t>(chunk.size.count));
-    trace_.add(TraceKind::kShrink, at, chunk.size, Stream::kDefault);
+    trace_.add(TraceKind::kShrink, chunk.begin, chunk.size, Stream::kDefault);
   }
+}
+
+bool DeviceAllocator::release_chunk(const Chunk& chunk, Lock& lock) {
+  lock.unlock();
+  const MapOutcome outcome = unmap_and_release(driver_, chunk.begin, {{chunk.size, chunk.handle}});
+  lock.lock();
+  unreleased_.insert(unreleased_.end(), outcome.unreleased.begin(), outcome.unreleased.end());
+  return outcome.status.ok();
+}
+
+// Memory that waits for two streams is nobody's own: where streams do not share, it must not arise.
+Arena::Merging DeviceAllocator::merging() const {
+  return config_.cross_stream == CrossStream::kNever ? Arena::Merging::kAlike
+                                                     : Arena::Merging::kAll;
 }
 
 void DeviceAllocator::settle_all(Lock& lock) {
   clocks_.settle(StreamClocks::Settle::kWait, lock);
   ++stats_.num_sync_all_streams;
   arena_.drop_tags([&](const Tag& tag) { return clocks_.is_complete(tag); });
-  arena_.merge_neighbours();
+  arena_.merge_neighbours(merging());
+  retry_leftovers(lock);
 }
 
 DefragmentReport DeviceAllocator::trim() {

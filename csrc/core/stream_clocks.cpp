@@ -154,6 +154,8 @@ Status StreamClocks::forget(Stream stream, std::unique_lock<std::mutex>& lock) {
   const auto entry = by_handle_.find(static_cast<std::uint64_t>(stream));
   if (entry == by_handle_.end()) return ok_status();
   const StreamIndex index = entry->second;
+  // A new number, so that the event is recorded now and covers what live blocks are used for.
+  stamp(index);
   // Recording lets the lock go: another thread may free on the stream meanwhile.
   do {
     if (const Status recorded = record(index, lock); !recorded.ok()) return recorded;
