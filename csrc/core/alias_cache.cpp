@@ -42,6 +42,7 @@ void AliasCache::remove(AliasId id, Arena& arena) {
 // Walks the chunks once, keeping the free run that ends before the current one.
 AliasFit AliasCache::fit_in(AliasId id, const Arena& arena, Bytes size) const {
   const Alias& alias = aliases_[id];
+  if (alias.is_leaving) return {};
   AliasFit fit{.alias = id, .address = alias.base, .pieces = {}};
   Bytes run{};
   Address at = alias.base;
@@ -81,7 +82,7 @@ std::vector<AliasId> AliasCache::all() const {
 
 std::vector<AliasId> AliasCache::idle() const {
   std::vector<AliasId> ids = all();
-  std::erase_if(ids, [&](AliasId id) { return aliases_[id].pins != 0; });
+  std::erase_if(ids, [&](AliasId id) { return aliases_[id].pins != 0 || aliases_[id].is_leaving; });
   return ids;
 }
 

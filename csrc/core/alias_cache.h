@@ -3,8 +3,9 @@
 //
 // An alias can serve any block that fits into a run of it whose memory is free at the time: whole
 // free chunks, with the free end of a chunk before them and the free start of one behind. An alias
-// is pinned while a block lives in it. Makes no driver call; not thread-safe. A search looks at no
-// more than 64 aliases, and at each chunk of those once.
+// is pinned while a block lives in it, and turned down while it is being unmapped. Makes no driver
+// call; not thread-safe. A search looks at no more than 64 aliases, and at each chunk of those
+// once.
 #pragma once
 
 #include <map>
@@ -22,6 +23,7 @@ struct Alias {
   Bytes size{};
   std::vector<ChunkId> chunks;  // in address order of the alias; none twice
   std::uint32_t pins = 0;       // the blocks that live in it
+  bool is_leaving = false;      // it is being unmapped: no block may move in
   std::uint64_t last_use = 0;
   TagSet last_tags;  // what must have run before it may be unmapped
 };
@@ -51,6 +53,8 @@ class AliasCache {
     --aliases_[id].pins;
     aliases_[id].last_tags.add(tags);
   }
+
+  void set_leaving(AliasId id, bool is_leaving) { aliases_[id].is_leaving = is_leaving; }
 
   const Alias& operator[](AliasId id) const { return aliases_[id]; }
   // The idle ones, least recently used first.

@@ -48,8 +48,8 @@ class Arena {
   // the span of those.
   SpanId give_back_end(SpanId used, Bytes kept);
   TagSet tags_of(SpanId extent) const;
-  // Merges neighbours that were kept apart: all of them, or those whose tags no longer differ.
-  // False where there were none.
+  // Merges neighbours that were kept apart: all of them, or those whose tags no longer differ
+  // (memory that waits for two streams is nobody's own). False where there were none.
   enum class Merging : std::uint8_t { kAlike, kAll };
   bool merge_neighbours(Merging merging);
   // Drops from every extent the tags for which `is_done(tag)`.

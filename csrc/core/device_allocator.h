@@ -184,7 +184,6 @@ class DeviceAllocator {
   std::vector<ChunkId> releasable_chunks(std::vector<AliasId>* aliases) const;
   void release_whole_chunks(Lock& lock, DefragmentReport* report);
   bool release_chunk(const Chunk& chunk, Lock& lock);
-  Arena::Merging merging() const;
   void settle_all(Lock& lock);
 
   Driver& driver_;

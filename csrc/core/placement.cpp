@@ -78,11 +78,16 @@ Result<DeviceAllocator::Placement> DeviceAllocator::try_all(Request& request, Lo
 // alternative is growth, so does memory that waits for other streams.
 SpanId DeviceAllocator::find_extent(const Request& request) {
   const bool is_any_first = config_.cross_stream == CrossStream::kAlways && !request.is_alone;
-  SpanId extent = is_any_first ? kNoId : arena_.best_fit(request.size, request.stream);
-  if (extent != kNoId || request.is_alone) return extent;
-  extent = arena_.best_fit_of_any(request.size);
-  if (extent == kNoId && arena_.merge_neighbours(merging()))
-    extent = arena_.best_fit_of_any(request.size);
+  const auto find = [&](bool is_own) {
+    return is_own ? arena_.best_fit(request.size, request.stream)
+                  : arena_.best_fit_of_any(request.size);
+  };
+  SpanId extent = find(!is_any_first);
+  if (extent == kNoId && !request.is_alone) extent = find(false);
+  if (extent == kNoId &&
+      arena_.merge_neighbours(request.is_alone ? Arena::Merging::kAlike : Arena::Merging::kAll)) {
+    extent = find(request.is_alone);
+  }
   return extent;
 }
 

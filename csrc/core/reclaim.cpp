@@ -20,7 +20,7 @@ void DeviceAllocator::relieve(Lock& lock) {
 
 bool DeviceAllocator::is_idle(AliasId id) const {
   const Alias& alias = aliases_[id];
-  if (alias.pins != 0) return false;
+  if (alias.pins != 0 || alias.is_leaving) return false;
   for (std::size_t i = 0; i < alias.last_tags.size(); ++i) {
     if (!clocks_.is_complete(alias.last_tags[i])) return false;
   }
@@ -42,18 +42,18 @@ bool DeviceAllocator::collect_aliases(std::size_t mappings, Lock& lock) {
   return unmap_aliases(chosen, lock, nullptr);
 }
 
-// Pinned while the lock is away, so that no block moves in; kept where the driver refuses.
+// No block moves in while the lock is away; kept where the driver refuses.
 bool DeviceAllocator::unmap_aliases(const std::vector<AliasId>& ids, Lock& lock,
                                     DefragmentReport* report) {
   bool has_unmapped = false;
-  for (const AliasId id : ids) aliases_.pin(id);
+  for (const AliasId id : ids) aliases_.set_leaving(id, true);
   for (const AliasId id : ids) {
     const Address base = aliases_[id].base;
     const Bytes size = aliases_[id].size;
     lock.unlock();
     const Status unmapped = driver_.unmap(base, size);
     lock.lock();
-    aliases_.unpin(id, TagSet{});
+    aliases_.set_leaving(id, false);
     if (!unmapped.ok()) continue;
     has_unmapped = true;
     aliases_.remove(id, arena_);
@@ -162,17 +162,11 @@ bool DeviceAllocator::release_chunk(const Chunk& chunk, Lock& lock) {
   return outcome.status.ok();
 }
 
-// Memory that waits for two streams is nobody's own: where streams do not share, it must not arise.
-Arena::Merging DeviceAllocator::merging() const {
-  return config_.cross_stream == CrossStream::kNever ? Arena::Merging::kAlike
-                                                     : Arena::Merging::kAll;
-}
-
 void DeviceAllocator::settle_all(Lock& lock) {
   clocks_.settle(StreamClocks::Settle::kWait, lock);
   ++stats_.num_sync_all_streams;
   arena_.drop_tags([&](const Tag& tag) { return clocks_.is_complete(tag); });
-  arena_.merge_neighbours(merging());
+  arena_.merge_neighbours(Arena::Merging::kAlike);
   retry_leftovers(lock);
 }
 
