@@ -1,10 +1,11 @@
 // How large the chunks of a growth are. A pure function of what is asked and what is held.
 //
 // The driver charges for each mapping and not for its bytes, so chunks should be large; but a chunk
-// is only stitched when all of it is free, so they should be small beside the memory that they
-// serve. A 512th of what is held keeps both in proportion: a few thousand mappings at any size.
-// Growth is divided evenly: a large chunk with a small rest behind it would cost one mapping more
-// and gain nothing.
+// is only stitched when all of it is free, so they should be small beside the memory and the
+// requests that they serve. A share of what is held keeps the first in proportion, a share of the
+// request the second. And the nearer the limit, the finer: there a few mebibytes decide whether a
+// program runs, and time is the lesser worry. Growth is divided evenly: a large chunk with a small
+// rest behind it would cost one mapping more and gain nothing.
 #pragma once
 
 #include <vector>
@@ -18,6 +19,7 @@ struct Growth {
   Bytes bytes;    // a multiple of the granularity
   Bytes request;  // that it is for
   Bytes held;     // before it
+  Bytes room;     // what may still be held, this growth included
 };
 std::vector<Bytes> chunk_sizes(const Growth& growth, Bytes granularity);
 

@@ -26,20 +26,21 @@ Result<std::unique_ptr<DeviceAllocator>> DeviceAllocator::create(Driver& driver,
     driver.release_address(arena.value(), arena_size).ignore();
     return aliases.status();
   }
-  return std::unique_ptr<DeviceAllocator>(
-      new DeviceAllocator(driver, config, arena.value(), arena_size, aliases.value()));
+  const Grounds grounds{memory.value().total, {arena.value(), arena_size}, aliases.value()};
+  return std::unique_ptr<DeviceAllocator>(new DeviceAllocator(driver, config, grounds));
 }
 
-DeviceAllocator::DeviceAllocator(Driver& driver, const AllocatorConfig& config, Address arena,
-                                 Bytes arena_size, Address aliases)
+DeviceAllocator::DeviceAllocator(Driver& driver, const AllocatorConfig& config,
+                                 const Grounds& grounds)
     : driver_(driver),
       config_(config),
-      arena_base_(arena),
-      arena_size_(arena_size),
-      alias_base_(aliases),
+      capacity_(grounds.capacity),
+      arena_base_(grounds.arena.begin),
+      arena_size_(grounds.arena.size),
+      alias_base_(grounds.aliases),
       limit_(config.limit),
-      arena_(arena, arena_size, driver.granularity()),
-      alias_addresses_(aliases, config.alias_addresses),
+      arena_(grounds.arena.begin, grounds.arena.size, driver.granularity()),
+      alias_addresses_(grounds.aliases, config.alias_addresses),
       clocks_(driver),
       trace_(config.trace_events) {}
 

@@ -137,8 +137,12 @@ class DeviceAllocator {
     AliasId alias = kNoId;
   };
 
-  DeviceAllocator(Driver& driver, const AllocatorConfig& config, Address arena, Bytes arena_size,
-                  Address aliases);
+  struct Grounds {  // what the driver granted
+    Bytes capacity;
+    Piece arena;
+    Address aliases;
+  };
+  DeviceAllocator(Driver& driver, const AllocatorConfig& config, const Grounds& grounds);
 
   // device_allocator.cpp
   Address publish(const Placement& placement, Bytes requested, Bytes size, StreamIndex stream);
@@ -156,8 +160,9 @@ class DeviceAllocator {
   Result<Placement> grow(Request& request, Lock& lock);
   Result<Placement> stitch(Request& request, Lock& lock);
   Growth growth_for(const Request& request) const;
-  Bytes slack_of(Bytes bytes) const;
+  Bytes room() const;
   bool is_within_limit(Bytes growth) const;
+  Bytes allowance(Bytes bytes, double share) const;
   bool is_growth_free(Bytes growth, Bytes size) const;
   bool is_growth_as_good(const Request& request, Bytes missing) const;
   Result<SpanId> add_chunks(Bytes growth, Bytes request, Lock& lock);
@@ -189,6 +194,7 @@ class DeviceAllocator {
   Driver& driver_;
   const AllocatorConfig config_;
   const ForkGuard fork_guard_;
+  const Bytes capacity_;  // of the device, all processes counted
   const Address arena_base_;
   const Bytes arena_size_;
   const Address alias_base_;

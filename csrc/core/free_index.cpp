@@ -10,40 +10,42 @@ bool precedes(const Span& a, const Span& b) {
   return a.size < b.size || (a.size == b.size && a.begin < b.begin);
 }
 
-// Divides the tree at `pivot`: what precedes it goes to *low, the rest to *high.
-void split(SpanPool& spans, SpanId tree, const Span& pivot, SpanId* low, SpanId* high) {
+// Divides the tree at the span `pivot`, which gets what precedes it as its left child and the rest
+// as its right one.
+void split(SpanPool& spans, SpanId tree, SpanId pivot) {
+  SpanId* low = &spans[pivot].left;
+  SpanId* high = &spans[pivot].right;
+  SpanId low_parent = pivot;
+  SpanId high_parent = pivot;
   while (tree != kNoId) {
     Span& span = spans[tree];
-    if (precedes(span, pivot)) {
-      *low = tree;
-      low = &span.right;
-      tree = span.right;
-    } else {
-      *high = tree;
-      high = &span.left;
-      tree = span.left;
-    }
+    const bool is_low = precedes(span, spans[pivot]);
+    *(is_low ? low : high) = tree;
+    span.parent = is_low ? low_parent : high_parent;
+    (is_low ? low_parent : high_parent) = tree;
+    (is_low ? low : high) = is_low ? &span.right : &span.left;
+    tree = is_low ? span.right : span.left;
   }
   *low = kNoId;
   *high = kNoId;
 }
 
-// Joins two trees, every entry of `low` preceding every entry of `high`.
-SpanId join(SpanPool& spans, SpanId low, SpanId high) {
+// Joins two trees under `parent`, every entry of `low` preceding every entry of `high`.
+SpanId join(SpanPool& spans, SpanId low, SpanId high, SpanId parent) {
   SpanId root = kNoId;
   SpanId* link = &root;
   while (low != kNoId && high != kNoId) {
-    if (priority(spans[low]) > priority(spans[high])) {
-      *link = low;
-      link = &spans[low].right;
-      low = *link;
-    } else {
-      *link = high;
-      link = &spans[high].left;
-      high = *link;
-    }
+    const bool is_low = priority(spans[low]) > priority(spans[high]);
+    const SpanId upper = is_low ? low : high;
+    Span& span = spans[upper];
+    *link = upper;
+    span.parent = parent;
+    parent = upper;
+    link = is_low ? &span.right : &span.left;
+    (is_low ? low : high) = *link;
   }
   *link = low != kNoId ? low : high;
+  if (*link != kNoId) spans[*link].parent = parent;
   return root;
 }
 
@@ -86,11 +88,14 @@ std::uint32_t FreeIndex::next_bin(std::uint32_t bin) const {
 void FreeIndex::insert(SpanPool& spans, SpanId id) {
   Span& span = spans[id];
   const std::uint32_t bin = bin_of(span.size);
+  SpanId parent = kNoId;
   SpanId* link = &roots_[bin];
   while (*link != kNoId && priority(spans[*link]) >= priority(span)) {
-    link = precedes(spans[*link], span) ? &spans[*link].right : &spans[*link].left;
+    parent = *link;
+    link = precedes(spans[parent], span) ? &spans[parent].right : &spans[parent].left;
   }
-  split(spans, *link, span, &span.left, &span.right);
+  split(spans, *link, id);
+  span.parent = parent;
   *link = id;
   occupied_[bin / 64] |= std::uint64_t{1} << (bin % 64);
   occupied_words_ |= std::uint64_t{1} << (bin / 64);
@@ -101,10 +106,11 @@ void FreeIndex::erase(SpanPool& spans, SpanId id) {
   const Span& span = spans[id];
   const std::uint32_t bin = bin_of(span.size);
   SpanId* link = &roots_[bin];
-  while (*link != id) {
-    link = precedes(spans[*link], span) ? &spans[*link].right : &spans[*link].left;
+  if (span.parent != kNoId) {
+    Span& parent = spans[span.parent];
+    link = parent.left == id ? &parent.left : &parent.right;
   }
-  *link = join(spans, span.left, span.right);
+  *link = join(spans, span.left, span.right, span.parent);
   --count_;
   if (roots_[bin] != kNoId) return;
   occupied_[bin / 64] &= ~(std::uint64_t{1} << (bin % 64));
@@ -128,8 +134,11 @@ std::string FreeIndex::check(const SpanPool& spans) const {
     bool is_sound = true;
     auto visit = [&](SpanId id) {
       const Span& span = spans[id];
-      is_sound = is_sound && span.state == SpanState::kFree && bin_of(span.size) == bin &&
-                 (above == nullptr || precedes(span, *above));
+      const bool is_linked = span.parent == kNoId
+                                 ? roots_[bin] == id
+                                 : spans[span.parent].left == id || spans[span.parent].right == id;
+      is_sound = is_sound && is_linked && span.state == SpanState::kFree &&
+                 bin_of(span.size) == bin && (above == nullptr || precedes(span, *above));
       above = &span;
       ++seen;
       return is_sound;

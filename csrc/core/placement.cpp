@@ -139,26 +139,37 @@ DeviceAllocator::Growth DeviceAllocator::growth_for(const Request& request) cons
   return growth;
 }
 
-Bytes DeviceAllocator::slack_of(Bytes bytes) const {
-  return {static_cast<std::uint64_t>(static_cast<double>(bytes.count) * config_.growth_slack)};
+// What may still be held, on this device and under the limit.
+Bytes DeviceAllocator::room() const {
+  const Bytes held = arena_.mapped_bytes() + building_;
+  const Bytes most = min(limit_, capacity_);
+  return most > held ? most - held : Bytes{};
 }
 
 bool DeviceAllocator::is_within_limit(Bytes growth) const {
   return arena_.mapped_bytes() + building_ + growth <= limit_;
 }
 
+// What convenience may waste: a share of `bytes`, and little of the room that is left.
+Bytes DeviceAllocator::allowance(Bytes bytes, double share) const {
+  constexpr std::uint64_t kShareOfRoom = 64;
+  const Bytes of_bytes{static_cast<std::uint64_t>(static_cast<double>(bytes.count) * share)};
+  return min(of_bytes, Bytes{room().count / kShareOfRoom});
+}
+
 // Whether growing by `growth` keeps what is held within the slack above the most ever live.
 bool DeviceAllocator::is_growth_free(Bytes growth, Bytes size) const {
   const Bytes live = max(highest_live_, allocated() + size);
-  return arena_.mapped_bytes() + building_ + growth <= live + slack_of(live);
+  return arena_.mapped_bytes() + building_ + growth <= live + allowance(live, config_.growth_slack);
 }
 
 // Adds chunks of `growth` bytes in a gap and sets them aside: one span, which waits for nothing.
 Result<SpanId> DeviceAllocator::add_chunks(Bytes growth, Bytes request, Lock& lock) {
   const SpanId gap = arena_.gap_for(growth);
   if (gap == kNoId || !is_within_limit(growth)) return nothing_here();
+  const Bytes held = arena_.mapped_bytes() + building_;
   const std::vector<Bytes> sizes =
-      chunk_sizes({growth, request, arena_.mapped_bytes() + building_}, driver_.granularity());
+      chunk_sizes({growth, request, held, room()}, driver_.granularity());
   const SpanId building = arena_.begin_building(gap, growth);
   const Address at = arena_.span(building).begin;
   building_ += growth;
@@ -224,7 +235,8 @@ bool DeviceAllocator::is_growth_as_good(const Request& request, Bytes missing) c
   const Growth alone = growth_for(request);
   const Bytes stitched = round_up(missing, driver_.granularity());
   if (alone.gap == kNoId || !is_within_limit(alone.bytes)) return false;
-  return alone.bytes <= stitched || alone.bytes - stitched < slack_of(arena_.mapped_bytes());
+  return alone.bytes <= stitched ||
+         alone.bytes - stitched < allowance(arena_.mapped_bytes(), config_.stitch_worth);
 }
 
 Result<DeviceAllocator::Placement> DeviceAllocator::stitch(Request& request, Lock& lock) {

@@ -37,7 +37,7 @@ class SpanPool {
   std::size_t host_bytes() const { return slabs_.size() * kSlabSpans * sizeof(Span); }
 
  private:
-  static constexpr std::uint32_t kSlabSpans = 1024;
+  static constexpr std::uint32_t kSlabSpans = 256;
 
   void add_slab() {
     const auto first = static_cast<SpanId>(slabs_.size() * kSlabSpans);

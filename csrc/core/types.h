@@ -91,6 +91,7 @@ struct Span {
   // block.
   SpanId left = kNoId;
   SpanId right = kNoId;
+  SpanId parent = kNoId;  // in that tree
   // An extent's tag, when one is enough (stream kNoId: no tag); several are in the arena's table
   // under `tag_set`.
   StreamIndex tag_stream = kNoId;

@@ -155,6 +155,11 @@ Capacity min_capacity(const Trace& trace, const RunOptions& options) {
   if (options.policy == Policy::kLive) return {ok_status(), false, trace.peak_live()};
   Bytes low = round_down(trace.peak_live(), kChunk);      // too little, or just enough
   Bytes high = round_up(free_run.peak_reserved, kChunk);  // runs
+  // An allocator decides otherwise near a limit, so what it took without one may not do.
+  for (attempt.capacity = high; run(trace, attempt).is_out_of_memory; attempt.capacity = high) {
+    low = high;
+    high = round_up(high + Bytes{high.count / 64}, kChunk);
+  }
   while (high - low > kChunk) {
     attempt.capacity = round_down(Bytes{low.count + (high - low).count / 2}, kChunk);
     const RunResult result = run(trace, attempt);

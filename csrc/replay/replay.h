@@ -57,8 +57,9 @@ struct RunResult {
 RunResult run(const Trace& trace, const RunOptions& options);
 
 // The smallest capacity at which the trace still runs, by bisection between the highest live bytes
-// and what the policy reserves when it has no limit, to one chunk of 2 MiB. Torch's allocator is
-// not monotone in its limit, so this is the boundary that those two ends lead to.
+// and what the policy reserves when it has no limit (or more, where that is not enough), to one
+// chunk of 2 MiB. Torch's allocator is not monotone in its limit, so this is the boundary that
+// those two ends lead to.
 struct Capacity {
   Status status = ok_status();
   bool is_stopped = false;
