@@ -1,7 +1,7 @@
 """Types of the compiled core, which csrc/bindings.cpp defines. Arrays are numpy's, copied."""
 
 from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,78 @@ class _CudaFacts(TypedDict):
 class _CoreCost(TypedDict):
     ns_per_operation: float
     bytes_per_block: float
+
+class _DriverCalls(TypedDict):
+    create: int
+    map: int
+    set_access: int
+    unmap: int
+    release: int
+
+class _Timeline(TypedDict):
+    time_us: npt.NDArray[np.float64]
+    live_bytes: npt.NDArray[np.uint64]
+    reserved_bytes: npt.NDArray[np.uint64]
+
+class _RunFigures(TypedDict):
+    peak_reserved_bytes: int
+    oom: bool
+    oom_event: int  # -1 where memory did not run out
+    ns_per_event: float
+    driver_calls: _DriverCalls
+    driver_us: float
+    driver_us_second_half: float
+    driver_calls_second_half: int  # halves of the trace's time, all five calls together
+    retries: int
+    mismatches: int  # words of blocks that had changed; counted with pattern_streams alone
+    timeline: _Timeline | None
+
+class _Counter(TypedDict):
+    current: int
+    peak: int
+    allocated: int
+    freed: int
+
+class _PoolCounters(TypedDict):
+    all: _Counter
+    small_pool: _Counter
+    large_pool: _Counter
+
+class _AllocatorStats(TypedDict):
+    allocation: _PoolCounters
+    allocated_bytes: _PoolCounters
+    requested_bytes: _PoolCounters
+    segment: _Counter
+    reserved_bytes: _Counter
+    inactive_split: _Counter
+    inactive_split_bytes: _Counter
+    num_alloc_retries: int
+    num_ooms: int
+    num_sync_all_streams: int
+    num_device_alloc: int
+    num_device_free: int
+    alias_count: int
+    alias_mappings: int
+    alias_bytes: int
+    num_alias_hits: int
+    num_stitches: int
+    num_growths: int
+    num_cross_stream: int
+    host_bytes: int
+
+class _DefragmentReport(TypedDict):
+    aliases_collected: int
+    alias_address_bytes: int
+    extents_before: int
+    extents_after: int
+    chunks_released: int
+    released_bytes: int
+
+class _Span(TypedDict):
+    address: int
+    size: int
+    state: Literal["used", "free", "unmapped", "building"]
+    block: int  # the address that the owner holds; 0 where there is none
 
 class Replay:
     def __init__(
@@ -49,11 +121,47 @@ class Replay:
         device: int = 0,
         samples: int = 0,
         progress: Callable[[int, int], None] | None = None,
-    ) -> dict[str, Any]: ...
+        pattern_streams: int = 0,
+    ) -> _RunFigures: ...
     def min_capacity(
         self, policy: str, progress: Callable[[int, int], None] | None = None
     ) -> int: ...
     def layout(self, policy: str = "vramx", event: int = -1) -> list[dict[str, Any]]: ...
+
+class SimulatedDevice:
+    """The allocator on a simulated device. Streams are numbers; 0 is the default stream."""
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        granularity_bytes: int = 2 << 20,
+        has_bytes: bool = True,
+        limit_bytes: int = 0,  # 0: none but the capacity
+        cross_stream: str = "under_pressure",
+        trace_events: int = 0,
+    ) -> None: ...
+    def allocate(self, size_bytes: int, stream: int = 0) -> int: ...
+    def free(self, address: int, /) -> None: ...
+    def record_stream(self, address: int, stream: int, /) -> None: ...
+    def forget_stream(self, stream: int, /) -> None: ...
+    def fill(self, address: int, size_bytes: int, pattern: int, /) -> None: ...
+    def count_mismatches(self, address: int, size_bytes: int, pattern: int, /) -> int: ...
+    def trim(self) -> _DefragmentReport: ...
+    def defragment(self) -> _DefragmentReport: ...
+    def set_limit(self, limit_bytes: int, /) -> None: ...
+    def add_relief(self, callback: Callable[[], bool], /) -> None: ...
+    def owns(self, address: int, /) -> bool: ...
+    def stats(self) -> _AllocatorStats: ...
+    def reset_peak_stats(self) -> None: ...
+    def reset_accumulated_stats(self) -> None: ...
+    def layout(self) -> list[_Span]: ...
+    def events(self) -> list[tuple[str, int, int, int]]: ...  # kind, address, size, stream
+    def check(self) -> str: ...  # the first broken invariant, or empty
+    def driver_calls(self) -> int: ...
+    def waits(self) -> int: ...
+    def submit(self, stream: int, /) -> None: ...
+    def advance_all(self) -> None: ...
+    def fail_nth_call(self, nth: int, /) -> None: ...
 
 def probe_cuda() -> _CudaFacts: ...
 def benchmark_core(

@@ -1,0 +1,259 @@
+// The address space of one device: cutting, merging, tags, growing and shrinking.
+#include "core/arena.h"
+
+#include <vector>
+
+#include "units/units.h"
+
+namespace vramx::units {
+
+namespace {
+
+using Fixture = ArenaFixture;
+
+const TagSet kOfStream0(Tag{0, 1});
+const TagSet kOfStream1(Tag{1, 1});
+
+TagSet of_both() {
+  TagSet tags = kOfStream0;
+  tags.add(kOfStream1);
+  return tags;
+}
+
+// --- find ----------------------------------------------------------------------------------------
+
+void a_new_arena_is_one_unmapped_span(Fixture& fixture) {
+  EXPECT(fixture.arena.span_count() == 1);
+  EXPECT(fixture.arena.span(fixture.arena.first()).size == kPage * 64);
+  EXPECT(fixture.arena.best_fit_of_any(kBlockUnit) == kNoId);
+  EXPECT(fixture.arena.check().empty());
+}
+
+void a_stream_finds_its_own_extents_and_those_without_a_tag(Fixture& fixture) {
+  const Address at = fixture.map({kPage, kPage});
+  fixture.take(at, kPage * 2);
+  fixture.free(at, kOfStream0);
+  EXPECT(fixture.arena.best_fit(kPage, 0) == fixture.arena.span_at(at));
+  EXPECT(fixture.arena.best_fit(kPage, 1) == kNoId);
+  EXPECT(fixture.arena.best_fit_of_any(kPage) == fixture.arena.span_at(at));
+}
+
+void an_extent_with_tags_of_two_streams_is_neither_streams_own(Fixture& fixture) {
+  const Address at = fixture.map({kPage});
+  fixture.take(at, kPage);
+  fixture.free(at, of_both());
+  EXPECT(fixture.arena.best_fit(kPage, 0) == kNoId);
+  EXPECT(fixture.arena.best_fit(kPage, 1) == kNoId);
+  EXPECT(fixture.arena.best_fit_of_any(kPage) != kNoId);
+}
+
+void the_largest_extents_come_largest_first_and_no_more_than_asked_for(Fixture& fixture) {
+  const Address at = fixture.map({kPage * 9});
+  fixture.take(at + kPage, kPage);      // leaves 1 page free before it
+  fixture.take(at + kPage * 5, kPage);  // 3 pages between the two, and 3 behind
+  const auto all = fixture.arena.largest(kBlockUnit, 9, Arena::kAnyStream);
+  REQUIRE(all.size() == 3);
+  EXPECT(fixture.arena.span(all[0]).begin == at + kPage * 2);
+  EXPECT(fixture.arena.span(all[1]).begin == at + kPage * 6);
+  EXPECT(fixture.arena.span(all[2]).begin == at);
+  EXPECT(fixture.arena.largest(kBlockUnit, 2, Arena::kAnyStream).size() == 2);
+  EXPECT(fixture.arena.largest(kPage * 2, 9, Arena::kAnyStream).size() == 2);
+}
+
+void only_an_extent_that_holds_all_of_a_range_lies_over_it(Fixture& fixture) {
+  const Address at = fixture.map({kPage, kPage});
+  EXPECT(fixture.arena.extent_over(at, kPage * 2) == fixture.arena.span_at(at));
+  fixture.take(at + kPage, kBlockUnit);
+  EXPECT(fixture.arena.extent_over(at, kPage * 2) == kNoId);
+  EXPECT(fixture.arena.extent_over(at, kPage) == fixture.arena.span_at(at));
+}
+
+// --- take ----------------------------------------------------------------------------------------
+
+void a_block_is_cut_where_whole_chunks_are_spared(Fixture& fixture) {
+  const Address at = fixture.map({kPage, kPage * 2});
+  fixture.take(at, kBlockUnit);
+  // Free is a rest of the first chunk and the whole second one: only the rest may be broken.
+  const SpanId used = fixture.arena.take(fixture.arena.span_at(at + kBlockUnit), kBlockUnit);
+  EXPECT(fixture.arena.span(used).begin == at + kBlockUnit);
+  EXPECT(fixture.arena.is_whole_free(fixture.chunk_at(at + kPage)));
+}
+
+void an_extent_may_be_cut_in_the_middle(Fixture& fixture) {
+  const Address at = fixture.map({kPage});
+  const SpanId used = fixture.take(at + 1_MiB, 4_KiB);
+  EXPECT(fixture.arena.span(used).begin == at + 1_MiB);
+  EXPECT(fixture.arena.span(used).size == 4_KiB);
+  EXPECT(fixture.arena.free_bytes() == kPage - 4_KiB);
+  EXPECT(fixture.arena.extent_count() == 2);
+  EXPECT(fixture.arena.check().empty());
+}
+
+void what_is_left_of_an_extent_keeps_its_tags(Fixture& fixture) {
+  const Address at = fixture.map({kPage});
+  fixture.take(at, kPage);
+  fixture.free(at, of_both());
+  fixture.take(at + 512_KiB, 512_KiB);
+  EXPECT(fixture.arena.tags_of(fixture.arena.span_at(at)).size() == 2);
+  EXPECT(fixture.arena.tags_of(fixture.arena.span_at(at + 1_MiB)).size() == 2);
+}
+
+// --- give back and merge -------------------------------------------------------------------------
+
+void a_freed_block_merges_with_both_neighbours(Fixture& fixture) {
+  const Address at = fixture.map({kPage});
+  fixture.take(at + 512_KiB, 512_KiB);
+  EXPECT(fixture.arena.extent_count() == 2);
+  fixture.free(at + 512_KiB);
+  EXPECT(fixture.arena.extent_count() == 1);
+  EXPECT(fixture.arena.free_bytes() == kPage);
+  EXPECT(fixture.arena.check().empty());
+}
+
+void a_merged_extent_carries_the_later_tag_of_a_stream(Fixture& fixture) {
+  const Address at = fixture.map({kPage});
+  fixture.take(at, 1_MiB);
+  fixture.take(at + 1_MiB, 1_MiB);
+  fixture.free(at, TagSet(Tag{0, 5}));
+  fixture.free(at + 1_MiB, TagSet(Tag{0, 3}));
+  const TagSet tags = fixture.arena.tags_of(fixture.arena.span_at(at));
+  EXPECT(fixture.arena.extent_count() == 1);
+  EXPECT((tags.size() == 1 && tags[0] == Tag{0, 5}));
+}
+
+// Frees the two halves of a page on two streams; returns where it begins.
+Address freed_on_two_streams(Fixture& fixture) {
+  const Address at = fixture.map({kPage});
+  fixture.take(at, 1_MiB);
+  fixture.take(at + 1_MiB, 1_MiB);
+  fixture.free(at, kOfStream0);
+  fixture.free(at + 1_MiB, kOfStream1);
+  return at;
+}
+
+void extents_of_different_streams_stay_apart(Fixture& fixture) {
+  freed_on_two_streams(fixture);
+  EXPECT(fixture.arena.extent_count() == 2);
+  EXPECT(fixture.arena.check().empty());
+}
+
+void merging_on_request_unites_their_tags(Fixture& fixture) {
+  const Address at = freed_on_two_streams(fixture);
+  EXPECT(fixture.arena.merge_neighbours(Arena::Merging::kAll));
+  EXPECT(fixture.arena.extent_count() == 1);
+  EXPECT(fixture.arena.tags_of(fixture.arena.span_at(at)).size() == 2);
+  EXPECT(!fixture.arena.merge_neighbours(Arena::Merging::kAll));
+  EXPECT(fixture.arena.check().empty());
+}
+
+void merging_what_is_alike_leaves_what_differs(Fixture& fixture) {
+  freed_on_two_streams(fixture);
+  EXPECT(!fixture.arena.merge_neighbours(Arena::Merging::kAlike));
+  EXPECT(fixture.arena.extent_count() == 2);
+}
+
+void dropped_tags_let_neighbours_merge(Fixture& fixture) {
+  const Address at = freed_on_two_streams(fixture);
+  fixture.arena.drop_tags([](const Tag& tag) { return tag.stream == 1; });
+  EXPECT(fixture.arena.tags_of(fixture.arena.span_at(at + 1_MiB)).empty());
+  EXPECT(fixture.arena.merge_neighbours(Arena::Merging::kAlike));
+  const TagSet left = fixture.arena.tags_of(fixture.arena.span_at(at));
+  EXPECT((left.size() == 1 && left[0] == Tag{0, 1}));
+}
+
+// --- map and unmap -------------------------------------------------------------------------------
+
+void new_chunks_merge_with_the_extent_before_them(Fixture& fixture) {
+  const Address first = fixture.map({kPage});
+  EXPECT(fixture.map({kPage}) == first + kPage);
+  EXPECT(fixture.arena.extent_count() == 1);
+  EXPECT(fixture.arena.mapped_bytes() == kPage * 2);
+}
+
+void mapped_memory_is_its_builders_until_given_back(Fixture& fixture) {
+  const SpanId building = fixture.arena.begin_building(fixture.arena.gap_for(kPage), kPage);
+  fixture.arena.finish_mapped(building, {{kPage, ChunkHandle{1}}});
+  EXPECT(fixture.arena.span(building).state == SpanState::kUsed);
+  EXPECT(fixture.arena.best_fit_of_any(kBlockUnit) == kNoId);
+  EXPECT(fixture.arena.check().empty());
+}
+
+void the_end_of_a_used_span_is_given_back_alone(Fixture& fixture) {
+  const Address at = fixture.map({kPage});
+  const SpanId kept = fixture.arena.give_back_end(fixture.take(at, kPage), 1_MiB);
+  EXPECT(kept == fixture.arena.span_at(at));
+  EXPECT(fixture.arena.span(kept).state == SpanState::kUsed);
+  EXPECT(fixture.arena.extent_over(at + 1_MiB, 1_MiB) != kNoId);
+  EXPECT(fixture.arena.free_bytes() == 1_MiB);
+  EXPECT(fixture.arena.check().empty());
+}
+
+void a_span_that_is_being_built_is_neither_free_nor_a_gap(Fixture& fixture) {
+  const SpanId building = fixture.arena.begin_building(fixture.arena.gap_for(kPage), kPage);
+  EXPECT(fixture.arena.best_fit_of_any(kBlockUnit) == kNoId);
+  EXPECT(fixture.arena.gap_for(kPage * 64) == kNoId);
+  EXPECT(fixture.arena.check().empty());
+  fixture.arena.finish_unmapped(building);
+  EXPECT(fixture.arena.gap_for(kPage * 64) != kNoId);
+  EXPECT(fixture.arena.span_count() == 1);
+}
+
+void a_removed_chunk_leaves_a_gap_that_is_filled_first(Fixture& fixture) {
+  const Address at = fixture.map({kPage, kPage, kPage});
+  const SpanId leaving = fixture.arena.begin_removing(fixture.chunk_at(at + kPage));
+  EXPECT(fixture.arena.check().empty());
+  fixture.arena.finish_unmapped(leaving);
+  EXPECT(fixture.arena.mapped_bytes() == kPage * 2);
+  EXPECT(fixture.arena.check().empty());
+  EXPECT(fixture.map({kPage}) == at + kPage);
+}
+
+void free_bytes_at_a_chunks_ends_stop_at_the_chunk(Fixture& fixture) {
+  const Address at = fixture.map({kPage, kPage});
+  const ChunkId first = fixture.chunk_at(at);
+  EXPECT(fixture.arena.is_whole_free(first));
+  EXPECT(fixture.arena.free_prefix(first) == kPage && fixture.arena.free_suffix(first) == kPage);
+  fixture.take(at + 512_KiB, 512_KiB);
+  EXPECT(!fixture.arena.is_whole_free(first));
+  EXPECT(fixture.arena.free_prefix(first) == 512_KiB);
+  EXPECT(fixture.arena.free_suffix(first) == 1_MiB);
+  EXPECT(fixture.arena.free_suffix(fixture.chunk_at(at + kPage)) == kPage);
+}
+
+constexpr Check<Fixture> kChecks[] = {
+    {"a new arena is one unmapped span", a_new_arena_is_one_unmapped_span},
+    {"a stream finds its own extents and those without a tag",
+     a_stream_finds_its_own_extents_and_those_without_a_tag},
+    {"an extent with tags of two streams is neither stream's own",
+     an_extent_with_tags_of_two_streams_is_neither_streams_own},
+    {"the largest extents come largest first and no more than asked for",
+     the_largest_extents_come_largest_first_and_no_more_than_asked_for},
+    {"only an extent that holds all of a range lies over it",
+     only_an_extent_that_holds_all_of_a_range_lies_over_it},
+    {"a block is cut where whole chunks are spared", a_block_is_cut_where_whole_chunks_are_spared},
+    {"an extent may be cut in the middle", an_extent_may_be_cut_in_the_middle},
+    {"what is left of an extent keeps its tags", what_is_left_of_an_extent_keeps_its_tags},
+    {"a freed block merges with both neighbours", a_freed_block_merges_with_both_neighbours},
+    {"a merged extent carries the later tag of a stream",
+     a_merged_extent_carries_the_later_tag_of_a_stream},
+    {"extents of different streams stay apart", extents_of_different_streams_stay_apart},
+    {"merging on request unites their tags", merging_on_request_unites_their_tags},
+    {"merging what is alike leaves what differs", merging_what_is_alike_leaves_what_differs},
+    {"dropped tags let neighbours merge", dropped_tags_let_neighbours_merge},
+    {"new chunks merge with the extent before them", new_chunks_merge_with_the_extent_before_them},
+    {"mapped memory is its builder's until given back",
+     mapped_memory_is_its_builders_until_given_back},
+    {"the end of a used span is given back alone", the_end_of_a_used_span_is_given_back_alone},
+    {"a span that is being built is neither free nor a gap",
+     a_span_that_is_being_built_is_neither_free_nor_a_gap},
+    {"a removed chunk leaves a gap that is filled first",
+     a_removed_chunk_leaves_a_gap_that_is_filled_first},
+    {"free bytes at a chunk's ends stop at the chunk",
+     free_bytes_at_a_chunks_ends_stop_at_the_chunk},
+};
+
+}  // namespace
+
+void check_arena() { run_checks("arena", kChecks); }
+
+}  // namespace vramx::units

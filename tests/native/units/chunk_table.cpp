@@ -1,0 +1,194 @@
+// Which chunk lies where, and how large the chunks of a growth are: chunk_table and chunk_policy.
+#include "core/chunk_table.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "core/chunk_policy.h"
+#include "units/units.h"
+
+namespace vramx::units {
+
+struct ChunkBytes {
+  friend auto member(ChunkBytes);
+};
+template struct Reveal<ChunkBytes, &ChunkTable::bytes_>;
+
+namespace {
+
+constexpr ChunkHandle kHandle{7};
+
+Address page(std::uint64_t n) { return kBase + kPage * n; }
+
+// Chunks of 2 pages, 1 page and 3 pages, one behind the other.
+struct Table {
+  ChunkTable table{kBase, kPage};
+  ChunkId first = table.add(page(0), kPage * 2, kHandle);
+  ChunkId second = table.add(page(2), kPage, kHandle);
+  ChunkId third = table.add(page(3), kPage * 3, kHandle);
+};
+
+void a_chunk_is_found_from_each_of_its_bytes(Table& fixture) {
+  EXPECT(fixture.table.at(page(0)) == fixture.first);
+  EXPECT(fixture.table.at(page(2) - kBlockUnit) == fixture.first);
+  EXPECT(fixture.table.at(page(2)) == fixture.second);
+  EXPECT(fixture.table.find(page(5)) == fixture.third);
+}
+
+void nothing_is_found_where_nothing_is_mapped(Table& fixture) {
+  EXPECT(fixture.table.find(page(6)) == kNoId);
+  EXPECT(fixture.table.find(kBase - kBlockUnit) == kNoId);
+  fixture.table.remove(fixture.second);
+  EXPECT(fixture.table.find(page(2)) == kNoId);
+}
+
+void a_removed_chunk_leaves_its_number_to_the_next(Table& fixture) {
+  fixture.table.remove(fixture.second);
+  EXPECT(fixture.table.count() == 2);
+  EXPECT(fixture.table.add(page(2), kPage, kHandle) == fixture.second);
+}
+
+void bytes_are_the_sum_of_the_chunks(Table& fixture) {
+  EXPECT(fixture.table.bytes() == kPage * 6);
+  fixture.table.remove(fixture.first);
+  EXPECT(fixture.table.bytes() == kPage * 4);
+}
+
+void addresses_round_to_chunk_boundaries_and_not_to_pages(Table& fixture) {
+  EXPECT(fixture.table.round_up(page(1)) == page(2));
+  EXPECT(fixture.table.round_down(page(1)) == page(0));
+  EXPECT(fixture.table.round_up(page(2)) == page(2));
+  EXPECT(fixture.table.round_down(page(2)) == page(2));
+}
+
+void the_end_of_what_is_mapped_is_a_boundary(Table& fixture) {
+  EXPECT(fixture.table.round_up(page(6)) == page(6));
+  EXPECT(fixture.table.round_down(page(6)) == page(6));
+}
+
+void only_chunks_inside_a_range_are_whole(Table& fixture) {
+  EXPECT(fixture.table.whole_bytes(page(1), page(6)) == kPage * 4);
+  EXPECT(fixture.table.whole_bytes(page(1), page(4)) == kPage);
+  EXPECT(!fixture.table.whole_bytes(page(0), page(1)));
+  EXPECT(!fixture.table.whole_bytes(page(2), page(2)));
+}
+
+void chunks_that_begin_in_a_range_are_visited_in_address_order(Table& fixture) {
+  std::vector<ChunkId> seen;
+  fixture.table.for_each_beginning_in(page(1), page(4), [&](ChunkId id) { seen.push_back(id); });
+  EXPECT((seen == std::vector<ChunkId>{fixture.second, fixture.third}));
+}
+
+// --- planted defects -----------------------------------------------------------------------------
+
+void check_names_a_chunk_that_the_page_table_does_not_know(Table& fixture) {
+  fixture.table[fixture.first].size = kPage * 3;
+  EXPECT(starts_with(fixture.table.check(), "chunk 0: page table"));
+}
+
+void check_names_bytes_that_are_off(Table& fixture) {
+  fixture.table[fixture.first].size = kPage;
+  EXPECT(starts_with(fixture.table.check(), "chunks: bytes"));
+}
+
+void check_names_a_page_of_a_chunk_that_is_gone(Table& fixture) {
+  fixture.table[fixture.second].handle = ChunkHandle::kNone;
+  fixture.table.*member(ChunkBytes{}) -= kPage;
+  EXPECT(starts_with(fixture.table.check(), "chunks: a page names"));
+}
+
+// --- chunk policy --------------------------------------------------------------------------------
+
+Bytes sum(const std::vector<Bytes>& sizes) {
+  Bytes all{};
+  for (const Bytes size : sizes) all += size;
+  return all;
+}
+
+// What a program would ask for: requests that are lacking in part or in whole, at any size held.
+template <class Visit>
+void for_each_growth(Visit visit) {
+  for (const Bytes held : {0_B, 1_GiB, 20_GiB, 80_GiB}) {
+    for (std::uint64_t pages = 1; pages <= 300; ++pages) {
+      visit(Growth{.bytes = kPage * pages, .request = kPage * pages, .held = held});
+      visit(Growth{.bytes = kPage * pages, .request = kPage * pages * 9, .held = held});
+    }
+  }
+}
+
+void chunks_add_up_to_the_growth(Nothing&) {
+  for_each_growth(
+      [](const Growth& growth) { EXPECT(sum(chunk_sizes(growth, kPage)) == growth.bytes); });
+}
+
+void chunks_are_multiples_of_the_granularity(Nothing&) {
+  for_each_growth([](const Growth& growth) {
+    for (const Bytes size : chunk_sizes(growth, kPage)) EXPECT(size && !(size % kPage));
+  });
+}
+
+void a_growth_is_divided_evenly(Nothing&) {
+  for_each_growth([](const Growth& growth) {
+    const std::vector<Bytes> sizes = chunk_sizes(growth, kPage);
+    const auto [smallest, largest] = std::minmax_element(sizes.begin(), sizes.end());
+    EXPECT(*largest - *smallest <= kPage);
+  });
+}
+
+void no_growth_is_no_chunk(Nothing&) {
+  EXPECT(chunk_sizes({.bytes = 0_B, .request = 1_MiB, .held = 1_GiB}, kPage).empty());
+}
+
+void the_smallest_growth_is_one_chunk(Nothing&) {
+  const Growth growth{.bytes = kPage, .request = 1_MiB, .held = 20_GiB};
+  EXPECT((chunk_sizes(growth, kPage) == std::vector<Bytes>{kPage}));
+}
+
+void chunks_are_larger_where_more_is_held(Nothing&) {
+  const Growth early{.bytes = 240_MiB, .request = 8_MiB, .held = 0_B};
+  const Growth late{.bytes = 240_MiB, .request = 8_MiB, .held = 80_GiB};
+  EXPECT(chunk_sizes(late, kPage).size() < chunk_sizes(early, kPage).size());
+}
+
+void chunks_are_larger_for_a_larger_request(Nothing&) {
+  const Growth small{.bytes = 240_MiB, .request = 8_MiB, .held = 0_B};
+  const Growth large{.bytes = 240_MiB, .request = 2_GiB, .held = 0_B};
+  EXPECT(chunk_sizes(large, kPage).size() < chunk_sizes(small, kPage).size());
+}
+
+constexpr Check<Table> kTableChecks[] = {
+    {"a chunk is found from each of its bytes", a_chunk_is_found_from_each_of_its_bytes},
+    {"nothing is found where nothing is mapped", nothing_is_found_where_nothing_is_mapped},
+    {"a removed chunk leaves its number to the next",
+     a_removed_chunk_leaves_its_number_to_the_next},
+    {"bytes are the sum of the chunks", bytes_are_the_sum_of_the_chunks},
+    {"addresses round to chunk boundaries and not to pages",
+     addresses_round_to_chunk_boundaries_and_not_to_pages},
+    {"the end of what is mapped is a boundary", the_end_of_what_is_mapped_is_a_boundary},
+    {"only chunks inside a range are whole", only_chunks_inside_a_range_are_whole},
+    {"chunks that begin in a range are visited in address order",
+     chunks_that_begin_in_a_range_are_visited_in_address_order},
+    {"check names a chunk that the page table does not know",
+     check_names_a_chunk_that_the_page_table_does_not_know},
+    {"check names bytes that are off", check_names_bytes_that_are_off},
+    {"check names a page of a chunk that is gone", check_names_a_page_of_a_chunk_that_is_gone},
+};
+
+constexpr Check<Nothing> kPolicyChecks[] = {
+    {"chunks add up to the growth", chunks_add_up_to_the_growth},
+    {"chunks are multiples of the granularity", chunks_are_multiples_of_the_granularity},
+    {"a growth is divided evenly", a_growth_is_divided_evenly},
+    {"no growth is no chunk", no_growth_is_no_chunk},
+    {"the smallest growth is one chunk", the_smallest_growth_is_one_chunk},
+    {"chunks are larger where more is held", chunks_are_larger_where_more_is_held},
+    {"chunks are larger for a larger request", chunks_are_larger_for_a_larger_request},
+};
+
+}  // namespace
+
+void check_chunk_table() {
+  run_checks("chunk table", kTableChecks);
+  run_checks("chunk policy", kPolicyChecks);
+}
+
+}  // namespace vramx::units

@@ -1,0 +1,237 @@
+// The small parts: free address ranges, the blocks that callers hold, counters, the ring of events,
+// and whether this process was forked.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <map>
+#include <random>
+#include <vector>
+
+#include "core/block_table.h"
+#include "core/event_trace.h"
+#include "core/fork_guard.h"
+#include "core/range_set.h"
+#include "core/stats.h"
+#include "units/units.h"
+
+namespace vramx::units {
+namespace {
+
+// --- range set ----------------------------------------------------------------------------------
+
+struct Ranges {
+  RangeSet set{kBase, kPage * 4};
+};
+
+void the_first_range_that_fits_is_taken_from_its_start(Ranges& fixture) {
+  EXPECT(fixture.set.take(kPage) == kBase);
+  EXPECT(fixture.set.take(kPage * 3) == kBase + kPage);
+}
+
+void nothing_is_taken_where_nothing_fits(Ranges& fixture) {
+  EXPECT(!fixture.set.take(kPage * 4 + 1_B));
+  EXPECT(fixture.set.take(kPage * 4) == kBase);
+  EXPECT(!fixture.set.take(1_B));
+}
+
+void returned_ranges_merge_with_both_neighbours(Ranges& fixture) {
+  for (int i = 0; i < 4; ++i) fixture.set.take(kPage);
+  fixture.set.give_back(kBase, kPage);
+  fixture.set.give_back(kBase + kPage * 2, kPage);
+  EXPECT(!fixture.set.take(kPage + 1_B));
+  fixture.set.give_back(kBase + kPage, kPage);
+  EXPECT(fixture.set.take(kPage * 3) == kBase);
+}
+
+// --- block table --------------------------------------------------------------------------------
+
+void a_block_is_found_by_its_address_alone(Nothing&) {
+  BlockTable table;
+  table.insert(Block{kBase, 700_B, 5, 2, 9, kNoId});
+  const Block* const found = table.find(kBase);
+  REQUIRE(found != nullptr);
+  EXPECT(found->requested == 700_B && found->first_span == 5 && found->stream == 2);
+  EXPECT(table.find(kBase + kBlockUnit) == nullptr);
+  EXPECT(table.find(Address{}) == nullptr);
+}
+
+// Enough blocks to grow the table several times, with erasures that leave holes in the probing.
+void every_answer_is_that_of_a_map(Nothing&) {
+  std::mt19937_64 random(7);
+  BlockTable table;
+  std::map<Address, Bytes> reference;
+  for (std::uint64_t step = 0; step < 20000; ++step) {
+    const Address address = kBase + kBlockUnit * (random() % 6000);
+    Block* const found = table.find(address);
+    const auto known = reference.find(address);
+    REQUIRE((found != nullptr) == (known != reference.end()));
+    if (found == nullptr) {
+      table.insert(Block{.address = address, .requested = Bytes{step}});
+      reference[address] = Bytes{step};
+    } else {
+      REQUIRE(found->requested == known->second);
+      table.erase(found);
+      reference.erase(known);
+    }
+  }
+  std::size_t visited = 0;
+  table.for_each([&](const Block& block) { visited += reference.count(block.address); });
+  EXPECT(visited == reference.size() && table.count() == reference.size());
+}
+
+// --- stats --------------------------------------------------------------------------------------
+
+constexpr auto kAll = static_cast<std::size_t>(PoolKind::kAll);
+constexpr auto kSmall = static_cast<std::size_t>(PoolKind::kSmall);
+constexpr auto kLarge = static_cast<std::size_t>(PoolKind::kLarge);
+
+void a_counter_keeps_its_peak_and_both_sums(Nothing&) {
+  Counter counter;
+  counter.increase(5);
+  counter.decrease(3);
+  counter.increase(1);
+  EXPECT(counter.current == 3 && counter.peak == 5);
+  EXPECT(counter.allocated == 6 && counter.freed == 3);
+}
+
+void a_request_of_one_mebibyte_is_small_and_one_more_byte_is_large(Nothing&) {
+  AllocatorStats stats;
+  stats.count_allocation(1_MiB, 1_MiB);
+  stats.count_allocation(1_MiB + 1_B, 1_MiB + 512_B);
+  EXPECT(stats.allocation[kSmall].current == 1 && stats.allocation[kLarge].current == 1);
+  EXPECT(stats.allocation[kAll].current == 2);
+  EXPECT(stats.allocated_bytes[kLarge].current == (1 << 20) + 512);
+  EXPECT(stats.requested_bytes[kLarge].current == (1 << 20) + 1);
+}
+
+void a_free_takes_back_what_its_allocation_counted(Nothing&) {
+  AllocatorStats stats;
+  stats.count_allocation(100_B, 512_B);
+  stats.count_free(100_B, 512_B);
+  for (const std::size_t pool : {kAll, kSmall}) {
+    EXPECT(stats.allocation[pool].current == 0 && stats.allocation[pool].freed == 1);
+    EXPECT(stats.allocated_bytes[pool].current == 0 && stats.allocated_bytes[pool].peak == 512);
+    EXPECT(stats.requested_bytes[pool].freed == 100);
+  }
+}
+
+void a_reset_peak_is_what_is_there_now(Nothing&) {
+  AllocatorStats stats;
+  stats.count_allocation(100_B, 512_B);
+  stats.count_allocation(100_B, 512_B);
+  stats.count_free(100_B, 512_B);
+  stats.reset_peak();
+  EXPECT(stats.allocation[kAll].peak == 1 && stats.allocated_bytes[kSmall].peak == 512);
+}
+
+void reset_sums_leave_what_is_there_now(Nothing&) {
+  AllocatorStats stats;
+  stats.count_allocation(100_B, 512_B);
+  stats.num_ooms = stats.num_alloc_retries = 3;
+  stats.reset_accumulated();
+  EXPECT(stats.allocation[kAll].allocated == 0 && stats.allocation[kAll].current == 1);
+  EXPECT(stats.num_ooms == 0 && stats.num_alloc_retries == 0);
+}
+
+// --- event trace --------------------------------------------------------------------------------
+
+void add(EventTrace& trace, std::uint64_t size) {
+  trace.add(TraceKind::kAllocate, kBase, Bytes{size}, Stream::kDefault);
+}
+
+std::vector<std::uint64_t> sizes(const EventTrace& trace) {
+  std::vector<std::uint64_t> result;
+  for (const TraceEvent& event : trace.events()) result.push_back(event.size.count);
+  return result;
+}
+
+void a_ring_without_room_keeps_nothing(Nothing&) {
+  EventTrace trace(0);
+  add(trace, 1);
+  EXPECT(trace.events().empty() && trace.added() == 0);
+}
+
+void events_come_oldest_first(Nothing&) {
+  EventTrace trace(3);
+  EXPECT(trace.events().empty());
+  add(trace, 1);
+  add(trace, 2);
+  EXPECT((sizes(trace) == std::vector<std::uint64_t>{1, 2}));
+}
+
+void a_full_ring_forgets_the_oldest(Nothing&) {
+  EventTrace trace(3);
+  for (std::uint64_t size = 1; size <= 3; ++size) add(trace, size);
+  EXPECT((sizes(trace) == std::vector<std::uint64_t>{1, 2, 3}));
+  add(trace, 4);
+  EXPECT((sizes(trace) == std::vector<std::uint64_t>{2, 3, 4}));
+  EXPECT(trace.added() == 4);
+}
+
+void the_time_of_events_does_not_go_back(Nothing&) {
+  EventTrace trace(2);
+  add(trace, 1);
+  add(trace, 2);
+  EXPECT(trace.events()[0].time_ns > 0);
+  EXPECT(trace.events()[0].time_ns <= trace.events()[1].time_ns);
+}
+
+// --- fork guard ---------------------------------------------------------------------------------
+
+void an_object_knows_that_it_is_in_a_child(Nothing&) {
+  const ForkGuard guard;
+  EXPECT(!guard.is_in_child());
+  const pid_t child = fork();
+  // The child says what it saw with its exit code, and runs nothing of this program's end.
+  if (child == 0) _exit(guard.is_in_child() && !ForkGuard().is_in_child() ? 0 : 1);
+  int state = 0;
+  REQUIRE(child > 0 && waitpid(child, &state, 0) == child);
+  EXPECT(WIFEXITED(state) && WEXITSTATUS(state) == 0);
+  EXPECT(!guard.is_in_child());
+}
+
+constexpr Check<Ranges> kRangeChecks[] = {
+    {"the first range that fits is taken from its start",
+     the_first_range_that_fits_is_taken_from_its_start},
+    {"nothing is taken where nothing fits", nothing_is_taken_where_nothing_fits},
+    {"returned ranges merge with both neighbours", returned_ranges_merge_with_both_neighbours},
+};
+
+constexpr Check<Nothing> kBlockChecks[] = {
+    {"a block is found by its address alone", a_block_is_found_by_its_address_alone},
+    {"every answer is that of a map", every_answer_is_that_of_a_map},
+};
+
+constexpr Check<Nothing> kStatsChecks[] = {
+    {"a counter keeps its peak and both sums", a_counter_keeps_its_peak_and_both_sums},
+    {"a request of one mebibyte is small and one more byte is large",
+     a_request_of_one_mebibyte_is_small_and_one_more_byte_is_large},
+    {"a free takes back what its allocation counted",
+     a_free_takes_back_what_its_allocation_counted},
+    {"a reset peak is what is there now", a_reset_peak_is_what_is_there_now},
+    {"reset sums leave what is there now", reset_sums_leave_what_is_there_now},
+};
+
+constexpr Check<Nothing> kTraceChecks[] = {
+    {"a ring without room keeps nothing", a_ring_without_room_keeps_nothing},
+    {"events come oldest first", events_come_oldest_first},
+    {"a full ring forgets the oldest", a_full_ring_forgets_the_oldest},
+    {"the time of events does not go back", the_time_of_events_does_not_go_back},
+};
+
+constexpr Check<Nothing> kForkChecks[] = {
+    {"an object knows that it is in a child", an_object_knows_that_it_is_in_a_child},
+};
+
+}  // namespace
+
+void check_tables() {
+  run_checks("range set", kRangeChecks);
+  run_checks("block table", kBlockChecks);
+  run_checks("stats", kStatsChecks);
+  run_checks("event trace", kTraceChecks);
+  run_checks("fork guard", kForkChecks);
+}
+
+}  // namespace vramx::units

@@ -1,0 +1,320 @@
+"""What the allocator promises its callers: blocks, stitching, out of memory, giving memory back.
+
+On the simulated device, with real bytes and no GPU. Streams, reports and random programs have files
+of their own beside this one; the parts of the core have their checks in tests/native/units.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import pytest
+from simulated import (
+    CAPACITY,
+    KIB,
+    MIB,
+    PIECE,
+    UNIT,
+    fill_up,
+    held,
+    live,
+    open_device,
+    take_stitched,
+)
+
+if TYPE_CHECKING:
+    from vramx._core import SimulatedDevice
+
+
+@pytest.fixture
+def device() -> SimulatedDevice:
+    return open_device()
+
+
+# --- blocks ---------------------------------------------------------------------------------------
+
+
+def test_blocks_are_aligned_and_disjoint(device: SimulatedDevice) -> None:
+    sizes = [1, 511, 512, 513, 3 * MIB, 7]
+    ranges = sorted((device.allocate(size), size) for size in sizes)
+    assert all(address % UNIT == 0 for address, _ in ranges)
+    assert all(a + size <= b for (a, size), (b, _) in pairwise(ranges))
+
+
+def test_a_request_of_none_is_one_of_a_single_unit(device: SimulatedDevice) -> None:
+    assert device.allocate(0) != device.allocate(0)
+    assert live(device) == 2 * UNIT
+
+
+def test_a_second_free_is_refused(device: SimulatedDevice) -> None:
+    block = device.allocate(MIB)
+    device.free(block)
+    with pytest.raises(ValueError, match="not a live block"):
+        device.free(block)
+
+
+def test_an_address_inside_a_block_is_not_the_block(device: SimulatedDevice) -> None:
+    block = device.allocate(MIB)
+    with pytest.raises(ValueError, match="not a live block"):
+        device.free(block + UNIT)
+
+
+def test_owned_are_the_addresses_of_blocks_and_of_aliases(device: SimulatedDevice) -> None:
+    stitched, pieces = take_stitched(device)
+    assert device.owns(stitched)
+    assert device.owns(pieces[0])
+    assert not device.owns(4096)
+
+
+def test_freed_memory_serves_the_next_block_without_a_driver_call(device: SimulatedDevice) -> None:
+    device.free(device.allocate(PIECE))
+    calls = device.driver_calls()
+    device.allocate(PIECE)
+    assert device.driver_calls() == calls
+
+
+def test_the_smallest_extent_that_fits_is_taken(device: SimulatedDevice) -> None:
+    large = device.allocate(4 * MIB)
+    device.allocate(UNIT)
+    small = device.allocate(2 * MIB)
+    device.allocate(UNIT)
+    device.free(large)
+    device.free(small)
+    assert device.allocate(2 * MIB) == small
+
+
+def test_memory_grows_by_what_is_lacking_alone(device: SimulatedDevice) -> None:
+    device.allocate(3 * MIB)
+    assert held(device) == 4 * MIB
+    device.allocate(3 * MIB)
+    assert held(device) == 6 * MIB
+
+
+def test_blocks_keep_their_bytes_while_others_come_and_go(device: SimulatedDevice) -> None:
+    kept = device.allocate(3 * MIB)
+    device.fill(kept, 3 * MIB, 17)
+    for pattern in range(4):
+        other = device.allocate(PIECE)
+        device.fill(other, PIECE, pattern)
+        device.free(other)
+        device.trim()
+    assert device.count_mismatches(kept, 3 * MIB, 17) == 0
+
+
+# --- stitching ------------------------------------------------------------------------------------
+
+
+def test_free_pieces_that_do_not_touch_serve_one_block(device: SimulatedDevice) -> None:
+    take_stitched(device)
+    assert held(device) == CAPACITY
+    assert live(device) == CAPACITY
+    assert device.stats()["num_stitches"] == 1
+    assert device.check() == ""
+
+
+def test_a_stitched_block_leaves_its_neighbours_alone(device: SimulatedDevice) -> None:
+    pieces = fill_up(device)
+    for pattern, piece in enumerate(pieces):
+        device.fill(piece, PIECE, pattern)
+    device.free(pieces[0])
+    device.free(pieces[2])
+    stitched = device.allocate(2 * PIECE)
+    device.fill(stitched, 2 * PIECE, 99)
+    assert device.count_mismatches(pieces[1], PIECE, 1) == 0
+    assert device.count_mismatches(pieces[3], PIECE, 3) == 0
+    assert device.count_mismatches(stitched, 2 * PIECE, 99) == 0
+
+
+def test_an_alias_shows_the_bytes_of_its_chunks(device: SimulatedDevice) -> None:
+    stitched, pieces = take_stitched(device)
+    device.fill(stitched, PIECE, 1)
+    device.fill(stitched + PIECE, PIECE, 2)
+    device.free(stitched)
+    assert sorted(device.allocate(PIECE) for _ in pieces) == sorted(pieces)
+    assert [device.count_mismatches(piece, PIECE, 1) for piece in pieces].count(0) == 1
+    assert [device.count_mismatches(piece, PIECE, 2) for piece in pieces].count(0) == 1
+
+
+def test_a_freed_alias_serves_its_like_without_a_driver_call(device: SimulatedDevice) -> None:
+    stitched, _ = take_stitched(device)
+    device.free(stitched)
+    calls = device.driver_calls()
+    assert device.allocate(2 * PIECE) == stitched
+    assert device.driver_calls() == calls
+    assert device.stats()["num_alias_hits"] == 1
+
+
+def test_the_pieces_of_a_freed_alias_serve_single_blocks(device: SimulatedDevice) -> None:
+    stitched, pieces = take_stitched(device)
+    device.free(stitched)
+    assert device.allocate(PIECE) in pieces
+
+
+def test_a_block_may_need_free_pieces_and_growth(device: SimulatedDevice) -> None:
+    pieces = [device.allocate(PIECE) for _ in range(3)]
+    device.free(pieces[0])
+    block = device.allocate(2 * PIECE)
+    device.fill(block, 2 * PIECE, 5)
+    assert held(device) == CAPACITY
+    assert device.count_mismatches(block, 2 * PIECE, 5) == 0
+
+
+def test_a_periodic_program_settles_within_three_steps() -> None:
+    device = open_device(256 * MIB)
+    sizes = random.Random(1).choices([3 * KIB, 700 * KIB, 3 * MIB, 9 * MIB, 17 * MIB], k=40)
+    steps = []
+    for _ in range(6):
+        calls = device.driver_calls()
+        run_step(device, sizes)
+        steps.append(device.driver_calls() - calls)
+    assert steps[0] > 0
+    assert steps[3:] == [0, 0, 0]
+
+
+def run_step(device: SimulatedDevice, sizes: list[int]) -> None:
+    """Take and free blocks in an order that leaves holes: at most 8 live at once."""
+    blocks: list[int] = []
+    for turn, size in enumerate(sizes):
+        blocks.append(device.allocate(size))
+        if len(blocks) > 8:
+            device.free(blocks.pop(turn * 5 % 8))
+    for block in blocks:
+        device.free(block)
+
+
+# --- out of memory --------------------------------------------------------------------------------
+
+
+def test_out_of_memory_says_what_was_asked_and_what_is_there(device: SimulatedDevice) -> None:
+    device.allocate(24 * MIB)
+    with pytest.raises(
+        MemoryError, match=r"^CUDA out of memory\. Tried to allocate 16\.00 MiB\."
+    ) as e:
+        device.allocate(16 * MIB)
+    assert "holds 24.00 MiB: 24.00 MiB live and 0 bytes free" in str(e.value)
+    assert "The device has 32.00 MiB, of which 8.00 MiB is free" in str(e.value)
+
+
+def test_out_of_memory_changes_nothing(device: SimulatedDevice) -> None:
+    device.allocate(24 * MIB)
+    with pytest.raises(MemoryError):
+        device.allocate(16 * MIB)
+    assert (held(device), live(device), device.check()) == (24 * MIB, 24 * MIB, "")
+    assert device.stats()["num_ooms"] == 1
+    device.allocate(8 * MIB)
+
+
+def test_a_size_beyond_any_device_is_out_of_memory(device: SimulatedDevice) -> None:
+    with pytest.raises(MemoryError):
+        device.allocate((1 << 64) - 1)
+    assert device.check() == ""
+
+
+def test_the_limit_is_exact() -> None:
+    device = open_device(limit_bytes=PIECE)
+    device.allocate(PIECE)
+    with pytest.raises(MemoryError, match=r"limit is 8\.00 MiB"):
+        device.allocate(UNIT)
+
+
+def test_a_lower_limit_stops_growth_and_takes_nothing_away(device: SimulatedDevice) -> None:
+    device.free(device.allocate(2 * PIECE))
+    device.set_limit(PIECE)
+    device.allocate(2 * PIECE)
+    with pytest.raises(MemoryError):
+        device.allocate(PIECE)
+
+
+def test_a_higher_limit_lets_it_grow_again() -> None:
+    device = open_device(limit_bytes=PIECE)
+    device.allocate(PIECE)
+    device.set_limit(2 * PIECE)
+    device.allocate(PIECE)
+    assert held(device) == 2 * PIECE
+
+
+def test_relief_is_asked_for_before_memory_runs_out(device: SimulatedDevice) -> None:
+    kept = [device.allocate(24 * MIB)]
+
+    def drop_it() -> bool:
+        device.free(kept.pop())
+        return True
+
+    device.add_relief(drop_it)
+    device.allocate(16 * MIB)
+    assert kept == []
+    assert device.stats()["num_alloc_retries"] == 1
+    assert device.stats()["num_ooms"] == 0
+
+
+def test_relief_is_not_asked_for_while_memory_lasts(device: SimulatedDevice) -> None:
+    asked = []
+    device.add_relief(lambda: bool(asked.append(1)))
+    device.allocate(CAPACITY)
+    assert asked == []
+    with pytest.raises(MemoryError):
+        device.allocate(UNIT)
+    assert asked == [1]
+
+
+# --- giving memory back ---------------------------------------------------------------------------
+
+
+def test_trim_gives_whole_free_chunks_back(device: SimulatedDevice) -> None:
+    pieces = fill_up(device)
+    device.free(pieces[1])
+    report = device.trim()
+    assert report["released_bytes"] == PIECE
+    assert held(device) == CAPACITY - PIECE
+    assert device.check() == ""
+
+
+def test_trim_keeps_a_chunk_with_a_live_byte(device: SimulatedDevice) -> None:
+    block = device.allocate(2 * MIB - UNIT)
+    device.allocate(UNIT)
+    device.free(block)
+    assert device.trim()["released_bytes"] == 0
+    assert held(device) == 2 * MIB
+
+
+def test_memory_given_back_can_be_taken_again(device: SimulatedDevice) -> None:
+    pieces = fill_up(device)
+    for piece in pieces:
+        device.free(piece)
+    device.trim()
+    assert held(device) == 0
+    assert len(fill_up(device)) == len(pieces)
+
+
+def test_trim_waits_for_the_streams_that_freed(device: SimulatedDevice) -> None:
+    block = device.allocate(PIECE, 3)
+    device.submit(3)
+    device.free(block)
+    assert device.trim()["released_bytes"] == PIECE
+    assert device.stats()["num_sync_all_streams"] == 1
+
+
+def test_trim_leaves_an_alias_in_use(device: SimulatedDevice) -> None:
+    stitched, _ = take_stitched(device)
+    device.fill(stitched, 2 * PIECE, 4)
+    assert device.trim()["released_bytes"] == 0
+    assert device.count_mismatches(stitched, 2 * PIECE, 4) == 0
+
+
+def test_defragment_collects_idle_aliases(device: SimulatedDevice) -> None:
+    stitched, pieces = take_stitched(device)
+    device.free(stitched)
+    for piece in pieces:
+        assert device.allocate(PIECE) in pieces, piece
+    report = device.defragment()
+    assert (report["aliases_collected"], report["alias_address_bytes"]) == (1, 2 * PIECE)
+    assert report["released_bytes"] == 0
+    assert device.stats()["alias_count"] == 0
+
+
+def test_defragment_leaves_an_alias_in_use(device: SimulatedDevice) -> None:
+    take_stitched(device)
+    assert device.defragment()["aliases_collected"] == 0
+    assert device.stats()["alias_count"] == 1

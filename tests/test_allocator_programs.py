@@ -1,0 +1,120 @@
+"""The allocator under random programs: every block keeps its bytes, whatever else happens."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+from simulated import KIB, MIB, UNIT, live, open_device
+
+if TYPE_CHECKING:
+    from vramx._core import SimulatedDevice
+
+
+class RandomProgram:
+    """Takes and frees blocks at random and shadows them: each has a pattern that nothing disturbs.
+
+    Small sizes and a device of 16 MiB, so that every path is taken within a few hundred steps.
+    """
+
+    STREAMS = (0, 1, 2)
+
+    def __init__(self, device: SimulatedDevice, seed: int) -> None:
+        self.device = device
+        self.random = random.Random(seed)
+        self.blocks: dict[int, tuple[int, int]] = {}  # address: size and pattern
+        self.addresses: list[int] = []
+
+    def step(self, number: int) -> None:
+        choice = self.random.random()
+        if choice < 0.55 or not self.blocks:
+            self.take(number)
+        elif choice < 0.9:
+            self.free(self.random.choice(list(self.blocks)))
+        elif choice < 0.95:
+            address = self.random.choice(list(self.blocks))
+            self.device.record_stream(address, self.random.choice(self.STREAMS))
+        elif choice < 0.98:
+            self.device.submit(self.random.choice(self.STREAMS))
+        else:
+            self.device.trim()
+
+    def take(self, pattern: int) -> None:
+        size = self.random.randrange(4, 1 << self.random.randrange(10, 23), 4)
+        stream = self.random.choice(self.STREAMS)
+        try:
+            address = self.device.allocate(size, stream)
+        except MemoryError:
+            return
+        self.addresses.append(address)
+        assert address not in self.blocks
+        self.blocks[address] = (size, pattern)
+        self.device.fill(address, size, pattern)
+
+    def free(self, address: int) -> None:
+        size, pattern = self.blocks.pop(address)
+        assert self.device.count_mismatches(address, size, pattern) == 0
+        self.device.free(address)
+
+    def live_bytes(self) -> int:
+        return sum(-(-size // UNIT) * UNIT for size, _ in self.blocks.values())
+
+
+def small_device() -> SimulatedDevice:
+    return open_device(16 * MIB, granularity_bytes=64 * KIB)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_block_disturbs_another_in_any_program(seed: int) -> None:
+    program = RandomProgram(small_device(), seed)
+    for number in range(400):
+        program.step(number)
+        assert program.device.check() == ""
+        assert live(program.device) == program.live_bytes()
+    for address in list(program.blocks):
+        program.free(address)
+    assert program.device.stats()["num_stitches"] > 0, "the program is too tame to mean anything"
+
+
+def test_one_program_has_one_placement() -> None:
+    # Bases differ from device to device; what lies where above them does not.
+    layouts = []
+    for _ in range(2):
+        program = RandomProgram(small_device(), seed=3)
+        for number in range(300):
+            program.step(number)
+        spans = program.device.layout()
+        base = spans[0]["address"]
+        layouts.append([(s["address"] - base, s["size"], s["state"]) for s in spans])
+    assert layouts[0] == layouts[1]
+
+
+def test_a_growth_that_fails_once_is_tried_again() -> None:
+    for nth in range(1, 4):  # create, map, set_access
+        device = small_device()
+        device.fail_nth_call(nth)
+        device.fill(device.allocate(MIB), MIB, nth)
+        assert device.check() == ""
+
+
+def test_a_failure_at_any_driver_call_leaves_a_sound_allocator() -> None:
+    calls = run_with_failure(nth=0)
+    assert calls > 200, "the program is too tame to mean anything"
+    for nth in range(1, calls + 1):
+        run_with_failure(nth)
+
+
+def run_with_failure(nth: int) -> int:
+    """Run a program whose nth driver call fails, or none if 0; return about how many it makes."""
+    program = RandomProgram(small_device(), seed=5)
+    if nth:
+        program.device.fail_nth_call(nth)
+    for number in range(150):
+        program.step(number)
+        assert program.device.check() == "", nth
+    for address in list(program.blocks):
+        program.free(address)
+    assert live(program.device) == 0, nth
+    # A wait comes with up to four further calls on events and captures.
+    return program.device.driver_calls() + 5 * program.device.waits()

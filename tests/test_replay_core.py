@@ -1,0 +1,302 @@
+"""What replaying recorded programs must show: the core's figures, and models that match the GPU.
+
+The programs are the packaged demos and the trace of tests/traces. What torch's own allocators took
+for them was measured on an H200 with torch 2.11.0, each trace replayed alone through them. The
+core's golden driver-call counts are printed anew, after a change of policy, by
+
+    python tests/test_replay_core.py
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from vramx.memory.trace import load_trace
+
+if TYPE_CHECKING:
+    from vramx._core import Replay
+
+core = pytest.importorskip("vramx._core", reason="the compiled core is not built")
+
+ROOT = Path(__file__).resolve().parent.parent
+MIB, GIB = 1 << 20, 1 << 30
+
+# What the allocator promises for each program, as shares of the peak of live bytes and of the
+# program's time.
+RESERVED_OVER_LIVE = 1.01
+CAPACITY_OVER_LIVE = 1.01
+DRIVER_TIME_SHARE = 0.01
+
+# The measured caps were found to 0.1 % or 8 MiB, whichever is more, and are given to 0.01 GiB.
+CAP_RESOLUTION, CAP_RESOLUTION_BYTES, CAP_ROUNDING_GIB = 0.001, 8 * MIB, 0.005
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a program took on the H200, in GiB: peak reserved, and the smallest cap it ran under."""
+
+    path: str
+    native_gib: float
+    native_cap_gib: float
+    expandable_gib: float
+    expandable_cap_gib: float
+
+
+PROGRAMS = {
+    "llama_varlen": Measured("vramx/demo/llama_varlen.npz", 45.9961, 37.78, 34.0039, 32.90),
+    "unet3d_patch": Measured("vramx/demo/unet3d_patch.npz", 14.1328, 10.15, 9.7168, 9.68),
+    "offload_streams": Measured("tests/traces/offload_streams.npz", 12.5957, 6.02, 11.2734, 5.87),
+}
+
+# create, map, set_access, unmap and release, in this order.
+GOLDEN_DRIVER_CALLS = {
+    "llama_varlen": [1969, 3329, 506, 0, 0],
+    "unet3d_patch": [989, 1498, 141, 0, 0],
+    "offload_streams": [858, 1942, 363, 0, 0],
+}
+
+every_program = pytest.mark.parametrize("name", PROGRAMS)
+
+
+def open_replay(arrays: dict[str, Any]) -> Replay:
+    return core.Replay(*(arrays[name] for name in ("op", "id", "size", "stream", "t")))
+
+
+@cache
+def program(name: str) -> Replay:
+    return open_replay(load_trace(ROOT / PROGRAMS[name].path).arrays())
+
+
+@cache
+def figures(name: str, policy: str) -> dict[str, Any]:
+    return dict(program(name).run(policy))
+
+
+# --- torch's allocators, modelled -----------------------------------------------------------------
+
+
+@every_program
+def test_the_native_model_reserves_what_was_measured(name: str) -> None:
+    reserved_gib = figures(name, "native")["peak_reserved_bytes"] / GIB
+    assert round(reserved_gib, 4) == PROGRAMS[name].native_gib
+
+
+@every_program
+def test_the_expandable_model_reserves_what_was_measured(name: str) -> None:
+    reserved_gib = figures(name, "expandable")["peak_reserved_bytes"] / GIB
+    assert round(reserved_gib, 4) == PROGRAMS[name].expandable_gib
+
+
+@every_program
+@pytest.mark.parametrize("policy", ["native", "expandable"])
+def test_the_models_run_under_the_cap_that_was_measured(name: str, policy: str) -> None:
+    measured_gib = getattr(PROGRAMS[name], f"{policy}_cap_gib")
+    resolution_gib = max(measured_gib * CAP_RESOLUTION, CAP_RESOLUTION_BYTES / GIB)
+    cap_gib = program(name).min_capacity(policy) / GIB
+    assert abs(cap_gib - measured_gib) <= resolution_gib + CAP_ROUNDING_GIB
+
+
+# --- the core -------------------------------------------------------------------------------------
+
+
+# A small program of medium blocks on seven streams leaves holes below a chunk between them; finer
+# chunks would close them and cost more than a hundredth of the time of programs five times as large.
+SHORT_OF_THE_PROMISE = pytest.mark.xfail(strict=True, reason="reserves 1.016 of what is live")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama_varlen",
+        "unet3d_patch",
+        pytest.param("offload_streams", marks=SHORT_OF_THE_PROMISE),
+    ],
+)
+def test_the_core_reserves_little_more_than_what_is_live(name: str) -> None:
+    live_bytes = program(name).peak_live_bytes
+    assert live_bytes <= figures(name, "vramx")["peak_reserved_bytes"]
+    assert figures(name, "vramx")["peak_reserved_bytes"] <= RESERVED_OVER_LIVE * live_bytes
+
+
+@every_program
+def test_the_core_runs_in_little_more_than_what_is_live(name: str) -> None:
+    capacity_bytes = program(name).min_capacity("vramx")
+    assert capacity_bytes <= CAPACITY_OVER_LIVE * program(name).peak_live_bytes
+
+
+@every_program
+def test_the_smallest_capacity_is_enough(name: str) -> None:
+    capacity_bytes = program(name).min_capacity("vramx")
+    run = program(name).run("vramx", capacity_bytes=capacity_bytes)
+    assert not run["oom"]
+    assert run["peak_reserved_bytes"] <= capacity_bytes
+
+
+@every_program
+def test_no_capacity_below_what_is_live_is_enough(name: str) -> None:
+    run = program(name).run("vramx", capacity_bytes=program(name).peak_live_bytes - 1)
+    assert run["oom"]
+    assert run["oom_event"] >= 0
+
+
+@every_program
+def test_the_driver_takes_a_hundredth_of_the_programs_time(name: str) -> None:
+    assert figures(name, "vramx")["driver_us"] <= DRIVER_TIME_SHARE * program(name).trace_us
+
+
+@every_program
+def test_the_driver_calls_are_the_golden_ones(name: str) -> None:
+    assert list(figures(name, "vramx")["driver_calls"].values()) == GOLDEN_DRIVER_CALLS[name]
+
+
+@every_program
+def test_two_runs_have_the_same_figures(name: str) -> None:
+    timed = {"ns_per_event": 0.0}
+    assert dict(program(name).run("vramx")) | timed == figures(name, "vramx") | timed
+
+
+@every_program
+def test_the_layout_at_the_peak_holds_the_live_bytes(name: str) -> None:
+    spans = program(name).layout()
+    blocks: dict[int, int] = {}
+    for span in spans:
+        if span["kind"] != "free":
+            blocks[span["allocation"]] = blocks.get(span["allocation"], 0) + span["size"]
+    # Each block is its request rounded up to 512 bytes.
+    over_bytes = sum(blocks.values()) - program(name).peak_live_bytes
+    assert 0 <= over_bytes < 512 * len(blocks)
+
+
+# --- programs made up here ------------------------------------------------------------------------
+
+
+class Recorder:
+    """Builds the arrays of a trace, one event every 10 us."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[int, int, int, int]] = []
+        self.sizes: list[int] = []
+        self.streams: list[int] = []
+
+    def allocate(self, size_bytes: int, stream: int = 0) -> int:
+        self.sizes.append(size_bytes)
+        self.streams.append(stream)
+        self._add(0, len(self.sizes) - 1)
+        return len(self.sizes) - 1
+
+    def free(self, allocation: int) -> None:
+        self._add(2, allocation)
+
+    def _add(self, op: int, allocation: int) -> None:
+        self.events.append((op, allocation, self.sizes[allocation], self.streams[allocation]))
+
+    def replay(self) -> Replay:
+        op, allocation, size, stream = (
+            np.array(column, dtype)
+            for column, dtype in zip(
+                zip(*self.events, strict=True),
+                (np.uint8, np.uint32, np.uint64, np.uint8),
+                strict=True,
+            )
+        )
+        time_us = np.arange(len(op), dtype=np.uint32) * 10
+        return open_replay(
+            {"op": op, "id": allocation, "size": size, "stream": stream, "t": time_us}
+        )
+
+
+def training(steps: int) -> Replay:
+    """A program whose steps are alike: weights stay, activations rise and fall, workspaces flit."""
+    recorder = Recorder()
+    for layer in range(12):
+        recorder.allocate((layer % 3 + 1) * 9 * MIB + 512)
+    for _ in range(steps):
+        activations = []
+        for layer in range(12):
+            activations.append(recorder.allocate(5 * MIB + layer * 300_000))
+            recorder.free(recorder.allocate(2 * MIB + layer * 777))
+        for layer, activation in enumerate(reversed(activations)):
+            gradient = recorder.allocate(3 * MIB + layer * 500_001)
+            recorder.free(activation)
+            recorder.free(gradient)
+    return recorder.replay()
+
+
+def random_program(seed: int, allocations: int = 4000, streams: int = 5) -> Replay:
+    """Sizes over five orders of magnitude, lifetimes over three, on several streams."""
+    random = np.random.default_rng(seed)
+    recorder = Recorder()
+    alive: list[int] = []
+    for _ in range(allocations):
+        size_bytes = int(2 ** random.uniform(9, 26))
+        alive.append(recorder.allocate(size_bytes, int(random.integers(streams))))
+        while alive and random.random() < len(alive) / 120:
+            recorder.free(alive.pop(int(random.integers(len(alive)))))
+    return recorder.replay()
+
+
+def test_a_periodic_program_makes_no_driver_call_in_its_second_half() -> None:
+    run = training(steps=12).run("vramx")
+    assert run["driver_calls"]["create"] > 0
+    assert run["driver_calls_second_half"] == 0
+    assert run["driver_us_second_half"] == 0.0
+
+
+def test_what_a_half_leaves_out_is_counted_in_the_other() -> None:
+    # Grows once, late: the second half has every call.
+    recorder = Recorder()
+    for _ in range(100):
+        recorder.free(recorder.allocate(1 * MIB))
+    early = recorder.replay().run("vramx")
+    recorder.allocate(64 * MIB)
+    late = recorder.replay().run("vramx")
+    assert early["driver_calls_second_half"] == 0
+    assert late["driver_calls_second_half"] == (
+        sum(late["driver_calls"].values()) - sum(early["driver_calls"].values())
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_random_program_on_several_streams_stays_near_what_is_live(seed: int) -> None:
+    trace = random_program(seed)
+    reserved_bytes = trace.run("vramx")["peak_reserved_bytes"]
+    assert trace.peak_live_bytes <= reserved_bytes
+    assert reserved_bytes <= trace.run("expandable")["peak_reserved_bytes"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_random_program_runs_in_the_smallest_capacity_that_is_found(seed: int) -> None:
+    trace = random_program(seed)
+    capacity_bytes = trace.min_capacity("vramx")
+    assert trace.peak_live_bytes <= capacity_bytes
+    assert not trace.run("vramx", capacity_bytes=capacity_bytes)["oom"]
+
+
+def test_a_random_program_is_placed_the_same_way_twice() -> None:
+    placed = []
+    for _ in range(2):
+        spans = random_program(seed=9).layout()
+        base = spans[0]["address"]
+        placed.append([(span["address"] - base, span["allocation"]) for span in spans])
+    assert placed[0] == placed[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("streams", [1, 4])
+def test_no_block_is_overwritten_on_the_gpu(streams: int) -> None:
+    run = random_program(seed=2).run("vramx", driver="cuda", pattern_streams=streams)
+    assert not run["oom"]
+    assert run["mismatches"] == 0
+
+
+if __name__ == "__main__":
+    for each in PROGRAMS:
+        calls = list(figures(each, "vramx")["driver_calls"].values())
+        sys.stdout.write(f'    "{each}": {calls},\n')
