@@ -3,7 +3,7 @@
 Three questions, one group of cases each: how the cost grows with the number of live blocks (a list
 that is searched shows here), how it depends on the sizes asked for, and what threads that share one
 allocator do to each other. One operation is an allocate or a free; sizes are drawn log-uniformly.
-The figure to reach is 100 ns (DESIGN: warm, one thread).
+The figure to reach is 100 ns, warm, on one thread.
 """
 
 from __future__ import annotations

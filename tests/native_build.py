@@ -1,4 +1,4 @@
-"""Builds the C++ test programs of tests/native, each under each sanitizer set, with ninja.
+"""Builds the C++ test programs of tests/native, under each sanitizer set and without, with ninja.
 
 Objects are kept under build/native, so that only what changed is compiled again (ninja reads the
 compiler's list of headers) and programs of one sanitizer share the objects of the core. Nothing
@@ -18,7 +18,15 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "native"
 LAYERS = ("core", "driver")  # none of the programs replays a trace
 SANITIZERS = {"asan": "address,undefined", "tsan": "thread"}
-FLAGS = "-std=c++20 -O1 -g1 -fno-omit-frame-pointer -Wall -Wextra -Werror -Wshadow -Wundef -pthread"
+# How a program is built: the sanitizers, or none and the optimiser instead.
+BUILDS = {
+    **{
+        name: f"-O1 -fsanitize={checks} -fno-sanitize-recover=all"
+        for name, checks in SANITIZERS.items()
+    },
+    "plain": "-O2",
+}
+FLAGS = "-std=c++20 -g1 -fno-omit-frame-pointer -Wall -Wextra -Werror -Wshadow -Wundef -pthread"
 
 
 @dataclass(frozen=True)
@@ -59,8 +67,8 @@ def sanitizer_runs(sanitizer: str) -> bool:
     return subprocess.run([target], capture_output=True, check=False).returncode == 0
 
 
-def build(program: Program, sanitizer: str) -> Path:
-    """Compile a program and return its path.
+def build(program: Program, kind: str) -> Path:
+    """Compile a program as one of BUILDS says and return its path.
 
     Raises:
         RuntimeError: it does not compile; the text is the compiler's.
@@ -70,32 +78,31 @@ def build(program: Program, sanitizer: str) -> Path:
     text = ninja_file()
     if not script.exists() or script.read_text() != text:
         script.write_text(text)
-    target = f"build/native/{sanitizer}/{program.name}"
+    target = f"build/native/{kind}/{program.name}"
     command = [*_ninja(), "-j2", "-f", str(script.relative_to(ROOT)), target]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{program.main} under {sanitizer} does not build:\n{done.stdout}")
+        raise RuntimeError(f"{program.main} as {kind} does not build:\n{done.stdout}")
     return ROOT / target
 
 
 def ninja_file() -> str:
-    """Return the text of the build.ninja for every program under every sanitizer."""
+    """Return the text of the build.ninja for every program in every kind of build."""
     layers = [path for layer in LAYERS for path in (ROOT / "csrc" / layer).glob("*.cpp")]
     core = sorted(path.relative_to(ROOT).as_posix() for path in layers)
     sources = dict.fromkeys([*core, *(s for p in programs() for s in (p.main, *p.parts))])
     lines = ["builddir = build/native", f"flags = {FLAGS} -Icsrc -Itests/native"]
-    for name, checks in SANITIZERS.items():
-        sanitize = f"-fsanitize={checks} -fno-sanitize-recover=all"
+    for name, options in BUILDS.items():
         lines += [
             f"rule compile_{name}",
-            f"  command = g++ -MMD -MF $out.d $flags {sanitize} -c $in -o $out",
+            f"  command = g++ -MMD -MF $out.d $flags {options} -c $in -o $out",
             "  deps = gcc",
             "  depfile = $out.d",
             # An archive, so that a program takes of the core only what it needs.
             f"rule archive_{name}",
             "  command = rm -f $out && ar rcs $out $in",
             f"rule link_{name}",
-            f"  command = g++ {sanitize} -pthread $in -o $out -ldl",
+            f"  command = g++ {options} -pthread $in -o $out -ldl",
             *(f"build {_object(name, source)}: compile_{name} {source}" for source in sources),
         ]
         archive = f"build/native/{name}/core.a"
@@ -107,12 +114,12 @@ def ninja_file() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _objects(sanitizer: str, sources: list[str]) -> str:
-    return " ".join(_object(sanitizer, source) for source in sources)
+def _objects(kind: str, sources: list[str]) -> str:
+    return " ".join(_object(kind, source) for source in sources)
 
 
-def _object(sanitizer: str, source: str) -> str:
-    return f"build/native/{sanitizer}/{source.removesuffix('.cpp')}.o"
+def _object(kind: str, source: str) -> str:
+    return f"build/native/{kind}/{source.removesuffix('.cpp')}.o"
 
 
 def _ninja() -> list[str]:

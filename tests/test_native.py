@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
+from pathlib import Path
 
 import native_build
 import pytest
@@ -16,18 +18,21 @@ OPTIONS = {
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "TSAN_OPTIONS": "exitcode=99:halt_on_error=1",
 }
-# What a program is told on the command line; most need nothing.
-ARGUMENTS = {"driver_contract": ["sim"]}
+# What a program is told on the command line; most need nothing. The stress counts its steps: under
+# a sanitizer each takes several times as long.
+ARGUMENTS = {
+    ("driver_contract", "asan"): ["sim"],
+    ("driver_contract", "tsan"): ["sim"],
+    ("core_stress", "asan"): ["60000"],
+    ("core_stress", "tsan"): ["20000"],
+}
+STRESS_STEPS = 1_000_000  # of core_stress without a sanitizer
 
 
-@pytest.mark.parametrize("sanitizer", SANITIZERS)
-@pytest.mark.parametrize("program", programs(), ids=lambda program: program.name)
-def test_program_passes(program: Program, sanitizer: str) -> None:
-    if not native_build.sanitizer_runs(sanitizer):
-        pytest.skip(f"g++ has no runtime for -fsanitize={SANITIZERS[sanitizer]} here")
-    executable = native_build.build(program, sanitizer)
+def run_program(executable: Path, *arguments: str) -> str:
+    """Run a test program, expect that it passes, and return what it printed."""
     done = subprocess.run(
-        [executable, *ARGUMENTS.get(program.name, [])],
+        [executable, *arguments],
         env={**os.environ, **OPTIONS},
         capture_output=True,
         text=True,
@@ -37,6 +42,25 @@ def test_program_passes(program: Program, sanitizer: str) -> None:
     )
     assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-8000:]}"
     assert done.stdout.strip(), "a program that says nothing has checked nothing"
+    return done.stdout
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+@pytest.mark.parametrize("program", programs(), ids=lambda program: program.name)
+def test_program_passes(program: Program, sanitizer: str) -> None:
+    if not native_build.sanitizer_runs(sanitizer):
+        pytest.skip(f"g++ has no runtime for -fsanitize={SANITIZERS[sanitizer]} here")
+    executable = native_build.build(program, sanitizer)
+    run_program(executable, *ARGUMENTS.get((program.name, sanitizer), []))
+
+
+@pytest.mark.slow
+def test_the_core_holds_for_a_million_random_steps() -> None:
+    stress = next(program for program in programs() if program.name == "core_stress")
+    printed = run_program(native_build.build(stress, "plain"))
+    steps = re.search(r"^operations (\d+)$", printed, re.MULTILINE)
+    assert steps is not None
+    assert int(steps[1]) >= STRESS_STEPS
 
 
 @pytest.mark.gpu

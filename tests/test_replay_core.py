@@ -106,8 +106,8 @@ def test_the_models_run_under_the_cap_that_was_measured(name: str, policy: str) 
 # --- the core -------------------------------------------------------------------------------------
 
 
-# A small program of medium blocks on seven streams leaves holes below a chunk between them; finer
-# chunks would close them and cost more than a hundredth of the time of programs five times as large.
+# A small program of medium blocks on seven streams leaves holes below a chunk between them. Finer
+# chunks would close them, at more than a hundredth of the time of programs five times as large.
 SHORT_OF_THE_PROMISE = pytest.mark.xfail(strict=True, reason="reserves 1.016 of what is live")
 
 

@@ -14,16 +14,16 @@ constexpr std::uint64_t kLargestUnits = 16;
 
 }  // namespace
 
-std::vector<Bytes> chunk_sizes(const Growth& growth, Bytes granularity) {
-  const Bytes of_memory{(growth.held + growth.bytes).count / kChunksOfMemory};
-  const Bytes of_request{growth.request.count / kChunksOfRequest};
-  const Bytes of_room{growth.room.count / kChunksOfRoom};
+std::vector<Bytes> chunk_sizes(const ChunkDemand& demand, Bytes granularity) {
+  const Bytes of_memory{(demand.held + demand.bytes).count / kChunksOfMemory};
+  const Bytes of_request{demand.request.count / kChunksOfRequest};
+  const Bytes of_room{demand.room.count / kChunksOfRoom};
   const Bytes in_proportion = min(max(max(of_memory, of_request), granularity * kSmallestUnits),
                                   granularity * kLargestUnits);
   const Bytes largest = max(min(in_proportion, of_room), granularity);
-  std::uint64_t pieces = (growth.bytes.count + largest.count - 1) / largest.count;
+  std::uint64_t pieces = (demand.bytes.count + largest.count - 1) / largest.count;
   std::vector<Bytes> sizes;
-  for (Bytes left = growth.bytes; left; --pieces) {
+  for (Bytes left = demand.bytes; left; --pieces) {
     sizes.push_back(min(left, round_up(Bytes{left.count / pieces}, granularity)));
     left -= sizes.back();
   }

@@ -14,13 +14,13 @@
 
 namespace vramx {
 
-// Sizes that add up to `growth`, which is a multiple of `granularity`; each is one too.
-struct Growth {
-  Bytes bytes;    // a multiple of the granularity
-  Bytes request;  // that it is for
-  Bytes held;     // before it
-  Bytes room;     // what may still be held, this growth included
+// What the chunks are for. Their sizes add up to `bytes`; each is a multiple of the granularity.
+struct ChunkDemand {
+  Bytes bytes;             // of growth, a multiple of the granularity
+  Bytes request;           // that it is for
+  Bytes held;              // before it
+  Bytes room{UINT64_MAX};  // what may still be held, this growth included
 };
-std::vector<Bytes> chunk_sizes(const Growth& growth, Bytes granularity);
+std::vector<Bytes> chunk_sizes(const ChunkDemand& demand, Bytes granularity);
 
 }  // namespace vramx

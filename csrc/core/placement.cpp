@@ -163,30 +163,30 @@ bool DeviceAllocator::is_growth_free(Bytes growth, Bytes size) const {
   return arena_.mapped_bytes() + building_ + growth <= live + allowance(live, config_.growth_slack);
 }
 
-// Adds chunks of `growth` bytes in a gap and sets them aside: one span, which waits for nothing.
-Result<SpanId> DeviceAllocator::add_chunks(Bytes growth, Bytes request, Lock& lock) {
-  const SpanId gap = arena_.gap_for(growth);
-  if (gap == kNoId || !is_within_limit(growth)) return nothing_here();
+// Adds chunks at the start of the growth's gap and sets them aside: one span, which waits for
+// nothing.
+Result<SpanId> DeviceAllocator::add_chunks(const Growth& growth, Bytes request, Lock& lock) {
+  if (growth.gap == kNoId || !is_within_limit(growth.bytes)) return nothing_here();
   const Bytes held = arena_.mapped_bytes() + building_;
   const std::vector<Bytes> sizes =
-      chunk_sizes({growth, request, held, room()}, driver_.granularity());
-  const SpanId building = arena_.begin_building(gap, growth);
+      chunk_sizes({growth.bytes, request, held, room()}, driver_.granularity());
+  const SpanId building = arena_.begin_building(growth.gap, growth.bytes);
   const Address at = arena_.span(building).begin;
-  building_ += growth;
+  building_ += growth.bytes;
   std::vector<MappedChunk> chunks;
   lock.unlock();
   const MapOutcome outcome = create_and_map(driver_, at, sizes, chunks);
   lock.lock();
-  building_ -= growth;
-  note_leftovers(outcome, {at, growth}, building);
+  building_ -= growth.bytes;
+  note_leftovers(outcome, {at, growth.bytes}, building);
   if (!outcome.status.ok()) return outcome.status;
   arena_.finish_mapped(building, chunks);
   held_.store(arena_.mapped_bytes().count, std::memory_order_relaxed);
   ++stats_.num_growths;
   stats_.num_device_alloc += static_cast<std::int64_t>(chunks.size());
   stats_.segment.increase(static_cast<std::int64_t>(chunks.size()));
-  stats_.reserved_bytes.increase(static_cast<std::int64_t>(growth.count));
-  trace_.add(TraceKind::kGrow, at, growth, Stream::kDefault);
+  stats_.reserved_bytes.increase(static_cast<std::int64_t>(growth.bytes.count));
+  trace_.add(TraceKind::kGrow, at, growth.bytes, Stream::kDefault);
   return building;
 }
 
@@ -199,7 +199,7 @@ Result<DeviceAllocator::Placement> DeviceAllocator::grow(Request& request, Lock&
     have = extent.size;
     held = hold({{extent.begin, extent.size}});
   }
-  const Result<SpanId> added = add_chunks(growth.bytes, request.size, lock);
+  const Result<SpanId> added = add_chunks(growth, request.size, lock);
   if (!added.ok()) {
     give_back(held);
     return added.status();
@@ -264,17 +264,18 @@ Result<DeviceAllocator::Placement> DeviceAllocator::stitch(Request& request, Loc
 // then gives up what their rounding brings in surplus.
 Result<DeviceAllocator::Held> DeviceAllocator::hold_with_growth(StitchPlan& plan, Bytes request,
                                                                 Lock& lock) {
-  const Bytes growth = round_up(plan.missing, driver_.granularity());
+  const Bytes missing = round_up(plan.missing, driver_.granularity());
   Bytes of_new = plan.missing;
   Piece last{};
   if (plan.ends_in_tail) {
     last = plan.pieces.back();
     plan.pieces.pop_back();
-    of_new = min(growth, plan.missing + last.size);
+    of_new = min(missing, plan.missing + last.size);
     last.size = plan.missing + last.size - of_new;
   }
   Held held = hold(plan.pieces);
   const Held held_last = last.size ? hold({last}) : Held{};
+  const Growth growth{.bytes = missing, .gap = arena_.gap_for(missing)};
   const Result<SpanId> added = add_chunks(growth, request, lock);
   if (!added.ok()) {
     give_back(held);

@@ -110,25 +110,25 @@ template <class Visit>
 void for_each_growth(Visit visit) {
   for (const Bytes held : {0_B, 1_GiB, 20_GiB, 80_GiB}) {
     for (std::uint64_t pages = 1; pages <= 300; ++pages) {
-      visit(Growth{.bytes = kPage * pages, .request = kPage * pages, .held = held});
-      visit(Growth{.bytes = kPage * pages, .request = kPage * pages * 9, .held = held});
+      visit(ChunkDemand{.bytes = kPage * pages, .request = kPage * pages, .held = held});
+      visit(ChunkDemand{.bytes = kPage * pages, .request = kPage * pages * 9, .held = held});
     }
   }
 }
 
 void chunks_add_up_to_the_growth(Nothing&) {
   for_each_growth(
-      [](const Growth& growth) { EXPECT(sum(chunk_sizes(growth, kPage)) == growth.bytes); });
+      [](const ChunkDemand& growth) { EXPECT(sum(chunk_sizes(growth, kPage)) == growth.bytes); });
 }
 
 void chunks_are_multiples_of_the_granularity(Nothing&) {
-  for_each_growth([](const Growth& growth) {
+  for_each_growth([](const ChunkDemand& growth) {
     for (const Bytes size : chunk_sizes(growth, kPage)) EXPECT(size && !(size % kPage));
   });
 }
 
 void a_growth_is_divided_evenly(Nothing&) {
-  for_each_growth([](const Growth& growth) {
+  for_each_growth([](const ChunkDemand& growth) {
     const std::vector<Bytes> sizes = chunk_sizes(growth, kPage);
     const auto [smallest, largest] = std::minmax_element(sizes.begin(), sizes.end());
     EXPECT(*largest - *smallest <= kPage);
@@ -140,20 +140,25 @@ void no_growth_is_no_chunk(Nothing&) {
 }
 
 void the_smallest_growth_is_one_chunk(Nothing&) {
-  const Growth growth{.bytes = kPage, .request = 1_MiB, .held = 20_GiB};
+  const ChunkDemand growth{.bytes = kPage, .request = 1_MiB, .held = 20_GiB};
   EXPECT((chunk_sizes(growth, kPage) == std::vector<Bytes>{kPage}));
 }
 
 void chunks_are_larger_where_more_is_held(Nothing&) {
-  const Growth early{.bytes = 240_MiB, .request = 8_MiB, .held = 0_B};
-  const Growth late{.bytes = 240_MiB, .request = 8_MiB, .held = 80_GiB};
+  const ChunkDemand early{.bytes = 240_MiB, .request = 8_MiB, .held = 0_B};
+  const ChunkDemand late{.bytes = 240_MiB, .request = 8_MiB, .held = 80_GiB};
   EXPECT(chunk_sizes(late, kPage).size() < chunk_sizes(early, kPage).size());
 }
 
 void chunks_are_larger_for_a_larger_request(Nothing&) {
-  const Growth small{.bytes = 240_MiB, .request = 8_MiB, .held = 0_B};
-  const Growth large{.bytes = 240_MiB, .request = 2_GiB, .held = 0_B};
+  const ChunkDemand small{.bytes = 240_MiB, .request = 8_MiB, .held = 0_B};
+  const ChunkDemand large{.bytes = 240_MiB, .request = 2_GiB, .held = 0_B};
   EXPECT(chunk_sizes(large, kPage).size() < chunk_sizes(small, kPage).size());
+}
+
+void chunks_are_finest_where_no_room_is_left(Nothing&) {
+  const ChunkDemand tight{.bytes = 64_MiB, .request = 2_GiB, .held = 80_GiB, .room = 64_MiB};
+  EXPECT(chunk_sizes(tight, kPage).size() == 64_MiB / kPage);
 }
 
 constexpr Check<Table> kTableChecks[] = {
@@ -182,6 +187,7 @@ constexpr Check<Nothing> kPolicyChecks[] = {
     {"the smallest growth is one chunk", the_smallest_growth_is_one_chunk},
     {"chunks are larger where more is held", chunks_are_larger_where_more_is_held},
     {"chunks are larger for a larger request", chunks_are_larger_for_a_larger_request},
+    {"chunks are finest where no room is left", chunks_are_finest_where_no_room_is_left},
 };
 
 }  // namespace

@@ -1,0 +1,67 @@
+// The checks that check the checks: a device with one broken promise must be found out within a few
+// seeds, and the scenario that does it must shrink to a handful of steps that still fail and pass
+// on a device that keeps its promises.
+#include <cstdio>
+
+#include "stress/shrink.h"
+#include "stress/suite.h"
+
+namespace vramx::stress {
+namespace {
+
+constexpr std::uint64_t kSeedsTried = 64;
+constexpr std::size_t kFewSteps = 48;
+
+// The claim that a defect breaks, up to the colon; any of these, separated by bars.
+void expect_found(const Options& options, Defect defect, const std::string& claims) {
+  SeedRun run;
+  std::uint64_t seed = options.first_seed;
+  for (; seed < options.first_seed + kSeedsTried && run.failure.empty(); ++seed) {
+    run = run_seed(seed, kStepsPerSeed, defect);
+  }
+  REQUIRE(!run.failure.empty());
+  const std::string kind = run.failure.substr(0, run.failure.find(':'));
+  EXPECT(claims.find(kind) != std::string::npos);
+  Scenario small = shrink(run.scenario, run.failure);
+  std::printf("  %s: %zu steps of %zu\n", run.failure.c_str(), small.steps.size(),
+              run.scenario.steps.size());
+  EXPECT(small.steps.size() <= kFewSteps);
+  EXPECT(first_failure(small).substr(0, kind.size()) == kind);
+  small.setup.defect = Defect::kNone;
+  EXPECT(first_failure(small).empty());
+}
+
+void a_wait_that_orders_nothing_is_found(const Options& options) {
+  expect_found(options, Defect::kWaitDoesNothing, "stream safety");
+}
+
+void a_hasty_query_is_found(const Options& options) {
+  expect_found(options, Defect::kQueryIsHasty, "stream safety|unmapped in use|released in use");
+}
+
+void an_alias_of_the_wrong_chunk_is_found(const Options& options) {
+  expect_found(options, Defect::kAliasOfWrongChunk, "bytes");
+}
+
+void access_that_is_not_granted_is_found(const Options& options) {
+  expect_found(options, Defect::kAccessNotGranted, "access");
+}
+
+void memory_that_does_not_return_is_found(const Options& options) {
+  expect_found(options, Defect::kReleaseDoesNothing, "books|end");
+}
+
+}  // namespace
+
+std::span<const Check> defect_checks() {
+  static constexpr Check kChecks[] = {
+      {"a wait that orders nothing is found", a_wait_that_orders_nothing_is_found},
+      {"a hasty query is found", a_hasty_query_is_found},
+      {"an alias of the wrong chunk is found", an_alias_of_the_wrong_chunk_is_found},
+      {"access that is not granted is found", access_that_is_not_granted_is_found},
+      {"memory that does not return is found", memory_that_does_not_return_is_found},
+  };
+  return kChecks;
+}
+
+}  // namespace vramx::stress
