@@ -33,6 +33,7 @@ MIB, GIB = 1 << 20, 1 << 30
 RESERVED_OVER_LIVE = 1.01
 CAPACITY_OVER_LIVE = 1.01
 DRIVER_TIME_SHARE = 0.01
+DRIVER_MODEL_FACTOR = 1.5
 
 # The measured caps were found to 0.1 % or 8 MiB, whichever is more, and are given to 0.01 GiB.
 CAP_RESOLUTION, CAP_RESOLUTION_BYTES, CAP_ROUNDING_GIB = 0.001, 8 * MIB, 0.005
@@ -294,6 +295,13 @@ def test_no_block_is_overwritten_on_the_gpu(streams: int) -> None:
     run = random_program(seed=2).run("vramx", driver="cuda", pattern_streams=streams)
     assert not run["oom"]
     assert run["mismatches"] == 0
+
+
+@pytest.mark.gpu
+def test_the_modelled_driver_time_is_near_the_measured_one() -> None:
+    modelled_us = figures("llama_varlen", "vramx")["driver_us"]
+    measured_us = program("llama_varlen").run("vramx", driver="cuda")["driver_us"]
+    assert 1 / DRIVER_MODEL_FACTOR <= measured_us / modelled_us <= DRIVER_MODEL_FACTOR
 
 
 if __name__ == "__main__":
