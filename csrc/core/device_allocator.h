@@ -14,10 +14,10 @@
 #include <atomic>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include "core/adaptive_mutex.h"
 #include "core/alias_cache.h"
 #include "core/arena.h"
 #include "core/block_table.h"
@@ -106,7 +106,6 @@ class DeviceAllocator {
   std::string check() const;
 
  private:
-  using Lock = std::unique_lock<std::mutex>;
   // A request on the slow path.
   struct Request {
     Bytes size;
@@ -199,7 +198,7 @@ class DeviceAllocator {
   const Bytes arena_size_;
   const Address alias_base_;
 
-  mutable std::mutex mutex_;
+  mutable AdaptiveMutex mutex_;
   Bytes limit_;
   Arena arena_;
   AliasCache aliases_;

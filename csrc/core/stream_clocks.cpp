@@ -8,13 +8,13 @@ namespace {
 // Lets a lock go for as long as it lives.
 class Unlocked {
  public:
-  explicit Unlocked(std::unique_lock<std::mutex>& lock) : lock_(lock) { lock_.unlock(); }
+  explicit Unlocked(Lock& lock) : lock_(lock) { lock_.unlock(); }
   ~Unlocked() { lock_.lock(); }
   Unlocked(const Unlocked&) = delete;
   Unlocked& operator=(const Unlocked&) = delete;
 
  private:
-  std::unique_lock<std::mutex>& lock_;
+  Lock& lock_;
 };
 
 Status require_not_capturing(Driver& driver, Stream stream) {
@@ -65,7 +65,7 @@ void StreamClocks::raise(std::vector<std::uint64_t>& clock, const std::vector<st
   for (StreamIndex stream = 0; stream < to.size(); ++stream) raise(clock, stream, to[stream]);
 }
 
-Status StreamClocks::prepare_event(StreamIndex index, std::unique_lock<std::mutex>& lock) {
+Status StreamClocks::prepare_event(StreamIndex index, Lock& lock) {
   if (streams_[index].last.event != Event::kNone) return ok_status();
   Result<Event> made = [&] {
     const Unlocked unlocked(lock);
@@ -83,7 +83,7 @@ Status StreamClocks::prepare_event(StreamIndex index, std::unique_lock<std::mute
 
 // Sequence and clock are read before the event is recorded: it then covers at least those. Two
 // threads may record the same event at once; the later record covers more, so either may wait.
-Status StreamClocks::record(StreamIndex index, std::unique_lock<std::mutex>& lock) {
+Status StreamClocks::record(StreamIndex index, Lock& lock) {
   if (streams_[index].last.sequence == streams_[index].sequence &&
       streams_[index].last.event != Event::kNone) {
     return ok_status();
@@ -106,8 +106,7 @@ Status StreamClocks::record(StreamIndex index, std::unique_lock<std::mutex>& loc
   return ok_status();
 }
 
-Status StreamClocks::order(StreamIndex reader, const TagSet& tags,
-                           std::unique_lock<std::mutex>& lock) {
+Status StreamClocks::order(StreamIndex reader, const TagSet& tags, Lock& lock) {
   for (std::size_t i = 0; i < tags.size(); ++i) {
     const Tag tag = tags[i];
     if (is_ordered(tag, reader)) continue;
@@ -128,7 +127,7 @@ Status StreamClocks::order(StreamIndex reader, const TagSet& tags,
   return ok_status();
 }
 
-void StreamClocks::settle(Settle how, std::unique_lock<std::mutex>& lock) {
+void StreamClocks::settle(Settle how, Lock& lock) {
   for (StreamIndex index = 0; index < streams_.size(); ++index) {
     if (streams_[index].complete == streams_[index].sequence) continue;
     // A stream that cannot be recorded on may still have an event that covers some of its frees.
@@ -150,7 +149,7 @@ void StreamClocks::settle(Settle how, std::unique_lock<std::mutex>& lock) {
   }
 }
 
-Status StreamClocks::forget(Stream stream, std::unique_lock<std::mutex>& lock) {
+Status StreamClocks::forget(Stream stream, Lock& lock) {
   const auto entry = by_handle_.find(static_cast<std::uint64_t>(stream));
   if (entry == by_handle_.end()) return ok_status();
   const StreamIndex index = entry->second;

@@ -11,11 +11,11 @@
 // settle() are made while that lock is let go.
 #pragma once
 
-#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "core/adaptive_mutex.h"
 #include "core/driver.h"
 #include "core/fork_guard.h"
 #include "core/types.h"
@@ -50,16 +50,16 @@ class StreamClocks {
 
   // Makes `reader` wait for the tags, on the device. Fails, having ordered nothing that matters,
   // where a stream is capturing or gone. Lets `lock` go meanwhile and holds it again after.
-  Status order(StreamIndex reader, const TagSet& tags, std::unique_lock<std::mutex>& lock);
+  Status order(StreamIndex reader, const TagSet& tags, Lock& lock);
 
   enum class Settle : std::uint8_t { kQuery, kWait };
   // Learns which tags are complete: asks each stream without blocking, or waits for each. Capturing
   // and destroyed streams are left out. Lets `lock` go meanwhile.
-  void settle(Settle how, std::unique_lock<std::mutex>& lock);
+  void settle(Settle how, Lock& lock);
 
   // The caller is about to destroy the stream: what it freed is recorded now, and its name means
   // another stream from here on. Fails, and forgets nothing, where no event can be recorded on it.
-  Status forget(Stream stream, std::unique_lock<std::mutex>& lock);
+  Status forget(Stream stream, Lock& lock);
 
   std::size_t host_bytes() const;
   // Recomputes clock 1 and clock 2 of types.h.
@@ -81,8 +81,8 @@ class StreamClocks {
   };
 
   // Records the stream's event so that it covers all of its sequence, unless it does already.
-  Status record(StreamIndex index, std::unique_lock<std::mutex>& lock);
-  Status prepare_event(StreamIndex index, std::unique_lock<std::mutex>& lock);
+  Status record(StreamIndex index, Lock& lock);
+  Status prepare_event(StreamIndex index, Lock& lock);
   static void raise(std::vector<std::uint64_t>& clock, const std::vector<std::uint64_t>& to);
   static void raise(std::vector<std::uint64_t>& clock, StreamIndex stream, std::uint64_t to);
 

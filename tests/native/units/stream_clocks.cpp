@@ -3,7 +3,6 @@
 #include "core/stream_clocks.h"
 
 #include <memory>
-#include <mutex>
 
 #include "driver/sim_driver.h"
 #include "units/units.h"
@@ -25,8 +24,8 @@ struct Fixture {
   std::unique_ptr<SimDriver> sim =
       contract::open_sim({.capacity = kPage, .mode = SimMode::kAccounting});
   StreamClocks clocks{*sim};
-  std::mutex mutex;
-  std::unique_lock<std::mutex> lock{mutex};
+  AdaptiveMutex mutex;
+  Lock lock{mutex};
   StreamIndex a = clocks.index_of(kA);
   StreamIndex b = clocks.index_of(kB);
   StreamIndex c = clocks.index_of(kC);
