@@ -39,35 +39,37 @@ void AliasCache::remove(AliasId id, Arena& arena) {
   vacant_.push_back(id);
 }
 
-// Walks the chunks once, keeping the free run that ends before the current one.
+// Walks the chunks once, keeping the free run that ends before the current one. The free end of a
+// chunk is only looked up where a run could begin with it.
 AliasFit AliasCache::fit_in(AliasId id, const Arena& arena, Bytes size) const {
   const Alias& alias = aliases_[id];
   if (alias.is_leaving) return {};
   AliasFit fit{.alias = id, .address = alias.base, .pieces = {}};
   Bytes run{};
   Address at = alias.base;
-  for (const ChunkId chunk_id : alias.chunks) {
-    const Chunk& chunk = arena.chunks()[chunk_id];
-    const Bytes prefix = arena.free_prefix(chunk_id);
+  Bytes prefix = arena.free_prefix(alias.chunks.front());
+  for (std::size_t i = 0; i < alias.chunks.size(); ++i) {
+    const Chunk& chunk = arena.chunks()[alias.chunks[i]];
     if (run + prefix >= size) {
       fit.pieces.push_back({chunk.begin, size - run});
       return fit;
     }
+    const bool is_last = i + 1 == alias.chunks.size();
+    const Bytes next_prefix = is_last ? Bytes{} : arena.free_prefix(alias.chunks[i + 1]);
     if (prefix == chunk.size) {
       fit.pieces.push_back({chunk.begin, chunk.size});
       run += chunk.size;
     } else {
-      const Bytes suffix = arena.free_suffix(chunk_id);
+      const bool may_begin = next_prefix || chunk.size >= size;
+      const Bytes suffix = may_begin ? arena.free_suffix(alias.chunks[i]) : Bytes{};
       fit.pieces.clear();
       fit.address = at + (chunk.size - suffix);
       run = suffix;
-      if (suffix) fit.pieces.push_back({chunk.end() - suffix, suffix});
-      if (suffix >= size) {
-        fit.pieces.back().size = size;
-        return fit;
-      }
+      if (suffix) fit.pieces.push_back({chunk.end() - suffix, min(suffix, size)});
+      if (suffix >= size) return fit;
     }
     at = at + chunk.size;
+    prefix = next_prefix;
   }
   return {};
 }

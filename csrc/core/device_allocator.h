@@ -165,7 +165,7 @@ class DeviceAllocator {
   bool is_growth_free(Bytes growth, Bytes size) const;
   bool is_growth_as_good(const Request& request, Bytes missing) const;
   Result<SpanId> add_chunks(const Growth& growth, Bytes request, Lock& lock);
-  StitchPlan plan(const Request& request, std::size_t extents) const;
+  StitchPlan plan(const Request& request) const;
   Result<Held> hold_with_growth(StitchPlan& plan, Bytes request, Lock& lock);
   std::vector<ChunkId> chunks_under(const Held& held) const;
   Status map_alias(const Held& held, Lock& lock, Placement* placement);

@@ -15,8 +15,7 @@ namespace {
 // Below this a block is not worth an alias while the arena may grow: the chunk that it would open
 // takes many more like it.
 constexpr Bytes kSmallestStitched{1 << 20};
-// Extents below this have no part in a plan. Most blocks are put together from the few largest;
-// only where those are not enough does a plan look at many.
+// Extents below this have no part in a plan.
 constexpr Bytes kSmallestPiece{64 << 10};
 constexpr std::size_t kFewExtents = 64;
 constexpr std::size_t kManyExtents = 4096;
@@ -221,13 +220,20 @@ Result<DeviceAllocator::Placement> DeviceAllocator::grow(Request& request, Lock&
 // --- stitching
 // -------------------------------------------------------------------------------------
 
-StitchPlan DeviceAllocator::plan(const Request& request, std::size_t extents) const {
-  const StreamIndex of = request.is_alone ? request.stream : Arena::kAnyStream;
-  std::vector<Piece> pieces;
-  for (const SpanId id : arena_.largest(kSmallestPiece, extents, of)) {
-    pieces.push_back({arena_.span(id).begin, arena_.span(id).size});
+// Most blocks are put together from the few largest extents. Only where those are not enough does a
+// plan look at many.
+StitchPlan DeviceAllocator::plan(const Request& request) const {
+  StitchPlan plan;
+  for (const std::size_t most : {kFewExtents, kManyExtents}) {
+    const StreamIndex of = request.is_alone ? request.stream : Arena::kAnyStream;
+    std::vector<Piece> pieces;
+    for (const SpanId id : arena_.largest(kSmallestPiece, most, of)) {
+      pieces.push_back({arena_.span(id).begin, arena_.span(id).size});
+    }
+    plan = plan_stitch(pieces, arena_.chunks(), request.size);
+    if (!plan.missing || pieces.size() < most) break;
   }
-  return plan_stitch(pieces, arena_.chunks(), request.size);
+  return plan;
 }
 
 // Growing alone makes half the mappings: what a stitch saves in memory must be worth the others.
@@ -240,12 +246,11 @@ bool DeviceAllocator::is_growth_as_good(const Request& request, Bytes missing) c
 }
 
 Result<DeviceAllocator::Placement> DeviceAllocator::stitch(Request& request, Lock& lock) {
-  StitchPlan plan = this->plan(request, kFewExtents);
-  if (plan.missing) plan = this->plan(request, kManyExtents);
+  StitchPlan plan = this->plan(request);
   if (plan.missing && is_growth_as_good(request, plan.missing)) {
     Result<Placement> grown = grow(request, lock);
     if (grown.ok()) return grown;
-    plan = this->plan(request, kManyExtents);
+    plan = this->plan(request);
   }
   Result<Held> held = plan.missing ? hold_with_growth(plan, request.size, lock) : hold(plan.pieces);
   if (!held.ok()) return held.status();
