@@ -31,7 +31,8 @@ std::string OutOfMemory::message() const {
           " free in " + std::to_string(extents) + " pieces, the largest " + binary(largest_extent) +
           ", " + binary(whole_chunks) + " in whole chunks.";
   if (limit != Bytes{UINT64_MAX}) text += " Its limit is " + binary(limit) + ".";
-  text += " Try a smaller batch, vramx.compressed_activations, or a higher limit.";
+  text += limit != Bytes{UINT64_MAX} ? " Try a smaller batch or a higher limit."
+                                     : " Try a smaller batch.";
   return text;
 }
 

@@ -13,7 +13,6 @@ import importlib
 import importlib.metadata
 import json
 import platform
-import re
 import shutil
 import subprocess
 import textwrap
@@ -26,7 +25,6 @@ from vramx.sizes import format_size
 
 SCHEMA = 1
 WORKS, LIMITED, MISSING = "works", "limited", "does not work"
-OLDEST_TORCH = (2, 6)
 # Live mappings that one device bears before cuMemSetAccess says out of memory: measured on an H200
 # with driver 580.159, for chunks of 2 MiB.
 MAPPING_CEILING = 520_192
@@ -136,13 +134,10 @@ def judge(facts: dict[str, Any]) -> list[Finding]:
     """Say for each part of vramx whether it will work, from the facts alone."""
     core = [NO_CORE] if facts["vramx"]["core_error"] else []
     pictures = [*core, *_lacks(facts, "matplotlib")]
-    allocator = [*core, *_torch_faults(facts), *_gpu_faults(facts)]
     return [
         _finding("replay", [*core, *_lacks(facts, "numpy"), *_lacks(facts, "rich")], []),
         _finding("pictures", pictures, _lacks(facts, "plotly")),
-        _finding("allocator", allocator, _shim(facts)),
-        _finding("compressed activations", _torch_faults(facts, needs_cuda=False), _kernels(facts)),
-        _finding("sharing tensors between processes", _gpu_faults(facts), _handles(facts)),
+        _finding("replay on a GPU", [*core, *_gpu_faults(facts)], _unsupported(facts)),
     ]
 
 
@@ -159,21 +154,6 @@ def _lacks(facts: dict[str, Any], package: str) -> list[str]:
     return [f"{package} is not installed: pip install {package}"]
 
 
-def _torch_faults(facts: dict[str, Any], needs_cuda: bool = True) -> list[str]:
-    torch = facts["torch"]
-    if torch["error"]:
-        return [f"torch: {torch['error']}"]
-    if _numbers(torch["version"]) < OLDEST_TORCH:
-        return [f"torch {torch['version']} is too old; 2.6 or newer is needed"]
-    if needs_cuda and not torch["cuda"]:
-        return [f"torch {torch['version']} is built without CUDA"]
-    return []
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-
-
 def _gpu_faults(facts: dict[str, Any]) -> list[str]:
     cuda = facts["cuda"]
     if not cuda["devices"]:
@@ -183,34 +163,9 @@ def _gpu_faults(facts: dict[str, Any]) -> list[str]:
     return []
 
 
-def _shim(facts: dict[str, Any]) -> list[str]:
-    limits = []
-    if facts["compiler"] is None:
-        limits.append(
-            "no C++ compiler: works only if the part for this torch was compiled when vramx was "
-            "installed; apt-get install g++ otherwise"
-        )
+def _unsupported(facts: dict[str, Any]) -> list[str]:
     without = [d["name"] for d in facts["cuda"]["devices"] if not d["vmm_supported"]]
-    if without:
-        limits.append(f"not on {', '.join(without)}: no virtual memory management")
-    return limits
-
-
-def _kernels(facts: dict[str, Any]) -> list[str]:
-    if not facts["cuda"]["devices"]:
-        return ["on the CPU only, at the speed of plain torch operations: no GPU"]
-    if not facts["torch"]["cuda"]:
-        return ["on the CPU only: torch is built without CUDA"]
-    if facts["triton"] is None:
-        return ["on the GPU at the speed of plain torch operations: triton is not installed"]
-    return []
-
-
-def _handles(facts: dict[str, Any]) -> list[str]:
-    without = [d["name"] for d in usable_gpus(facts) if not d["posix_handles"]]
-    if not without:
-        return []
-    return [f"not from {', '.join(without)}: its memory cannot be exported as a file descriptor"]
+    return [f"not on {', '.join(without)}: no virtual memory management"] if without else []
 
 
 def fact_lines(facts: dict[str, Any]) -> list[str]:
