@@ -150,6 +150,8 @@ class DeviceAllocator {
   std::string check_blocks() const;
   Status note_out_of_memory(Bytes requested, const Status& cause, Lock& lock);
 
+  static Status nothing_here() { return {StatusCode::kOutOfMemory, 0, "allocate"}; }
+
   // placement.cpp: each step fails where it has nothing to offer, and leaves no trace then
   Result<Placement> place_slowly(Bytes size, StreamIndex stream, Lock& lock);
   Result<Placement> try_all(Request& request, Lock& lock);
@@ -157,25 +159,27 @@ class DeviceAllocator {
   Result<Placement> take_extent(Request& request, Lock& lock);
   Result<Placement> reuse_alias(Request& request, Lock& lock);
   Result<Placement> grow(Request& request, Lock& lock);
-  Result<Placement> stitch(Request& request, Lock& lock);
   Growth growth_for(const Request& request) const;
   Bytes room() const;
   bool is_within_limit(Bytes growth) const;
   Bytes allowance(Bytes bytes, double share) const;
   bool is_growth_free(Bytes growth, Bytes size) const;
-  bool is_growth_as_good(const Request& request, Bytes missing) const;
   Result<SpanId> add_chunks(const Growth& growth, Bytes request, Lock& lock);
+  bool may_take(const TagSet& tags, const Request& request) const;
+  Held hold(const std::vector<Piece>& pieces);
+  void give_back(const Held& held);
+  Status order(Request& request, const Held& held, Lock& lock);
+  SpanId chain(const Held& held);
+
+  // stitching.cpp
+  Result<Placement> stitch(Request& request, Lock& lock);
+  bool is_growth_as_good(const Request& request, Bytes missing) const;
   StitchPlan plan(const Request& request) const;
   Result<Held> hold_with_growth(StitchPlan& plan, Bytes request, Lock& lock);
   std::vector<ChunkId> chunks_under(const Held& held) const;
   Status map_alias(const Held& held, Lock& lock, Placement* placement);
   Address take_alias_addresses(Bytes size, Lock& lock);
   MapOutcome map_unlocked(Address base, const std::vector<MappedChunk>& chunks, Lock& lock);
-  bool may_take(const TagSet& tags, const Request& request) const;
-  Held hold(const std::vector<Piece>& pieces);
-  void give_back(const Held& held);
-  Status order(Request& request, const Held& held, Lock& lock);
-  SpanId chain(const Held& held);
 
   // reclaim.cpp
   void relieve(Lock& lock);

@@ -15,12 +15,6 @@ namespace {
 // Below this a block is not worth an alias while the arena may grow: the chunk that it would open
 // takes many more like it.
 constexpr Bytes kSmallestStitched{1 << 20};
-// Extents below this have no part in a plan.
-constexpr Bytes kSmallestPiece{64 << 10};
-constexpr std::size_t kFewExtents = 64;
-constexpr std::size_t kManyExtents = 4096;
-
-Status nothing_here() { return Status{StatusCode::kOutOfMemory, 0, "allocate"}; }
 
 // Neighbouring pieces become one.
 std::vector<Piece> joined(const std::vector<Piece>& pieces) {
@@ -70,8 +64,7 @@ Result<DeviceAllocator::Placement> DeviceAllocator::try_all(Request& request, Lo
   return last;
 }
 
-// --- memory that is mapped
-// -------------------------------------------------------------------------
+// --- memory that is mapped ---
 
 // While the lock was let go an extent of the stream's own may have appeared; and where the
 // alternative is growth, so does memory that waits for other streams.
@@ -117,8 +110,7 @@ Result<DeviceAllocator::Placement> DeviceAllocator::reuse_alias(Request& request
   return Placement{fit.address, chain(held), fit.alias};
 }
 
-// --- growth
-// ----------------------------------------------------------------------------------------
+// --- growth ---
 
 // Growth for a contiguous block: what the extent before the gap, if the stream may have it, lacks.
 // An extent that would not spare a unit of growth is left alone, so that the block begins with a
@@ -217,146 +209,7 @@ Result<DeviceAllocator::Placement> DeviceAllocator::grow(Request& request, Lock&
   return Placement{arena_.span(held.spans[0]).begin, chain(held), kNoId};
 }
 
-// --- stitching
-// -------------------------------------------------------------------------------------
-
-// Most blocks are put together from the few largest extents. Only where those are not enough does a
-// plan look at many.
-StitchPlan DeviceAllocator::plan(const Request& request) const {
-  StitchPlan plan;
-  for (const std::size_t most : {kFewExtents, kManyExtents}) {
-    const StreamIndex of = request.is_alone ? request.stream : Arena::kAnyStream;
-    std::vector<Piece> pieces;
-    for (const SpanId id : arena_.largest(kSmallestPiece, most, of)) {
-      pieces.push_back({arena_.span(id).begin, arena_.span(id).size});
-    }
-    plan = plan_stitch(pieces, arena_.chunks(), request.size);
-    if (!plan.missing || pieces.size() < most) break;
-  }
-  return plan;
-}
-
-// Growing alone makes half the mappings: what a stitch saves in memory must be worth the others.
-bool DeviceAllocator::is_growth_as_good(const Request& request, Bytes missing) const {
-  const Growth alone = growth_for(request);
-  const Bytes stitched = round_up(missing, driver_.granularity());
-  if (alone.gap == kNoId || !is_within_limit(alone.bytes)) return false;
-  return alone.bytes <= stitched ||
-         alone.bytes - stitched < allowance(arena_.mapped_bytes(), config_.stitch_worth);
-}
-
-Result<DeviceAllocator::Placement> DeviceAllocator::stitch(Request& request, Lock& lock) {
-  StitchPlan plan = this->plan(request);
-  if (plan.missing && is_growth_as_good(request, plan.missing)) {
-    Result<Placement> grown = grow(request, lock);
-    if (grown.ok()) return grown;
-    plan = this->plan(request);
-  }
-  Result<Held> held = plan.missing ? hold_with_growth(plan, request.size, lock) : hold(plan.pieces);
-  if (!held.ok()) return held.status();
-  if (const Status ordered = order(request, held.value(), lock); !ordered.ok()) return ordered;
-  Placement placement;
-  if (const Status mapped = map_alias(held.value(), lock, &placement); !mapped.ok()) {
-    give_back(held.value());
-    return mapped;
-  }
-  placement.first_span = chain(held.value());
-  ++stats_.num_stitches;
-  return placement;
-}
-
-// New chunks fill what the plan lacks. They come before a last piece that ends mid-chunk, which
-// then gives up what their rounding brings in surplus.
-Result<DeviceAllocator::Held> DeviceAllocator::hold_with_growth(StitchPlan& plan, Bytes request,
-                                                                Lock& lock) {
-  const Bytes missing = round_up(plan.missing, driver_.granularity());
-  Bytes of_new = plan.missing;
-  Piece last{};
-  if (plan.ends_in_tail) {
-    last = plan.pieces.back();
-    plan.pieces.pop_back();
-    of_new = min(missing, plan.missing + last.size);
-    last.size = plan.missing + last.size - of_new;
-  }
-  Held held = hold(plan.pieces);
-  const Held held_last = last.size ? hold({last}) : Held{};
-  const Growth growth{.bytes = missing, .gap = arena_.gap_for(missing)};
-  const Result<SpanId> added = add_chunks(growth, request, lock);
-  if (!added.ok()) {
-    give_back(held);
-    give_back(held_last);
-    return added.status();
-  }
-  held.spans.push_back(arena_.give_back_end(added.value(), of_new));
-  held.tags.emplace_back();
-  held.spans.insert(held.spans.end(), held_last.spans.begin(), held_last.spans.end());
-  held.tags.insert(held.tags.end(), held_last.tags.begin(), held_last.tags.end());
-  return held;
-}
-
-std::vector<ChunkId> DeviceAllocator::chunks_under(const Held& held) const {
-  std::vector<ChunkId> chunks;
-  for (const SpanId id : held.spans) {
-    const Span& span = arena_.span(id);
-    for (Address at = span.begin; at < span.end(); at = arena_.chunks()[chunks.back()].end()) {
-      chunks.push_back(arena_.chunks().at(at));
-    }
-  }
-  return chunks;
-}
-
-Status DeviceAllocator::map_alias(const Held& held, Lock& lock, Placement* placement) {
-  const std::vector<ChunkId> ids = chunks_under(held);
-  std::vector<MappedChunk> chunks;
-  Bytes size{};
-  for (const ChunkId id : ids) {
-    chunks.push_back({arena_.chunks()[id].size, arena_.chunks()[id].handle});
-    size += chunks.back().size;
-  }
-  if (aliases_.mappings() + ids.size() > config_.alias_mappings) {
-    collect_aliases(ids.size(), lock);
-  }
-  if (aliases_.mappings() + ids.size() > config_.alias_mappings) return nothing_here();
-  const Address base = take_alias_addresses(size, lock);
-  if (!base) return nothing_here();
-  const MapOutcome outcome = map_unlocked(base, chunks, lock);
-  if (!outcome.status.ok()) return outcome.status;
-  placement->alias = aliases_.add(base, ids, arena_);
-  aliases_.pin(placement->alias);
-  const Address first = arena_.span(held.spans[0]).begin;
-  placement->address = base + (first - arena_.chunks()[ids[0]].begin);
-  trace_.add(TraceKind::kStitch, base, size, Stream::kDefault);
-  return ok_status();
-}
-
-Address DeviceAllocator::take_alias_addresses(Bytes size, Lock& lock) {
-  const Address base = alias_addresses_.take(size);
-  if (base || !collect_aliases(SIZE_MAX, lock)) return base;
-  return alias_addresses_.take(size);
-}
-
-// The driver may have less room for mappings than was thought: then idle aliases make some.
-MapOutcome DeviceAllocator::map_unlocked(Address base, const std::vector<MappedChunk>& chunks,
-                                         Lock& lock) {
-  Bytes size{};
-  for (const MappedChunk& chunk : chunks) size += chunk.size;
-  const auto attempt = [&] {
-    lock.unlock();
-    MapOutcome outcome = map_again(driver_, base, chunks);
-    lock.lock();
-    return outcome;
-  };
-  MapOutcome outcome = attempt();
-  if (outcome.status.code == StatusCode::kOutOfMemory && !outcome.left_mapped &&
-      collect_aliases(chunks.size(), lock)) {
-    outcome = attempt();
-  }
-  note_leftovers(outcome, {base, size}, kNoId);
-  return outcome;
-}
-
-// --- setting aside
-// ---------------------------------------------------------------------------------
+// --- setting aside ---
 
 bool DeviceAllocator::may_take(const TagSet& tags, const Request& request) const {
   return !request.is_alone || clocks_.is_ordered(tags, request.stream);

@@ -1,0 +1,101 @@
+// The part of Arena that deals in chunks: how much of one is free, and how a range of addresses
+// gets memory behind it or loses it again.
+#include <algorithm>
+
+#include "core/arena.h"
+
+namespace vramx {
+
+bool Arena::is_whole_free(ChunkId chunk) const {
+  const Chunk& c = chunks_[chunk];
+  const Span& span = spans_[c.span_at_begin];
+  return span.state == SpanState::kFree && c.end() <= span.end();
+}
+
+Bytes Arena::free_prefix(ChunkId chunk) const {
+  const Chunk& c = chunks_[chunk];
+  const Span& span = spans_[c.span_at_begin];
+  return span.state == SpanState::kFree ? min(span.end() - c.begin, c.size) : Bytes{};
+}
+
+Bytes Arena::free_suffix(ChunkId chunk) const {
+  const Chunk& c = chunks_[chunk];
+  SpanId id = kNoId;
+  if (const ChunkId after = chunks_.find(c.end()); after != kNoId) {
+    id = chunks_[after].span_at_begin;
+    if (spans_[id].begin >= c.end()) id = spans_[id].previous;
+  } else {
+    id = span_at(c.end() - kBlockUnit);
+  }
+  const Span& span = spans_[id];
+  return span.state == SpanState::kFree ? min(c.end() - span.begin, c.size) : Bytes{};
+}
+SpanId Arena::gap_for(Bytes size) const {
+  const auto found = std::find_if(gaps_.begin(), gaps_.end(),
+                                  [&](SpanId gap) { return spans_[gap].size >= size; });
+  return found == gaps_.end() ? kNoId : *found;
+}
+
+SpanId Arena::begin_building(SpanId gap, Bytes size) {
+  const auto at = std::find(gaps_.begin(), gaps_.end(), gap);
+  SpanId building = gap;
+  if (spans_[gap].size > size) {
+    const auto [first, rest] = split(gap, spans_[gap].begin + size);
+    *at = rest;
+    building = first;
+  } else {
+    gaps_.erase(at);
+  }
+  spans_[building].state = SpanState::kBuilding;
+  return building;
+}
+
+SpanId Arena::begin_removing(ChunkId chunk) {
+  const Chunk& c = chunks_[chunk];
+  const SpanId span = take_at(c.span_at_begin, c.begin, c.size);
+  spans_[span].state = SpanState::kBuilding;
+  return span;
+}
+
+void Arena::finish_mapped(SpanId building, const std::vector<MappedChunk>& chunks) {
+  Address at = spans_[building].begin;
+  for (const MappedChunk& chunk : chunks) {
+    chunks_.add(at, chunk.size, chunk.handle);
+    at = at + chunk.size;
+  }
+  spans_[building].state = SpanState::kUsed;
+  note_chunks(building);
+}
+
+void Arena::finish_unmapped(SpanId building) {
+  const Span& span = spans_[building];
+  std::vector<ChunkId> gone;
+  if (chunks_.find(span.begin) != kNoId) {
+    chunks_.for_each_beginning_in(span.begin, span.end(),
+                                  [&](ChunkId chunk) { gone.push_back(chunk); });
+  }
+  for (const ChunkId chunk : gone) chunks_.remove(chunk);
+  spans_[building].state = SpanState::kUnmapped;
+  merge_unmapped(building);
+}
+
+void Arena::cancel_removing(SpanId building) {
+  spans_[building].state = SpanState::kUsed;
+  note_chunks(building);
+  give_back(building, TagSet{});
+}
+
+void Arena::merge_unmapped(SpanId id) {
+  const auto absorb = [&](SpanId neighbour) {
+    if (neighbour == kNoId || spans_[neighbour].state != SpanState::kUnmapped) return;
+    std::erase(gaps_, neighbour);
+    id = spans_[id].next == neighbour ? join(id, neighbour) : join(neighbour, id);
+  };
+  absorb(spans_[id].next);
+  absorb(spans_[id].previous);
+  const auto after = std::find_if(gaps_.begin(), gaps_.end(),
+                                  [&](SpanId gap) { return spans_[id].begin < spans_[gap].begin; });
+  gaps_.insert(after, id);
+}
+
+}  // namespace vramx

@@ -1,0 +1,121 @@
+// The part of Arena that knows what extents wait for: their tags, the index that each tag leads to,
+// and which neighbours may be one.
+#include <algorithm>
+
+#include "core/arena.h"
+
+namespace vramx {
+
+FreeIndex& Arena::make_index_of(StreamIndex stream) {
+  if (stream >= streams_.size()) streams_.resize(stream + 1);
+  if (!streams_[stream]) streams_[stream] = std::make_unique<FreeIndex>();
+  return *streams_[stream];
+}
+
+FreeIndex& Arena::index_of(const Span& span) {
+  if (span.tag_set != kNoId) return mixed_;
+  if (span.tag_stream == kNoId) return clean_;
+  const bool is_known = span.tag_stream < streams_.size() && streams_[span.tag_stream];
+  return is_known ? *streams_[span.tag_stream] : make_index_of(span.tag_stream);
+}
+
+TagSet Arena::tags_of(SpanId extent) const {
+  const Span& span = spans_[extent];
+  if (span.tag_set != kNoId) return tag_sets_[span.tag_set];
+  return TagSet(Tag{span.tag_stream, span.tag_sequence});
+}
+
+void Arena::set_tags(Span& span, const TagSet& tags) {
+  if (tags.size() == 1) {
+    span.tag_stream = tags[0].stream;
+    span.tag_sequence = tags[0].sequence;
+  } else if (tags.size() > 1) {
+    if (vacant_tag_sets_.empty()) {
+      vacant_tag_sets_.push_back(static_cast<std::uint32_t>(tag_sets_.size()));
+      tag_sets_.emplace_back();
+    }
+    span.tag_set = vacant_tag_sets_.back();
+    vacant_tag_sets_.pop_back();
+    tag_sets_[span.tag_set] = tags;
+  }
+}
+
+void Arena::clear_tags(Span& span) {
+  if (span.tag_set != kNoId) vacant_tag_sets_.push_back(span.tag_set);
+  span.tag_set = kNoId;
+  span.tag_stream = kNoId;
+  span.tag_sequence = 0;
+}
+
+void Arena::copy_tags(const Span& from, Span& to) {
+  if (from.tag_set != kNoId) {
+    set_tags(to, TagSet(tag_sets_[from.tag_set]));
+  } else {
+    to.tag_stream = from.tag_stream;
+    to.tag_sequence = from.tag_sequence;
+  }
+}
+
+// The kept span gets the tags of both. With one stream or none on either side, as nearly always,
+// that is a comparison.
+void Arena::unite_tags(Span& kept, Span& gone) {
+  if (kept.tag_set == kNoId && gone.tag_set == kNoId &&
+      (kept.tag_stream == gone.tag_stream || kept.tag_stream == kNoId ||
+       gone.tag_stream == kNoId)) {
+    if (kept.tag_stream == kNoId) kept.tag_stream = gone.tag_stream;
+    kept.tag_sequence = std::max(kept.tag_sequence, gone.tag_sequence);
+    return;
+  }
+  const auto tags = [this](const Span& span) {
+    return span.tag_set != kNoId ? tag_sets_[span.tag_set]
+                                 : TagSet(Tag{span.tag_stream, span.tag_sequence});
+  };
+  TagSet united = tags(kept);
+  united.add(tags(gone));
+  clear_tags(kept);
+  clear_tags(gone);
+  set_tags(kept, united);
+}
+
+// Memory that waits for nothing merges with anything; else the streams must be the same.
+bool Arena::may_merge(const Span& a, const Span& b) const {
+  if (a.tag_set == kNoId && b.tag_set == kNoId) {
+    return a.tag_stream == b.tag_stream || a.tag_stream == kNoId || b.tag_stream == kNoId;
+  }
+  if (a.tag_set == kNoId || b.tag_set == kNoId) {
+    return (a.tag_set == kNoId ? a : b).tag_stream == kNoId;
+  }
+  return tag_sets_[a.tag_set].has_streams_of(tag_sets_[b.tag_set]);
+}
+
+bool Arena::merge_neighbours(Merging merging) {
+  if (!has_separated_) return false;
+  has_separated_ = false;
+  has_dropped_tags_ = false;
+  bool has_merged = false;
+  std::vector<SpanId> extents = largest(kBlockUnit, SIZE_MAX, kAnyStream);
+  std::sort(extents.begin(), extents.end(),
+            [this](SpanId a, SpanId b) { return spans_[a].begin < spans_[b].begin; });
+  SpanId left = kNoId;
+  for (const SpanId right : extents) {
+    if (left == kNoId || spans_[left].next != right) {
+      left = right;
+      continue;
+    }
+    TagSet united = tags_of(left);
+    united.add(tags_of(right));
+    const bool is_allowed = merging == Merging::kAll && united.size() <= kMergedStreams;
+    if (!is_allowed && !may_merge(spans_[left], spans_[right])) {
+      left = right;
+      continue;
+    }
+    unlist(left);
+    unlist(right);
+    left = join(left, right);
+    make_free(left);
+    has_merged = true;
+  }
+  return has_merged;
+}
+
+}  // namespace vramx
