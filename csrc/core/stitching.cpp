@@ -110,7 +110,8 @@ Status DeviceAllocator::map_alias(const Held& held, Lock& lock, Placement* place
     size += chunks.back().size;
   }
   if (aliases_.mappings() + ids.size() > config_.alias_mappings) {
-    collect_aliases(ids.size(), lock);
+    // A batch, so that a program that stitches anew for ever pays for the search now and then.
+    collect_aliases(std::max(ids.size(), config_.alias_mappings / 128), lock);
   }
   if (aliases_.mappings() + ids.size() > config_.alias_mappings) return nothing_here();
   const Address base = take_alias_addresses(size, lock);
