@@ -75,6 +75,17 @@ def add_output_arguments(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("-f", "--force", action="store_true", help="overwrite FILE if it exists")
 
 
+def add_policy_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --policy."""
+    parser.add_argument(
+        "--policy",
+        metavar="NAME[,NAME...]",
+        type=argument(policies_argument),
+        default="live,native,expandable,vramx",
+        help="which policies (default: %(default)s)",
+    )
+
+
 def add_driver_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --driver, --device and --snapshot-device."""
     parser.add_argument(

@@ -23,13 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=Path,
         help="a trace (.npz) or a torch memory snapshot (.pickle, .json, .gz)",
     )
-    parser.add_argument(
-        "--policy",
-        metavar="NAME[,NAME...]",
-        type=common.argument(common.policies_argument),
-        default="live,native,expandable,vramx",
-        help="which policies (default: %(default)s)",
-    )
+    common.add_policy_argument(parser)
     common.add_driver_arguments(parser)
     common.add_output_arguments(parser, "the picture: .png or .html")
 
