@@ -181,10 +181,10 @@ void bind_device(py::module_& module) {
       .def("defragment", [](Device& d) { return report(d.allocator().defragment()); })
       .def("set_limit", [](Device& d, std::uint64_t n) { d.allocator().set_limit(Bytes{n}); })
       .def("add_relief",
-           [](Device& d, std::function<bool()> callback) {
+           [](Device& d, std::function<void()> callback) {
              d.allocator().add_relief([callback = std::move(callback)] {
                const py::gil_scoped_acquire acquired;
-               return callback();
+               callback();
              });
            })
       .def("owns", [](Device& d, std::uint64_t a) { return d.allocator().owns(Address{a}); })

@@ -162,7 +162,7 @@ void DeviceAllocator::set_limit(Bytes limit) {
   limit_ = limit;
 }
 
-void DeviceAllocator::add_relief(std::function<bool()> callback) {
+void DeviceAllocator::add_relief(std::function<void()> callback) {
   if (fork_guard_.is_in_child()) return;
   const Lock lock(mutex_);
   relief_.push_back(std::move(callback));

@@ -90,8 +90,8 @@ class DeviceAllocator {
   // The same after collecting every idle alias.
   DefragmentReport defragment();
   void set_limit(Bytes limit);
-  // Called without the lock when memory runs out, in order; returns whether it may have freed some.
-  void add_relief(std::function<bool()> callback);
+  // Called without the lock when memory runs out, in order; what it frees is there for the request.
+  void add_relief(std::function<void()> callback);
 
   bool owns(Address address) const;
   // Bytes held from the driver. Reads one word, without the lock.
@@ -147,8 +147,10 @@ class DeviceAllocator {
   Address publish(const Placement& placement, Bytes requested, Bytes size, StreamIndex stream);
   TagSet stamp_free(const Block& block);
   Bytes allocated() const;
-  std::string check_blocks() const;
   Status note_out_of_memory(Bytes requested, const Status& cause, Lock& lock);
+
+  // inspect.cpp
+  std::string check_blocks() const;
 
   static Status nothing_here() { return {StatusCode::kOutOfMemory, 0, "allocate"}; }
 
@@ -219,7 +221,7 @@ class DeviceAllocator {
   std::vector<Leftover> leftovers_;
   std::vector<ChunkHandle> unreleased_;
   OutOfMemory last_out_of_memory_;
-  std::vector<std::function<bool()>> relief_;
+  std::vector<std::function<void()>> relief_;
 };
 
 }  // namespace vramx

@@ -12,7 +12,7 @@ namespace vramx {
 void DeviceAllocator::relieve(Lock& lock) {
   clocks_.settle(StreamClocks::Settle::kQuery, lock);
   arena_.drop_tags([&](const Tag& tag) { return clocks_.is_complete(tag); });
-  const std::vector<std::function<bool()>> callbacks = relief_;
+  const std::vector<std::function<void()>> callbacks = relief_;
   lock.unlock();
   for (const auto& callback : callbacks) callback();
   lock.lock();
