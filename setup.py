@@ -28,7 +28,9 @@ from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError, PlatformError
 
 ROOT = Path(__file__).resolve().parent
-LAYERS = ("core", "driver", "replay")
+LAYERS = ("core", "driver", "process", "replay")
+# What the shim for torch is compiled from.
+SHIM_SOURCES = ("core/*.h", "process/core_table.h", "torch/*.h", "torch/*.cpp")
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wundef"]
 COMPILE_FLAGS = ["-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-pthread"]
 LINK_FLAGS = ["-shared", "-pthread", "-ldl"]
@@ -144,7 +146,7 @@ class CopySources(build_py):
         if self.editable_mode:
             return
         csrc = ROOT / "csrc"
-        for source in [*csrc.glob("core/*.h"), *csrc.glob("torch/*.h"), *csrc.glob("torch/*.cpp")]:
+        for source in [path for pattern in SHIM_SOURCES for path in csrc.glob(pattern)]:
             target = Path(self.build_lib) / "vramx" / source.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)

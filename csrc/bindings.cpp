@@ -68,4 +68,5 @@ PYBIND11_MODULE(_core, module) {
              py::arg("threads"));
   bindings::bind_replay(module);
   bindings::bind_device(module);
+  bindings::bind_process(module);
 }

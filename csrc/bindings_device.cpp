@@ -6,6 +6,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings.h"
+#include "bindings_values.h"
 #include "core/device_allocator.h"
 #include "driver/sim_driver.h"
 
@@ -24,7 +25,7 @@ class SimulatedDevice {
     if (!driver.ok()) throw py::value_error("capacity or granularity is not accepted");
     driver_ = std::move(driver.value());
     AllocatorConfig config;
-    config.cross_stream = mode_named(cross_stream);
+    config.cross_stream = cross_stream_named(cross_stream);
     config.trace_events = trace_events;
     // The host's addresses are fewer than a device's.
     config.alias_addresses = round_up(Bytes{capacity}, Bytes{granularity}) * 64;
@@ -65,14 +66,6 @@ class SimulatedDevice {
   SimDriver& driver() { return *driver_; }
 
  private:
-  static CrossStream mode_named(const std::string& name) {
-    if (name == "never") return CrossStream::kNever;
-    if (name == "under_pressure") return CrossStream::kUnderPressure;
-    if (name == "always") return CrossStream::kAlways;
-    throw py::value_error("cross_stream '" + name +
-                          "' is unknown; accepted are never, under_pressure, always");
-  }
-
   static void require(const Status& status) {
     if (status.ok()) return;
     if (status.code == StatusCode::kInvalidValue) throw py::value_error(status.call);
@@ -82,84 +75,6 @@ class SimulatedDevice {
   std::unique_ptr<SimDriver> driver_;  // outlives the allocator
   std::unique_ptr<DeviceAllocator> allocator_;
 };
-
-py::dict counter(const Counter& counter) {
-  py::dict result;
-  result["current"] = counter.current;
-  result["peak"] = counter.peak;
-  result["allocated"] = counter.allocated;
-  result["freed"] = counter.freed;
-  return result;
-}
-
-py::dict by_pool(const PoolCounters& counters) {
-  py::dict result;
-  result["all"] = counter(counters[0]);
-  result["small_pool"] = counter(counters[1]);
-  result["large_pool"] = counter(counters[2]);
-  return result;
-}
-
-py::dict stats(const AllocatorStats& stats) {
-  py::dict result;
-  result["allocation"] = by_pool(stats.allocation);
-  result["allocated_bytes"] = by_pool(stats.allocated_bytes);
-  result["requested_bytes"] = by_pool(stats.requested_bytes);
-  result["segment"] = counter(stats.segment);
-  result["reserved_bytes"] = counter(stats.reserved_bytes);
-  result["inactive_split"] = counter(stats.inactive_split);
-  result["inactive_split_bytes"] = counter(stats.inactive_split_bytes);
-  result["num_alloc_retries"] = stats.num_alloc_retries;
-  result["num_ooms"] = stats.num_ooms;
-  result["num_sync_all_streams"] = stats.num_sync_all_streams;
-  result["num_device_alloc"] = stats.num_device_alloc;
-  result["num_device_free"] = stats.num_device_free;
-  result["alias_count"] = stats.alias_count;
-  result["alias_mappings"] = stats.alias_mappings;
-  result["alias_bytes"] = stats.alias_bytes;
-  result["num_alias_hits"] = stats.num_alias_hits;
-  result["num_stitches"] = stats.num_stitches;
-  result["num_growths"] = stats.num_growths;
-  result["num_cross_stream"] = stats.num_cross_stream;
-  result["host_bytes"] = stats.host_bytes;
-  return result;
-}
-
-py::dict report(const DefragmentReport& report) {
-  py::dict result;
-  result["aliases_collected"] = report.aliases_collected;
-  result["alias_address_bytes"] = report.alias_addresses.count;
-  result["extents_before"] = report.extents_before;
-  result["extents_after"] = report.extents_after;
-  result["chunks_released"] = report.chunks_released;
-  result["released_bytes"] = report.released.count;
-  return result;
-}
-
-py::list layout(const DeviceAllocator& allocator) {
-  constexpr const char* kStates[] = {"used", "free", "unmapped", "building"};
-  py::list spans;
-  for (const SpanInfo& span : allocator.layout()) {
-    py::dict item;
-    item["address"] = span.address.value;
-    item["size"] = span.size.count;
-    item["state"] = kStates[static_cast<std::size_t>(span.state)];
-    item["block"] = span.block.value;
-    spans.append(item);
-  }
-  return spans;
-}
-
-py::list events(const DeviceAllocator& allocator) {
-  constexpr const char* kKinds[] = {"allocate", "free",   "record_stream", "grow",
-                                    "shrink",   "stitch", "out_of_memory"};
-  py::list result;
-  for (const TraceEvent& event : allocator.events()) {
-    result.append(py::make_tuple(kKinds[static_cast<std::size_t>(event.kind)], event.address.value,
-                                 event.size.count, static_cast<std::uint64_t>(event.stream)));
-  }
-  return result;
-}
 
 }  // namespace
 
@@ -177,8 +92,8 @@ void bind_device(py::module_& module) {
       .def("forget_stream", &Device::forget_stream)
       .def("fill", &Device::fill)
       .def("count_mismatches", &Device::count_mismatches)
-      .def("trim", [](Device& d) { return report(d.allocator().trim()); })
-      .def("defragment", [](Device& d) { return report(d.allocator().defragment()); })
+      .def("trim", [](Device& d) { return report_dict(d.allocator().trim()); })
+      .def("defragment", [](Device& d) { return report_dict(d.allocator().defragment()); })
       .def("set_limit", [](Device& d, std::uint64_t n) { d.allocator().set_limit(Bytes{n}); })
       .def("add_relief",
            [](Device& d, std::function<void()> callback) {
@@ -188,11 +103,11 @@ void bind_device(py::module_& module) {
              });
            })
       .def("owns", [](Device& d, std::uint64_t a) { return d.allocator().owns(Address{a}); })
-      .def("stats", [](Device& d) { return stats(d.allocator().stats()); })
+      .def("stats", [](Device& d) { return stats_dict(d.allocator().stats()); })
       .def("reset_peak_stats", [](Device& d) { d.allocator().reset_peak_stats(); })
       .def("reset_accumulated_stats", [](Device& d) { d.allocator().reset_accumulated_stats(); })
-      .def("layout", [](Device& d) { return layout(d.allocator()); })
-      .def("events", [](Device& d) { return events(d.allocator()); })
+      .def("layout", [](Device& d) { return layout_list(d.allocator()); })
+      .def("events", [](Device& d) { return events_list(d.allocator()); })
       .def("check",
            [](Device& d) {
              const std::string broken = d.allocator().check();

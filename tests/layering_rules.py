@@ -21,8 +21,9 @@ CPP_LAYERS = {
     "core": set[str](),
     "driver": {"core"},
     "replay": {"core", "driver"},
-    "bindings": {"core", "driver", "replay"},
-    "torch": {"core"},
+    "process": {"core", "driver"},
+    "bindings": {"core", "driver", "process", "replay"},
+    "torch": {"core", "process"},
 }
 BASE = {"errors", "sizes", "config"}
 # What a part of vramx may import, itself apart.
@@ -38,6 +39,7 @@ PYTHON_PARTS = {
     "memory": {*BASE, "_core"},
 }
 EVERY_PART = {*PYTHON_PARTS, "_core"}
+PYTHON_PARTS["_autoload"] = {"allocator", "config", "errors"}
 PYTHON_PARTS["api"] = EVERY_PART
 PYTHON_PARTS["__init__"] = {*EVERY_PART, "api"}
 PYTHON_PARTS["cli"] = {*EVERY_PART, "api", "__init__"}
@@ -123,14 +125,12 @@ def _syntax_errors(root: Path, header: str) -> str:
 
 def cuda_stays_in_its_driver(root: Path) -> list[str]:
     return _cpp_words(
-        root, ("driver/cuda_", "torch/shim"), names=_CUDA_NAME, headers=_CUDA_HEADER, what="CUDA's"
+        root, ("driver/cuda_", "torch/"), names=_CUDA_NAME, headers=_CUDA_HEADER, what="CUDA's"
     )
 
 
 def torch_stays_in_the_shim(root: Path) -> list[str]:
-    return _cpp_words(
-        root, ("torch/shim",), names=_TORCH_NAME, headers=_TORCH_HEADER, what="torch's"
-    )
+    return _cpp_words(root, ("torch/",), names=_TORCH_NAME, headers=_TORCH_HEADER, what="torch's")
 
 
 def _cpp_words(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "native"
-LAYERS = ("core", "driver")  # none of the programs replays a trace
+LAYERS = ("core", "driver", "process")  # none of the programs replays a trace
 SANITIZERS = {"asan": "address,undefined", "tsan": "thread"}
 # How a program is built: the sanitizers, or none and the optimiser instead.
 BUILDS = {

@@ -70,6 +70,15 @@ def test_never_makes_no_stream_wait() -> None:
     assert device.waits() == 0
 
 
+def test_never_takes_its_memory_back_once_the_recorded_stream_is_done() -> None:
+    device = open_device(cross_stream="never")
+    for _ in range(5):
+        address = device.allocate(PIECE, 1)
+        device.record_stream(address, 2)
+        device.free(address)
+    assert held(device) == PIECE
+
+
 def test_always_takes_the_better_fit_of_another_stream() -> None:
     device = open_device(cross_stream="always")
     foreign = device.allocate(PIECE, 1)

@@ -31,6 +31,9 @@ class _DriverCalls(TypedDict):
     unmap: int
     release: int
 
+class _TimedDriverCalls(_DriverCalls):
+    total_us: float  # of the five together
+
 class _Timeline(TypedDict):
     time_us: npt.NDArray[np.float64]
     live_bytes: npt.NDArray[np.uint64]
@@ -163,6 +166,44 @@ class SimulatedDevice:
     def advance_all(self) -> None: ...
     def fail_nth_call(self, nth: int, /) -> None: ...
 
+class Devices:
+    """The device allocators of a process. `device` is a number, or -1 for all that were started.
+
+    Those of open_gpus stay for the life of the process; those of open_simulated go with this
+    object, so keep it for as long as its table or a block is in use.
+    """
+
+    @property
+    def table_address(self) -> int: ...  # of the CoreTable in csrc/process/core_table.h
+    def started(self) -> list[int]: ...
+    def stats(self, device: int) -> _AllocatorStats: ...  # zeros before the device's start
+    def driver_calls(self, device: int = -1) -> _TimedDriverCalls: ...
+    def trim(self, device: int = -1) -> None: ...
+    def defragment(self, device: int = -1) -> _DefragmentReport: ...
+    def set_limit(self, device: int, limit_bytes: int) -> None: ...  # 2**64 - 1 for none
+    def check(self, device: int = -1) -> str: ...  # the first broken invariant, or empty
+    def held(self, device: int = -1) -> int: ...
+    def allocated(self, device: int = -1) -> int: ...
+    # Both raise ValueError before the device's start.
+    def layout(self, device: int) -> list[_Span]: ...
+    def events(self, device: int) -> list[tuple[str, int, int, int]]: ...
+
+# A limit of 0 is none.
+def open_gpus(
+    limit_bytes: int = 0,
+    cross_stream: str = "under_pressure",
+    trace_events: int = 0,
+    devices: list[int] | None = None,  # all that CUDA shows
+) -> Devices: ...
+def open_simulated(
+    count: int,
+    capacity_bytes: int,
+    granularity_bytes: int = 2 << 20,
+    has_bytes: bool = True,
+    limit_bytes: int = 0,
+    cross_stream: str = "under_pressure",
+    trace_events: int = 0,
+) -> Devices: ...
 def probe_cuda() -> _CudaFacts: ...
 def benchmark_core(
     live_blocks: int,

@@ -41,6 +41,8 @@ class BlockTable {
     }
   }
 
+  const Block* find(Address address) const { return const_cast<BlockTable*>(this)->find(address); }
+
   // `block` is one that find returned; later entries may move.
   void erase(Block* block) {
     auto hole = static_cast<std::size_t>(block - slots_.data());

@@ -8,6 +8,9 @@ namespace {
 // The largest request that arithmetic on sizes is safe for; no device comes near it.
 constexpr Bytes kLargestRequest{std::uint64_t{1} << 46};
 
+// What a block for this request takes.
+Bytes size_of(Bytes requested) { return round_up(max(requested, kBlockUnit), kBlockUnit); }
+
 Status unknown_address() { return Status{StatusCode::kInvalidValue, 0, "not a live block"}; }
 Status in_child() { return Status{StatusCode::kNotInitialized, 0, "used in a forked child"}; }
 
@@ -63,13 +66,13 @@ DeviceAllocator::~DeviceAllocator() {
   driver_.release_address(arena_base_, arena_size_).ignore();
 }
 
-Result<Address> DeviceAllocator::allocate(Bytes requested, Stream stream) {
+Result<Address> DeviceAllocator::allocate(Bytes requested, Stream stream, OutOfMemory* why) {
   if (fork_guard_.is_in_child()) return in_child();
   Lock lock(mutex_);
   if (requested > kLargestRequest) {
-    return note_out_of_memory(requested, {StatusCode::kOutOfMemory, 0, "allocate"}, lock);
+    return note_out_of_memory(requested, nothing_here(), why, lock);
   }
-  const Bytes size = round_up(max(requested, kBlockUnit), kBlockUnit);
+  const Bytes size = size_of(requested);
   const StreamIndex index = clocks_.index_of(stream);
   const bool is_own_first = config_.cross_stream != CrossStream::kAlways;
   const SpanId extent = is_own_first ? arena_.best_fit(size, index) : arena_.best_fit_of_any(size);
@@ -78,7 +81,7 @@ Result<Address> DeviceAllocator::allocate(Bytes requested, Stream stream) {
     return publish({arena_.span(span).begin, span, kNoId}, requested, size, index);
   }
   const Result<Placement> placed = place_slowly(size, index, lock);
-  if (!placed.ok()) return note_out_of_memory(requested, placed.status(), lock);
+  if (!placed.ok()) return note_out_of_memory(requested, placed.status(), why, lock);
   return publish(placed.value(), requested, size, index);
 }
 
@@ -88,16 +91,23 @@ Address DeviceAllocator::publish(const Placement& placement, Bytes requested, By
       Block{placement.address, requested, placement.first_span, stream, placement.alias, kNoId});
   stats_.count_allocation(requested, size);
   stats_.note_extents(arena_.extent_count(), arena_.free_bytes());
+  note_allocated();
   highest_live_ = max(highest_live_, allocated());
   trace_.add(TraceKind::kAllocate, placement.address, requested, clocks_.stream_of(stream));
   return placement.address;
 }
 
-Bytes DeviceAllocator::allocated() const {
-  return {static_cast<std::uint64_t>(stats_.allocated_bytes[0].current)};
+void DeviceAllocator::note_allocated() {
+  allocated_.store(static_cast<std::uint64_t>(stats_.allocated_bytes[0].current),
+                   std::memory_order_relaxed);
 }
 
-Status DeviceAllocator::free(Address address) {
+LiveBlock DeviceAllocator::live_block(const Block& block) const {
+  return {block.address, size_of(block.requested), block.requested,
+          clocks_.stream_of(block.stream)};
+}
+
+Status DeviceAllocator::free(Address address, LiveBlock* freed) {
   if (fork_guard_.is_in_child()) return ok_status();
   const Lock lock(mutex_);
   Block* const found = blocks_.find(address);
@@ -114,6 +124,8 @@ Status DeviceAllocator::free(Address address) {
     span = next;
   }
   stats_.count_free(block.requested, size);
+  note_allocated();
+  if (freed != nullptr) *freed = live_block(block);
   stats_.note_extents(arena_.extent_count(), arena_.free_bytes());
   trace_.add(TraceKind::kFree, address, block.requested, clocks_.stream_of(block.stream));
   return ok_status();
@@ -162,6 +174,12 @@ void DeviceAllocator::set_limit(Bytes limit) {
   limit_ = limit;
 }
 
+void DeviceAllocator::set_observer(HoldingObserver observer) {
+  if (fork_guard_.is_in_child()) return;
+  const Lock lock(mutex_);
+  observer_ = std::move(observer);
+}
+
 void DeviceAllocator::add_relief(std::function<void()> callback) {
   if (fork_guard_.is_in_child()) return;
   const Lock lock(mutex_);
@@ -174,7 +192,8 @@ bool DeviceAllocator::owns(Address address) const {
 }
 
 // Asks the device how much it has left, without the lock.
-Status DeviceAllocator::note_out_of_memory(Bytes requested, const Status& cause, Lock& lock) {
+Status DeviceAllocator::note_out_of_memory(Bytes requested, const Status& cause, OutOfMemory* why,
+                                           Lock& lock) {
   lock.unlock();
   const Result<MemoryInfo> device = driver_.memory_info();
   lock.lock();
@@ -195,6 +214,7 @@ Status DeviceAllocator::note_out_of_memory(Bytes requested, const Status& cause,
   report.cause = cause;
   ++stats_.num_ooms;
   trace_.add(TraceKind::kOutOfMemory, Address{}, requested, Stream::kDefault);
+  if (why != nullptr) std::construct_at(why, report);
   return Status{StatusCode::kOutOfMemory, cause.driver_code, cause.call};
 }
 

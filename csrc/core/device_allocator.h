@@ -15,6 +15,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "core/adaptive_mutex.h"
@@ -46,7 +47,8 @@ struct OutOfMemory {
   MemoryInfo device{};
   Status cause = ok_status();
 
-  std::string message() const;
+  // One line, as torch's callers look for it; `device` is the GPU's ordinal, -1 where it has none.
+  std::string message(int device = -1) const;
 };
 
 struct DefragmentReport {
@@ -66,6 +68,26 @@ struct SpanInfo {
   bool is_in_alias = false;  // and whether that is an alias
 };
 
+// A block that somebody holds.
+struct LiveBlock {
+  Address address;
+  Bytes size{};  // what it takes: a multiple of 512
+  Bytes requested{};
+  Stream stream = Stream::kDefault;  // of its allocation
+};
+
+// Part of what is held. A block in an alias is one piece at the address that its owner has; what
+// lies under it in the arena is not listed again.
+struct HeldPiece {
+  LiveBlock block;  // no address: free
+  Address begin;
+  Bytes size{};
+};
+
+// What is held has changed by a range of the arena.
+enum class Holding : std::uint8_t { kMapped, kUnmapped };
+using HoldingObserver = std::function<void(Holding, const Piece&)>;
+
 class DeviceAllocator {
  public:
   // The driver outlives the allocator. Fails where the addresses cannot be reserved.
@@ -76,10 +98,11 @@ class DeviceAllocator {
   DeviceAllocator& operator=(const DeviceAllocator&) = delete;
 
   // At least `size` bytes, aligned to 512; a request of none is one of a single unit. kOutOfMemory
-  // after everything was tried; last_out_of_memory() then says what was there.
-  Result<Address> allocate(Bytes size, Stream stream);
-  // kInvalidValue for an address that is not a live block's.
-  Status free(Address address);
+  // after everything was tried; what was there then is built at `why`, and last_out_of_memory() has
+  // it until the next failure of any thread.
+  Result<Address> allocate(Bytes size, Stream stream, OutOfMemory* why = nullptr);
+  // kInvalidValue for an address that is not a live block's. `freed` gets what the block was.
+  Status free(Address address, LiveBlock* freed = nullptr);
   // `stream` uses the block too: its memory waits for that stream as well once it is freed.
   Status record_stream(Address address, Stream stream);
   // To be called before a stream is destroyed.
@@ -92,10 +115,28 @@ class DeviceAllocator {
   void set_limit(Bytes limit);
   // Called without the lock when memory runs out, in order; what it frees is there for the request.
   void add_relief(std::function<void()> callback);
+  // Called without the lock for every range that was mapped (it is held already, and nobody's yet)
+  // or unmapped (it is held still, and mapped again only after). An empty one ends it; calls that
+  // are under way may still come.
+  void set_observer(HoldingObserver observer);
+  // Gives the device `peer` access to all that is mapped and will be. Where it fails some mappings
+  // may have it and some not; it may be called again.
+  Status allow_peer(int peer);
 
   bool owns(Address address) const;
-  // Bytes held from the driver. Reads one word, without the lock.
+  Piece arena_addresses() const { return {arena_base_, arena_size_}; }
+  Piece alias_addresses() const { return {alias_base_, config_.alias_addresses}; }
+  Bytes capacity() const { return capacity_; }
+  // Bytes held from the driver, and those of live blocks. Read one word each, without the lock.
   Bytes held() const { return {held_.load(std::memory_order_relaxed)}; }
+  Bytes allocated() const { return {allocated_.load(std::memory_order_relaxed)}; }
+  // kInvalidValue for an address that is not a live block's.
+  Result<LiveBlock> find(Address address) const;
+  // The largest request that would succeed now without relief: where streams keep to themselves,
+  // one of the default stream. Asks the device how much it has left.
+  Bytes largest_obtainable();
+  // In address order, under the lock: `visit` calls nothing of this class. Sizes add up to held().
+  void for_each_piece(const std::function<void(const HeldPiece&)>& visit) const;
   AllocatorStats stats() const;
   void reset_peak_stats();
   void reset_accumulated_stats();
@@ -130,6 +171,23 @@ class DeviceAllocator {
     Bytes mapped;
     SpanId building = kNoId;  // in the arena; none for addresses of aliases
   };
+  // Memory is set aside by an operation of this thread that lets the lock go: what it does not use
+  // it gives back. Made and destroyed under the lock.
+  class InFlight {
+   public:
+    explicit InFlight(DeviceAllocator& allocator) : allocator_(allocator) {
+      ++allocator_.operations_in_flight_;
+    }
+    ~InFlight() {
+      --allocator_.operations_in_flight_;
+      ++allocator_.operations_landed_;
+    }
+    InFlight(const InFlight&) = delete;
+    InFlight& operator=(const InFlight&) = delete;
+
+   private:
+    DeviceAllocator& allocator_;
+  };
   struct Placement {
     Address address;
     SpanId first_span = kNoId;
@@ -146,10 +204,13 @@ class DeviceAllocator {
   // device_allocator.cpp
   Address publish(const Placement& placement, Bytes requested, Bytes size, StreamIndex stream);
   TagSet stamp_free(const Block& block);
-  Bytes allocated() const;
-  Status note_out_of_memory(Bytes requested, const Status& cause, Lock& lock);
+  void note_allocated();
+  LiveBlock live_block(const Block& block) const;
+  Status note_out_of_memory(Bytes requested, const Status& cause, OutOfMemory* why, Lock& lock);
 
   // inspect.cpp
+  std::unordered_map<SpanId, const Block*> owners() const;
+  Bytes largest_stitch(StreamIndex stream) const;
   std::string check_blocks() const;
 
   static Status nothing_here() { return {StatusCode::kOutOfMemory, 0, "allocate"}; }
@@ -157,9 +218,17 @@ class DeviceAllocator {
   // placement.cpp: each step fails where it has nothing to offer, and leaves no trace then
   Result<Placement> place_slowly(Bytes size, StreamIndex stream, Lock& lock);
   Result<Placement> try_all(Request& request, Lock& lock);
+  bool wait_for_others(Lock& lock);
   SpanId find_extent(const Request& request);
   Result<Placement> take_extent(Request& request, Lock& lock);
   Result<Placement> reuse_alias(Request& request, Lock& lock);
+  bool may_take(const TagSet& tags, const Request& request) const;
+  Held hold(const std::vector<Piece>& pieces);
+  void give_back(const Held& held);
+  Status order(Request& request, const Held& held, Lock& lock);
+  SpanId chain(const Held& held);
+
+  // growth.cpp
   Result<Placement> grow(Request& request, Lock& lock);
   Growth growth_for(const Request& request) const;
   Bytes room() const;
@@ -167,11 +236,10 @@ class DeviceAllocator {
   Bytes allowance(Bytes bytes, double share) const;
   bool is_growth_free(Bytes growth, Bytes size) const;
   Result<SpanId> add_chunks(const Growth& growth, Bytes request, Lock& lock);
-  bool may_take(const TagSet& tags, const Request& request) const;
-  Held hold(const std::vector<Piece>& pieces);
-  void give_back(const Held& held);
-  Status order(Request& request, const Held& held, Lock& lock);
-  SpanId chain(const Held& held);
+  MapOutcome build_chunks(const Piece& range, const std::vector<Bytes>& sizes,
+                          std::vector<MappedChunk>& chunks, Lock& lock);
+  bool is_growth_in_doubt(Bytes growth) const;
+  void observe(Holding change, const Piece& range, Lock& lock);
 
   // stitching.cpp
   Result<Placement> stitch(Request& request, Lock& lock);
@@ -183,8 +251,14 @@ class DeviceAllocator {
   Address take_alias_addresses(Bytes size, Lock& lock);
   MapOutcome map_unlocked(Address base, const std::vector<MappedChunk>& chunks, Lock& lock);
 
+  // peers.cpp
+  Status catch_up_access(const Piece& range, std::uint64_t generation, Lock& lock);
+  std::vector<Piece> mappings() const;
+  bool is_mapping(const Piece& range) const;
+
   // reclaim.cpp
   void relieve(Lock& lock);
+  void drop_complete_tags(Lock& lock);
   bool is_idle(AliasId id) const;
   bool collect_aliases(std::size_t mappings, Lock& lock);
   bool unmap_aliases(const std::vector<AliasId>& ids, Lock& lock, DefragmentReport* report);
@@ -192,6 +266,7 @@ class DeviceAllocator {
   void give_up_range(const Piece& range, SpanId building);
   void retry_leftovers(Lock& lock);
   std::vector<ChunkId> releasable_chunks(std::vector<AliasId>* aliases) const;
+  bool is_releasable(ChunkId id, const Chunk& seen) const;
   void release_whole_chunks(Lock& lock, DefragmentReport* report);
   bool release_chunk(const Chunk& chunk, Lock& lock);
   void settle_all(Lock& lock);
@@ -216,12 +291,19 @@ class DeviceAllocator {
   AllocatorStats stats_;
   EventTrace trace_;
   std::atomic<std::uint64_t> held_{0};
-  Bytes building_{};      // growth that is under way, counted against the limit
-  Bytes highest_live_{};  // the most that was ever live at once
+  std::atomic<std::uint64_t> allocated_{0};
+  Bytes building_{};                   // growth that is under way, counted against the limit
+  std::size_t building_mappings_ = 0;  // of aliases under way, counted against their ceiling
+  std::size_t operations_in_flight_ = 0;
+  std::uint64_t operations_landed_ = 0;
+  Bytes highest_live_{};                 // most live at once since memory was last given back
+  bool has_growth_failed_ = false;       // the last one
+  std::uint64_t access_generation_ = 0;  // how often a peer was let in
   std::vector<Leftover> leftovers_;
   std::vector<ChunkHandle> unreleased_;
   OutOfMemory last_out_of_memory_;
   std::vector<std::function<void()>> relief_;
+  HoldingObserver observer_;
 };
 
 }  // namespace vramx

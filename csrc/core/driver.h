@@ -61,6 +61,10 @@ class Driver {
   virtual Status map(Address address, Bytes size, ChunkHandle chunk) = 0;
   virtual Status unmap(Address address, Bytes size) = 0;
   virtual Status set_access(Address address, Bytes size) = 0;
+  // From now on set_access lets the device `device` in as well; what it was called for before is
+  // not changed. kNotSupported where that device cannot reach this one's memory. A call that was
+  // under way may or may not include it.
+  virtual Status allow_peer(int device) = 0;
 
   // --- order between streams --------------------------------------------------------------------
   virtual Result<Event> create_event() = 0;

@@ -5,6 +5,7 @@
 // driver state notes the generation it was born in and is inert in any other. Lock-free.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 namespace vramx {
@@ -12,9 +13,12 @@ namespace vramx {
 class ForkGuard {
  public:
   ForkGuard();
-  bool is_in_child() const;
+  bool is_in_child() const { return generation_.load(std::memory_order_relaxed) != born_; }
 
  private:
+  static void enter_child() { generation_.fetch_add(1, std::memory_order_relaxed); }
+
+  static std::atomic<std::uint32_t> generation_;  // of the process: its forks since the first guard
   std::uint32_t born_;
 };
 

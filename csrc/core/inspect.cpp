@@ -1,7 +1,7 @@
-// The part of DeviceAllocator that only looks: statistics, layout, the text of an out-of-memory
-// error, and check().
+// The part of DeviceAllocator that only looks: statistics, layout, what could be had, the text of
+// an out-of-memory error, and check(). Looks at every span, but for the statistics.
+#include <algorithm>
 #include <cstdio>
-#include <unordered_map>
 #include <unordered_set>
 
 #include "core/device_allocator.h"
@@ -21,17 +21,17 @@ std::string binary(Bytes size) {
 
 }  // namespace
 
-std::string OutOfMemory::message() const {
+std::string OutOfMemory::message(int ordinal) const {
   std::string text = "CUDA out of memory. Tried to allocate " + binary(requested) + ". ";
   if (device.total) {
-    text += "The device has " + binary(device.total) + ", of which " + binary(device.free) +
-            " is free. ";
+    text += ordinal < 0 ? "The device" : "GPU " + std::to_string(ordinal);
+    text += " has " + binary(device.total) + ", of which " + binary(device.free) + " is free. ";
   }
   text += "vramx holds " + binary(held) + ": " + binary(live) + " live and " + binary(free) +
           " free in " + std::to_string(extents) + " pieces, the largest " + binary(largest_extent) +
           ", " + binary(whole_chunks) + " in whole chunks.";
   if (limit != Bytes{UINT64_MAX}) text += " Its limit is " + binary(limit) + ".";
-  text += limit != Bytes{UINT64_MAX} ? " Try a smaller batch or a higher limit."
+  text += limit != Bytes{UINT64_MAX} ? " Try a smaller batch, or set a higher limit."
                                      : " Try a smaller batch.";
   return text;
 }
@@ -73,23 +73,82 @@ std::vector<TraceEvent> DeviceAllocator::events() const {
   return trace_.events();
 }
 
+Result<LiveBlock> DeviceAllocator::find(Address address) const {
+  const Status absent{StatusCode::kInvalidValue, 0, "not a live block"};
+  if (fork_guard_.is_in_child()) return absent;
+  const Lock lock(mutex_);
+  const Block* const block = blocks_.find(address);
+  if (block == nullptr) return absent;
+  return live_block(*block);
+}
+
+// The block of every used span that has one: a span that was only set aside has none.
+std::unordered_map<SpanId, const Block*> DeviceAllocator::owners() const {
+  std::unordered_map<SpanId, const Block*> found;
+  blocks_.for_each([&](const Block& block) {
+    for (SpanId id = block.first_span; id != kNoId; id = arena_.next_in_block(id)) {
+      found[id] = &block;
+    }
+  });
+  return found;
+}
+
 std::vector<SpanInfo> DeviceAllocator::layout() const {
   if (fork_guard_.is_in_child()) return {};
   const Lock lock(mutex_);
-  std::unordered_map<SpanId, Address> owners;
-  blocks_.for_each([&](const Block& block) {
-    for (SpanId id = block.first_span; id != kNoId; id = arena_.next_in_block(id)) {
-      owners[id] = block.address;
-    }
-  });
+  const std::unordered_map<SpanId, const Block*> owners = this->owners();
   std::vector<SpanInfo> spans;
   for (SpanId id = arena_.first(); id != kNoId; id = arena_.span(id).next) {
     const Span& span = arena_.span(id);
     const auto owner = owners.find(id);
-    const Address block = owner == owners.end() ? Address{} : owner->second;
+    const Address block = owner == owners.end() ? Address{} : owner->second->address;
     spans.push_back({span.begin, span.size, span.state, block, block && !arena_.contains(block)});
   }
   return spans;
+}
+
+void DeviceAllocator::for_each_piece(const std::function<void(const HeldPiece&)>& visit) const {
+  if (fork_guard_.is_in_child()) return;
+  const Lock lock(mutex_);
+  const std::unordered_map<SpanId, const Block*> owners = this->owners();
+  std::vector<HeldPiece> pieces;
+  for (SpanId id = arena_.first(); id != kNoId; id = arena_.span(id).next) {
+    const Span& span = arena_.span(id);
+    const bool is_held = span.state == SpanState::kUsed || span.state == SpanState::kFree ||
+                         arena_.chunks().find(span.begin) != kNoId;
+    if (!is_held) continue;
+    const auto owner = owners.find(id);
+    const bool is_free = owner == owners.end();
+    if (is_free) pieces.push_back({{}, span.begin, span.size});
+    if (is_free || owner->second->first_span != id) continue;
+    const LiveBlock block = live_block(*owner->second);
+    pieces.push_back({block, block.address, block.size});
+  }
+  std::sort(pieces.begin(), pieces.end(),
+            [](const HeldPiece& a, const HeldPiece& b) { return a.begin < b.begin; });
+  for (const HeldPiece& piece : pieces) visit(piece);
+}
+
+// What could be put together from free pieces alone: what a plan for too much has found.
+Bytes DeviceAllocator::largest_stitch(StreamIndex stream) const {
+  const Bytes too_much = arena_.mapped_bytes() + kBlockUnit;
+  const Request request{too_much, stream, config_.cross_stream == CrossStream::kNever};
+  return too_much - plan(request).missing;
+}
+
+Bytes DeviceAllocator::largest_obtainable() {
+  if (fork_guard_.is_in_child()) return {};
+  const Result<MemoryInfo> device = driver_.memory_info();
+  const Lock lock(mutex_);
+  const StreamIndex stream = clocks_.index_of(Stream::kDefault);
+  const bool is_alone = config_.cross_stream == CrossStream::kNever;
+  const std::vector<SpanId> extents =
+      arena_.largest(kBlockUnit, 1, is_alone ? stream : Arena::kAnyStream);
+  const Bytes extent = extents.empty() ? Bytes{} : arena_.span(extents[0]).size;
+  const Bytes room = device.ok() ? min(this->room(), device.value().free) : Bytes{};
+  Bytes growth = round_down(room, driver_.granularity());
+  if (growth && arena_.gap_for(growth) == kNoId) growth = Bytes{};
+  return max(extent, largest_stitch(stream) + growth);
 }
 
 std::string DeviceAllocator::check_blocks() const {
@@ -112,7 +171,10 @@ std::string DeviceAllocator::check_blocks() const {
     sum += size;
   });
   if (!broken.empty()) return broken;
-  if (sum != allocated()) return "block 1: allocated bytes " + std::to_string(allocated().count);
+  const Bytes counted{static_cast<std::uint64_t>(stats_.allocated_bytes[0].current)};
+  for (const Bytes claimed : {counted, allocated()}) {
+    if (sum != claimed) return "block 1: allocated bytes " + std::to_string(claimed.count);
+  }
   return {};
 }
 

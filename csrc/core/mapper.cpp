@@ -48,6 +48,12 @@ MapOutcome create_and_map(Driver& driver, Address at, const std::vector<Bytes>& 
   return outcome;
 }
 
+MapOutcome undo_map(Driver& driver, Address at, const std::vector<MappedChunk>& chunks,
+                    const Status& why) {
+  const Bytes left = driver.unmap(at, total(chunks)).ok() ? Bytes{} : total(chunks);
+  return {why, left, release_all(driver, chunks)};
+}
+
 MapOutcome unmap_and_release(Driver& driver, Address at, const std::vector<MappedChunk>& chunks) {
   const Status status = driver.unmap(at, total(chunks));
   if (!status.ok()) return {status, total(chunks)};

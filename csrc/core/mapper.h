@@ -24,6 +24,9 @@ MapOutcome create_and_map(Driver& driver, Address at, const std::vector<Bytes>& 
                           std::vector<MappedChunk>& chunks);
 // Maps chunks that exist once more.
 MapOutcome map_again(Driver& driver, Address at, const std::vector<MappedChunk>& chunks);
+// Undoes what create_and_map did, because of `why`.
+MapOutcome undo_map(Driver& driver, Address at, const std::vector<MappedChunk>& chunks,
+                    const Status& why);
 // Unmaps them and releases the chunks. Where the first fails nothing has changed.
 MapOutcome unmap_and_release(Driver& driver, Address at, const std::vector<MappedChunk>& chunks);
 

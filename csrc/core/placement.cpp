@@ -3,11 +3,10 @@
 // Every step sets the memory that it wants aside under the lock, lets the lock go for its driver
 // calls, and either hands over a placement or gives everything back as it was.
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
-#include "core/chunk_policy.h"
 #include "core/device_allocator.h"
-#include "core/mapper.h"
-#include "core/stitch_plan.h"
 
 namespace vramx {
 namespace {
@@ -15,6 +14,11 @@ namespace {
 // Below this a block is not worth an alias while the arena may grow: the chunk that it would open
 // takes many more like it.
 constexpr Bytes kSmallestStitched{1 << 20};
+
+// How often a request that found nothing waits for what other threads have set aside, and how long
+// it sleeps between two looks: a chunk is given back in 12 us to 13 ms (measured, H200).
+constexpr int kMostWaits = 1000;
+constexpr std::chrono::microseconds kLook{20};
 
 // Neighbouring pieces become one.
 std::vector<Piece> joined(const std::vector<Piece>& pieces) {
@@ -34,6 +38,8 @@ std::vector<Piece> joined(const std::vector<Piece>& pieces) {
 Result<DeviceAllocator::Placement> DeviceAllocator::place_slowly(Bytes size, StreamIndex stream,
                                                                  Lock& lock) {
   Request request{size, stream, config_.cross_stream == CrossStream::kNever};
+  // Nothing else would ever find out that another stream is done with a block of this one's.
+  if (request.is_alone) drop_complete_tags(lock);
   Result<Placement> placed = try_all(request, lock);
   if (!placed.ok() && !request.is_alone && request.has_failed_to_wait) {
     // A stream is being captured, say: then what needs no waiting has to do.
@@ -42,9 +48,25 @@ Result<DeviceAllocator::Placement> DeviceAllocator::place_slowly(Bytes size, Str
   }
   if (placed.ok()) return placed;
   relieve(lock);
-  Result<Placement> again = try_all(request, lock);
-  if (again.ok()) ++stats_.num_alloc_retries;
-  return again;
+  ++stats_.num_alloc_retries;
+  placed = try_all(request, lock);
+  for (int waits = 0; !placed.ok() && waits < kMostWaits && wait_for_others(lock); ++waits) {
+    placed = try_all(request, lock);
+  }
+  return placed;
+}
+
+// What other threads have set aside - chunks on their way out, pieces of a stitch - is neither free
+// nor used: while there is any, "nothing fits" is not the last word. False where there is none.
+bool DeviceAllocator::wait_for_others(Lock& lock) {
+  if (operations_in_flight_ == 0) return false;
+  const std::uint64_t landed = operations_landed_;
+  while (operations_in_flight_ != 0 && operations_landed_ == landed) {
+    lock.unlock();
+    std::this_thread::sleep_for(kLook);
+    lock.lock();
+  }
+  return true;
 }
 
 Result<DeviceAllocator::Placement> DeviceAllocator::try_all(Request& request, Lock& lock) {
@@ -108,105 +130,6 @@ Result<DeviceAllocator::Placement> DeviceAllocator::reuse_alias(Request& request
   }
   ++stats_.num_alias_hits;
   return Placement{fit.address, chain(held), fit.alias};
-}
-
-// --- growth ---
-
-// Growth for a contiguous block: what the extent before the gap, if the stream may have it, lacks.
-// An extent that would not spare a unit of growth is left alone, so that the block begins with a
-// chunk: otherwise one odd size would shift every later block across the bounds of its chunks, and
-// a chunk that two blocks share is whole for neither.
-DeviceAllocator::Growth DeviceAllocator::growth_for(const Request& request) const {
-  const Bytes alone = round_up(request.size, driver_.granularity());
-  Growth growth{.bytes = alone, .gap = arena_.gap_for(alone)};
-  if (growth.gap == kNoId) return growth;
-  const SpanId previous = arena_.span(growth.gap).previous;
-  if (previous == kNoId || arena_.span(previous).state != SpanState::kFree ||
-      arena_.span(previous).size >= request.size || !may_take(arena_.tags_of(previous), request)) {
-    return growth;
-  }
-  const Bytes rest = round_up(request.size - arena_.span(previous).size, driver_.granularity());
-  if (rest < alone) growth = {.bytes = rest, .gap = growth.gap, .before = previous};
-  return growth;
-}
-
-// What may still be held, on this device and under the limit.
-Bytes DeviceAllocator::room() const {
-  const Bytes held = arena_.mapped_bytes() + building_;
-  const Bytes most = min(limit_, capacity_);
-  return most > held ? most - held : Bytes{};
-}
-
-bool DeviceAllocator::is_within_limit(Bytes growth) const {
-  return arena_.mapped_bytes() + building_ + growth <= limit_;
-}
-
-// What convenience may waste: a share of `bytes`, and little of the room that is left.
-Bytes DeviceAllocator::allowance(Bytes bytes, double share) const {
-  constexpr std::uint64_t kShareOfRoom = 64;
-  const Bytes of_bytes{static_cast<std::uint64_t>(static_cast<double>(bytes.count) * share)};
-  return min(of_bytes, Bytes{room().count / kShareOfRoom});
-}
-
-// Whether growing by `growth` keeps what is held within the slack above the most ever live.
-bool DeviceAllocator::is_growth_free(Bytes growth, Bytes size) const {
-  const Bytes live = max(highest_live_, allocated() + size);
-  return arena_.mapped_bytes() + building_ + growth <= live + allowance(live, config_.growth_slack);
-}
-
-// Adds chunks at the start of the growth's gap and sets them aside: one span, which waits for
-// nothing.
-Result<SpanId> DeviceAllocator::add_chunks(const Growth& growth, Bytes request, Lock& lock) {
-  if (growth.gap == kNoId || !is_within_limit(growth.bytes)) return nothing_here();
-  const Bytes held = arena_.mapped_bytes() + building_;
-  const std::vector<Bytes> sizes =
-      chunk_sizes({growth.bytes, request, held, room()}, driver_.granularity());
-  const SpanId building = arena_.begin_building(growth.gap, growth.bytes);
-  const Address at = arena_.span(building).begin;
-  building_ += growth.bytes;
-  std::vector<MappedChunk> chunks;
-  lock.unlock();
-  const MapOutcome outcome = create_and_map(driver_, at, sizes, chunks);
-  lock.lock();
-  building_ -= growth.bytes;
-  note_leftovers(outcome, {at, growth.bytes}, building);
-  if (!outcome.status.ok()) return outcome.status;
-  arena_.finish_mapped(building, chunks);
-  held_.store(arena_.mapped_bytes().count, std::memory_order_relaxed);
-  ++stats_.num_growths;
-  stats_.num_device_alloc += static_cast<std::int64_t>(chunks.size());
-  stats_.segment.increase(static_cast<std::int64_t>(chunks.size()));
-  stats_.reserved_bytes.increase(static_cast<std::int64_t>(growth.bytes.count));
-  trace_.add(TraceKind::kGrow, at, growth.bytes, Stream::kDefault);
-  return building;
-}
-
-Result<DeviceAllocator::Placement> DeviceAllocator::grow(Request& request, Lock& lock) {
-  const Growth growth = growth_for(request);
-  Held held;
-  Bytes have{};
-  if (growth.before != kNoId) {
-    const Span& extent = arena_.span(growth.before);
-    have = extent.size;
-    held = hold({{extent.begin, extent.size}});
-  }
-  const Result<SpanId> added = add_chunks(growth, request.size, lock);
-  if (!added.ok()) {
-    give_back(held);
-    return added.status();
-  }
-  const bool is_adjacent =
-      !have || arena_.span(held.spans.back()).end() == arena_.span(added.value()).begin;
-  held.spans.push_back(added.value());
-  held.tags.emplace_back();
-  if (!is_adjacent) {
-    // Another thread's growth came between the extent and ours; together they may still do.
-    give_back(held);
-    return take_extent(request, lock);
-  }
-  held.spans.back() = arena_.give_back_end(added.value(), request.size - have);
-  if (const Status ordered = order(request, held, lock); !ordered.ok()) return ordered;
-  return Placement{arena_.span(held.spans[0]).begin, chain(held), kNoId};
 }
 
 // --- setting aside ---

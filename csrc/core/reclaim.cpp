@@ -10,12 +10,16 @@ namespace vramx {
 
 // What frees memory without a wait of the host: tags that are found complete, then the callbacks.
 void DeviceAllocator::relieve(Lock& lock) {
-  clocks_.settle(StreamClocks::Settle::kQuery, lock);
-  arena_.drop_tags([&](const Tag& tag) { return clocks_.is_complete(tag); });
+  drop_complete_tags(lock);
   const std::vector<std::function<void()>> callbacks = relief_;
   lock.unlock();
   for (const auto& callback : callbacks) callback();
   lock.lock();
+}
+
+void DeviceAllocator::drop_complete_tags(Lock& lock) {
+  clocks_.settle(StreamClocks::Settle::kQuery, lock);
+  arena_.drop_tags([&](const Tag& tag) { return clocks_.is_complete(tag); });
 }
 
 bool DeviceAllocator::is_idle(AliasId id) const {
@@ -128,18 +132,26 @@ std::vector<ChunkId> DeviceAllocator::releasable_chunks(std::vector<AliasId>* al
   return {chunks.begin(), chunks.end()};
 }
 
+// Whether the chunk is the one that was seen and still unused. One that is still mapped in an
+// alias, because the driver would not unmap that, stays: its memory would not come free.
+bool DeviceAllocator::is_releasable(ChunkId id, const Chunk& seen) const {
+  const Chunk& chunk = arena_.chunks()[id];
+  return chunk.handle == seen.handle && chunk.alias_count == 0 && arena_.is_whole_free(id) &&
+         arena_.tags_of(chunk.span_at_begin).empty();
+}
+
+// One after the other, so that whoever needs memory meanwhile finds all but one of them.
 void DeviceAllocator::release_whole_chunks(Lock& lock, DefragmentReport* report) {
   std::vector<AliasId> aliases;
-  std::vector<std::pair<SpanId, ChunkId>> leaving;
-  for (const ChunkId id : releasable_chunks(&aliases)) {
-    leaving.emplace_back(arena_.begin_removing(id), id);
-  }
+  std::vector<Chunk> leaving;
+  for (const ChunkId id : releasable_chunks(&aliases)) leaving.push_back(arena_.chunks()[id]);
   unmap_aliases(aliases, lock, report);
-  for (const auto& [span, id] : leaving) {
-    const Chunk chunk = arena_.chunks()[id];
-    // Still mapped in an alias, which the driver would not unmap: the memory would not come free.
-    const bool is_released = chunk.alias_count == 0 && release_chunk(chunk, lock);
-    if (!is_released) {
+  for (const Chunk& chunk : leaving) {
+    const ChunkId id = arena_.chunks().find(chunk.begin);
+    if (id == kNoId || !is_releasable(id, chunk)) continue;
+    const InFlight in_flight(*this);
+    const SpanId span = arena_.begin_removing(id);
+    if (!release_chunk(chunk, lock)) {
       arena_.cancel_removing(span);
       continue;
     }
@@ -154,9 +166,13 @@ void DeviceAllocator::release_whole_chunks(Lock& lock, DefragmentReport* report)
   }
 }
 
+// The observer is told before the addresses can be mapped again, so that it sees the changes of
+// one range in their order.
 bool DeviceAllocator::release_chunk(const Chunk& chunk, Lock& lock) {
+  const HoldingObserver observer = observer_;
   lock.unlock();
   const MapOutcome outcome = unmap_and_release(driver_, chunk.begin, {{chunk.size, chunk.handle}});
+  if (outcome.status.ok() && observer) observer(Holding::kUnmapped, {chunk.begin, chunk.size});
   lock.lock();
   unreleased_.insert(unreleased_.end(), outcome.unreleased.begin(), outcome.unreleased.end());
   return outcome.status.ok();
@@ -177,6 +193,8 @@ DefragmentReport DeviceAllocator::trim() {
   report.extents_before = arena_.extent_count();
   settle_all(lock);
   release_whole_chunks(lock, &report);
+  // What was given back is not wanted any more: from here on growth is measured anew.
+  highest_live_ = allocated();
   report.extents_after = arena_.extent_count();
   return report;
 }
@@ -191,6 +209,7 @@ DefragmentReport DeviceAllocator::defragment() {
   std::erase_if(idle, [&](AliasId id) { return !is_idle(id); });
   unmap_aliases(idle, lock, &report);
   release_whole_chunks(lock, &report);
+  highest_live_ = allocated();
   report.extents_after = arena_.extent_count();
   return report;
 }

@@ -47,7 +47,7 @@ struct AllocatorStats {
   Counter reserved_bytes;              // and their bytes
   Counter inactive_split;              // extents
   Counter inactive_split_bytes;        // and their bytes
-  std::int64_t num_alloc_retries = 0;  // requests that only succeeded after memory was relieved
+  std::int64_t num_alloc_retries = 0;  // requests for which memory had to be relieved
   std::int64_t num_ooms = 0;
   std::int64_t num_sync_all_streams = 0;  // waits of the host, all asked for by trim or defragment
   std::int64_t num_device_alloc = 0;      // chunks created

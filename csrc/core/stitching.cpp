@@ -42,6 +42,7 @@ bool DeviceAllocator::is_growth_as_good(const Request& request, Bytes missing) c
 }
 
 Result<DeviceAllocator::Placement> DeviceAllocator::stitch(Request& request, Lock& lock) {
+  const InFlight in_flight(*this);
   StitchPlan plan = this->plan(request);
   if (plan.missing && is_growth_as_good(request, plan.missing)) {
     Result<Placement> grown = grow(request, lock);
@@ -109,14 +110,18 @@ Status DeviceAllocator::map_alias(const Held& held, Lock& lock, Placement* place
     chunks.push_back({arena_.chunks()[id].size, arena_.chunks()[id].handle});
     size += chunks.back().size;
   }
-  if (aliases_.mappings() + ids.size() > config_.alias_mappings) {
+  const auto is_too_many = [&] {
+    return aliases_.mappings() + building_mappings_ + ids.size() > config_.alias_mappings;
+  };
+  if (is_too_many()) {
     // A batch, so that a program that stitches anew for ever pays for the search now and then.
     collect_aliases(std::max(ids.size(), config_.alias_mappings / 128), lock);
   }
-  if (aliases_.mappings() + ids.size() > config_.alias_mappings) return nothing_here();
+  if (is_too_many()) return nothing_here();
+  building_mappings_ += ids.size();
   const Address base = take_alias_addresses(size, lock);
-  if (!base) return nothing_here();
-  const MapOutcome outcome = map_unlocked(base, chunks, lock);
+  const MapOutcome outcome = base ? map_unlocked(base, chunks, lock) : MapOutcome{nothing_here()};
+  building_mappings_ -= ids.size();
   if (!outcome.status.ok()) return outcome.status;
   placement->alias = aliases_.add(base, ids, arena_);
   aliases_.pin(placement->alias);
@@ -138,8 +143,15 @@ MapOutcome DeviceAllocator::map_unlocked(Address base, const std::vector<MappedC
   Bytes size{};
   for (const MappedChunk& chunk : chunks) size += chunk.size;
   const auto attempt = [&] {
+    const std::uint64_t generation = access_generation_;
     lock.unlock();
     MapOutcome outcome = map_again(driver_, base, chunks);
+    lock.lock();
+    if (!outcome.status.ok()) return outcome;
+    outcome.status = catch_up_access({base, size}, generation, lock);
+    if (outcome.status.ok()) return outcome;
+    lock.unlock();
+    if (!driver_.unmap(base, size).ok()) outcome.left_mapped = size;
     lock.lock();
     return outcome;
   };

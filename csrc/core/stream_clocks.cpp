@@ -130,22 +130,29 @@ Status StreamClocks::order(StreamIndex reader, const TagSet& tags, Lock& lock) {
 void StreamClocks::settle(Settle how, Lock& lock) {
   for (StreamIndex index = 0; index < streams_.size(); ++index) {
     if (streams_[index].complete == streams_[index].sequence) continue;
+    // On a stream that is never idle what was recorded now is never complete; what was recorded at
+    // the last question is.
+    if (how == Settle::kQuery) settle_last(index, how, lock);
     // A stream that cannot be recorded on may still have an event that covers some of its frees.
     record(index, lock).ignore();
-    const Record last = streams_[index].last;
-    if (last.event == Event::kNone || last.sequence <= streams_[index].complete) continue;
-    const bool is_done = [&] {
-      const Unlocked unlocked(lock);
-      if (how == Settle::kWait) return driver_.synchronize_event(last.event).ok();
-      const Result<bool> queried = driver_.query_event(last.event);
-      return queried.ok() && queried.value();
-    }();
-    if (!is_done) continue;
-    std::uint64_t& complete = streams_[index].complete;
-    complete = std::max(complete, last.sequence);
-    for (StreamIndex other = 0; other < last.clock.size(); ++other) {
-      streams_[other].complete = std::max(streams_[other].complete, last.clock[other]);
-    }
+    settle_last(index, how, lock);
+  }
+}
+
+void StreamClocks::settle_last(StreamIndex index, Settle how, Lock& lock) {
+  const Record last = streams_[index].last;
+  if (last.event == Event::kNone || last.sequence <= streams_[index].complete) return;
+  const bool is_done = [&] {
+    const Unlocked unlocked(lock);
+    if (how == Settle::kWait) return driver_.synchronize_event(last.event).ok();
+    const Result<bool> queried = driver_.query_event(last.event);
+    return queried.ok() && queried.value();
+  }();
+  if (!is_done) return;
+  std::uint64_t& complete = streams_[index].complete;
+  complete = std::max(complete, last.sequence);
+  for (StreamIndex other = 0; other < last.clock.size(); ++other) {
+    streams_[other].complete = std::max(streams_[other].complete, last.clock[other]);
   }
 }
 

@@ -83,6 +83,7 @@ class StreamClocks {
   // Records the stream's event so that it covers all of its sequence, unless it does already.
   Status record(StreamIndex index, Lock& lock);
   Status prepare_event(StreamIndex index, Lock& lock);
+  void settle_last(StreamIndex index, Settle how, Lock& lock);
   static void raise(std::vector<std::uint64_t>& clock, const std::vector<std::uint64_t>& to);
   static void raise(std::vector<std::uint64_t>& clock, StreamIndex stream, std::uint64_t to);
 

@@ -41,6 +41,7 @@ void bind_devices(Binder& bind, Api& api) {
   bind("cuDeviceGetName", api.device_get_name);
   bind("cuDeviceTotalMem_v2", api.device_total_mem);
   bind("cuDeviceGetAttribute", api.device_get_attribute);
+  bind("cuDeviceCanAccessPeer", api.device_can_access_peer);
   bind("cuDevicePrimaryCtxRetain", api.device_primary_ctx_retain);
   bind("cuDevicePrimaryCtxRelease_v2", api.device_primary_ctx_release);
   bind("cuCtxGetCurrent", api.ctx_get_current);

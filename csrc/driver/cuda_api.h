@@ -97,6 +97,7 @@ struct Api {
   ResultCode (*device_get_name)(char* name, int length, Device device);
   ResultCode (*device_total_mem)(std::size_t* bytes, Device device);
   ResultCode (*device_get_attribute)(int* value, int attribute, Device device);
+  ResultCode (*device_can_access_peer)(int* is_possible, Device device, Device peer);
 
   ResultCode (*device_primary_ctx_retain)(ContextHandle* context, Device device);
   ResultCode (*device_primary_ctx_release)(Device device);

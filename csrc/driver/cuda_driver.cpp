@@ -92,6 +92,8 @@ Status CudaDriver::start() {
     return {StatusCode::kNotSupported, cuda::kErrorNotSupported, "virtual memory management"};
   }
   properties_.location.id = ordinal_;
+  accessors_[0] = {.location = properties_.location};
+  accessor_count_.store(1, std::memory_order_release);
   if (attribute(cuda::Attribute::kPosixFileDescriptor) != 0) {
     properties_.requested_handle_types = cuda::kHandlePosixFileDescriptor;
   }
@@ -166,9 +168,33 @@ Status CudaDriver::unmap(Address address, Bytes size) {
 }
 
 Status CudaDriver::set_access(Address address, Bytes size) {
-  const cuda::AccessDescription access{.location = properties_.location};
-  return timed(Timed::kSetAccess, "cuMemSetAccess",
-               [&] { return api_.mem_set_access(address.value, size.count, &access, 1); });
+  const std::size_t count = accessor_count_.load(std::memory_order_acquire);
+  return timed(Timed::kSetAccess, "cuMemSetAccess", [&] {
+    return api_.mem_set_access(address.value, size.count, accessors_.data(), count);
+  });
+}
+
+Status CudaDriver::allow_peer(int device) {
+  const std::lock_guard<std::mutex> lock(peers_mutex_);
+  const std::size_t count = accessor_count_.load(std::memory_order_relaxed);
+  const auto last = accessors_.begin() + static_cast<std::ptrdiff_t>(count);
+  const bool is_known = std::any_of(accessors_.begin(), last, [&](const auto& accessor) {
+    return accessor.location.id == device;
+  });
+  if (is_known) return ok_status();
+  cuda::Device peer = 0;
+  const Status found = cuda::to_status(api_.device_get(&peer, device), "cuDeviceGet");
+  if (!found.ok()) return found;
+  int is_reachable = 0;
+  const Status asked = cuda::to_status(api_.device_can_access_peer(&is_reachable, peer, device_),
+                                       "cuDeviceCanAccessPeer");
+  if (!asked.ok()) return asked;
+  if (is_reachable == 0 || count == kMostAccessors) {
+    return {StatusCode::kNotSupported, cuda::kErrorNotSupported, "cuDeviceCanAccessPeer"};
+  }
+  accessors_[count] = {.location = {.id = device}};
+  accessor_count_.store(count + 1, std::memory_order_release);
+  return ok_status();
 }
 
 Result<Event> CudaDriver::create_event() {

@@ -3,7 +3,8 @@
 // Passes calls on and adds no policy: it makes the device's primary context current where another
 // one is (torch's own threads pay one read), relaxes the thread's capture mode so that a call made
 // during a graph capture leaves the capture valid, and times the five memory calls. It enforces no
-// rule itself: libcuda does. Thread-safe without a lock. Its own cost is below 0.1 us a call.
+// rule itself: libcuda does. Thread-safe, and only allow_peer takes a lock. Its own cost is below
+// 0.1 us a call.
 //
 // Nothing here runs at exit: an owner that must outlive the driver's shutdown leaks the object, and
 // one that does not gets errors back from libcuda, which are ignored in the destructor.
@@ -14,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 
 #include "core/driver.h"
 #include "core/status.h"
@@ -41,6 +43,7 @@ class CudaDriver final : public Driver, public Bytewise {
   Status map(Address address, Bytes size, ChunkHandle chunk) override;
   Status unmap(Address address, Bytes size) override;
   Status set_access(Address address, Bytes size) override;
+  Status allow_peer(int device) override;
   Result<Event> create_event() override;
   Status destroy_event(Event event) override;
   Status record_event(Event event, Stream stream) override;
@@ -79,6 +82,13 @@ class CudaDriver final : public Driver, public Bytewise {
   cuda::ContextHandle context_ = nullptr;  // null until retained
   cuda::AllocationProperties properties_{};
   Bytes granularity_{};
+
+  // Who gets access to a mapping: this device first, then its peers. Entries are only added, so a
+  // reader takes the first `accessor_count_` of them without a lock.
+  static constexpr std::size_t kMostAccessors = 64;
+  std::array<cuda::AccessDescription, kMostAccessors> accessors_{};
+  std::atomic<std::size_t> accessor_count_{0};
+  std::mutex peers_mutex_;  // one writer at a time
 
   std::array<std::atomic<std::uint64_t>, 5> counts_{};
   std::atomic<std::uint64_t> total_ns_{0};

@@ -32,8 +32,9 @@ enum class CallKind : std::uint8_t {
   kSynchronizeEvent,
   kWaitEvent,
   kIsCapturing,
+  kAllowPeer,
 };
-constexpr std::size_t kCallKinds = 15;
+constexpr std::size_t kCallKinds = 16;
 
 const char* call_name(CallKind kind);
 

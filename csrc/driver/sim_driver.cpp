@@ -90,6 +90,11 @@ Status SimDriver::set_access(Address address, Bytes size) {
                    [&] { return memory_.set_access(address, size); });
 }
 
+Status SimDriver::allow_peer(int device) {
+  const Lock lock(mutex_);
+  return desk_.run({.kind = CallKind::kAllowPeer}, [&] { return memory_.allow_peer(device); });
+}
+
 Result<Event> SimDriver::create_event() {
   const Lock lock(mutex_);
   return desk_.run({.kind = CallKind::kCreateEvent}, [&] { return streams_.create_event(); });
@@ -263,6 +268,11 @@ std::size_t SimDriver::live_chunks() const {
 std::size_t SimDriver::live_mappings() const {
   const Lock lock(mutex_);
   return memory_.live_mappings();
+}
+
+std::size_t SimDriver::mappings_open_to(int peer) const {
+  const Lock lock(mutex_);
+  return memory_.mappings_open_to(peer);
 }
 
 std::size_t SimDriver::live_events() const {

@@ -40,6 +40,7 @@ class SimDriver final : public Driver, public Bytewise {
   Status map(Address address, Bytes size, ChunkHandle chunk) override;
   Status unmap(Address address, Bytes size) override;
   Status set_access(Address address, Bytes size) override;
+  Status allow_peer(int device) override;
   Result<Event> create_event() override;
   Status destroy_event(Event event) override;
   Status record_event(Event event, Stream stream) override;
@@ -78,6 +79,7 @@ class SimDriver final : public Driver, public Bytewise {
   std::size_t live_reservations() const;
   std::size_t live_chunks() const;
   std::size_t live_mappings() const;
+  std::size_t mappings_open_to(int peer) const;
   std::size_t live_events() const;
   Bytes used() const;
   Bytes resident() const;

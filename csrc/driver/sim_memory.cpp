@@ -1,6 +1,7 @@
 // CUDA's rules for reservations, chunks and mappings, on the host; see the header.
 #include "driver/sim_memory.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <iterator>
 #include <memory>
@@ -23,7 +24,8 @@ SimMemory::SimMemory(const SimOptions& options, std::unique_ptr<SimPages> pages)
       granularity_(options.granularity),
       mapping_ceiling_(options.mapping_ceiling),
       costs_(*options.costs),
-      pages_(std::move(pages)) {}
+      pages_(std::move(pages)),
+      next_address_(options.first_address) {}
 
 SimMemory::~SimMemory() {
   if (!pages_) return;
@@ -163,6 +165,7 @@ Status SimMemory::set_access(Address address, Bytes size) {
   for (auto mapping = first; mapping != last; ++mapping) {
     if (allowed.ok()) {
       mapping->second.accessible = true;
+      mapping->second.peers = peers_.size();
       time_us_ += costs_.set_access.at_us(size_of(mapping));
     } else if (!mapping->second.accessible) {
       // mprotect stops where it fails and leaves what came before: take that back.
@@ -171,6 +174,20 @@ Status SimMemory::set_access(Address address, Bytes size) {
   }
   if (allowed.ok()) accessible_ += added;
   return allowed;
+}
+
+Status SimMemory::allow_peer(int device) {
+  if (device < 0) return failure(StatusCode::kInvalidValue, "allow_peer");
+  if (std::find(peers_.begin(), peers_.end(), device) == peers_.end()) peers_.push_back(device);
+  return ok_status();
+}
+
+std::size_t SimMemory::mappings_open_to(int device) const {
+  const auto at = std::find(peers_.begin(), peers_.end(), device);
+  const auto index = static_cast<std::size_t>(at - peers_.begin());
+  return static_cast<std::size_t>(
+      std::count_if(mappings_.begin(), mappings_.end(),
+                    [&](const auto& mapping) { return mapping.second.peers > index; }));
 }
 
 bool SimMemory::is_touchable(Address address, Bytes size) const {

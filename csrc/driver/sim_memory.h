@@ -18,6 +18,7 @@
 #include <string>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "core/driver.h"
 #include "core/status.h"
@@ -40,6 +41,8 @@ struct SimOptions {
   // Mappings with access, of all sizes. An H200 stops after 520,192 of 2 MiB (driver 580.159).
   std::uint64_t mapping_ceiling = 520192;
   std::size_t journal_entries = 0;
+  // Where addresses are made up from: apart for devices that are used together.
+  Address first_address{1ULL << 46};
 };
 
 class SimMemory {
@@ -59,7 +62,11 @@ class SimMemory {
   Status map(Address address, Bytes size, ChunkHandle handle);
   Status unmap(Address address, Bytes size);
   Status set_access(Address address, Bytes size);
+  // Every other device can be let in; the simulation does not know which there are.
+  Status allow_peer(int device);
 
+  // The mappings that a peer has access to.
+  std::size_t mappings_open_to(int device) const;
   // True when every byte of the range can be read and written through a pointer.
   bool is_touchable(Address address, Bytes size) const;
 
@@ -89,6 +96,7 @@ class SimMemory {
   struct Mapping {
     Chunks::pointer chunk;  // nodes of an unordered_map stay where they are
     bool accessible = false;
+    std::size_t peers = 0;  // that have access too: the first so many of peers_
   };
   using Mappings = std::map<Address, Mapping>;
   using Run = std::pair<Mappings::iterator, Mappings::iterator>;
@@ -113,9 +121,10 @@ class SimMemory {
   std::map<Address, Bytes> reservations_;
   Chunks chunks_;
   Mappings mappings_;
-  std::uint64_t next_handle_ = 1;     // never reused: a stale handle is always found out
-  Address next_address_{1ULL << 46};  // where addresses are made up
+  std::uint64_t next_handle_ = 1;  // never reused: a stale handle is always found out
+  Address next_address_;           // the next one to make up
   std::uint64_t accessible_ = 0;
+  std::vector<int> peers_;  // entries are only added
   Bytes used_{};
   double time_us_ = 0.0;
 };

@@ -23,15 +23,20 @@ namespace vramx::contract {
 struct Device {
   Driver& driver;
   Bytewise& bytes;
+  // Another device that can reach this one's memory, and what it writes there with; none: -1, null.
+  int peer = -1;
+  Bytewise* peer_bytes = nullptr;
 
   Bytes unit() const { return driver.granularity(); }
 };
 
-// Results of all checks so far; `broken` counts within the check that is running.
+// Results of all checks so far; `broken` and `skipped_for` are of the check that is running.
 struct Tally {
   int passed = 0;
   int failed = 0;
+  int skipped = 0;
   std::atomic<int> broken{0};
+  const char* skipped_for = nullptr;
 };
 inline Tally& tally() {
   static Tally instance;
@@ -50,6 +55,13 @@ inline bool expect(bool holds, const char* claim, const char* file, int line) {
 #define REQUIRE(claim) \
   if (!EXPECT(claim)) return
 
+// For a check that cannot be made here.
+#define SKIP_UNLESS(possible, reason)                \
+  if (!(possible)) {                                 \
+    vramx::contract::tally().skipped_for = (reason); \
+    return;                                          \
+  }
+
 template <class Subject>
 struct Check {
   const char* name;  // the claim
@@ -59,8 +71,14 @@ struct Check {
 template <class Subject>
 void run_check(const Check<Subject>& check, Subject& subject) {
   tally().broken = 0;
+  tally().skipped_for = nullptr;
   check.run(subject);
   const bool holds = tally().broken == 0;
+  if (holds && tally().skipped_for != nullptr) {
+    ++tally().skipped;
+    std::printf("skip   %s: %s\n", check.name, tally().skipped_for);
+    return;
+  }
   ++(holds ? tally().passed : tally().failed);
   std::printf("%s %s\n", holds ? "ok    " : "FAILED", check.name);
 }
@@ -131,6 +149,7 @@ class Chunk {
 
 std::span<const Check<Device>> memory_checks();
 std::span<const Check<Device>> stream_checks();
+std::span<const Check<Device>> peer_checks();
 
 // --- the simulated device alone -----------------------------------------------------------------
 

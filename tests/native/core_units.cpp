@@ -23,6 +23,8 @@ int main() {
   units::check_mapper();
   units::check_device_allocator();
   units::check_stream_order();
+  units::check_holdings();
+  units::check_peers();
   const auto& tally = vramx::contract::tally();
   std::printf("%d passed, %d failed\n", tally.passed, tally.failed);
   return tally.failed == 0 ? 0 : 1;

@@ -5,14 +5,16 @@
 //   g++ -std=c++20 -O1 -g -Wall -Wextra -Werror -Icsrc -Itests/native -pthread csrc/driver/*.cpp
 //       tests/native/driver_contract.cpp tests/native/contract/*.cpp -ldl -o driver_contract
 //       (one line; add -fsanitize=address,undefined or -fsanitize=thread)
-//   ./driver_contract sim                (or: cuda [ordinal])
+//   ./driver_contract sim                (or: cuda [ordinal]; a second GPU is taken for its peer)
 // Exit 0 when all hold, 1 when one does not, 2 on wrong usage, 77 when cuda is asked for and no
 // device answers. Takes about a second.
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
 #include <span>
 #include <string>
+#include <utility>
 
 #include "contract.h"
 #include "core/units.h"
@@ -26,6 +28,7 @@ namespace {
 void run_contract(Device& device) {
   for (const auto& check : memory_checks()) run_check(check, device);
   for (const auto& check : stream_checks()) run_check(check, device);
+  for (const auto& check : peer_checks()) run_check(check, device);
 }
 
 // Each on a fresh device, which it leaves empty.
@@ -40,7 +43,8 @@ void run_alone(std::span<const Check<SimDriver>> checks) {
 }
 
 int closing_line() {
-  std::printf("%d passed, %d failed\n", tally().passed, tally().failed);
+  std::printf("%d passed, %d failed, %d skipped\n", tally().passed, tally().failed,
+              tally().skipped);
   return tally().failed == 0 ? 0 : 1;
 }
 
@@ -52,7 +56,7 @@ int run_sim() {
       return 1;
     }
     SimDriver& driver = *opened.value();
-    Device device{driver, driver};
+    Device device{driver, driver, 1, &driver};
     std::printf("simulated device, granularity %llu KiB\n",
                 static_cast<unsigned long long>(granularity.count >> 10));
     run_contract(device);
@@ -77,7 +81,12 @@ int run_cuda(int ordinal) {
     return is_absent ? 77 : 1;
   }
   CudaDriver& driver = *opened.value();
-  Device device{driver, driver};
+  const int other = ordinal == 0 ? 1 : 0;
+  std::unique_ptr<CudaDriver> peer;
+  if (probe_cuda().device_count > 1) {
+    if (auto found = CudaDriver::open(other); found.ok()) peer = std::move(found.value());
+  }
+  Device device{driver, driver, peer ? other : -1, peer.get()};
   std::printf("%s, driver %d\n",
               probe_cuda().devices[static_cast<std::size_t>(ordinal)].name.c_str(),
               probe_cuda().driver_version);

@@ -141,6 +141,20 @@ void set_access_is_charged_for_each_mapping(SimDriver&) {
   EXPECT(error_us > -1e-6 && error_us < 1e-6);
 }
 
+void a_mapping_is_open_to_the_peers_of_its_last_access(SimDriver& sim) {
+  Device device{sim, sim};
+  Chunk chunk(device, kUnit);
+  Range range(device, kUnit * 2);
+  REQUIRE(chunk && range);
+  REQUIRE(range.map_with_access({}, kUnit, chunk.handle()).ok());
+  REQUIRE(sim.allow_peer(3).ok() && sim.allow_peer(5).ok());
+  EXPECT(sim.mappings_open_to(3) == 0);
+  REQUIRE(range.map_with_access(kUnit, kUnit, chunk.handle()).ok());
+  EXPECT(sim.mappings_open_to(3) == 1 && sim.mappings_open_to(5) == 1);
+  REQUIRE(sim.set_access(range.at({}), kUnit).ok());
+  EXPECT(sim.mappings_open_to(3) == 2 && sim.mappings_open_to(4) == 0);
+}
+
 constexpr std::array kChecks{
     Check<SimDriver>{"an address faults until it has access",
                      an_address_faults_until_it_has_access},
@@ -153,6 +167,8 @@ constexpr std::array kChecks{
                      accounting_has_the_same_figures_as_bytes},
     Check<SimDriver>{"set_access is charged for each mapping",
                      set_access_is_charged_for_each_mapping},
+    Check<SimDriver>{"a mapping is open to the peers of its last access",
+                     a_mapping_is_open_to_the_peers_of_its_last_access},
 };
 
 }  // namespace

@@ -36,6 +36,7 @@ class ForwardingDriver : public Driver {
   }
   Status unmap(Address at, Bytes size) override { return inner_.unmap(at, size); }
   Status set_access(Address at, Bytes size) override { return inner_.set_access(at, size); }
+  Status allow_peer(int device) override { return inner_.allow_peer(device); }
   Result<Event> create_event() override { return inner_.create_event(); }
   Status destroy_event(Event event) override { return inner_.destroy_event(event); }
   Status record_event(Event event, Stream stream) override {

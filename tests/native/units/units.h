@@ -37,6 +37,8 @@ void check_stream_clocks();
 void check_mapper();
 void check_device_allocator();
 void check_stream_order();
+void check_holdings();
+void check_peers();
 
 // For a subject that has no state to set up.
 struct Nothing {};

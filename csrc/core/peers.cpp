@@ -1,0 +1,63 @@
+// The part of DeviceAllocator that lets another device in: kernels and copies of a peer may touch
+// every mapping, those that are there, those that are being made, and those to come.
+//
+// The driver is told first, so that every set_access from then on includes the peer. A mapping that
+// a thread is making meanwhile may have missed it: the thread sees, once it has the lock again,
+// that the generation of access has changed, and sets access again before anybody gets the address.
+#include <algorithm>
+
+#include "core/device_allocator.h"
+
+namespace vramx {
+
+Status DeviceAllocator::allow_peer(int peer) {
+  if (fork_guard_.is_in_child()) return {StatusCode::kNotInitialized, 0, "used in a forked child"};
+  if (const Status allowed = driver_.allow_peer(peer); !allowed.ok()) return allowed;
+  Lock lock(mutex_);
+  ++access_generation_;
+  for (const Piece& mapping : mappings()) {
+    lock.unlock();
+    const Status status = driver_.set_access(mapping.begin, mapping.size);
+    lock.lock();
+    // Memory that was given back meanwhile has no access to set.
+    if (!status.ok() && is_mapping(mapping)) return status;
+  }
+  return ok_status();
+}
+
+Status DeviceAllocator::catch_up_access(const Piece& range, std::uint64_t generation, Lock& lock) {
+  while (generation != access_generation_) {
+    generation = access_generation_;
+    lock.unlock();
+    const Status status = driver_.set_access(range.begin, range.size);
+    lock.lock();
+    if (!status.ok()) return status;
+  }
+  return ok_status();
+}
+
+// Those that are about to go are among them: the driver may refuse to unmap them.
+std::vector<Piece> DeviceAllocator::mappings() const {
+  std::vector<Piece> found;
+  arena_.chunks().for_each(
+      [&](ChunkId, const Chunk& chunk) { found.push_back({chunk.begin, chunk.size}); });
+  for (const AliasId id : aliases_.all()) found.push_back({aliases_[id].base, aliases_[id].size});
+  return found;
+}
+
+bool DeviceAllocator::is_mapping(const Piece& range) const {
+  if (arena_.contains(range.begin)) {
+    const ChunkId id = arena_.chunks().find(range.begin);
+    if (id == kNoId) return false;
+    const Chunk& chunk = arena_.chunks()[id];
+    const bool is_going = arena_.span(chunk.span_at_begin).state == SpanState::kBuilding;
+    return chunk.begin == range.begin && chunk.size == range.size && !is_going;
+  }
+  const std::vector<AliasId> aliases = aliases_.all();
+  return std::any_of(aliases.begin(), aliases.end(), [&](AliasId id) {
+    const Alias& alias = aliases_[id];
+    return alias.base == range.begin && alias.size == range.size && !alias.is_leaving;
+  });
+}
+
+}  // namespace vramx

@@ -1,0 +1,211 @@
+#include "process/devices.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "process/thread_note.h"
+
+namespace vramx {
+
+Devices::Devices(std::unique_ptr<DeviceSource> source, DevicesOptions options)
+    : source_(std::move(source)), options_(std::move(options)), table_(make_core_table(*this)) {
+  for (Slot& slot : slots_) slot.limit = options_.config.limit;
+}
+
+// --- blocks -------------------------------------------------------------------------------------
+
+// A child has no report.
+CoreCode Devices::explain(int device, const OutOfMemory& why) const {
+  if (is_in_child()) return CoreCode::kForked;
+  out_of_memory_note().write(why.message(device));
+  return CoreCode::kOutOfMemory;
+}
+
+CoreCode Devices::free_and_tell(const Region& region, Address address, CoreBlock* freed) {
+  LiveBlock block;
+  if (!region.allocator->free(address, &block).ok()) return CoreCode::kNotOurs;
+  *freed = {block.address, block.size, block.requested, block.stream, region.device};
+  return CoreCode::kOk;
+}
+
+CoreCode Devices::record_stream(Address address, Stream stream) {
+  const Region* const region = region_of(address);
+  if (region == nullptr) return CoreCode::kNotOurs;
+  if (is_in_child()) return CoreCode::kForked;
+  return region->allocator->record_stream(address, stream).ok() ? CoreCode::kOk
+                                                                : CoreCode::kNotOurs;
+}
+
+CoreCode Devices::find_block(Address address, CoreBlock* block) const {
+  const Region* const region = region_of(address);
+  if (region == nullptr) return CoreCode::kNotOurs;
+  if (is_in_child()) return CoreCode::kForked;
+  const Result<LiveBlock> found = region->allocator->find(address);
+  if (!found.ok()) return CoreCode::kNotOurs;
+  const LiveBlock& live = found.value();
+  *block = {live.address, live.size, live.requested, live.stream, region->device};
+  return CoreCode::kOk;
+}
+
+CoreCode Devices::refuse_number(int device) {
+  failure_note().write("GPU " + std::to_string(device) + " is not a device: accepted are 0 to " +
+                       std::to_string(kMostDevices - 1));
+  return CoreCode::kUnavailable;
+}
+
+// --- the start of a device ----------------------------------------------------------------------
+
+CoreCode Devices::start(int device, DeviceAllocator** allocator) {
+  if (is_in_child()) return CoreCode::kForked;
+  if (!is_number(device)) return refuse_number(device);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Slot& wanted = slot(device);
+  if (!wanted.owner) {
+    if (wanted.failure.empty() && !is_accepted(device)) {
+      wanted.failure = "GPU " + std::to_string(device) +
+                       " is not among the devices that the allocator was installed for";
+    }
+    if (!wanted.failure.empty()) {
+      failure_note().write(wanted.failure);
+      return CoreCode::kUnavailable;
+    }
+    if (const CoreCode code = open(device); code != CoreCode::kOk) return code;
+  }
+  *allocator = wanted.owner.get();
+  return CoreCode::kOk;
+}
+
+bool Devices::is_accepted(int device) const {
+  return options_.is_for_all || std::find(options_.devices.begin(), options_.devices.end(),
+                                          device) != options_.devices.end();
+}
+
+CoreCode Devices::open(int device) {
+  Result<std::unique_ptr<Driver>> driver = source_->open(device);
+  if (!driver.ok()) return refuse(device, driver.status());
+  auto allocator = DeviceAllocator::create(*driver.value(), options_.config);
+  if (!allocator.ok()) return refuse(device, allocator.status());
+  const Status connected = connect(device, *allocator.value());
+  if (!connected.ok()) return refuse(device, connected);
+  slot(device).driver = std::move(driver.value());
+  slot(device).owner = std::move(allocator.value());
+  publish(device);
+  return CoreCode::kOk;
+}
+
+// A device that others have filled may have room later; any other failure is for good.
+CoreCode Devices::refuse(int device, const Status& status) {
+  const std::string name = "GPU " + std::to_string(device);
+  if (status.code == StatusCode::kOutOfMemory) {
+    out_of_memory_note().write("CUDA out of memory. " + name + " has no room to be started (" +
+                               status.call + "). Stop other processes that use it.");
+    return CoreCode::kOutOfMemory;
+  }
+  std::string text = name + " cannot be used: " + status.call + " failed with " +
+                     std::to_string(status.driver_code);
+  if (const std::string reason = source_->reason(status); !reason.empty()) text += ": " + reason;
+  slot(device).failure = text;
+  failure_note().write(text);
+  return CoreCode::kUnavailable;
+}
+
+// Gives a new allocator what was asked for while it was not there.
+Status Devices::connect(int device, DeviceAllocator& allocator) const {
+  allocator.set_limit(slot(device).limit);
+  for (const auto& relieve : reliefs_) {
+    allocator.add_relief([relieve, device] { relieve(device); });
+  }
+  allocator.set_observer(observer_of(device));
+  for (const int peer : slot(device).peers) {
+    if (const Status allowed = allocator.allow_peer(peer); !allowed.ok()) return allowed;
+  }
+  return ok_status();
+}
+
+HoldingObserver Devices::observer_of(int device) const {
+  if (!observer_) return nullptr;
+  return [observe = observer_, device](Holding change, const Piece& range) {
+    const bool is_mapped = change == Holding::kMapped;
+    observe({is_mapped ? CoreEventKind::kMapped : CoreEventKind::kUnmapped, device, range.begin,
+             range.size});
+  };
+}
+
+void Devices::publish(int device) {
+  DeviceAllocator* const allocator = slot(device).owner.get();
+  auto count = static_cast<std::size_t>(region_count_.load(std::memory_order_relaxed));
+  for (const Piece& range : {allocator->arena_addresses(), allocator->alias_addresses()}) {
+    regions_[count++] = {range.begin, range.size, allocator, device};
+  }
+  region_count_.store(static_cast<int>(count), std::memory_order_release);
+  slot(device).allocator.store(allocator, std::memory_order_release);
+}
+
+// --- what is kept for devices to come -----------------------------------------------------------
+
+void Devices::set_limit(int device, Bytes limit) {
+  if (is_in_child()) return;
+  // A limit may be set from inside another allocator's lock: it does not wait for a start then.
+  if (DeviceAllocator* const allocator = started(device)) return allocator->set_limit(limit);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (int i = 0; i < kMostDevices; ++i) {
+    if (device != kAll && device != i) continue;
+    slot(i).limit = limit;
+    if (slot(i).owner) slot(i).owner->set_limit(limit);
+  }
+}
+
+void Devices::add_relief(std::function<void(int)> relieve) {
+  if (is_in_child()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for_each_started(kAll, [&](int device, DeviceAllocator& allocator) {
+    allocator.add_relief([relieve, device] { relieve(device); });
+  });
+  reliefs_.push_back(std::move(relieve));
+}
+
+void Devices::set_observer(std::function<void(const CoreEvent&)> observe) {
+  if (is_in_child()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  observer_ = std::move(observe);
+  for_each_started(kAll, [&](int device, DeviceAllocator& allocator) {
+    allocator.set_observer(observer_of(device));
+  });
+}
+
+CoreCode Devices::allow_peer(int device, int peer) {
+  if (is_in_child()) return CoreCode::kForked;
+  if (!is_number(device)) return refuse_number(device);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!slot(device).owner) {
+      slot(device).peers.push_back(peer);
+      return CoreCode::kOk;
+    }
+  }
+  const Status status = slot(device).owner->allow_peer(peer);
+  if (status.ok()) return CoreCode::kOk;
+  failure_note().write("GPU " + std::to_string(peer) + " cannot be given access to GPU " +
+                       std::to_string(device) + ": " + status.call + " failed with " +
+                       std::to_string(status.driver_code));
+  return CoreCode::kUnavailable;
+}
+
+// --- looks --------------------------------------------------------------------------------------
+
+DeviceAllocator* Devices::started(int device) const {
+  if (!is_number(device) || is_in_child()) return nullptr;
+  return slot(device).allocator.load(std::memory_order_acquire);
+}
+
+const Driver* Devices::driver(int device) const {
+  return started(device) == nullptr ? nullptr : slot(device).driver.get();
+}
+
+Bytes Devices::capacity(int device) const {
+  if (is_in_child()) return {};
+  if (const DeviceAllocator* const allocator = started(device)) return allocator->capacity();
+  return source_->capacity(device);
+}
+
+}  // namespace vramx

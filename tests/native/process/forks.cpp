@@ -1,0 +1,99 @@
+// A forked child: every function answers, none waits, and none reaches a driver or a source; not
+// even when a thread of the parent was starting a device, with the lock, at the time of the fork.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <thread>
+
+#include "process/process.h"
+
+namespace vramx::process_checks {
+namespace {
+
+constexpr unsigned kChildLimitS = 20;  // then the child is killed by its alarm
+
+// The number of the first thing that is wrong, or zero.
+int blocks_are_inert(Fixture& fixture, Address live) {
+  const CoreTable& table = fixture.table;
+  Address address;
+  CoreBlock block;
+  if (!table.is_in_child(table.self)) return 1;
+  if (fixture.allocate(0, 1_MiB, &address) != CoreCode::kForked) return 2;
+  if (fixture.allocate(1, 1_MiB, &address) != CoreCode::kForked) return 3;
+  if (table.free(table.self, live, &block) != CoreCode::kForked) return 4;
+  if (table.record_stream(table.self, live, Stream{1}) != CoreCode::kForked) return 5;
+  if (table.find(table.self, live, &block) != CoreCode::kForked) return 6;
+  if (table.allow_peer(table.self, 0, 1) != CoreCode::kForked) return 7;
+  return 0;
+}
+
+int the_rest_is_inert(const CoreTable& table) {
+  int pieces = 0;
+  table.trim(table.self, -1);
+  table.set_limit(table.self, -1, 1_MiB);
+  table.set_limit(table.self, 0, 1_MiB);
+  table.add_relief(table.self, [](void*, std::int32_t) {}, nullptr);
+  table.set_observer(table.self, [](void*, const CoreEvent&) {}, nullptr);
+  table.reset_peak_stats(table.self, 0);
+  table.reset_accumulated_stats(table.self, 0);
+  table.for_each_piece(
+      table.self, 0, [](void* context, const CorePiece&) { ++*static_cast<int*>(context); },
+      &pieces);
+  if (table.defragment(table.self, -1).released || pieces != 0) return 8;
+  if (table.held(table.self, 0) || table.allocated(table.self, 0)) return 9;
+  if (table.largest_obtainable(table.self, 0)) return 10;
+  if (table.stats(table.self, 0).num_device_alloc != 0) return 11;
+  return 0;
+}
+
+int failure_in_child(Fixture& fixture, Address live) {
+  const std::uint64_t calls = fixture.source.drivers[0]->call_count();
+  const int opened = fixture.source.opened;
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(kChildLimitS);
+    int wrong = blocks_are_inert(fixture, live);
+    if (wrong == 0) wrong = the_rest_is_inert(fixture.table);
+    if (wrong == 0 && fixture.devices.capacity(0)) wrong = 12;
+    if (wrong == 0 && fixture.source.drivers[0]->call_count() != calls) wrong = 13;
+    if (wrong == 0 && fixture.source.opened != opened) wrong = 14;
+    _exit(wrong);
+  }
+  int state = 0;
+  if (child < 0 || waitpid(child, &state, 0) != child) return -1;
+  return WIFEXITED(state) ? WEXITSTATUS(state) : -WTERMSIG(state);
+}
+
+void a_child_is_inert(Fixture& fixture) {
+  const Address live = fixture.take(0, 1_MiB);
+  REQUIRE(static_cast<bool>(live));
+  EXPECT(failure_in_child(fixture, live) == 0);
+  EXPECT(fixture.free(live) == CoreCode::kOk);
+}
+
+void a_child_does_not_wait_for_a_start_of_its_parent(Fixture& fixture) {
+  const Address live = fixture.take(0, 1_MiB);
+  REQUIRE(static_cast<bool>(live));
+  fixture.source.close_gate();
+  std::thread starting([&] { EXPECT(static_cast<bool>(fixture.take(1, 1_MiB))); });
+  fixture.source.wait_until_held();
+  EXPECT(failure_in_child(fixture, live) == 0);
+  // Nor does the parent, where the device is there already.
+  EXPECT(static_cast<bool>(fixture.take(0, 1_MiB)));
+  EXPECT(fixture.free(live) == CoreCode::kOk);
+  fixture.table.set_limit(fixture.table.self, 0, kCapacity);
+  fixture.source.open_gate();
+  starting.join();
+}
+
+constexpr Check<Fixture> kChecks[] = {
+    {"a child is inert", a_child_is_inert},
+    {"a child does not wait for a start of its parent",
+     a_child_does_not_wait_for_a_start_of_its_parent},
+};
+
+}  // namespace
+
+void check_forks() { run_checks("forked children", kChecks); }
+
+}  // namespace vramx::process_checks
