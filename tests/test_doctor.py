@@ -30,9 +30,21 @@ COMPLETE: dict[str, Any] = {
     "torch": {"version": "2.11.0+cu130", "cuda": "13.0", "error": ""},
     "triton": "3.6.0",
     "compiler": "g++ 13.3.0",
+    "allocator": {
+        "obstacle": "",
+        "entry_point": True,
+        "shim_torch": "2.11.0+cu130",
+        "shim_built": "/home/user/.cache/vramx/shim/vramx_torch-2.11.0+cu130-1-2.so",
+        "shim_fault": "",
+    },
     "packages": {"numpy": "2.4.6", "rich": "15.0.0", "matplotlib": "3.11.2", "plotly": "7.1.0"},
 }
 NO_GPU = {"error": "libcuda.so.1: cannot open shared object file", "driver_version": 0}
+
+
+def allocator(**changes: Any) -> dict[str, Any]:
+    """The fact about the allocator, with some of its values replaced."""
+    return {"allocator": {**COMPLETE["allocator"], **changes}}
 
 
 def machine(**changes: Any) -> dict[str, Any]:
@@ -55,6 +67,11 @@ def test_everything_works_on_a_complete_machine() -> None:
         ("replay", {"packages": {**COMPLETE["packages"], "rich": None}}, doctor.MISSING, "rich"),
         ("pictures", {"packages": {**COMPLETE["packages"], "plotly": None}}, doctor.LIMITED, "plo"),
         ("replay on a GPU", {"cuda": {**NO_GPU, "devices": []}}, doctor.MISSING, "no GPU: libcuda"),
+        ("install_allocator", allocator(obstacle="no CUDA"), doctor.MISSING, "no CUDA"),
+        ("install_allocator", allocator(shim_fault="no g++"), doctor.LIMITED, "plain mode"),
+        ("install_allocator", allocator(shim_built=None), doctor.WORKS, "at the first use, once"),
+        ("install_allocator", {}, doctor.WORKS, "the shim for torch 2.11.0+cu130 is built"),
+        ("VRAMX=1 without vramx run", allocator(entry_point=False), doctor.MISSING, "pip install"),
     ],
 )
 def test_a_fault_is_named(part: str, changes: dict[str, Any], state: str, said: str) -> None:

@@ -27,3 +27,19 @@ class OutputError(VramxError, OSError):
 
 class MissingDependencyError(VramxError, ImportError):
     """An optional package is absent; the text names the command that installs it."""
+
+
+class InstallError(VramxError, RuntimeError):
+    """The allocator cannot be put behind this process's torch; the text says why and what to do."""
+
+
+class ShimError(InstallError):
+    """The part that is compiled for the installed torch cannot be built, trusted or loaded."""
+
+
+class NotInstalledError(VramxError, RuntimeError):
+    """Something was asked of the allocator in a process where it is not installed."""
+
+
+class VramxWarning(UserWarning):
+    """What vramx has to say without stopping the program."""

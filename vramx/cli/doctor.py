@@ -19,7 +19,9 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vramx import __version__
+from vramx import __version__, config
+from vramx.allocator import preconditions, shim_build
+from vramx.allocator.options import Options
 from vramx.cli import common
 from vramx.sizes import format_size
 
@@ -76,6 +78,7 @@ def collect() -> dict[str, Any]:
         "torch": _torch(),
         "triton": _version("triton"),
         "compiler": _compiler(),
+        "allocator": _allocator(),
         "packages": {name: _version(name) for name in ("numpy", "rich", "matplotlib", "plotly")},
     }
 
@@ -109,6 +112,38 @@ def _torch() -> dict[str, Any]:
     return {"version": version, "cuda": cuda, "error": error}
 
 
+def _allocator() -> dict[str, Any]:
+    """Return what the installation of the allocator would meet here, without doing any of it."""
+    entry_points = importlib.metadata.entry_points(group="torch.backends")
+    facts: dict[str, Any] = {
+        "obstacle": _obstacle(),
+        "entry_point": any(point.value == "vramx._autoload:_autoload" for point in entry_points),
+        "shim_torch": None,
+        "shim_built": None,
+        "shim_fault": "",
+    }
+    try:
+        status = shim_build.shim_status(config.config())
+    except Exception as error:  # a variable that vramx does not understand
+        return {**facts, "shim_fault": " ".join(str(error).split())}
+    built = None if status.built is None else str(status.built)
+    return {
+        **facts,
+        "shim_torch": status.torch,
+        "shim_built": built,
+        "shim_fault": status.fault,
+    }
+
+
+def _obstacle() -> str:
+    """Return what keeps torch from taking another allocator here, or nothing."""
+    try:
+        preconditions.check(importlib.import_module("torch"), Options(), late=True)
+    except Exception as error:
+        return " ".join(str(error).split()) or type(error).__name__
+    return ""
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -138,6 +173,8 @@ def judge(facts: dict[str, Any]) -> list[Finding]:
         _finding("replay", [*core, *_lacks(facts, "numpy"), *_lacks(facts, "rich")], []),
         _finding("pictures", pictures, _lacks(facts, "plotly")),
         _finding("replay on a GPU", [*core, *_gpu_faults(facts)], _unsupported(facts)),
+        _allocator_finding(facts, [*core, *_gpu_faults(facts)]),
+        _finding("VRAMX=1 without vramx run", _without_entry_point(facts), []),
     ]
 
 
@@ -146,6 +183,26 @@ def _finding(part: str, faults: list[str], limits: list[str]) -> Finding:
     if faults:
         return Finding(part, MISSING, faults[0])
     return Finding(part, LIMITED if limits else WORKS, "; ".join(limits))
+
+
+def _allocator_finding(facts: dict[str, Any], faults: list[str]) -> Finding:
+    allocator = facts["allocator"]
+    obstacles = [allocator["obstacle"]] if allocator["obstacle"] else []
+    if allocator["shim_fault"]:
+        limits = [f"only in plain mode, with strict=False: {allocator['shim_fault']}"]
+        return _finding("install_allocator", [*obstacles, *faults], limits)
+    found = _finding("install_allocator", [*obstacles, *faults], _unsupported(facts))
+    if found.state != WORKS:
+        return found
+    shim = f"the shim for torch {allocator['shim_torch']}"
+    first = "will be compiled at the first use, once"
+    return Finding(found.part, WORKS, f"{shim} {'is built' if allocator['shim_built'] else first}")
+
+
+def _without_entry_point(facts: dict[str, Any]) -> list[str]:
+    if facts["allocator"]["entry_point"]:
+        return []
+    return ["vramx is not installed as a package, so torch does not find it: pip install it"]
 
 
 def _lacks(facts: dict[str, Any], package: str) -> list[str]:

@@ -21,6 +21,7 @@ from vramx.errors import VramxError
 DONE, CHECK_FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 
 VERBS = {
+    "run": "vramx.cli.run",
     "demo": "vramx.cli.demo",
     "doctor": "vramx.cli.doctor",
     "replay": "vramx.cli.replay",

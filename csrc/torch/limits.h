@@ -1,0 +1,52 @@
+// One limit a device for the core and torch's own allocator together.
+//
+// Each side is told what the other leaves of it: the core a limit in bytes, torch's allocator a
+// fraction of the device. They are told again before and after everything that torch's allocator
+// is asked for, so the joint limit holds between such calls; two that grow at the same moment may
+// pass it by what they grow. Lock-free, because it is also called from inside torch's allocator,
+// which holds its own lock. Costs one atomic read while there is no limit.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+
+#include "torch/core.h"
+#include "torch/statistics.h"
+
+namespace vramx {
+
+constexpr std::uint64_t kNoLimit = UINT64_MAX;
+
+class JointLimits {
+ public:
+  JointLimits(const Core& core, CUDAAllocator& native, const JointStatistics& statistics);
+
+  // Before CUDA is initialised too: torch's allocator is told when it is. -1 means every device.
+  void set(int device, std::uint64_t bytes);
+  // kNoLimit for none.
+  std::uint64_t get(DeviceIndex device) const;
+
+  void set_fraction(DeviceIndex device, double fraction);
+  double fraction(DeviceIndex device) const;
+  // When torch's allocator is initialised: it learns the limit that was set before, or the fraction
+  // that it was given by the environment or before a late installation becomes the limit.
+  void start(DeviceIndex device);
+
+  void rebalance(DeviceIndex device);
+  // What both together may still take.
+  std::uint64_t room(DeviceIndex device) const;
+
+ private:
+  std::atomic<std::uint64_t>& limit(int device) {
+    return limits_[static_cast<std::size_t>(device)];
+  }
+  void lift(DeviceIndex device);
+
+  const Core& core_;
+  CUDAAllocator& native_;
+  const JointStatistics& statistics_;
+  std::array<std::atomic<std::uint64_t>, kMaxDevices> limits_;
+};
+
+}  // namespace vramx

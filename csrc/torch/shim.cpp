@@ -1,0 +1,244 @@
+// Who serves an allocation, and what is told about it.
+#include "torch/shim.h"
+
+#include <c10/util/env.h>
+
+namespace vramx {
+namespace {
+
+constexpr std::size_t kOneExabyte = std::size_t{1} << 60;
+
+DeviceIndex current_device() {
+  DeviceIndex device = 0;
+  C10_CUDA_CHECK(c10::cuda::GetDevice(&device));
+  return device;
+}
+
+void check_size(std::size_t size) {
+  TORCH_CHECK_WITH(OutOfMemoryError, size < kOneExabyte,
+                   "CUDA out of memory. Tried to allocate more than 1 EiB.");
+}
+
+// The stack trace of the request that this thread serves, for what the core maps on its behalf.
+thread_local const Context* served_context = nullptr;
+
+}  // namespace
+
+Shim::Shim(const CoreTable& table, CUDAAllocator& native)
+    // The base calls none of these: every member that would is overridden.
+    : CUDAPluggableAllocator(nullptr, nullptr),
+      core_(table),
+      native_(native),
+      is_uncached_(c10::utils::check_env("PYTORCH_NO_CUDA_MEMORY_CACHING") == true) {
+  flags_.set(Flag::kDisabled, is_uncached_ || !native_.isEnabled());
+  remember_native_deleter();
+}
+
+// --- allocate ---------------------------------------------------------------------------------
+
+c10::DataPtr Shim::allocate(size_t size) {
+  const DeviceIndex device = current_device();
+  if (size == 0) return wrap(nullptr, device);
+  if (flags_.has(Flag::kDisabled)) return native_.allocate(size);
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device).stream();
+  return wrap(serve({size, device, stream}), device);
+}
+
+void* Shim::raw_alloc(size_t size) {
+  if (size == 0) return nullptr;
+  if (flags_.has(Flag::kDisabled)) return native_.raw_alloc(size);
+  const DeviceIndex device = current_device();
+  return serve({size, device, c10::cuda::getCurrentCUDAStream(device).stream()});
+}
+
+void* Shim::raw_alloc_with_stream(size_t size, cudaStream_t stream) {
+  if (size == 0) return nullptr;
+  if (flags_.has(Flag::kDisabled)) return native_.raw_alloc_with_stream(size, stream);
+  return serve({size, current_device(), stream});
+}
+
+// Nobody watches and nothing is special.
+inline bool Shim::is_ordinary() const {
+  return !flags_.any() && c10::impl::GPUTrace::get_trace() == nullptr &&
+         !c10::memoryProfilingEnabled();
+}
+
+inline void* Shim::serve(const Request& request) {
+  check_size(request.size);
+  if (!is_ordinary()) return serve_observed(request);
+  void* pointer = nullptr;
+  const CoreCode code = core_.allocate(request.device, request.size, request.stream, &pointer);
+  return code == CoreCode::kOk ? pointer : serve_refused(request, code, nullptr);
+}
+
+bool Shim::goes_native(const Request& request) const {
+  // Inside native a request is for a segment of a pool that was given us as its allocator.
+  if (NativeScope::is_active()) return false;
+  return filters_.match(request.device, request.stream);
+}
+
+void* Shim::serve_observed(const Request& request) {
+  if (core_.is_in_child() || goes_native(request)) return serve_from_native(request);
+  const Context context = history_.gather(RecordContext::STATE);
+  served_context = &context;
+  void* pointer = nullptr;
+  const CoreCode code = core_.allocate(request.device, request.size, request.stream, &pointer);
+  served_context = nullptr;
+  if (code != CoreCode::kOk) return serve_refused(request, code, context);
+  note_allocated(request, pointer, context);
+  return pointer;
+}
+
+void* Shim::serve_refused(const Request& request, CoreCode code, const Context& context) {
+  // Native asks for a pool's segment, and reports a failure itself.
+  if (NativeScope::is_active()) return nullptr;
+  if (code != CoreCode::kOutOfMemory) return serve_from_native(request);
+  // Native goes on to the pools that may be used in need, and reports the failure if they fail too.
+  if (has_spare_pools_.load(std::memory_order_relaxed)) return serve_from_native(request);
+  fail(request, context);
+}
+
+void* Shim::serve_from_native(const Request& request) {
+  if (core_.is_in_child()) return native_.raw_alloc_with_stream(request.size, request.stream);
+  limits_.rebalance(request.device);
+  void* pointer = nullptr;
+  {
+    const NativeScope scope(request.size);
+    pointer = native_.raw_alloc_with_stream(request.size, request.stream);
+  }
+  settle(request.device);
+  return pointer;
+}
+
+void Shim::note_allocated(const Request& request, void* pointer, const Context& context) {
+  if (flags_.has(Flag::kNativeHolds)) statistics_.note_allocation(request.device);
+  if (flags_.has(Flag::kRecording)) {
+    history_.remember(pointer, context);
+    history_.record({TraceEntry::ALLOC, request.device, reinterpret_cast<std::size_t>(pointer),
+                     request.size, request.stream},
+                    context);
+  }
+  if (c10::memoryProfilingEnabled()) {
+    CoreBlock block;
+    core_.find(pointer, &block);
+    report_usage(pointer, static_cast<std::int64_t>(block.size.count), request.device);
+  }
+  if (const auto* trace = c10::impl::GPUTrace::get_trace(); trace != nullptr) {
+    (*trace)->trace_gpu_memory_allocation(c10::kCUDA, reinterpret_cast<uintptr_t>(pointer));
+  }
+}
+
+// --- free ---------------------------------------------------------------------------------------
+
+void Shim::release(void* pointer) {
+  if (pointer == nullptr) return;
+  Shim& self = *installed_;
+  if (self.is_ordinary() && self.core_.free(pointer) == CoreCode::kOk) return;
+  self.free_observed(pointer);
+}
+
+// Unlike release(), for memory without a deleter of its own: native decides how it is freed, by
+// whether caching is on now.
+void Shim::raw_delete(void* pointer) {
+  if (pointer == nullptr) return;
+  if (flags_.has(Flag::kDisabled) && !core_.owns(pointer)) {
+    native_.raw_delete(pointer);
+    return;
+  }
+  release(pointer);
+}
+
+// What is recorded of a free is recorded before it: after it another thread may get the address.
+void Shim::free_observed(void* pointer) {
+  if (core_.is_in_child()) return;
+  CoreBlock block;
+  if (core_.find(pointer, &block) != CoreCode::kOk) {
+    free_native(pointer);
+    return;
+  }
+  const Context context = history_.gather(RecordContext::ALL);
+  if (const auto* trace = c10::impl::GPUTrace::get_trace(); trace != nullptr) {
+    (*trace)->trace_gpu_memory_deallocation(c10::kCUDA, reinterpret_cast<uintptr_t>(pointer));
+  }
+  if (flags_.has(Flag::kRecording)) note_freed(block, context);
+  core_.free(pointer);
+  if (c10::memoryProfilingEnabled()) {
+    report_usage(pointer, -static_cast<std::int64_t>(block.size.count),
+                 static_cast<DeviceIndex>(block.device));
+  }
+}
+
+// The core takes a block back at once and remembers which streams it waits for, so the free is
+// complete when it is asked for.
+void Shim::note_freed(const CoreBlock& block, const Context& context) {
+  const auto* pointer = reinterpret_cast<const void*>(block.address.value);
+  const Context shown = context != nullptr ? context : history_.context_of(pointer);
+  history_.forget(pointer);
+  for (const auto action : {TraceEntry::FREE_REQUESTED, TraceEntry::FREE_COMPLETED}) {
+    history_.record(
+        {action, static_cast<DeviceIndex>(block.device), block.address.value, block.requested.count,
+         reinterpret_cast<cudaStream_t>(static_cast<std::uintptr_t>(block.stream))},
+        shown);
+  }
+}
+
+// The deleter of native's own tensors: its raw_delete() would take a cached block for an uncached
+// one while caching is off.
+void Shim::free_native(void* pointer) {
+  const c10::DeleterFnPtr deleter = native_deleter_.load();
+  deleter != nullptr ? deleter(pointer) : native_.raw_delete(pointer);
+  statistics_.refresh_held(device_count());
+}
+
+void Shim::remember_native_deleter() {
+  if (native_.isEnabled()) native_deleter_.store(native_.raw_deleter());
+}
+
+void Shim::report_usage(void* pointer, std::int64_t change, DeviceIndex device) {
+  c10::reportMemoryUsageToProfiler(
+      pointer, change, core_.allocated(device) + statistics_.native_allocated(device),
+      core_.held(device) + statistics_.native_held(device), cuda_device(device));
+}
+
+void Shim::note_mapping(const CoreEvent& event) {
+  const bool is_mapped = event.kind == CoreEventKind::kMapped;
+  history_.record({is_mapped ? TraceEntry::SEGMENT_MAP : TraceEntry::SEGMENT_UNMAP,
+                   static_cast<DeviceIndex>(event.device), event.begin.value, event.size.count},
+                  served_context == nullptr ? nullptr : *served_context);
+}
+
+// --- streams, start, switch ---------------------------------------------------------------------
+
+// Native ignores a DataPtr that does not carry its own deleter, so memory of a pool is shown to it
+// with that deleter. Other deleters belong to memory that is shared by another process or was never
+// any allocator's; native ignores them, and so it is with ours.
+void Shim::recordStream(const c10::DataPtr& data, c10::cuda::CUDAStream stream) {
+  if (data.get() == nullptr || core_.is_in_child()) return;
+  if (data.get_deleter() != &release) {
+    native_.recordStream(data, stream);
+    return;
+  }
+  if (core_.record_stream(data.get(), stream.stream()) != CoreCode::kNotOurs) return;
+  c10::DataPtr as_native(data.get(), data.get(), native_deleter_.load(), data.device());
+  native_.recordStream(as_native, stream);
+  as_native.release_context();
+}
+
+void Shim::init(int device_count) {
+  const bool is_late = native_.initialized();
+  native_.init(device_count);
+  for (int i = device_count_.load(); i < device_count; ++i) {
+    const auto device = static_cast<DeviceIndex>(i);
+    if (is_late) statistics_.refresh(device);
+    limits_.start(device);
+  }
+  if (device_count > device_count_.load()) device_count_.store(device_count);
+}
+
+void Shim::enable(bool value) {
+  native_.enable(value);
+  flags_.set(Flag::kDisabled, is_uncached_ || !native_.isEnabled());
+  remember_native_deleter();
+}
+
+}  // namespace vramx

@@ -1,0 +1,75 @@
+#include "torch/snapshot.h"
+
+#include <algorithm>
+#include <iterator>
+
+namespace vramx {
+namespace {
+
+// The core knows no pools, its memory is mapped piece by piece, and a piece belongs to the stream
+// of its block alone: so a segment is large, expandable, and of the default stream.
+torch_cuda::SegmentInfo empty_segment(DeviceIndex device, const CorePiece& piece) {
+  torch_cuda::SegmentInfo segment;
+  segment.device = device;
+  segment.address = piece.begin.value;
+  segment.stream = nullptr;
+  segment.is_large = true;
+  segment.is_expandable = true;
+  return segment;
+}
+
+torch_cuda::BlockInfo block_of(const CorePiece& piece, const History& history) {
+  torch_cuda::BlockInfo block;
+  block.size = piece.size.count;
+  if (!piece.block.address) return block;
+  block.requested_size = piece.block.requested.count;
+  block.allocated = true;
+  block.active = true;
+  block.context_when_allocated =
+      history.context_of(reinterpret_cast<const void*>(piece.block.address.value));
+  return block;
+}
+
+void append(const torch_cuda::BlockInfo& block, torch_cuda::SegmentInfo* segment) {
+  segment->total_size += block.size;
+  if (block.allocated) {
+    segment->requested_size += block.requested_size;
+    segment->allocated_size += block.size;
+    segment->active_size += block.size;
+  }
+  segment->blocks.push_back(block);
+}
+
+}  // namespace
+
+void append_segments(const Core& core, const History& history, DeviceIndex device,
+                     Segments* segments) {
+  // Taken first and looked at after: a visit runs under the device's lock.
+  std::vector<CorePiece> pieces;
+  const auto visit = [](void* context, const CorePiece& piece) {
+    static_cast<std::vector<CorePiece>*>(context)->push_back(piece);
+  };
+  core.for_each_piece(device, visit, &pieces);
+  bool is_open = false;
+  for (const CorePiece& piece : pieces) {
+    if (!is_open || piece.begins_segment) segments->push_back(empty_segment(device, piece));
+    is_open = true;
+    append(block_of(piece, history), &segments->back());
+  }
+}
+
+Trace join_traces(Trace core, Trace native, const ToUnixTime& to_nanoseconds) {
+  constexpr c10::time_t kNanosecondsPerMicrosecond = 1000;
+  // A joint snapshot is one event, recorded on the core's side with the size of both.
+  std::erase_if(native, [](const TraceEntry& e) { return e.action_ == TraceEntry::SNAPSHOT; });
+  for (TraceEntry& entry : core) {
+    entry.time_.t_ = to_nanoseconds(entry.time_.approx_t_) / kNanosecondsPerMicrosecond;
+  }
+  std::move(native.begin(), native.end(), std::back_inserter(core));
+  std::stable_sort(core.begin(), core.end(), [](const TraceEntry& a, const TraceEntry& b) {
+    return a.time_.t_ < b.time_.t_;
+  });
+  return core;
+}
+
+}  // namespace vramx

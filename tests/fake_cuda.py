@@ -1,0 +1,184 @@
+"""A CUDA that is not there: what torch, the core and the shim see in tests without a GPU.
+
+The shim is a real one, compiled and loaded, of twenty lines instead of torch's interface. The core
+is a record of what was asked of it. torch is the installed one, with the few functions replaced
+that installing calls; initialising CUDA goes through torch's own torch.cuda._lazy_init.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vramx import config
+from vramx.allocator import cuda_init, install, limits, preconditions, shim_build, toolchain
+from vramx.allocator.torch_facts import TorchFacts, read_torch
+from vramx.config import Config
+
+SHIM = """
+#include <cstdio>
+#define EXPORT extern "C" __attribute__((visibility("default")))
+namespace { int installed = 0; char last[128] = ""; }
+EXPORT const char* vramx_torch_built_for() { return BUILT_FOR; }
+EXPORT int vramx_torch_install(const void* table, int is_late) {
+  installed = table != nullptr;
+  std::snprintf(last, sizeof last, "no table, late %d", is_late);
+  return !installed;
+}
+EXPORT const char* vramx_torch_error() { return last; }
+EXPORT unsigned long long vramx_test_limit[8] = {};
+EXPORT void vramx_torch_set_limit(int device, unsigned long long bytes) {
+  vramx_test_limit[device + 1] = bytes;
+}
+EXPORT int vramx_torch_is_installed() { return installed; }
+"""
+GIB = 1 << 30
+
+
+def write_shim(csrc: Path, built_for: str) -> Path:
+    """Write the sources of a small shim as a csrc folder, and return the source."""
+    (csrc / "torch").mkdir(parents=True, exist_ok=True)
+    (csrc / "core").mkdir(exist_ok=True)
+    source = csrc / "torch" / "shim.cpp"
+    source.write_text(SHIM.replace("BUILT_FOR", f'"{built_for}"'))
+    return source
+
+
+def build_shim(folder: Path) -> Path:
+    """Compile the small shim for the installed torch."""
+    write_shim(folder / "csrc", torch.__version__.split("+")[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toolchain, "find_sources", lambda: folder / "csrc")
+        return shim_build.ensure_shim(toolbox(folder))
+
+
+def installed_torch() -> TorchFacts:
+    return read_torch(Path(torch.__file__).parent)
+
+
+def toolbox(tmp_path: Path, **changes: Any) -> Config:
+    """A configuration whose cache and CUDA headers lie in a temporary folder."""
+    include = tmp_path / "cuda" / "include"
+    for header in toolchain.CUDA_HEADERS:
+        (include / header).parent.mkdir(parents=True, exist_ok=True)
+        (include / header).touch()
+    defaults: dict[str, Any] = {"cache_dir": tmp_path / "cache", "cuda_home": tmp_path / "cuda"}
+    return Config(**{**defaults, **changes})
+
+
+def counters(allocated: int, reserved: int) -> dict[str, Any]:
+    """Statistics as the core gives them, with a figure of its own for each."""
+    counter = {"current": allocated, "peak": allocated + 1, "allocated": 0, "freed": 0}
+    names = ("allocation", "allocated_bytes", "requested_bytes")
+    pools: dict[str, Any] = {name: {"all": counter} for name in names}
+    plain = {
+        "num_alloc_retries": 2, "num_ooms": 3, "alias_count": 4, "alias_bytes": 5,
+        "num_alias_hits": 6, "num_stitches": 7, "num_growths": 8, "num_cross_stream": 9,
+        "host_bytes": 10,
+    }  # fmt: skip
+    return {**pools, **plain, "reserved_bytes": {"current": reserved, "peak": reserved + 4}}
+
+
+class FakeDevices:
+    """The core's devices: remembers what it was opened with and asked."""
+
+    table_address = 0x1000
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.defragmented: list[int] = []
+
+    def started(self) -> list[int]:
+        return [0, 1]
+
+    def stats(self, device: int) -> dict[str, Any]:
+        return counters(allocated=100 * (device + 1), reserved=1000 * (device + 1))
+
+    def driver_calls(self, device: int = -1) -> dict[str, Any]:
+        return {"create": 1, "map": 2, "set_access": 3, "unmap": 4, "release": 5, "total_us": 6.5}
+
+    def defragment(self, device: int = -1) -> dict[str, int]:
+        self.defragmented.append(device)
+        return {
+            "aliases_collected": 1, "alias_address_bytes": 2, "extents_before": 3,
+            "extents_after": 4, "chunks_released": 5, "released_bytes": 6,
+        }  # fmt: skip
+
+
+class FakeCuda:
+    """torch with a CUDA of two devices of 80 GiB that is not initialised yet."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, tmp_path: Path, shim: Path) -> None:
+        self.patch = patch
+        self.opened: list[FakeDevices] = []
+        self.initialised = 0
+        self.settings = toolbox(tmp_path)
+        self._fake_state()
+        self._fake_torch()
+        self._fake_machine(tmp_path, shim)
+
+    def configure(self, **changes: Any) -> None:
+        """Change what the environment says."""
+        self.settings = Config(**{**vars(self.settings), **changes})
+
+    def initialise(self) -> None:
+        """Have torch initialise CUDA, as its first use would."""
+        torch.cuda.init()
+
+    def limit_of(self, device: int) -> int:
+        """Return the limit that the shim was given last; device -1 is all of them."""
+        import ctypes
+
+        shim = install.current().shim
+        assert shim is not None
+        kept = (ctypes.c_ulonglong * 8).in_dll(shim._library, "vramx_test_limit")
+        return int(kept[device + 1])
+
+    def _fake_state(self) -> None:
+        self.patch.setattr(cuda_init, "_hook", cuda_init._Hook())
+        self.patch.setattr(install, "_state", install._State())
+        self.patch.setattr(limits, "_waiting", [])
+        self.patch.setattr(config, "config", lambda: self.settings)
+
+    def _fake_torch(self) -> None:
+        native, patch = torch._C, self.patch
+        patch.setattr(torch.version, "cuda", "13.0")
+        patch.setattr(native, "_cuda_getAllocator", lambda: "the current allocator", raising=False)
+        patch.setattr(native, "_cuda_init", self._count, raising=False)
+        patch.setattr(native, "_cuda_getDeviceCount", lambda: 2, raising=False)
+        patch.setattr(torch.cuda, "_cudart", object())
+        patch.setattr(torch.cuda, "_initialized", False)
+        patch.setattr(torch.cuda, "_queued_calls", [])  # the real ones ask the driver
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        patch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+        patch.setattr(torch.cuda, "current_device", lambda: 1)
+
+    def _fake_machine(self, tmp_path: Path, shim: Path) -> None:
+        # A copy, because a library that is loaded twice from one file has one state.
+        copy = shutil.copy(shim, tmp_path / "shim.so")
+        self.patch.setattr(shim_build, "ensure_shim", lambda settings: Path(copy))
+        self.patch.setattr(preconditions, "_check_driver", lambda: None)
+        core = SimpleNamespace(open_gpus=self._open, __file__="/nowhere/_core.so")
+        self.patch.setattr(install, "_import_core", lambda: core)
+        self.patch.setattr(limits, "device_sizes", lambda: {0: 80 * GIB, 1: 80 * GIB})
+
+    def _count(self) -> None:
+        self.initialised += 1
+
+    def _open(self, **options: Any) -> FakeDevices:
+        self.opened.append(FakeDevices(**options))
+        return self.opened[-1]
+
+
+def fail_to_build(patch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Make the shim unavailable."""
+
+    def fail(settings: Config) -> Path:
+        raise error
+
+    patch.setattr(shim_build, "ensure_shim", fail)

@@ -1,0 +1,230 @@
+"""`vramx run` becomes the program, with the allocator on its way and nothing else changed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from samples import assert_one_line_refusal
+
+import vramx
+from vramx import config
+from vramx.allocator import shim_build
+from vramx.cli import entry_folder
+from vramx.cli import run as run_verb
+from vramx.config import Config
+from vramx.errors import ShimError
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[list[str], Any]]:
+    """What would have been started, in place of starting it: commands with their environments."""
+    found: list[tuple[list[str], Any]] = []
+    settings = Config(cache_dir=tmp_path / "cache")
+    monkeypatch.setattr(config, "config", lambda: settings)
+    monkeypatch.setattr(run_verb, "_build_shim", lambda: None)
+    monkeypatch.setattr(run_verb.entry_folder, "finds_entry_point", lambda python: True)
+    monkeypatch.setattr(
+        run_verb.os, "execvpe", lambda file, words, variables: found.append((words, variables))
+    )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["train.py", "--limit", "3"], [sys.executable, "train.py", "--limit", "3"]),
+        (["-m", "package.train", "-m", "x"], [sys.executable, "-m", "package.train", "-m", "x"]),
+        (["--", "env", "--", "-x"], ["env", "--", "-x"]),
+        (["--limit", "4GiB", "--record", "a.py"], [sys.executable, "a.py"]),
+        (["--limit=4GiB", "--", "env", "a.py", "-h"], ["env", "a.py", "-h"]),
+    ],
+)
+def test_what_follows_the_program_is_the_programs(
+    run: Any, started: list[Any], arguments: list[str], command: list[str]
+) -> None:
+    run("run", *arguments)
+    words, _ = started[0]
+    assert [os.path.basename(words[0]), *words[1:]] == [os.path.basename(command[0]), *command[1:]]
+
+
+def test_options_become_variables_that_are_read_back(
+    run: Any, started: list[Any], tmp_path: Path
+) -> None:
+    stats = tmp_path / "stats.json"
+    run(
+        "run", "--limit", "0.9", "--cross-stream", "always", "--devices", "1,0", "--record",
+        "--stats", stats, "train.py",
+    )  # fmt: skip
+    read = config.parse(started[0][1])
+    assert read.enabled
+    assert (read.limit, read.cross_stream, read.devices) == ("0.9", "always", (0, 1))
+    assert (read.record, read.stats_file, read.root_pid) == (True, stats, os.getpid())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ([], "what to run is missing"),
+        (["-m"], "what to run is missing"),
+        (["--"], "what to run is missing"),
+        (["--limit", "24GB", "a.py"], "KiB, MiB, GiB or TiB"),
+        (["--limit", "1.5", "a.py"], "--limit"),
+        (["--cross-stream", "now", "a.py"], "'never', 'under_pressure', 'always'"),
+        (["--devices", "a", "a.py"], "no list of device numbers"),
+        (["--colour", "a.py"], "unrecognized arguments: --colour"),
+        (["--stats", "/no/folder/s.json", "a.py"], "the folder /no/folder does not exist"),
+        (["--", "no-such-command-here"], "no-such-command-here: no such command"),
+    ],
+)
+def test_wrong_usage_is_one_line(
+    run: Any, started: list[Any], arguments: list[str], what: str
+) -> None:
+    code, out, err = run("run", *arguments)
+    assert_one_line_refusal(code, out, err, what)
+    assert not started
+
+
+def test_a_bad_variable_is_refused_before_the_start(
+    run: Any, started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "config", lambda: config.parse({"VRAMX_STRICT": "maybe"}))
+    code, out, err = run("run", "train.py")
+    assert_one_line_refusal(code, out, err, "VRAMX_STRICT='maybe'")
+    assert not started
+
+
+def test_a_shim_that_cannot_be_built_is_said_and_the_program_runs(
+    run: Any, started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(settings: Config) -> Path:
+        raise ShimError("no C++ compiler\nmore")
+
+    monkeypatch.undo()  # of the fixture: the shim's build is what this is about
+    monkeypatch.setattr(run_verb, "find_torch", _Torch)
+    monkeypatch.setattr(shim_build, "ensure_shim", fail)
+    monkeypatch.setattr(shim_build, "shim_status", lambda c: shim_build.ShimStatus("2", None, "x"))
+    monkeypatch.setattr(run_verb.entry_folder, "finds_entry_point", lambda python: True)
+    monkeypatch.setattr(
+        run_verb.os, "execvpe", lambda file, words, variables: started.append((words, variables))
+    )
+    _, _, err = run("run", "train.py")
+    assert err == "vramx run: the allocator will not be installed: no C++ compiler\n"
+    assert started
+
+
+class _Torch:
+    version, cuda = "2.11.0+cu130", "13.0"
+
+
+def test_where_torch_is_told_not_to_look_it_is_told_to(
+    run: Any, started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "config", lambda: Config(torch_autoload=False))
+    _, _, err = run("run", "train.py")
+    assert started[0][1][config.TORCH_AUTOLOAD] == "1"
+    assert config.TORCH_AUTOLOAD in err
+
+
+# --- the folder with the entry point --------------------------------------------------------------
+
+
+def test_the_folder_comes_onto_the_path_only_where_it_is_needed(
+    run: Any, started: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    run("run", "train.py")
+    assert "PYTHONPATH" not in started[0][1]
+    monkeypatch.setattr(entry_folder, "finds_entry_point", lambda python: False)
+    run("run", "train.py")
+    folder = Path(started[1][1]["PYTHONPATH"])
+    assert folder.parent == tmp_path / "cache" / "entry"
+    assert {path.name for path in folder.iterdir()} == {
+        "vramx", f"vramx-{vramx.__version__}.dist-info",
+    }  # fmt: skip
+
+
+def test_a_python_finds_vramx_in_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "empty"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "_autoload.py").write_text("def _autoload(): pass\n")
+    monkeypatch.setattr(entry_folder, "_PACKAGE", package)
+    folder = entry_folder.make(Config(cache_dir=tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    assert entry_folder.finds_entry_point(sys.executable)
+
+
+def test_the_folder_is_made_once(tmp_path: Path) -> None:
+    settings = Config(cache_dir=tmp_path)
+    folder = entry_folder.make(settings)
+    before = folder.stat().st_ino
+    assert entry_folder.make(settings) == folder
+    assert folder.stat().st_ino == before
+    assert len(list(folder.parent.iterdir())) == 1
+
+
+def test_the_python_of_a_command_is_that_of_its_first_line(tmp_path: Path) -> None:
+    script = tmp_path / "torchrun"
+    for first, expected in [
+        ("#!/opt/env/bin/python3.12", "/opt/env/bin/python3.12"),
+        ("#!/usr/bin/env python3", "python3"),
+        ("#!/bin/sh", sys.executable),
+        ("\x7fELF", sys.executable),
+    ]:
+        script.write_text(f"{first}\n")
+        assert entry_folder.python_of(str(script)) == expected
+    assert entry_folder.python_of("/usr/bin/python3") == "/usr/bin/python3"
+    assert entry_folder.python_of(str(tmp_path / "absent")) == sys.executable
+
+
+# --- real processes -------------------------------------------------------------------------------
+
+
+def vramx_run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    root = str(Path(vramx.__file__).parent.parent)
+    environment = {**os.environ, "VRAMX_CACHE_DIR": str(folder / "cache"), **variables}
+    environment["ROOT"] = root
+    launcher = f"import sys; sys.path[0] = {root!r}; from vramx.cli.main import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", launcher, "run", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_a_program_runs_unchanged_with_the_hook_in_place(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "train.py").write_text(
+        "import sys, torch\n"
+        "assert 'vramx._autoload' in sys.modules\n"
+        "print(sys.argv, __name__, torch.ones(3).sum().item())\n"
+        "sys.exit(7)\n"
+    )
+    done = vramx_run(tmp_path, "train.py", "--lr", "3", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.stdout == "['train.py', '--lr', '3'] __main__ 3.0\n", done.stderr
+    assert done.returncode == 7
+    assert len(done.stderr.splitlines()) == 1  # of the variable that was turned
+
+
+def test_signals_are_the_programs(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGTERM)\n")
+    assert vramx_run(tmp_path, "train.py").returncode == -signal.SIGTERM
+
+
+def test_the_settings_reach_the_program(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        "import os; print(os.environ['VRAMX'], os.environ['VRAMX_LIMIT'])"
+    )
+    assert vramx_run(tmp_path, "--limit", "2GiB", "a.py").stdout == "1 2GiB\n"

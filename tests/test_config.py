@@ -1,0 +1,87 @@
+"""The environment is read whole, once, and a value that is not understood is named."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from vramx import config
+from vramx.errors import InvalidValueError
+
+
+def test_an_empty_environment_asks_for_nothing() -> None:
+    assert config.parse({}) == config.Config()
+    assert not config.parse({"VRAMX": "0"}).enabled
+    assert not config.parse({"VRAMX": ""}).enabled
+
+
+def test_every_variable_is_read() -> None:
+    read = config.parse(
+        {
+            "VRAMX": "1",
+            "VRAMX_LIMIT": "24GiB",
+            "VRAMX_CROSS_STREAM": "always",
+            "VRAMX_STRICT": "0",
+            "VRAMX_DEVICES": "2, 0",
+            "VRAMX_RECORD": "1",
+            "VRAMX_VERBOSE": "1",
+            "VRAMX_CACHE_DIR": "/c",
+            "VRAMX_STATS": "/s",
+            "XDG_CACHE_HOME": "/x",
+            "CXX": "clang++",
+            "CUDA_HOME": "/cuda",
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        }
+    )
+    assert read == config.Config(
+        enabled=True,
+        limit="24GiB",
+        cross_stream="always",
+        strict=False,
+        devices=(0, 2),
+        record=True,
+        verbose=True,
+        cache_dir=Path("/c"),
+        stats_file=Path("/s"),
+        xdg_cache_home=Path("/x"),
+        compiler="clang++",
+        cuda_home=Path("/cuda"),
+        torch_autoload=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "accepted"),
+    [
+        ("VRAMX", "yes", "0 and 1"),
+        ("VRAMX_STRICT", "2", "0 and 1"),
+        ("VRAMX_RECORD", "on", "0 and 1"),
+        ("VRAMX_CROSS_STREAM", "sometimes", "never, under_pressure, always"),
+        ("VRAMX_DEVICES", "0;1", "0,2"),
+        ("VRAMX_DEVICES", "-1", "0,2"),
+    ],
+)
+def test_a_bad_value_is_named_with_what_is_accepted(name: str, value: str, accepted: str) -> None:
+    with pytest.raises(InvalidValueError) as caught:
+        config.parse({name: value})
+    text = str(caught.value)
+    assert name in text
+    assert repr(value) in text
+    assert accepted in text
+
+
+def test_a_program_gets_the_settings_and_keeps_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/own")
+    monkeypatch.setenv("KEPT", "1")
+    made = config.program_environment({"VRAMX_LIMIT": "1GiB"}, Path("/entry"))
+    assert made["PYTHONPATH"] == "/entry:/own"
+    assert (made["VRAMX"], made["VRAMX_LIMIT"], made["KEPT"]) == ("1", "1GiB", "1")
+    assert config.parse(made).root_pid == os.getpid()
+
+
+def test_no_empty_entry_comes_onto_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert config.program_environment({}, Path("/entry"))["PYTHONPATH"] == "/entry"
+    assert "PYTHONPATH" not in config.program_environment({})

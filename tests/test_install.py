@@ -1,0 +1,298 @@
+"""install_allocator: what it accepts, when it refuses, and what it leaves behind. No GPU needed."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fake_cuda import GIB, FakeCuda, build_shim, fail_to_build  # noqa: E402
+
+import vramx  # noqa: E402
+from vramx.allocator import cuda_init, install, plain, preconditions  # noqa: E402
+from vramx.allocator.options import choose, device_index, parse_limit  # noqa: E402
+from vramx.allocator.shim import Shim  # noqa: E402
+from vramx.config import Config  # noqa: E402
+from vramx.errors import (  # noqa: E402
+    InstallError,
+    InvalidValueError,
+    ShimError,
+    VramxWarning,
+)
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_shim(tmp_path_factory.mktemp("shim"))
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shim: Path) -> FakeCuda:
+    return FakeCuda(monkeypatch, tmp_path, shim)
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [(None, None), ("24GiB", 24 * GIB), (1 << 30, GIB), (0.5, 0.5), ("0.5", 0.5), ("1.0", 1.0)],
+)
+def test_a_limit_is_bytes_or_a_fraction(limit: Any, expected: Any) -> None:
+    parsed = parse_limit(limit)
+    assert parsed == expected
+    assert type(parsed) is type(expected)
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.5, -0.1, "24GB", "x", True, [1], 1, "1", 0, float("nan")])
+def test_a_limit_that_is_neither_is_refused(limit: Any) -> None:
+    with pytest.raises(InvalidValueError, match="accepted are"):
+        parse_limit(limit)
+
+
+@pytest.mark.parametrize(
+    ("devices", "cross_stream", "what"),
+    [
+        ("0", "never", "'0' is no list"),
+        (1, "never", "1 is no list"),
+        ([], "never", "empty"),
+        ([0, -1], "never", "-1"),
+        ([True], "never", "True"),
+        ([0], "sometimes", "never, under_pressure, always"),
+    ],
+)
+def test_wrong_options_are_refused(devices: Any, cross_stream: str, what: str) -> None:
+    with pytest.raises(InvalidValueError, match=re.escape(what)):
+        choose(None, devices, cross_stream, False, Config())
+
+
+def test_the_environment_fills_in_what_a_call_leaves_open() -> None:
+    settings = Config(limit="0.5", devices=(1,), cross_stream="always", record=True)
+    filled = choose(None, None, "under_pressure", False, settings)
+    assert (filled.limit, filled.devices, filled.cross_stream, filled.record) == (
+        0.5, (1,), "always", True,
+    )  # fmt: skip
+    given = choose("4GiB", [0], "never", False, settings)
+    assert (given.limit, given.devices, given.cross_stream) == (4 * GIB, (0,), "never")
+
+
+@pytest.mark.parametrize(
+    ("device", "index"), [(None, None), (3, 3), ("cuda:1", 1), (torch.device("cuda", 2), 2)]
+)
+def test_a_device_is_named_as_torch_names_it(device: Any, index: int | None) -> None:
+    assert device_index(device) == index
+
+
+@pytest.mark.parametrize("device", ["cpu", -1, True, 1.0, "cuda:x", torch.device("cpu")])
+def test_what_names_no_cuda_device_is_refused(device: Any) -> None:
+    with pytest.raises(InvalidValueError, match="no CUDA device"):
+        device_index(device)
+
+
+# --- installing -----------------------------------------------------------------------------------
+
+
+def test_installing_puts_torchs_object_behind_memory_pools_in_hand(cuda: FakeCuda) -> None:
+    allocator = vramx.install_allocator()
+    assert isinstance(allocator, torch.cuda.memory.CUDAPluggableAllocator)
+    assert allocator.allocator() == "the current allocator"
+    assert vramx.allocator_installed()
+    assert install.current().shim is not None
+    assert install.current().shim.is_installed()
+
+
+def test_installing_does_not_initialise_cuda(cuda: FakeCuda) -> None:
+    vramx.install_allocator(limit=0.5)
+    assert not torch.cuda.is_initialized()
+    assert cuda.initialised == 0
+
+
+def test_options_reach_the_core(cuda: FakeCuda) -> None:
+    vramx.install_allocator(devices=[1, 0], cross_stream="never", record=True)
+    assert cuda.opened[0].options == {
+        "devices": [0, 1], "cross_stream": "never", "trace_events": 65_536,
+    }  # fmt: skip
+
+
+def test_the_same_options_again_give_the_same_object(cuda: FakeCuda) -> None:
+    first = vramx.install_allocator(limit="24GiB")
+    assert vramx.install_allocator(limit=24 * GIB) is first
+    assert len(cuda.opened) == 1
+
+
+def test_other_options_are_refused_with_both_named(cuda: FakeCuda) -> None:
+    vramx.install_allocator(limit="24GiB")
+    with pytest.raises(InstallError, match=r"limit=24\.00 GiB.*limit=none.*set_limit"):
+        vramx.install_allocator()
+
+
+def test_a_failed_installation_may_be_tried_again(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        fail_to_build(broken, ShimError("no compiler"))
+        with pytest.raises(ShimError, match="no compiler"):
+            vramx.install_allocator()
+    assert not vramx.allocator_installed()
+    assert vramx.install_allocator() is not None
+
+
+def test_a_refusal_of_the_shim_is_passed_on(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fake_cuda.FakeDevices.table_address", None)
+    with pytest.raises(ShimError, match="no table, late 1"):
+        vramx.install_allocator(late=True)
+    assert not vramx.allocator_installed()
+
+
+# --- what stands in the way -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "value", "what"),
+    [
+        ("torch.version.cuda", None, "built without CUDA"),
+        ("torch.version.hip", "6.2", "ROCm"),
+        ("torch.cuda.device_count", lambda: 0, "torch sees no GPU"),
+        ("torch.cuda.get_allocator_backend", lambda: "cudaMallocAsync", "'cudaMallocAsync'"),
+    ],
+)
+def test_an_obstacle_is_one_line(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, target: str, value: Any, what: str
+) -> None:
+    monkeypatch.setattr(target, value)
+    with pytest.raises(InstallError, match=re.escape(what)) as caught:
+        vramx.install_allocator()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(preconditions.ctypes, "CDLL", absent)
+    with pytest.raises(InstallError, match=r"driver is missing: libcuda\.so\.1"):
+        preconditions._check_driver()
+
+
+def test_a_device_that_is_not_there_is_refused(cuda: FakeCuda) -> None:
+    with pytest.raises(InvalidValueError, match="devices holds 2; torch sees 2"):
+        vramx.install_allocator(devices=[0, 2])
+
+
+def test_cuda_initialised_too_early_is_refused_with_the_line_that_did_it(cuda: FakeCuda) -> None:
+    cuda_init.watch()
+    line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+    torch.cuda.init()
+    with pytest.raises(InstallError, match=rf"{re.escape(__file__)}:{line} \(test_cuda_init"):
+        vramx.install_allocator()
+
+
+def test_a_late_installation_is_possible_on_request(cuda: FakeCuda) -> None:
+    torch.cuda.init()
+    with pytest.raises(InstallError, match=r"before vramx was imported.*late=True"):
+        vramx.install_allocator()
+    vramx.install_allocator(late=True)
+    assert vramx.allocator_installed()
+
+
+# --- the watch over CUDA's initialisation ---------------------------------------------------------
+
+
+def test_the_watch_sees_copies_of_lazy_init_too(cuda: FakeCuda) -> None:
+    cuda_init.watch()
+    torch.cuda.random._lazy_init()  # torch.cuda.random imported it by name
+    assert "test_install.py" in str(cuda_init.first_site())
+
+
+def test_the_watch_removes_itself_and_calls_torchs_own_once(cuda: FakeCuda) -> None:
+    original = torch._C._cuda_init
+    cuda_init.watch()
+    assert torch._C._cuda_init is not original
+    cuda.initialise()
+    cuda.initialise()
+    assert torch._C._cuda_init == original
+    assert cuda.initialised == 1
+
+
+def test_the_watch_passes_on_what_torch_raises(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise RuntimeError("Found no NVIDIA driver")
+
+    monkeypatch.setattr(torch._C, "_cuda_init", refuse)
+    cuda_init.watch()
+    with pytest.raises(RuntimeError, match="Found no NVIDIA driver"):
+        cuda.initialise()
+
+
+def test_an_action_that_fails_does_not_stop_the_initialisation(
+    cuda: FakeCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = []
+
+    def boom() -> None:
+        raise ValueError("boom")
+
+    cuda_init.run_before(boom)
+    cuda_init.run_before(lambda: seen.append(cuda.initialised))
+    cuda.initialise()
+    assert seen == [0]  # the second ran all the same, and before torch
+    assert cuda.initialised == 1
+    assert "boom" in caplog.text
+
+
+# --- plain mode -----------------------------------------------------------------------------------
+
+
+def test_plain_mode_is_one_warning_that_lists_what_is_missing(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_to_build(monkeypatch, ShimError("no C++ compiler"))
+    monkeypatch.setattr(plain, "install", lambda torch: "plain allocator")
+    with pytest.warns(VramxWarning, match="plain mode, without .*CUDA graphs.*no C") as caught:
+        assert vramx.install_allocator(strict=False) == "plain allocator"
+    assert [Path(warning.filename).name for warning in caught] == ["test_install.py"]
+    assert vramx.allocator_installed()
+
+
+def test_plain_mode_has_nothing_behind_it(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_to_build(monkeypatch, ShimError("no C++ compiler"))
+    with pytest.raises(InstallError, match="all devices or none; no C"):
+        vramx.install_allocator(strict=False, devices=[0])
+    cuda.initialise()
+    with pytest.raises(InstallError, match="cannot be installed late; no C"):
+        vramx.install_allocator(strict=False, late=True)
+
+
+def test_another_allocator_set_later_takes_vramxs_place(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vramx.install_allocator()
+    monkeypatch.setattr(Shim, "is_installed", lambda shim: False)
+    assert not vramx.allocator_installed()
+
+
+def test_plain_mode_hands_torch_the_cores_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = pytest.importorskip("vramx._core")
+    if not hasattr(core, "open_gpus"):
+        pytest.skip("the compiled core is older than plain mode")
+    taken: dict[str, int] = {}
+
+    class Inner:
+        def __getattr__(self, name: str) -> Any:
+            return lambda address: taken.update({name: address})
+
+    memory = torch.cuda.memory
+    monkeypatch.setattr(torch._C, "_cuda_customAllocator", lambda *pair: Inner(), raising=False)
+    monkeypatch.setattr(memory, "change_current_allocator", lambda allocator: None)
+    assert isinstance(plain.install(torch), memory.CUDAPluggableAllocator)
+    assert set(taken) == set(plain._SETTERS)
+    assert all(taken.values())

@@ -1,0 +1,59 @@
+"""What torch calls at the end of every `import torch`, through the entry point torch.backends.
+
+With VRAMX=1 it arranges for the allocator to be installed just before CUDA is initialised; without,
+it only arranges for that moment to be remembered, so that an install_allocator that comes too late
+can say who was first. An exception here would break `import torch` for everybody, so none gets out:
+a failure is one warning and the program goes on with torch's own allocator. Costs one look-up of a
+variable, and one attribute of torch._C replaced; once a process, however often it is called.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+from vramx import config
+from vramx.allocator import cuda_init
+from vramx.errors import VramxWarning
+
+
+def _autoload() -> None:
+    """Install the allocator before CUDA is initialised, where VRAMX=1 asks for it."""
+    enabled = config.is_enabled()
+    try:
+        cuda_init.watch()
+        if enabled:
+            _prepare()
+    except Exception as error:
+        _warn(error)
+
+
+def _prepare() -> None:
+    settings = config.config()  # a bad value is told now, not at the first use of CUDA
+    if settings.enabled:
+        cuda_init.run_before(_install)
+
+
+def _install() -> None:
+    # Imported here: a process that never uses CUDA needs none of it.
+    from vramx.allocator import install
+
+    settings = config.config()
+    try:
+        if not install.allocator_installed():
+            # Late, because torch's allocator may have been initialised behind torch.cuda's back, as
+            # torch.cuda.memory._record_memory_history does.
+            install.install_allocator(strict=settings.strict, late=True)
+    except Exception as error:
+        _warn(error)
+
+
+def _warn(error: Exception) -> None:
+    """Say in one line that the native allocator stays."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    text = f"the allocator is not installed, torch's own stays: {reason}"
+    try:
+        # A made-up place, so that no line of source is printed below the text.
+        warnings.warn_explicit(text, VramxWarning, "vramx", 0)
+    except Exception:  # the program turns warnings into errors, or replaced their printing
+        logging.getLogger("vramx").warning("vramx: %s", text)

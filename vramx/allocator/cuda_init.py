@@ -1,0 +1,135 @@
+"""Being there when torch initialises CUDA: to remember who did it, and to install just before.
+
+Torch swaps allocators only before that moment, and nobody knows when it comes: an import that asks
+for a device's capability is enough. So one function of torch's is wrapped until it is called once:
+torch._C._cuda_init, at which every copy of torch.cuda._lazy_init ends (torch.cuda.random holds one
+of its own, so replacing the attribute _lazy_init would miss some). Nothing is installed and no
+driver is touched before it, so a process that never uses CUDA pays for no allocator, and one that
+forks first may still use CUDA in its children.
+
+Not here: what runs before the initialisation; a callable is handed in. The wrapped function raises
+only what torch's own does. Runs once, under torch's initialisation lock.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+_log = logging.getLogger("vramx")
+
+
+@dataclass(frozen=True)
+class InitSite:
+    """Where CUDA was initialised: the caller outside torch, and the program's line behind it."""
+
+    caller: str
+    program: str
+
+    def __str__(self) -> str:
+        if self.program in ("", self.caller):
+            return self.caller
+        return f"{self.caller}, called from {self.program}"
+
+
+@dataclass
+class _Hook:
+    """What is known and wanted in this process. Changed under the GIL alone."""
+
+    wrapper: Callable[..., Any] | None = None
+    site: InitSite | None = None
+    before: list[Callable[[], None]] = field(default_factory=list)
+
+
+_hook = _Hook()
+
+
+def watch() -> None:
+    """Wrap the initialisation, if torch is there and CUDA is not initialised yet; idempotent."""
+    torch = sys.modules.get("torch")
+    native = getattr(torch, "_C", None)
+    if torch is None or not hasattr(native, "_cuda_init") or _hook.wrapper is not None:
+        return
+    if hasattr(torch, "cuda") and torch.cuda.is_initialized():
+        return
+    assert native is not None  # hasattr(None, "_cuda_init") is false
+    _hook.wrapper = _wrap(native, native._cuda_init)
+    native._cuda_init = _hook.wrapper
+
+
+def run_before(action: Callable[[], None]) -> bool:
+    """Have `action` called just before CUDA is initialised, once; return whether that is to come.
+
+    Actions run in the order they came in, under torch's initialisation lock: they must not call
+    what takes it, torch.cuda._lazy_call above all. An exception out of one is logged, not raised.
+    """
+    watch()
+    if _hook.wrapper is None or _hook.site is not None:
+        return False
+    if action not in _hook.before:
+        _hook.before.append(action)
+    return True
+
+
+def first_site() -> InitSite | None:
+    """Return who initialised CUDA, where this module was there to see it."""
+    return _hook.site
+
+
+def _wrap(native: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def initialise(*args: Any, **kwargs: Any) -> Any:
+        if native.__dict__.get("_cuda_init") is initialise:
+            native.__dict__["_cuda_init"] = original
+        if _hook.site is None:  # else somebody kept the wrapper, and torch initialises again
+            _note_and_act(sys._getframe(1))
+        return original(*args, **kwargs)
+
+    return initialise
+
+
+def _note_and_act(frame: FrameType) -> None:
+    try:
+        _hook.site = site_of(frame)
+    except Exception as error:
+        _hook.site = InitSite("a line that cannot be told", "")
+        _log.warning("vramx: who initialises CUDA cannot be told: %s", error)
+    actions, _hook.before = _hook.before, []
+    for action in actions:
+        try:
+            action()
+        except Exception as error:
+            _log.warning("vramx: before the initialisation of CUDA: %s", error)
+
+
+def site_of(frame: FrameType | None) -> InitSite:
+    """Return who is behind `frame`: the first caller outside torch, and the program's own line."""
+    torch_folder = _folder_of("torch")
+    caller = program = ""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not caller and not _is_machinery(name, torch_folder):
+            caller = _line_of(frame)
+        if frame.f_globals.get("__name__") == "__main__" and not program:
+            program = _line_of(frame)
+        frame = frame.f_back
+    return InitSite(caller or "a line that cannot be told", program)
+
+
+def _is_machinery(filename: str, torch_folder: str) -> bool:
+    return filename.startswith((torch_folder, "<frozen importlib"))
+
+
+def _folder_of(package: str) -> str:
+    path = getattr(sys.modules.get(package), "__file__", None)
+    return f"{Path(path).parent}/" if path else "/nowhere/"
+
+
+def _line_of(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"

@@ -1,0 +1,187 @@
+"""`vramx run`: a program with the allocator behind its torch, unchanged otherwise.
+
+    vramx run train.py --epochs 3        a script, under this Python
+    vramx run -m package.train           a module, under this Python
+    vramx run -- torchrun train.py       any command
+
+Sets VRAMX=1 and what was chosen, compiles the shim if it is not there yet, so that the workers of a
+job need not wait for each other, and becomes the program: exit code, signals and terminal are the
+program's. torch finds vramx in every process of the job by its entry point; where that is not
+installed, a folder that has it goes onto PYTHONPATH (see entry_folder). A process in which the
+allocator cannot be installed says so in one line on stderr and goes on with torch's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vramx import config
+from vramx.allocator import shim_build
+from vramx.allocator.options import format_limit, parse_limit
+from vramx.allocator.torch_facts import find_torch
+from vramx.cli import common, entry_folder
+from vramx.errors import InvalidValueError, VramxError
+
+_OPTIONS_WITH_VALUE = ("--limit", "--cross-stream", "--devices", "--stats")
+
+
+class _RunParser(common.OneLineParser):
+    """Stops at the program: what follows is the program's, options and all.
+
+    argparse alone cannot, as it looks for its options behind the program too.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        own, command = split_arguments(list(args or ()))
+        parsed, extra = super().parse_known_args(own, namespace)
+        if not command:
+            self.error("what to run is missing: a script, -m MODULE, or -- COMMAND")
+        parsed.command = command
+        return parsed, extra
+
+
+def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Split a command line into `vramx run`'s own arguments and the command to run.
+
+    Example:
+        >>> split_arguments(["--limit", "4GiB", "--", "torchrun", "train.py"])
+        (['--limit', '4GiB'], ['torchrun', 'train.py'])
+    """
+    place = 0
+    while place < len(arguments):
+        word = arguments[place]
+        if word == "--":
+            return arguments[:place], arguments[place + 1 :]
+        if word == "-m":
+            rest = arguments[place:]
+            return arguments[:place], [sys.executable, *rest] if len(rest) > 1 else []
+        if not word.startswith("-"):
+            return arguments[:place], [sys.executable, *arguments[place:]]
+        place += 2 if word in _OPTIONS_WITH_VALUE else 1
+    return arguments, []
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the verb's arguments."""
+    actions: Any = subparsers
+    # The one verb with a parser class of its own; a subparser's class is its maker's to choose.
+    usual, actions._parser_class = actions._parser_class, _RunParser
+    try:
+        parser = subparsers.add_parser(
+            "run",
+            help="run a program with the allocator",
+            usage="vramx run [options] SCRIPT ... | -m MODULE ... | -- COMMAND ...",
+            description="Run a program, and every process that it starts, with vramx's allocator.",
+            allow_abbrev=False,
+        )
+    finally:
+        actions._parser_class = usual
+    _add_options(parser)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--limit",
+        metavar="SIZE",
+        type=common.argument(_limit_text),
+        help="the most to hold of a device: 24GiB, or a fraction of it (default: all of it)",
+    )
+    parser.add_argument(
+        "--cross-stream",
+        choices=config.CROSS_STREAM,
+        help="when memory freed on one stream may go to another (default: under_pressure)",
+    )
+    parser.add_argument(
+        "--devices",
+        metavar="N[,N...]",
+        type=common.argument(_devices_text),
+        help="the GPUs to serve (default: all)",
+    )
+    parser.add_argument("--record", action="store_true", help="keep the allocator's last events")
+    parser.add_argument(
+        "--stats",
+        metavar="FILE",
+        type=Path,
+        help="write the allocator's statistics as JSON at exit; a child process adds its number",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Become the program; returns only by an exception."""
+    settings = settings_of(args)
+    config.parse({**settings, "VRAMX": "1"})
+    command = [_executable(args.command[0]), *args.command[1:]]
+    _build_shim()
+    environment = config.program_environment(settings, _import_path(command))
+    sys.stdout.flush()
+    try:
+        os.execvpe(command[0], command, environment)
+    except OSError as error:
+        raise VramxError(f"{command[0]} cannot be run: {error.strerror}") from None
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, str]:
+    """Return what was chosen as variables of the environment."""
+    chosen = {
+        "VRAMX_LIMIT": args.limit,
+        "VRAMX_CROSS_STREAM": args.cross_stream,
+        "VRAMX_DEVICES": args.devices,
+        "VRAMX_RECORD": "1" if args.record else None,
+        "VRAMX_STATS": None,
+    }
+    if args.stats is not None:
+        common.check_output(args.stats, force=True)
+        chosen["VRAMX_STATS"] = str(args.stats.absolute())
+    settings = {name: text for name, text in chosen.items() if text is not None}
+    if not config.config().torch_autoload:
+        common.note(
+            "run",
+            f"{config.TORCH_AUTOLOAD} is on for the program: torch finds vramx that way",
+        )
+        settings[config.TORCH_AUTOLOAD] = "1"
+    return settings
+
+
+def _limit_text(text: str) -> str:
+    limit = parse_limit(text)
+    if limit is None:
+        raise InvalidValueError(f"limit {text!r} is {format_limit(limit)}")
+    return text
+
+
+def _devices_text(text: str) -> str:
+    return ",".join(map(str, config.parse_devices(text)))
+
+
+def _executable(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        raise VramxError(f"{name}: no such command")
+    return found
+
+
+def _build_shim() -> None:
+    """Compile the shim now; what goes wrong is said, and the program runs with torch's own."""
+    try:
+        torch = find_torch()
+        if torch.cuda is None:  # the program will say so itself, if it ever asks for CUDA
+            return
+        status = shim_build.shim_status(config.config())
+        if status.built is None and not status.fault:
+            common.note("run", f"compiling for torch {torch.version}, once")
+        shim_build.ensure_shim(config.config())
+    except VramxError as error:
+        common.note("run", f"the allocator will not be installed: {str(error).splitlines()[0]}")
+
+
+def _import_path(command: Sequence[str]) -> Path | None:
+    """Return the folder that the command's Python needs to find vramx's entry point, if any."""
+    if entry_folder.finds_entry_point(entry_folder.python_of(command[0])):
+        return None
+    return entry_folder.make(config.config())

@@ -1,0 +1,154 @@
+"""The environment, read in this module and in no other.
+
+Turns the VRAMX_* variables into one frozen value, and makes the environment that `vramx run` gives
+to the program it starts, so that the two ends cannot drift apart. What the variables mean for the
+allocator is decided in vramx/allocator. Pure but for the reads; thread-safe.
+
+    VRAMX=1               install the allocator in every process that uses CUDA
+    VRAMX_LIMIT           24GiB, bytes, or a fraction of each device: 0.9
+    VRAMX_CROSS_STREAM    never, under_pressure or always
+    VRAMX_DEVICES         0,2: the devices to serve; all of them by default
+    VRAMX_RECORD=1        keep the allocator's last events
+    VRAMX_STRICT=0        make do with plain mode where the shim cannot be had
+    VRAMX_CACHE_DIR       where the shim is kept
+    VRAMX_VERBOSE=1       say on stderr what is done
+    VRAMX_STATS           file that gets the statistics at exit, as JSON
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from vramx.errors import InvalidValueError
+
+CROSS_STREAM = ("never", "under_pressure", "always")
+# What tells torch not to call the entry points of other packages, vramx's among them.
+TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_SWITCH = {"": None, "0": False, "1": True}
+# The process that `vramx run` becomes; its children find another number there than their own.
+_ROOT_PROCESS = "VRAMX_ROOT_PID"
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the environment asks for. A limit and sizes are still text: they depend on the GPU."""
+
+    enabled: bool = False
+    limit: str | None = None
+    cross_stream: str | None = None
+    strict: bool = True
+    devices: tuple[int, ...] | None = None
+    record: bool = False
+    verbose: bool = False
+    cache_dir: Path | None = None
+    stats_file: Path | None = None
+    root_pid: int | None = None
+    # Not vramx's own, but read here as well.
+    xdg_cache_home: Path | None = None
+    compiler: str = "g++"
+    cuda_home: Path | None = None
+    torch_autoload: bool = True
+
+
+def is_enabled() -> bool:
+    """Tell whether VRAMX asks for anything; one look-up, for it runs at every `import torch`."""
+    return os.environ.get("VRAMX", "0") not in ("", "0")
+
+
+@lru_cache(maxsize=1)
+def config() -> Config:
+    """Return the configuration of this process, as the environment was at the first call.
+
+    Raises:
+        InvalidValueError: a variable holds what is not accepted.
+    """
+    return parse(os.environ)
+
+
+def parse(environment: Mapping[str, str]) -> Config:
+    """Read a configuration from variables.
+
+    Raises:
+        InvalidValueError: a variable holds what is not accepted; the text names it.
+
+    Example:
+        >>> parse({"VRAMX": "1", "VRAMX_DEVICES": "0,2"}).devices
+        (0, 2)
+    """
+    return Config(
+        enabled=_switch(environment, "VRAMX", default=False),
+        limit=environment.get("VRAMX_LIMIT") or None,
+        cross_stream=_choice(environment, "VRAMX_CROSS_STREAM", CROSS_STREAM),
+        strict=_switch(environment, "VRAMX_STRICT", default=True),
+        devices=_devices(environment),
+        record=_switch(environment, "VRAMX_RECORD", default=False),
+        verbose=_switch(environment, "VRAMX_VERBOSE", default=False),
+        cache_dir=_path(environment, "VRAMX_CACHE_DIR"),
+        stats_file=_path(environment, "VRAMX_STATS"),
+        root_pid=int(environment.get(_ROOT_PROCESS, "0") or 0) or None,
+        xdg_cache_home=_path(environment, "XDG_CACHE_HOME"),
+        compiler=environment.get("CXX") or "g++",
+        cuda_home=_path(environment, "CUDA_HOME") or _path(environment, "CUDA_PATH"),
+        torch_autoload=environment.get(TORCH_AUTOLOAD, "1") == "1",
+    )
+
+
+def _switch(environment: Mapping[str, str], name: str, *, default: bool) -> bool:
+    text = environment.get(name, "")
+    if text not in _SWITCH:
+        raise InvalidValueError(f"{name}={text!r} is not understood; accepted are 0 and 1")
+    value = _SWITCH[text]
+    return default if value is None else value
+
+
+def _choice(environment: Mapping[str, str], name: str, accepted: tuple[str, ...]) -> str | None:
+    text = environment.get(name) or None
+    if text is not None and text not in accepted:
+        raise InvalidValueError(
+            f"{name}={text!r} is not understood; accepted are {', '.join(accepted)}"
+        )
+    return text
+
+
+def _devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
+    text = environment.get("VRAMX_DEVICES") or None
+    try:
+        return parse_devices(text) if text else None
+    except InvalidValueError as error:
+        raise InvalidValueError(f"VRAMX_DEVICES: {error}") from None
+
+
+def parse_devices(text: str) -> tuple[int, ...]:
+    """Read a list of device numbers, as in "0,2".
+
+    Raises:
+        InvalidValueError: it is no such list.
+    """
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() and len(word) <= 4 for word in words):
+        raise InvalidValueError(f"{text!r} is no list of device numbers; accepted is 0 or 0,2")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def _path(environment: Mapping[str, str], name: str) -> Path | None:
+    text = environment.get(name)
+    return Path(text).expanduser() if text else None
+
+
+def program_environment(settings: Mapping[str, str], path: Path | None = None) -> dict[str, str]:
+    """Return this process's environment with VRAMX on, for a program that takes its place.
+
+    Args:
+        settings: further variables.
+        path: a folder to put first on PYTHONPATH.
+    """
+    environment = {**os.environ, **settings, "VRAMX": "1", _ROOT_PROCESS: str(os.getpid())}
+    if path is not None:
+        rest = environment.get("PYTHONPATH")
+        # Unset rather than empty: an empty entry would stand for the current folder.
+        environment["PYTHONPATH"] = f"{path}{os.pathsep}{rest}" if rest else str(path)
+    return environment
