@@ -1,0 +1,1 @@
+"""What benchmarks run as compiled code: sources, and the way to compile and load them."""

@@ -1,0 +1,86 @@
+"""Trains a model twice in one process: on torch's own memory, then through the core, alike.
+
+    python -m cpu_torch.program MODEL core|early_free|shared_address RESULT.npz
+
+RESULT holds the losses and every final tensor of the model of both trainings, as plain/... and
+core/...; a JSON object on stdout says what the allocator did. `core` trains through the core while
+it is disturbed; the others plant a defect in the allocator and disturb nothing else. What the plain
+training made is freed after the core took over.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cpu_torch.churn import KIB, MIB, Churn
+from cpu_torch.harness import DEFECTS, CpuAllocator
+from cpu_torch.models import Trained, train
+from vramx import _core
+
+STEPS = 50
+CAPACITY_BYTES = 256 * MIB
+GRANULARITY_BYTES = 64 * KIB
+DEFECT_PERIOD = 97  # of the blocks that a defect may hit
+
+
+def arrays(name: str, trained: Trained) -> dict[str, Any]:
+    tensors = {f"{name}/{i}": tensor.numpy() for i, tensor in enumerate(trained.tensors)}
+    return {f"{name}/losses": np.array(trained.losses), **tensors}
+
+
+def train_disturbed(model: str, devices: _core.Devices) -> tuple[Trained, dict[str, Any]]:
+    ooms = 0
+
+    def between(step: int) -> None:
+        nonlocal ooms
+        churn.between_steps(step)
+        if step == STEPS // 2:
+            ooms = out_of_memory()
+
+    with Churn(devices) as churn:
+        trained = train(model, STEPS, between)
+    return trained, {"disturbances": churn.calls, "ooms": ooms, "broken": churn.broken}
+
+
+def out_of_memory() -> int:
+    """Ask for more than the device has; say how often that was torch's own error."""
+    try:
+        torch.empty(2 * CAPACITY_BYTES, dtype=torch.uint8)
+    except torch.OutOfMemoryError:
+        return 1
+    return 0
+
+
+def train_both(model: str, mode: str, result: Path) -> None:
+    plain = train(model, STEPS)
+    devices = _core.open_simulated(1, CAPACITY_BYTES, GRANULARITY_BYTES)
+    allocator = CpuAllocator(devices.table_address)
+    report: dict[str, Any] = {}
+    if mode in DEFECTS:
+        allocator.plant(mode, DEFECT_PERIOD)
+        trained = train(model, STEPS)
+    else:
+        trained, report = train_disturbed(model, devices)
+    np.savez(result, **arrays("plain", plain), **arrays("core", trained))
+    del plain, trained
+    gc.collect()
+    allocator.leave()
+    report |= {"counts": allocator.counts(), "stats": devices.stats(0)}
+    devices.trim(0)
+    report |= {"check": devices.check(0), "held_bytes": devices.held(0)}
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    # Fresh memory stays as the allocator left it.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    train_both(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
