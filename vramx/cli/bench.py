@@ -44,13 +44,34 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "-o", "--output", metavar="FILE", type=Path, help="append the rows to FILE instead"
     )
+    _add_process_arguments(parser)
+
+
+def _add_process_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the benchmarks take that compare whole processes on GPUs."""
+    group = parser.add_argument_group("for torch_programs and torch_calls")
+    group.add_argument("--only", metavar="NAME[,NAME...]", help="these programs or traces only")
+    group.add_argument("--repeats", metavar="N", type=count_argument, help="under each allocator")
+    group.add_argument(
+        "--jobs", metavar="N", type=count_argument, default=1, help="GPUs to use (default: 1)"
+    )
+    group.add_argument(
+        "--limit-s", metavar="S", type=count_argument, help="seconds that one process may take"
+    )
+
+
+def count_argument(text: str) -> int:
+    """Read a whole number of at least one."""
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; accepted are 1, 2, ...")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the verb."""
     harness = load_harness()
     if args.name is None:
-        lines = [f"{name:12} {harness.load(name).DESCRIPTION}" for name in harness.names()]
+        lines = [f"{name:14} {harness.load(name).DESCRIPTION}" for name in harness.names()]
         common.print_text("\n".join(lines) + "\n")
         return 0
     selected = harness.names() if args.name == ALL else [args.name]
@@ -78,14 +99,10 @@ def load_harness() -> Any:
 
 def _run_one(harness: Any, name: str, args: argparse.Namespace) -> int:
     path = args.output or harness.RESULTS / f"{name}.csv"
-    harness_options = harness.Options(
-        quick=args.quick,
-        driver=args.driver,
-        device=args.device,
-        traces=str(args.traces.resolve()) if args.traces else None,
-    )
     try:
-        rows = harness.run(name, harness_options, command_line(name, args), _report)
+        if hasattr(harness.load(name), "run_all"):
+            return _run_processes(harness, name, args, path)
+        rows = harness.run(name, _options(harness, args), command_line(name, args), _report)
         harness.append_csv(path, rows)
     except harness.UnavailableError as error:
         common.note("bench", f"{name} is left out: {error}")
@@ -96,6 +113,30 @@ def _run_one(harness: Any, name: str, args: argparse.Namespace) -> int:
     return int(any(row.status != "ok" for row in rows))
 
 
+def _options(harness: Any, args: argparse.Namespace) -> Any:
+    return harness.Options(
+        quick=args.quick,
+        driver=args.driver,
+        device=args.device,
+        traces=str(args.traces.resolve()) if args.traces else None,
+    )
+
+
+def _run_processes(harness: Any, name: str, args: argparse.Namespace, path: Path) -> int:
+    """Run a benchmark that starts its own processes and writes each row when it is known."""
+    rows = importlib.import_module("benchmarks.programs._rows")
+    writer = rows.RowWriter(name, command_line(name, args), path, _report)
+    request = rows.Request(
+        only=tuple(args.only.split(",")) if args.only else (),
+        repeats=args.repeats,
+        jobs=args.jobs,
+        limit_s=args.limit_s,
+    )
+    parts, is_good = harness.load(name).run_all(_options(harness, args), request, writer)
+    common.print_parts(*parts, f"{writer.count} rows appended to {path.name}")
+    return int(not is_good)
+
+
 def command_line(name: str, args: argparse.Namespace) -> str:
     """Return what was asked for, with a folder's name in place of its path."""
     words = ["vramx", "bench", name]
@@ -103,6 +144,10 @@ def command_line(name: str, args: argparse.Namespace) -> str:
     words += ["--traces", args.traces.resolve().name] if args.traces else []
     words += ["--driver", args.driver] if args.driver != "sim" else []
     words += ["--device", str(args.device)] if args.device else []
+    words += ["--only", args.only] if args.only else []
+    words += ["--repeats", str(args.repeats)] if args.repeats else []
+    words += ["--jobs", str(args.jobs)] if args.jobs != 1 else []
+    words += ["--limit-s", str(args.limit_s)] if args.limit_s else []
     return " ".join(words)
 
 

@@ -1,0 +1,115 @@
+"""The process that benchmarks/torch_calls.py starts under each allocator: it times single calls.
+
+    python _calls.py LIBRARY PASSES TRACE...
+
+Prints one line of JSON for each trace and way of calling as soon as it is measured, so that a crash
+takes only what comes after it. The first pass of each warms up and is not reported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from benchmarks.programs._report import allocator_name
+from vramx.memory.trace import ALLOCATE, FREE_REQUESTED, Trace, load_trace
+from vramx.sizes import KIB, MIB
+
+WAYS = ("raw", "tensor")  # by the value of the library's is_tensor
+EMPTY_BYTES = {"512 B": KIB // 2, "1 MiB": MIB, "64 MiB": 64 * MIB}
+EMPTY_PAIRS = 20_000
+# The layout of the library's Event.
+EVENT = np.dtype([("size", "<u8"), ("id", "<u4"), ("stream", "<u4")])
+
+
+def main(arguments: list[str]) -> None:
+    library = open_library(Path(arguments[0]))
+    passes = int(arguments[1])
+    torch.cuda.init()
+    for path in arguments[2:]:
+        trace = load_trace(path)
+        for way in WAYS:
+            report(f"{Path(path).stem} {way}", replay(library, trace, way, passes))
+            torch.cuda.empty_cache()  # what one leaves behind is not the next one's
+    for name, size_bytes in EMPTY_BYTES.items():
+        report(f"torch.empty {name}", [time_empty(size_bytes) for _ in range(passes)])
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """Load the compiled replay and declare its functions."""
+    library = ctypes.CDLL(str(path))
+    library.vramx_calls_error.restype = ctypes.c_char_p
+    size, address = ctypes.c_size_t, ctypes.c_void_p
+    integer = ctypes.c_int
+    library.vramx_calls_replay.argtypes = [
+        *(address, size, size),  # events
+        *(address, size, integer, integer),  # streams, device, is_tensor
+        *(address, size),  # passes
+    ]
+    return library
+
+
+def events_of(trace: Trace) -> npt.NDArray[Any]:
+    """Return the events that an allocator sees: a free counts when it is complete.
+
+    Example:
+        >>> events_of(load_trace("train.npz"))["size"][0]      # doctest: +SKIP
+        4096
+    """
+    empty = trace.id[(trace.op == ALLOCATE) & (trace.size == 0)]  # no allocator is asked for those
+    kept = (trace.op != FREE_REQUESTED) & ~np.isin(trace.id, empty)
+    events = np.zeros(int(kept.sum()), EVENT)
+    events["size"] = np.where(trace.op == ALLOCATE, trace.size, 0)[kept]
+    events["id"] = trace.id[kept]
+    events["stream"] = trace.stream[kept]
+    return events
+
+
+def replay(library: ctypes.CDLL, trace: Trace, way: str, passes: int) -> list[float]:
+    """Return the nanoseconds of one call, on average over each pass.
+
+    Raises:
+        RuntimeError: torch's own error, of the call that failed.
+    """
+    events = events_of(trace)
+    made = [torch.cuda.Stream() for _ in range(int(trace.stream.max()))]
+    streams = (ctypes.c_void_p * (len(made) + 1))(None, *(stream.cuda_stream for stream in made))
+    pass_ns = np.zeros(passes)
+    failed = library.vramx_calls_replay(
+        *(events.ctypes.data, len(events), int(trace.id.max()) + 1),
+        *(streams, len(streams), torch.cuda.current_device(), WAYS.index(way)),
+        *(pass_ns.ctypes.data, passes),
+    )
+    if failed:
+        raise RuntimeError(library.vramx_calls_error().decode(errors="replace"))
+    return [float(ns) for ns in pass_ns]
+
+
+def time_empty(size_bytes: int) -> float:
+    """Return the nanoseconds of one torch.empty and the free of its tensor."""
+    options: dict[str, Any] = {"dtype": torch.uint8, "device": "cuda"}
+    gc.disable()
+    start_ns = time.perf_counter_ns()
+    for _ in range(EMPTY_PAIRS):
+        torch.empty(size_bytes, **options)
+    taken_ns = time.perf_counter_ns() - start_ns
+    gc.enable()
+    return taken_ns / EMPTY_PAIRS
+
+
+def report(case: str, pass_ns: list[float]) -> None:
+    line = {"case": case, "ns": pass_ns[1:], "allocator": allocator_name()}
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,157 @@
+"""What a program tells about its run: the time and loss of each step, and the memory it took.
+
+A program makes one `Recorder` before it touches the GPU, wraps each step in `step()`, and calls
+`finish()`, which prints one line of JSON, the last of the program's output. Everything is asked of
+torch's public interface, so the same code serves every allocator. A step costs two
+synchronisations and is timed between them. Not thread-safe; one for each process.
+
+Read from the environment:
+    PROGRAM_SIZE        "tiny" for shapes that a processor runs in seconds; "full" if not set
+    PROGRAM_CAP_BYTES   the memory that torch may reserve on the GPU; no cap if not set
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+Size = TypeVar("Size")
+
+SEED = 20_26
+
+
+def is_tiny() -> bool:
+    return os.environ.get("PROGRAM_SIZE", "full") == "tiny"
+
+
+def sized(full: Size, tiny: Size) -> Size:
+    """Return the first on a GPU, the second for a run that only shows that the program works."""
+    return tiny if is_tiny() else full
+
+
+class Recorder:
+    """Seeds the program, caps its memory if asked to, and keeps what its steps did.
+
+    Args:
+        warmup: how many steps come before the timed ones.
+        timed: how many are timed; `steps` is their sum.
+        deterministic: ask torch for repeatable kernels; False where those would be another program.
+    """
+
+    def __init__(self, warmup: int = 4, timed: int = 12, *, deterministic: bool = True) -> None:
+        self.warmup = warmup
+        self.steps = sized(warmup + timed, 3)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.random = random.Random(SEED)
+        torch.manual_seed(SEED)
+        if deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            # Filling fresh tensors would hide the use of memory that another tensor left behind.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        _cap_memory()
+        self._step_ms: list[float] = []
+        self._losses: list[str] = []
+        self._device_calls: list[int] = []
+        self._driver_calls: list[int] = []
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Time a step and count the driver calls in it."""
+        before = _counters()
+        _synchronize()
+        start_s = time.perf_counter()
+        yield
+        _synchronize()
+        self._step_ms.append(1000 * (time.perf_counter() - start_s))
+        after = _counters()
+        self._device_calls.append(after[0] - before[0])
+        if after[1] is not None and before[1] is not None:
+            self._driver_calls.append(after[1] - before[1])
+
+    def loss(self, value: torch.Tensor) -> None:
+        """Keep a step's loss, every bit of it; called after the step, because it waits."""
+        self._losses.append(float(value.detach().sum()).hex())
+
+    def restart(self) -> None:
+        """Forget the steps so far: the program begins anew."""
+        for kept in (self._step_ms, self._losses, self._device_calls, self._driver_calls):
+            kept.clear()
+
+    def finish(self, **extra: Any) -> None:
+        """Print the report. `extra` are figures that only this program has."""
+        report = {
+            "warmup": min(self.warmup, len(self._step_ms) - 1),
+            "step_ms": self._step_ms,
+            "losses": self._losses,
+            "device_calls": self._device_calls,
+            "driver_calls": self._driver_calls or None,
+            **_memory(),
+            "allocator": allocator_name(),
+            "extra": extra,
+        }
+        print(json.dumps(report), flush=True)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _cap_memory() -> None:
+    cap = os.environ.get("PROGRAM_CAP_BYTES")
+    if cap is None or not torch.cuda.is_available():
+        return
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, int(cap) / total), 0)
+
+
+def _counters() -> tuple[int, int | None]:
+    """Return how often torch went to the driver for memory, and how often vramx did, if it runs."""
+    if not torch.cuda.is_initialized():
+        return 0, None
+    stats = torch.cuda.memory_stats()
+    device_calls = stats.get("num_device_alloc", 0) + stats.get("num_device_free", 0)
+    return device_calls, _vramx_driver_calls()
+
+
+def _vramx_driver_calls() -> int | None:
+    vramx = _installed_vramx()
+    if vramx is None:
+        return None
+    calls = vramx.allocator_stats().driver_calls
+    return int(calls.create + calls.map + calls.set_access + calls.unmap + calls.release)
+
+
+def _installed_vramx() -> Any:
+    """Return the package if its allocator serves this process; the program need not know of it."""
+    vramx = sys.modules.get("vramx")
+    is_installed = getattr(vramx, "allocator_installed", None)
+    return vramx if is_installed is not None and is_installed() else None
+
+
+def _memory() -> dict[str, int]:
+    stats = torch.cuda.memory_stats() if torch.cuda.is_available() else {}
+    return {
+        "peak_allocated_bytes": stats.get("allocated_bytes.all.peak", 0),
+        "peak_reserved_bytes": stats.get("reserved_bytes.all.peak", 0),
+        "alloc_retries": stats.get("num_alloc_retries", 0),
+        "ooms": stats.get("num_ooms", 0),
+    }
+
+
+def allocator_name() -> str:
+    """Say who really serves the process, so that a run that fell back is not taken for another."""
+    if _installed_vramx() is not None:
+        return "vramx"
+    if not torch.cuda.is_available():
+        return "none"
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]
+    return "expandable" if settings["expandable_segments"] else "native"

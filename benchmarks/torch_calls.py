@@ -1,0 +1,186 @@
+"""What one allocate or free costs through torch's own interface, by allocator.
+
+Recorded programs are replayed through the C++ interface of the installed torch, in two ways: raw,
+as code that keeps pointers does, and tensor, as a tensor does with its DataPtr; and torch.empty is
+called in a Python loop. Each allocator has its own process, and they take turns, so that a machine
+that slows down slows all of them. Nothing runs on the GPU. Needs a GPU and a C++ compiler. The
+goals: 100 ns for a call of a recorded program, and 0.4 of what the native allocator takes for it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.harness import ROOT, Measurement, Options
+from benchmarks.programs import _launch
+from benchmarks.programs._launch import (
+    ALLOCATORS,
+    PROGRAMS,
+    Allocator,
+    Job,
+    Outcome,
+    in_turn,
+    visible_gpus,
+)
+from benchmarks.programs._rows import Request, RowWriter
+from benchmarks.traces import trace_files
+from vramx.errors import InvalidValueError, VramxError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+DESCRIPTION = "one allocate or free through torch's interface, by allocator (GPU)"
+
+SOURCE = Path(__file__).resolve().parent / "torch_calls.cpp"
+CHILD = PROGRAMS / "_calls.py"
+REPEATS = 3
+PASSES = 6  # the first is not counted
+LIMIT_S = 300.0
+LIMIT_NS = 100.0
+LIMIT_RATIO = 0.4
+# Nanoseconds by case and allocator.
+Times = dict[tuple[str, str], list[float]]
+
+
+def run_all(
+    options: Options, request: Request, writer: RowWriter
+) -> tuple[list[Table | str], bool]:
+    """Measure every trace under every allocator.
+
+    Returns:
+        What to show, and whether every process ran and every goal was met.
+
+    Raises:
+        UnavailableError: there is no GPU, or no trace.
+        VramxError: a trace is unknown, or the C++ source cannot be compiled here.
+    """
+    traces = chosen(trace_files(options), request.only)
+    gpu = visible_gpus(options.device, 1)[0]
+    passes = 3 if options.quick else PASSES
+    rounds = request.repeats or (1 if options.quick else REPEATS)
+    with tempfile.TemporaryDirectory() as folder:
+        library = compile_library(Path(folder))
+
+        def launch(allocator: Allocator) -> Outcome:
+            arguments = (str(library), str(passes), *map(str, traces.values()))
+            limit_s = request.limit_s or LIMIT_S
+            return _launch.run(Job(CHILD, allocator, arguments, gpu=gpu, limit_s=limit_s))
+
+        times, has_failed = measure_in_turn(rounds, launch, writer)
+    write_ratios(times, writer)
+    return [table(times)], not has_failed and all(goal is not False for *_, goal in goals(times))
+
+
+def chosen(found: Mapping[str, Path], names: Sequence[str]) -> dict[str, Path]:
+    """Return the traces of these names, or all.
+
+    Raises:
+        InvalidValueError: a name is unknown.
+    """
+    for name in names:
+        if name not in found:
+            raise InvalidValueError(f"trace {name!r} is unknown; accepted are {', '.join(found)}")
+    return {name: found[name] for name in names or found}
+
+
+def compile_library(folder: Path) -> Path:
+    """Compile the replay for the installed torch, with the flags that the shim is compiled with.
+
+    Raises:
+        VramxError: it does not compile here; the text has the compiler's last lines.
+    """
+    from vramx.allocator import toolchain
+    from vramx.allocator.torch_facts import find_torch
+    from vramx.config import config
+
+    torch = find_torch()
+    headers = toolchain.find_cuda_headers(torch, config())
+    target = folder / "torch_calls.so"
+    command = [
+        *toolchain.find_compiler(config()).command,
+        *toolchain.compile_flags(torch, ROOT / "csrc", headers),
+        *(str(SOURCE), "-o", str(target)),
+        *toolchain.link_flags(torch),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = " ".join(done.stderr.split("\n")[-12:])
+        raise VramxError(f"{SOURCE.name} does not compile: {last}")
+    return target
+
+
+def measure_in_turn(
+    rounds: int,
+    launch: Callable[[Allocator], Outcome],
+    writer: RowWriter,
+    allocators: Sequence[Allocator] = ALLOCATORS,
+) -> tuple[Times, bool]:
+    """Run a process for each allocator and round; return the times, and whether one failed."""
+    times: Times = {}
+    has_failed = False
+    for round_index in range(rounds):
+        for allocator in in_turn(allocators, round_index):
+            outcome = launch(allocator)
+            who = f"{allocator.name} {round_index + 1}"
+            if not outcome.is_ok:
+                has_failed = True
+                writer.write(f"all {who}", [], outcome.status)
+            for report in outcome.reports:  # of a process that failed later, too
+                if report["allocator"] != allocator.name:
+                    continue
+                writer.write(f"{report['case']} {who}", [Measurement("ns", "ns", report["ns"])])
+                times.setdefault((report["case"], allocator.name), []).extend(report["ns"])
+    return times, has_failed
+
+
+def medians(times: Times) -> dict[str, dict[str, float]]:
+    """Return, for each case, the median of all passes of all rounds by allocator."""
+    found: dict[str, dict[str, float]] = {}
+    for (case, allocator), values in times.items():
+        found.setdefault(case, {})[allocator] = statistics.median(values)
+    return found
+
+
+def goals(times: Times) -> Iterator[tuple[str, float, float | None, bool | None]]:
+    """Yield case, nanoseconds, ratio to native and whether that is good enough.
+
+    A loop in Python has no goal (None): most of its time is the interpreter's.
+    """
+    for case, by_allocator in medians(times).items():
+        if "vramx" not in by_allocator:
+            continue
+        ours, native = by_allocator["vramx"], by_allocator.get("native")
+        ratio = None if native is None else ours / native
+        is_met = ours <= LIMIT_NS and ratio is not None and ratio <= LIMIT_RATIO
+        yield case, ours, ratio, None if case.startswith("torch.empty") else is_met
+
+
+def write_ratios(times: Times, writer: RowWriter) -> None:
+    """Write what compares two allocators as rows of their own."""
+    for case, _, ratio, _ in goals(times):
+        if ratio is not None:
+            writer.write(f"{case} vramx", [Measurement("ratio_to_native", "1", [ratio])])
+
+
+def table(times: Times) -> Table:
+    """Lay the medians out, one line a case."""
+    from rich.table import Table
+
+    laid_out = Table(title=f"ns a call; goals: {LIMIT_NS:.0f} ns and {LIMIT_RATIO} of native")
+    laid_out.add_column("case")
+    names = [allocator.name for allocator in ALLOCATORS]
+    for heading in (*names, "vramx / native"):
+        laid_out.add_column(heading, justify="right")
+    laid_out.add_column("goal")
+    judged = {case: (ratio, goal) for case, _, ratio, goal in goals(times)}
+    for case, found in medians(times).items():
+        ratio, goal = judged.get(case, (None, False))
+        figures = [f"{found[name]:.1f}" if name in found else "failed" for name in names]
+        mark = {True: "ok", False: "MISSED", None: ""}[goal]
+        laid_out.add_row(case, *figures, "" if ratio is None else f"{ratio:.3f}", mark)
+    return laid_out

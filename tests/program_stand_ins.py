@@ -1,0 +1,60 @@
+"""Stand-ins for whole torch programs: what they print, the allocators, and a machine with GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.harness import read_csv
+from benchmarks.programs._launch import Allocator, Outcome
+from benchmarks.programs._rows import RowWriter
+from vramx.sizes import GIB
+
+ROOT = Path(__file__).resolve().parent.parent
+FAKE = tuple(
+    Allocator(name, environment=(("FAKE_ALLOCATOR", name),))
+    for name in ("native", "expandable", "vramx")
+)
+NATIVE, EXPANDABLE, VRAMX = FAKE
+GOOD_REPORT: dict[str, Any] = {
+    "allocator": "vramx",
+    "warmup": 1,
+    "step_ms": [50.0, 10.0, 12.0],
+    "losses": ["0x1p+0", "0x1p-1", "0x1p-2"],
+    "device_calls": [9, 2, 2],
+    "driver_calls": [9, 0, 0],
+    "peak_allocated_bytes": 10 * GIB,
+    "peak_reserved_bytes": 10 * GIB,
+    "alloc_retries": 0,
+    "ooms": 0,
+    "extra": {},
+}
+# Says what a program says, for the allocator that the environment names.
+PROGRAM = f"""
+import json, os
+report = {GOOD_REPORT!r}
+report["allocator"] = os.environ["FAKE_ALLOCATOR"]
+report["extra"] = {{"cap": int(os.environ.get("PROGRAM_CAP_BYTES", 0))}}
+print("loading")
+print(json.dumps(report))
+"""
+
+
+def outcome(name: str = "vramx", status: str = "ok", **changes: Any) -> Outcome:
+    reports = ({**GOOD_REPORT, "allocator": name, **changes},) if status == "ok" else ()
+    return Outcome(status, reports, 1.0)
+
+
+def machine_with(count: int) -> Callable[[], Any]:
+    return lambda: SimpleNamespace(probe_cuda=lambda: {"devices": [{}] * count})
+
+
+def make_writer(folder: Path) -> RowWriter:
+    return RowWriter("torch_programs", "vramx bench", folder / "rows.csv", lambda row: None)
+
+
+def rows(tmp_path: Path) -> list[dict[str, str]]:
+    """Return what `writer` has written."""
+    return read_csv(tmp_path / "rows.csv")

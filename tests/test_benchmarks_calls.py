@@ -1,0 +1,130 @@
+"""The benchmark of single calls: its events, its turns, its goals, and that its C++ compiles."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from program_stand_ins import FAKE, ROOT, VRAMX, machine_with, make_writer, rows
+
+from benchmarks import torch_calls
+from benchmarks.harness import Options, UnavailableError
+from benchmarks.programs import _launch
+from benchmarks.programs._launch import Allocator, Outcome
+from benchmarks.programs._rows import Request, RowWriter
+from vramx.errors import InvalidValueError, VramxError
+from vramx.memory.trace import Trace
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> RowWriter:
+    return make_writer(tmp_path)
+
+
+def test_a_trace_becomes_what_an_allocator_sees() -> None:
+    pytest.importorskip("torch")
+    from benchmarks.programs._calls import EVENT, events_of
+
+    trace = Trace(
+        name="t",
+        op=np.array([0, 0, 0, 1, 2, 2], np.uint8),
+        id=np.array([0, 1, 2, 0, 0, 1], np.uint32),
+        size=np.array([512, 0, 1024, 512, 512, 0], np.uint64),
+        stream=np.array([0, 0, 3, 0, 0, 0], np.uint8),
+        time_us=np.zeros(6, np.uint32),
+    )
+    assert events_of(trace).tolist() == [(512, 0, 0), (1024, 2, 3), (0, 0, 0)]
+    assert EVENT.itemsize == 16
+
+
+def call_report(case: str, ns: list[float], name: str) -> dict[str, Any]:
+    return {"case": case, "ns": ns, "allocator": name}
+
+
+def test_calls_are_measured_in_turn_and_compared_with_native(
+    writer: RowWriter, tmp_path: Path
+) -> None:
+    launched = []
+    speeds = {"native": 300.0, "expandable": 250.0, "vramx": 90.0}
+
+    def launch(allocator: Allocator) -> Outcome:
+        launched.append(allocator.name)
+        speed = speeds[allocator.name]
+        reports = (
+            call_report("llama raw", [speed, speed + 1, speed], allocator.name),
+            call_report("torch.empty 512 B", [9 * speed], allocator.name),
+        )
+        return Outcome("ok", reports, 1.0)
+
+    times, has_failed = torch_calls.measure_in_turn(2, launch, writer, FAKE)
+    assert launched == ["native", "expandable", "vramx", "vramx", "expandable", "native"]
+    assert not has_failed
+    assert list(torch_calls.goals(times)) == [
+        ("llama raw", 90.0, 0.3, True),
+        ("torch.empty 512 B", 810.0, 0.3, None),
+    ]
+    torch_calls.write_ratios(times, writer)
+    found = rows(tmp_path)
+    assert found[0]["case"] == "llama raw native 1"
+    assert found[0]["samples"] == "300 301 300"
+    assert [row["median"] for row in found if row["metric"] == "ratio_to_native"] == ["0.3", "0.3"]
+
+
+@pytest.mark.parametrize(("ours", "native"), [(101.0, 400.0), (99.0, 200.0)])
+def test_a_call_can_be_too_slow_in_two_ways(ours: float, native: float) -> None:
+    times = {("t raw", "vramx"): [ours], ("t raw", "native"): [native]}
+    assert [goal for *_, goal in torch_calls.goals(times)] == [False]
+
+
+def test_a_process_that_crashes_keeps_what_it_measured(writer: RowWriter, tmp_path: Path) -> None:
+    def launch(allocator: Allocator) -> Outcome:
+        before = (call_report("first raw", [50.0], allocator.name),)
+        return Outcome("failed: killed by SIGSEGV", before, 1.0)
+
+    times, has_failed = torch_calls.measure_in_turn(1, launch, writer, [VRAMX])
+    assert has_failed
+    assert times == {("first raw", "vramx"): [50.0]}
+    assert [row["case"] for row in rows(tmp_path)] == ["all vramx 1", "first raw vramx 1"]
+
+
+def test_times_of_another_allocator_are_not_taken(writer: RowWriter) -> None:
+    def launch(allocator: Allocator) -> Outcome:
+        fallen_back = (call_report("first raw", [50.0], "native"),)
+        return Outcome("failed: the allocator was native, not vramx", fallen_back, 1.0)
+
+    times, has_failed = torch_calls.measure_in_turn(1, launch, writer, [VRAMX])
+    assert has_failed
+    assert times == {}
+
+
+def test_an_unknown_trace_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="accepted are a, b"):
+        torch_calls.chosen({"a": Path(), "b": Path()}, ["c"])
+
+
+def test_without_a_gpu_the_calls_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_launch, "load_core", machine_with(0))
+    with pytest.raises(UnavailableError, match="needs a GPU"):
+        torch_calls.run_all(Options(), Request(), None)  # type: ignore[arg-type]
+
+
+def test_the_replay_compiles_against_the_installed_torch() -> None:
+    pytest.importorskip("torch")
+    from vramx.allocator import toolchain
+    from vramx.allocator.torch_facts import find_torch
+    from vramx.config import Config
+
+    torch = find_torch()
+    try:
+        compiler = toolchain.find_compiler(Config())
+        headers = toolchain.find_cuda_headers(torch, Config())
+    except VramxError as error:
+        pytest.skip(str(error))
+    flags = toolchain.compile_flags(torch, ROOT / "csrc", headers)
+    warnings = ["-fsyntax-only", "-Wextra", "-Werror", "-Wshadow", "-Wundef"]
+    command = [*compiler.command, *flags, *warnings, str(torch_calls.SOURCE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

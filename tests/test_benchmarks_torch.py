@@ -1,0 +1,241 @@
+"""The benchmark of whole torch programs: order, caps, GPUs, rows and exit codes."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from program_stand_ins import (
+    FAKE,
+    PROGRAM,
+    ROOT,
+    machine_with,
+    make_writer,
+    outcome,
+    rows,
+)
+
+from benchmarks import torch_programs
+from benchmarks.programs import _launch
+from benchmarks.programs._launch import Allocator, Job, Outcome
+from benchmarks.programs._rows import RowWriter
+from benchmarks.programs._verdicts import Program
+from vramx.cli.main import main
+from vramx.sizes import GIB
+
+TOY_GOOD, TOY_BAD = Program("good", has_fixed_shapes=True), Program("bad")
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> RowWriter:
+    return make_writer(tmp_path)
+
+
+def test_every_program_is_in_the_catalogue() -> None:
+    files = {path.stem for path in _launch.PROGRAMS.glob("[a-z]*.py")}
+    assert files == {program.name for program in torch_programs.CATALOGUE}
+
+
+def test_a_program_reports_through_the_recorder(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from benchmarks.programs._report import SEED
+
+    program = """
+import torch
+from benchmarks.programs._report import Recorder
+recorder = Recorder(warmup=1, timed=2)
+for _ in range(recorder.steps):
+    with recorder.step():
+        loss = torch.rand(()) / 3
+    recorder.loss(loss)
+recorder.finish(batch_size=4)
+"""
+    (tmp_path / "program.py").write_text(program)
+    allocator = Allocator("none", environment=(("CUDA_VISIBLE_DEVICES", ""),))
+    done = _launch.run(Job(tmp_path / "program.py", allocator))
+    assert done.status == "ok"
+    report = done.reports[-1]
+    assert (len(report["step_ms"]), report["warmup"], report["driver_calls"]) == (3, 1, None)
+    assert report["extra"] == {"batch_size": 4}
+    generator = torch.Generator().manual_seed(SEED)
+    expected = [float(torch.rand((), generator=generator) / 3) for _ in range(3)]
+    assert [float.fromhex(loss) for loss in report["losses"]] == expected  # to the last bit
+
+
+def test_the_cap_becomes_a_fraction_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from benchmarks.programs import _report
+
+    asked: list[tuple[float, int]] = []
+    gpu = SimpleNamespace(total_memory=100 * GIB)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda *given: asked.append(given)
+    )
+    monkeypatch.delenv("PROGRAM_CAP_BYTES", raising=False)
+    _report._cap_memory()
+    assert asked == []
+    monkeypatch.setenv("PROGRAM_CAP_BYTES", str(25 * GIB))
+    _report._cap_memory()
+    assert asked == [(0.25, 0)]
+
+
+def test_programs_run_in_turn_and_then_under_a_cap(writer: RowWriter, tmp_path: Path) -> None:
+    launched: list[tuple[str, int | None, int]] = []
+
+    def launch(job: Job, stop: threading.Event) -> Outcome:
+        launched.append((job.allocator.name, job.cap_bytes, writer.count))
+        return outcome(job.allocator.name)
+
+    lane = torch_programs.Lane(2, 60.0, writer, FAKE, launch)
+    runs = list(lane.runs(Program("toy"), "0"))
+    cap_bytes = int(1.03 * 10 * GIB)
+    assert [(name, cap) for name, cap, _ in launched] == [
+        *(("native", None), ("expandable", None), ("vramx", None)),
+        *(("vramx", None), ("expandable", None), ("native", None)),
+        *(("native", cap_bytes), ("expandable", cap_bytes), ("vramx", cap_bytes)),
+    ]
+    # Each process finds the rows of those before it in the file.
+    assert [count for *_, count in launched] == [7 * done for done in range(9)]
+    assert [run.is_capped for run in runs] == [False] * 6 + [True] * 3
+    cases = list(dict.fromkeys(row["case"] for row in rows(tmp_path)))
+    assert cases[:4] == ["toy native 1", "toy expandable 1", "toy vramx 1", "toy vramx 2"]
+    assert cases[-1] == "toy vramx capped"
+    steps = [row for row in rows(tmp_path) if row["metric"] == "step_ms"]
+    assert {(row["samples"], row["median"]) for row in steps} == {("10 12", "11.0")}
+
+
+def test_the_goals_that_have_a_value_are_rows(writer: RowWriter, tmp_path: Path) -> None:
+    def launch(job: Job, stop: threading.Event) -> Outcome:
+        return outcome(job.allocator.name)
+
+    lane = torch_programs.Lane(1, 60.0, writer, FAKE, launch)
+    torch_programs.spread([TOY_GOOD], ["0"], lane)
+    goals = [row for row in rows(tmp_path) if row["case"] == "good goals"]
+    assert {row["metric"]: row["median"] for row in goals} == {
+        "peak_reserved_ratio": "1.0",
+        "step_ratio": "1.0",
+        "driver_calls_per_step": "0.0",
+        "capped_step_ratio": "1.0",
+    }  # and no losses: one run of native does not tell whether it repeats
+
+
+def test_a_program_with_its_own_cap_always_has_it(writer: RowWriter) -> None:
+    caps = []
+
+    def launch(job: Job, stop: threading.Event) -> Outcome:
+        caps.append(job.cap_bytes)
+        return outcome(job.allocator.name, extra={"batch_size": 16})
+
+    lane = torch_programs.Lane(1, 60.0, writer, FAKE, launch)
+    runs = list(lane.runs(Program("search", cap_bytes=GIB), "0"))
+    assert caps == [GIB] * 3
+    assert not any(run.is_capped for run in runs)
+
+
+def test_a_compiled_program_runs_once_before_it_counts(writer: RowWriter, tmp_path: Path) -> None:
+    launched = []
+
+    def launch(job: Job, stop: threading.Event) -> Outcome:
+        launched.append(job.allocator.name)
+        return outcome(job.allocator.name)
+
+    lane = torch_programs.Lane(1, 60.0, writer, FAKE, launch)
+    assert len(list(lane.runs(Program("toy", compiles=True), "0"))) == len(launched) - 1
+    assert launched[:2] == ["native", "native"]
+    assert sum(row["metric"] == "step_ms" for row in rows(tmp_path)) == len(launched) - 1
+
+
+def test_a_program_that_fails_by_itself_is_not_tried_on(writer: RowWriter, tmp_path: Path) -> None:
+    def launch(job: Job, stop: threading.Event) -> Outcome:
+        return outcome(status="failed: ModuleNotFoundError: No module named 'peft'")
+
+    lane = torch_programs.Lane(2, 60.0, writer, FAKE, launch)
+    assert len(list(lane.runs(Program("toy"), "0"))) == 3
+    assert [row["status"][:27] for row in rows(tmp_path)] == ["failed: ModuleNotFoundError"] * 3
+
+
+def test_all_runs_of_a_program_stay_on_one_gpu(writer: RowWriter) -> None:
+    used: dict[str, set[str | None]] = {}
+    meeting = threading.Barrier(2, timeout=30)
+
+    def launch(job: Job, stop: threading.Event) -> Outcome:
+        if job.script.stem not in used:
+            meeting.wait()  # only two programs at once get past here
+        used.setdefault(job.script.stem, set()).add(job.gpu)
+        return outcome(job.allocator.name)
+
+    lane = torch_programs.Lane(1, 60.0, writer, FAKE, launch)
+    programs = [Program(name) for name in "abcd"]
+    runs = torch_programs.spread(programs, ["5", "6"], lane)
+    assert [run.program.name for run in runs[::6]] == ["a", "b", "c", "d"]
+    assert all(len(gpus) == 1 for gpus in used.values())
+    assert set().union(*used.values()) == {"5", "6"}
+
+
+def test_what_goes_wrong_outside_of_a_program_stops_all(writer: RowWriter) -> None:
+    def launch(job: Job, stop: threading.Event) -> Outcome:
+        if job.script.stem == "a":
+            raise OSError("no space left")
+        assert stop.wait(30)
+        return outcome(status="failed: stopped")
+
+    lane = torch_programs.Lane(1, 60.0, writer, FAKE, launch)
+    with pytest.raises(OSError, match="no space left"):
+        torch_programs.spread([Program("a"), Program("b")], ["0", "1"], lane)
+    assert writer.count == 0
+
+
+@pytest.fixture
+def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A catalogue of one good and one bad program, on a machine with two GPUs."""
+    (tmp_path / "good.py").write_text(PROGRAM)
+    (tmp_path / "bad.py").write_text("import sys\nsys.exit('it does not work')\n")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(torch_programs, "PROGRAMS", tmp_path)
+    monkeypatch.setattr(torch_programs, "CATALOGUE", (TOY_GOOD, TOY_BAD))
+    monkeypatch.setattr(torch_programs.Lane.__init__, "__defaults__", (FAKE, _launch.run))
+    monkeypatch.setattr(_launch, "load_core", machine_with(2))
+    return tmp_path
+
+
+def test_the_command_writes_rows_and_shows_the_verdicts(
+    toys: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = toys / "rows.csv"
+    arguments = ["--only", "good", "--repeats", "2", "-o", str(target)]
+    assert main(["bench", "torch_programs", *arguments]) == 0
+    shown = capsys.readouterr().out
+    assert "good" in shown
+    assert "MISSED" not in shown
+    found = rows(toys)
+    assert {row["status"] for row in found} == {"ok"}
+    assert found[0]["command"] == "vramx bench torch_programs --only good --repeats 2"
+    caps = [row["median"] for row in found if row["metric"] == "cap"]
+    assert caps == ["0"] * 6 + [str(int(1.03 * 10 * GIB))] * 3
+
+
+def test_the_command_fails_when_a_program_does(
+    toys: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--jobs", "2", "--repeats", "1", "-o", str(toys / "rows.csv")]
+    assert main(["bench", "torch_programs", *arguments]) == 1
+    assert "bad native 1: failed: it does not work" in capsys.readouterr().err
+    statuses = {row["case"].split()[0]: row["status"] for row in rows(toys)}
+    assert statuses == {"good": "ok", "bad": "failed: it does not work"}
+
+
+@pytest.mark.parametrize("arguments", [["--only", "nothing"], ["--jobs", "3"], ["--jobs", "0"]])
+def test_the_command_refuses_what_is_not_there(
+    toys: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    try:
+        code = main(["bench", "torch_programs", *arguments, "-o", str(toys / "rows.csv")])
+    except SystemExit as error:  # argparse's own refusal
+        code = int(error.code or 0)
+    assert code == 2
+    assert "accepted are" in capsys.readouterr().err
+    assert not (toys / "rows.csv").exists()
