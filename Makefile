@@ -35,12 +35,16 @@ test:
 test-gpu:
 	@$(call prepare,run test)
 	$(build)
-	"$$python" -m pytest -q -m gpu --require-gpu
+	# Then the control: what torch promises is tested on torch's own allocator too.
+	failed=0
+	"$$python" -m pytest -q -m gpu --require-gpu || failed=1
+	"$$python" -m pytest -q -m gpu --require-gpu tests/gpu --allocator native || failed=1
+	exit $$failed
 
 lint:
 	@$(call prepare,run test dev)
 	PATH="$$(dirname "$$python"):$$PATH"
-	find csrc tests/native -name '*.h' -print0 -o -name '*.cpp' -print0 |
+	find csrc tests benchmarks -name '*.h' -print0 -o -name '*.cpp' -print0 |
 		xargs -0 clang-format --dry-run -Werror
 	"$$python" -m ruff check .
 	"$$python" -m ruff format --check .

@@ -1,0 +1,122 @@
+"""torch.compile, with CUDA graph trees among it, equals eager work.
+
+Data are small integers, so the compiled program must agree with the eager one bit for bit, whatever
+it fuses and in whichever order it adds. Each shape runs often enough to pass the warm-up, the
+recording and the replays of a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from gpu.tools import MIB, block, holds, integer_network, integers
+
+pytestmark = pytest.mark.gpu
+
+WIDTH = 64
+ROWS = (16, 48)
+ROUNDS = 4
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def check_inference(mode: str | None) -> None:
+    import torch
+
+    network = integer_network(WIDTH)
+    compiled = torch.compile(network, mode=mode, dynamic=False)
+    mine = [block(2 * MIB, 5) for _ in range(4)]
+    with torch.no_grad():
+        for round_ in range(ROUNDS):
+            for rows in ROWS:
+                x = integers(rows, WIDTH, seed=round_)
+                torch.compiler.cudagraph_mark_step_begin()
+                assert torch.equal(compiled(x), network(x))
+                mine.append(block(rows * WIDTH * 4, 5))
+    assert all(holds(tensor, 5) for tensor in mine)
+
+
+def gradients(network, call, x) -> list:
+    network.zero_grad(set_to_none=True)
+    call(x).sum().backward()
+    return [parameter.grad.clone() for parameter in network.parameters()]
+
+
+def check_training(mode: str | None) -> None:
+    import torch
+
+    network = integer_network(WIDTH)
+    compiled = torch.compile(network, mode=mode, dynamic=False)
+    mine = [block(2 * MIB, 5) for _ in range(4)]
+    for round_ in range(ROUNDS):
+        for rows in ROWS:
+            x = integers(rows, WIDTH, seed=round_)
+            expected = gradients(network, network, x)
+            torch.compiler.cudagraph_mark_step_begin()
+            found = gradients(network, compiled, x)
+            assert all(map(torch.equal, found, expected))
+            mine.append(block(rows * WIDTH * 4, 5))
+    assert all(holds(tensor, 5) for tensor in mine)
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_compiled_inference_equals_eager(mode: str | None) -> None:
+    check_inference(mode)
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_compiled_training_equals_eager(mode: str | None) -> None:
+    check_training(mode)
+
+
+def test_reduce_overhead_did_replay_graphs() -> None:
+    """Without this the tests above could pass on a compiler that had given up on graphs."""
+    import torch
+    from torch._inductor import cudagraph_trees
+
+    network = integer_network(WIDTH)
+    compiled = torch.compile(network, mode="reduce-overhead", dynamic=False)
+    x = integers(ROWS[0], WIDTH)
+    with torch.no_grad():
+        for _ in range(ROUNDS):
+            torch.compiler.cudagraph_mark_step_begin()
+            compiled(x)
+    manager = cudagraph_trees.get_container(torch.cuda.current_device()).tree_manager
+    assert manager is not None
+    assert manager.new_graph_id().id > 0
+
+
+def test_the_history_may_be_on_while_graphs_are_recorded() -> None:
+    import torch
+
+    torch.cuda.memory._record_memory_history(stacks="python", max_entries=10_000)
+    try:
+        check_inference("reduce-overhead")
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def test_compiled_programs_give_their_memory_back() -> None:
+    import gc
+
+    import torch
+
+    def used() -> int:
+        torch._dynamo.reset()
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated()
+
+    before = used()
+    check_inference("reduce-overhead")
+    assert used() <= before

@@ -1,0 +1,283 @@
+"""vramx's own interface on a GPU: installed once, what it reports, its limit, defragment."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+
+import pytest
+
+from gpu.tools import (
+    GIB,
+    LONG_SLEEP,
+    MIB,
+    block,
+    core_violation,
+    failure_of,
+    holds,
+    settle,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.vramx_only]
+
+
+# --- installing -----------------------------------------------------------------------------------
+
+
+def test_it_is_installed() -> None:
+    import vramx
+
+    assert vramx.allocator_installed()
+
+
+def test_installing_again_with_the_same_options_returns_the_same_object() -> None:
+    import torch
+
+    import vramx
+
+    first, second = vramx.install_allocator(), vramx.install_allocator()
+    assert first is second
+    assert isinstance(first, torch.cuda.memory.CUDAPluggableAllocator)
+
+
+def test_installing_again_with_others_is_refused_and_names_both() -> None:
+    import vramx
+
+    with pytest.raises(vramx.VramxError) as caught:
+        vramx.install_allocator(cross_stream="never")
+    assert "never" in str(caught.value)
+    assert "under_pressure" in str(caught.value)
+    assert vramx.allocator_installed()
+
+
+def test_torch_refuses_to_exchange_it_now() -> None:
+    import torch
+
+    import vramx
+
+    torch.cuda.init()
+    with pytest.raises(RuntimeError, match="already initialized"):
+        torch.cuda.memory.change_current_allocator(vramx.install_allocator())
+
+
+# --- statistics -----------------------------------------------------------------------------------
+
+
+def test_the_statistics_agree_with_torchs() -> None:
+    import torch
+
+    import vramx
+
+    kept, dropped = block(32 * MIB), block(64 * MIB)
+    del dropped
+    stats = vramx.allocator_stats()
+    joint = stats.allocated_bytes + stats.native_allocated_bytes
+    assert joint == torch.cuda.memory_allocated()
+    assert stats.reserved_bytes + stats.native_reserved_bytes == torch.cuda.memory_reserved()
+    assert stats.reserved_bytes >= stats.allocated_bytes >= 32 * MIB
+    assert f"device {torch.cuda.current_device()}" in str(stats)
+    del kept
+
+
+@pytest.mark.parametrize("device", [None, 0, "cuda:0", "cuda"])
+def test_a_device_is_named_as_torch_names_it(device: int | str | None) -> None:
+    import torch
+
+    import vramx
+
+    kept = block(32 * MIB)
+    assert vramx.allocator_stats(device).allocated_bytes >= 32 * MIB
+    assert vramx.allocator_stats(torch.device("cuda", 0)) == vramx.allocator_stats(device)
+    del kept
+
+
+def test_ordinary_memory_is_the_cores_and_not_torchs() -> None:
+    """A shim that passed everything on would pass every other test of this folder."""
+    import vramx
+
+    before = vramx.allocator_stats().allocated_bytes
+    kept = block(32 * MIB)
+    assert vramx.allocator_stats().allocated_bytes == before + 32 * MIB
+    del kept
+
+
+# --- the limit ------------------------------------------------------------------------------------
+
+
+def test_the_limit_caps_and_lifting_it_lifts_the_cap() -> None:
+    import torch
+
+    import vramx
+
+    settle()
+    limit = torch.cuda.memory_reserved() + 900 * MIB
+    try:
+        vramx.set_limit(limit)
+        held = [block(256 * MIB) for _ in range(3)]
+        failure_of(lambda: block(256 * MIB))
+        assert torch.cuda.memory_reserved() <= limit
+    finally:
+        vramx.set_limit(None)
+    held.append(block(256 * MIB))
+
+
+@pytest.mark.parametrize("limit", ["4GiB", 0.05])
+def test_a_limit_is_a_size_or_a_fraction(limit: str | float) -> None:
+    import torch
+
+    import vramx
+
+    total = torch.cuda.mem_get_info()[1]
+    capped = 4 * GIB if isinstance(limit, str) else int(limit * total)
+    try:
+        vramx.set_limit(limit, device=0)
+        failure_of(lambda: block(capped + 64 * MIB))
+        assert block(capped // 2).numel() == capped // 2
+    finally:
+        vramx.set_limit(None, device=0)
+
+
+def test_the_limit_counts_what_pools_hold_too() -> None:
+    import torch
+
+    import vramx
+
+    settle()
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        inside = block(512 * MIB)
+    try:
+        vramx.set_limit(torch.cuda.memory_reserved() + 256 * MIB)
+        failure_of(lambda: block(512 * MIB))
+        outside = block(128 * MIB)
+        assert holds(outside.fill_(3), 3)
+    finally:
+        vramx.set_limit(None)
+    del inside, pool
+
+
+@pytest.mark.parametrize("limit", [-1, 0, 1.5, "many", True])
+def test_what_is_no_limit_is_refused(limit: object) -> None:
+    import vramx
+
+    with pytest.raises(vramx.VramxError):
+        vramx.set_limit(limit)
+
+
+# --- fragmentation --------------------------------------------------------------------------------
+
+
+def scattered(count: int, size_bytes: int) -> list:
+    """Fill memory with numbered blocks and free every second one: half of it is gaps."""
+    tensors = [block(size_bytes, index % 251) for index in range(count)]
+    tensors[1::2] = [None] * (count // 2)
+    return tensors
+
+
+def check_numbers(tensors: list) -> None:
+    for index, tensor in enumerate(tensors):
+        assert tensor is None or holds(tensor, index % 251)
+
+
+def test_gaps_serve_a_block_that_fits_none_of_them() -> None:
+    import torch
+
+    tensors = scattered(count=64, size_bytes=32 * MIB)
+    held = torch.cuda.memory_reserved()
+    large = block(512 * MIB, 7)
+    assert torch.cuda.memory_reserved() == held, "1 GiB of gaps holds 512 MiB"
+    assert holds(large, 7)
+    check_numbers(tensors)
+
+
+def test_data_are_intact_after_defragment() -> None:
+    import torch
+
+    import vramx
+
+    tensors = scattered(count=64, size_bytes=32 * MIB)
+    large = block(512 * MIB, 7)
+    held = torch.cuda.memory_reserved()
+    report = vramx.defragment()
+    assert held - torch.cuda.memory_reserved() == report.released_bytes
+    assert holds(large, 7)
+    check_numbers(tensors)
+    second = block(256 * MIB, 9)
+    assert holds(second, 9)
+    assert holds(large, 7)
+    check_numbers(tensors)
+    assert core_violation() == ""
+
+
+def test_defragment_under_load_touches_nothing() -> None:
+    """While kernels run on two streams and another thread allocates and frees."""
+    import torch
+
+    import vramx
+
+    stop, failures = threading.Event(), []
+
+    def load() -> None:
+        order = random.Random(1)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            while not stop.is_set():
+                value = order.randrange(1, 250)
+                tensor = block(order.randrange(1, 64) * MIB, value)
+                if not holds(tensor, value):
+                    failures.append(value)
+
+    tensors = scattered(count=64, size_bytes=16 * MIB)
+    side, sums = torch.cuda.Stream(), []
+    thread = threading.Thread(target=load)
+    thread.start()
+    try:
+        for _ in range(10):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(LONG_SLEEP // 50)
+                sums.append(tensors[2].sum(dtype=torch.int64))
+            vramx.defragment()
+            large = block(128 * MIB, 7)
+            assert holds(large, 7)
+    finally:
+        stop.set()
+        thread.join()
+    torch.cuda.synchronize()
+    assert failures == []
+    assert [each.item() for each in sums] == [2 * 16 * MIB] * 10
+    check_numbers(tensors)
+
+
+def test_a_program_that_has_settled_calls_the_driver_no_more() -> None:
+    import vramx
+
+    def step() -> None:
+        kept = [block((1 + index * 7 % 13) * 3 * MIB) for index in range(40)]
+        del kept[::3]
+        kept.append(block(200 * MIB))
+
+    def driver_calls() -> dict[str, int]:
+        calls = dataclasses.asdict(vramx.allocator_stats().driver_calls)
+        del calls["time_us"]
+        return calls
+
+    for _ in range(3):
+        step()
+    settled = driver_calls()
+    for _ in range(10):
+        step()
+    assert driver_calls() == settled
+
+
+def test_memory_returns_to_the_device_when_everything_is_freed() -> None:
+    import torch
+
+    tensors = scattered(count=64, size_bytes=32 * MIB)
+    held = torch.cuda.memory_reserved()
+    free = torch.cuda.mem_get_info()[0]
+    tensors.clear()
+    settle()
+    given_back = held - torch.cuda.memory_reserved()
+    assert given_back >= 64 * 32 * MIB
+    assert torch.cuda.mem_get_info()[0] - free >= given_back
