@@ -6,8 +6,12 @@
 namespace vramx {
 namespace {
 
-// The core knows no pools, its memory is mapped piece by piece, and a piece belongs to the stream
-// of its block alone: so a segment is large, expandable, and of the default stream.
+cudaStream_t stream_of(const CoreBlock& block) {
+  return reinterpret_cast<cudaStream_t>(static_cast<std::uintptr_t>(block.stream));
+}
+
+// The core knows neither pools nor streams' own memory, and maps piece by piece: so a segment is
+// large and expandable.
 torch_cuda::SegmentInfo empty_segment(DeviceIndex device, const CorePiece& piece) {
   torch_cuda::SegmentInfo segment;
   segment.device = device;
@@ -16,6 +20,13 @@ torch_cuda::SegmentInfo empty_segment(DeviceIndex device, const CorePiece& piece
   segment.is_large = true;
   segment.is_expandable = true;
   return segment;
+}
+
+// A segment has one stream: that of its live blocks. Free pieces belong to whatever lies before.
+bool fits(const CorePiece& piece, const torch_cuda::SegmentInfo& segment) {
+  if (piece.begins_segment) return false;
+  return !piece.block.address || segment.allocated_size == 0 ||
+         segment.stream == stream_of(piece.block);
 }
 
 torch_cuda::BlockInfo block_of(const CorePiece& piece, const History& history) {
@@ -52,8 +63,11 @@ void append_segments(const Core& core, const History& history, DeviceIndex devic
   core.for_each_piece(device, visit, &pieces);
   bool is_open = false;
   for (const CorePiece& piece : pieces) {
-    if (!is_open || piece.begins_segment) segments->push_back(empty_segment(device, piece));
+    if (!is_open || !fits(piece, segments->back())) {
+      segments->push_back(empty_segment(device, piece));
+    }
     is_open = true;
+    if (piece.block.address) segments->back().stream = stream_of(piece.block);
     append(block_of(piece, history), &segments->back());
   }
 }

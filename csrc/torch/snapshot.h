@@ -14,8 +14,8 @@ using Segments = std::vector<torch_cuda::SegmentInfo>;
 using Trace = std::vector<TraceEntry>;
 using ToUnixTime = std::function<c10::time_t(c10::approx_time_t)>;
 
-// A run of contiguous pieces is a segment. Each live block is found at the address that its owner
-// has; the sizes add up to what the core holds.
+// A run of contiguous pieces whose live blocks are of one stream is a segment. Each live block is
+// found at the address that its owner has; the sizes add up to what the core holds.
 void append_segments(const Core& core, const History& history, DeviceIndex device,
                      Segments* segments);
 

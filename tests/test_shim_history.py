@@ -1,0 +1,163 @@
+"""torch's shim keeps the history that torch asks for, one with that of torch's own allocator.
+
+Each test runs in a process of its own, as those of test_shim.py do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from shim_build import (
+    MIB,
+    SIDE_STREAM,
+    Bench,
+    in_own_process,
+    in_pool,
+    installed,
+    missing,
+    raises,
+)
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=f"cannot compile the shim: {missing()}")
+
+STATE, ALLOC, ALL = 1, 2, 3  # torch's levels of stack traces
+
+
+def trace(bench: Bench) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = bench.snapshot(0)["device_traces"][0]
+    return entries
+
+
+def actions(entries: list[dict[str, Any]]) -> list[str]:
+    return [entry["action"] for entry in entries]
+
+
+@in_own_process
+def test_without_a_history_nothing_is_recorded(bench: Bench) -> None:
+    installed(bench)
+    assert not bench.is_history_enabled()
+    bench.free(bench.allocate(512))
+    assert trace(bench) == []
+
+
+@in_own_process
+def test_the_history_tells_what_happened_in_order(bench: Bench) -> None:
+    installed(bench)
+    bench.record_history(True, 100, ALL, "")
+    assert bench.is_history_enabled()
+    bench.stream(SIDE_STREAM)
+    pointer = bench.allocate(1000)
+    bench.free(pointer)
+    entries = trace(bench)
+    assert actions(entries) == ["segment_map", "alloc", "free_requested", "free_completed"]
+    mapped, *block = entries
+    assert {(e["addr"], e["size"], e["stream"]) for e in block} == {(pointer, 1000, SIDE_STREAM)}
+    assert mapped["addr"] <= pointer < mapped["addr"] + mapped["size"]
+    assert [e["time_us"] for e in entries] == sorted(e["time_us"] for e in entries)
+    assert actions(trace(bench))[-1] == "snapshot"
+
+
+@in_own_process
+def test_the_history_is_one_with_torchs(bench: Bench) -> None:
+    installed(bench)
+    bench.record_history(True, 100, STATE, "")
+    bench.allocate(1024)
+    in_pool(bench, 2048)
+    bench.allocate(4096)
+    sizes = [e["size"] for e in trace(bench) if e["action"] == "alloc"]
+    assert sizes == [1024, 2048, 4096]
+    assert actions(trace(bench)).count("snapshot") == 1  # of both, not of each
+
+
+@in_own_process
+def test_a_history_keeps_the_last_entries(bench: Bench) -> None:
+    installed(bench)
+    bench.record_history(True, 3, STATE, "")
+    for size in (512, 1024, 1536, 2048):
+        bench.allocate(size)
+    assert [e["size"] for e in trace(bench)] == [1024, 1536, 2048]
+
+
+def check_stack_traces(bench: Bench, level: int) -> None:
+    installed(bench)
+    bench.record_history(True, 100, level, "")
+    pointer = bench.allocate(512)
+    block = bench.snapshot(0)["segments"][0]["blocks"][0]
+    assert block["context"] == 1
+    bench.free(pointer)
+    contexts = [e["context"] for e in trace(bench) if "seg" not in e["action"]]
+    allocated = 1 if level >= ALLOC else 0
+    freed = 2 if level == ALL else allocated
+    assert contexts[0] == allocated
+    assert contexts[-2:] == [freed, freed]
+
+
+@in_own_process
+def test_stack_traces_of_level_state_are_of_blocks_alone(bench: Bench) -> None:
+    check_stack_traces(bench, STATE)
+
+
+@in_own_process
+def test_stack_traces_of_level_alloc_are_of_allocations(bench: Bench) -> None:
+    check_stack_traces(bench, ALLOC)
+
+
+@in_own_process
+def test_stack_traces_of_level_all_are_of_frees_too(bench: Bench) -> None:
+    check_stack_traces(bench, ALL)
+
+
+@in_own_process
+def test_a_block_has_its_stack_trace_and_no_others(bench: Bench) -> None:
+    installed(bench)
+    bench.record_history(True, 100, ALL, "")
+    first = bench.allocate(512)
+    assert bench.context_of(first) in (1, -1)  # -1: this torch does not ask
+    bench.record_history(False, 1, 0, "")
+    bench.free(first)
+    bench.record_history(True, 100, ALL, "")
+    contexts = [b["context"] for s in bench.snapshot(0)["segments"] for b in s["blocks"]]
+    assert set(contexts) == {0}
+
+
+@in_own_process
+def test_entries_carry_the_labels_of_their_thread(bench: Bench) -> None:
+    installed(bench)
+    bench.record_history(True, 100, STATE, "")
+    bench.labels("graph 7", "epoch 1")
+    bench.allocate(512)
+    (entry,) = [e for e in trace(bench) if e["action"] == "alloc"]
+    assert entry.get("compile_context", "graph 7") == "graph 7"
+    assert entry.get("user_metadata", "epoch 1") == "epoch 1"
+
+
+@in_own_process
+def test_skipped_actions_are_not_kept(bench: Bench) -> None:
+    installed(bench)
+    bench.record_history(True, 100, STATE, "free_completed")
+    bench.free(bench.allocate(512))
+    assert actions(trace(bench)) == ["segment_map", "alloc", "free_requested"]
+
+
+@in_own_process
+def test_out_of_memory_is_in_the_history(bench: Bench) -> None:
+    installed(bench, capacity_bytes=64 * MIB)
+    bench.record_history(True, 100, ALLOC, "")
+    bench.memory(5 * MIB, 64 * MIB)
+    with raises("OutOfMemoryError"):
+        bench.allocate(128 * MIB)
+    (entry,) = [e for e in trace(bench) if e["action"] == "oom"]
+    assert (entry["addr"], entry["size"]) == (5 * MIB, 128 * MIB)
+    assert entry["context"] > 0
+
+
+@in_own_process
+def test_trackers_hear_of_both_sides_without_a_history(bench: Bench) -> None:
+    installed(bench)
+    bench.attach_tracker()
+    bench.free(bench.allocate(512))
+    assert actions(bench.tracked()) == ["segment_map", "alloc", "free_requested", "free_completed"]
+    in_pool(bench, 512)
+    assert actions(bench.tracked()) == ["alloc"]
+    assert trace(bench) == []

@@ -1,0 +1,167 @@
+"""What torch's shim reports is true of the core and torch's allocator as one.
+
+Each test runs in a process of its own, as those of test_shim.py do.
+"""
+
+from __future__ import annotations
+
+import pytest
+from shim_build import (
+    ALLOCATED,
+    CURRENT,
+    FREED,
+    MIB,
+    PEAK,
+    POOL,
+    SIDE_STREAM,
+    Bench,
+    in_own_process,
+    in_pool,
+    installed,
+    missing,
+    raises,
+    stat,
+)
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=f"cannot compile the shim: {missing()}")
+
+
+# --- statistics ----------------------------------------------------------------------------------
+
+
+@in_own_process
+def test_statistics_are_sums(bench: Bench) -> None:
+    devices = installed(bench)
+    bench.allocate(1000)
+    bench.free(bench.allocate(4 * MIB))
+    in_pool(bench, 512)
+    stats = bench.stats(0)
+    core = devices.stats(0)
+    assert stats["allocated_bytes"][0][CURRENT] == 1024 + 512
+    assert stats["active_bytes"] == stats["allocated_bytes"]
+    assert stats["allocated_bytes"][0][ALLOCATED] == 1024 + 4 * MIB + 512
+    assert stats["allocated_bytes"][0][FREED] == 4 * MIB
+    assert stats["requested_bytes"][0][CURRENT] == 1000 + 512
+    assert stats["reserved_bytes"][0][CURRENT] == devices.held(0) + 512
+    assert stats["allocation"][0][CURRENT] == 2
+    assert stats["num_device_alloc"] == core["num_device_alloc"] + 1
+    assert stats["max_split_size"] == 77  # only torch's allocator has one
+
+
+@in_own_process
+def test_requests_up_to_a_mebibyte_are_small(bench: Bench) -> None:
+    installed(bench)
+    bench.allocate(MIB)
+    bench.allocate(MIB + 1)
+    _, small, large = bench.stats(0)["allocated_bytes"]
+    assert (small[CURRENT], large[CURRENT]) == (MIB, MIB + 512)
+
+
+@in_own_process
+def test_peaks_of_the_core_alone_are_the_cores(bench: Bench) -> None:
+    installed(bench)
+    bench.free(bench.allocate(4 * MIB))
+    bench.allocate(MIB)
+    assert stat(bench, "allocated_bytes")[:2] == [MIB, 4 * MIB]
+    bench.reset_peaks(0)
+    assert stat(bench, "allocated_bytes")[:2] == [MIB, MIB]
+
+
+@in_own_process
+def test_the_peak_is_that_of_the_sum(bench: Bench) -> None:
+    installed(bench)
+    bench.free(bench.allocate(10 * MIB))
+    pooled = in_pool(bench, 4 * MIB)  # the core's peak is over: 4 now, 10 before
+    assert stat(bench, "allocated_bytes")[PEAK] == 10 * MIB
+    core = bench.allocate(8 * MIB)  # 12 together
+    bench.free(core)
+    bench.free(pooled)
+    bench.allocate(MIB)
+    assert stat(bench, "allocated_bytes")[:2] == [MIB, 12 * MIB]
+    bench.reset_peaks(0)
+    assert stat(bench, "allocated_bytes")[:2] == [MIB, MIB]
+
+
+@in_own_process
+def test_accumulated_statistics_start_again_on_both_sides(bench: Bench) -> None:
+    installed(bench)
+    bench.free(bench.allocate(MIB))
+    bench.free(in_pool(bench, 512))
+    bench.reset_accumulated(0)
+    assert stat(bench, "allocated_bytes")[ALLOCATED:] == [0, 0]
+
+
+@in_own_process
+def test_statistics_of_no_device_are_refused(bench: Bench) -> None:
+    installed(bench)
+    with raises("Error: Invalid device argument 9"):
+        bench.stats(9)
+
+
+@in_own_process
+def test_the_profiler_hears_of_every_block_with_joint_totals(bench: Bench) -> None:
+    devices = installed(bench)
+    in_pool(bench, 512)
+    bench.start_profiler()
+    pointer = bench.allocate(1000)
+    held = devices.held(0) + 512
+    bench.free(pointer)
+    reports = bench.stop_profiler()
+    assert reports == [[pointer, 1024, 1536, held, 0], [pointer, -1024, 512, held, 0]]
+
+
+@in_own_process
+def test_the_profiler_hears_of_the_end_of_memory(bench: Bench) -> None:
+    installed(bench, capacity_bytes=64 * MIB)
+    bench.start_profiler()
+    with raises("OutOfMemoryError"):
+        bench.allocate(128 * MIB)
+    assert bench.stop_profiler() == [[0, 128 * MIB, 0, 0, 0]]
+
+
+# --- snapshots -----------------------------------------------------------------------------------
+
+
+@in_own_process
+def test_a_snapshot_finds_every_block_and_adds_up(bench: Bench) -> None:
+    devices = installed(bench)
+    kept = bench.allocate(1000)
+    bench.free(bench.allocate(8 * MIB))
+    bench.device(1)
+    other = bench.allocate(2 * MIB)
+    bench.device(0)
+    pooled = in_pool(bench, 512)
+    snapshot = bench.snapshot(0)
+    segments = {s["address"]: s for s in snapshot["segments"]}
+    ours = [s for s in segments.values() if s["is_expandable"]]
+    assert pooled in segments
+    assert not segments[pooled]["is_expandable"]
+    assert sum(s["total_size"] for s in ours) == devices.held(-1)
+    assert sum(s["allocated_size"] for s in ours) == 1024 + 2 * MIB
+    assert sum(s["requested_size"] for s in ours) == 1000 + 2 * MIB
+    found = {}
+    for segment in ours:
+        address = segment["address"]
+        for block in segment["blocks"]:
+            found[address] = (segment["device"], block["requested_size"], block["allocated"])
+            address += block["size"]
+        assert address == segment["address"] + segment["total_size"]
+    assert found[kept] == (0, 1000, True)
+    assert found[other] == (1, 2 * MIB, True)
+    assert snapshot["max_split_size"] == 77
+
+
+@in_own_process
+def test_a_segment_has_the_stream_of_its_blocks(bench: Bench) -> None:
+    installed(bench)
+    blocks = {bench.allocate(512): 0, bench.raw_alloc(512, SIDE_STREAM): SIDE_STREAM}
+    found = {s["address"]: s["stream"] for s in bench.snapshot(0)["segments"]}
+    assert found == blocks
+
+
+@in_own_process
+def test_a_snapshot_of_a_pool_is_torchs(bench: Bench) -> None:
+    installed(bench)
+    bench.allocate(MIB)
+    pooled = in_pool(bench, 512)
+    assert [s["address"] for s in bench.snapshot(POOL)["segments"]] == [pooled]
