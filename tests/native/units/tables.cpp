@@ -1,13 +1,16 @@
 // The small parts: free address ranges, the blocks that callers hold, counters, the ring of events,
-// and whether this process was forked.
+// whether this process was forked, and the lock.
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdint>
 #include <map>
 #include <random>
+#include <thread>
 #include <vector>
 
+#include "core/adaptive_mutex.h"
 #include "core/block_table.h"
 #include "core/event_trace.h"
 #include "core/fork_guard.h"
@@ -191,6 +194,51 @@ void an_object_knows_that_it_is_in_a_child(Nothing&) {
   EXPECT(!guard.is_in_child());
 }
 
+// --- adaptive mutex -----------------------------------------------------------------------------
+
+void no_increment_under_the_lock_is_lost(Nothing&) {
+  constexpr int kThreads = 4;
+  constexpr int kIncrements = 20'000;
+  AdaptiveMutex mutex;
+  int count = 0;
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&] {
+      for (int n = 0; n < kIncrements; ++n) {
+        const Lock lock(mutex);
+        ++count;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT(count == kThreads * kIncrements);
+}
+
+void a_lock_that_is_held_is_not_taken(Nothing&) {
+  AdaptiveMutex mutex;
+  EXPECT(mutex.try_lock());
+  EXPECT(!mutex.try_lock());
+  mutex.unlock();
+  EXPECT(mutex.try_lock());
+}
+
+// Held for far longer than a waiter tries before it sleeps.
+void a_waiter_that_sleeps_gets_the_lock_in_the_end(Nothing&) {
+  AdaptiveMutex mutex;
+  mutex.lock();
+  bool is_free = false;
+  bool was_free = false;
+  std::thread waiter([&] {
+    const Lock lock(mutex);
+    was_free = is_free;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  is_free = true;
+  mutex.unlock();
+  waiter.join();
+  EXPECT(was_free);
+}
+
 constexpr Check<Ranges> kRangeChecks[] = {
     {"the first range that fits is taken from its start",
      the_first_range_that_fits_is_taken_from_its_start},
@@ -224,6 +272,13 @@ constexpr Check<Nothing> kForkChecks[] = {
     {"an object knows that it is in a child", an_object_knows_that_it_is_in_a_child},
 };
 
+constexpr Check<Nothing> kMutexChecks[] = {
+    {"no increment under the lock is lost", no_increment_under_the_lock_is_lost},
+    {"a lock that is held is not taken", a_lock_that_is_held_is_not_taken},
+    {"a waiter that sleeps gets the lock in the end",
+     a_waiter_that_sleeps_gets_the_lock_in_the_end},
+};
+
 }  // namespace
 
 void check_tables() {
@@ -232,6 +287,7 @@ void check_tables() {
   run_checks("stats", kStatsChecks);
   run_checks("event trace", kTraceChecks);
   run_checks("fork guard", kForkChecks);
+  run_checks("adaptive mutex", kMutexChecks);
 }
 
 }  // namespace vramx::units
