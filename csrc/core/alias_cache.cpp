@@ -64,6 +64,8 @@ AliasFit AliasCache::fit_in(AliasId id, const Arena& arena, Bytes size) const {
       const Bytes suffix = may_begin ? arena.free_suffix(alias.chunks[i]) : Bytes{};
       fit.pieces.clear();
       fit.address = at + (chunk.size - suffix);
+      // Later runs have less room still.
+      if (fit.address + size > alias.base + alias.size) return {};
       run = suffix;
       if (suffix) fit.pieces.push_back({chunk.end() - suffix, min(suffix, size)});
       if (suffix >= size) return fit;

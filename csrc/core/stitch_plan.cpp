@@ -23,24 +23,24 @@ struct Candidate {
 
 class Planner {
  public:
-  Planner(const std::vector<Piece>& extents, const ChunkTable& chunks, Bytes size)
-      : chunks_(chunks), left_(size) {
+  Planner(const std::vector<Piece>& extents, const ChunkTable& chunks) : chunks_(chunks) {
+    candidates_.reserve(extents.size());
     for (const Piece& extent : extents) {
       candidates_.push_back({extent.begin, extent.end(), chunks.round_up(extent.begin),
                              chunks.round_down(extent.end())});
     }
-    for (Candidate& candidate : candidates_) by_last_.push_back(&candidate);
-    std::stable_sort(by_last_.begin(), by_last_.end(), [](const Candidate* a, const Candidate* b) {
-      return a->as_last() < b->as_last();
-    });
   }
 
   // `tail` is held back for the last piece, if it is not null.
-  StitchPlan run(Candidate* tail) {
+  StitchPlan run(Bytes size, Candidate* tail) {
+    for (Candidate& candidate : candidates_) candidate.is_used = false;
+    left_ = size;
+    most_as_last_ = Bytes{UINT64_MAX};
+    first_chunk_end_ = {};
     take_first(tail);
     std::size_t next = 0;
     while (left_) {
-      if (take_last(tail)) return std::move(plan_);
+      if (take_last(tail)) return std::exchange(plan_, {});
       while (
           next < candidates_.size() &&
           (candidates_[next].is_used || &candidates_[next] == tail || !candidates_[next].whole())) {
@@ -54,7 +54,7 @@ class Planner {
       plan_.ends_in_tail = true;
     }
     plan_.missing = left_;
-    return std::move(plan_);
+    return std::exchange(plan_, {});
   }
 
   Candidate* largest_tail() {
@@ -95,35 +95,45 @@ class Planner {
     return candidate.whole() >= left_ || !shares_chunk_with_first(candidate);
   }
 
-  // The smallest extent that can hold all that is left ends the block.
+  // The smallest extent that can hold all that is left ends the block. As long as more is left than
+  // any can hold, as found out the time before, nobody is asked.
   bool take_last(Candidate* tail) {
-    auto fits =
-        std::lower_bound(by_last_.begin(), by_last_.end(), left_,
-                         [](const Candidate* c, Bytes size) { return c->as_last() < size; });
-    while (fits != by_last_.end() && !may_be_last(**fits, tail)) ++fits;
-    Candidate* last = fits == by_last_.end() ? nullptr : *fits;
+    Candidate* last = left_ <= most_as_last_ ? smallest_last(tail) : nullptr;
     if (last == nullptr && tail != nullptr && tail->as_last() >= left_) last = tail;
     if (last == nullptr) return false;
     add(*last, last->whole_begin, left_);
     return true;
   }
 
+  Candidate* smallest_last(const Candidate* tail) {
+    Candidate* best = nullptr;
+    most_as_last_ = {};
+    for (Candidate& candidate : candidates_) {
+      if (candidate.is_used) continue;
+      const Bytes as_last = candidate.as_last();
+      most_as_last_ = max(most_as_last_, as_last);
+      if (as_last < left_ || (best != nullptr && best->as_last() <= as_last)) continue;
+      if (may_be_last(candidate, tail)) best = &candidate;
+    }
+    return best;
+  }
+
   const ChunkTable& chunks_;
   std::vector<Candidate> candidates_;
-  std::vector<Candidate*> by_last_;
   StitchPlan plan_;
   Bytes left_;
+  Bytes most_as_last_;       // no unused candidate can hold more as the last piece
   Address first_chunk_end_;  // of the chunk in which the block begins, once it does mid-chunk
 };
 
 }  // namespace
 
 StitchPlan plan_stitch(const std::vector<Piece>& extents, const ChunkTable& chunks, Bytes size) {
-  StitchPlan plain = Planner(extents, chunks, size).run(nullptr);
+  Planner planner(extents, chunks);
+  StitchPlan plain = planner.run(size, nullptr);
   if (!plain.missing) return plain;
   // Not enough: holding back the largest tail for the end gains just that tail.
-  Planner second(extents, chunks, size);
-  StitchPlan with_tail = second.run(second.largest_tail());
+  StitchPlan with_tail = planner.run(size, planner.largest_tail());
   return with_tail.missing < plain.missing ? with_tail : plain;
 }
 

@@ -9,7 +9,8 @@
 // and of each extent between first and last, its *head* (before its first chunk boundary) and
 // *tail* (after its last) stay behind. So the first piece comes from the extent with the largest
 // head, the middle from the extents with the most whole chunks, which means the fewest pieces, and
-// the last from the smallest extent that can finish. O(extents log extents).
+// the last from the smallest extent that can finish. Each piece
+// costs a look at every extent at most, and most cost none.
 #pragma once
 
 #include <cstddef>
