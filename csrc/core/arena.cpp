@@ -22,42 +22,58 @@ Arena::Arena(Address base, Bytes size, Bytes granularity)
 
 // --- find ---
 
+// The better fit of two: the smaller or, of equals, the lower.
+SpanId Arena::smaller(SpanId a, SpanId b) const {
+  if (a == kNoId || b == kNoId) return a == kNoId ? b : a;
+  const Span& left = spans_[a];
+  const Span& right = spans_[b];
+  if (left.size != right.size) return left.size < right.size ? a : b;
+  return left.begin < right.begin ? a : b;
+}
+
 SpanId Arena::best_fit(Bytes size, StreamIndex stream) const {
+  const SpanId clean = clean_.count() != 0 ? clean_.best_fit(spans_, size) : kNoId;
+  if (stream >= streams_.size() || !streams_[stream]) return clean;
+  return smaller(clean, streams_[stream]->best_fit(spans_, size));
+}
+
+SpanId Arena::best_fit_of_any(Bytes size) const {
   SpanId best = kNoId;
-  for_each_index(stream, [&](const FreeIndex& index) {
-    if (index.count() == 0) return;
-    const SpanId found = index.best_fit(spans_, size);
-    if (found == kNoId) return;
-    if (best == kNoId || spans_[found].size < spans_[best].size ||
-        (spans_[found].size == spans_[best].size && spans_[found].begin < spans_[best].begin)) {
-      best = found;
-    }
+  for_each_index(kAnyStream, [&](const FreeIndex& index) {
+    if (index.count() != 0) best = smaller(best, index.best_fit(spans_, size));
   });
   return best;
 }
 
-SpanId Arena::best_fit_of_any(Bytes size) const { return best_fit(size, kAnyStream); }
-
 std::vector<SpanId> Arena::largest(Bytes smallest, std::size_t count, StreamIndex stream) const {
   std::vector<SpanId> found;
-  for_each_index(stream, [&](const FreeIndex& index) {
-    std::size_t taken = 0;
-    index.for_each_from_largest(spans_, smallest, [&](SpanId id) {
-      found.push_back(id);
-      return ++taken < count;
-    });
-  });
-  std::sort(found.begin(), found.end(), [this](SpanId a, SpanId b) {
+  const auto precedes = [this](SpanId a, SpanId b) {
     const Span& left = spans_[a];
     const Span& right = spans_[b];
     return left.size != right.size ? left.size > right.size : left.begin < right.begin;
+  };
+  for_each_index(stream, [&](const FreeIndex& index) {
+    const auto taken = static_cast<std::ptrdiff_t>(found.size());
+    index.for_each_from_largest(spans_, smallest, [&](SpanId id) {
+      found.push_back(id);
+      return found.size() - static_cast<std::size_t>(taken) < count;
+    });
+    // An index says the highest of equals first.
+    for (auto run = found.begin() + taken; run != found.end();) {
+      const Bytes size = spans_[*run].size;
+      const auto end =
+          std::find_if(run, found.end(), [&](SpanId id) { return spans_[id].size != size; });
+      std::reverse(run, end);
+      run = end;
+    }
+    std::inplace_merge(found.begin(), found.begin() + taken, found.end(), precedes);
   });
   if (found.size() > count) found.resize(count);
   return found;
 }
 
 SpanId Arena::span_at(Address address) const {
-  SpanId id = chunks_[chunks_.at(address)].span_at_begin;
+  SpanId id = span_of_page(address);
   while (spans_[id].end() <= address) id = spans_[id].next;
   return id;
 }
@@ -72,15 +88,15 @@ std::size_t Arena::host_bytes() const {
   std::size_t indexes = 0;
   for_each_index(kAnyStream, [&](const FreeIndex&) { indexes += sizeof(FreeIndex); });
   return spans_.host_bytes() + chunks_.host_bytes() + indexes +
-         tag_sets_.capacity() * sizeof(TagSet);
+         page_spans_.capacity() * sizeof(SpanId) + tag_sets_.capacity() * sizeof(TagSet);
 }
 
 // --- spans ---
 
-void Arena::note_chunks(SpanId id) {
-  const Span& span = spans_[id];
-  chunks_.for_each_beginning_in(span.begin, span.end(),
-                                [&](ChunkId chunk) { chunks_[chunk].span_at_begin = id; });
+// Pages that lie on no chunk keep the name they had last: nobody asks for it.
+void Arena::note_pages(SpanId id, Address begin, Address end) {
+  const std::size_t last = chunks_.page_from(end);
+  for (std::size_t page = chunks_.page_from(begin); page < last; ++page) page_spans_[page] = id;
 }
 
 std::pair<SpanId, SpanId> Arena::split(SpanId id, Address where) {
@@ -109,7 +125,7 @@ std::pair<SpanId, SpanId> Arena::split(SpanId id, Address where) {
   }
   part.state = old.state;
   copy_tags(old, part);
-  if (part.state == SpanState::kUsed || part.state == SpanState::kFree) note_chunks(made);
+  if (part.state == SpanState::kUsed || part.state == SpanState::kFree) note_pages(made);
   return is_left_smaller ? std::pair{made, id} : std::pair{id, made};
 }
 
@@ -121,8 +137,7 @@ SpanId Arena::join(SpanId left, SpanId right) {
   const SpanId gone = kept == left ? right : left;
   unite_tags(spans_[kept], spans_[gone]);
   if (low.state == SpanState::kUsed || low.state == SpanState::kFree) {
-    chunks_.for_each_beginning_in(spans_[gone].begin, spans_[gone].end(),
-                                  [&](ChunkId chunk) { chunks_[chunk].span_at_begin = kept; });
+    note_pages(kept, spans_[gone].begin, spans_[gone].end());
   }
   if (kept == left) {
     low.next = high.next;
@@ -161,12 +176,13 @@ void Arena::unlist(SpanId id) {
 // Which end to cut from: the one that leaves more whole free chunks, since only they can be
 // stitched; where neither does better, small blocks go high and large ones low.
 bool Arena::fits_low(const Span& extent, Bytes size) const {
+  if (chunks_.is_inside_page(extent.begin, extent.end())) return size > kSmallBlock;
   const Address cut_low = extent.begin + size;
   const Address cut_high = extent.end() - size;
   const Address first = chunks_.round_up(extent.begin);
   const Address last = chunks_.round_down(extent.end());
-  const auto whole = [](Address from, Address to) { return from < to ? to - from : Bytes{}; };
   if (first < last) {
+    const auto whole = [](Address from, Address to) { return from < to ? to - from : Bytes{}; };
     const Bytes after_low = whole(chunks_.round_up(cut_low), last);
     const Bytes after_high = whole(first, chunks_.round_down(cut_high));
     if (after_low != after_high) return after_low > after_high;
@@ -212,10 +228,21 @@ SpanId Arena::absorb(SpanId id, SpanId neighbour) {
 }
 
 void Arena::give_back(SpanId used, const TagSet& tags) {
+  set_tags(spans_[used], tags);
+  merge_and_list(used);
+}
+
+void Arena::give_back(SpanId used, Tag tag) {
   Span& span = spans_[used];
-  set_tags(span, tags);
+  span.tag_stream = tag.stream;
+  span.tag_sequence = tag.sequence;
+  merge_and_list(used);
+}
+
+void Arena::merge_and_list(SpanId id) {
+  Span& span = spans_[id];
   span.state = SpanState::kFree;
-  SpanId id = absorb(used, span.next);
+  id = absorb(id, span.next);
   id = absorb(id, spans_[id].previous);
   make_free(id);
 }

@@ -8,7 +8,7 @@
 // extent must wait for is an opaque TagSet to it. Extents whose tags name different streams stay
 // apart until merge_neighbours(), so that a stream's own memory is not tied to another's for
 // nothing. Not thread-safe: the device allocator holds the lock. Take and give back are
-// O(log extents), plus a word for each chunk that begins inside the range.
+// O(log extents), plus a word for each page that begins inside the range.
 #pragma once
 
 #include <memory>
@@ -44,6 +44,7 @@ class Arena {
   SpanId take_at(SpanId extent, Address begin, Bytes size);
   // Frees a used span and merges it with its neighbours.
   void give_back(SpanId used, const TagSet& tags);
+  void give_back(SpanId used, Tag tag);
   // Frees what a used span that waits for nothing has beyond its first `kept` bytes, and returns
   // the span of those.
   SpanId give_back_end(SpanId used, Bytes kept);
@@ -106,7 +107,12 @@ class Arena {
   static constexpr std::size_t kMergedStreams = 4;
   bool may_merge(const Span& a, const Span& b) const;
 
+  bool differ_in_streams(const Span& a, const Span& b) const;
+  void unite_tag_sets(Span& kept, Span& gone);
+  SpanId smaller(SpanId a, SpanId b) const;
+
   void make_free(SpanId id);
+  void merge_and_list(SpanId id);
   void unlist(SpanId id);  // the extent leaves its index; its tags stay
   SpanId absorb(SpanId id, SpanId neighbour);
   // Cuts a span that is in no index in two; the smaller part gets a new id, both have its tags.
@@ -114,11 +120,14 @@ class Arena {
   std::pair<SpanId, SpanId> split(SpanId id, Address where);
   // Joins two neighbours that are in no index; the larger keeps its id and has the tags of both.
   SpanId join(SpanId left, SpanId right);
-  void note_chunks(SpanId id);
+  SpanId span_of_page(Address address) const { return page_spans_[chunks_.page_of(address)]; }
+  void note_pages(SpanId id, Address begin, Address end);
+  void note_pages(SpanId id) { note_pages(id, spans_[id].begin, spans_[id].end()); }
   bool fits_low(const Span& extent, Bytes size) const;
   void merge_unmapped(SpanId id);
   template <class Visit>
   void for_each_index(StreamIndex stream, Visit visit) const;
+  bool is_found_by_its_pages(SpanId id) const;
   std::string check_span(SpanId id, Address expected) const;
   std::string check_indexes() const;
 
@@ -126,6 +135,7 @@ class Arena {
   const Bytes size_;
   SpanPool spans_;
   ChunkTable chunks_;
+  std::vector<SpanId> page_spans_;  // the span that holds the first byte of each page
   SpanId first_ = kNoId;
   std::vector<SpanId> gaps_;  // the unmapped spans, in address order; one or a few
 
@@ -141,6 +151,44 @@ class Arena {
   bool has_separated_ = false;
   bool has_dropped_tags_ = false;
 };
+
+// Inline: what every take and give back goes through. Nearly always there is one tag or none; all
+// bits of two numbers and-ed are set only where both are kNoId.
+
+inline FreeIndex& Arena::index_of(const Span& span) {
+  if (span.tag_set != kNoId) return mixed_;
+  if (span.tag_stream == kNoId) return clean_;
+  const bool is_known = span.tag_stream < streams_.size() && streams_[span.tag_stream];
+  return is_known ? *streams_[span.tag_stream] : make_index_of(span.tag_stream);
+}
+
+inline void Arena::clear_tags(Span& span) {
+  if (span.tag_set != kNoId) vacant_tag_sets_.push_back(span.tag_set);
+  span.tag_set = kNoId;
+  span.tag_stream = kNoId;
+  span.tag_sequence = 0;
+}
+
+inline void Arena::copy_tags(const Span& from, Span& to) {
+  to.tag_stream = from.tag_stream;
+  to.tag_sequence = from.tag_sequence;
+  if (from.tag_set != kNoId) set_tags(to, TagSet(tag_sets_[from.tag_set]));
+}
+
+// Memory that waits for nothing merges with anything; else the streams must be the same.
+inline bool Arena::may_merge(const Span& a, const Span& b) const {
+  if ((a.tag_set & b.tag_set) != kNoId) return !differ_in_streams(a, b);
+  return a.tag_stream == b.tag_stream || a.tag_stream == kNoId || b.tag_stream == kNoId;
+}
+
+// The kept span gets the tags of both.
+inline void Arena::unite_tags(Span& kept, Span& gone) {
+  const bool is_one =
+      kept.tag_stream == gone.tag_stream || kept.tag_stream == kNoId || gone.tag_stream == kNoId;
+  if ((kept.tag_set & gone.tag_set) != kNoId || !is_one) return unite_tag_sets(kept, gone);
+  if (kept.tag_stream == kNoId) kept.tag_stream = gone.tag_stream;
+  if (kept.tag_sequence < gone.tag_sequence) kept.tag_sequence = gone.tag_sequence;
+}
 
 template <class Visit>
 void Arena::for_each_index(StreamIndex stream, Visit visit) const {

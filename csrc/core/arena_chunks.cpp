@@ -8,21 +8,21 @@ namespace vramx {
 
 bool Arena::is_whole_free(ChunkId chunk) const {
   const Chunk& c = chunks_[chunk];
-  const Span& span = spans_[c.span_at_begin];
+  const Span& span = spans_[span_of_page(c.begin)];
   return span.state == SpanState::kFree && c.end() <= span.end();
 }
 
 Bytes Arena::free_prefix(ChunkId chunk) const {
   const Chunk& c = chunks_[chunk];
-  const Span& span = spans_[c.span_at_begin];
+  const Span& span = spans_[span_of_page(c.begin)];
   return span.state == SpanState::kFree ? min(span.end() - c.begin, c.size) : Bytes{};
 }
 
 Bytes Arena::free_suffix(ChunkId chunk) const {
   const Chunk& c = chunks_[chunk];
   SpanId id = kNoId;
-  if (const ChunkId after = chunks_.find(c.end()); after != kNoId) {
-    id = chunks_[after].span_at_begin;
+  if (chunks_.find(c.end()) != kNoId) {
+    id = span_of_page(c.end());
     if (spans_[id].begin >= c.end()) id = spans_[id].previous;
   } else {
     id = span_at(c.end() - kBlockUnit);
@@ -30,6 +30,7 @@ Bytes Arena::free_suffix(ChunkId chunk) const {
   const Span& span = spans_[id];
   return span.state == SpanState::kFree ? min(c.end() - span.begin, c.size) : Bytes{};
 }
+
 SpanId Arena::gap_for(Bytes size) const {
   const auto found = std::find_if(gaps_.begin(), gaps_.end(),
                                   [&](SpanId gap) { return spans_[gap].size >= size; });
@@ -52,7 +53,7 @@ SpanId Arena::begin_building(SpanId gap, Bytes size) {
 
 SpanId Arena::begin_removing(ChunkId chunk) {
   const Chunk& c = chunks_[chunk];
-  const SpanId span = take_at(c.span_at_begin, c.begin, c.size);
+  const SpanId span = take_at(span_of_page(c.begin), c.begin, c.size);
   spans_[span].state = SpanState::kBuilding;
   return span;
 }
@@ -63,8 +64,9 @@ void Arena::finish_mapped(SpanId building, const std::vector<MappedChunk>& chunk
     chunks_.add(at, chunk.size, chunk.handle);
     at = at + chunk.size;
   }
+  if (page_spans_.size() < chunks_.page_from(at)) page_spans_.resize(chunks_.page_from(at), kNoId);
   spans_[building].state = SpanState::kUsed;
-  note_chunks(building);
+  note_pages(building);
 }
 
 void Arena::finish_unmapped(SpanId building) {
@@ -81,7 +83,7 @@ void Arena::finish_unmapped(SpanId building) {
 
 void Arena::cancel_removing(SpanId building) {
   spans_[building].state = SpanState::kUsed;
-  note_chunks(building);
+  note_pages(building);
   give_back(building, TagSet{});
 }
 

@@ -12,13 +12,6 @@ FreeIndex& Arena::make_index_of(StreamIndex stream) {
   return *streams_[stream];
 }
 
-FreeIndex& Arena::index_of(const Span& span) {
-  if (span.tag_set != kNoId) return mixed_;
-  if (span.tag_stream == kNoId) return clean_;
-  const bool is_known = span.tag_stream < streams_.size() && streams_[span.tag_stream];
-  return is_known ? *streams_[span.tag_stream] : make_index_of(span.tag_stream);
-}
-
 TagSet Arena::tags_of(SpanId extent) const {
   const Span& span = spans_[extent];
   if (span.tag_set != kNoId) return tag_sets_[span.tag_set];
@@ -40,32 +33,7 @@ void Arena::set_tags(Span& span, const TagSet& tags) {
   }
 }
 
-void Arena::clear_tags(Span& span) {
-  if (span.tag_set != kNoId) vacant_tag_sets_.push_back(span.tag_set);
-  span.tag_set = kNoId;
-  span.tag_stream = kNoId;
-  span.tag_sequence = 0;
-}
-
-void Arena::copy_tags(const Span& from, Span& to) {
-  if (from.tag_set != kNoId) {
-    set_tags(to, TagSet(tag_sets_[from.tag_set]));
-  } else {
-    to.tag_stream = from.tag_stream;
-    to.tag_sequence = from.tag_sequence;
-  }
-}
-
-// The kept span gets the tags of both. With one stream or none on either side, as nearly always,
-// that is a comparison.
-void Arena::unite_tags(Span& kept, Span& gone) {
-  if (kept.tag_set == kNoId && gone.tag_set == kNoId &&
-      (kept.tag_stream == gone.tag_stream || kept.tag_stream == kNoId ||
-       gone.tag_stream == kNoId)) {
-    if (kept.tag_stream == kNoId) kept.tag_stream = gone.tag_stream;
-    kept.tag_sequence = std::max(kept.tag_sequence, gone.tag_sequence);
-    return;
-  }
+void Arena::unite_tag_sets(Span& kept, Span& gone) {
   const auto tags = [this](const Span& span) {
     return span.tag_set != kNoId ? tag_sets_[span.tag_set]
                                  : TagSet(Tag{span.tag_stream, span.tag_sequence});
@@ -77,15 +45,11 @@ void Arena::unite_tags(Span& kept, Span& gone) {
   set_tags(kept, united);
 }
 
-// Memory that waits for nothing merges with anything; else the streams must be the same.
-bool Arena::may_merge(const Span& a, const Span& b) const {
-  if (a.tag_set == kNoId && b.tag_set == kNoId) {
-    return a.tag_stream == b.tag_stream || a.tag_stream == kNoId || b.tag_stream == kNoId;
-  }
+bool Arena::differ_in_streams(const Span& a, const Span& b) const {
   if (a.tag_set == kNoId || b.tag_set == kNoId) {
-    return (a.tag_set == kNoId ? a : b).tag_stream == kNoId;
+    return (a.tag_set == kNoId ? a : b).tag_stream != kNoId;
   }
-  return tag_sets_[a.tag_set].has_streams_of(tag_sets_[b.tag_set]);
+  return !tag_sets_[a.tag_set].has_streams_of(tag_sets_[b.tag_set]);
 }
 
 bool Arena::merge_neighbours(Merging merging) {

@@ -14,7 +14,7 @@ ChunkId ChunkTable::add(Address begin, Bytes size, ChunkHandle handle) {
   }
   chunks_[id] = Chunk{.begin = begin, .size = size, .handle = handle};
   const std::size_t first = page_of(begin);
-  const std::size_t last = first + size / page_;
+  const std::size_t last = first + (size.count >> page_shift_);
   if (pages_.size() < last) pages_.resize(last, kNoId);
   std::fill(pages_.begin() + static_cast<std::ptrdiff_t>(first),
             pages_.begin() + static_cast<std::ptrdiff_t>(last), id);
@@ -25,29 +25,10 @@ ChunkId ChunkTable::add(Address begin, Bytes size, ChunkHandle handle) {
 void ChunkTable::remove(ChunkId id) {
   const Chunk& chunk = chunks_[id];
   const auto first = pages_.begin() + static_cast<std::ptrdiff_t>(page_of(chunk.begin));
-  std::fill(first, first + static_cast<std::ptrdiff_t>(chunk.size / page_), kNoId);
+  std::fill(first, first + static_cast<std::ptrdiff_t>(chunk.size.count >> page_shift_), kNoId);
   bytes_ -= chunk.size;
   chunks_[id] = Chunk{};
   vacant_.push_back(id);
-}
-
-ChunkId ChunkTable::find(Address address) const {
-  if (address < base_) return kNoId;
-  const std::size_t page = page_of(address);
-  return page < pages_.size() ? pages_[page] : kNoId;
-}
-
-Address ChunkTable::round_up(Address address) const {
-  const ChunkId id = find(address);
-  // Nothing is mapped here: then the byte before ends a chunk.
-  if (id == kNoId) return address;
-  const Chunk& chunk = chunks_[id];
-  return chunk.begin == address ? address : chunk.end();
-}
-
-Address ChunkTable::round_down(Address address) const {
-  const ChunkId id = find(address);
-  return id == kNoId ? address : chunks_[id].begin;
 }
 
 Bytes ChunkTable::whole_bytes(Address begin, Address end) const {
@@ -68,8 +49,10 @@ std::string ChunkTable::check() const {
   std::string broken;
   for_each([&](ChunkId id, const Chunk& chunk) {
     sum += chunk.size;
-    for (Bytes at{}; at < chunk.size; at += page_, ++mapped_pages) {
-      if (find(chunk.begin + at) != id) broken = "chunk " + std::to_string(id) + ": page table";
+    const std::size_t end = page_of(chunk.end());
+    for (std::size_t page = page_of(chunk.begin); page < end; ++page, ++mapped_pages) {
+      if (page >= pages_.size() || pages_[page] != id)
+        broken = "chunk " + std::to_string(id) + ": page table";
     }
   });
   if (!broken.empty()) return broken;

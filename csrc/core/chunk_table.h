@@ -1,10 +1,11 @@
 // Which chunk lies where in the arena.
 //
-// A page table at the driver's granularity finds the chunk of an address in O(1); four bytes a
-// page. Chunks that were given back leave their number to the next. Knows nothing of spans but the
-// one at each chunk's first byte, which the arena keeps current. Not thread-safe.
+// A page table finds the chunk of an address in O(1), by a shift; four bytes a page. A page is the
+// driver's granularity or, where that is no power of two, the largest one that divides it. Chunks
+// that were given back leave their number to the next. Not thread-safe.
 #pragma once
 
+#include <bit>
 #include <string>
 #include <vector>
 
@@ -14,7 +15,8 @@ namespace vramx {
 
 class ChunkTable {
  public:
-  ChunkTable(Address base, Bytes page) : base_(base), page_(page) {}
+  ChunkTable(Address base, Bytes granularity)
+      : base_(base), page_shift_(std::countr_zero(granularity.count)) {}
 
   ChunkId add(Address begin, Bytes size, ChunkHandle handle);
   void remove(ChunkId id);
@@ -22,14 +24,34 @@ class ChunkTable {
   Chunk& operator[](ChunkId id) { return chunks_[id]; }
   const Chunk& operator[](ChunkId id) const { return chunks_[id]; }
 
+  std::size_t page_of(Address address) const { return (address - base_).count >> page_shift_; }
+  // The first page that begins at or after `address`.
+  std::size_t page_from(Address address) const {
+    return ((address - base_).count + (std::uint64_t{1} << page_shift_) - 1) >> page_shift_;
+  }
+
   // The chunk that holds `address`, which must be mapped; `find` gives kNoId where it is not.
   ChunkId at(Address address) const { return pages_[page_of(address)]; }
-  ChunkId find(Address address) const;
+  ChunkId find(Address address) const {
+    const std::size_t page = page_of(address);  // beyond every page, below the base
+    return page < pages_.size() ? pages_[page] : kNoId;
+  }
 
   // The first chunk boundary at or after `address`, and the last one at or before it. The bytes
   // before a range's end, or at its begin, must be mapped.
-  Address round_up(Address address) const;
-  Address round_down(Address address) const;
+  Address round_up(Address address) const {
+    const ChunkId id = find(address);
+    // Where nothing is mapped the byte before ends a chunk.
+    return id == kNoId || chunks_[id].begin == address ? address : chunks_[id].end();
+  }
+  Address round_down(Address address) const {
+    const ChunkId id = find(address);
+    return id == kNoId ? address : chunks_[id].begin;
+  }
+  // True only where no chunk begins or ends anywhere in [begin, end]; costs no look at a chunk.
+  bool is_inside_page(Address begin, Address end) const {
+    return page_of(begin - Bytes{1}) == page_of(end);
+  }
   // Bytes of the chunks that lie wholly inside a mapped range.
   Bytes whole_bytes(Address begin, Address end) const;
 
@@ -61,10 +83,8 @@ class ChunkTable {
   std::string check() const;
 
  private:
-  std::size_t page_of(Address address) const { return (address - base_) / page_; }
-
   Address base_;
-  Bytes page_;
+  int page_shift_;
   std::vector<Chunk> chunks_;
   std::vector<ChunkId> vacant_;
   std::vector<ChunkId> pages_;  // kNoId where nothing is mapped

@@ -49,45 +49,10 @@ SpanId join(SpanPool& spans, SpanId low, SpanId high, SpanId parent) {
   return root;
 }
 
-SpanId lower_bound(const SpanPool& spans, SpanId tree, Bytes size) {
-  SpanId found = kNoId;
-  while (tree != kNoId) {
-    const Span& span = spans[tree];
-    const bool is_enough = span.size >= size;
-    if (is_enough) found = tree;
-    tree = is_enough ? span.left : span.right;
-  }
-  return found;
-}
-
 }  // namespace
 
-// Bin = octave and the four bits below the leading one, in units of 512 bytes. Sizes below 16 units
-// have bins of their own, which keeps the exact small sizes apart.
-std::uint32_t FreeIndex::bin_of(Bytes size) {
-  const std::uint64_t units = size / kBlockUnit;
-  if (units < kSteps) return static_cast<std::uint32_t>(units);
-  const auto octave = static_cast<std::uint32_t>(std::bit_width(units) - 1);
-  const auto step = static_cast<std::uint32_t>(units >> (octave - kStepsBits)) - kSteps;
-  return (octave - kStepsBits + 1) * kSteps + step;
-}
-
-std::uint32_t FreeIndex::next_bin(std::uint32_t bin) const {
-  const std::uint32_t word = bin / 64;
-  if (word >= kWords) return kBins;
-  if (const std::uint64_t here = occupied_[word] >> (bin % 64)) {
-    return bin + static_cast<std::uint32_t>(std::countr_zero(here));
-  }
-  if (word + 1 >= kWords) return kBins;
-  const std::uint64_t later = occupied_words_ >> (word + 1);
-  if (later == 0) return kBins;
-  const std::uint32_t found = word + 1 + static_cast<std::uint32_t>(std::countr_zero(later));
-  return found * 64 + static_cast<std::uint32_t>(std::countr_zero(occupied_[found]));
-}
-
-void FreeIndex::insert(SpanPool& spans, SpanId id) {
+void FreeIndex::insert_into_tree(SpanPool& spans, SpanId id, std::uint32_t bin) {
   Span& span = spans[id];
-  const std::uint32_t bin = bin_of(span.size);
   SpanId parent = kNoId;
   SpanId* link = &roots_[bin];
   while (*link != kNoId && priority(spans[*link]) >= priority(span)) {
@@ -97,32 +62,17 @@ void FreeIndex::insert(SpanPool& spans, SpanId id) {
   split(spans, *link, id);
   span.parent = parent;
   *link = id;
-  occupied_[bin / 64] |= std::uint64_t{1} << (bin % 64);
-  occupied_words_ |= std::uint64_t{1} << (bin / 64);
-  ++count_;
 }
 
-void FreeIndex::erase(SpanPool& spans, SpanId id) {
+// The bin keeps at least one entry.
+void FreeIndex::erase_from_tree(SpanPool& spans, SpanId id, std::uint32_t bin) {
   const Span& span = spans[id];
-  const std::uint32_t bin = bin_of(span.size);
   SpanId* link = &roots_[bin];
   if (span.parent != kNoId) {
     Span& parent = spans[span.parent];
     link = parent.left == id ? &parent.left : &parent.right;
   }
   *link = join(spans, span.left, span.right, span.parent);
-  --count_;
-  if (roots_[bin] != kNoId) return;
-  occupied_[bin / 64] &= ~(std::uint64_t{1} << (bin % 64));
-  if (occupied_[bin / 64] == 0) occupied_words_ &= ~(std::uint64_t{1} << (bin / 64));
-}
-
-SpanId FreeIndex::best_fit(const SpanPool& spans, Bytes size) const {
-  const std::uint32_t bin = bin_of(size);
-  const SpanId here = lower_bound(spans, roots_[bin], size);
-  if (here != kNoId) return here;
-  const std::uint32_t later = next_bin(bin + 1);
-  return later < kBins ? lower_bound(spans, roots_[later], size) : kNoId;
 }
 
 std::string FreeIndex::check(const SpanPool& spans) const {

@@ -3,8 +3,8 @@
 // Sizes fall into bins, 16 to an octave; a bitmap says which bins hold something. Each bin is a
 // treap ordered by (size, address), whose priorities are a hash of the address, so that the shape,
 // and with it every placement, depends on nothing but the requests. Insert, erase and find are
-// O(log extents), and close to O(1) because most bins hold a handful. Not thread-safe; the arena
-// owns the spans and their lock.
+// O(log extents), and close to O(1) because most bins hold one extent or none, which is what the
+// inline parts are for. Not thread-safe; the arena owns the spans and their lock.
 #pragma once
 
 #include <array>
@@ -42,7 +42,18 @@ class FreeIndex {
   static constexpr std::uint32_t kBins = (64 - 9) * kSteps;
   static constexpr std::uint32_t kWords = (kBins + 63) / 64;
 
-  static std::uint32_t bin_of(Bytes size);
+  // Bin = octave and the four bits below the leading one, in units of 512 bytes. Sizes below 16
+  // units have bins of their own, which keeps the exact small sizes apart.
+  static std::uint32_t bin_of(Bytes size) {
+    const std::uint64_t units = size / kBlockUnit;
+    if (units < kSteps) return static_cast<std::uint32_t>(units);
+    const auto octave = static_cast<std::uint32_t>(std::bit_width(units) - 1);
+    const auto step = static_cast<std::uint32_t>(units >> (octave - kStepsBits)) - kSteps;
+    return (octave - kStepsBits + 1) * kSteps + step;
+  }
+  void insert_into_tree(SpanPool& spans, SpanId id, std::uint32_t bin);
+  void erase_from_tree(SpanPool& spans, SpanId id, std::uint32_t bin);
+  static SpanId lower_bound(const SpanPool& spans, SpanId tree, Bytes size);
   std::uint32_t next_bin(std::uint32_t bin) const;  // the first non-empty one from `bin` on
   bool visit_tree(const SpanPool& spans, SpanId id, Bytes smallest, auto& visit) const;
 
@@ -51,6 +62,60 @@ class FreeIndex {
   std::uint64_t occupied_words_ = 0;  // bit w: occupied_[w] is not zero
   std::size_t count_ = 0;
 };
+
+inline void FreeIndex::insert(SpanPool& spans, SpanId id) {
+  Span& span = spans[id];
+  const std::uint32_t bin = bin_of(span.size);
+  ++count_;
+  if (roots_[bin] != kNoId) return insert_into_tree(spans, id, bin);
+  span.left = span.right = span.parent = kNoId;
+  roots_[bin] = id;
+  occupied_[bin / 64] |= std::uint64_t{1} << (bin % 64);
+  occupied_words_ |= std::uint64_t{1} << (bin / 64);
+}
+
+inline void FreeIndex::erase(SpanPool& spans, SpanId id) {
+  const Span& span = spans[id];
+  const std::uint32_t bin = bin_of(span.size);
+  --count_;
+  const bool is_alone = (span.left & span.right & span.parent) == kNoId;  // each of them is kNoId
+  if (!is_alone) return erase_from_tree(spans, id, bin);
+  roots_[bin] = kNoId;
+  occupied_[bin / 64] &= ~(std::uint64_t{1} << (bin % 64));
+  if (occupied_[bin / 64] == 0) occupied_words_ &= ~(std::uint64_t{1} << (bin / 64));
+}
+
+inline SpanId FreeIndex::lower_bound(const SpanPool& spans, SpanId tree, Bytes size) {
+  SpanId found = kNoId;
+  while (tree != kNoId) {
+    const Span& span = spans[tree];
+    const bool is_enough = span.size >= size;
+    if (is_enough) found = tree;
+    tree = is_enough ? span.left : span.right;
+  }
+  return found;
+}
+
+inline SpanId FreeIndex::best_fit(const SpanPool& spans, Bytes size) const {
+  const std::uint32_t bin = bin_of(size);
+  const SpanId here = lower_bound(spans, roots_[bin], size);
+  if (here != kNoId) return here;
+  const std::uint32_t later = next_bin(bin + 1);
+  return later < kBins ? lower_bound(spans, roots_[later], size) : kNoId;
+}
+
+inline std::uint32_t FreeIndex::next_bin(std::uint32_t bin) const {
+  const std::uint32_t word = bin / 64;
+  if (word >= kWords) return kBins;
+  if (const std::uint64_t here = occupied_[word] >> (bin % 64)) {
+    return bin + static_cast<std::uint32_t>(std::countr_zero(here));
+  }
+  if (word + 1 >= kWords) return kBins;
+  const std::uint64_t later = occupied_words_ >> (word + 1);
+  if (later == 0) return kBins;
+  const std::uint32_t found = word + 1 + static_cast<std::uint32_t>(std::countr_zero(later));
+  return found * 64 + static_cast<std::uint32_t>(std::countr_zero(occupied_[found]));
+}
 
 template <class Visit>
 void FreeIndex::for_each_from_largest(const SpanPool& spans, Bytes smallest, Visit visit) const {

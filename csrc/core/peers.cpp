@@ -50,7 +50,7 @@ bool DeviceAllocator::is_mapping(const Piece& range) const {
     const ChunkId id = arena_.chunks().find(range.begin);
     if (id == kNoId) return false;
     const Chunk& chunk = arena_.chunks()[id];
-    const bool is_going = arena_.span(chunk.span_at_begin).state == SpanState::kBuilding;
+    const bool is_going = arena_.span(arena_.span_at(chunk.begin)).state == SpanState::kBuilding;
     return chunk.begin == range.begin && chunk.size == range.size && !is_going;
   }
   const std::vector<AliasId> aliases = aliases_.all();

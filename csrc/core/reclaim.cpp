@@ -117,7 +117,8 @@ void DeviceAllocator::retry_leftovers(Lock& lock) {
 std::vector<ChunkId> DeviceAllocator::releasable_chunks(std::vector<AliasId>* aliases) const {
   std::set<ChunkId> chunks;
   arena_.chunks().for_each([&](ChunkId id, const Chunk& chunk) {
-    if (arena_.is_whole_free(id) && arena_.tags_of(chunk.span_at_begin).empty()) chunks.insert(id);
+    const bool is_whole = arena_.is_whole_free(id);
+    if (is_whole && arena_.tags_of(arena_.span_at(chunk.begin)).empty()) chunks.insert(id);
   });
   for (const AliasId id : aliases_.all()) {
     if (is_idle(id)) continue;
@@ -137,7 +138,7 @@ std::vector<ChunkId> DeviceAllocator::releasable_chunks(std::vector<AliasId>* al
 bool DeviceAllocator::is_releasable(ChunkId id, const Chunk& seen) const {
   const Chunk& chunk = arena_.chunks()[id];
   return chunk.handle == seen.handle && chunk.alias_count == 0 && arena_.is_whole_free(id) &&
-         arena_.tags_of(chunk.span_at_begin).empty();
+         arena_.tags_of(arena_.span_at(chunk.begin)).empty();
 }
 
 // One after the other, so that whoever needs memory meanwhile finds all but one of them.

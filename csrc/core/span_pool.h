@@ -1,11 +1,12 @@
-// Where spans live: slabs that never move, handed out by number.
+// Where spans live: one array, handed out by number.
 //
-// A span is named by a 32-bit id rather than a pointer, which halves the links. Slabs are kept
-// until the pool goes; ids of destroyed spans are reused, the last one first, while its line is
-// warm in the cache. Not thread-safe. Create and destroy are O(1); 56 bytes a span.
+// A span is named by a 32-bit id rather than a pointer, which halves the links and lets the array
+// move when it grows: a Span& is good until the next create(). Ids of destroyed spans are reused,
+// the last one first, while its line is warm in the cache. Not thread-safe. Create and destroy are
+// O(1), but for growth; 64 bytes a span.
 #pragma once
 
-#include <memory>
+#include <algorithm>
 #include <vector>
 
 #include "core/types.h"
@@ -14,41 +15,47 @@ namespace vramx {
 
 class SpanPool {
  public:
-  Span& operator[](SpanId id) { return slabs_[id / kSlabSpans][id % kSlabSpans]; }
-  const Span& operator[](SpanId id) const { return slabs_[id / kSlabSpans][id % kSlabSpans]; }
+  Span& operator[](SpanId id) { return spans_[id]; }
+  const Span& operator[](SpanId id) const { return spans_[id]; }
 
   SpanId create() {
-    if (free_ == kNoId) add_slab();
+    if (free_ == kNoId) [[unlikely]] {
+      grow();
+    }
     const SpanId id = free_;
-    Span& span = (*this)[id];
-    free_ = span.next;
-    span = Span{};
+    free_ = spans_[id].next;
+    spans_[id] = Span{};
     ++live_;
     return id;
   }
 
   void destroy(SpanId id) {
-    (*this)[id].next = free_;
+    spans_[id].next = free_;
     free_ = id;
     --live_;
   }
 
   std::size_t live() const { return live_; }
-  std::size_t host_bytes() const { return slabs_.size() * kSlabSpans * sizeof(Span); }
+  std::size_t host_bytes() const { return spans_.capacity() * sizeof(Span); }
 
  private:
-  static constexpr std::uint32_t kSlabSpans = 256;
+  // It grows by little: what is kept in reserve counts, and most programs are done with growing
+  // after a step.
+  static constexpr std::size_t kGrowth = 32;  // of this many spans, one more
+  static constexpr std::size_t kFewSpans = 64;
 
-  void add_slab() {
-    const auto first = static_cast<SpanId>(slabs_.size() * kSlabSpans);
-    slabs_.push_back(std::make_unique<Span[]>(kSlabSpans));
-    for (std::uint32_t i = kSlabSpans; i-- > 0;) {
-      slabs_.back()[i].next = free_;
-      free_ = first + i;
+  void grow() {
+    const std::size_t had = spans_.size();
+    const std::size_t size = had + std::max(kFewSpans, had / kGrowth);
+    spans_.reserve(size);  // no more than that
+    spans_.resize(size);
+    for (std::size_t i = size; i-- > had;) {
+      spans_[i].next = free_;
+      free_ = static_cast<SpanId>(i);
     }
   }
 
-  std::vector<std::unique_ptr<Span[]>> slabs_;
+  std::vector<Span> spans_;
   SpanId free_ = kNoId;
   std::size_t live_ = 0;
 };

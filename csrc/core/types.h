@@ -82,7 +82,8 @@ enum class SpanState : std::uint8_t {
   kBuilding,  // a thread is mapping or unmapping it, outside the lock
 };
 
-struct Span {
+// One line of the cache.
+struct alignas(64) Span {
   Address begin;
   Bytes size;
   SpanId previous = kNoId;  // neighbours in address order
@@ -112,7 +113,6 @@ struct Chunk {
   Address begin;  // of its mapping in the arena
   Bytes size;
   ChunkHandle handle = ChunkHandle::kNone;
-  SpanId span_at_begin = kNoId;  // the span that holds its first byte
   std::uint32_t alias_count = 0;
 
   Address end() const { return begin + size; }

@@ -47,6 +47,21 @@ void an_extent_with_tags_of_two_streams_is_neither_streams_own(Fixture& fixture)
   EXPECT(fixture.arena.best_fit_of_any(kPage) != kNoId);
 }
 
+// Each stream's extents lie in an index of their own: what comes out is one order.
+void extents_of_equal_size_come_lowest_first_whatever_their_streams(Fixture& fixture) {
+  const Address at = fixture.map({kPage * 12});
+  for (std::uint64_t page = 0; page < 12; ++page) fixture.take(at + kPage * page, kPage);
+  for (const std::uint64_t page : {9, 1, 5, 11, 3, 7}) {
+    const TagSet tags = page == 5 ? TagSet() : TagSet(Tag{static_cast<StreamIndex>(page % 3), 1});
+    fixture.free(at + kPage * page, tags);
+  }
+  const auto all = fixture.arena.largest(kBlockUnit, 9, Arena::kAnyStream);
+  REQUIRE(all.size() == 6);
+  for (std::uint64_t i = 0; i < 6; ++i) {
+    EXPECT(fixture.arena.span(all[i]).begin == at + kPage * (2 * i + 1));
+  }
+}
+
 void the_largest_extents_come_largest_first_and_no_more_than_asked_for(Fixture& fixture) {
   const Address at = fixture.map({kPage * 9});
   fixture.take(at + kPage, kPage);      // leaves 1 page free before it
@@ -226,6 +241,8 @@ constexpr Check<Fixture> kChecks[] = {
      a_stream_finds_its_own_extents_and_those_without_a_tag},
     {"an extent with tags of two streams is neither stream's own",
      an_extent_with_tags_of_two_streams_is_neither_streams_own},
+    {"extents of equal size come lowest first whatever their streams",
+     extents_of_equal_size_come_lowest_first_whatever_their_streams},
     {"the largest extents come largest first and no more than asked for",
      the_largest_extents_come_largest_first_and_no_more_than_asked_for},
     {"only an extent that holds all of a range lies over it",

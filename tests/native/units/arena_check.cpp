@@ -12,8 +12,12 @@ struct FreeBytes {
 struct Spans {
   friend auto member(Spans);
 };
+struct PageSpans {
+  friend auto member(PageSpans);
+};
 template struct Reveal<FreeBytes, &Arena::free_bytes_>;
 template struct Reveal<Spans, &Arena::spans_>;
+template struct Reveal<PageSpans, &Arena::page_spans_>;
 
 namespace {
 
@@ -40,10 +44,10 @@ void span_1_is_named_where_a_span_is_in_no_list(Fixture& fixture) {
   EXPECT(starts_with(fixture.arena.check(), "span 1: a span is in no list"));
 }
 
-void span_2_is_named_where_a_chunk_names_the_wrong_span(Fixture& fixture) {
+void span_2_is_named_where_a_page_names_the_wrong_span(Fixture& fixture) {
   const Address at = fixture.map({kPage, kPage});
   fixture.take(at, kPage);
-  fixture.arena.chunks()[fixture.chunk_at(at)].span_at_begin = fixture.arena.span_at(at + kPage);
+  (fixture.arena.*member(PageSpans{}))[0] = fixture.arena.span_at(at + kPage);
   EXPECT(starts_with(fixture.arena.check(), "span 2: not found"));
 }
 
@@ -112,8 +116,8 @@ constexpr Check<Fixture> kChecks[] = {
     {"span 1 is named where the last span ends early",
      span_1_is_named_where_the_last_span_ends_early},
     {"span 1 is named where a span is in no list", span_1_is_named_where_a_span_is_in_no_list},
-    {"span 2 is named where a chunk names the wrong span",
-     span_2_is_named_where_a_chunk_names_the_wrong_span},
+    {"span 2 is named where a page names the wrong span",
+     span_2_is_named_where_a_page_names_the_wrong_span},
     {"span 2 is named where a span's chunk is gone", span_2_is_named_where_a_spans_chunk_is_gone},
     {"span 2 is named where an unmapped span lies on a chunk",
      span_2_is_named_where_an_unmapped_span_lies_on_a_chunk},

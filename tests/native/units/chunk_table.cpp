@@ -42,6 +42,26 @@ void nothing_is_found_where_nothing_is_mapped(Table& fixture) {
   EXPECT(fixture.table.find(page(2)) == kNoId);
 }
 
+// Six mebibytes are three pages: the page is the largest power of two in them.
+void a_granularity_that_is_no_power_of_two_will_do(Nothing&) {
+  ChunkTable table{kBase, 6_MiB};
+  const ChunkId first = table.add(kBase, 6_MiB, kHandle);
+  const ChunkId second = table.add(kBase + 6_MiB, 12_MiB, kHandle);
+  EXPECT(table.find(kBase + 6_MiB - kBlockUnit) == first);
+  EXPECT(table.find(kBase + 6_MiB) == second);
+  EXPECT(table.find(kBase + 18_MiB - kBlockUnit) == second);
+  EXPECT(table.find(kBase + 18_MiB) == kNoId);
+  EXPECT(table.check().empty());
+}
+
+void a_range_inside_a_page_touches_no_boundary_of_it(Nothing&) {
+  const ChunkTable table{kBase, kPage};
+  EXPECT(table.is_inside_page(page(1) + kBlockUnit, page(2) - kBlockUnit));
+  EXPECT(!table.is_inside_page(page(1), page(2) - kBlockUnit));
+  EXPECT(!table.is_inside_page(page(1) + kBlockUnit, page(2)));
+  EXPECT(!table.is_inside_page(kBase, kBase + kBlockUnit));
+}
+
 void a_removed_chunk_leaves_its_number_to_the_next(Table& fixture) {
   fixture.table.remove(fixture.second);
   EXPECT(fixture.table.count() == 2);
@@ -179,6 +199,13 @@ constexpr Check<Table> kTableChecks[] = {
     {"check names a page of a chunk that is gone", check_names_a_page_of_a_chunk_that_is_gone},
 };
 
+constexpr Check<Nothing> kPageChecks[] = {
+    {"a granularity that is no power of two will do",
+     a_granularity_that_is_no_power_of_two_will_do},
+    {"a range inside a page touches no boundary of it",
+     a_range_inside_a_page_touches_no_boundary_of_it},
+};
+
 constexpr Check<Nothing> kPolicyChecks[] = {
     {"chunks add up to the growth", chunks_add_up_to_the_growth},
     {"chunks are multiples of the granularity", chunks_are_multiples_of_the_granularity},
@@ -194,6 +221,7 @@ constexpr Check<Nothing> kPolicyChecks[] = {
 
 void check_chunk_table() {
   run_checks("chunk table", kTableChecks);
+  run_checks("pages", kPageChecks);
   run_checks("chunk policy", kPolicyChecks);
 }
 

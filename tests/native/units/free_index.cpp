@@ -33,12 +33,20 @@ void a_new_span_is_blank_even_where_its_number_was_used(Nothing&) {
   EXPECT(pool[again].next == kNoId && pool[again].tag_stream == kNoId);
 }
 
-void spans_never_move(Nothing&) {
+void spans_keep_what_they_hold_when_the_pool_grows(Nothing&) {
   SpanPool pool;
-  const SpanId first = pool.create();
-  const Span* const where = &pool[first];
-  for (int i = 0; i < 5000; ++i) pool.create();
-  EXPECT(&pool[first] == where);
+  std::vector<SpanId> ids;
+  for (std::uint64_t i = 0; i < 5000; ++i) {
+    ids.push_back(pool.create());
+    pool[ids.back()].begin = kBase + kBlockUnit * i;
+  }
+  for (std::uint64_t i = 0; i < 5000; ++i) EXPECT(pool[ids[i]].begin == kBase + kBlockUnit * i);
+}
+
+void a_large_pool_takes_little_more_than_its_spans(Nothing&) {
+  SpanPool pool;
+  for (int i = 0; i < 100'000; ++i) pool.create();
+  EXPECT(pool.host_bytes() <= 100'000 * sizeof(Span) * 17 / 16);
 }
 
 void live_spans_have_different_numbers(Nothing&) {
@@ -178,7 +186,10 @@ void check_names_a_count_that_is_off(Index& fixture) {
 constexpr Check<Nothing> kPoolChecks[] = {
     {"a new span is blank even where its number was used",
      a_new_span_is_blank_even_where_its_number_was_used},
-    {"spans never move", spans_never_move},
+    {"spans keep what they hold when the pool grows",
+     spans_keep_what_they_hold_when_the_pool_grows},
+    {"a large pool takes little more than its spans",
+     a_large_pool_takes_little_more_than_its_spans},
     {"live spans have different numbers", live_spans_have_different_numbers},
 };
 
