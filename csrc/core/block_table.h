@@ -5,6 +5,7 @@
 // thread-safe. O(1); growing to twice the size copies every entry, once in as many insertions.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -29,14 +30,17 @@ class BlockTable {
   BlockTable() : slots_(kInitialSlots) {}
 
   void insert(const Block& block) {
-    if ((count_ + 1) * 4 > slots_.size() * 3) grow();
+    if (count_ >= most_) [[unlikely]] {
+      grow();
+    }
     place(block);
     ++count_;
   }
 
   Block* find(Address address) {
+    if (!address) return nullptr;  // as empty slots have it
     for (std::size_t slot = home(address);; slot = next(slot)) {
-      if (slots_[slot].address == address && address) return &slots_[slot];
+      if (slots_[slot].address == address) return &slots_[slot];
       if (slots_[slot].is_empty()) return nullptr;
     }
   }
@@ -48,13 +52,13 @@ class BlockTable {
     auto hole = static_cast<std::size_t>(block - slots_.data());
     // Closes the gap: an entry moves back unless that would put it before its home.
     for (std::size_t slot = next(hole); !slots_[slot].is_empty(); slot = next(slot)) {
-      const std::size_t from_home = (slot - home(slots_[slot].address)) & mask();
-      const std::size_t from_hole = (slot - hole) & mask();
+      const std::size_t from_home = (slot - home(slots_[slot].address)) & mask_;
+      const std::size_t from_hole = (slot - hole) & mask_;
       if (from_home < from_hole) continue;
       slots_[hole] = slots_[slot];
       hole = slot;
     }
-    slots_[hole] = Block{};
+    slots_[hole].address = {};
     --count_;
   }
 
@@ -71,11 +75,11 @@ class BlockTable {
  private:
   static constexpr std::size_t kInitialSlots = 1024;  // a power of two, as every size after it
 
-  std::size_t mask() const { return slots_.size() - 1; }
-  std::size_t next(std::size_t slot) const { return (slot + 1) & mask(); }
+  std::size_t next(std::size_t slot) const { return (slot + 1) & mask_; }
+  // Fibonacci hashing: addresses at any regular distance fall evenly over the slots.
   std::size_t home(Address address) const {
-    // Addresses are multiples of 512: the product's high bits depend on all that varies.
-    return static_cast<std::size_t>((address.value >> 9) * 0x9E3779B97F4A7C15ull >> 20) & mask();
+    return static_cast<std::size_t>(address.value / kBlockUnit.count * 0x9E3779B97F4A7C15ull >>
+                                    shift_);
   }
 
   void place(const Block& block) {
@@ -87,12 +91,18 @@ class BlockTable {
   void grow() {
     std::vector<Block> old(slots_.size() * 2);
     old.swap(slots_);
+    --shift_;
+    mask_ = slots_.size() - 1;
+    most_ = slots_.size() / 4 * 3;
     for (const Block& block : old) {
       if (!block.is_empty()) place(block);
     }
   }
 
   std::vector<Block> slots_;
+  std::size_t mask_ = kInitialSlots - 1;
+  std::size_t most_ = kInitialSlots / 4 * 3;          // blocks that it holds before it grows
+  int shift_ = 64 - std::countr_zero(kInitialSlots);  // leaves as many bits as number the slots
   std::size_t count_ = 0;
 };
 

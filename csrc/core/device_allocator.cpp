@@ -82,6 +82,8 @@ Result<Address> DeviceAllocator::allocate(Bytes requested, Stream stream, OutOfM
   }
   const Result<Placement> placed = place_slowly(size, index, lock);
   if (!placed.ok()) return note_out_of_memory(requested, placed.status(), why, lock);
+  // Growth may have made extents; taking from one, above, never makes more or larger ones.
+  stats_.note_extents(arena_.extent_count(), arena_.free_bytes());
   return publish(placed.value(), requested, size, index);
 }
 
@@ -90,7 +92,6 @@ Address DeviceAllocator::publish(const Placement& placement, Bytes requested, By
   blocks_.insert(
       Block{placement.address, requested, placement.first_span, stream, placement.alias, kNoId});
   stats_.count_allocation(requested, size);
-  stats_.note_extents(arena_.extent_count(), arena_.free_bytes());
   note_allocated();
   highest_live_ = max(highest_live_, allocated());
   trace_.add(TraceKind::kAllocate, placement.address, requested, clocks_.stream_of(stream));
@@ -114,21 +115,29 @@ Status DeviceAllocator::free(Address address, LiveBlock* freed) {
   if (found == nullptr) return unknown_address();
   const Block block = *found;
   blocks_.erase(found);
-  const TagSet tags = stamp_free(block);
-  if (block.alias != kNoId) aliases_.unpin(block.alias, tags);
-  Bytes size{};
-  for (SpanId span = block.first_span; span != kNoId;) {
-    const SpanId next = arena_.next_in_block(span);
-    size += arena_.span(span).size;
-    arena_.give_back(span, tags);
-    span = next;
+  const bool is_plain = block.users == kNoId && arena_.next_in_block(block.first_span) == kNoId;
+  if (is_plain && block.alias == kNoId) [[likely]] {
+    arena_.give_back(block.first_span, clocks_.stamp(block.stream));
+  } else {
+    give_back_pieces(block);
   }
-  stats_.count_free(block.requested, size);
+  stats_.count_free(block.requested, size_of(block.requested));
   note_allocated();
   if (freed != nullptr) *freed = live_block(block);
   stats_.note_extents(arena_.extent_count(), arena_.free_bytes());
   trace_.add(TraceKind::kFree, address, block.requested, clocks_.stream_of(block.stream));
   return ok_status();
+}
+
+// Of a block in several pieces, in an alias, or that several streams have used.
+void DeviceAllocator::give_back_pieces(const Block& block) {
+  const TagSet tags = stamp_free(block);
+  if (block.alias != kNoId) aliases_.unpin(block.alias, tags);
+  for (SpanId span = block.first_span; span != kNoId;) {
+    const SpanId next = arena_.next_in_block(span);
+    arena_.give_back(span, tags);
+    span = next;
+  }
 }
 
 // The memory waits for the stream it was allocated on and for those that were recorded.

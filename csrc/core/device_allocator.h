@@ -203,6 +203,7 @@ class DeviceAllocator {
 
   // device_allocator.cpp
   Address publish(const Placement& placement, Bytes requested, Bytes size, StreamIndex stream);
+  void give_back_pieces(const Block& block);
   TagSet stamp_free(const Block& block);
   void note_allocated();
   LiveBlock live_block(const Block& block) const;

@@ -35,16 +35,9 @@ class EventTrace {
   explicit EventTrace(std::size_t capacity) : capacity_(capacity) {}
 
   void add(TraceKind kind, Address address, Bytes size, Stream stream) {
-    if (capacity_ == 0) return;
-    const auto now = std::chrono::steady_clock::now().time_since_epoch();
-    const TraceEvent event{kind, address, size, stream,
-                           std::chrono::duration_cast<std::chrono::nanoseconds>(now).count()};
-    if (ring_.size() < capacity_) {
-      ring_.push_back(event);
-    } else {
-      ring_[static_cast<std::size_t>(added_ % capacity_)] = event;
+    if (capacity_ != 0) [[unlikely]] {
+      keep(kind, address, size, stream);
     }
-    ++added_;
   }
 
   // Oldest first.
@@ -62,6 +55,18 @@ class EventTrace {
   std::uint64_t added() const { return added_; }  // ever; those beyond the ring are lost
 
  private:
+  void keep(TraceKind kind, Address address, Bytes size, Stream stream) {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    const TraceEvent event{kind, address, size, stream,
+                           std::chrono::duration_cast<std::chrono::nanoseconds>(now).count()};
+    if (ring_.size() < capacity_) {
+      ring_.push_back(event);
+    } else {
+      ring_[static_cast<std::size_t>(added_ % capacity_)] = event;
+    }
+    ++added_;
+  }
+
   const std::size_t capacity_;
   std::vector<TraceEvent> ring_;
   std::uint64_t added_ = 0;

@@ -52,6 +52,7 @@ AllocatorStats DeviceAllocator::stats() const {
 void DeviceAllocator::reset_peak_stats() {
   if (fork_guard_.is_in_child()) return;
   const Lock lock(mutex_);
+  stats_.note_extents(arena_.extent_count(), arena_.free_bytes());
   stats_.reset_peak();
 }
 

@@ -23,7 +23,7 @@ struct Counter {
   void increase(std::int64_t by) {
     current += by;
     allocated += by;
-    peak = std::max(peak, current);
+    if (current > peak) peak = current;
   }
   void decrease(std::int64_t by) {
     current -= by;

@@ -33,8 +33,7 @@ StreamClocks::~StreamClocks() {
   }
 }
 
-StreamIndex StreamClocks::index_of(Stream stream) {
-  if (last_index_ != kNoId && last_handle_ == stream) return last_index_;
+StreamIndex StreamClocks::look_up(Stream stream) {
   const auto [entry, is_new] = by_handle_.try_emplace(static_cast<std::uint64_t>(stream),
                                                       static_cast<StreamIndex>(streams_.size()));
   if (is_new) streams_.push_back(State{.handle = stream});

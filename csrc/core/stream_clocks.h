@@ -29,7 +29,10 @@ class StreamClocks {
   StreamClocks(const StreamClocks&) = delete;
   StreamClocks& operator=(const StreamClocks&) = delete;
 
-  StreamIndex index_of(Stream stream);
+  StreamIndex index_of(Stream stream) {
+    const bool is_last = last_index_ != kNoId && last_handle_ == stream;
+    return is_last ? last_index_ : look_up(stream);
+  }
   Stream stream_of(StreamIndex index) const { return streams_[index].handle; }
 
   // A new tag: everything queued on the stream until now. For the stream of an allocation at its
@@ -66,6 +69,8 @@ class StreamClocks {
   std::string check(const TagSet& tags) const;
 
  private:
+  StreamIndex look_up(Stream stream);
+
   struct Record {  // what the stream's event stands for
     Event event = Event::kNone;
     std::uint64_t sequence = 0;
