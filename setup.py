@@ -32,7 +32,7 @@ LAYERS = ("core", "driver", "process", "replay")
 # What the shim for torch is compiled from.
 SHIM_SOURCES = ("core/*.h", "process/core_table.h", "torch/*.h", "torch/*.cpp")
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wundef"]
-COMPILE_FLAGS = ["-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-pthread"]
+COMPILE_FLAGS = ["-std=c++20", "-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-pthread"]
 LINK_FLAGS = ["-shared", "-pthread", "-ldl"]
 
 
