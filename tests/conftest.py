@@ -27,6 +27,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The files that compile most come first: where files are run side by side, the last one to
+    # start should be a short one.
+    items.sort(key=lambda item: not item.path.name.startswith(("test_native", "test_shim.")))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is None or _gpu_present():
         return
