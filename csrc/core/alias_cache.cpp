@@ -3,11 +3,14 @@
 #include <algorithm>
 #include <set>
 
+#include "core/make_room.h"
+
 namespace vramx {
 
 AliasId AliasCache::add(Address base, std::vector<ChunkId> chunks, Arena& arena) {
   AliasId id = static_cast<AliasId>(aliases_.size());
   if (vacant_.empty()) {
+    make_room(aliases_, aliases_.size() + 1);
     aliases_.emplace_back();
   } else {
     id = vacant_.back();

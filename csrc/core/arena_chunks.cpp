@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/arena.h"
+#include "core/make_room.h"
 
 namespace vramx {
 
@@ -64,7 +65,9 @@ void Arena::finish_mapped(SpanId building, const std::vector<MappedChunk>& chunk
     chunks_.add(at, chunk.size, chunk.handle);
     at = at + chunk.size;
   }
-  if (page_spans_.size() < chunks_.page_from(at)) page_spans_.resize(chunks_.page_from(at), kNoId);
+  const std::size_t pages = chunks_.page_from(at);
+  make_room(page_spans_, pages);
+  if (page_spans_.size() < pages) page_spans_.resize(pages, kNoId);
   spans_[building].state = SpanState::kUsed;
   note_pages(building);
 }

@@ -2,11 +2,14 @@
 
 #include <algorithm>
 
+#include "core/make_room.h"
+
 namespace vramx {
 
 ChunkId ChunkTable::add(Address begin, Bytes size, ChunkHandle handle) {
   ChunkId id = static_cast<ChunkId>(chunks_.size());
   if (vacant_.empty()) {
+    make_room(chunks_, chunks_.size() + 1);
     chunks_.emplace_back();
   } else {
     id = vacant_.back();
@@ -15,6 +18,7 @@ ChunkId ChunkTable::add(Address begin, Bytes size, ChunkHandle handle) {
   chunks_[id] = Chunk{.begin = begin, .size = size, .handle = handle};
   const std::size_t first = page_of(begin);
   const std::size_t last = first + (size.count >> page_shift_);
+  make_room(pages_, last);
   if (pages_.size() < last) pages_.resize(last, kNoId);
   std::fill(pages_.begin() + static_cast<std::ptrdiff_t>(first),
             pages_.begin() + static_cast<std::ptrdiff_t>(last), id);
