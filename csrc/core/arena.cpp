@@ -79,7 +79,11 @@ SpanId Arena::span_at(Address address) const {
 }
 
 SpanId Arena::extent_over(Address begin, Bytes size) const {
-  const SpanId id = span_at(begin);
+  if (chunks_.find(begin) == kNoId) return kNoId;
+  SpanId id = span_of_page(begin);
+  for (int steps = 0; spans_[id].end() <= begin; id = spans_[id].next) {
+    if (++steps > kMostSteps) return kNoId;
+  }
   const Span& span = spans_[id];
   return span.state == SpanState::kFree && begin + size <= span.end() ? id : kNoId;
 }

@@ -76,7 +76,8 @@ class Arena {
   SpanId first() const { return first_; }
   // The span that holds a mapped address.
   SpanId span_at(Address address) const;
-  // The extent that holds all of [begin, begin + size), or kNoId.
+  // The extent that holds all of [begin, begin + size), or kNoId; also where that would be long to
+  // find, behind many small spans of one page. `begin` need not be mapped.
   SpanId extent_over(Address begin, Bytes size) const;
   bool is_whole_free(ChunkId chunk) const;
   // Free bytes at a chunk's start, and at its end.
@@ -123,6 +124,7 @@ class Arena {
   SpanId span_of_page(Address address) const { return page_spans_[chunks_.page_of(address)]; }
   void note_pages(SpanId id, Address begin, Address end);
   void note_pages(SpanId id) { note_pages(id, spans_[id].begin, spans_[id].end()); }
+  static constexpr int kMostSteps = 32;
   bool fits_low(const Span& extent, Bytes size) const;
   void merge_unmapped(SpanId id);
   template <class Visit>

@@ -15,6 +15,8 @@ enum class CrossStream : std::uint8_t { kNever, kUnderPressure, kAlways };
 struct AllocatorConfig {
   Bytes limit{UINT64_MAX};  // of what is held from the driver
   CrossStream cross_stream = CrossStream::kUnderPressure;
+  // A program that repeats itself gets its blocks where it had them the last time round.
+  bool repeats_placements = true;
 
   // Growth is preferred to stitching while what is held stays within this share above the highest
   // sum of live bytes so far. It bounds the waste that convenience may cost.

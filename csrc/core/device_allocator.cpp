@@ -45,6 +45,7 @@ DeviceAllocator::DeviceAllocator(Driver& driver, const AllocatorConfig& config,
       arena_(grounds.arena.begin, grounds.arena.size, driver.granularity()),
       alias_addresses_(grounds.aliases, config.alias_addresses),
       clocks_(driver),
+      recurrence_(grounds.arena.begin),
       trace_(config.trace_events) {}
 
 // The caller has made sure that the device no longer uses the memory. In a forked child there is no
@@ -74,10 +75,9 @@ Result<Address> DeviceAllocator::allocate(Bytes requested, Stream stream, OutOfM
   }
   const Bytes size = size_of(requested);
   const StreamIndex index = clocks_.index_of(stream);
-  const bool is_own_first = config_.cross_stream != CrossStream::kAlways;
-  const SpanId extent = is_own_first ? arena_.best_fit(size, index) : arena_.best_fit_of_any(size);
-  if (extent != kNoId && (is_own_first || clocks_.is_ordered(arena_.tags_of(extent), index))) {
-    const SpanId span = arena_.take(extent, size);
+  SpanId span = recurrence_.is_running() ? take_as_before(size, index) : kNoId;
+  if (span == kNoId) span = take_best(size, index);
+  if (span != kNoId) {
     return publish({arena_.span(span).begin, span, kNoId}, requested, size, index);
   }
   const Result<Placement> placed = place_slowly(size, index, lock);
@@ -87,10 +87,32 @@ Result<Address> DeviceAllocator::allocate(Bytes requested, Stream stream, OutOfM
   return publish(placed.value(), requested, size, index);
 }
 
+// The range that the request's counterpart had, where this stream may have it without a wait.
+SpanId DeviceAllocator::take_as_before(Bytes size, StreamIndex stream) {
+  const Address place = recurrence_.expect(size, stream);
+  if (!place) return kNoId;
+  const SpanId extent = arena_.extent_over(place, size);
+  if (extent == kNoId || !clocks_.is_ordered(arena_.tags_of(extent), stream)) return kNoId;
+  const SpanId span = arena_.take_at(extent, place, size);
+  stats_.note_extents(arena_.extent_count(), arena_.free_bytes());  // from its middle: one more
+  return span;
+}
+
+SpanId DeviceAllocator::take_best(Bytes size, StreamIndex stream) {
+  const bool is_own_first = config_.cross_stream != CrossStream::kAlways;
+  const SpanId extent = is_own_first ? arena_.best_fit(size, stream) : arena_.best_fit_of_any(size);
+  if (extent == kNoId) return kNoId;
+  if (!is_own_first && !clocks_.is_ordered(arena_.tags_of(extent), stream)) return kNoId;
+  return arena_.take(extent, size);
+}
+
 Address DeviceAllocator::publish(const Placement& placement, Bytes requested, Bytes size,
                                  StreamIndex stream) {
   blocks_.insert(
       Block{placement.address, requested, placement.first_span, stream, placement.alias, kNoId});
+  if (size >= Recurrence::kSmallest && config_.repeats_placements) {
+    recurrence_.note(size, stream, placement.address);
+  }
   stats_.count_allocation(requested, size);
   note_allocated();
   highest_live_ = max(highest_live_, allocated());

@@ -1,6 +1,7 @@
 // The allocator of one device: the only class that composes the others, and the owner of the lock.
 //
-// A request takes the best-fitting extent. Where none fits it goes, in this order, to memory that
+// A request takes the best-fitting extent or, in a program that repeats itself, the range that it
+// had the last time round. Where none fits it goes, in this order, to memory that
 // another stream freed, to an alias that exists, to growth while that wastes nothing, to a new
 // alias over free pieces with growth by what they lack, and at last to relief: what the callbacks
 // free. Nothing is moved, no live mapping is unmapped, and the host waits for the device only where
@@ -28,6 +29,7 @@
 #include "core/fork_guard.h"
 #include "core/mapper.h"
 #include "core/range_set.h"
+#include "core/recurrence.h"
 #include "core/stats.h"
 #include "core/stitch_plan.h"
 #include "core/stream_clocks.h"
@@ -202,6 +204,8 @@ class DeviceAllocator {
   DeviceAllocator(Driver& driver, const AllocatorConfig& config, const Grounds& grounds);
 
   // device_allocator.cpp
+  SpanId take_as_before(Bytes size, StreamIndex stream);
+  SpanId take_best(Bytes size, StreamIndex stream);
   Address publish(const Placement& placement, Bytes requested, Bytes size, StreamIndex stream);
   void give_back_pieces(const Block& block);
   TagSet stamp_free(const Block& block);
@@ -287,6 +291,7 @@ class DeviceAllocator {
   RangeSet alias_addresses_;
   StreamClocks clocks_;
   BlockTable blocks_;
+  Recurrence recurrence_;
   std::vector<std::vector<StreamIndex>> users_;  // further streams of a block
   std::vector<std::uint32_t> vacant_users_;
   AllocatorStats stats_;

@@ -22,8 +22,8 @@ namespace vramx::stress {
 namespace {
 
 int run_all(const Options& options) {
-  for (const auto checks : {regression_checks(), random_checks(), defect_checks(), failure_checks(),
-                            thread_checks(), fork_checks()}) {
+  for (const auto checks : {regression_checks(), random_checks(), repeat_checks(), defect_checks(),
+                            failure_checks(), thread_checks(), fork_checks()}) {
     for (const Check& check : checks) {
       contract::run_check(check, options);
       std::fflush(stdout);

@@ -35,6 +35,7 @@ constexpr std::uint8_t kDefects = 6;
 struct Setup {
   Bytes capacity{4 << 20};
   CrossStream cross_stream = CrossStream::kUnderPressure;
+  bool repeats_placements = true;
   std::uint64_t alias_mappings = 128 * 1024;
   std::uint64_t alias_factor = 1024;  // addresses for aliases, in capacities
   std::uint64_t mapping_ceiling = 520192;

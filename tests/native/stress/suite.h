@@ -24,6 +24,7 @@ struct Options {
 using Check = contract::Check<const Options>;
 
 std::span<const Check> random_checks();      // seeds.cpp
+std::span<const Check> repeat_checks();      // repeats.cpp
 std::span<const Check> defect_checks();      // defect_checks.cpp
 std::span<const Check> failure_checks();     // failures.cpp
 std::span<const Check> thread_checks();      // threads.cpp

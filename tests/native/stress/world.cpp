@@ -26,6 +26,7 @@ void World::open() {
   shadow_ = std::make_unique<Shadow>(*sim_);
   auto created =
       DeviceAllocator::create(*driver_, {.cross_stream = setup_.cross_stream,
+                                         .repeats_placements = setup_.repeats_placements,
                                          .alias_addresses = setup_.capacity * setup_.alias_factor,
                                          .alias_mappings = setup_.alias_mappings});
   if (!created.ok()) return fail("setup: the allocator is not created");

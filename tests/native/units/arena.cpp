@@ -83,6 +83,21 @@ void only_an_extent_that_holds_all_of_a_range_lies_over_it(Fixture& fixture) {
   EXPECT(fixture.arena.extent_over(at, kPage) == fixture.arena.span_at(at));
 }
 
+void nothing_lies_over_addresses_without_memory(Fixture& fixture) {
+  const Address at = fixture.map({kPage});
+  EXPECT(fixture.arena.extent_over(at + kPage, kBlockUnit) == kNoId);
+  EXPECT(fixture.arena.extent_over(at + kPage * 63, kBlockUnit) == kNoId);
+}
+
+void an_extent_behind_many_small_spans_of_its_page_is_not_searched_for(Fixture& fixture) {
+  const Address at = fixture.map({kPage});
+  const Address middle = at + 1_MiB;
+  for (std::uint64_t i = 0; i < 8; ++i) fixture.take(at + kBlockUnit * i, kBlockUnit);
+  EXPECT(fixture.arena.extent_over(middle, 1_MiB) == fixture.arena.span_at(middle));
+  for (std::uint64_t i = 8; i < 100; ++i) fixture.take(at + kBlockUnit * i, kBlockUnit);
+  EXPECT(fixture.arena.extent_over(middle, 1_MiB) == kNoId);
+}
+
 // --- take ----------------------------------------------------------------------------------------
 
 void a_block_is_cut_where_whole_chunks_are_spared(Fixture& fixture) {
@@ -247,6 +262,9 @@ constexpr Check<Fixture> kChecks[] = {
      the_largest_extents_come_largest_first_and_no_more_than_asked_for},
     {"only an extent that holds all of a range lies over it",
      only_an_extent_that_holds_all_of_a_range_lies_over_it},
+    {"nothing lies over addresses without memory", nothing_lies_over_addresses_without_memory},
+    {"an extent behind many small spans of its page is not searched for",
+     an_extent_behind_many_small_spans_of_its_page_is_not_searched_for},
     {"a block is cut where whole chunks are spared", a_block_is_cut_where_whole_chunks_are_spared},
     {"an extent may be cut in the middle", an_extent_may_be_cut_in_the_middle},
     {"what is left of an extent keeps its tags", what_is_left_of_an_extent_keeps_its_tags},
