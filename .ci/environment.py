@@ -29,7 +29,7 @@ GROUPS = {
         *("torch", "triton", "numpy", "rich", "matplotlib", "plotly"),
         *("setuptools", "pybind11", "ninja"),
     ),
-    "test": ("pytest", "hypothesis"),
+    "test": ("pytest", "pytest-xdist", "hypothesis"),
     "dev": ("ruff", "mypy", "clang-format"),
 }
 # Without one of these nothing can start; without another, what needs it says so itself.

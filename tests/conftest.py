@@ -17,6 +17,11 @@ from vramx.cli.main import main
 from vramx.memory.trace import Trace, load_trace
 
 TESTS = Path(__file__).resolve().parent
+# The files that compile or train, the longest first.
+LONGEST = (
+    *("test_native", "test_shim", "test_cpu_training", "test_allocator_programs"),
+    *("test_autoload", "test_layering"),
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,10 +32,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # xdist would start the files with the most tests first, and those are not the longest.
+    config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # The files that compile most come first: where files are run side by side, the last one to
-    # start should be a short one.
-    items.sort(key=lambda item: not item.path.name.startswith(("test_native", "test_shim.")))
+    # Where files are run side by side, the last one to start should be a short one.
+    rank = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(LONGEST)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

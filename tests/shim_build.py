@@ -2,7 +2,8 @@
 
 The shim is the real one, compiled for the installed torch; libc10 is that torch's. tests/torch_stub
 supplies what a torch without CUDA lacks, and an allocator in the place of torch's own. Built once
-for the sources as they are; a process that was started for a test installs it once, as any does.
+for the sources as they are, also where tests of several processes want it at the same time; a
+process that was started for a test installs it once, as any does.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import hashlib
 import importlib
 import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -23,6 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from native_build import alone_in
 
 if TYPE_CHECKING:
     from vramx import _core
@@ -103,13 +105,13 @@ def libraries() -> tuple[Path, Path]:
     for path in _with_headers([*stub, *shim]):
         digest.update(path.read_bytes())
     folder = BUILD / digest.hexdigest()[:16]
-    if not folder.exists():
-        partial = BUILD / f"partial-{os.getpid()}"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        for name, sources in (("stub", stub), ("shim", shim)):
-            _build(sources, partial / f"{name}.so", options)
-        partial.rename(folder)
+    with alone_in(BUILD):
+        if not folder.exists():
+            partial = BUILD / "partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            _build({"stub": stub, "shim": shim}, partial, options)
+            partial.rename(folder)
     return folder / "stub.so", folder / "shim.so"
 
 
@@ -128,17 +130,21 @@ def _with_headers(sources: list[Path]) -> list[Path]:
     return sorted(found)
 
 
-def _build(sources: list[Path], target: Path, options: list[str]) -> None:
-    # The stand-in is to be found by the shim, as torch's libraries are.
-    visible = ["-fvisibility=default"] if target.stem == "stub" else []
-    objects = [target.with_name(f"{target.stem}-{source.stem}.o") for source in sources]
-    commands = [
-        ["g++", *options, *visible, "-c", str(source), "-o", str(made)]
-        for source, made in zip(sources, objects, strict=True)
+def _build(sources: dict[str, list[Path]], folder: Path, options: list[str]) -> None:
+    # The stand-in is to be found by the shim, as torch's libraries are. It is compiled in one unit,
+    # which is quicker; the shim source by source, as vramx does it.
+    unit = folder / "stub.cpp"
+    unit.write_text("".join(f'#include "{source}"\n' for source in sources["stub"]))
+    commands = [["g++", *options, "-fvisibility=default", "-c", str(unit), "-o", f"{unit}.o"]]
+    objects = [folder / f"{source.stem}.o" for source in sources["shim"]]
+    commands += [
+        ["g++", *options, "-c", str(source), "-o", str(made)]
+        for source, made in zip(sources["shim"], objects, strict=True)
     ]
     with ThreadPoolExecutor(max_workers=2) as pool:
         list(pool.map(_run, commands))
-    _run(["g++", "-shared", *map(str, objects), "-o", str(target)])
+    _run(["g++", "-shared", f"{unit}.o", "-o", str(folder / "stub.so")])
+    _run(["g++", "-shared", *map(str, objects), "-o", str(folder / "shim.so")])
 
 
 def _run(command: list[str]) -> None:
