@@ -19,8 +19,8 @@ from vramx.memory.trace import Trace, load_trace
 TESTS = Path(__file__).resolve().parent
 # The files that compile or train, the longest first.
 LONGEST = (
-    *("test_native", "test_shim", "test_cpu_training", "test_allocator_programs"),
-    *("test_autoload", "test_layering"),
+    *("test_native", "test_core_endurance", "test_shim", "test_cpu_training"),
+    *("test_allocator_programs", "test_autoload", "test_layering"),
 )
 
 

@@ -35,6 +35,17 @@ def test_the_alternative_to_growth_is_another_streams_memory(device: SimulatedDe
     assert device.stats()["num_cross_stream"] == 1
 
 
+def test_memory_that_another_stream_is_done_with_is_taken_without_a_wait(
+    device: SimulatedDevice,
+) -> None:
+    pieces = fill_up(device, stream=1)
+    for piece in pieces:
+        device.free(piece)
+    device.allocate(2 * PIECE, 2)
+    assert held(device) == CAPACITY
+    assert device.waits() == 0
+
+
 def test_a_stream_prefers_its_own_memory_to_a_better_fit(device: SimulatedDevice) -> None:
     foreign, own = device.allocate(MIB, 1), device.allocate(3 * MIB, 2)
     device.free(foreign)

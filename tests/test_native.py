@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 from pathlib import Path
 
@@ -26,7 +25,6 @@ ARGUMENTS = {
     ("core_stress", "asan"): ["60000"],
     ("core_stress", "tsan"): ["20000"],
 }
-STRESS_STEPS = 1_000_000  # of core_stress without a sanitizer
 
 
 def run_program(executable: Path, *arguments: str) -> str:
@@ -52,15 +50,6 @@ def test_program_passes(program: Program, sanitizer: str) -> None:
         pytest.skip(f"g++ has no runtime for -fsanitize={SANITIZERS[sanitizer]} here")
     executable = native_build.build(program, sanitizer)
     run_program(executable, *ARGUMENTS.get((program.name, sanitizer), []))
-
-
-@pytest.mark.slow
-def test_the_core_holds_for_a_million_random_steps() -> None:
-    stress = next(program for program in programs() if program.name == "core_stress")
-    printed = run_program(native_build.build(stress, "plain"))
-    steps = re.search(r"^operations (\d+)$", printed, re.MULTILINE)
-    assert steps is not None
-    assert int(steps[1]) >= STRESS_STEPS
 
 
 @pytest.mark.gpu

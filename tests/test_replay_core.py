@@ -60,7 +60,7 @@ PROGRAMS = {
 GOLDEN_DRIVER_CALLS = {
     "llama_varlen": [1969, 3329, 506, 0, 0],
     "unet3d_patch": [989, 1498, 141, 0, 0],
-    "offload_streams": [858, 1942, 363, 0, 0],
+    "offload_streams": [856, 1680, 338, 0, 0],
 }
 
 every_program = pytest.mark.parametrize("name", PROGRAMS)
@@ -109,7 +109,7 @@ def test_the_models_run_under_the_cap_that_was_measured(name: str, policy: str) 
 
 # A small program of medium blocks on seven streams leaves holes below a chunk between them. Finer
 # chunks would close them, at more than a hundredth of the time of programs five times as large.
-SHORT_OF_THE_PROMISE = pytest.mark.xfail(strict=True, reason="reserves 1.016 of what is live")
+SHORT_OF_THE_PROMISE = pytest.mark.xfail(strict=True, reason="reserves 1.013 of what is live")
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ class StreamClocks {
     return is_last ? last_index_ : look_up(stream);
   }
   Stream stream_of(StreamIndex index) const { return streams_[index].handle; }
+  std::size_t stream_count() const { return streams_.size(); }
 
   // A new tag: everything queued on the stream until now. For the stream of an allocation at its
   // free, and for every other stream that used it: without a number of their own, an event recorded

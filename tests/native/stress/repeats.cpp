@@ -108,18 +108,24 @@ Ran run(const Scenario& scenario) {
   return {world.failure(), placed};
 }
 
-// That blocks lie elsewhere than best fit puts them proves that it was not in vain.
+bool is_sound(const Ran& ran, std::uint64_t seed) {
+  if (EXPECT(ran.failure.empty())) return true;
+  std::printf("  seed %llu: %s\n", static_cast<unsigned long long>(seed), ran.failure.c_str());
+  return false;
+}
+
+// That blocks lie elsewhere than best fit puts them proves that it was not in vain. A program that
+// best fit alone would place alike every time is one of a few.
 void every_claim_holds_while_a_program_repeats_itself(const Options& options) {
   const std::uint64_t seeds = options.operations < 100'000 ? 6 : 60;
+  std::uint64_t differing = 0;
   for (std::uint64_t seed = options.first_seed; seed < options.first_seed + seeds; ++seed) {
     const Ran repeating = run(repeated(seed, true));
-    if (!EXPECT(repeating.failure.empty())) {
-      std::printf("  seed %llu: %s\n", static_cast<unsigned long long>(seed),
-                  repeating.failure.c_str());
-    }
     const Ran plain = run(repeated(seed, false));
-    EXPECT(plain.failure.empty() && plain.placement_hash != repeating.placement_hash);
+    if (!is_sound(repeating, seed) || !is_sound(plain, seed)) continue;
+    differing += plain.placement_hash != repeating.placement_hash ? 1 : 0;
   }
+  EXPECT(differing > seeds / 2);
 }
 
 constexpr Check kChecks[] = {

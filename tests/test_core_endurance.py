@@ -1,0 +1,23 @@
+"""The core under a million random steps, each checked against a shadow of it.
+
+A file of its own, so that it runs beside the sanitized programs of test_native.py.
+"""
+
+from __future__ import annotations
+
+import re
+
+import native_build
+import pytest
+from test_native import run_program
+
+STEPS = 1_000_000
+
+
+@pytest.mark.slow
+def test_the_core_holds_for_a_million_random_steps() -> None:
+    stress = next(p for p in native_build.programs() if p.name == "core_stress")
+    printed = run_program(native_build.build(stress, "plain"))
+    steps = re.search(r"^operations (\d+)$", printed, re.MULTILINE)
+    assert steps is not None
+    assert int(steps[1]) >= STEPS
