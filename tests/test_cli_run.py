@@ -90,12 +90,16 @@ def test_wrong_usage_is_one_line(
     assert not started
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "what"),
+    [("VRAMX_STRICT", "maybe", "VRAMX_STRICT='maybe'"), ("VRAMX_LIMIT", "much", "VRAMX_LIMIT: ")],
+)
 def test_a_bad_variable_is_refused_before_the_start(
-    run: Any, started: list[Any], monkeypatch: pytest.MonkeyPatch
+    run: Any, started: list[Any], monkeypatch: pytest.MonkeyPatch, name: str, text: str, what: str
 ) -> None:
-    monkeypatch.setattr(config, "config", lambda: config.parse({"VRAMX_STRICT": "maybe"}))
+    monkeypatch.setattr(config, "config", lambda: config.parse({name: text}))
     code, out, err = run("run", "train.py")
-    assert_one_line_refusal(code, out, err, "VRAMX_STRICT='maybe'")
+    assert_one_line_refusal(code, out, err, what)
     assert not started
 
 

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
@@ -190,6 +191,7 @@ class DeviceAllocator {
    private:
     DeviceAllocator& allocator_;
   };
+  using Deadline = std::chrono::steady_clock::time_point;
   struct Placement {
     Address address;
     SpanId first_span = kNoId;
@@ -223,7 +225,7 @@ class DeviceAllocator {
   // placement.cpp: each step fails where it has nothing to offer, and leaves no trace then
   Result<Placement> place_slowly(Bytes size, StreamIndex stream, Lock& lock);
   Result<Placement> try_all(Request& request, Lock& lock);
-  bool wait_for_others(Lock& lock);
+  bool wait_for_others(Deadline deadline, Lock& lock);
   SpanId find_extent(const Request& request);
   Result<Placement> take_extent(Request& request, Lock& lock);
   Result<Placement> reuse_alias(Request& request, Lock& lock);

@@ -62,14 +62,19 @@ def choose(
         InvalidValueError: a value is not accepted.
     """
     return Options(
-        limit=_environment_limit(config) if limit is None else parse_limit(limit),
+        limit=environment_limit(config) if limit is None else parse_limit(limit),
         devices=config.devices if devices is None else _parse_devices(devices),
         cross_stream=_parse_cross_stream(cross_stream, config),
         record=bool(record) or config.record,
     )
 
 
-def _environment_limit(config: Config) -> Limit | None:
+def environment_limit(config: Config) -> Limit | None:
+    """Read the limit that the environment asks for.
+
+    Raises:
+        InvalidValueError: VRAMX_LIMIT holds what is no limit; the text names it.
+    """
     try:
         return parse_limit(config.limit)
     except InvalidValueError as error:

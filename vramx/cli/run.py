@@ -23,7 +23,7 @@ from typing import Any
 
 from vramx import config
 from vramx.allocator import shim_build
-from vramx.allocator.options import format_limit, parse_limit
+from vramx.allocator.options import environment_limit, format_limit, parse_limit
 from vramx.allocator.torch_facts import find_torch
 from vramx.cli import common, entry_folder
 from vramx.errors import InvalidValueError, VramxError
@@ -116,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
     """Become the program; returns only by an exception."""
     settings = settings_of(args)
     config.parse({**settings, "VRAMX": "1"})
+    if args.limit is None:
+        environment_limit(config.config())
     command = [_executable(args.command[0]), *args.command[1:]]
     _build_shim()
     environment = config.program_environment(settings, _import_path(command))
