@@ -239,14 +239,16 @@ def _as_c(value: Any) -> Any:
     return ctypes.c_uint64(value) if value >= 0 else ctypes.c_int(value)
 
 
-def installed(bench: Bench, capacity_bytes: int = 1 << 30, count: int = 2) -> _core.Devices:
-    """Install the shim over simulated devices, and initialise it as torch does with CUDA."""
+def installed(
+    bench: Bench, capacity_bytes: int = 1 << 30, count: int = 2, visible: int = 2
+) -> _core.Devices:
+    """Install the shim over `count` devices, and initialise it as torch does with `visible`."""
     from vramx import _core
 
     devices = _core.open_simulated(count, capacity_bytes, has_bytes=False)
     bench.devices = devices  # they go with their last reference, and the shim has none
     assert bench.install(devices.table_address) == ""
-    bench.init(2)
+    bench.init(visible)
     return devices
 
 

@@ -139,6 +139,14 @@ def test_requests_go_to_the_current_device(bench: Bench) -> None:
 
 
 @in_own_process
+def test_where_there_is_one_device_it_is_not_asked_for(bench: Bench) -> None:
+    devices = installed(bench, visible=1)
+    bench.device(1)  # what an answer would be
+    bench.raw_alloc(MIB, STREAM)
+    assert devices.started() == [0]
+
+
+@in_own_process
 def test_a_request_of_nothing_starts_no_device(bench: Bench) -> None:
     devices = installed(bench)
     assert bench.allocate(0) is None

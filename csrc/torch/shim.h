@@ -13,7 +13,7 @@
 // own lock, then native's; the core, trackers, observers and the stack recorder are called without
 // any. In a forked child a free does nothing and an allocation is native's to refuse; neither takes
 // a lock. An ordinary allocation costs a few loads more than the core and torch's own look-ups of
-// the device and the stream.
+// the stream and, where there are several, the device.
 #pragma once
 
 #include <mutex>
@@ -166,6 +166,7 @@ class Shim final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllo
     return {pointer, pointer, &release, cuda_device(device)};
   }
 
+  DeviceIndex current_device() const;
   bool is_ordinary() const;
   bool goes_native(const Request& request) const;
   void* serve(const Request& request);
