@@ -5,14 +5,20 @@ one GPU; then once more each under a cap of 1.03 times its own peak of allocated
 written as soon as a process has ended. The goals: the same losses bit for bit, reserved memory
 within 1 % (and 32 MiB) of allocated, a median step within 1 % of torch's faster allocator, no
 driver call a step once fixed shapes have settled, and a capped step within 5 % of an uncapped one.
-A program takes two to three minutes; --jobs runs as many programs at once, each on its own GPU.
+
+A process is alone on the GPU in its turn; the next few import meanwhile, each on a core of its own.
+So a program takes its nine turns, of 3 to 6 s each; --jobs uses as many GPUs at once.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from benchmarks.harness import Measurement, Options
@@ -22,7 +28,9 @@ from benchmarks.programs._launch import (
     PROGRAMS,
     Allocator,
     Job,
+    Waiting,
     in_turn,
+    started_ahead,
     visible_gpus,
 )
 from benchmarks.programs._rows import Request, RowWriter
@@ -94,30 +102,58 @@ def chosen(names: Sequence[str]) -> list[Program]:
 
 def spread(programs: Sequence[Program], gpus: Sequence[str], lane: Lane) -> list[Run]:
     """Run programs on as many GPUs at once; all runs of one program stay on one GPU."""
-    idle = list(gpus)  # a worker takes one and puts it back; list operations are atomic
+    waiting = deque(programs)  # each GPU takes the next; popleft is atomic
 
-    def on_an_idle_gpu(program: Program) -> list[Run]:
-        gpu = idle.pop()
-        try:
-            runs = list(lane.runs(program, gpu))
-            lane.write_verdicts(program, runs)
-            return runs
-        finally:
-            idle.append(gpu)
+    def taken() -> Iterator[Program]:
+        while waiting:
+            try:
+                yield waiting.popleft()
+            except IndexError:  # another GPU took the last
+                return
+
+    def on_gpu(gpu: str) -> list[Run]:
+        return list(lane.runs(taken(), gpu))
 
     with ThreadPoolExecutor(len(gpus)) as pool:
-        futures = [pool.submit(on_an_idle_gpu, program) for program in programs]
+        futures = [pool.submit(on_gpu, gpu) for gpu in gpus]
         try:
-            return [run for future in futures for run in future.result()]
+            runs = [run for future in futures for run in future.result()]
         except BaseException:  # Ctrl-C too: nothing may go on running behind the prompt
             lane.stop.set()
-            for future in futures:
-                future.cancel()
             raise
+    return sorted(runs, key=lambda run: programs.index(run.program))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One process that is to run."""
+
+    program: Program
+    allocator: Allocator
+    repeat: int
+    is_capped: bool = False
+    is_kept: bool = True
+
+    @property
+    def is_later(self) -> bool:
+        """Say whether every allocator has had its run before this one."""
+        return self.is_capped or self.repeat > 0
+
+
+def plan(program: Program, repeats: int, allocators: Sequence[Allocator]) -> Iterator[Planned]:
+    """Yield a program's runs: `repeats` under each allocator in turn, then with a cap."""
+    if program.compiles:  # to the compiler's cache on disk, which all runs after it find
+        yield Planned(program, allocators[0], 0, is_kept=False)
+    for repeat in range(repeats):
+        for allocator in in_turn(allocators, repeat):
+            yield Planned(program, allocator, repeat)
+    if program.cap_bytes is None:
+        for allocator in in_turn(allocators, 0):
+            yield Planned(program, allocator, repeats, is_capped=True)
 
 
 class Lane:
-    """Runs the processes of one program after the other; shared by the GPUs."""
+    """Gives the processes of programs their turns, one after the other; shared by the GPUs."""
 
     def __init__(
         self,
@@ -125,7 +161,7 @@ class Lane:
         limit_s: float,
         writer: RowWriter,
         allocators: Sequence[Allocator] = ALLOCATORS,
-        launch: Callable[[Job, threading.Event], _launch.Outcome] = _launch.run,
+        launch: Callable[[Job], Waiting] = _launch.Started,
     ) -> None:
         self._repeats = repeats
         self._limit_s = limit_s
@@ -134,27 +170,47 @@ class Lane:
         self._launch = launch
         self.stop = threading.Event()
 
-    def runs(self, program: Program, gpu: str) -> Iterator[Run]:
-        """Run a program without a cap, `repeats` times under each allocator, then with one."""
-        if program.compiles:  # to the compiler's cache on disk, which all runs after it find
-            self._take(program, self._allocators[0], gpu, program.cap_bytes)
-        native_peaks = []
-        for repeat in range(self._repeats):
-            for allocator in in_turn(self._allocators, repeat):
-                run = self._run(program, allocator, gpu, None, repeat)
-                yield run
-                if run.allocator == "native" and run.outcome.is_ok:
-                    native_peaks.append(run.report["peak_allocated_bytes"])
+    def runs(self, programs: Iterable[Program], gpu: str) -> Iterator[Run]:
+        """Run programs on one GPU, without a cap and then with one, and write their verdicts."""
+
+        def start(planned: Planned) -> Waiting:
+            script = PROGRAMS / f"{planned.program.name}.py"
+            return self._launch(Job(script, planned.allocator, gpu=gpu, limit_s=self._limit_s))
+
+        everything = (
+            planned
+            for program in programs
+            for planned in plan(program, self._repeats, self._allocators)
+        )
+        with closing(started_ahead(everything, start)) as started:
+            for program, turns in groupby(started, key=lambda pair: pair[0].program):
+                runs = []
+                for run in self._turns(turns):
+                    runs.append(run)
+                    yield run
                 if self.stop.is_set():
                     return
-            if not native_peaks:  # the program itself does not run here
+                self.write_verdicts(program, runs)
+
+    def _turns(self, turns: Iterable[tuple[Planned, Waiting]]) -> Iterator[Run]:
+        """Run the processes of one program."""
+        native_peaks: list[int] = []
+        for planned, process in turns:
+            if self.stop.is_set():
+                process.cancel()
                 return
-        if program.cap_bytes is None:
-            cap_bytes = int(CAP * max(native_peaks))
-            for allocator in in_turn(self._allocators, 0):
-                yield self._run(program, allocator, gpu, cap_bytes, 0)
-                if self.stop.is_set():
-                    return
+            if planned.is_later and not native_peaks:  # the program itself does not run here
+                process.cancel()
+                continue
+            cap_bytes = int(CAP * max(native_peaks)) if planned.is_capped else None
+            outcome = process.take_turn(cap_bytes or planned.program.cap_bytes, self.stop)
+            if not planned.is_kept:
+                continue
+            run = Run(planned.program, planned.allocator.name, planned.is_capped, outcome)
+            self._write(run, planned)
+            yield run
+            if run.allocator == "native" and outcome.is_ok:
+                native_peaks.append(run.report["peak_allocated_bytes"])
 
     def write_verdicts(self, program: Program, runs: Sequence[Run]) -> None:
         """Write the values of the goals, where there are any."""
@@ -163,22 +219,11 @@ class Lane:
         if values and not self.stop.is_set():
             self._writer.write(f"{program.name} goals", values)
 
-    def _run(
-        self, program: Program, allocator: Allocator, gpu: str, cap_bytes: int | None, repeat: int
-    ) -> Run:
-        outcome = self._take(program, allocator, gpu, cap_bytes or program.cap_bytes)
-        run = Run(program, allocator.name, cap_bytes is not None, outcome)
-        case = f"{program.name} {allocator.name} {'capped' if run.is_capped else repeat + 1}"
+    def _write(self, run: Run, planned: Planned) -> None:
+        case = "capped" if run.is_capped else planned.repeat + 1
         if not self.stop.is_set():
-            self._writer.write(case, measurements(run), outcome.status)
-        return run
-
-    def _take(
-        self, program: Program, allocator: Allocator, gpu: str, cap_bytes: int | None
-    ) -> _launch.Outcome:
-        script = PROGRAMS / f"{program.name}.py"
-        job = Job(script, allocator, gpu=gpu, cap_bytes=cap_bytes, limit_s=self._limit_s)
-        return self._launch(job, self.stop)
+            name = f"{run.program.name} {run.allocator} {case}"
+            self._writer.write(name, measurements(run), run.outcome.status)
 
 
 def measurements(run: Run) -> list[Measurement]:

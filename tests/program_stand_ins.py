@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.harness import read_csv
-from benchmarks.programs._launch import Allocator, Outcome
+from benchmarks.programs._launch import Allocator, Job, Outcome
 from benchmarks.programs._rows import RowWriter
 from vramx.sizes import GIB
 
@@ -34,9 +36,11 @@ GOOD_REPORT: dict[str, Any] = {
 # Says what a program says, for the allocator that the environment names.
 PROGRAM = f"""
 import json, os
+from benchmarks.programs import _turn
+turn = _turn.wait()
 report = {GOOD_REPORT!r}
 report["allocator"] = os.environ["FAKE_ALLOCATOR"]
-report["extra"] = {{"cap": int(os.environ.get("PROGRAM_CAP_BYTES", 0))}}
+report["extra"] = {{"cap": turn.cap_bytes or 0}}
 print("loading")
 print(json.dumps(report))
 """
@@ -58,3 +62,33 @@ def make_writer(folder: Path) -> RowWriter:
 def rows(tmp_path: Path) -> list[dict[str, str]]:
     """Return what `writer` has written."""
     return read_csv(tmp_path / "rows.csv")
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What a fake launch is told when a process has its turn."""
+
+    job: Job
+    cap_bytes: int | None
+    stop: threading.Event
+
+
+class FakeProcess:
+    """A process that waits for its turn, whose outcome is what a function says."""
+
+    def __init__(self, job: Job, ended: Callable[[Launched], Outcome]) -> None:
+        self.job = job
+        self.was_cancelled = False
+        self._ended = ended
+
+    def take_turn(
+        self, cap_bytes: int | None = None, stop: threading.Event | None = None
+    ) -> Outcome:
+        return self._ended(Launched(self.job, cap_bytes, stop or threading.Event()))
+
+    def cancel(self) -> None:
+        self.was_cancelled = True
+
+
+def launcher(ended: Callable[[Launched], Outcome]) -> Callable[[Job], FakeProcess]:
+    return lambda job: FakeProcess(job, ended)

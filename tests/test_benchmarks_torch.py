@@ -11,6 +11,8 @@ from program_stand_ins import (
     FAKE,
     PROGRAM,
     ROOT,
+    Launched,
+    launcher,
     machine_with,
     make_writer,
     outcome,
@@ -46,6 +48,7 @@ def test_a_program_reports_through_the_recorder(tmp_path: Path) -> None:
 import torch
 from benchmarks.programs._report import Recorder
 recorder = Recorder(warmup=1, timed=2)
+recorder.begin()
 for _ in range(recorder.steps):
     with recorder.step():
         loss = torch.rand(()) / 3
@@ -64,6 +67,52 @@ recorder.finish(batch_size=4)
     assert [float.fromhex(loss) for loss in report["losses"]] == expected  # to the last bit
 
 
+def test_a_program_insists_on_repeatable_kernels_unless_it_says_otherwise(tmp_path: Path) -> None:
+    """With warn_only, torch keeps the atomic additions of attention's backward."""
+    pytest.importorskip("torch")
+    program = """
+import os, torch
+from benchmarks.programs._report import Recorder
+os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)  # as by hand
+Recorder(deterministic=False)
+loose = torch.are_deterministic_algorithms_enabled()
+recorder = Recorder(warmup=0, timed=1)
+recorder.begin()
+with recorder.step():
+    pass
+recorder.finish(
+    loose=loose,
+    strict=torch.are_deterministic_algorithms_enabled(),
+    warns=torch.is_deterministic_algorithms_warn_only_enabled(),
+    fills=torch.utils.deterministic.fill_uninitialized_memory,
+    workspace=os.environ["CUBLAS_WORKSPACE_CONFIG"],
+)
+"""
+    (tmp_path / "program.py").write_text(program)
+    allocator = Allocator("none", environment=(("CUDA_VISIBLE_DEVICES", ""),))
+    done = _launch.run(Job(tmp_path / "program.py", allocator))
+    assert done.reports[-1]["extra"] == {
+        "loose": False,
+        "strict": True,
+        "warns": False,
+        "fills": False,
+        "workspace": ":4096:8",
+    }
+
+
+def test_beginning_anew_draws_the_same_numbers() -> None:
+    torch = pytest.importorskip("torch")
+    from benchmarks.programs._report import Recorder
+
+    recorder = Recorder(deterministic=False)
+    first = torch.rand(3), recorder.random.random()
+    torch.rand(5)  # as many as were drawn until the memory ran out
+    recorder.restart()
+    again = torch.rand(3), recorder.random.random()
+    assert torch.equal(first[0], again[0])
+    assert first[1] == again[1]
+
+
 def test_the_cap_becomes_a_fraction_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     from benchmarks.programs import _report
@@ -75,44 +124,42 @@ def test_the_cap_becomes_a_fraction_of_the_gpu(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         torch.cuda, "set_per_process_memory_fraction", lambda *given: asked.append(given)
     )
-    monkeypatch.delenv("PROGRAM_CAP_BYTES", raising=False)
-    _report._cap_memory()
+    _report._cap_memory(None)
     assert asked == []
-    monkeypatch.setenv("PROGRAM_CAP_BYTES", str(25 * GIB))
-    _report._cap_memory()
+    _report._cap_memory(25 * GIB)
     assert asked == [(0.25, 0)]
 
 
 def test_programs_run_in_turn_and_then_under_a_cap(writer: RowWriter, tmp_path: Path) -> None:
-    launched: list[tuple[str, int | None, int]] = []
+    turns: list[tuple[str, int | None, int]] = []
 
-    def launch(job: Job, stop: threading.Event) -> Outcome:
-        launched.append((job.allocator.name, job.cap_bytes, writer.count))
-        return outcome(job.allocator.name)
+    def ended(launched: Launched) -> Outcome:
+        turns.append((launched.job.allocator.name, launched.cap_bytes, writer.count))
+        return outcome(launched.job.allocator.name)
 
-    lane = torch_programs.Lane(2, 60.0, writer, FAKE, launch)
-    runs = list(lane.runs(Program("toy"), "0"))
+    lane = torch_programs.Lane(2, 60.0, writer, FAKE, launcher(ended))
+    runs = list(lane.runs([Program("toy")], "0"))
     cap_bytes = int(1.03 * 10 * GIB)
-    assert [(name, cap) for name, cap, _ in launched] == [
+    assert [(name, cap) for name, cap, _ in turns] == [
         *(("native", None), ("expandable", None), ("vramx", None)),
         *(("vramx", None), ("expandable", None), ("native", None)),
         *(("native", cap_bytes), ("expandable", cap_bytes), ("vramx", cap_bytes)),
     ]
     # Each process finds the rows of those before it in the file.
-    assert [count for *_, count in launched] == [7 * done for done in range(9)]
+    assert [count for *_, count in turns] == [7 * done for done in range(9)]
     assert [run.is_capped for run in runs] == [False] * 6 + [True] * 3
     cases = list(dict.fromkeys(row["case"] for row in rows(tmp_path)))
     assert cases[:4] == ["toy native 1", "toy expandable 1", "toy vramx 1", "toy vramx 2"]
-    assert cases[-1] == "toy vramx capped"
+    assert cases[-2:] == ["toy vramx capped", "toy goals"]
     steps = [row for row in rows(tmp_path) if row["metric"] == "step_ms"]
     assert {(row["samples"], row["median"]) for row in steps} == {("10 12", "11.0")}
 
 
 def test_the_goals_that_have_a_value_are_rows(writer: RowWriter, tmp_path: Path) -> None:
-    def launch(job: Job, stop: threading.Event) -> Outcome:
-        return outcome(job.allocator.name)
+    def ended(launched: Launched) -> Outcome:
+        return outcome(launched.job.allocator.name)
 
-    lane = torch_programs.Lane(1, 60.0, writer, FAKE, launch)
+    lane = torch_programs.Lane(1, 60.0, writer, FAKE, launcher(ended))
     torch_programs.spread([TOY_GOOD], ["0"], lane)
     goals = [row for row in rows(tmp_path) if row["case"] == "good goals"]
     assert {row["metric"]: row["median"] for row in goals} == {
@@ -126,35 +173,35 @@ def test_the_goals_that_have_a_value_are_rows(writer: RowWriter, tmp_path: Path)
 def test_a_program_with_its_own_cap_always_has_it(writer: RowWriter) -> None:
     caps = []
 
-    def launch(job: Job, stop: threading.Event) -> Outcome:
-        caps.append(job.cap_bytes)
-        return outcome(job.allocator.name, extra={"batch_size": 16})
+    def ended(launched: Launched) -> Outcome:
+        caps.append(launched.cap_bytes)
+        return outcome(launched.job.allocator.name, extra={"batch_size": 16})
 
-    lane = torch_programs.Lane(1, 60.0, writer, FAKE, launch)
-    runs = list(lane.runs(Program("search", cap_bytes=GIB), "0"))
+    lane = torch_programs.Lane(1, 60.0, writer, FAKE, launcher(ended))
+    runs = list(lane.runs([Program("search", cap_bytes=GIB)], "0"))
     assert caps == [GIB] * 3
     assert not any(run.is_capped for run in runs)
 
 
 def test_a_compiled_program_runs_once_before_it_counts(writer: RowWriter, tmp_path: Path) -> None:
-    launched = []
+    turns = []
 
-    def launch(job: Job, stop: threading.Event) -> Outcome:
-        launched.append(job.allocator.name)
-        return outcome(job.allocator.name)
+    def ended(launched: Launched) -> Outcome:
+        turns.append(launched.job.allocator.name)
+        return outcome(launched.job.allocator.name)
 
-    lane = torch_programs.Lane(1, 60.0, writer, FAKE, launch)
-    assert len(list(lane.runs(Program("toy", compiles=True), "0"))) == len(launched) - 1
-    assert launched[:2] == ["native", "native"]
-    assert sum(row["metric"] == "step_ms" for row in rows(tmp_path)) == len(launched) - 1
+    lane = torch_programs.Lane(1, 60.0, writer, FAKE, launcher(ended))
+    assert len(list(lane.runs([Program("toy", compiles=True)], "0"))) == len(turns) - 1
+    assert turns[:2] == ["native", "native"]
+    assert sum(row["metric"] == "step_ms" for row in rows(tmp_path)) == len(turns) - 1
 
 
 def test_a_program_that_fails_by_itself_is_not_tried_on(writer: RowWriter, tmp_path: Path) -> None:
-    def launch(job: Job, stop: threading.Event) -> Outcome:
+    def ended(launched: Launched) -> Outcome:
         return outcome(status="failed: ModuleNotFoundError: No module named 'peft'")
 
-    lane = torch_programs.Lane(2, 60.0, writer, FAKE, launch)
-    assert len(list(lane.runs(Program("toy"), "0"))) == 3
+    lane = torch_programs.Lane(2, 60.0, writer, FAKE, launcher(ended))
+    assert len(list(lane.runs([Program("toy")], "0"))) == 3
     assert [row["status"][:27] for row in rows(tmp_path)] == ["failed: ModuleNotFoundError"] * 3
 
 
@@ -162,13 +209,14 @@ def test_all_runs_of_a_program_stay_on_one_gpu(writer: RowWriter) -> None:
     used: dict[str, set[str | None]] = {}
     meeting = threading.Barrier(2, timeout=30)
 
-    def launch(job: Job, stop: threading.Event) -> Outcome:
+    def ended(launched: Launched) -> Outcome:
+        job = launched.job
         if job.script.stem not in used:
             meeting.wait()  # only two programs at once get past here
         used.setdefault(job.script.stem, set()).add(job.gpu)
-        return outcome(job.allocator.name)
+        return outcome(launched.job.allocator.name)
 
-    lane = torch_programs.Lane(1, 60.0, writer, FAKE, launch)
+    lane = torch_programs.Lane(1, 60.0, writer, FAKE, launcher(ended))
     programs = [Program(name) for name in "abcd"]
     runs = torch_programs.spread(programs, ["5", "6"], lane)
     assert [run.program.name for run in runs[::6]] == ["a", "b", "c", "d"]
@@ -177,13 +225,13 @@ def test_all_runs_of_a_program_stay_on_one_gpu(writer: RowWriter) -> None:
 
 
 def test_what_goes_wrong_outside_of_a_program_stops_all(writer: RowWriter) -> None:
-    def launch(job: Job, stop: threading.Event) -> Outcome:
-        if job.script.stem == "a":
+    def ended(launched: Launched) -> Outcome:
+        if launched.job.script.stem == "a":
             raise OSError("no space left")
-        assert stop.wait(30)
+        assert launched.stop.wait(30)
         return outcome(status="failed: stopped")
 
-    lane = torch_programs.Lane(1, 60.0, writer, FAKE, launch)
+    lane = torch_programs.Lane(1, 60.0, writer, FAKE, launcher(ended))
     with pytest.raises(OSError, match="no space left"):
         torch_programs.spread([Program("a"), Program("b")], ["0", "1"], lane)
     assert writer.count == 0
@@ -197,7 +245,7 @@ def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(torch_programs, "PROGRAMS", tmp_path)
     monkeypatch.setattr(torch_programs, "CATALOGUE", (TOY_GOOD, TOY_BAD))
-    monkeypatch.setattr(torch_programs.Lane.__init__, "__defaults__", (FAKE, _launch.run))
+    monkeypatch.setattr(torch_programs.Lane.__init__, "__defaults__", (FAKE, _launch.Started))
     monkeypatch.setattr(_launch, "load_core", machine_with(2))
     return tmp_path
 

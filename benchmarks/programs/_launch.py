@@ -1,8 +1,9 @@
 """Runs one program in a process of its own under one of three allocators, and reads its report.
 
 The program is the same file each time; what differs is the command before it and the environment.
-A process that fails, is killed or hangs is an outcome with the reason, never an exception. Callable
-from several threads; each call waits for its process, which is stopped when `stop` is set.
+A process is started ahead of its turn, to import while another one is measured (see `_turn`).
+One that fails, is killed or hangs is an outcome with the reason, never an exception. Callable from
+several threads; a turn lasts until its process has ended, which `stop` brings about early.
 """
 
 from __future__ import annotations
@@ -17,18 +18,22 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol, TypeVar
 
 from benchmarks.harness import UnavailableError
+from benchmarks.programs import _turn
 from vramx.errors import InvalidValueError
 from vramx.memory.replay import load_core
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAMS = Path(__file__).resolve().parent
-_POLL_S = 0.2
+Item = TypeVar("Item")
+AHEAD = 4  # processes that import while another has its turn
+_POLL_S = 0.05
 _OUT_OF_MEMORY = ("CUDA out of memory.", "torch.OutOfMemoryError")
 # Settings of one allocator must not reach a run of another.
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "VRAMX")
@@ -90,8 +95,7 @@ class Job:
     allocator: Allocator
     arguments: tuple[str, ...] = ()
     gpu: str | None = None  # for CUDA_VISIBLE_DEVICES; as the environment has it if None
-    cap_bytes: int | None = None
-    limit_s: float = 180.0
+    limit_s: float = 180.0  # from the beginning of its turn
 
 
 @dataclass(frozen=True)
@@ -100,33 +104,96 @@ class Outcome:
 
     status: str
     reports: tuple[dict[str, Any], ...]
-    wall_s: float
+    wall_s: float  # without the time that it waited for its turn
 
     @property
     def is_ok(self) -> bool:
         return self.status == "ok"
 
 
-def run(job: Job, stop: threading.Event | None = None) -> Outcome:
-    """Run a process to its end, its time-out, or until `stop` is set."""
-    start_s = time.monotonic()
-    # Files, not pipes: a grandchild that outlives the program would keep a pipe open.
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
+class Started:
+    """A process that has begun to import and waits for its turn.
+
+    Exactly one of `take_turn` and `cancel` is called, once; either way it has ended afterwards.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._start_s = time.monotonic()
+        # Files, not pipes: a grandchild that outlives the program would keep a pipe open.
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by _close
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
             [sys.executable, *job.allocator.prefix, str(job.script), *job.arguments],
             cwd=ROOT,
             env=environment(job, os.environ),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=errors,
+            stdin=subprocess.PIPE,
+            stdout=self._output,
+            stderr=self._errors,
             start_new_session=True,
         )
-        ended = _wait(process, start_s + job.limit_s, stop or threading.Event())
-        wall_s = time.monotonic() - start_s
-        reports = _reports(output)
-        if not ended:
-            return Outcome(f"failed: no result after {job.limit_s:.0f} s", reports, wall_s)
-        return Outcome(_status(process.returncode, _text(errors), reports, job), reports, wall_s)
+
+    def take_turn(
+        self, cap_bytes: int | None = None, stop: threading.Event | None = None
+    ) -> Outcome:
+        """Let the program begin and wait for its end, its time-out, or until `stop` is set."""
+        limit_s = self._job.limit_s
+        try:
+            _turn.give(self._process, cap_bytes)
+            ended = _wait(self._process, time.monotonic() + limit_s, stop or threading.Event())
+            reports = _reports(self._output)
+            waited_s = sum(report.get("waited_s", 0.0) for report in reports[-1:])
+            wall_s = time.monotonic() - self._start_s - waited_s
+            if not ended:
+                return Outcome(f"failed: no result after {limit_s:.0f} s", reports, wall_s)
+            status = _status(self._process.returncode, _text(self._errors), reports, self._job)
+            return Outcome(status, reports, wall_s)
+        finally:
+            self._close()
+
+    def cancel(self) -> None:
+        """End the process without a turn."""
+        _end(self._process)
+        self._close()
+
+    def _close(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # what it did not read
+            self._process.stdin.close()
+        self._output.close()
+        self._errors.close()
+
+
+class Waiting(Protocol):
+    """A process that waits for its turn, as Started."""
+
+    def take_turn(
+        self, cap_bytes: int | None = None, stop: threading.Event | None = None
+    ) -> Outcome: ...
+
+    def cancel(self) -> None: ...
+
+
+def started_ahead(
+    items: Iterable[Item], start: Callable[[Item], Waiting]
+) -> Generator[tuple[Item, Waiting], None, None]:
+    """Yield each item and its process, started AHEAD turns before; when closed, end the rest."""
+    ahead: deque[tuple[Item, Waiting]] = deque()
+    try:
+        for item in items:
+            ahead.append((item, start(item)))
+            if len(ahead) > AHEAD:
+                yield ahead.popleft()
+        while ahead:
+            yield ahead.popleft()
+    finally:
+        for _, process in ahead:
+            process.cancel()
+
+
+def run(job: Job, stop: threading.Event | None = None) -> Outcome:
+    """Run a process whose turn it is at once."""
+    return Started(job).take_turn(stop=stop)
 
 
 def environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -139,13 +206,12 @@ def environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
     if "VRAMX_CACHE_DIR" in inherited:  # where things are kept, not how memory is handled
         kept["VRAMX_CACHE_DIR"] = inherited["VRAMX_CACHE_DIR"]
     path = os.pathsep.join([str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])])
+    # With another workspace cuBLAS may add up in another order each time.
     kept |= {"PYTHONPATH": path, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    kept |= _turn.ENVIRONMENT
     kept |= dict(job.allocator.environment)
     if job.gpu is not None:
         kept["CUDA_VISIBLE_DEVICES"] = job.gpu
-    kept.pop("PROGRAM_CAP_BYTES", None)
-    if job.cap_bytes is not None:
-        kept["PROGRAM_CAP_BYTES"] = str(job.cap_bytes)
     return kept
 
 
@@ -157,10 +223,14 @@ def _wait(process: subprocess.Popen[bytes], deadline_s: float, stop: threading.E
                 return False
         return True
     finally:
-        # The program's workers share its group, and would hold the GPU's memory in the next run.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    # The program's workers share its group, and would hold the GPU's memory in the next run.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _text(file: IO[str]) -> str:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.programs._report import sized
+from benchmarks.programs._report import Recorder, sized
 
 VOCABULARY = sized(32_000, 512)
 
 
-def llama(device: torch.device, layers: int = 16) -> Any:
-    """Return a Llama in bfloat16 on the device: 0.5 B parameters at 16 layers."""
+def llama(recorder: Recorder, layers: int = 16) -> Any:
+    """Build a Llama of 0.5 B parameters at 16 layers, begin, and move it there in bfloat16."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=sized(1536, 64),
@@ -28,7 +28,8 @@ def llama(device: torch.device, layers: int = 16) -> Any:
         use_cache=False,
         attn_implementation="sdpa",
     )
-    return LlamaForCausalLM(config).to(device=device, dtype=torch.bfloat16)
+    model: Any = LlamaForCausalLM(config)
+    return model.to(device=recorder.begin(), dtype=torch.bfloat16)
 
 
 def tokens(batch: int, length: int, device: torch.device) -> torch.Tensor:

@@ -1,13 +1,12 @@
 """What a program tells about its run: the time and loss of each step, and the memory it took.
 
-A program makes one `Recorder` before it touches the GPU, wraps each step in `step()`, and calls
-`finish()`, which prints one line of JSON, the last of the program's output. Everything is asked of
-torch's public interface, so the same code serves every allocator. A step costs two
-synchronisations and is timed between them. Not thread-safe; one for each process.
+A program makes one `Recorder`, calls `begin()` before it touches the GPU, wraps each step in
+`step()`, and calls `finish()`, which prints one line of JSON, the last of the program's output.
+Everything is asked of torch's public interface, so the same code serves every allocator. A step
+costs two synchronisations and is timed between them. Not thread-safe; one for each process.
 
-Read from the environment:
+Read from the environment, beside what `_turn` reads:
     PROGRAM_SIZE        "tiny" for shapes that a processor runs in seconds; "full" if not set
-    PROGRAM_CAP_BYTES   the memory that torch may reserve on the GPU; no cap if not set
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+
+from benchmarks.programs import _turn
 
 Size = TypeVar("Size")
 
@@ -43,28 +44,48 @@ class Recorder:
     Args:
         warmup: how many steps come before the timed ones.
         timed: how many are timed; `steps` is their sum.
-        deterministic: ask torch for repeatable kernels; False where those would be another program.
+        deterministic: insist on repeatable kernels; False where those would be another program.
     """
 
     def __init__(self, warmup: int = 4, timed: int = 12, *, deterministic: bool = True) -> None:
         self.warmup = warmup
         self.steps = sized(warmup + timed, 3)
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.random = random.Random(SEED)
-        torch.manual_seed(SEED)
+        self.random = random.Random()
+        self._seed()
         if deterministic:
-            torch.use_deterministic_algorithms(True, warn_only=True)
+            # cuBLAS, which reads it when its first handle is made, repeats with this one only.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            # Not warn_only: with it attention's backward keeps its atomic additions
+            # (attention_backward.cu in torch), and the losses differ from run to run.
+            torch.use_deterministic_algorithms(True)
             # Filling fresh tensors would hide the use of memory that another tensor left behind.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        _cap_memory()
+        self._turn: _turn.Turn | None = None
         self._step_ms: list[float] = []
         self._losses: list[str] = []
         self._device_calls: list[int] = []
         self._driver_calls: list[int] = []
 
+    def begin(self) -> torch.device:
+        """Wait for this program's turn on the GPU; return the device to use.
+
+        What is done before, above all imports and building a model on the host, happens while
+        another program is measured. Calls after the first return at once.
+        """
+        if self._turn is None:
+            self._turn = _turn.wait()
+            _cap_memory(self._turn.cap_bytes)
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Time a step and count the driver calls in it."""
+        """Time a step and count the driver calls in it.
+
+        Raises:
+            RuntimeError: the program did not wait for its turn.
+        """
+        if self._turn is None:
+            raise RuntimeError("step() comes before begin()")
         before = _counters()
         _synchronize()
         start_s = time.perf_counter()
@@ -81,13 +102,18 @@ class Recorder:
         self._losses.append(float(value.detach().sum()).hex())
 
     def restart(self) -> None:
-        """Forget the steps so far: the program begins anew."""
+        """Forget the steps so far and seed again: the program begins anew.
+
+        How much randomness was drawn before is up to the allocator, where it ran out of memory.
+        """
+        self._seed()
         for kept in (self._step_ms, self._losses, self._device_calls, self._driver_calls):
             kept.clear()
 
     def finish(self, **extra: Any) -> None:
         """Print the report. `extra` are figures that only this program has."""
         report = {
+            "waited_s": self._turn.waited_s if self._turn else 0.0,
             "warmup": min(self.warmup, len(self._step_ms) - 1),
             "step_ms": self._step_ms,
             "losses": self._losses,
@@ -99,18 +125,21 @@ class Recorder:
         }
         print(json.dumps(report), flush=True)
 
+    def _seed(self) -> None:
+        self.random.seed(SEED)
+        torch.manual_seed(SEED)
+
 
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def _cap_memory() -> None:
-    cap = os.environ.get("PROGRAM_CAP_BYTES")
-    if cap is None or not torch.cuda.is_available():
+def _cap_memory(cap_bytes: int | None) -> None:
+    if cap_bytes is None or not torch.cuda.is_available():
         return
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, int(cap) / total), 0)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total), 0)
 
 
 def _counters() -> tuple[int, int | None]:

@@ -29,6 +29,7 @@ class Halving:
 
 def main() -> None:
     recorder = Recorder()
+    recorder.begin()
     halving = Halving()
 
     @find_executable_batch_size(  # type: ignore[untyped-decorator, unused-ignore]
@@ -37,7 +38,7 @@ def main() -> None:
     def train(batch_size: int) -> None:
         recorder.restart()
         accelerator = Accelerator()
-        model = llama(accelerator.device)
+        model = llama(recorder)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         model, optimizer = accelerator.prepare(model, optimizer)
         for _ in range(recorder.steps):

@@ -1,4 +1,8 @@
-"""ResNet-50 on images whose resolution changes, with cudnn.benchmark: many sizes of workspace."""
+"""ResNet-50 on images whose resolution changes, with cudnn.benchmark: many sizes of workspace.
+
+It does not repeat bit for bit: cudnn.benchmark picks its algorithms by the clock. The repeatable
+ones alone would be another program, and they need other workspaces.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,11 @@ RESOLUTIONS = sized((256, 160, 288, 192, 224), (64, 96, 32, 64, 96))
 
 def main() -> None:
     # A pass over all resolutions before the timed steps: cuDNN tries its algorithms once a shape.
-    # What it picks is up to the clock, so this program need not repeat bit for bit.
     recorder = Recorder(warmup=len(RESOLUTIONS), timed=15, deterministic=False)
     torch.backends.cudnn.benchmark = True
-    device = recorder.device
-    model = resnet50(num_classes=CLASSES).to(device, memory_format=torch.channels_last)
+    model = resnet50(num_classes=CLASSES)
+    device = recorder.begin()
+    model = model.to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for step in range(recorder.steps):
         side = RESOLUTIONS[step % len(RESOLUTIONS)]

@@ -10,11 +10,11 @@ from benchmarks.programs._report import Recorder, sized
 
 def main() -> None:
     recorder = Recorder(warmup=6)  # it runs once eagerly and once to record before it replays
-    model = llama(recorder.device, layers=8)
+    model = llama(recorder, layers=8)
     compiled = torch.compile(model, mode="reduce-overhead")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for _ in range(recorder.steps):
-        batch = tokens(sized(16, 2), sized(1536, 16), recorder.device)
+        batch = tokens(sized(16, 2), sized(1536, 16), model.device)
         torch.compiler.cudagraph_mark_step_begin()
         with recorder.step():
             loss = train_llama(compiled, optimizer, batch)

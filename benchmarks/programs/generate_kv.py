@@ -12,11 +12,11 @@ NEW_TOKENS = sized(16, 4)
 
 def main() -> None:
     recorder = Recorder()
-    model = llama(recorder.device).eval()
+    model = llama(recorder).eval()
     for _ in range(recorder.steps):
         batch = recorder.random.randint(*sized((32, 64), (1, 3)))
         length = recorder.random.randint(*sized((512, 2048), (4, 16)))
-        prompt = tokens(batch, length, recorder.device)
+        prompt = tokens(batch, length, model.device)
         with recorder.step(), torch.inference_mode():
             text = model.generate(
                 prompt,

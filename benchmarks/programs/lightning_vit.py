@@ -57,16 +57,19 @@ class Steps(Callback):
 
 def main() -> None:
     recorder = Recorder()
+    model = Classifier()
     # The same pictures again and again; drawing new ones would take longer than a step.
     images = torch.randn(BATCH, 3, 224, 224)
     data = TensorDataset(images, torch.randint(0, CLASSES, (BATCH,)))
     loader: Any = DataLoader(ConcatDataset([data] * recorder.steps), batch_size=BATCH)
+    device = recorder.begin()
     with tempfile.TemporaryDirectory() as folder:
         trainer = lightning.Trainer(
-            accelerator="gpu" if recorder.device.type == "cuda" else "cpu",
+            accelerator="gpu" if device.type == "cuda" else "cpu",
             devices=1,
             max_steps=recorder.steps,
             precision="bf16-mixed",
+            deterministic=True,
             logger=CSVLogger(folder),
             log_every_n_steps=1,
             callbacks=[Steps(recorder), DeviceStatsMonitor()],
@@ -74,7 +77,7 @@ def main() -> None:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(Classifier(), loader)
+        trainer.fit(model, loader)
     recorder.finish()
 
 

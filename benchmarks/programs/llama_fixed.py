@@ -10,10 +10,10 @@ from benchmarks.programs._report import Recorder, sized
 
 def main() -> None:
     recorder = Recorder()
-    model = llama(recorder.device)
+    model = llama(recorder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for _ in range(recorder.steps):
-        batch = tokens(sized(8, 2), sized(1536, 16), recorder.device)
+        batch = tokens(sized(8, 2), sized(1536, 16), model.device)
         with recorder.step():
             loss = train_llama(model, optimizer, batch)
         recorder.loss(loss)

@@ -10,11 +10,11 @@ from benchmarks.programs._report import Recorder, sized
 
 def main() -> None:
     recorder = Recorder()
-    model = llama(recorder.device)
+    model = llama(recorder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for _ in range(recorder.steps):
         length = recorder.random.randint(*sized((256, 2048), (8, 32)))
-        batch = tokens(sized(8, 2), length, recorder.device)
+        batch = tokens(sized(8, 2), length, model.device)
         with recorder.step():
             loss = train_llama(model, optimizer, batch)
         recorder.loss(loss)

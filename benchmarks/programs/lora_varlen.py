@@ -16,12 +16,12 @@ def main() -> None:
     adapters = LoraConfig(
         r=16, lora_alpha=32, lora_dropout=0.05, target_modules=TARGETS, task_type="CAUSAL_LM"
     )
-    model = get_peft_model(llama(recorder.device), adapters)
+    model = get_peft_model(llama(recorder), adapters)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
     for _ in range(recorder.steps):
         length = recorder.random.randint(*sized((256, 1792), (8, 32)))
-        batch = tokens(sized(8, 2), length, recorder.device)
+        batch = tokens(sized(8, 2), length, model.device)
         with recorder.step():
             loss = train_llama(model, optimizer, batch)
         recorder.loss(loss)

@@ -1,0 +1,57 @@
+"""A program's turn on the GPU: the line on its standard input that it waits for.
+
+The side that runs programs starts them ahead of time, because their imports take longer than what
+is measured, and gives the turn to one at a time. Standard input carries it because that reaches a
+program through any command in front of it (`vramx run`), because the line can say what was not
+known when the program was started (its cap), and because it ends with the harness, so that no
+program waits for ever or begins unasked. Imports no torch. One turn for each process.
+
+Read from the environment:
+    PROGRAM_TURN        "stdin" if there is a turn to wait for; a program run by hand begins at once
+    PROGRAM_CAP_BYTES   the cap of a program run by hand; no cap if not set
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+ENVIRONMENT = {"PROGRAM_TURN": "stdin"}
+_NO_CAP = "none"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a program is told when it may begin."""
+
+    cap_bytes: int | None
+    waited_s: float
+
+
+def wait() -> Turn:
+    """Wait until this process may touch the GPU.
+
+    Raises:
+        SystemExit: whoever started the program is gone.
+    """
+    if os.environ.get("PROGRAM_TURN") != ENVIRONMENT["PROGRAM_TURN"]:
+        cap = os.environ.get("PROGRAM_CAP_BYTES")
+        return Turn(None if cap is None else int(cap), 0.0)
+    start_s = time.monotonic()
+    line = sys.stdin.readline().strip()
+    if not line:
+        raise SystemExit("there is no turn: whoever started this program is gone")
+    return Turn(None if line == _NO_CAP else int(line), time.monotonic() - start_s)
+
+
+def give(process: subprocess.Popen[bytes], cap_bytes: int | None) -> None:
+    """Let a process begin; one that has ended already is left to be found ended."""
+    assert process.stdin is not None
+    line = _NO_CAP if cap_bytes is None else str(cap_bytes)
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(f"{line}\n".encode())
+        process.stdin.flush()

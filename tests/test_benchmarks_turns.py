@@ -1,0 +1,226 @@
+"""Turns on the GPU: processes import ahead of theirs, are alone in it, and block nobody."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from program_stand_ins import (
+    FAKE,
+    PROGRAM,
+    ROOT,
+    VRAMX,
+    FakeProcess,
+    Launched,
+    launcher,
+    make_writer,
+    outcome,
+)
+
+from benchmarks import torch_programs
+from benchmarks.programs import _launch, _turn
+from benchmarks.programs._launch import Job, Outcome
+from benchmarks.programs._verdicts import Program
+
+# Says in files when it is imported and when it begins; does not end before it is told to.
+IN_FILES = """
+import pathlib, sys, time
+name, folder = sys.argv[1], pathlib.Path({folder!r})
+(folder / f"{{name}} imported").touch()
+from benchmarks.programs import _turn
+_turn.wait()
+(folder / f"{{name}} began").touch()
+while not (folder / f"{{name}} may end").exists():
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., _launch.Started]:
+    def started(text: str, *arguments: str, limit_s: float = 60.0) -> _launch.Started:
+        path = tmp_path / "program.py"
+        path.write_text(text)
+        return _launch.Started(Job(path, VRAMX, arguments, limit_s=limit_s))
+
+    return started
+
+
+def appears(path: Path) -> bool:
+    for _ in range(1000):
+        if path.exists():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_a_process_imports_before_its_turn_and_begins_in_it(
+    start: Callable[..., _launch.Started], tmp_path: Path
+) -> None:
+    text = IN_FILES.format(folder=str(tmp_path))
+    first, second = start(text, "first"), start(text, "second")
+    assert appears(tmp_path / "first imported")
+    assert appears(tmp_path / "second imported")
+    time.sleep(0.2)  # what does not wait has begun by now: it has nothing else left to do
+    assert not (tmp_path / "first began").exists()
+    (tmp_path / "first may end").touch()
+    first.take_turn()
+    assert (tmp_path / "first began").exists()
+    assert not (tmp_path / "second began").exists()
+    second.cancel()
+    assert not (tmp_path / "second began").exists()
+
+
+def test_the_turn_carries_the_cap_and_its_waiting_is_not_the_programs_time(
+    start: Callable[..., _launch.Started],
+) -> None:
+    says_waited = 'report["waited_s"] = turn.waited_s\nprint(json.dumps(report))\n'
+    process = start(PROGRAM + says_waited)
+    time.sleep(2.0)
+    done = process.take_turn(cap_bytes=7)
+    assert done.reports[-1]["extra"] == {"cap": 7}
+    waited_s = done.reports[-1]["waited_s"]
+    # An interpreter without torch starts in far less than the two seconds that it had.
+    assert 1.0 < waited_s <= 2.5
+    assert 0 < done.wall_s < 2.0
+
+
+def test_a_program_that_died_before_its_turn_says_why_and_blocks_nobody(
+    start: Callable[..., _launch.Started],
+) -> None:
+    dead = start("raise ImportError('no such module')")
+    time.sleep(0.5)
+    assert dead.take_turn().status == "failed: ImportError: no such module"
+    assert start(PROGRAM).take_turn().status == "ok"
+
+
+def test_a_program_that_never_asks_for_its_turn_ends_with_its_time(
+    start: Callable[..., _launch.Started],
+) -> None:
+    hangs = start("import time; time.sleep(600)", limit_s=1.0)
+    time.sleep(1.5)  # the limit counts from the turn
+    began_s = time.monotonic()
+    assert hangs.take_turn().status == "failed: no result after 1 s"
+    assert 1.0 <= time.monotonic() - began_s < 30.0
+
+
+def test_a_program_ends_without_beginning_when_the_harness_is_gone() -> None:
+    environment = {**os.environ, **_turn.ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    command = "from benchmarks.programs import _turn; _turn.wait(); print('began')"
+    done = subprocess.run(
+        [sys.executable, "-c", command],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "is gone" in done.stderr
+
+
+def test_a_program_run_by_hand_begins_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PROGRAM_TURN", raising=False)
+    monkeypatch.delenv("PROGRAM_CAP_BYTES", raising=False)
+    assert _turn.wait() == _turn.Turn(None, 0.0)
+    monkeypatch.setenv("PROGRAM_CAP_BYTES", "5")
+    assert _turn.wait().cap_bytes == 5
+
+
+def test_processes_are_started_a_few_turns_ahead_and_in_order(tmp_path: Path) -> None:
+    started: list[str] = []
+    turns: list[tuple[str, int]] = []
+
+    def ended(launched: Launched) -> Outcome:
+        turns.append((launched.job.script.stem, len(started)))
+        return outcome(launched.job.allocator.name)
+
+    def launch(job: Job) -> FakeProcess:
+        started.append(job.script.stem)
+        return FakeProcess(job, ended)
+
+    lane = torch_programs.Lane(1, 60.0, make_writer(tmp_path), FAKE, launch)
+    runs = torch_programs.spread([Program("a"), Program("b")], ["0"], lane)
+    assert started == ["a"] * 6 + ["b"] * 6
+    ahead = _launch.AHEAD + 1
+    assert turns == [
+        (name, min(12, index + ahead)) for index, name in enumerate(["a"] * 6 + ["b"] * 6)
+    ]
+    assert len(runs) == 12
+
+
+def test_what_was_started_ahead_ends_with_the_benchmark(tmp_path: Path) -> None:
+    processes: list[FakeProcess] = []
+
+    def ended(launched: Launched) -> Outcome:
+        raise OSError("no space left")
+
+    def launch(job: Job) -> FakeProcess:
+        processes.append(launcher(ended)(job))
+        return processes[-1]
+
+    lane = torch_programs.Lane(1, 60.0, make_writer(tmp_path), FAKE, launch)
+    with pytest.raises(OSError, match="no space left"):
+        torch_programs.spread([Program("a")], ["0"], lane)
+    assert [process.was_cancelled for process in processes] == [False, *[True] * 4]
+
+
+def test_the_rest_of_a_program_that_does_not_run_is_cancelled(tmp_path: Path) -> None:
+    processes: list[FakeProcess] = []
+
+    def ended(launched: Launched) -> Outcome:
+        works = launched.job.script.stem == "good"
+        return outcome(launched.job.allocator.name) if works else outcome(status="failed: x")
+
+    def launch(job: Job) -> FakeProcess:
+        processes.append(launcher(ended)(job))
+        return processes[-1]
+
+    lane = torch_programs.Lane(2, 60.0, make_writer(tmp_path), FAKE, launch)
+    runs = torch_programs.spread([Program("bad"), Program("good")], ["0"], lane)
+    assert [run.program.name for run in runs] == ["bad"] * 3 + ["good"] * 9
+    cancelled = [process.job.script.stem for process in processes if process.was_cancelled]
+    assert cancelled == ["bad"] * 6
+
+
+def test_stopping_cancels_what_waits(tmp_path: Path) -> None:
+    processes: list[FakeProcess] = []
+
+    def ended(launched: Launched) -> Outcome:
+        lane.stop.set()
+        return outcome(status="failed: stopped")
+
+    def launch(job: Job) -> FakeProcess:
+        processes.append(launcher(ended)(job))
+        return processes[-1]
+
+    writer = make_writer(tmp_path)
+    lane = torch_programs.Lane(2, 60.0, writer, FAKE, launch)
+    assert len(list(lane.runs([Program("a"), Program("b")], "0"))) == 1
+    assert [process.was_cancelled for process in processes] == [
+        False,
+        *[True] * (len(processes) - 1),
+    ]
+    assert writer.count == 0
+
+
+def test_a_step_before_the_turn_is_refused() -> None:
+    pytest.importorskip("torch")
+    from benchmarks.programs._report import Recorder
+
+    recorder = Recorder(deterministic=False)
+    with pytest.raises(RuntimeError, match="before begin"), recorder.step():
+        pass
+
+
+def test_programs_take_their_turn_before_they_touch_the_gpu() -> None:
+    """A device of the GPU comes from `begin()` alone, and every program calls it."""
+    for path in _launch.PROGRAMS.glob("[a-z]*.py"):
+        text = path.read_text()
+        assert "recorder.begin()" in text or "llama(recorder" in text, path.name
+        for early in ('device("cuda', '="cuda', ".cuda()", "cuda.is_available"):
+            assert early not in text, path.name
