@@ -1,0 +1,72 @@
+"""Data for the statistics of the codec, and the steps and variances that it must have on them.
+
+An element x between two codes is rounded up with probability f, the fraction of x / s, so that its
+error has variance v = f (1 - f) s**2. The steps s are computed here in float64, not read back.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vramx.compression.config import Format
+
+NUMEL = 4096
+
+
+def gaussian() -> Tensor:
+    return torch.randn(NUMEL)
+
+
+def student_t5() -> Tensor:
+    return torch.distributions.StudentT(5.0).sample((NUMEL,))
+
+
+def outlier_channels() -> Tensor:
+    x = torch.randn(NUMEL // 64, 64)
+    x[:, [5, 40]] *= 50
+    return x.view(-1)
+
+
+def images() -> Tensor:
+    """Return soft blobs in 8 x 8 pixels: not negative, and many pixels exactly zero."""
+    place = torch.rand(NUMEL // 64, 2, 1, 1) * 7
+    grid = torch.arange(8.0)
+    square = (grid[:, None] - place[:, 0]) ** 2 + (grid[None, :] - place[:, 1]) ** 2
+    return (16 - 2 * square).clamp_min(0).round().reshape(-1)
+
+
+class Step(NamedTuple):
+    """Of each element: its step, the lower neighbour's offset, and the fraction between the two."""
+
+    size: Tensor
+    fraction: Tensor
+
+    @property
+    def variance(self) -> Tensor:
+        return self.fraction * (1 - self.fraction) * self.size**2
+
+
+def step_of(x: Tensor, format: Format) -> Step:
+    """Return the steps that the codec must use, from the group's extremes in float64."""
+    groups = x.double().view(-1, format.group_size)
+    low = torch.zeros(len(groups), 1).double()
+    peak = groups.abs().amax(1, keepdim=True)
+    levels = 2 ** (format.bits - 1) - 1
+    if not format.symmetric:
+        low = bfloat16_towards(groups.amin(1, keepdim=True), -math.inf)
+        peak, levels = groups.amax(1, keepdim=True) - low, 2**format.bits - 1
+    size = bfloat16_towards(peak * ((1 + 2.0**-20) / levels), math.inf).clamp_min(2.0**-126)
+    place = (groups - low) / size
+    return Step(size.expand_as(groups).reshape(-1), (place - place.floor()).reshape(-1))
+
+
+def bfloat16_towards(value: Tensor, limit: float) -> Tensor:
+    """Return the bfloat16 at or next to each number in the direction of `limit`."""
+    near = value.to(torch.bfloat16)
+    other = torch.nextafter(near, torch.full_like(near, limit))
+    done = near.double() >= value if limit > 0 else near.double() <= value
+    return torch.where(done, near, other).double()

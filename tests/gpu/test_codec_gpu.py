@@ -1,0 +1,202 @@
+"""The codec on a GPU: a CPU's values, no wait, no memory but the result's, graphs, streams.
+
+The kernels themselves are compared with the reference in test_kernels_gpu.py; here it is what
+pack() and unpack() promise to their callers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from codec_samples import step_of
+
+from gpu.tools import MIB
+from vramx.compression import random
+from vramx.compression.codec import layout_of, pack, unpack
+from vramx.compression.config import MASK_FORMAT, ROUNDINGS, Format
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = [
+    Format(bits, size, symmetric, rounding)
+    for bits, size in [(8, 128), (4, 64)]
+    for symmetric in (True, False)
+    for rounding in ROUNDINGS
+]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+NUMEL = 1_000_001
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+    random.manual_seed(0, rank=0)
+
+
+def packed_on(device: str, x: torch.Tensor, format: Format, seed: int = 3) -> torch.Tensor:
+    random.manual_seed(seed, rank=0)
+    return unpack(pack(x.to(device), format)).cpu()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", FORMATS, ids=repr)
+def test_a_gpu_decodes_what_a_cpu_decodes(format: Format, dtype: torch.dtype) -> None:
+    # The same seed gives the same noise. A multiply-add that rounds once instead of twice moves a
+    # code by at most 2**-17 before it is rounded. To the nearest that matters where x / s is that
+    # close to halfway (often in bfloat16, whose quotients are short); with noise, whose values are
+    # 2**-16 apart, for no more than one element in 2**16. Such elements differ by one step.
+    # Decoding may round once too: by a unit of the type, and 2**-15 of a step.
+    x = torch.randn(NUMEL).to(dtype)
+    on_gpu, on_cpu = (packed_on(device, x, format).double() for device in ("cuda", "cpu"))
+    missing = -NUMEL % format.group_size
+    size, fraction = (
+        part[:NUMEL] for part in step_of(torch.cat([x, x[-1:].expand(missing)]), format)
+    )
+    apart = (on_gpu - on_cpu).abs()
+    unit = torch.finfo(dtype).eps * (x.double().abs() + 2 * size) + 2.0**-15 * size
+    differs = apart > unit
+    assert (apart <= size + unit).all()
+    if format.rounding == "nearest":
+        assert ((fraction[differs] - 0.5).abs() <= 2.0**-16).all()
+    else:
+        expected = NUMEL * 2.0**-16
+        assert differs.sum() <= expected + 5 * math.sqrt(expected)
+        assert not torch.equal(on_gpu, x.double())
+
+
+@pytest.mark.parametrize("numel", [1, 1000, 1 << 20, NUMEL])
+def test_masks_are_exact(numel: int) -> None:
+    mask = torch.rand(numel, device="cuda") > 0.5
+    assert torch.equal(unpack(pack(mask, MASK_FORMAT)), mask)
+
+
+@pytest.mark.parametrize("format", [Format(), MASK_FORMAT], ids=repr)
+def test_an_empty_tensor_comes_back_empty(format: Format) -> None:
+    dtype = torch.bool if format.bits == 1 else torch.bfloat16
+    assert unpack(pack(torch.empty(0, dtype=dtype, device="cuda"), format)).shape == (0,)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("format", FORMATS, ids=repr)
+def test_a_group_with_a_nan_or_an_infinity_is_nan_and_no_other(format: Format, bad: float) -> None:
+    x = torch.randn(64 * 1024, device="cuda")
+    x[format.group_size * 3 + 5] = bad
+    found = unpack(pack(x, format)).isnan().view(-1, format.group_size)
+    assert found.any(1).nonzero().tolist() == [[3]]
+    assert found[3].all()
+
+
+def test_the_codec_is_unbiased() -> None:
+    # As in test_codec_statistics.py: z has mean square 1, and 4 standard deviations of that mean.
+    x = torch.randn(1 << 16)
+    step, draws = step_of(x, Format()), 400
+    on_gpu, error = x.cuda(), torch.zeros(len(x), device="cuda", dtype=torch.float64)
+    for _ in range(draws):
+        error += unpack(pack(on_gpu, Format())).double() - on_gpu.double()
+    p = step.fraction * (1 - step.fraction)
+    used = p * draws >= 4
+    z = (error.cpu() / draws / (step.variance / draws).sqrt())[used]
+    spread = (2 + (1 - 6 * p[used]) / (draws * p[used])).mean().sqrt() / math.sqrt(len(z))
+    assert abs(z.square().mean() - 1) <= 4 * spread
+
+
+@pytest.mark.parametrize("format", [*FORMATS, Format(6, 64), MASK_FORMAT], ids=repr)
+def test_nothing_waits_for_the_device(format: Format) -> None:
+    x = torch.randn(1 << 20, device="cuda")
+    x = x > 0 if format.bits == 1 else x
+    unpack(pack(x, format))  # compiles, and sets up the noise
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        unpack(pack(x, format))
+        random.advance_epoch(x.device)
+        random.manual_seed(1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("format", [*FORMATS, MASK_FORMAT], ids=repr)
+def test_no_memory_is_taken_but_the_result(format: Format) -> None:
+    numel = 16 * MIB
+    x = torch.randn(numel, device="cuda").to(torch.bfloat16)
+    x = x > 0 if format.bits == 1 else x
+    unpack(pack(x, format))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    packed = pack(x, format)
+    taken = torch.cuda.max_memory_allocated() - before
+    assert packed.nbytes == layout_of(numel, format).buffer_bytes
+    assert packed.nbytes <= taken <= packed.nbytes + 2 * MIB  # the allocator's rounding
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    decoded = unpack(packed)
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken <= decoded.numel() * decoded.element_size() + 2 * MIB
+
+
+def captured(x: torch.Tensor, advance: bool) -> tuple[Any, torch.Tensor]:
+    """Capture a pack and an unpack and return the graph and its output."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        unpack(pack(x, Format()))
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        if advance:
+            random.advance_epoch(x.device)
+        out = unpack(pack(x, Format()))
+    return graph, out
+
+
+def replayed(graph: Any, out: torch.Tensor) -> torch.Tensor:
+    out.fill_(float("nan"))
+    graph.replay()
+    return out.clone()
+
+
+def test_every_replay_draws_new_noise_where_the_graph_advances_the_epoch() -> None:
+    x = torch.randn(1 << 16, device="cuda")
+    graph, out = captured(x, advance=True)
+    first, second = replayed(graph, out), replayed(graph, out)
+    assert not torch.equal(first, second)
+    assert (first - x).norm() / x.norm() < 0.02
+
+
+def test_a_replay_repeats_its_noise_where_the_epoch_stays() -> None:
+    graph, out = captured(torch.randn(1 << 16, device="cuda"), advance=False)
+    assert torch.equal(replayed(graph, out), replayed(graph, out))
+
+
+def test_a_seed_takes_effect_in_a_captured_graph() -> None:
+    graph, out = captured(torch.randn(1 << 16, device="cuda"), advance=True)
+    random.manual_seed(5)
+    first = replayed(graph, out)
+    random.manual_seed(5)
+    again = replayed(graph, out)
+    random.manual_seed(6)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, replayed(graph, out))
+
+
+def test_a_side_stream_packs_what_the_default_stream_packs() -> None:
+    x = torch.randn(NUMEL, device="cuda")
+    random.manual_seed(1)
+    expected = pack(x, Format()).buffer.cpu()
+    random.manual_seed(1)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        found = pack(x, Format()).buffer.cpu()
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.two_gpus
+def test_a_second_gpu_is_served_while_the_first_is_current() -> None:
+    x = torch.randn(NUMEL, device="cuda:1")
+    with torch.cuda.device(0):
+        packed = pack(x, Format())
+        decoded = unpack(packed)
+    assert (packed.buffer.device, decoded.device) == (x.device, x.device)
+    assert (decoded - x).norm() / x.norm() < 0.02

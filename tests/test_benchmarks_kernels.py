@@ -1,0 +1,55 @@
+"""The arithmetic of the kernels' benchmark; what it measures needs a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from benchmarks import kernels  # noqa: E402
+from benchmarks.harness import Options, UnavailableError  # noqa: E402
+from vramx.sizes import GIB, MIB  # noqa: E402
+
+
+def subject_of(bytes_moved: int) -> kernels.Subject:
+    return kernels.rotated(lambda: lambda: None, bytes_moved)
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnavailableError, match="GPU"):
+        kernels.cases(Options())
+
+
+@pytest.mark.parametrize("size", [3 * MIB, 96 * MIB, 512 * MIB, 6 * GIB])
+def test_tensors_turn_over_more_than_the_cache_before_one_comes_again(size: int) -> None:
+    subject = subject_of(size)
+    assert len(subject.calls) * subject.bytes_moved >= 512 * MIB
+
+
+@pytest.mark.parametrize("size", [96 * MIB, 100 * MIB, 6 * GIB])
+def test_a_graph_calls_each_tensor_equally_often(size: int) -> None:
+    subject = subject_of(size)
+    assert kernels.launches(subject) % len(subject.calls) == 0
+    assert kernels.launches(subject) * size >= 4 * GIB
+
+
+def test_turns_alternate_and_the_first_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[int] = []
+
+    def replay(size: int) -> float:
+        order.append(size)
+        return float(len(order))
+
+    monkeypatch.setattr(kernels, "captured", lambda subject: subject.bytes_moved)
+    monkeypatch.setattr(kernels, "replay_ms", replay)
+    ours, copies = kernels.in_turn(subject_of(GIB), subject_of(2 * GIB), repeats=3)
+    assert order == [GIB, 2 * GIB] * 5
+    assert (ours, copies) == ([5.0, 7.0, 9.0], [6.0, 8.0, 10.0])
+
+
+@pytest.mark.parametrize(("bits", "per_element"), [(8, 1 + 2 / 128), (4, 0.5 + 4 / 64)])
+def test_layouts_are_the_default_formats(bits: int, per_element: float) -> None:
+    layout = kernels.default_layout(64 * MIB, bits)
+    assert layout.numel == 32 * MIB
+    assert layout.buffer_bytes == per_element * layout.numel

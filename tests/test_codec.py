@@ -1,0 +1,341 @@
+"""The codec: what comes back, how far off, what a Packed is, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from vramx.compression import codec, random, reference
+from vramx.compression.codec import Packed, layout_of, pack, unpack
+from vramx.compression.config import MASK_FORMAT, ROUNDINGS, Format
+from vramx.errors import InvalidValueError
+
+FORMATS = [
+    Format(bits, size, symmetric, rounding)
+    for (bits, size), symmetric, rounding in itertools.product(
+        [(8, 128), (4, 64), (8, 16), (4, 1024)], [True, False], ROUNDINGS
+    )
+]
+EXPERIMENTS = [
+    Format(bits, 32, symmetric, rounding)
+    for bits, symmetric, rounding in itertools.product([2, 3, 5, 6, 7], [True, False], ROUNDINGS)
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> Iterator[None]:
+    torch.manual_seed(0)
+    random.manual_seed(0, rank=0)
+    yield
+    random.manual_seed(0, rank=0)
+
+
+def steps(packed: Packed) -> Tensor:
+    """Return the step of each element, read from the headers."""
+    layout = reference.storage(layout_of(packed.numel, packed.format))
+    header = packed.buffer[layout.code_bytes :].view(torch.int16)
+    scale = (header[:: 1 if layout.symmetric else 2].to(torch.int32) << 16).view(torch.float32)
+    return scale.repeat_interleave(layout.group_size)[: packed.numel].double()
+
+
+def bound(x: Tensor, packed: Packed) -> Tensor:
+    """Return the largest error that the head of codec.py allows each element.
+
+    2**-15 of a step is what float32 adds: 1/s and the product are off by 2**-23 of a code of at
+    most 2**8. The tensor's own type rounds at the decoded value, which is x and at most a step.
+    """
+    s = steps(packed)
+    share = 0.5 if packed.format.rounding == "nearest" else 1.0
+    info = torch.finfo(packed.dtype)
+    half_unit = info.eps / 2 * (x.double().abs() + s).clamp_min(info.tiny)
+    return (share + 2.0**-15) * s + half_unit
+
+
+# ---- what comes back ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", [*FORMATS, *EXPERIMENTS], ids=repr)
+def test_the_error_is_within_the_bound(format: Format, dtype: torch.dtype) -> None:
+    x = (torch.randn(5000) * torch.logspace(-6, 3, 5000)).to(dtype)
+    packed = pack(x, format)
+    error = (unpack(packed).double() - x.double()).abs()
+    assert (error <= bound(x, packed)).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_step_is_at_most_that_share_of_the_peak(bits: int) -> None:
+    x = torch.randn(1 << 16)
+    packed = pack(x, Format(bits, 64))
+    peak = x.abs().view(-1, 64).amax(1).repeat_interleave(64).double()
+    least = peak / (2 ** (bits - 1) - 1)
+    assert ((steps(packed) > least) & (steps(packed) < 1.0079 * least)).all()
+
+
+@pytest.mark.parametrize("half", [0, 0xFFFF])
+@pytest.mark.parametrize("format", [f for f in FORMATS if f.rounding == "stochastic"], ids=repr)
+def test_no_code_wraps_at_the_extremes_of_the_noise(
+    format: Format, half: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def extreme(numel: int, *_: object) -> Tensor:
+        return torch.full((numel,), half, dtype=torch.int32)
+
+    monkeypatch.setattr(reference, "noise_halves", extreme)
+    peaks = torch.logspace(-37, 37, 256 * 999).view(-1, 256).repeat_interleave(4, 1)
+    x = (peaks * torch.tensor([1.0, -1.0]).repeat(512)).view(-1)
+    packed = pack(x, format)
+    # A code that wraps is off by 2**bits steps.
+    assert ((unpack(packed).double() - x.double()).abs() <= bound(x, packed)).all()
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=repr)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_group_with_a_nan_or_an_infinity_is_nan_and_no_other(format: Format, bad: float) -> None:
+    x = torch.randn(3 * format.group_size)
+    x[format.group_size + 3] = bad
+    found = unpack(pack(x, format)).view(3, -1).isnan()
+    assert found.all(1).tolist() == [False, True, False]
+    assert not found[[0, 2]].any()
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=repr)
+def test_zeros_stay_zeros(format: Format) -> None:
+    assert not unpack(pack(torch.zeros(1000), format)).any()
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=repr)
+def test_denormal_numbers_are_off_by_at_most_the_smallest_step(format: Format) -> None:
+    x = torch.randn(1000) * 1e-40
+    assert ((unpack(pack(x, format)) - x).abs() <= 2.0**-126).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_numbers_of_3e38_stay_finite_at_8_bits(dtype: torch.dtype) -> None:
+    x = torch.tensor([3e38, -3e38, 1e38, 0.0] * 300, dtype=dtype)
+    packed = pack(x, Format())
+    error = (unpack(packed).double() - x.double()).abs()
+    assert (error <= bound(x, packed)).all()
+
+
+def test_a_range_beyond_float32_is_nan_and_not_wrong() -> None:
+    x = torch.tensor([3e38, -3e38] * 32)
+    assert unpack(pack(x, Format(4, 64, False))).isnan().all()
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=repr)
+def test_float16_near_its_maximum_stays_finite(format: Format) -> None:
+    x = torch.full((2000,), 65504.0, dtype=torch.float16)
+    x[::3] *= -1
+    decoded = unpack(pack(x, format))
+    assert decoded.isfinite().all()
+    assert (decoded.sign() == x.sign()).all()
+
+
+@pytest.mark.parametrize("format", [*FORMATS, *EXPERIMENTS, MASK_FORMAT], ids=repr)
+def test_an_empty_tensor_comes_back_empty(format: Format) -> None:
+    dtype = torch.bool if format.bits == 1 else torch.bfloat16
+    packed = pack(torch.empty(0, dtype=dtype), format)
+    assert packed.nbytes == 0
+    assert unpack(packed).shape == (0,)
+    assert unpack(packed).dtype == dtype
+
+
+@pytest.mark.parametrize("numel", [1, 7, 8, 9, 127, 128, 129, 10_000])
+def test_masks_are_exact_and_take_a_bit(numel: int) -> None:
+    mask = torch.rand(numel) > 0.5
+    packed = pack(mask, MASK_FORMAT)
+    assert torch.equal(unpack(packed), mask)
+    assert packed.nbytes == -(-numel // 128) * 16
+
+
+def test_bit_k_of_byte_j_is_element_8j_plus_k() -> None:
+    mask = torch.rand(1000) > 0.5
+    expected = np.packbits(mask.numpy(), bitorder="little")
+    assert pack(mask, MASK_FORMAT).buffer[:125].tolist() == expected.tolist()
+
+
+@given(
+    numel=st.integers(0, 700),
+    dtype=st.sampled_from(DTYPES),
+    format=st.sampled_from([*FORMATS, *EXPERIMENTS]),
+    exponent=st.integers(-4, 4),
+    draw=st.integers(0, 1000),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_tensor_comes_back_in_its_shape_and_within_the_bound(
+    numel: int, dtype: torch.dtype, format: Format, exponent: int, draw: int
+) -> None:
+    generator = torch.Generator().manual_seed(draw)
+    x = (torch.randn(numel, generator=generator) * 10.0**exponent).to(dtype)
+    packed = pack(x, format)
+    decoded = unpack(packed)
+    assert (decoded.shape, decoded.dtype, decoded.device) == (x.shape, x.dtype, x.device)
+    assert ((decoded.double() - x.double()).abs() <= bound(x, packed)).all()
+    assert packed.nbytes == reference.storage(layout_of(numel, format)).buffer_bytes
+
+
+# ---- what a Packed is ----
+
+
+@pytest.mark.parametrize("numel", [4096, 4000])
+def test_every_unpack_gives_equal_values_in_fresh_memory(numel: int) -> None:
+    packed = pack(torch.randn(numel), Format())
+    first, second = unpack(packed), unpack(packed)
+    assert torch.equal(first, second)
+    kept = second.clone()
+    first.fill_(7)
+    assert torch.equal(second, kept)
+    assert torch.equal(unpack(packed), kept)
+    assert first.untyped_storage().nbytes() == 4 * numel
+
+
+def test_the_tensor_is_only_read_and_the_result_has_no_graph() -> None:
+    x = torch.randn(500, requires_grad=True)
+    before = x.detach().clone()
+    packed = pack(x, Format())
+    assert torch.equal(x.detach(), before)
+    assert not packed.buffer.requires_grad
+    assert not unpack(packed).requires_grad
+
+
+def test_a_parameter_is_packed_as_its_tensor() -> None:
+    x = torch.randn(256)
+    nearest = Format(rounding="nearest")
+    packed = pack(torch.nn.Parameter(x), nearest)
+    assert torch.equal(packed.buffer, pack(x, nearest).buffer)
+
+
+def test_a_packed_is_immutable_and_weakly_referable() -> None:
+    packed = pack(torch.randn(256), Format())
+    with pytest.raises(AttributeError):
+        packed.numel = 3  # type: ignore[misc]
+    reference_to_it = weakref.ref(packed)
+    del packed
+    assert reference_to_it() is None
+
+
+def test_a_packed_says_what_it_is() -> None:
+    text = repr(pack(torch.randn(1000, dtype=torch.float16), Format(4, 64, False, "nearest")))
+    assert text == "Packed(1000 x float16 in 576 bytes, 4 bits, group 64, asymmetric, nearest, cpu)"
+
+
+def mistakes() -> list[Any]:
+    subclass = type("Sub", (Tensor,), {})
+    x = torch.randn(8)
+    with FakeTensorMode():
+        fake = torch.empty(8)
+    nested = torch.nested.nested_tensor([torch.randn(2), torch.randn(3)], layout=torch.strided)
+    return [
+        ([1.0], "cannot pack a list; accepted is a contiguous 1-D tensor of bfloat16"),
+        (torch.arange(8), "cannot pack a tensor of int64"),
+        (x > 0, "cannot pack a tensor of bool"),
+        (x.to(torch.complex64), "cannot pack a tensor of complex64"),
+        (torch.tensor(1.0), "cannot pack a tensor of shape ()"),
+        (x.view(2, 4), "cannot pack a tensor of shape (2, 4)"),
+        (x[::2], "cannot pack a tensor of shape (4,) and strides (2,)"),
+        (x.to_sparse(), "cannot pack a tensor of layout torch.sparse_coo"),
+        (x.to("meta"), "cannot pack a tensor on the meta device"),
+        (x.as_subclass(subclass), "cannot pack a Sub"),
+        (fake, "cannot pack a FakeTensor"),
+        (nested, "cannot pack a nested tensor"),
+    ]
+
+
+@pytest.mark.parametrize("case", range(12))
+def test_what_cannot_be_packed_is_named(case: int) -> None:
+    value, text = mistakes()[case]
+    with pytest.raises(InvalidValueError, match=re.escape(text)):
+        pack(value, Format())
+
+
+def test_the_format_of_masks_takes_bools_only() -> None:
+    with pytest.raises(InvalidValueError, match=r"float32; accepted is .* of bool"):
+        pack(torch.randn(8), MASK_FORMAT)
+
+
+# ---- which implementation ----
+
+
+class Launchers:
+    """Stands in for vramx.kernels.launch: notes what it is called with, and does it in torch."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def quantize(
+        self, flat: Tensor, buffer: Tensor, layout: Any, *, noise: Any, stream: int
+    ) -> None:
+        self.calls.append("quantize")
+        buffer.copy_(reference.quantize(flat, layout, noise=noise, stream=stream))
+
+    def dequantize(self, buffer: Tensor, flat: Tensor, layout: Any) -> None:
+        self.calls.append("dequantize")
+        flat.copy_(reference.dequantize(buffer, layout, flat.dtype))
+
+    def pack_mask(self, flat: Tensor, buffer: Tensor) -> None:
+        self.calls.append("pack_mask")
+        buffer.copy_(reference.pack_mask(flat))
+
+    def unpack_mask(self, buffer: Tensor, flat: Tensor) -> None:
+        self.calls.append("unpack_mask")
+        flat.copy_(reference.unpack_mask(buffer, flat.numel()))
+
+
+@pytest.fixture
+def launchers(monkeypatch: pytest.MonkeyPatch) -> Launchers:
+    stand_in = Launchers()
+    monkeypatch.setattr(codec, "_launch", lambda device: stand_in)
+    return stand_in
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=repr)
+def test_kernels_do_8_and_4_bits_where_they_serve_the_device(
+    format: Format, launchers: Launchers
+) -> None:
+    x = torch.randn(1000, dtype=torch.bfloat16)
+    packed = pack(x, format)
+    error = (unpack(packed).double() - x.double()).abs()
+    assert launchers.calls == ["quantize", "dequantize"]
+    assert (error <= bound(x, packed)).all()
+
+
+def test_kernels_do_masks_where_they_serve_the_device(launchers: Launchers) -> None:
+    mask = torch.rand(1000) > 0.5
+    assert torch.equal(unpack(pack(mask, MASK_FORMAT)), mask)
+    assert launchers.calls == ["pack_mask", "unpack_mask"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "format"), [(torch.float64, Format()), (torch.float32, Format(6, 64))], ids=str
+)
+def test_the_reference_does_what_kernels_do_not(
+    dtype: torch.dtype, format: Format, launchers: Launchers
+) -> None:
+    x = torch.randn(1000, dtype=dtype)
+    assert unpack(pack(x, format)).dtype == dtype
+    assert not launchers.calls
+
+
+def test_a_cpu_needs_no_triton() -> None:
+    program = (
+        "import sys\n"
+        "sys.modules['triton'] = None\n"  # an import of it fails
+        "import torch, vramx.compression.codec as codec, vramx.compression.config as config\n"
+        "x = torch.randn(999)\n"
+        "assert (codec.unpack(codec.pack(x, config.Format())) - x).norm() < 0.02 * x.norm()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

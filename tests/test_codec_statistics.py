@@ -1,0 +1,204 @@
+"""Stochastic rounding is unbiased, element by element, and its variance is the one derived.
+
+Every statistic has its expectation and its spread from the distribution itself. Variances estimated
+from samples would give false alarms where f is near 0 or 1. A bound is four or more standard
+deviations, the seeds are fixed, and each test fails when the defect that it is for is planted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from statistics import NormalDist
+from typing import NamedTuple
+
+import pytest
+import torch
+from codec_samples import (
+    NUMEL,
+    bfloat16_towards,
+    gaussian,
+    images,
+    outlier_channels,
+    step_of,
+    student_t5,
+)
+from torch import Tensor
+
+from vramx.compression import random, reference
+from vramx.compression.codec import layout_of, pack, unpack
+from vramx.compression.config import Format
+
+DRAWS = 400
+FORMATS = [Format(8, 128), Format(6, 64), Format(4, 64, False), Format(2, 32, False)]
+DATA = [gaussian, student_t5, outlier_channels, images]
+# Elements that are rounded both ways often enough for the moments below to mean anything.
+LEAST_EVENTS = 4
+
+Codec = Callable[[Tensor, Format], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> Iterator[None]:
+    torch.manual_seed(0)
+    random.manual_seed(0, rank=0)
+    yield
+    random.manual_seed(0, rank=0)
+
+
+def codec(x: Tensor, format: Format) -> Tensor:
+    return unpack(pack(x, format))
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=repr)
+def test_the_steps_assumed_here_are_those_of_the_headers(format: Format) -> None:
+    x = gaussian()
+    layout = reference.storage(layout_of(NUMEL, format))
+    header = pack(x, format).buffer[layout.code_bytes :].view(torch.bfloat16)
+    scales = header[:: 1 if format.symmetric else 2].double()
+    assert torch.equal(scales, step_of(x, format).size.view(-1, format.group_size)[:, 0])
+
+
+# ---- the mean ----
+
+
+class Bias(NamedTuple):
+    """How far mean errors are from zero, in their own standard deviations."""
+
+    mean_square: float
+    accepted_square: float
+    largest: float
+    accepted_largest: float
+
+    @property
+    def found(self) -> bool:
+        return (
+            abs(self.mean_square - 1) > self.accepted_square or self.largest > self.accepted_largest
+        )
+
+
+def bias_of(x: Tensor, format: Format, codec: Codec) -> Bias:
+    """Test E decoded = x for every element, over DRAWS draws.
+
+    z = mean error / sqrt(v / N). z**2 has mean 1 and variance 2 + (1 - 6 p) / (N p), p = f (1 - f):
+    the fourth moment of a binomial. The largest |z| is compared with the Bonferroni bound at 1e-4
+    of the normal distribution, for elements with N p >= 25, whose tails are nearly normal.
+    """
+    step = step_of(x, format)
+    error = torch.zeros(x.numel()).double()
+    for _ in range(DRAWS):
+        error += codec(x, format).double() - x.double()
+    p = step.fraction * (1 - step.fraction)
+    used = p * DRAWS >= LEAST_EVENTS
+    z = (error / DRAWS / (step.variance / DRAWS).sqrt())[used]
+    p = p[used]
+    variance = 2 + (1 - 6 * p) / (DRAWS * p)
+    normal = p * DRAWS >= 25
+    quantile = NormalDist().inv_cdf(1 - 1e-4 / 2 / int(normal.sum()))
+    return Bias(
+        z.square().mean().item(),
+        4 * variance.mean().sqrt().item() / math.sqrt(len(z)),
+        z[normal].abs().max().item(),
+        quantile,
+    )
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=repr)
+@pytest.mark.parametrize("data", DATA)
+def test_the_codec_is_unbiased(data: Callable[[], Tensor], format: Format) -> None:
+    bias = bias_of(data(), format, codec)
+    assert not bias.found, bias
+
+
+def with_scales(x: Tensor, format: Format, code_scale: Tensor, decode_scale: Tensor) -> Tensor:
+    """Quantise symmetrically with one scale a group, clip, and decode with another."""
+    levels = 2 ** (format.bits - 1) - 1
+    halves = reference.noise_halves(x.numel(), random.state("cpu"), random.next_stream())
+    noise = reference._uniform(halves).view(-1, format.group_size)
+    groups = x.view(-1, format.group_size)
+    codes = (groups / code_scale + noise).round().clamp(-levels, levels)
+    return (codes * decode_scale).view(-1)
+
+
+def exact_scale(x: Tensor, format: Format) -> Tensor:
+    peak = x.view(-1, format.group_size).abs().amax(1, keepdim=True)
+    return peak * ((1 + 2.0**-20) / (2 ** (format.bits - 1) - 1))
+
+
+def rounded_after(x: Tensor, format: Format) -> Tensor:
+    scale = exact_scale(x, format)
+    return with_scales(x, format, scale, scale.bfloat16().float())
+
+
+def rounded_to_nearest_and_clipped(x: Tensor, format: Format) -> Tensor:
+    scale = exact_scale(x, format).bfloat16().float()
+    return with_scales(x, format, scale, scale)
+
+
+def nearest(x: Tensor, format: Format) -> Tensor:
+    return codec(x, Format(format.bits, format.group_size, format.symmetric, "nearest"))
+
+
+def rounded_up_before(x: Tensor, format: Format) -> Tensor:
+    scale = bfloat16_towards(exact_scale(x, format).double(), math.inf).float()
+    return with_scales(x, format, scale, scale)
+
+
+def test_the_frame_of_the_defects_is_unbiased_without_one() -> None:
+    bias = bias_of(gaussian(), Format(8, 128), rounded_up_before)
+    assert not bias.found, bias
+
+
+DEFECTS = [
+    (rounded_after, Format(8, 128)),
+    (rounded_to_nearest_and_clipped, Format(8, 128)),
+    (nearest, Format(8, 128)),
+    (nearest, Format(4, 64)),
+]
+
+
+@pytest.mark.parametrize(("defect", "format"), DEFECTS)
+def test_a_biased_codec_is_found(defect: Codec, format: Format) -> None:
+    assert bias_of(gaussian(), format, defect).found
+
+
+def test_one_biased_element_is_found() -> None:
+    def biased(x: Tensor, format: Format) -> Tensor:
+        decoded = codec(x, format)
+        decoded[1000] += 0.3 * step_of(x, format).size[1000]
+        return decoded
+
+    assert bias_of(gaussian(), Format(8, 128), biased).found
+
+
+# ---- the variance ----
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=repr)
+@pytest.mark.parametrize("data", DATA)
+def test_the_variance_is_that_of_rounding_up_with_probability_f(
+    data: Callable[[], Tensor], format: Format
+) -> None:
+    x = data()
+    step = step_of(x, format)
+    square = torch.zeros(NUMEL).double()
+    for _ in range(DRAWS):
+        square += (codec(x, format).double() - x.double()).square()
+    # In units of s**2: the mean is p and the variance of a square is p (1 - 2 f)**2.
+    p = step.fraction * (1 - step.fraction)
+    found = (square / DRAWS / step.size**2).sum()
+    spread = (p * (1 - 2 * step.fraction) ** 2 / DRAWS).sum().sqrt()
+    assert abs(found - p.sum()) <= 4 * spread + 2.0**-15 * NUMEL
+    assert (p <= 0.25).all()
+
+
+def test_too_much_noise_is_found() -> None:
+    # Noise a tenth wider than a step leaves the mean alone and not the variance.
+    x = gaussian()
+    step = step_of(x, Format(8, 128))
+    place = (x.double() / step.size).view(1, -1)
+    noise = 1.1 * (torch.rand(DRAWS, NUMEL).double() - 0.5)
+    square = ((place + noise).round() - place).square().mean(0)
+    p = step.fraction * (1 - step.fraction)
+    spread = (p * (1 - 2 * step.fraction) ** 2 / DRAWS).sum().sqrt()
+    assert abs(square.sum() - p.sum()) > 4 * spread + 2.0**-15 * NUMEL

@@ -1,0 +1,167 @@
+"""The options of compression: what is accepted, how a mistake reads, how policies merge."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from vramx.compression.config import (
+    DEFAULT_POLICY,
+    GROUP_SIZES,
+    MASK_FORMAT,
+    Compression,
+    Format,
+    Rule,
+)
+from vramx.errors import InvalidValueError
+
+MISTAKES: list[tuple[type[Any], dict[str, Any], str]] = [
+    (Compression, {"bits": 3}, "bits 3 .* 8 and 4"),
+    (Compression, {"bits": True}, "bits True"),
+    (Compression, {"bits": 8.0}, r"bits 8\.0"),
+    (Compression, {"group_size": 100}, "group_size 100 .* powers of two from 16 to 1024"),
+    (Compression, {"group_size": 8}, "group_size 8 "),
+    (Compression, {"group_size": 2048}, "group_size 2048"),
+    (Compression, {"rounding": "stocastic"}, "did you mean 'stochastic'"),
+    (Compression, {"rounding": "Nearest"}, "did you mean 'nearest'"),
+    (Compression, {"rounding": None}, "rounding None .* 'stochastic' and 'nearest'"),
+    (Compression, {"symmetric": 1}, "symmetric 1 .* True, False and None"),
+    (Compression, {"min_bytes": -1}, "min_bytes: size -1"),
+    (Compression, {"min_bytes": "1MB"}, "min_bytes: size '1MB'"),
+    (Compression, {"offload": "gpu"}, "offload 'gpu' .* 'cpu' and a fraction"),
+    (Compression, {"offload": "CPU"}, "did you mean 'cpu'"),
+    (Compression, {"offload": 1.5}, r"offload 1\.5"),
+    (Compression, {"offload": float("nan")}, "offload nan"),
+    (Compression, {"offload": True}, "offload True"),
+    (Compression, {"strict": 1}, "strict 1 .* True and False"),
+    (Compression, {"enabled": None}, "enabled None"),
+    (Compression, {"deterministic": "no"}, "deterministic 'no'"),
+    (Compression, {"policy": {"linear": "kep"}}, "'linear'.*did you mean 'keep'"),
+    (Compression, {"policy": {"linear": 1}}, "'linear': action 1 .* 'keep', 8 and 4"),
+    (Compression, {"policy": {"linear": True}}, "action True"),
+    (Compression, {"policy": {"dropout:mask": 8}}, "'dropout:mask': action 8 .* 'keep' and 1"),
+    (Compression, {"policy": {"linear:x": 8}}, "key 'linear:x' is not understood"),
+    (Compression, {"policy": {3: 8}}, "key 3 is not understood"),
+    (Compression, {"policy": {"mul:0,1": 8, "mul:1": 4}}, "'mul:1': 4 contradicts .* 8"),
+    (Compression, {"policy": ["linear"]}, "policy .* is not a mapping"),
+    (Format, {"bits": 0}, "bits 0"),
+    (Format, {"bits": 9}, "bits 9"),
+    (Format, {"group_size": None}, "group_size None"),
+    (Format, {"symmetric": None}, "symmetric None"),
+    (Format, {"rounding": "up"}, "rounding 'up'"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "text"), MISTAKES)
+def test_a_mistake_is_named_with_what_is_accepted(
+    kind: type[Any], options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(InvalidValueError, match=text):
+        kind(**options)
+
+
+@pytest.mark.parametrize("size", GROUP_SIZES)
+def test_every_power_of_two_from_16_to_1024_is_a_group_size(size: int) -> None:
+    assert Compression(group_size=size).format().group_size == size
+
+
+@pytest.mark.parametrize("offload", [None, "cpu", 0, 0.5, 1])
+def test_offload_accepts(offload: Any) -> None:
+    assert Compression(offload=offload).offload == offload
+
+
+def test_a_size_may_be_text() -> None:
+    assert Compression(min_bytes="1MiB") == Compression(min_bytes=1 << 20)
+
+
+def test_equal_options_are_equal_and_hash_alike() -> None:
+    first = Compression(policy={"linear": 8, "gelu": 4})
+    second = Compression(policy={"gelu": 4, "linear": 8})
+    assert first == second
+    assert hash(first) == hash(second)
+
+
+def test_options_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Compression().bits = 4  # type: ignore[misc]
+
+
+def test_replace_keeps_the_policy() -> None:
+    options = Compression(policy={"softmax": 8, "mul:0": 4, "dropout:mask": 1})
+    assert dataclasses.replace(options, bits=4).rules == options.rules
+
+
+def test_the_callers_mapping_is_not_kept() -> None:
+    policy: dict[str, Any] = {"linear": 8}
+    options = Compression(policy=policy)
+    policy["linear"] = 4
+    assert Rule("linear", None, False, 8) in options.rules
+
+
+def test_8_bits_are_symmetric_in_groups_of_128() -> None:
+    assert Compression().format() == Format(8, 128, True, "stochastic")
+
+
+def test_4_bits_are_asymmetric_in_groups_of_64() -> None:
+    assert Compression(bits=4).format() == Format(4, 64, False, "stochastic")
+
+
+def test_what_is_given_holds_for_every_width() -> None:
+    options = Compression(group_size=32, symmetric=True, rounding="nearest")
+    assert [options.format(bits) for bits in (8, 4)] == [
+        Format(bits, 32, True, "nearest") for bits in (8, 4)
+    ]
+
+
+def test_masks_have_one_format() -> None:
+    assert Compression(bits=4).format(1) is MASK_FORMAT
+
+
+def test_a_format_is_of_the_options_own_width_by_default() -> None:
+    assert Compression(bits=4).format() == Compression(bits=4).format(4)
+
+
+@pytest.mark.parametrize("bits", [2, 6, True])
+def test_a_format_of_another_width_is_refused(bits: Any) -> None:
+    with pytest.raises(InvalidValueError, match="8, 4, and 1 for masks"):
+        Compression().format(bits)
+
+
+def test_the_defaults_keep_what_feeds_an_exp() -> None:
+    rules = Compression().rules
+    assert Rule("scaled_dot_product_attention", (0, 1), False, "keep") in rules
+    assert {rule.operation for rule in rules} == {key.split(":")[0] for key in DEFAULT_POLICY}
+    assert all(rule.action == "keep" for rule in rules)
+
+
+def test_a_rule_overrides_the_default_of_its_position_alone() -> None:
+    rules = Compression(policy={"scaled_dot_product_attention:0": 8}).rules
+    mine = [rule for rule in rules if rule.operation == "scaled_dot_product_attention"]
+    assert mine == [
+        Rule("scaled_dot_product_attention", (0,), False, 8),
+        Rule("scaled_dot_product_attention", (1,), False, "keep"),
+    ]
+
+
+def test_the_special_rules_of_an_operation_come_first() -> None:
+    rules = Compression(policy={"mul": 4, "mul:1": 8, "mul:mask": 1}).rules
+    mine = [(rule.mask, rule.arguments) for rule in rules if rule.operation == "mul"]
+    assert mine == [(True, None), (False, (1,)), (False, None)]
+
+
+def test_a_rule_writes_its_own_key() -> None:
+    keys = {"linear", "mul:0,1", "dropout:mask"}
+    actions: dict[str, Any] = {"linear": 8, "mul:1,0": 4, "dropout:mask": 1}
+    assert keys <= {rule.key for rule in Compression(policy=actions).rules}
+
+
+def test_the_options_need_no_torch() -> None:
+    program = (
+        "import sys, vramx.compression.config\n"
+        "assert not {'torch', 'triton', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,236 @@
+"""The noise of stochastic rounding: seeds, ranks, streams, epochs, and that it is noise.
+
+The bounds of the statistics are 4.5 standard deviations of distributions that are known, the seeds
+are fixed, and each test fails when the defect that it is for is planted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from vramx.compression import random, reference
+from vramx.compression.codec import pack
+from vramx.compression.config import Format
+from vramx.errors import InvalidValueError, VramxError
+
+
+@pytest.fixture(autouse=True)
+def seed() -> Iterator[None]:
+    random.manual_seed(0, rank=0)
+    yield
+    random.manual_seed(0, rank=0)
+
+
+def buffers(count: int = 3, streams: random.Streams | None = None) -> list[Tensor]:
+    x = torch.linspace(-1, 1, 1000)
+    return [pack(x, Format(), streams).buffer for _ in range(count)]
+
+
+def same(first: list[Tensor], second: list[Tensor]) -> list[bool]:
+    return [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
+
+
+def test_a_seed_repeats_the_noise() -> None:
+    random.manual_seed(7)
+    first = buffers()
+    random.manual_seed(7)
+    assert same(first, buffers()) == [True] * 3
+
+
+@pytest.mark.parametrize("other", [{"seed": 8, "rank": 0}, {"seed": 7, "rank": 1}], ids=str)
+def test_another_seed_or_rank_draws_other_noise(other: dict[str, int]) -> None:
+    random.manual_seed(7, rank=0)
+    first = buffers()
+    random.manual_seed(**other)
+    assert same(first, buffers()) == [False] * 3
+
+
+def test_every_rank_has_its_own_key() -> None:
+    assert len({random._key(seed, rank) for seed in range(64) for rank in range(64)}) == 4096
+
+
+def test_every_tensor_has_its_own_stream() -> None:
+    first, second, third = buffers()
+    assert same([first, first, second], [second, third, third]) == [False] * 3
+
+
+def test_nearest_rounding_takes_no_stream() -> None:
+    first = random.next_stream()
+    pack(torch.randn(100), Format(rounding="nearest"))
+    assert random.next_stream() == first + 1
+
+
+def test_a_new_epoch_draws_new_noise_for_the_same_streams() -> None:
+    streams = random.Streams()
+    first = buffers(streams=streams)
+    streams.restart()
+    random.advance_epoch("cpu")
+    assert same(first, buffers(streams=streams)) == [False] * 3
+
+
+def test_the_epoch_advances_when_the_streams_are_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = random.state("cpu").clone()
+    monkeypatch.setattr(random._noise, "_counter", itertools.count(2**31 - 1))
+    assert [random.next_stream(), random.next_stream()] == [2**31 - 1, 0]
+    assert (random.state("cpu") - before).tolist() == [0, 1]
+
+
+def test_a_restarted_step_repeats_its_noise_whatever_came_between() -> None:
+    streams = random.Streams()
+    streams.restart(step=3)
+    first = buffers(streams=streams)
+    streams.restart(step=4)
+    other = buffers(5, streams=streams)
+    streams.restart(step=3)
+    assert same(first, buffers(streams=streams)) == [True] * 3
+    assert same(first, other[:3]) == [False] * 3
+
+
+def test_streams_and_the_process_never_share_a_number() -> None:
+    streams = random.Streams()
+    streams._next = 2**31 - 2
+    assert [streams.next() for _ in range(3)] == [2**32 - 2, 2**32 - 1, 2**31]
+    assert random.next_stream() < 2**31
+
+
+def test_torchs_generator_is_neither_read_nor_advanced() -> None:
+    before = torch.get_rng_state()
+    first = buffers()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(99)
+    random.manual_seed(0, rank=0)
+    assert same(first, buffers()) == [True] * 3
+
+
+def test_threads_never_get_the_same_stream() -> None:
+    found: list[list[int]] = [[] for _ in range(4)]
+
+    def draw(into: list[int]) -> None:
+        into.extend(random.next_stream() for _ in range(5000))
+
+    threads = [threading.Thread(target=draw, args=(into,)) for into in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({number for numbers in found for number in numbers}) == 20_000
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, FakeTensorMode], ids=["inference", "fake"])
+def test_a_state_made_inside_a_mode_outlives_it(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random._noise, "_states", {})
+    with mode():
+        random.state("cpu")
+    random.advance_epoch("cpu")
+    assert random.state("cpu").tolist()[1] == 1
+
+
+def test_a_state_is_not_set_up_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(VramxError, match="inside a CUDA graph capture"):
+        random.state(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    "options", [{"seed": 1.5}, {"seed": True}, {"seed": 2**64}, {"seed": 0, "rank": -1}], ids=str
+)
+def test_a_bad_seed_is_named(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidValueError, match=r"(seed|rank) .* is not accepted"):
+        random.manual_seed(**options)
+
+
+# ---- statistics ----
+
+
+def chi_square(values: Tensor, cells: int) -> float:
+    """Return how far counts of equally likely cells are from even, in standard deviations.
+
+    Chi-square with k degrees of freedom has mean k and variance 2 k.
+    """
+    counts = torch.bincount(values, minlength=cells).double()
+    expected = values.numel() / cells
+    freedom = cells - 1
+    return (((counts - expected) ** 2 / expected).sum().item() - freedom) / math.sqrt(2 * freedom)
+
+
+def halves(stream: int, numel: int = 1 << 18, seed: int = 11, epoch: int = 0) -> Tensor:
+    return reference.noise_halves(numel, torch.tensor([seed, epoch]), stream).long()
+
+
+@pytest.mark.parametrize("lane", range(8))
+def test_the_halves_of_each_lane_are_uniform(lane: int) -> None:
+    mine = halves(3)[lane::8]
+    assert abs(chi_square(mine >> 8, 256)) <= 4.5
+    assert abs(chi_square(mine & 255, 256)) <= 4.5
+
+
+def test_too_few_rounds_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    philox = reference.philox
+    monkeypatch.setattr(reference, "philox", lambda counter, key: philox(counter, key, rounds=2))
+    found = [chi_square(halves(3)[lane::8] >> 8, 256) for lane in range(8)]
+    assert max(map(abs, found)) > 4.5
+
+
+def correlation(first: Tensor, second: Tensor) -> float:
+    """Return the correlation in standard deviations: 1 / sqrt(n) if the two are independent."""
+    pair = torch.stack([first, second]).double()
+    return torch.corrcoef(pair)[0, 1].item() * math.sqrt(first.numel())
+
+
+NEIGHBOURS = {
+    "the next stream": {"stream": 4},
+    "the first stream of the upper half": {"stream": 3 + (1 << 31)},
+    "the next epoch": {"stream": 3, "epoch": 1},
+    "the next seed": {"stream": 3, "seed": 12},
+    "a seed that differs in its high word": {"stream": 3, "seed": 11 + (1 << 40)},
+}
+
+
+@pytest.mark.parametrize("other", NEIGHBOURS.values(), ids=NEIGHBOURS)
+def test_neighbouring_noise_is_uncorrelated(other: dict[str, int]) -> None:
+    assert abs(correlation(halves(3), halves(**other))) <= 4.5
+
+
+@pytest.mark.parametrize("distance", [1, 2, 4, 8, 128])
+def test_the_elements_of_one_stream_are_uncorrelated(distance: int) -> None:
+    mine = halves(3)
+    assert abs(correlation(mine[:-distance], mine[distance:])) <= 4.5
+
+
+def test_a_stream_is_correlated_with_itself() -> None:
+    assert correlation(halves(3), halves(3)) > 4.5
+
+
+def blocks(streams: list[int], epochs: int) -> int:
+    """Return how many different blocks of 128 bits the streams have, in all epochs together."""
+    found = [
+        halves(stream, 4096, epoch=epoch).view(-1, 8)
+        for stream in streams
+        for epoch in range(epochs)
+    ]
+    return len(torch.cat(found).unique(dim=0))
+
+
+def test_streams_and_epochs_do_not_overlap() -> None:
+    # Two equal blocks by chance: 2**16 blocks of 128 bits, p = 2**-97.
+    assert blocks(list(range(32)), epochs=4) == 32 * 4 * 512
+
+
+def test_an_overlap_is_found() -> None:
+    assert blocks([0, 1, 2, 1], epochs=1) == 3 * 512
+
+
+def test_the_values_of_the_noise_are_centred_exactly() -> None:
+    values = reference._uniform(torch.arange(1 << 16, dtype=torch.int32)).double()
+    assert values.sum() == 0
+    assert values.abs().max() == 0.5 - 2.0**-17
+    assert (values.diff() == 2.0**-16).all()

@@ -1,0 +1,209 @@
+"""Packing a tensor into fewer bits and back: chooses the kernel or the reference, checks the input.
+
+A Packed is one buffer and what is needed to decode it; it is never written again after pack().
+Knows nothing of autograd, views or policies: its caller flattens and decides. No state but the
+counter of the noise's streams; any thread. pack() and unpack() are a launch each (some microseconds
+of host time) and never wait for the device.
+
+Let s be the step of an element's group, with amax = max |x| and L = 2**(bits - 1) - 1 (symmetric),
+or the range max x - min x in place of amax and L = 2**bits - 1 (asymmetric).
+  s <= amax / L * (1 + 2**-20) * (1 + 2**-7) < 1.0079 amax / L
+      from the margin against clipping and from rounding s up to a bfloat16, whose neighbours are
+      2**-7 apart at most; the range first grows by what rounding min x down to a bfloat16 adds
+  nearest     |decoded - x| <= s / 2          E may be off by as much: biased
+  stochastic  |decoded - x| < s, E decoded = x up to 2**-16 s, variance f (1 - f) s**2 <= s**2 / 4
+      with f the fraction of x / s
+plus the rounding errors of float32, 2**-15 s, and of the tensor's own type, half its unit at x.
+A group with a NaN or an infinity decodes to NaN throughout, so that a check for overflow sees it.
+At the very end of float32's and bfloat16's range x + s overflows: a decoded element can be infinite
+from 3.36e38 at 8 bits and from 2.96e38 at 4. An asymmetric group of a wider range is NaN.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from vramx.compression import random, reference
+from vramx.compression.config import MASK_BITS, MASK_FORMAT, Format
+from vramx.errors import InvalidValueError
+from vramx.kernels.layout import Layout
+
+# float64 is computed in float32 and never by a kernel; a policy passes it by unless it is forced.
+FLOAT_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32, torch.float64))
+_MASK_DTYPES = frozenset((torch.bool,))
+_KERNEL_DTYPES = (FLOAT_DTYPES | _MASK_DTYPES) - {torch.float64}
+_KERNEL_BITS = (8, 4, MASK_BITS)
+# Of a subclass nobody knows what its memory means.
+_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Packed:
+    """One packed tensor: immutable, and equal to itself only.
+
+    Args:
+        buffer: uint8, 1-D, laid out as vramx/kernels/layout.py says; on any device, at an address
+            that is a multiple of 16.
+        numel: elements of the tensor.
+        dtype: of the tensor.
+        format: of the buffer.
+
+    Memory: nbytes; 1.016 bytes an element at 8 bits and 0.5625 at 4 with the formats by default.
+
+    Example:
+        >>> pack(torch.zeros(1 << 20, dtype=torch.bfloat16), Format())
+        Packed(1048576 x bfloat16 in 1064960 bytes, 8 bits, group 128, symmetric, stochastic, cpu)
+    """
+
+    __slots__ = ("__weakref__", "buffer", "dtype", "format", "numel")
+
+    buffer: Tensor
+    numel: int
+    dtype: torch.dtype
+    format: Format
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the buffer."""
+        return self.buffer.numel()
+
+    def __repr__(self) -> str:
+        form = self.format
+        kind = "symmetric" if form.symmetric else "asymmetric"
+        how = f"{form.bits} bits, group {form.group_size}, {kind}, {form.rounding}"
+        return (
+            f"Packed({self.numel} x {str(self.dtype).removeprefix('torch.')} in {self.nbytes} "
+            f"bytes, {'a bit each' if form.bits == MASK_BITS else how}, {self.buffer.device})"
+        )
+
+
+def layout_of(numel: int, format: Format) -> Layout:
+    """Return where the codes and headers of `numel` elements lie.
+
+    Example:
+        >>> layout_of(1 << 20, Format()).buffer_bytes
+        1064960
+    """
+    return Layout(numel, format.bits, format.group_size, format.symmetric)
+
+
+def pack(flat: Tensor, format: Format, streams: random.Streams | None = None) -> Packed:
+    """Pack a tensor.
+
+    Args:
+        flat: 1-D and contiguous; bfloat16, float16, float32 or float64, or bool with the format of
+            masks. May be empty. It is only read, and needs no gradient.
+        format: of the result.
+        streams: where the number of the stream of noise comes from; None: the process-wide count.
+
+    Raises:
+        InvalidValueError: `flat` is none of these; the text says what it is.
+
+    Memory: the packed buffer; temporary: none by a kernel, up to 23 bytes an element by the
+    reference.
+    Sync: none. Enqueued on the current stream of the tensor's device.
+    Error bound: see the head of this file. Masks are exact.
+
+    Example:
+        >>> x = torch.randn(1000)
+        >>> (unpack(pack(x, Format())) - x).abs().max() < x.abs().max() / 126
+        tensor(True)
+    """
+    mask = format.bits == MASK_BITS
+    if (
+        type(flat) not in _TENSOR_TYPES
+        or flat.dtype not in (_MASK_DTYPES if mask else FLOAT_DTYPES)
+        or flat.dim() != 1
+        or flat.layout is not torch.strided
+        or flat.is_nested
+        or flat.device.type == "meta"
+        or not flat.is_contiguous()
+    ):
+        raise InvalidValueError(_what_is_wrong(flat, mask))
+    if mask:
+        return Packed(_pack_mask(flat), flat.numel(), torch.bool, MASK_FORMAT)
+    noise, stream = None, 0
+    if format.rounding == "stochastic":
+        noise = random.state(flat.device)
+        stream = random.next_stream() if streams is None else streams.next()
+    return Packed(_quantize(flat, format, noise, stream), flat.numel(), flat.dtype, format)
+
+
+def unpack(packed: Packed) -> Tensor:
+    """Decode a packed tensor into fresh memory, 1-D, on the device of its buffer.
+
+    Memory: the decoded tensor; temporary: none by a kernel, up to 12 bytes an element by the
+    reference.
+    Sync: none. Enqueued on the current stream of the buffer's device.
+
+    Example:
+        >>> unpack(pack(torch.tensor([True, False]), MASK_FORMAT))
+        tensor([ True, False])
+    """
+    buffer, dtype, bits = packed.buffer, packed.dtype, packed.format.bits
+    layout = layout_of(packed.numel, packed.format)
+    launch = _launch(buffer.device) if dtype in _KERNEL_DTYPES and bits in _KERNEL_BITS else None
+    if launch is None:
+        if bits == MASK_BITS:
+            return reference.unpack_mask(buffer, packed.numel)
+        return reference.dequantize(buffer, layout, dtype)
+    flat = torch.empty(packed.numel, dtype=dtype, device=buffer.device)
+    if bits == MASK_BITS:
+        launch.unpack_mask(buffer, flat)
+    else:
+        launch.dequantize(buffer, flat, layout)
+    return flat
+
+
+def _quantize(flat: Tensor, format: Format, noise: Tensor | None, stream: int) -> Tensor:
+    layout = layout_of(flat.numel(), format)
+    served = flat.dtype in _KERNEL_DTYPES and format.bits in _KERNEL_BITS
+    launch = _launch(flat.device) if served else None
+    if launch is None:
+        return reference.quantize(flat, layout, noise=noise, stream=stream)
+    buffer = torch.empty(layout.buffer_bytes, dtype=torch.uint8, device=flat.device)
+    launch.quantize(flat, buffer, layout, noise=noise, stream=stream)
+    return buffer
+
+
+def _pack_mask(flat: Tensor) -> Tensor:
+    launch = _launch(flat.device)
+    if launch is None:
+        return reference.pack_mask(flat)
+    layout = layout_of(flat.numel(), MASK_FORMAT)
+    buffer = torch.empty(layout.buffer_bytes, dtype=torch.uint8, device=flat.device)
+    launch.pack_mask(flat, buffer)
+    return buffer
+
+
+@lru_cache(maxsize=64)
+def _launch(device: torch.device) -> ModuleType | None:
+    """Return the launchers where the kernels serve a device; imports triton no sooner than then."""
+    launch = importlib.import_module("vramx.kernels.launch")
+    return launch if launch.supported(device) else None
+
+
+def _what_is_wrong(flat: object, mask: bool) -> str:
+    accepted = "accepted is a contiguous 1-D tensor of " + (
+        "bool" if mask else "bfloat16, float16, float32 or float64"
+    )
+    if type(flat) not in _TENSOR_TYPES:
+        return f"cannot pack a {type(flat).__name__}; {accepted}"
+    assert isinstance(flat, Tensor)
+    if flat.is_nested:
+        return f"cannot pack a nested tensor; {accepted}"
+    name = str(flat.dtype).removeprefix("torch.")
+    shape = tuple(flat.shape)
+    if flat.layout is not torch.strided:
+        return f"cannot pack a tensor of layout {flat.layout} and shape {shape}; {accepted}"
+    if flat.dtype not in (_MASK_DTYPES if mask else FLOAT_DTYPES):
+        return f"cannot pack a tensor of {name}; {accepted}"
+    if flat.device.type == "meta":
+        return f"cannot pack a tensor on the meta device, which has no data; {accepted}"
+    return f"cannot pack a tensor of shape {shape} and strides {flat.stride()}; {accepted}"

@@ -1,0 +1,315 @@
+"""What the user asks of compression: the options, and the format of one packed tensor.
+
+Compression is one frozen, hashable value that is validated whole when it is made; Format is the
+part of it that the codec needs for one tensor. What the rules of a policy mean is decided in
+policy.py; here they are only read. Imports no torch. Pure values, thread-safe; making one takes
+microseconds, and Compression.format() and .rules are cached.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+
+from vramx.errors import InvalidValueError
+from vramx.sizes import parse_size
+
+Action = str | int
+Policy = Mapping[str, Action] | tuple[tuple[str, Action], ...]
+
+ROUNDINGS = ("stochastic", "nearest")
+# What a Compression may be asked for; the formats of other widths are for experiments.
+BITS = (8, 4)
+MASK_BITS = 1
+GROUP_SIZES = tuple(1 << exponent for exponent in range(4, 11))
+KEEP = "keep"
+# q and k and whatever feeds an exp: an error there is multiplied, not averaged out. The bias of a
+# gradient through a compressed log-softmax was 330 % of it at 2 bits.
+DEFAULT_POLICY: dict[str, Action] = {
+    "scaled_dot_product_attention:0,1": KEEP,
+    "cross_entropy": KEEP,
+    "log_softmax": KEEP,
+    "softmax": KEEP,
+    "nll_loss": KEEP,
+    "logsumexp": KEEP,
+}
+_KEY = re.compile(r"(?P<operation>[A-Za-z_][\w.]*)(?::(?P<what>mask|\d{1,4}(?:,\d{1,4})*))?")
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the elements of one tensor are stored.
+
+    Args:
+        bits: 8, or 4 with two codes a byte; 1 is the format of bool masks. 2, 3, 5, 6 and 7 take a
+            byte a code on every device: they are for experiments.
+        group_size: elements that share a scale, a power of two from 16 to 1024; of no meaning for
+            masks.
+        symmetric: codes around zero and a scale; else codes from zero, a scale and a minimum.
+        rounding: "stochastic" is unbiased; "nearest" has half the largest error.
+
+    Raises:
+        InvalidValueError: a value is none of these.
+
+    Example:
+        >>> Format(bits=4, group_size=64, symmetric=False)
+        Format(bits=4, group_size=64, symmetric=False, rounding='stochastic')
+    """
+
+    bits: int = 8
+    group_size: int = 128
+    symmetric: bool = True
+    rounding: str = "stochastic"
+
+    def __post_init__(self) -> None:
+        _check_integer(
+            "bits", self.bits, range(1, 9), "1 for masks, 8, 4, and for experiments 2 to 7"
+        )
+        _check_group_size(self.group_size)
+        _check_bool("symmetric", self.symmetric)
+        _check_word("rounding", self.rounding, ROUNDINGS)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One entry of a policy: what is done with what an operation saves.
+
+    `arguments` are the positions of the tensor arguments that it holds for, None all of them;
+    `mask` is whether it holds for the bool tensors that the operation saves rather than for the
+    others; `action` is "keep" or a number of bits.
+    """
+
+    operation: str
+    arguments: tuple[int, ...] | None
+    mask: bool
+    action: Action
+
+    @property
+    def key(self) -> str:
+        """The rule's key in a policy, as in `linear`, `dropout:mask` or `mul:0,1`."""
+        if self.mask:
+            return f"{self.operation}:mask"
+        positions = "" if self.arguments is None else ":" + ",".join(map(str, self.arguments))
+        return self.operation + positions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compression:
+    """The options of compression, checked.
+
+    Args:
+        bits: 8 or 4 bits an element.
+        group_size: elements that share a scale, a power of two from 16 to 1024; None is 128 at 8
+            bits and 64 at 4.
+        rounding: "stochastic" is unbiased; "nearest" is faster and has half the largest error.
+        symmetric: None is True at 8 bits and False at 4, where symmetric codes can make a training
+            run unstable.
+        min_bytes: smaller tensors are kept as they are; bytes, or text such as "1MiB".
+        policy: exceptions by operation, merged over DEFAULT_POLICY: "linear", "mul:0,1" (argument
+            positions) -> "keep", 8 or 4; "dropout:mask" (its bool tensors) -> "keep" or 1. A rule
+            for a position goes before the rule of its operation.
+        offload: None, "cpu", or the fraction of the packed bytes that moves to host memory.
+        strict: raise where a tensor cannot be compressed, instead of keeping it.
+        enabled: False opts out of an enclosing compression.
+        deterministic: draw noise that depends on the seed, the step and the order of calls only.
+
+    Raises:
+        InvalidValueError: a value is not accepted; the text says which are.
+
+    Example:
+        >>> options = Compression(bits=4, min_bytes="64KiB", policy={"linear": 8})
+        >>> options.min_bytes, options.format().group_size, options.format(bits=8).symmetric
+        (65536, 64, True)
+    """
+
+    bits: int = 8
+    group_size: int | None = None
+    rounding: str = "stochastic"
+    symmetric: bool | None = None
+    min_bytes: int | str = 1 << 20
+    policy: Policy | None = None
+    offload: str | float | None = None
+    strict: bool = False
+    enabled: bool = True
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        _check_integer("bits", self.bits, BITS, "8 and 4")
+        if self.group_size is not None:
+            _check_group_size(self.group_size)
+        _check_word("rounding", self.rounding, ROUNDINGS)
+        if self.symmetric is not None:
+            _check_bool("symmetric", self.symmetric, "True, False and None")
+        _check_offload(self.offload)
+        for name in ("strict", "enabled", "deterministic"):
+            _check_bool(name, getattr(self, name))
+        # Stored as values that hash and compare, whatever form they came in.
+        object.__setattr__(self, "min_bytes", _parse_min_bytes(self.min_bytes))
+        object.__setattr__(self, "policy", _merge(DEFAULT_POLICY, self.policy))
+
+    def format(self, bits: int | None = None) -> Format:
+        """Return the format of a tensor that is stored with `bits`, by default the options' own.
+
+        Raises:
+            InvalidValueError: `bits` is none of 8, 4 and 1 (for masks).
+
+        Example:
+            >>> Compression(rounding="nearest").format(bits=4)
+            Format(bits=4, group_size=64, symmetric=False, rounding='nearest')
+        """
+        return _format(
+            self.bits if bits is None else bits, self.group_size, self.rounding, self.symmetric
+        )
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The policy as rules; an operation's most special first: the first that fits holds."""
+        assert isinstance(self.policy, tuple)
+        return _rules(self.policy)
+
+
+@lru_cache(maxsize=256, typed=True)  # or True would find what was made for 1
+def _format(bits: int, group_size: int | None, rounding: str, symmetric: bool | None) -> Format:
+    _check_integer("bits", bits, (*BITS, MASK_BITS), "8, 4, and 1 for masks")
+    if bits == MASK_BITS:
+        return MASK_FORMAT
+    return Format(
+        bits=bits,
+        group_size=group_size or (128 if bits == 8 else 64),
+        symmetric=bits == 8 if symmetric is None else symmetric,
+        rounding=rounding,
+    )
+
+
+def _merge(defaults: Mapping[str, Action], policy: Policy | None) -> tuple[tuple[str, Action], ...]:
+    """Return both policies as one in canonical form, `policy` over `defaults` by position.
+
+    Merging the result again changes nothing, so that dataclasses.replace() keeps a policy.
+    """
+    merged = _entries(defaults.items())
+    merged |= _entries(_pairs(policy))
+    actions: dict[tuple[str, bool, Action], list[int]] = {}
+    rules = []
+    for (operation, position, mask), action in merged.items():
+        if position is None:
+            rules.append(Rule(operation, None, mask, action))
+        else:
+            actions.setdefault((operation, mask, action), []).append(position)
+    rules += [
+        Rule(operation, tuple(sorted(positions)), mask, action)
+        for (operation, mask, action), positions in actions.items()
+    ]
+    return tuple(sorted((rule.key, rule.action) for rule in rules))
+
+
+def _pairs(policy: Policy | None) -> Iterable[tuple[str, Action]]:
+    if policy is None:
+        return ()
+    if isinstance(policy, Mapping):
+        return policy.items()
+    if isinstance(policy, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in policy):
+        return policy
+    raise InvalidValueError(
+        f'policy {policy!r} is not a mapping such as {{"linear": 8, "dropout:mask": 1}}'
+    )
+
+
+def _entries(
+    pairs: Iterable[tuple[str, Action]],
+) -> dict[tuple[str, int | None, bool], Action]:
+    """Split every key into single positions; the same one with two actions is a mistake."""
+    found: dict[tuple[str, int | None, bool], Action] = {}
+    for key, action in pairs:
+        rule = _parse_rule(key, action)
+        for position in (None,) if rule.arguments is None else rule.arguments:
+            entry = (rule.operation, position, rule.mask)
+            if found.setdefault(entry, action) != action:
+                raise InvalidValueError(
+                    f"policy {key!r}: {action!r} contradicts an earlier key, which gives "
+                    f"{found[entry]!r}; accepted is one action an argument"
+                )
+    return found
+
+
+def _parse_rule(key: str, action: Action) -> Rule:
+    match = _KEY.fullmatch(key) if isinstance(key, str) else None
+    if match is None:
+        raise InvalidValueError(
+            f"policy key {key!r} is not understood; accepted are an operation, and one with "
+            "argument positions or its masks: linear, mul:0,1, dropout:mask"
+        )
+    what = match["what"]
+    mask = what == "mask"
+    accepted: tuple[Action, ...] = (KEEP, MASK_BITS) if mask else (KEEP, *BITS)
+    _check_action(key, action, accepted)
+    positions = None if what is None or mask else tuple(sorted({int(w) for w in what.split(",")}))
+    return Rule(match["operation"], positions, mask, action)
+
+
+def _check_action(key: str, action: object, accepted: tuple[Action, ...]) -> None:
+    if isinstance(action, (str, int)) and not isinstance(action, bool) and action in accepted:
+        return
+    words = ", ".join(map(repr, accepted[:-1])) + f" and {accepted[-1]!r}"
+    raise InvalidValueError(
+        f"policy {key!r}: action {action!r} is not accepted{_nearest(action, (KEEP,))}; "
+        f"accepted are {words}"
+    )
+
+
+@lru_cache(maxsize=256)
+def _rules(policy: tuple[tuple[str, Action], ...]) -> tuple[Rule, ...]:
+    rules = [_parse_rule(key, action) for key, action in policy]
+    return tuple(sorted(rules, key=lambda r: (r.operation, not r.mask, r.arguments is None, r.key)))
+
+
+def _parse_min_bytes(size: object) -> int:
+    try:
+        return parse_size(size)  # type: ignore[arg-type]
+    except InvalidValueError as error:
+        raise InvalidValueError(f"min_bytes: {error}") from None
+
+
+def _check_integer(name: str, value: object, accepted: Iterable[int], words: str) -> None:
+    # True == 1, and bits=True is a mistake.
+    if not isinstance(value, int) or isinstance(value, bool) or value not in accepted:
+        raise InvalidValueError(f"{name} {value!r} is not accepted; accepted are {words}")
+
+
+def _check_group_size(value: object) -> None:
+    _check_integer("group_size", value, GROUP_SIZES, "the powers of two from 16 to 1024")
+
+
+def _check_bool(name: str, value: object, words: str = "True and False") -> None:
+    if not isinstance(value, bool):
+        raise InvalidValueError(f"{name} {value!r} is not accepted; accepted are {words}")
+
+
+def _check_word(name: str, value: object, accepted: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in accepted:
+        words = " and ".join(map(repr, accepted))
+        raise InvalidValueError(
+            f"{name} {value!r} is not accepted{_nearest(value, accepted)}; accepted are {words}"
+        )
+
+
+def _check_offload(value: object) -> None:
+    if value is None or value == "cpu":
+        return
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 <= value <= 1:  # type: ignore[operator]
+        raise InvalidValueError(
+            f"offload {value!r} is not accepted{_nearest(value, ('cpu',))}; "
+            "accepted are None, 'cpu' and a fraction from 0 to 1"
+        )
+
+
+def _nearest(value: object, accepted: tuple[str, ...]) -> str:
+    close = get_close_matches(str(value).lower(), accepted, n=1) if isinstance(value, str) else []
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+# The format of bool tensors: a bit an element, exact.
+MASK_FORMAT = Format(bits=MASK_BITS, rounding="nearest")

@@ -1,0 +1,178 @@
+"""Launch the kernels: pick one for a layout, its tile and its grid, on the tensor's device.
+
+The functions trust their arguments: flat tensors are 1-D and contiguous; a buffer is uint8, has
+Layout.buffer_bytes bytes and begins at a multiple of 16, as every new tensor does; all lie on one
+device. They enqueue on its current stream, allocate nothing, never wait, and can be captured in a
+CUDA graph. Any thread. A launch is some microseconds of host time; the first of a layout compiles,
+about a second. Importing this module does not import triton, calling it does.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vramx.kernels.layout import Layout
+
+_OLDEST_CAPABILITY = (8, 0)  # bfloat16 arithmetic
+_WARPS = 4
+_THREADS = 32 * _WARPS
+# Elements of a thread. More of them share what is done once a group, until the registers that they
+# take leave too few threads to cover the latency of memory: noise takes many.
+_ELEMENTS = 64
+_ELEMENTS_WITH_NOISE = 32
+_MASK_BYTES_OF_PROGRAM = 512
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+class Plan(NamedTuple):
+    """A kernel and its configuration for every tensor of one layout."""
+
+    kernel: Any
+    tile: int  # elements of a program
+    constants: dict[str, Any]
+
+
+def supported(device: torch.device) -> bool:
+    """Tell whether the kernels run on a device: CUDA of capability 8.0 or later, with triton.
+
+    With Triton's interpreter switched on they run on the CPU as well, for tests.
+
+    Example:
+        >>> supported(torch.device("meta"))
+        False
+    """
+    if device.type == "cuda":
+        old = torch.cuda.get_device_capability(device) < _OLDEST_CAPABILITY
+        return torch.version.hip is None and not old and _has_triton()
+    return device.type == "cpu" and _has_triton() and _is_interpreted()
+
+
+def quantize(
+    flat: Tensor, buffer: Tensor, layout: Layout, *, noise: Tensor | None, stream: int
+) -> None:
+    """Write the packed form of a tensor.
+
+    Args:
+        flat: bfloat16, float16 or float32.
+        buffer: written; its bytes between the last code and the first header are left alone.
+        layout: 8 or 4 bits.
+        noise: seed and epoch, int64[2] on the same device, to round stochastically; None rounds to
+            the nearest code, half to even.
+        stream: number of the tensor's stream of noise, 0 to 2**32 - 1.
+    """
+    if layout.numel:
+        plan = quantize_plan(layout.bits, layout.symmetric, layout.group_size, noise is not None)
+        seed = buffer if noise is None else noise
+        with _on(flat):
+            plan.kernel[(-(-layout.numel // plan.tile),)](
+                flat, buffer, seed, layout.numel, stream, **plan.constants
+            )
+
+
+def dequantize(buffer: Tensor, flat_out: Tensor, layout: Layout) -> None:
+    """Write the elements of a packed buffer, in the type of `flat_out`; 8 or 4 bits."""
+    if layout.numel:
+        plan = dequantize_plan(layout.bits, layout.symmetric, layout.group_size)
+        with _on(buffer):
+            plan.kernel[(-(-layout.numel // plan.tile),)](
+                buffer, flat_out, layout.numel, **plan.constants
+            )
+
+
+def pack_mask(flat_bool: Tensor, buffer: Tensor) -> None:
+    """Write the bits of a bool tensor; bytes beyond the last bit's are left alone."""
+    if numel := flat_bool.numel():
+        plan = mask_plan(packs=True)
+        with _on(buffer):
+            plan.kernel[(-(-numel // plan.tile),)](
+                flat_bool.view(torch.uint8), buffer, numel, **plan.constants
+            )
+
+
+def unpack_mask(buffer: Tensor, flat_bool_out: Tensor) -> None:
+    """Write the bools of packed bits."""
+    if numel := flat_bool_out.numel():
+        plan = mask_plan(packs=False)
+        with _on(buffer):
+            plan.kernel[(-(-numel // plan.tile),)](
+                buffer, flat_bool_out.view(torch.uint8), numel, **plan.constants
+            )
+
+
+@lru_cache(maxsize=64)
+def quantize_plan(bits: int, symmetric: bool, group_size: int, stochastic: bool) -> Plan:
+    """Return how tensors of a layout are quantised."""
+    from vramx.kernels.quantize import quantize_kernel
+    from vramx.kernels.quantize4 import quantize4_kernel
+
+    noisy = stochastic and symmetric and bits == 8  # the others spend more on each group
+    rows = _rows(group_size, _ELEMENTS_WITH_NOISE if noisy else _ELEMENTS)
+    constants = _constants(group_size, rows, symmetric) | {"STOCHASTIC": stochastic}
+    kernel = quantize_kernel if bits == 8 else quantize4_kernel
+    return Plan(kernel, rows * group_size, constants)
+
+
+@lru_cache(maxsize=64)
+def dequantize_plan(bits: int, symmetric: bool, group_size: int) -> Plan:
+    """Return how tensors of a layout are dequantised."""
+    from vramx.kernels.quantize import dequantize_kernel
+    from vramx.kernels.quantize4 import dequantize4_kernel
+
+    rows = _rows(group_size, _ELEMENTS)
+    kernel = dequantize_kernel if bits == 8 else dequantize4_kernel
+    return Plan(kernel, rows * group_size, _constants(group_size, rows, symmetric))
+
+
+@lru_cache(maxsize=2)
+def mask_plan(*, packs: bool) -> Plan:
+    """Return how masks are packed or unpacked."""
+    from vramx.kernels.mask import pack_mask_kernel, unpack_mask_kernel
+
+    constants = {"BYTES": _MASK_BYTES_OF_PROGRAM, "num_warps": _WARPS}
+    kernel = pack_mask_kernel if packs else unpack_mask_kernel
+    return Plan(kernel, 8 * _MASK_BYTES_OF_PROGRAM, constants)
+
+
+def _rows(group_size: int, elements: int) -> int:
+    return max(1, _THREADS * elements // group_size)
+
+
+def _constants(group_size: int, rows: int, symmetric: bool) -> dict[str, Any]:
+    # A quarter: the checked accesses of a short tile then take fewer registers than a whole tile.
+    tail_rows = max(1, rows // 4)
+    return {
+        "GROUP": group_size,
+        "ROWS": rows,
+        "TAIL_ROWS": tail_rows,
+        "SYMMETRIC": symmetric,
+        "num_warps": _WARPS,
+    }
+
+
+def _on(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Make a tensor's device the current one, where it is not: Triton launches on that."""
+    device = tensor.device
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)
+
+
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=1)
+def _is_interpreted() -> bool:
+    import triton
+
+    return not isinstance(mask_plan(packs=True).kernel, triton.JITFunction)

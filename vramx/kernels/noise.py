@@ -1,0 +1,85 @@
+"""Device functions for rounding: to the nearest integer, and the noise that makes it stochastic.
+
+Each is inlined into its kernel. The noise is a function of a seed and an epoch in device memory, a
+stream, and the number of the element: no state, so any program makes its part, and a CUDA graph
+that is replayed draws anew when the epoch was advanced in it. Conversions between integers and
+floats are done by setting exponent bits: the unit for conversions is several times slower.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def code_bits(quotient):
+    """Round fp32 in (-2**22, 2**22) half to even; return an int32 whose low bits are the integer.
+
+    Adding 1.5 * 2**23 leaves no bit below one in the mantissa: the addition does the rounding, and
+    the low bits of the sum are the integer in two's complement.
+    """
+    return (quotient + 12582912.0).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1):
+    """Return the four words of Philox 4x32 with 7 rounds, all uint32.
+
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11, which found 7
+    rounds to be the fewest that pass BigCrush.
+    """
+    for _ in tl.static_range(7):
+        product_0 = c0.to(tl.uint64) * 0xD2511F53
+        product_2 = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (product_2 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (product_0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1 = product_2.to(tl.uint32)
+        c3 = product_0.to(tl.uint32)
+        k0 = (k0 + 0x9E3779B9).to(tl.uint32)
+        k1 = (k1 + 0xBB67AE85).to(tl.uint32)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def rounding_noise(
+    seed_ptr,
+    stream,
+    block,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    STRIDE: tl.constexpr,
+):
+    """Return fp32[ROWS, COLS] in (-0.5, 0.5): 2**16 equally likely values, mean exactly zero.
+
+    seed_ptr: int64[2], seed and epoch. block: int64, the number of the 8 elements that the tile
+    begins with; its part below ROWS * STRIDE must be less than STRIDE. STRIDE: such blocks from
+    row to row, a power of two as ROWS is. Element i takes word (i % 8) // 2 of block i // 8: its
+    low half if i is even.
+
+    A thread makes 16 neighbours (8 if a row has no more), which is what it holds of a tile: the
+    words do not change threads. A half h becomes the float 2**23 + 2 h + 1 by setting the bits
+    around it (the 1 covers the bit of the lower half that the upper one brings along), and then,
+    exactly, h / 2**16 + 2**-17 - 0.5.
+    """
+    SPAN: tl.constexpr = 2 if COLS >= 16 else 1
+    rows = tl.arange(0, ROWS)[:, None] * STRIDE
+    offsets = rows + tl.arange(0, COLS // (8 * SPAN))[None, :] * SPAN
+    # No carry into the upper word: see what block must be.
+    c0 = (block & 0xFFFFFFFF).to(tl.uint32) + offsets.to(tl.uint32)
+    zero = tl.zeros_like(c0)
+    c1 = (block >> 32).to(tl.uint32) + zero
+    c2 = stream.to(tl.uint32) + zero
+    c3 = tl.load(seed_ptr + 1).to(tl.uint32) + zero
+    seed = tl.load(seed_ptr)
+    k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
+    k1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    w0, w1, w2, w3 = philox(c0, c1, c2, c3, k0, k1)
+    if SPAN == 2:
+        v0, v1, v2, v3 = philox(c0 + 1, c1, c2, c3, k0, k1)
+        w0, w1, w2, w3 = tl.join(w0, v0), tl.join(w1, v1), tl.join(w2, v2), tl.join(w3, v3)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    even = (words & 0xFFFF) * 2 + 0x4B000001
+    odd = (words >> 15) | 0x4B000001
+    shifted = tl.reshape(tl.join(even, odd), (ROWS, COLS)).to(tl.float32, bitcast=True)
+    return shifted * 0.00000762939453125 - 64.5

@@ -1,0 +1,188 @@
+"""Quantise to two codes a byte, and back.
+
+As quantize.py, with half a byte an element. A byte holds elements j and j + GROUP/2 of a group, so
+a tile is read as two halves that meet byte by byte in one thread's registers: nothing is shuffled.
+One pass: n * (element size + 0.5) bytes of memory traffic, and a header a group.
+
+    symmetric    scale = up(max|x| * (1 + 2**-20) / 7)           code = round(x / scale), -7 to 7
+    asymmetric   low = down(min x), scale = up((max x - low) * (1 + 2**-20) / 15)
+                 code = round((x - low) / scale), 0 to 15
+    decoded      code * scale, or code * scale + low
+
+up and down round to bfloat16. A group with NaN or Inf gets a NaN scale: it decodes to NaN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vramx.kernels.headers import (
+    asymmetric_header,
+    decode,
+    header_pointer,
+    load_scale,
+    magnitude_key,
+    narrow,
+    symmetric_header,
+)
+from vramx.kernels.noise import code_bits, rounding_noise
+
+
+@triton.jit(do_not_specialize=["numel", "stream"])
+def quantize4_kernel(
+    x_ptr,
+    buffer_ptr,
+    seed_ptr,
+    numel: tl.int64,
+    stream: tl.int64,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    TAIL_ROWS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """Write the codes and headers of a flat tensor. Arguments as quantize_kernel's."""
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * (ROWS * GROUP)
+    left = tl.minimum(numel - first, ROWS * GROUP).to(tl.int32)
+    header_ptr = header_pointer(buffer_ptr, numel, first, GROUP, 4, SYMMETRIC)
+    x_ptr += first
+    codes_ptr = buffer_ptr + first // 2
+    if left == ROWS * GROUP:
+        _quantize4_tile(
+            x_ptr, codes_ptr, header_ptr, seed_ptr, stream, first, left,
+            GROUP, ROWS, SYMMETRIC, STOCHASTIC, False,
+        )  # fmt: skip
+    else:
+        row = 0
+        while row * GROUP < left:
+            at = row * GROUP
+            _quantize4_tile(
+                x_ptr + at, codes_ptr + at // 2, header_ptr + row, seed_ptr, stream, first + at,
+                left - at, GROUP, TAIL_ROWS, SYMMETRIC, STOCHASTIC, True,
+            )  # fmt: skip
+            row += TAIL_ROWS
+
+
+@triton.jit
+def _quantize4_tile(
+    x_ptr,
+    codes_ptr,
+    header_ptr,
+    seed_ptr,
+    stream,
+    first,
+    left,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Do ROWS groups: all pointers are at the first element; `left` elements are to be done."""
+    HALF: tl.constexpr = GROUP // 2
+    rows = tl.arange(0, ROWS)
+    places = rows[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    offsets = rows[:, None] * GROUP + tl.arange(0, HALF)[None, :]
+    filled = rows * GROUP < left if MASKED else None
+    # Beyond the end the last element is repeated: it changes no minimum and no maximum.
+    source_a = tl.minimum(offsets, left - 1) if MASKED else offsets
+    source_b = tl.minimum(offsets + HALF, left - 1) if MASKED else offsets + HALF
+    a = tl.load(x_ptr + source_a).to(tl.float32)
+    b = tl.load(x_ptr + source_b).to(tl.float32)
+    if SYMMETRIC:
+        largest = tl.max(tl.maximum(magnitude_key(a), magnitude_key(b)), 1)
+        scale, inverse = symmetric_header(largest, 7)
+        tl.store(header_ptr + rows, (scale >> 16).to(tl.int16), mask=filled)
+    else:
+        signed_a, signed_b = a.to(tl.int32, bitcast=True), b.to(tl.int32, bitcast=True)
+        unsigned_a, unsigned_b = a.to(tl.uint32, bitcast=True), b.to(tl.uint32, bitcast=True)
+        scale, inverse, low = asymmetric_header(
+            tl.max(tl.maximum(signed_a, signed_b), 1),
+            tl.max(tl.maximum(unsigned_a, unsigned_b), 1),
+            tl.min(tl.minimum(unsigned_a, unsigned_b), 1),
+            15,
+        )
+        tl.store(header_ptr + rows, (scale >> 16) | low, mask=filled)
+        low = low.to(tl.float32, bitcast=True)[:, None]
+        a, b = a - low, b - low
+    a, b = a * inverse[:, None], b * inverse[:, None]
+    if STOCHASTIC:
+        block = first // 8
+        a += rounding_noise(seed_ptr, stream, block, ROWS, HALF, GROUP // 8)
+        b += rounding_noise(seed_ptr, stream, block + GROUP // 16, ROWS, HALF, GROUP // 8)
+    code_a, code_b = code_bits(a), code_bits(b)
+    if MASKED:
+        code_a = tl.where(offsets < left, code_a, 0)
+        code_b = tl.where(offsets + HALF < left, code_b, 0)
+    if SYMMETRIC:
+        code_a = code_a & 15  # a code that is not negative has nothing above its four bits
+    codes = (code_a | (code_b << 4)).to(tl.uint8)
+    if MASKED:
+        tl.store(codes_ptr + places, codes, mask=(rows * GROUP < left)[:, None])
+    else:
+        tl.store(codes_ptr + places, codes)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def dequantize4_kernel(
+    buffer_ptr,
+    out_ptr,
+    numel: tl.int64,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    TAIL_ROWS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+):
+    """Write the elements of a packed buffer. Arguments as dequantize_kernel's."""
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * (ROWS * GROUP)
+    left = tl.minimum(numel - first, ROWS * GROUP).to(tl.int32)
+    header_ptr = header_pointer(buffer_ptr, numel, first, GROUP, 4, SYMMETRIC)
+    codes_ptr = buffer_ptr + first // 2
+    out_ptr += first
+    if left == ROWS * GROUP:
+        _dequantize4_tile(codes_ptr, header_ptr, out_ptr, left, GROUP, ROWS, SYMMETRIC, False)
+    else:
+        row = 0
+        while row * GROUP < left:
+            at = row * GROUP
+            _dequantize4_tile(
+                codes_ptr + at // 2, header_ptr + row, out_ptr + at, left - at,
+                GROUP, TAIL_ROWS, SYMMETRIC, True,
+            )  # fmt: skip
+            row += TAIL_ROWS
+
+
+@triton.jit
+def _dequantize4_tile(
+    codes_ptr,
+    header_ptr,
+    out_ptr,
+    left,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Do ROWS groups: all pointers are at the first element; `left` elements are to be done."""
+    HALF: tl.constexpr = GROUP // 2
+    rows = tl.arange(0, ROWS)
+    places = rows[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    offsets = rows[:, None] * GROUP + tl.arange(0, HALF)[None, :]
+    inside_a = offsets < left if MASKED else None
+    inside_b = offsets + HALF < left if MASKED else None
+    filled = rows * GROUP < left if MASKED else None
+    pairs = tl.load(codes_ptr + places, mask=inside_a)
+    if SYMMETRIC:
+        # The sign of a half byte: its code moves to the upper half, and the shift back repeats it.
+        code_a = (pairs << 4).to(tl.int8, bitcast=True) >> 4
+        code_b = pairs.to(tl.int8, bitcast=True) >> 4
+    else:
+        code_a, code_b = pairs & 15, pairs >> 4
+    scale, low = load_scale(header_ptr, rows, filled, SYMMETRIC)
+    scale, low = scale[:, None], low[:, None]
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    a = narrow(decode(code_a.to(tl.float32), scale, low, SYMMETRIC), dtype)
+    b = narrow(decode(code_b.to(tl.float32), scale, low, SYMMETRIC), dtype)
+    tl.store(out_ptr + offsets, a, mask=inside_a)
+    tl.store(out_ptr + HALF + offsets, b, mask=inside_b)
