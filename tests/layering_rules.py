@@ -35,7 +35,7 @@ PYTHON_PARTS = {
     "allocator": {*BASE, "_core"},
     "compression": {*BASE, "kernels"},
     "nn": {*BASE, "compression", "kernels"},
-    "checkpoint": {*BASE, "compression"},
+    "recompute": {*BASE, "compression"},
     "memory": {*BASE, "_core"},
 }
 EVERY_PART = {*PYTHON_PARTS, "_core"}

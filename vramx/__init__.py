@@ -17,36 +17,73 @@ if TYPE_CHECKING:
     from vramx.allocator.install import allocator_installed, install_allocator
     from vramx.allocator.limits import DefragmentReport, defragment, set_limit
     from vramx.allocator.stats import AllocatorStats, allocator_stats
+    from vramx.compression.config import Compression
+    from vramx.compression.decorator import (
+        compressed_activations,
+        compression_stats,
+        uncompress,
+    )
+    from vramx.compression.graph import compressed_graphs
+    from vramx.compression.hooks import compress
+    from vramx.compression.offload import offload_report
+    from vramx.compression.random import manual_seed
+    from vramx.compression.stats import CompressionStats
     from vramx.memory.replay import replay
     from vramx.memory.trace import load_trace
+    from vramx.recompute.call import checkpoint
+    from vramx.recompute.modules import checkpoint_modules, uncheckpoint
 
 __version__ = "0.1.0"
 
 # Public name -> the module that holds it.
 _LAZY = {
     "AllocatorStats": "vramx.allocator.stats",
+    "Compression": "vramx.compression.config",
+    "CompressionStats": "vramx.compression.stats",
     "DefragmentReport": "vramx.allocator.limits",
     "allocator_installed": "vramx.allocator.install",
     "allocator_stats": "vramx.allocator.stats",
+    "checkpoint": "vramx.recompute.call",
+    "checkpoint_modules": "vramx.recompute.modules",
+    "compress": "vramx.compression.hooks",
+    "compressed_activations": "vramx.compression.decorator",
+    "compressed_graphs": "vramx.compression.graph",
+    "compression_stats": "vramx.compression.decorator",
     "defragment": "vramx.allocator.limits",
     "install_allocator": "vramx.allocator.install",
     "load_trace": "vramx.memory",
+    "manual_seed": "vramx.compression.random",
+    "offload_report": "vramx.compression.offload",
     "replay": "vramx.memory",
     "set_limit": "vramx.allocator.limits",
+    "uncheckpoint": "vramx.recompute.modules",
+    "uncompress": "vramx.compression.decorator",
 }
 
 __all__ = [
     "AllocatorStats",
+    "Compression",
+    "CompressionStats",
     "DefragmentReport",
     "VramxError",
     "__version__",
     "allocator_installed",
     "allocator_stats",
+    "checkpoint",
+    "checkpoint_modules",
+    "compress",
+    "compressed_activations",
+    "compressed_graphs",
+    "compression_stats",
     "defragment",
     "install_allocator",
     "load_trace",
+    "manual_seed",
+    "offload_report",
     "replay",
     "set_limit",
+    "uncheckpoint",
+    "uncompress",
 ]
 
 if "torch" in sys.modules:

@@ -41,5 +41,13 @@ class NotInstalledError(VramxError, RuntimeError):
     """Something was asked of the allocator in a process where it is not installed."""
 
 
+class ModifiedInPlaceError(VramxError, RuntimeError):
+    """A tensor that backward needs was changed in place after it had been saved."""
+
+
+class UnsupportedTensorError(VramxError, TypeError):
+    """Under `strict`, an operation saved a tensor that cannot be compressed."""
+
+
 class VramxWarning(UserWarning):
     """What vramx has to say without stopping the program."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from codec_samples import step_of
+from codec_samples import bfloat16_towards, step_of
 
 from gpu.tools import MIB
 from vramx.compression import random
@@ -41,26 +41,41 @@ def packed_on(device: str, x: torch.Tensor, format: Format, seed: int = 3) -> to
     return unpack(pack(x.to(device), format)).cpu()
 
 
+def quotients(x: torch.Tensor, format: Format, size: torch.Tensor) -> torch.Tensor:
+    """Return x / s, or (x - minimum) / s, as they are before a product is rounded.
+
+    The factors are float32's x - minimum and 1 / s, which a CPU and a GPU both make, to the bit;
+    float64 has room for their product.
+    """
+    groups = x.float().view(-1, format.group_size)
+    if not format.symmetric:
+        low = bfloat16_towards(groups.double().amin(1, keepdim=True), -math.inf)
+        groups = groups - low.float()
+    return groups.view(-1).double() * (1 / size.float()).double()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format", FORMATS, ids=repr)
 def test_a_gpu_decodes_what_a_cpu_decodes(format: Format, dtype: torch.dtype) -> None:
-    # The same seed gives the same noise. A multiply-add that rounds once instead of twice moves a
-    # code by at most 2**-17 before it is rounded. To the nearest that matters where x / s is that
-    # close to halfway (often in bfloat16, whose quotients are short); with noise, whose values are
-    # 2**-16 apart, for no more than one element in 2**16. Such elements differ by one step.
+    # The same seed gives the same noise. A GPU may fuse the product and the addition after it: then
+    # the product is not rounded, by at most 2**-17, half a unit of [128, 256). To the nearest that
+    # matters where the product is that close to halfway between two codes, where many of bfloat16
+    # lie; with noise, where all sums are spread evenly and the noise itself is as coarse as 2**-16,
+    # for no more than one element in 2**16. Such elements differ by one step.
     # Decoding may round once too: by a unit of the type, and 2**-15 of a step.
     x = torch.randn(NUMEL).to(dtype)
     on_gpu, on_cpu = (packed_on(device, x, format).double() for device in ("cuda", "cpu"))
     missing = -NUMEL % format.group_size
-    size, fraction = (
-        part[:NUMEL] for part in step_of(torch.cat([x, x[-1:].expand(missing)]), format)
-    )
+    whole = torch.cat([x, x[-1:].expand(missing)])
+    size = step_of(whole, format).size
+    place = quotients(whole, format, size)[:NUMEL]
+    size = size[:NUMEL]
     apart = (on_gpu - on_cpu).abs()
     unit = torch.finfo(dtype).eps * (x.double().abs() + 2 * size) + 2.0**-15 * size
     differs = apart > unit
     assert (apart <= size + unit).all()
     if format.rounding == "nearest":
-        assert ((fraction[differs] - 0.5).abs() <= 2.0**-16).all()
+        assert ((place - place.floor() - 0.5).abs()[differs] <= 2.0**-17).all()
     else:
         expected = NUMEL * 2.0**-16
         assert differs.sum() <= expected + 5 * math.sqrt(expected)
@@ -137,7 +152,10 @@ def test_no_memory_is_taken_but_the_result(format: Format) -> None:
 
 
 def captured(x: torch.Tensor, advance: bool) -> tuple[Any, torch.Tensor]:
-    """Capture a pack and an unpack and return the graph and its output."""
+    """Capture a pack and an unpack and return the graph and its output.
+
+    A replay reads x where it was: the caller keeps it.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -166,12 +184,14 @@ def test_every_replay_draws_new_noise_where_the_graph_advances_the_epoch() -> No
 
 
 def test_a_replay_repeats_its_noise_where_the_epoch_stays() -> None:
-    graph, out = captured(torch.randn(1 << 16, device="cuda"), advance=False)
+    x = torch.randn(1 << 16, device="cuda")
+    graph, out = captured(x, advance=False)
     assert torch.equal(replayed(graph, out), replayed(graph, out))
 
 
 def test_a_seed_takes_effect_in_a_captured_graph() -> None:
-    graph, out = captured(torch.randn(1 << 16, device="cuda"), advance=True)
+    x = torch.randn(1 << 16, device="cuda")
+    graph, out = captured(x, advance=True)
     random.manual_seed(5)
     first = replayed(graph, out)
     random.manual_seed(5)

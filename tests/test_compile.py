@@ -1,0 +1,336 @@
+"""Compression around, and inside of, what torch.compile makes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import fx, nn
+from torch._dynamo.utils import counters
+
+import vramx
+from vramx.compression import graph, graph_policy, reference
+from vramx.compression.config import Compression, Format
+from vramx.compression.graph import compressed_graphs, hash_halves
+from vramx.kernels.layout import Layout
+from vramx.recompute import inputs
+
+SMALL = Compression(min_bytes=0)
+WIDTH = 128
+inlines = pytest.mark.skipif(
+    graph._hook_context is None, reason="this torch does not say what hooks are inlined for"
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, WIDTH), nn.SiLU())
+
+
+def gradients(model: Any, call: Any, x: torch.Tensor, within: Any = None) -> torch.Tensor:
+    """Return all gradients of `call`, run in a context, as one vector."""
+    model.zero_grad()
+    with within or contextlib.nullcontext():
+        y = call(x)
+    y.square().sum().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found - exact).norm() / exact.norm())
+
+
+def saved_dtypes(y: torch.Tensor) -> list[torch.dtype]:
+    return [tensor.dtype for tensor in y.grad_fn.saved_tensors]
+
+
+# -- Whole graphs ---------------------------------------------------------------------------------
+
+
+# A step of 8 bits is 1/127 of a group's largest value, some 3 standard deviations of 128 normal
+# ones; rounding by chance errs by sqrt(1/6) of it: 1 % of a value, and so of a gradient that is
+# linear in it. At 4 bits a step is 1/15 of the range of 64, some 5 standard deviations: 14 %.
+@inlines
+@pytest.mark.parametrize(("bits", "bound"), [(8, 0.02), (4, 0.2)])
+def test_a_whole_graph_keeps_codes(bits: int, bound: float) -> None:
+    model, x = net(), torch.randn(64, WIDTH)
+    compiled = torch.compile(model, backend="aot_eager")
+    options = Compression(bits=bits, min_bytes=0)
+    exact = gradients(model, model, x)
+    found = gradients(model, compiled, x, compressed_graphs(options))
+    assert 0 < relative_error(found, exact) < bound
+    with compressed_graphs(options):
+        dtypes = saved_dtypes(compiled(x))
+    assert dtypes.count(torch.uint8) == 3, "two inputs of activations, and one of a linear layer"
+
+
+@inlines
+def test_without_the_context_a_graph_is_exact_again() -> None:
+    model, x = net(), torch.randn(64, WIDTH)
+    compiled = torch.compile(model, backend="aot_eager")
+    exact = gradients(model, compiled, x)
+    gradients(model, compiled, x, compressed_graphs(SMALL))
+    assert torch.equal(gradients(model, compiled, x), exact)
+
+
+@inlines
+def test_noise_is_new_in_every_step_and_the_same_for_a_seed() -> None:
+    model, x = net(), torch.randn(64, WIDTH)
+    compiled = torch.compile(model, backend="aot_eager")
+
+    def step() -> torch.Tensor:
+        return gradients(model, compiled, x, compressed_graphs(SMALL))
+
+    step()  # numbers for the tensors of a graph are given while it is traced
+    vramx.manual_seed(1)
+    first, second = step(), step()
+    vramx.manual_seed(1)
+    assert torch.equal(step(), first)
+    assert not torch.equal(second, first)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@inlines
+def test_sizes_that_change_compile_once_more_and_no_oftener() -> None:
+    model = net()
+    compiled = torch.compile(model, backend="aot_eager")
+    for rows in (64, 48, 32, 80, 96):
+        x = torch.randn(rows, WIDTH)
+        found = gradients(model, compiled, x, compressed_graphs(SMALL))
+        assert relative_error(found, gradients(model, model, x)) < 0.02
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+@inlines
+def test_small_tensors_and_statistics_are_kept() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    compiled = torch.compile(model, backend="aot_eager")
+    with compressed_graphs(SMALL):
+        saved = compiled(torch.randn(64, WIDTH)).grad_fn.saved_tensors
+    assert [tuple(t.shape) for t in saved if t.shape[-1] == 1] == [(64, 1), (64, 1)]
+    torch._dynamo.reset()
+    with compressed_graphs(Compression(min_bytes=64 * WIDTH * 4 + 1)):
+        assert torch.uint8 not in saved_dtypes(compiled(torch.randn(64, WIDTH)))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q * 1.5, k * 1.5, v * 1.5)
+        return self.out(y.transpose(1, 2).flatten(2)).log_softmax(-1)
+
+
+@inlines
+def test_logits_are_kept_exactly() -> None:
+    """Keep q, k, the sums of exponentials and the log-softmax; pack v and what attention gives."""
+    model, x = Attention(), torch.randn(4, 32, WIDTH)
+    compiled = torch.compile(model, backend="aot_eager")
+    with compressed_graphs(SMALL):
+        y = compiled(x)
+    saved = y.grad_fn.saved_tensors
+    exact = [tuple(t.shape) for t in saved if t.dtype == torch.float32 and t.dim() > 2]
+    assert exact.count((4, 4, 32, 32)) == 2, exact
+    assert (4, 32, 64) in exact, "the log-softmax"
+    assert sum(t.dtype == torch.uint8 for t in saved) >= 2
+
+
+def backward_graph(function: Any) -> fx.Node:
+    """Return the placeholder of a graph that stands for a backward of it."""
+    traced = fx.experimental.proxy_tensor.make_fx(function)(torch.randn(4, 4))
+    return next(iter(traced.graph.nodes))
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: (x - 1.0).to(torch.float64).exp(), True),
+        (lambda x: (x * 0.125 - 1.0).exp(), True),
+        (lambda x: torch.ones(4, 4) / x, True),
+        (lambda x: torch.where(x > 0, 1.0, 0.0), True),
+        (lambda x: (x * x * -0.5).exp(), False),  # of a gelu: its error does not grow
+        (lambda x: x / 3.0, False),
+        (lambda x: torch.ones(4, 4) @ x, False),
+        (lambda x: x.sigmoid() * x, False),
+    ],
+)
+def test_what_an_error_would_be_multiplied_in_is_exact(function: Any, expected: bool) -> None:
+    assert graph_policy.is_exact(backward_graph(function)) is expected
+
+
+@inlines
+def test_operations_between_graphs_are_exact_and_leave_no_cycle() -> None:
+    x = torch.randn(8, 16, requires_grad=True)
+    with compressed_graphs(SMALL):
+        y = x.exp().sin()
+    y.sum().backward()
+    assert torch.equal(x.grad, x.detach().exp().cos() * x.detach().exp())
+
+
+@inlines
+def test_hooks_of_equal_options_are_the_same_so_that_graphs_are_reused() -> None:
+    assert graph.hooks(Compression(bits=4)) is graph.hooks(Compression(bits=4))
+
+
+def test_a_torch_that_cannot_inline_hooks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "_hook_context", None)
+    with pytest.raises(graph.UnsupportedTorchError, match="block by block"):
+        compressed_graphs(bits=4, group_size=512)  # that no other test asks for
+
+
+def test_a_context_that_is_not_enabled_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "_hook_context", None)
+    with compressed_graphs(enabled=False):
+        pass
+
+
+@inlines
+@pytest.mark.slow
+def test_inductor_gives_the_gradient() -> None:
+    model, x = net(), torch.randn(64, WIDTH)
+    compiled = torch.compile(model)
+    found = gradients(model, compiled, x, compressed_graphs(SMALL))
+    assert 0 < relative_error(found, gradients(model, model, x)) < 0.02
+    with compressed_graphs(SMALL):
+        assert torch.uint8 in saved_dtypes(compiled(x))
+
+
+# -- The codec and its noise in a graph -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_are_those_of_the_reference(bits: int, dtype: torch.dtype) -> None:
+    form = Compression(bits=bits, rounding="nearest").format()
+    rows = torch.randn(16, form.group_size).to(dtype)
+    rows[0, 3], rows[1, 5] = float("inf"), float("nan")
+    layout = Layout(rows.numel(), bits, form.group_size, form.symmetric)
+    expected = reference.dequantize(reference.quantize(rows.view(-1), layout), layout, dtype)
+    decoded = graph.decode(*graph.encode(rows, form, None), form, dtype)
+    torch.testing.assert_close(decoded.view(-1), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def keys(count: int) -> torch.Tensor:
+    return torch.stack([graph.noise_key(0, torch.device("cpu")) for _ in range(count)])
+
+
+def mean_errors(noise: Any) -> tuple[float, float, int]:
+    """Return the means of z² and z of the elements' mean errors over keys, and their number.
+
+    The error of one element has the variance f (1 - f) s², f its fraction of a step s.
+    """
+    form, draws = Format(), 400
+    x = torch.randn(64, 128)
+    step = graph.encode(x, form, None)[1].to(torch.int32).__lshift__(16).view(torch.float32)
+    fraction = (x / step[:, None]) % 1.0
+    total = torch.zeros_like(x)
+    for key in keys(draws):
+        total += graph.decode(*graph.encode(x, form, noise(key)), form, torch.float32) - x
+    deviation = (fraction * (1 - fraction) / draws).sqrt() * step[:, None]
+    usable = fraction * (1 - fraction) > 0.01  # elsewhere the sum is far from normal
+    z = ((total / draws) / deviation)[usable]
+    return float((z**2).mean()), float(z.mean()), z.numel()
+
+
+def test_rounding_by_hash_is_unbiased() -> None:
+    square, mean, n = mean_errors(lambda key: key)
+    # z² has mean 1 and, for a normal z, variance 2; for these sums a little more, under 3.
+    assert abs(square - 1) < 4 * (3 / n) ** 0.5
+    assert abs(mean) < 4 / n**0.5
+
+
+def test_rounding_with_one_noise_for_ever_is_found_biased() -> None:
+    frozen = keys(1)[0]
+    square, _, n = mean_errors(lambda _: frozen)
+    assert abs(square - 1) > 4 * (3 / n) ** 0.5
+
+
+def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
+    return abs(float(torch.corrcoef(torch.stack([a, b]).double())[0, 1]))
+
+
+def test_noise_of_two_tensors_is_independent() -> None:
+    """The correlation of n independent pairs has a deviation of 1 / sqrt(n)."""
+    n = 1 << 14
+    noise = [hash_halves(n, key) for key in keys(8)]
+    for a, b in itertools.combinations(noise, 2):
+        assert correlation(a, b) < 4.5 / n**0.5
+        assert correlation(a[1:], b[:-1]) < 4.5 / n**0.5
+        # Nor the same noise in another order, as an exclusive or with the key alone would give.
+        assert not torch.equal(a.sort().values, b.sort().values)
+
+
+def test_noise_of_one_key_is_found_dependent() -> None:
+    key = keys(1)[0]
+    a = hash_halves(1 << 14, key)
+    other = key.clone()
+    other[0] ^= 64  # a key that differs in what rearranges only
+    b = hash_halves(1 << 14, other)
+    assert correlation(a, hash_halves(1 << 14, key)) > 0.99
+    assert torch.equal(a.sort().values, b.sort().values)
+
+
+def test_noise_is_uniform() -> None:
+    """Chi-square of 256 bins: mean 255, deviation sqrt(2 * 255); for the high and the low byte."""
+    halves = torch.cat([hash_halves(1 << 14, key) for key in keys(4)])
+    expected = halves.numel() / 256
+    for byte in (halves >> 8, halves & 0xFF):
+        chi = float(((torch.bincount(byte, minlength=256) - expected) ** 2 / expected).sum())
+        assert abs(chi - 255) < 4.5 * (2 * 255) ** 0.5
+
+
+# -- Block by block -------------------------------------------------------------------------------
+
+
+def test_compiled_blocks_within_compress_are_packed() -> None:
+    model, x = nn.Sequential(net(), net()), torch.randn(64, WIDTH)
+    exact = gradients(model, model, x)
+    for block in model:
+        block.compile(backend="aot_eager")
+    with vramx.compress(min_bytes=0) as stats:
+        y = model(x)
+    assert stats.packed.tensors > 0
+    model.zero_grad()
+    y.square().sum().backward()
+    found = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert 0 < relative_error(found, exact) < 0.02
+
+
+def test_a_checkpoint_of_a_compiled_block_packs_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[int] = []
+    pack = inputs.pack
+    monkeypatch.setattr(inputs, "pack", lambda x, *rest: packed.append(x.numel()) or pack(x, *rest))
+    model = net()
+    compiled = torch.compile(model, backend="aot_eager")
+    leaf = torch.randn(64, WIDTH, requires_grad=True)
+    found = gradients(model, lambda x: vramx.checkpoint(compiled, x * 1.0, compress=SMALL), leaf)
+    assert packed == [leaf.numel()]
+    assert 0 < relative_error(found, gradients(model, model, leaf)) < 0.02
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["call", "modules"])
+def test_a_checkpoint_within_a_full_graph_is_torchs_own(wrapped: bool) -> None:
+    model, x = net(), torch.randn(64, WIDTH, requires_grad=True)
+    exact = gradients(model, model, x)
+    if wrapped:
+        vramx.checkpoint_modules(model, where=nn.Sequential, compress=SMALL)
+    call = model if wrapped else lambda x: vramx.checkpoint(model, x, compress=SMALL)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(gradients(model, compiled, x), exact)

@@ -1,0 +1,642 @@
+"""compress(): gradients, what is found to be kept, what is held, and what outlives a step."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as functional
+from compress_tools import (
+    Attention,
+    Block,
+    gradient,
+    held_bytes,
+    recorded_decodes,
+    recorded_packs,
+    relative_error,
+)
+from torch import nn
+
+import vramx
+from vramx.compression import saved, session
+from vramx.compression.hooks import compress
+from vramx.compression.saved import Holding, Restored, decoded_copies
+from vramx.errors import InvalidValueError, ModifiedInPlaceError
+from vramx.sizes import format_size
+
+KEEP_ALL = dict.fromkeys(
+    ("linear", "gelu", "layer_norm", "dropout", "scaled_dot_product_attention"), "keep"
+)
+
+
+def table() -> session.Table:
+    return session._thread.table
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Any:
+    yield
+    if len(table()) or len(decoded_copies):
+        gc.collect()  # of what a test that failed, or was interrupted, left in a traceback
+    assert len(table()) == 0
+    assert len(decoded_copies) == 0
+
+
+def input_of(*shape: int) -> torch.Tensor:
+    """Return data that is no leaf, as activations are."""
+    torch.manual_seed(3)
+    return torch.randn(*shape, requires_grad=True) * 1.0
+
+
+# Gradients
+
+
+def test_the_gradient_of_a_linear_layer_is_within_half_a_step_of_its_input() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(128, 32), input_of(64, 128)
+    outward = torch.randn(64, 32)
+    with compress(min_bytes=0, rounding="nearest"):
+        y = layer(x)
+    y.backward(outward, retain_graph=True)
+    # Group 128 is a row: the step of codec.py's error bound; the sum below is exact but for
+    # float32's own rounding of 64 products, 2**-18 of their size.
+    step = x.detach().abs().amax(1, keepdim=True) * 1.0079 / 127
+    exact = outward.t() @ x.detach()
+    bound = outward.abs().t() @ (step / 2).expand_as(x)
+    slack = 2**-18 * (outward.abs().t() @ x.detach().abs())
+    assert layer.weight.grad is not None
+    assert bool(((layer.weight.grad - exact).abs() <= bound + slack).all())
+
+
+def test_a_policy_that_keeps_everything_is_exact() -> None:
+    block, x = Block(), input_of(4, 16, 64)
+    context = compress(min_bytes=0, policy=KEEP_ALL)
+    assert torch.equal(gradient(block, x, context), gradient(block, x))
+    assert context.stats.packed.tensors == 0
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_gradient_of_a_block_is_close(bits: int) -> None:
+    block, x = Block(dropout=0.1), input_of(8, 32, 64)
+    found = gradient(block, x, compress(min_bytes=0, bits=bits, rounding="nearest"))
+    # A step of a group of Gaussian data is about 2.8 deviations / L, so that rounding to nearest
+    # adds 2.8 / L / sqrt(12) of a deviation to each of the factors of a gradient, in several
+    # layers; a tensor in the wrong place would be an error of order 1.
+    assert relative_error(found, gradient(block, x)) < 4 * 2.8 / (127 if bits == 8 else 7.5) / 3.46
+
+
+def test_dropout_masks_are_exact() -> None:
+    # y = mask * x / (1 - p): the gradient is the mask, scaled.
+    x = input_of(64, 64)
+    generator_state = torch.get_rng_state()
+    y = functional.dropout(x, 0.5)
+    expected = torch.autograd.grad(y.sum(), x)[0]
+    torch.set_rng_state(generator_state)
+    with compress(min_bytes=0):
+        y = x * functional.dropout(torch.ones_like(x), 0.5).bool()
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0] * 2, expected)
+
+
+def test_random_state_of_torch_is_not_touched() -> None:
+    before = torch.get_rng_state()
+    with compress(min_bytes=0):
+        nn.functional.gelu(input_of(64, 64) * 2)
+    torch.manual_seed(3)
+    torch.randn(64, 64)
+    after_without = torch.get_rng_state()
+    torch.manual_seed(3)
+    with compress(min_bytes=0):
+        x = torch.randn(64, 64, requires_grad=True)
+        functional.gelu(x * 2)
+    assert torch.equal(torch.get_rng_state(), after_without)
+    torch.set_rng_state(before)
+
+
+def test_retain_graph_gives_the_same_gradient_twice() -> None:
+    attention, x = Attention(), input_of(4, 16, 64)
+    with compress(min_bytes=0):
+        y = attention(x).sum()
+    parameters = list(attention.parameters())
+    first = torch.autograd.grad(y, parameters, retain_graph=True)
+    second = torch.autograd.grad(y, parameters)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_double_backward_is_close() -> None:
+    x = input_of(32, 64)
+
+    def penalty(context: Any) -> torch.Tensor:
+        with context:
+            y = (x.tanh() * x).sum()
+        (inner,) = torch.autograd.grad(y, x, create_graph=True)
+        return torch.autograd.grad(inner.square().sum(), x)[0]
+
+    exact = penalty(compress(enabled=False))
+    assert relative_error(penalty(compress(min_bytes=0)), exact) < 0.05
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_overflow_reaches_the_gradient(bad: float) -> None:
+    layer, x = nn.Linear(64, 64), input_of(8, 64)
+    with torch.no_grad():
+        x[0, 0] = bad
+    with compress(min_bytes=0):
+        y = layer(x).nan_to_num().sum()
+    y.backward()
+    assert layer.weight.grad is not None
+    assert not bool(layer.weight.grad.isfinite().all())
+
+
+# What is kept already
+
+
+def test_three_projections_share_one_packed_input(monkeypatch: Any) -> None:
+    attention, x = Attention(), input_of(4, 16, 64)
+    with recorded_packs(monkeypatch) as packed, compress(min_bytes=0):
+        attention(x)
+    inputs = [p for p in packed if torch.equal(p, x.detach().flatten())]
+    assert len(inputs) == 1
+
+
+def test_permutations_of_one_range_share_it(monkeypatch: Any) -> None:
+    x = input_of(8, 16)
+    with recorded_packs(monkeypatch) as packed, compress(min_bytes=0, rounding="nearest"):
+        y = (x.t() @ x).sum()
+    assert len(packed) == 1
+    (found,) = torch.autograd.grad(y, x)
+    # d/dx sum(x' x) = 2 x 1 1', from values within half a step of x: 16 of them a row.
+    expected = 2 * x.detach().sum(1, keepdim=True).expand_as(x)
+    step = float(x.detach().abs().max()) * 1.0079 / 127
+    assert float((found - expected).abs().max()) <= 2 * 16 * step / 2 * 1.001
+
+
+def memory_used_again() -> bool:
+    """Save a tensor, free it, save another at the same address; say if the gradients are right."""
+    weight = torch.ones(32, 32, requires_grad=True)
+    memory = np.ones(32 * 32, dtype=np.float32)
+    products = []
+    with compress(min_bytes=0, rounding="nearest"):
+        for value in (1, 5):
+            memory.fill(value)
+            x = torch.from_numpy(memory).view(32, 32)
+            assert x._version == 0
+            products.append((x * weight).sum())
+            del x
+    (found,) = torch.autograd.grad(products[0] + products[1], weight)
+    # 1 and 5 are within half a step of what is decoded; mistaken for each other, 4 off.
+    return abs(float(found.mean()) - 6) < 0.1
+
+
+def test_memory_that_was_freed_and_used_again_is_not_taken_for_kept() -> None:
+    assert memory_used_again()
+
+
+def test_a_table_by_address_would_be_found_out(monkeypatch: Any) -> None:
+    def by_address(tensor: torch.Tensor, geometry: Any) -> Any:
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
+
+    class Live:
+        def __init__(self, storage: Any) -> None: ...
+        def expired(self) -> bool:
+            return False
+
+    monkeypatch.setattr(session, "_range_key", by_address)
+    monkeypatch.setattr(session, "StorageWeakRef", Live)
+    assert not memory_used_again()
+
+
+def changed_between_saves(cast: bool) -> bool:
+    """Save a tensor, change it in place, save it again; say if both gradients are right."""
+    one, two = (nn.Linear(64, 64, bias=False) for _ in range(2))
+    x = input_of(8, 64)
+    before = x.detach().clone()
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast), compress(min_bytes=0):
+        first = one(x)
+        with torch.no_grad():
+            x.mul_(-3)  # the same history, other data
+        second = two(x)
+    (first.float().sum() + second.float().sum()).backward()
+    scale = float(before.abs().sum())
+    assert one.weight.grad is not None
+    assert two.weight.grad is not None
+    error = (one.weight.grad - before.sum(0)).abs().sum() / scale
+    error += (two.weight.grad - -3 * before.sum(0)).abs().sum() / scale
+    return float(error) < 1  # mistaken for each other: 4 * sum |sum x| / sum |x|, over 64 rows
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_change_in_place_makes_it_other_data(cast: bool) -> None:
+    assert changed_between_saves(cast)
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_table_without_versions_would_be_found_out(monkeypatch: Any, cast: bool) -> None:
+    original = session._range_key
+
+    def without_version(tensor: torch.Tensor, geometry: Any) -> Any:
+        key = original(tensor, geometry)
+        return (*key[:4], *key[5:])  # type: ignore[index]
+
+    monkeypatch.setattr(session, "_range_key", without_version)
+    assert not changed_between_saves(cast)
+
+
+def test_the_casts_of_autocast_share_one_packed_input(monkeypatch: Any) -> None:
+    attention, x = Attention(), input_of(4, 16, 64)
+    with (
+        recorded_packs(monkeypatch) as packed,
+        torch.autocast("cpu", torch.bfloat16),
+        compress(min_bytes=0) as stats,
+    ):
+        attention(x)
+    cast = x.detach().bfloat16().flatten()
+    assert sum(torch.equal(p, cast) for p in packed) == 1
+    # Without sharing torch keeps three casts, of 2 bytes an element.
+    assert stats.operations["linear"].seen_bytes == 3 * 2 * x.numel()
+
+
+def test_casts_of_different_outputs_of_one_node_are_not_shared(monkeypatch: Any) -> None:
+    a, b = input_of(8, 128).chunk(2, dim=1)
+    layer = nn.Linear(64, 64)
+    with (
+        recorded_packs(monkeypatch) as packed,
+        torch.autocast("cpu", torch.bfloat16),
+        compress(min_bytes=0),
+    ):
+        layer(a), layer(b)
+    assert len(packed) == 2
+
+
+def test_contexts_that_follow_each_other_share(monkeypatch: Any) -> None:
+    # The output of a tanh is saved by it, and by the next layer in a context of its own.
+    layer, x = nn.Linear(64, 64), input_of(8, 64)
+    with recorded_packs(monkeypatch) as packed:
+        with compress(min_bytes=0):
+            y = x.tanh()
+        with compress(min_bytes=0):
+            z = layer(y)
+    assert len(packed) == 1
+    del z
+
+
+# What is held
+
+
+def test_a_block_holds_what_the_statistics_say() -> None:
+    block, x = Block(256), input_of(8, 64, 256)
+    block(x)  # what is allocated once
+    context = compress(min_bytes=1024)
+
+    def forward() -> torch.Tensor:
+        with context:
+            return block(x).sum()
+
+    taken, y = held_bytes(forward)
+    small = 0.02 * context.stats.kept_bytes  # a scalar result, graph nodes are not counted
+    assert abs(taken - context.stats.kept_bytes) < small
+    assert taken < 0.55 * context.stats.saved_bytes
+    del y
+
+
+def fused_projection_bytes() -> float:
+    """Return the bytes that fused q, k (kept) and v (packed) take, over those of the storage."""
+    x = input_of(4, 256, 3 * 64)
+    x.sum()
+
+    def forward() -> torch.Tensor:
+        with compress(min_bytes=1024, policy={"linear": "keep"}):
+            q, k, v = (x * 1).view(4, 256, 3, 4, 16).permute(2, 0, 3, 1, 4).unbind()
+            return functional.scaled_dot_product_attention(q, k, v)
+
+    taken, y = held_bytes(forward)
+    return (taken - y.numel() * 4) / (x.numel() * 4)
+
+
+def test_kept_views_do_not_hold_the_storage_of_what_is_packed() -> None:
+    # 2/3 of the storage as copies, 1/3 at 8.25 bits an element of 32, the packed output as much,
+    # and the logsumexp, 1/16 of q.
+    assert fused_projection_bytes() < 2 / 3 + 2 / 3 * 0.27 + 1 / 48 + 0.01
+
+
+def test_holding_the_storage_would_be_found_out(monkeypatch: Any) -> None:
+    monkeypatch.setattr(session, "_MOST", 0.0)
+    with pytest.raises(AssertionError):
+        test_kept_views_do_not_hold_the_storage_of_what_is_packed()
+
+
+def test_what_is_held_by_reference_is_not_packed_beside_it() -> None:
+    # The result of softmax is kept; the product that follows would pack it for nothing.
+    x, v = input_of(64, 64), input_of(64, 16)
+    with compress(min_bytes=0) as stats:
+        y = torch.softmax(x, -1) @ v
+    assert stats.kept["held"].tensors == 1
+    assert stats.operations["softmax"].kept_bytes == x.numel() * 4
+    del y
+
+
+def test_a_small_view_does_not_hold_a_large_storage() -> None:
+    def forward() -> torch.Tensor:
+        x = input_of(256, 1024)
+        with compress(min_bytes=64 * 1024):
+            return (x * 2)[:, 0].square()  # saves one column: 1 KiB
+
+    taken, y = held_bytes(forward)
+    assert taken < 16 * 1024 + 256 * 1024 * 4  # nothing but the leaf
+    del y
+
+
+# Kept by reference
+
+
+def test_a_change_in_place_of_a_kept_tensor_raises() -> None:
+    x = input_of(16, 16)
+    with compress(min_bytes=0):
+        y = torch.softmax(x, -1)
+    y.mul_(2)
+    with pytest.raises(ModifiedInPlaceError, match="is at version 1; expected version 0"):
+        y.sum().backward()
+
+
+def test_a_change_in_place_of_a_weight_raises() -> None:
+    layer, x = nn.Linear(16, 16), input_of(16, 16)
+    with compress(min_bytes=0):
+        y = layer(x).sum()
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_a_change_in_place_of_a_packed_tensor_leaves_the_gradient_right() -> None:
+    layer, x = nn.Linear(64, 64), input_of(16, 64)
+    expected = x.detach().sum(0).expand(64, 64).clone()
+    with compress(min_bytes=0):
+        y = layer(x).sum()
+    with torch.no_grad():
+        x.zero_()
+    y.backward()
+    assert layer.weight.grad is not None
+    # Of 16 values each within a step of 3 deviations / 127.
+    assert float((layer.weight.grad - expected).abs().max()) < 16 * 4 / 127
+
+
+def test_operations_in_place_are_right() -> None:
+    x = input_of(32, 64)
+
+    def forward(context: Any) -> torch.Tensor:
+        with context:
+            y = functional.relu(x * 2, inplace=True) * 1.5
+            y = functional.dropout(y, 0.0, inplace=True).sigmoid_()
+        return torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+
+    # sigmoid' = y (1 - y) is within a step of y, at most 1 / 127; times 3 from the products.
+    exact = forward(compress(enabled=False))
+    assert float((forward(compress(min_bytes=0)) - exact).abs().max()) < 3 * 1.01 / 127
+
+
+# Sharing decoded copies
+
+
+def test_consecutive_users_decode_once(monkeypatch: Any) -> None:
+    attention, x = Attention(), input_of(4, 16, 64)
+    with compress(min_bytes=0):
+        y = attention(x).sum()
+    with recorded_decodes(monkeypatch) as decoded:
+        y.backward()
+    # x once for q, k and v; v and the output of attention; the output again for the projection,
+    # whose backward comes before that of attention. q and k are kept.
+    assert len(decoded) == len(set(map(id, decoded))) == 3
+    assert len(decoded_copies) == 0
+
+
+def test_a_second_backward_decodes_once_again(monkeypatch: Any) -> None:
+    attention, x = Attention(), input_of(4, 16, 64)
+    with compress(min_bytes=0):
+        y = attention(x).sum()
+    with recorded_decodes(monkeypatch) as decoded:
+        y.backward(retain_graph=True)
+        y.backward()
+    assert len(decoded) == 6
+
+
+class WritesIntoSaved(torch.autograd.Function):
+    """Writes over what it saved in its backward, through memory that no version counter watches."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        x.numpy().fill(float("nan"))
+        return grad
+
+
+def test_a_function_that_writes_into_what_it_saved_spoils_nobody() -> None:
+    layers, x = [nn.Linear(64, 64) for _ in range(2)], input_of(16, 64)
+    with compress(min_bytes=0):
+        y = layers[0](x).sum() + WritesIntoSaved.apply(x).sum() + layers[1](x).sum()
+    y.backward()
+    for layer in layers:
+        assert layer.weight.grad is not None
+        assert bool(layer.weight.grad.isfinite().all())
+
+
+def users_of_one(count: int) -> tuple[list[Restored], list[torch.Tensor]]:
+    x = torch.randn(256)
+    kept = session._PLAIN_CODEC if hasattr(session, "_PLAIN_CODEC") else session.PlainCodec()
+    holding = Holding(kept.encode(x, vramx.Compression().format()), kept)
+    geometry = session.describe(x)
+    users = [Restored(holding, geometry, shared=True) for _ in range(count)]
+    return users, [x]
+
+
+def test_a_decoded_copy_that_was_written_into_is_not_given_on() -> None:
+    users, _ = users_of_one(2)
+    first = users[0].open()
+    expected = first.clone()
+    first.zero_()
+    assert torch.equal(users[1].open(), expected)
+    users.clear()
+
+
+def test_a_decoded_copy_goes_with_the_last_user_that_waits_for_it() -> None:
+    users, _ = users_of_one(3)
+    users[0].open()
+    assert len(decoded_copies) == 1
+    users.pop()
+    assert len(decoded_copies) == 1
+    users.pop()
+    assert len(decoded_copies) == 0
+
+
+def test_one_decoded_copy_is_kept_at_a_time() -> None:
+    one, two = users_of_one(2)[0], users_of_one(2)[0]
+    copy = weakref.ref(one[0].open()._base)
+    two[0].open()
+    assert len(decoded_copies) == 1
+    assert copy() is None
+
+
+def test_a_decoded_copy_does_not_wait_for_a_distant_user() -> None:
+    users, _ = users_of_one(2)
+    users[0].open()
+    singles = [users_of_one(1)[0][0] for _ in range(saved.DecodedCopies.REACH + 1)]
+    for single in singles:
+        single.open()
+    assert len(decoded_copies) == 0
+
+
+# Contexts
+
+
+def test_an_exception_leaves_no_hooks() -> None:
+    with pytest.raises(KeyError), compress(min_bytes=0):
+        raise KeyError
+    with compress(min_bytes=0) as stats:
+        pass
+    (input_of(64, 64) * 2).tanh()
+    assert stats.tensors == 0
+    assert not torch._C._is_torch_function_mode_enabled()
+
+
+def test_the_innermost_context_decides() -> None:
+    x = input_of(64, 64)
+    with compress(min_bytes=0) as outer:
+        x.tanh()
+        with compress(min_bytes=0) as inner:
+            x.sigmoid()
+        with compress(enabled=False) as off:
+            x.exp()
+    assert set(outer.operations) == {"tanh"}
+    assert set(inner.operations) == {"sigmoid"}
+    assert off.packed.tensors == 0
+    assert off.kept["disabled"].tensors == 1
+
+
+def test_opting_out_with_nothing_to_opt_out_of_pushes_nothing() -> None:
+    with compress(enabled=False):
+        assert not torch._C._is_torch_function_mode_enabled()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_pushed(mode: Callable[[], Any]) -> None:
+    with mode(), compress(min_bytes=0) as stats:
+        assert not torch._C._is_torch_function_mode_enabled()
+        Block()(torch.randn(2, 8, 64))
+    assert stats.tensors == 0
+
+
+def test_one_context_is_entered_again_and_on_threads() -> None:
+    context = compress(min_bytes=0)
+    x = input_of(64, 64)
+
+    def work() -> None:
+        with context:
+            x.tanh()
+
+    with context, context:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        x.sigmoid()
+    assert context.stats.operations["tanh"].tensors == 4
+    assert context.stats.operations["sigmoid"].tensors == 1
+
+
+def test_another_thread_is_outside_of_the_context() -> None:
+    x = input_of(64, 64)
+    with compress(min_bytes=0) as stats:
+        thread = threading.Thread(target=x.tanh)
+        thread.start()
+        thread.join()
+    assert stats.tensors == 0
+
+
+def test_steps_leave_nothing_behind() -> None:
+    block, x = Block(), input_of(2, 8, 64)
+    gradient(block, x, compress(min_bytes=0))
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(30):
+        gradient(block, x, compress(min_bytes=0))
+    gc.collect()
+    assert len(table()) == 0
+    assert len(gc.get_objects()) - before < 30  # not one object a step
+
+
+def test_a_graph_that_is_dropped_leaves_nothing_behind() -> None:
+    with compress(min_bytes=0):
+        y = Block()(input_of(2, 8, 64))
+    assert len(table()) > 0
+    del y
+    assert len(table()) == 0
+
+
+def test_deterministic_noise_depends_on_the_order_of_steps_only(monkeypatch: Any) -> None:
+    block, x = Block(), input_of(4, 16, 64)
+    context = compress(min_bytes=0, deterministic=True)
+    first, second = gradient(block, x, context), gradient(block, x, context)
+    assert not torch.equal(first, second)
+    context._entered.steps = 0
+    gradient(block, x, compress(min_bytes=0))  # other noise in between
+    assert torch.equal(gradient(block, x, context), first)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"bit": 4}, "option 'bit' is not known; accepted are bits"),
+        ({"bits": 5}, "bits 5"),
+    ],
+)
+def test_an_option_that_is_not_accepted_raises(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidValueError, match=words):
+        compress(**options)
+
+
+def test_options_are_a_compression_or_nothing() -> None:
+    with pytest.raises(InvalidValueError, match="accepted are a Compression"):
+        compress("4 bits")  # type: ignore[arg-type]
+
+
+def test_the_summary_says_what_happened() -> None:
+    block, x = Block(), input_of(8, 64, 64)
+    context = compress(min_bytes=1024)
+    gradient(block, x, context)
+    text = str(context.stats)
+    assert text.startswith("saved ")
+    assert "shared; kept: policy" in text
+    # The weights, 12 * 64 * 64 numbers, and the norms' weights and biases.
+    assert text.endswith(f"params {format_size((12 * 64 * 64 + 4 * 64) * 4)}")
+    assert "scaled_dot_product_a" in context.stats.table()
+    total = context.stats.packed.kept_bytes + sum(
+        tally.kept_bytes for reason, tally in context.stats.kept.items() if reason != "parameter"
+    )
+    assert total == context.stats.kept_bytes
+
+
+def test_nothing_waits_for_the_device(monkeypatch: Any) -> None:
+    """Whatever needs a value of a tensor on the host raises; on a device it would block."""
+    block, x = Block(dropout=0.1), input_of(4, 16, 64)
+    gradient(block, x, compress(min_bytes=0))  # the first use of a device may wait
+
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("a value of a tensor was asked for")
+
+    with monkeypatch.context() as patch:
+        for name in ("item", "__bool__", "__float__", "__int__", "tolist", "cpu", "numpy"):
+            patch.setattr(torch.Tensor, name, refuse)
+        gradient(block, x, compress(min_bytes=0))
+        with pytest.raises(AssertionError, match="was asked for"):
+            bool(x.sum() > 0)

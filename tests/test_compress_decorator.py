@@ -1,0 +1,283 @@
+"""compressed_activations: what is wrapped, what stays as it was, and that it can be undone."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import io
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from compress_tools import Block, gradient, relative_error
+from torch import nn
+
+import vramx
+from vramx.errors import InvalidValueError
+
+OPTIONS = {"min_bytes": 0}
+
+
+def input_of(*shape: int) -> torch.Tensor:
+    torch.manual_seed(3)
+    return torch.randn(*shape, requires_grad=True) * 1.0
+
+
+def packed(target: Any) -> int:
+    return vramx.compression_stats(target).packed.tensors
+
+
+class Plain(nn.Module):
+    """A layer, with a forward that has a signature to look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+        """Scale."""
+        return self.layer(x) * scale
+
+
+def test_an_instance_is_the_same_object_and_compresses() -> None:
+    block, x = Block(), input_of(4, 16, 64)
+    exact = gradient(block, x)
+    assert vramx.compressed_activations(block, **OPTIONS) is block
+    found = gradient(block, x)
+    assert 0 < relative_error(found, exact) < 0.05
+    assert packed(block) > 0
+
+
+def test_a_class_compresses_every_instance_and_no_subclass_that_does_not_call_super() -> None:
+    @vramx.compressed_activations(**OPTIONS)
+    class Wrapped(Plain):
+        def forward(self, x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+            return super().forward(x.sin(), scale)
+
+    class Calls(Wrapped):
+        def forward(self, x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+            return super().forward(x, scale).exp()
+
+    class Replaces(Wrapped):
+        def forward(self, x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+            return self.layer(x)
+
+    x = input_of(8, 64)
+    Wrapped()(x)
+    assert packed(Wrapped) == 2
+    Calls()(x)
+    assert packed(Wrapped) == 4
+    Replaces()(x)
+    assert packed(Wrapped) == 4
+    Plain()(x)
+    assert packed(Wrapped) == 4
+
+
+def test_bare_and_configured_forms() -> None:
+    @vramx.compressed_activations
+    class Bare(Plain):
+        pass
+
+    @vramx.compressed_activations(vramx.Compression(bits=4))
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    @vramx.compressed_activations(bits=4, min_bytes=0)
+    def configured(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    configured(input_of(64, 64))
+    assert packed(configured) == 1
+    assert vramx.compression_stats(Bare).tensors == vramx.compression_stats(function).tensors == 0
+
+
+def test_a_bound_method_is_wrapped_and_its_object_is_not() -> None:
+    module = Plain()
+    method = vramx.compressed_activations(module.forward, **OPTIONS)
+    method(input_of(8, 64))
+    assert packed(method) == 1
+    assert "forward" not in vars(module)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_uncompress_restores_an_instance(times: int) -> None:
+    module = Plain()
+    before = dict(vars(module))
+    for _ in range(times):
+        vramx.compressed_activations(module, **OPTIONS)
+    assert vramx.uncompress(module) is module
+    assert vars(module) == before
+    vramx.compressed_activations(module)
+    module.uncompress()
+    assert vars(module) == before
+
+
+def test_uncompress_restores_a_forward_that_somebody_else_had_set() -> None:
+    module = Plain()
+
+    def own(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    module.forward = own  # type: ignore[method-assign]
+    vramx.compressed_activations(module, **OPTIONS)(input_of(8, 64))
+    assert vramx.compression_stats(module).operations["sin"].tensors == 1
+    assert vramx.uncompress(module).forward is own
+
+
+def test_uncompress_restores_a_class() -> None:
+    class Own(Plain):
+        def forward(self, x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+            return x
+
+    class Inherits(Plain):
+        pass
+
+    own = Own.forward
+    for target in (Own, Inherits):
+        vramx.compressed_activations(vramx.compressed_activations(target), bits=4)
+        vramx.uncompress(target)
+    assert Own.forward is own
+    assert "forward" not in vars(Inherits)
+
+
+def test_uncompress_restores_a_function() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    twice = vramx.compressed_activations(vramx.compressed_activations(function), bits=4)
+    assert vramx.uncompress(twice) is function
+
+
+def test_decorating_again_replaces_the_options() -> None:
+    module, x = Plain(), input_of(8, 64)
+    vramx.compressed_activations(module, **OPTIONS)
+    vramx.compressed_activations(module, min_bytes=0, bits=4)
+    module(x)
+    assert vramx.compression_stats(module).packed.kept_bytes < 0.6 * x.numel()
+
+
+def test_what_others_see_of_a_module_does_not_change() -> None:
+    plain, module = Plain(), Plain()
+    module.load_state_dict(plain.state_dict())
+    vramx.compressed_activations(module, **OPTIONS)
+    assert type(module) is Plain
+    assert module.__class__ is Plain
+    assert repr(module) == repr(plain)
+    assert list(module.state_dict()) == list(plain.state_dict())
+    assert [n for n, _ in module.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert [n for n, _ in module.named_modules()] == [n for n, _ in plain.named_modules()]
+    assert inspect.signature(module.forward) == inspect.signature(plain.forward)
+    assert module.forward.__name__ == "forward"
+    assert module.forward.__doc__ == "Scale."
+    assert module.forward.__self__ is module
+
+
+def test_a_class_keeps_its_signature_and_its_name() -> None:
+    class Wrapped(Plain):
+        pass
+
+    signature = inspect.signature(Wrapped.forward)
+    vramx.compressed_activations(Wrapped)
+    assert inspect.signature(Wrapped.forward) == signature
+    assert Wrapped.forward.__qualname__ == "Plain.forward"
+
+
+def test_hooks_of_a_module_run_as_before() -> None:
+    module, calls = Plain(), []
+    module.register_forward_pre_hook(lambda *_: calls.append("before"))
+    module.register_forward_hook(lambda *_: calls.append("after"))
+    vramx.compressed_activations(module, **OPTIONS)(input_of(8, 64))
+    assert calls == ["before", "after"]
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
+def test_a_copy_is_compressed_and_runs_its_own_weights(how: str) -> None:
+    module, x = Plain(), input_of(8, 64)
+    vramx.compressed_activations(module, **OPTIONS)
+    module(x)
+    if how == "deepcopy":
+        twin = copy.deepcopy(module)
+    elif how == "pickle":
+        twin = pickle.loads(pickle.dumps(module))
+    else:
+        stream = io.BytesIO()
+        torch.save(module, stream)
+        stream.seek(0)
+        twin = torch.load(stream, weights_only=False)
+    assert twin.forward.__self__ is twin
+    with torch.no_grad():
+        twin.layer.weight.zero_(), twin.layer.bias.zero_()
+    assert not bool(twin(x).any())
+    assert packed(twin) == 1  # counts of its own
+    twin.uncompress()
+    assert "forward" not in vars(twin)
+    assert "forward" in vars(module)
+
+
+def test_a_compressed_module_dies_without_the_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        module = vramx.compressed_activations(Plain(), **OPTIONS)
+        module(input_of(8, 64))
+        alive = weakref.ref(module)
+        del module
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_an_exception_in_forward_leaves_no_hooks() -> None:
+    @vramx.compressed_activations(**OPTIONS)
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        fails(input_of(8, 64))
+    assert not torch._C._is_torch_function_mode_enabled()
+
+
+def test_counts_sum_over_calls_until_they_are_reset() -> None:
+    module, x = vramx.compressed_activations(Plain(), **OPTIONS), input_of(8, 64)
+    module(x), module(x)
+    stats = vramx.compression_stats(module)
+    assert stats.packed.tensors == 2
+    stats.reset()
+    module(x)
+    assert stats.packed.tensors == 1
+
+
+@pytest.mark.parametrize("target", [3, int, "forward"])
+def test_anything_else_is_refused(target: Any) -> None:
+    with pytest.raises(InvalidValueError, match="accepted are a Module, a class of Modules"):
+        vramx.compressed_activations(target)
+
+
+@pytest.mark.parametrize("ask", [vramx.uncompress, vramx.compression_stats])
+@pytest.mark.parametrize("target", [nn.Linear(2, 2), nn.Linear, len, 3])
+def test_what_is_not_compressed_is_refused(ask: Any, target: Any) -> None:
+    with pytest.raises(InvalidValueError, match="is not compressed"):
+        ask(target)
+
+
+def test_a_wrong_option_is_refused_before_there_is_a_target() -> None:
+    with pytest.raises(InvalidValueError, match="bits"):
+        vramx.compressed_activations(bits=5)
+
+
+def test_a_pipeline_of_compressed_blocks_trains() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[vramx.compressed_activations(Block(), **OPTIONS) for _ in range(2)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x, target = torch.randn(8, 16, 64), torch.randn(8, 16, 64)
+    losses = []
+    for _ in range(20):
+        loss = (model(x) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]

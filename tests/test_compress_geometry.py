@@ -1,0 +1,83 @@
+"""Views to flat ranges and back: every element returns, and no more is kept than is needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vramx.compression.geometry import describe, flat, restore
+
+BASE = torch.arange(2.0 * 3 * 4 * 5).view(2, 3, 4, 5)
+VIEWS = {
+    "contiguous": BASE,
+    "transposed": BASE.transpose(1, 2),
+    "permuted": BASE.permute(3, 1, 0, 2),
+    "channels_last": BASE.contiguous(memory_format=torch.channels_last),
+    "slice_of_rows": BASE[1:],
+    "slice_of_columns": BASE[..., 1:4],
+    "every_second": BASE[..., ::2],
+    "one_column": BASE[..., 0],
+    "expanded": BASE[:, :1].expand(2, 3, 4, 5),
+    "expanded_slice": BASE[:, :1, ::2].expand(2, 3, 2, 5),
+    "unfolded": BASE.flatten().unfold(0, 8, 4),
+    "scalar": BASE[0, 0, 0, 0],
+    "size_one_odd_stride": BASE.as_strided((2, 1, 5), (60, 7, 1)),
+    "bool": BASE.transpose(0, 3) > 30,
+}
+WITH_HOLES = {
+    *("slice_of_columns", "every_second", "one_column"),
+    *("expanded", "expanded_slice", "size_one_odd_stride"),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_returns_with_its_elements_and_its_size(name: str) -> None:
+    view = VIEWS[name]
+    geometry = describe(view)
+    back = restore(flat(view, geometry), geometry)
+    assert back.shape == view.shape
+    assert torch.equal(back, view)
+
+
+@pytest.mark.parametrize("name", sorted(VIEWS.keys() - WITH_HOLES))
+def test_a_range_without_holes_keeps_its_stride_and_is_not_copied(name: str) -> None:
+    view = VIEWS[name]
+    geometry = describe(view)
+    elements = flat(view, geometry)
+    assert elements.data_ptr() == view.data_ptr()
+    assert restore(elements, geometry).stride() == view.stride()
+
+
+@pytest.mark.parametrize(
+    ("name", "elements"),
+    [("expanded", 40), ("expanded_slice", 20), ("unfolded", 120), ("every_second", 72)],
+)
+def test_only_what_is_needed_is_kept(name: str, elements: int) -> None:
+    view = VIEWS[name]
+    assert flat(view, describe(view)).numel() == elements
+
+
+def test_compaction_keeps_the_order_of_the_strides() -> None:
+    view = BASE.transpose(1, 3)[..., :2]
+    geometry = describe(view)
+    assert not geometry.whole
+    order = sorted(range(4), key=view.stride)
+    assert sorted(range(4), key=lambda dim: geometry.stride[dim]) == order
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_any_strided_view_returns(data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, 4))
+    size = data.draw(st.lists(st.integers(1, 4), min_size=rank, max_size=rank))
+    stride = data.draw(st.lists(st.integers(0, 9), min_size=rank, max_size=rank))
+    start = data.draw(st.integers(0, 5))
+    storage = torch.arange(200.0)
+    view = storage.as_strided(size, stride, start)
+    geometry = describe(view)
+    elements = flat(view, geometry)
+    assert torch.equal(restore(elements, geometry), view)
+    # A range never holds an element that the view has not.
+    assert set(elements.tolist()) == set(view.flatten().tolist())

@@ -1,0 +1,245 @@
+"""How many bytes of a step leave the device, from what earlier steps measured.
+
+A step is what is put until all of it has been asked for again or dropped. A fraction is of the
+bytes of the largest recent step, and the oldest of a step, which are needed last. "cpu" is as much
+as the link carries while the device computes: bandwidth times the time of a pass, less what the
+device waited for copies in it; spread over the step, so that no more than that is under way at any
+time. Events give the times; they are asked whether they are done, never waited for. Not
+thread-safe: the stash holds its lock. A put costs about a microsecond here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from vramx.compression.transport import Lane, Transport
+from vramx.sizes import GIB, MIB
+
+# Of the bytes that would fit exactly: times differ from step to step.
+_MARGIN = 0.9
+# Copies of a step that are timed, and the least bytes that say something about bandwidth.
+_TIMED_COPIES = 64
+_TIMED_BYTES = 1 << 18
+_RECENT_STEPS = 8
+_UNREAD_STEPS = 4
+# The first steps are measured, and then one of some.
+_MEASURED_STEPS = 4
+_MEASURED_EVERY = 8
+# What may be under way in each direction: this part of a step's bytes, about two layers of 32, and
+# some tensors at least, so that the link never runs dry; within bounds.
+_WINDOW_PART = 16
+_WINDOW_TENSORS = 4
+_SMALLEST_WINDOW_BYTES = 64 * MIB
+_LARGEST_WINDOW_BYTES = 2 * GIB
+_FIRST_WINDOW_BYTES = 256 * MIB
+
+
+@dataclass
+class _Record:
+    """The events of one step."""
+
+    start: Any
+    forward_end: Any = None
+    end: Any = None
+    moved_bytes: int = 0
+    copies: dict[Lane, list[tuple[Any, Any, int]]] = field(
+        default_factory=lambda: {lane: [] for lane in Lane}
+    )
+    forward_waits: list[tuple[Any, Any]] = field(default_factory=list)
+    backward_waits: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What finished steps told; None where nothing has been measured yet.
+
+    `forward_ms` and `backward_ms` are of the last one, without its waits; `waited_ms` are those.
+    """
+
+    bytes_per_ms: dict[Lane, float] = field(default_factory=dict)
+    forward_ms: float | None = None
+    backward_ms: float | None = None
+    waited_ms: float = 0.0
+    moved_bytes: int = 0
+
+    def hidden_bytes(self, step_bytes: int, window_bytes: int | None) -> float | None:
+        """The bytes that the link can carry both ways behind the compute of a step.
+
+        Spread over the step, these are bandwidth times time. If they are the oldest instead, which
+        is what a window says, what the link is slower by piles up and may fill the window: of the B
+        bytes of a pass of time T, b come in b / B of it, so b = window + bandwidth * T * b / B.
+        """
+        if self.forward_ms is None or self.backward_ms is None or len(self.bytes_per_ms) < 2:
+            return None
+        carried = min(
+            self.bytes_per_ms[Lane.TO_HOST] * self.forward_ms,
+            self.bytes_per_ms[Lane.TO_DEVICE] * self.backward_ms,
+        )
+        if carried >= step_bytes or window_bytes is None:
+            return carried
+        return window_bytes / (1 - carried / step_bytes)
+
+    def copy_ms(self) -> float:
+        """How long the copies of the last step took, both ways."""
+        return sum(self.moved_bytes / rate for rate in self.bytes_per_ms.values())
+
+
+class Budget:
+    """Decides what leaves; told of every put, copy, wait and get."""
+
+    def __init__(
+        self, share: str | float, transport: Transport, window_bytes: int | None = None
+    ) -> None:
+        self._share = share
+        self._transport = transport
+        self._window_bytes = window_bytes
+        self._totals: deque[int] = deque(maxlen=_RECENT_STEPS)
+        self._unread: deque[_Record] = deque(maxlen=_UNREAD_STEPS)
+        self._record: _Record | None = None  # of a step that is not measured there is none
+        self._in_backward = False
+        self._limit: float | None = None  # of this step, and the part of its bytes that it is
+        self._density = 1.0
+        self._left_bytes = 0
+        self._largest_bytes = 0
+        self.step = 0
+        self.outstanding = 0
+        self.offered_bytes = 0
+        self.measured = Measured()
+
+    def put(self, nbytes: int) -> bool:
+        """Begin a step where the last one is over; tell whether these bytes leave."""
+        if self._is_over():
+            self._begin()
+        leaves = self._admits(nbytes)
+        self.offered_bytes += nbytes
+        self.outstanding += 1
+        self._largest_bytes = max(self._largest_bytes, nbytes)
+        if leaves:
+            self._left_bytes += nbytes
+        return leaves
+
+    def get(self, step: int) -> None:
+        """Note the first time that something of a step is asked for, or that it was dropped."""
+        if step == self.step:
+            self.outstanding -= 1
+
+    def begin_get(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            if self._record is not None:
+                self._record.forward_end = self._mark()
+
+    def end_get(self) -> None:
+        if self._record is not None:
+            self._record.end = self._mark()
+
+    @property
+    def measures(self) -> bool:
+        """Whether waits of this step are to be timed; the events for it cost the host time."""
+        return self._record is not None
+
+    def times(self, lane: Lane, nbytes: int) -> bool:
+        """Tell whether a copy is to be timed."""
+        record = self._record
+        return (
+            record is not None
+            and nbytes >= _TIMED_BYTES
+            and len(record.copies[lane]) < _TIMED_COPIES
+        )
+
+    def copied(self, lane: Lane, start: Any, end: Any, nbytes: int) -> None:
+        if self._record is not None:
+            self._record.copies[lane].append((start, end, nbytes))
+
+    def waited(self, before: Any, after: Any) -> None:
+        """Note that a stream waited for a copy, for no time or for some."""
+        record = self._record
+        if record is not None:
+            waits = record.backward_waits if self._in_backward else record.forward_waits
+            waits.append((before, after))
+
+    def limit_bytes(self) -> float | None:
+        """The bytes of a step that leave; None for all, as in the first step.
+
+        The first step moves everything: running out of memory ends a program, a slow step does not.
+        """
+        if self._share == "cpu":
+            hidden = self.hidden_bytes()
+            return None if hidden is None else _MARGIN * hidden
+        share = float(self._share)
+        return None if share >= 1 or not self._totals else share * max(self._totals)
+
+    def hidden_bytes(self) -> float | None:
+        """The bytes of a step that compute is expected to hide."""
+        window = None if self._share == "cpu" else self.window_bytes()
+        return self.measured.hidden_bytes(self.largest_step_bytes(), window)
+
+    def largest_step_bytes(self) -> int:
+        return max(self._totals, default=0)
+
+    def window_bytes(self) -> int:
+        """What may be under way in one direction."""
+        if self._window_bytes is not None:
+            return self._window_bytes
+        part = self.largest_step_bytes() // _WINDOW_PART or _FIRST_WINDOW_BYTES
+        wanted = max(_SMALLEST_WINDOW_BYTES, part, _WINDOW_TENSORS * self._largest_bytes)
+        return min(wanted, _LARGEST_WINDOW_BYTES)
+
+    def _admits(self, nbytes: int) -> bool:
+        if self._limit is None:
+            return True
+        if self._share == "cpu":
+            # Evenly, and always the first, so that there is something to measure.
+            due = self._density * (self.offered_bytes + nbytes)
+            return self._left_bytes + nbytes <= due or self.offered_bytes == 0
+        return self.offered_bytes < self._limit
+
+    def _is_over(self) -> bool:
+        if self.outstanding == 0:
+            return True
+        # Somebody holds a part of an old graph: the step would never end.
+        return self._in_backward and self.offered_bytes > 2 * self.largest_step_bytes() > 0
+
+    def _begin(self) -> None:
+        if self.step > 0:
+            self._totals.append(self.offered_bytes)
+        if self._record is not None and self._record.end is not None:
+            self._record.moved_bytes = self._left_bytes
+            self._unread.append(self._record)
+        self._read()
+        measures = self.step < _MEASURED_STEPS or self.step % _MEASURED_EVERY == 0
+        self._record = _Record(self._mark()) if measures else None
+        self._in_backward = False
+        self.step += 1
+        self.outstanding = 0
+        self.offered_bytes = self._left_bytes = 0
+        self._limit = self.limit_bytes()
+        if self._limit is not None and self._totals:
+            self._density = self._limit / max(1, self.largest_step_bytes())
+
+    def _mark(self) -> Any:
+        return self._transport.mark(self._transport.stream(), timed=True)
+
+    def _read(self) -> None:
+        """Take the times of the steps that the device has finished."""
+        while self._unread and self._transport.done(self._unread[0].end):
+            self.measured = self._measure(self._unread.popleft())
+
+    def _measure(self, record: _Record) -> Measured:
+        elapsed = self._transport.milliseconds
+        rates = dict(self.measured.bytes_per_ms)
+        for lane, copies in record.copies.items():
+            milliseconds = sum(elapsed(start, end) for start, end, _ in copies)
+            if milliseconds > 0:
+                rates[lane] = sum(nbytes for _, _, nbytes in copies) / milliseconds
+        forward_waits = sum(elapsed(a, b) for a, b in record.forward_waits)
+        backward_waits = sum(elapsed(a, b) for a, b in record.backward_waits)
+        return Measured(
+            bytes_per_ms=rates,
+            forward_ms=max(0.0, elapsed(record.start, record.forward_end) - forward_waits),
+            backward_ms=max(0.0, elapsed(record.forward_end, record.end) - backward_waits),
+            waited_ms=forward_waits + backward_waits,
+            moved_bytes=record.moved_bytes,
+        )

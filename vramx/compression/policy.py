@@ -1,0 +1,285 @@
+"""What is done with a tensor that an operation saves: how many bits, or kept and why.
+
+The rules are asked in one order and the first that speaks decides. This file only decides; hooks
+carries it out. A Rules object is immutable but for a cache and belongs to one thread. A decision
+costs one to three microseconds, most of it for the tensors that are large enough to matter; no rule
+looks at the elements of a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import Parameter
+
+from vramx.compression.config import KEEP, MASK_BITS, Action, Compression, Rule
+from vramx.compression.exactness import SIGN_ONLY
+from vramx.compression.geometry import covered_elements
+from vramx.compression.operations import PLAIN, STRIDED, Operation
+from vramx.errors import UnsupportedTensorError
+
+# Reasons for which a tensor is kept, as CompressionStats counts them.
+INTEGER = "integer"
+SMALL = "small"
+PARAMETER = "parameter"
+LEAF = "leaf"
+SUBCLASS = "subclass"
+LAYOUT = "layout"
+DEVICE = "device"
+DTYPE = "dtype"
+POLICY = "policy"
+STATISTIC = "statistic"
+HELD = "held"
+DISABLED = "disabled"
+# What `strict` refuses: data that would have been compressed if that were possible.
+UNSUPPORTED = frozenset({SUBCLASS, LAYOUT, DEVICE, DTYPE})
+# Kept by reference without a further look: memory that lives as long as the graph in any case.
+OWNED_ELSEWHERE = frozenset({PARAMETER, LEAF})
+
+_PACKED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_DEVICES = frozenset({"cpu", "cuda"})
+# Arguments that are weights by what the operation does with them, and so never data: also where
+# they are computed from parameters (weight norm, an adapter merged into its base).
+_WEIGHTS: dict[str, frozenset[int]] = {
+    "linear": frozenset({1, 2}),
+    "bilinear": frozenset({2, 3}),
+    "embedding": frozenset({0, 1}),
+    "layer_norm": frozenset({2, 3}),
+    "rms_norm": frozenset({2}),
+    "group_norm": frozenset({2, 3}),
+    "batch_norm": frozenset({1, 2, 3, 4}),
+    "instance_norm": frozenset({1, 2, 3, 4}),
+    "prelu": frozenset({1}),
+    **{
+        f"conv{transposed}{dims}d": frozenset({1, 2})
+        for transposed in ("", "_transpose")
+        for dims in (1, 2, 3)
+    },
+}
+_WEIGHT_NAMES = frozenset({"weight", "bias", "running_mean", "running_var"})
+# The autograd.Function that runs what torch.compile made.
+_GRAPH = "CompiledFunction"
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+# A result with this many elements fewer than the largest argument is a statistic of it, such as the
+# logsumexp of attention or the reciprocal deviation of a norm: nothing to gain and much to lose.
+_STATISTIC_RATIO = 16
+# The same for a result of fewer dimensions: attention has heads of 8, too.
+_REDUCED_RATIO = 4
+# Views and casts through which a weight is still that weight.
+_DERIVED = frozenset(
+    f"{name}Backward{version}"
+    for name in (
+        "View", "UnsafeView", "ReshapeAlias", "T", "Transpose", "Permute", "ToCopy", "Expand",
+        "Slice", "Select", "Split", "SplitWithSizes", "Unbind", "Unsqueeze", "Squeeze", "Alias",
+        "AsStrided", "Clone", "Narrow", "Unflatten", "Flatten",
+    )
+    for version in range(3)
+)  # fmt: skip
+_WALK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is done with one tensor: `bits` to pack it with, 0 to keep it; `reason` it is kept."""
+
+    bits: int
+    reason: str
+
+
+_CHOICES = {bits: Choice(bits, "") for bits in range(1, 9)}
+_KEPT = {
+    reason: Choice(0, reason)
+    for reason in (INTEGER, SMALL, PARAMETER, LEAF, POLICY, STATISTIC, DISABLED, *UNSUPPORTED)
+}
+
+
+class Rules:
+    """The rules of one Compression, and of the module whose forward it wraps where there is one."""
+
+    def __init__(self, options: Compression, module: torch.nn.Module | None = None) -> None:
+        self._options = options
+        self._module = module
+        self.min_bytes = max(1, int(options.min_bytes))
+        self._by_operation: dict[str, list[Rule]] = {}
+        for rule in options.rules:
+            self._by_operation.setdefault(_canonical(rule.operation), []).append(rule)
+        self._owned: frozenset[int] | None = None
+
+    def choose(self, tensor: torch.Tensor, operation: Operation | None) -> Choice:
+        """Decide for a tensor that `operation` is saving; None where the operation is unknown.
+
+        Raises:
+            UnsupportedTensorError: the options are strict, and the tensor cannot be compressed.
+        """
+        reason = self._reason(tensor, operation)
+        if reason is None:
+            action = self._action(tensor, operation)
+            return _KEPT[POLICY] if action == KEEP else _CHOICES[int(action)]
+        if self._options.strict and reason in UNSUPPORTED:
+            raise UnsupportedTensorError(_refusal(tensor, operation, reason))
+        return _KEPT[reason]
+
+    def _reason(self, tensor: torch.Tensor, operation: Operation | None) -> str | None:
+        """Return why the tensor is kept, None where nothing but the policy is against packing."""
+        if not self._options.enabled:
+            return DISABLED
+        dtype = tensor.dtype
+        if dtype != torch.bool and not dtype.is_floating_point and not dtype.is_complex:
+            return INTEGER
+        if _is_parameter(tensor):
+            return PARAMETER
+        if tensor.numel() * dtype.itemsize < self.min_bytes:
+            return SMALL
+        if tensor.is_leaf and tensor.requires_grad:
+            return LEAF  # the graph holds it anyway, to give it its gradient
+        unsupported = _unsupported(tensor)
+        if unsupported is not None:
+            return unsupported
+        if covered_elements(tensor) * dtype.itemsize < self.min_bytes:
+            return SMALL  # a small tensor, expanded
+        if self.is_parameter(tensor, operation):
+            return PARAMETER
+        return STATISTIC if operation is not None and _is_statistic(tensor, operation) else None
+
+    def _action(self, tensor: torch.Tensor, operation: Operation | None) -> Action:
+        rules = None if operation is None else self._by_operation.get(_canonical(operation.name))
+        if operation is None or not rules:
+            return self._default(tensor, operation)
+        mask = tensor.dtype == torch.bool
+        position: int | None = None
+        if any(rule.arguments is not None for rule in rules):
+            match = operation.match(tensor)
+            position = None if match is None else match.argument.position
+        for rule in rules:
+            fits = rule.arguments is None or position in rule.arguments
+            if fits and (rule.mask == mask or (mask and rule.action == KEEP)):
+                return rule.action
+        return self._default(tensor, operation)
+
+    def _default(self, tensor: torch.Tensor, operation: Operation | None) -> Action:
+        if tensor.dtype == torch.bool:
+            return MASK_BITS
+        if operation is None or operation.custom:
+            return self._options.bits
+        if operation.name in SIGN_ONLY:
+            return MASK_BITS
+        return KEEP if operation.needs_exact else self._options.bits
+
+    def is_parameter(self, tensor: torch.Tensor, operation: Operation | None) -> bool:
+        """Whether a plain tensor is a parameter or buffer, a view or a cast of one, or a weight."""
+        if _is_parameter(tensor._base) or _derives_from_parameter(tensor):
+            return True
+        if operation is not None and _is_weight(tensor, operation):
+            return True
+        # Last, because it is the only rule that is not cheap: it looks at the whole module, once.
+        if self._module is None:
+            return False
+        return tensor.untyped_storage()._cdata in self._storages(self._module)
+
+    def _storages(self, module: torch.nn.Module) -> frozenset[int]:
+        """Return the storages of the module's parameters and buffers; the module holds them."""
+        if self._owned is None:
+            tensors = [*module.parameters(), *module.buffers()]
+            self._owned = frozenset(t.untyped_storage()._cdata for t in tensors if type(t) in PLAIN)
+        return self._owned
+
+
+def _is_parameter(tensor: torch.Tensor | None) -> bool:
+    """isinstance(tensor, Parameter), without what its metaclass takes for a plain tensor."""
+    return type(tensor) is not torch.Tensor and isinstance(tensor, Parameter)
+
+
+def _canonical(name: str) -> str:
+    name = name.strip("_")
+    return "scaled_dot_product_attention" if name.startswith("scaled_dot_product") else name
+
+
+def _unsupported(tensor: torch.Tensor) -> str | None:
+    if type(tensor) not in PLAIN:
+        return SUBCLASS
+    if tensor.layout != STRIDED or tensor.is_nested:
+        return LAYOUT
+    if tensor.device.type not in _DEVICES:
+        return DEVICE
+    if tensor.dtype == torch.bool or tensor.dtype in _PACKED_DTYPES:
+        return LAYOUT if tensor.is_neg() else None
+    return DTYPE
+
+
+def _derives_from_parameter(tensor: torch.Tensor) -> bool:
+    """Walk up through views and casts; a chain that ends in a Parameter's gradient is a weight."""
+    node = tensor.grad_fn
+    for _ in range(_WALK):
+        if node is None:
+            return False
+        name = node.name()
+        if name not in _DERIVED:
+            return isinstance(getattr(node, "variable", None), Parameter)
+        node = node.next_functions[0][0]
+    return False
+
+
+def _is_weight(tensor: torch.Tensor, operation: Operation) -> bool:
+    """Whether the operation uses the tensor as a weight, itself or through a view or a cast."""
+    match = operation.match(tensor)
+    if match is not None:
+        argument = match.argument
+        positions = _WEIGHTS.get(operation.name)
+        return _is_parameter(argument.tensor) or (
+            positions is not None
+            and (argument.position in positions or argument.keyword in _WEIGHT_NAMES)
+        )
+    if tensor.grad_fn is not None or tensor.requires_grad:
+        return False
+    parameters = [a.tensor for a in operation.arguments if _is_parameter(a.tensor)]
+    # Of what a graph computed within it keeps no history either, of trained weights neither.
+    untold = [p for p in parameters if operation.name == _GRAPH or not p.requires_grad]
+    return _is_untold_cast(tensor, untold) or _is_flat_weights(tensor, operation, parameters)
+
+
+def _is_untold_cast(tensor: torch.Tensor, parameters: Sequence[torch.Tensor]) -> bool:
+    """Autocast's copy of a frozen weight has no history: only its shape and dtype tell it.
+
+    The input's copy cannot be taken for it: it is saved only for the gradient of this weight, and
+    a frozen weight has none.
+    """
+    shape = tuple(tensor.shape)
+    return any(
+        p.dtype != tensor.dtype and (shape == tuple(p.shape) or shape == tuple(p.shape)[::-1])
+        for p in parameters
+    )
+
+
+def _is_flat_weights(
+    tensor: torch.Tensor, operation: Operation, parameters: Sequence[torch.Tensor]
+) -> bool:
+    """cuDNN saves the weights of a recurrent network as one flat buffer."""
+    if operation.name not in _RECURRENT or tensor.dim() != 1:
+        return False
+    return tensor.numel() >= sum(p.numel() for p in parameters) > 0
+
+
+def _is_statistic(tensor: torch.Tensor, operation: Operation) -> bool:
+    # A graph is many operations: what it saves is no statistic of what it was given.
+    if tensor.dtype == torch.bool or operation.name == _GRAPH:
+        return False
+    data = [a.tensor for a in operation.arguments if not _is_parameter(a.tensor)]
+    if not data or operation.match(tensor) is not None:
+        return False
+    largest = max(t.numel() for t in data)
+    reduced = tensor.dim() < max(t.dim() for t in data)
+    ratio = _REDUCED_RATIO if reduced else _STATISTIC_RATIO
+    return covered_elements(tensor) * ratio <= largest
+
+
+def _refusal(tensor: torch.Tensor, operation: Operation | None, reason: str) -> str:
+    what = {
+        SUBCLASS: f"a {type(tensor).__name__}; accepted are plain tensors",
+        LAYOUT: f"of layout {tensor.layout}; accepted are strided tensors",
+        DEVICE: f"on {tensor.device}; accepted are cpu and cuda",
+        DTYPE: f"of dtype {tensor.dtype}; accepted are float32, bfloat16, float16 and bool",
+    }[reason]
+    by = "an operation" if operation is None else operation.name
+    return f"strict: {by} saves a tensor of size {tuple(tensor.shape)} that is {what}"

@@ -1,0 +1,219 @@
+"""What stands in a graph for a saved tensor, and how it becomes a tensor again.
+
+Three kinds: a Reference to memory that lives anyway, or is kept as it is; a Restored, which shares
+a payload (a packed buffer or a compact copy) with whoever saved the same data. Nothing here is
+changed after it was made, so that a graph may be run any number of times. Decides nothing.
+
+DecodedCopies keeps one decoded copy a device between consecutive users of one payload, as q, k and
+v projections are in backward. Thread-safe: one lock, never held while something is decoded.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, Protocol
+
+import torch
+
+from vramx.compression.config import Format
+from vramx.compression.geometry import Geometry, restore
+from vramx.errors import ModifiedInPlaceError
+
+
+class Payload(Protocol):
+    """Kept data, which stands for a flat range of elements."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Reference:
+    """Memory that is kept as it is. torch checks no version behind hooks, so this does."""
+
+    __slots__ = ("__weakref__", "_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # A leaf by itself, so that a sharding library that swaps its data finds it; all else
+        # detached: the graph would hold itself. Both share the version counter.
+        self._tensor = tensor if tensor.is_leaf else tensor.detach()
+        self._version = tensor._version
+
+    def open(self) -> torch.Tensor:
+        check_version(self._tensor, self._version)
+        return self._tensor
+
+
+def check_version(tensor: torch.Tensor, expected: int) -> None:
+    """Raise where a tensor is not at the version at which it was saved."""
+    if tensor._version != expected:
+        raise ModifiedInPlaceError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: {tensor.type()} {list(tensor.shape)} is at version {tensor._version}; "
+            f"expected version {expected} instead"
+        )
+
+
+class Copy:
+    """A compact copy of a view, so that the rest of its storage can be freed."""
+
+    __slots__ = ("elements", "version")
+
+    def __init__(self, elements: torch.Tensor, *, compact: bool) -> None:
+        self.elements = elements if compact else elements.clone()
+        self.version = self.elements._version
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements.numel() * self.elements.element_size()
+
+
+class Codec(Protocol):
+    """Turns a flat range into a payload and back; the codec's own pair, or one that offloads."""
+
+    def encode(self, elements: torch.Tensor, format: Format) -> Payload: ...
+
+    def decode(self, payload: Any) -> torch.Tensor: ...
+
+
+class Holding:
+    """One payload and its users. A table may find it while a user lives; it holds neither."""
+
+    __slots__ = ("__weakref__", "_users", "codec", "payload")
+
+    def __init__(self, payload: Payload, codec: Codec | None) -> None:
+        self.payload = payload
+        self.codec = codec
+        self._users: list[weakref.ref[Restored]] = []
+
+    def add(self, user: Restored) -> None:
+        self._users.append(weakref.ref(user))
+
+    def others(self, user: Restored) -> list[Restored]:
+        """Return the live users that may share a decoded copy with `user`."""
+        if len(self._users) == 1:
+            return []
+        alive = [ref() for ref in self._users]
+        return [u for u in alive if u is not None and u is not user and u.shared]
+
+
+class Restored:
+    """One user of a payload: the view of it that the operation saved.
+
+    `shared`: the operation is torch's own and does not write into what it saved, so that it may be
+    given memory that others read too. An autograd.Function may, through a kernel that no version
+    counter sees, and gets its own.
+    """
+
+    __slots__ = ("__weakref__", "geometry", "holding", "shared")
+
+    def __init__(self, holding: Holding, geometry: Geometry, *, shared: bool) -> None:
+        self.holding = holding
+        self.geometry = geometry
+        self.shared = shared
+        holding.add(self)
+
+    def open(self) -> torch.Tensor:
+        payload = self.holding.payload
+        if not isinstance(payload, Copy):
+            return restore(decoded_copies.take(self), self.geometry)
+        check_version(payload.elements, payload.version)
+        elements = payload.elements if self.shared else payload.elements.clone()
+        return restore(elements, self.geometry)
+
+
+class _Slot:
+    """A decoded copy, whose it is, and who is still to come for it."""
+
+    __slots__ = ("age", "copy", "holding", "stream", "version", "waiting")
+
+    def __init__(self, holding: Holding, copy: torch.Tensor, stream: int) -> None:
+        self.holding = weakref.ref(holding)
+        self.copy = copy
+        self.version = copy._version
+        self.stream = stream
+        self.waiting: set[weakref.ref[Restored]] = set()
+        self.age = 0
+
+    def fits(self, holding: Holding, stream: int) -> bool:
+        """Whether the copy is that payload's, is safe to read on `stream`, and was not changed."""
+        unchanged = self.copy._version == self.version
+        return self.holding() is holding and self.stream == stream and unchanged
+
+
+class DecodedCopies:
+    """At most one decoded copy a device, kept from one user of a payload for the next.
+
+    It goes when its last user has come or died, when the next shared payload is decoded, and when
+    REACH other tensors were decoded since it was used, so that a skip connection holds nothing.
+    """
+
+    REACH = 8
+
+    def __init__(self) -> None:
+        # Reentrant: a weak reference may die, and call _forget, anywhere that allocates.
+        self._lock = threading.RLock()
+        self._slots: dict[torch.device, _Slot] = {}
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def take(self, user: Restored) -> torch.Tensor:
+        """Return the decoded range of a user's payload, from the slot where it is there."""
+        holding = user.holding
+        assert holding.codec is not None
+        others = holding.others(user) if user.shared else []
+        if not self._slots and not others:
+            return holding.codec.decode(holding.payload)
+        found = self._find(user) if user.shared else None
+        if found is not None:
+            return found
+        copy = holding.codec.decode(holding.payload)
+        self._keep(copy, holding, others)
+        return copy
+
+    def _find(self, user: Restored) -> torch.Tensor | None:
+        with self._lock:
+            for device, slot in self._slots.items():
+                if slot.holding() is not user.holding:
+                    continue
+                if not slot.fits(user.holding, current_stream(device)):
+                    return None
+                slot.waiting.discard(weakref.ref(user))
+                slot.age = 0
+                if not slot.waiting:
+                    del self._slots[device]
+                return slot.copy
+        return None
+
+    def _keep(self, copy: torch.Tensor, holding: Holding, others: list[Restored]) -> None:
+        device = copy.device
+        with self._lock:
+            if others:
+                slot = _Slot(holding, copy, current_stream(device))
+                slot.waiting = {weakref.ref(user, self._forget) for user in others}
+                self._slots[device] = slot
+                return
+            old = self._slots.get(device)
+            if old is not None:
+                old.age += 1
+                if old.age > self.REACH:
+                    del self._slots[device]
+
+    def _forget(self, dead: weakref.ref[Restored]) -> None:
+        with self._lock:
+            for device, slot in list(self._slots.items()):
+                slot.waiting.discard(dead)
+                if not slot.waiting:
+                    del self._slots[device]
+
+
+decoded_copies = DecodedCopies()
+
+
+def current_stream(device: torch.device) -> int:
+    """Return a number for the stream that work on the device goes to now; 0 on the host."""
+    if device.type != "cuda":
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(torch._C._cuda_getCurrentRawStream(index))
