@@ -1,16 +1,20 @@
 """What the compression kernels reach of the GPU's copy speed, by kernel and size of tensor.
 
-A kernel and a copy of the same number of bytes, read and written, take turns in one process; what
-counts is their ratio, pair by pair. Each runs over several tensors in a row, too many for any one
-to be still in the L2 cache when its turn comes again, and all calls are one CUDA graph, so
-that launches are not in the figure. Tensors are bfloat16 and normal; the formats are the defaults
-at 8 and 4 bits. Needs a GPU with 20 GiB; takes under a minute. The goals: 90 % for rounding to
-nearest and for decoding, 85 % for stochastic rounding, 80 % at 4 bits.
+A kernel and two copies of the same number of bytes, read and written, take turns in one process:
+torch's copy_, for which the driver takes a path a third slower for some sizes, and an elementwise
+kernel, torch.neg. What counts is the ratio to the faster of the two, turn by turn; the row of a
+share says which it was. Each runs over several tensors in a row, too many for any one to be still
+in the L2 cache when its turn comes again, and all calls are one CUDA graph, so that launches are
+not in the figure. Tensors are bfloat16 and normal; the formats are the defaults at 8 and 4 bits.
+Needs a GPU with 20 GiB; takes under a minute. The goals: 90 % for rounding to nearest and for
+decoding, 85 % for stochastic rounding, 80 % at 4 bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks.harness import Measurement, Options, UnavailableError
@@ -31,7 +35,7 @@ _LAUNCHES_BYTES = 4 * GIB  # in one graph: a millisecond, beside which starting 
 class Subject(NamedTuple):
     """One kernel at one size: calls that do the same on different memory."""
 
-    calls: list[Callable[[], object]]
+    calls: Sequence[Callable[[], object]]
     bytes_moved: int  # by one call, read and written
 
 
@@ -52,18 +56,29 @@ def measure(case: str, options: Options) -> list[Measurement]:
     measurements = []
     for name, make in subjects().items():
         subject = make(SIZES[case])
-        ours_ms, copy_ms = in_turn(subject, copies(subject), repeats)
+        baselines = copies(subject)
+        ours_ms, *theirs_ms = in_turn([subject, *baselines.values()], repeats)
         moved = subject.bytes_moved * launches(subject)
-        measurements += [
-            Measurement(name, "GB/s", [moved / ms / 1e6 for ms in ours_ms]),
-            Measurement(f"{name} copy", "GB/s", [moved / ms / 1e6 for ms in copy_ms]),
-            Measurement(
-                f"{name} share", "1", [b / a for a, b in zip(ours_ms, copy_ms, strict=True)]
-            ),
-        ]
-        del subject
+        measurements += rows(name, moved, ours_ms, dict(zip(baselines, theirs_ms, strict=True)))
+        del subject, baselines
         torch.cuda.empty_cache()
     return measurements
+
+
+def rows(
+    name: str, moved: int, ours_ms: list[float], theirs_ms: dict[str, list[float]]
+) -> list[Measurement]:
+    """Return the bandwidths, and the share of the baseline with the shorter median."""
+    bandwidths = {name: ours_ms} | {f"{name} {other}": ms for other, ms in theirs_ms.items()}
+    fastest = min(theirs_ms, key=lambda other: statistics.median(theirs_ms[other]))
+    shares = [b / a for a, b in zip(ours_ms, theirs_ms[fastest], strict=True)]
+    return [
+        *(
+            Measurement(key, "GB/s", [moved / t / 1e6 for t in ms])
+            for key, ms in bandwidths.items()
+        ),
+        Measurement(f"{name} share of {fastest}", "1", shares),
+    ]
 
 
 def subjects() -> dict[str, Callable[[int], Subject]]:
@@ -138,18 +153,20 @@ def unpacking_masks(size: int) -> Subject:
     return rotated(make, size + size // 8)
 
 
-def copies(subject: Subject) -> Subject:
-    """Return copies that move as many bytes as the subject's calls, over as much memory."""
+def copies(subject: Subject) -> dict[str, Subject]:
+    """Return, by name, what moves as many bytes as the subject's calls, in memory of its own."""
     import torch
 
-    def make() -> Callable[[], object]:
-        source = torch.randint(
-            0, 256, (subject.bytes_moved // 2,), dtype=torch.uint8, device="cuda"
-        )
-        target = torch.empty_like(source)
-        return lambda: target.copy_(source)
+    words = subject.bytes_moved // 2 // 8  # of int64, which every kernel moves 16 bytes at a time
 
-    return rotated(make, subject.bytes_moved)
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        source = torch.randint(-(2**62), 2**62, (words,), device="cuda")
+        return source, torch.empty_like(source)
+
+    pairs = [make() for _ in subject.calls]
+    copy = [partial(target.copy_, source) for source, target in pairs]
+    neg = [partial(torch.neg, source, out=target) for source, target in pairs]
+    return {"copy_": Subject(copy, subject.bytes_moved), "neg": Subject(neg, subject.bytes_moved)}
 
 
 def default_layout(size: int, bits: int) -> Layout:
@@ -168,10 +185,10 @@ def launches(subject: Subject) -> int:
     return rounds * len(subject.calls)
 
 
-def in_turn(first: Subject, second: Subject, repeats: int) -> tuple[list[float], list[float]]:
-    """Return the milliseconds of two graphs that are replayed by turns."""
-    graphs = [captured(first), captured(second)]
-    times: tuple[list[float], list[float]] = ([], [])
+def in_turn(subjects: Sequence[Subject], repeats: int) -> list[list[float]]:
+    """Return the milliseconds of each subject's graph; the graphs are replayed by turns."""
+    graphs = [captured(subject) for subject in subjects]
+    times: list[list[float]] = [[] for _ in graphs]
     for repeat in range(repeats + 2):
         for graph, found in zip(graphs, times, strict=True):
             ms = replay_ms(graph)

@@ -136,7 +136,7 @@ def test_an_unknown_benchmark_is_refused(
 ) -> None:
     monkeypatch.chdir(ROOT)
     assert main(["bench", "../core"]) == 2
-    assert "accepted are core, " in capsys.readouterr().err
+    assert "accepted are activations, " in capsys.readouterr().err
 
 
 def test_percentile_interpolates_between_neighbours() -> None:

@@ -43,9 +43,20 @@ def test_turns_alternate_and_the_first_are_left_out(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(kernels, "captured", lambda subject: subject.bytes_moved)
     monkeypatch.setattr(kernels, "replay_ms", replay)
-    ours, copies = kernels.in_turn(subject_of(GIB), subject_of(2 * GIB), repeats=3)
-    assert order == [GIB, 2 * GIB] * 5
-    assert (ours, copies) == ([5.0, 7.0, 9.0], [6.0, 8.0, 10.0])
+    found = kernels.in_turn([subject_of(GIB), subject_of(2 * GIB), subject_of(3 * GIB)], repeats=2)
+    assert order == [GIB, 2 * GIB, 3 * GIB] * 4
+    assert found == [[7.0, 10.0], [8.0, 11.0], [9.0, 12.0]]
+
+
+@pytest.mark.parametrize(("slow", "fast"), [("copy_", "neg"), ("neg", "copy_")])
+def test_share_is_of_the_faster_baseline_and_says_which(slow: str, fast: str) -> None:
+    rows = kernels.rows("ours", 4 * 10**9, [2.0, 4.0], {slow: [3.0, 3.0], fast: [1.0, 1.0]})
+    assert {row.metric: row.values for row in rows} == {
+        "ours": [2000.0, 1000.0],
+        f"ours {slow}": [4e9 / 3 / 1e6, 4e9 / 3 / 1e6],
+        f"ours {fast}": [4000.0, 4000.0],
+        f"ours share of {fast}": [0.5, 0.25],
+    }
 
 
 @pytest.mark.parametrize(("bits", "per_element"), [(8, 1 + 2 / 128), (4, 0.5 + 4 / 64)])

@@ -1,0 +1,201 @@
+"""Does compression change what is learnt? A byte-level language model, trained exactly and not.
+
+GPTs of 10 M parameters learn the standard library's sources for 3000 steps, five paired seeds: the
+same weights and batches, activations kept exactly, in int8 and in int4, rounded either way. Each
+way is a process (benchmarks/programs/_language_model.py), all at once on one GPU: time does not
+matter here. The verdict is an equivalence test of the paired gaps in validation loss, with margins
+of a quarter of what seeds differ by at 8 bits and 0.02 nat at 4. `exact_again` starts one rounding
+error away from `exact`: its gaps are what chance alone makes of that. Takes about three minutes.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.activations import by_case
+from benchmarks.harness import RESULTS, Measurement, Options
+from benchmarks.programs import _launch
+from benchmarks.programs._equivalence import Equivalence, compare
+from benchmarks.programs._launch import ALLOCATORS, PROGRAMS, Job, Outcome, visible_gpus
+from benchmarks.programs._rows import Request, RowWriter
+from vramx.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+DESCRIPTION = "validation loss of a language model, exact and compressed, paired seeds (GPU)"
+
+WAYS = (
+    "exact",
+    "exact_again",
+    "int8_stochastic",
+    "int8_nearest",
+    "int4_stochastic",
+    "int4_nearest",
+)
+QUICK = ("exact", "int8_stochastic")
+LIMIT_S = 600.0
+SEED_SHARE = 0.25  # of the seeds' standard deviation: the margin at 8 bits
+INT4_MARGIN_NAT = 0.02
+_AT = re.compile(r"validation_loss_at_(\d+)")
+
+Curve = dict[int, list[float]]  # by step: the loss of each seed
+
+
+def run_all(
+    options: Options, request: Request, writer: RowWriter
+) -> tuple[list[Table | str], bool]:
+    """Train in the chosen ways; return what to show, and whether all are equivalent to exact.
+
+    Raises:
+        UnavailableError: there is no GPU.
+        InvalidValueError: an unknown way.
+    """
+    ways = chosen(request.only or (QUICK if options.quick else ()))
+    gpu = visible_gpus(options.device, 1)[0]
+    script = PROGRAMS / "_language_model.py"
+    limit_s = request.limit_s or LIMIT_S
+
+    def train(way: str, stop: threading.Event) -> Outcome:
+        return _launch.run(Job(script, ALLOCATORS[0], (way,), gpu=gpu, limit_s=limit_s), stop)
+
+    curves, has_failed = train_all(ways, train, writer)
+    verdicts = judge(curves)
+    write_verdicts(verdicts, curves, writer)
+    picture = draw(curves, RESULTS / "language_model.png")
+    is_good = not has_failed and all(
+        found.is_shown for way, found in verdicts.items() if way != "exact_again"
+    )
+    return [table(verdicts), picture], is_good
+
+
+def chosen(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the ways of these names, or all; the exact one is always among them.
+
+    Raises:
+        InvalidValueError: a name is unknown.
+    """
+    for name in names:
+        if name not in WAYS:
+            raise InvalidValueError(f"way {name!r} is unknown; accepted are {', '.join(WAYS)}")
+    return tuple(dict.fromkeys(("exact", *names))) if names else WAYS
+
+
+def train_all(
+    ways: Sequence[str],
+    train: Callable[[str, threading.Event], Outcome],
+    writer: RowWriter,
+) -> tuple[dict[str, Curve], bool]:
+    """Train in all ways at once; return the curves, and whether a process failed."""
+    stop = threading.Event()
+    with ThreadPoolExecutor(len(ways)) as pool:
+        try:
+            outcomes = dict(zip(ways, pool.map(lambda way: train(way, stop), ways), strict=True))
+        except BaseException:  # Ctrl-C too: nothing may go on running behind the prompt
+            stop.set()
+            raise
+    curves = {}
+    for way, outcome in outcomes.items():
+        measurements = by_case(outcome).get(way, [])
+        if measurements:
+            writer.write(way, measurements)
+        if outcome.is_ok:
+            curves[way] = curve_of(measurements)
+        else:
+            writer.write(way, [], outcome.status)
+    return curves, len(curves) < len(ways)
+
+
+def curve_of(measurements: Sequence[Measurement]) -> Curve:
+    found = [(_AT.fullmatch(item.metric), item.values) for item in measurements]
+    return {int(match[1]): values for match, values in found if match}
+
+
+def final(curve: Curve) -> list[float]:
+    """Return the last validation loss of each seed."""
+    return curve[max(curve)]
+
+
+def judge(curves: Mapping[str, Curve]) -> dict[str, Equivalence]:
+    """Test each way's final losses for equivalence with the exact ones; none without those."""
+    if "exact" not in curves:
+        return {}
+    exact = final(curves["exact"])
+    seed_margin = SEED_SHARE * statistics.stdev(exact)
+    verdicts = {}
+    for way, curve in curves.items():
+        if way != "exact":
+            gaps = [a - b for a, b in zip(final(curve), exact, strict=True)]
+            verdicts[way] = compare(gaps, INT4_MARGIN_NAT if "int4" in way else seed_margin)
+    return verdicts
+
+
+def write_verdicts(
+    verdicts: Mapping[str, Equivalence], curves: Mapping[str, Curve], writer: RowWriter
+) -> None:
+    """Write the gaps of each way, their interval and what came of the test."""
+    for way, found in verdicts.items():
+        exact = final(curves["exact"])
+        gaps = [a - b for a, b in zip(final(curves[way]), exact, strict=True)]
+        writer.write(
+            f"{way} against exact",
+            [
+                Measurement("gap", "nat", gaps),
+                Measurement("gap_low", "nat", [found.low]),
+                Measurement("gap_high", "nat", [found.high]),
+                Measurement("margin", "nat", [found.margin]),
+                Measurement("is_equivalent", "1", [float(found.is_shown)]),
+            ],
+        )
+
+
+def table(verdicts: Mapping[str, Equivalence]) -> Table:
+    """Lay the verdicts out, one line a way."""
+    from rich.table import Table
+
+    laid_out = Table(title="gap in validation loss to exact activations, nat")
+    laid_out.add_column("activations", no_wrap=True)
+    for heading in ("gap", "90 % interval", "margin"):
+        laid_out.add_column(heading, justify="right")
+    laid_out.add_column("equivalent")
+    for way, found in verdicts.items():
+        interval = f"{found.low:+.5f} to {found.high:+.5f}"
+        shown = "ok" if found.is_shown else "not shown"
+        laid_out.add_row(way, f"{found.mean:+.5f}", interval, f"{found.margin:.5f}", shown)
+    return laid_out
+
+
+def draw(curves: Mapping[str, Curve], target: Path) -> str:
+    """Draw the losses and the gaps into a PNG; return what to say about it."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        return "no picture: it needs matplotlib"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (losses, gaps) = plt.subplots(1, 2, figsize=(11, 4.5))
+    exact = curves.get("exact", {})
+    for way, curve in curves.items():
+        steps = sorted(curve)
+        losses.plot(steps, [statistics.fmean(curve[step]) for step in steps], label=way)
+        shared = [step for step in steps if step in exact and way != "exact"]
+        pairs = [list(zip(curve[step], exact[step], strict=True)) for step in shared]
+        means = [statistics.fmean(a - b for a, b in pair) for pair in pairs]
+        gaps.plot(shared, means, label=way)
+    losses.set_ylabel("validation loss, nat a byte, mean of the seeds")
+    gaps.set_ylabel("gap to exact, nat")
+    gaps.axhline(0.0, color="black", linewidth=0.8)
+    for axis in (losses, gaps):
+        axis.set_xlabel("step")
+        axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(target, dpi=150)
+    plt.close(figure)
+    return f"the curves are in {target.name}"

@@ -1,0 +1,207 @@
+"""The benchmark of activation compression: its models, what it measures, its goals and its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from program_stand_ins import FakeProcess, Launched, make_writer, rows
+
+from benchmarks import activations, harness
+from benchmarks.models_workloads import WORKLOADS, Text, build
+from benchmarks.programs import _activations, _launch
+from benchmarks.programs._launch import PROGRAMS, Allocator, Job, Outcome
+from vramx.errors import InvalidValueError
+
+ON_CPU = Allocator("none", environment=(("CUDA_VISIBLE_DEVICES", ""),))
+LIBRARIES = {
+    "llama": "transformers",
+    "gpt2": "transformers",
+    "bert": "transformers",
+    "vit": "timm",
+    "cnn": "torchvision",
+    "gnn": "torch_geometric",
+}
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROGRAM_SIZE", "tiny")
+
+
+def line(case: str, metric: str, *values: float) -> dict[str, Any]:
+    return {"case": case, "metric": metric, "unit": "1", "values": list(values)}
+
+
+GOOD = (
+    line("llama exact", "loss_seed_deviation", 0.1),
+    line("llama int8", "gradient_cosine", 0.9999),
+    line("llama int8", "packed_share", 0.9),
+    line("llama exact", "kept_bytes", 190.0),
+    line("llama int8", "kept_bytes", 100.0),
+    line("llama exact", "step_ms", 100.0, 101.0, 99.0),
+    line("llama int8", "step_ms", 107.0, 150.0, 90.0),
+    line("llama int8", "loss_gap_same_seed", 0.01),
+    line("llama int4", "gradient_cosine", 0.99),
+)
+
+
+def process(*lines: dict[str, Any], status: str = "ok") -> FakeProcess:
+    def ended(launched: Launched) -> Outcome:
+        return Outcome(status, tuple(lines), 1.0)
+
+    return FakeProcess(Job(Path("x"), ON_CPU), ended)
+
+
+@pytest.mark.parametrize("name", sorted(WORKLOADS))
+def test_a_workload_learns_from_a_batch_of_either_size(name: str) -> None:
+    pytest.importorskip(LIBRARIES.get(name, "torch"))
+    workload = build(name, torch.device("cpu"), seed=1)
+    for is_large in (True, False):
+        batch = workload.draw(torch.Generator().manual_seed(1), is_large)
+        loss = workload.loss(_activations.forward(workload, batch), batch)
+        loss.backward()
+        assert torch.isfinite(loss)
+    gradients = [parameter.grad for parameter in workload.model.parameters()]
+    assert sum(found is not None and bool(found.any()) for found in gradients) > len(gradients) / 2
+
+
+def test_a_text_counts_in_steps_of_its_own() -> None:
+    text = Text(64, (50, 40), (2, 8), predicts_next=True)
+    inputs, targets = text.draw(torch.Generator().manual_seed(1), True)
+    assert inputs.shape == targets.shape == (50, 40)
+    steps = targets.diff(dim=1) % 64
+    assert (steps == steps[:, :1]).all()  # the targets follow the rule
+    wrong = (inputs[:, 1:] != targets[:, :-1]).float().mean()  # the inputs in a quarter do not
+    # Six standard deviations of 1950 draws; one error in 64 is right by chance.
+    assert abs(float(wrong) - 0.25 * 63 / 64) < 6 * (0.25 * 0.75 / 1950) ** 0.5
+
+
+def run_child(case: str) -> Outcome:
+    return _launch.run(Job(PROGRAMS / "_activations.py", ON_CPU, (case,), limit_s=120.0))
+
+
+def test_a_case_measures_exact_and_compressed_in_one_process() -> None:
+    done = run_child("unet3d")
+    assert done.status == "ok"
+    found = {(item["case"], item["metric"]): item["values"] for item in done.reports}
+    assert found["unet3d exact", "gradient_cosine"] == [1.0]
+    assert 0.9 < found["unet3d int8", "gradient_cosine"][0] < 1.0  # it was compressed
+    assert found["unet3d int8", "gradient_cosine"] > found["unet3d int4", "gradient_cosine"]
+    assert found["unet3d int8", "packed_share"][0] > 0.5
+    assert ("unet3d exact", "packed_share") not in found
+    assert len(found["unet3d exact", "loss_trained"]) == 3
+    assert {case for case, metric in found if metric == "step_ms"} == {
+        f"unet3d {way}" for way in ("exact", "int8", "int4")
+    }
+
+
+@pytest.mark.parametrize(
+    ("what", "way"), [("checkpoint", "int8_inputs"), ("offload", "int8_offload_all")]
+)
+def test_recomputation_and_offload_are_compared_on_the_llama(what: str, way: str) -> None:
+    pytest.importorskip("transformers")
+    done = run_child(f"llama_{what}")
+    assert done.status == "ok"
+    found = {(item["case"], item["metric"]): item["values"] for item in done.reports}
+    assert found[f"llama_{what} exact", "gradient_cosine"] == [1.0]
+    assert 0.99 < found[f"llama_{what} {way}", "gradient_cosine"][0] < 1.0  # it was compressed
+
+
+def test_the_cosine_is_of_all_gradients_and_the_least_of_the_large_ones() -> None:
+    size = 1 << 15
+    ours = [torch.ones(size), torch.ones(size), torch.zeros(size), torch.ones(3)]
+    theirs = [torch.ones(size), 2 * torch.ones(size), torch.zeros(size), -torch.ones(3)]
+    theirs[1][: size // 2] *= -1
+    total, least = _activations.cosines(ours, theirs)
+    # Products: size + 0 - 3; squares: 2 size + 3 and 5 size + 3.
+    assert total == pytest.approx((size - 3) / ((2 * size + 3) * (5 * size + 3)) ** 0.5)
+    assert least == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_checkpointed_model_is_restored() -> None:
+    workload = build("unet3d", torch.device("cpu"), seed=1)
+    block = workload.model.get_submodule("bottom")
+    calls: list[str] = []
+
+    def call(forward: Callable[..., Any], *inputs: Any) -> Any:
+        calls.append("x")
+        return forward(*inputs)
+
+    batch = workload.draw(torch.Generator().manual_seed(1), False)
+    with _activations.checkpointed(replace(workload, blocks=(block,)), call):
+        _activations.forward(workload, batch)
+    _activations.forward(workload, batch)
+    assert calls == ["x"]
+    assert "forward" not in block.__dict__
+
+
+def test_every_case_has_a_model_and_something_to_compare() -> None:
+    for case in activations.CASES:
+        name, _, what = case.partition("_")
+        assert name in WORKLOADS
+        assert len(_activations.WAYS[what]) > 1
+    assert set(WORKLOADS) <= set(activations.CASES)
+
+
+def test_rows_are_written_as_cases_end_and_a_crash_is_a_row(tmp_path: Path) -> None:
+    processes = {
+        "llama": process(*GOOD),
+        "cnn": process(line("cnn exact", "step_ms", 1.0, 3.0), status="failed: out of memory"),
+        "gnn": process(line("gnn exact", "step_ms", 2.0)),
+    }
+    figures, has_failed = activations.measure(processes, processes.get, make_writer(tmp_path))
+    assert has_failed
+    written = rows(tmp_path)
+    assert [row["case"] for row in written[-3:]] == ["cnn exact", "cnn", "gnn exact"]
+    assert written[-2]["status"] == "failed: out of memory"
+    assert figures["cnn exact", "step_ms"] == [1.0, 3.0]
+    assert activations.table(figures).row_count == 5
+
+
+def figures_of(*lines: dict[str, Any]) -> activations.Figures:
+    return {(item["case"], item["metric"]): item["values"] for item in lines}
+
+
+def test_good_figures_meet_every_goal() -> None:
+    found = activations.goals(figures_of(*GOOD))
+    assert [metric for _, metric, _, is_met in found if is_met] == [
+        "gradient_cosine",
+        "packed_share",
+        "loss_gap_same_seed",
+        "kept_bytes",
+        "step_ms",
+    ]
+    assert all(is_met for *_, is_met in found)
+
+
+@pytest.mark.parametrize(
+    ("metric", "value"),
+    [
+        ("gradient_cosine", 0.998),
+        ("gradient_cosine", float("nan")),
+        ("packed_share", 0.0),  # nothing was compressed: all else would look perfect
+        ("kept_bytes", 110.0),
+        ("step_ms", 109.0),
+        ("loss_gap_same_seed", 0.2),
+        ("loss_gap_same_seed", float("nan")),
+    ],
+)
+def test_each_goal_can_be_missed(metric: str, value: float) -> None:
+    figures = figures_of(*GOOD, line("llama int8", metric, value))
+    assert [found[1] for found in activations.goals(figures) if not found[-1]] == [metric]
+
+
+def test_an_unknown_case_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="accepted are llama, "):
+        activations.chosen(["lama"])
+    assert activations.chosen(()) == activations.CASES
+
+
+def test_files_of_models_are_no_benchmarks() -> None:
+    assert "activations" in harness.names()
+    assert not any(name.startswith("models_") for name in harness.names())

@@ -1,0 +1,209 @@
+"""The benchmark of a language model: paired seeds, the equivalence test, its rows and picture."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from program_stand_ins import make_writer, rows
+
+from benchmarks import language_model
+from benchmarks.models_gpt import Gpts, Shape, draw_starts, standard_library_text, windows
+from benchmarks.programs import _language_model, _launch
+from benchmarks.programs._equivalence import QUANTILES_95, compare
+from benchmarks.programs._launch import PROGRAMS, Allocator, Job, Outcome
+from vramx.errors import InvalidValueError
+
+ON_CPU = Allocator("none", environment=(("CUDA_VISIBLE_DEVICES", ""),))
+SHAPE = Shape(width=32, layers=2, heads=2, length=16, rows=2)
+
+
+def test_the_quantiles_are_students() -> None:
+    """By integrating the density numerically: 95 % of it lies below each."""
+    for degrees, quantile in enumerate(QUANTILES_95, 1):
+        t = torch.linspace(0, quantile, 20_001, dtype=torch.float64)
+        density = (1 + t * t / degrees) ** (-(degrees + 1) / 2)
+        half = torch.tensor(degrees / 2, dtype=torch.float64)
+        log_scale = torch.lgamma(half + 0.5) - torch.lgamma(half)
+        scale = log_scale.exp() / (degrees * torch.pi) ** 0.5
+        below = 0.5 + float(scale * torch.trapezoid(density, t))
+        # Half a unit of the table's fourth decimal, times the density there, 0.1 at most.
+        assert below == pytest.approx(0.95, abs=1e-5), degrees
+
+
+@pytest.mark.parametrize(
+    ("gaps", "is_shown"),
+    [
+        ([0.001, -0.001, 0.002, -0.002, 0.0], True),
+        ([0.011, 0.009, 0.012, 0.008, 0.010], False),  # as steady as can be, and too far
+        ([0.03, -0.03, 0.02, -0.02, 0.0], False),  # zero on average, and too scattered to say so
+        ([0.0, 0.0], True),
+    ],
+)
+def test_equivalence_is_shown_by_small_and_steady_gaps_only(
+    gaps: list[float], is_shown: bool
+) -> None:
+    assert compare(gaps, margin=0.01).is_shown is is_shown
+
+
+def test_the_interval_is_the_90_percent_one() -> None:
+    found = compare([1.0, 2.0, 3.0, 4.0, 5.0], margin=1.0)
+    # The standard error of five values with variance 2.5 is sqrt(0.5).
+    assert (found.mean, found.high - found.mean) == (3.0, pytest.approx(2.1318 * 0.5**0.5))
+
+
+def test_a_seed_learns_the_same_in_any_company() -> None:
+    text = torch.randint(0, 256, (4096,), dtype=torch.uint8)
+
+    def of(seeds: list[int]) -> tuple[Any, Any]:
+        models = Gpts(seeds, SHAPE)
+        tokens, targets = windows(text, draw_starts(text, seeds, 1, SHAPE)[0], SHAPE.length)
+        losses = models.losses(models(tokens), targets)
+        losses.sum().backward()
+        place = seeds.index(5)
+        gradients = [parameter.grad[place] for parameter in models.parameters()]
+        return losses[place].detach(), gradients
+
+    alone, beside = of([5]), of([3, 5, 8])
+    torch.testing.assert_close(alone, beside)
+
+
+def test_seeds_differ_in_weights_and_batches() -> None:
+    models = Gpts([1, 2], SHAPE)
+    assert not torch.equal(models.head.weight[0], models.head.weight[1])
+    starts = draw_starts(torch.zeros(4096, dtype=torch.uint8), [1, 2], 3, SHAPE)
+    assert starts.shape == (3, 2, SHAPE.rows)
+    assert not torch.equal(starts[:, 0], starts[:, 1])
+
+
+def test_targets_are_the_next_tokens() -> None:
+    text = torch.arange(100, dtype=torch.uint8)
+    tokens, targets = windows(text, torch.tensor([[7]]), 5)
+    assert tokens.tolist() == [[[7, 8, 9, 10, 11]]]
+    assert torch.equal(targets, tokens + 1)
+
+
+def test_the_validation_text_is_of_other_files(tmp_path: Path, monkeypatch: Any) -> None:
+    for index in range(60):
+        (tmp_path / f"module{index}.py").write_text(f"name = {index}\n" * 3)
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "left_out.py").write_text("never")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    train, validation = (bytes(part.tolist()).decode() for part in standard_library_text())
+    learnt, checked = set(train.split("\n")), set(validation.split("\n"))
+    assert learnt & checked <= {""}
+    assert len(learnt | checked - {""}) >= 60
+    assert len(checked) > 1
+    assert "never" not in train + validation
+
+
+def test_the_rate_rises_and_falls_to_zero() -> None:
+    shares = [_language_model.share_of_rate(step, 100, 10) for step in range(1, 101)]
+    assert max(shares) == shares[9] == 1.0
+    assert shares[0] == 0.1
+    assert shares[-1] == 0.0
+    assert shares[:10] == sorted(shares[:10])
+    assert shares[9:] == sorted(shares[9:], reverse=True)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROGRAM_SIZE", "tiny")
+
+
+def run_child(way: str) -> Outcome:
+    return _launch.run(Job(PROGRAMS / "_language_model.py", ON_CPU, (way,), limit_s=120.0))
+
+
+def test_a_process_trains_all_seeds_and_says_what_was_packed(tiny: None) -> None:
+    done = run_child("int8_stochastic")
+    assert done.status == "ok"
+    found = {item["metric"]: item["values"] for item in done.reports}
+    assert len(found["validation_loss_at_4"]) == 5
+    assert found["packed_share"][0] > 0.5
+    assert found["saved_ratio"][0] > 1.5
+
+
+def test_only_the_way_differs_between_processes(
+    tiny: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = {}
+    for way in ("exact", "exact_again", "int8_nearest"):
+        _language_model.Trainer(way, torch.device("cpu")).run(way)
+        lines = map(json.loads, capsys.readouterr().out.splitlines())
+        found = {item["metric"]: item["values"] for item in lines}
+        losses[way] = torch.tensor(found["validation_loss_at_4"])
+    _language_model.Trainer("exact", torch.device("cpu")).run("exact")
+    again = json.loads(capsys.readouterr().out.splitlines()[1])["values"]
+    assert again == losses["exact"].tolist()
+    # What four small steps can make of it; another seed is 0.01 nat away.
+    for way in ("exact_again", "int8_nearest"):
+        assert not torch.equal(losses[way], losses["exact"])
+        torch.testing.assert_close(losses[way], losses["exact"], rtol=0, atol=1e-3)
+
+
+def test_both_sides_know_the_same_ways() -> None:
+    assert tuple(_language_model.WAYS) == language_model.WAYS
+
+
+def curve(gap: float) -> tuple[dict[str, Any], ...]:
+    """Two evaluations; the last with what must come out of it, the first with anything."""
+    last = [2.0 + 0.1 * seed + gap for seed in range(5)]
+    return (
+        {"metric": "validation_loss_at_250", "values": [9.0] * 5},
+        {"metric": "validation_loss_at_3000", "values": last},
+        {"metric": "packed_share", "values": [0.9]},
+    )
+
+
+GAPS = {"exact": 0.0, "int8_stochastic": 0.001, "int4_nearest": 0.5}
+
+
+def fake_train(way: str, stop: threading.Event) -> Outcome:
+    if way not in GAPS:
+        return Outcome("failed: out of memory", (), 1.0)
+    lines = tuple({"case": way, "unit": "nat", **item} for item in curve(GAPS[way]))
+    return Outcome("ok", lines, 1.0)
+
+
+def test_curves_and_verdicts_are_rows_and_a_failure_is_one(tmp_path: Path) -> None:
+    writer = make_writer(tmp_path)
+    ways = ("exact", "int8_stochastic", "int8_nearest", "int4_nearest")
+    curves, has_failed = language_model.train_all(ways, fake_train, writer)
+    assert has_failed
+    assert set(curves) == set(GAPS)
+    verdicts = language_model.judge(curves)
+    # The seeds deviate by 0.158: a quarter of it is far more than 0.001.
+    assert verdicts["int8_stochastic"].is_shown
+    assert verdicts["int8_stochastic"].margin == pytest.approx(0.25 * 0.15811, rel=1e-4)
+    assert not verdicts["int4_nearest"].is_shown
+    language_model.write_verdicts(verdicts, curves, writer)
+    written = {(row["case"], row["metric"]): row for row in rows(tmp_path)}
+    assert written["int8_nearest", ""]["status"] == "failed: out of memory"
+    assert written["exact", "validation_loss_at_250"]["samples"] == "9 9 9 9 9"
+    assert float(written["int8_stochastic against exact", "gap"]["median"]) == pytest.approx(0.001)
+    assert written["int4_nearest against exact", "is_equivalent"]["median"] == "0.0"
+    assert language_model.table(verdicts).row_count == 2
+
+
+def test_without_the_exact_curve_nothing_is_judged() -> None:
+    assert language_model.judge({"int8_nearest": {1: [1.0, 2.0]}}) == {}
+
+
+def test_the_curves_become_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    curves, _ = language_model.train_all(tuple(GAPS), fake_train, make_writer(tmp_path))
+    target = tmp_path / "curves.png"
+    assert "curves.png" in language_model.draw(curves, target)
+    assert target.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_exact_way_is_always_among_the_chosen() -> None:
+    assert language_model.chosen(["int4_nearest"]) == ("exact", "int4_nearest")
+    assert language_model.chosen(()) == language_model.WAYS
+    with pytest.raises(InvalidValueError, match="accepted are exact, "):
+        language_model.chosen(["int2"])
