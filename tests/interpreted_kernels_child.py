@@ -58,7 +58,7 @@ def _noise_kernel(
 ):
     rows = tl.arange(0, ROWS)[:, None]
     block = tl.load(block_ptr)  # an argument would have the width of its value here
-    values = noise_functions.rounding_noise(seed_ptr, stream, block, ROWS, COLS, COLS // 8)
+    values = noise_functions.rounding_noise(seed_ptr, stream, block, ROWS, COLS)
     tl.store(out_ptr + rows * COLS + tl.arange(0, COLS)[None, :], values)
 
 
@@ -113,6 +113,11 @@ def _philox_of_six_rounds(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
+def _fixed_point_cut(quotient):
+    return tl.floor(quotient * 256).to(tl.int32) + 4096
+
+
+@triton.jit
 def _decode_shifted(codes, scale, low, SYMMETRIC: tl.constexpr):
     return codes * scale + low + scale * 0.0078125
 
@@ -121,6 +126,7 @@ _DEFECTS: dict[str, tuple[tuple[ModuleType, ...], str, Any]] = {
     "scale rounded to nearest": ((headers,), "_scale_bits", _scale_to_nearest),
     "NaN not kept": ((headers,), "_scale_bits", _scale_loses_nan),
     "half rounded away": ((quantize, quantize4), "code_bits", _round_half_away),
+    "noise added to a cut quotient": ((quantize4,), "fixed_point_bits", _fixed_point_cut),
     "six rounds of Philox": ((noise_functions,), "philox", _philox_of_six_rounds),
     "decoded with an offset": ((quantize, quantize4), "decode", _decode_shifted),
 }

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,15 +87,14 @@ def test_a_step_is_at_most_that_share_of_the_peak(bits: int) -> None:
     assert ((steps(packed) > least) & (steps(packed) < 1.0079 * least)).all()
 
 
-@pytest.mark.parametrize("half", [0, 0xFFFF])
+@pytest.mark.parametrize("extreme", [0, -1], ids=["least", "greatest"])
 @pytest.mark.parametrize("format", [f for f in FORMATS if f.rounding == "stochastic"], ids=repr)
 def test_no_code_wraps_at_the_extremes_of_the_noise(
-    format: Format, half: int, monkeypatch: pytest.MonkeyPatch
+    format: Format, extreme: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def extreme(numel: int, *_: object) -> Tensor:
-        return torch.full((numel,), half, dtype=torch.int32)
-
-    monkeypatch.setattr(reference, "noise_halves", extreme)
+    for name, mask in (("noise_halves", 0xFFFF), ("noise_bytes", 0xFF)):
+        noise = partial(torch.full, fill_value=extreme & mask, dtype=torch.int32)
+        monkeypatch.setattr(reference, name, lambda n, *_, noise=noise: noise((n,)))
     peaks = torch.logspace(-37, 37, 256 * 999).view(-1, 256).repeat_interleave(4, 1)
     x = (peaks * torch.tensor([1.0, -1.0]).repeat(512)).view(-1)
     packed = pack(x, format)

@@ -73,14 +73,35 @@ def philox_of_integers(counter: list[int], key: list[int], rounds: int) -> list[
     return c
 
 
-def noise_of(element: int, state: Tensor, stream: int) -> np.float32:
+def words_of(block: int, state: Tensor, stream: int) -> list[int]:
     seed, epoch = (int(value) % 2**64 for value in state)
-    block = element // 8
     counter = [block % 2**32, block >> 32, stream, epoch % 2**32]
-    word = philox_of_integers(counter, [seed % 2**32, seed >> 32], 7)[element % 8 // 2]
+    return philox_of_integers(counter, [seed % 2**32, seed >> 32], 7)
+
+
+def noise_of(element: int, state: Tensor, stream: int) -> np.float32:
+    word = words_of(element // 8, state, stream)[element % 8 // 2]
     half = word >> 16 if element % 2 else word & 0xFFFF
     bits = np.uint32((half << 7) | 0x3F800040)
     return np.float32(bits.view(np.float32) - np.float32(1.5))
+
+
+def noise_byte_of(element: int, size: int, state: Tensor, stream: int) -> int:
+    """Return the noise of a code of 4 bits, which has the number of its place in the buffer."""
+    group, inside = divmod(element, size)
+    high, j = divmod(inside, size // 2)
+    number = group * size + 2 * j + high
+    word = words_of(number // 16, state, stream)[number % 16 // 4]
+    return word >> 8 * (number % 4) & 255
+
+
+def code_of(t: np.float32, element: int, format: Format, state: Tensor, stream: int) -> int:
+    if format.rounding == "nearest":
+        return round(float(t))  # Python rounds half to even too
+    if format.bits == 4:
+        noise = noise_byte_of(element, format.group_size, state, stream)
+        return (round(256 * float(t)) + noise) // 256
+    return round(float(np.float32(t + noise_of(element, state, stream))))
 
 
 def bits_of(value: np.float32) -> int:
@@ -115,9 +136,7 @@ def bytes_of(x: np.ndarray, format: Format, state: Tensor, stream: int) -> bytes
         inverse = np.float32(1) / float_of(scale)
         for i, value in enumerate(group):
             t = np.float32(np.float32(value - low) * inverse)
-            if format.rounding == "stochastic":
-                t = np.float32(t + noise_of(start + i, state, stream))
-            codes.append(round(float(t)) % 2**bits)  # Python rounds half to even too
+            codes.append(code_of(t, start + i, format, state, stream) % 2**bits)
         codes += [0] * (size - len(group))
     if bits == 4:
         half = size // 2
@@ -151,6 +170,13 @@ def test_a_scale_rounded_to_nearest_gives_other_bytes(monkeypatch: pytest.Monkey
         lambda peak, levels: (scale_bits(peak, levels) - 0x8000) & -0x10000,
     )
     assert bytes(reference.quantize(x, layout_of(4096, nearest)).tolist()) != right
+
+
+@pytest.mark.parametrize("zeros", [(0.0, -0.0), (-0.0, 0.0), (-0.0, -0.0)])
+def test_a_minimum_of_minus_zero_is_stored_as_plus_zero(zeros: tuple[float, float]) -> None:
+    layout = layout_of(16, Format(8, 16, False, "nearest"))
+    buffer = reference.quantize(torch.tensor([*zeros, *[1.0] * 14]), layout)
+    assert buffer[-2:].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(("rounds", "counter", "key", "output"), KNOWN_ANSWERS)

@@ -171,6 +171,61 @@ def test_one_biased_element_is_found() -> None:
     assert bias_of(gaussian(), Format(8, 128), biased).found
 
 
+# ---- the mean over all noise, without chance ----
+
+# Of fractions of steps below 16: float32 rounds x - low, 1 / s and the product by 2**-24 of them
+# each, and the sum with the noise as well.
+FLOAT32 = 2.0**-18
+
+
+def worst_mean(format: Format, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Return the largest |mean decoded - x| in steps, over all values that the noise can take.
+
+    Each group has the same elements, and each draws another value. At 8 bits all but the peak are
+    small, so that float32 has digits enough for what is tested.
+    """
+    values = 1 << (8 if format.bits == 4 else 16)
+
+    def every_value(numel: int, *_: object) -> Tensor:
+        return torch.arange(values, dtype=torch.int32).repeat_interleave(numel // values)
+
+    monkeypatch.setattr(reference, "noise_bytes", every_value)
+    monkeypatch.setattr(reference, "noise_halves", every_value)
+    x = torch.rand(format.group_size) * (1.0 if format.bits == 4 else 1 / 16)
+    x[0] = 1
+    decoded = codec(x.repeat(values), format).view(values, -1).double()
+    return ((decoded.mean(0) - x.double()) / step_of(x, format).size).abs().max().item()
+
+
+MEANS = [Format(8, 32), Format(4, 128), Format(4, 1024, False)]
+
+
+@pytest.mark.parametrize("format", MEANS, ids=repr)
+def test_the_mean_is_off_by_half_a_value_of_the_noise(
+    format: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = 2.0**-9 if format.bits == 4 else 2.0**-17
+    found = worst_mean(format, monkeypatch)
+    assert 0.8 * half <= found <= half + FLOAT32  # 31 fractions or more: one is near the worst
+
+
+@pytest.mark.parametrize(
+    ("format", "name", "off_centre"),
+    [
+        (Format(8, 32), "_uniform", lambda halves: halves / 2**16 - 0.5),
+        (Format(4, 128), "_MAGIC_OF_256THS", 1.5 * 2**15 - 2**-8),
+        (Format(4, 1024, False), "_MAGIC_OF_256THS", 1.5 * 2**15 + 2**-8),
+    ],
+    ids=["half a value at 8 bits", "a value low at 4 bits", "a value high at 4 bits"],
+)
+def test_noise_that_is_not_centred_is_found(
+    format: Format, name: str, off_centre: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = 2.0**-9 if format.bits == 4 else 2.0**-17
+    monkeypatch.setattr(reference, name, off_centre)
+    assert worst_mean(format, monkeypatch) > half + FLOAT32
+
+
 # ---- the variance ----
 
 

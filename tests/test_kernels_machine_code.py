@@ -33,7 +33,7 @@ LIMITS = {
     "quantize 8 stochastic": 20.0,
     "dequantize 8": 8.0,
     "quantize 4 nearest": 12.0,
-    "quantize 4 stochastic": 18.5,
+    "quantize 4 stochastic": 15.5,
     "dequantize 4": 8.0,
 }
 

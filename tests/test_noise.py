@@ -206,6 +206,18 @@ def test_the_elements_of_one_stream_are_uncorrelated(distance: int) -> None:
     assert abs(correlation(mine[:-distance], mine[distance:])) <= 4.5
 
 
+@pytest.mark.parametrize("distance", [1, 2, 4, 16, 64])
+def test_the_bytes_of_one_stream_are_uncorrelated(distance: int) -> None:
+    mine = reference.noise_bytes(1 << 18, torch.tensor([11, 0]), 3)
+    assert abs(correlation(mine[:-distance], mine[distance:])) <= 4.5
+
+
+@pytest.mark.parametrize("lane", range(16))
+def test_the_bytes_of_each_lane_are_uniform(lane: int) -> None:
+    mine = reference.noise_bytes(1 << 18, torch.tensor([11, 0]), 3).long()
+    assert abs(chi_square(mine[lane::16], 256)) <= 4.5
+
+
 def test_a_stream_is_correlated_with_itself() -> None:
     assert correlation(halves(3), halves(3)) > 4.5
 

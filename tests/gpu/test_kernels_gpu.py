@@ -5,6 +5,11 @@ multiplication and an addition, which then rounds once instead of twice. Let t b
 its noise in exact arithmetic, |t| < 256. A rounding is off by at most half a unit of [128, 256),
 2**-17, and there are two: either way's code is t + e rounded to an integer, |e| <= 2**-16. So codes
 differ by one at most, and only where t lies within 2**-16 of the middle between two integers.
+
+With the noise of 4 bits the addition that may be fused rounds 256 t to an integer p, and the noise,
+an integer as well, is added to p: nothing but the product is off, |t| < 16, by half a unit of
+[8, 16), which is 2**-21. So p differs by one at most, a code not by more, and only where 256 t lies
+within 2**-13 of a middle and p + b and one less or more are not of the same code.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from vramx.kernels.layout import Layout
 pytestmark = pytest.mark.gpu
 
 MIDDLE = 2.0**-16
+MIDDLE_OF_256THS = 2.0**-13
 KINDS = {"8sym": (8, True), "8asym": (8, False), "4sym": (4, True), "4asym": (4, False)}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GPU = "cuda:0"
@@ -79,19 +85,38 @@ def headers_of(buffer: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Return the scale and the minimum of each element, padding included, as float32."""
     words = buffer[layout.code_bytes :].view(torch.bfloat16).float().view(layout.groups, -1)
     words = words.repeat_interleave(layout.group_size, 0)
-    return words[:, 0], words[:, 0] * 0 if layout.symmetric else words[:, 1]
+    return words[:, 0], torch.zeros_like(words[:, 0]) if layout.symmetric else words[:, 1]
 
 
-def exact_quotients(
+def open_codes(
     x: Tensor, buffer: Tensor, layout: Layout, noise: Tensor | None, stream: int
 ) -> Tensor:
-    """Return t of the head of this file, in float64, which has room for it."""
+    """Tell of which elements the code may be one or the other, as the head of this file says.
+
+    t in float64, which has room for it.
+    """
     scale, low = (part[: layout.numel] for part in headers_of(buffer, layout))
     t = (x.float() - low).double() * (1.0 / scale).double()
     if noise is None:
-        return t
-    halves = reference.noise_halves(-(-layout.numel // 8) * 8, noise, stream)[: layout.numel]
-    return t + (halves.double() + 0.5) / 2**16 - 0.5
+        return from_middle(t) <= MIDDLE
+    if layout.bits == 8:
+        halves = reference.noise_halves(-(-layout.numel // 8) * 8, noise, stream)[: layout.numel]
+        return from_middle(t + (halves.double() + 0.5) / 2**16 - 0.5) <= MIDDLE
+    below = (256 * t).floor() + noise_of_codes(layout, noise, stream)
+    crosses = (below / 256).floor() != ((below + 1) / 256).floor()
+    return (from_middle(256 * t) <= MIDDLE_OF_256THS) & crosses
+
+
+def from_middle(t: Tensor) -> Tensor:
+    """Return how far numbers are from the middle between two integers."""
+    return (t - t.floor() - 0.5).abs()
+
+
+def noise_of_codes(layout: Layout, noise: Tensor, stream: int) -> Tensor:
+    """Return the byte of noise of each element of a layout of 4 bits."""
+    padded = layout.groups * layout.group_size
+    pairs = reference.noise_bytes(padded, noise, stream).view(-1, layout.group_size // 2, 2)
+    return torch.cat([pairs[..., 0], pairs[..., 1]], 1).view(-1)[: layout.numel]
 
 
 def unexplained(x: Tensor, layout: Layout, noise: Tensor | None, stream: int = STREAM) -> int:
@@ -99,13 +124,11 @@ def unexplained(x: Tensor, layout: Layout, noise: Tensor | None, stream: int = S
     packed = quantize(x, layout, noise)
     expected = reference.quantize(x, layout, noise=noise, stream=stream)
     for part, other in zip(headers_of(packed, layout), headers_of(expected, layout), strict=True):
-        if not torch.equal(part, other):
+        if not torch.equal(part.view(torch.int32), other.view(torch.int32)):
             return layout.numel
     codes, others = codes_of(packed, layout), codes_of(expected, layout)
     apart = (codes - others).abs()
-    t = exact_quotients(x, packed, layout, noise, stream)
-    from_middle = (t - t.floor() - 0.5).abs()
-    wrong = (apart[: layout.numel] > 0) & (from_middle > MIDDLE)
+    wrong = (apart[: layout.numel] > 0) & ~open_codes(x, packed, layout, noise, stream)
     return int((wrong | (apart[: layout.numel] > 1)).sum() + apart[layout.numel :].sum())
 
 
@@ -130,12 +153,18 @@ def test_comparison_sees_other_noise(kind: str) -> None:
 
 @every_kind
 def test_stochastic_codes_that_fusing_changes_are_rare(kind: str) -> None:
-    """Noise spreads t evenly, so it is within 2**-16 of a middle for 2**-15 of the elements."""
+    """Noise spreads t evenly, so it is within 2**-16 of a middle for 2**-15 of the elements.
+
+    At 4 bits p is open for less than 2**-12 of them, a normal x being spread itself, and of those
+    the noise makes another code of one in 256: less than 2**-20.
+    """
     layout = layout_of(kind, 1 << 22)
     x = sample(layout.numel, torch.bfloat16)
     codes = codes_of(quantize(x, layout, seed_and_epoch()), layout)
     packed = reference.quantize(x, layout, noise=seed_and_epoch(), stream=STREAM)
-    assert (codes != codes_of(packed, layout)).float().mean() <= 1e-4
+    assert (codes != codes_of(packed, layout)).double().mean() <= (
+        1e-4 if layout.bits == 8 else 1e-5
+    )
 
 
 @every_kind

@@ -9,6 +9,10 @@ of temporary memory, with noise 15 ns and 23 bytes; dequantising it 1 ns and 12 
 All arithmetic is float32. `1.5 * 2**23` added to a number rounds it to an integer, half to even,
 and leaves that integer in the low bits of the sum: no conversion. The scale is rounded *up* to
 bfloat16 before any code is computed with it: rounded later it would bias every element.
+
+Stochastic rounding of t = x / s, or of (x - minimum) / s; rounded is to an integer, half to even:
+  4 bits  code = floor((256 t rounded + b) / 256), b a random byte
+  others  code = t + (h + 1/2) / 2**16 - 1/2 rounded, h 16 random bits
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from torch.nn.functional import pad
 from vramx.kernels.layout import Layout
 
 _MAGIC = 1.5 * 2**23
+_MAGIC_OF_256THS = 1.5 * 2**15  # the same, with a lowest bit that is worth 2**-8
 # Widens the step so that no code leaves its range, whatever the noise and the rounding errors.
 _MARGIN = 1 + 2.0**-20
 _SMALLEST_NORMAL = 2.0**-126  # a smaller scale would have no reciprocal
@@ -67,15 +72,31 @@ def noise_halves(numel: int, noise: Tensor, stream: int | Tensor) -> Tensor:
 
     Element i takes from the block i // 8 of its stream: word (i % 8) // 2, low half if i is even.
     """
-    block = torch.arange(numel // 8, device=noise.device)
+    words = _noise_words(numel // 8, noise, stream)
+    halves = [half.to(torch.int32) for word in words for half in (word & 0xFFFF, word >> 16)]
+    return torch.stack(halves, 1).view(-1)
+
+
+def noise_bytes(numel: int, noise: Tensor, stream: int | Tensor) -> Tensor:
+    """Return the 8 random bits of each of `numel` codes of 4 bits (a multiple of 16), as int32.
+
+    Codes are counted as they lie in the buffer: the one in the low half of byte P is 2 P, the one
+    in its high half 2 P + 1. Code i takes from the block i // 16: byte i % 4 of word (i % 16) // 4.
+    """
+    words = _noise_words(numel // 16, noise, stream)
+    parts = [((word >> k) & 0xFF).to(torch.int32) for word in words for k in (0, 8, 16, 24)]
+    return torch.stack(parts, 1).view(-1)
+
+
+def _noise_words(blocks: int, noise: Tensor, stream: int | Tensor) -> list[Tensor]:
+    """Return the four words of each of the first blocks of a stream."""
+    block = torch.arange(blocks, device=noise.device)
     seed, epoch = noise.unbind()
     # Filled on the device: a copy of a Python int would wait for it.
     number = stream if isinstance(stream, Tensor) else torch.full_like(seed, stream)
-    words = philox(
+    return philox(
         [block & _WORD, block >> 32, number, epoch & _WORD], [seed & _WORD, (seed >> 32) & _WORD]
     )
-    halves = [half.to(torch.int32) for word in words for half in (word & 0xFFFF, word >> 16)]
-    return torch.stack(halves, 1).view(-1)
 
 
 def quantize(
@@ -108,9 +129,16 @@ def quantize(
         header = ((scale_bits >> 16) & 0xFFFF) | low_bits
         x = x - low[:, None]
     t = x * (1.0 / scale_bits.view(torch.float32))[:, None]
-    if noise is not None:
-        t = t + _uniform(noise_halves(t.numel(), noise, stream)).view_as(t)
-    codes = _pack_codes((t + _MAGIC).view(torch.int32), layout)
+    if noise is None:
+        values = (t + _MAGIC).view(torch.int32)
+    elif layout.bits == 4:
+        pairs = noise_bytes(t.numel(), noise, stream).view(-1, layout.group_size // 2, 2)
+        fixed = (t + _MAGIC_OF_256THS).view(torch.int32)
+        values = (fixed + pairs.transpose(1, 2).reshape_as(fixed)) >> 8
+    else:
+        uniform = _uniform(noise_halves(t.numel(), noise, stream)).view_as(t)
+        values = (t + uniform + _MAGIC).view(torch.int32)
+    codes = _pack_codes(values, layout)
     return torch.cat([_pad_to(codes, storage(layout).code_bytes), header.view(torch.uint8)])
 
 
@@ -195,6 +223,8 @@ def _scale_bits(peak: Tensor, levels: int) -> Tensor:
 def _round_down(low: Tensor) -> Tensor:
     """Return the bits of the largest bfloat16 not above each number; -inf below the smallest."""
     bits = low.view(torch.int32)
+    # +0 and -0 are one minimum: which of them a group holds must not show in its header.
+    bits = torch.where(bits == -(1 << 31), 0, bits)
     return torch.where(bits < 0, bits + 0xFFFF, bits) & _UPPER_HALF
 
 

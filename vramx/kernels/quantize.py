@@ -107,7 +107,7 @@ def _quantize_tile(
         x = x - low.to(tl.float32, bitcast=True)[:, None]
     quotient = x * inverse[:, None]
     if STOCHASTIC:
-        quotient += rounding_noise(seed_ptr, stream, first // 8, ROWS, GROUP, GROUP // 8)
+        quotient += rounding_noise(seed_ptr, stream, first // 8, ROWS, GROUP)
     codes = code_bits(quotient)
     if MASKED:
         codes = tl.where(offsets < left, codes, 0)

@@ -2,6 +2,7 @@
 
 As quantize.py, with half a byte an element. A byte holds elements j and j + GROUP/2 of a group, so
 a tile is read as two halves that meet byte by byte in one thread's registers: nothing is shuffled.
+Two codes share a register, 16 bits each, from where noise is added to where bytes are made.
 One pass: n * (element size + 0.5) bytes of memory traffic, and a header a group.
 
     symmetric    scale = up(max|x| * (1 + 2**-20) / 7)           code = round(x / scale), -7 to 7
@@ -9,6 +10,8 @@ One pass: n * (element size + 0.5) bytes of memory traffic, and a header a group
                  code = round((x - low) / scale), 0 to 15
     decoded      code * scale, or code * scale + low
 
+Stochastic rounding is code = floor((p + b) / 256): p is 256 times the quotient, rounded, and b the
+byte of noise of this code, noise_bytes of vramx/compression/reference.py says which.
 up and down round to bfloat16. A group with NaN or Inf gets a NaN scale: it decodes to NaN.
 """
 
@@ -26,7 +29,7 @@ from vramx.kernels.headers import (
     narrow,
     symmetric_header,
 )
-from vramx.kernels.noise import code_bits, rounding_noise
+from vramx.kernels.noise import code_bits, fixed_point_bits, noise_words
 
 
 @triton.jit(do_not_specialize=["numel", "stream"])
@@ -108,20 +111,33 @@ def _quantize4_tile(
         a, b = a - low, b - low
     a, b = a * inverse[:, None], b * inverse[:, None]
     if STOCHASTIC:
-        block = first // 8
-        a += rounding_noise(seed_ptr, stream, block, ROWS, HALF, GROUP // 8)
-        b += rounding_noise(seed_ptr, stream, block + GROUP // 16, ROWS, HALF, GROUP // 8)
-    code_a, code_b = code_bits(a), code_bits(b)
+        bits_a, bits_b = fixed_point_bits(a), fixed_point_bits(b)
+    else:
+        bits_a, bits_b = code_bits(a), code_bits(b)
     if MASKED:
-        code_a = tl.where(offsets < left, code_a, 0)
-        code_b = tl.where(offsets + HALF < left, code_b, 0)
-    if SYMMETRIC:
-        code_a = code_a & 15  # a code that is not negative has nothing above its four bits
-    codes = (code_a | (code_b << 4)).to(tl.uint8)
+        bits_a = tl.where(offsets < left, bits_a, 0)
+        bits_b = tl.where(offsets + HALF < left, bits_b, 0)
+    lanes_a, lanes_b = _lanes(bits_a, ROWS, HALF), _lanes(bits_b, ROWS, HALF)
+    FRACTION: tl.constexpr = 8 if STOCHASTIC else 0  # bits below a code
+    if STOCHASTIC:
+        # A word is for four codes, in the order in which they lie in two bytes.
+        words = noise_words(seed_ptr, stream, first // 16, ROWS, HALF // 2).to(tl.int32)
+        lanes_a += words & 0x00FF00FF
+        lanes_b += (words >> 8) & 0x00FF00FF
+    pairs = (lanes_a & 0x0F0F0F0F) | ((lanes_b << 4) & -0x0F0F0F10)
+    codes = tl.join(pairs >> FRACTION, pairs >> (16 + FRACTION))
+    codes = tl.reshape(codes, (ROWS, HALF)).to(tl.uint8)
     if MASKED:
         tl.store(codes_ptr + places, codes, mask=(rows * GROUP < left)[:, None])
     else:
         tl.store(codes_ptr + places, codes)
+
+
+@triton.jit
+def _lanes(bits, ROWS: tl.constexpr, HALF: tl.constexpr):
+    """Return words of the low 16 bits of two neighbours: int32[ROWS, HALF / 2]."""
+    even, odd = tl.split(tl.reshape(bits, (ROWS, HALF // 2, 2)))
+    return (even & 0xFFFF) | (odd << 16)
 
 
 @triton.jit(do_not_specialize=["numel"])
