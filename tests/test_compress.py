@@ -340,6 +340,17 @@ def test_what_is_held_by_reference_is_not_packed_beside_it() -> None:
     del y
 
 
+@pytest.mark.parametrize("dtype", [torch.long, torch.float32])
+def test_an_expanded_tensor_counts_for_the_memory_that_it_covers(dtype: torch.dtype) -> None:
+    x = input_of(64, 60)
+    index = torch.zeros(64, 1, dtype=torch.long).expand(64, 60)
+    factor = torch.ones(64, 1).expand(64, 60)
+    with compress(min_bytes=0) as stats:
+        x.gather(1, index) if dtype == torch.long else x * factor
+    tally = stats.kept["integer"] if dtype == torch.long else stats.packed
+    assert tally.seen_bytes == 64 * dtype.itemsize
+
+
 def test_a_small_view_does_not_hold_a_large_storage() -> None:
     def forward() -> torch.Tensor:
         x = input_of(256, 1024)

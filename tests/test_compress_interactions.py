@@ -1,20 +1,14 @@
-"""compress() beside the rest of torch: checkpoints, other hooks, compilers, many processes."""
+"""compress() beside the rest of torch: checkpoints, other hooks, compilers."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import time
 import warnings
 from collections.abc import Iterator
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as distributed
-import torch.multiprocessing as processes
 from compress_tools import Block, gradient, held_bytes, recorded_packs, relative_error
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -307,14 +301,14 @@ def test_a_context_within_a_compiled_function_works_with_a_graph_break() -> None
 
     def function(x: torch.Tensor) -> torch.Tensor:
         with context:
-            y = x.sin()
+            y = x.tanh()
         return y * 2
 
     x = input_of(8, 8)
     y = torch.compile(function, backend="aot_eager")(x)
     assert context.stats.packed.tensors == 1
     (found,) = torch.autograd.grad(y.sum(), x)
-    assert relative_error(found, 2 * x.detach().cos()) < 0.05
+    assert relative_error(found, 2 - 2 * x.detach().tanh().square()) < 0.05
 
 
 def test_tracing_and_exporting_pass_through() -> None:
@@ -328,84 +322,3 @@ def test_tracing_and_exporting_pass_through() -> None:
     exported = torch.export.export(module, (x,), strict=False)
     assert torch.allclose(exported.module()(x), exact, atol=1e-6)
     assert vramx.compression_stats(module).tensors == 0
-
-
-# Distribution
-
-
-# A process that waits for another one that died fails, and so does the test that waits for both.
-_LIMIT_S = 60
-
-
-def _join_the_group(rank: int, folder: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=_LIMIT_S / 2),
-    )
-
-
-def on_two_processes(function: Any, folder: Path) -> list[Any]:
-    """Run `function(rank, folder)` on two processes; return what they saved."""
-    context = processes.spawn(function, args=(str(folder),), nprocs=2, join=False)
-    try:
-        deadline = time.monotonic() + _LIMIT_S
-        while not context.join(timeout=1):
-            assert time.monotonic() < deadline, "the processes are still running"
-    finally:
-        for process in context.processes:
-            process.kill()
-    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
-
-
-def _run_replicas(rank: int, folder: str) -> None:
-    _join_the_group(rank, folder)
-    torch.manual_seed(0)
-    block = Block()
-    x = torch.randn(2, 4, 16, 64)
-    exact = (gradient(block, x[0]) + gradient(block, x[1])) / 2
-    vramx.compressed_activations(block, min_bytes=0)
-    replica = nn.parallel.DistributedDataParallel(block)
-    found = gradient(replica, x[rank])
-    torch.save((found, exact, vramx.compression_stats(block).packed.tensors), f"{folder}/{rank}.pt")
-    distributed.destroy_process_group()
-
-
-def test_replicas_agree_on_the_gradient(tmp_path: Path) -> None:
-    (one, exact, count), (two, _, _) = on_two_processes(_run_replicas, tmp_path)
-    assert torch.equal(one, two)
-    assert count > 0
-    assert 0 < relative_error(one, exact) < 0.05
-
-
-def _run_sharded(rank: int, folder: str) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    _join_the_group(rank, folder)
-    torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block())
-    x = torch.randn(4, 16, 64)
-    exact = gradient(model, x)
-    mesh = init_device_mesh("cpu", (2,))
-    for block in model:
-        fully_shard(vramx.compressed_activations(block, min_bytes=0), mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model.zero_grad()
-    model(x.requires_grad_() * 1.0).square().mean().backward()
-    found = torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
-    stats = vramx.compression_stats(model[0])
-    packed, kept = stats.packed.tensors, stats.kept["parameter"].tensors
-    torch.save((found, exact, packed, kept), f"{folder}/{rank}.pt")
-    distributed.destroy_process_group()
-
-
-def test_sharded_parameters_pass_by_reference(tmp_path: Path) -> None:
-    found, exact, packed, kept = on_two_processes(_run_sharded, tmp_path)[0]
-    assert packed > 0
-    assert kept == 10  # six weights and the norms' four
-    assert 0 < relative_error(found, exact) < 0.05

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as functional
 from compress_tools import Attention, Block, recorded_packs
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations
 
 from vramx.compression import policy
@@ -197,7 +198,8 @@ def test_each_rule_says_why() -> None:
     assert saved_reason(complex_x.tanh) == {"dtype": 1}
     assert saved_reason(x.detach().requires_grad_().sin) == {"leaf": 1}
     assert saved_reason(lambda: torch.softmax(x, -1)) == {"policy": 1}
-    assert saved_reason(x.sin) == {"packed": 1}
+    assert saved_reason(x.tanh) == {"packed": 1}
+    assert saved_reason(x.sin) == {"policy": 1}
     assert saved_reason(lambda: x.masked_fill(x > 0, 0.0)) == {"packed": 1}
 
 
@@ -282,6 +284,63 @@ def test_q_and_k_are_kept_inside_of_multi_head_attention() -> None:
     assert stats.kept["policy"].kept_bytes == 2 * x.numel() * 4
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"attn_mask": torch.randn(32, 24)},
+        {"attn_mask": torch.rand(32, 24) > 0.5},
+        {"dropout_p": 0.1},
+        {"is_causal": True},
+    ],
+    ids=["plain", "bias", "mask", "dropout", "causal"],
+)
+@pytest.mark.parametrize("length", [24, 16], ids=["", "as long as a head is wide"])
+def test_of_attention_by_products_only_the_value_is_packed(
+    options: dict[str, Any], length: int, monkeypatch: Any
+) -> None:
+    q, k, v = input_of(2, 4, 32, 16), input_of(2, 4, length, 16) * 2, input_of(2, 4, length, 16) * 3
+    if "attn_mask" in options:
+        options = {"attn_mask": options["attn_mask"][:, :length]}
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        recorded_packs(monkeypatch) as packed,
+        compress(min_bytes=0) as stats,
+    ):
+        functional.scaled_dot_product_attention(q, k, v, **options)
+    assert [p.numel() for p in packed] == [v.numel()]
+    assert torch.equal(packed[0], v.detach().flatten())
+    assert stats.tensors >= 5  # it has saved the weights, twice, and copies of query and key
+
+
+def test_queries_and_keys_that_attention_copies_are_kept_without_a_gradient_too() -> None:
+    q, k, v = (input_of(2, 4, 16, 16) * i for i in (1, 2, 3))
+    with sdpa_kernel(SDPBackend.MATH), compress(min_bytes=0) as stats:
+        functional.scaled_dot_product_attention(q.detach(), k.detach(), v)
+        functional.scaled_dot_product_attention(q, k.detach(), v.detach())
+    assert stats.packed.kept_bytes <= 1.02 * v.numel()  # the value, in the second call alone
+
+
+def test_a_float_mask_of_attention_is_kept() -> None:
+    """It holds infinities, of which a whole group would become NaN."""
+    q, k, v = (input_of(2, 4, 32, 16) * i for i in (1, 2, 3))
+    mask = torch.zeros(32, 32).masked_fill(torch.rand(32, 32) > 0.5, -torch.inf)
+    mask.fill_diagonal_(0)
+    with compress(min_bytes=0) as stats:
+        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    assert stats.packed.tensors == 2
+    assert bool(torch.autograd.grad(y.sum(), q)[0].isfinite().all())
+
+
+def test_weights_of_attention_that_is_written_out_are_kept_once(monkeypatch: Any) -> None:
+    q, k, v = (input_of(2, 4, 32, 16) * i for i in (1, 2, 3))
+    with recorded_packs(monkeypatch) as packed, compress(min_bytes=0) as stats:
+        (q @ k.mT).softmax(-1) @ v
+    assert stats.kept["policy"].kept_bytes == 2 * 4 * 32 * 32 * 4
+    assert stats.kept["held"].tensors == 1
+    assert sorted(p.numel() for p in packed) == [q.numel()] * 3
+
+
 def test_the_logsumexp_of_attention_is_kept() -> None:
     q, k, v = (input_of(2, 4, 16, 64) * i for i in (1, 2, 3))
     with compress(min_bytes=0) as stats:
@@ -335,6 +394,30 @@ def test_an_autograd_function_has_the_name_of_its_class() -> None:
     assert stats.kept["policy"].tensors == stats.packed.tensors == 1
 
 
+def test_what_no_mode_sees_is_kept() -> None:
+    @torch.jit.script
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return 1.0 / (x * 2.0).exp()
+
+    x = input_of(64, 64)
+    assert set(saved_reason(lambda: function(x))) == {"policy"}
+
+
+def test_operators_of_other_libraries_are_packed() -> None:
+    with torch.library._scoped_library("vramx_test", "FRAGMENT") as library:
+        library.define("scaled_by(Tensor x, Tensor y) -> Tensor")
+        library.impl("scaled_by", lambda x, y: x.detach() * y.detach(), "CPU")
+        torch.library.register_autograd(
+            "vramx_test::scaled_by",
+            lambda ctx, grad: (grad * ctx.saved_tensors[1], grad * ctx.saved_tensors[0]),
+            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+            lib=library,
+        )
+        assert saved_reason(lambda: torch.ops.vramx_test.scaled_by(input_of(8, 8), input_of(8, 8)))[
+            "packed"
+        ]
+
+
 # Where backward needs exact values
 
 
@@ -364,6 +447,10 @@ def test_a_packed_relu_would_lose_gradients() -> None:
     assert bool(((found == 0) & (x > 0)).any())
 
 
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return (torch.arange(len(x)) % 8)[:, None].expand(x.shape)
+
+
 EXACT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "div": lambda x: 1 / (x.abs() + 1e-4),
     "log": lambda x: (x.abs() + 1e-4).log(),
@@ -377,6 +464,12 @@ EXACT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mse_loss": lambda x: functional.mse_loss(x * 1, x * 1.001),
     "log_softmax": lambda x: (x * 1).log_softmax(-1),
     "hardtanh": lambda x: functional.hardtanh(x * 1),
+    "rsqrt": lambda x: (x.abs() + 1e-4).rsqrt(),
+    "norm of order 1": lambda x: (x * 1).norm(1, -1),
+    "largest norm": lambda x: (x * 1).norm(float("inf"), -1),
+    "scatter_reduce": lambda x: torch.zeros(8, 64).scatter_reduce(0, _rows(x), x * 1, "amax"),
+    "index_reduce": lambda x: torch.zeros(8, 64).index_reduce(0, _rows(x)[:, 0], x * 1, "amax"),
+    "exponential with a base": lambda x: 2 ** (x * 1),
     "linalg_inv": lambda x: torch.linalg.inv(x[:, :32] + 8 * torch.eye(32)),
 }
 
@@ -392,7 +485,7 @@ def test_what_compares_divides_or_inverts_is_exact(name: str) -> None:
     assert torch.equal(found[0], expected[0])
 
 
-@pytest.mark.parametrize("name", ["div", "amax", "log", "prod"])
+@pytest.mark.parametrize("name", ["div", "amax", "log", "prod", "rsqrt", "largest norm"])
 def test_packed_it_would_be_far_off(name: str, monkeypatch: Any) -> None:
     monkeypatch.setattr("vramx.compression.exactness.needs_exact", lambda *_: False)
     with pytest.raises(AssertionError):

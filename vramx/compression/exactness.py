@@ -1,10 +1,12 @@
-"""Operations whose backward needs more of what they save than a small error of it.
+"""Operations whose backward is smooth in what they save; all others keep exact values.
 
-The gradient of most operations is smooth in what they save: a small error of one gives a small
-error of the other, unbiased where it is linear. Not so where backward compares (a value that rounds
-across a threshold gets all or nothing), divides (a value that rounds to zero gives an infinity),
-takes an exponential, or inverts a matrix. Those keep exact values by default; a policy that names
-one of them goes before. Pure functions of names and Python numbers, thread-safe; a set look-up.
+A small error of a saved value gives a small error of the gradient, unbiased where it is linear,
+only where backward multiplies by it, or puts it through a function whose slope is bounded. Where
+backward compares, divides, inverts, takes an exponential, or a period, it may be arbitrarily far
+off, or not finite. So an operation of torch is packed only if it is named here (a policy that names
+an operation goes before). Formulas: torch's derivatives.yaml; a test holds every operation that
+torch's own tests know against this. Pure functions of names and Python numbers, thread-safe; a set
+look-up.
 """
 
 from __future__ import annotations
@@ -14,54 +16,80 @@ from typing import Any
 
 # Backward asks only whether the saved value is above zero: a bit holds all of it.
 SIGN_ONLY = frozenset({"relu", "leaky_relu"})
+# Saved are what is normalised and statistics of it; backward divides by these.
+NORMS = frozenset(
+    {
+        *("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"),
+        *("native_layer_norm", "native_group_norm", "native_batch_norm", "fused_rms_norm"),
+        *("cudnn_batch_norm", "miopen_batch_norm"),
+    }
+)
 
-_COMPARES = frozenset(
+_PRODUCTS = frozenset(
     {
-        *("abs", "absolute", "amax", "amin", "aminmax", "max", "min", "maximum", "minimum", "fmax"),
-        *("fmin", "clamp", "clip", "clamp_min", "clamp_max", "hardtanh", "relu6", "threshold"),
-        *("hardshrink", "softshrink", "hardsigmoid", "hardswish", "prelu", "rrelu", "selu"),
+        *("mul", "multiply", "square", "addcmul", "lerp", "matmul", "mm", "bmm", "mv", "dot"),
+        *("vdot", "inner", "outer", "ger", "addmm", "addmv", "addr", "addbmm", "baddbmm", "kron"),
+        *("einsum", "tensordot", "chain_matmul", "cross", "linear", "bilinear", "embedding_bag"),
+        *("linalg_matmul", "linalg_multi_dot", "linalg_vecdot", "linalg_cross", "grouped_mm"),
+        *("sparse_mm", "spmm", "sparse_sampled_addmm", "conv_tbc", "convolution"),
+        *(f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3)),
+        # The noise of dropout: zeros and one other number.
+        *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "native_dropout"),
+        *("feature_dropout", "feature_alpha_dropout", "var", "var_mean"),
     }
 )
-_DIVIDES = frozenset(
+# Their slopes change by about as much as their argument, or their result, where that is saved. Of
+# attention, policy says which of the tensors.
+_SMOOTH = frozenset(
     {
-        *("div", "divide", "truediv", "true_divide", "addcdiv", "sqrt", "log", "log2", "log10"),
-        *("log1p", "xlogy", "logaddexp", "logaddexp2", "prod", "cumprod", "atan2", "arctan2"),
-        *("hypot", "acos", "asin", "acosh", "atanh", "arccos", "arcsin", "arccosh", "arctanh"),
-        *("cdist", "pdist", "dist", "erfinv", "logit", "float_power"),
+        *("sigmoid", "tanh", "tanhshrink", "gelu", "silu", "mish", "glu"),
+        *("lstm", "gru", "rnn_tanh", "lstm_cell", "gru_cell", "rnn_tanh_cell"),
+        "scaled_dot_product_attention",
     }
 )
-_EXPONENTIAL = frozenset(
+# Saved for its size; backward goes by indices, or by nothing.
+_SIZE_ONLY = frozenset(
     {
-        *("softmax", "softmin", "log_softmax", "logsumexp", "logcumsumexp", "gumbel_softmax"),
-        *("cross_entropy", "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
+        *("gather", "take", "take_along_dim", "index_select", "index_add", "index_copy", "pad"),
+        *("interpolate", "upsample", "cummax", "cummin", "put", "getitem", "scatter_add"),
+        *(
+            f"{kind}_pool{dims}d{indices}"
+            for kind in ("avg", "max", "adaptive_avg", "adaptive_max", "fractional_max")
+            for dims in (1, 2, 3)
+            for indices in ("", "_with_indices")
+        ),
     }
 )
-_INVERTS = frozenset(
-    {
-        *("inverse", "pinverse", "cholesky", "cholesky_inverse", "cholesky_solve", "det", "logdet"),
-        *("slogdet", "svd", "qr", "lu", "lu_solve", "triangular_solve", "matrix_exp", "lstsq"),
-    }
-)
-_EXACT = _COMPARES | _DIVIDES | _EXPONENTIAL | _INVERTS
-# Of linear algebra, what is a product or a norm of two numbers and no more.
-_SMOOTH_LINALG = frozenset({"linalg_matmul", "linalg_multi_dot", "linalg_vecdot"})
+_PACKED = _PRODUCTS | _SMOOTH | _SIZE_ONLY | NORMS
+# Powers whose slope is a product; between, and below 1, it has a root or a pole at zero.
+_POWERS = frozenset({1, 2, 3, 4})
+# At 1, the slope does not jump and changes by no more than the argument does.
+_UNIT = {"elu": "alpha", "celu": "alpha", "softplus": "beta"}
+# Sums need no values; products divide, and the largest is compared with its arguments.
+_REDUCE = frozenset({"scatter_reduce", "index_reduce"})
+_SUMS = frozenset({"sum", "mean"})
 
 
 def needs_exact(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation keeps exact values unless a policy names it.
+    """Whether an operation of torch keeps exact values unless a policy names it.
 
     Example:
         >>> needs_exact("div", (), {}), needs_exact("gelu", (), {}), needs_exact("l1_loss", (), {})
         (True, False, True)
     """
-    if name in _EXACT or name.endswith("_loss"):
-        return True
+    if name in _PACKED:
+        return False
     if name == "pow":
-        return _is_singular_power(args, kwargs)
-    return name.startswith("linalg_") and name not in _SMOOTH_LINALG
+        exponent = _argument(args, kwargs, 1, "exponent")
+        return not isinstance(exponent, (int, float)) or exponent not in _POWERS
+    if name in _UNIT:
+        return bool(_argument(args, kwargs, 1, _UNIT[name], 1.0) != 1.0)
+    if name in _REDUCE:
+        return _argument(args, kwargs, 4, "reduce") not in _SUMS
+    return True
 
 
-def _is_singular_power(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """x ** p is smooth where p is a number of at least 1; its backward has x ** (p - 1)."""
-    exponent = args[1] if len(args) > 1 else kwargs.get("exponent")
-    return not isinstance(exponent, (int, float)) or exponent < 1
+def _argument(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int, name: str, default: Any = None
+) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name, default)

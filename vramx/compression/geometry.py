@@ -61,6 +61,25 @@ def covered_elements(tensor: torch.Tensor) -> int:
     return count
 
 
+def covered_bytes(tensor: torch.Tensor) -> int:
+    """Return how many bytes of memory a strided tensor covers: of overlapping windows, once.
+
+    Example:
+        >>> covered_bytes(torch.zeros(4).expand(100, 4))
+        16
+    """
+    elements = min(covered_elements(tensor), _reach(tensor))
+    return elements * tensor.element_size()
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Return how many elements lie between the first and the last of a tensor, both included."""
+    if tensor.numel() == 0:
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * step for size, step in steps)
+
+
 def _compacted(size: tuple[int, ...], stride: tuple[int, ...], start: int) -> Geometry:
     """Return the geometry after compaction: an expanded dimension stays one, the order too."""
     compact = [0 if step == 0 else 1 for step in stride]

@@ -154,6 +154,11 @@ def compress(options: Compression | None = None, /, **changes: Any) -> Compressi
     is what its graph saves: policies by operation do not see into a graph, so leave a softmax that
     is no fused attention, and the loss, outside of it.
 
+    Of torch's operations those are packed whose backward is smooth in what it saves (exactness.py
+    lists them); TorchScript is kept, as its operations are not seen. Queries and keys of attention
+    that is written out cannot be told from other factors of a matmul, and are packed: call
+    scaled_dot_product_attention, which keeps them, or give the policy {"matmul": "keep"}.
+
     Args:
         options: a Compression; None for the defaults.
         **changes: fields of Compression, applied to `options`.

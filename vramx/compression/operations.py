@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as functional
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from vramx.compression import exactness
@@ -37,6 +38,7 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 STRIDED = torch.strided
 # Enough for every chain that torch builds inside one operation; a bound, so that a walk is cheap.
 _WALK = 8
+_UNKNOWN = "unknown"
 # The position of an argument that is usually given by name.
 _KEYWORDS: dict[str, tuple[str, ...]] = {
     "scaled_dot_product_attention": ("query", "key", "value", "attn_mask"),
@@ -68,7 +70,10 @@ class Match:
 
 
 class Operation:
-    """One call of a torch function, or of an autograd.Function (`custom`)."""
+    """One call of a torch function, or of one that torch does not know (`custom`).
+
+    The latter are autograd.Functions and operators that other libraries register.
+    """
 
     __slots__ = ("_answer", "_args", "_arguments", "_asked", "_kwargs", "custom", "name")
 
@@ -201,14 +206,18 @@ class OperationMode(TorchFunctionMode):
             self._call = outer
             self._operation = None
 
-    def current(self, frame_depth: int) -> Operation | None:
-        """Return the call that is saving; `frame_depth` counts the frames up to the hook's."""
+    def current(self, frame_depth: int) -> Operation:
+        """Return the call that is saving; `frame_depth` counts the frames up to the hook's.
+
+        TorchScript, and functions in C++ that are no operators of torch, are one unknown operation.
+        """
         if self._call is None:
             # A device's backward thread has no frame above a hook's.
-            return _custom_function(sys._getframe(frame_depth).f_back)
+            unseen = _custom_function(sys._getframe(frame_depth).f_back)
+            return Operation(_UNKNOWN, (), {}) if unseen is None else unseen
         if self._operation is None:
             func, args, kwargs = self._call
-            self._operation = Operation(_name(func), args, kwargs)
+            self._operation = Operation(_name(func), args, kwargs, custom=_is_foreign(func))
         return self._operation
 
 
@@ -216,8 +225,15 @@ skip_frames(OperationMode.__torch_function__)
 
 
 def _custom_function(frame: FrameType | None) -> Operation | None:
-    """Return the autograd.Function whose `apply` is this frame; no mode sees those."""
-    if frame is None or frame.f_code is not _APPLY_CODE:
+    """Return the autograd.Function whose `apply` is this frame; no mode sees those.
+
+    A checkpoint saves its inputs itself in newer releases; any use may be made of them.
+    """
+    if frame is None:
+        return None
+    if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+        return Operation("checkpoint", (), {}, custom=True)
+    if frame.f_code is not _APPLY_CODE:
         return None
     values = frame.f_locals
     return Operation(values["cls"].__name__, values["args"], values["kwargs"], custom=True)
@@ -243,6 +259,15 @@ def _opened(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @lru_cache(maxsize=1024)
+def _is_foreign(func: Callable[..., Any]) -> bool:
+    """Whether another library registered the operator."""
+    if not isinstance(func, (OpOverload, OpOverloadPacket)):
+        return False
+    name = func._qualified_op_name if isinstance(func, OpOverloadPacket) else func.name()
+    return name.split("::")[0] not in ("aten", "prims")
+
+
+@lru_cache(maxsize=1024)
 def _name(func: Callable[..., Any]) -> str:
     """Return the name of an operation as a policy writes it: `mul` for `Tensor.__imul__` too."""
     name = getattr(func, "__name__", type(func).__name__).split(".")[0].strip("_")
@@ -253,4 +278,5 @@ _OPERATORS = {
     f"{prefix}{name}": name
     for prefix in "ri"
     for name in ("mul", "add", "sub", "matmul", "div", "pow", "truediv")
+    if (prefix, name) != ("r", "pow")  # 2 ** x is an exponential
 }

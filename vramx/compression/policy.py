@@ -15,7 +15,7 @@ import torch
 from torch.nn import Parameter
 
 from vramx.compression.config import KEEP, MASK_BITS, Action, Compression, Rule
-from vramx.compression.exactness import SIGN_ONLY
+from vramx.compression.exactness import NORMS, SIGN_ONLY
 from vramx.compression.geometry import covered_elements
 from vramx.compression.operations import PLAIN, STRIDED, Operation
 from vramx.errors import UnsupportedTensorError
@@ -59,6 +59,9 @@ _WEIGHTS: dict[str, frozenset[int]] = {
     },
 }
 _WEIGHT_NAMES = frozenset({"weight", "bias", "running_mean", "running_var"})
+_ATTENTION = "scaled_dot_product_attention"
+_VALUE = 2  # its position
+_FUSED = "ScaledDotProduct"  # in the name of the node of each fused kernel, whose result has it
 # The autograd.Function that runs what torch.compile made.
 _GRAPH = "CompiledFunction"
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
@@ -108,7 +111,7 @@ class Rules:
         self._owned: frozenset[int] | None = None
 
     def choose(self, tensor: torch.Tensor, operation: Operation | None) -> Choice:
-        """Decide for a tensor that `operation` is saving; None where the operation is unknown.
+        """Decide for a tensor that `operation` is saving; None where none is.
 
         Raises:
             UnsupportedTensorError: the options are strict, and the tensor cannot be compressed.
@@ -165,7 +168,13 @@ class Rules:
             return self._options.bits
         if operation.name in SIGN_ONLY:
             return MASK_BITS
-        return KEEP if operation.needs_exact else self._options.bits
+        if operation.needs_exact:
+            return KEEP
+        if _canonical(operation.name) == _ATTENTION and not _is_smooth_in_attention(
+            tensor, operation
+        ):
+            return KEEP
+        return self._options.bits
 
     def is_parameter(self, tensor: torch.Tensor, operation: Operation | None) -> bool:
         """Whether a plain tensor is a parameter or buffer, a view or a cast of one, or a weight."""
@@ -193,7 +202,7 @@ def _is_parameter(tensor: torch.Tensor | None) -> bool:
 
 def _canonical(name: str) -> str:
     name = name.strip("_")
-    return "scaled_dot_product_attention" if name.startswith("scaled_dot_product") else name
+    return _ATTENTION if name.startswith("scaled_dot_product") else name
 
 
 def _unsupported(tensor: torch.Tensor) -> str | None:
@@ -269,9 +278,25 @@ def _is_statistic(tensor: torch.Tensor, operation: Operation) -> bool:
     if not data or operation.match(tensor) is not None:
         return False
     largest = max(t.numel() for t in data)
+    if operation.name in NORMS:  # also of a norm over a few elements: backward divides by it
+        return covered_elements(tensor) < largest
     reduced = tensor.dim() < max(t.dim() for t in data)
     ratio = _REDUCED_RATIO if reduced else _STATISTIC_RATIO
     return covered_elements(tensor) * ratio <= largest
+
+
+def _is_smooth_in_attention(tensor: torch.Tensor, operation: Operation) -> bool:
+    """Whether attention saves the value, or the result of a fused kernel.
+
+    Fused kernels (torch's flash, memory-efficient and cuDNN attention, and flash on the CPU) save
+    query, key, value, mask, result and logsumexp: backward is linear in the value and the result,
+    and has the rest in an exponential. The path of plain products saves copies of query and key
+    that it scaled, and the weights, which are results of a softmax; they are no arguments.
+    """
+    match = operation.match(tensor)
+    if match is not None:
+        return match.argument.position == _VALUE
+    return tensor.grad_fn is not None and _FUSED in tensor.grad_fn.name()
 
 
 def _refusal(tensor: torch.Tensor, operation: Operation | None, reason: str) -> str:

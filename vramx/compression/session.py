@@ -19,7 +19,7 @@ from vramx.compression import codec as plain_codec
 from vramx.compression import policy, random
 from vramx.compression.compiler import run_uncompiled
 from vramx.compression.config import MASK_BITS, Compression, Format
-from vramx.compression.geometry import Geometry, describe, flat
+from vramx.compression.geometry import Geometry, covered_bytes, describe, flat
 from vramx.compression.operations import PLAIN, STRIDED, Operation, OperationMode
 from vramx.compression.policy import Rules
 from vramx.compression.saved import (
@@ -33,7 +33,6 @@ from vramx.compression.saved import (
 )
 from vramx.compression.stats import CompressionStats
 
-_UNKNOWN = "unknown"
 # A view that covers less of its storage than this is kept as a copy: the rest can be freed.
 _MOST = 0.75
 
@@ -163,7 +162,7 @@ class Session:
         """Take what an operation saves; called by torch, through C++, in the operation's frame."""
         operation = self._mode.current(1)
         choice = self._rules.choose(tensor, operation)
-        name = _UNKNOWN if operation is None else operation.name
+        name = operation.name
         if choice.bits:
             return self._compress(tensor, operation, self._options.format(choice.bits), name)
         return self._keep(tensor, operation, choice.reason, name)
@@ -176,7 +175,7 @@ class Session:
     def _compress(
         self, tensor: torch.Tensor, operation: Operation | None, format: Format, name: str
     ) -> Reference | Restored:
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = covered_bytes(tensor)
         if self._table.find(_storage_key(tensor)) is not None:
             self._stats.record(name, policy.HELD, 0, 0, shared_bytes=nbytes)
             return Reference(tensor)
@@ -200,7 +199,7 @@ class Session:
         name: str,
     ) -> Holding:
         """Pack memory that is new, unless it is a cast of memory whose cast is kept already."""
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = covered_bytes(tensor)
         source = _cast_source(tensor, geometry, operation)
         key: Hashable = None
         if source is not None:
@@ -222,8 +221,12 @@ class Session:
     def _keep(
         self, tensor: torch.Tensor, operation: Operation | None, reason: str, name: str
     ) -> Reference | Restored:
-        nbytes = tensor.numel() * tensor.element_size()
-        if reason not in _EXAMINED or type(tensor) not in PLAIN or tensor.layout != STRIDED:
+        if type(tensor) not in PLAIN or tensor.layout != STRIDED:
+            nbytes = tensor.numel() * tensor.element_size()
+            self._stats.record(name, reason, nbytes, nbytes)
+            return Reference(tensor)
+        nbytes = covered_bytes(tensor)
+        if reason not in _EXAMINED:
             self._stats.record(name, reason, nbytes, nbytes)
             return Reference(tensor)
         storage_bytes = tensor.untyped_storage().nbytes()
@@ -236,7 +239,7 @@ class Session:
         self, tensor: torch.Tensor, operation: Operation | None, reason: str, name: str
     ) -> Reference | Restored:
         """Keep a tensor of a large storage: the storage, or a copy where the rest can be freed."""
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = covered_bytes(tensor)
         if self._table.find(_storage_key(tensor)) is not None:
             self._stats.record(name, reason, 0, 0, shared_bytes=nbytes)
             return Reference(tensor)
