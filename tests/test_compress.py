@@ -118,6 +118,19 @@ def test_random_state_of_torch_is_not_touched() -> None:
     torch.set_rng_state(before)
 
 
+def test_each_entry_renews_the_noise_of_a_captured_graph_once(monkeypatch: Any) -> None:
+    # What it does under capture is tested on a GPU.
+    from vramx.compression import random
+
+    renewed: list[torch.device] = []
+    monkeypatch.setattr(random, "renew_on_replay", renewed.append)
+    layers = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.Linear(32, 32))
+    for _ in range(2):
+        with compress(min_bytes=0):
+            layers(torch.randn(32, 32, requires_grad=True) * 1.0)
+    assert renewed == [torch.device("cpu")] * 2
+
+
 def test_retain_graph_gives_the_same_gradient_twice() -> None:
     attention, x = Attention(), input_of(4, 16, 64)
     with compress(min_bytes=0):

@@ -172,3 +172,36 @@ def test_compiled_blocks_inside_a_context_are_one_graph() -> None:
     assert context.stats.packed.tensors > 3
     assert 0 < relative_error(found, exact) < 0.05
     torch._dynamo.reset()
+
+
+def test_each_replay_of_a_captured_step_draws_new_noise() -> None:
+    import torch
+
+    from vramx.compression.hooks import compress
+
+    layer = torch.nn.Linear(512, 512, device="cuda")
+    x = torch.randn(512, 512, device="cuda", requires_grad=True)
+    weight = torch.randn(512, 512, device="cuda")  # a plain sum would average the noise out
+
+    def step() -> torch.Tensor:
+        with compress(min_bytes=0):
+            y = layer(x * 1.0)
+        (gradient,) = torch.autograd.grad((y * weight).sum(), layer.weight)
+        return gradient
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        exact = torch.autograd.grad((layer(x * 1.0) * weight).sum(), layer.weight)[0]
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    replays = []
+    for _ in range(2):
+        graph.replay()
+        replays.append(found.clone())
+    assert not torch.equal(*replays)
+    for replay in replays:
+        assert 0 < relative_error(replay, exact) < 0.02

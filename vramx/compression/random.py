@@ -174,6 +174,18 @@ def advance_epoch(device: torch.device | str) -> None:
     _noise.advance_epoch(torch.device(device) if isinstance(device, str) else device)
 
 
+def renew_on_replay(device: torch.device) -> None:
+    """Where a CUDA graph is being captured, have each of its replays draw new noise.
+
+    To be called once by what packs, before its first tensor on a device.
+
+    Example:
+        >>> renew_on_replay(torch.device("cpu"))
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        advance_epoch(device)
+
+
 _salts = itertools.count()
 
 

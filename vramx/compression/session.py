@@ -157,6 +157,7 @@ class Session:
         self._rules = Rules(options, module)
         self._codec = PlainCodec() if codec is None else codec
         self._table = _thread.table
+        self._devices: set[torch.device] = set()  # that something was packed on
 
     def pack(self, tensor: torch.Tensor) -> Reference | Restored:
         """Take what an operation saves; called by torch, through C++, in the operation's frame."""
@@ -209,6 +210,9 @@ class Session:
                 self._stats.record(name, "", nbytes, 0, shared_bytes=nbytes)
                 assert isinstance(found, Holding)
                 return found
+        if tensor.device not in self._devices:
+            self._devices.add(tensor.device)
+            random.renew_on_replay(tensor.device)
         signs = place[0].bits == MASK_BITS and tensor.dtype != torch.bool
         codec = SignCodec(self._codec) if signs else self._codec
         payload = codec.encode(flat(tensor, geometry), place[0])

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from vramx.compression import offload
+from vramx.compression import offload, random
 from vramx.compression.codec import Packed, pack, unpack
 from vramx.compression.config import Compression
 from vramx.compression.geometry import Geometry, describe, flat, restore
@@ -86,6 +86,7 @@ def _save(
         assert share is not None
         moved = offload.put_exact(elements, share)
         return Reference(tensor) if moved is None else _Saved(moved, geometry)
+    random.renew_on_replay(tensor.device)
     packed = pack(elements, compression.format())
     return _Saved(packed if share is None else offload.put(packed, share), geometry)
 
