@@ -8,15 +8,15 @@ on an H200 for everything.
 The goals: most of what is saved is packed and gradients point where the exact ones do (a cosine of
 0.999 at 8 bits); a transformer keeps 1.8 times fewer bytes, and one that is 4096 wide takes at most
 1.08 times as long for it; a checkpoint keeps 0.52 of torch's bytes in 1.01 of its time; offload
-leaves 0.6 of the bytes in 1.05 of the time; and the loss after training is as far from the exact
-one as another seed's, at most.
+leaves 0.6 of the bytes in 1.05 of the time; and the mean loss after training is no farther
+above the exact one than seeds are from each other.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from benchmarks.harness import Measurement, Options
@@ -59,7 +59,7 @@ RATIO_GOALS = {
     **{(f"{name} int8", f"{name} exact"): {"kept_bytes": 1 / 1.8} for name in TRANSFORMERS},
     ("llama int8", "llama exact"): {"kept_bytes": 1 / 1.8, "step_ms": 1.08},
     ("llama_checkpoint int8_inputs", "llama_checkpoint torch"): {
-        "kept_bytes": 0.52,
+        "kept_per_block": 0.52,
         "step_ms": 1.01,
     },
     ("llama_offload int8_offload", "llama_offload int8"): {"kept_bytes": 0.6, "step_ms": 1.05},
@@ -142,8 +142,8 @@ def goals(figures: Figures) -> list[tuple[str, str, float, bool]]:
             found.append((case, metric, values[0], values[0] >= PACKED_GOAL))
         if metric == "loss_gap_same_seed":
             spread = figures[case.replace("int8", "exact"), "loss_seed_deviation"][0]
-            is_met = values[0] <= SEED_DEVIATIONS * spread
-            found.append((case, metric, values[0], is_met))
+            gap = fmean(values)
+            found.append((case, metric, gap, gap <= SEED_DEVIATIONS * spread))
     return [*found, *ratio_goals(figures)]
 
 

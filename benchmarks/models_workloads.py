@@ -38,6 +38,7 @@ class Workload:
         draw: makes a batch from a generator: the large one, or with False that of a long training.
         forward: the part that is decorated; its result goes to `loss` with the batch.
         blocks: the repeated blocks, for checkpointing; empty where there are none.
+        set_depth: has `forward` run that many of the blocks only; None where nothing does.
         elements: tokens x hidden x layers of the large batch, the unit of a transformer's memory;
             0 where that means nothing.
     """
@@ -49,6 +50,7 @@ class Workload:
     loss: Callable[[Tensor, Batch], Tensor]
     is_autocast: bool = True
     blocks: tuple[nn.Module, ...] = field(default=())
+    set_depth: Callable[[int], None] | None = None
     elements: int = 0
 
 
@@ -129,6 +131,7 @@ def llama() -> Workload:
         token_loss(model.lm_head),
         is_autocast=False,
         blocks=tuple(model.model.layers),
+        set_depth=lambda depth: setattr(model.config, "num_hidden_layers", depth),
         elements=text.elements(hidden, layers),
     )
 
