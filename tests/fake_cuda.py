@@ -154,6 +154,8 @@ class FakeCuda:
         patch.setattr(torch.cuda, "_cudart", object())
         patch.setattr(torch.cuda, "_initialized", False)
         patch.setattr(torch.cuda, "_queued_calls", [])  # the real ones ask the driver
+        # Nor a seed that an earlier test of this process asked for.
+        patch.setattr(torch.cuda, "_lazy_seed_tracker", torch.cuda._LazySeedTracker())
         patch.setattr(torch.cuda, "device_count", lambda: 2)
         patch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
         patch.setattr(torch.cuda, "current_device", lambda: 1)
