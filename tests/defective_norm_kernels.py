@@ -1,0 +1,47 @@
+"""Wrong device functions for the kernels of the norms, which interpreted_norms.py plants.
+
+Each is an error that somebody could make and that a look at a few values would not show.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from vramx.kernels import headers, norm
+
+
+@triton.jit
+def _scale_to_nearest(peak, LEVELS: tl.constexpr):
+    bits = (peak * (1.00000095367431640625 / LEVELS)).to(tl.int32, bitcast=True)
+    rounded = tl.maximum((bits + 0x8000) & -0x10000, 0x00800000)
+    return tl.where((bits & 0x7FFFFFFF) >= 0x7F800000, 0x7FC00000, rounded)
+
+
+@triton.jit
+def _first_row_for_all(values, GROUPS: tl.constexpr, ROWS: tl.constexpr):
+    first = tl.sum(tl.where(tl.arange(0, ROWS) == 0, values, 0.0), 0)
+    return tl.zeros((ROWS * GROUPS, 1), tl.float32) + first
+
+
+@triton.jit
+def _last_group_forgotten(tile, GROUPS: tl.constexpr, ROWS: tl.constexpr):
+    totals = tl.reshape(tl.sum(tile, 1), (ROWS, GROUPS))
+    return tl.sum(tl.where(tl.arange(0, GROUPS)[None, :] < GROUPS - 1, totals, 0.0), 1)
+
+
+@triton.jit
+def _columns_of_the_first_group(GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr):
+    groups = tl.arange(0, ROWS * GROUPS) * 0
+    return groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+
+
+DEFECTS: dict[str, tuple[ModuleType, str, Any]] = {
+    "scale rounded to nearest": (headers, "_scale_bits", _scale_to_nearest),
+    "one factor for all rows": (norm, "_spread", _first_row_for_all),
+    "a group left out of the sums": (norm, "_row_totals", _last_group_forgotten),
+    "weights of the first group": (norm, "_columns", _columns_of_the_first_group),
+}

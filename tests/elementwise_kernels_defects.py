@@ -1,0 +1,43 @@
+"""Defects for the child of interpreted_elementwise.py: wrong device functions, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from vramx.kernels import activation, cross_entropy, dropout, glu, tiles
+from vramx.kernels.noise import noise_words
+
+
+@triton.jit
+def _slope_of_the_value_only(x, KIND: tl.constexpr):
+    return activation.value_of(x, KIND), activation._logistic(x)
+
+
+@triton.jit
+def _noise_of_another_block(seed_ptr, stream, block, ROWS: tl.constexpr, COLS: tl.constexpr):
+    return noise_words(seed_ptr, stream, block * 0, ROWS, COLS)
+
+
+@triton.jit
+def _rounding_noise_of_one_stream(seed_ptr, stream, block, ROWS: tl.constexpr, COLS: tl.constexpr):
+    return _RIGHT_NOISE(seed_ptr, stream * 0, block, ROWS, COLS)
+
+
+_RIGHT_NOISE = tiles.rounding_noise
+
+
+@triton.jit
+def _never_capped(x, cap, CAPPED: tl.constexpr):
+    return x
+
+
+DEFECTS: dict[str, tuple[Any, str, Any]] = {
+    "slope without its second term": (glu, "value_and_slope", _slope_of_the_value_only),
+    "slope of the activation": (activation, "value_and_slope", _slope_of_the_value_only),
+    "one block of noise for all": (dropout, "noise_words", _noise_of_another_block),
+    "one stream for gate and up": (tiles, "rounding_noise", _rounding_noise_of_one_stream),
+    "no cap": (cross_entropy, "_capped", _never_capped),
+}

@@ -1,0 +1,57 @@
+"""What the tests of the norms and of the Linears share: gradients, bounds, bytes that are held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from vramx.compression.config import Compression
+
+EXACT = Compression(enabled=False)
+INT8 = Compression()
+NEAREST = Compression(rounding="nearest")
+INT4 = Compression(bits=4)
+# A step of int8 is at most this part of the greatest magnitude of its group (codec.py).
+INT8_STEP = 1.0079 / 127
+
+Outputs = Sequence[Tensor]
+
+
+def sample(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def gradients(
+    function: Callable[[], Outputs], inputs: Sequence[Tensor], seed: int = 9
+) -> tuple[Tensor, ...]:
+    """Return the gradients of a random weighting of all outputs."""
+    outputs = function()
+    weights = [sample(*o.shape, seed=seed + i, dtype=o.dtype) for i, o in enumerate(outputs)]
+    return torch.autograd.grad(outputs, inputs, [weight.detach() for weight in weights])
+
+
+def held_bytes(function: Callable[[], object], *apart: Tensor) -> int:
+    """Return the bytes that autograd holds of what a function made: each storage once, whole."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in apart}
+    storages: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        kept_alive = function()
+    del kept_alive
+    return sum(storages.values())
+
+
+def step_of(x: Tensor, group_size: int = 128) -> Tensor:
+    """Return how far an element of an int8 pack may be from x's: a step of its group."""
+    groups = x.detach().double().reshape(-1, group_size)
+    largest = groups.abs().amax(1, keepdim=True)
+    return (INT8_STEP * largest).expand_as(groups).reshape(x.shape)

@@ -1,0 +1,184 @@
+"""Dropout without a mask: which elements go, that backward drops the same, and what is kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from interpreted_elementwise import InterpretedFunctions, evaluate
+from nn_elementwise_tools import differs, gradients, leaves, sample, saved_by
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from vramx.errors import InvalidValueError
+from vramx.nn.dropout import dropout, dropout_add, levels_kept
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[InterpretedFunctions]:
+    pytest.importorskip("triton")
+    child = InterpretedFunctions()
+    yield child
+    child.close()
+
+
+@pytest.mark.parametrize("shape", [(40, 128), (5, 77), (3,)])
+@pytest.mark.parametrize("p", [0.25, 0.5, 1.0])
+def test_kernel_is_the_composite(
+    p: float, shape: tuple[int, ...], kernels: InterpretedFunctions
+) -> None:
+    inputs, incoming = [sample(*shape), sample(*shape, seed=1)], sample(*shape, seed=2)
+    found = kernels("dropout.dropout_add", inputs, incoming, {"p": p})
+    expected = evaluate("dropout.dropout_add", inputs, incoming, {"p": p})
+    assert differs(found.result, expected.result) <= 1
+    for a, b in zip(found.gradients, expected.gradients, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_repeated_noise_would_be_seen(kernels: InterpretedFunctions) -> None:
+    inputs, incoming, options = [torch.ones(40, 128)], torch.ones(40, 128), {"p": 0.5}
+    defect = "one block of noise for all"
+    assert not torch.equal(
+        kernels("dropout.dropout", inputs, incoming, options, defect=defect).result[32:],
+        evaluate("dropout.dropout", inputs, incoming, options).result[32:],
+    )
+
+
+@pytest.mark.parametrize("p", [2.0**-16, 0.1, 0.5, 0.9])
+def test_share_that_is_dropped_is_p(p: float) -> None:
+    """Within 5 standard deviations of a binomial, passed with probability 1 - 6e-7."""
+    torch.manual_seed(1)
+    n = 1 << 18
+    dropped = int((dropout(torch.ones(n), p) == 0).sum())
+    spread = 5 * math.sqrt(n * p * (1 - p)) + 1
+
+    def fits(count: float) -> bool:
+        return abs(count - n * p) <= spread
+
+    assert fits(dropped)
+    assert not fits(n * (p + 0.01))  # what a share that is off by a hundredth gives
+
+
+def test_mean_stays_exactly_in_expectation() -> None:
+    """The scale belongs to the probability that 16 bits can say, not to p."""
+    kept = levels_kept(0.1)
+    y = dropout(torch.ones(1 << 12, dtype=torch.float64), 0.1)
+    assert set(y.unique().tolist()) == {0.0, 65536 / kept}
+
+
+@pytest.mark.parametrize("p", [1e-9, 1 - 1e-9])
+def test_extreme_p_is_neither_none_nor_all(p: float) -> None:
+    assert 0 < levels_kept(p) < 65536
+
+
+def test_neighbours_are_dropped_independently() -> None:
+    """The correlation at lag 1 to 8, within 5 / sqrt(n); repeating every 8th element fails."""
+    torch.manual_seed(2)
+    n = 1 << 18
+    flags = (dropout(torch.ones(n), 0.5) > 0).double() * 2 - 1
+
+    def independent(flags: Tensor) -> bool:
+        lags = range(1, 9)
+        return all(abs(float((flags[lag:] * flags[:-lag]).mean())) < 5 / n**0.5 for lag in lags)
+
+    assert independent(flags)
+    assert not independent(flags[:8].repeat(n // 8))
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_gradient_passes_where_the_element_did(adds: bool) -> None:
+    x, residual = leaves(torch.ones(5, 77), torch.zeros(5, 77))
+    y = dropout_add(x, residual, 0.5) if adds else dropout(x, 0.5)
+    y.backward(incoming := sample(5, 77))
+    assert torch.equal(x.grad, y.detach() * incoming)
+    if adds:
+        assert torch.equal(residual.grad, incoming)
+
+
+def test_derivatives_to_second_order_are_right() -> None:
+    inputs = leaves(*(sample(5, 7, seed=seed, dtype=torch.float64) for seed in (0, 1)))
+
+    def call(x: Tensor, residual: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return dropout_add(x * x, residual, 0.4)
+
+    assert torch.autograd.gradcheck(call, inputs)
+    assert torch.autograd.gradgradcheck(call, inputs)
+
+
+def test_torchs_seed_decides_and_calls_differ() -> None:
+    x = torch.ones(1000)
+    torch.manual_seed(5)
+    first, second = dropout(x), dropout(x)
+    torch.manual_seed(5)
+    assert torch.equal(dropout(x), first)
+    assert not torch.equal(first, second)
+
+
+def test_p_of_zero_and_evaluation_draw_nothing() -> None:
+    x = sample(10)
+    before = torch.get_rng_state()
+    assert dropout(x, 0.0) is x
+    assert dropout(x, 0.5, training=False) is x
+    assert torch.equal(dropout_add(x, x, 0.5, training=False), x + x)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_p_of_one_drops_everything() -> None:
+    (x,) = leaves(torch.tensor([1.0, torch.inf]))
+    y = dropout(x, 1.0)
+    y.sum().backward()
+    assert torch.equal(y, torch.zeros(2))
+    assert torch.equal(x.grad, torch.zeros(2))
+
+
+def test_only_a_key_is_kept() -> None:
+    x, residual = leaves(sample(64, 128), sample(64, 128))
+    for saved in (
+        saved_by(lambda x: dropout(x, 0.1), [x]),
+        saved_by(lambda x, r: dropout_add(x, r, 0.1), [x, residual]),
+    ):
+        assert sum(tensor.numel() * tensor.element_size() for tensor in saved) == 16
+
+
+def test_checkpoint_drops_the_same_again() -> None:
+    """A mask that belongs to a count of calls, and not to torch's generator, would change here."""
+    x = sample(64, 32)
+
+    def run(call: object) -> Tensor:
+        torch.manual_seed(7)
+        return gradients(call, [x], torch.ones(64, 32))[0]  # type: ignore[arg-type]
+
+    def block(x: Tensor) -> Tensor:
+        return dropout(x, 0.5) ** 2
+
+    assert torch.equal(run(lambda x: checkpoint(block, x, use_reentrant=False)), run(block))
+
+
+def test_compiled_calls_of_one_graph_differ() -> None:
+    compiled = torch.compile(
+        lambda x: (dropout(x, 0.5), dropout(x, 0.5)), fullgraph=True, backend="aot_eager"
+    )
+    (x,) = leaves(torch.ones(1000))
+    first, second = compiled(x)
+    assert not torch.equal(first, second)
+    first.sum().backward()
+    assert torch.equal(x.grad, first.detach())
+
+
+def test_types_are_promoted_as_by_an_addition() -> None:
+    x, residual = sample(8, dtype=torch.bfloat16), sample(8)
+    assert dropout_add(x, residual, 0.5).dtype == (x + residual).dtype
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.1, math.nan, "0.5", True])
+def test_impossible_p_is_named(p: object) -> None:
+    with pytest.raises(InvalidValueError, match="accepted are 0 to 1"):
+        dropout(torch.ones(3), p)  # type: ignore[arg-type]
+
+
+def test_another_shape_of_residual_is_named() -> None:
+    with pytest.raises(InvalidValueError, match="one shape"):
+        dropout_add(torch.ones(3, 4), torch.ones(4), 0.5)

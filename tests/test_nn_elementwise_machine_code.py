@@ -1,0 +1,110 @@
+"""What the elementwise kernels of vramx.nn compile to for an H100 or H200 (sm_90), without one.
+
+As test_kernels_machine_code.py: at 4.3 TB/s the schedulers of an H200 have time for 7.8
+instructions a byte. LIMITS are instructions an element of a whole tile in bfloat16, beside what
+memory leaves time for. GELU by the normal distribution is the one that memory does not wait for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from test_kernels_machine_code import SM_90, MachineCode, machine_code
+
+from vramx.kernels import elementwise_launch, launch
+from vramx.kernels.layout import Layout
+
+triton = pytest.importorskip("triton")
+
+INT8 = Layout(0, bits=8, group_size=128, symmetric=True)
+PLANS = {
+    "swiglu": lambda: elementwise_launch.tile_plan("glu", "silu", INT8, True),
+    "swiglu backward": lambda: elementwise_launch.tile_plan("glu_backward", "silu", INT8, True),
+    "gelu": lambda: elementwise_launch.tile_plan("activation", "gelu", INT8, True),
+    "gelu backward": lambda: elementwise_launch.tile_plan(
+        "activation_backward", "gelu", INT8, True
+    ),
+    "dropout": lambda: elementwise_launch.dropout_plan(True),
+    "loss": lambda: elementwise_launch.loss_plan(False, False, "gradient"),
+}
+# Of a kernel: limit of instructions, bytes read and bytes written an element, headers apart.
+LIMITS = {
+    "swiglu": (54.0, 4, 4),  # 62 by memory
+    "swiglu backward": (36.0, 4, 6),  # 78
+    "gelu": (48.0, 2, 3),  # 39
+    "gelu backward": (42.0, 3, 4),  # 55
+    "dropout": (18.0, 4, 2),  # 47
+}
+TYPES = {
+    "numel": "i64", "stream": "i64", "gate_stream": "i64", "up_stream": "i64", "kept": "i32",
+    "scale": "fp32", "seed_ptr": "*i64", "key_ptr": "*i64", "targets_ptr": "*i64",
+    "losses_ptr": "*fp32", "weights_ptr": "*fp32", "row_stride": "i64", "classes": "i32",
+    "ignored": "i64", "smoothing": "fp32", "cap": "fp32",
+    **dict.fromkeys(("buffer_ptr", "gate_buffer_ptr", "up_buffer_ptr", "kept_ptr"), "*u8"),
+}  # fmt: skip
+OF_BACKWARD = {"gate_ptr": "*u8", "up_ptr": "*u8"}
+
+
+@pytest.fixture(scope="module")
+def code_of(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MachineCode]:
+    if not isinstance(launch.mask_plan(packs=True).kernel, triton.JITFunction):
+        pytest.skip("TRITON_INTERPRET is set: nothing compiles in this process")
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 3):
+        pytest.skip("triton before 3.3 describes what it compiles in another way")
+    folder = tmp_path_factory.mktemp("kernels")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(folder))
+        return {name: compiled(plan(), folder) for name, plan in PLANS.items()}
+
+
+def compiled(plan: launch.Plan, folder: Path) -> MachineCode:
+    kernel = plan.kernel
+    types = TYPES | (OF_BACKWARD if kernel.__name__ == "glu_backward_kernel" else {})
+    signature = {name: types.get(name, "*bf16") for name in kernel.arg_names}
+    signature |= dict.fromkeys(set(plan.constants) & set(kernel.arg_names), "constexpr")
+    place = {name: (i,) for i, name in enumerate(kernel.arg_names)}
+    constants = {place[name]: value for name, value in plan.constants.items() if name in place}
+    # A tensor's memory, and the rows of logits where the classes are a multiple of 16.
+    aligned = [
+        n for n, kind in signature.items() if kind[0] == "*" or n in ("classes", "row_stride")
+    ]
+    source = triton.compiler.ASTSource(
+        kernel, signature, constants, {place[name]: [["tt.divisibility", 16]] for name in aligned}
+    )
+    target = triton.backends.compiler.GPUTarget("cuda", *SM_90)
+    warps = plan.constants["num_warps"]
+    binary = triton.compile(source, target=target, options={"num_warps": warps})
+    return machine_code(binary.asm["cubin"], folder, plan.tile // (32 * warps))
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_instructions_per_element(name: str, code_of: dict[str, MachineCode]) -> None:
+    code = code_of[name]
+    print(f"{name}: {code.per_element:.2f} instructions an element, limit {LIMITS[name][0]}")
+    assert code.per_element <= LIMITS[name][0]
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_data_and_codes_move_16_bytes_at_a_time(name: str, code_of: dict[str, MachineCode]) -> None:
+    """Every byte of them does, so nothing is left for a narrower access."""
+    code = code_of[name]
+    _, read, written = LIMITS[name]
+    assert code.bytes_of("LDG") == read * code.elements
+    assert code.bytes_of("STG") == written * code.elements
+
+
+def test_rows_of_logits_move_16_bytes_at_a_time(code_of: dict[str, MachineCode]) -> None:
+    """Narrower accesses are the target's, the loss's and the weight's: one a row each."""
+    accesses = Counter(
+        {op: n for op, n in code_of["loss"].everything.items() if op.startswith(("LDG", "STG"))}
+    )
+    assert accesses.pop("LDG.E.128") >= 2
+    assert accesses.pop("STG.E.128") >= 2
+    assert accesses.total() <= 4
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_nothing_is_kept_in_local_memory(name: str, code_of: dict[str, MachineCode]) -> None:
+    assert not [op for op in code_of[name].everything if op.split(".")[0] in ("LDL", "STL")]

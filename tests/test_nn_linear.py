@@ -1,0 +1,344 @@
+"""Linears that keep their input packed: results, gradients, bytes, autocast, compilation.
+
+On a CPU, on the plain torch implementation. The input's gradient does not need what is kept and
+must be torch's own; the weights' must be within what the codec's step allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from norm_tools import EXACT, INT4, INT8, NEAREST, gradients, held_bytes, sample, step_of
+from torch import Tensor
+
+from vramx.compression import random
+from vramx.compression.codec import layout_of
+from vramx.compression.config import Compression, Format
+from vramx.errors import InvalidValueError
+from vramx.nn import Linear
+from vramx.nn import reference_norm as reference
+from vramx.nn.functional import layer_norm, linear, linears, rms_norm
+from vramx.nn.norm import Normed
+
+HIDDEN, OUT = 128, (16, 8, 24)
+
+
+def parameters(
+    dtype: torch.dtype = torch.float32, hidden: int = HIDDEN
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return three weights, and a bias for each but the last."""
+    weights = [sample(out, hidden, seed=10 + out, dtype=dtype) for out in OUT]
+    biases = [sample(out, seed=20 + out, dtype=dtype) for out in OUT[:2]]
+    return weights, [*biases, None]
+
+
+def plain(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    return [functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+
+
+def norm_of(
+    kind: str, x: Tensor, affine: Sequence[Tensor], keep: Compression | None = None
+) -> Normed:
+    if kind == "rms":
+        return rms_norm(x, affine[0], 1e-5, keep=keep)
+    return layer_norm(x, *affine, 1e-5, keep=keep)
+
+
+def torchs_norm(kind: str, x: Tensor, affine: Sequence[Tensor]) -> Tensor:
+    if kind == "rms":
+        return functional.rms_norm(x, x.shape[-1:], affine[0], 1e-5)
+    return functional.layer_norm(x, x.shape[-1:], *affine, 1e-5)
+
+
+def affine_of(kind: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    vectors = [sample(HIDDEN, seed=seed, dtype=dtype) for seed in (2, 3)]
+    return vectors[:1] if kind == "rms" else vectors
+
+
+every_kind = pytest.mark.parametrize("kind", ["rms", "layer"])
+
+
+@pytest.mark.parametrize("keep", [None, INT4, EXACT], ids=["int8", "int4", "exact"])
+def test_results_of_a_tensor_are_torchs(keep: Compression | None) -> None:
+    x, (weights, biases) = sample(3, 5, HIDDEN), parameters()
+    for ours, theirs in zip(
+        linears(x, weights, biases, keep), plain(x, weights, biases), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+@every_kind
+def test_results_of_a_norm_are_those_of_its_output(kind: str) -> None:
+    x, (weights, biases) = sample(3, 5, HIDDEN), parameters()
+    normed = norm_of(kind, x, affine_of(kind))
+    expected = plain(normed.y, weights, biases)
+    for ours, theirs in zip(linears(normed, weights, biases), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@every_kind
+def test_exact_gradients_are_torchs(kind: str) -> None:
+    x = sample(3, 5, HIDDEN, dtype=torch.float64)
+    weights, biases = parameters(torch.float64)
+    affine = affine_of(kind, torch.float64)
+    every = [x, *affine, *weights, *biases[:2]]
+    found = gradients(lambda: linears(norm_of(kind, x, affine, EXACT), weights, biases), every)
+    expected = gradients(lambda: plain(torchs_norm(kind, x, affine), weights, biases), every)
+    for ours, theirs in zip(found, expected, strict=True):
+        # Sums of at most 128 terms of order 10; float64 has 2**-53.
+        assert torch.allclose(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+def within_a_step(ours: Tensor, exact: Tensor, dout: Tensor, off: Tensor) -> bool:
+    """dweight = dout^T y is off by at most |dout|^T times what y is, and float32's rounding."""
+    bound = dout.double().abs().t() @ off.double()
+    return bool(((ours - exact).abs() <= bound + 1e-4).all())
+
+
+@pytest.mark.parametrize("keep", [INT8, NEAREST], ids=["stochastic", "nearest"])
+def test_int8_weight_gradient_of_a_tensor_is_within_a_step(keep: Compression) -> None:
+    x, weight = sample(32, HIDDEN), sample(OUT[0], HIDDEN, seed=1)
+    dout = sample(32, OUT[0], seed=2).detach()
+    dx, dweight = torch.autograd.grad(linear(x, weight, keep=keep), [x, weight], dout)
+    exact = torch.autograd.grad(functional.linear(x, weight), [x, weight], dout)
+    assert torch.equal(dx, exact[0])
+    assert within_a_step(dweight, exact[1], dout, step_of(x))
+
+
+@every_kind
+def test_int8_weight_gradient_of_a_norm_is_within_a_step(kind: str) -> None:
+    """y = n weight + bias, so y is off by |weight| times what n is."""
+    x, weight, affine = sample(32, HIDDEN), sample(OUT[0], HIDDEN, seed=1), affine_of(kind)
+    dout = sample(32, OUT[0], seed=4).detach()
+    (dweight,) = torch.autograd.grad(linear(norm_of(kind, x, affine), weight), [weight], dout)
+    (exact,) = torch.autograd.grad(
+        functional.linear(torchs_norm(kind, x, affine), weight), [weight], dout
+    )
+    n, _ = reference.normalise(x.detach(), 1e-5, kind == "layer")
+    assert within_a_step(dweight, exact, dout, step_of(n) * affine[0].abs())
+
+
+def test_bound_of_a_step_sees_four_bits() -> None:
+    x, weight = sample(32, HIDDEN), sample(OUT[0], HIDDEN, seed=1)
+    dout = sample(32, OUT[0], seed=2).detach()
+    (dweight,) = torch.autograd.grad(linear(x, weight, keep=INT4), [weight], dout)
+    (exact,) = torch.autograd.grad(functional.linear(x, weight), [weight], dout)
+    assert not within_a_step(dweight, exact, dout, step_of(x))
+
+
+def weight_gradients(keep: Compression, count: int) -> tuple[Tensor, Tensor]:
+    """Return `count` draws of a weight's gradient, minus the exact one, and the steps of x."""
+    x, weight = sample(8, HIDDEN), sample(1, HIDDEN, seed=1)
+    dout = torch.ones(8, 1)
+    (exact,) = torch.autograd.grad(functional.linear(x, weight), [weight], dout)
+    random.manual_seed(0)
+    draws = [
+        torch.autograd.grad(linear(x, weight, keep=keep), [weight], dout)[0] for _ in range(count)
+    ]
+    return torch.stack(draws).double() - exact, step_of(x)
+
+
+def mean_z_squared(keep: Compression) -> float:
+    """Return the mean square of the gradient's mean error in units of its largest deviation.
+
+    One element of x has a variance of at most a quarter of its squared step (codec.py), and the
+    gradient of column j adds 8 of them.
+    """
+    count = 200
+    errors, steps = weight_gradients(keep, count)
+    variance = steps.square().sum(0) / 4
+    return float((errors.mean(0).square() / (variance / count)).mean())
+
+
+def test_stochastic_weight_gradients_are_unbiased() -> None:
+    """Of 128 columns; the mean of z**2 is at most 1, with a deviation of sqrt(2 / 128) = 0.125."""
+    assert mean_z_squared(INT8) <= 1 + 4 * 0.125
+
+
+def test_test_of_bias_sees_rounding_to_nearest() -> None:
+    """Off by a twelfth of a squared step each, always the same: 200 / 3 in these units."""
+    assert mean_z_squared(NEAREST) > 1 + 4 * 0.125
+
+
+@every_kind
+def test_linears_of_a_norm_keep_nothing_of_their_own(kind: str) -> None:
+    x, (weights, biases) = sample(32, HIDDEN, dtype=torch.bfloat16), parameters(torch.bfloat16)
+    affine = affine_of(kind, torch.bfloat16)
+    apart = [x, *affine, *weights, *biases[:2]]
+    alone = held_bytes(lambda: norm_of(kind, x, affine), *apart)
+    both = held_bytes(lambda: linears(norm_of(kind, x, affine), weights, biases), *apart)
+    assert both == alone
+
+
+def test_linears_of_a_tensor_keep_one_pack() -> None:
+    x, (weights, biases) = sample(32, HIDDEN, dtype=torch.bfloat16), parameters(torch.bfloat16)
+    held = held_bytes(lambda: linears(x, weights, biases), *weights, *biases[:2])
+    probe = 2  # one element of bfloat16
+    assert held == layout_of(32 * HIDDEN, Format()).buffer_bytes + probe
+
+
+def test_frozen_weights_keep_nothing() -> None:
+    x, weight = sample(32, HIDDEN), sample(OUT[0], HIDDEN, seed=1).detach()
+    assert held_bytes(lambda: linear(x, weight), weight) == 0
+    of_norm = held_bytes(lambda: linear(rms_norm(x), weight), weight)
+    assert of_norm == held_bytes(lambda: rms_norm(x))
+
+
+def test_only_what_is_asked_for_is_computed() -> None:
+    x, weights = sample(3, HIDDEN), [sample(4, HIDDEN, seed=s) for s in (1, 2)]
+    weights[1] = weights[1].detach()
+    first, second = linears(x, weights)
+    dx, dweight = torch.autograd.grad(second.sum() + 0 * first.sum(), [x, weights[0]])
+    assert torch.allclose(dx, weights[1].sum(0).expand_as(dx), atol=1e-5)
+    assert torch.equal(dweight, torch.zeros_like(dweight))
+    # And a result that nobody uses has no gradient at all.
+    (alone,) = torch.autograd.grad(linears(x, weights)[1].sum(), [x])
+    assert torch.allclose(alone, dx)
+
+
+def test_nothing_is_kept_without_grad_mode() -> None:
+    x, weight = sample(3, HIDDEN), sample(4, HIDDEN, seed=1)
+    with torch.no_grad():
+        normed = rms_norm(x)
+        assert torch.equal(linear(normed, weight), functional.linear(normed.y, weight))
+    # What was made without grad mode has no pack: the product then keeps its input.
+    (dweight,) = torch.autograd.grad(linear(normed, weight).sum(), [weight])
+    assert torch.allclose(dweight, normed.y.sum(0).expand_as(dweight))
+
+
+@pytest.mark.parametrize("keep", [INT8, EXACT], ids=["int8", "exact"])
+def test_backward_can_be_repeated(keep: Compression) -> None:
+    x, weight = sample(3, HIDDEN), sample(4, HIDDEN, seed=1)
+    total = linear(rms_norm(x, keep=keep), weight).square().sum()
+    first, second = (torch.autograd.grad(total, weight, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_weight_of_the_norm_changed_before_backward_is_an_error() -> None:
+    x, scale, weight = sample(3, HIDDEN), sample(HIDDEN, seed=1), sample(4, HIDDEN, seed=2)
+    total = linear(rms_norm(x.detach(), scale), weight).sum()
+    with torch.no_grad():
+        scale.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(total, weight)
+
+
+@every_kind
+def test_second_derivatives_are_right(kind: str) -> None:
+    x = sample(2, 5, dtype=torch.float64)
+    affine = [v.detach()[:5].double().requires_grad_() for v in affine_of(kind)]
+    weights = [sample(n, 5, seed=n, dtype=torch.float64) for n in (2, 3)]
+    bias = sample(2, seed=7, dtype=torch.float64)
+
+    def fused(x: Tensor, first: Tensor, second: Tensor, bias: Tensor, *affine: Tensor) -> Any:
+        return linears(norm_of(kind, x, affine, EXACT), [first, second], [bias, None])
+
+    assert torch.autograd.gradcheck(fused, (x, *weights, bias, *affine))
+    assert torch.autograd.gradgradcheck(fused, (x, *weights, bias, *affine))
+
+
+def test_second_derivative_on_a_pack_is_near() -> None:
+    """2 % is far above int8's 0.3 % and far below the 100 % of a path that was lost."""
+    x, weight = sample(16, HIDDEN), sample(4, HIDDEN, seed=1)
+
+    def penalty(y: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad(y.square().sum(), weight, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), x)[0]
+
+    exact = penalty(functional.linear(x, weight))
+    assert (penalty(linear(x, weight)) - exact).norm() <= 0.02 * exact.norm()
+
+
+def test_autocast_computes_in_its_type_and_keeps_no_casts() -> None:
+    x, (weights, biases) = sample(32, HIDDEN), parameters()
+
+    def function() -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return linears(rms_norm(x), weights, biases)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(rms_norm(x).y, weights, biases)
+    for ours, theirs in zip(function(), expected, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert torch.equal(ours, theirs)
+    held = held_bytes(function, x, *weights, *biases[:2])
+    probe = 4  # one element of float32
+    assert held == layout_of(32 * HIDDEN, Format()).buffer_bytes + 4 * 32 + probe
+    for gradient in gradients(function, [x, *weights, *biases[:2]]):
+        assert gradient.dtype == torch.float32
+
+
+def test_autocasts_cache_is_left_alone() -> None:
+    """A cast that autograd did not see, once cached, would cost the next user its gradient."""
+    x, weight = sample(3, HIDDEN), sample(4, HIDDEN, seed=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        linear(x, weight)
+        total = functional.linear(x, weight).float().sum()
+    (dweight,) = torch.autograd.grad(total, weight)
+    assert dweight.abs().sum() > 0
+
+
+@pytest.mark.parametrize("of_norm", [True, False], ids=["norm", "tensor"])
+def test_compiles_without_a_break(of_norm: bool) -> None:
+    torch.compiler.reset()
+    x, (weights, biases), scale = sample(3, HIDDEN), parameters(), sample(HIDDEN, seed=2)
+
+    def block(x: Tensor) -> tuple[Tensor, ...]:
+        return linears(rms_norm(x, scale) if of_norm else x, weights, biases)
+
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for ours, theirs in zip(compiled(x), block(x), strict=True):
+        assert torch.equal(ours, theirs)
+    every = [x, *weights, *biases[:2]]
+    expected = gradients(lambda: block(x), every)
+    for ours, theirs in zip(gradients(lambda: compiled(x), every), expected, strict=True):
+        # Two draws of int8's noise: about 1.3 %.
+        assert (ours - theirs).norm() <= 0.03 * theirs.norm()
+
+
+def test_operators_say_what_they_return() -> None:
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    x, spec = sample(3, HIDDEN), [8, 128, 1, 0]
+    torch.library.opcheck(torch.ops.vramx.keep.default, (x, spec), test_utils=tests)
+    kept, probe = (tensor.detach() for tensor in torch.ops.vramx.keep(x, spec))
+    weights, biases = parameters()
+    none = torch.empty(0)
+    torch.library.opcheck(
+        torch.ops.vramx.linears.default,
+        (
+            *(x, weights, [none if bias is None else bias for bias in biases], kept, probe),
+            *(None, None, None, 0.0, False, x.dtype, spec),
+        ),
+    )
+
+
+def test_module_takes_torchs_place_and_a_norm() -> None:
+    x, module, ours = sample(3, HIDDEN), torch.nn.Linear(HIDDEN, 4), Linear(HIDDEN, 4)
+    ours.load_state_dict(module.state_dict())
+    assert torch.equal(ours(x), module(x))
+    normed = rms_norm(x)
+    assert torch.equal(ours(normed), module(normed.y))
+
+
+ONES = torch.ones(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((torch.ones(2, 3), []), "0 weights and 0 biases"),
+        ((torch.ones(2, 3), [ONES], [None, None]), "1 weights and 2 biases"),
+        ((torch.ones(2, 3), [torch.ones(4, 2)]), r"weight has shape \(4, 2\)"),
+        ((torch.ones(2, 3), [ONES], [torch.ones(3)]), r"bias has shape \(3,\)"),
+        ((torch.ones(2, 3), [ONES.double()]), "torch.float64"),
+        ((torch.ones(2, 3, dtype=torch.int32), [ONES]), "torch.int32"),
+        ((torch.ones(()), [ONES]), "no dimension"),
+    ],
+)
+def test_mistakes_are_named(arguments: tuple[Any, ...], text: str) -> None:
+    with pytest.raises(InvalidValueError, match=text):
+        linears(*arguments)

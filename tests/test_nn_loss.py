@@ -1,0 +1,347 @@
+"""The Linear and cross entropy that hold no logits: results, gradients, chunks and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from interpreted_elementwise import InterpretedFunctions, evaluate
+from nn_elementwise_tools import differs, gradients, leaves, relative_error, sample, saved_by
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vramx.compression.hooks import compress
+from vramx.errors import InvalidValueError
+from vramx.nn import operators_loss
+from vramx.nn.loss import linear_cross_entropy
+from vramx.nn.operators_loss import FirstDerivativeOnlyError
+
+CLASSES, TOKENS, WIDTH = 37, 21, 16
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"label_smoothing": 0.1},
+    {"logit_softcap": 5.0},
+    {"label_smoothing": 0.3, "logit_softcap": 2.0},
+]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[InterpretedFunctions]:
+    pytest.importorskip("triton")
+    child = InterpretedFunctions()
+    yield child
+    child.close()
+
+
+def targets_of(tokens: int = TOKENS, classes: int = CLASSES) -> Tensor:
+    targets = torch.randint(classes, (tokens,), generator=torch.Generator().manual_seed(tokens))
+    targets[::6] = -100
+    return targets
+
+
+def inputs_of(dtype: torch.dtype, tokens: int = TOKENS, classes: int = CLASSES) -> list[Tensor]:
+    return [
+        sample(tokens, WIDTH, dtype=dtype),
+        sample(classes, WIDTH, seed=1, dtype=dtype) / 4,
+        sample(classes, seed=2, dtype=dtype),
+    ]
+
+
+def plain(
+    hidden: Tensor, weight: Tensor, bias: Tensor, *, targets: Tensor, reduction: str = "mean",
+    label_smoothing: float = 0.0, logit_softcap: float | None = None,
+) -> Tensor:  # fmt: skip
+    logits = F.linear(hidden, weight, bias)
+    if logit_softcap is not None:
+        logits = logit_softcap * torch.tanh(logits / logit_softcap)
+    return F.cross_entropy(logits, targets, reduction=reduction, label_smoothing=label_smoothing)
+
+
+def ours(*tensors: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    hidden, weight, bias = tensors
+    return linear_cross_entropy(hidden, weight, targets, bias, **options)
+
+
+def incoming_of(reduction: str) -> Tensor:
+    return sample(TOKENS, seed=5) if reduction == "none" else torch.tensor(-1.7)
+
+
+# -- Against torch ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_float64_is_torchs(reduction: str, options: dict[str, Any]) -> None:
+    inputs, incoming = inputs_of(torch.float64), incoming_of(reduction).double()
+    options = {**options, "targets": targets_of(), "reduction": reduction}
+    expected = plain(*inputs, **options)
+    assert differs(ours(*inputs, **options, chunk=8), expected, 1e-13) <= 1
+    found = gradients(lambda *t: ours(*t, **options, chunk=8), inputs, incoming)
+    exact = gradients(lambda *t: plain(*t, **options), inputs, incoming)
+    for a, b in zip(found, exact, strict=True):
+        assert differs(a, b, 1e-13) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_narrow_types_are_as_near_to_float64_as_torch_is(
+    reduction: str, dtype: torch.dtype
+) -> None:
+    """Twice torch's own error, in one chunk: more round the weight's gradient more often."""
+    inputs = inputs_of(dtype, tokens=256)
+    options = {"targets": targets_of(256), "reduction": reduction}
+    incoming = torch.ones(256) if reduction == "none" else torch.ones(())
+    exact = gradients(
+        lambda *t: plain(*t, **options), [x.double() for x in inputs], incoming.double()
+    )
+    torchs = gradients(lambda *t: plain(*t, **options), inputs, incoming.to(dtype))
+    found = gradients(lambda *t: ours(*t, **options), inputs, incoming)
+    for a, b, c in zip(found, torchs, exact, strict=True):
+        assert a.dtype == dtype
+        assert relative_error(a, c) <= 2 * relative_error(b, c)
+
+
+def test_chunks_in_bfloat16_round_once_each() -> None:
+    """16 chunks: the error of one rounding, 2**-9 a unit, times sqrt(16 / 3), and torch's own."""
+    inputs, options = inputs_of(torch.bfloat16, tokens=512), {"targets": targets_of(512)}
+    exact = gradients(
+        lambda *t: plain(*t, **options), [x.double() for x in inputs], torch.tensor(1.0).double()
+    )
+    torchs = gradients(
+        lambda *t: plain(*t, **options), inputs, torch.ones((), dtype=torch.bfloat16)
+    )
+    found = gradients(lambda *t: ours(*t, **options, chunk=32), inputs, torch.tensor(1.0))
+    allowed = relative_error(torchs[1], exact[1]) + 2.0**-9 * (16 / 3) ** 0.5
+    assert relative_error(found[1], exact[1]) <= allowed
+
+
+def test_small_gradients_survive_in_float16() -> None:
+    """A mean over many tokens would push them below 2**-24 if it were taken before the products."""
+    inputs = inputs_of(torch.float16, tokens=4096, classes=512)
+    inputs[1] *= 0.01
+    options = {"targets": targets_of(4096, 512)}
+    scale = torch.tensor(1024.0)  # as a gradient scaler's
+    (found, *_) = gradients(lambda *t: ours(*t, **options), inputs, scale)
+    exact, *_ = gradients(
+        lambda *t: plain(*t, **options), [x.double() for x in inputs], scale.double()
+    )
+    assert relative_error(found, exact) < 0.01
+
+
+# -- Kernels against the composite -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("classes", [33, 4096 + 33])
+@pytest.mark.parametrize("options", [*OPTIONS, {"reduction": "none", "chunk": 4}])
+def test_kernel_is_the_composite(
+    options: dict[str, Any], classes: int, kernels: InterpretedFunctions
+) -> None:
+    inputs = [sample(7, WIDTH), sample(classes, WIDTH, seed=1) / 4, targets_of(7, classes)]
+    incoming = sample(7, seed=3) if "reduction" in options else torch.tensor(1.3)
+    call = ("loss.linear_cross_entropy", inputs, incoming, options)
+    found, expected = kernels(*call), evaluate(*call)
+    assert differs(found.result, expected.result) <= 1
+    for a, b in zip(found.gradients[:2], expected.gradients[:2], strict=True):
+        assert differs(a, b) <= 1
+
+
+def test_kernel_takes_extreme_logits(kernels: InterpretedFunctions) -> None:
+    weight = torch.eye(4) * torch.tensor([1.0, 1e4, -1e4, 1e30])
+    inputs = [torch.eye(4) * 1e4, weight, torch.tensor([0, 1, 2, 3])]
+    call = ("loss.linear_cross_entropy", inputs, torch.ones(()), {})
+    found, expected = kernels(*call), evaluate(*call)
+    assert differs(found.result, expected.result) <= 1
+    assert differs(found.gradients[0], expected.gradients[0]) <= 1
+
+
+def test_missing_cap_would_be_seen(kernels: InterpretedFunctions) -> None:
+    inputs = [sample(7, WIDTH), sample(33, WIDTH, seed=1), targets_of(7, 33)]
+    call = ("loss.linear_cross_entropy", inputs, torch.ones(()), {"logit_softcap": 2.0})
+    assert differs(kernels(*call, defect="no cap").result, evaluate(*call).result) > 1
+
+
+def test_target_that_is_no_class_gives_nan(kernels: InterpretedFunctions) -> None:
+    inputs = [sample(3, WIDTH), sample(5, WIDTH, seed=1), torch.tensor([1, 5, -1])]
+    call = ("loss.linear_cross_entropy", inputs, torch.ones(3), {"reduction": "none"})
+    for found in (kernels(*call), evaluate(*call)):
+        assert found.result.isnan().tolist() == [False, True, True]
+        assert found.gradients[0].isnan().any(1).tolist() == [False, True, True]
+
+
+# -- Chunks and memory -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("chunk", [1, 5, 21, 100])
+def test_chunks_do_not_show(chunk: int, reduction: str) -> None:
+    inputs, options = inputs_of(torch.float64), {"targets": targets_of(), "reduction": reduction}
+    incoming = incoming_of(reduction).double()
+    found = gradients(lambda *t: ours(*t, **options, chunk=chunk), inputs, incoming)
+    whole = gradients(lambda *t: ours(*t, **options), inputs, incoming)
+    for a, b in zip(found, whole, strict=True):
+        assert differs(a, b, 1e-13) <= 1
+
+
+class _Largest(TorchDispatchMode):
+    """Remembers the most elements of a result of any operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+def test_logits_are_never_held() -> None:
+    """Nothing inside the operator has more elements than a chunk's logits."""
+    hidden, weight, _ = inputs_of(torch.float32, tokens=512, classes=64)
+    body = operators_loss.loss_and_gradients._init_fn  # type: ignore[attr-defined]
+    targets, settings = targets_of(512, 64), [-100.0, 0.0, 0.0, 32.0]
+    with _Largest() as largest:
+        body(hidden, weight, None, targets, settings, [True, True, False], True)
+    assert largest.numel == max(32 * 64, 512 * WIDTH)
+    with _Largest() as largest:
+        plain(hidden, weight, torch.zeros(64), targets=targets)
+    assert largest.numel == 512 * 64  # what the mode would have seen
+
+
+def test_chunks_by_default_hold_2048_tokens_or_512_mib() -> None:
+    def chunk(tokens: int, classes: int) -> int:
+        rows = torch.empty(tokens, 8, dtype=torch.bfloat16, device="meta")
+        return operators_loss.chunk_tokens(rows, torch.empty(classes, 8, device="meta"), 0)
+
+    assert chunk(8192, 128_000) == 2048
+    assert chunk(6000, 32_000) == 2048
+    assert chunk(4100, 32_000) == 1408  # three of about equal size
+    assert chunk(8192, 512_000) * 512_000 * 2 <= 512 << 20
+    assert chunk(100, 1 << 30) == 128
+
+
+def test_only_the_gradients_are_kept() -> None:
+    hidden, weight, bias = leaves(*inputs_of(torch.bfloat16))
+    saved = saved_by(lambda *t: ours(*t, targets=targets_of()), [hidden, weight, bias])
+    sizes = sorted(tensor.numel() * tensor.element_size() for tensor in saved)
+    # bfloat16, but for the bias: its gradient is summed in float32, as the factor of the mean is.
+    assert sizes == sorted([4, 2 * hidden.numel(), 2 * weight.numel(), 4 * bias.numel()])
+
+
+def test_frozen_weight_costs_no_gradient() -> None:
+    hidden, weight, _ = inputs_of(torch.float32)
+    (hidden,) = leaves(hidden)
+    saved = saved_by(lambda h: linear_cross_entropy(h, weight, targets_of()), [hidden])
+    assert sum(tensor.numel() * tensor.element_size() for tensor in saved) == 4 * hidden.numel() + 4
+
+
+def test_nothing_is_kept_without_gradients() -> None:
+    hidden, weight, bias = leaves(*inputs_of(torch.float32))
+    with torch.no_grad():
+        assert not ours(hidden, weight, bias, targets=targets_of()).requires_grad
+
+
+# -- Edges, and the rest of torch ------------------------------------------------------------------
+
+
+def test_shapes_with_batches_are_taken() -> None:
+    hidden, weight, _ = inputs_of(torch.float64, tokens=24)
+    targets = targets_of(24)
+    expected = linear_cross_entropy(hidden, weight, targets, reduction="none").view(4, 6)
+    found = linear_cross_entropy(
+        hidden.view(4, 6, WIDTH), weight, targets.view(4, 6), reduction="none"
+    )
+    assert torch.equal(found, expected)
+
+
+def test_mean_of_ignored_tokens_is_nan_and_harmless() -> None:
+    hidden, weight = leaves(*inputs_of(torch.float32)[:2])
+    value = linear_cross_entropy(hidden, weight, torch.full((TOKENS,), -100))
+    value.backward()
+    assert value.isnan()
+    assert torch.equal(hidden.grad, torch.zeros_like(hidden))
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+def test_no_tokens_pass() -> None:
+    hidden, weight = leaves(torch.zeros(0, WIDTH), sample(CLASSES, WIDTH))
+    linear_cross_entropy(hidden, weight, targets_of(0), reduction="sum").backward()
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+def test_backward_may_run_twice() -> None:
+    inputs = leaves(*inputs_of(torch.float32))
+    value = ours(*inputs, targets=targets_of())
+    first = torch.autograd.grad(value, inputs, retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(value, inputs)))
+
+
+def test_enclosing_compression_leaves_the_gradients_alone() -> None:
+    """They are kept where activations are, and must not be rounded as those are."""
+    inputs = leaves(*inputs_of(torch.float32, tokens=64))
+    with compress(bits=4, min_bytes=1):
+        inside = ours(*inputs, targets=targets_of(64))
+    outside = ours(*inputs, targets=targets_of(64))
+    for a, b in zip(
+        torch.autograd.grad(inside, inputs), torch.autograd.grad(outside, inputs), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_second_derivative_is_refused(reduction: str) -> None:
+    inputs = leaves(*inputs_of(torch.float32))
+    value = ours(*inputs, targets=targets_of(), reduction=reduction).sum()
+    with pytest.raises(FirstDerivativeOnlyError, match=r"functional\.linear"):
+        torch.autograd.grad(value, inputs, create_graph=True)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_compiles_to_one_graph(reduction: str) -> None:
+    targets, inputs, incoming = targets_of(), inputs_of(torch.float32), torch.ones(())
+
+    def call(*tensors: Tensor) -> Tensor:
+        return ours(*tensors, targets=targets, reduction=reduction).sum()
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for a, b in zip(
+        gradients(compiled, inputs, incoming), gradients(call, inputs, incoming), strict=True
+    ):
+        assert differs(a, b) <= 1
+
+
+def test_autocast_casts_as_linear_does() -> None:
+    inputs = leaves(*inputs_of(torch.float32))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = ours(*inputs, targets=targets_of())
+        expected = plain(*inputs, targets=targets_of())
+    value.backward()
+    assert value.dtype == torch.float32
+    assert (
+        value - expected
+    ).detach().abs() <= 2.0**-7 * expected.detach()  # a bfloat16 logit's unit
+    assert all(x.grad is not None and x.grad.dtype == torch.float32 for x in inputs)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda h, w, t: linear_cross_entropy(h, w, t, reduction="max"), "'mean', 'sum'"),
+        (lambda h, w, t: linear_cross_entropy(h, w, t[1:]), "accepted is int64 of shape"),
+        (lambda h, w, t: linear_cross_entropy(h, w, t.int()), "torch.int32"),
+        (lambda h, w, t: linear_cross_entropy(h, w, t, label_smoothing=2), "label_smoothing"),
+        (lambda h, w, t: linear_cross_entropy(h, w, t, logit_softcap=0), "logit_softcap 0"),
+        (lambda h, w, t: linear_cross_entropy(h, w, t, chunk=0), "chunk 0"),
+        (lambda h, w, t: linear_cross_entropy(h, w.t(), t), "last size"),
+    ],
+)
+def test_mistakes_are_named(call: Callable[..., Tensor], words: str) -> None:
+    hidden, weight, _ = inputs_of(torch.float32)
+    with pytest.raises(InvalidValueError, match=words):
+        call(hidden, weight, targets_of())

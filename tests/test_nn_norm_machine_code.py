@@ -1,0 +1,114 @@
+"""What the kernels of the norms compile to for an H100 or H200 (sm_90), without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_kernels_machine_code import SM_90, MachineCode, machine_code
+
+from vramx.kernels import norm_launch
+
+triton = pytest.importorskip("triton")
+
+# Instructions of the kernel, its loop counted once, an element of the tile. At 4.3 TB/s an H200 has
+# time for 7.8 an element and byte moved (test_kernels_machine_code.py): 70 for the forward pass
+# with a residual (9 bytes), 54 for the backward pass with one (7), 23 for the output (3).
+LIMITS = {"forward": 46.0, "backward": 40.0, "output": 13.0}
+THREAD_ELEMENTS = 16
+TYPES = {
+    **dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "bias_ptr", "y_ptr"), "*bf16"),
+    **dict.fromkeys(("sum_ptr", "dy_ptr", "dsum_ptr", "dx_ptr"), "*bf16"),
+    **dict.fromkeys(("rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32"),
+    "kept_ptr": "*u8",
+    "seed_ptr": "*i64",
+    "rows": "i64",
+    "stream": "i64",
+    "eps": "fp32",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    from vramx.kernels import norm
+
+    if not isinstance(norm.norm_forward_kernel, triton.JITFunction):
+        pytest.skip("TRITON_INTERPRET is set: nothing compiles in this process")
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 3):
+        pytest.skip("triton before 3.3 describes what it compiles in another way")
+    folder = tmp_path_factory.mktemp("norms")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(folder))
+        yield folder
+
+
+def code_of(name: str, hidden: int, folder: Path) -> MachineCode:
+    """Compile a kernel of LayerNorm, bfloat16 and int8, as the launcher would choose it."""
+    from vramx.kernels import norm
+
+    kernel = getattr(norm, f"norm_{name}_kernel")
+    plan = norm_launch.tile_plan(hidden, 128)
+    constants = {**plan.constants, "CENTRED": True, "PACKED": True, "STOCHASTIC": True}
+    if name == "backward" and plan.sums_apart:
+        constants |= {"dweight_ptr": None, "dbias_ptr": None}
+    if name == "sums":
+        constants = {**norm_launch.sums_apart_constants(hidden, 128), "PACKED": True}
+    place = {name: (i,) for i, name in enumerate(kernel.arg_names)}
+    known = {name: value for name, value in constants.items() if name in place}
+    signature = {n: "constexpr" if n in known else TYPES[n] for n in kernel.arg_names}
+    source = triton.compiler.ASTSource(
+        kernel,
+        signature,
+        {place[name]: value for name, value in known.items()},
+        {place[n]: [["tt.divisibility", 16]] for n, t in signature.items() if t.startswith("*")},
+    )
+    binary = triton.compile(
+        source,
+        target=triton.backends.compiler.GPUTarget("cuda", *SM_90),
+        options={"num_warps": constants["num_warps"]},
+    )
+    return machine_code(binary.asm["cubin"], folder, THREAD_ELEMENTS)
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_instructions_leave_memory_the_slower_one(name: str, folder: Path) -> None:
+    per_element = code_of(name, 4096, folder).everything.total() / THREAD_ELEMENTS
+    print(f"{name}: {per_element:.1f} instructions an element, limit {LIMITS[name]}")
+    assert per_element <= LIMITS[name]
+
+
+# Bytes of a thread's 16 elements: bfloat16 are 32, codes 16.
+READ = {"forward": 32 * 4, "backward": 32 * 3 + 16, "output": 32 * 2 + 16}
+WRITTEN = {"forward": 32 * 2 + 16, "backward": 32 + 2 * 64, "output": 32}
+
+
+# Four bytes or less a thread: factors, headers, and the seed, which is eight.
+MOST_NARROW = 4
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_rows_and_codes_move_16_bytes_at_a_time(name: str, folder: Path) -> None:
+    everything = code_of(name, 4096, folder).everything
+    assert 16 * everything["LDG.E.128"] == READ[name]
+    assert 16 * everything["STG.E.128"] == WRITTEN[name]
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_groups_beyond_a_row_are_masked_whole(name: str, folder: Path) -> None:
+    """Masked element by element, each of a thread's 16 would be an access of its own."""
+    everything = code_of(name, 5120, folder).everything
+    for access in ("LDG", "STG"):
+        narrow = {
+            op: n for op, n in everything.items() if op.startswith(access) and "128" not in op
+        }
+        assert sum(narrow.values()) <= MOST_NARROW, narrow
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden"),
+    [("forward", 16384), ("backward", 8192), ("backward", 16384), ("sums", 16384)],
+)
+def test_longest_rows_are_not_kept_in_local_memory(name: str, hidden: int, folder: Path) -> None:
+    everything = code_of(name, hidden, folder).everything
+    assert not [op for op in everything if op.split(".")[0] in ("LDL", "STL")]

@@ -1,0 +1,233 @@
+"""Launch the kernels of elementwise functions, of dropout and of cross entropy.
+
+As launch.py: the functions trust their arguments (contiguous tensors of one type, on one device),
+enqueue on the current stream, allocate nothing, never wait, can be captured in a CUDA graph, and
+may be called from any thread. What is packed has a layout of 8 bits; a layout of None is a tensor
+that is kept as it is, or not at all. Importing this module does not import triton.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from vramx.kernels.launch import Plan, _on
+from vramx.kernels.layout import Layout
+
+_WARPS = 4
+_THREADS = 32 * _WARPS
+# Elements of a thread. 16 codes are one access of 16 bytes; twice as many share what noise and
+# scales cost once a group, and a backward kernel has little of that and more to hold.
+_ELEMENTS = 16
+_ELEMENTS_WITH_PACKING = 32
+_MASK_BYTES_OF_PROGRAM = 512
+_UNPACKED_GROUP = 128
+_DROPOUT_COLUMNS = 128
+_LOSS_WARPS = 8
+_LOSS_LANES = 32 * _LOSS_WARPS * 2  # of 8 logits each, 16 a thread
+
+
+class Noise(NamedTuple):
+    """Seed and epoch on the device, and the number of a stream for each tensor to be packed."""
+
+    state: Tensor
+    streams: tuple[int, ...]
+
+
+class LossOptions(NamedTuple):
+    """What one call of the loss does beside its tensors."""
+
+    ignored: int
+    smoothing: float
+    cap: float | None
+
+
+def activation(
+    x: Tensor, y: Tensor, buffer: Tensor, layout: Layout | None, kind: str, noise: Noise | None
+) -> None:
+    """Write y = act(x) and, with a layout, the packed x."""
+    if x.numel():
+        plan = tile_plan("activation", kind, layout, noise is not None)
+        state, (stream,) = noise or (x, (0,))
+        with _on(x):
+            plan.kernel[_grid(x, plan)](
+                x, y, buffer, state, x.numel(), stream, **plan.constants
+            )  # fmt: skip
+
+
+def activation_backward(
+    dy: Tensor, kept: Tensor, dx: Tensor, y: Tensor | None, layout: Layout | None, kind: str
+) -> None:
+    """Write dx and, where it is given, y = act(x); y may be dy."""
+    if dy.numel():
+        plan = tile_plan("activation_backward", kind, layout, y is not None)
+        with _on(dy):
+            plan.kernel[_grid(dy, plan)](
+                dy, kept, dx, dy if y is None else y, dy.numel(), **plan.constants
+            )
+
+
+def glu(
+    inputs: tuple[Tensor, Tensor],
+    z: Tensor,
+    buffers: tuple[Tensor, Tensor],
+    layout: Layout | None,
+    kind: str,
+    noise: Noise | None,
+) -> None:
+    """Write z = act(gate) * up and, with a layout, the packed gate and up."""
+    if z.numel():
+        plan = tile_plan("glu", kind, layout, noise is not None)
+        state, streams = noise or (z, (0, 0))
+        with _on(z):
+            plan.kernel[_grid(z, plan)](
+                *inputs, z, *buffers, state, z.numel(), *streams, **plan.constants
+            )
+
+
+def glu_backward(
+    dz: Tensor,
+    kept: tuple[Tensor, Tensor],
+    outputs: tuple[Tensor, Tensor],
+    z: Tensor | None,
+    layout: Layout | None,
+    kind: str,
+) -> None:
+    """Write dgate and dup and, where it is given, z; z may be dz."""
+    if dz.numel():
+        plan = tile_plan("glu_backward", kind, layout, z is not None)
+        with _on(dz):
+            plan.kernel[_grid(dz, plan)](
+                dz, *kept, *outputs, dz if z is None else z, dz.numel(), **plan.constants
+            )
+
+
+def relu(x: Tensor, y: Tensor, bits: Tensor) -> None:
+    """Write y = max(x, 0) and a bit an element: whether its gradient passes."""
+    if x.numel():
+        plan = relu_plan("relu_kernel")
+        with _on(x):
+            plan.kernel[_grid(x, plan)](x, y, bits, x.numel(), **plan.constants)
+
+
+def relu_backward(dy: Tensor, bits: Tensor, dx: Tensor) -> None:
+    """Write dx = dy where its bit is set, else 0."""
+    if dy.numel():
+        plan = relu_plan("relu_backward_kernel")
+        with _on(dy):
+            plan.kernel[_grid(dy, plan)](dy, bits, dx, dy.numel(), **plan.constants)
+
+
+def dropout(x: Tensor, residual: Tensor | None, y: Tensor, key: Tensor, kept: int) -> None:
+    """Write y: x * 65536 / kept where a value of the key's noise is below `kept`, plus residual."""
+    if x.numel():
+        plan = dropout_plan(residual is not None)
+        scale = 65536.0 / kept if kept else 0.0
+        with _on(x):
+            plan.kernel[_grid(x, plan)](
+                x, x if residual is None else residual, y, key, x.numel(), 0, kept, scale,
+                **plan.constants,
+            )  # fmt: skip
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    options: LossOptions,
+    gradient: Tensor | bool,
+) -> None:
+    """Write the loss of each row and, unless `gradient` is False, its gradient over the logits.
+
+    gradient: True, or fp32 factors of the rows' gradients.
+    """
+    if logits.numel():
+        plan = loss_plan(options.cap is not None, options.smoothing != 0.0, _mode(gradient))
+        weights = gradient if isinstance(gradient, Tensor) else losses
+        with _on(logits):
+            plan.kernel[(logits.shape[0],)](
+                logits, targets, losses, weights, logits.stride(0), logits.shape[1],
+                options.ignored, options.smoothing, options.cap or 1.0, **plan.constants,
+            )  # fmt: skip
+
+
+def _mode(gradient: Tensor | bool) -> str:
+    if isinstance(gradient, Tensor):
+        return "weighted"
+    return "gradient" if gradient else "loss"
+
+
+@lru_cache(maxsize=16)
+def loss_plan(capped: bool, smoothed: bool, mode: str) -> Plan:
+    """Return how cross entropy is launched; `mode` is "loss", "gradient" or "weighted"."""
+    from vramx.kernels.cross_entropy import cross_entropy_kernel
+
+    constants = {
+        "LANES": _LOSS_LANES,
+        "CAPPED": capped,
+        "SMOOTHED": smoothed,
+        "GRADIENT": mode != "loss",
+        "WEIGHTED": mode == "weighted",
+        "num_warps": _LOSS_WARPS,
+    }
+    return Plan(cross_entropy_kernel, 8 * _LOSS_LANES, constants)
+
+
+def tile_plan(name: str, kind: str, layout: Layout | None, option: bool) -> Plan:
+    """Return how a kernel of groups is launched; `option` is noise, or backward the value."""
+    form = None if layout is None else (layout.group_size, layout.symmetric)
+    return _tile_plan(name, kind, form, option)
+
+
+@lru_cache(maxsize=256)
+def _tile_plan(name: str, kind: str, form: tuple[int, bool] | None, option: bool) -> Plan:
+    from vramx.kernels import activation, glu
+
+    group, symmetric = form or (_UNPACKED_GROUP, True)
+    backward = name.endswith("backward")
+    packing = form is not None and not backward
+    elements = _ELEMENTS_WITH_PACKING if packing else _ELEMENTS
+    rows = max(1, _THREADS * elements // group)
+    constants: dict[str, Any] = {
+        "KIND": kind,
+        "BITS": 0 if form is None else 8,
+        "GROUP": group,
+        "ROWS": rows,
+        "TAIL_ROWS": max(1, rows // 4),
+        "SYMMETRIC": symmetric,
+        "WITH_VALUE" if backward else "STOCHASTIC": option,
+        "num_warps": _WARPS,
+    }
+    module = glu if name.startswith("glu") else activation
+    return Plan(getattr(module, f"{name}_kernel"), rows * group, constants)
+
+
+@lru_cache(maxsize=2)
+def relu_plan(name: str) -> Plan:
+    """Return how one of the two kernels of ReLU is launched."""
+    from vramx.kernels import activation
+
+    constants = {"BYTES": _MASK_BYTES_OF_PROGRAM, "num_warps": _WARPS}
+    return Plan(getattr(activation, name), 8 * _MASK_BYTES_OF_PROGRAM, constants)
+
+
+@lru_cache(maxsize=2)
+def dropout_plan(adds: bool) -> Plan:
+    """Return how dropout is launched, with a residual or without."""
+    from vramx.kernels.dropout import dropout_kernel
+
+    rows = _THREADS * _ELEMENTS_WITH_PACKING // _DROPOUT_COLUMNS
+    constants = {
+        "ROWS": rows,
+        "TAIL_ROWS": rows // 4,
+        "COLS": _DROPOUT_COLUMNS,
+        "ADD": adds,
+        "num_warps": _WARPS,
+    }
+    return Plan(dropout_kernel, rows * _DROPOUT_COLUMNS, constants)
+
+
+def _grid(tensor: Tensor, plan: Plan) -> tuple[int]:
+    return (-(-tensor.numel() // plan.tile),)

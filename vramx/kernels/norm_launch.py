@@ -1,0 +1,238 @@
+"""Launch the kernels of the norms: their tiles and grids, on the tensors' device.
+
+As launch.py: the functions trust their arguments, enqueue on the device's current stream, and never
+wait; any thread. All tensors are contiguous and [rows, hidden], but for vectors of [hidden] and of
+[rows]; None is what its kernel may do without. norm_backward() allocates the programs' shares of
+the sums, `programs * hidden` floats each; nothing else allocates. Importing this module does not
+import triton.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vramx.kernels.launch import _on
+
+# A row is held in registers: a longer one would be spilled to memory.
+LONGEST_ROW = 16384
+# The block number of the noise's counter then fits a word, so a tile never carries into the next.
+MOST_PACKED = 1 << 35
+_ELEMENTS = 16  # of a thread: one access of 16 bytes of codes
+_MOST_WARPS = 16
+_LONGEST_SUMMED = _ELEMENTS * 32 * _MOST_WARPS
+_SMALLEST_TILE = 2048
+_WARPS_OF_MULTIPROCESSOR = 16  # of the backward kernel, whose programs go on to further rows
+_WIDEST_GROUP = 128  # where the format does not say
+_SUM_ROWS, _SUM_COLUMNS = 32, 32
+
+
+class Plan(NamedTuple):
+    """The tile of a kernel for rows of one length."""
+
+    rows: int
+    constants: dict[str, Any]
+
+    @property
+    def sums_apart(self) -> bool:
+        """Whether the sums over rows would not fit the registers of the backward kernel."""
+        return int(self.constants["GROUP"] * self.constants["GROUPS"]) > _LONGEST_SUMMED
+
+    def grid(self, rows: int) -> int:
+        return -(-rows // self.rows)
+
+
+class Kept(NamedTuple):
+    """What is kept of the rows: their normalised form and its factor."""
+
+    buffer: Tensor  # packed if group_size, else [rows, hidden] of the type of x
+    rstd: Tensor | None
+    group_size: int
+
+
+class Noise(NamedTuple):
+    """Where stochastic rounding gets its noise: seed and epoch (None: nearest), and the stream."""
+
+    state: Tensor | None
+    stream: int
+
+
+class Affine(NamedTuple):
+    """What is multiplied and added after normalising."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+class Shares(NamedTuple):
+    """Where the gradients of weight and bias go, each None if it is not asked for."""
+
+    dweight: Tensor | None
+    dbias: Tensor | None
+
+
+def packs(hidden: int, numel: int, group_size: int) -> bool:
+    """Tell whether norm_forward() can pack: groups must not straddle rows."""
+    return hidden % group_size == 0 and numel <= MOST_PACKED
+
+
+def norm_forward(
+    sources: tuple[Tensor, Tensor | None],
+    affine: Affine,
+    outputs: tuple[Tensor, Tensor | None],
+    kept: Kept | None,
+    how: tuple[float, bool, Noise],
+) -> None:
+    """Write y, the sum and what is kept.
+
+    Args:
+        sources: x and the residual, of one type.
+        outputs: y, of any type, and x + residual where there is one.
+        how: eps, whether the mean is subtracted, and the noise of packing.
+    """
+    from vramx.kernels.norm import norm_forward_kernel
+
+    x, residual = sources
+    y, total = outputs
+    eps, centred, noise = how
+    rows, hidden = x.shape
+    if not rows:
+        return
+    group_size = kept.group_size if kept else 0
+    plan = tile_plan(hidden, group_size)
+    buffer, rstd = (None, None) if kept is None else (kept.buffer, kept.rstd)
+    with _on(x):
+        norm_forward_kernel[(plan.grid(rows),)](
+            x, residual, *affine, y, total, buffer, rstd, noise.state, rows, noise.stream, eps,
+            CENTRED=centred, PACKED=group_size > 0, STOCHASTIC=noise.state is not None,
+            **plan.constants,
+        )  # fmt: skip
+
+
+def norm_output(kept: Kept, affine: Affine, y: Tensor) -> None:
+    """Write the norm's output again."""
+    from vramx.kernels.norm import norm_output_kernel
+
+    rows, hidden = y.shape
+    if rows:
+        plan = tile_plan(hidden, kept.group_size)
+        with _on(y):
+            norm_output_kernel[(plan.grid(rows),)](
+                kept.buffer, *affine, y, rows, PACKED=kept.group_size > 0, **plan.constants
+            )
+
+
+def norm_backward(
+    gradients: tuple[Tensor, Tensor | None],
+    weight: Tensor | None,
+    kept: Kept,
+    dx: Tensor,
+    shares: tuple[Shares, bool],
+) -> None:
+    """Write dx, and the gradients of weight and bias, of their own types.
+
+    Args:
+        gradients: of y, and of the sum.
+        shares: where the sums go, and whether the mean was subtracted. Their rounding errors do
+            not change from run to run on one kind of device.
+    """
+    from vramx.kernels.norm import norm_backward_kernel
+
+    wanted, centred = shares
+    rows, hidden = dx.shape
+    if not rows:
+        for vector in wanted:
+            if vector is not None:
+                vector.zero_()
+        return
+    plan = tile_plan(hidden, kept.group_size)
+    programs = min(plan.grid(rows), _programs(dx.device, plan.constants["num_warps"]))
+    partial = [None, None] if plan.sums_apart else _partial(wanted, programs, hidden)
+    with _on(dx):
+        norm_backward_kernel[(programs,)](
+            *gradients, weight, kept.buffer, kept.rstd, dx, *partial, rows,
+            CENTRED=centred, PACKED=kept.group_size > 0, **plan.constants,
+        )  # fmt: skip
+        if plan.sums_apart:
+            partial = _sums_apart(gradients[0], kept, wanted)
+        for share, vector in zip(partial, wanted, strict=True):
+            if share is not None and vector is not None:
+                _column_sums(share, vector)
+
+
+def _partial(wanted: Shares, programs: int, hidden: int) -> list[Tensor | None]:
+    return [
+        None if vector is None else vector.new_empty((programs, hidden), dtype=torch.float32)
+        for vector in wanted
+    ]
+
+
+def _sums_apart(dy: Tensor, kept: Kept, wanted: Shares) -> list[Tensor | None]:
+    """Return the shares of the sums, made by a second pass over dy and what was kept."""
+    from vramx.kernels.norm import norm_sums_kernel
+
+    rows, hidden = dy.shape
+    constants = sums_apart_constants(hidden, kept.group_size)
+    columns = -(-hidden // constants["GROUP"])
+    most = -(-_programs(dy.device, constants["num_warps"]) // columns)
+    programs = min(-(-rows // constants["ROWS"]), most)
+    partial = _partial(wanted, programs, hidden)
+    if any(share is not None for share in partial):
+        norm_sums_kernel[(columns, programs)](
+            dy, kept.buffer, *partial, rows, PACKED=kept.group_size > 0, **constants
+        )
+    return partial
+
+
+def _column_sums(shares: Tensor, out: Tensor) -> None:
+    from vramx.kernels.norm import column_sums_kernel
+
+    programs, hidden = shares.shape
+    column_sums_kernel[(-(-hidden // _SUM_COLUMNS),)](
+        shares, out, programs, HIDDEN=hidden, **sums_constants()
+    )
+
+
+def sums_apart_constants(hidden: int, group_size: int) -> dict[str, Any]:
+    """Return the tile of the kernel that makes the shares apart."""
+    group = tile_plan(hidden, group_size).constants["GROUP"]
+    rows = max(1, _SMALLEST_TILE // group)
+    return {"HIDDEN": hidden, "GROUP": group, "ROWS": rows, "num_warps": 4}
+
+
+def sums_constants() -> dict[str, Any]:
+    """Return the tile of the kernel that adds the shares up."""
+    return {"ROWS": _SUM_ROWS, "COLUMNS": _SUM_COLUMNS, "num_warps": 4}
+
+
+@lru_cache(maxsize=256)
+def tile_plan(hidden: int, group_size: int) -> Plan:
+    """Return the tile of rows of `hidden` elements; `group_size` 0: nothing is packed."""
+    group = group_size or min(_power_of_two(hidden), _WIDEST_GROUP)
+    groups = _power_of_two(-(-hidden // group))
+    tile = group * groups
+    rows = max(1, _SMALLEST_TILE // tile) if tile == hidden else 1
+    warps = min(max(1, rows * tile // (32 * _ELEMENTS)), _MOST_WARPS)
+    constants = {
+        "HIDDEN": hidden,
+        "GROUP": group,
+        "GROUPS": groups,
+        "ROWS": rows,
+        "num_warps": warps,
+    }
+    return Plan(rows, constants)
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()
+
+
+@lru_cache(maxsize=64)
+def _programs(device: torch.device, warps: int) -> int:
+    if device.type != "cuda":
+        return 2
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return int(multiprocessors) * max(1, _WARPS_OF_MULTIPROCESSOR // warps)

@@ -1,0 +1,115 @@
+"""Device functions that pack a tile which is in registers, and unpack one into registers.
+
+For kernels that compute what they keep: ROWS groups of GROUP elements in flat order, 8 bits, with
+the bytes that quantize.py would write for the same values and the same noise. The callers' tiles
+follow each other; one that is not full is MASKED, and what it loads beyond its end is its last
+element once more, which changes no minimum and no maximum. Pure device code; nothing is launched.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vramx.kernels.headers import (
+    asymmetric_header,
+    decode,
+    header_pointer,
+    load_scale,
+    magnitude_key,
+    symmetric_header,
+)
+from vramx.kernels.noise import code_bits, rounding_noise
+
+
+@triton.jit
+def tile_offsets(ROWS: tl.constexpr, GROUP: tl.constexpr):
+    """Return int32[ROWS, GROUP]: the places of a tile's elements, counted from its first."""
+    return tl.arange(0, ROWS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+
+
+@triton.jit
+def load_tile(x_ptr, left, ROWS: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr):
+    """Return fp32[ROWS, GROUP] from a pointer to the tile's first element."""
+    offsets = tile_offsets(ROWS, GROUP)
+    source = tl.minimum(offsets, left - 1) if MASKED else offsets
+    return tl.load(x_ptr + source).to(tl.float32)
+
+
+@triton.jit
+def store_tile(x_ptr, x, left, ROWS: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr):
+    """Write fp32[ROWS, GROUP] in the type of x_ptr, which points to the tile's first element."""
+    offsets = tile_offsets(ROWS, GROUP)
+    inside = offsets < left if MASKED else None
+    tl.store(x_ptr + offsets, x.to(x_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def pack_tile(
+    x,
+    buffer_ptr,
+    seed_ptr,
+    stream,
+    numel,
+    first,
+    left,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Write the codes and headers of the tile that begins with element `first` (int64) of numel.
+
+    x: fp32[ROWS, GROUP]. buffer_ptr: uint8 [Layout.buffer_bytes] of the whole tensor. seed_ptr:
+    int64[2]; any pointer unless STOCHASTIC. left: elements that are to be written, if MASKED.
+    """
+    rows = tl.arange(0, ROWS)
+    filled = rows * GROUP < left if MASKED else None
+    header_ptr = header_pointer(buffer_ptr, numel, first, GROUP, 8, SYMMETRIC)
+    if SYMMETRIC:
+        scale, inverse = symmetric_header(tl.max(magnitude_key(x), 1), 127)
+        tl.store(header_ptr + rows, (scale >> 16).to(tl.int16), mask=filled)
+    else:
+        signed = x.to(tl.int32, bitcast=True)
+        unsigned = x.to(tl.uint32, bitcast=True)
+        scale, inverse, low = asymmetric_header(
+            tl.max(signed, 1), tl.max(unsigned, 1), tl.min(unsigned, 1), 255
+        )
+        tl.store(header_ptr + rows, (scale >> 16) | low, mask=filled)
+        x = x - low.to(tl.float32, bitcast=True)[:, None]
+    quotient = x * inverse[:, None]
+    if STOCHASTIC:
+        quotient += rounding_noise(seed_ptr, stream, first // 8, ROWS, GROUP)
+    codes = code_bits(quotient)
+    offsets = tile_offsets(ROWS, GROUP)
+    if MASKED:
+        codes = tl.where(offsets < left, codes, 0)
+        mask = (rows * GROUP < left)[:, None]
+        tl.store(buffer_ptr + first + offsets, codes.to(tl.uint8), mask=mask)
+    else:
+        tl.store(buffer_ptr + first + offsets, codes.to(tl.uint8))
+
+
+@triton.jit
+def unpack_tile(
+    buffer_ptr,
+    numel,
+    first,
+    left,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Return fp32[ROWS, GROUP], what pack_tile wrote; what lies beyond the end is 0."""
+    rows = tl.arange(0, ROWS)
+    offsets = tile_offsets(ROWS, GROUP)
+    inside = offsets < left if MASKED else None
+    filled = rows * GROUP < left if MASKED else None
+    codes = tl.load(buffer_ptr + first + offsets, mask=inside)
+    if SYMMETRIC:
+        codes = codes.to(tl.int8, bitcast=True)
+    header_ptr = header_pointer(buffer_ptr, numel, first, GROUP, 8, SYMMETRIC)
+    scale, low = load_scale(header_ptr, rows, filled, SYMMETRIC)
+    return decode(codes.to(tl.float32), scale[:, None], low[:, None], SYMMETRIC)

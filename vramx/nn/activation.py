@@ -1,0 +1,310 @@
+"""Activation functions that keep their input packed, alone or with the Linear that follows.
+
+`gelu` and `silu` keep x in 8 or 4 bits, where torch keeps x. A Linear
+behind them would keep act(x) as well: `gelu_linear` and `silu_linear` keep the packed x only and
+compute act(x) again in the backward kernel, in the pass that makes dx. The operators are opaque to
+torch.compile and have fake implementations. No state; any thread; nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+
+from vramx.compression.config import Compression
+from vramx.errors import InvalidValueError
+from vramx.kernels import elementwise_launch
+from vramx.nn import keeping
+from vramx.nn import reference_elementwise as reference
+
+APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
+
+
+def gelu(x: Tensor, approximate: str = "none", *, keep: Compression | None = None) -> Tensor:
+    """Apply GELU and keep x packed.
+
+    Args:
+        x: bfloat16, float16, float32 or float64, any shape.
+        approximate: "none" or "tanh", as torch's.
+        keep: how x is kept: None is 8 bits; with enabled=False as it is.
+
+    Raises:
+        InvalidValueError: `x` is no such tensor, or `approximate` no such word.
+
+    Memory: keeps 1.016 bytes an element at 8 bits, 0.5625 at 4.
+    Sync: none.
+    Error bound: the result is exact to rounding. dx = dy * gelu'(x + e), |e| below the step of x's
+        group (see vramx/compression/codec.py) and of mean zero; |gelu''| < 0.8.
+
+    Example:
+        >>> gelu(torch.zeros(3))
+        tensor([0., 0., 0.])
+    """
+    return _activate(x, kind_of(approximate), keep)
+
+
+def silu(x: Tensor, *, keep: Compression | None = None) -> Tensor:
+    """Apply x * sigmoid(x) and keep x packed; see `gelu`. |silu''| <= 0.5.
+
+    Example:
+        >>> silu(torch.zeros(3))
+        tensor([0., 0., 0.])
+    """
+    return _activate(x, "silu", keep)
+
+
+def gelu_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    approximate: str = "none",
+    *,
+    keep: Compression | None = None,
+) -> Tensor:
+    """Return gelu(x) weight^T + bias and keep only x, packed.
+
+    Args:
+        x: (..., inputs), floating.
+        weight: (outputs, inputs).
+        bias: (outputs,) or None.
+        approximate: "none" or "tanh".
+        keep: how x is kept: None is 8 bits; with enabled=False as it is.
+
+    Raises:
+        InvalidValueError: a tensor's type or shape, or `approximate`, is not accepted.
+
+    Memory: keeps the packed x and refers to weight; temporary in backward: x's size, which holds
+        first the gradient of gelu(x) and then gelu(x).
+    Sync: none.
+
+    Example:
+        >>> gelu_linear(torch.zeros(2, 3), torch.ones(4, 3)).shape
+        torch.Size([2, 4])
+    """
+    return _activate_linear(x, weight, bias, kind_of(approximate), keep)
+
+
+def silu_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    keep: Compression | None = None,
+) -> Tensor:
+    """Return silu(x) weight^T + bias and keep only x, packed; see `gelu_linear`.
+
+    Example:
+        >>> silu_linear(torch.zeros(2, 3), torch.ones(4, 3)).shape
+        torch.Size([2, 4])
+    """
+    return _activate_linear(x, weight, bias, "silu", keep)
+
+
+def kind_of(approximate: str) -> str:
+    """Return the kernels' word for an approximation of GELU."""
+    if approximate not in APPROXIMATIONS:
+        raise InvalidValueError(
+            f"approximate {approximate!r} is not accepted; accepted are 'none' and 'tanh'"
+        )
+    return APPROXIMATIONS[approximate]
+
+
+def _activate(x: Tensor, kind: str, keep: Compression | None) -> Tensor:
+    keeping.check_floats(x=x)
+    form = keeping.form_of(keep, x)
+    form[4] = keeping.order_of(x)
+    y: Tensor = _activation(x, kind, form)[0]
+    return y
+
+
+def _activate_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, keep: Compression | None
+) -> Tensor:
+    keeping.check_floats(x=x, weight=weight, bias=bias)
+    keeping.check_linear(x, weight, bias)
+    bias, (x, weight) = keeping.cast_for_linear(bias, x, weight)
+    inputs = [tensor for tensor in (x, weight, bias) if tensor is not None]
+    y: Tensor = _activation_linear(x, weight, bias, kind, keeping.form_of(keep, *inputs))[0]
+    return y
+
+
+# -- The function ----------------------------------------------------------------------------------
+
+
+@torch.library.custom_op(
+    "vramx::activation",
+    mutates_args=(),
+    schema="(Tensor x, str kind, int[] form) -> (Tensor, Tensor)",
+)
+def _activation(x: Tensor, kind: str, form: Sequence[int]) -> tuple[Tensor, Tensor]:
+    return _forward_pass(x, kind, form)
+
+
+def _forward_pass(x: Tensor, kind: str, form: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return act(x) and the packed x."""
+    x = x.contiguous(memory_format=keeping.ORDERS[form[4]])
+    if not keeping.served(x):
+        return reference.activation(x, kind), keeping.pack(x, form)
+    y = torch.empty_like(x)
+    layout = keeping.fused_layout(x.numel(), form)
+    if layout is None:
+        elementwise_launch.activation(x, y, x, None, kind, None)
+        return y, keeping.pack(x, form)
+    buffer = keeping.empty_pack(x, form)
+    elementwise_launch.activation(x, y, buffer, layout, kind, keeping.draw(x.device, form, 1))
+    return y, buffer
+
+
+@_activation.register_fake
+def _(x: Tensor, _kind: str, form: Sequence[int]) -> tuple[Tensor, Tensor]:
+    return keeping.dense_like(x, form[4]), keeping.empty_pack(x, form)
+
+
+@torch.library.custom_op(
+    "vramx::activation_backward",
+    mutates_args=(),
+    schema="(Tensor dy, Tensor kept, str kind, int[] form) -> Tensor",
+)
+def _activation_backward(dy: Tensor, kept: Tensor, kind: str, form: Sequence[int]) -> Tensor:
+    dy = dy.contiguous(memory_format=keeping.ORDERS[form[4]])
+    dx, _ = _backward_pass(dy, kept, kind, form, with_value=False)
+    return dx
+
+
+@_activation_backward.register_fake
+def _(dy: Tensor, _kept: Tensor, _kind: str, form: Sequence[int]) -> Tensor:
+    return keeping.dense_like(dy, form[4])
+
+
+def _backward_pass(
+    dy: Tensor, kept: Tensor, kind: str, form: Sequence[int], *, with_value: bool
+) -> tuple[Tensor, Tensor]:
+    """Return dx and, where wanted, act(x); that is written over dy, which must be dense."""
+    if not keeping.served(dy):
+        computed = reference.wide(dy)
+        x = keeping.unpack(kept, dy.shape, form, computed.dtype)
+        dx = reference.activation_backward(computed, x, kind).to(dy.dtype)
+        return dx, reference.activation(x, kind).to(dy.dtype) if with_value else dy
+    layout = keeping.fused_layout(dy.numel(), form)
+    if layout is None:
+        x = keeping.unpack(kept, dy.shape, form, dy.dtype)
+        kept = x.contiguous(memory_format=keeping.ORDERS[form[4]])
+    dx = torch.empty_like(dy)
+    elementwise_launch.activation_backward(dy, kept, dx, dy if with_value else None, layout, kind)
+    return dx, dy
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, ctx.kind, ctx.form = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.shape, ctx.dtype = x.shape, x.dtype
+    ctx.anchor = keeping.anchor_of(x)
+    ctx.save_for_backward(output[1] if ctx.form[0] else x)
+
+
+def _differentiate(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Tensor | None, None, None]:
+    if dy is None:
+        return None, None, None
+    (kept,) = ctx.saved_tensors
+    if not torch.is_grad_enabled():
+        return _activation_backward(dy, kept, ctx.kind, ctx.form), None, None
+    x = keeping.decoded(kept, ctx, ctx.anchor)
+    (dx,) = keeping.differentiable_gradients(lambda x: reference.activation(x, ctx.kind), (x,), dy)
+    return dx, None, None
+
+
+_activation.register_autograd(_differentiate, setup_context=_save)
+
+
+# -- With the Linear that follows ------------------------------------------------------------------
+
+
+@torch.library.custom_op(
+    "vramx::activation_linear",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? bias, str kind, int[] form) -> (Tensor, Tensor)",
+)
+def _activation_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, form: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    value, buffer = _forward_pass(x, kind, form)
+    return F.linear(value, weight, bias), buffer
+
+
+@_activation_linear.register_fake
+def _(
+    x: Tensor, weight: Tensor, _bias: Tensor | None, _kind: str, form: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(*x.shape[:-1], weight.shape[0]), keeping.empty_pack(x, form)
+
+
+@torch.library.custom_op(
+    "vramx::activation_linear_backward",
+    mutates_args=(),
+    schema="(Tensor dy, Tensor kept, Tensor weight, str kind, int[] form, bool[] needs) "
+    "-> (Tensor, Tensor, Tensor)",
+)
+def _activation_linear_backward(
+    dy: Tensor, kept: Tensor, weight: Tensor, kind: str, form: Sequence[int], needs: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = dy.reshape(-1, dy.shape[-1])
+    gradient = rows @ weight
+    dx, value = _backward_pass(gradient, kept, kind, form, with_value=needs[0])
+    dweight, dbias = weight_gradients(rows, value, needs)
+    return dx.view(*dy.shape[:-1], weight.shape[1]), dweight, dbias
+
+
+@_activation_linear_backward.register_fake
+def _(
+    dy: Tensor, _kept: Tensor, weight: Tensor, _kind: str, _form: Sequence[int],
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dx = dy.new_empty(*dy.shape[:-1], weight.shape[1])
+    return dx, *fake_weight_gradients(weight, needs)
+
+
+def weight_gradients(rows: Tensor, value: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a weight and a bias; an empty tensor for one that is not needed."""
+    dweight = rows.t() @ value if needs[0] else rows.new_empty(0)
+    dbias = rows.sum(0) if needs[1] else rows.new_empty(0)
+    return dweight, dbias
+
+
+def fake_weight_gradients(weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Tensor]:
+    """Return tensors of the shapes that weight_gradients gives."""
+    dweight = weight.new_empty(weight.shape if needs[0] else 0)
+    return dweight, weight.new_empty(weight.shape[0] if needs[1] else 0)
+
+
+def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, bias, ctx.kind, ctx.form = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.shape, ctx.dtype = x.shape, x.dtype
+    ctx.anchor = keeping.anchor_of(x)
+    ctx.save_for_backward(output[1] if ctx.form[0] else x, weight, bias)
+
+
+def _differentiate_linear(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Any, ...]:
+    if dy is None:
+        return (None,) * 5
+    kept, weight, bias = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[1:3])
+    if not torch.is_grad_enabled():
+        dx, dweight, dbias = _activation_linear_backward(
+            dy, kept, weight, ctx.kind, ctx.form, needs
+        )
+        return dx, dweight if needs[0] else None, dbias if needs[1] else None, None, None
+    x = keeping.decoded(kept, ctx, ctx.anchor)
+    gradients = keeping.differentiable_gradients(
+        lambda x, w, b: F.linear(reference.activation(x, ctx.kind), w, b), (x, weight, bias), dy
+    )
+    return *gradients, None, None
+
+
+_activation_linear.register_autograd(_differentiate_linear, setup_context=_save_linear)

@@ -1,0 +1,320 @@
+"""Gated linear units that keep gate and up packed, alone or with the down projection.
+
+torch keeps gate, up, act(gate) and, for the Linear that follows, z = act(gate) * up: 8 bytes an
+element in bfloat16. `swiglu` and `geglu` keep gate and up at 1.016 bytes each; the Linear behind
+them still keeps z. `glu_linear` is both in one operator: it keeps the two packed tensors only, and
+its backward kernel decodes them, makes dgate and dup, and z again for the weight's gradient, all in
+one pass. Each tensor has its own stream of noise. No state; any thread; nothing waits for the
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+
+from vramx.compression.config import Compression
+from vramx.errors import InvalidValueError
+from vramx.kernels import elementwise_launch
+from vramx.nn import keeping
+from vramx.nn import reference_elementwise as reference
+from vramx.nn.activation import fake_weight_gradients, kind_of, weight_gradients
+
+Pair = tuple[Tensor, Tensor]
+
+
+def swiglu(gate: Tensor, up: Tensor, *, keep: Compression | None = None) -> Tensor:
+    """Return silu(gate) * up and keep both packed.
+
+    Args:
+        gate: bfloat16, float16, float32 or float64, any shape.
+        up: the same shape.
+        keep: how both are kept: None is 8 bits; with enabled=False as they are.
+
+    Raises:
+        InvalidValueError: the types or the shapes are not accepted.
+
+    Memory: keeps 2.03 bytes an element at 8 bits. A tensor that is not contiguous, such as half of
+        a wider one, is copied for the time of the call.
+    Sync: none.
+    Error bound: the result is exact to rounding. dup = dz * silu(gate + e) and dgate =
+        dz * (up + e') * silu'(gate + e), e and e' independent, each below the step of its group
+        (see vramx/compression/codec.py) and of mean zero.
+
+    Example:
+        >>> swiglu(torch.zeros(3), torch.ones(3))
+        tensor([0., 0., 0.])
+    """
+    return _gate(gate, up, "silu", keep)
+
+
+def geglu(
+    gate: Tensor,
+    up: Tensor,
+    approximate: str = "none",
+    *,
+    keep: Compression | None = None,
+) -> Tensor:
+    """Return gelu(gate) * up and keep both packed; see `swiglu`.
+
+    Args:
+        gate: floating, any shape.
+        up: the same shape.
+        approximate: "none" or "tanh".
+        keep: how both are kept.
+
+    Example:
+        >>> geglu(torch.zeros(3), torch.ones(3), "tanh")
+        tensor([0., 0., 0.])
+    """
+    return _gate(gate, up, kind_of(approximate), keep)
+
+
+def glu_linear(
+    gate: Tensor,
+    up: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    keep: Compression | None = None,
+) -> Tensor:
+    """Return (act(gate) * up) weight^T + bias and keep only gate and up, packed.
+
+    Args:
+        gate: (..., inputs), floating.
+        up: the same shape.
+        weight: (outputs, inputs): the down projection.
+        bias: (outputs,) or None.
+        activation: "silu", "gelu" or "gelu_tanh".
+        keep: how gate and up are kept: None is 8 bits; with enabled=False as they are.
+
+    Raises:
+        InvalidValueError: a type, a shape or `activation` is not accepted.
+
+    Memory: keeps the two packed tensors and refers to weight; temporary in backward: one tensor of
+        gate's size, which holds first the gradient of z and then z.
+    Sync: none.
+
+    Example:
+        >>> glu_linear(torch.zeros(2, 3), torch.ones(2, 3), torch.ones(4, 3)).shape
+        torch.Size([2, 4])
+    """
+    if activation not in reference.KINDS:
+        raise InvalidValueError(
+            f"activation {activation!r} is not accepted; accepted are 'silu', 'gelu' and "
+            "'gelu_tanh'"
+        )
+    keeping.check_floats(gate=gate, up=up, weight=weight, bias=bias)
+    keeping.check_same_shape("gate", gate, "up", up)
+    keeping.check_linear(gate, weight, bias)
+    bias, (gate, up, weight) = keeping.cast_for_linear(bias, gate, up, weight)
+    gate, up = keeping.cast_to_common(gate, up)
+    inputs = [tensor for tensor in (gate, up, weight, bias) if tensor is not None]
+    form = keeping.form_of(keep, *inputs)
+    y: Tensor = _glu_linear(gate, up, weight, bias, activation, form)[0]
+    return y
+
+
+def _gate(gate: Tensor, up: Tensor, kind: str, keep: Compression | None) -> Tensor:
+    keeping.check_floats(gate=gate, up=up)
+    keeping.check_same_shape("gate", gate, "up", up)
+    gate, up = keeping.cast_to_common(gate, up)
+    z: Tensor = _glu(gate, up, kind, keeping.form_of(keep, gate, up))[0]
+    return z
+
+
+# -- The product -----------------------------------------------------------------------------------
+
+
+@torch.library.custom_op(
+    "vramx::glu",
+    mutates_args=(),
+    schema="(Tensor gate, Tensor up, str kind, int[] form) -> (Tensor, Tensor, Tensor)",
+)
+def _glu(gate: Tensor, up: Tensor, kind: str, form: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    return _forward_pass(gate, up, kind, form)
+
+
+def _forward_pass(
+    gate: Tensor, up: Tensor, kind: str, form: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return z and the two packs."""
+    gate, up = gate.contiguous(), up.contiguous()
+    if not keeping.served(gate):
+        return reference.glu(gate, up, kind), keeping.pack(gate, form), keeping.pack(up, form)
+    z = torch.empty_like(gate)
+    layout = keeping.fused_layout(gate.numel(), form)
+    if layout is None:
+        elementwise_launch.glu((gate, up), z, (gate, up), None, kind, None)
+        return z, keeping.pack(gate, form), keeping.pack(up, form)
+    buffers = keeping.empty_pack(gate, form), keeping.empty_pack(up, form)
+    noise = keeping.draw(gate.device, form, 2)
+    elementwise_launch.glu((gate, up), z, buffers, layout, kind, noise)
+    return z, *buffers
+
+
+@_glu.register_fake
+def _(gate: Tensor, up: Tensor, _kind: str, form: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    packs = keeping.empty_pack(gate, form), keeping.empty_pack(up, form)
+    return gate.new_empty(gate.shape), *packs
+
+
+@torch.library.custom_op(
+    "vramx::glu_backward",
+    mutates_args=(),
+    schema="(Tensor dz, Tensor gate, Tensor up, str kind, int[] form) -> (Tensor, Tensor)",
+)
+def _glu_backward(dz: Tensor, gate: Tensor, up: Tensor, kind: str, form: Sequence[int]) -> Pair:
+    gradients, _ = _backward_pass(dz.contiguous(), (gate, up), kind, form, with_value=False)
+    return gradients
+
+
+@_glu_backward.register_fake
+def _(dz: Tensor, _gate: Tensor, _up: Tensor, _kind: str, _form: Sequence[int]) -> Pair:
+    return dz.new_empty(dz.shape), dz.new_empty(dz.shape)
+
+
+def _backward_pass(
+    dz: Tensor, kept: Pair, kind: str, form: Sequence[int], *, with_value: bool
+) -> tuple[Pair, Tensor]:
+    """Return dgate, dup and, where wanted, z; that is written over dz, which must be contiguous."""
+    if not keeping.served(dz):
+        computed = reference.wide(dz)
+        gate, up = (keeping.unpack(each, dz.shape, form, computed.dtype) for each in kept)
+        dgate, dup, z = reference.glu_backward(computed, gate, up, kind)
+        return (dgate.to(dz.dtype), dup.to(dz.dtype)), z.to(dz.dtype)
+    layout = keeping.fused_layout(dz.numel(), form)
+    if layout is None:
+        gate, up = (keeping.unpack(each, dz.shape, form, dz.dtype).contiguous() for each in kept)
+        kept = gate, up
+    gradients = torch.empty_like(dz), torch.empty_like(dz)
+    elementwise_launch.glu_backward(dz, kept, gradients, dz if with_value else None, layout, kind)
+    return gradients, dz
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    gate, up, ctx.kind, ctx.form = inputs
+    _save_pair(ctx, (gate, up), output)
+
+
+def _save_pair(ctx: Any, pair: Pair, output: tuple[Tensor, ...], *others: Tensor | None) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.shape, ctx.dtype = pair[0].shape, pair[0].dtype
+    ctx.anchors = tuple(map(keeping.anchor_of, pair))
+    ctx.save_for_backward(*(output[1:] if ctx.form[0] else pair), *others)
+
+
+def _decoded(ctx: Any, kept: Pair) -> Pair:
+    """Return gate and up with their paths to where they came from."""
+    gate, up = (
+        keeping.decoded(each, ctx, anchor) for each, anchor in zip(kept, ctx.anchors, strict=True)
+    )
+    return gate, up
+
+
+def _differentiate(ctx: Any, dz: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if dz is None:
+        return (None,) * 4
+    kept = ctx.saved_tensors
+    if not torch.is_grad_enabled():
+        return *_glu_backward(dz, *kept, ctx.kind, ctx.form), None, None
+    gradients = keeping.differentiable_gradients(
+        lambda gate, up: reference.glu(gate, up, ctx.kind), _decoded(ctx, kept), dz
+    )
+    return *gradients, None, None
+
+
+_glu.register_autograd(_differentiate, setup_context=_save)
+
+
+# -- With the down projection ----------------------------------------------------------------------
+
+
+@torch.library.custom_op(
+    "vramx::glu_linear",
+    mutates_args=(),
+    schema="(Tensor gate, Tensor up, Tensor weight, Tensor? bias, str kind, int[] form) "
+    "-> (Tensor, Tensor, Tensor)",
+)
+def _glu_linear(
+    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, kind: str, form: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    z, gate_pack, up_pack = _forward_pass(gate, up, kind, form)
+    return F.linear(z, weight, bias), gate_pack, up_pack
+
+
+@_glu_linear.register_fake
+def _(
+    gate: Tensor, up: Tensor, weight: Tensor, _bias: Tensor | None, _kind: str, form: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    packs = keeping.empty_pack(gate, form), keeping.empty_pack(up, form)
+    return gate.new_empty(*gate.shape[:-1], weight.shape[0]), *packs
+
+
+@torch.library.custom_op(
+    "vramx::glu_linear_backward",
+    mutates_args=(),
+    schema="(Tensor dy, Tensor gate, Tensor up, Tensor weight, str kind, int[] form, "
+    "bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _glu_linear_backward(
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    weight: Tensor,
+    kind: str,
+    form: Sequence[int],
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = dy.reshape(-1, dy.shape[-1])
+    dz = rows @ weight
+    (dgate, dup), z = _backward_pass(dz, (gate, up), kind, form, with_value=needs[0])
+    shape = (*dy.shape[:-1], weight.shape[1])
+    return dgate.view(shape), dup.view(shape), *weight_gradients(rows, z, needs)
+
+
+@_glu_linear_backward.register_fake
+def _(
+    dy: Tensor,
+    _gate: Tensor,
+    _up: Tensor,
+    weight: Tensor,
+    _kind: str,
+    _form: Sequence[int],
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shape = (*dy.shape[:-1], weight.shape[1])
+    return dy.new_empty(shape), dy.new_empty(shape), *fake_weight_gradients(weight, needs)
+
+
+def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    gate, up, weight, bias, ctx.kind, ctx.form = inputs
+    _save_pair(ctx, (gate, up), output, weight, bias)
+
+
+def _differentiate_linear(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if dy is None:
+        return (None,) * 6
+    gate, up, weight, bias = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[2:4])
+    if not torch.is_grad_enabled():
+        dgate, dup, dweight, dbias = _glu_linear_backward(
+            dy, gate, up, weight, ctx.kind, ctx.form, needs
+        )
+        wanted = dweight if needs[0] else None, dbias if needs[1] else None
+        return dgate, dup, *wanted, None, None
+    gradients = keeping.differentiable_gradients(
+        lambda gate, up, w, b: F.linear(reference.glu(gate, up, ctx.kind), w, b),
+        (*_decoded(ctx, (gate, up)), weight, bias),
+        dy,
+    )
+    return *gradients, None, None
+
+
+_glu_linear.register_autograd(_differentiate_linear, setup_context=_save_linear)

@@ -1,0 +1,312 @@
+"""Linears that keep their input packed, and share what a norm before them keeps.
+
+linears() takes a norm's result and any number of weights: nothing is kept but the norm's buffer;
+backward decodes the norm's output once, weight and bias applied in the same pass, for the gradients
+of all weights. Of a plain tensor they keep one pack. Products are torch's own. Here are also the
+operators: vramx::linears, and vramx::keep, which packs a plain tensor. No state; any thread.
+
+Memory, kept: of a norm's result nothing more; of a tensor 1.016 bytes an element at 8 bits.
+Temporary, in backward: the decoded input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from vramx.compression.config import Compression
+from vramx.errors import InvalidValueError
+from vramx.nn import reference_norm as reference
+from vramx.nn.kept import (
+    DTYPES,
+    NOTHING,
+    RAW,
+    Kept,
+    Spec,
+    attach,
+    buffer_bytes,
+    decode,
+    encode,
+    new_probe,
+    renew_noise,
+    spec_for,
+)
+from vramx.nn.norm import Normed
+from vramx.nn.operators_norm import input_again
+
+Biases = Sequence[Tensor | None]
+
+
+def linear(
+    x: Tensor | Normed,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    keep: Compression | None = None,
+) -> Tensor:
+    """Return x weight^T + bias, keeping x packed.
+
+    Arguments and costs as linears()'s, for one weight.
+
+    Example:
+        >>> linear(torch.ones(2, 128), torch.ones(3, 128)).shape
+        torch.Size([2, 3])
+    """
+    return linears(x, [weight], [bias], keep)[0]
+
+
+def linears(
+    x: Tensor | Normed,
+    weights: Sequence[Tensor],
+    biases: Biases | None = None,
+    keep: Compression | None = None,
+) -> tuple[Tensor, ...]:
+    """Return x weight^T + bias for each weight, keeping one pack for all of them.
+
+    Args:
+        x: [..., in], a tensor, or the result of rms_norm() or layer_norm(), whose pack is used.
+        weights: each [out, in].
+        biases: as many, each [out] or None; None is none at all.
+        keep: how a plain tensor is kept, as rms_norm()'s; of no meaning for a norm's result. With
+            enabled=False it is kept by torch, as torch.nn.functional.linear would.
+
+    Returns:
+        Tensors [..., out] of the type of x, or of autocast.
+
+    Raises:
+        InvalidValueError: a shape does not fit, or the numbers of weights and biases, or a type:
+            without autocast all are of one.
+
+    Memory: see the head of this file. Under autocast the weights' casts are not kept but made
+    again. Where no weight needs a gradient nothing is kept.
+    Sync: none.
+    Error bound: results as torch's own. The weights' gradients are those of an input that is off by
+    at most a step of its group, unbiased if rounding is stochastic; the input's gradient is exact.
+    Double backward: works, on what was decoded.
+
+    Example:
+        >>> from vramx.nn.norm import rms_norm
+        >>> normed = rms_norm(torch.randn(4, 128))
+        >>> q, k = linears(normed, [torch.randn(128, 128), torch.randn(32, 128)])
+        >>> k.shape
+        torch.Size([4, 32])
+    """
+    y = x.y if isinstance(x, Normed) else x
+    biases = [None] * len(weights) if biases is None else biases
+    _check(y, weights, biases)
+    dtype = _computed_in(y)
+    _check_types(y, weights, dtype)
+    learns = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+    if isinstance(x, Normed):
+        kept = x.kept if learns and x.kept.spec.bits != NOTHING else None
+        y = y.to(dtype)
+    else:
+        y = y.to(dtype)
+        kept = _keep(y, keep) if learns else None
+    if kept is None:
+        return tuple(
+            functional.linear(y, weight, bias) for weight, bias in zip(weights, biases, strict=True)
+        )
+    # A list of an operator has no room for None.
+    none = y.new_empty(0)
+    return tuple(
+        torch.ops.vramx.linears(
+            y,
+            list(weights),
+            [none if bias is None else bias for bias in biases],
+            *kept[:7],
+            kept.dtype,
+            list(kept.spec),
+        )
+    )
+
+
+class Linear(torch.nn.Linear):
+    """torch.nn.Linear that keeps its input packed: the same arguments and parameters.
+
+    Takes a norm's result as well, and then keeps nothing of its own. `keep` as linears() has it.
+
+    Example:
+        >>> Linear(128, 3)(torch.ones(2, 128)).shape
+        torch.Size([2, 3])
+    """
+
+    keep: Compression | None = None
+
+    def forward(self, x: Tensor | Normed) -> Tensor:
+        """Return the product, as linear() does."""
+        return linear(x, self.weight, self.bias, self.keep)
+
+
+def _keep(x: Tensor, keep: Compression | None) -> Kept | None:
+    spec = spec_for(keep)
+    if spec.bits == RAW:
+        return None
+    buffer, probe = torch.ops.vramx.keep(x, list(spec))
+    return Kept(buffer, probe, None, None, None, 0.0, False, x.dtype, spec)
+
+
+def _computed_in(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+def _check(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> None:
+    if not weights or len(biases) != len(weights):
+        raise InvalidValueError(
+            f"{len(weights)} weights and {len(biases)} biases are not accepted; accepted is at "
+            "least one weight, and a bias or None for each"
+        )
+    if x.dim() == 0:
+        raise InvalidValueError("x has no dimension; accepted is [..., in]")
+    for weight, bias in zip(weights, biases, strict=True):
+        if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+            raise InvalidValueError(
+                f"a weight has shape {tuple(weight.shape)}; accepted is (out, {x.shape[-1]})"
+            )
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise InvalidValueError(
+                f"a bias has shape {tuple(bias.shape)}; accepted is {tuple(weight.shape[:1])}"
+            )
+
+
+def _check_types(x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype) -> None:
+    if x.dtype not in DTYPES:
+        raise InvalidValueError(
+            f"x is of {x.dtype}; accepted are bfloat16, float16, float32 and float64"
+        )
+    if torch.is_autocast_enabled(x.device.type):
+        return
+    for weight in weights:
+        if weight.dtype != dtype:
+            raise InvalidValueError(
+                f"a weight is of {weight.dtype}; accepted without autocast is x's {dtype}"
+            )
+
+
+@torch.library.custom_op(
+    "vramx::keep", mutates_args=(), schema="(Tensor x, int[] spec) -> (Tensor, Tensor)"
+)
+def keep_operator(x: Tensor, spec: list[int]) -> tuple[Tensor, Tensor]:
+    """Return the buffer of a tensor and the probe that stands for it; `spec` is a width."""
+    renew_noise(x.device, Spec(*spec))
+    return encode(x, Spec(*spec)), new_probe(x)
+
+
+@keep_operator.register_fake
+def _(x: Tensor, spec: list[int]) -> tuple[Tensor, Tensor]:
+    size = buffer_bytes(x.numel(), x.dtype, Spec(*spec))
+    return x.new_empty(size, dtype=torch.uint8), new_probe(x)
+
+
+def _keep_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ARG001
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[0])
+
+
+def _keep_backward(_ctx: Any, _: None, dprobe: Tensor | None) -> tuple[Tensor | None, None]:
+    return dprobe, None
+
+
+torch.library.register_autograd("vramx::keep", _keep_backward, setup_context=_keep_setup)
+
+
+@torch.library.custom_op(
+    "vramx::linears",
+    mutates_args=(),
+    schema="(Tensor y, Tensor[] weights, Tensor[] biases, Tensor kept, Tensor probe, Tensor? rstd, "
+    "Tensor? norm_weight, Tensor? norm_bias, float eps, bool centred, ScalarType stored, "
+    "int[] spec) -> Tensor[]",
+)
+def linears_operator(
+    y: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    *_for_backward: Any,
+) -> list[Tensor]:
+    """Return the products; all but y, weights and biases (empty: none) is for backward."""
+    # Cast by hand: autocast would cache a cast that autograd has not seen.
+    return [
+        functional.linear(y, weight.to(y.dtype), bias.to(y.dtype) if bias.numel() else None)
+        for weight, bias in zip(weights, biases, strict=True)
+    ]
+
+
+@linears_operator.register_fake
+def _(y: Tensor, weights: list[Tensor], *_others: Any) -> list[Tensor]:
+    return [y.new_empty((*y.shape[:-1], weight.shape[0])) for weight in weights]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:  # noqa: ARG001
+    y, weights, biases, kept, probe, rstd, norm_weight, norm_bias, *how = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(kept, probe, rstd, norm_weight, norm_bias, *weights)
+    ctx.eps, ctx.centred, ctx.stored, ctx.spec = how
+    ctx.shape, ctx.dtype = y.shape, y.dtype
+    ctx.bias_dtypes = [bias.dtype for bias in biases]
+
+
+def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
+    kept, probe, rstd, norm_weight, norm_bias, *weights = ctx.saved_tensors
+    needs_y, needs_weights, needs_biases, *others = ctx.needs_input_grad
+    flat = [None if g is None else g.reshape(-1, g.shape[-1]) for g in gradients]
+    dy = _input_gradient(flat, weights) if needs_y else None
+    dweights: list[Tensor | None] = [None] * len(weights)
+    wanted = [i for i, g in enumerate(flat) if g is not None and needs_weights[i]]
+    if wanted:
+        y = _input(ctx, kept, probe, rstd, (norm_weight, norm_bias))
+        y = y.reshape(-1, y.shape[-1])
+        for i in wanted:
+            dweights[i] = (flat[i].t() @ y).to(weights[i].dtype)  # type: ignore[union-attr]
+    dbiases = [
+        g.sum(0).to(dtype) if g is not None and need else None
+        for g, need, dtype in zip(flat, needs_biases, ctx.bias_dtypes, strict=True)
+    ]
+    dy = None if dy is None else dy.view(ctx.shape)
+    return dy, dweights, dbiases, *[None] * len(others)
+
+
+def _input_gradient(gradients: list[Tensor | None], weights: list[Tensor]) -> Tensor | None:
+    """Return the sum of the products, without a temporary for each."""
+    total: Tensor | None = None
+    for gradient, weight in zip(gradients, weights, strict=True):
+        if gradient is None:
+            continue
+        cast = weight.to(gradient.dtype)
+        if total is None:
+            total = gradient @ cast
+        elif torch.is_grad_enabled():
+            total = torch.addmm(total, gradient, cast)
+        else:
+            total.addmm_(gradient, cast)
+    return total
+
+
+def _input(
+    ctx: Any,
+    kept: Tensor,
+    probe: Tensor,
+    rstd: Tensor | None,
+    affine: tuple[Tensor | None, Tensor | None],
+) -> Tensor:
+    """Return y again: by operations that have gradients themselves where they are asked for."""
+    if not torch.is_grad_enabled():
+        shape = list(ctx.shape)
+        y: Tensor = torch.ops.vramx.norm_output(
+            kept, *affine, shape, ctx.stored, ctx.dtype, ctx.spec
+        )
+        return y
+    spec = Spec(*ctx.spec)
+    if rstd is None:
+        return attach(decode(kept, probe.numel(), ctx.dtype, spec).view(ctx.shape), probe)
+    s = input_again(kept, rstd, probe, spec)
+    normalised, _ = reference.normalise(s, ctx.eps, ctx.centred)
+    return reference.affine(normalised, *affine).to(ctx.dtype)
+
+
+torch.library.register_autograd("vramx::linears", _backward, setup_context=_setup)

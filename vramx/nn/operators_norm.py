@@ -1,0 +1,327 @@
+"""The operators of the norms: what autograd and the compiler see of the kernels.
+
+    vramx::norm           y, the sum with the residual, and what is kept of it
+    vramx::norm_backward  from what was kept
+    vramx::norm_output    y again, for the weights of the Linears that follow
+
+Each runs a kernel where there is one for the device, the type and the length of the row, and plain
+torch elsewhere. A format that the kernels do not pack in the same pass (4 bits, a group that does
+not divide the row) takes a second pass through the codec. The stream of noise is drawn inside,
+where a compiler does not see the number. Arguments are trusted: norm.py checks them. Operators have
+flat schemas, hence their many arguments. A call never waits for the device; any thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vramx.compression import random
+from vramx.kernels import norm_launch
+from vramx.nn import reference_norm as reference
+from vramx.nn.kept import (
+    KERNEL_DTYPES,
+    NOTHING,
+    RAW,
+    Spec,
+    attach,
+    buffer_bytes,
+    decode,
+    encode,
+    launches_on,
+    new_probe,
+    renew_noise,
+)
+
+
+@torch.library.custom_op(
+    "vramx::norm",
+    mutates_args=(),
+    schema="(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool centred, "
+    "ScalarType dtype, int[] spec) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
+    dtype: torch.dtype,
+    spec: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return y of `dtype`, the sum (empty without a residual), the buffer, rstd, and the probe.
+
+    x and residual: of one type and shape. weight, bias: [last dimension]. The buffer, rstd and the
+    probe are empty if `spec` is NOTHING.
+    """
+    renew_noise(x.device, Spec(*spec))
+    x = x.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    affine = norm_launch.Affine(weight, bias)
+    run = _norm_kernel if _has_kernel(x) else _norm_reference
+    y, total, kept, rstd = run((x, residual), affine, (eps, centred), dtype, Spec(*spec))
+    return y, total, kept, rstd, _probe(x, Spec(*spec))
+
+
+_Sources = tuple[Tensor, Tensor | None]
+_Norm = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _norm_kernel(
+    sources: _Sources,
+    affine: norm_launch.Affine,
+    how: tuple[float, bool],
+    dtype: torch.dtype,
+    spec: Spec,
+) -> _Norm:
+    x, residual = sources
+    hidden = x.shape[-1]
+    y = torch.empty_like(x, dtype=dtype)
+    total = x.new_empty(0) if residual is None else torch.empty_like(x)
+    kept, rstd = None, x.new_empty(0, dtype=torch.float32)
+    group_size = spec.group_size if _packs_in_kernel(x, spec) else 0
+    noise = norm_launch.Noise(None, 0)
+    if spec.bits != NOTHING:
+        rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
+        kept = torch.empty_like(x)
+        if group_size:
+            size = buffer_bytes(x.numel(), x.dtype, spec)
+            kept = x.new_empty(size, dtype=torch.uint8)
+            if spec.stochastic:
+                noise = norm_launch.Noise(random.state(x.device), random.next_stream())
+    norm_launch.norm_forward(
+        (x.view(-1, hidden), None if residual is None else residual.view(-1, hidden)),
+        _contiguous(affine),
+        (y, None if residual is None else total),
+        None if kept is None else norm_launch.Kept(kept, rstd, group_size),
+        (*how, noise),
+    )
+    if kept is None:
+        return y, total, x.new_empty(0, dtype=torch.uint8), rstd
+    return y, total, kept if group_size else encode(kept, spec), rstd
+
+
+def _norm_reference(
+    sources: _Sources,
+    affine: norm_launch.Affine,
+    how: tuple[float, bool],
+    dtype: torch.dtype,
+    spec: Spec,
+) -> _Norm:
+    x, residual = sources
+    total = x if residual is None else x + residual
+    normalised, rstd = reference.normalise(total, *how)
+    y = reference.affine(normalised, *affine).to(dtype)
+    if y is normalised:
+        y = y.clone()  # what is kept must not be the caller's to change
+    total = x.new_empty(0) if residual is None else total
+    if spec.bits == NOTHING:
+        return y, total, x.new_empty(0, dtype=torch.uint8), rstd.new_empty(0)
+    if not _packs_in_kernel(x, spec):
+        normalised = normalised.to(x.dtype)  # as the kernel would write it for a second pass
+    return y, total, encode(normalised, spec), rstd
+
+
+@norm.register_fake
+def _(x: Tensor, residual: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+    dtype, spec = others[-2:]
+    kind = Spec(*spec)
+    y = x.new_empty(x.shape, dtype=dtype)
+    total = x.new_empty(0 if residual is None else x.shape)
+    kept = x.new_empty(buffer_bytes(x.numel(), x.dtype, kind), dtype=torch.uint8)
+    rstd = x.new_empty(0 if kind.bits == NOTHING else x.shape[:-1], dtype=_computed_in(x))
+    return y, total, kept, rstd, _probe(x, kind)
+
+
+@torch.library.custom_op(
+    "vramx::norm_backward",
+    mutates_args=(),
+    schema="(Tensor dy, Tensor? dsum, Tensor? weight, Tensor kept, Tensor rstd, bool centred, "
+    "ScalarType dtype, int[] wanted, int[] spec) -> (Tensor, Tensor, Tensor)",
+)
+def norm_backward(
+    dy: Tensor,
+    dsum: Tensor | None,
+    weight: Tensor | None,
+    kept: Tensor,
+    rstd: Tensor,
+    centred: bool,
+    dtype: torch.dtype,
+    wanted: list[int],
+    spec: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x (of `dtype`, as x was), of weight and of bias; empty if not wanted.
+
+    dsum: the gradient of the sum, which dx contains.
+    """
+    dy = dy.contiguous()
+    dsum = None if dsum is None else dsum.contiguous()
+    hidden = dy.shape[-1]
+    kind = Spec(*spec)
+    vectors = _new_vectors(dy, weight, wanted)
+    if not _has_kernel(dy):
+        normalised = _normalised(kept, dy, dtype, kind)
+        dx = reference.gradient(dy, normalised, rstd, weight, centred)
+        dx = dx.to(dtype) if dsum is None else (dx + dsum).to(dtype)
+        for vector, total in zip(vectors, reference.sums(dy, normalised), strict=True):
+            if vector.numel():
+                vector.copy_(total)
+        return dx, *vectors
+    dx = torch.empty_like(dy, dtype=dtype)
+    dweight, dbias = (
+        vector if want else None for vector, want in zip(vectors, wanted, strict=True)
+    )
+    norm_launch.norm_backward(
+        (dy, dsum),
+        None if weight is None else weight.contiguous(),
+        _rows_of(kept, dx, kind, rstd),
+        dx.view(-1, hidden),
+        (norm_launch.Shares(dweight, dbias), centred),
+    )
+    return dx, *vectors
+
+
+@norm_backward.register_fake
+def _(dy: Tensor, _dsum: Tensor | None, weight: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+    dtype, wanted, _ = others[-3:]
+    return dy.new_empty(dy.shape, dtype=dtype), *_new_vectors(dy, weight, wanted)
+
+
+@torch.library.custom_op(
+    "vramx::norm_output",
+    mutates_args=(),
+    schema="(Tensor kept, Tensor? weight, Tensor? bias, SymInt[] shape, ScalarType stored, "
+    "ScalarType dtype, int[] spec) -> Tensor",
+)
+def norm_output(
+    kept: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    shape: list[int],
+    stored: torch.dtype,
+    dtype: torch.dtype,
+    spec: list[int],
+) -> Tensor:
+    """Return what was kept, times weight, plus bias, in `dtype`; `stored` is what was packed."""
+    kind = Spec(*spec)
+    y = kept.new_empty(shape, dtype=dtype)
+    if weight is None and bias is None and kind.bits != RAW:
+        return decode(kept, y.numel(), dtype, kind).view(shape)
+    like = y if stored == dtype else kept.new_empty(shape, dtype=stored)
+    if not (_has_kernel(like) and dtype in KERNEL_DTYPES):
+        return y.copy_(reference.affine(_normalised(kept, y, stored, kind), weight, bias))
+    affine = _contiguous(norm_launch.Affine(weight, bias))
+    norm_launch.norm_output(_rows_of(kept, like, kind, None), affine, y.view(-1, shape[-1]))
+    return y
+
+
+@norm_output.register_fake
+def _(
+    kept: Tensor, _weight: Tensor | None, _bias: Tensor | None, shape: list[int], *others: Any
+) -> Tensor:
+    _, dtype, _ = others
+    return kept.new_empty(shape, dtype=dtype)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, residual, weight, bias, *how = inputs
+    _, total, kept, rstd, probe = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(kept, rstd, *([total] if residual is None else []))
+    ctx.save_for_backward(kept, rstd, probe, weight)
+    ctx.eps, ctx.centred, _, ctx.spec = how
+    ctx.dtype = x.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.has_residual = residual is not None
+
+
+def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    dy, dsum, _, _, dprobe = gradients
+    # The probe stands for the sum, or for x if there is no residual.
+    if dprobe is not None:
+        dsum = dprobe if dsum is None else dsum + dprobe
+    if dy is None:
+        dx, dweight, dbias = dsum, None, None
+    elif torch.is_grad_enabled():
+        dx, dweight, dbias = _differentiable_backward(ctx, dy, dsum)
+    else:
+        wanted = [int(need) for need in ctx.needs_input_grad[2:4]]
+        kept, rstd, _, weight = ctx.saved_tensors
+        dx, dweight, dbias = torch.ops.vramx.norm_backward(
+            dy, dsum, weight, kept, rstd, ctx.centred, ctx.dtype, wanted, ctx.spec
+        )
+    dweight = dweight if ctx.needs_input_grad[2] else None
+    dbias = dbias if ctx.needs_input_grad[3] else None
+    if dbias is not None:
+        dbias = dbias.to(ctx.bias_dtype)
+    return dx, dx if ctx.has_residual else None, dweight, dbias, None, None, None, None
+
+
+def _differentiable_backward(
+    ctx: Any, dy: Tensor, dsum: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the same gradients by operations that have gradients themselves."""
+    kept, rstd, probe, weight = ctx.saved_tensors
+    s = input_again(kept, rstd, probe, Spec(*ctx.spec))
+    normalised, factor = reference.normalise(s, ctx.eps, ctx.centred)
+    dx = reference.gradient(dy, normalised, factor, weight, ctx.centred)
+    dx = dx if dsum is None else dx + dsum
+    dweight, dbias = reference.sums(dy, normalised)
+    return dx.to(ctx.dtype), dweight if weight is None else dweight.to(weight.dtype), dbias
+
+
+def input_again(kept: Tensor, rstd: Tensor, probe: Tensor, spec: Spec) -> Tensor:
+    """Return a norm's input, up to a constant if it was centred, in its place in the graph."""
+    normalised = _normalised(kept, probe, probe.dtype, spec)
+    return attach(normalised / rstd.unsqueeze(-1), probe)
+
+
+torch.library.register_autograd("vramx::norm", _backward, setup_context=_setup)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return (
+        x.dtype in KERNEL_DTYPES
+        and x.shape[-1] <= norm_launch.LONGEST_ROW
+        and launches_on(x.device)
+    )
+
+
+def _packs_in_kernel(x: Tensor, spec: Spec) -> bool:
+    fits = spec.bits == 8 and spec.symmetric
+    return bool(fits) and norm_launch.packs(x.shape[-1], x.numel(), spec.group_size)
+
+
+def _contiguous(affine: norm_launch.Affine) -> norm_launch.Affine:
+    return norm_launch.Affine(*(None if v is None else v.contiguous() for v in affine))
+
+
+def _computed_in(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _probe(x: Tensor, spec: Spec) -> Tensor:
+    return x.new_empty(0) if spec.bits == NOTHING else new_probe(x)
+
+
+def _new_vectors(dy: Tensor, weight: Tensor | None, wanted: list[int]) -> tuple[Tensor, Tensor]:
+    like = dy if weight is None else weight
+    dweight, dbias = (like.new_empty(dy.shape[-1] if want else 0) for want in wanted)
+    return dweight, dbias
+
+
+def _rows_of(kept: Tensor, like: Tensor, spec: Spec, rstd: Tensor | None) -> norm_launch.Kept:
+    """Return what a kernel reads; `like` has the shape and the type of what was kept."""
+    if _packs_in_kernel(like, spec):
+        return norm_launch.Kept(kept, rstd, spec.group_size)
+    return norm_launch.Kept(decode(kept, like.numel(), like.dtype, spec), rstd, 0)
+
+
+def _normalised(kept: Tensor, like: Tensor, stored: torch.dtype, spec: Spec) -> Tensor:
+    """Return the normalised input of the shape of `like`, in the type that is computed in."""
+    packed_wide = spec.bits != RAW and stored != torch.float64
+    dtype = torch.float32 if packed_wide else stored
+    return reference.wide(decode(kept, like.numel(), dtype, spec)).view(like.shape)
