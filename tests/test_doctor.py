@@ -39,6 +39,8 @@ COMPLETE: dict[str, Any] = {
     },
     "packages": {"numpy": "2.4.6", "rich": "15.0.0", "matplotlib": "3.11.2", "plotly": "7.1.0"},
 }
+TURING = {**COMPLETE["cuda"], "devices": [{**H200, "name": "T4", "compute_capability": "7.5"}]}
+NO_TORCH = {"version": None, "cuda": None, "error": "not installed"}
 NO_GPU = {"error": "libcuda.so.1: cannot open shared object file", "driver_version": 0}
 
 
@@ -72,6 +74,10 @@ def test_everything_works_on_a_complete_machine() -> None:
         ("install_allocator", allocator(shim_built=None), doctor.WORKS, "at the first use, once"),
         ("install_allocator", {}, doctor.WORKS, "the shim for torch 2.11.0+cu130 is built"),
         ("VRAMX=1 without vramx run", allocator(entry_point=False), doctor.MISSING, "pip install"),
+        ("compressed activations", {"triton": None}, doctor.LIMITED, "triton is not installed"),
+        ("compressed activations", {"cuda": {**NO_GPU, "devices": []}}, doctor.LIMITED, "no GPU"),
+        ("compressed activations", {"cuda": TURING}, doctor.LIMITED, "capability is 7.5"),
+        ("compressed activations", {"torch": NO_TORCH}, doctor.MISSING, "not installed"),
     ],
 )
 def test_a_fault_is_named(part: str, changes: dict[str, Any], state: str, said: str) -> None:

@@ -31,6 +31,7 @@ WORKS, LIMITED, MISSING = "works", "limited", "does not work"
 # with driver 580.159, for chunks of 2 MiB.
 MAPPING_CEILING = 520_192
 NO_CORE = "the compiled core cannot be loaded"
+OLDEST_CAPABILITY = 8.0  # for which the kernels of compression are compiled
 _WIDTH = 100
 
 
@@ -175,6 +176,7 @@ def judge(facts: dict[str, Any]) -> list[Finding]:
         _finding("replay on a GPU", [*core, *_gpu_faults(facts)], _unsupported(facts)),
         _allocator_finding(facts, [*core, *_gpu_faults(facts)]),
         _finding("VRAMX=1 without vramx run", _without_entry_point(facts), []),
+        _compression_finding(facts),
     ]
 
 
@@ -197,6 +199,22 @@ def _allocator_finding(facts: dict[str, Any], faults: list[str]) -> Finding:
     shim = f"the shim for torch {allocator['shim_torch']}"
     first = "will be compiled at the first use, once"
     return Finding(found.part, WORKS, f"{shim} {'is built' if allocator['shim_built'] else first}")
+
+
+def _compression_finding(facts: dict[str, Any]) -> Finding:
+    torch, devices = facts["torch"], facts["cuda"]["devices"]
+    limits = []
+    if not devices or not torch["cuda"]:
+        limits.append("only on the host, in plain torch: no GPU that torch can use")
+    elif not facts["triton"]:
+        limits.append("in plain torch, many times slower: triton is not installed")
+    old = [d for d in devices if float(d["compute_capability"]) < OLDEST_CAPABILITY]
+    limits += [
+        f"in plain torch on {d['name']}: its compute capability is {d['compute_capability']}, "
+        f"the kernels need {OLDEST_CAPABILITY}"
+        for d in old
+    ]
+    return _finding("compressed activations", [torch["error"]] if torch["error"] else [], limits)
 
 
 def _without_entry_point(facts: dict[str, Any]) -> list[str]:
