@@ -115,6 +115,7 @@ WAYS: dict[str, dict[str, Way]] = {
         "exact": exact,
         "int8": compressed,
         "int8_offload": partial(compressed, offload="cpu"),
+        "int8_offload_half": partial(compressed, offload=0.5),
         "int8_offload_all": partial(compressed, offload=1.0),
     },
 }

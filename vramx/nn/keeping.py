@@ -1,237 +1,162 @@
-"""What the elementwise functions share: how an input is kept, and derivatives of derivatives.
+"""What a fused function keeps of a tensor for backward: one buffer, and how it is read again.
 
-An operator takes the options of compression as a list of integers, its *form*, which is what a
-schema can say: [bits, group size, symmetric, stochastic, order]. 0 bits: nothing is packed, the
-inputs are saved as they are. The order is that of the elements in memory: an index of ORDERS. What
-is packed travels as uint8 tensors that have no gradient.
-
-A packed input no longer knows where it came from, which the derivative of a derivative needs. So an
-operator also holds an anchor to it: a tensor of the input's shape, one element of memory and the
-gradient's path to the input. It costs some microseconds of host time, and nothing in backward.
-No state but caches; any thread.
+A buffer is uint8 always, so that neither autograd nor an enclosing compression takes it for data of
+its own: packed as vramx/kernels/layout.py says, or the bytes of the tensor itself. A Spec says
+which; its fields travel through operators as a list of integers. A buffer has lost its tensor's
+place in autograd's graph: `probe`, an output of the operator that kept it, of the tensor's shape
+and one element of memory, holds that place. Backward of backward attaches decoded values to it.
+Immutable; any thread. encode() and decode() cost what the codec's pack() and unpack() do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vramx.compression import random
-from vramx.compression.config import Compression
-from vramx.errors import InvalidValueError, VramxError
-from vramx.kernels import elementwise_launch
-from vramx.kernels.layout import Layout
-from vramx.nn.kept import (
-    DTYPES,
-    RAW,
-    Spec,
-    attach,
-    decode,
-    encode,
-    launches_on,
-    new_probe,
-    renew_noise,
-    spec_of,
-)
+from vramx.compression.codec import Packed, layout_of, pack, unpack
+from vramx.compression.config import Compression, Format
+from vramx.errors import InvalidValueError
 
-EXACT = [RAW, 128, 1, 0, 0]
-ORDERS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
-_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
-_FUSED_BITS = 8
+# Values of Spec.bits that are no width.
+NOTHING, RAW = -1, 0
+KERNEL_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
+DTYPES = KERNEL_DTYPES | {torch.float64}
 
 
-def form_of(keep: Compression | None, *inputs: Tensor) -> list[int]:
-    """Return how inputs are kept: as the options say; not packed where nothing is differentiated.
+class Spec(NamedTuple):
+    """How a tensor is kept: the fields of a Format as integers; `bits` may be NOTHING or RAW."""
 
-    min_bytes, policy, offload, strict and deterministic are options of the hooks and not read.
+    bits: int
+    group_size: int
+    symmetric: int
+    stochastic: int
+
+    def format(self) -> Format:
+        """Return the codec's format; `bits` is neither NOTHING nor RAW."""
+        rounding = "stochastic" if self.stochastic else "nearest"
+        return _format(self.bits, self.group_size, bool(self.symmetric), rounding)
+
+
+class Kept(NamedTuple):
+    """What the Linears that follow need of a tensor, or of a norm's output.
+
+    `buffer` holds the tensor, or the norm's input normalised; `rstd`, `weight`, `bias`, `eps` and
+    `centred` are the norm's, None and 0 without one; `dtype` is of what the buffer holds.
     """
-    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in inputs):
-        return list(EXACT)
-    spec = _spec(keep)
-    return list(EXACT) if spec[0] == RAW else [*spec, 0]
+
+    buffer: Tensor
+    probe: Tensor
+    rstd: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    centred: bool
+    dtype: torch.dtype
+    spec: Spec
 
 
-@torch.compiler.assume_constant_result
-def _spec(keep: Compression | None) -> tuple[int, ...]:
-    return tuple(spec_of(keep))
+@lru_cache(maxsize=64)
+def _format(bits: int, group_size: int, symmetric: bool, rounding: str) -> Format:
+    return Format(bits, group_size, symmetric, rounding)
 
 
-def order_of(x: Tensor) -> int:
-    """Return the order of a tensor's elements in memory that is to be kept: convolutions have one.
+_NOTHING = Spec(NOTHING, 0, 0, 0)
+_RAW = Spec(RAW, 0, 0, 0)
+
+
+def spec_of(keep: Compression | None) -> Spec:
+    """Return how options want a tensor kept: RAW if they are not enabled, int8 if there are none.
+
+    Raises:
+        InvalidValueError: `keep` is neither a Compression nor None.
 
     Example:
-        >>> order_of(torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last))
-        1
+        >>> spec_of(Compression(bits=4))
+        Spec(bits=4, group_size=64, symmetric=0, stochastic=1)
     """
-    order = {4: 1, 5: 2}.get(x.dim(), 0)
-    if not order or x.is_contiguous() or not x.is_contiguous(memory_format=ORDERS[order]):
+    if keep is None:
+        return _DEFAULT
+    if not isinstance(keep, Compression):
+        raise InvalidValueError(f"keep {keep!r} is not accepted; accepted are a Compression, None")
+    if not keep.enabled:
+        return _RAW
+    form = keep.format()
+    return Spec(form.bits, form.group_size, int(form.symmetric), int(form.rounding == "stochastic"))
+
+
+_DEFAULT = spec_of(Compression())
+
+
+def spec_for(keep: Compression | None) -> Spec:
+    """Return spec_of(keep), or NOTHING where autograd records nothing."""
+    spec = spec_of(keep)
+    return spec if torch.is_grad_enabled() else _NOTHING
+
+
+def buffer_bytes(numel: int, dtype: torch.dtype, spec: Spec) -> int:
+    """Return the size of a buffer.
+
+    Example:
+        >>> buffer_bytes(1 << 20, torch.bfloat16, spec_of(None))
+        1064960
+    """
+    if spec.bits == NOTHING:
         return 0
-    return order
+    if spec.bits == RAW:
+        return numel * dtype.itemsize
+    return layout_of(numel, spec.format()).buffer_bytes
 
 
-def check_floats(**tensors: Tensor | None) -> None:
-    """Raise unless all are floating tensors."""
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if not isinstance(tensor, Tensor):
-            raise InvalidValueError(f"{name} is a {type(tensor).__name__}; accepted is a tensor")
-        if tensor.dtype not in DTYPES:
-            raise InvalidValueError(
-                f"{name} is a tensor of {tensor.dtype}; accepted are bfloat16, float16, float32 "
-                "and float64"
-            )
+def renew_noise(device: torch.device, spec: Spec) -> None:
+    """Let a CUDA graph that is being captured draw new noise in every replay.
 
-
-def check_same_shape(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
-    """Raise unless two tensors have one shape."""
-    if tensor.shape != other.shape:
-        raise InvalidValueError(
-            f"{name} has shape {tuple(tensor.shape)} and {other_name} {tuple(other.shape)}; "
-            "accepted are two tensors of one shape"
-        )
-
-
-def check_linear(inner: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise unless a weight and a bias fit what they are applied to."""
-    fits = weight.dim() == 2 and inner.dim() > 0 and weight.shape[1] == inner.shape[-1]
-    if not fits:
-        raise InvalidValueError(
-            f"weight has shape {tuple(weight.shape)} and its input {tuple(inner.shape)}; accepted "
-            "is (outputs, inputs) with the input's last size"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise InvalidValueError(
-            f"bias has shape {tuple(bias.shape)}; accepted is ({weight.shape[0]},)"
-        )
-
-
-def cast_for_linear(
-    bias: Tensor | None, *tensors: Tensor
-) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-    """Cast what goes into a Linear as autocast does; without autocast return it as it is."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
-        return bias, tensors
-    dtype = torch.get_autocast_dtype(kind)
-    cast = tuple(tensor.to(dtype) for tensor in tensors)
-    return None if bias is None else bias.to(dtype), cast
-
-
-def cast_to_common(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast tensors to the type that torch promotes them to."""
-    dtype = tensors[0].dtype
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return tuple(tensor.to(dtype) for tensor in tensors)
-
-
-# -- Inside operators ------------------------------------------------------------------------------
-
-
-def served(tensor: Tensor) -> bool:
-    """Tell whether the kernels take a tensor."""
-    return tensor.dtype != torch.float64 and launches_on(tensor.device)
-
-
-def fused_layout(numel: int, form: Sequence[int]) -> Layout | None:
-    """Return the layout that the kernels pack to and from; None where they do not."""
-    if form[0] != _FUSED_BITS:
-        return None
-    return Layout(numel, form[0], form[1], bool(form[2]))
-
-
-def dense_like(x: Tensor, order: int) -> Tensor:
-    """Return a tensor like x, dense in an order, to be written."""
-    return torch.empty_like(x, memory_format=ORDERS[order])
-
-
-def packed_bytes(numel: int, form: Sequence[int]) -> int:
-    """Return the bytes of a tensor of a form; 0 where nothing is packed."""
-    return Layout(numel, form[0], form[1], bool(form[2])).buffer_bytes if form[0] else 0
-
-
-def empty_pack(tensor: Tensor, form: Sequence[int]) -> Tensor:
-    """Return a buffer for the packed form of a tensor, to be written."""
-    size_bytes = packed_bytes(tensor.numel(), form)
-    return torch.empty(size_bytes, dtype=torch.uint8, device=tensor.device)
-
-
-def pack(tensor: Tensor, form: Sequence[int]) -> Tensor:
-    """Pack a tensor, dense in its order, by a pass of its own; empty where nothing is packed."""
-    if not form[0]:
-        return empty_pack(tensor, form)
-    renew_noise(tensor.device, Spec(*form[:4]))
-    return encode(tensor.movedim(1, -1) if form[4] else tensor, Spec(*form[:4]))
-
-
-def unpack(kept: Tensor, shape: Sequence[int], form: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return what was kept, in a type; dense in its order."""
-    if not form[0]:
-        return kept.to(dtype)
-    flat = decode(kept, torch.Size(shape).numel(), dtype, Spec(*form[:4]))
-    if not form[4]:
-        return flat.view(shape)
-    return flat.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
-
-
-def draw(device: torch.device, form: Sequence[int], count: int) -> elementwise_launch.Noise | None:
-    """Return noise for `count` tensors that a kernel packs; None where it rounds to nearest."""
-    if form[0] != _FUSED_BITS or not form[3]:
-        return None
-    renew_noise(device, Spec(*form[:4]))
-    streams = tuple(random.next_stream() for _ in range(count))
-    return elementwise_launch.Noise(random.state(device), streams)
-
-
-# -- Derivatives of derivatives --------------------------------------------------------------------
-
-
-class _Anchor(torch.autograd.Function):
-    """A tensor of x's shape and one element of memory, whose gradient is x's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return new_probe(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:  # noqa: ARG004
-        return gradient
-
-
-def anchor_of(tensor: Tensor) -> Tensor | None:
-    """Return an anchor to an input, None if it has no gradient; for a setup_context.
-
-    Under a compiler's tracing there are none: it does not differentiate twice.
+    The numbers of its streams are the same every time; so the epoch advances in the graph.
     """
-    if not tensor.requires_grad or type(tensor) not in _PLAIN_TENSORS:
-        return None
-    with torch.enable_grad():
-        anchor: Tensor = _Anchor.apply(tensor)
-    return anchor
+    packs = spec.bits not in (NOTHING, RAW) and spec.stochastic
+    if packs and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        random.advance_epoch(device)
 
 
-def decoded(kept: Tensor, ctx: Any, anchor: Tensor | None) -> Tensor:
-    """Return what was kept, with the path to where it came from."""
-    values = unpack(kept, ctx.shape, ctx.form, ctx.dtype)
-    return values.detach() if anchor is None else attach(values, anchor)
+def encode(x: Tensor, spec: Spec) -> Tensor:
+    """Return the buffer of a tensor; RAW of a contiguous one shares its memory."""
+    flat = x.detach().reshape(-1)
+    return flat.view(torch.uint8) if spec.bits == RAW else pack(flat, spec.format()).buffer
 
 
-def differentiable_gradients(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor | None], gradient: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of function(*inputs), themselves differentiable; None of a constant."""
-    wanted = [x for x in inputs if x is not None and x.requires_grad]
-    if not wanted:
-        raise VramxError("no derivative of a derivative inside a compiled graph")
-    with torch.enable_grad():
-        found = iter(
-            torch.autograd.grad(
-                function(*inputs), wanted, gradient, create_graph=True, allow_unused=True
-            )
-        )
-    return tuple(next(found) if x is not None and x.requires_grad else None for x in inputs)
+def decode(buffer: Tensor, numel: int, dtype: torch.dtype, spec: Spec) -> Tensor:
+    """Return the elements of a buffer, 1-D; of a RAW one `dtype` must be the tensor's own."""
+    if spec.bits == RAW:
+        return buffer.view(dtype)
+    return unpack(Packed(buffer, numel, dtype, spec.format()))
+
+
+def new_probe(x: Tensor) -> Tensor:
+    """Return a tensor of x's shape and type in one element of memory, of no certain value."""
+    return x.new_empty(()).expand(x.shape)
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, probe: Tensor) -> Tensor:  # noqa: ARG004
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:  # noqa: ARG004
+        return None, gradient
+
+
+def attach(value: Tensor, probe: Tensor) -> Tensor:
+    """Return `value` in the place that `probe` has in autograd's graph; probe is not read."""
+    return _Attach.apply(value, probe)  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=64)
+def launches_on(device: torch.device) -> bool:
+    """Tell whether the kernels serve a device."""
+    from vramx.kernels import launch
+
+    return launch.supported(device)
