@@ -1,4 +1,4 @@
-"""Wrong device functions for the kernels of the norms, which interpreted_norms.py plants.
+"""Wrong device functions for the kernels of the norms, which interpreted_nn.py plants.
 
 Each is an error that somebody could make and that a look at a few values would not show.
 """

@@ -1,4 +1,4 @@
-"""Defects for the child of interpreted_elementwise.py: wrong device functions, by name."""
+"""Defects for the child of interpreted_nn.py: wrong device functions, by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from vramx.kernels import activation, cross_entropy, dropout, glu, tiles
+from vramx.kernels import activation, cross_entropy, dropout, glu, rotary, tiles
 from vramx.kernels.noise import noise_words
 
 
@@ -34,10 +34,18 @@ def _never_capped(x, cap, CAPPED: tl.constexpr):
     return x
 
 
+@triton.jit
+def _the_opposite_angle(sin1, sin2, TRANSPOSED: tl.constexpr):
+    if TRANSPOSED:
+        return -sin2, -sin1
+    return sin2, sin1
+
+
 DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "slope without its second term": (glu, "value_and_slope", _slope_of_the_value_only),
     "slope of the activation": (activation, "value_and_slope", _slope_of_the_value_only),
     "one block of noise for all": (dropout, "noise_words", _noise_of_another_block),
     "one stream for gate and up": (tiles, "rounding_noise", _rounding_noise_of_one_stream),
+    "the opposite angle": (rotary, "sines", _the_opposite_angle),
     "no cap": (cross_entropy, "_capped", _never_capped),
 }

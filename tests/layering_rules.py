@@ -34,7 +34,7 @@ PYTHON_PARTS = {
     "kernels": set[str](),
     "allocator": {*BASE, "_core"},
     "compression": {*BASE, "kernels"},
-    "nn": {*BASE, "compression", "kernels"},
+    "nn": {*BASE, "compression", "kernels", "recompute"},
     "recompute": {*BASE, "compression"},
     "memory": {*BASE, "_core"},
 }

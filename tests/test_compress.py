@@ -210,17 +210,29 @@ def test_memory_that_was_freed_and_used_again_is_not_taken_for_kept() -> None:
     assert memory_used_again()
 
 
+def test_the_object_of_a_storage_lives_as_long_as_its_memory() -> None:
+    """What a Table relies on to know memory again; torch keeps the object alive."""
+    x = input_of(64)
+    storage = weakref.ref(x.untyped_storage())
+    kept = x.view(8, 8).sin()  # whose graph has the memory
+    other = x.detach()
+    del x
+    gc.collect()
+    assert storage() is other.untyped_storage()
+    del other, kept
+    assert storage() is None
+
+
 def test_a_table_by_address_would_be_found_out(monkeypatch: Any) -> None:
-    def by_address(tensor: torch.Tensor, geometry: Any) -> Any:
+    def by_address(tensor: torch.Tensor, *_: Any) -> Any:
         return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
 
-    class Live:
-        def __init__(self, storage: Any) -> None: ...
-        def expired(self) -> bool:
-            return False
+    def find(self: session.Table, key: Any, _: Any) -> Any:
+        entry = self._entries.get(key)
+        return None if entry is None else entry()
 
     monkeypatch.setattr(session, "_range_key", by_address)
-    monkeypatch.setattr(session, "StorageWeakRef", Live)
+    monkeypatch.setattr(session.Table, "find", find)
     assert not memory_used_again()
 
 
@@ -252,9 +264,9 @@ def test_a_change_in_place_makes_it_other_data(cast: bool) -> None:
 def test_a_table_without_versions_would_be_found_out(monkeypatch: Any, cast: bool) -> None:
     original = session._range_key
 
-    def without_version(tensor: torch.Tensor, geometry: Any) -> Any:
-        key = original(tensor, geometry)
-        return (*key[:4], *key[5:])  # type: ignore[index]
+    def without_version(tensor: torch.Tensor, *others: Any) -> Any:
+        key = original(tensor, *others)
+        return (*key[:5], *key[6:])  # type: ignore[index]
 
     monkeypatch.setattr(session, "_range_key", without_version)
     assert not changed_between_saves(cast)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-from interpreted_elementwise import InterpretedFunctions, evaluate
+from interpreted_nn import Evaluated, evaluate, interpreted_nn
 from nn_elementwise_tools import (
     EXACT,
     FORMATS,
@@ -37,11 +37,8 @@ every_kind = pytest.mark.parametrize(("name", "options"), KINDS, ids=["silu", "g
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Iterator[InterpretedFunctions]:
-    pytest.importorskip("triton")
-    child = InterpretedFunctions()
-    yield child
-    child.close()
+def kernels() -> Callable[..., Evaluated]:
+    return interpreted_nn().function
 
 
 # -- Kernels against the composite -----------------------------------------------------------------
@@ -50,7 +47,7 @@ def kernels() -> Iterator[InterpretedFunctions]:
 @pytest.mark.parametrize("shape", SHAPES)
 @every_kind
 def test_kernel_is_the_composite(
-    name: str, options: dict[str, str], shape: tuple[int, ...], kernels: InterpretedFunctions
+    name: str, options: dict[str, str], shape: tuple[int, ...], kernels: Callable[..., Evaluated]
 ) -> None:
     inputs, incoming = [sample(*shape)], sample(*shape, seed=2)
     found = kernels(f"activation.{name}", inputs, incoming, options)
@@ -61,7 +58,9 @@ def test_kernel_is_the_composite(
 
 
 @pytest.mark.parametrize("keep", FORMATS)
-def test_kernel_of_every_format_is_the_composite(keep: str, kernels: InterpretedFunctions) -> None:
+def test_kernel_of_every_format_is_the_composite(
+    keep: str, kernels: Callable[..., Evaluated]
+) -> None:
     inputs, incoming, options = [sample(5, 77)], sample(5, 77, seed=2), {"keep": FORMATS[keep]}
     found = kernels("activation.gelu", inputs, incoming, options)
     expected = evaluate("activation.gelu", inputs, incoming, options)
@@ -71,7 +70,7 @@ def test_kernel_of_every_format_is_the_composite(keep: str, kernels: Interpreted
 
 @every_kind
 def test_kernel_is_right_far_from_zero(
-    name: str, options: dict[str, str], kernels: InterpretedFunctions
+    name: str, options: dict[str, str], kernels: Callable[..., Evaluated]
 ) -> None:
     """Where exp over- or underflows, and at zero: the values and slopes have their limits."""
     x = torch.tensor([-1e15, -1e4, -90.0, -12.0, -0.0, 0.0, 1e-30, 12.0, 90.0, 1e4, 1e15])
@@ -81,7 +80,7 @@ def test_kernel_is_right_far_from_zero(
     assert torch.allclose(found.gradients[0], expected.gradients[0], rtol=2**-20, atol=2**-20)
 
 
-def test_kernel_of_the_linear_is_the_composite(kernels: InterpretedFunctions) -> None:
+def test_kernel_of_the_linear_is_the_composite(kernels: Callable[..., Evaluated]) -> None:
     inputs = [sample(5, 77), sample(9, 77, seed=2), sample(9, seed=3)]
     for name in ("gelu_linear", "silu_linear"):
         found = kernels(f"activation.{name}", inputs, sample(5, 9, seed=4), {})
@@ -91,7 +90,7 @@ def test_kernel_of_the_linear_is_the_composite(kernels: InterpretedFunctions) ->
             assert differs(a, b) <= 1
 
 
-def test_kernel_in_bfloat16_is_off_by_one_unit(kernels: InterpretedFunctions) -> None:
+def test_kernel_in_bfloat16_is_off_by_one_unit(kernels: Callable[..., Evaluated]) -> None:
     inputs = [sample(5, 77, dtype=torch.bfloat16)]
     incoming = sample(5, 77, seed=2, dtype=torch.bfloat16)
     found = kernels("activation.silu", inputs, incoming, {})
@@ -100,7 +99,7 @@ def test_kernel_in_bfloat16_is_off_by_one_unit(kernels: InterpretedFunctions) ->
     assert differs_in_places(found.gradients[0], expected.gradients[0], UNIT_OF_BFLOAT16) <= 1
 
 
-def test_wrong_slope_would_be_seen(kernels: InterpretedFunctions) -> None:
+def test_wrong_slope_would_be_seen(kernels: Callable[..., Evaluated]) -> None:
     inputs, incoming = [sample(5, 77)], sample(5, 77, seed=2)
     found = kernels("activation.gelu", inputs, incoming, {}, defect="slope of the activation")
     expected = evaluate("activation.gelu", inputs, incoming, {})
@@ -110,7 +109,7 @@ def test_wrong_slope_would_be_seen(kernels: InterpretedFunctions) -> None:
 @pytest.mark.parametrize("numel", [1, 7, 8, 4096, 4096 * 2 + 77])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernel_of_relu_is_exact(
-    dtype: torch.dtype, numel: int, kernels: InterpretedFunctions
+    dtype: torch.dtype, numel: int, kernels: Callable[..., Evaluated]
 ) -> None:
     x, incoming = sample(numel, dtype=dtype), sample(numel, seed=1, dtype=dtype)
     x[::5] = 0
@@ -241,7 +240,7 @@ def test_compiles_to_one_graph() -> None:
 
 
 @pytest.mark.parametrize("name", ["gelu", "silu", "relu"])
-def test_layout_of_convolutions_stays(name: str, kernels: InterpretedFunctions) -> None:
+def test_layout_of_convolutions_stays(name: str, kernels: Callable[..., Evaluated]) -> None:
     """Whatever the layout of the gradient that comes in; by the composite and by the kernel."""
     x = sample(2, 16, 4, 4).to(memory_format=torch.channels_last)
     incoming = sample(2, 16, 4, 4, seed=1)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-from interpreted_elementwise import InterpretedFunctions, evaluate
+from interpreted_nn import Evaluated, evaluate, interpreted_nn
 from nn_elementwise_tools import differs, gradients, leaves, sample, saved_by
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -17,17 +17,14 @@ from vramx.nn.dropout import dropout, dropout_add, levels_kept
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Iterator[InterpretedFunctions]:
-    pytest.importorskip("triton")
-    child = InterpretedFunctions()
-    yield child
-    child.close()
+def kernels() -> Callable[..., Evaluated]:
+    return interpreted_nn().function
 
 
 @pytest.mark.parametrize("shape", [(40, 128), (5, 77), (3,)])
 @pytest.mark.parametrize("p", [0.25, 0.5, 1.0])
 def test_kernel_is_the_composite(
-    p: float, shape: tuple[int, ...], kernels: InterpretedFunctions
+    p: float, shape: tuple[int, ...], kernels: Callable[..., Evaluated]
 ) -> None:
     inputs, incoming = [sample(*shape), sample(*shape, seed=1)], sample(*shape, seed=2)
     found = kernels("dropout.dropout_add", inputs, incoming, {"p": p})
@@ -37,7 +34,7 @@ def test_kernel_is_the_composite(
         assert torch.equal(a, b)
 
 
-def test_repeated_noise_would_be_seen(kernels: InterpretedFunctions) -> None:
+def test_repeated_noise_would_be_seen(kernels: Callable[..., Evaluated]) -> None:
     inputs, incoming, options = [torch.ones(40, 128)], torch.ones(40, 128), {"p": 0.5}
     defect = "one block of noise for all"
     assert not torch.equal(

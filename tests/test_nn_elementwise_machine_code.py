@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from test_kernels_machine_code import SM_90, MachineCode, machine_code
 
-from vramx.kernels import elementwise_launch, launch
+from vramx.kernels import elementwise_launch, launch, rotary_launch
 from vramx.kernels.layout import Layout
 
 triton = pytest.importorskip("triton")
@@ -28,6 +28,7 @@ PLANS = {
     ),
     "dropout": lambda: elementwise_launch.dropout_plan(True),
     "loss": lambda: elementwise_launch.loss_plan(False, False, "gradient"),
+    "rotary": lambda: rotary_launch.rotary_plan(128, False),
 }
 # Of a kernel: limit of instructions, bytes read and bytes written an element, headers apart.
 LIMITS = {
@@ -43,7 +44,10 @@ TYPES = {
     "losses_ptr": "*fp32", "weights_ptr": "*fp32", "row_stride": "i64", "classes": "i32",
     "ignored": "i64", "smoothing": "fp32", "cap": "fp32",
     **dict.fromkeys(("buffer_ptr", "gate_buffer_ptr", "up_buffer_ptr", "kept_ptr"), "*u8"),
+    **dict.fromkeys(("rows", "heads", "tokens"), "i32"),
+    **dict.fromkeys((f"{x}_{of}" for x in "xyc" for of in ("batch", "head", "token")), "i32"),
 }  # fmt: skip
+STRIDES = ("_stride", "_batch", "_head", "_token", "classes")
 OF_BACKWARD = {"gate_ptr": "*u8", "up_ptr": "*u8"}
 
 
@@ -66,10 +70,8 @@ def compiled(plan: launch.Plan, folder: Path) -> MachineCode:
     signature |= dict.fromkeys(set(plan.constants) & set(kernel.arg_names), "constexpr")
     place = {name: (i,) for i, name in enumerate(kernel.arg_names)}
     constants = {place[name]: value for name, value in plan.constants.items() if name in place}
-    # A tensor's memory, and the rows of logits where the classes are a multiple of 16.
-    aligned = [
-        n for n, kind in signature.items() if kind[0] == "*" or n in ("classes", "row_stride")
-    ]
+    # A tensor's memory, and rows where their length is a multiple of 16.
+    aligned = [n for n, kind in signature.items() if kind[0] == "*" or n.endswith(STRIDES)]
     source = triton.compiler.ASTSource(
         kernel, signature, constants, {place[name]: [["tt.divisibility", 16]] for name in aligned}
     )
@@ -103,6 +105,12 @@ def test_rows_of_logits_move_16_bytes_at_a_time(code_of: dict[str, MachineCode])
     assert accesses.pop("LDG.E.128") >= 2
     assert accesses.pop("STG.E.128") >= 2
     assert accesses.total() <= 4
+
+
+def test_heads_and_their_cosines_move_16_bytes_at_a_time(code_of: dict[str, MachineCode]) -> None:
+    """Per thread 8 elements of each half: of x, cos and sin, and of the result."""
+    moves = {op: n for op, n in code_of["rotary"].everything.items() if op[:3] in ("LDG", "STG")}
+    assert moves == {"LDG.E.128": 6, "STG.E.128": 2}
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-from interpreted_elementwise import InterpretedFunctions, evaluate
+from interpreted_nn import Evaluated, evaluate, interpreted_nn
 from nn_elementwise_tools import (
     EXACT,
     FORMATS,
@@ -35,11 +35,8 @@ NEAREST = Compression(rounding="nearest")
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Iterator[InterpretedFunctions]:
-    pytest.importorskip("triton")
-    child = InterpretedFunctions()
-    yield child
-    child.close()
+def kernels() -> Callable[..., Evaluated]:
+    return interpreted_nn().function
 
 
 def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -56,7 +53,7 @@ def plain_swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor) 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_kernel_is_the_composite(
-    name: str, shape: tuple[int, ...], kernels: InterpretedFunctions
+    name: str, shape: tuple[int, ...], kernels: Callable[..., Evaluated]
 ) -> None:
     inputs = [sample(*shape), sample(*shape, seed=1)]
     incoming, options = sample(*shape, seed=2), {"keep": FORMATS[name]}
@@ -71,7 +68,9 @@ def test_kernel_is_the_composite(
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_kernel_of_gelu_is_the_composite(approximate: str, kernels: InterpretedFunctions) -> None:
+def test_kernel_of_gelu_is_the_composite(
+    approximate: str, kernels: Callable[..., Evaluated]
+) -> None:
     inputs = [sample(5, 77), sample(5, 77, seed=1)]
     incoming, options = sample(5, 77, seed=2), {"approximate": approximate}
     found = kernels("glu.geglu", inputs, incoming, options)
@@ -82,7 +81,7 @@ def test_kernel_of_gelu_is_the_composite(approximate: str, kernels: InterpretedF
     )
 
 
-def test_kernel_in_bfloat16_is_off_by_one_unit(kernels: InterpretedFunctions) -> None:
+def test_kernel_in_bfloat16_is_off_by_one_unit(kernels: Callable[..., Evaluated]) -> None:
     shape, dtype = (5, 77), torch.bfloat16
     inputs = [sample(*shape, dtype=dtype), sample(*shape, seed=1, dtype=dtype)]
     incoming = sample(*shape, seed=2, dtype=dtype)
@@ -94,7 +93,7 @@ def test_kernel_in_bfloat16_is_off_by_one_unit(kernels: InterpretedFunctions) ->
     assert all(map(torch.equal, found.packs, expected.packs))
 
 
-def test_kernel_of_the_linear_is_the_composite(kernels: InterpretedFunctions) -> None:
+def test_kernel_of_the_linear_is_the_composite(kernels: Callable[..., Evaluated]) -> None:
     inputs = [sample(5, 77), sample(5, 77, seed=1), sample(9, 77, seed=2), sample(9, seed=3)]
     incoming = sample(5, 9, seed=4)
     found = kernels("glu.glu_linear", inputs, incoming, {})
@@ -106,14 +105,14 @@ def test_kernel_of_the_linear_is_the_composite(kernels: InterpretedFunctions) ->
     assert all(map(torch.equal, found.packs, expected.packs))
 
 
-def test_wrong_slope_would_be_seen(kernels: InterpretedFunctions) -> None:
+def test_wrong_slope_would_be_seen(kernels: Callable[..., Evaluated]) -> None:
     inputs, incoming = [sample(5, 77), sample(5, 77, seed=1)], sample(5, 77, seed=2)
     found = kernels("glu.swiglu", inputs, incoming, {}, defect="slope without its second term")
     expected = evaluate("glu.swiglu", inputs, incoming, {})
     assert differs(found.gradients[0], expected.gradients[0]) > 1
 
 
-def test_gate_and_up_have_noise_of_their_own(kernels: InterpretedFunctions) -> None:
+def test_gate_and_up_have_noise_of_their_own(kernels: Callable[..., Evaluated]) -> None:
     """Of equal tensors with one stream every code would be equal, and their product biased."""
     x, incoming = sample(5, 77), sample(5, 77, seed=2)
     packs = kernels("glu.swiglu", [x, x], incoming, {}).packs

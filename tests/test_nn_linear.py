@@ -336,7 +336,7 @@ ONES = torch.ones(4, 3)
         ((torch.ones(2, 3), [ONES], [torch.ones(3)]), r"bias has shape \(3,\)"),
         ((torch.ones(2, 3), [ONES.double()]), "torch.float64"),
         ((torch.ones(2, 3, dtype=torch.int32), [ONES]), "torch.int32"),
-        ((torch.ones(()), [ONES]), "no dimension"),
+        ((torch.ones(()), [ONES]), r"its input \(\)"),
     ],
 )
 def test_mistakes_are_named(arguments: tuple[Any, ...], text: str) -> None:

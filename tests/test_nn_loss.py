@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from interpreted_elementwise import InterpretedFunctions, evaluate
+from interpreted_nn import Evaluated, evaluate, interpreted_nn
 from nn_elementwise_tools import differs, gradients, leaves, relative_error, sample, saved_by
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramx.compression.hooks import compress
-from vramx.errors import InvalidValueError
+from vramx.errors import FirstDerivativeOnlyError, InvalidValueError
 from vramx.nn import operators_loss
 from vramx.nn.loss import linear_cross_entropy
-from vramx.nn.operators_loss import FirstDerivativeOnlyError
 
 CLASSES, TOKENS, WIDTH = 37, 21, 16
 OPTIONS: list[dict[str, Any]] = [
@@ -29,11 +28,8 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Iterator[InterpretedFunctions]:
-    pytest.importorskip("triton")
-    child = InterpretedFunctions()
-    yield child
-    child.close()
+def kernels() -> Callable[..., Evaluated]:
+    return interpreted_nn().function
 
 
 def targets_of(tokens: int = TOKENS, classes: int = CLASSES) -> Tensor:
@@ -137,7 +133,7 @@ def test_small_gradients_survive_in_float16() -> None:
 @pytest.mark.parametrize("classes", [33, 4096 + 33])
 @pytest.mark.parametrize("options", [*OPTIONS, {"reduction": "none", "chunk": 4}])
 def test_kernel_is_the_composite(
-    options: dict[str, Any], classes: int, kernels: InterpretedFunctions
+    options: dict[str, Any], classes: int, kernels: Callable[..., Evaluated]
 ) -> None:
     inputs = [sample(7, WIDTH), sample(classes, WIDTH, seed=1) / 4, targets_of(7, classes)]
     incoming = sample(7, seed=3) if "reduction" in options else torch.tensor(1.3)
@@ -148,7 +144,7 @@ def test_kernel_is_the_composite(
         assert differs(a, b) <= 1
 
 
-def test_kernel_takes_extreme_logits(kernels: InterpretedFunctions) -> None:
+def test_kernel_takes_extreme_logits(kernels: Callable[..., Evaluated]) -> None:
     weight = torch.eye(4) * torch.tensor([1.0, 1e4, -1e4, 1e30])
     inputs = [torch.eye(4) * 1e4, weight, torch.tensor([0, 1, 2, 3])]
     call = ("loss.linear_cross_entropy", inputs, torch.ones(()), {})
@@ -157,13 +153,13 @@ def test_kernel_takes_extreme_logits(kernels: InterpretedFunctions) -> None:
     assert differs(found.gradients[0], expected.gradients[0]) <= 1
 
 
-def test_missing_cap_would_be_seen(kernels: InterpretedFunctions) -> None:
+def test_missing_cap_would_be_seen(kernels: Callable[..., Evaluated]) -> None:
     inputs = [sample(7, WIDTH), sample(33, WIDTH, seed=1), targets_of(7, 33)]
     call = ("loss.linear_cross_entropy", inputs, torch.ones(()), {"logit_softcap": 2.0})
     assert differs(kernels(*call, defect="no cap").result, evaluate(*call).result) > 1
 
 
-def test_target_that_is_no_class_gives_nan(kernels: InterpretedFunctions) -> None:
+def test_target_that_is_no_class_gives_nan(kernels: Callable[..., Evaluated]) -> None:
     inputs = [sample(3, WIDTH), sample(5, WIDTH, seed=1), torch.tensor([1, 5, -1])]
     call = ("loss.linear_cross_entropy", inputs, torch.ones(3), {"reduction": "none"})
     for found in (kernels(*call), evaluate(*call)):

@@ -7,19 +7,19 @@ normalised rows are then the same numbers to the bit, and so must be the packed 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
-from interpreted_norms import InterpretedNorms
+from interpreted_nn import interpreted_nn
 from torch import Tensor
 
 from vramx.compression import random
 from vramx.compression import reference as codec
 from vramx.kernels.layout import Layout
 from vramx.nn import reference_norm as reference
-from vramx.nn.kept import RAW, Spec, decode
+from vramx.nn.keeping import RAW, Spec, decode
 
 pytest.importorskip("triton")
 
@@ -58,13 +58,12 @@ CASES = [
     Case(3, 8320, EXACT),
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
+Operators = Callable[..., tuple[Tensor, ...]]
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> Iterator[InterpretedNorms]:
-    norms = InterpretedNorms()
-    yield norms
-    norms.close()
+def interpreted() -> Operators:
+    return interpreted_nn().operator
 
 
 def integers(seed: int, *shape: int) -> Tensor:
@@ -91,7 +90,7 @@ class Forward:
         return self.x if self.residual is None else self.x + self.residual
 
 
-def forward(interpreted: InterpretedNorms, case: Case, defect: str = "") -> Forward:
+def forward(interpreted: Operators, case: Case, defect: str = "") -> Forward:
     x = integers(0, case.rows, case.hidden)
     residual = integers(1, case.rows, case.hidden) if case.residual else None
     y, total, kept, rstd, _ = interpreted(
@@ -117,14 +116,14 @@ def packed(n: Tensor, spec: Spec) -> Tensor:
 
 
 @every_case
-def test_kept_bytes_are_the_codecs(interpreted: InterpretedNorms, case: Case) -> None:
+def test_kept_bytes_are_the_codecs(interpreted: Operators, case: Case) -> None:
     done = forward(interpreted, case)
     expected = packed(normalised_with(done.rstd, done.summed, case.centred), case.spec)
     assert torch.equal(done.kept, expected)
 
 
 @every_case
-def test_output_and_sum_equal_the_reference(interpreted: InterpretedNorms, case: Case) -> None:
+def test_output_and_sum_equal_the_reference(interpreted: Operators, case: Case) -> None:
     done = forward(interpreted, case)
     normalised = normalised_with(done.rstd, done.summed, case.centred)
     assert torch.equal(done.y, reference.affine(normalised, *affine_of(case)))
@@ -133,7 +132,7 @@ def test_output_and_sum_equal_the_reference(interpreted: InterpretedNorms, case:
 
 
 @every_case
-def test_factor_is_right_to_four_roundings(interpreted: InterpretedNorms, case: Case) -> None:
+def test_factor_is_right_to_four_roundings(interpreted: Operators, case: Case) -> None:
     """The division, the addition of eps, the root and its inverse; the sums are exact, but for the
     centred squares of rows that are no power of two: one more for each of the 14 halvings."""
     done = forward(interpreted, case)
@@ -142,7 +141,7 @@ def test_factor_is_right_to_four_roundings(interpreted: InterpretedNorms, case: 
     assert ((done.rstd - exact).abs() <= roundings * UNIT * exact).all()
 
 
-def test_nothing_is_written_where_nothing_is_kept(interpreted: InterpretedNorms) -> None:
+def test_nothing_is_written_where_nothing_is_kept(interpreted: Operators) -> None:
     nothing = [-1, 0, 0, 0]
     x = integers(0, 3, 256)
     y, _, kept, rstd, _ = interpreted("norm", x, None, None, None, 1e-5, False, x.dtype, nothing)
@@ -151,7 +150,7 @@ def test_nothing_is_written_where_nothing_is_kept(interpreted: InterpretedNorms)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_halves_differ_by_their_rounding(interpreted: InterpretedNorms, dtype: torch.dtype) -> None:
+def test_halves_differ_by_their_rounding(interpreted: Operators, dtype: torch.dtype) -> None:
     """The interpreter cuts where a GPU rounds to nearest: a whole unit of the type, not half."""
     x, residual = (integers(seed, 3, 256).to(dtype) for seed in (0, 1))
     weight = (integers(2, 256) / 4).to(dtype)
@@ -173,7 +172,7 @@ DEFECTS_OF_FORWARD = {
 
 
 @pytest.mark.parametrize("defect", DEFECTS_OF_FORWARD)
-def test_comparison_sees_a_defect_in_forward(interpreted: InterpretedNorms, defect: str) -> None:
+def test_comparison_sees_a_defect_in_forward(interpreted: Operators, defect: str) -> None:
     case = DEFECTS_OF_FORWARD[defect]
     right, wrong = forward(interpreted, case), forward(interpreted, case, defect)
     assert not (torch.equal(right.kept, wrong.kept) and torch.equal(right.y, wrong.y))
@@ -200,7 +199,7 @@ def backward_inputs(case: Case) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     return dy, dsum if case.residual else None, packed(n, case.spec), rstd
 
 
-def backward(interpreted: InterpretedNorms, case: Case, defect: str = "") -> Backward:
+def backward(interpreted: Operators, case: Case, defect: str = "") -> Backward:
     dy, dsum, kept, rstd = backward_inputs(case)
     weight, _ = affine_of(case)
     wanted = [1, int(case.centred)]
@@ -219,7 +218,7 @@ def exact_backward(case: Case) -> tuple[Backward, Backward]:
     """
     dy, dsum, kept, rstd = backward_inputs(case)
     weight, _ = affine_of(case)
-    n = decode(kept, dy.numel(), torch.float32, case.spec).view(dy.shape).double()
+    n = decode(kept, dy.shape, torch.float32, case.spec).double()
     dy, rstd, weight = dy.double(), rstd.double(), weight.double()
     g, residual = dy * weight, 0.0 if dsum is None else dsum.double()
     dx = reference.gradient(dy, n, rstd, weight, case.centred) + residual
@@ -237,7 +236,7 @@ def exact_backward(case: Case) -> tuple[Backward, Backward]:
 
 
 @every_case
-def test_gradients_are_right_to_their_roundings(interpreted: InterpretedNorms, case: Case) -> None:
+def test_gradients_are_right_to_their_roundings(interpreted: Operators, case: Case) -> None:
     assert backward(interpreted, case).within(*exact_backward(case))
 
 
@@ -249,12 +248,12 @@ DEFECTS_OF_BACKWARD = {
 
 
 @pytest.mark.parametrize("defect", DEFECTS_OF_BACKWARD)
-def test_comparison_sees_a_defect_in_backward(interpreted: InterpretedNorms, defect: str) -> None:
+def test_comparison_sees_a_defect_in_backward(interpreted: Operators, defect: str) -> None:
     case = DEFECTS_OF_BACKWARD[defect]
     assert not backward(interpreted, case, defect).within(*exact_backward(case))
 
 
-def test_no_rows_give_sums_of_zero(interpreted: InterpretedNorms) -> None:
+def test_no_rows_give_sums_of_zero(interpreted: Operators) -> None:
     none = torch.empty(0, 256)
     dx, dweight, _ = interpreted(
         "norm_backward", none, None, torch.ones(256), torch.empty(0, dtype=torch.uint8),
@@ -265,10 +264,10 @@ def test_no_rows_give_sums_of_zero(interpreted: InterpretedNorms) -> None:
 
 
 @every_case
-def test_output_again_is_what_was_kept(interpreted: InterpretedNorms, case: Case) -> None:
+def test_output_again_is_what_was_kept(interpreted: Operators, case: Case) -> None:
     dy, _, kept, _ = backward_inputs(case)
     affine = affine_of(case)
     shape, dtype = list(dy.shape), dy.dtype
     (y,) = interpreted("norm_output", kept, *affine, shape, dtype, dtype, list(case.spec))
-    n = decode(kept, dy.numel(), dtype, case.spec).view(shape)
+    n = decode(kept, shape, dtype, case.spec)
     assert torch.equal(y, reference.affine(n, *affine))

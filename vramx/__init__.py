@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from vramx.compression.stats import CompressionStats
     from vramx.memory.replay import replay
     from vramx.memory.trace import load_trace
+    from vramx.nn.optimize import OptimizeReport, optimize, restore
     from vramx.recompute.call import checkpoint
     from vramx.recompute.modules import checkpoint_modules, uncheckpoint
 
@@ -41,6 +42,7 @@ _LAZY = {
     "Compression": "vramx.compression.config",
     "CompressionStats": "vramx.compression.stats",
     "DefragmentReport": "vramx.allocator.limits",
+    "OptimizeReport": "vramx.nn.optimize",
     "allocator_installed": "vramx.allocator.install",
     "allocator_stats": "vramx.allocator.stats",
     "checkpoint": "vramx.recompute.call",
@@ -54,7 +56,9 @@ _LAZY = {
     "load_trace": "vramx.memory",
     "manual_seed": "vramx.compression.random",
     "offload_report": "vramx.compression.offload",
+    "optimize": "vramx.nn.optimize",
     "replay": "vramx.memory",
+    "restore": "vramx.nn.optimize",
     "set_limit": "vramx.allocator.limits",
     "uncheckpoint": "vramx.recompute.modules",
     "uncompress": "vramx.compression.decorator",
@@ -65,6 +69,7 @@ __all__ = [
     "Compression",
     "CompressionStats",
     "DefragmentReport",
+    "OptimizeReport",
     "VramxError",
     "__version__",
     "allocator_installed",
@@ -80,7 +85,9 @@ __all__ = [
     "load_trace",
     "manual_seed",
     "offload_report",
+    "optimize",
     "replay",
+    "restore",
     "set_limit",
     "uncheckpoint",
     "uncompress",

@@ -45,6 +45,10 @@ class ModifiedInPlaceError(VramxError, RuntimeError):
     """A tensor that backward needs was changed in place after it had been saved."""
 
 
+class FirstDerivativeOnlyError(VramxError, RuntimeError):
+    """A derivative of a derivative was asked of a function that has none."""
+
+
 class UnsupportedTensorError(VramxError, TypeError):
     """Under `strict`, an operation saved a tensor that cannot be compressed."""
 

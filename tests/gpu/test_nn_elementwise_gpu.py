@@ -18,7 +18,7 @@ from vramx.compression.config import Compression
 from vramx.nn.activation import gelu, gelu_linear, silu
 from vramx.nn.dropout import dropout, dropout_add
 from vramx.nn.glu import geglu, glu_linear, swiglu
-from vramx.nn.kept import decode, spec_of
+from vramx.nn.keeping import decode, spec_of
 from vramx.nn.loss import linear_cross_entropy
 from vramx.nn.relu import relu
 
@@ -110,8 +110,8 @@ def test_down_projection_differentiates_at_what_was_decoded(keep: Compression) -
     with torch.autograd.graph.saved_tensors_hooks(watch, lambda tensor: tensor):
         result = glu_linear(*inputs, keep=keep)
     found = torch.autograd.grad(result, inputs, incoming)
-    numel, spec = inputs[0].numel(), spec_of(keep)
-    decoded = [decode(pack, numel, torch.float32, spec).view(shapes[0]).double() for pack in packs]
+    spec = spec_of(keep)
+    decoded = [decode(pack, shapes[0], torch.float32, spec).double() for pack in packs]
     weight, bias = (tensor.detach().double() for tensor in inputs[2:])
     exact = gradients(
         lambda gate, up, w, b: F.linear(swiglu_of(gate, up), w, b),

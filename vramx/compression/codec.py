@@ -95,7 +95,15 @@ def layout_of(numel: int, format: Format) -> Layout:
         >>> layout_of(1 << 20, Format()).buffer_bytes
         1064960
     """
-    return Layout(numel, format.bits, format.group_size, format.symmetric)
+    return _layout(numel, format.bits, format.group_size, format.symmetric)[0]
+
+
+# A program packs tensors of the same few sizes in every step.
+@lru_cache(maxsize=1024)
+def _layout(numel: int, bits: int, group_size: int, symmetric: bool) -> tuple[Layout, int]:
+    """Return a layout and the bytes of its buffer."""
+    layout = Layout(numel, bits, group_size, symmetric)
+    return layout, layout.buffer_bytes
 
 
 def pack(flat: Tensor, format: Format, streams: random.Streams | None = None) -> Packed:
@@ -127,7 +135,7 @@ def pack(flat: Tensor, format: Format, streams: random.Streams | None = None) ->
         or flat.dim() != 1
         or flat.layout is not torch.strided
         or flat.is_nested
-        or flat.device.type == "meta"
+        or flat.is_meta
         or not flat.is_contiguous()
     ):
         raise InvalidValueError(_what_is_wrong(flat, mask))
@@ -167,12 +175,13 @@ def unpack(packed: Packed) -> Tensor:
 
 
 def _quantize(flat: Tensor, format: Format, noise: Tensor | None, stream: int) -> Tensor:
-    layout = layout_of(flat.numel(), format)
-    served = flat.dtype in _KERNEL_DTYPES and format.bits in _KERNEL_BITS
-    launch = _launch(flat.device) if served else None
+    bits = format.bits
+    layout, nbytes = _layout(flat.numel(), bits, format.group_size, format.symmetric)
+    device = flat.device
+    launch = _launch(device) if flat.dtype in _KERNEL_DTYPES and bits in _KERNEL_BITS else None
     if launch is None:
         return reference.quantize(flat, layout, noise=noise, stream=stream)
-    buffer = torch.empty(layout.buffer_bytes, dtype=torch.uint8, device=flat.device)
+    buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
     launch.quantize(flat, buffer, layout, noise=noise, stream=stream)
     return buffer
 
@@ -209,6 +218,6 @@ def _what_is_wrong(flat: object, mask: bool) -> str:
         return f"cannot pack a tensor of layout {flat.layout} and shape {shape}; {accepted}"
     if flat.dtype not in (_MASK_DTYPES if mask else FLOAT_DTYPES):
         return f"cannot pack a tensor of {name}; {accepted}"
-    if flat.device.type == "meta":
+    if flat.is_meta:
         return f"cannot pack a tensor on the meta device, which has no data; {accepted}"
     return f"cannot pack a tensor of shape {shape} and strides {flat.stride()}; {accepted}"

@@ -2,24 +2,25 @@
 
 A saved tensor is stored as one flat range. This file finds that range for any strided tensor, gives
 it as a 1-D tensor, and lays the size and the stride of the tensor over a decoded range. It decides
-nothing about what is stored. Pure functions, thread-safe; O(number of dimensions), and a copy of
-the elements only where a tensor leaves holes in its range.
+nothing about what is stored. Pure functions, thread-safe; a look-up, or O(number of dimensions) for
+a new shape, and a copy of the elements only where a tensor leaves holes in its range.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """How a strided tensor lies over a flat range of elements.
+class Geometry(NamedTuple):
+    """How a strided tensor lies over a flat range of elements, wherever that begins.
 
-    Equations: `start + span` elements of the storage cover the tensor; where `whole`, every element
-    of the range belongs to it (so a range is all that has to be kept), and `stride` is its own.
-    Where not, the range has holes: `flat` compacts it and `stride` is of the compacted elements.
+    Equations: `span` elements of the storage, from the tensor's offset, cover it; where `whole`,
+    every element of the range belongs to it (so a range is all that has to be kept), and `stride`
+    is its own. Where not, the range has holes: `flat` compacts it and `stride` is of the compacted
+    elements. `covered` of the elements are in memory: what is expanded or overlaps counts once.
 
     ```
     dense        [x x x x x x]     span = numel, any permutation of the dimensions
@@ -31,34 +32,14 @@ class Geometry:
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    start: int
     span: int
     whole: bool
+    covered: int
 
 
 def describe(tensor: torch.Tensor) -> Geometry:
-    """Return how a strided tensor with at least one element lies in its storage."""
-    size, stride = tuple(tensor.shape), tensor.stride()
-    start = int(tensor.storage_offset())
-    if tensor.is_contiguous():
-        return Geometry(size, stride, start, tensor.numel(), True)
-    span = 1
-    # A dimension whose step is at most what the smaller ones cover leaves no hole.
-    for step, count in sorted(zip(stride, size, strict=True)):
-        if count == 1:
-            continue
-        if step > span:
-            return _compacted(size, stride, start)
-        span += (count - 1) * step
-    return Geometry(size, stride, start, span, True)
-
-
-def covered_elements(tensor: torch.Tensor) -> int:
-    """Return how many elements a strided tensor has in memory: without what is only expanded."""
-    count = 1
-    for size, step in zip(tensor.shape, tensor.stride(), strict=True):
-        count *= size if step else min(size, 1)
-    return count
+    """Return how a strided tensor lies in its storage."""
+    return _describe(tensor.shape, tensor.stride())
 
 
 def covered_bytes(tensor: torch.Tensor) -> int:
@@ -68,26 +49,48 @@ def covered_bytes(tensor: torch.Tensor) -> int:
         >>> covered_bytes(torch.zeros(4).expand(100, 4))
         16
     """
-    elements = min(covered_elements(tensor), _reach(tensor))
-    return elements * tensor.element_size()
+    return describe(tensor).covered * tensor.element_size()
 
 
-def _reach(tensor: torch.Tensor) -> int:
-    """Return how many elements lie between the first and the last of a tensor, both included."""
-    if tensor.numel() == 0:
-        return 0
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * step for size, step in steps)
+def covered_elements(tensor: torch.Tensor) -> int:
+    """Return how many elements a strided tensor has in memory: without what is only expanded."""
+    return _unexpanded(tensor.shape, tensor.stride())
 
 
-def _compacted(size: tuple[int, ...], stride: tuple[int, ...], start: int) -> Geometry:
+# A program saves tensors of the same few shapes in every step.
+@lru_cache(maxsize=4096)
+def _describe(size: tuple[int, ...], stride: tuple[int, ...]) -> Geometry:
+    if 0 in size:
+        return Geometry(size, stride, 0, True, 0)
+    reach = 1 + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
+    covered = min(_unexpanded(size, stride), reach)
+    span = 1
+    # A dimension whose step is at most what the smaller ones cover leaves no hole.
+    for step, count in sorted(zip(stride, size, strict=True)):
+        if count == 1:
+            continue
+        if step > span:
+            return _compacted(size, stride, covered)
+        span += (count - 1) * step
+    return Geometry(size, stride, span, True, covered)
+
+
+@lru_cache(maxsize=4096)
+def _unexpanded(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    count = 1
+    for length, step in zip(size, stride, strict=True):
+        count *= length if step else min(length, 1)
+    return count
+
+
+def _compacted(size: tuple[int, ...], stride: tuple[int, ...], covered: int) -> Geometry:
     """Return the geometry after compaction: an expanded dimension stays one, the order too."""
     compact = [0 if step == 0 else 1 for step in stride]
     span = 1
     for dim in reversed(_moving_dims(size, stride)):
         compact[dim] = span
         span *= size[dim]
-    return Geometry(size, tuple(compact), start, span, False)
+    return Geometry(size, tuple(compact), span, False, covered)
 
 
 def _moving_dims(size: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
@@ -107,11 +110,13 @@ def flat(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
         tensor([0., 1., 2., 3., 4., 5.])
     """
     detached = tensor.detach()
+    if tensor.is_contiguous():
+        return detached.view(-1)
     if geometry.whole:
-        return detached.as_strided((geometry.span,), (1,), geometry.start)
+        return detached.as_strided((geometry.span,), (1,))
     size, stride = geometry.size, tensor.stride()
     dims = _moving_dims(size, stride)
-    base = detached.as_strided([size[d] for d in dims], [stride[d] for d in dims], geometry.start)
+    base = detached.as_strided([size[d] for d in dims], [stride[d] for d in dims])
     return base.contiguous().view(-1)
 
 

@@ -10,11 +10,10 @@ through the mode, which is one branch on a constant: no graph break, nothing of 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from types import FrameType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as functional
@@ -47,8 +46,12 @@ _KEYWORDS: dict[str, tuple[str, ...]] = {
 _COMMON_KEYWORDS = ("input", "weight", "bias")
 
 
-@dataclass(frozen=True, slots=True)
-class Argument:
+# A tensor among the arguments as an Argument says it, in a form that is faster to make.
+_Given = tuple[int | None, str | None, torch.Tensor]
+_NO_TENSORS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
+
+
+class Argument(NamedTuple):
     """A tensor that was given to the operation: its position, None where only a name is known."""
 
     position: int | None
@@ -56,8 +59,7 @@ class Argument:
     tensor: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """The argument whose data a saved tensor holds.
 
     `memory`: it is the same memory. `cast`: it is a copy in another dtype with the elements in the
@@ -75,7 +77,7 @@ class Operation:
     The latter are autograd.Functions and operators that other libraries register.
     """
 
-    __slots__ = ("_answer", "_args", "_arguments", "_asked", "_kwargs", "custom", "name")
+    __slots__ = ("_answer", "_args", "_asked", "_found", "_kwargs", "custom", "name")
 
     def __init__(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], custom: bool = False
@@ -84,26 +86,30 @@ class Operation:
         self.custom = custom
         self._args = args
         self._kwargs = kwargs
-        self._arguments: list[Argument] | None = None
+        self._found: list[_Given] | None = None
         self._asked: torch.Tensor | None = None
         self._answer: Match | None = None
 
     @property
-    def arguments(self) -> list[Argument]:
-        """The tensors among the arguments; those in a list have the position of the list."""
-        if self._arguments is None:
-            self._arguments = list(self._tensors())
-        return self._arguments
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among the arguments."""
+        return [tensor for _, _, tensor in self._given()]
 
-    def _tensors(self) -> Iterator[Argument]:
-        for position, value in enumerate(self._args):
-            for tensor in _tensors_in(value):
-                yield Argument(position, None, tensor)
-        keywords = _KEYWORDS.get(self.name, _COMMON_KEYWORDS)
-        for keyword, value in self._kwargs.items():
-            place = keywords.index(keyword) if keyword in keywords else None
-            for tensor in _tensors_in(value):
-                yield Argument(place, keyword, tensor)
+    def _given(self) -> list[_Given]:
+        """Return the tensors with their places; those in a list have the place of the list."""
+        if self._found is None:
+            found: list[_Given] = []
+            for position, value in enumerate(self._args):
+                if type(value) in PLAIN:
+                    found.append((position, None, value))
+                elif type(value) not in _NO_TENSORS:  # isinstance asks torch, which takes longer
+                    _add_tensors(found, value, position, None)
+            keywords = _KEYWORDS.get(self.name, _COMMON_KEYWORDS) if self._kwargs else ()
+            for keyword, value in self._kwargs.items():
+                place = keywords.index(keyword) if keyword in keywords else None
+                _add_tensors(found, value, place, keyword)
+            self._found = found
+        return self._found
 
     @property
     def needs_exact(self) -> bool:
@@ -119,13 +125,18 @@ class Operation:
         return self._answer
 
     def _find(self, tensor: torch.Tensor) -> Match | None:
-        arguments = self.arguments
-        for argument in arguments:
-            if argument.tensor is tensor:
-                return Match(argument, memory=True, cast=False)
-        for argument in arguments:
-            if _same_memory(argument.tensor, tensor):
-                return Match(argument, memory=True, cast=False)
+        for position, value in enumerate(self._args):
+            if value is tensor:
+                return Match(Argument(position, None, tensor), True, False)
+        given = self._given()
+        for place in given:
+            if place[2] is tensor:
+                return Match(Argument(*place), True, False)
+        numel, dtype = tensor.numel(), tensor.dtype
+        for place in given:
+            other = place[2]
+            if other.numel() == numel and other.dtype == dtype and _same_memory(other, tensor):
+                return Match(Argument(*place), True, False)
         return None if tensor.grad_fn is None else self._match_copy(tensor)
 
     def _match_copy(self, tensor: torch.Tensor) -> Match | None:
@@ -147,31 +158,29 @@ class Operation:
         return None
 
     def _made_by(self, node: Any, output: int) -> Argument | None:
-        for argument in self.arguments:
-            tensor = argument.tensor
+        for place in self._given():
+            tensor = place[2]
             if tensor.grad_fn is None:
                 if tensor.requires_grad and getattr(node, "variable", None) is tensor:
-                    return argument
+                    return Argument(*place)
             elif tensor.grad_fn is node and tensor.output_nr == output:
-                return argument
+                return Argument(*place)
         return None
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def _add_tensors(
+    found: list[_Given], value: Any, position: int | None, keyword: str | None
+) -> None:
     if isinstance(value, torch.Tensor):
-        yield value
+        found.append((position, keyword, value))
     elif isinstance(value, (list, tuple)):
-        for item in value:
-            if isinstance(item, torch.Tensor):
-                yield item
+        found += [(position, keyword, item) for item in value if isinstance(item, torch.Tensor)]
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both are the same elements of one storage, in whatever shape."""
-    if one.numel() != other.numel() or one.dtype != other.dtype:
-        return False
+    """Whether tensors of as many elements and one dtype are the same ones, in whatever shape."""
     # Both live now, so that equal addresses are the same memory.
-    return type(one) in PLAIN and one.layout == STRIDED and one.data_ptr() == other.data_ptr()
+    return type(one) in PLAIN and one.layout is STRIDED and one.data_ptr() == other.data_ptr()
 
 
 class OperationMode(TorchFunctionMode):
@@ -189,7 +198,8 @@ class OperationMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = {} if kwargs is None else kwargs
+        if kwargs is None:
+            kwargs = {}
         if torch.compiler.is_compiling():  # a constant while a compiler traces this
             if func is torch.Tensor.unflatten:
                 # Written in Python with a super() that cannot be traced; the method itself can.
@@ -217,7 +227,8 @@ class OperationMode(TorchFunctionMode):
             return Operation(_UNKNOWN, (), {}) if unseen is None else unseen
         if self._operation is None:
             func, args, kwargs = self._call
-            self._operation = Operation(_name(func), args, kwargs, custom=_is_foreign(func))
+            name, foreign = _identity(func)
+            self._operation = Operation(name, args, kwargs, foreign)
         return self._operation
 
 
@@ -259,6 +270,11 @@ def _opened(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @lru_cache(maxsize=1024)
+def _identity(func: Callable[..., Any]) -> tuple[str, bool]:
+    """Return the name of an operation, and whether it is a custom one."""
+    return _name(func), _is_foreign(func)
+
+
 def _is_foreign(func: Callable[..., Any]) -> bool:
     """Whether another library registered the operator."""
     if not isinstance(func, (OpOverload, OpOverloadPacket)):
@@ -267,7 +283,6 @@ def _is_foreign(func: Callable[..., Any]) -> bool:
     return name.split("::")[0] not in ("aten", "prims")
 
 
-@lru_cache(maxsize=1024)
 def _name(func: Callable[..., Any]) -> str:
     """Return the name of an operation as a policy writes it: `mul` for `Tensor.__imul__` too."""
     name = getattr(func, "__name__", type(func).__name__).split(".")[0].strip("_")

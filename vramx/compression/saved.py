@@ -34,9 +34,12 @@ class Reference:
     __slots__ = ("__weakref__", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # A leaf by itself, so that a sharding library that swaps its data finds it; all else
-        # detached: the graph would hold itself. Both share the version counter.
-        self._tensor = tensor if tensor.is_leaf else tensor.detach()
+        # A leaf by itself, so that a sharding library that swaps its data finds it; a view of a
+        # parameter too, whose history is views. All else detached: of an operation's result the
+        # graph would hold itself. Both share the version counter.
+        base = tensor._base
+        own = tensor.is_leaf or (base is not None and base.is_leaf and base.requires_grad)
+        self._tensor = tensor if own else tensor.detach()
         self._version = tensor._version
 
     def open(self) -> torch.Tensor:
@@ -127,18 +130,18 @@ class _Slot:
 
     __slots__ = ("age", "copy", "holding", "stream", "version", "waiting")
 
-    def __init__(self, holding: Holding, copy: torch.Tensor, stream: int) -> None:
+    def __init__(self, holding: Holding, copy: torch.Tensor) -> None:
         self.holding = weakref.ref(holding)
         self.copy = copy
         self.version = copy._version
-        self.stream = stream
+        self.stream = current_stream(copy)
         self.waiting: set[weakref.ref[Restored]] = set()
         self.age = 0
 
-    def fits(self, holding: Holding, stream: int) -> bool:
-        """Whether the copy is that payload's, is safe to read on `stream`, and was not changed."""
+    def fits(self, holding: Holding) -> bool:
+        """Whether the copy is that payload's, is safe to read here and now, and was not changed."""
         unchanged = self.copy._version == self.version
-        return self.holding() is holding and self.stream == stream and unchanged
+        return self.holding() is holding and unchanged and self.stream == current_stream(self.copy)
 
 
 class DecodedCopies:
@@ -177,7 +180,7 @@ class DecodedCopies:
             for device, slot in self._slots.items():
                 if slot.holding() is not user.holding:
                     continue
-                if not slot.fits(user.holding, current_stream(device)):
+                if not slot.fits(user.holding):
                     return None
                 slot.waiting.discard(weakref.ref(user))
                 slot.age = 0
@@ -190,7 +193,7 @@ class DecodedCopies:
         device = copy.device
         with self._lock:
             if others:
-                slot = _Slot(holding, copy, current_stream(device))
+                slot = _Slot(holding, copy)
                 slot.waiting = {weakref.ref(user, self._forget) for user in others}
                 self._slots[device] = slot
                 return
@@ -211,9 +214,10 @@ class DecodedCopies:
 decoded_copies = DecodedCopies()
 
 
-def current_stream(device: torch.device) -> int:
-    """Return a number for the stream that work on the device goes to now; 0 on the host."""
-    if device.type != "cuda":
-        return 0
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(torch._C._cuda_getCurrentRawStream(index))
+def current_stream(tensor: torch.Tensor) -> int:
+    """Return a number for the stream that work on a tensor's device goes to now; 0 on the host."""
+    return int(_raw_stream(tensor.get_device())) if tensor.is_cuda else 0
+
+
+# Looked up once: a build without CUDA has none, and no tensor to ask it for.
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from vramx.kernels.launch import Plan, _on
+from vramx.kernels.launch import Plan, device_of
 from vramx.kernels.layout import Layout
 
 _WARPS = 4
@@ -51,7 +51,7 @@ def activation(
     if x.numel():
         plan = tile_plan("activation", kind, layout, noise is not None)
         state, (stream,) = noise or (x, (0,))
-        with _on(x):
+        with device_of(x):
             plan.kernel[_grid(x, plan)](
                 x, y, buffer, state, x.numel(), stream, **plan.constants
             )  # fmt: skip
@@ -63,7 +63,7 @@ def activation_backward(
     """Write dx and, where it is given, y = act(x); y may be dy."""
     if dy.numel():
         plan = tile_plan("activation_backward", kind, layout, y is not None)
-        with _on(dy):
+        with device_of(dy):
             plan.kernel[_grid(dy, plan)](
                 dy, kept, dx, dy if y is None else y, dy.numel(), **plan.constants
             )
@@ -81,7 +81,7 @@ def glu(
     if z.numel():
         plan = tile_plan("glu", kind, layout, noise is not None)
         state, streams = noise or (z, (0, 0))
-        with _on(z):
+        with device_of(z):
             plan.kernel[_grid(z, plan)](
                 *inputs, z, *buffers, state, z.numel(), *streams, **plan.constants
             )
@@ -98,7 +98,7 @@ def glu_backward(
     """Write dgate and dup and, where it is given, z; z may be dz."""
     if dz.numel():
         plan = tile_plan("glu_backward", kind, layout, z is not None)
-        with _on(dz):
+        with device_of(dz):
             plan.kernel[_grid(dz, plan)](
                 dz, *kept, *outputs, dz if z is None else z, dz.numel(), **plan.constants
             )
@@ -108,7 +108,7 @@ def relu(x: Tensor, y: Tensor, bits: Tensor) -> None:
     """Write y = max(x, 0) and a bit an element: whether its gradient passes."""
     if x.numel():
         plan = relu_plan("relu_kernel")
-        with _on(x):
+        with device_of(x):
             plan.kernel[_grid(x, plan)](x, y, bits, x.numel(), **plan.constants)
 
 
@@ -116,7 +116,7 @@ def relu_backward(dy: Tensor, bits: Tensor, dx: Tensor) -> None:
     """Write dx = dy where its bit is set, else 0."""
     if dy.numel():
         plan = relu_plan("relu_backward_kernel")
-        with _on(dy):
+        with device_of(dy):
             plan.kernel[_grid(dy, plan)](dy, bits, dx, dy.numel(), **plan.constants)
 
 
@@ -125,7 +125,7 @@ def dropout(x: Tensor, residual: Tensor | None, y: Tensor, key: Tensor, kept: in
     if x.numel():
         plan = dropout_plan(residual is not None)
         scale = 65536.0 / kept if kept else 0.0
-        with _on(x):
+        with device_of(x):
             plan.kernel[_grid(x, plan)](
                 x, x if residual is None else residual, y, key, x.numel(), 0, kept, scale,
                 **plan.constants,
@@ -146,7 +146,7 @@ def cross_entropy(
     if logits.numel():
         plan = loss_plan(options.cap is not None, options.smoothing != 0.0, _mode(gradient))
         weights = gradient if isinstance(gradient, Tensor) else losses
-        with _on(logits):
+        with device_of(logits):
             plan.kernel[(logits.shape[0],)](
                 logits, targets, losses, weights, logits.stride(0), logits.shape[1],
                 options.ignored, options.smoothing, options.cap or 1.0, **plan.constants,

@@ -68,7 +68,7 @@ def quantize(
     if layout.numel:
         plan = quantize_plan(layout.bits, layout.symmetric, layout.group_size, noise is not None)
         seed = buffer if noise is None else noise
-        with _on(flat):
+        with device_of(flat):
             plan.kernel[(-(-layout.numel // plan.tile),)](
                 flat, buffer, seed, layout.numel, stream, **plan.constants
             )
@@ -78,7 +78,7 @@ def dequantize(buffer: Tensor, flat_out: Tensor, layout: Layout) -> None:
     """Write the elements of a packed buffer, in the type of `flat_out`; 8 or 4 bits."""
     if layout.numel:
         plan = dequantize_plan(layout.bits, layout.symmetric, layout.group_size)
-        with _on(buffer):
+        with device_of(buffer):
             plan.kernel[(-(-layout.numel // plan.tile),)](
                 buffer, flat_out, layout.numel, **plan.constants
             )
@@ -88,7 +88,7 @@ def pack_mask(flat_bool: Tensor, buffer: Tensor) -> None:
     """Write the bits of a bool tensor; bytes beyond the last bit's are left alone."""
     if numel := flat_bool.numel():
         plan = mask_plan(packs=True)
-        with _on(buffer):
+        with device_of(buffer):
             plan.kernel[(-(-numel // plan.tile),)](
                 flat_bool.view(torch.uint8), buffer, numel, **plan.constants
             )
@@ -98,7 +98,7 @@ def unpack_mask(buffer: Tensor, flat_bool_out: Tensor) -> None:
     """Write the bools of packed bits."""
     if numel := flat_bool_out.numel():
         plan = mask_plan(packs=False)
-        with _on(buffer):
+        with device_of(buffer):
             plan.kernel[(-(-numel // plan.tile),)](
                 buffer, flat_bool_out.view(torch.uint8), numel, **plan.constants
             )
@@ -154,12 +154,12 @@ def _constants(group_size: int, rows: int, symmetric: bool) -> dict[str, Any]:
     }
 
 
-def _on(tensor: Tensor) -> AbstractContextManager[Any]:
+def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
     """Make a tensor's device the current one, where it is not: Triton launches on that."""
-    device = tensor.device
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+    if not tensor.is_cuda:
         return _NOTHING
-    return torch.cuda.device(device)
+    index = tensor.get_device()
+    return _NOTHING if index == torch.cuda.current_device() else torch.cuda.device(index)
 
 
 @lru_cache(maxsize=1)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vramx.kernels.launch import _on
+from vramx.kernels.launch import device_of
 
 # A row is held in registers: a longer one would be spilled to memory.
 LONGEST_ROW = 16384
@@ -104,7 +104,7 @@ def norm_forward(
     group_size = kept.group_size if kept else 0
     plan = tile_plan(hidden, group_size)
     buffer, rstd = (None, None) if kept is None else (kept.buffer, kept.rstd)
-    with _on(x):
+    with device_of(x):
         norm_forward_kernel[(plan.grid(rows),)](
             x, residual, *affine, y, total, buffer, rstd, noise.state, rows, noise.stream, eps,
             CENTRED=centred, PACKED=group_size > 0, STOCHASTIC=noise.state is not None,
@@ -119,7 +119,7 @@ def norm_output(kept: Kept, affine: Affine, y: Tensor) -> None:
     rows, hidden = y.shape
     if rows:
         plan = tile_plan(hidden, kept.group_size)
-        with _on(y):
+        with device_of(y):
             norm_output_kernel[(plan.grid(rows),)](
                 kept.buffer, *affine, y, rows, PACKED=kept.group_size > 0, **plan.constants
             )
@@ -151,7 +151,7 @@ def norm_backward(
     plan = tile_plan(hidden, kept.group_size)
     programs = min(plan.grid(rows), _programs(dx.device, plan.constants["num_warps"]))
     partial = [None, None] if plan.sums_apart else _partial(wanted, programs, hidden)
-    with _on(dx):
+    with device_of(dx):
         norm_backward_kernel[(programs,)](
             *gradients, weight, kept.buffer, kept.rstd, dx, *partial, rows,
             CENTRED=centred, PACKED=kept.group_size > 0, **plan.constants,

@@ -2,13 +2,37 @@
 
 Modules are here, functions in `functional`. Each takes the place of torch's own: the same
 parameters and the same result. How things are kept is a vramx.Compression; what the options say of
-operations, small tensors, offloading and determinism does not count here.
+operations (but for attention's q and k), small tensors, offloading and determinism does not count.
 """
 
 from __future__ import annotations
 
 from vramx.nn import functional
+from vramx.nn.attention import Attended
 from vramx.nn.linear import Linear
+from vramx.nn.modules import (
+    GELU,
+    Dropout,
+    GeGLU,
+    LinearCrossEntropy,
+    ReLU,
+    SiLU,
+    SwiGLU,
+)
 from vramx.nn.norm import LayerNorm, Normed, RMSNorm
 
-__all__ = ["LayerNorm", "Linear", "Normed", "RMSNorm", "functional"]
+__all__ = [
+    "GELU",
+    "Attended",
+    "Dropout",
+    "GeGLU",
+    "LayerNorm",
+    "Linear",
+    "LinearCrossEntropy",
+    "Normed",
+    "RMSNorm",
+    "ReLU",
+    "SiLU",
+    "SwiGLU",
+    "functional",
+]

@@ -18,7 +18,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from vramx.compression.config import Compression
 from vramx.errors import InvalidValueError
 from vramx.kernels import elementwise_launch
-from vramx.nn import keeping
+from vramx.nn import arguments, differentiation, keeping
 from vramx.nn import reference_elementwise as reference
 
 APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
@@ -114,7 +114,7 @@ def kind_of(approximate: str) -> str:
 
 
 def _activate(x: Tensor, kind: str, keep: Compression | None) -> Tensor:
-    keeping.check_floats(x=x)
+    arguments.check_floats(x=x)
     form = keeping.form_of(keep, x)
     form[4] = keeping.order_of(x)
     y: Tensor = _activation(x, kind, form)[0]
@@ -124,9 +124,9 @@ def _activate(x: Tensor, kind: str, keep: Compression | None) -> Tensor:
 def _activate_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, keep: Compression | None
 ) -> Tensor:
-    keeping.check_floats(x=x, weight=weight, bias=bias)
-    keeping.check_linear(x, weight, bias)
-    bias, (x, weight) = keeping.cast_for_linear(bias, x, weight)
+    arguments.check_floats(x=x, weight=weight, bias=bias)
+    arguments.check_linear(x, weight, bias)
+    bias, (x, weight) = arguments.cast_for_linear(bias, x, weight)
     inputs = [tensor for tensor in (x, weight, bias) if tensor is not None]
     y: Tensor = _activation_linear(x, weight, bias, kind, keeping.form_of(keep, *inputs))[0]
     return y
@@ -148,20 +148,20 @@ def _forward_pass(x: Tensor, kind: str, form: Sequence[int]) -> tuple[Tensor, Te
     """Return act(x) and the packed x."""
     x = x.contiguous(memory_format=keeping.ORDERS[form[4]])
     if not keeping.served(x):
-        return reference.activation(x, kind), keeping.pack(x, form)
+        return reference.activation(x, kind), keeping.encode(x, form)
     y = torch.empty_like(x)
     layout = keeping.fused_layout(x.numel(), form)
     if layout is None:
         elementwise_launch.activation(x, y, x, None, kind, None)
-        return y, keeping.pack(x, form)
-    buffer = keeping.empty_pack(x, form)
+        return y, keeping.encode(x, form)
+    buffer = keeping.empty_buffer(x, form)
     elementwise_launch.activation(x, y, buffer, layout, kind, keeping.draw(x.device, form, 1))
     return y, buffer
 
 
 @_activation.register_fake
 def _(x: Tensor, _kind: str, form: Sequence[int]) -> tuple[Tensor, Tensor]:
-    return keeping.dense_like(x, form[4]), keeping.empty_pack(x, form)
+    return keeping.dense_like(x, form[4]), keeping.empty_buffer(x, form)
 
 
 @torch.library.custom_op(
@@ -186,12 +186,12 @@ def _backward_pass(
     """Return dx and, where wanted, act(x); that is written over dy, which must be dense."""
     if not keeping.served(dy):
         computed = reference.wide(dy)
-        x = keeping.unpack(kept, dy.shape, form, computed.dtype)
+        x = keeping.decode(kept, dy.shape, computed.dtype, form)
         dx = reference.activation_backward(computed, x, kind).to(dy.dtype)
         return dx, reference.activation(x, kind).to(dy.dtype) if with_value else dy
     layout = keeping.fused_layout(dy.numel(), form)
     if layout is None:
-        x = keeping.unpack(kept, dy.shape, form, dy.dtype)
+        x = keeping.decode(kept, dy.shape, dy.dtype, form)
         kept = x.contiguous(memory_format=keeping.ORDERS[form[4]])
     dx = torch.empty_like(dy)
     elementwise_launch.activation_backward(dy, kept, dx, dy if with_value else None, layout, kind)
@@ -200,11 +200,7 @@ def _backward_pass(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, ctx.kind, ctx.form = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
-    ctx.shape, ctx.dtype = x.shape, x.dtype
-    ctx.anchor = keeping.anchor_of(x)
-    ctx.save_for_backward(output[1] if ctx.form[0] else x)
+    differentiation.save(ctx, (x,), output[1:])
 
 
 def _differentiate(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Tensor | None, None, None]:
@@ -213,8 +209,10 @@ def _differentiate(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Tensor | None, 
     (kept,) = ctx.saved_tensors
     if not torch.is_grad_enabled():
         return _activation_backward(dy, kept, ctx.kind, ctx.form), None, None
-    x = keeping.decoded(kept, ctx, ctx.anchor)
-    (dx,) = keeping.differentiable_gradients(lambda x: reference.activation(x, ctx.kind), (x,), dy)
+    (x,) = differentiation.attached(ctx, (kept,))
+    (dx,) = differentiation.differentiable_gradients(
+        lambda x: reference.activation(x, ctx.kind), (x,), dy
+    )
     return dx, None, None
 
 
@@ -240,7 +238,7 @@ def _activation_linear(
 def _(
     x: Tensor, weight: Tensor, _bias: Tensor | None, _kind: str, form: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(*x.shape[:-1], weight.shape[0]), keeping.empty_pack(x, form)
+    return x.new_empty(*x.shape[:-1], weight.shape[0]), keeping.empty_buffer(x, form)
 
 
 @torch.library.custom_op(
@@ -283,11 +281,7 @@ def fake_weight_gradients(weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, bias, ctx.kind, ctx.form = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
-    ctx.shape, ctx.dtype = x.shape, x.dtype
-    ctx.anchor = keeping.anchor_of(x)
-    ctx.save_for_backward(output[1] if ctx.form[0] else x, weight, bias)
+    differentiation.save(ctx, (x,), output[1:], weight, bias)
 
 
 def _differentiate_linear(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Any, ...]:
@@ -300,8 +294,8 @@ def _differentiate_linear(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Any, ...
             dy, kept, weight, ctx.kind, ctx.form, needs
         )
         return dx, dweight if needs[0] else None, dbias if needs[1] else None, None, None
-    x = keeping.decoded(kept, ctx, ctx.anchor)
-    gradients = keeping.differentiable_gradients(
+    (x,) = differentiation.attached(ctx, (kept,))
+    gradients = differentiation.differentiable_gradients(
         lambda x, w, b: F.linear(reference.activation(x, ctx.kind), w, b), (x, weight, bias), dy
     )
     return *gradients, None, None

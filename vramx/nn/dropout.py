@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vramx.errors import InvalidValueError
 from vramx.kernels import elementwise_launch
-from vramx.nn import keeping
+from vramx.nn import arguments, keeping
 from vramx.nn import reference_elementwise as reference
 
 _LEVELS = 1 << 16
@@ -41,7 +41,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
         >>> dropout(torch.ones(4), 1.0)
         tensor([0., 0., 0., 0.])
     """
-    keeping.check_floats(x=x)
+    arguments.check_floats(x=x)
     kept = levels_kept(p)
     if not training or kept == _LEVELS:
         return x
@@ -64,12 +64,12 @@ def dropout_add(x: Tensor, residual: Tensor, p: float = 0.5, training: bool = Tr
         >>> dropout_add(torch.ones(4), torch.ones(4), 1.0)
         tensor([1., 1., 1., 1.])
     """
-    keeping.check_floats(x=x, residual=residual)
-    keeping.check_same_shape("x", x, "residual", residual)
+    arguments.check_floats(x=x, residual=residual)
+    arguments.check_same_shape("x", x, "residual", residual)
     kept = levels_kept(p)
     if not training or kept == _LEVELS:
         return x + residual
-    x, residual = keeping.cast_to_common(x, residual)
+    x, residual = arguments.cast_to_common(x, residual)
     y: Tensor = _dropout(x, residual, new_key(x), kept)
     return y
 

@@ -2,7 +2,36 @@
 
 from __future__ import annotations
 
+from vramx.errors import FirstDerivativeOnlyError
+from vramx.nn.activation import gelu, gelu_linear, silu, silu_linear
+from vramx.nn.attention import Attended, scaled_dot_product_attention
+from vramx.nn.dropout import dropout, dropout_add
+from vramx.nn.glu import geglu, glu_linear, swiglu
 from vramx.nn.linear import linear, linears
-from vramx.nn.norm import layer_norm, rms_norm
+from vramx.nn.loss import linear_cross_entropy
+from vramx.nn.norm import Normed, layer_norm, rms_norm
+from vramx.nn.relu import relu
+from vramx.nn.rotary import rotary
 
-__all__ = ["layer_norm", "linear", "linears", "rms_norm"]
+__all__ = [
+    "Attended",
+    "FirstDerivativeOnlyError",
+    "Normed",
+    "dropout",
+    "dropout_add",
+    "geglu",
+    "gelu",
+    "gelu_linear",
+    "glu_linear",
+    "layer_norm",
+    "linear",
+    "linear_cross_entropy",
+    "linears",
+    "relu",
+    "rms_norm",
+    "rotary",
+    "scaled_dot_product_attention",
+    "silu",
+    "silu_linear",
+    "swiglu",
+]

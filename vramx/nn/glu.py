@@ -20,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from vramx.compression.config import Compression
 from vramx.errors import InvalidValueError
 from vramx.kernels import elementwise_launch
-from vramx.nn import keeping
+from vramx.nn import arguments, differentiation, keeping
 from vramx.nn import reference_elementwise as reference
 from vramx.nn.activation import fake_weight_gradients, kind_of, weight_gradients
 
@@ -109,11 +109,11 @@ def glu_linear(
             f"activation {activation!r} is not accepted; accepted are 'silu', 'gelu' and "
             "'gelu_tanh'"
         )
-    keeping.check_floats(gate=gate, up=up, weight=weight, bias=bias)
-    keeping.check_same_shape("gate", gate, "up", up)
-    keeping.check_linear(gate, weight, bias)
-    bias, (gate, up, weight) = keeping.cast_for_linear(bias, gate, up, weight)
-    gate, up = keeping.cast_to_common(gate, up)
+    arguments.check_floats(gate=gate, up=up, weight=weight, bias=bias)
+    arguments.check_same_shape("gate", gate, "up", up)
+    arguments.check_linear(gate, weight, bias)
+    bias, (gate, up, weight) = arguments.cast_for_linear(bias, gate, up, weight)
+    gate, up = arguments.cast_to_common(gate, up)
     inputs = [tensor for tensor in (gate, up, weight, bias) if tensor is not None]
     form = keeping.form_of(keep, *inputs)
     y: Tensor = _glu_linear(gate, up, weight, bias, activation, form)[0]
@@ -121,9 +121,9 @@ def glu_linear(
 
 
 def _gate(gate: Tensor, up: Tensor, kind: str, keep: Compression | None) -> Tensor:
-    keeping.check_floats(gate=gate, up=up)
-    keeping.check_same_shape("gate", gate, "up", up)
-    gate, up = keeping.cast_to_common(gate, up)
+    arguments.check_floats(gate=gate, up=up)
+    arguments.check_same_shape("gate", gate, "up", up)
+    gate, up = arguments.cast_to_common(gate, up)
     z: Tensor = _glu(gate, up, kind, keeping.form_of(keep, gate, up))[0]
     return z
 
@@ -146,13 +146,13 @@ def _forward_pass(
     """Return z and the two packs."""
     gate, up = gate.contiguous(), up.contiguous()
     if not keeping.served(gate):
-        return reference.glu(gate, up, kind), keeping.pack(gate, form), keeping.pack(up, form)
+        return reference.glu(gate, up, kind), keeping.encode(gate, form), keeping.encode(up, form)
     z = torch.empty_like(gate)
     layout = keeping.fused_layout(gate.numel(), form)
     if layout is None:
         elementwise_launch.glu((gate, up), z, (gate, up), None, kind, None)
-        return z, keeping.pack(gate, form), keeping.pack(up, form)
-    buffers = keeping.empty_pack(gate, form), keeping.empty_pack(up, form)
+        return z, keeping.encode(gate, form), keeping.encode(up, form)
+    buffers = keeping.empty_buffer(gate, form), keeping.empty_buffer(up, form)
     noise = keeping.draw(gate.device, form, 2)
     elementwise_launch.glu((gate, up), z, buffers, layout, kind, noise)
     return z, *buffers
@@ -160,7 +160,7 @@ def _forward_pass(
 
 @_glu.register_fake
 def _(gate: Tensor, up: Tensor, _kind: str, form: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    packs = keeping.empty_pack(gate, form), keeping.empty_pack(up, form)
+    packs = keeping.empty_buffer(gate, form), keeping.empty_buffer(up, form)
     return gate.new_empty(gate.shape), *packs
 
 
@@ -185,12 +185,12 @@ def _backward_pass(
     """Return dgate, dup and, where wanted, z; that is written over dz, which must be contiguous."""
     if not keeping.served(dz):
         computed = reference.wide(dz)
-        gate, up = (keeping.unpack(each, dz.shape, form, computed.dtype) for each in kept)
+        gate, up = (keeping.decode(each, dz.shape, computed.dtype, form) for each in kept)
         dgate, dup, z = reference.glu_backward(computed, gate, up, kind)
         return (dgate.to(dz.dtype), dup.to(dz.dtype)), z.to(dz.dtype)
     layout = keeping.fused_layout(dz.numel(), form)
     if layout is None:
-        gate, up = (keeping.unpack(each, dz.shape, form, dz.dtype).contiguous() for each in kept)
+        gate, up = (keeping.decode(each, dz.shape, dz.dtype, form).contiguous() for each in kept)
         kept = gate, up
     gradients = torch.empty_like(dz), torch.empty_like(dz)
     elementwise_launch.glu_backward(dz, kept, gradients, dz if with_value else None, layout, kind)
@@ -199,23 +199,7 @@ def _backward_pass(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     gate, up, ctx.kind, ctx.form = inputs
-    _save_pair(ctx, (gate, up), output)
-
-
-def _save_pair(ctx: Any, pair: Pair, output: tuple[Tensor, ...], *others: Tensor | None) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.shape, ctx.dtype = pair[0].shape, pair[0].dtype
-    ctx.anchors = tuple(map(keeping.anchor_of, pair))
-    ctx.save_for_backward(*(output[1:] if ctx.form[0] else pair), *others)
-
-
-def _decoded(ctx: Any, kept: Pair) -> Pair:
-    """Return gate and up with their paths to where they came from."""
-    gate, up = (
-        keeping.decoded(each, ctx, anchor) for each, anchor in zip(kept, ctx.anchors, strict=True)
-    )
-    return gate, up
+    differentiation.save(ctx, (gate, up), output[1:])
 
 
 def _differentiate(ctx: Any, dz: Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -224,8 +208,8 @@ def _differentiate(ctx: Any, dz: Tensor | None, *_: Any) -> tuple[Any, ...]:
     kept = ctx.saved_tensors
     if not torch.is_grad_enabled():
         return *_glu_backward(dz, *kept, ctx.kind, ctx.form), None, None
-    gradients = keeping.differentiable_gradients(
-        lambda gate, up: reference.glu(gate, up, ctx.kind), _decoded(ctx, kept), dz
+    gradients = differentiation.differentiable_gradients(
+        lambda gate, up: reference.glu(gate, up, ctx.kind), differentiation.attached(ctx, kept), dz
     )
     return *gradients, None, None
 
@@ -253,7 +237,7 @@ def _glu_linear(
 def _(
     gate: Tensor, up: Tensor, weight: Tensor, _bias: Tensor | None, _kind: str, form: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    packs = keeping.empty_pack(gate, form), keeping.empty_pack(up, form)
+    packs = keeping.empty_buffer(gate, form), keeping.empty_buffer(up, form)
     return gate.new_empty(*gate.shape[:-1], weight.shape[0]), *packs
 
 
@@ -295,7 +279,7 @@ def _(
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     gate, up, weight, bias, ctx.kind, ctx.form = inputs
-    _save_pair(ctx, (gate, up), output, weight, bias)
+    differentiation.save(ctx, (gate, up), output[1:], weight, bias)
 
 
 def _differentiate_linear(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -309,9 +293,9 @@ def _differentiate_linear(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ..
         )
         wanted = dweight if needs[0] else None, dbias if needs[1] else None
         return dgate, dup, *wanted, None, None
-    gradients = keeping.differentiable_gradients(
+    gradients = differentiation.differentiable_gradients(
         lambda gate, up, w, b: F.linear(reference.glu(gate, up, ctx.kind), w, b),
-        (*_decoded(ctx, (gate, up)), weight, bias),
+        (*differentiation.attached(ctx, (gate, up)), weight, bias),
         dy,
     )
     return *gradients, None, None

@@ -2,16 +2,16 @@
 
 A buffer is uint8 always, so that neither autograd nor an enclosing compression takes it for data of
 its own: packed as vramx/kernels/layout.py says, or the bytes of the tensor itself. A Spec says
-which; its fields travel through operators as a list of integers. A buffer has lost its tensor's
-place in autograd's graph: `probe`, an output of the operator that kept it, of the tensor's shape
-and one element of memory, holds that place. Backward of backward attaches decoded values to it.
-Immutable; any thread. encode() and decode() cost what the codec's pack() and unpack() do.
+which; its fields travel through operators as a list of integers, which is what a schema can say.
+Where a tensor was in autograd's graph is differentiation.py's. Immutable, no state but caches; any
+thread. encode() and decode() cost what the codec's pack() and unpack() do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,20 +20,30 @@ from vramx.compression import random
 from vramx.compression.codec import Packed, layout_of, pack, unpack
 from vramx.compression.config import Compression, Format
 from vramx.errors import InvalidValueError
+from vramx.kernels import elementwise_launch
+from vramx.kernels.layout import Layout
 
 # Values of Spec.bits that are no width.
 NOTHING, RAW = -1, 0
 KERNEL_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
 DTYPES = KERNEL_DTYPES | {torch.float64}
+# Orders of elements in memory that are to be kept: convolutions have one.
+ORDERS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+_FUSED_BITS = 8
 
 
 class Spec(NamedTuple):
-    """How a tensor is kept: the fields of a Format as integers; `bits` may be NOTHING or RAW."""
+    """How a tensor is kept: the fields of a Format as integers; `bits` may be NOTHING or RAW.
+
+    `order` is an index of ORDERS: elements are kept as they lie in memory.
+    """
 
     bits: int
     group_size: int
     symmetric: int
     stochastic: int
+    order: int = 0
 
     def format(self) -> Format:
         """Return the codec's format; `bits` is neither NOTHING nor RAW."""
@@ -59,24 +69,34 @@ class Kept(NamedTuple):
     spec: Spec
 
 
+def kept_tensor(buffer: Tensor, probe: Tensor, spec: Spec) -> Kept:
+    """Return what is kept of a tensor that no norm made."""
+    return Kept(buffer, probe, None, None, None, 0.0, False, probe.dtype, spec)
+
+
 @lru_cache(maxsize=64)
 def _format(bits: int, group_size: int, symmetric: bool, rounding: str) -> Format:
     return Format(bits, group_size, symmetric, rounding)
 
 
-_NOTHING = Spec(NOTHING, 0, 0, 0)
+AS_IT_IS = Spec(NOTHING, 0, 0, 0)
 _RAW = Spec(RAW, 0, 0, 0)
+
+
+# -- How -------------------------------------------------------------------------------------------
 
 
 def spec_of(keep: Compression | None) -> Spec:
     """Return how options want a tensor kept: RAW if they are not enabled, int8 if there are none.
+
+    min_bytes, policy, offload, strict and deterministic are options of the hooks and not read here.
 
     Raises:
         InvalidValueError: `keep` is neither a Compression nor None.
 
     Example:
         >>> spec_of(Compression(bits=4))
-        Spec(bits=4, group_size=64, symmetric=0, stochastic=1)
+        Spec(bits=4, group_size=64, symmetric=0, stochastic=1, order=0)
     """
     if keep is None:
         return _DEFAULT
@@ -93,17 +113,50 @@ _DEFAULT = spec_of(Compression())
 
 def spec_for(keep: Compression | None) -> Spec:
     """Return spec_of(keep), or NOTHING where autograd records nothing."""
-    spec = spec_of(keep)
-    return spec if torch.is_grad_enabled() else _NOTHING
+    spec = Spec(*_constant_spec(keep))
+    return spec if torch.is_grad_enabled() else AS_IT_IS
 
 
-def buffer_bytes(numel: int, dtype: torch.dtype, spec: Spec) -> int:
+@torch.compiler.assume_constant_result
+def _constant_spec(keep: Compression | None) -> tuple[int, ...]:
+    return tuple(spec_of(keep))
+
+
+def form_of(keep: Compression | None, *inputs: Tensor) -> list[int]:
+    """Return how inputs are packed, for an operator; NOTHING: they are saved as they are.
+
+    That is where nothing is differentiated and where the options are not enabled.
+    """
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in inputs):
+        return list(AS_IT_IS)
+    spec = spec_for(keep)
+    return list(AS_IT_IS) if spec.bits == RAW else list(spec)
+
+
+def order_of(x: Tensor) -> int:
+    """Return the order of a tensor's elements in memory that is to be kept.
+
+    Example:
+        >>> order_of(torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last))
+        1
+    """
+    order = {4: 1, 5: 2}.get(x.dim(), 0)
+    if not order or x.is_contiguous() or not x.is_contiguous(memory_format=ORDERS[order]):
+        return 0
+    return order
+
+
+# -- Buffers: inside operators ---------------------------------------------------------------------
+
+
+def buffer_bytes(numel: int, dtype: torch.dtype, spec: Sequence[int]) -> int:
     """Return the size of a buffer.
 
     Example:
         >>> buffer_bytes(1 << 20, torch.bfloat16, spec_of(None))
         1064960
     """
+    spec = Spec(*spec)
     if spec.bits == NOTHING:
         return 0
     if spec.bits == RAW:
@@ -111,52 +164,79 @@ def buffer_bytes(numel: int, dtype: torch.dtype, spec: Spec) -> int:
     return layout_of(numel, spec.format()).buffer_bytes
 
 
-def renew_noise(device: torch.device, spec: Spec) -> None:
+def empty_buffer(x: Tensor, spec: Sequence[int]) -> Tensor:
+    """Return a buffer for a tensor, to be written."""
+    return x.new_empty(buffer_bytes(x.numel(), x.dtype, spec), dtype=torch.uint8)
+
+
+def dense_like(x: Tensor, order: int) -> Tensor:
+    """Return a tensor like x, dense in an order, to be written."""
+    return torch.empty_like(x, memory_format=ORDERS[order])
+
+
+def encode(x: Tensor, spec: Sequence[int]) -> Tensor:
+    """Return the buffer of a tensor; RAW of a contiguous one shares its memory."""
+    spec = Spec(*spec)
+    if spec.bits == NOTHING:
+        return empty_buffer(x, spec)
+    flat = (x.movedim(1, -1) if spec.order else x).detach().reshape(-1)
+    if spec.bits == RAW:
+        return flat.view(torch.uint8)
+    renew_noise(x.device, spec)
+    return pack(flat, spec.format()).buffer
+
+
+def decode(buffer: Tensor, shape: Sequence[int], dtype: torch.dtype, spec: Sequence[int]) -> Tensor:
+    """Return what was kept, dense in its order; of a RAW buffer `dtype` must be the tensor's own.
+
+    With NOTHING the tensor itself was saved, and is cast; its shape may have been another.
+    """
+    spec = Spec(*spec)
+    if spec.bits == NOTHING:
+        return buffer.to(dtype).reshape(shape)
+    if spec.bits == RAW:
+        flat = buffer.view(dtype)
+    else:
+        flat = unpack(Packed(buffer, torch.Size(shape).numel(), dtype, spec.format()))
+    if not spec.order:
+        return flat.view(shape)
+    return flat.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
+
+
+def fused_layout(numel: int, spec: Sequence[int]) -> Layout | None:
+    """Return the layout that elementwise kernels pack to and from; None where they do not."""
+    spec = Spec(*spec)
+    return layout_of(numel, spec.format()) if spec.bits == _FUSED_BITS else None
+
+
+def draw(device: torch.device, spec: Sequence[int], count: int) -> elementwise_launch.Noise | None:
+    """Return noise for `count` tensors that a kernel packs; None where it rounds to nearest."""
+    spec = Spec(*spec)
+    if not spec.stochastic:
+        return None
+    renew_noise(device, spec)
+    streams = tuple(random.next_stream() for _ in range(count))
+    return elementwise_launch.Noise(random.state(device), streams)
+
+
+def renew_noise(device: torch.device, spec: Sequence[int]) -> None:
     """Let a CUDA graph that is being captured draw new noise in every replay.
 
     The numbers of its streams are the same every time; so the epoch advances in the graph.
     """
-    packs = spec.bits not in (NOTHING, RAW) and spec.stochastic
+    bits, _, _, stochastic, _ = Spec(*spec)
+    packs = bits not in (NOTHING, RAW) and stochastic
     if packs and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         random.advance_epoch(device)
 
 
-def encode(x: Tensor, spec: Spec) -> Tensor:
-    """Return the buffer of a tensor; RAW of a contiguous one shares its memory."""
-    flat = x.detach().reshape(-1)
-    return flat.view(torch.uint8) if spec.bits == RAW else pack(flat, spec.format()).buffer
-
-
-def decode(buffer: Tensor, numel: int, dtype: torch.dtype, spec: Spec) -> Tensor:
-    """Return the elements of a buffer, 1-D; of a RAW one `dtype` must be the tensor's own."""
-    if spec.bits == RAW:
-        return buffer.view(dtype)
-    return unpack(Packed(buffer, numel, dtype, spec.format()))
-
-
-def new_probe(x: Tensor) -> Tensor:
-    """Return a tensor of x's shape and type in one element of memory, of no certain value."""
-    return x.new_empty(()).expand(x.shape)
-
-
-class _Attach(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, probe: Tensor) -> Tensor:  # noqa: ARG004
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:  # noqa: ARG004
-        return None, gradient
-
-
-def attach(value: Tensor, probe: Tensor) -> Tensor:
-    """Return `value` in the place that `probe` has in autograd's graph; probe is not read."""
-    return _Attach.apply(value, probe)  # type: ignore[no-any-return]
+def served(tensor: Tensor) -> bool:
+    """Tell whether the kernels take a tensor."""
+    return tensor.dtype in KERNEL_DTYPES and _launches_on(tensor.device)
 
 
 @lru_cache(maxsize=64)
-def launches_on(device: torch.device) -> bool:
-    """Tell whether the kernels serve a device."""
+def _launches_on(device: torch.device) -> bool:
     from vramx.kernels import launch
 
     return launch.supported(device)

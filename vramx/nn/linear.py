@@ -20,19 +20,18 @@ from torch import Tensor
 
 from vramx.compression.config import Compression
 from vramx.errors import InvalidValueError
+from vramx.nn import arguments
 from vramx.nn import reference_norm as reference
-from vramx.nn.kept import (
-    DTYPES,
+from vramx.nn.differentiation import attach, new_probe
+from vramx.nn.keeping import (
     NOTHING,
     RAW,
     Kept,
     Spec,
-    attach,
-    buffer_bytes,
     decode,
+    empty_buffer,
     encode,
-    new_probe,
-    renew_noise,
+    kept_tensor,
     spec_for,
 )
 from vramx.nn.norm import Normed
@@ -46,6 +45,7 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     keep: Compression | None = None,
+    kept: Kept | None = None,
 ) -> Tensor:
     """Return x weight^T + bias, keeping x packed.
 
@@ -55,7 +55,7 @@ def linear(
         >>> linear(torch.ones(2, 128), torch.ones(3, 128)).shape
         torch.Size([2, 3])
     """
-    return linears(x, [weight], [bias], keep)[0]
+    return linears(x, [weight], [bias], keep, kept)[0]
 
 
 def linears(
@@ -63,6 +63,7 @@ def linears(
     weights: Sequence[Tensor],
     biases: Biases | None = None,
     keep: Compression | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, ...]:
     """Return x weight^T + bias for each weight, keeping one pack for all of them.
 
@@ -72,6 +73,8 @@ def linears(
         biases: as many, each [out] or None; None is none at all.
         keep: how a plain tensor is kept, as rms_norm()'s; of no meaning for a norm's result. With
             enabled=False it is kept by torch, as torch.nn.functional.linear would.
+        kept: what already is kept of a plain tensor, whose elements x must have in their order: as
+            scaled_dot_product_attention() says. None: x is packed here.
 
     Returns:
         Tensors [..., out] of the type of x, or of autocast.
@@ -97,15 +100,17 @@ def linears(
     y = x.y if isinstance(x, Normed) else x
     biases = [None] * len(weights) if biases is None else biases
     _check(y, weights, biases)
-    dtype = _computed_in(y)
+    dtype = arguments.autocast_dtype(y)
     _check_types(y, weights, dtype)
     learns = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     if isinstance(x, Normed):
-        kept = x.kept if learns and x.kept.spec.bits != NOTHING else None
-        y = y.to(dtype)
-    else:
-        y = y.to(dtype)
-        kept = _keep(y, keep) if learns else None
+        kept = x.kept
+    _check_kept(y, kept)
+    y = y.to(dtype)
+    if not learns or (kept and kept.spec.bits == NOTHING):
+        kept = None
+    if learns and kept is None and not isinstance(x, Normed):
+        kept = _keep(y, keep)
     if kept is None:
         return tuple(
             functional.linear(y, weight, bias) for weight, bias in zip(weights, biases, strict=True)
@@ -146,40 +151,31 @@ def _keep(x: Tensor, keep: Compression | None) -> Kept | None:
     if spec.bits == RAW:
         return None
     buffer, probe = torch.ops.vramx.keep(x, list(spec))
-    return Kept(buffer, probe, None, None, None, 0.0, False, x.dtype, spec)
-
-
-def _computed_in(x: Tensor) -> torch.dtype:
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
-    return x.dtype
+    return kept_tensor(buffer, probe, spec)
 
 
 def _check(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> None:
+    arguments.check_floats(x=x)
     if not weights or len(biases) != len(weights):
         raise InvalidValueError(
             f"{len(weights)} weights and {len(biases)} biases are not accepted; accepted is at "
             "least one weight, and a bias or None for each"
         )
-    if x.dim() == 0:
-        raise InvalidValueError("x has no dimension; accepted is [..., in]")
     for weight, bias in zip(weights, biases, strict=True):
-        if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-            raise InvalidValueError(
-                f"a weight has shape {tuple(weight.shape)}; accepted is (out, {x.shape[-1]})"
-            )
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise InvalidValueError(
-                f"a bias has shape {tuple(bias.shape)}; accepted is {tuple(weight.shape[:1])}"
-            )
+        arguments.check_linear(x, weight, bias)
+
+
+def _check_kept(x: Tensor, kept: Kept | None) -> None:
+    if kept is None or kept.spec.bits == NOTHING:
+        return
+    if kept.probe.numel() != x.numel() or kept.probe.device != x.device:
+        raise InvalidValueError(
+            f"kept is of {kept.probe.numel()} elements on {kept.probe.device}; accepted is what is "
+            f"kept of x, {x.numel()} elements on {x.device}"
+        )
 
 
 def _check_types(x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype) -> None:
-    if x.dtype not in DTYPES:
-        raise InvalidValueError(
-            f"x is of {x.dtype}; accepted are bfloat16, float16, float32 and float64"
-        )
     if torch.is_autocast_enabled(x.device.type):
         return
     for weight in weights:
@@ -194,14 +190,12 @@ def _check_types(x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype) -> No
 )
 def keep_operator(x: Tensor, spec: list[int]) -> tuple[Tensor, Tensor]:
     """Return the buffer of a tensor and the probe that stands for it; `spec` is a width."""
-    renew_noise(x.device, Spec(*spec))
-    return encode(x, Spec(*spec)), new_probe(x)
+    return encode(x, spec), new_probe(x)
 
 
 @keep_operator.register_fake
 def _(x: Tensor, spec: list[int]) -> tuple[Tensor, Tensor]:
-    size = buffer_bytes(x.numel(), x.dtype, Spec(*spec))
-    return x.new_empty(size, dtype=torch.uint8), new_probe(x)
+    return empty_buffer(x, spec), new_probe(x)
 
 
 def _keep_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ARG001
@@ -303,7 +297,7 @@ def _input(
         return y
     spec = Spec(*ctx.spec)
     if rstd is None:
-        return attach(decode(kept, probe.numel(), ctx.dtype, spec).view(ctx.shape), probe)
+        return attach(decode(kept, probe.shape, ctx.dtype, spec), probe).view(ctx.shape)
     s = input_again(kept, rstd, probe, spec)
     normalised, _ = reference.normalise(s, ctx.eps, ctx.centred)
     return reference.affine(normalised, *affine).to(ctx.dtype)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vramx.errors import InvalidValueError
-from vramx.nn import keeping
+from vramx.nn import arguments
 from vramx.nn import operators_loss as operators
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -70,7 +70,7 @@ def linear_cross_entropy(
     """
     _check(hidden, weight, targets, bias)
     _check_options(ignore_index, reduction, label_smoothing, logit_softcap, chunk)
-    bias, (hidden, weight) = keeping.cast_for_linear(bias, hidden, weight)
+    bias, (hidden, weight) = arguments.cast_for_linear(bias, hidden, weight)
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     settings = [float(ignore_index), label_smoothing, logit_softcap or 0.0, float(chunk or 0)]
     if reduction == "none":
@@ -85,8 +85,8 @@ def linear_cross_entropy(
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
-    keeping.check_floats(hidden=hidden, weight=weight, bias=bias)
-    keeping.check_linear(hidden, weight, bias)
+    arguments.check_floats(hidden=hidden, weight=weight, bias=bias)
+    arguments.check_linear(hidden, weight, bias)
     if targets.dtype != torch.int64 or targets.shape != hidden.shape[:-1]:
         raise InvalidValueError(
             f"targets is a tensor of {targets.dtype} and shape {tuple(targets.shape)}; accepted is "

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from vramx.compression.config import Compression
 from vramx.errors import InvalidValueError
-from vramx.nn import operators_norm  # noqa: F401 - registers the operators
-from vramx.nn.kept import DTYPES, Kept, spec_for
+from vramx.nn import arguments
+from vramx.nn import operators_norm as _operators  # noqa: F401 - registers them
+from vramx.nn.keeping import Kept, spec_for
 
 
 class Normed(NamedTuple):
@@ -108,8 +109,7 @@ def _norm(
     _check(x, residual, affine)
     spec = spec_for(keep)
     if residual is not None and residual.dtype != x.dtype:
-        dtype = torch.promote_types(x.dtype, residual.dtype)
-        x, residual = x.to(dtype), residual.to(dtype)
+        x, residual = arguments.cast_to_common(x, residual)
     y, total, buffer, rstd, probe = torch.ops.vramx.norm(
         x, residual, *affine, eps, centred, _result_dtype(x), list(spec)
     )
@@ -126,16 +126,11 @@ def _result_dtype(x: Tensor) -> torch.dtype:
 
 
 def _check(x: Tensor, residual: Tensor | None, affine: tuple[Tensor | None, Tensor | None]) -> None:
-    if x.dtype not in DTYPES:
-        raise InvalidValueError(
-            f"x is of {x.dtype}; accepted are bfloat16, float16, float32 and float64"
-        )
+    arguments.check_floats(x=x, residual=residual)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise InvalidValueError(f"x has shape {tuple(x.shape)}; accepted is one with a row")
-    if residual is not None and residual.shape != x.shape:
-        raise InvalidValueError(
-            f"residual has shape {tuple(residual.shape)}; accepted is that of x, {tuple(x.shape)}"
-        )
+    if residual is not None:
+        arguments.check_same_shape("x", x, "residual", residual)
     for name, vector in zip(("weight", "bias"), affine, strict=True):
         if vector is not None and vector.shape != x.shape[-1:]:
             raise InvalidValueError(

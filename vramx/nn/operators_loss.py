@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vramx.errors import VramxError
+from vramx.errors import FirstDerivativeOnlyError
 from vramx.kernels import elementwise_launch
 from vramx.nn import keeping
 from vramx.nn import reference_elementwise as reference
@@ -24,10 +24,6 @@ from vramx.nn import reference_elementwise as reference
 _TOKENS_OF_CHUNK = 2048
 _LOGITS_BYTES = 512 << 20
 _TOKENS_MULTIPLE = 128  # of the products' tiles
-
-
-class FirstDerivativeOnlyError(VramxError, RuntimeError):
-    """A derivative of a derivative was asked of a function that has none."""
 
 
 @dataclass(frozen=True)

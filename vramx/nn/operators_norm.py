@@ -18,21 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vramx.compression import random
 from vramx.kernels import norm_launch
 from vramx.nn import reference_norm as reference
-from vramx.nn.kept import (
+from vramx.nn.differentiation import attach, new_probe
+from vramx.nn.keeping import (
     KERNEL_DTYPES,
     NOTHING,
     RAW,
     Spec,
-    attach,
     buffer_bytes,
     decode,
+    draw,
     encode,
-    launches_on,
-    new_probe,
-    renew_noise,
+    served,
 )
 
 
@@ -57,7 +55,6 @@ def norm(
     x and residual: of one type and shape. weight, bias: [last dimension]. The buffer, rstd and the
     probe are empty if `spec` is NOTHING.
     """
-    renew_noise(x.device, Spec(*spec))
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     affine = norm_launch.Affine(weight, bias)
@@ -90,8 +87,8 @@ def _norm_kernel(
         if group_size:
             size = buffer_bytes(x.numel(), x.dtype, spec)
             kept = x.new_empty(size, dtype=torch.uint8)
-            if spec.stochastic:
-                noise = norm_launch.Noise(random.state(x.device), random.next_stream())
+            if drawn := draw(x.device, spec, 1):
+                noise = norm_launch.Noise(drawn.state, *drawn.streams)
     norm_launch.norm_forward(
         (x.view(-1, hidden), None if residual is None else residual.view(-1, hidden)),
         _contiguous(affine),
@@ -209,7 +206,7 @@ def norm_output(
     kind = Spec(*spec)
     y = kept.new_empty(shape, dtype=dtype)
     if weight is None and bias is None and kind.bits != RAW:
-        return decode(kept, y.numel(), dtype, kind).view(shape)
+        return decode(kept, shape, dtype, kind)
     like = y if stored == dtype else kept.new_empty(shape, dtype=stored)
     if not (_has_kernel(like) and dtype in KERNEL_DTYPES):
         return y.copy_(reference.affine(_normalised(kept, y, stored, kind), weight, bias))
@@ -283,11 +280,7 @@ torch.library.register_autograd("vramx::norm", _backward, setup_context=_setup)
 
 
 def _has_kernel(x: Tensor) -> bool:
-    return (
-        x.dtype in KERNEL_DTYPES
-        and x.shape[-1] <= norm_launch.LONGEST_ROW
-        and launches_on(x.device)
-    )
+    return served(x) and x.shape[-1] <= norm_launch.LONGEST_ROW
 
 
 def _packs_in_kernel(x: Tensor, spec: Spec) -> bool:
@@ -317,11 +310,11 @@ def _rows_of(kept: Tensor, like: Tensor, spec: Spec, rstd: Tensor | None) -> nor
     """Return what a kernel reads; `like` has the shape and the type of what was kept."""
     if _packs_in_kernel(like, spec):
         return norm_launch.Kept(kept, rstd, spec.group_size)
-    return norm_launch.Kept(decode(kept, like.numel(), like.dtype, spec), rstd, 0)
+    return norm_launch.Kept(decode(kept, like.shape, like.dtype, spec), rstd, 0)
 
 
 def _normalised(kept: Tensor, like: Tensor, stored: torch.dtype, spec: Spec) -> Tensor:
     """Return the normalised input of the shape of `like`, in the type that is computed in."""
     packed_wide = spec.bits != RAW and stored != torch.float64
     dtype = torch.float32 if packed_wide else stored
-    return reference.wide(decode(kept, like.numel(), dtype, spec)).view(like.shape)
+    return reference.wide(decode(kept, like.shape, dtype, spec))

@@ -13,13 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from vramx.compression.reference import noise_halves
+from vramx.nn.reference_norm import wide as wide
 
 KINDS = ("silu", "gelu", "gelu_tanh")
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """Return a tensor in the type that it is computed in."""
-    return tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)
 
 
 # -- Compositions that can be differentiated as often as one likes ---------------------------------

@@ -17,7 +17,7 @@ from vramx.compression import codec
 from vramx.compression.config import MASK_FORMAT
 from vramx.compression.reference import unpack_mask
 from vramx.kernels import elementwise_launch
-from vramx.nn import keeping
+from vramx.nn import arguments, keeping
 
 
 def relu(x: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def relu(x: Tensor) -> Tensor:
         >>> relu(torch.tensor([-1.0, 2.0]))
         tensor([0., 2.])
     """
-    keeping.check_floats(x=x)
+    arguments.check_floats(x=x)
     keep = torch.is_grad_enabled() and x.requires_grad
     y: Tensor = _relu(x, keep, keeping.order_of(x))[0]
     return y

@@ -1,23 +1,29 @@
-"""Public functions of vramx.nn in a process where Triton interprets: there the kernels serve a CPU.
+"""vramx.nn in a process where Triton interprets: there the kernels serve a CPU.
 
 Triton decides when it is imported whether it interprets, so a test's own process cannot. The child
-answers pickled calls: it runs a function forward and backward, with all generators at fixed seeds,
-and sends the result, the gradients and the packed buffers back. evaluate() does the same in the
-test's process, where the composite serves. About two seconds to start, and 10 us an element.
+answers pickled calls, of two kinds. A function of vramx.nn is run forward and backward, and the
+result, the gradients and the packed buffers come back; evaluate() does the same in the test's
+process, where the composite serves. An operator of torch.ops.vramx is run as it is. All generators
+start at fixed seeds in each call, fresh memory is poisoned, and a defect replaces a device function
+by a wrong one for one call. One child for all tests of a process, one caller at a time: about two
+seconds to start, and 10 us an element.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -36,7 +42,10 @@ class Evaluated(NamedTuple):
 def evaluate(
     name: str, inputs: Sequence[Tensor], incoming: Tensor, options: Mapping[str, Any]
 ) -> Evaluated:
-    """Run a function such as "glu.swiglu" of floating inputs, and backward from `incoming`."""
+    """Run a function such as "glu.swiglu" of floating inputs, and backward from `incoming`.
+
+    Of several results the first counts.
+    """
     from vramx.compression import random
 
     module, _, function = name.rpartition(".")
@@ -55,13 +64,25 @@ def evaluate(
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(watch, lambda saved: saved):
-        result = call(*leaves, **options)
+        results = call(*leaves, **options)
+    result = results[0] if isinstance(results, tuple) else results
     result.backward(incoming)
     return Evaluated(result.detach(), [each.grad for each in leaves], packs)
 
 
-class InterpretedFunctions:
-    """evaluate() of a child; one caller at a time."""
+def call_operator(name: str, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Run an operator and return its results as contiguous tensors."""
+    import vramx.nn  # noqa: F401 - registers the operators
+    from vramx.compression import random
+
+    random.manual_seed(0, rank=0)
+    result = getattr(torch.ops.vramx, name)(*arguments)
+    results = result if isinstance(result, tuple) else (result,)
+    return tuple(tensor.contiguous() for tensor in results)
+
+
+class Interpreted:
+    """The child."""
 
     def __init__(self) -> None:
         path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
@@ -78,7 +99,7 @@ class InterpretedFunctions:
         self._child.stdin.close()
         self._child.wait(timeout=60)
 
-    def __call__(
+    def function(
         self,
         name: str,
         inputs: Sequence[Tensor],
@@ -86,25 +107,45 @@ class InterpretedFunctions:
         options: Mapping[str, Any],
         defect: str = "",
     ) -> Evaluated:
+        """Return what evaluate() does there."""
+        call = (name, list(inputs), incoming, dict(options))
+        return Evaluated(*self._ask(evaluate.__name__, call, defect))
+
+    def operator(self, name: str, *arguments: Any, defect: str = "") -> tuple[Tensor, ...]:
+        """Return what call_operator() does there."""
+        return tuple(self._ask(call_operator.__name__, (name, arguments), defect))
+
+    def _ask(self, what: str, arguments: tuple[Any, ...], defect: str) -> tuple[Any, ...]:
         assert self._child.stdin is not None
         assert self._child.stdout is not None
-        pickle.dump((name, list(inputs), incoming, dict(options), defect), self._child.stdin)
+        pickle.dump((what, arguments, defect), self._child.stdin)
         self._child.stdin.flush()
         failed, result = pickle.load(self._child.stdout)
         if failed:
             raise RuntimeError(result)
-        return Evaluated(*result)
+        return tuple(result)
+
+
+@lru_cache(maxsize=1)
+def interpreted_nn() -> Interpreted:
+    """Return the one child of this process, which ends with it; skip where there is no triton."""
+    pytest.importorskip("triton")
+    child = Interpreted()
+    atexit.register(child.close)
+    return child
 
 
 @contextmanager
-def _planted(defect: str) -> Any:
+def _planted(defect: str) -> Iterator[None]:
     """Replace a device function by a wrong one: an error that a look at values would not show."""
     if not defect:
         yield
         return
-    import elementwise_kernels_defects as defects
+    import defective_norm_kernels
+    import elementwise_kernels_defects
 
-    module, name, wrong = defects.DEFECTS[defect]
+    defects = {**elementwise_kernels_defects.DEFECTS, **defective_norm_kernels.DEFECTS}
+    module, name, wrong = defects[defect]
     right = getattr(module, name)
     setattr(module, name, wrong)
     try:
@@ -114,7 +155,7 @@ def _planted(defect: str) -> Any:
 
 
 @contextmanager
-def _poisoned_memory() -> Any:
+def _poisoned_memory() -> Iterator[None]:
     """Give new tensors NaN and 0xAB instead of whatever the memory held: what is not written shows.
 
     torch does so itself under deterministic algorithms, with NaN and the largest integer.
@@ -136,12 +177,12 @@ def _serve() -> None:
     os.dup2(2, 1)
     while True:
         try:
-            name, inputs, incoming, options, defect = pickle.load(sys.stdin.buffer)
+            what, arguments, defect = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         try:
             with _planted(defect), _poisoned_memory():
-                answer = (False, tuple(evaluate(name, inputs, incoming, options)))
+                answer = (False, tuple(globals()[what](*arguments)))
         except Exception as error:
             answer = (True, f"{type(error).__name__}: {error}")
         pickle.dump(answer, results)

@@ -1,0 +1,154 @@
+"""Attention on a GPU: torch's fused kernels called by vramx, results, gradients, dropout, memory.
+
+On a CPU (tests/test_nn_attention.py) the arithmetic of what is kept is shown; here that flash and
+the memory-efficient kernel are called rightly. Each is compared with torch's own call of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from norm_tools import held_bytes
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vramx.compression.codec import layout_of
+from vramx.compression.config import Format
+from vramx.nn import attention_kernels as kernels
+from vramx.nn.functional import linear, scaled_dot_product_attention
+
+pytestmark = pytest.mark.gpu
+
+BATCH, HEADS, KEY_HEADS, TOKENS, SIZE = 2, 8, 2, 130, 64
+BACKENDS = {
+    kernels.FLASH: SDPBackend.FLASH_ATTENTION,
+    kernels.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
+}
+every_kernel = pytest.mark.parametrize("kernel", BACKENDS, ids=["flash", "efficient"])
+
+
+def inputs(dtype: torch.dtype = torch.bfloat16, key_heads: int = KEY_HEADS) -> list[Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    return [
+        torch.randn(BATCH, TOKENS, heads, SIZE, generator=generator, device="cuda", dtype=dtype)
+        .transpose(1, 2).requires_grad_()
+        for heads in (HEADS, key_heads, key_heads)
+    ]  # fmt: skip
+
+
+def both(
+    kernel: int, tensors: list[Tensor], **call: Any
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Return the result and the gradients, ours and torch's of the same kernel."""
+    dy = torch.randn(
+        BATCH, HEADS, TOKENS, SIZE, device="cuda", generator=torch.Generator("cuda").manual_seed(9)
+    ).to(tensors[0].dtype)
+    found = []
+    with sdpa_kernel(BACKENDS[kernel]):
+        torch.manual_seed(3)
+        attended = scaled_dot_product_attention(*tensors, enable_gqa=True, **call)
+        assert attended.kept is not None
+        found.append((attended.y, *torch.autograd.grad(attended.y, tensors, dy)))
+        torch.manual_seed(3)
+        q, k, v = tensors
+        # The efficient kernel takes no fewer heads of keys.
+        k, v = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in (k, v))
+        y = functional.scaled_dot_product_attention(q, k, v, **call)
+        found.append((y, *torch.autograd.grad(y, tensors, dy)))
+    return found[0], found[1]
+
+
+@every_kernel
+@pytest.mark.parametrize(
+    "call", [{}, {"is_causal": True}, {"dropout_p": 0.25}, {"scale": 0.3}], ids=str
+)
+def test_is_torchs_but_for_what_is_packed(kernel: int, call: dict[str, Any]) -> None:
+    """int8 puts 1 to 2 % on dq and dk of normal inputs; another mask of dropout would put 100."""
+    (y, dq, dk, dv), (of_y, of_q, of_k, of_v) = both(kernel, inputs(), **call)
+    assert torch.equal(y, of_y)
+    for ours, theirs in ((dq, of_q), (dk, of_k)):
+        assert (ours - theirs).norm() <= 0.05 * theirs.norm()
+    # Sums over shared heads are rounded to bfloat16 in another order.
+    assert (dv - of_v).norm() <= 2.0**-6 * of_v.norm()
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("keys", [128, TOKENS], ids=["aligned", "odd"])
+def test_efficient_takes_masks(kind: str, keys: int) -> None:
+    q, k, v = inputs()
+    k, v = (x[:, :, :keys].detach().requires_grad_() for x in (k, v))
+    allowed = torch.ones(TOKENS, keys, dtype=torch.bool, device="cuda").tril()
+    mask = allowed if kind == "bool" else (~allowed).to(q.dtype) * -10000.0
+    (y, dq, *_), (of_y, of_q, *_) = both(kernels.EFFICIENT, [q, k, v], attn_mask=mask)
+    assert torch.equal(y, of_y)
+    assert (dq - of_q).norm() <= 0.05 * of_q.norm()
+
+
+def test_float32_is_served_by_the_efficient_kernel() -> None:
+    (y, dq, *_), (of_y, of_q, *_) = both(kernels.EFFICIENT, inputs(torch.float32))
+    assert torch.equal(y, of_y)
+    assert (dq - of_q).norm() <= 0.05 * of_q.norm()
+
+
+def test_flash_is_chosen_on_its_own() -> None:
+    q, k, _ = inputs()
+    assert kernels._of_cuda(q, k, None, kernels.Call(0, 0.0, True, None)) == kernels.FLASH
+
+
+def test_projection_shares_the_pack() -> None:
+    tensors = inputs()
+    weight = torch.randn(32, HEADS * SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def block() -> Tensor:
+        attended = scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
+        return linear(attended.y.transpose(1, 2).flatten(2), weight, kept=attended.kept)
+
+    rows = BATCH * HEADS * TOKENS
+    packs = sum(layout_of(x.numel(), Format()).buffer_bytes for x in (tensors[0], tensors[2]))
+    held = held_bytes(block, *tensors, weight)
+    assert packs + 4 * rows <= held <= packs + 4 * rows + 64  # a probe and empty storages
+    dweight, dq = torch.autograd.grad(block().float().square().sum(), [weight, tensors[0]])
+    assert dweight.isfinite().all()
+    assert dq.isfinite().all()
+
+
+def test_attention_and_projection_can_be_captured() -> None:
+    tensors = inputs()
+    weight = torch.randn(32, HEADS * SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step() -> tuple[Tensor, ...]:
+        attended = scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
+        y = linear(attended.y.transpose(1, 2).flatten(2), weight, kept=attended.kept)
+        return torch.autograd.grad(y.float().sum(), [*tensors, weight])
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        expected = step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    graph.replay()
+    for ours, exact in zip(found, expected, strict=True):
+        # Two draws of int8's noise.
+        assert (ours - exact).norm() <= 0.05 * exact.norm()
+
+
+def test_compiles_to_one_graph() -> None:
+    torch.compiler.reset()
+    tensors = inputs()
+
+    def block(*tensors: Tensor) -> Tensor:
+        return scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True).y
+
+    compiled = torch.compile(block, fullgraph=True)
+    y = compiled(*tensors)
+    assert torch.equal(y, block(*tensors))
+    found = torch.autograd.grad(y.float().square().sum(), tensors)
+    expected = torch.autograd.grad(block(*tensors).float().square().sum(), tensors)
+    for ours, exact in zip(found, expected, strict=True):
+        assert (ours - exact).norm() <= 0.05 * exact.norm()

@@ -1,0 +1,129 @@
+"""What the tests of vramx.optimize share: models by name, gradients, errors, ways of calls."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from norm_tools import INT8_STEP
+from torch import Tensor, nn
+
+from vramx.nn.families import FAMILIES
+from vramx.nn.families.norms import RmsNorm
+
+HIDDEN, TOKENS, LAYERS = 64, 24, 2
+# float32: a block rounds about twenty times in a row, each by half a step, and sums of some
+# hundred terms are added in another order; 64 steps of the type are ten times what is seen.
+ROUNDING = 64 * torch.finfo(torch.float32).eps
+# int8, stochastic: an element is off by half a step at most in the root mean square, and a group's
+# largest magnitude is below 4 deviations. So a pack is off by a part of INT8_STEP * 4 / 2 = 1.6 %.
+# A gradient passes through the at most 8 packs of each block, with independent errors.
+INT8_NOISE = INT8_STEP * 4 / 2 * (8 * LAYERS) ** 0.5
+Inputs = dict[str, Tensor]
+
+_TEXT = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "vocab_size": 50,
+    "max_position_embeddings": 64,
+}
+_DECODERS = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_DECODERS["gemma"] = "Gemma"
+DECODERS = tuple(_DECODERS)
+HUGGING_FACE = (*DECODERS, "gpt2", "bert", "vit")
+
+
+def encoder(dropout: float = 0.0, **options: Any) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(
+        HIDDEN, 4, 2 * HIDDEN, dropout, activation="gelu", batch_first=True, **options
+    )
+    return nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False).train()
+
+
+def encoder_inputs() -> Inputs:
+    return {"src": torch.randn(2, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))}
+
+
+def decoder(transformers: Any, name: str = "llama", **options: Any) -> nn.Module:
+    prefix = _DECODERS[name]
+    config = getattr(transformers, f"{prefix}Config")(
+        **_TEXT, num_key_value_heads=2, head_dim=16, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, **options
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: nn.Module = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    return model.train()
+
+
+def hugging_face(transformers: Any, name: str, dropout: float = 0.0) -> tuple[nn.Module, Inputs]:
+    generator = torch.Generator().manual_seed(1)
+    ids = {"input_ids": torch.randint(3, 50, (2, TOKENS), generator=generator)}
+    if name in DECODERS:
+        return decoder(transformers, name), ids
+    torch.manual_seed(0)
+    drop = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    if name == "bert":
+        return transformers.BertModel(transformers.BertConfig(**_TEXT, **drop)).train(), ids
+    if name == "gpt2":
+        drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+        config = transformers.GPT2Config(
+            n_embd=HIDDEN, n_head=4, n_layer=LAYERS, vocab_size=50, bos_token_id=1,
+            eos_token_id=2, **drop
+        )  # fmt: skip
+        return transformers.GPT2LMHeadModel(config).train(), ids
+    sizes = {k: _TEXT[k] for k in list(_TEXT)[:4]}
+    config = transformers.ViTConfig(**sizes, image_size=16, patch_size=4, **drop)
+    pixels = torch.randn(2, 3, 16, 16, generator=generator)
+    return transformers.ViTModel(config).train(), {"pixel_values": pixels}
+
+
+def result_of(model: nn.Module, inputs: Inputs) -> Tensor:
+    result: Any = model(**inputs)
+    return result if isinstance(result, Tensor) else result[0]
+
+
+def gradient_of(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Return the gradient of a fixed weighting of the result for all parameters, in a row."""
+    y = result_of(model, inputs)
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    found = torch.autograd.grad((y * weights).sum(), parameters, allow_unused=True)
+    return torch.cat([g.flatten() for g in found if g is not None])
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def twin(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)
+
+
+@contextmanager
+def fused_calls() -> Iterator[list[str]]:
+    """Collect the families of the blocks that were computed the fused way."""
+    calls: list[str] = []
+    blocks = [family for family in FAMILIES if not issubclass(family, RmsNorm)]
+    originals = {family: family.__dict__.get("vramx_fused") for family in blocks}
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def count(self: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append(type(self)._vramx_family.__name__)
+            return function(self, *args, **kwargs)
+
+        return count
+
+    for family, function in originals.items():
+        if function is not None:
+            family.vramx_fused = counted(function)  # type: ignore[method-assign]
+    try:
+        yield calls
+    finally:
+        for family, function in originals.items():
+            if function is not None:
+                family.vramx_fused = function  # type: ignore[method-assign]

@@ -1,0 +1,87 @@
+"""Counts of a compression: every tensor once, from any thread, whenever they are read."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+
+import pytest
+
+from vramx.compression import stats as stats_module
+from vramx.compression.stats import CompressionStats
+
+THREADS, RECORDS = 4, 3000
+
+
+def recorded() -> CompressionStats:
+    stats = CompressionStats()
+    stats.record("linear", "", 200, 100)
+    stats.record("linear", "", 200, 100)
+    stats.record("gelu", "small", 8, 8)
+    stats.record("linear", "parameter", 64, 64)
+    stats.record("linear", "", 0, 0, shared_bytes=200)
+    return stats
+
+
+def test_a_tensor_counts_by_operation_and_by_reason() -> None:
+    stats = recorded()
+    assert (stats.tensors, stats.saved_bytes, stats.kept_bytes) == (5, 408, 208)
+    assert (stats.packed.tensors, stats.packed.seen_bytes, stats.packed.kept_bytes) == (3, 400, 200)
+    assert stats.shared_bytes == 200
+    assert {reason: tally.tensors for reason, tally in stats.kept.items()} == {
+        "small": 1,
+        "parameter": 1,
+    }
+    assert {name: tally.tensors for name, tally in stats.operations.items()} == {
+        "linear": 3,
+        "gelu": 1,
+    }
+
+
+def counted_by_threads(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Record on threads while another reads, with a sum every few records; return the count."""
+    monkeypatch.setattr(stats_module, "_MOST_NOTES", 7)
+    stats = CompressionStats()
+    done = threading.Event()
+
+    def record() -> None:
+        for _ in range(RECORDS):
+            stats.record("linear", "", 2, 1)
+
+    def read() -> None:
+        while not done.is_set():
+            assert stats.saved_bytes % 2 == 0
+
+    threads = [threading.Thread(target=record) for _ in range(THREADS)]
+    reader = threading.Thread(target=read)
+    for thread in (*threads, reader):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    done.set()
+    reader.join()
+    return stats.tensors
+
+
+def test_no_count_of_any_thread_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert counted_by_threads(monkeypatch) == THREADS * RECORDS
+
+
+def test_notes_are_bounded() -> None:
+    stats = CompressionStats()
+    for _ in range(2 * stats_module._MOST_NOTES):
+        stats.record("linear", "", 2, 1)
+        assert len(stats._notes) < stats_module._MOST_NOTES
+
+
+def test_counts_are_equal_and_travel_by_pickle() -> None:
+    stats = recorded()
+    assert pickle.loads(pickle.dumps(stats)) == recorded()
+    stats.record("linear", "", 1, 1)
+    assert stats != recorded()
+
+
+def test_reset_forgets_what_was_not_yet_summed() -> None:
+    stats = recorded()
+    stats.reset()
+    assert stats == CompressionStats()

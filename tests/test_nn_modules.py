@@ -1,0 +1,78 @@
+"""Modules of vramx.nn without parameters: they are the functions, with torch's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from norm_tools import INT4, held_bytes, sample
+from torch import Tensor, nn
+
+from vramx import nn as vnn
+from vramx.errors import InvalidValueError
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (vnn.GELU(), nn.GELU()),
+        (vnn.GELU("tanh"), nn.GELU("tanh")),
+        (vnn.SiLU(), nn.SiLU()),
+        (vnn.SiLU(inplace=True), nn.SiLU(inplace=True)),
+        (vnn.ReLU(), nn.ReLU()),
+        (vnn.ReLU(inplace=True), nn.ReLU(inplace=True)),
+        (vnn.Dropout(0.3).eval(), nn.Dropout(0.3).eval()),
+        (vnn.Dropout(0.0), nn.Dropout(0.0)),
+    ],
+    ids=repr,
+)
+def test_takes_torchs_place(ours: nn.Module, theirs: nn.Module) -> None:
+    x = sample(4, 33).detach()
+    assert isinstance(ours, type(theirs))
+    assert repr(ours) == repr(theirs)
+    assert torch.allclose(ours(x.clone()), theirs(x.clone()), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [
+        (vnn.SwiGLU(), lambda gate, up: functional.silu(gate) * up),
+        (vnn.GeGLU(), lambda gate, up: functional.gelu(gate) * up),
+        (vnn.GeGLU("tanh"), lambda gate, up: functional.gelu(gate, approximate="tanh") * up),
+    ],
+    ids=["swiglu", "geglu", "geglu_tanh"],
+)
+def test_gated_units_are_products(
+    module: nn.Module, function: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    gate, up = sample(4, 33).detach(), sample(4, 33, seed=1).detach()
+    assert torch.allclose(module(gate, up), function(gate, up), atol=1e-6)
+
+
+def test_loss_is_that_of_the_logits() -> None:
+    hidden, weight = sample(7, 8), sample(5, 8, seed=1)
+    targets = torch.tensor([0, 1, 2, 3, 4, 1, -1])
+    options = {"ignore_index": -1, "label_smoothing": 0.1}
+    loss = vnn.LinearCrossEntropy(**options, chunk=3)(hidden, weight, targets)
+    expected = nn.CrossEntropyLoss(**options)(hidden @ weight.t(), targets)
+    # A mean of 6 terms of order 10; float32 has 2**-24.
+    assert torch.allclose(loss, expected, atol=1e-5)
+
+
+def test_keep_says_how_the_input_is_kept() -> None:
+    x, module = sample(4, 128), vnn.GELU()
+    in_eight_bits = held_bytes(lambda: module(x))
+    module.keep = INT4
+    assert held_bytes(lambda: module(x)) < in_eight_bits
+
+
+def test_dropout_keeps_sixteen_bytes() -> None:
+    x = sample(4, 128)
+    assert held_bytes(lambda: vnn.Dropout(0.5)(x)) == 16
+
+
+def test_unknown_approximation_is_named_when_it_is_given() -> None:
+    with pytest.raises(InvalidValueError, match="'erf'"):
+        vnn.GeGLU("erf")

@@ -1,0 +1,312 @@
+"""vramx.optimize on torch's own encoder layers: the API, what stays, and what goes its old way."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from norm_tools import held_bytes
+from optimize_tools import (
+    INT8_NOISE,
+    LAYERS,
+    ROUNDING,
+    encoder,
+    encoder_inputs,
+    error,
+    fused_calls,
+    gradient_of,
+    result_of,
+    twin,
+)
+from torch import nn
+
+import vramx
+from vramx.errors import InvalidValueError, VramxWarning
+from vramx.nn.families.encoder import EncoderLayer
+
+INPUTS = encoder_inputs()
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+    vramx.manual_seed(0, rank=0)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("level", ["keep", "int8", "recompute_all"])
+def test_encoder_layers_compute_what_their_originals_do(norm_first: bool, level: str) -> None:
+    original = encoder(norm_first=norm_first)
+    model = twin(original)
+    vramx.optimize(model, level)
+    with fused_calls() as calls:
+        y = result_of(model, INPUTS)
+    assert len(calls) == LAYERS
+    assert error(y, result_of(original, INPUTS)) < ROUNDING
+    bound = ROUNDING if level == "keep" else INT8_NOISE
+    assert error(gradient_of(model, INPUTS), gradient_of(original, INPUTS)) < bound
+
+
+def test_bound_of_8_bits_is_too_narrow_for_coarser_codes() -> None:
+    original = encoder(norm_first=True)
+    model = twin(original)
+    vramx.optimize(model, bits=4, symmetric=True, group_size=1024)
+    assert error(gradient_of(model, INPUTS), gradient_of(original, INPUTS)) > INT8_NOISE
+
+
+@pytest.mark.parametrize("masks", ["bool", "float", "causal"])
+def test_masks_of_encoder_layers_are_honoured(masks: str) -> None:
+    original = encoder(norm_first=True)
+    model = twin(original)
+    vramx.optimize(model, "keep")
+    tokens = INPUTS["src"].shape[1]
+    causal = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    padding = torch.zeros(2, tokens, dtype=torch.bool)
+    padding[1, -3:] = True
+    options: dict[str, Any] = {"mask": causal, "src_key_padding_mask": padding}
+    if masks == "float":
+        options = {"mask": torch.zeros(tokens, tokens).masked_fill_(causal, float("-inf"))}
+    elif masks == "causal":
+        options = {"mask": causal, "is_causal": True}
+    inputs = {**INPUTS, **options}
+    assert error(result_of(model, inputs), result_of(original, inputs)) < ROUNDING
+    assert error(result_of(model, inputs), result_of(original, INPUTS)) > 0.01
+
+
+def test_each_level_keeps_less_than_the_one_before() -> None:
+    held = []
+    for level in ("left", "keep", "int8", "int4"):
+        model = encoder(norm_first=True)
+        vramx.optimize(model, level)
+        held.append(held_bytes(functools.partial(model, **INPUTS), *model.parameters()))
+    assert held == sorted(held, reverse=True)
+    assert len(set(held)) == 4
+
+
+def test_parameters_names_classes_and_state_stay() -> None:
+    model = encoder()
+    names, parameters = list(model.state_dict()), list(model.parameters())
+    vramx.optimize(model)
+    layer = model.layers[0]
+    assert list(model.state_dict()) == names
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert isinstance(layer, nn.TransformerEncoderLayer)
+    assert type(layer).__name__ == "TransformerEncoderLayer"
+    assert type(layer) is type(model.layers[1]) is not nn.TransformerEncoderLayer
+
+
+def test_restored_model_is_the_original_to_the_bit() -> None:
+    model = encoder()
+    expected, gradient = result_of(model, INPUTS), gradient_of(model, INPUTS)
+    before = [set(layer.__dict__) for layer in model.layers]
+    vramx.optimize(model)
+    assert vramx.restore(model) == LAYERS
+    assert torch.equal(result_of(model, INPUTS), expected)
+    assert torch.equal(gradient_of(model, INPUTS), gradient)
+    assert [set(layer.__dict__) for layer in model.layers] == before
+    assert type(model.layers[0]) is nn.TransformerEncoderLayer
+
+
+def test_state_dict_of_an_optimised_model_loads_into_an_untouched_one() -> None:
+    model, other = encoder(), encoder()
+    vramx.optimize(model)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(result_of(other.eval(), INPUTS), result_of(model.eval(), INPUTS))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch"])
+def test_copies_are_optimised_too(how: str) -> None:
+    model = encoder()
+    vramx.optimize(model, "keep")
+    if how == "deepcopy":
+        other = copy.deepcopy(model)
+    elif how == "pickle":
+        other = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    assert type(other.layers[0]) is type(model.layers[0])
+    with fused_calls() as calls:
+        assert torch.equal(result_of(other, INPUTS), result_of(model, INPUTS))
+    assert len(calls) == 2 * LAYERS
+    assert vramx.restore(other) == LAYERS
+    assert vramx.restore(model) == LAYERS
+
+
+@pytest.mark.parametrize("how", ["no_grad", "eval", "integers"])
+def test_calls_that_do_not_train_go_the_original_way(how: str) -> None:
+    original = encoder().train(how != "eval")
+    model = twin(original)
+    vramx.optimize(model)
+    with fused_calls() as calls, torch.set_grad_enabled(how != "no_grad"):
+        if how == "integers":
+            with pytest.raises(RuntimeError):
+                model(src=INPUTS["src"].long())
+        else:
+            assert torch.equal(result_of(model, INPUTS), result_of(original, INPUTS))
+    assert calls == []
+
+
+def test_part_with_a_hook_is_called_as_it_is_and_reported() -> None:
+    original = encoder(norm_first=True)
+    model = twin(original)
+    seen: list[int] = []
+    model.layers[0].linear1.register_forward_hook(lambda *_: seen.append(1))
+    report = vramx.optimize(model, "keep")
+    assert error(result_of(model, INPUTS), result_of(original, INPUTS)) < ROUNDING
+    assert seen == [1]
+    assert [(row.name, row.done) for row in report.left if "hooks" in row.reason] == [
+        ("layers.0.linear1", "left")
+    ]
+
+
+def test_hook_that_comes_after_optimising_is_called_too() -> None:
+    model = encoder()
+    vramx.optimize(model)
+    seen: list[int] = []
+    model.layers[1].norm2.register_forward_hook(lambda *_: seen.append(1))
+    result_of(model, INPUTS)
+    assert seen == [1]
+
+
+class Doubled(nn.TransformerEncoderLayer):
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return 2 * super().forward(*args, **kwargs)
+
+
+class Wrapped(nn.Linear):
+    """Stands for a Linear that is quantised or has an adapter."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1
+
+
+def test_subclass_and_block_with_another_forward_are_left() -> None:
+    plain = encoder().layers[0]
+    plain.forward = lambda *args, **kwargs: type(plain).forward(plain, *args, **kwargs)
+    model = nn.Sequential(Doubled(64, 4, 64, batch_first=True), plain)
+    report = vramx.optimize(model)
+    assert report.swapped == ()
+    assert "its forward was replaced" in str(report)
+
+
+def test_linear_of_another_class_is_called_as_it_is() -> None:
+    original = encoder(norm_first=True)
+    original.layers[0].linear2 = Wrapped(128, 64)
+    model = twin(original)
+    report = vramx.optimize(model, "keep")
+    assert error(result_of(model, INPUTS), result_of(original, INPUTS)) < ROUNDING
+    assert error(gradient_of(model, INPUTS), gradient_of(original, INPUTS)) < ROUNDING
+    assert "layers.0.linear2" in [row.name for row in report.left]
+
+
+def test_dropout_drops_and_scales_as_asked() -> None:
+    model = encoder(0.5, norm_first=True)
+    vramx.optimize(model, "int8")
+    different = error(result_of(model, INPUTS), result_of(model, INPUTS))
+    assert different > 0.1
+    vramx.restore(model)
+    assert 0.5 < different / error(result_of(model, INPUTS), result_of(model, INPUTS)) < 2
+
+
+def test_autocast_computes_as_the_original_does() -> None:
+    original = encoder(norm_first=True)
+    model = twin(original)
+    vramx.optimize(model, "keep")
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = result_of(model, INPUTS), result_of(original, INPUTS)
+    assert y.dtype == expected.dtype
+    # Some twenty roundings of bfloat16 in each layer, independent: half a step times their root.
+    bound = torch.finfo(torch.bfloat16).eps / 2 * (20 * LAYERS) ** 0.5
+    assert error(y.float(), expected.float()) < bound
+
+
+def test_patterns_choose_levels_by_name() -> None:
+    model = encoder()
+    report = vramx.optimize(model, {"layers.0": "int4", "layers.*": "left"}, rounding="nearest")
+    assert [(row.name, row.done) for row in report.swapped] == [("layers.0", "int4")]
+    assert ("layers.1", "its level says so") in [(row.name, row.reason) for row in report.left]
+    assert model.layers[0]._vramx.keep.rounding == "nearest"
+
+
+def test_optimising_again_replaces_what_was_done() -> None:
+    model = encoder()
+    vramx.optimize(model)
+    assert [row.done for row in vramx.optimize(model, bits=4).swapped] == ["int4"] * LAYERS
+    assert vramx.restore(model) == LAYERS
+    assert vramx.restore(model) == 0
+
+
+def test_report_groups_equal_rows_and_names_every_reason() -> None:
+    text = str(vramx.optimize(nn.Sequential(encoder(), nn.Linear(2, 2))))
+    assert "2        *.layers.*  TransformerEncoderLayer  int8  as EncoderLayer" in text
+    assert "it is of no known family" in text
+
+
+@pytest.mark.parametrize("level", ["int9", "recompute_mlp", {"*": "fast"}])
+def test_unknown_level_is_an_error_and_changes_nothing(level: Any) -> None:
+    model = encoder()
+    vramx.optimize(model)
+    with pytest.raises(InvalidValueError, match="level"):
+        vramx.optimize(model, level)
+    assert vramx.restore(model) == LAYERS
+
+
+@pytest.mark.parametrize("options", [{"bit": 8}, {"bits": 3}, {"keep": 8}])
+def test_unknown_option_is_an_error(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidValueError):
+        vramx.optimize(encoder(), **options)
+
+
+def test_verification_passes_what_is_right_and_leaves_no_trace() -> None:
+    gradients = []
+    for verify in (True, False):
+        torch.manual_seed(0)
+        model = encoder(0.1, norm_first=True)
+        vramx.optimize(model, "keep", verify=verify)
+        src = INPUTS["src"].clone().requires_grad_()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(src=src).sum().backward()
+        gradients.append(src.grad)
+        assert all(child.training for child in model.modules())
+        assert not model.layers[0]._vramx.unverified
+    # The same masks of dropout: no random state was used.
+    assert torch.equal(*gradients)
+
+
+def test_verification_restores_a_block_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = EncoderLayer.vramx_fused
+
+    def wrong(self: Any, x: torch.Tensor, **others: Any) -> torch.Tensor:
+        return right(self, x, **others) + 0.5 * x.detach()
+
+    monkeypatch.setattr(EncoderLayer, "vramx_fused", wrong)
+    model = encoder(norm_first=True)
+    expected = result_of(model, INPUTS)
+    vramx.optimize(model, verify=True)
+    with pytest.warns(VramxWarning, match="its result differs"):
+        assert torch.equal(result_of(model, INPUTS), expected)
+    assert type(model.layers[0]) is nn.TransformerEncoderLayer
+
+
+def test_verification_finds_a_gradient_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = EncoderLayer.vramx_fused
+
+    def wrong(self: Any, x: torch.Tensor, **others: Any) -> torch.Tensor:
+        return right(self, x.detach() + 0.5 * (x - x.detach()), **others)
+
+    monkeypatch.setattr(EncoderLayer, "vramx_fused", wrong)
+    model = encoder(norm_first=True)
+    vramx.optimize(model, verify=True)
+    src = {"src": INPUTS["src"].clone().requires_grad_()}
+    with pytest.warns(VramxWarning, match="its gradient differs"):
+        result_of(model, src)

@@ -1,0 +1,77 @@
+"""What the functions of vramx.nn do first with their arguments: check them, and cast them.
+
+A mistake raises InvalidValueError, which names the argument, its value and what is accepted. Casts
+are those of torch's own functions under autocast, which operators do not see. Pure; any thread.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vramx.errors import InvalidValueError
+from vramx.nn.keeping import DTYPES
+
+
+def check_floats(**tensors: Tensor | None) -> None:
+    """Raise unless all are floating tensors."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise InvalidValueError(f"{name} is a {type(tensor).__name__}; accepted is a tensor")
+        if tensor.dtype not in DTYPES:
+            raise InvalidValueError(
+                f"{name} is a tensor of {tensor.dtype}; accepted are bfloat16, float16, float32 "
+                "and float64"
+            )
+
+
+def check_same_shape(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise unless two tensors have one shape."""
+    if tensor.shape != other.shape:
+        raise InvalidValueError(
+            f"{name} has shape {tuple(tensor.shape)} and {other_name} {tuple(other.shape)}; "
+            "accepted are two tensors of one shape"
+        )
+
+
+def check_linear(inner: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise unless a weight and a bias fit what they are applied to."""
+    fits = weight.dim() == 2 and inner.dim() > 0 and weight.shape[1] == inner.shape[-1]
+    if not fits:
+        raise InvalidValueError(
+            f"weight has shape {tuple(weight.shape)} and its input {tuple(inner.shape)}; accepted "
+            "is (outputs, inputs) with the input's last size"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise InvalidValueError(
+            f"bias has shape {tuple(bias.shape)}; accepted is ({weight.shape[0]},)"
+        )
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """Return the type that autocast computes products of x in; without autocast its own."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
+
+
+def cast_for_linear(
+    bias: Tensor | None, *tensors: Tensor
+) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+    """Cast what goes into a Linear as autocast does; without autocast return it as it is."""
+    if not torch.is_autocast_enabled(tensors[0].device.type) or tensors[0].dtype == torch.float64:
+        return bias, tensors
+    dtype = autocast_dtype(tensors[0])
+    cast = tuple(tensor.to(dtype) for tensor in tensors)
+    return None if bias is None else bias.to(dtype), cast
+
+
+def cast_to_common(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast tensors to the type that torch promotes them to."""
+    dtype = tensors[0].dtype
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return tuple(tensor.to(dtype) for tensor in tensors)

@@ -1,0 +1,127 @@
+"""Attention of a block, from heads to the output projection.
+
+Where a model calls torch's scaled_dot_product_attention, vramx's takes its place: the values and
+the result are packed, and the output projection shares that pack. Any other call goes to the
+model's own function, found as its modules find it, with the arguments that it is given there. So
+masks, windows and random state are the model's. No state but a cache; any thread.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vramx.compression.config import Compression
+from vramx.nn.attention import Attended, scaled_dot_product_attention
+from vramx.nn.families.parts import terms_of
+from vramx.nn.families.swap import names_of
+from vramx.nn.linear import linear
+from vramx.nn.rotary import rotary
+
+KNOWN = ("sdpa", "eager")
+_SDPA = "transformers.integrations.sdpa_attention"
+# What transformers' function for torch's attention does with these is known.
+_UNDERSTOOD = frozenset(
+    (
+        *("module", "query", "key", "value", "attention_mask"),
+        *("dropout", "scaling", "is_causal", "kwargs"),
+    )
+)
+
+Heads = Sequence[Tensor]
+
+
+def implementation(attention: Any) -> str | None:
+    """Return the word for the function that an attention module calls, None if it is not known."""
+    word = getattr(attention.config, "_attn_implementation", None)
+    return word if word in KNOWN else None
+
+
+def heads_of(projections: Sequence[Tensor], head_size: int) -> list[Tensor]:
+    """Return (..., tokens, heads * size) as (..., heads, tokens, size), views."""
+    return [p.view(*p.shape[:-1], -1, head_size).transpose(1, 2) for p in projections]
+
+
+def takes_cache(call: dict[str, Any]) -> bool:
+    """Tell whether a call has no cache, or one that wants nothing but keys and values."""
+    cache = call.get("past_key_values")
+    return cache is None or type(cache).__name__ == "DynamicCache"
+
+
+def attend(
+    attention: Any, heads: Heads, mask: Tensor | None, options: dict[str, Any], keep: Compression
+) -> Attended:
+    """Return the result as a model of transformers makes it, of shape (batch, tokens, hidden)."""
+    names = names_of(attention)
+    if implementation(attention) == "eager":
+        function = names.eager_attention_forward
+    else:
+        function = names.ALL_ATTENTION_FUNCTIONS["sdpa"]
+        if keep.enabled and _is_plain(function, heads, mask, options):
+            causal = options.get("is_causal")
+            if causal is None:
+                causal = getattr(attention, "is_causal", True)
+            causal = causal and mask is None and heads[0].shape[2] > 1
+            how = {"is_causal": causal, "scale": options["scaling"]}
+            return packed(heads, mask, {"dropout_p": options["dropout"], **how}, keep)
+    result: Tensor = function(attention, *heads, mask, **options)[0]
+    return Attended(result.reshape(*result.shape[:-2], -1).contiguous(), None)
+
+
+def packed(
+    heads: Heads, mask: Tensor | None, options: dict[str, Any], keep: Compression
+) -> Attended:
+    """Return vramx's scaled_dot_product_attention, tokens first and heads flattened."""
+    q, k, v = heads
+    gqa = q.shape[1] != k.shape[1]
+    y, kept = scaled_dot_product_attention(q, k, v, mask, enable_gqa=gqa, keep=keep, **options)
+    return Attended(y.transpose(1, 2).flatten(2), kept)
+
+
+def turn(attention: Any, q: Tensor, k: Tensor, positions: tuple[Tensor, Tensor]) -> Heads:
+    """Return q and k turned as the model's apply_rotary_pos_emb() does."""
+    names = names_of(attention)
+    function = names.apply_rotary_pos_emb
+    cos, sin = positions
+    if function.__module__ != names.__name__ or cos.dim() != 3:
+        return function(q, k, cos, sin)  # type: ignore[no-any-return]
+    return rotary(q, k, cos.unsqueeze(1), sin.unsqueeze(1))
+
+
+def project_out(attended: Attended, module: nn.Module) -> Tensor:
+    """Return an output projection, from what attention keeps if it keeps a pack."""
+    terms = terms_of(module)
+    if attended.kept is None or terms is None:
+        # The projection keeps what attention keeps, too.
+        y: Tensor = module(attended.y)
+        return y
+    return linear(attended.y, *terms, kept=attended.kept)
+
+
+def _is_plain(
+    function: Callable[..., Any], heads: Heads, mask: Tensor | None, options: dict[str, Any]
+) -> bool:
+    """Tell whether a call of transformers' function is torch's attention and nothing else."""
+    q, k, v = heads
+    keys = k.shape[2]
+    return (
+        function.__module__ == _SDPA
+        and q.shape[2] == keys == v.shape[2]
+        and (mask is None or mask.shape[-1] == keys)
+        and not any(options.get(name) is not None for name in _not_understood(function))
+    )
+
+
+@torch.compiler.assume_constant_result
+def _not_understood(function: Callable[..., Any]) -> tuple[str, ...]:
+    return _other_parameters(function)
+
+
+@lru_cache(maxsize=64)
+def _other_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple({"softcap", *inspect.signature(function).parameters} - _UNDERSTOOD)

@@ -1,0 +1,134 @@
+"""BERT's layer in transformers: the norms come after the residual additions.
+
+A layer's input is the last norm's result: its projections keep a pack of it for themselves, for the
+norm's own belongs to another layer. Decoders with an encoder's states and layers that compute their
+feed-forward part in chunks are the original's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from vramx.nn.attention import Attended
+from vramx.nn.families.attention import (
+    attend,
+    heads_of,
+    implementation,
+    project_out,
+)
+from vramx.nn.families.parts import (
+    Source,
+    activate_linear,
+    add_normalise,
+    project,
+    tensor_of,
+)
+from vramx.nn.families.swap import Fused, all_untouched, class_name
+
+_FILE = "transformers.models.bert.modeling_bert"
+_CLASSES = {
+    "attention": "BertAttention",
+    "attention.self": "BertSelfAttention",
+    "attention.output": "BertSelfOutput",
+    "intermediate": "BertIntermediate",
+    "output": "BertOutput",
+}
+
+
+class BertLayer(Fused):
+    """BertLayer."""
+
+    CLASSES = (f"{_FILE}.BertLayer",)
+    ARGUMENTS = ("hidden_states", "attention_mask", "encoder_hidden_states")
+    PARTS = (
+        *("attention.self.query", "attention.self.key", "attention.self.value"),
+        *("attention.self.dropout", "attention.self.config", "attention.self.scaling"),
+        *("attention.self.attention_head_size", "intermediate.dense", "output.dense"),
+        *("attention.output.LayerNorm", "attention.output.dropout", "attention.output.dense"),
+        *("output.LayerNorm", "output.dropout", "intermediate.intermediate_act_fn"),
+    )  # fmt: skip
+    PARAMETERS: ClassVar[dict[str, frozenset[str]]] = {
+        "": frozenset(
+            [
+                "hidden_states",
+                "attention_mask",
+                "encoder_hidden_states",
+                "encoder_attention_mask",
+                "past_key_values",
+                "cache_position",
+            ]
+        ),
+        "attention.self": frozenset(
+            ["hidden_states", "attention_mask", "past_key_values", "cache_position"]
+        ),
+    }
+
+    attention: Any
+    intermediate: Any
+    output: Any
+
+    @classmethod
+    def why_not(cls, module: Any) -> str | None:
+        """Return why a layer cannot be swapped."""
+        if getattr(module, "chunk_size_feed_forward", 1):
+            return "its feed-forward part is computed in chunks"
+        found = super().why_not(module)
+        for path, name in _CLASSES.items() if found is None else ():
+            part = module.get_submodule(path)
+            if class_name(type(part)) != f"{_FILE}.{name}":
+                return f"{path} is a {type(part).__name__}"
+        return found
+
+    def vramx_understands(self, call: dict[str, Any]) -> bool:
+        """Tell whether a call has neither an encoder's states nor a cache, nor wants weights."""
+        return (
+            call.get("encoder_hidden_states") is None
+            and call.get("past_key_values") is None
+            and not call.get("output_attentions")
+        )
+
+    def vramx_fused(self, x: Tensor, /, **others: Any) -> Tensor:
+        """Return the layer's result."""
+        options = {k: v for k, v in others.items() if not k.startswith("encoder_")}
+        source = self._attend(x, options)
+        return tensor_of(self._feed_forward(source))
+
+    def _attend(self, x: Tensor, options: dict[str, Any]) -> Source:
+        whole, attention = self.attention, self.attention.self
+        if not all_untouched([whole]):
+            y: Tensor = whole(x, **options)[0]
+            return y
+        watched = not all_untouched([attention, attention.dropout])
+        if watched or implementation(attention) is None:
+            attended = Attended(attention(x, **options)[0], None)
+        else:
+            attended = self._heads(x, dict(options))
+        output = whole.output
+        if not all_untouched([output]):
+            return output(attended.y, x)  # type: ignore[no-any-return]
+        parts = (project_out(attended, output.dense), x)
+        return add_normalise(output.dropout, output.LayerNorm, parts, self._vramx.keep)[0]
+
+    def _heads(self, x: Tensor, options: dict[str, Any]) -> Attended:
+        attention, keep = self.attention.self, self._vramx.keep
+        options.pop("past_key_values", None)
+        mask = options.pop("attention_mask", None)
+        linears = [attention.query, attention.key, attention.value]
+        heads = heads_of(project(x, linears, keep), attention.attention_head_size)
+        options |= {
+            "dropout": attention.dropout.p if attention.training else 0.0,
+            "scaling": attention.scaling,
+        }
+        return attend(attention, heads, mask, options, keep)
+
+    def _feed_forward(self, source: Source) -> Source:
+        inner, output, keep = self.intermediate, self.output, self._vramx.keep
+        y = tensor_of(source)
+        if not all_untouched([inner, output]):
+            result: Tensor = output(inner(y), y)
+            return result
+        (wide,) = project(source, [inner.dense], keep)
+        narrow = activate_linear(wide, inner.intermediate_act_fn, output.dense, keep)
+        return add_normalise(output.dropout, output.LayerNorm, (narrow, y), keep)[0]

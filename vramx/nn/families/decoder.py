@@ -1,0 +1,184 @@
+"""Decoder layers of transformers: Llama, Mistral, Qwen2, Qwen3 and Gemma.
+
+Computed are norm, the projections from its one pack, q's and k's norms, rotary embedding and the
+model's attention; the output projection; norm with the residual added; gate and up from its pack;
+the gated unit with the down projection. A call with a cache is computed so as well, the cache
+updated in its place. Kept at 8 bits, in bytes per token and hidden unit: 2.03 for the norms, 2.03
+for a unit of the gated part, and what attention keeps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from vramx.nn.families.attention import (
+    attend,
+    heads_of,
+    implementation,
+    project_out,
+    takes_cache,
+    turn,
+)
+from vramx.nn.families.parts import (
+    gated_linear,
+    normalise,
+    project,
+    tensor_of,
+)
+from vramx.nn.families.swap import Fused, all_untouched, class_name
+
+_HF = "transformers.models"
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+class DecoderLayer(Fused):
+    """The layers that are written as Llama's is."""
+
+    CLASSES: ClassVar[tuple[str, ...]] = (
+        f"{_HF}.llama.modeling_llama.LlamaDecoderLayer",
+        f"{_HF}.gemma.modeling_gemma.GemmaDecoderLayer",
+    )
+    PARTS: ClassVar[tuple[str, ...]] = (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "mlp",
+        *(f"self_attn.{name}" for name in (*_PROJECTIONS, "config", "head_dim", "scaling")),
+        "self_attn.attention_dropout",
+    )
+    OPTIONAL = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    PARAMETERS: ClassVar[dict[str, frozenset[str]]] = {
+        "": frozenset(
+            [
+                "hidden_states",
+                "attention_mask",
+                "position_ids",
+                "past_key_values",
+                "use_cache",
+                "position_embeddings",
+                "cache_position",
+            ]
+        ),
+        "self_attn": frozenset(
+            [
+                "hidden_states",
+                "position_embeddings",
+                "attention_mask",
+                "past_key_values",
+                "cache_position",
+            ]
+        ),
+    }
+
+    # Its modules, as the original class has them.
+    input_layernorm: Any
+    post_attention_layernorm: Any
+    self_attn: Any
+    mlp: Any
+
+    @classmethod
+    def why_not(cls, module: Any) -> str | None:
+        """Return why a layer cannot be swapped."""
+        missing = super().why_not(module)
+        if missing is None and not _is_own(type(module), module.self_attn, "Attention"):
+            return f"its attention is a {type(module.self_attn).__name__}"
+        return missing
+
+    def vramx_understands(self, call: dict[str, Any]) -> bool:
+        """Tell whether a call has positions and wants no attention weights."""
+        return (
+            call.get("position_embeddings") is not None
+            and not call.get("output_attentions")
+            and takes_cache(call)
+        )
+
+    def vramx_fused(self, x: Tensor, /, **others: Any) -> Tensor:
+        """Return the layer's result."""
+        return self._feed_forward(self._attend(x, others), x)
+
+    def _attend(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        attention, keep = self.self_attn, self._vramx.keep
+        source, _ = normalise(self.input_layernorm, x, None, keep)
+        if not all_untouched([attention]) or implementation(attention) is None:
+            result: Tensor = attention(hidden_states=tensor_of(source), **kwargs)[0]
+            return result
+        options = dict(kwargs)
+        positions, mask = options.pop("position_embeddings"), options.pop("attention_mask", None)
+        cache = options.pop("past_key_values", None)
+        projections = project(source, [attention.q_proj, attention.k_proj, attention.v_proj], keep)
+        del source  # a norm's result is not needed while attention runs
+        q, k, v = heads_of(projections, attention.head_dim)
+        q, k = self._normalise_heads(q, k)
+        q, k = turn(attention, q, k, positions)
+        if cache is not None:
+            k, v = cache.update(k, v, attention.layer_idx)
+        options |= {
+            "dropout": attention.attention_dropout if attention.training else 0.0,
+            "scaling": attention.scaling,
+            **self._options(attention),
+        }
+        return project_out(attend(attention, (q, k, v), mask, options, keep), attention.o_proj)
+
+    def _normalise_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return q, k
+
+    def _options(self, _attention: Any) -> dict[str, Any]:
+        return {}
+
+    def _feed_forward(self, attended: Tensor, residual: Tensor) -> Tensor:
+        mlp, keep = self.mlp, self._vramx.keep
+        source, residual = normalise(self.post_attention_layernorm, attended, residual, keep)
+        if not _is_own(self._vramx_original, mlp, "MLP") or not all_untouched([mlp]):
+            result: Tensor = residual + mlp(tensor_of(source))
+            return result
+        gate_up = project(source, [mlp.gate_proj, mlp.up_proj], keep)
+        del source
+        return residual + gated_linear(gate_up, mlp.act_fn, mlp.down_proj, keep)
+
+
+class MistralLayer(DecoderLayer):
+    """Mistral's layer: a window for all of the model."""
+
+    CLASSES = (f"{_HF}.mistral.modeling_mistral.MistralDecoderLayer",)
+
+    def _options(self, attention: Any) -> dict[str, Any]:
+        return {"sliding_window": getattr(attention.config, "sliding_window", None)}
+
+
+class Qwen2Layer(DecoderLayer):
+    """Qwen2's layer: a window for some of the layers."""
+
+    CLASSES = (f"{_HF}.qwen2.modeling_qwen2.Qwen2DecoderLayer",)
+
+    @classmethod
+    def why_not(cls, module: Any) -> str | None:
+        """Return why a layer cannot be swapped."""
+        if not hasattr(getattr(module, "self_attn", None), "sliding_window"):
+            return "it has no self_attn.sliding_window"
+        return super().why_not(module)
+
+    def _options(self, attention: Any) -> dict[str, Any]:
+        return {"sliding_window": attention.sliding_window}
+
+
+class Qwen3Layer(Qwen2Layer):
+    """Qwen3's layer: Qwen2's with norms of q's and k's heads."""
+
+    CLASSES = (f"{_HF}.qwen3.modeling_qwen3.Qwen3DecoderLayer",)
+    PARTS = (*DecoderLayer.PARTS, "self_attn.q_norm", "self_attn.k_norm")
+
+    def _normalise_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        attention = self.self_attn
+        return self._normalise(attention.q_norm, q), self._normalise(attention.k_norm, k)
+
+    def _normalise(self, norm: Any, heads: Tensor) -> Tensor:
+        # As they lie in memory, (batch, tokens, heads, size): no copy.
+        rows = heads.transpose(1, 2)
+        return tensor_of(normalise(norm, rows, None, self._vramx.keep)[0]).transpose(1, 2)
+
+
+def _is_own(layer: type, part: Any, suffix: str) -> bool:
+    """Tell whether a part is of the class that the layer's own file has for it."""
+    expected = class_name(layer).removesuffix("DecoderLayer") + suffix
+    return class_name(type(part)) == expected

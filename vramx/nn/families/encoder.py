@@ -1,0 +1,89 @@
+"""torch.nn.TransformerEncoderLayer: its norms and its feed-forward part.
+
+Attention is the layer's own: torch.nn.MultiheadAttention projects inside of one function, whose
+input is kept as torch keeps it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from vramx.nn.families.parts import (
+    Source,
+    activate_linear,
+    add,
+    add_normalise,
+    normalise,
+    project,
+    tensor_of,
+)
+from vramx.nn.families.swap import Fused
+
+
+class EncoderLayer(Fused):
+    """TransformerEncoderLayer."""
+
+    CLASSES = ("torch.nn.modules.transformer.TransformerEncoderLayer",)
+    ARGUMENTS = ("src", "src_mask", "src_key_padding_mask", "is_causal")
+    PARTS = (
+        *("self_attn", "linear1", "dropout", "linear2", "norm1", "norm2", "dropout1", "dropout2"),
+        *("activation", "_sa_block", "_ff_block"),
+    )
+    PARAMETERS: ClassVar[dict[str, frozenset[str]]] = {"": frozenset(ARGUMENTS)}
+
+    self_attn: Any
+    linear1: Any
+    linear2: Any
+    norm1: Any
+    norm2: Any
+    dropout: Any
+    dropout2: Any
+    activation: Any
+    norm_first: bool
+    _sa_block: Any
+
+    def vramx_understands(self, call: dict[str, Any]) -> bool:  # noqa: ARG002
+        """Tell whether the layer's blocks are those of its class."""
+        return "_sa_block" not in self.__dict__ and "_ff_block" not in self.__dict__
+
+    def vramx_fused(self, x: Tensor, /, **others: Any) -> Tensor:
+        """Return the layer's result."""
+        masks = _canonical(x, others)
+        causal = others.get("is_causal", False)
+        keep, none = self._vramx.keep, _NO_DROPOUT
+        if self.norm_first:
+            source, residual = normalise(self.norm1, x, None, keep)
+            attended = self._sa_block(tensor_of(source), *masks, is_causal=causal)
+            source, residual = add_normalise(none, self.norm2, (attended, residual), keep)
+            return add(self.dropout2, self._feed_forward(source), residual)
+        attended = self._sa_block(x, *masks, is_causal=causal)
+        source, _ = add_normalise(none, self.norm1, (attended, x), keep)
+        parts = (self._feed_forward(source), tensor_of(source))
+        return tensor_of(add_normalise(self.dropout2, self.norm2, parts, keep)[0])
+
+    def _feed_forward(self, source: Source) -> Tensor:
+        keep = self._vramx.keep
+        (wide,) = project(source, [self.linear1], keep)
+        inner = self.dropout
+        if type(inner) is nn.Dropout and (inner.p == 0 or not inner.training):
+            return activate_linear(wide, self.activation, self.linear2, keep)
+        (narrow,) = project(inner(self.activation(wide)), [self.linear2], keep)
+        return narrow
+
+
+def _canonical(x: Tensor, others: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
+    """Return the masks as the layer hands them on: floating ones of x's type."""
+    mask, padding = others.get("src_mask"), others.get("src_key_padding_mask")
+    converted = (_floating(tensor, x) for tensor in (mask, padding))
+    return next(converted), next(converted)
+
+
+def _floating(mask: Tensor | None, x: Tensor) -> Tensor | None:
+    if mask is None or mask.is_floating_point():
+        return mask
+    return x.new_zeros(mask.shape).masked_fill_(mask, float("-inf"))
+
+
+_NO_DROPOUT = nn.Identity()

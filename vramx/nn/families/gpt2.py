@@ -1,0 +1,127 @@
+"""GPT-2's block in transformers: layer norms, Conv1D (weights are transposed), GELU and dropout.
+
+A block that is given an encoder's states is the original's. The output projection of attention is
+called as it is: what it keeps is what attention keeps already.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from vramx.nn.families.attention import (
+    attend,
+    heads_of,
+    implementation,
+    project_out,
+    takes_cache,
+)
+from vramx.nn.families.parts import (
+    activate_linear,
+    add,
+    add_normalise,
+    normalise,
+    project,
+    tensor_of,
+)
+from vramx.nn.families.swap import Fused, all_untouched, class_name
+
+_FILE = "transformers.models.gpt2.modeling_gpt2"
+
+
+class Gpt2Block(Fused):
+    """GPT2Block."""
+
+    CLASSES = (f"{_FILE}.GPT2Block",)
+    PARTS = (
+        *("ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "attn.attn_dropout", "attn.resid_dropout"),
+        *("attn.config", "attn.head_dim", "attn.scaling", "mlp.c_fc", "mlp.c_proj", "mlp.act"),
+        *("mlp.dropout",),
+    )
+    ARGUMENTS = ("hidden_states", "past_key_values", "attention_mask", "encoder_hidden_states")
+    PARAMETERS: ClassVar[dict[str, frozenset[str]]] = {
+        "": frozenset(
+            [
+                "hidden_states",
+                "past_key_values",
+                "attention_mask",
+                "encoder_hidden_states",
+                "encoder_attention_mask",
+                "use_cache",
+                "cache_position",
+            ]
+        ),
+        "attn": frozenset(
+            [
+                "hidden_states",
+                "past_key_values",
+                "attention_mask",
+                "encoder_hidden_states",
+                "encoder_attention_mask",
+                "output_attentions",
+                "cache_position",
+            ]
+        ),
+    }
+
+    ln_1: Any
+    ln_2: Any
+    attn: Any
+    mlp: Any
+
+    @classmethod
+    def why_not(cls, module: Any) -> str | None:
+        """Return why a block cannot be swapped."""
+        found = super().why_not(module)
+        if found is None and class_name(type(module.attn)) != f"{_FILE}.GPT2Attention":
+            return f"its attention is a {type(module.attn).__name__}"
+        return found
+
+    def vramx_understands(self, call: dict[str, Any]) -> bool:
+        """Tell whether a call has no encoder's states and wants no attention weights."""
+        return (
+            call.get("encoder_hidden_states") is None
+            and not call.get("output_attentions")
+            and takes_cache(call)
+        )
+
+    def vramx_fused(self, x: Tensor, /, **others: Any) -> Tensor:
+        """Return the block's result."""
+        options = {k: v for k, v in others.items() if not k.startswith("encoder_")}
+        attended, dropout = self._attend(x, options)
+        return self._feed_forward(dropout, (attended, x))
+
+    def _attend(self, x: Tensor, options: dict[str, Any]) -> tuple[Tensor, Any]:
+        """Return the projected result, and the dropout that is still to be applied to it."""
+        attention, keep = self.attn, self._vramx.keep
+        source, _ = normalise(self.ln_1, x, None, keep)
+        word = implementation(attention)
+        upcast = word == "eager" and attention.reorder_and_upcast_attn
+        if not all_untouched([attention, attention.attn_dropout]) or word is None or upcast:
+            return attention(tensor_of(source), **options)[0], _NO_DROPOUT
+        cache, mask = options.pop("past_key_values", None), options.pop("attention_mask", None)
+        (projected,) = project(source, [attention.c_attn], keep)
+        del source
+        q, k, v = heads_of(projected.chunk(3, -1), attention.head_dim)
+        if cache is not None:
+            k, v = cache.update(k, v, attention.layer_idx)
+        options.pop("output_attentions", None)
+        options |= {
+            "dropout": attention.attn_dropout.p if attention.training else 0.0,
+            "scaling": attention.scaling,
+        }
+        attended = attend(attention, (q, k, v), mask, options, keep)
+        return project_out(attended, attention.c_proj), attention.resid_dropout
+
+    def _feed_forward(self, dropout: Any, parts: tuple[Tensor, Tensor]) -> Tensor:
+        mlp, keep = self.mlp, self._vramx.keep
+        source, residual = add_normalise(dropout, self.ln_2, parts, keep)
+        if class_name(type(mlp)) != f"{_FILE}.GPT2MLP" or not all_untouched([mlp]):
+            return residual + mlp(tensor_of(source))  # type: ignore[no-any-return]
+        (wide,) = project(source, [mlp.c_fc], keep)
+        del source
+        return add(mlp.dropout, activate_linear(wide, mlp.act, mlp.c_proj, keep), residual)
+
+
+_NO_DROPOUT = nn.Identity()

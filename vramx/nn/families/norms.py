@@ -1,0 +1,47 @@
+"""RMS norms of transformers that stand outside of known blocks, as a model's last one does.
+
+Theirs is a composition that keeps its input in float32 and again normalised: six bytes an element
+in bfloat16, where this keeps one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from vramx.nn.families.parts import GEMMA_NORM, RMS_NORMS, normed_by, plain_tensor
+from vramx.nn.families.swap import Fused
+
+
+class RmsNorm(Fused):
+    """RMSNorm of Llama, Mistral, Qwen2 and Qwen3."""
+
+    CLASSES = tuple(sorted(RMS_NORMS))
+    PARTS = ("weight", "variance_epsilon")
+    RECOMPUTES = False
+
+    weight: Any
+
+    def vramx_understands(self, call: dict[str, Any]) -> bool:
+        """Tell whether the weight is a plain tensor, and the result has the input's type."""
+        same: bool = self.weight.dtype == call[self.ARGUMENTS[0]].dtype
+        return same and plain_tensor(self.weight)
+
+    def vramx_fused(self, x: Tensor, /, **_others: Any) -> Tensor:
+        """Return the norm's result."""
+        normed = normed_by(self, x, None, self._vramx.keep)
+        assert normed is not None
+        return normed.y
+
+
+class GemmaNorm(RmsNorm):
+    """RMSNorm of Gemma: its weight is an addition to 1, in float32."""
+
+    CLASSES = (GEMMA_NORM,)
+    ARGUMENTS = ("x",)
+    PARTS = ("weight", "eps")
+
+    def vramx_understands(self, call: dict[str, Any]) -> bool:  # noqa: ARG002
+        """Tell whether the weight is a plain tensor."""
+        return plain_tensor(self.weight)

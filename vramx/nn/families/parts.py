@@ -1,0 +1,191 @@
+"""The steps that blocks are made of, each on modules that are understood and on any others.
+
+A norm, projections, a gated unit, an activation and a residual addition take the modules of a block
+and compute them together. A module that is not understood - of another class, with hooks, with a
+forward of its own, with a weight that is no plain tensor - is called as it is, in its place. So a
+block with a LoRA at one projection is fused but for that one. No state; any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+
+from vramx.compression.config import Compression
+from vramx.nn.activation import gelu_linear, silu_linear
+from vramx.nn.dropout import dropout_add
+from vramx.nn.families.swap import class_name, untouched
+from vramx.nn.glu import glu_linear
+from vramx.nn.linear import linears
+from vramx.nn.norm import Normed, layer_norm, rms_norm
+
+# What goes into projections: a norm's result, or any tensor.
+Source = Normed | Tensor
+Terms = tuple[Tensor, Tensor | None]
+
+_HF = "transformers.models"
+RMS_NORMS = frozenset(
+    f"{_HF}.{name}.modeling_{name}.{prefix}RMSNorm"
+    for name, prefix in (
+        ("llama", "Llama"),
+        ("mistral", "Mistral"),
+        ("qwen2", "Qwen2"),
+        ("qwen3", "Qwen3"),
+    )
+)
+GEMMA_NORM = f"{_HF}.gemma.modeling_gemma.GemmaRMSNorm"
+TIMM_NORM = "timm.layers.norm.LayerNorm"
+CONV1D = "transformers.pytorch_utils.Conv1D"
+# GELU's kinds by class; nn.GELU says its own.
+_KINDS = {
+    "torch.nn.modules.activation.SiLU": "silu",
+    "transformers.activations.SiLUActivation": "silu",
+    "transformers.activations.GELUActivation": "gelu",
+    "transformers.activations.NewGELUActivation": "gelu_tanh",
+    "transformers.activations.GELUTanh": "gelu_tanh",
+    "transformers.activations.PytorchGELUTanh": "gelu_tanh",
+}
+
+
+def tensor_of(source: Source) -> Tensor:
+    """Return the tensor that a source stands for."""
+    return source.y if isinstance(source, Normed) else source
+
+
+# -- Norms -----------------------------------------------------------------------------------------
+
+
+def normalise(
+    norm: nn.Module, x: Tensor, residual: Tensor | None, keep: Compression
+) -> tuple[Source, Tensor]:
+    """Return a norm module's result for x + residual, and that sum."""
+    normed = fused_norm(norm, x, residual, keep)
+    if normed is not None:
+        return normed, normed.residual_sum
+    total = x if residual is None else x + residual
+    return norm(total), total
+
+
+def fused_norm(norm: Any, x: Tensor, residual: Tensor | None, keep: Compression) -> Normed | None:
+    """Return the fused result of a norm module; None if it is not understood."""
+    return normed_by(norm, x, residual, keep) if untouched(norm) else None
+
+
+def normed_by(norm: Any, x: Tensor, residual: Tensor | None, keep: Compression) -> Normed | None:
+    """Return the result by what a norm's class is; None for a class or weights not understood."""
+    name = class_name(type(norm))
+    weight: Any = getattr(norm, "weight", None)
+    if weight is not None and not plain_tensor(weight):
+        return None
+    if name == GEMMA_NORM:
+        return rms_norm(x, 1.0 + weight.float(), norm.eps, residual, keep)
+    if weight is not None and weight.dtype != x.dtype:
+        return None  # the original's result has the promoted type, or there is none
+    if name in RMS_NORMS:
+        return rms_norm(x, weight, norm.variance_epsilon, residual, keep)
+    if type(norm) is nn.LayerNorm or (name == TIMM_NORM and not norm._fast_norm):
+        if len(norm.normalized_shape) != 1:
+            return None
+        return layer_norm(x, weight, norm.bias, norm.eps, residual, keep)
+    return None
+
+
+# -- Linears ---------------------------------------------------------------------------------------
+
+
+def terms_of(module: Any) -> Terms | None:
+    """Return the weight (outputs, inputs) and the bias of a Linear; None if it is no plain one."""
+    transposed = type(module) is not nn.Linear
+    if transposed and class_name(type(module)) != CONV1D:
+        return None
+    weight, bias = module.weight, module.bias
+    plain = plain_tensor(weight) and (bias is None or plain_tensor(bias))
+    if not plain or not untouched(module):
+        return None
+    return weight.t() if transposed else weight, bias
+
+
+def project(source: Source, modules: Sequence[nn.Module], keep: Compression) -> list[Tensor]:
+    """Return what each of several Linears makes of one source, which they keep together."""
+    found = [terms_of(module) for module in modules]
+    ours = [terms for terms in found if terms is not None]
+    weights, biases = [weight for weight, _ in ours], [bias for _, bias in ours]
+    done = iter(linears(source, weights, biases, keep) if ours else ())
+    y = tensor_of(source)
+    return [
+        module(y) if terms is None else next(done)
+        for module, terms in zip(modules, found, strict=True)
+    ]
+
+
+def kind_of(activation: Any) -> str | None:
+    """Return the kernels' word for an activation, a module or a function; None: not known."""
+    if not isinstance(activation, nn.Module):
+        return {F.gelu: "gelu", F.silu: "silu"}.get(activation)
+    if not untouched(activation):
+        return None
+    if type(activation) is nn.GELU:
+        return "gelu" if activation.approximate == "none" else "gelu_tanh"
+    return _KINDS.get(class_name(type(activation)))
+
+
+def activate_linear(x: Tensor, activation: Any, linear: nn.Module, keep: Compression) -> Tensor:
+    """Return linear(activation(x)), keeping x only where both are understood."""
+    kind, terms = kind_of(activation), terms_of(linear)
+    if kind is None or terms is None:
+        y: Tensor = linear(activation(x))
+        return y
+    if kind == "silu":
+        return silu_linear(x, *terms, keep=keep)
+    return gelu_linear(x, *terms, "tanh" if kind == "gelu_tanh" else "none", keep=keep)
+
+
+def gated_linear(
+    gate_up: Sequence[Tensor], activation: Any, linear: nn.Module, keep: Compression
+) -> Tensor:
+    """Return linear(activation(gate) * up), keeping gate and up where both are understood."""
+    gate, up = gate_up
+    kind, terms = kind_of(activation), terms_of(linear)
+    if kind is None or terms is None:
+        y: Tensor = linear(activation(gate) * up)
+        return y
+    return glu_linear(gate, up, *terms, activation=kind, keep=keep)
+
+
+# -- Residuals -------------------------------------------------------------------------------------
+
+
+def add(dropout: Any, x: Tensor, residual: Tensor) -> Tensor:
+    """Return dropout(x) + residual for a Dropout module, or any other one."""
+    p = _probability(dropout)
+    return dropout(x) + residual if p is None else dropout_add(x, residual, p, p > 0)
+
+
+def add_normalise(
+    dropout: Any, norm: nn.Module, parts: tuple[Tensor, Tensor], keep: Compression
+) -> tuple[Source, Tensor]:
+    """Return norm(dropout(x) + residual) and the sum, for `parts` = (x, residual)."""
+    x, residual = parts
+    p = _probability(dropout)
+    if p is None:
+        return normalise(norm, dropout(x), residual, keep)
+    if p > 0:
+        return normalise(norm, dropout_add(x, residual, p), None, keep)
+    return normalise(norm, x, residual, keep)
+
+
+def _probability(dropout: Any) -> float | None:
+    """Return the probability of a Dropout, 0 of what does nothing; None if it is neither."""
+    if type(dropout) is nn.Identity and untouched(dropout):
+        return 0.0
+    if type(dropout) is not nn.Dropout or not untouched(dropout):
+        return None
+    return float(dropout.p) if dropout.training else 0.0
+
+
+def plain_tensor(value: Any) -> bool:
+    """Tell whether a value is a tensor of no subclass: neither quantised nor distributed."""
+    return type(value) in (nn.Parameter, Tensor)

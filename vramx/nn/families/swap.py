@@ -1,0 +1,221 @@
+"""Giving a module another class, and giving it its own back.
+
+A swapped module is of a subclass of its class, made once for each: parameters, names, hooks, device
+and state_dict stay as they are, isinstance() holds, and copies and pickles carry the class. A
+family is a mixin over Fused that says which calls it understands and how it computes them; every
+other call is the original's. Optimising and restoring are not thread-safe; calls are, but for the
+first call of a module that is to be verified. A call costs some microseconds for the questions.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from vramx.compression.config import Compression
+from vramx.errors import VramxWarning
+from vramx.recompute.call import checkpoint
+
+RECOMPUTE_ALL = "recompute_all"
+
+
+@dataclass
+class Settings:
+    """How one module is computed: the level's word, how tensors are kept, what is to be checked."""
+
+    level: str
+    keep: Compression
+    unverified: bool = False
+
+
+class Fused:
+    """What every swapped class has before its original class in the order of resolution."""
+
+    # The originals' modules and names.
+    CLASSES: ClassVar[tuple[str, ...]] = ()
+    # Dotted names of what an original must have, and of what it may have; the first parameters of
+    # its forward, which calls may give by position; and all parameters that are known, of forwards
+    # by dotted name.
+    PARTS: ClassVar[tuple[str, ...]] = ()
+    OPTIONAL: ClassVar[tuple[str, ...]] = ()
+    ARGUMENTS: ClassVar[tuple[str, ...]] = ("hidden_states",)
+    PARAMETERS: ClassVar[dict[str, frozenset[str]]] = {}
+
+    # Whether the level recompute_all says something to it.
+    RECOMPUTES: ClassVar[bool] = True
+
+    _vramx_original: ClassVar[type[nn.Module]]
+    _vramx_family: ClassVar[type[Fused]]
+    _vramx: Settings
+    training: bool
+
+    @classmethod
+    def why_not(cls, module: nn.Module) -> str | None:
+        """Return why a module of a class in CLASSES cannot be swapped; None: it can."""
+        for path in cls.PARTS:
+            if part_of(module, path) is None:
+                return f"it has no {path}"
+        if _parameters(module)[: len(cls.ARGUMENTS)] != cls.ARGUMENTS:
+            return f"its forward does not begin with {', '.join(cls.ARGUMENTS)}"
+        for path, known in cls.PARAMETERS.items():
+            unknown = set(_parameters(part_of(module, path))) - known
+            if unknown:
+                return f"{path or 'its forward'} takes {', '.join(sorted(unknown))}: not known"
+        return None
+
+    def vramx_understands(self, call: dict[str, Any]) -> bool:
+        """Tell whether vramx_fused() computes a call, given all of its arguments by name."""
+        raise NotImplementedError
+
+    def vramx_fused(self, x: Tensor, /, **others: Any) -> Any:
+        """Compute what the original's forward does; `x` is its first argument."""
+        raise NotImplementedError
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the fused way, or the original's where that is not understood."""
+        if not isinstance(self, Fused):  # restored since: what recomputes may hold this function
+            return self.forward(*args, **kwargs)  # type: ignore[unreachable]
+        call = dict(zip(self.ARGUMENTS, args, strict=False)) | kwargs
+        fused = len(args) <= len(self.ARGUMENTS) and _learns(self, call)
+        if fused and self.vramx_understands(call):
+            if self._vramx.unverified and not _verified(self, call):
+                return self.forward(*args, **kwargs)  # it is restored
+            return _compute(self, self._vramx, call)
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class has no name to be found by: it is made again from the original's.
+        reduced: Any = super().__reduce_ex__(max(int(protocol), 2))
+        make, args, *rest = reduced
+        if args and args[0] is type(self):
+            cls = type(self)
+            return _new, (cls._vramx_original, cls._vramx_family, make, args[1:]), *rest
+        return make, args, *rest
+
+
+_CLASSES: dict[tuple[type, type], type] = {}
+
+
+def swapped_class(original: type[nn.Module], family: type[Fused]) -> type:
+    """Return the subclass of a class that computes as a family does; the same one every time."""
+    made = _CLASSES.get((original, family))
+    if made is None:
+        # Named as the original: what looks for a block by its class's name must find it.
+        names = {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            "_vramx_original": original,
+            "_vramx_family": family,
+        }
+        metaclass: Any = type(original)
+        made = metaclass(original.__name__, (family, original), names)
+        _CLASSES[(original, family)] = made
+    return made
+
+
+def swap(module: nn.Module, family: type[Fused], settings: Settings) -> None:
+    """Give a module the class of a family."""
+    module.__dict__["_vramx"] = settings
+    module.__class__ = swapped_class(type(module), family)
+
+
+def unswap(module: nn.Module) -> bool:
+    """Give a swapped module its class back; return whether it was swapped."""
+    original: Any = type(module).__dict__.get("_vramx_original")
+    if original is None:
+        return False
+    module.__class__ = original
+    del module.__dict__["_vramx"]
+    return True
+
+
+def class_name(cls: type) -> str:
+    """Return a class's module and name, by which families know it.
+
+    Example:
+        >>> class_name(nn.Linear)
+        'torch.nn.modules.linear.Linear'
+    """
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def untouched(module: Any) -> bool:
+    """Tell whether calling a module does nothing but its class's own forward."""
+    state = module.__dict__
+    return not (
+        "forward" in state
+        or state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+        or type(module).forward.__module__ != type(module).__module__
+    )
+
+
+def all_untouched(modules: Iterable[Any]) -> bool:
+    """Tell whether all are untouched(), and all of modules in general."""
+    watched = getattr(torch.nn.modules.module, "_has_any_global_hook", bool)()
+    return not watched and all(untouched(module) for module in modules)
+
+
+def part_of(module: Any, path: str) -> Any:
+    """Return what a dotted path leads to; None if there is nothing."""
+    for name in path.split(".") if path else ():
+        module = getattr(module, name, None)
+    return module
+
+
+def names_of(module: Any) -> Any:
+    """Return the Python module that a module's class is from, where its functions are found."""
+    return sys.modules[type(module).__module__]
+
+
+def _new(original: Any, family: Any, make: Any, args: Any) -> Any:
+    return make(swapped_class(original, family), *args)
+
+
+def _parameters(module: Any) -> tuple[str, ...]:
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
+
+
+def _learns(module: Fused, call: dict[str, Any]) -> bool:
+    if not (module.training and torch.is_grad_enabled()):
+        return False
+    x: Any = call.get(module.ARGUMENTS[0])
+    return type(x) in (Tensor, nn.Parameter) and x.is_floating_point() and not x.is_nested
+
+
+def _compute(module: Fused, settings: Settings, call: dict[str, Any]) -> Any:
+    others = dict(call)
+    x = others.pop(module.ARGUMENTS[0])
+    # Where the model checkpoints its blocks itself, this is inside of that.
+    again = module.RECOMPUTES and settings.level == RECOMPUTE_ALL
+    again = again and not getattr(module, "gradient_checkpointing", False)
+    if again and others.get("past_key_values") is None:
+        return checkpoint(module.vramx_fused, x, compress=settings.keep, **others)
+    return module.vramx_fused(x, **others)
+
+
+def _verified(module: Any, call: dict[str, Any]) -> bool:
+    """Compare a module's first call with its original's; one that differs is restored."""
+    from vramx.nn.families.verify import difference
+
+    if call.get("past_key_values") is not None or torch.compiler.is_compiling():
+        return True  # it cannot be made twice: a later call is the first
+    module._vramx.unverified = False
+    found = difference(module, call)
+    if found is None:
+        return True
+    name = class_name(type(module))
+    unswap(module)
+    warnings.warn(f"{name} is left as it was: {found}", VramxWarning, stacklevel=4)
+    return False

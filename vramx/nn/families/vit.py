@@ -1,0 +1,183 @@
+"""Vision transformers' blocks: ViTLayer of transformers and Block of timm.
+
+Both are norm, attention, norm, two Linears with an activation between. timm's has what may be
+nothing: norms of heads, scales and stochastic depth of the branches, which are called as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from vramx.nn.attention import Attended
+from vramx.nn.families.attention import (
+    attend,
+    heads_of,
+    implementation,
+    packed,
+    project_out,
+)
+from vramx.nn.families.parts import (
+    Source,
+    activate_linear,
+    add,
+    add_normalise,
+    normalise,
+    project,
+    tensor_of,
+)
+from vramx.nn.families.swap import Fused, all_untouched, class_name
+
+_VIT = "transformers.models.vit.modeling_vit"
+
+
+class VitLayer(Fused):
+    """ViTLayer of transformers, as it is since attention and the MLP are modules of their own."""
+
+    CLASSES = (f"{_VIT}.ViTLayer",)
+    ARGUMENTS = ("hidden_states", "attention_mask")
+    PARTS = (
+        *("layernorm_before", "layernorm_after", "dropout", "mlp.fc1", "mlp.fc2"),
+        *("mlp.activation_fn", "attention.head_dim", "attention.scaling", "attention.config"),
+        *(f"attention.{name}_proj" for name in "qkvo"),
+        "attention.attention_dropout",
+    )
+    PARAMETERS: ClassVar[dict[str, frozenset[str]]] = {
+        "": frozenset(("hidden_states", "attention_mask")),
+        "attention": frozenset(("hidden_states", "attention_mask")),
+    }
+
+    layernorm_before: Any
+    layernorm_after: Any
+    attention: Any
+    mlp: Any
+    dropout: Any
+
+    @classmethod
+    def why_not(cls, module: Any) -> str | None:
+        """Return why a layer cannot be swapped."""
+        found = super().why_not(module)
+        for path, name in (("attention", "ViTAttention"), ("mlp", "ViTMLP")):
+            if found is None and class_name(type(getattr(module, path))) != f"{_VIT}.{name}":
+                found = f"{path} is a {type(getattr(module, path)).__name__}"
+        return found
+
+    def vramx_understands(self, call: dict[str, Any]) -> bool:
+        """Tell whether a call wants no attention weights."""
+        return not call.get("output_attentions")
+
+    def vramx_fused(self, x: Tensor, /, **others: Any) -> Tensor:
+        """Return the layer's result."""
+        return self._feed_forward(self._attend(x, dict(others)), x)
+
+    def _attend(self, x: Tensor, options: dict[str, Any]) -> Tensor:
+        attention, keep = self.attention, self._vramx.keep
+        source, _ = normalise(self.layernorm_before, x, None, keep)
+        mask = options.pop("attention_mask", None)
+        if not all_untouched([attention]) or implementation(attention) is None:
+            result: Tensor = attention(tensor_of(source), mask, **options)[0]
+            return result
+        linears = [attention.q_proj, attention.k_proj, attention.v_proj]
+        heads = heads_of(project(source, linears, keep), attention.head_dim)
+        del source
+        options |= {
+            "dropout": attention.attention_dropout if attention.training else 0.0,
+            "scaling": attention.scaling,
+        }
+        return project_out(attend(attention, heads, mask, options, keep), attention.o_proj)
+
+    def _feed_forward(self, attended: Tensor, residual: Tensor) -> Tensor:
+        mlp, keep = self.mlp, self._vramx.keep
+        parts = (attended, residual)
+        source, residual = add_normalise(self.dropout, self.layernorm_after, parts, keep)
+        if not all_untouched([mlp]):
+            return add(self.dropout, mlp(tensor_of(source)), residual)
+        (wide,) = project(source, [mlp.fc1], keep)
+        del source
+        narrow = activate_linear(wide, mlp.activation_fn, mlp.fc2, keep)
+        return add(self.dropout, narrow, residual)
+
+
+class TimmBlock(Fused):
+    """Block of timm's vision_transformer."""
+
+    CLASSES = ("timm.models.vision_transformer.Block",)
+    ARGUMENTS = ("x",)
+    PARTS = (
+        *("norm1", "attn.qkv", "attn.proj", "attn.q_norm", "attn.k_norm", "attn.attn_drop"),
+        *("attn.proj_drop", "attn.norm", "attn.num_heads", "attn.head_dim", "norm2", "mlp.fc1"),
+        *("ls1", "drop_path1", "ls2", "drop_path2"),
+    )
+    OPTIONAL = ("mlp.fc2",)
+    PARAMETERS: ClassVar[dict[str, frozenset[str]]] = {
+        "": frozenset(("x", "attn_mask", "is_causal")),
+        "attn": frozenset(("x", "attn_mask", "is_causal")),
+    }
+
+    norm1: Any
+    norm2: Any
+    attn: Any
+    mlp: Any
+    ls1: Any
+    ls2: Any
+    drop_path1: Any
+    drop_path2: Any
+
+    @classmethod
+    def why_not(cls, module: Any) -> str | None:
+        """Return why a block cannot be swapped."""
+        found = super().why_not(module)
+        if found is None and class_name(type(module.attn)) != "timm.layers.attention.Attention":
+            found = f"its attention is a {type(module.attn).__name__}"
+        return found
+
+    def vramx_understands(self, call: dict[str, Any]) -> bool:
+        """Tell whether a call is (batch, tokens, hidden)."""
+        return bool(call["x"].dim() == 3)
+
+    def vramx_fused(self, x: Tensor, /, **others: Any) -> Tensor:
+        """Return the block's result."""
+        attended = self.drop_path1(self.ls1(self._attend(x, others)))
+        source, residual = normalise(self.norm2, attended, x, self._vramx.keep)
+        y: Tensor = residual + self.drop_path2(self.ls2(self._feed_forward(source)))
+        return y
+
+    def _attend(self, x: Tensor, options: dict[str, Any]) -> Tensor:
+        attention = self.attn
+        source, _ = normalise(self.norm1, x, None, self._vramx.keep)
+        fused = attention.fused_attn and getattr(attention, "gate", None) is None
+        if not fused or not all_untouched([attention, attention.attn_drop]):
+            result: Tensor = attention(tensor_of(source), **options)
+            return result
+        (projected,) = project(source, [attention.qkv], self._vramx.keep)
+        del source
+        q, k, v = projected.unflatten(-1, (3, attention.num_heads, attention.head_dim)).permute(
+            2, 0, 3, 1, 4
+        )
+        heads = (attention.q_norm(q), attention.k_norm(k), v)
+        how = {
+            "dropout_p": attention.attn_drop.p if attention.training else 0.0,
+            "is_causal": options.get("is_causal", False),
+        }
+        attended = packed(heads, options.get("attn_mask"), how, self._vramx.keep)
+        if type(attention.norm) is not nn.Identity:
+            attended = Attended(attention.norm(attended.y), None)
+        return attention.proj_drop(project_out(attended, attention.proj))  # type: ignore[no-any-return]
+
+    def _feed_forward(self, source: Source) -> Tensor:
+        mlp = self.mlp
+        known = class_name(type(mlp)) == "timm.layers.mlp.Mlp" and all_untouched([mlp])
+        if not known or not _nothing(mlp.drop1) or not _nothing(mlp.norm):
+            result: Tensor = mlp(tensor_of(source))
+            return result
+        keep = self._vramx.keep
+        (wide,) = project(source, [mlp.fc1], keep)
+        narrow: Tensor = mlp.drop2(activate_linear(wide, mlp.act, mlp.fc2, keep))
+        return narrow
+
+
+def _nothing(module: Any) -> bool:
+    """Tell whether a module returns its input."""
+    idle = type(module) is nn.Dropout and (module.p == 0 or not module.training)
+    return (type(module) is nn.Identity or idle) and all_untouched([module])

@@ -1,0 +1,113 @@
+"""Rotary position embedding of queries and keys that keeps cosines and sines only.
+
+The rotation is linear in q and k, so that backward is the rotation by the transposed matrix. Both
+are one kernel each for q and for k where there is one for the device and the shape, else plain
+torch operations: so under torch.compile, whose compiler fuses them, and in derivatives of
+derivatives. It is an autograd function, not an operator, which would cost several times its host
+time. No state; any thread; nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vramx.errors import InvalidValueError
+from vramx.kernels import rotary_launch
+from vramx.nn import arguments
+from vramx.nn.keeping import KERNEL_DTYPES, served
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return q cos + turned(q) sin, and the same of k; turned swaps halves: (a, b) to (-b, a).
+
+    Args:
+        q: (..., tokens, size), size even; floating. The kernel takes (batch, heads, tokens, size).
+        k: of the same size; its heads may be fewer.
+        cos: broadcasts to q and to k without changing their shapes: (tokens, size), or
+            (batch, 1, tokens, size) for (batch, heads, tokens, size).
+        sin: of the shape of cos.
+
+    Returns:
+        Both, of the types that q cos and k cos have.
+
+    Raises:
+        InvalidValueError: a shape or a type is not accepted.
+
+    Memory: keeps cos and sin, which all layers share. Temporary: none by a kernel, else two tensors
+        of q's size.
+    Sync: none.
+    Error bound: exact to the roundings of one type.
+    Double backward: works.
+
+    Example:
+        >>> q, k = torch.ones(1, 4, 8), torch.ones(1, 4, 8)
+        >>> angles = torch.zeros(4, 8)
+        >>> torch.equal(rotary(q, k, angles.cos(), angles.sin())[0], q)
+        True
+    """
+    arguments.check_floats(q=q, k=k, cos=cos, sin=sin)
+    arguments.check_same_shape("cos", cos, "sin", sin)
+    for name, x in (("q", q), ("k", k)):
+        _check(name, x, cos)
+    if cos.requires_grad or sin.requires_grad:
+        return _turn(q, cos, sin), _turn(k, cos, sin)
+    return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)
+
+
+def _check(name: str, x: Tensor, cos: Tensor) -> None:
+    even = x.dim() > 0 and x.shape[-1] % 2 == 0
+    full = x.shape[x.dim() - cos.dim() :] if cos.dim() <= x.dim() else ()
+    fits = full and all(size in (1, most) for size, most in zip(cos.shape, full, strict=True))
+    if not even or not fits or cos.shape[-1] != x.shape[-1]:
+        raise InvalidValueError(
+            f"{name} has shape {tuple(x.shape)} and cos {tuple(cos.shape)}; accepted are an even "
+            "last size, and a cos of that size that broadcasts to it"
+        )
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = x.dtype
+        if _has_kernel(x, cos, sin):
+            return _by_kernel(x, cos, sin, torch.promote_types(x.dtype, cos.dtype), False)
+        return _turn(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if gradient is None:
+            return None, None, None
+        cos, sin = ctx.saved_tensors
+        if not torch.is_grad_enabled() and _has_kernel(gradient, cos, sin):
+            return _by_kernel(gradient, cos, sin, ctx.dtype, True), None, None
+        return _turn_back(gradient, cos, sin).to(ctx.dtype), None, None
+
+
+def _has_kernel(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    if torch.compiler.is_compiling() or x.dim() != 4 or x.stride(-1) != 1 or not served(x):
+        return False
+    alike = cos.stride() == sin.stride() and cos.stride(-1) == 1
+    return alike and cos.dtype == sin.dtype and cos.dtype in KERNEL_DTYPES
+
+
+def _by_kernel(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
+    y = torch.empty_like(x, dtype=dtype)
+    cos, sin = cos.expand(x.shape), sin.expand(x.shape)
+    rotary_launch.rotate(x, cos, sin, y, transposed=transposed)
+    return y
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.addcmul(x * cos, torch.cat((-second, first), -1), sin)
+
+
+def _turn_back(gradient: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Multiply by the transposed matrix: also where the halves of sin are not alike."""
+    first, second = (gradient * sin).chunk(2, -1)
+    return torch.cat((second, -first), -1).add_(gradient * cos)
