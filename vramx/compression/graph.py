@@ -26,17 +26,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._functorch._aot_autograd import graph_compile
 
 from vramx.compression import random, reference
 from vramx.compression.config import Compression, Format
 from vramx.compression.graph_policy import is_exact
 from vramx.errors import VramxError
 
-# Says which node the hooks are being inlined for.
-_hook_context: Callable[[], Any] | None = getattr(
-    graph_compile, "_get_saved_tensor_hook_context", None
-)
+
+def _find_hook_context() -> Callable[[], Any] | None:
+    """Return torch's function that says which node the hooks are being inlined for."""
+    try:
+        from torch._functorch._aot_autograd import graph_compile
+    except ImportError:  # an older torch has no such module
+        return None
+    return getattr(graph_compile, "_get_saved_tensor_hook_context", None)
+
+
+_hook_context = _find_hook_context()
 _PACKED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _SMALLEST_GROUP = 16
 _MOST_ELEMENTS = (1 << 31) - 1  # that the noise has numbers for
@@ -52,7 +58,10 @@ class UnsupportedTorchError(VramxError, RuntimeError):
 # -- Noise ----------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("vramx::noise_key", mutates_args=())
+# torch 2.6 reads no schema off annotations that are strings.
+@torch.library.custom_op(
+    "vramx::noise_key", mutates_args=(), schema="(int slot, Device device) -> Tensor"
+)
 def noise_key(slot: int, device: torch.device) -> Tensor:
     """Return the key of one tensor's noise at this call: int32[4] on the device.
 
