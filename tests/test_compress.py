@@ -118,15 +118,15 @@ def test_random_state_of_torch_is_not_touched() -> None:
     torch.set_rng_state(before)
 
 
-def test_each_entry_renews_the_noise_of_a_captured_graph_once(monkeypatch: Any) -> None:
+def test_each_entry_that_draws_noise_renews_it_once_for_captured_graphs(monkeypatch: Any) -> None:
     # What it does under capture is tested on a GPU.
     from vramx.compression import random
 
     renewed: list[torch.device] = []
     monkeypatch.setattr(random, "renew_on_replay", renewed.append)
     layers = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.Linear(32, 32))
-    for _ in range(2):
-        with compress(min_bytes=0):
+    for rounding in ("stochastic", "nearest", "stochastic"):
+        with compress(min_bytes=0, rounding=rounding):
             layers(torch.randn(32, 32, requires_grad=True) * 1.0)
     assert renewed == [torch.device("cpu")] * 2
 

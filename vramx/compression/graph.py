@@ -68,8 +68,7 @@ def noise_key(slot: int, device: torch.device) -> Tensor:
     An operation of its own, because a graph must not hold the number of a stream: it would draw the
     same noise in every step. `slot` only keeps two calls in one graph from being merged.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        random.advance_epoch(device)  # in the graph: the number below is the same in every replay
+    random.renew_on_replay(device)  # the number below is the same in all of them
     mixed = (random.next_stream() * 0x9E3779B97F4A7C15 + slot) & ((1 << 64) - 1)
     key = random.state(device).view(torch.int32).clone()
     key[2].add_(_signed(mixed))

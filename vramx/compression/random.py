@@ -177,7 +177,8 @@ def advance_epoch(device: torch.device | str) -> None:
 def renew_on_replay(device: torch.device) -> None:
     """Where a CUDA graph is being captured, have each of its replays draw new noise.
 
-    To be called once by what packs, before its first tensor on a device.
+    The numbers of its streams are the same every time, so the epoch advances in the graph. To be
+    called by what draws noise, once before its first tensor on a device.
 
     Example:
         >>> renew_on_replay(torch.device("cpu"))

@@ -130,7 +130,7 @@ class Session:
         self._table = _thread.table
         # By bits, and the same as plain values: those are faster to compare and to hash.
         self._formats: dict[int, tuple[Format, Hashable]] = {}
-        self._devices: set[int] = set()  # that something was packed on
+        self._devices: set[int] = set()  # that noise was drawn on
 
     def pack(self, tensor: torch.Tensor) -> Reference | Restored:
         """Take what an operation saves; called by torch, through C++, in the operation's frame."""
@@ -200,7 +200,7 @@ class Session:
         format: Format,
     ) -> Holding:
         device = tensor.get_device()
-        if device not in self._devices:
+        if format.rounding == "stochastic" and device not in self._devices:
             self._devices.add(device)
             random.renew_on_replay(tensor.device)
         signs = format.bits == MASK_BITS and tensor.dtype != torch.bool

@@ -226,8 +226,8 @@ def renew_noise(device: torch.device, spec: Sequence[int]) -> None:
     """
     bits, _, _, stochastic, _ = Spec(*spec)
     packs = bits not in (NOTHING, RAW) and stochastic
-    if packs and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        random.advance_epoch(device)
+    if packs:
+        random.renew_on_replay(device)
 
 
 def served(tensor: Tensor) -> bool:

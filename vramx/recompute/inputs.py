@@ -86,7 +86,8 @@ def _save(
         assert share is not None
         moved = offload.put_exact(elements, share)
         return Reference(tensor) if moved is None else _Saved(moved, geometry)
-    random.renew_on_replay(tensor.device)
+    if compression.rounding == "stochastic":
+        random.renew_on_replay(tensor.device)
     packed = pack(elements, compression.format())
     return _Saved(packed if share is None else offload.put(packed, share), geometry)
 
