@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
-from vramx.compression import codec
+from vramx.compression import codec, session
+from vramx.compression.saved import decoded_copies
 from vramx.compression.session import PlainCodec, Session
 
 
@@ -124,3 +126,22 @@ def recorded_hooks(monkeypatch: Any) -> Iterator[list[tuple[torch.Tensor, Any]]]
     with monkeypatch.context() as patch:
         patch.setattr(Session, "pack", pack)
         yield saved
+
+
+def table() -> session.Table:
+    """Return what this thread's contexts find kept memory in."""
+    return session._thread.table
+
+
+def check_that_nothing_is_left() -> None:
+    """Assert that nothing outlived the graphs of a test."""
+    if len(table()) or len(decoded_copies):
+        gc.collect()  # of what a test that failed, or was interrupted, left in a traceback
+    assert len(table()) == 0
+    assert len(decoded_copies) == 0
+
+
+def input_of(*shape: int) -> torch.Tensor:
+    """Return data that is no leaf, as activations are."""
+    torch.manual_seed(3)
+    return torch.randn(*shape, requires_grad=True) * 1.0
