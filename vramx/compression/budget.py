@@ -30,7 +30,7 @@ _MEASURED_EVERY = 8
 # What may be under way in each direction: this part of a step's bytes, about two layers of 32, and
 # some tensors at least, so that the link never runs dry; within bounds.
 _WINDOW_PART = 16
-_WINDOW_TENSORS = 4
+_WINDOW_TENSORS = 2
 _SMALLEST_WINDOW_BYTES = 64 * MIB
 _LARGEST_WINDOW_BYTES = 2 * GIB
 _FIRST_WINDOW_BYTES = 256 * MIB
