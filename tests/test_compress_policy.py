@@ -63,6 +63,18 @@ class Recurrent(nn.Module):
         return self.lstm(x)[0]
 
 
+class Copied(nn.Module):
+    """A weight that is written into a buffer, as autocast does with a recurrent network's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        buffer = torch.empty(64 * 64, 1).copy_(self.weight.view(-1, 1))
+        return (x * 2) @ buffer.view(64, 64).t()
+
+
 class Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -94,6 +106,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "low rank": LowRank,
     "tied": Tied,
     "recurrent": Recurrent,
+    "copied": Copied,
     "images": Images,
     "attention": SelfAttention,
     "weight norm": lambda: parametrizations.weight_norm(nn.Linear(64, 64)),
@@ -139,6 +152,7 @@ def test_no_weight_is_ever_packed(name: str, cast: bool, monkeypatch: Any) -> No
         ("frozen", True, ["_is_weight"]),
         ("tied", True, ["_derives_from_parameter", "_is_weight"]),
         ("weight norm", False, ["_is_weight"]),
+        ("copied", False, ["_derives_from_parameter", "_is_weight"]),
     ],
 )
 def test_without_its_rule_a_weight_would_be_packed(

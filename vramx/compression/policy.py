@@ -81,6 +81,8 @@ _DERIVED = frozenset(
     )
     for version in range(3)
 )  # fmt: skip
+# Of a tensor that was overwritten as a whole, as a recurrent network's weights are under autocast.
+_COPY = "torch::autograd::CopyBackwards"
 _WALK = 16
 
 
@@ -229,10 +231,12 @@ def _derives_from_parameter(tensor: torch.Tensor) -> bool:
     for _ in range(_WALK):
         if node is None:
             return False
-        if node.name() not in _DERIVED:
+        name = node.name()
+        if name not in _DERIVED and name != _COPY:
             variable = getattr(node, "variable", None)
             return variable is not None and _is_parameter(variable)
-        node = node.next_functions[0][0]
+        # What is copied comes last, behind what it overwrites.
+        node = node.next_functions[-1 if name == _COPY else 0][0]
     return False
 
 
