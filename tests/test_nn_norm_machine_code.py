@@ -29,13 +29,17 @@ TYPES = {
 }
 
 
+def triton_version() -> tuple[int, ...]:
+    return tuple(map(int, triton.__version__.split(".")[:2]))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     from vramx.kernels import norm
 
     if not isinstance(norm.norm_forward_kernel, triton.JITFunction):
         pytest.skip("TRITON_INTERPRET is set: nothing compiles in this process")
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 3):
+    if triton_version() < (3, 3):
         pytest.skip("triton before 3.3 describes what it compiles in another way")
     folder = tmp_path_factory.mktemp("norms")
     with pytest.MonkeyPatch.context() as patch:
@@ -110,5 +114,7 @@ def test_groups_beyond_a_row_are_masked_whole(name: str, folder: Path) -> None:
     [("forward", 16384), ("backward", 8192), ("backward", 16384), ("sums", 16384)],
 )
 def test_longest_rows_are_not_kept_in_local_memory(name: str, hidden: int, folder: Path) -> None:
+    if (name, hidden) == ("backward", 16384) and triton_version() < (3, 7):
+        pytest.skip("the assembler of triton before 3.7 spills two registers of this one")
     everything = code_of(name, hidden, folder).everything
     assert not [op for op in everything if op.split(".")[0] in ("LDL", "STL")]

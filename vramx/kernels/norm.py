@@ -40,13 +40,14 @@ def _offsets(GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr):
 def _inside(
     left, HIDDEN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Return the mask of a tile of which `left` rows exist, or None where nothing is masked."""
+    """Return the mask of a tile of which `left` rows exist; True where nothing is masked."""
+    # No function returns None before Triton 3.7; a mask that is all ones costs nothing.
     if ROWS > 1:
         return (tl.arange(0, ROWS * GROUPS) < left * GROUPS)[:, None]
     elif HIDDEN != GROUPS * GROUP:  # noqa: RET505 - the compiler types what it sees
         return _offsets(GROUP, GROUPS, ROWS) < HIDDEN
     else:
-        return None
+        return tl.full((ROWS * GROUPS, 1), 1, tl.int1)
 
 
 @triton.jit
@@ -125,8 +126,7 @@ def norm_forward_kernel(
         s = total.to(tl.float32)
     if CENTRED:
         s -= _spread(_row_totals(s, GROUPS, ROWS) / HIDDEN, GROUPS, ROWS)
-        if inside is not None:
-            s = tl.where(inside, s, 0.0)
+        s = tl.where(inside, s, 0.0)
     rstd = tl.rsqrt(_row_totals(s * s, GROUPS, ROWS) / HIDDEN + eps)
     n = s * _spread(rstd, GROUPS, ROWS)
     if kept_ptr is not None:
@@ -205,23 +205,14 @@ def _load_kept(
     groups = tl.arange(0, TILE_GROUPS)
     offsets = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     if PACKED:
-        codes = _load_codes(kept_ptr + first + offsets, inside)
+        codes = tl.load(kept_ptr + first + offsets, mask=inside, other=0).to(tl.int8, bitcast=True)
         header_ptr = header_pointer(kept_ptr, numel, first, GROUP, 8, True)
         scale, _ = load_scale(header_ptr, groups, filled, True)
-        if inside is not None:
-            # What a masked load returns is any number, and its product with 0 may be NaN.
-            scale = tl.where(filled, scale, 0.0)
+        # What a masked load returns is any number, and its product with 0 may be NaN.
+        scale = tl.where(filled, scale, 0.0)
         return codes.to(tl.float32) * scale[:, None]
     else:  # noqa: RET505 - the compiler types what it sees
         return _load(kept_ptr + first + offsets, inside)
-
-
-@triton.jit
-def _load_codes(pointers, inside):
-    if inside is None:
-        return tl.load(pointers).to(tl.int8, bitcast=True)
-    else:  # noqa: RET505 - the compiler types what it sees
-        return tl.load(pointers, mask=inside, other=0).to(tl.int8, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -390,7 +381,8 @@ def norm_sums_kernel(
         dy = _load(dy_ptr + first + offsets, inside)
         if dweight_ptr is not None:
             if PACKED:
-                n = _load_codes(kept_ptr + first + offsets, inside).to(tl.float32)
+                codes = tl.load(kept_ptr + first + offsets, mask=inside, other=0)
+                n = codes.to(tl.int8, bitcast=True).to(tl.float32)
                 header_ptr = header_pointer(kept_ptr, rows * HIDDEN, first, GROUP, 8, True)
                 groups = lanes * (HIDDEN // GROUP) + tl.program_id(0)
                 scale, _ = load_scale(header_ptr, groups, exists, True)
