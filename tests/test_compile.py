@@ -121,7 +121,8 @@ def test_small_tensors_and_statistics_are_kept() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
     compiled = torch.compile(model, backend="aot_eager")
     with compressed_graphs(SMALL):
-        saved = compiled(torch.randn(64, WIDTH)).grad_fn.saved_tensors
+        y = compiled(torch.randn(64, WIDTH))
+        saved = y.grad_fn.saved_tensors
     assert [tuple(t.shape) for t in saved if t.shape[-1] == 1] == [(64, 1), (64, 1)]
     torch._dynamo.reset()
     with compressed_graphs(Compression(min_bytes=64 * WIDTH * 4 + 1)):

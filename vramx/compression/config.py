@@ -160,7 +160,7 @@ class Compression:
             >>> Compression(rounding="nearest").format(bits=4)
             Format(bits=4, group_size=64, symmetric=False, rounding='nearest')
         """
-        return _format(
+        return format_of(
             self.bits if bits is None else bits, self.group_size, self.rounding, self.symmetric
         )
 
@@ -168,11 +168,12 @@ class Compression:
     def rules(self) -> tuple[Rule, ...]:
         """The policy as rules; an operation's most special first: the first that fits holds."""
         assert isinstance(self.policy, tuple)
-        return _rules(self.policy)
+        return rules_of(self.policy)
 
 
 @lru_cache(maxsize=256, typed=True)  # or True would find what was made for 1
-def _format(bits: int, group_size: int | None, rounding: str, symmetric: bool | None) -> Format:
+def format_of(bits: int, group_size: int | None, rounding: str, symmetric: bool | None) -> Format:
+    """Return the format that these fields of a Compression mean."""
     _check_integer("bits", bits, (*BITS, MASK_BITS), "8, 4, and 1 for masks")
     if bits == MASK_BITS:
         return MASK_FORMAT
@@ -260,7 +261,8 @@ def _check_action(key: str, action: object, accepted: tuple[Action, ...]) -> Non
 
 
 @lru_cache(maxsize=256)
-def _rules(policy: tuple[tuple[str, Action], ...]) -> tuple[Rule, ...]:
+def rules_of(policy: tuple[tuple[str, Action], ...]) -> tuple[Rule, ...]:
+    """Return a Compression's policy as rules; an operation's most special ones first."""
     rules = [_parse_rule(key, action) for key, action in policy]
     return tuple(sorted(rules, key=lambda r: (r.operation, not r.mask, r.arguments is None, r.key)))
 

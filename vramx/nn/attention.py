@@ -12,14 +12,13 @@ microseconds of host time more than torch's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
-from vramx.compression.config import Compression
+from vramx.compression.config import Compression, rules_of
 from vramx.errors import FirstDerivativeOnlyError
 from vramx.nn import arguments, differentiation, keeping
 from vramx.nn import attention_kernels as kernels
@@ -113,22 +112,24 @@ def _cast(mask: Tensor | None, *tensors: Tensor) -> tuple[Tensor | None, tuple[T
     return mask, arguments.cast_for_linear(None, *tensors)[1]
 
 
-@torch.compiler.assume_constant_result
 def _form_of_queries(keep: Compression | None) -> list[int]:
     """Return how q and k are kept: as they are, unless a rule of the policy packs both."""
-    if keep is not None:
-        first, second = (_bits_of_argument(keep, argument) for argument in (0, 1))
-        if first and second:
-            return list(keeping.spec_of(replace(keep, bits=max(first, second))))
-    return list(keeping.AS_IT_IS)
+    bits = 0 if keep is None else _bits_of_queries(keep.policy)
+    return list(keeping.spec_of(keep, bits) if bits else keeping.AS_IT_IS)
 
 
-def _bits_of_argument(keep: Compression, argument: int) -> int | None:
-    for rule in keep.rules:
+@torch.compiler.assume_constant_result
+def _bits_of_queries(policy: Any) -> int:
+    first, second = (_bits_of_argument(policy, argument) for argument in (0, 1))
+    return max(first, second) if first and second else 0
+
+
+def _bits_of_argument(policy: Any, argument: int) -> int:
+    for rule in rules_of(policy):
         here = rule.operation == _POLICY_KEY and not rule.mask
         if here and (rule.arguments is None or argument in rule.arguments):
-            return rule.action if isinstance(rule.action, int) else None
-    return None
+            return rule.action if isinstance(rule.action, int) else 0
+    return 0
 
 
 def _as_arguments(call: kernels.Call) -> tuple[int, float, bool, float | None]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vramx.compression import random
 from vramx.compression.codec import Packed, layout_of, pack, unpack
-from vramx.compression.config import Compression, Format
+from vramx.compression.config import Compression, Format, format_of
 from vramx.errors import InvalidValueError
 from vramx.kernels import elementwise_launch
 from vramx.kernels.layout import Layout
@@ -30,7 +30,7 @@ DTYPES = KERNEL_DTYPES | {torch.float64}
 # Orders of elements in memory that are to be kept: convolutions have one.
 ORDERS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
-_FUSED_BITS = 8
+_FUSED_BITS = (4, 8)
 
 
 class Spec(NamedTuple):
@@ -86,10 +86,11 @@ _RAW = Spec(RAW, 0, 0, 0)
 # -- How -------------------------------------------------------------------------------------------
 
 
-def spec_of(keep: Compression | None) -> Spec:
+def spec_of(keep: Compression | None, bits: int | None = None) -> Spec:
     """Return how options want a tensor kept: RAW if they are not enabled, int8 if there are none.
 
-    min_bytes, policy, offload, strict and deterministic are options of the hooks and not read here.
+    `bits` is instead of the options' own. min_bytes, policy, offload, strict and deterministic are
+    options of the hooks and not read here.
 
     Raises:
         InvalidValueError: `keep` is neither a Compression nor None.
@@ -104,8 +105,17 @@ def spec_of(keep: Compression | None) -> Spec:
         raise InvalidValueError(f"keep {keep!r} is not accepted; accepted are a Compression, None")
     if not keep.enabled:
         return _RAW
-    form = keep.format()
-    return Spec(form.bits, form.group_size, int(form.symmetric), int(form.rounding == "stochastic"))
+    bits = keep.bits if bits is None else bits
+    return Spec(*_constant_spec(bits, keep.group_size, keep.rounding, keep.symmetric))
+
+
+# Of plain values: what the compiler of torch 2.11 takes for constants are no dataclasses.
+@torch.compiler.assume_constant_result
+def _constant_spec(
+    bits: int, group_size: int | None, rounding: str, symmetric: bool | None
+) -> tuple[int, ...]:
+    form = format_of(bits, group_size, rounding, symmetric)
+    return form.bits, form.group_size, int(form.symmetric), int(form.rounding == "stochastic")
 
 
 _DEFAULT = spec_of(Compression())
@@ -113,13 +123,8 @@ _DEFAULT = spec_of(Compression())
 
 def spec_for(keep: Compression | None) -> Spec:
     """Return spec_of(keep), or NOTHING where autograd records nothing."""
-    spec = Spec(*_constant_spec(keep))
+    spec = spec_of(keep)
     return spec if torch.is_grad_enabled() else AS_IT_IS
-
-
-@torch.compiler.assume_constant_result
-def _constant_spec(keep: Compression | None) -> tuple[int, ...]:
-    return tuple(spec_of(keep))
 
 
 def form_of(keep: Compression | None, *inputs: Tensor) -> list[int]:
@@ -206,7 +211,7 @@ def decode(buffer: Tensor, shape: Sequence[int], dtype: torch.dtype, spec: Seque
 def fused_layout(numel: int, spec: Sequence[int]) -> Layout | None:
     """Return the layout that elementwise kernels pack to and from; None where they do not."""
     spec = Spec(*spec)
-    return layout_of(numel, spec.format()) if spec.bits == _FUSED_BITS else None
+    return layout_of(numel, spec.format()) if spec.bits in _FUSED_BITS else None
 
 
 def draw(device: torch.device, spec: Sequence[int], count: int) -> elementwise_launch.Noise | None:
