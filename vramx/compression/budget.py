@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from vramx.compression.transport import Lane, Transport
 from vramx.sizes import GIB, MIB
@@ -51,6 +51,14 @@ class _Record:
     backward_waits: list[tuple[Any, Any]] = field(default_factory=list)
 
 
+class Leaving(NamedTuple):
+    """What of a step leaves: its bytes, the part of a pass that they are made in, and the window."""
+
+    nbytes: float
+    span: float
+    window_bytes: int
+
+
 @dataclass(frozen=True)
 class Measured:
     """What finished steps told; None where nothing has been measured yet.
@@ -64,22 +72,33 @@ class Measured:
     waited_ms: float = 0.0
     moved_bytes: int = 0
 
-    def hidden_bytes(self, step_bytes: int, window_bytes: int | None) -> float | None:
-        """The bytes that the link can carry both ways behind the compute of a step.
-
-        Spread over the step, these are bandwidth times time. If they are the oldest instead, which
-        is what a window says, what the link is slower by piles up and may fill the window: of the B
-        bytes of a pass of time T, b come in b / B of it, so b = window + bandwidth * T * b / B.
-        """
+    def hidden_bytes(self) -> float | None:
+        """The bytes that the link carries both ways while a step computes."""
         if self.forward_ms is None or self.backward_ms is None or len(self.bytes_per_ms) < 2:
             return None
-        carried = min(
+        return min(
             self.bytes_per_ms[Lane.TO_HOST] * self.forward_ms,
             self.bytes_per_ms[Lane.TO_DEVICE] * self.backward_ms,
         )
-        if carried >= step_bytes or window_bytes is None:
-            return carried
-        return window_bytes / (1 - carried / step_bytes)
+
+    def hidden_part(self, leaving: Leaving) -> float | None:
+        """The part of the time of a step's copies that compute is expected to hide.
+
+        The rest is waits: in each pass, what copying takes longer than the part of the pass in
+        which these bytes are made or needed. A window of them may still be under way then.
+        """
+        if self.forward_ms is None or self.backward_ms is None or len(self.bytes_per_ms) < 2:
+            return None
+        if not leaving.nbytes:
+            return None
+        out, back = self.bytes_per_ms[Lane.TO_HOST], self.bytes_per_ms[Lane.TO_DEVICE]
+        waits_ms = sum(
+            max(
+                0.0, max(0.0, leaving.nbytes - leaving.window_bytes) / rate - leaving.span * pass_ms
+            )
+            for rate, pass_ms in ((out, self.forward_ms), (back, self.backward_ms))
+        )
+        return max(0.0, 1 - waits_ms / (leaving.nbytes / out + leaving.nbytes / back))
 
     def copy_ms(self) -> float:
         """How long the copies of the last step took, both ways."""
@@ -166,15 +185,18 @@ class Budget:
         The first step moves everything: running out of memory ends a program, a slow step does not.
         """
         if self._share == "cpu":
-            hidden = self.hidden_bytes()
+            hidden = self.measured.hidden_bytes()
             return None if hidden is None else _MARGIN * hidden
         share = float(self._share)
         return None if share >= 1 or not self._totals else share * max(self._totals)
 
-    def hidden_bytes(self) -> float | None:
-        """The bytes of a step that compute is expected to hide."""
-        window = None if self._share == "cpu" else self.window_bytes()
-        return self.measured.hidden_bytes(self.largest_step_bytes(), window)
+    def hidden_part(self) -> float | None:
+        """The part of the time of the next step's copies that compute is expected to hide."""
+        total, limit = self.largest_step_bytes(), self.limit_bytes()
+        nbytes = total if limit is None else min(total, limit)
+        # Spread over the step, or the oldest of it.
+        span = 1.0 if self._share == "cpu" else nbytes / max(1, total)
+        return self.measured.hidden_part(Leaving(nbytes, span, self.window_bytes()))
 
     def largest_step_bytes(self) -> int:
         return max(self._totals, default=0)

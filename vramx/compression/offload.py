@@ -122,8 +122,8 @@ class OffloadReport:
     """What one stash did. Bytes and counts are sums since it was made.
 
     Of the last step whose times are known: `waited_ms`, that the device waited for copies;
-    `hidden_measured`, the part of the time of the copies that it did not; `hidden_predicted`, the
-    part that bandwidth and the time of compute allow for the steps to come. None: not known yet.
+    `hidden_measured`, the part of the time of the copies that it did not; `hidden_predicted`, what
+    bandwidth and the time of compute say of it for the steps to come. None: not known yet.
     """
 
     device: torch.device
@@ -177,9 +177,6 @@ def report_of(device: torch.device, stash: Stash) -> OffloadReport:
     stash.collect()
     budget, measured = stash.budget, stash.budget.measured
     rates = {lane: 1e3 * rate for lane, rate in measured.bytes_per_ms.items()}
-    hidden, total = budget.hidden_bytes(), budget.largest_step_bytes()
-    limit = budget.limit_bytes()
-    leaving = total if limit is None else min(total, limit)
     copy_ms = measured.copy_ms()
     return OffloadReport(
         device=device,
@@ -191,11 +188,11 @@ def report_of(device: torch.device, stash: Stash) -> OffloadReport:
         kept_for_want_of_host_memory=stash.refused,
         pinned_bytes=stash.host_bytes,
         steps=budget.step,
-        step_bytes=total,
+        step_bytes=budget.largest_step_bytes(),
         to_host_bytes_per_s=rates.get(Lane.TO_HOST),
         to_device_bytes_per_s=rates.get(Lane.TO_DEVICE),
         waited_ms=measured.waited_ms,
-        hidden_predicted=min(1.0, hidden / leaving) if hidden is not None and leaving else None,
+        hidden_predicted=budget.hidden_part(),
         hidden_measured=max(0.0, 1 - measured.waited_ms / copy_ms) if copy_ms else None,
     )
 
