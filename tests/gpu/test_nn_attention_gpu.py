@@ -1,7 +1,7 @@
 """Attention on a GPU: torch's fused kernels called by vramx, results, gradients, dropout, memory.
 
-On a CPU (tests/test_nn_attention.py) the arithmetic of what is kept is shown; here that flash and
-the memory-efficient kernel are called rightly. Each is compared with torch's own call of it.
+On a CPU (tests/test_nn_attention.py) the arithmetic of what is kept is shown; here that flash,
+cuDNN's and the memory-efficient kernel are called rightly. Each is compared with torch's own call.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ BATCH, HEADS, KEY_HEADS, TOKENS, SIZE = 2, 8, 2, 130, 64
 BACKENDS = {
     kernels.FLASH: SDPBackend.FLASH_ATTENTION,
     kernels.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
+    kernels.CUDNN: SDPBackend.CUDNN_ATTENTION,
 }
-every_kernel = pytest.mark.parametrize("kernel", BACKENDS, ids=["flash", "efficient"])
+every_kernel = pytest.mark.parametrize("kernel", BACKENDS, ids=["flash", "efficient", "cudnn"])
 
 
 def inputs(dtype: torch.dtype = torch.bfloat16, key_heads: int = KEY_HEADS) -> list[Tensor]:
@@ -54,9 +55,10 @@ def both(
         found.append((attended.y, *torch.autograd.grad(attended.y, tensors, dy)))
         torch.manual_seed(3)
         q, k, v = tensors
-        # The efficient kernel takes no fewer heads of keys.
-        k, v = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in (k, v))
-        y = functional.scaled_dot_product_attention(q, k, v, **call)
+        shares = kernel != kernels.EFFICIENT  # it takes no fewer heads of keys
+        if not shares:
+            k, v = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in (k, v))
+        y = functional.scaled_dot_product_attention(q, k, v, enable_gqa=shares, **call)
         found.append((y, *torch.autograd.grad(y, tensors, dy)))
     return found[0], found[1]
 
@@ -67,6 +69,8 @@ def both(
 )
 def test_is_torchs_but_for_what_is_packed(kernel: int, call: dict[str, Any]) -> None:
     """int8 puts 1 to 2 % on dq and dk of normal inputs; another mask of dropout would put 100."""
+    if kernel == kernels.CUDNN and "dropout_p" in call:
+        pytest.skip("cuDNN's kernel is not called with dropout")
     (y, dq, dk, dv), (of_y, of_q, of_k, of_v) = both(kernel, inputs(), **call)
     assert torch.equal(y, of_y)
     for ours, theirs in ((dq, of_q), (dk, of_k)):
@@ -93,9 +97,17 @@ def test_float32_is_served_by_the_efficient_kernel() -> None:
     assert (dq - of_q).norm() <= 0.05 * of_q.norm()
 
 
-def test_flash_is_chosen_on_its_own() -> None:
-    q, k, _ = inputs()
-    assert kernels._of_cuda(q, k, None, kernels.Call(0, 0.0, True, None)) == kernels.FLASH
+def test_the_kernel_is_the_one_that_torch_chooses() -> None:
+    q, k, v = inputs()
+    chosen = torch._fused_sdp_choice(q, k, v, None, 0.0, True, enable_gqa=True)
+    (ours,) = (kernel for kernel, backend in BACKENDS.items() if backend.value == chosen)
+    call = kernels.Call(kernels.NO_KERNEL, 0.0, True, None)
+    assert kernels._of_cuda(q, k, None, call) == ours
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert kernels._of_cuda(q, k, None, call) == kernels.FLASH
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_projection_shares_the_pack() -> None:

@@ -66,7 +66,8 @@ def scaled_dot_product_attention(
     Returns:
         Attended: y, and what linear(y.transpose(1, 2).flatten(2), ..., kept=kept) takes.
 
-    What runs: on CUDA the flash kernel for bfloat16 and float16 without a mask, else the
+    What runs: on CUDA, for bfloat16 and float16 without a mask, cuDNN's kernel where torch itself
+    prefers it, without dropout, for 128 tokens and more, or the flash kernel; else the
     memory-efficient one; on a CPU its flash kernel; each only if torch.nn.attention.sdpa_kernel
     lets it. torch's own with nothing changed, and kept None: where nothing is differentiated; for
     other devices and sizes than these kernels have, values of another size than keys, a mask that

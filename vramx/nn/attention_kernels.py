@@ -1,14 +1,15 @@
 """torch's fused attention kernels: which of them takes a call, and how each is called.
 
+    CUDNN      aten._scaled_dot_product_cudnn_attention: as FLASH without dropout, if torch would
     FLASH      aten._scaled_dot_product_flash_attention: CUDA, bfloat16 and float16, no mask
     EFFICIENT  aten._scaled_dot_product_efficient_attention: CUDA, masks, float32
     HOST       aten._scaled_dot_product_flash_attention_for_cpu: no dropout
 
-forward() and backward() give all three one face: what a kernel wants prepared is done here, as
+forward() and backward() give all of them one face: what a kernel wants prepared is done here, as
 torch's scaled_dot_product_attention prepares it (aten/src/ATen/native/transformers/attention.cpp):
 bool masks become -inf and 0, rows of a mask begin at multiples of 16 elements, and heads of keys
-and values are repeated where a kernel does not share them. cuDNN's attention is not used. Pure but
-for torch's generator, from which dropout draws; any thread.
+and values are repeated where a kernel does not share them. Pure but for torch's generator, from
+which dropout draws; any thread.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from vramx.nn.keeping import DTYPES, PLAIN_TENSORS
 
-NO_KERNEL, FLASH, EFFICIENT, HOST = range(4)
+NO_KERNEL, FLASH, EFFICIENT, HOST, CUDNN = range(5)
 _HALVES = (torch.bfloat16, torch.float16)
 _MASK_MULTIPLE = 16  # elements, of the rows of a mask in memory
 # Of a head, by flash's backward kernel; 192 where an SM has less shared memory than these have.
 _LARGEST_HEAD, _LARGEST_HEAD_ELSEWHERE = 256, 192
 _LARGE_CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
+# Of queries and of keys, for cuDNN: it refuses some of the shortest sequences.
+_FEWEST_TOKENS = 128
 
 
 class Call(NamedTuple):
@@ -60,8 +64,12 @@ def _of_cuda(q: Tensor, k: Tensor, mask: Tensor | None, call: Call) -> int:
     largest, flash, efficient = _allowed(q.device)
     half, size = q.dtype in _HALVES, q.shape[-1]
     square = not call.causal or q.shape[2] == k.shape[2]
-    if flash and half and mask is None and size % 8 == 0 and size <= largest and square:
-        return FLASH
+    if half and mask is None and size % 8 == 0 and square:
+        long = q.shape[2] >= _FEWEST_TOKENS and k.shape[2] >= _FEWEST_TOKENS
+        if call.dropout_p == 0 and long and _prefers_cudnn(q.device, q.dtype, size):
+            return CUDNN
+        if flash and size <= largest:
+            return FLASH
     aligned = size % (8 if half else 4) == 0
     return EFFICIENT if efficient and aligned and q.dtype != torch.float64 else NO_KERNEL
 
@@ -106,6 +114,34 @@ def _allowed(device: torch.device) -> tuple[int, bool, bool]:
     return _LARGEST_HEAD if large else _LARGEST_HEAD_ELSEWHERE, flash, efficient
 
 
+@torch.compiler.assume_constant_result
+def _prefers_cudnn(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Tell whether torch would call cuDNN for heads of a size, as its switches are now."""
+    cuda = torch.backends.cuda
+    order = getattr(torch._C, "_get_sdp_priority_order", tuple)
+    switches = (
+        cuda.cudnn_sdp_enabled(),
+        cuda.flash_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        tuple(order()),
+    )
+    return _chooses_cudnn(device, dtype, size, switches)
+
+
+@lru_cache(maxsize=64)
+def _chooses_cudnn(
+    device: torch.device, dtype: torch.dtype, size: int, _switches: tuple[object, ...]
+) -> bool:
+    # Asked for a small call: versions, environment and hardware are in the answer, too.
+    shape = (1, _FEWEST_TOKENS, 1, size)
+    q, k, v = (
+        torch.empty(shape, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
+        for _ in range(3)
+    )
+    chosen = torch._fused_sdp_choice(q, k, v, None, 0.0, True)
+    return bool(chosen == SDPBackend.CUDNN_ATTENTION.value)
+
+
 @lru_cache(maxsize=64)
 def _capability(device: torch.device) -> tuple[int, int]:
     if torch.version.hip is not None:
@@ -127,6 +163,10 @@ def forward(
     if call.kernel == FLASH:
         y, sums, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention(
             q, k, v, call.dropout_p, call.causal, scale=call.scale
+        )
+    elif call.kernel == CUDNN:
+        y, sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, call.causal, scale=call.scale
         )
     else:
         k, v = _repeated(k, q), _repeated(v, q)
@@ -161,6 +201,13 @@ def backward(
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             dy, q, k, v, y, sums, None, None, q.shape[2], k.shape[2], call.dropout_p, call.causal,
             seed, offset, scale=call.scale,
+        )  # fmt: skip
+        return dq, dk, dv
+    if call.kernel == CUDNN:
+        seed = offset = q.new_empty((), dtype=torch.int64)
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            dy, q, k, v, y, sums, seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0,
+            call.causal, scale=call.scale,
         )  # fmt: skip
         return dq, dk, dv
     mask = prepared_mask(mask, q, k)
