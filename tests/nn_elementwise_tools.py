@@ -23,6 +23,7 @@ FORMATS = {
     "int8 asymmetric": Compression(symmetric=False),
     "int8 nearest": Compression(rounding="nearest"),
     "int4": Compression(bits=4),
+    "int4 symmetric nearest": Compression(bits=4, symmetric=True, rounding="nearest"),
     "groups of 32": Compression(group_size=32),
     "exact": EXACT,
 }

@@ -19,12 +19,17 @@ from vramx.kernels.layout import Layout
 triton = pytest.importorskip("triton")
 
 INT8 = Layout(0, bits=8, group_size=128, symmetric=True)
+INT4 = Layout(0, bits=4, group_size=64, symmetric=False)
 PLANS = {
     "swiglu": lambda: elementwise_launch.tile_plan("glu", "silu", INT8, True),
     "swiglu backward": lambda: elementwise_launch.tile_plan("glu_backward", "silu", INT8, True),
     "gelu": lambda: elementwise_launch.tile_plan("activation", "gelu", INT8, True),
     "gelu backward": lambda: elementwise_launch.tile_plan(
         "activation_backward", "gelu", INT8, True
+    ),
+    "swiglu, 4 bits": lambda: elementwise_launch.tile_plan("glu", "silu", INT4, True),
+    "swiglu backward, 4 bits": lambda: elementwise_launch.tile_plan(
+        "glu_backward", "silu", INT4, True
     ),
     "dropout": lambda: elementwise_launch.dropout_plan(True),
     "loss": lambda: elementwise_launch.loss_plan(False, False, "gradient"),
@@ -36,6 +41,8 @@ LIMITS = {
     "swiglu backward": (36.0, 4, 6),  # 78
     "gelu": (48.0, 2, 3),  # 39
     "gelu backward": (42.0, 3, 4),  # 55
+    "swiglu, 4 bits": (54.0, 4, 3),  # 55
+    "swiglu backward, 4 bits": (36.0, 3, 6),  # 70
     "dropout": (18.0, 4, 2),  # 47
 }
 TYPES = {

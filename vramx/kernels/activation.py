@@ -9,7 +9,8 @@
     gelu_tanh   x s(2 u),  u = sqrt(2 / pi) (x + 0.044715 x**3): (1 + tanh u) / 2 = s(2 u)
 
 A program owns ROWS groups, as in quantize.py; no two programs share a byte. fp32 in registers.
-Traffic an element in bf16 with 8 bits: 5.016 bytes forward, 5.016 backward, 7.016 with act(x).
+Traffic an element in bf16 with 8 bits: 5.016 bytes forward, 5.016 backward, 7.016 with act(x). With
+4 bits a tile is two halves, as in quantize4.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vramx.kernels.quantize4 import load_halves, pack_halves, store_halves, unpack_halves
 from vramx.kernels.tiles import load_tile, pack_tile, store_tile, unpack_tile
 
 
@@ -89,10 +91,11 @@ def activation_kernel(
     SYMMETRIC: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Write y = act(x) and, if BITS is 8, the packed x.
+    """Write y = act(x) and, if BITS is 8 or 4, the packed x.
 
-    x_ptr, y_ptr: bf16, fp16 or fp32 [numel]. buffer_ptr: uint8 [Layout.buffer_bytes]; any pointer
-    if BITS is 0. seed_ptr: int64[2], seed and epoch; any pointer unless STOCHASTIC. numel: > 0.
+    x_ptr, y_ptr: bf16, fp16 or fp32 [numel]; they may be one if BITS is 0. buffer_ptr: uint8
+    [Layout.buffer_bytes]; any pointer if BITS is 0. seed_ptr: int64[2], seed and epoch; any pointer
+    unless STOCHASTIC. numel: > 0.
     """
     first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * (ROWS * GROUP)
     left = tl.minimum(numel - first, ROWS * GROUP).to(tl.int32)
@@ -129,13 +132,22 @@ def _activation_tile(
     STOCHASTIC: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    x = load_tile(x_ptr + first, left, ROWS, GROUP, MASKED)
-    store_tile(y_ptr + first, value_of(x, KIND), left, ROWS, GROUP, MASKED)
-    if BITS == 8:
-        pack_tile(
-            x, buffer_ptr, seed_ptr, stream, numel, first, left,
+    if BITS == 4:
+        a, b = load_halves(x_ptr + first, left, ROWS, GROUP, MASKED)
+        value_a, value_b = value_of(a, KIND), value_of(b, KIND)
+        store_halves(y_ptr + first, value_a, value_b, left, ROWS, GROUP, MASKED)
+        pack_halves(
+            a, b, buffer_ptr, seed_ptr, stream, numel, first, left,
             ROWS, GROUP, SYMMETRIC, STOCHASTIC, MASKED,
         )  # fmt: skip
+    else:
+        x = load_tile(x_ptr + first, left, ROWS, GROUP, MASKED)
+        store_tile(y_ptr + first, value_of(x, KIND), left, ROWS, GROUP, MASKED)
+        if BITS == 8:
+            pack_tile(
+                x, buffer_ptr, seed_ptr, stream, numel, first, left,
+                ROWS, GROUP, SYMMETRIC, STOCHASTIC, MASKED,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["numel"])
@@ -155,9 +167,9 @@ def activation_backward_kernel(
 ):
     """Write dx = dy * act'(x) and, if WITH_VALUE, y = act(x).
 
-    dy_ptr, dx_ptr: bf16, fp16 or fp32 [numel]. kept_ptr: the packed x if BITS is 8, x itself if 0.
-    y_ptr: [numel], may be dy_ptr: a tile is read before it is written; any pointer unless
-    WITH_VALUE.
+    dy_ptr, dx_ptr: bf16, fp16 or fp32 [numel]. kept_ptr: the packed x, or x itself if BITS is 0;
+    then dx_ptr may be it: a tile is read before it is written. And so y_ptr, [numel], may be
+    dy_ptr; any pointer unless WITH_VALUE.
     """
     first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * (ROWS * GROUP)
     left = tl.minimum(numel - first, ROWS * GROUP).to(tl.int32)
@@ -212,12 +224,21 @@ def _activation_backward_tile(
     WITH_VALUE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    dy = load_tile(dy_ptr + first, left, ROWS, GROUP, MASKED)
-    x = kept_tile(kept_ptr, numel, first, left, BITS, ROWS, GROUP, SYMMETRIC, MASKED)
-    value, slope = value_and_slope(x, KIND)
-    store_tile(dx_ptr + first, dy * slope, left, ROWS, GROUP, MASKED)
-    if WITH_VALUE:
-        store_tile(y_ptr + first, value, left, ROWS, GROUP, MASKED)
+    if BITS == 4:
+        dy_a, dy_b = load_halves(dy_ptr + first, left, ROWS, GROUP, MASKED)
+        a, b = unpack_halves(kept_ptr, numel, first, left, ROWS, GROUP, SYMMETRIC, MASKED)
+        value_a, slope_a = value_and_slope(a, KIND)
+        value_b, slope_b = value_and_slope(b, KIND)
+        store_halves(dx_ptr + first, dy_a * slope_a, dy_b * slope_b, left, ROWS, GROUP, MASKED)
+        if WITH_VALUE:
+            store_halves(y_ptr + first, value_a, value_b, left, ROWS, GROUP, MASKED)
+    else:
+        dy = load_tile(dy_ptr + first, left, ROWS, GROUP, MASKED)
+        x = kept_tile(kept_ptr, numel, first, left, BITS, ROWS, GROUP, SYMMETRIC, MASKED)
+        value, slope = value_and_slope(x, KIND)
+        store_tile(dx_ptr + first, dy * slope, left, ROWS, GROUP, MASKED)
+        if WITH_VALUE:
+            store_tile(y_ptr + first, value, left, ROWS, GROUP, MASKED)
 
 
 @triton.jit(do_not_specialize=["numel"])

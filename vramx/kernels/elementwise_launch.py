@@ -2,8 +2,8 @@
 
 As launch.py: the functions trust their arguments (contiguous tensors of one type, on one device),
 enqueue on the current stream, allocate nothing, never wait, can be captured in a CUDA graph, and
-may be called from any thread. What is packed has a layout of 8 bits; a layout of None is a tensor
-that is kept as it is, or not at all. Importing this module does not import triton.
+may be called from any thread. What is packed has a layout of 8 or 4 bits; a layout of None is a
+tensor that is kept as it is, or not at all. Importing this module does not import triton.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from torch import Tensor
 from vramx.kernels.launch import Plan, device_of
 from vramx.kernels.layout import Layout
 
+# Bits of the codes that activations and gated units pack.
+WIDTHS = (4, 8)
 _WARPS = 4
 _THREADS = 32 * _WARPS
-# Elements of a thread. 16 codes are one access of 16 bytes; twice as many share what noise and
-# scales cost once a group, and a backward kernel has little of that and more to hold.
+# Elements of a thread. One access of 16 bytes is 16 codes of 8 bits, or 32 of 4. What packs to 8
+# bits takes 32 as well: they share what noise and scales cost once a group; a backward kernel has
+# little of that and more to hold.
 _ELEMENTS = 16
-_ELEMENTS_WITH_PACKING = 32
+_ELEMENTS_WIDE = 32
 _MASK_BYTES_OF_PROGRAM = 512
 _UNPACKED_GROUP = 128
 _DROPOUT_COLUMNS = 128
@@ -177,22 +180,22 @@ def loss_plan(capped: bool, smoothed: bool, mode: str) -> Plan:
 
 def tile_plan(name: str, kind: str, layout: Layout | None, option: bool) -> Plan:
     """Return how a kernel of groups is launched; `option` is noise, or backward the value."""
-    form = None if layout is None else (layout.group_size, layout.symmetric)
+    form = None if layout is None else (layout.bits, layout.group_size, layout.symmetric)
     return _tile_plan(name, kind, form, option)
 
 
 @lru_cache(maxsize=256)
-def _tile_plan(name: str, kind: str, form: tuple[int, bool] | None, option: bool) -> Plan:
+def _tile_plan(name: str, kind: str, form: tuple[int, int, bool] | None, option: bool) -> Plan:
     from vramx.kernels import activation, glu
 
-    group, symmetric = form or (_UNPACKED_GROUP, True)
+    bits, group, symmetric = form or (0, _UNPACKED_GROUP, True)
     backward = name.endswith("backward")
-    packing = form is not None and not backward
-    elements = _ELEMENTS_WITH_PACKING if packing else _ELEMENTS
+    wide = bits == 4 or (bits == 8 and not backward)
+    elements = _ELEMENTS_WIDE if wide else _ELEMENTS
     rows = max(1, _THREADS * elements // group)
     constants: dict[str, Any] = {
         "KIND": kind,
-        "BITS": 0 if form is None else 8,
+        "BITS": bits,
         "GROUP": group,
         "ROWS": rows,
         "TAIL_ROWS": max(1, rows // 4),
@@ -218,7 +221,7 @@ def dropout_plan(adds: bool) -> Plan:
     """Return how dropout is launched, with a residual or without."""
     from vramx.kernels.dropout import dropout_kernel
 
-    rows = _THREADS * _ELEMENTS_WITH_PACKING // _DROPOUT_COLUMNS
+    rows = _THREADS * _ELEMENTS_WIDE // _DROPOUT_COLUMNS
     constants = {
         "ROWS": rows,
         "TAIL_ROWS": rows // 4,

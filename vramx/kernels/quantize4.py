@@ -1,4 +1,4 @@
-"""Quantise to two codes a byte, and back.
+"""Quantise to two codes a byte, and back, and the device functions of both for other kernels.
 
 As quantize.py, with half a byte an element. A byte holds elements j and j + GROUP/2 of a group, so
 a tile is read as two halves that meet byte by byte in one thread's registers: nothing is shuffled.
@@ -48,21 +48,17 @@ def quantize4_kernel(
     """Write the codes and headers of a flat tensor. Arguments as quantize_kernel's."""
     first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * (ROWS * GROUP)
     left = tl.minimum(numel - first, ROWS * GROUP).to(tl.int32)
-    header_ptr = header_pointer(buffer_ptr, numel, first, GROUP, 4, SYMMETRIC)
-    x_ptr += first
-    codes_ptr = buffer_ptr + first // 2
     if left == ROWS * GROUP:
         _quantize4_tile(
-            x_ptr, codes_ptr, header_ptr, seed_ptr, stream, first, left,
+            x_ptr, buffer_ptr, seed_ptr, stream, numel, first, left,
             GROUP, ROWS, SYMMETRIC, STOCHASTIC, False,
         )  # fmt: skip
     else:
         row = 0
         while row * GROUP < left:
-            at = row * GROUP
             _quantize4_tile(
-                x_ptr + at, codes_ptr + at // 2, header_ptr + row, seed_ptr, stream, first + at,
-                left - at, GROUP, TAIL_ROWS, SYMMETRIC, STOCHASTIC, True,
+                x_ptr, buffer_ptr, seed_ptr, stream, numel, first + row * GROUP,
+                left - row * GROUP, GROUP, TAIL_ROWS, SYMMETRIC, STOCHASTIC, True,
             )  # fmt: skip
             row += TAIL_ROWS
 
@@ -70,10 +66,10 @@ def quantize4_kernel(
 @triton.jit
 def _quantize4_tile(
     x_ptr,
-    codes_ptr,
-    header_ptr,
+    buffer_ptr,
     seed_ptr,
     stream,
+    numel,
     first,
     left,
     GROUP: tl.constexpr,
@@ -82,17 +78,62 @@ def _quantize4_tile(
     STOCHASTIC: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Do ROWS groups: all pointers are at the first element; `left` elements are to be done."""
+    """Do ROWS groups, of which `left` elements are to be done."""
+    a, b = load_halves(x_ptr + first, left, ROWS, GROUP, MASKED)
+    pack_halves(
+        a, b, buffer_ptr, seed_ptr, stream, numel, first, left,
+        ROWS, GROUP, SYMMETRIC, STOCHASTIC, MASKED,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_halves(x_ptr, left, ROWS: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr):
+    """Return the first and the second half of ROWS groups: fp32[ROWS, GROUP / 2] each."""
+    HALF: tl.constexpr = GROUP // 2
+    offsets = tl.arange(0, ROWS)[:, None] * GROUP + tl.arange(0, HALF)[None, :]
+    # Beyond the end the last element is repeated: it changes no minimum and no maximum.
+    source_a = tl.minimum(offsets, left - 1) if MASKED else offsets
+    source_b = tl.minimum(offsets + HALF, left - 1) if MASKED else offsets + HALF
+    return tl.load(x_ptr + source_a).to(tl.float32), tl.load(x_ptr + source_b).to(tl.float32)
+
+
+@triton.jit
+def store_halves(x_ptr, a, b, left, ROWS: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr):
+    """Write halves in the type of x_ptr, which points to the first element."""
+    HALF: tl.constexpr = GROUP // 2
+    offsets = tl.arange(0, ROWS)[:, None] * GROUP + tl.arange(0, HALF)[None, :]
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    tl.store(x_ptr + offsets, a.to(dtype), mask=offsets < left if MASKED else None)
+    tl.store(x_ptr + HALF + offsets, b.to(dtype), mask=offsets + HALF < left if MASKED else None)
+
+
+@triton.jit
+def pack_halves(
+    a,
+    b,
+    buffer_ptr,
+    seed_ptr,
+    stream,
+    numel,
+    first,
+    left,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Write the codes and headers of groups that load_halves() returned.
+
+    The first element of them is `first` (int64) of numel. Arguments as tiles.pack_tile's.
+    """
     HALF: tl.constexpr = GROUP // 2
     rows = tl.arange(0, ROWS)
     places = rows[:, None] * HALF + tl.arange(0, HALF)[None, :]
     offsets = rows[:, None] * GROUP + tl.arange(0, HALF)[None, :]
     filled = rows * GROUP < left if MASKED else None
-    # Beyond the end the last element is repeated: it changes no minimum and no maximum.
-    source_a = tl.minimum(offsets, left - 1) if MASKED else offsets
-    source_b = tl.minimum(offsets + HALF, left - 1) if MASKED else offsets + HALF
-    a = tl.load(x_ptr + source_a).to(tl.float32)
-    b = tl.load(x_ptr + source_b).to(tl.float32)
+    header_ptr = header_pointer(buffer_ptr, numel, first, GROUP, 4, SYMMETRIC)
+    codes_ptr = buffer_ptr + first // 2
     if SYMMETRIC:
         largest = tl.max(tl.maximum(magnitude_key(a), magnitude_key(b)), 1)
         scale, inverse = symmetric_header(largest, 7)
@@ -153,17 +194,13 @@ def dequantize4_kernel(
     """Write the elements of a packed buffer. Arguments as dequantize_kernel's."""
     first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * (ROWS * GROUP)
     left = tl.minimum(numel - first, ROWS * GROUP).to(tl.int32)
-    header_ptr = header_pointer(buffer_ptr, numel, first, GROUP, 4, SYMMETRIC)
-    codes_ptr = buffer_ptr + first // 2
-    out_ptr += first
     if left == ROWS * GROUP:
-        _dequantize4_tile(codes_ptr, header_ptr, out_ptr, left, GROUP, ROWS, SYMMETRIC, False)
+        _dequantize4_tile(buffer_ptr, out_ptr, numel, first, left, GROUP, ROWS, SYMMETRIC, False)
     else:
         row = 0
         while row * GROUP < left:
-            at = row * GROUP
             _dequantize4_tile(
-                codes_ptr + at // 2, header_ptr + row, out_ptr + at, left - at,
+                buffer_ptr, out_ptr, numel, first + row * GROUP, left - row * GROUP,
                 GROUP, TAIL_ROWS, SYMMETRIC, True,
             )  # fmt: skip
             row += TAIL_ROWS
@@ -171,34 +208,48 @@ def dequantize4_kernel(
 
 @triton.jit
 def _dequantize4_tile(
-    codes_ptr,
-    header_ptr,
+    buffer_ptr,
     out_ptr,
+    numel,
+    first,
     left,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     SYMMETRIC: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Do ROWS groups: all pointers are at the first element; `left` elements are to be done."""
+    """Do ROWS groups, of which `left` elements are to be done."""
+    a, b = unpack_halves(buffer_ptr, numel, first, left, ROWS, GROUP, SYMMETRIC, MASKED)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    store_halves(out_ptr + first, narrow(a, dtype), narrow(b, dtype), left, ROWS, GROUP, MASKED)
+
+
+@triton.jit
+def unpack_halves(
+    buffer_ptr,
+    numel,
+    first,
+    left,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Return what pack_halves() wrote, as load_halves() does; any numbers beyond the end."""
     HALF: tl.constexpr = GROUP // 2
     rows = tl.arange(0, ROWS)
     places = rows[:, None] * HALF + tl.arange(0, HALF)[None, :]
     offsets = rows[:, None] * GROUP + tl.arange(0, HALF)[None, :]
-    inside_a = offsets < left if MASKED else None
-    inside_b = offsets + HALF < left if MASKED else None
     filled = rows * GROUP < left if MASKED else None
-    pairs = tl.load(codes_ptr + places, mask=inside_a)
+    pairs = tl.load(buffer_ptr + first // 2 + places, mask=offsets < left if MASKED else None)
     if SYMMETRIC:
         # The sign of a half byte: its code moves to the upper half, and the shift back repeats it.
         code_a = (pairs << 4).to(tl.int8, bitcast=True) >> 4
         code_b = pairs.to(tl.int8, bitcast=True) >> 4
     else:
         code_a, code_b = pairs & 15, pairs >> 4
+    header_ptr = header_pointer(buffer_ptr, numel, first, GROUP, 4, SYMMETRIC)
     scale, low = load_scale(header_ptr, rows, filled, SYMMETRIC)
     scale, low = scale[:, None], low[:, None]
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    a = narrow(decode(code_a.to(tl.float32), scale, low, SYMMETRIC), dtype)
-    b = narrow(decode(code_b.to(tl.float32), scale, low, SYMMETRIC), dtype)
-    tl.store(out_ptr + offsets, a, mask=inside_a)
-    tl.store(out_ptr + HALF + offsets, b, mask=inside_b)
+    a = decode(code_a.to(tl.float32), scale, low, SYMMETRIC)
+    return a, decode(code_b.to(tl.float32), scale, low, SYMMETRIC)

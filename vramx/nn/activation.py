@@ -150,7 +150,7 @@ def _forward_pass(x: Tensor, kind: str, form: Sequence[int]) -> tuple[Tensor, Te
     if not keeping.served(x):
         return reference.activation(x, kind), keeping.encode(x, form)
     y = torch.empty_like(x)
-    layout = keeping.fused_layout(x.numel(), form)
+    layout = keeping.fused_layout(x.numel(), form, elementwise_launch.WIDTHS)
     if layout is None:
         elementwise_launch.activation(x, y, x, None, kind, None)
         return y, keeping.encode(x, form)
@@ -189,7 +189,7 @@ def _backward_pass(
         x = keeping.decode(kept, dy.shape, computed.dtype, form)
         dx = reference.activation_backward(computed, x, kind).to(dy.dtype)
         return dx, reference.activation(x, kind).to(dy.dtype) if with_value else dy
-    layout = keeping.fused_layout(dy.numel(), form)
+    layout = keeping.fused_layout(dy.numel(), form, elementwise_launch.WIDTHS)
     if layout is None:
         x = keeping.decode(kept, dy.shape, dy.dtype, form)
         kept = x.contiguous(memory_format=keeping.ORDERS[form[4]])

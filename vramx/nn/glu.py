@@ -148,7 +148,7 @@ def _forward_pass(
     if not keeping.served(gate):
         return reference.glu(gate, up, kind), keeping.encode(gate, form), keeping.encode(up, form)
     z = torch.empty_like(gate)
-    layout = keeping.fused_layout(gate.numel(), form)
+    layout = keeping.fused_layout(gate.numel(), form, elementwise_launch.WIDTHS)
     if layout is None:
         elementwise_launch.glu((gate, up), z, (gate, up), None, kind, None)
         return z, keeping.encode(gate, form), keeping.encode(up, form)
@@ -188,7 +188,7 @@ def _backward_pass(
         gate, up = (keeping.decode(each, dz.shape, computed.dtype, form) for each in kept)
         dgate, dup, z = reference.glu_backward(computed, gate, up, kind)
         return (dgate.to(dz.dtype), dup.to(dz.dtype)), z.to(dz.dtype)
-    layout = keeping.fused_layout(dz.numel(), form)
+    layout = keeping.fused_layout(dz.numel(), form, elementwise_launch.WIDTHS)
     if layout is None:
         gate, up = (keeping.decode(each, dz.shape, dz.dtype, form).contiguous() for each in kept)
         kept = gate, up

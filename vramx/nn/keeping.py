@@ -208,10 +208,10 @@ def decode(buffer: Tensor, shape: Sequence[int], dtype: torch.dtype, spec: Seque
     return flat.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
 
 
-def fused_layout(numel: int, spec: Sequence[int]) -> Layout | None:
-    """Return the layout that elementwise kernels pack to and from; None where they do not."""
+def fused_layout(numel: int, spec: Sequence[int], widths: tuple[int, ...] = (8,)) -> Layout | None:
+    """Return the layout that kernels pack to and from; None if they pack no codes of that width."""
     spec = Spec(*spec)
-    return layout_of(numel, spec.format()) if spec.bits in _FUSED_BITS else None
+    return layout_of(numel, spec.format()) if spec.bits in widths else None
 
 
 def draw(device: torch.device, spec: Sequence[int], count: int) -> elementwise_launch.Noise | None:
