@@ -29,6 +29,7 @@ from vramx.compression import random
 from vramx.compression.config import Compression
 from vramx.compression.hooks import compress
 from vramx.errors import InvalidValueError
+from vramx.nn.activation import gelu_linear
 from vramx.nn.glu import geglu, glu_linear, swiglu
 
 NEAREST = Compression(rounding="nearest")
@@ -147,6 +148,37 @@ def test_derivatives_of_the_linear_to_second_order_are_right(activation: str) ->
 
     assert torch.autograd.gradcheck(call, inputs)
     assert torch.autograd.gradgradcheck(call, inputs)
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["product", "bias"])
+@pytest.mark.parametrize("gated", [False, True], ids=["gelu", "swiglu"])
+def test_residual_is_added_and_learns_to_second_order(gated: bool, biased: bool) -> None:
+    shapes = [(3, 5), (3, 5), (4, 5), (4,), (3, 4)]
+    inputs = leaves(*(sample(*s, seed=i, dtype=torch.float64) for i, s in enumerate(shapes)))
+
+    def call(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        options = {"residual": residual, "keep": EXACT}
+        ours = bias if biased else None
+        if gated:
+            return glu_linear(gate, up, weight, ours, **options)
+        return gelu_linear(gate * up, weight, ours, **options)
+
+    gate, up, weight, bias, residual = inputs
+    inner = F.silu(gate) * up if gated else F.gelu(gate * up)
+    exact = F.linear(inner, weight, bias if biased else None) + residual
+    assert torch.allclose(call(*inputs), exact, rtol=1e-12, atol=1e-12)
+    used = inputs if biased else [*inputs[:3], inputs[3].detach(), inputs[4]]
+    assert torch.autograd.gradcheck(call, used)
+    assert torch.autograd.gradgradcheck(call, used)
+
+
+def test_residual_of_a_wider_type_gives_the_result_its_type() -> None:
+    gate, weight, residual = (sample(*s, dtype=torch.bfloat16) for s in ((8, 16), (4, 16), (8, 4)))
+    narrow = glu_linear(gate, gate, weight, residual=residual)
+    wide = glu_linear(gate, gate, weight, residual=residual.float())
+    assert (narrow.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
+    # The sum is rounded once in the one, the product in the other.
+    assert differs(narrow.float(), wide, 2.0**-7) <= 1
 
 
 def test_gradients_of_int8_are_within_the_codecs_bound() -> None:

@@ -20,6 +20,7 @@ from vramx.errors import InvalidValueError
 from vramx.kernels import elementwise_launch
 from vramx.nn import arguments, differentiation, keeping
 from vramx.nn import reference_elementwise as reference
+from vramx.nn.products import fake_weight_gradients, project, weight_gradients
 
 APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
 
@@ -63,15 +64,18 @@ def gelu_linear(
     bias: Tensor | None = None,
     approximate: str = "none",
     *,
+    residual: Tensor | None = None,
     keep: Compression | None = None,
 ) -> Tensor:
-    """Return gelu(x) weight^T + bias and keep only x, packed.
+    """Return gelu(x) weight^T + bias + residual and keep only x, packed.
 
     Args:
         x: (..., inputs), floating.
         weight: (outputs, inputs).
         bias: (outputs,) or None.
         approximate: "none" or "tanh".
+        residual: (..., outputs), added to the result; without a bias the sum is rounded once, where
+            a product and an addition round twice. None is none.
         keep: how x is kept: None is 8 bits; with enabled=False as it is.
 
     Raises:
@@ -85,7 +89,7 @@ def gelu_linear(
         >>> gelu_linear(torch.zeros(2, 3), torch.ones(4, 3)).shape
         torch.Size([2, 4])
     """
-    return _activate_linear(x, weight, bias, kind_of(approximate), keep)
+    return _activate_linear(x, (weight, bias, residual), kind_of(approximate), keep)
 
 
 def silu_linear(
@@ -93,15 +97,16 @@ def silu_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    residual: Tensor | None = None,
     keep: Compression | None = None,
 ) -> Tensor:
-    """Return silu(x) weight^T + bias and keep only x, packed; see `gelu_linear`.
+    """Return silu(x) weight^T + bias + residual and keep only x, packed; see `gelu_linear`.
 
     Example:
         >>> silu_linear(torch.zeros(2, 3), torch.ones(4, 3)).shape
         torch.Size([2, 4])
     """
-    return _activate_linear(x, weight, bias, "silu", keep)
+    return _activate_linear(x, (weight, bias, residual), "silu", keep)
 
 
 def kind_of(approximate: str) -> str:
@@ -122,14 +127,19 @@ def _activate(x: Tensor, kind: str, keep: Compression | None) -> Tensor:
 
 
 def _activate_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, keep: Compression | None
+    x: Tensor,
+    terms: tuple[Tensor, Tensor | None, Tensor | None],
+    kind: str,
+    keep: Compression | None,
 ) -> Tensor:
+    weight, bias, residual = terms
     arguments.check_floats(x=x, weight=weight, bias=bias)
     arguments.check_linear(x, weight, bias)
     bias, (x, weight) = arguments.cast_for_linear(bias, x, weight)
-    inputs = [tensor for tensor in (x, weight, bias) if tensor is not None]
-    y: Tensor = _activation_linear(x, weight, bias, kind, keeping.form_of(keep, *inputs))[0]
-    return y
+    inside, outside = arguments.residual_for(x, weight, residual)
+    form = keeping.form_of(keep, *(tensor for tensor in (x, weight, bias) if tensor is not None))
+    y: Tensor = _activation_linear(x, weight, bias, inside, kind, form)[0]
+    return y if outside is None else y + outside
 
 
 # -- The function ----------------------------------------------------------------------------------
@@ -225,18 +235,24 @@ _activation.register_autograd(_differentiate, setup_context=_save)
 @torch.library.custom_op(
     "vramx::activation_linear",
     mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? bias, str kind, int[] form) -> (Tensor, Tensor)",
+    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str kind, int[] form) "
+    "-> (Tensor, Tensor)",
 )
 def _activation_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, form: Sequence[int]
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    kind: str,
+    form: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     value, buffer = _forward_pass(x, kind, form)
-    return F.linear(value, weight, bias), buffer
+    return project(value, weight, bias, residual), buffer
 
 
 @_activation_linear.register_fake
 def _(
-    x: Tensor, weight: Tensor, _bias: Tensor | None, _kind: str, form: Sequence[int]
+    x: Tensor, weight: Tensor, _bias: Any, _residual: Any, _kind: str, form: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(*x.shape[:-1], weight.shape[0]), keeping.empty_buffer(x, form)
 
@@ -266,39 +282,29 @@ def _(
     return dx, *fake_weight_gradients(weight, needs)
 
 
-def weight_gradients(rows: Tensor, value: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Tensor]:
-    """Return the gradients of a weight and a bias; an empty tensor for one that is not needed."""
-    dweight = rows.t() @ value if needs[0] else rows.new_empty(0)
-    dbias = rows.sum(0) if needs[1] else rows.new_empty(0)
-    return dweight, dbias
-
-
-def fake_weight_gradients(weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Tensor]:
-    """Return tensors of the shapes that weight_gradients gives."""
-    dweight = weight.new_empty(weight.shape if needs[0] else 0)
-    return dweight, weight.new_empty(weight.shape[0] if needs[1] else 0)
-
-
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, ctx.kind, ctx.form = inputs
+    x, weight, bias, residual, ctx.kind, ctx.form = inputs
+    ctx.adds = residual is not None
     differentiation.save(ctx, (x,), output[1:], weight, bias)
 
 
 def _differentiate_linear(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Any, ...]:
     if dy is None:
-        return (None,) * 5
+        return (None,) * 6
+    dresidual = dy if ctx.adds else None
     kept, weight, bias = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[1:3])
     if not torch.is_grad_enabled():
         dx, dweight, dbias = _activation_linear_backward(
             dy, kept, weight, ctx.kind, ctx.form, needs
         )
-        return dx, dweight if needs[0] else None, dbias if needs[1] else None, None, None
+        wanted = dweight if needs[0] else None, dbias if needs[1] else None
+        return dx, *wanted, dresidual, None, None
     (x,) = differentiation.attached(ctx, (kept,))
     gradients = differentiation.differentiable_gradients(
         lambda x, w, b: F.linear(reference.activation(x, ctx.kind), w, b), (x, weight, bias), dy
     )
-    return *gradients, None, None
+    return *gradients, dresidual, None, None
 
 
 _activation_linear.register_autograd(_differentiate_linear, setup_context=_save_linear)

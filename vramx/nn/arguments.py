@@ -50,6 +50,24 @@ def check_linear(inner: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
 
 
+def residual_for(
+    x: Tensor, weight: Tensor, residual: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return a residual for the inside of a Linear's operator, or one to add to its result.
+
+    Inside only where it has the type of x, which is the result's: an addition would promote others.
+    """
+    if residual is None:
+        return None, None
+    check_floats(residual=residual)
+    shape = (*x.shape[:-1], weight.shape[0])
+    if residual.shape != shape:
+        raise InvalidValueError(
+            f"residual has shape {tuple(residual.shape)}; accepted is the result's {shape}"
+        )
+    return (residual, None) if residual.dtype == x.dtype else (None, residual)
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """Return the type that autocast computes products of x in; without autocast its own."""
     kind = x.device.type

@@ -22,7 +22,8 @@ from vramx.errors import InvalidValueError
 from vramx.kernels import elementwise_launch
 from vramx.nn import arguments, differentiation, keeping
 from vramx.nn import reference_elementwise as reference
-from vramx.nn.activation import fake_weight_gradients, kind_of, weight_gradients
+from vramx.nn.activation import kind_of
+from vramx.nn.products import fake_weight_gradients, project, weight_gradients
 
 Pair = tuple[Tensor, Tensor]
 
@@ -81,9 +82,10 @@ def glu_linear(
     bias: Tensor | None = None,
     *,
     activation: str = "silu",
+    residual: Tensor | None = None,
     keep: Compression | None = None,
 ) -> Tensor:
-    """Return (act(gate) * up) weight^T + bias and keep only gate and up, packed.
+    """Return (act(gate) * up) weight^T + bias + residual and keep only gate and up, packed.
 
     Args:
         gate: (..., inputs), floating.
@@ -91,6 +93,8 @@ def glu_linear(
         weight: (outputs, inputs): the down projection.
         bias: (outputs,) or None.
         activation: "silu", "gelu" or "gelu_tanh".
+        residual: (..., outputs), added to the result; without a bias the sum is rounded once, where
+            a product and an addition round twice. None is none.
         keep: how gate and up are kept: None is 8 bits; with enabled=False as they are.
 
     Raises:
@@ -114,10 +118,11 @@ def glu_linear(
     arguments.check_linear(gate, weight, bias)
     bias, (gate, up, weight) = arguments.cast_for_linear(bias, gate, up, weight)
     gate, up = arguments.cast_to_common(gate, up)
+    inside, outside = arguments.residual_for(gate, weight, residual)
     inputs = [tensor for tensor in (gate, up, weight, bias) if tensor is not None]
     form = keeping.form_of(keep, *inputs)
-    y: Tensor = _glu_linear(gate, up, weight, bias, activation, form)[0]
-    return y
+    y: Tensor = _glu_linear(gate, up, weight, bias, inside, activation, form)[0]
+    return y if outside is None else y + outside
 
 
 def _gate(gate: Tensor, up: Tensor, kind: str, keep: Compression | None) -> Tensor:
@@ -223,20 +228,27 @@ _glu.register_autograd(_differentiate, setup_context=_save)
 @torch.library.custom_op(
     "vramx::glu_linear",
     mutates_args=(),
-    schema="(Tensor gate, Tensor up, Tensor weight, Tensor? bias, str kind, int[] form) "
-    "-> (Tensor, Tensor, Tensor)",
+    schema="(Tensor gate, Tensor up, Tensor weight, Tensor? bias, Tensor? residual, str kind, "
+    "int[] form) -> (Tensor, Tensor, Tensor)",
 )
 def _glu_linear(
-    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, kind: str, form: Sequence[int]
+    gate: Tensor,
+    up: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    kind: str,
+    form: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     z, gate_pack, up_pack = _forward_pass(gate, up, kind, form)
-    return F.linear(z, weight, bias), gate_pack, up_pack
+    return project(z, weight, bias, residual), gate_pack, up_pack
 
 
 @_glu_linear.register_fake
 def _(
-    gate: Tensor, up: Tensor, weight: Tensor, _bias: Tensor | None, _kind: str, form: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
+    gate: Tensor, up: Tensor, weight: Tensor, _bias: Any, _residual: Any, _kind: str,
+    form: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     packs = keeping.empty_buffer(gate, form), keeping.empty_buffer(up, form)
     return gate.new_empty(*gate.shape[:-1], weight.shape[0]), *packs
 
@@ -278,13 +290,15 @@ def _(
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    gate, up, weight, bias, ctx.kind, ctx.form = inputs
+    gate, up, weight, bias, residual, ctx.kind, ctx.form = inputs
+    ctx.adds = residual is not None
     differentiation.save(ctx, (gate, up), output[1:], weight, bias)
 
 
 def _differentiate_linear(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if dy is None:
-        return (None,) * 6
+        return (None,) * 7
+    dresidual = dy if ctx.adds else None
     gate, up, weight, bias = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[2:4])
     if not torch.is_grad_enabled():
@@ -292,13 +306,13 @@ def _differentiate_linear(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ..
             dy, gate, up, weight, ctx.kind, ctx.form, needs
         )
         wanted = dweight if needs[0] else None, dbias if needs[1] else None
-        return dgate, dup, *wanted, None, None
+        return dgate, dup, *wanted, dresidual, None, None
     gradients = differentiation.differentiable_gradients(
         lambda gate, up, w, b: F.linear(reference.glu(gate, up, ctx.kind), w, b),
         (*differentiation.attached(ctx, (gate, up)), weight, bias),
         dy,
     )
-    return *gradients, None, None
+    return *gradients, dresidual, None, None
 
 
 _glu_linear.register_autograd(_differentiate_linear, setup_context=_save_linear)

@@ -1,0 +1,40 @@
+"""Products with a weight: the last one of a block's part, with the residual, and its gradients.
+
+Used inside operators, so nothing here is differentiated. Products are torch's own. Pure; any
+thread; nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, addmm
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+
+
+def project(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """Return x weight^T + bias + residual.
+
+    The residual, of the result's shape and type, goes into the product where there is no bias: the
+    sum is rounded once, where a product and an addition round twice. With a bias the addition is
+    torch's, in the product's own memory.
+    """
+    if residual is None:
+        return F.linear(x, weight, bias)
+    if bias is not None:
+        return F.linear(x, weight, bias).add_(residual)
+    rows = residual.reshape(-1, residual.shape[-1])
+    return addmm(rows, x.reshape(-1, x.shape[-1]), weight.t()).view(residual.shape)
+
+
+def weight_gradients(rows: Tensor, value: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a weight and a bias; an empty tensor for one that is not needed."""
+    dweight = rows.t() @ value if needs[0] else rows.new_empty(0)
+    dbias = rows.sum(0) if needs[1] else rows.new_empty(0)
+    return dweight, dbias
+
+
+def fake_weight_gradients(weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Tensor]:
+    """Return tensors of the shapes that weight_gradients gives."""
+    dweight = weight.new_empty(weight.shape if needs[0] else 0)
+    return dweight, weight.new_empty(weight.shape[0] if needs[1] else 0)
