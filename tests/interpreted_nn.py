@@ -77,7 +77,7 @@ def call_operator(name: str, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
 
     random.manual_seed(0, rank=0)
     result = getattr(torch.ops.vramx, name)(*arguments)
-    results = result if isinstance(result, tuple) else (result,)
+    results = (result,) if isinstance(result, Tensor) else result
     return tuple(tensor.contiguous() for tensor in results)
 
 

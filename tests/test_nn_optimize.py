@@ -40,7 +40,7 @@ def seed() -> None:
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("level", ["keep", "int8", "recompute_all"])
+@pytest.mark.parametrize("level", ["keep", "int8", "recompute_mlp", "recompute_all"])
 def test_encoder_layers_compute_what_their_originals_do(norm_first: bool, level: str) -> None:
     original = encoder(norm_first=norm_first)
     model = twin(original)
@@ -79,9 +79,10 @@ def test_masks_of_encoder_layers_are_honoured(masks: str) -> None:
     assert error(result_of(model, inputs), result_of(original, INPUTS)) > 0.01
 
 
-def test_each_level_keeps_less_than_the_one_before() -> None:
+@pytest.mark.parametrize("last", ["int4", "recompute_mlp"])
+def test_each_level_keeps_less_than_the_one_before(last: str) -> None:
     held = []
-    for level in ("left", "keep", "int8", "int4"):
+    for level in ("left", "keep", "int8", last):
         model = encoder(norm_first=True)
         vramx.optimize(model, level)
         held.append(held_bytes(functools.partial(model, **INPUTS), *model.parameters()))
@@ -168,11 +169,12 @@ def test_part_with_a_hook_is_called_as_it_is_and_reported() -> None:
     ]
 
 
-def test_hook_that_comes_after_optimising_is_called_too() -> None:
+@pytest.mark.parametrize("part", ["norm2", "linear1"])
+def test_hook_that_comes_after_optimising_is_called_too(part: str) -> None:
     model = encoder()
-    vramx.optimize(model)
+    vramx.optimize(model, "recompute_mlp")
     seen: list[int] = []
-    model.layers[1].norm2.register_forward_hook(lambda *_: seen.append(1))
+    getattr(model.layers[1], part).register_forward_hook(lambda *_: seen.append(1))
     result_of(model, INPUTS)
     assert seen == [1]
 
@@ -206,6 +208,16 @@ def test_linear_of_another_class_is_called_as_it_is() -> None:
     assert error(result_of(model, INPUTS), result_of(original, INPUTS)) < ROUNDING
     assert error(gradient_of(model, INPUTS), gradient_of(original, INPUTS)) < ROUNDING
     assert "layers.0.linear2" in [row.name for row in report.left]
+
+
+def test_feed_forward_part_that_is_not_understood_is_reported_as_not_recomputed() -> None:
+    original = encoder(norm_first=True)
+    original.layers[0].linear1 = Wrapped(64, 128)
+    model = twin(original)
+    report = vramx.optimize(model, "recompute_mlp")
+    assert [row.done for row in report.swapped] == ["int8", "recompute_mlp"]
+    assert "not recomputed" in report.swapped[0].reason
+    assert error(gradient_of(model, INPUTS), gradient_of(original, INPUTS)) < INT8_NOISE
 
 
 def test_dropout_drops_and_scales_as_asked() -> None:
@@ -251,7 +263,7 @@ def test_report_groups_equal_rows_and_names_every_reason() -> None:
     assert "it is of no known family" in text
 
 
-@pytest.mark.parametrize("level", ["int9", "recompute_mlp", {"*": "fast"}])
+@pytest.mark.parametrize("level", ["int9", {"*": "fast"}])
 def test_unknown_level_is_an_error_and_changes_nothing(level: Any) -> None:
     model = encoder()
     vramx.optimize(model)

@@ -50,7 +50,7 @@ def gradient(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("level", ["keep", "int8", "recompute_all"])
+@pytest.mark.parametrize("level", ["keep", "int8", "recompute_mlp", "recompute_all"])
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_gradients_are_no_further_from_float32_than_the_originals(name: str, level: str) -> None:
     transformers = pytest.importorskip("transformers")
@@ -94,6 +94,8 @@ def test_llama_block_holds_the_bytes_of_its_packs() -> None:
     before = bytes_kept()
     vramx.optimize(block, verify=True)
     assert 12 < bytes_kept() < 14.5 < before
+    vramx.optimize(block, "recompute_mlp")
+    assert 5.5 < bytes_kept() < 6.5
 
 
 def test_verification_accepts_the_kernels() -> None:

@@ -9,6 +9,7 @@ from vramx.nn.dropout import dropout, dropout_add
 from vramx.nn.glu import geglu, glu_linear, swiglu
 from vramx.nn.linear import linear, linears
 from vramx.nn.loss import linear_cross_entropy
+from vramx.nn.mlp import mlp
 from vramx.nn.norm import Normed, layer_norm, rms_norm
 from vramx.nn.relu import relu
 from vramx.nn.rotary import rotary
@@ -27,6 +28,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "linears",
+    "mlp",
     "relu",
     "rms_norm",
     "rotary",

@@ -101,16 +101,16 @@ def linears(
     biases = [None] * len(weights) if biases is None else biases
     _check(y, weights, biases)
     dtype = arguments.autocast_dtype(y)
-    _check_types(y, weights, dtype)
+    check_types(y, weights, dtype)
     learns = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     if isinstance(x, Normed):
         kept = x.kept
-    _check_kept(y, kept)
+    check_kept(y, kept)
     y = y.to(dtype)
     if not learns or (kept and kept.spec.bits == NOTHING):
         kept = None
     if learns and kept is None and not isinstance(x, Normed):
-        kept = _keep(y, keep)
+        kept = keep_tensor(y, keep)
     if kept is None:
         return tuple(
             functional.linear(y, weight, bias) for weight, bias in zip(weights, biases, strict=True)
@@ -146,7 +146,8 @@ class Linear(torch.nn.Linear):
         return linear(x, self.weight, self.bias, self.keep)
 
 
-def _keep(x: Tensor, keep: Compression | None) -> Kept | None:
+def keep_tensor(x: Tensor, keep: Compression | None) -> Kept | None:
+    """Return what is kept of a tensor; None if it is to be kept as it is."""
     spec = spec_for(keep)
     if spec.bits == RAW:
         return None
@@ -165,7 +166,8 @@ def _check(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> None:
         arguments.check_linear(x, weight, bias)
 
 
-def _check_kept(x: Tensor, kept: Kept | None) -> None:
+def check_kept(x: Tensor, kept: Kept | None) -> None:
+    """Raise unless what is kept is of as many elements as x, on its device."""
     if kept is None or kept.spec.bits == NOTHING:
         return
     if kept.probe.numel() != x.numel() or kept.probe.device != x.device:
@@ -175,7 +177,8 @@ def _check_kept(x: Tensor, kept: Kept | None) -> None:
         )
 
 
-def _check_types(x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype) -> None:
+def check_types(x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype) -> None:
+    """Raise unless weights are of a type, or autocast will cast them."""
     if torch.is_autocast_enabled(x.device.type):
         return
     for weight in weights:
@@ -288,13 +291,24 @@ def _input(
     rstd: Tensor | None,
     affine: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
-    """Return y again: by operations that have gradients themselves where they are asked for."""
-    if not torch.is_grad_enabled():
-        shape = list(ctx.shape)
-        y: Tensor = torch.ops.vramx.norm_output(
-            kept, *affine, shape, ctx.stored, ctx.dtype, ctx.spec
-        )
-        return y
+    if torch.is_grad_enabled():
+        return differentiable_input(ctx, kept, probe, rstd, affine)
+    shape = list(ctx.shape)
+    y: Tensor = torch.ops.vramx.norm_output(kept, *affine, shape, ctx.stored, ctx.dtype, ctx.spec)
+    return y
+
+
+def differentiable_input(
+    ctx: Any,
+    kept: Tensor,
+    probe: Tensor,
+    rstd: Tensor | None,
+    affine: tuple[Tensor | None, Tensor | None],
+) -> Tensor:
+    """Return the input again by operations that have gradients themselves.
+
+    `ctx` has the input's shape and dtype, and eps, centred and spec of what is kept.
+    """
     spec = Spec(*ctx.spec)
     if rstd is None:
         return attach(decode(kept, probe.shape, ctx.dtype, spec), probe).view(ctx.shape)

@@ -13,6 +13,7 @@ flat schemas, hence their many arguments. A call never waits for the device; any
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -203,15 +204,26 @@ def norm_output(
     spec: list[int],
 ) -> Tensor:
     """Return what was kept, times weight, plus bias, in `dtype`; `stored` is what was packed."""
-    kind = Spec(*spec)
-    y = kept.new_empty(shape, dtype=dtype)
+    return output_again(kept, (weight, bias), shape, (stored, dtype), spec)
+
+
+def output_again(
+    kept: Tensor,
+    affine: tuple[Tensor | None, Tensor | None],
+    shape: Sequence[int],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    spec: Sequence[int],
+) -> Tensor:
+    """Return what norm_output() does, inside of an operator; `dtypes` are its stored and dtype."""
+    kind, (weight, bias), (stored, dtype) = Spec(*spec), affine, dtypes
     if weight is None and bias is None and kind.bits != RAW:
         return decode(kept, shape, dtype, kind)
+    y = kept.new_empty(shape, dtype=dtype)
     like = y if stored == dtype else kept.new_empty(shape, dtype=stored)
     if not (_has_kernel(like) and dtype in KERNEL_DTYPES):
         return y.copy_(reference.affine(_normalised(kept, y, stored, kind), weight, bias))
-    affine = _contiguous(norm_launch.Affine(weight, bias))
-    norm_launch.norm_output(_rows_of(kept, like, kind, None), affine, y.view(-1, shape[-1]))
+    vectors = _contiguous(norm_launch.Affine(weight, bias))
+    norm_launch.norm_output(_rows_of(kept, like, kind, None), vectors, y.view(-1, shape[-1]))
     return y
 
 

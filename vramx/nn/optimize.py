@@ -19,12 +19,19 @@ from vramx.compression.config import Compression
 from vramx.errors import InvalidValueError
 from vramx.nn.families import family_of
 from vramx.nn.families.attention import KNOWN
-from vramx.nn.families.parts import terms_of
-from vramx.nn.families.swap import RECOMPUTE_ALL, Settings, part_of, swap, unswap, untouched
+from vramx.nn.families.parts import terms_of, terms_of_all
+from vramx.nn.families.swap import (
+    RECOMPUTE_ALL,
+    RECOMPUTE_MLP,
+    Settings,
+    part_of,
+    swap,
+    unswap,
+    untouched,
+)
 
 LEFT = "left"
-LEVELS = ("keep", "int8", "int4", RECOMPUTE_ALL, LEFT)
-_UNAVAILABLE = "recompute_mlp"
+LEVELS = ("keep", "int8", "int4", RECOMPUTE_MLP, RECOMPUTE_ALL, LEFT)
 
 
 @dataclass(frozen=True)
@@ -95,11 +102,13 @@ def optimize(
     runs under torch.func's transforms.
 
     Args:
-        level: "int8" or "int4": what is kept is packed; "keep": fused and exact; "recompute_all":
-            only the block's input is kept, packed, and the fused block recomputed in backward;
-            "left": not swapped. Or a mapping from patterns of names ("model.layers.1?") to such
-            words: the first that matches counts, and what none matches is left. None is "int8" or
-            "int4", as `keep` says.
+        level: "int8" or "int4": what is kept is packed; "keep": fused and exact; "recompute_mlp":
+            packed as `keep` says, and of the feed-forward part nothing is kept: its first products
+            are made again in backward (a block whose part is not understood does without, and the
+            report says so); "recompute_all": only the block's input is kept, packed, and the fused
+            block recomputed in backward; "left": not swapped. Or a mapping from patterns of names
+            ("model.layers.1?") to such words: the first that matches counts, and what none matches
+            is left. None is "int8" or "int4", as `keep` says.
         keep: how tensors are packed; rounding, group_size and symmetric count as well as bits.
         verify: compare each block with its original on its first training call without a cache:
             results and gradients of one pass each, dropout off and everything kept exactly. A block
@@ -112,7 +121,8 @@ def optimize(
     Raises:
         InvalidValueError: a level or an option is not accepted; nothing was changed.
 
-    Memory: int8 keeps about a quarter of what a Llama of transformers does without.
+    Memory: int8 keeps about a quarter of what a Llama of transformers does without, recompute_mlp
+        an eighth.
     Sync: none; with `verify`, the first calls wait for the device.
     Error bound: results as the original's, to rounding; gradients as the fused functions' of
         vramx.nn say. Dropout draws other masks than the original would, of the same probability.
@@ -135,7 +145,7 @@ def optimize(
             rows.append(OptimizeRow(name, type(module).__name__, LEFT, why_not or ""))
             continue
         swap(module, family, Settings(word, _kept_by(word, keep), verify))
-        rows.append(OptimizeRow(name, type(module).__name__, word, f"as {family.__name__}"))
+        rows.append(OptimizeRow(name, type(module).__name__, *_done(module, word)))
         rows += _changed_parts(name, module)
     return OptimizeReport(tuple(rows))
 
@@ -173,6 +183,20 @@ def _why_not(module: nn.Module) -> str | None:
         return "its forward was replaced"
     family = family_of(module)
     return None if family is None else family.why_not(module)
+
+
+def _done(block: Any, word: str) -> tuple[str, str]:
+    """Return the level that a swapped module has now, and as what it is computed."""
+    reason = f"as {type(block)._vramx_family.__name__}"
+    if word != RECOMPUTE_MLP:
+        return word, reason
+    part = block.vramx_feed_forward()
+    if part is not None and terms_of_all(part) is not None:
+        return word, reason
+    if block.RECOMPUTES:
+        reason += "; its feed-forward part is not understood: not recomputed"
+    keep = block._vramx.keep
+    return f"int{keep.bits}" if keep.enabled else "keep", reason
 
 
 def _changed_parts(name: str, block: nn.Module) -> Iterator[OptimizeRow]:
@@ -222,11 +246,6 @@ def _levels(level: str | Mapping[str, str] | None, keep: Compression) -> dict[st
         level = f"int{keep.bits}" if keep.enabled else "keep"
     levels = dict(level) if isinstance(level, Mapping) else {"*": level}
     for word in levels.values():
-        if word == _UNAVAILABLE:
-            raise InvalidValueError(
-                f"level {word!r} is not available yet; the nearest are 'int4', which keeps gate "
-                "and up in half the bytes, and 'recompute_all'"
-            )
         if word not in LEVELS:
             raise InvalidValueError(
                 f"level {word!r} is not accepted; accepted are {', '.join(map(repr, LEVELS))}"

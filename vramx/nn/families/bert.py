@@ -19,9 +19,10 @@ from vramx.nn.families.attention import (
     project_out,
 )
 from vramx.nn.families.parts import (
+    FeedForward,
     Source,
-    activate_linear,
     add_normalise,
+    feed_forward,
     project,
     tensor_of,
 )
@@ -124,11 +125,16 @@ class BertLayer(Fused):
         return attend(attention, heads, mask, options, keep)
 
     def _feed_forward(self, source: Source) -> Source:
-        inner, output, keep = self.intermediate, self.output, self._vramx.keep
-        y = tensor_of(source)
-        if not all_untouched([inner, output]):
-            result: Tensor = output(inner(y), y)
+        output, y, part = self.output, tensor_of(source), self.vramx_feed_forward()
+        if part is None:
+            result: Tensor = output(self.intermediate(y), y)
             return result
-        (wide,) = project(source, [inner.dense], keep)
-        narrow = activate_linear(wide, inner.intermediate_act_fn, output.dense, keep)
-        return add_normalise(output.dropout, output.LayerNorm, (narrow, y), keep)[0]
+        narrow = feed_forward(source, part, self._vramx)(None)
+        return add_normalise(output.dropout, output.LayerNorm, (narrow, y), self._vramx.keep)[0]
+
+    def vramx_feed_forward(self) -> FeedForward | None:
+        """Return the Linears of intermediate and output."""
+        inner, output = self.intermediate, self.output
+        if not all_untouched([inner, output]):
+            return None
+        return FeedForward((inner.dense,), inner.intermediate_act_fn, output.dense)

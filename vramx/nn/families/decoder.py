@@ -2,9 +2,10 @@
 
 Computed are norm, the projections from its one pack, q's and k's norms, rotary embedding and the
 model's attention; the output projection; norm with the residual added; gate and up from its pack;
-the gated unit with the down projection. A call with a cache is computed so as well, the cache
-updated in its place. Kept at 8 bits, in bytes per token and hidden unit: 2.03 for the norms, 2.03
-for a unit of the gated part, and what attention keeps.
+the gated unit with the down projection, into which the residual goes. A call with a cache is
+computed so as well, the cache updated in its place. Kept at 8 bits, in bytes per token and hidden
+unit: 2.03 for the norms, 2.03 for a unit of the gated part unless that is computed again, and what
+attention keeps.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from vramx.nn.families.attention import (
     turn,
 )
 from vramx.nn.families.parts import (
-    gated_linear,
+    FeedForward,
+    feed_forward,
     normalise,
     project,
     tensor_of,
@@ -127,14 +129,23 @@ class DecoderLayer(Fused):
         return {}
 
     def _feed_forward(self, attended: Tensor, residual: Tensor) -> Tensor:
-        mlp, keep = self.mlp, self._vramx.keep
-        source, residual = normalise(self.post_attention_layernorm, attended, residual, keep)
-        if not _is_own(self._vramx_original, mlp, "MLP") or not all_untouched([mlp]):
-            result: Tensor = residual + mlp(tensor_of(source))
+        settings = self._vramx
+        norm = self.post_attention_layernorm
+        source, residual = normalise(norm, attended, residual, settings.keep)
+        part = self.vramx_feed_forward()
+        if part is None:
+            result: Tensor = residual + self.mlp(tensor_of(source))
             return result
-        gate_up = project(source, [mlp.gate_proj, mlp.up_proj], keep)
+        finish = feed_forward(source, part, settings)
         del source
-        return residual + gated_linear(gate_up, mlp.act_fn, mlp.down_proj, keep)
+        return finish(residual)
+
+    def vramx_feed_forward(self) -> FeedForward | None:
+        """Return the gated part."""
+        mlp = self.mlp
+        if not _is_own(self._vramx_original, mlp, "MLP") or not all_untouched([mlp]):
+            return None
+        return FeedForward((mlp.gate_proj, mlp.up_proj), mlp.act_fn, mlp.down_proj)
 
 
 class MistralLayer(DecoderLayer):

@@ -11,10 +11,12 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from vramx.nn.families.parts import (
+    FeedForward,
+    Finish,
     Source,
-    activate_linear,
-    add,
     add_normalise,
+    feed_forward,
+    feed_forward_add,
     normalise,
     project,
     tensor_of,
@@ -57,20 +59,28 @@ class EncoderLayer(Fused):
             source, residual = normalise(self.norm1, x, None, keep)
             attended = self._sa_block(tensor_of(source), *masks, is_causal=causal)
             source, residual = add_normalise(none, self.norm2, (attended, residual), keep)
-            return add(self.dropout2, self._feed_forward(source), residual)
+            finish = self._feed_forward(source)
+            del source
+            return feed_forward_add(finish, self.dropout2, residual)
         attended = self._sa_block(x, *masks, is_causal=causal)
         source, _ = add_normalise(none, self.norm1, (attended, x), keep)
-        parts = (self._feed_forward(source), tensor_of(source))
+        parts = (self._feed_forward(source)(None), tensor_of(source))
         return tensor_of(add_normalise(self.dropout2, self.norm2, parts, keep)[0])
 
-    def _feed_forward(self, source: Source) -> Tensor:
-        keep = self._vramx.keep
+    def _feed_forward(self, source: Source) -> Finish:
+        part, keep = self.vramx_feed_forward(), self._vramx.keep
+        if part is not None:
+            return feed_forward(source, part, self._vramx)
         (wide,) = project(source, [self.linear1], keep)
+        (narrow,) = project(self.dropout(self.activation(wide)), [self.linear2], keep)
+        return lambda residual: narrow if residual is None else narrow + residual
+
+    def vramx_feed_forward(self) -> FeedForward | None:
+        """Return the Linears, if the dropout between them does nothing."""
         inner = self.dropout
-        if type(inner) is nn.Dropout and (inner.p == 0 or not inner.training):
-            return activate_linear(wide, self.activation, self.linear2, keep)
-        (narrow,) = project(inner(self.activation(wide)), [self.linear2], keep)
-        return narrow
+        if type(inner) is not nn.Dropout or (inner.p > 0 and inner.training):
+            return None
+        return FeedForward((self.linear1,), self.activation, self.linear2)
 
 
 def _canonical(x: Tensor, others: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:

@@ -18,9 +18,10 @@ from vramx.nn.families.attention import (
     takes_cache,
 )
 from vramx.nn.families.parts import (
-    activate_linear,
-    add,
+    FeedForward,
     add_normalise,
+    feed_forward,
+    feed_forward_add,
     normalise,
     project,
     tensor_of,
@@ -115,13 +116,20 @@ class Gpt2Block(Fused):
         return project_out(attended, attention.c_proj), attention.resid_dropout
 
     def _feed_forward(self, dropout: Any, parts: tuple[Tensor, Tensor]) -> Tensor:
-        mlp, keep = self.mlp, self._vramx.keep
-        source, residual = add_normalise(dropout, self.ln_2, parts, keep)
-        if class_name(type(mlp)) != f"{_FILE}.GPT2MLP" or not all_untouched([mlp]):
-            return residual + mlp(tensor_of(source))  # type: ignore[no-any-return]
-        (wide,) = project(source, [mlp.c_fc], keep)
+        source, residual = add_normalise(dropout, self.ln_2, parts, self._vramx.keep)
+        part = self.vramx_feed_forward()
+        if part is None:
+            return residual + self.mlp(tensor_of(source))  # type: ignore[no-any-return]
+        finish = feed_forward(source, part, self._vramx)
         del source
-        return add(mlp.dropout, activate_linear(wide, mlp.act, mlp.c_proj, keep), residual)
+        return feed_forward_add(finish, self.mlp.dropout, residual)
+
+    def vramx_feed_forward(self) -> FeedForward | None:
+        """Return the MLP but for its dropout."""
+        mlp = self.mlp
+        if class_name(type(mlp)) != f"{_FILE}.GPT2MLP" or not all_untouched([mlp]):
+            return None
+        return FeedForward((mlp.c_fc,), mlp.act, mlp.c_proj)
 
 
 _NO_DROPOUT = nn.Identity()

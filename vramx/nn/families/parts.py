@@ -1,15 +1,16 @@
 """The steps that blocks are made of, each on modules that are understood and on any others.
 
-A norm, projections, a gated unit, an activation and a residual addition take the modules of a block
-and compute them together. A module that is not understood - of another class, with hooks, with a
+A norm, projections, the feed-forward part and a residual addition take the modules of a block and
+compute them together. A module that is not understood - of another class, with hooks, with a
 forward of its own, with a weight that is no plain tensor - is called as it is, in its place. So a
 block with a LoRA at one projection is fused but for that one. No state; any thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
@@ -17,9 +18,10 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from vramx.compression.config import Compression
 from vramx.nn.activation import gelu_linear, silu_linear
 from vramx.nn.dropout import dropout_add
-from vramx.nn.families.swap import class_name, untouched
+from vramx.nn.families.swap import RECOMPUTE_MLP, Settings, class_name, untouched
 from vramx.nn.glu import glu_linear
 from vramx.nn.linear import linears
+from vramx.nn.mlp import mlp
 from vramx.nn.norm import Normed, layer_norm, rms_norm
 
 # What goes into projections: a norm's result, or any tensor.
@@ -47,6 +49,8 @@ _KINDS = {
     "transformers.activations.NewGELUActivation": "gelu_tanh",
     "transformers.activations.GELUTanh": "gelu_tanh",
     "transformers.activations.PytorchGELUTanh": "gelu_tanh",
+    "timm.layers.activations.GELU": "gelu",
+    "timm.layers.activations.GELUTanh": "gelu_tanh",
 }
 
 
@@ -132,27 +136,68 @@ def kind_of(activation: Any) -> str | None:
     return _KINDS.get(class_name(type(activation)))
 
 
-def activate_linear(x: Tensor, activation: Any, linear: nn.Module, keep: Compression) -> Tensor:
-    """Return linear(activation(x)), keeping x only where both are understood."""
-    kind, terms = kind_of(activation), terms_of(linear)
-    if kind is None or terms is None:
-        y: Tensor = linear(activation(x))
-        return y
-    if kind == "silu":
-        return silu_linear(x, *terms, keep=keep)
-    return gelu_linear(x, *terms, "tanh" if kind == "gelu_tanh" else "none", keep=keep)
+# -- The feed-forward part -------------------------------------------------------------------------
 
 
-def gated_linear(
-    gate_up: Sequence[Tensor], activation: Any, linear: nn.Module, keep: Compression
+class FeedForward(NamedTuple):
+    """Modules: the first Linear, or gate and up; the activation; the last Linear."""
+
+    inner: tuple[nn.Module, ...]
+    activation: Any
+    outer: nn.Module
+
+
+# Computes the last Linear of a feed-forward part and adds a residual, or None.
+Finish = Callable[[Tensor | None], Tensor]
+
+
+def feed_forward(source: Source, part: FeedForward, settings: Settings) -> Finish:
+    """Compute a feed-forward part but for its last Linear, which is to be called next.
+
+    So a caller can let go of the source between the two. Where the part is to be computed again in
+    backward, and understood, all of it is left to the second call.
+    """
+    terms = terms_of_all(part) if settings.level == RECOMPUTE_MLP else None
+    if terms is not None:
+        weights, biases, kind = terms
+        whole = partial(mlp, source, weights, biases, activation=kind, keep=settings.keep)
+        return lambda residual: whole(residual=residual)
+    inside = project(source, part.inner, settings.keep)
+    return partial(_finish, inside, part, settings.keep)
+
+
+def feed_forward_add(finish: Finish, dropout: Any, residual: Tensor) -> Tensor:
+    """Return dropout(a feed-forward part's result) + residual."""
+    if _probability(dropout) == 0:
+        return finish(residual)
+    return add(dropout, finish(None), residual)
+
+
+def terms_of_all(part: FeedForward) -> tuple[list[Tensor], list[Tensor | None], str] | None:
+    """Return the weights, the biases and the activation's word; None if one is not understood."""
+    kind = kind_of(part.activation)
+    found = [terms_of(module) for module in (*part.inner, part.outer)]
+    known = [terms for terms in found if terms is not None]
+    if kind is None or len(known) < len(found):
+        return None
+    return [weight for weight, _ in known], [bias for _, bias in known], kind
+
+
+def _finish(
+    inside: Sequence[Tensor], part: FeedForward, keep: Compression, residual: Tensor | None
 ) -> Tensor:
-    """Return linear(activation(gate) * up), keeping gate and up where both are understood."""
-    gate, up = gate_up
-    kind, terms = kind_of(activation), terms_of(linear)
+    kind, terms = kind_of(part.activation), terms_of(part.outer)
+    first, *up = inside
     if kind is None or terms is None:
-        y: Tensor = linear(activation(gate) * up)
-        return y
-    return glu_linear(gate, up, *terms, activation=kind, keep=keep)
+        value = part.activation(first)
+        y: Tensor = part.outer(value * up[0] if up else value)
+        return y if residual is None else residual + y
+    if up:
+        return glu_linear(first, up[0], *terms, activation=kind, residual=residual, keep=keep)
+    if kind == "silu":
+        return silu_linear(first, *terms, residual=residual, keep=keep)
+    approximate = "tanh" if kind == "gelu_tanh" else "none"
+    return gelu_linear(first, *terms, approximate, residual=residual, keep=keep)
 
 
 # -- Residuals -------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from vramx.compression.config import Compression
 from vramx.errors import VramxWarning
 from vramx.recompute.call import checkpoint
 
-RECOMPUTE_ALL = "recompute_all"
+RECOMPUTE_ALL, RECOMPUTE_MLP = "recompute_all", "recompute_mlp"
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Fused:
     ARGUMENTS: ClassVar[tuple[str, ...]] = ("hidden_states",)
     PARAMETERS: ClassVar[dict[str, frozenset[str]]] = {}
 
-    # Whether the level recompute_all says something to it.
+    # Whether the levels that recompute say something to it.
     RECOMPUTES: ClassVar[bool] = True
 
     _vramx_original: ClassVar[type[nn.Module]]
@@ -73,6 +73,10 @@ class Fused:
     def vramx_understands(self, call: dict[str, Any]) -> bool:
         """Tell whether vramx_fused() computes a call, given all of its arguments by name."""
         raise NotImplementedError
+
+    def vramx_feed_forward(self) -> Any:
+        """Return the parts.FeedForward that can be computed as one; None: it has none now."""
+        return None
 
     def vramx_fused(self, x: Tensor, /, **others: Any) -> Any:
         """Compute what the original's forward does; `x` is its first argument."""

@@ -19,10 +19,11 @@ from vramx.nn.families.attention import (
     project_out,
 )
 from vramx.nn.families.parts import (
-    Source,
-    activate_linear,
+    FeedForward,
     add,
     add_normalise,
+    feed_forward,
+    feed_forward_add,
     normalise,
     project,
     tensor_of,
@@ -88,15 +89,21 @@ class VitLayer(Fused):
         return project_out(attend(attention, heads, mask, options, keep), attention.o_proj)
 
     def _feed_forward(self, attended: Tensor, residual: Tensor) -> Tensor:
-        mlp, keep = self.mlp, self._vramx.keep
-        parts = (attended, residual)
+        parts, keep = (attended, residual), self._vramx.keep
         source, residual = add_normalise(self.dropout, self.layernorm_after, parts, keep)
-        if not all_untouched([mlp]):
-            return add(self.dropout, mlp(tensor_of(source)), residual)
-        (wide,) = project(source, [mlp.fc1], keep)
+        part = self.vramx_feed_forward()
+        if part is None:
+            return add(self.dropout, self.mlp(tensor_of(source)), residual)
+        finish = feed_forward(source, part, self._vramx)
         del source
-        narrow = activate_linear(wide, mlp.activation_fn, mlp.fc2, keep)
-        return add(self.dropout, narrow, residual)
+        return feed_forward_add(finish, self.dropout, residual)
+
+    def vramx_feed_forward(self) -> FeedForward | None:
+        """Return the MLP."""
+        mlp = self.mlp
+        if not all_untouched([mlp]):
+            return None
+        return FeedForward((mlp.fc1,), mlp.activation_fn, mlp.fc2)
 
 
 class TimmBlock(Fused):
@@ -140,7 +147,17 @@ class TimmBlock(Fused):
         """Return the block's result."""
         attended = self.drop_path1(self.ls1(self._attend(x, others)))
         source, residual = normalise(self.norm2, attended, x, self._vramx.keep)
-        y: Tensor = residual + self.drop_path2(self.ls2(self._feed_forward(source)))
+        part = self.vramx_feed_forward()
+        if part is None:
+            return self._add(self.mlp(tensor_of(source)), residual)
+        finish = feed_forward(source, part, self._vramx)
+        del source
+        if all(map(_nothing, (self.mlp.drop2, self.ls2, self.drop_path2))):
+            return finish(residual)
+        return self._add(self.mlp.drop2(finish(None)), residual)
+
+    def _add(self, branch: Tensor, residual: Tensor) -> Tensor:
+        y: Tensor = residual + self.drop_path2(self.ls2(branch))
         return y
 
     def _attend(self, x: Tensor, options: dict[str, Any]) -> Tensor:
@@ -165,16 +182,13 @@ class TimmBlock(Fused):
             attended = Attended(attention.norm(attended.y), None)
         return attention.proj_drop(project_out(attended, attention.proj))  # type: ignore[no-any-return]
 
-    def _feed_forward(self, source: Source) -> Tensor:
+    def vramx_feed_forward(self) -> FeedForward | None:
+        """Return the MLP but for its last dropout."""
         mlp = self.mlp
         known = class_name(type(mlp)) == "timm.layers.mlp.Mlp" and all_untouched([mlp])
         if not known or not _nothing(mlp.drop1) or not _nothing(mlp.norm):
-            result: Tensor = mlp(tensor_of(source))
-            return result
-        keep = self._vramx.keep
-        (wide,) = project(source, [mlp.fc1], keep)
-        narrow: Tensor = mlp.drop2(activate_linear(wide, mlp.act, mlp.fc2, keep))
-        return narrow
+            return None
+        return FeedForward((mlp.fc1,), mlp.act, mlp.fc2)
 
 
 def _nothing(module: Any) -> bool:

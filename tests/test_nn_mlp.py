@@ -1,0 +1,345 @@
+"""The feed-forward part that backward computes again: results, gradients, and what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from interpreted_nn import Interpreted, interpreted_nn
+from nn_elementwise_tools import differs
+from norm_tools import EXACT, INT4, INT8, NEAREST, gradients, held_bytes, sample, step_of
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from vramx.compression.codec import layout_of
+from vramx.compression.config import Compression, Format
+from vramx.errors import InvalidValueError
+from vramx.nn import operators_mlp
+from vramx.nn.functional import layer_norm, mlp, rms_norm
+
+INPUTS, INNER = 128, 96
+every_form = pytest.mark.parametrize("count", [2, 3], ids=["plain", "gated"])
+
+
+def parameters(
+    count: int, inputs: int = INPUTS, inner: int = INNER, dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return weights that keep the size of what goes through them, and a bias for the first."""
+    shapes = [*[(inner, inputs)] * (count - 1), (inputs, inner)]
+    weights = [
+        (sample(*s, seed=9 + i, dtype=dtype) / s[1] ** 0.5).detach().requires_grad_()
+        for i, s in enumerate(shapes)
+    ]
+    return weights, [sample(inner, seed=7, dtype=dtype), *[None] * (count - 1)]
+
+
+def plain(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    """Return what mlp() does, with silu where there is a gate and gelu where there is none."""
+    first, *up = (F.linear(x, w, b) for w, b in zip(weights[:-1], biases, strict=False))
+    return F.linear(F.silu(first) * up[0] if up else F.gelu(first), weights[-1], biases[-1])
+
+
+def fused(
+    x: Any, weights: Sequence[Tensor], biases: Sequence[Tensor | None], **options: Any
+) -> Tensor:
+    return mlp(x, weights, biases, activation="silu" if len(weights) == 3 else "gelu", **options)
+
+
+# -- Results and exact gradients -------------------------------------------------------------------
+
+
+@every_form
+def test_exact_derivatives_are_torchs(count: int) -> None:
+    x = sample(3, 5, INPUTS, dtype=torch.float64)
+    weights, biases = parameters(count, dtype=torch.float64)
+    scale = sample(INPUTS, seed=3, dtype=torch.float64)
+
+    def ours() -> list[Tensor]:
+        normed = rms_norm(x, scale, 1e-5, keep=EXACT)
+        return [fused(normed, weights, biases, residual=x)]
+
+    def theirs() -> list[Tensor]:
+        return [plain(F.rms_norm(x, (INPUTS,), scale, 1e-5), weights, biases) + x]
+
+    every = [x, scale, *weights, biases[0]]
+    assert torch.allclose(*ours(), *theirs(), rtol=1e-12, atol=1e-12)
+    for a, b in zip(gradients(ours, every), gradients(theirs, every), strict=True):
+        # Sums of at most 128 terms of order 10, in two products; float64 has 2**-53.
+        assert torch.allclose(a, b, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("count", "source"), [(2, "layer"), (3, "rms"), (3, "tensor")], ids=["plain", "gated", "tensor"]
+)
+def test_derivatives_to_second_order_are_right(count: int, source: str) -> None:
+    weights, biases = parameters(count, 5, 4, torch.float64)
+    x, vectors = sample(2, 5, dtype=torch.float64), [sample(5, seed=s).double() for s in (2, 3)]
+    biases[-1] = sample(5, seed=4, dtype=torch.float64)
+
+    def call(x: Tensor, scale: Tensor, shift: Tensor, *terms: Tensor) -> Tensor:
+        of: Any = x * scale + shift
+        if source == "rms":
+            of = rms_norm(x + shift, scale, 1e-5, keep=EXACT)
+        elif source == "layer":
+            of = layer_norm(x, scale, shift, 1e-5, keep=EXACT)
+        terms, ends = terms[:count], terms[count:]
+        middle = [None] * (count - 2)
+        return fused(of, terms, [ends[0], *middle, ends[1]], residual=x, keep=EXACT)
+
+    leaves = [t.detach().requires_grad_() for t in (x, *vectors, *weights, biases[0], biases[-1])]
+    assert torch.autograd.gradcheck(call, leaves)
+    assert torch.autograd.gradgradcheck(call, leaves)
+
+
+def test_second_derivative_on_a_pack_is_near() -> None:
+    """5 % is far above int8's 1 % and far below the 100 % of a path that was lost."""
+    x, (weights, biases) = sample(16, INPUTS), parameters(3)
+
+    def penalty(y: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad(y.square().sum(), weights[0], create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), x)[0]
+
+    exact = penalty(plain(x, weights, biases))
+    assert (penalty(fused(x, weights, biases)) - exact).norm() <= 0.05 * exact.norm()
+
+
+# -- Gradients of a packed input -------------------------------------------------------------------
+
+
+class Bounds:
+    """How far gradients may be from the exact ones if the input is off by `step`.
+
+    With first and second derivatives of silu below 1.1 and 0.5, of gelu below 1.13 and 0.8. There
+    is no residual, and no bias.
+    """
+
+    def __init__(self, x: Tensor, step: Tensor, weights: Sequence[Tensor], incoming: Tensor):
+        x, incoming, *weights = (t.detach().double() for t in (x, incoming, *weights))
+        self._x, self._step, self._inner = x, step, weights[:-1]
+        dz = (incoming @ weights[-1]).abs()
+        inside = [x @ w.t() for w in weights[:-1]]
+        off = [step @ w.abs().t() for w in weights[:-1]]
+        if len(inside) == 1:
+            value, slopes, slopes_off = 1.13 * off[0], [1.13 * dz], [0.8 * dz * off[0]]
+        else:
+            up = inside[1].abs() + off[1]
+            value = 1.1 * off[0] * up + F.silu(inside[0]).abs() * off[1]
+            slopes = [1.1 * dz * up, dz * F.silu(inside[0]).abs()]
+            slopes_off = [dz * (1.1 * off[1] + 0.5 * off[0] * up), 1.1 * dz * off[0]]
+        self._slopes, self._slopes_off = slopes, slopes_off
+        self.last = incoming.abs().t() @ value
+
+    def of_weights(self) -> list[Tensor]:
+        size = self._x.abs() + self._step
+        pairs = zip(self._slopes, self._slopes_off, strict=True)
+        return [*(off.t() @ size + slope.t() @ self._step for slope, off in pairs), self.last]
+
+    def of_input(self) -> Tensor:
+        products = zip(self._slopes_off, self._inner, strict=True)
+        return sum((off @ w.abs() for off, w in products), torch.zeros(()))
+
+
+def excess(
+    count: int, keep: Compression, source: str = "tensor", seed: int = 0
+) -> tuple[Tensor, ...]:
+    """Return by how much gradients leave their bounds: of the weights, and of the input.
+
+    Few inputs, that the bounds, which add up magnitudes, are not wide; float32's rounding of sums
+    of at most 32 terms of order 1 has 1e-5.
+    """
+    inputs, rows = 8, 32
+    x, scale = sample(rows, inputs, seed=seed), sample(inputs, seed=5)
+    weights, _ = parameters(count, inputs, 4)
+    incoming = sample(rows, inputs, seed=8).detach()
+    none = [None] * count
+    normed: Any = rms_norm(x, scale, 1e-5, keep=keep) if source == "norm" else x
+    y = normed.y if source == "norm" else x
+    exact = torch.autograd.grad(plain(y, weights, none), [y, *weights], incoming)
+    result = fused(normed, weights, none, keep=keep)
+    found = torch.autograd.grad(result, [y, *weights], incoming)
+    step = step_of(x)
+    if source == "norm":
+        step = step_of(y.detach() / scale.detach()) * scale.detach().double().abs()
+    bounds = Bounds(y, step, weights, incoming)
+    each = [bounds.of_input(), *bounds.of_weights()]
+    return tuple(
+        ((a - b).abs() - bound - 1e-5).max() for a, b, bound in zip(found, exact, each, strict=True)
+    )
+
+
+@every_form
+@pytest.mark.parametrize("source", ["tensor", "norm"])
+@pytest.mark.parametrize("keep", [INT8, NEAREST], ids=["stochastic", "nearest"])
+def test_int8_gradients_are_within_a_step(count: int, source: str, keep: Compression) -> None:
+    assert max(excess(count, keep, source)) <= 0
+
+
+@every_form
+def test_bounds_of_a_step_see_four_bits(count: int) -> None:
+    assert max(excess(count, INT4)) > 0
+
+
+@every_form
+def test_bounds_of_a_step_see_a_norm_without_its_weight(count: int, monkeypatch: Any) -> None:
+    right = operators_mlp.output_again
+    monkeypatch.setattr(
+        operators_mlp, "output_again", lambda kept, _, *how: right(kept, (None, None), *how)
+    )
+    assert max(excess(count, INT8, "norm")) > 0
+
+
+# -- Kernels against the composite -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Interpreted:
+    return interpreted_nn()
+
+
+def backward_arguments(count: int) -> tuple[Any, ...]:
+    """Return arguments of mlp_backward whose pack is of a norm with a weight; all is asked for."""
+    spec, x = [8, 64, 1, 0], sample(5, 64).detach()
+    weights, biases = parameters(count, 64, 24)
+    buffer, _ = torch.ops.vramx.keep(x, spec)
+    detached = [w.detach() for w in weights], [torch.empty(0) if b is None else b.detach()
+                                               for b in biases]  # fmt: skip
+    kind = "silu" if count == 3 else "gelu"
+    needs = [True, *[True] * count, *[b is not None for b in biases]]
+    scale = sample(64, seed=2).detach()
+    incoming = sample(5, 64, seed=4).detach()
+    return incoming, *detached, kind, buffer, scale, None, x.dtype, spec, needs
+
+
+@every_form
+def test_kernel_is_the_composite(count: int, kernels: Interpreted) -> None:
+    incoming, weights, biases, kind, *_ = backward_arguments(count)
+    kept = (*[incoming] * 2, None, None, None, 0.0, False, torch.float32, [-1, 0, 0, 0])
+    forward = (incoming, weights, biases, incoming, kind, *kept)
+    assert differs(kernels.operator("mlp", *forward)[0], torch.ops.vramx.mlp(*forward)) <= 1
+
+
+DEFECTS = {2: "slope of the activation", 3: "slope without its second term"}
+
+
+@every_form
+def test_kernel_of_backward_is_the_composite(count: int, kernels: Interpreted) -> None:
+    arguments = backward_arguments(count)
+    expected = torch.ops.vramx.mlp_backward(*arguments)
+
+    def worst(**options: Any) -> float:
+        found = kernels.operator("mlp_backward", *arguments, **options)
+        pairs = [pair for pair in zip(found, expected, strict=True) if pair[1].numel()]
+        assert len(pairs) == 1 + count + 1
+        return max(differs(*pair) for pair in pairs)
+
+    assert worst() <= 1
+    assert worst(defect=DEFECTS[count]) > 1
+
+
+# -- What is kept ----------------------------------------------------------------------------------
+
+
+@every_form
+def test_nothing_is_kept_but_the_norms_pack(count: int) -> None:
+    x, (weights, biases) = sample(32, INPUTS), parameters(count)
+    scale = sample(INPUTS, seed=3)
+    apart = [x, scale, *weights, biases[0]]
+    alone = held_bytes(lambda: rms_norm(x, scale), *apart)
+    both = held_bytes(lambda: fused(rms_norm(x, scale), weights, biases, residual=x), *apart)
+    assert both == alone
+
+
+def test_of_a_tensor_one_pack_is_kept() -> None:
+    x, (weights, biases) = sample(32, INPUTS), parameters(3)
+    held = held_bytes(lambda: fused(x, weights, biases), *weights, biases[0])
+    probe = 4  # one element of float32
+    assert held == layout_of(x.numel(), Format()).buffer_bytes + probe
+    assert held_bytes(lambda: fused(x, weights, biases, keep=EXACT), x, *weights, biases[0]) == 0
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    x, (weights, biases) = sample(32, INPUTS), parameters(3)
+    exact = torch.autograd.grad(plain(x, weights, biases).sum(), [x, weights[1]])
+    frozen = [weights[0].detach(), weights[1], weights[2].detach()]
+    found = torch.autograd.grad(fused(x, frozen, biases, keep=EXACT).sum(), [x, weights[1]])
+    assert all(map(torch.allclose, found, exact))
+
+
+def test_nothing_is_packed_without_gradients() -> None:
+    x, (weights, biases) = sample(32, INPUTS), parameters(3)
+    with torch.no_grad():
+        normed = rms_norm(x)
+        assert torch.allclose(fused(normed, weights, biases), plain(normed.y, weights, biases))
+    # What was made without grad mode has no pack: one is made.
+    found = torch.autograd.grad(fused(normed, weights, biases).sum(), weights)
+    exact = torch.autograd.grad(plain(normed.y, weights, biases).sum(), weights)
+    for a, b in zip(found, exact, strict=True):
+        assert (a - b).norm() <= 0.05 * b.norm()
+
+
+# -- With the rest of torch ------------------------------------------------------------------------
+
+
+def test_autocast_computes_in_its_type_and_keeps_no_casts() -> None:
+    x, (weights, biases) = sample(32, INPUTS), parameters(3)
+
+    def call() -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return [fused(rms_norm(x), weights, biases, residual=x)]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(rms_norm(x).y, weights, biases)
+    assert call()[0].dtype == torch.float32
+    # Torch rounds gate, silu(gate) and the product; ours the product: a few halves of 2**-8.
+    off = call()[0] - x - expected
+    assert off.norm() <= 2**-7 * expected.norm()
+    held = held_bytes(call, x, *weights, biases[0])
+    assert held == held_bytes(lambda: rms_norm(x), x)
+    assert {g.dtype for g in gradients(call, [x, *weights, biases[0]])} == {torch.float32}
+
+
+@every_form
+def test_compiles_without_a_break(count: int) -> None:
+    x, (weights, biases) = sample(8, INPUTS), parameters(count)
+
+    def block(x: Tensor) -> list[Tensor]:
+        return [fused(rms_norm(x, keep=NEAREST), weights, biases, residual=x)]
+
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    every = [x, *weights, biases[0]]
+    expected = gradients(lambda: block(x), every)
+    for a, b in zip(gradients(lambda: compiled(x), every), expected, strict=True):
+        assert differs(a, b) <= 1
+
+
+def test_operators_say_what_they_return() -> None:
+    x, (weights, biases) = sample(3, INPUTS), parameters(3)
+    none = torch.empty(0)
+    kept = (x, x, None, None, None, 0.0, False, x.dtype, [-1, 0, 0, 0])
+    ends = [none if bias is None else bias for bias in biases]
+    torch.library.opcheck(torch.ops.vramx.mlp.default, (x, weights, ends, x, "silu", *kept))
+    arguments = backward_arguments(3)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.vramx.mlp_backward.default, arguments, test_utils=tests)
+
+
+W, V = torch.ones(4, 3), torch.ones(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("weights", "options", "text"),
+    [
+        ([W], {}, "1 weights and 1 biases"),
+        ([W, V], {"biases": [None]}, "2 weights and 1 biases"),
+        ([W, V], {"activation": "relu"}, "'relu' is not accepted"),
+        ([W, W], {}, r"the last weight has shape \(4, 3\)"),
+        ([W, W[:3], V], {}, "one shape"),
+        ([W, V], {"residual": torch.ones(2, 3)}, r"residual has shape \(2, 3\)"),
+        ([W, V.double()], {}, "torch.float64"),
+    ],
+)
+def test_mistakes_are_named(weights: list[Tensor], options: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidValueError, match=text):
+        mlp(torch.ones(2, 3), weights, **options)
