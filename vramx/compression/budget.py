@@ -52,7 +52,7 @@ class _Record:
 
 
 class Leaving(NamedTuple):
-    """What of a step leaves: its bytes, the part of a pass that they are made in, and the window."""
+    """What leaves of a step: bytes, the part of a pass in which they are made, and the window."""
 
     nbytes: float
     span: float
