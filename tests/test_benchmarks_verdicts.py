@@ -78,8 +78,16 @@ def test_losses_are_not_compared_where_native_differs_from_itself() -> None:
     runs[1] = Run(TOY, "native", False, outcome("native", losses=["0x1p+0"] * 3))
     found = verdict("loss_mismatches", TOY, runs)
     assert (found.value, found.is_met, str(found)) == (None, None, "native differs too")
-    alone = verdict("loss_mismatches", TOY, runs[1:])
-    assert str(alone) == "not compared"
+
+
+def test_one_run_of_native_shows_that_losses_are_the_same_but_not_that_they_are_wrong() -> None:
+    runs = [run for run in runs_of(TOY) if run.allocator == "vramx"]
+    same = Run(TOY, "native", False, outcome("native"))
+    found = verdict("loss_mismatches", TOY, [same, *runs])
+    assert (found.value, found.is_met) == (0, True)
+    other = Run(TOY, "native", False, outcome("native", losses=["0x1p+0"] * 3))
+    assert str(verdict("loss_mismatches", TOY, [other, *runs])) == "differ; native ran once"
+    assert str(verdict("loss_mismatches", TOY, runs)) == "not compared"
 
 
 def test_the_step_is_compared_with_the_faster_of_torchs_allocators() -> None:
