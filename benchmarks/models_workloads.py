@@ -1,4 +1,4 @@
-"""Models that nobody wrote for vramx, with batches and losses, for benchmarks/activations.py.
+"""Models that nobody wrote for vramx, with batches and losses, for benchmarks of activations.
 
 Each builder returns a Workload: a model of a library (or, for the U-Net, of a file that knows no
 vramx) with random weights and data that can be learnt; nothing is downloaded. A model's library is
@@ -105,11 +105,11 @@ def class_loss(scores: Tensor, batch: Batch) -> Tensor:
     return cross_entropy(scores.float(), batch.targets)
 
 
-def llama() -> Workload:
+def llama(layers: int | None = None) -> Workload:
     from transformers import AutoModelForCausalLM, LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    hidden, layers = sized(4096, 64), sized(4, 2)
+    hidden, layers = sized(4096, 64), layers or sized(4, 2)
     text = Text(sized(2048, 64), sized((2, 4096), (2, 32)), sized((2, 256), (2, 16)), True)
     config = LlamaConfig(
         vocab_size=text.vocabulary,
@@ -211,13 +211,34 @@ def vit() -> Workload:
     )
 
 
+def convnext() -> Workload:
+    import timm
+    from timm.models.convnext import ConvNeXtBlock
+
+    name = sized("convnext_base", "convnext_tiny")
+    small: dict[str, Any] = {"depths": (1, 1, 1, 1), "dims": (8, 16, 32, 64)}
+    # The default, 1e-6, hides what blocks do to gradients.
+    options = {"ls_init_value": 0.5, **sized({}, small)}
+    model: Any = timm.create_model(name, pretrained=False, num_classes=CLASSES, **options)
+    blocks = tuple(module for module in model.modules() if isinstance(module, ConvNeXtBlock))
+    draw = pictures(sized(64, 2), sized(16, 2), sized(224, 64))
+    return Workload(
+        model, (ConvNeXtBlock,), draw, lambda batch: model(batch.inputs), class_loss, blocks=blocks
+    )
+
+
 def cnn() -> Workload:
     from torchvision.models import resnet18, resnet50
+    from torchvision.models.resnet import BasicBlock, Bottleneck
 
     model: Any = sized(resnet50, resnet18)(num_classes=CLASSES)
+    kinds = (BasicBlock, Bottleneck)
+    blocks = tuple(module for module in model.modules() if isinstance(module, kinds))
     # Not smaller: a batch norm of two values is as wrong as it can be, whatever is done to it.
     draw = pictures(sized(96, 4), sized(16, 4), sized(224, 64))
-    return Workload(model, (model,), draw, lambda batch: model(batch.inputs), class_loss)
+    return Workload(
+        model, (model,), draw, lambda batch: model(batch.inputs), class_loss, blocks=blocks
+    )
 
 
 def unet3d() -> Workload:
@@ -254,9 +275,14 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
 
 
 def build(name: str, device: torch.device, seed: int) -> Workload:
-    """Build a model on a device, its weights drawn there."""
+    """Build a model of WORKLOADS on a device, its weights drawn there."""
+    return build_by(WORKLOADS[name], device, seed)
+
+
+def build_by(builder: Callable[[], Workload], device: torch.device, seed: int) -> Workload:
+    """Build what a builder makes on a device, its weights drawn there."""
     torch.manual_seed(seed)
     with device:
-        workload = WORKLOADS[name]()
+        workload = builder()
     workload.model.to(device).train()
     return workload

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
+from benchmarks.fused import BLOCK, OURS
 from benchmarks.harness import RESULTS, read_csv
+from vramx.sizes import GIB
 
 matplotlib.use("Agg")
 
@@ -55,7 +57,11 @@ def latest_run(rows: Rows) -> Rows:
 
 def draw(rows: Rows, target: Path) -> None:
     """Draw one run into a PNG, in the way that suits its benchmark."""
-    painters: dict[str, Callable[[Rows], Any]] = {"traces": draw_traces, "core": draw_core}
+    painters: dict[str, Callable[[Rows], Any]] = {
+        "traces": draw_traces,
+        "core": draw_core,
+        "fused": draw_fronts,
+    }
     figure = painters.get(rows[0]["benchmark"], draw_bars)(rows)
     first = rows[0]
     where = first["gpu"] if first["gpu"] not in ("none", "unknown") else first["cpu"]
@@ -110,6 +116,56 @@ def draw_core(rows: Rows) -> Any:
     curve.axhline(PROMISED_NS, color="black", linewidth=0.8, linestyle="--")
     curve.set_ylim(bottom=0)
     return figure
+
+
+def draw_fronts(rows: Rows) -> Any:
+    """Bytes kept against time: one picture for each model, a point for each way to keep less."""
+    models = list(dict.fromkeys(row["case"].split()[0] for row in rows))
+    figure, axes = plt.subplots(1, len(models), figsize=(1 + 6 * len(models), 5.5), squeeze=False)
+    for axis, model in zip(axes[0], models, strict=True):
+        points, axis_label = _points([row for row in rows if row["case"].split()[0] == model])
+        ours = {way: point for way, point in points.items() if way in OURS}
+        for way, point in points.items():
+            axis.scatter(*point, color="tab:orange" if way in ours else "tab:blue", s=25)
+            offset = (4, -9) if way in ours else (4, 4)
+            axis.annotate(way, point, offset, textcoords="offset points", fontsize=7)
+        front = pareto_front(ours.values())
+        axis.plot([x for x, _ in front], [y for _, y in front], color="tab:orange", linewidth=1)
+        axis.set_title(model, fontsize=9)
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.set_xlabel(axis_label)
+        axis.set_ylabel("step, ms (median)")
+        axis.margins(0.15)
+    return figure
+
+
+def _points(rows: Rows) -> tuple[dict[str, tuple[float, float]], str]:
+    """Return what each way of one model keeps and takes, and what the first of the two is."""
+    figures = {(row["case"].split(" ", 1)[1], row["metric"]): float(row["median"]) for row in rows}
+    metric, unit, meaning = "kept_bytes", float(GIB), "GiB kept after forward"
+    if any(metric == BLOCK for _, metric in figures):
+        metric, unit, meaning = BLOCK, 1.0, "bytes that a block keeps per token and hidden unit"
+    points = {
+        way: (kept / unit, figures[way, "step_ms"])
+        for (way, found), kept in figures.items()
+        if found == metric and (way, "step_ms") in figures
+    }
+    return points, meaning
+
+
+def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points that no other is left of and below, from left to right.
+
+    Example:
+        >>> pareto_front([(1, 9), (2, 9), (3, 5)])
+        [(1, 9), (3, 5)]
+    """
+    front: list[tuple[float, float]] = []
+    for point in sorted(points):
+        if not front or point[1] < front[-1][1]:
+            front.append(point)
+    return front
 
 
 def draw_bars(rows: Rows) -> Any:
