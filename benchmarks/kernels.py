@@ -6,8 +6,9 @@ kernel, torch.neg. What counts is the ratio to the faster of the two, turn by tu
 share says which it was. Each runs over several tensors in a row, too many for any one to be still
 in the L2 cache when its turn comes again, and all calls are one CUDA graph, so that launches are
 not in the figure. Tensors are bfloat16 and normal; the formats are the defaults at 8 and 4 bits.
-Needs a GPU with 20 GiB; takes under a minute. The goals: 90 % for rounding to nearest and for
-decoding, 85 % for stochastic rounding, 80 % at 4 bits.
+The fused kernels of vramx.nn are measured up to 1 GiB a tensor. Needs a GPU with 40 GiB; takes
+under two minutes. The goals: 90 % for rounding to nearest and for decoding, 85 % for stochastic
+rounding and for the fused kernels, 80 % at 4 bits.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from vramx.sizes import GIB, MIB
 if TYPE_CHECKING:
     import torch
 
+    from benchmarks.programs._fused_kernels import Maker
+
 DESCRIPTION = "bandwidth of the compression kernels, as a share of a device copy (GPU)"
 
 SIZES = {"64MiB": 64 * MIB, "256MiB": 256 * MIB, "1GiB": GIB, "4GiB": 4 * GIB}
 # Several times the L2 cache of an H200, which has 50 MiB: what a tensor left there is gone.
 _TURNOVER_BYTES = 512 * MIB
+_MOST_FUSED_BYTES = GIB
 _LAUNCHES_BYTES = 4 * GIB  # in one graph: a millisecond, beside which starting it is nothing
 
 
@@ -54,7 +58,7 @@ def measure(case: str, options: Options) -> list[Measurement]:
     torch.manual_seed(0)
     repeats = 5 if options.quick else 25
     measurements = []
-    for name, make in subjects().items():
+    for name, make in subjects(case).items():
         subject = make(SIZES[case])
         baselines = copies(subject)
         ours_ms, *theirs_ms = in_turn([subject, *baselines.values()], repeats)
@@ -81,8 +85,12 @@ def rows(
     ]
 
 
-def subjects() -> dict[str, Callable[[int], Subject]]:
-    """Return what makes each subject for a tensor of so many bytes."""
+def subjects(case: str) -> dict[str, Callable[[int], Subject]]:
+    """Return what makes each subject of a case for a tensor of so many bytes."""
+    return codec_subjects() | (fused_subjects() if SIZES[case] <= _MOST_FUSED_BYTES else {})
+
+
+def codec_subjects() -> dict[str, Callable[[int], Subject]]:
     return {
         "quantize8_nearest": lambda size: quantizing(size, bits=8, rounding="nearest"),
         "quantize8_stochastic": lambda size: quantizing(size, bits=8, rounding="stochastic"),
@@ -93,6 +101,17 @@ def subjects() -> dict[str, Callable[[int], Subject]]:
         "pack_mask": packing_masks,
         "unpack_mask": unpacking_masks,
     }
+
+
+def fused_subjects() -> dict[str, Callable[[int], Subject]]:
+    from benchmarks.programs._fused_kernels import MAKERS
+
+    return {name: partial(fused, maker) for name, maker in MAKERS.items()}
+
+
+def fused(maker: Maker, size: int) -> Subject:
+    """Return a subject whose bytes are those of the tensors that a launch reads and writes."""
+    return rotated(lambda: maker(size, "cuda").call, maker(size, "meta").bytes_moved)
 
 
 def quantizing(size: int, bits: int, rounding: str) -> Subject:

@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 
 from benchmarks import kernels  # noqa: E402
 from benchmarks.harness import Options, UnavailableError  # noqa: E402
+from benchmarks.programs import _fused_kernels  # noqa: E402
 from vramx.sizes import GIB, MIB  # noqa: E402
 
 
@@ -64,3 +65,42 @@ def test_layouts_are_the_default_formats(bits: int, per_element: float) -> None:
     layout = kernels.default_layout(64 * MIB, bits)
     assert layout.numel == 32 * MIB
     assert layout.buffer_bytes == per_element * layout.numel
+
+
+PACK = 1 + 2 / 128  # bytes of an element in 8 bits with a scale a group
+FACTOR = 4 / 4096  # of a row
+
+
+@pytest.mark.parametrize(
+    ("name", "per_element"),
+    [
+        ("norm_forward8", 2 + 2 + PACK + FACTOR),
+        ("norm_forward8_residual", 4 + 4 + PACK + FACTOR),
+        ("norm_backward8", 2 + PACK + FACTOR + 2),
+        ("norm_backward8_residual", 4 + PACK + FACTOR + 2),
+        ("norm_output8", PACK + 2),
+        ("swiglu_forward8", 4 + 2 + 2 * PACK),
+        ("swiglu_backward8", 2 + 2 * PACK + 6),
+        ("gelu_forward8", 2 + 2 + PACK),
+        ("gelu_backward8", 2 + PACK + 4),
+        ("dropout_add", 4 + 2),
+        ("rotary", 2 + 2),
+    ],
+)
+def test_a_fused_kernel_is_measured_by_what_it_must_move(name: str, per_element: float) -> None:
+    launch = _fused_kernels.MAKERS[name](GIB, "meta")
+    assert launch.bytes_moved == per_element * (GIB // 2)
+
+
+def test_the_loss_is_measured_by_one_reading_and_one_writing_of_whole_rows() -> None:
+    launch = _fused_kernels.MAKERS["cross_entropy"](GIB, "meta")
+    (logits,) = launch.written
+    assert logits.shape[1] == _fused_kernels.CLASSES
+    assert launch.bytes_moved == 2 * logits.nbytes <= 2 * GIB
+
+
+def test_fused_kernels_are_measured_up_to_one_gibibyte() -> None:
+    assert set(kernels.subjects("1GiB")) == set(kernels.codec_subjects()) | set(
+        _fused_kernels.MAKERS
+    )
+    assert set(kernels.subjects("4GiB")) == set(kernels.codec_subjects())
