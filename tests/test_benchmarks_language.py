@@ -146,6 +146,35 @@ def test_only_the_way_differs_between_processes(
         torch.testing.assert_close(losses[way], losses["exact"], rtol=0, atol=1e-3)
 
 
+def test_swapped_models_are_paired_with_the_exact_ones(
+    tiny: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    losses = {}
+    for way in ("exact", "optimised_int8"):
+        _language_model.Trainer(way, torch.device("cpu")).run(way)
+        lines = map(json.loads, capsys.readouterr().out.splitlines())
+        found = {item["metric"]: item["values"] for item in lines}
+        losses[way] = torch.tensor(found["validation_loss_at_4"])
+    assert not torch.equal(losses["exact"], losses["optimised_int8"])
+    torch.testing.assert_close(losses["exact"], losses["optimised_int8"], rtol=0, atol=1e-3)
+
+
+def test_separate_blocks_compute_what_the_stacked_ones_do() -> None:
+    pytest.importorskip("transformers")
+    from benchmarks.models_gpt2 import SeparateGpts
+
+    stacked, separate = Gpts([3, 5], SHAPE).double(), SeparateGpts([3, 5], SHAPE).double()
+    tokens = torch.randint(0, 256, (2, SHAPE.rows, SHAPE.length))
+    for models in (stacked, separate):
+        models.losses(models(tokens), tokens).sum().backward()
+    expected = stacked.get_parameter("blocks.1.up.weight").grad
+    found = separate.get_parameter("blocks.1.of_seed.0.mlp.c_fc.weight").grad
+    assert expected is not None
+    torch.testing.assert_close(expected[0], found)
+    torch.testing.assert_close(stacked.tokens.grad, separate.tokens.grad)
+
+
 def test_both_sides_know_the_same_ways() -> None:
     assert tuple(_language_model.WAYS) == language_model.WAYS
 

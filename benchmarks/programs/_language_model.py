@@ -40,7 +40,10 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "int8_nearest": {"bits": 8, "rounding": "nearest"},
     "int4_stochastic": {"bits": 4, "rounding": "stochastic"},
     "int4_nearest": {"bits": 4, "rounding": "nearest"},
+    "optimised_int8": None,  # swapped blocks instead
 }
+# The level that vramx.optimize is given, of models with blocks that it knows.
+LEVELS = {"optimised_int8": "int8"}
 
 
 class Trainer:
@@ -56,7 +59,7 @@ class Trainer:
         same = (VALIDATION_SEED,) * len(SEEDS)  # one set of windows for all
         batches = sized(VALIDATION_BATCHES, 1)
         self._checked = draw_starts(self._validation, same, batches, self._shape)
-        self._models = Gpts(SEEDS, self._shape)
+        self._models = models_for(way, self._shape)
         if way == "exact_again":
             with torch.no_grad():
                 for parameter in self._models.parameters():
@@ -111,7 +114,24 @@ class Trainer:
         return list(torch.stack(losses).mean(0).tolist())
 
     def _parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self._models.parameters())
+        return sum(p.numel() for p in self._models.parameters() if p.requires_grad)
+
+
+def models_for(way: str, shape: Shape) -> Gpts:
+    """Return the models of all seeds; every way has the same weights.
+
+    Raises:
+        RuntimeError: blocks were not swapped.
+    """
+    if way not in LEVELS:
+        return Gpts(SEEDS, shape)
+    from benchmarks.models_gpt2 import SeparateGpts
+
+    models = SeparateGpts(SEEDS, shape)
+    report = vramx.optimize(models, LEVELS[way])
+    if len(report.swapped) != len(SEEDS) * shape.layers:
+        raise RuntimeError(f"only these blocks were swapped:\n{report}")
+    return models
 
 
 def share_of_rate(step: int, steps: int, warmup: int) -> float:
