@@ -91,6 +91,20 @@ def test_efficient_takes_masks(kind: str, keys: int) -> None:
     assert (dq - of_q).norm() <= 0.05 * of_q.norm()
 
 
+@every_kernel
+def test_gradients_do_not_depend_on_how_the_results_gradient_lies_in_memory(kernel: int) -> None:
+    tensors = inputs()
+    dy = torch.randn(BATCH, HEADS, TOKENS, SIZE, device="cuda", dtype=torch.bfloat16)
+    found = []
+    with sdpa_kernel(BACKENDS[kernel]):
+        for laid_out in (dy, dy.transpose(1, 2).contiguous().transpose(1, 2)):
+            y = scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True).y
+            found.append(torch.autograd.grad(y, tensors, laid_out))
+    for one, other in zip(*found, strict=True):
+        # Two draws of int8's noise.
+        assert (one - other).norm() <= 0.05 * one.norm()
+
+
 def test_float32_is_served_by_the_efficient_kernel() -> None:
     (y, dq, *_), (of_y, of_q, *_) = both(kernels.EFFICIENT, inputs(torch.float32))
     assert torch.equal(y, of_y)

@@ -205,6 +205,9 @@ def backward(
         return dq, dk, dv
     if call.kernel == CUDNN:
         seed = offset = q.new_empty((), dtype=torch.int64)
+        # torch keeps what cuDNN planned by the layouts of q, k and v: y and dy must have the layout
+        # that they imply, or a plan for other strides would read them.
+        dy, y = _laid_out_like(dy, q), _laid_out_like(y, q)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             dy, q, k, v, y, sums, seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0,
             call.causal, scale=call.scale,
@@ -222,6 +225,12 @@ def backward(
             dy, q, many_k, many_v, y, sums, 0.0, call.causal, attn_mask=mask, scale=call.scale
         )
     return dq, _summed(dk, k), _summed(dv, v)
+
+
+def _laid_out_like(x: Tensor, q: Tensor) -> Tensor:
+    """Return x dense and in the order of q's dimensions in memory, as the kernel's result is."""
+    like = torch.empty_like(q, device="meta")
+    return x if x.stride() == like.stride() else torch.empty_like(q).copy_(x)
 
 
 def in_whole_matrices(
