@@ -10,7 +10,9 @@ does). next_stream() takes a fraction of a microsecond; the first use of a devic
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -70,6 +72,15 @@ class _Noise:
     def advance_epoch(self, device: torch.device) -> None:
         with torch.no_grad():
             self.state(device)[1].add_(1)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        count = next(self._counter)
+        self._counter = itertools.count(count)
+        try:
+            yield
+        finally:
+            self._counter = itertools.count(count)
 
     def _create(self, device: torch.device) -> Tensor:
         on_cuda = device.type == "cuda"
@@ -160,6 +171,20 @@ def next_stream() -> int:
         True
     """
     return _noise.next()
+
+
+def restored_streams() -> contextlib.AbstractContextManager[None]:
+    """Return a context after which streams are numbered as if none had been drawn in it.
+
+    For what measures a program and must not change its noise; no other thread may draw meanwhile.
+
+    Example:
+        >>> with restored_streams():
+        ...     first = next_stream()
+        >>> next_stream() == first
+        True
+    """
+    return _noise.restored()
 
 
 def advance_epoch(device: torch.device | str) -> None:
