@@ -37,6 +37,7 @@ PYTHON_PARTS = {
     "nn": {*BASE, "compression", "kernels", "recompute"},
     "recompute": {*BASE, "compression"},
     "memory": {*BASE, "_core"},
+    "planning": {*BASE, "compression", "nn", "recompute"},
 }
 EVERY_PART = {*PYTHON_PARTS, "_core"}
 PYTHON_PARTS["_autoload"] = {"allocator", "config", "errors"}

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vramx.memory.replay import replay
     from vramx.memory.trace import load_trace
     from vramx.nn.optimize import OptimizeReport, optimize, restore
+    from vramx.planning.plan import Plan, plan
     from vramx.recompute.call import checkpoint
     from vramx.recompute.modules import checkpoint_modules, uncheckpoint
 
@@ -43,6 +44,7 @@ _LAZY = {
     "CompressionStats": "vramx.compression.stats",
     "DefragmentReport": "vramx.allocator.limits",
     "OptimizeReport": "vramx.nn.optimize",
+    "Plan": "vramx.planning.plan",
     "allocator_installed": "vramx.allocator.install",
     "allocator_stats": "vramx.allocator.stats",
     "checkpoint": "vramx.recompute.call",
@@ -57,6 +59,7 @@ _LAZY = {
     "manual_seed": "vramx.compression.random",
     "offload_report": "vramx.compression.offload",
     "optimize": "vramx.nn.optimize",
+    "plan": "vramx.planning.plan",
     "replay": "vramx.memory",
     "restore": "vramx.nn.optimize",
     "set_limit": "vramx.allocator.limits",
@@ -70,6 +73,7 @@ __all__ = [
     "CompressionStats",
     "DefragmentReport",
     "OptimizeReport",
+    "Plan",
     "VramxError",
     "__version__",
     "allocator_installed",
@@ -86,6 +90,7 @@ __all__ = [
     "manual_seed",
     "offload_report",
     "optimize",
+    "plan",
     "replay",
     "restore",
     "set_limit",

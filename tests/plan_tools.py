@@ -1,0 +1,127 @@
+"""Models to plan on a host, and a clock that counts operations instead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vramx.planning import meters
+
+WIDTH = 64
+PACKED_ROWS = 4096  # of a hidden state of 1 MiB: less is not packed
+PRODUCTS = ("mm", "addmm", "bmm", "convolution", "convolution_backward")
+
+
+class Block(nn.Module):
+    """A residual block of a perceptron, as a user writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, past_key_values: object = None) -> Tensor:
+        return x + self.down(gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Blocks between an embedding and a head, with a batch norm and a dropout outside of them."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.drop = nn.Dropout(0.1)
+        self.head = nn.Linear(WIDTH, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.drop(self.norm(x)))
+
+
+class Convolutions(nn.Sequential):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(
+            nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+            nn.ReLU(),
+        )
+
+
+class Skipping(nn.Module):
+    """A small U-Net: blocks keep their own output, and what skips is kept by others, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([Convolutions(1, 8), Convolutions(8, 8), Convolutions(8, 8)])
+        self.pool = nn.MaxPool2d(2)
+        self.up = nn.Upsample(scale_factor=2)
+        self.merge = nn.ModuleList([Convolutions(16, 8), Convolutions(16, 8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        skipped = []
+        for block in self.down[:2]:
+            skipped.append(block(x))
+            x = self.pool(skipped[-1])
+        x = self.down[2](x)
+        for block in self.merge:
+            x = block(torch.cat([skipped.pop(), self.up(x)], 1))
+        return x
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1000 if func.__name__.split(".")[0] in PRODUCTS else 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def counted_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have a call take a millisecond for an operation, and a second for a product.
+
+    On one thread: the tensors are small, and several would mostly wait for each other.
+    """
+
+    def time_ms(self: Any, function: Any, calls: int = 1) -> float:
+        with _Counter() as counter:
+            function()
+        return float(counter.count)
+
+    monkeypatch.setattr(meters.HostMeter, "time_ms", time_ms)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def small_device(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that caps what the host meter lets be allocated."""
+
+    def cap(limit_bytes: int) -> None:
+        add = meters._Storages.add
+
+        def capped(self: Any, tensor: Tensor, *, counts: bool) -> None:
+            add(self, tensor, counts=counts)
+            if self.live_bytes > limit_bytes:
+                raise torch.OutOfMemoryError(f"{self.live_bytes} bytes")
+
+        monkeypatch.setattr(meters._Storages, "add", capped)
+
+    return cap

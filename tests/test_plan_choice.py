@@ -1,0 +1,109 @@
+"""The choice of words for blocks: optimal for the model of a step, which the tests enumerate."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from vramx.planning.choice import fastest, smallest
+from vramx.planning.timeline import Cost, Place, Timeline
+
+WORDS = ("left", "int8", "again")
+
+
+def random_timeline(seed: int, *, calls_a_block: int = 1) -> Timeline:
+    """Draw a small step, of numbers so small that sums meet often."""
+    draw = random.Random(seed)
+
+    def cost() -> Cost:
+        kept, forward, backward = draw.randrange(8), draw.randrange(9), draw.randrange(9)
+        holds = draw.random() < 0.4, draw.random() < 0.4
+        return Cost(kept, *holds, forward, backward, float(draw.randrange(1, 9)))
+
+    kinds = [{word: cost() for word in WORDS} for _ in range(2)]
+    count = draw.randrange(1, 6)
+    places = [
+        Place(
+            block=i // calls_a_block,
+            costs=kinds[(i // calls_a_block) % 2],
+            input_bytes=draw.randrange(4),
+            output_bytes=draw.randrange(4),
+            linked=i > 0 and draw.random() < 0.7,
+            forward_level=draw.randrange(4),
+            backward_level=draw.randrange(4),
+        )
+        for i in range(count)
+    ]
+    return Timeline(places, [draw.randrange(10) for _ in range(count + 1)])
+
+
+def all_arrangements(timeline: Timeline) -> list[tuple[int, float]]:
+    """Return peak and time of every arrangement that gives a block one word."""
+    found = []
+    for words in itertools.product(WORDS, repeat=len(timeline.places)):
+        of_block = {place.block: word for place, word in zip(timeline.places, words, strict=True)}
+        if all(of_block[p.block] == w for p, w in zip(timeline.places, words, strict=True)):
+            found.append((timeline.peak_bytes(words), timeline.step_ms(words)))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_choice_is_the_best_of_all_arrangements(seed: int) -> None:
+    timeline = random_timeline(seed)
+    arrangements = all_arrangements(timeline)
+    times = []
+    for limit in range(max(peak for peak, _ in arrangements) + 1):
+        best = min((ms for peak, ms in arrangements if peak <= limit), default=None)
+        found = fastest(timeline, limit)
+        assert (None if found is None else found.step_ms) == best
+        assert found is None or timeline.peak_bytes(found.words) == found.peak_bytes <= limit
+        times += [] if found is None else [found.step_ms]
+    assert times == sorted(times, reverse=True)  # more bytes never take longer
+    assert smallest(timeline).peak_bytes == min(peak for peak, _ in arrangements)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_block_that_is_called_twice_has_one_word(seed: int) -> None:
+    timeline = random_timeline(seed, calls_a_block=8)
+    arrangements = all_arrangements(timeline)
+    for limit in range(max(peak for peak, _ in arrangements) + 1):
+        found = fastest(timeline, limit)
+        best = min((ms for peak, ms in arrangements if peak <= limit), default=None)
+        assert (None if found is None else found.step_ms) == best
+
+
+def test_what_recomputes_goes_first() -> None:
+    costs = {
+        "left": Cost(10, False, False, 10, 0, 1.0),
+        "again": Cost(1, False, False, 10, 10, 2.0),  # its backward makes what the other kept
+    }
+    timeline = Timeline([Place(i, costs) for i in range(4)], [0] * 5)
+    found = fastest(timeline, 23)
+    assert found is not None
+    assert found.words == ("again", "again", "left", "left")
+    assert timeline.peak_bytes(tuple(reversed(found.words))) > 23  # the order is what makes it fit
+
+
+def test_a_tensor_between_two_blocks_that_both_hold_counts_once() -> None:
+    costs = {"left": Cost(0, True, True, 0, 0, 1.0)}
+    places = [Place(i, costs, input_bytes=5, output_bytes=5, linked=i > 0) for i in range(3)]
+    assert Timeline(places, [0] * 4).peak_bytes(("left",) * 3) == 20
+
+
+def test_eighty_blocks_of_eight_words_are_chosen_in_a_moment() -> None:
+    draw = random.Random(1)
+    costs = {
+        f"word{i}": Cost(
+            10**8 * (9 - i) + draw.randrange(10**7), i < 2, False, 2 * 10**9, 10**9, 20.0 + i * 1.3
+        )
+        for i in range(8)
+    }
+    places = [Place(i, costs, input_bytes=10**8, linked=i > 0) for i in range(80)]
+    timeline = Timeline(places, [10**9] * 81)
+    most = timeline.peak_bytes(("word0",) * 80)
+    chosen = [fastest(timeline, most * part // 10) for part in (5, 6, 7, 8, 9, 10)]
+    times = [found.step_ms for found in chosen if found is not None]
+    assert times == sorted(times, reverse=True)
+    assert len(set(times)) == 6

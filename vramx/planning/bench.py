@@ -1,0 +1,191 @@
+"""Measuring a model under its words, and finding the run that fits a budget.
+
+Measured are one step with every block at the word that needs least, and by itself one block of each
+kind under each word; so a model can be planned that does not fit as it is. What is chosen for a
+budget is run; where the run exceeds it, or leaves room, the choice is made again with that taken
+off. Not thread-safe; a run costs some steps, measuring some tens of passes a kind and word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from vramx.errors import InvalidValueError
+from vramx.planning.assembly import assemble
+from vramx.planning.blocks import Block
+from vramx.planning.choice import Arrangement, fastest, smallest
+from vramx.planning.isolated import free_garbage, measure_block
+from vramx.planning.meters import Meter
+from vramx.planning.steps import Step
+from vramx.planning.timeline import Cost, Timeline
+from vramx.planning.trace import Captured, Trace, trace_step
+from vramx.planning.words import apply_words, cheapest
+
+# How often a choice is run and, if it does not fit or leaves room, made again.
+_ROUNDS = 4
+# Whose highest peak counts: where copies to the host are under way, steps differ a little.
+_PEAK_STEPS = 2
+# Of what was predicted, when it ran out of memory: by how much it exceeds is not known then.
+_LESS_AFTER_OUT_OF_MEMORY = 0.95
+
+
+@dataclass(frozen=True)
+class Run:
+    """An arrangement that was run. `measured_bytes` is None if it ran out of memory.
+
+    `predicted_bytes` is what was predicted just before, corrected by what runs before it had shown.
+    """
+
+    arrangement: Arrangement
+    predicted_bytes: int
+    measured_bytes: int | None
+    measured_ms: float
+
+
+@dataclass
+class Measured:
+    """What is known of a model: its blocks, its timeline, and the arrangements that were run."""
+
+    model: nn.Module
+    blocks: Sequence[Block]
+    timeline: Timeline
+    runs: dict[tuple[str, ...], Run] = field(default_factory=dict)
+
+    def words(self, arrangement: Arrangement) -> dict[Block, str]:
+        """Return the word of each block that the step calls."""
+        calls = zip(self.timeline.places, arrangement.words, strict=True)
+        return {self.blocks[place.block]: word for place, word in calls}
+
+    def best_within(self, limit_bytes: float) -> Run | None:
+        """Return the run of the fastest arrangement that was seen to fit; None: none was."""
+        fitting = [
+            run
+            for run in self.runs.values()
+            if run.measured_bytes is not None and run.measured_bytes <= limit_bytes
+        ]
+        return min(fitting, key=lambda run: run.arrangement.step_ms, default=None)
+
+
+class Bench:
+    """A step of a model and what measures it."""
+
+    def __init__(self, model: nn.Module, step: Step, meter: Meter) -> None:
+        self._model = model
+        self._step = step
+        self._meter = meter
+
+    # -- Measuring ----------------------------------------------------------------------------
+
+    def measure(self, words: Mapping[Block, Sequence[str]]) -> Measured:
+        """Return what is known of a model whose blocks can have these words."""
+        blocks = list(words)
+        base = {block: cheapest(words[block]) for block in blocks}
+        undo = apply_words(self._model, base)
+        try:
+            trace, captured, step_ms = self._trace(blocks)
+        finally:
+            undo()
+        kinds = {}
+        for kind, call in captured.items():
+            first = base[call.block]
+            kinds[kind] = self._costs(call, sorted(words[call.block], key=lambda w: w != first))
+        costs = [kinds[call.kind] for call in trace.calls]
+        base_words = [base[blocks[call.block]] for call in trace.calls]
+        timeline = assemble(trace, costs, base_words, step_ms)
+        return Measured(self._model, blocks, timeline)
+
+    def _trace(self, blocks: Sequence[Block]) -> tuple[Trace, dict[Any, Captured], float]:
+        with self._meter.watching():
+            self._step()
+            self._meter.settle()
+            trace = trace_step(self._step, blocks, self._meter, capture=False)
+        step_ms = self._meter.time_ms(self._step)
+        # Last: what it keeps would count in what is measured.
+        captured = trace_step(self._step, blocks, self._meter, capture=True).captured
+        return trace, captured, step_ms
+
+    def _costs(self, captured: Captured, words: Sequence[str]) -> dict[str, Cost]:
+        """Return the costs of a call under each word that there is enough memory for."""
+        found: dict[str, Cost] = {}
+        for word in words:
+            undo = apply_words(self._model, {captured.block: word})
+            try:
+                cost = measure_block(captured, self._meter)
+            finally:
+                undo()
+            if cost is not None:
+                found[word] = cost
+            elif not found:
+                raise InvalidValueError(
+                    f"{captured.block.name} alone is too much for the device under {word!r}"
+                )
+        return found
+
+    # -- Running ------------------------------------------------------------------------------
+
+    def peak_bytes(self, words: Mapping[Block, str]) -> int:
+        """Return the peak of a step with these words."""
+        undo = apply_words(self._model, words)
+        try:
+            return self._peak_bytes()
+        finally:
+            undo()
+
+    def _peak_bytes(self) -> int:
+        with self._meter.watching():
+            self._step()  # what is compiled or set up once is no cost of a step
+            self._meter.settle()
+            self._meter.reset_peak()
+            for _ in range(_PEAK_STEPS):
+                self._step()
+            return self._meter.peak_bytes()
+
+    def _run(self, measured: Measured, found: Arrangement, error: int = 0) -> Run:
+        """Run an arrangement once and for all; `error` is what predictions were too low by."""
+        known = measured.runs.get(found.words)
+        if known is not None:
+            return known
+        predicted = found.peak_bytes + error
+        undo = apply_words(self._model, measured.words(found))
+        try:
+            peak = self._peak_bytes()
+            known = Run(found, predicted, peak, self._meter.time_ms(self._step))
+        except torch.OutOfMemoryError:
+            known = Run(found, predicted, None, float("inf"))
+        finally:
+            undo()
+        if known.measured_bytes is None:
+            free_garbage()
+        measured.runs[found.words] = known
+        return known
+
+    def fastest(self, measured: Measured, limit_bytes: float) -> Run | None:
+        """Return the run of the fastest arrangement that was seen to fit; None: none fits."""
+        bound = limit_bytes
+        for _ in range(_ROUNDS):
+            best = measured.best_within(limit_bytes)
+            found = fastest(measured.timeline, bound)
+            if found is None or (best and best.arrangement.step_ms <= found.step_ms):
+                break
+            error = int(limit_bytes - bound) if limit_bytes < float("inf") else 0
+            run = self._run(measured, found, error)
+            bound = _corrected(bound, limit_bytes, run)
+        return measured.best_within(limit_bytes)
+
+    def smallest(self, measured: Measured) -> Run:
+        """Return the run of the arrangement with the smallest peak."""
+        return self._run(measured, smallest(measured.timeline))
+
+
+def _corrected(bound: float, limit_bytes: float, run: Run) -> float:
+    """Return the bound on predictions under which what is chosen next should fit the limit."""
+    predicted = run.arrangement.peak_bytes
+    if run.measured_bytes is None:
+        return _LESS_AFTER_OUT_OF_MEMORY * min(bound, predicted)
+    corrected = limit_bytes - (run.measured_bytes - predicted)
+    return min(corrected, predicted - 1) if run.measured_bytes > limit_bytes else corrected

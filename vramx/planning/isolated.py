@@ -1,0 +1,135 @@
+"""One block by itself: what it keeps, its peaks and its time, under the word that it has.
+
+The block runs between two functions of autograd, which stand for its neighbours: one makes its
+input, fresh memory that nobody else holds, the other the gradient of its output. So the moments of
+the measured levels are those of a whole step. A run out of memory is an answer: None. Not
+thread-safe; takes some twenty passes of a block.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vramx.planning.meters import Meter, NoMeter
+from vramx.planning.timeline import Cost
+from vramx.planning.trace import Captured, moving_tensors
+
+_CALLS = 3
+
+
+class _Levels:
+    """What a backward pass had allocated, noted by its two ends."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self.start_bytes = self.peak_bytes = 0
+
+    def begin(self) -> None:
+        self._meter.reset_peak()
+        self.start_bytes = self._meter.allocated_bytes()
+
+    def end(self) -> None:
+        self.peak_bytes = self._meter.peak_bytes()
+
+
+class _Source(torch.autograd.Function):
+    """Gives the first tensor as new memory and the others as they are; its backward is the end."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, levels: _Levels, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.levels, ctx.count = levels, len(tensors)
+        return tensors[0].clone(), *(tensor.view_as(tensor) for tensor in tensors[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Any) -> Any:
+        ctx.levels.end()
+        return None, None, *[None] * ctx.count
+
+
+class _Sink(torch.autograd.Function):
+    """Turns outputs into a scalar; its backward makes their gradients, and is the beginning."""
+
+    @staticmethod
+    def forward(ctx: Any, levels: _Levels, *outputs: Tensor) -> Tensor:
+        ctx.levels = levels
+        ctx.described = [(x.shape, x.dtype, x.device) for x in outputs]
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Any) -> Any:
+        # Random as in training: what is multiplied by zeros draws less power, and runs faster.
+        made = [torch.randn(s, dtype=t, device=d) for s, t, d in ctx.described]
+        ctx.levels.begin()
+        return None, *made
+
+
+def measure_block(captured: Captured, meter: Meter) -> Cost | None:
+    """Return what a call costs as its block is now; None: the device has not enough memory.
+
+    Its step_ms is that of the block with the making of its input and of its output's gradient.
+    """
+    try:
+        with meter.watching():
+            _run(captured, meter)  # what is compiled or set up once is no cost of a step
+            meter.settle()
+            cost = _run(captured, meter)
+        step_ms = meter.time_ms(lambda: _run(captured, NoMeter()), calls=_CALLS)
+    except torch.OutOfMemoryError:
+        cost = None
+    if cost is None:
+        free_garbage()
+        return None
+    return Cost(**{**vars(cost), "step_ms": step_ms})
+
+
+def free_garbage() -> None:
+    """Free what the traceback of an error held, after the error was dealt with."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _run(captured: Captured, meter: Meter) -> Cost:
+    """Run forward and backward once; return what it cost, but for its time."""
+    levels = _Levels(meter)
+    empty = meter.allocated_bytes()
+    moving = [captured.arguments[position] for position in captured.moving]
+    if moving:
+        anchor = torch.zeros((), device=moving[0].device, requires_grad=True)
+        inputs: Any = _Source.apply(anchor, levels, *moving)
+        input_bytes = inputs[0].untyped_storage().nbytes()
+        del moving, anchor
+    else:
+        inputs, input_bytes = (), 0
+    start = meter.allocated_bytes()
+    meter.reset_peak()
+    outputs = moving_tensors(captured.call(inputs))
+    forward_bytes = meter.peak_bytes() - start
+    if not outputs:
+        return Cost(0, False, False, forward_bytes, 0, 0.0)
+    output_bytes = outputs[0].untyped_storage().nbytes()
+    meter.settle()
+    with_both = meter.allocated_bytes()
+    del inputs
+    without_input = meter.allocated_bytes()
+    root = _Sink.apply(levels, *outputs)
+    del outputs
+    kept = meter.allocated_bytes()
+    holds_input = input_bytes > 0 and with_both - without_input < input_bytes / 2
+    holds_output = without_input - kept < output_bytes / 2
+    root.backward()
+    if not levels.peak_bytes:
+        levels.end()  # the input has no gradient
+    borders = holds_input * input_bytes + holds_output * output_bytes
+    return Cost(
+        kept_bytes=max(0, kept - empty - borders),
+        holds_input=holds_input,
+        holds_output=holds_output,
+        forward_bytes=forward_bytes,
+        backward_bytes=max(0, levels.peak_bytes - levels.start_bytes),
+        step_ms=0.0,
+    )

@@ -1,0 +1,186 @@
+"""Bytes and milliseconds of what runs: as a GPU's allocator and events tell, or counted on a host.
+
+CudaMeter reads torch's allocator; nothing is slowed. HostMeter sees every operation's results and
+counts storages until they die: what operations use within themselves is not seen, and each call
+costs tens of microseconds, so times are taken while it does not watch. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from vramx.compression.offload import offload_report
+
+_SAMPLES = 5
+_HOST_SAMPLES = 3
+
+
+class Meter(Protocol):
+    """What measures a device. Bytes are counted only within watching()."""
+
+    def watching(self) -> contextlib.AbstractContextManager[Any]: ...
+    def allocated_bytes(self) -> int: ...
+    def peak_bytes(self) -> int: ...
+    def reset_peak(self) -> None: ...
+    def settle(self) -> None:
+        """Wait for the device, and let go of what has left it by then."""
+
+    def time_ms(self, function: Callable[[], Any], calls: int = 1) -> float:
+        """Return the median time of a call, which has been made once before.
+
+        A sample is the mean of so many calls back to back: around a single short one the queue of
+        a GPU runs dry, as it does not within a step.
+        """
+
+
+class CudaMeter:
+    """Of one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        yield
+
+    def allocated_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self._device)
+        offload_report()  # it lets go of what has been copied by now
+
+    def time_ms(self, function: Callable[[], Any], calls: int = 1) -> float:
+        return statistics.median(self._sample(function, calls) for _ in range(_SAMPLES))
+
+    def _sample(self, function: Callable[[], Any], calls: int) -> float:
+        stream = torch.cuda.current_stream(self._device)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(self._device)
+        start.record(stream)
+        for _ in range(calls):
+            function()
+        end.record(stream)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / calls
+
+
+class HostMeter:
+    """Of the host: a model's parameters, buffers and gradients, and storages that appear."""
+
+    def __init__(self, model: nn.Module) -> None:
+        tensors = [*model.parameters(), *model.buffers()]
+        tensors += [p.grad for p in model.parameters() if p.grad is not None]
+        self._counted = _Storages()
+        for tensor in tensors:
+            self._counted.add(tensor, counts=True)
+
+    def watching(self) -> contextlib.AbstractContextManager[Any]:
+        return _Watch(self._counted)
+
+    def allocated_bytes(self) -> int:
+        return self._counted.live_bytes
+
+    def peak_bytes(self) -> int:
+        return self._counted.peak_bytes
+
+    def reset_peak(self) -> None:
+        self._counted.peak_bytes = self._counted.live_bytes
+
+    def settle(self) -> None:
+        pass
+
+    def time_ms(self, function: Callable[[], Any], calls: int = 1) -> float:
+        times = []
+        for _ in range(_HOST_SAMPLES):
+            start_s = time.perf_counter()
+            for _ in range(calls):
+                function()
+            times.append(1e3 * (time.perf_counter() - start_s) / calls)
+        return statistics.median(times)
+
+
+class NoMeter:
+    """Counts nothing: asking a GPU's allocator takes longer than a small kernel."""
+
+    def watching(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def allocated_bytes(self) -> int:
+        return 0
+
+    def peak_bytes(self) -> int:
+        return 0
+
+    def reset_peak(self) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+    def time_ms(self, function: Callable[[], Any], calls: int = 1) -> float:
+        raise NotImplementedError
+
+
+class _Storages:
+    """The storages that were seen and live; torch keeps their Python objects as long as them."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, weakref.ref[Any]] = {}
+        self.live_bytes = self.peak_bytes = 0
+
+    def add(self, tensor: Tensor, *, counts: bool) -> None:
+        try:
+            storage = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):
+            return  # sparse and the like have none
+        key, nbytes = id(storage), storage.nbytes() if counts else 0
+        if key not in self._seen:
+            self._seen[key] = weakref.ref(storage, lambda _: self._forget(key, nbytes))
+            self.live_bytes += nbytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        del self._seen[key]
+        self.live_bytes -= nbytes
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, storages: _Storages) -> None:
+        super().__init__()
+        self._storages = storages
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # What was there before is no new memory, though a view of it comes out.
+        self._see((args, kwargs), counts=False)
+        result = func(*args, **(kwargs or {}))
+        self._see(result, counts=True)
+        return result
+
+    def _see(self, tree: Any, *, counts: bool) -> None:
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, Tensor):
+                self._storages.add(leaf, counts=counts)
+
+
+def meter_of(device: torch.device, model: nn.Module) -> Meter:
+    """Return what measures a device; gradients that count must exist."""
+    return CudaMeter(device) if device.type == "cuda" else HostMeter(model)

@@ -1,0 +1,307 @@
+"""plan(): measure a model once, choose what each block keeps so that a step fits a budget, verify.
+
+Here is what a user sees: the budget, the plan, its text. bench.py measures and searches. Not
+thread-safe; takes seconds to a minute, most of it the compilation of kernels that were not used
+before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from vramx.errors import InvalidValueError
+from vramx.planning.bench import Bench, Measured, Run
+from vramx.planning.blocks import find_blocks
+from vramx.planning.choice import smallest
+from vramx.planning.meters import meter_of
+from vramx.planning.steps import Step, first_of, sample_size, unchanged
+from vramx.planning.words import apply_words, words_for
+from vramx.sizes import format_size, parse_size
+
+Budget = int | str | float | None
+SMALLEST = "smallest"
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """What is done with one block: its name, its class, the word, what it keeps, its time."""
+
+    name: str
+    module: str
+    word: str
+    kept_bytes: int
+    step_ms: float
+
+
+class Plan:
+    """What plan() chose for a model: a word for each block; text by str().
+
+    apply() makes it and undo() restores the model. Bytes are peaks of a step's forward and
+    backward pass, with every gradient allocated and what was reserved; `predicted_bytes` was
+    predicted before the chosen arrangement was run, `measured_bytes` is what the run had. A plan
+    holds the model, and neither the sample nor any activation.
+
+    Example:
+        >>> import torch, vramx
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32)
+        >>> plan = vramx.plan(torch.nn.Sequential(layer), torch.ones(4, 2, 16))
+        >>> list(plan.words), plan.measured_bytes <= 2 * plan.predicted_bytes
+        (['0'], True)
+    """
+
+    def __init__(
+        self, measured: Measured, run: Run, budget_bytes: int | None, reserve: int
+    ) -> None:
+        self._measured = measured
+        self._run = run
+        self._reserve = reserve
+        self._undo: Callable[[], None] | None = None
+        self.budget_bytes = budget_bytes
+
+    @property
+    def words(self) -> dict[str, str]:
+        """The word of each block, by the block's name."""
+        return {b.name: word for b, word in self._measured.words(self._run.arrangement).items()}
+
+    @property
+    def predicted_bytes(self) -> int:
+        """The peak that was predicted."""
+        return self._run.predicted_bytes + self._reserve
+
+    @property
+    def predicted_ms(self) -> float:
+        """The time of a step that was predicted."""
+        return self._run.arrangement.step_ms
+
+    @property
+    def measured_bytes(self) -> int:
+        """The peak of a step that was run as planned."""
+        assert self._run.measured_bytes is not None
+        return self._run.measured_bytes + self._reserve
+
+    @property
+    def measured_ms(self) -> float:
+        """The time of a step that was run as planned."""
+        return self._run.measured_ms
+
+    @property
+    def smallest_bytes(self) -> int:
+        """The smallest peak that an arrangement is predicted to have."""
+        return smallest(self._measured.timeline).peak_bytes + self._reserve
+
+    @property
+    def rows(self) -> tuple[PlanRow, ...]:
+        """A row for each block that the step calls, in the order of the first calls."""
+        kept: dict[int, int] = {}
+        times: dict[int, float] = {}
+        words: dict[int, str] = {}
+        holds = False
+        calls = zip(self._measured.timeline.places, self._run.arrangement.words, strict=True)
+        for place, word in calls:
+            words[place.block] = word
+            kept[place.block] = kept.get(place.block, 0) + place.kept(word, holds)
+            times[place.block] = times.get(place.block, 0.0) + place.costs[word].step_ms
+            holds = place.costs[word].holds_output
+        blocks = self._measured.blocks
+        return tuple(
+            PlanRow(blocks[i].name, type(blocks[i].module).__name__, word, kept[i], times[i])
+            for i, word in words.items()
+        )
+
+    def __str__(self) -> str:
+        lines: list[tuple[str, ...]] = [("block", "class", "word", "kept", "ms")]
+        lines += [
+            (row.name, row.module, row.word, format_size(row.kept_bytes), f"{row.step_ms:.2f}")
+            for row in self.rows
+        ]
+        widths = [max(len(line[i]) for line in lines) for i in range(5)]
+        text = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+        budget = "none" if self.budget_bytes is None else format_size(self.budget_bytes)
+        text.append(
+            f"peak {format_size(self.predicted_bytes)} predicted, "
+            f"{format_size(self.measured_bytes)} measured; budget {budget}, "
+            f"smallest {format_size(self.smallest_bytes)}"
+        )
+        text.append(f"step {self.predicted_ms:.1f} ms predicted, {self.measured_ms:.1f} measured")
+        return "\n".join(text)
+
+    def apply(self) -> Plan:
+        """Do with each block what its word says; return the plan.
+
+        Raises:
+            InvalidValueError: it is applied already, or a block was changed since.
+        """
+        if self._undo is not None:
+            raise InvalidValueError("the plan is applied already")
+        measured = self._measured
+        self._undo = apply_words(measured.model, measured.words(self._run.arrangement))
+        return self
+
+    def undo(self) -> None:
+        """Restore the model; where the plan is not applied, do nothing."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+
+    def with_budget(self, sample: Any, budget: Budget) -> Plan:
+        """Return a plan for another budget from the same measurements; only the choice is run.
+
+        Args:
+            sample: as plan() was given it.
+
+        Raises:
+            InvalidValueError: as of plan(); or this plan is applied.
+        """
+        self._check_not_applied()
+        with _ready(self._measured.model, sample) as bench:
+            return _choose(self._measured, bench, budget, self._reserve)
+
+    def largest_batch(self, sample: Any) -> int:
+        """Return how many rows a sample may have for a step to fit the budget with these words.
+
+        A step's peak is taken to be linear in the rows; it is measured with the sample and with
+        half of it. Another budget's plan may fit more: a plan for the smallest peak fits most.
+
+        Args:
+            sample: a tensor, a tuple or a mapping, of at least two rows.
+
+        Raises:
+            InvalidValueError: the plan has no budget, it is applied, or the sample has one row.
+        """
+        self._check_not_applied()
+        rows = sample_size(sample)
+        if self.budget_bytes is None or rows < 2:
+            raise InvalidValueError(
+                f"a largest batch needs a plan with a budget and a sample of two rows or more; "
+                f"the budget is {self.budget_bytes}, the rows are {rows}"
+            )
+        peaks = {n: self._peak_bytes(first_of(sample, n)) for n in (rows, rows // 2)}
+        slope = (peaks[rows] - peaks[rows // 2]) / (rows - rows // 2)
+        room = self.budget_bytes - self._reserve - peaks[rows]
+        return max(0, rows + int(room // max(slope, 1.0)))
+
+    def _peak_bytes(self, sample: Any) -> int:
+        with _ready(self._measured.model, sample) as bench:
+            return bench.peak_bytes(self._measured.words(self._run.arrangement))
+
+    def _check_not_applied(self) -> None:
+        if self._undo is not None:
+            raise InvalidValueError("the plan is applied; call its undo() first")
+
+
+def plan(
+    model: nn.Module,
+    sample: Any,
+    budget: Budget = None,
+    *,
+    levels: Collection[str] | None = None,
+    reserve: int | str = 0,
+) -> Plan:
+    """Choose what each repeated block of a model keeps, for the fastest step that fits a budget.
+
+    Works on any model with repeated blocks. Those that vramx.optimize knows can have each of its
+    levels; others can be left, have what they save packed ("int8", "int4") or be recomputed from a
+    packed input ("recompute_all"). On a GPU, either can be moved to the host ("int8_offload",
+    "recompute_all_offload"). The model is as before when this returns; apply() changes it. Plan
+    before DDP, FSDP or torch.compile wrap the model.
+
+    Args:
+        model: on the device where it is to be trained. It is measured in training mode.
+        sample: a batch as large as those of the training: a tensor, a tuple of arguments, a mapping
+            of keyword arguments, or a function of the model that returns the loss. Of a result that
+            is no loss, the loss is the mean of its logits or of its first tensor.
+        budget: the most that a step may have allocated: bytes, or text such as "24GiB", or the
+            fraction of the GPU's memory as a float; None is the fastest step, and "smallest" the
+            one of the smallest peak.
+        levels: the words to choose among; None is all. "int4" has the noisiest gradients; one that
+            recomputes updates a batch norm's statistics twice a step.
+        reserve: bytes to leave free of the budget for what does not exist yet, above all the
+            optimizer's states: for Adam, twice the bytes of the parameters that it trains. States
+            that exist are counted as they are, and so are all gradients, whether or not they exist.
+
+    Returns:
+        A Plan, whose step was run and stayed within the budget.
+
+    Raises:
+        InvalidValueError: a value is not accepted; no arrangement fits the budget (the text names
+            the smallest peak); the model has no repeated blocks or cannot be planned as it is.
+        torch.OutOfMemoryError: a step is too much for the device however little it keeps.
+
+    Memory: at most a step that keeps least, or one block more than nothing; then the chosen step.
+    Sync: waits for the device.
+    Error bound: the peak is of steps that were run, forward and backward; memory that the
+        optimizer's own step takes for a moment is not counted.
+
+    Example:
+        >>> import torch, vramx
+        >>> blocks = (torch.nn.TransformerEncoderLayer(16, 2, 32) for _ in range(3))
+        >>> plan = vramx.plan(torch.nn.Sequential(*blocks), torch.ones(4, 2, 16), "1MiB")
+        >>> plan.measured_bytes <= plan.budget_bytes
+        True
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidValueError(f"model {model!r} is not accepted; accepted is a torch.nn.Module")
+    device = _device_of(model)
+    _budget_bytes(budget, device)  # a mistake is raised before anything is measured
+    reserve_bytes = parse_size(reserve)
+    words = {block: words_for(block, device, levels) for block in find_blocks(model)}
+    with _ready(model, sample) as bench:
+        return _choose(bench.measure(words), bench, budget, reserve_bytes)
+
+
+@contextmanager
+def _ready(model: nn.Module, sample: Any) -> Iterator[Bench]:
+    device = _device_of(model)
+    with unchanged(model, device):
+        yield Bench(model, Step(model, sample), meter_of(device, model))
+
+
+def _choose(measured: Measured, bench: Bench, budget: Budget, reserve: int) -> Plan:
+    """Return the plan for a budget; what was run before is not run again.
+
+    Raises:
+        InvalidValueError: nothing fits.
+    """
+    if budget == SMALLEST:
+        return Plan(measured, bench.smallest(measured), None, reserve)
+    budget_bytes = _budget_bytes(budget, _device_of(measured.model))
+    limit = float("inf") if budget_bytes is None else budget_bytes - reserve
+    best = bench.fastest(measured, limit)
+    if best is None:
+        best = bench.smallest(measured)
+        peak = best.measured_bytes or best.predicted_bytes
+        if best.measured_bytes is None or peak > limit:
+            raise InvalidValueError(
+                "the smallest peak that a step of this model can have is "
+                f"{format_size(peak + reserve)} ({peak + reserve} bytes); the budget is "
+                f"{format_size(limit + reserve)}"
+            )
+    return Plan(measured, best, budget_bytes, reserve)
+
+
+def _budget_bytes(budget: Budget, device: torch.device) -> int | None:
+    if budget is None or budget == SMALLEST:
+        return None
+    if not isinstance(budget, float):
+        return parse_size(budget)
+    if device.type != "cuda" or not 0 < budget <= 1:
+        raise InvalidValueError(
+            f"budget {budget!r} is not accepted on {device.type}; accepted are bytes, text such as "
+            "24GiB, and on a GPU the fraction of its memory, above 0.0 and up to 1.0"
+        )
+    return int(budget * torch.cuda.get_device_properties(device).total_memory)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1:
+        raise InvalidValueError(
+            f"the model's parameters are on {sorted(map(str, devices))}; accepted is one device"
+        )
+    return devices.pop()

@@ -1,0 +1,162 @@
+"""One step of training on a sample, and the state that measuring must leave as it was.
+
+A step is forward and backward; no optimizer runs. Its loss is the caller's if the sample is a
+function. Nothing of a step's graph outlives it. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from vramx.compression import random
+from vramx.errors import InvalidValueError
+
+_ACCEPTED = (
+    "accepted are a tensor, a tuple of arguments, a mapping of keyword arguments, and a function "
+    "of the model that returns the loss"
+)
+
+
+class Step:
+    """Runs forward and backward of a model on a sample."""
+
+    def __init__(self, model: nn.Module, sample: Any) -> None:
+        if not (isinstance(sample, (Tensor, tuple, Mapping)) or callable(sample)):
+            raise InvalidValueError(f"sample {sample!r} is not accepted; {_ACCEPTED}")
+        self._model = model
+        self._sample = sample
+
+    def __call__(self, between: Callable[[], Any] = lambda: None) -> None:
+        """Run one step; `between` is called before backward, with the loss still alive."""
+        result = self._forward()  # it lives during backward, as in most programs
+        loss = result if callable(self._sample) else loss_of(result)
+        if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
+            raise InvalidValueError(
+                f"the step's loss is {_described(loss)}; accepted is a tensor of one element that "
+                "requires grad"
+            )
+        between()
+        loss.backward()
+
+    def _forward(self) -> Any:
+        sample = self._sample
+        if isinstance(sample, Tensor):
+            return self._model(sample)
+        if isinstance(sample, tuple):
+            return self._model(*sample)
+        return self._model(**sample) if isinstance(sample, Mapping) else sample(self._model)
+
+
+def loss_of(result: Any) -> Any:
+    """Return the loss in a model's result, or the mean of its logits or of its first tensor.
+
+    Example:
+        >>> loss_of((torch.ones(2, 2), None))
+        tensor(1.)
+    """
+    for name in ("loss", "logits"):
+        found = getattr(result, name, None)
+        if isinstance(found, Tensor):
+            return found if name == "loss" else found.float().mean()
+    values = list(result.values()) if isinstance(result, Mapping) else result
+    floating = [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()]
+    return floating[0].float().mean() if floating else None
+
+
+def sample_size(sample: Any) -> int:
+    """Return the leading dimension that the tensors of a sample share.
+
+    Raises:
+        InvalidValueError: it is a function, or its tensors do not share one.
+    """
+    sizes = {x.shape[0] for x in tree_leaves(sample) if isinstance(x, Tensor) and x.dim()}
+    if callable(sample) or len(sizes) != 1:
+        raise InvalidValueError(
+            "the size of the sample is not known; accepted are a tensor, a tuple and a mapping, "
+            f"whose tensors have one leading dimension; found are {sorted(sizes)}"
+        )
+    return int(sizes.pop())
+
+
+def first_of(sample: Any, size: int) -> Any:
+    """Return a sample of the first `size` rows of every tensor.
+
+    Example:
+        >>> first_of((torch.zeros(4, 2), 7), 2)[0].shape
+        torch.Size([2, 2])
+    """
+    tree = dict(sample) if isinstance(sample, Mapping) else sample
+    return tree_map(lambda x: x[:size] if isinstance(x, Tensor) and x.dim() else x, tree)
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"a tensor of shape {tuple(value.shape)} with requires_grad={value.requires_grad}"
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Have a model ready to train, every gradient allocated; put all back on leaving.
+
+    Gradients, buffers, the training flags, torch's random numbers and those of vramx are as before.
+    Gradients that exist lie on the host in the meantime, for steps add to them where they are.
+
+    Raises:
+        InvalidValueError: no parameter requires grad, or one has a hook that a step would run.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    _check(trained)
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        if not model.training:
+            model.train()
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    stack.callback(_put_back_buffer, module, name, buffer, _on_host(buffer))
+        for parameter in trained:
+            kept = None if parameter.grad is None else _on_host(parameter.grad)
+            stack.callback(_put_back_gradient, parameter, parameter.grad, kept)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(random.restored_streams())
+        yield
+
+
+def _check(trained: list[nn.Parameter]) -> None:
+    if not trained:
+        raise InvalidValueError("no parameter of the model requires grad: there is no backward")
+    if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in trained):
+        raise InvalidValueError(
+            "a parameter has a hook that runs when its gradient is there, and may be an optimizer; "
+            "plan before it is registered"
+        )
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+@torch.no_grad()
+def _put_back_buffer(module: nn.Module, name: str, buffer: Tensor, kept: Tensor) -> None:
+    module._buffers[name] = buffer
+    # Whatever its version says: kernels of batch norm write without counting it up.
+    buffer.copy_(kept)
+
+
+@torch.no_grad()
+def _put_back_gradient(
+    parameter: nn.Parameter, gradient: Tensor | None, kept: Tensor | None
+) -> None:
+    parameter.grad = gradient
+    if gradient is not None and kept is not None:
+        gradient.copy_(kept)
