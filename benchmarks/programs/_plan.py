@@ -1,0 +1,98 @@
+"""The process that benchmarks/plan.py starts: it plans one model for budgets and runs the plans.
+
+    python _plan.py CASE
+
+Prints one line of JSON for each figure as soon as it is known. The model is measured once; budgets
+lie evenly between the smallest peak that a plan was run with and the fastest plan's. Each plan is
+then applied and run anew, as a user would: gradients are there, and no optimizer. On a processor
+bytes are counted and times mean nothing. Takes under a minute on an H200.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import torch
+
+import vramx
+from benchmarks.models_workloads import WORKLOADS, Batch, Workload, build
+from benchmarks.programs._activations import SEED, forward, take_step, timed_ms
+from benchmarks.programs._report import Recorder, allocator_name, sized
+from vramx.planning.meters import meter_of
+
+BUDGETS = 5
+WARMUP_STEPS = 2
+MEASURED_STEPS = 9
+
+
+def main(case: str) -> None:
+    recorder = Recorder(deterministic=False)
+    with torch.device("meta"):
+        WORKLOADS[case]()  # its library is imported ahead of the turn
+    device = recorder.begin()
+    workload = build(case, device, SEED)
+    batch = workload.draw(torch.Generator(device).manual_seed(SEED), True)
+    sample = partial(loss_of, workload, batch)
+    start_s = time.perf_counter()
+    fastest = vramx.plan(workload.model, sample)
+    report(f"{case} planning", "plan_s", "s", [time.perf_counter() - start_s])
+    smallest = fastest.with_budget(sample, "smallest")
+    for parameter in workload.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    low, high = smallest.measured_bytes, fastest.measured_bytes
+    for i in range(BUDGETS):
+        budget = low + (high - low) * i // (BUDGETS - 1)
+        plan = fastest.with_budget(sample, budget)
+        print(plan, file=sys.stderr)
+        run(f"{case} budget {i + 1}", plan, workload, batch)
+
+
+def loss_of(workload: Workload, batch: Batch, _model: Any) -> torch.Tensor:
+    torch.manual_seed(SEED)
+    return workload.loss(forward(workload, batch), batch)
+
+
+def report(case: str, metric: str, unit: str, values: list[float]) -> None:
+    line = {"case": case, "metric": metric, "unit": unit, "values": values}
+    print(json.dumps({**line, "allocator": allocator_name()}), flush=True)
+
+
+def run(case: str, plan: vramx.Plan, workload: Workload, batch: Batch) -> None:
+    """Report what a plan says of itself, and what its steps take."""
+    assert plan.budget_bytes is not None
+    report(case, "budget_bytes", "B", [plan.budget_bytes])
+    report(case, "predicted_bytes", "B", [plan.predicted_bytes])
+    report(case, "planned_bytes", "B", [plan.measured_bytes])
+    report(case, "predicted_ms", "ms", [plan.predicted_ms])
+    plan.apply()
+    try:
+        for _ in range(sized(WARMUP_STEPS, 1)):
+            take_step(workload, batch)
+        report(case, "peak_bytes", "B", [peak_bytes(workload, batch)])
+        count = sized(MEASURED_STEPS, 1)
+        steps = [timed_ms(partial(take_step, workload, batch)) for _ in range(count)]
+        report(case, "step_ms", "ms", steps)
+    finally:
+        plan.undo()
+    for word in sorted(set(plan.words.values())):
+        count = list(plan.words.values()).count(word)
+        report(case, f"blocks_{word}", "1", [count])
+
+
+def peak_bytes(workload: Workload, batch: Batch) -> int:
+    gc.collect()
+    meter = meter_of(next(workload.model.parameters()).device, workload.model)
+    with meter.watching():
+        meter.settle()
+        meter.reset_peak()
+        take_step(workload, batch)
+        return meter.peak_bytes()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "llama")
