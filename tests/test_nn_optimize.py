@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 import pickle
+import types
 import warnings
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch import nn
 
 import vramx
 from vramx.errors import InvalidValueError, VramxWarning
+from vramx.nn import products
 from vramx.nn.families.encoder import EncoderLayer
 
 INPUTS = encoder_inputs()
@@ -51,6 +53,20 @@ def test_encoder_layers_compute_what_their_originals_do(norm_first: bool, level:
     assert error(y, result_of(original, INPUTS)) < ROUNDING
     bound = ROUNDING if level == "keep" else INT8_NOISE
     assert error(gradient_of(model, INPUTS), gradient_of(original, INPUTS)) < bound
+
+
+def test_the_last_product_of_a_block_is_not_computed_again(monkeypatch: Any) -> None:
+    made = []
+    product = products.F.linear
+    stand_in = types.SimpleNamespace(linear=lambda *args: made.append(1) or product(*args))
+    monkeypatch.setattr(products, "F", stand_in)
+    model = encoder(norm_first=True, dropout=0.0)
+    vramx.optimize(model, "recompute_all")
+    y = result_of(model, INPUTS)
+    assert len(made) == LAYERS
+    y.sum().backward()
+    assert len(made) == LAYERS
+    assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_bound_of_8_bits_is_too_narrow_for_coarser_codes() -> None:

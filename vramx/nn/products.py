@@ -1,15 +1,38 @@
-"""Products with a weight: the last one of a block's part, with the residual, and its gradients.
+"""Products with a weight: the last one of a block, with the residual, and its gradients.
 
-Used inside operators, so nothing here is differentiated. Products are torch's own. Pure; any
-thread; nothing waits for the device.
+Used inside operators, so nothing here is differentiated. Products are torch's own. Any thread, each
+with its own answer to whether a block's result is read; nothing waits for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 
-from torch import Tensor, addmm
+from torch import Tensor, addmm, full_like
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+
+
+class _Results(threading.local):
+    unread = False
+
+
+_results = _Results()
+
+
+@contextlib.contextmanager
+def results_unread() -> Iterator[None]:
+    """Have project() with a residual return NaN instead: what recomputes reads no block's result.
+
+    torch's checkpoint stops where the last tensor is saved, before the last product of a block; but
+    an operator saves when it has computed, and that product is a sixth of a Llama's.
+    """
+    before, _results.unread = _results.unread, True
+    try:
+        yield
+    finally:
+        _results.unread = before
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -21,6 +44,8 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
     """
     if residual is None:
         return F.linear(x, weight, bias)
+    if _results.unread:
+        return full_like(residual, float("nan"))
     if bias is not None:
         return F.linear(x, weight, bias).add_(residual)
     rows = residual.reshape(-1, residual.shape[-1])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from vramx.compression.config import Compression
 from vramx.errors import VramxWarning
+from vramx.nn.products import results_unread
 from vramx.recompute.call import checkpoint
 
 RECOMPUTE_ALL, RECOMPUTE_MLP = "recompute_all", "recompute_mlp"
@@ -81,6 +82,10 @@ class Fused:
     def vramx_fused(self, x: Tensor, /, **others: Any) -> Any:
         """Compute what the original's forward does; `x` is its first argument."""
         raise NotImplementedError
+
+    def vramx_recomputed(self) -> Any:
+        """Return what a call that is recomputed calls, now and again in backward."""
+        return self.vramx_fused
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the fused way, or the original's where that is not understood."""
@@ -205,8 +210,26 @@ def _compute(module: Fused, settings: Settings, call: dict[str, Any]) -> Any:
     again = module.RECOMPUTES and settings.level == RECOMPUTE_ALL
     again = again and not getattr(module, "gradient_checkpointing", False)
     if again and others.get("past_key_values") is None:
-        return checkpoint(module.vramx_fused, x, compress=settings.keep, **others)
+        function = module.vramx_recomputed()
+        if not torch.compiler.is_compiling():
+            function = _Recomputed(function)
+        return checkpoint(function, x, compress=settings.keep, **others)
     return module.vramx_fused(x, **others)
+
+
+class _Recomputed:
+    """What a checkpoint calls: first for the block's result, and then for what it keeps alone."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._has_run = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._has_run:
+            self._has_run = True
+            return self._function(*args, **kwargs)
+        with results_unread():
+            return self._function(*args, **kwargs)
 
 
 def _verified(module: Any, call: dict[str, Any]) -> bool:
