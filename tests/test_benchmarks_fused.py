@@ -310,6 +310,14 @@ def test_each_goal_can_be_missed(case: str, metric: str, values: list[float]) ->
     assert missed(*GOOD, line(case, metric, *values)) == [(case, metric)]
 
 
+def test_gradients_may_be_twice_as_far_from_eagers_as_those_of_other_exact_kernels() -> None:
+    exact = line("llama liger", "gradient_cosine", 0.9992)
+    near = line("llama int8", "gradient_cosine", 0.9969)
+    assert missed(*GOOD, exact, near) == []
+    far = line("llama int8", "gradient_cosine", 0.9967)
+    assert missed(*GOOD, exact, far) == [("llama int8", "gradient_cosine")]
+
+
 def test_int8_must_be_below_eager_too() -> None:
     slow = line("llama eager", "step_ms", 173.0, 173.0, 173.0)
     assert missed(*GOOD, slow) == [("llama int8", "step_ms")]
