@@ -49,7 +49,10 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
     if bias is not None:
         return F.linear(x, weight, bias).add_(residual)
     rows = residual.reshape(-1, residual.shape[-1])
-    return addmm(rows, x.reshape(-1, x.shape[-1]), weight.t()).view(residual.shape)
+    # Into a tensor of its own: FSDP warns of blocks that return views.
+    y = residual.new_empty(residual.shape)
+    addmm(rows, x.reshape(-1, x.shape[-1]), weight.t(), out=y.view(rows.shape))
+    return y
 
 
 def weight_gradients(rows: Tensor, value: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Tensor]:
