@@ -1,0 +1,38 @@
+"""Models that keep less, replicated and sharded over two GPUs: gradients as the untouched one's."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from optimize_tools import INT8_NOISE
+
+from gpu import runner
+from gpu.runner import PROGRAMS, Outcome
+
+pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
+
+# Sums of float32 in another order, over ranks and in other kernels.
+ROUNDING = 1e-4
+EXACT = ("exact", "keep")
+WAYS = (*EXACT, "compress", "checkpoint", "int8", "recompute_mlp", "recompute_all")
+
+
+@pytest.fixture(scope="module")
+def outcome() -> Outcome:
+    pytest.importorskip("transformers")
+    workers = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *workers, str(PROGRAMS / "two_gpu_activations.py")]
+    return runner.run(command, runner.environment({}))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_those_of_one_untouched_model(outcome: Outcome, way: str, kind: str) -> None:
+    facts = outcome.facts()["ways"][f"{kind} {way}"]
+    assert facts["error"] < (ROUNDING if way in EXACT else INT8_NOISE)
+    assert (facts["changed"] > 0) == (way != "exact")
+
+
+def test_ranks_have_the_same_gradients(outcome: Outcome) -> None:
+    assert outcome.facts()["same"]
