@@ -141,10 +141,12 @@ def _planted(defect: str) -> Iterator[None]:
     if not defect:
         yield
         return
+    import defective_channel_norm_kernels
     import defective_norm_kernels
     import elementwise_kernels_defects
 
     defects = {**elementwise_kernels_defects.DEFECTS, **defective_norm_kernels.DEFECTS}
+    defects |= defective_channel_norm_kernels.DEFECTS
     module, name, wrong = defects[defect]
     right = getattr(module, name)
     setattr(module, name, wrong)

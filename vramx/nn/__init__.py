@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from vramx.nn import functional
 from vramx.nn.attention import Attended
+from vramx.nn.batch_norm import BatchNorm1d, BatchNorm2d, BatchNorm3d
+from vramx.nn.channel_norm import ChannelNormed
+from vramx.nn.convolution import Conv2d, Conv3d
+from vramx.nn.group_norm import GroupNorm, InstanceNorm1d, InstanceNorm2d, InstanceNorm3d
 from vramx.nn.linear import Linear
 from vramx.nn.modules import (
     GELU,
@@ -24,8 +28,18 @@ from vramx.nn.norm import LayerNorm, Normed, RMSNorm
 __all__ = [
     "GELU",
     "Attended",
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "ChannelNormed",
+    "Conv2d",
+    "Conv3d",
     "Dropout",
     "GeGLU",
+    "GroupNorm",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
     "LayerNorm",
     "Linear",
     "LinearCrossEntropy",

@@ -5,8 +5,12 @@ from __future__ import annotations
 from vramx.errors import FirstDerivativeOnlyError
 from vramx.nn.activation import gelu, gelu_linear, silu, silu_linear
 from vramx.nn.attention import Attended, scaled_dot_product_attention
+from vramx.nn.batch_norm import batch_norm
+from vramx.nn.channel_norm import ChannelNormed
+from vramx.nn.convolution import conv2d
 from vramx.nn.dropout import dropout, dropout_add
 from vramx.nn.glu import geglu, glu_linear, swiglu
+from vramx.nn.group_norm import group_norm, instance_norm
 from vramx.nn.linear import linear, linears
 from vramx.nn.loss import linear_cross_entropy
 from vramx.nn.mlp import mlp
@@ -16,14 +20,19 @@ from vramx.nn.rotary import rotary
 
 __all__ = [
     "Attended",
+    "ChannelNormed",
     "FirstDerivativeOnlyError",
     "Normed",
+    "batch_norm",
+    "conv2d",
     "dropout",
     "dropout_add",
     "geglu",
     "gelu",
     "gelu_linear",
     "glu_linear",
+    "group_norm",
+    "instance_norm",
     "layer_norm",
     "linear",
     "linear_cross_entropy",

@@ -1,0 +1,281 @@
+"""Batch, group and instance norm and convolutions on a CPU: results, gradients, how they are used.
+
+A CPU runs the plain torch implementation, which the kernels are compared with elsewhere. With
+enabled=False what is kept is exact, and gradients must be torch's own; packs are in
+test_nn_channel_norm_packs.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from channel_norm_tools import (
+    ACTIVATIONS,
+    SHAPE,
+    affine_of,
+    close,
+    every_activation,
+    every_kind,
+    every_order,
+    image,
+    ours,
+    torchs,
+)
+from norm_tools import EXACT, INT8, gradients, sample
+from torch import Tensor, nn
+
+import vramx.nn
+from vramx.compression import random
+from vramx.compression.config import Compression
+from vramx.errors import InvalidValueError
+from vramx.nn.functional import batch_norm, conv2d, group_norm, instance_norm
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    random.manual_seed(0, rank=0)
+
+
+@every_kind
+@every_activation
+@every_order
+def test_exact_gradients_are_torchs(kind: str, word: str, order: torch.memory_format) -> None:
+    x, affine, weight = image(0, order=order), affine_of(SHAPE), image(4, (5, 6, 3, 3))
+    every = [x, *affine, weight]
+
+    def fused() -> list[Tensor]:
+        normed = ours(kind, x, affine, activation=word, keep=EXACT)
+        return [normed.y, conv2d(normed, weight, padding=1, stride=2, keep=EXACT)]
+
+    def plain() -> list[Tensor]:
+        y = ACTIVATIONS[word](torchs(kind, x, affine))
+        return [y, functional.conv2d(y, weight, padding=1, stride=2)]
+
+    pairs = [*zip(fused(), plain(), strict=True)]
+    pairs += zip(gradients(fused, every), gradients(plain, every), strict=True)
+    assert all(close(a, b) for a, b in pairs)
+
+
+@every_order
+@every_activation
+def test_exact_gradients_with_a_residual_are_torchs(word: str, order: torch.memory_format) -> None:
+    x, residual, affine = image(0, order=order), image(1), affine_of(SHAPE)
+    every = [x, residual, *affine]
+    options = {"activation": word, "residual": residual, "keep": EXACT}
+
+    def plain() -> list[Tensor]:
+        return [ACTIVATIONS[word](torchs("batch", x, affine) + residual)]
+
+    found = gradients(lambda: [ours("batch", x, affine, **options).y], every)
+    assert all(close(a, b) for a, b in zip(found, gradients(plain, every), strict=True))
+    assert ours("batch", x, affine, **options).y.stride() == x.stride()
+
+
+def test_given_statistics_have_no_gradient() -> None:
+    x, affine = image(0), affine_of(SHAPE)
+    running = sample(6, seed=5).detach().double(), sample(6, seed=6).detach().double().square()
+    before = [each.clone() for each in running]
+    found = gradients(
+        lambda: [batch_norm(x, *running, *affine, activation="relu", keep=EXACT).y], [x, *affine]
+    )
+    expected = gradients(lambda: [functional.batch_norm(x, *running, *affine).relu()], [x, *affine])
+    assert all(close(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(running, before, strict=True))
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.7, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_running_statistics_are_torchs(momentum: float | None, dtype: torch.dtype) -> None:
+    """Means of 100 numbers of order 1, in another order: within 100 units of the type."""
+    norms = [
+        module(6, momentum=momentum, dtype=dtype)
+        for module in (nn.BatchNorm2d, vramx.nn.BatchNorm2d)
+    ]
+    for step in range(3):
+        results = [norm(image(step, dtype=dtype)) for norm in norms]
+        assert torch.allclose(*results, rtol=1e-5, atol=1e-6)
+    theirs, found = (norm.state_dict() for norm in norms)
+    assert list(theirs) == list(found)
+    unit = 100 * torch.finfo(dtype).eps
+    for name, value in theirs.items():
+        assert torch.allclose(found[name].double(), value.double(), rtol=unit, atol=unit), name
+    results = [norm.eval()(image(9, dtype=dtype)) for norm in norms]
+    assert torch.allclose(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_running_statistics_change_in_training_only() -> None:
+    norm = vramx.nn.BatchNorm2d(6)
+    before = copy.deepcopy(norm.state_dict())
+    norm.eval()(image(0, dtype=torch.float32))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before.values(), norm.state_dict().values(), strict=True)
+    )
+    norm.train()(image(0, dtype=torch.float32))
+    assert not torch.equal(before["running_mean"], norm.running_mean)
+
+
+MODULES = [
+    (nn.BatchNorm1d, vramx.nn.BatchNorm1d, (6,), (4, 6)),
+    (nn.BatchNorm1d, vramx.nn.BatchNorm1d, (6,), (4, 6, 5)),
+    (nn.BatchNorm3d, vramx.nn.BatchNorm3d, (6,), (2, 6, 3, 2, 2)),
+    (nn.GroupNorm, vramx.nn.GroupNorm, (2, 6), (4, 6)),
+    (nn.GroupNorm, vramx.nn.GroupNorm, (3, 6), (2, 6, 3, 2, 2)),
+    (nn.InstanceNorm1d, vramx.nn.InstanceNorm1d, (6,), (6, 5)),
+    (nn.InstanceNorm2d, vramx.nn.InstanceNorm2d, (6, 1e-5, 0.1, True), SHAPE),
+    (nn.InstanceNorm2d, vramx.nn.InstanceNorm2d, (6, 1e-5, 0.1, True, True), SHAPE),
+    (nn.InstanceNorm3d, vramx.nn.InstanceNorm3d, (6,), (2, 6, 3, 2, 2)),
+    (nn.Conv2d, vramx.nn.Conv2d, (6, 4, 3), SHAPE),
+    (nn.Conv2d, vramx.nn.Conv2d, (6, 4, 3, 1, "same"), SHAPE),
+    (nn.Conv2d, vramx.nn.Conv2d, (6, 4, 3, 1, 1, 1, 1, True, "reflect"), SHAPE),
+    (nn.Conv2d, vramx.nn.Conv2d, (6, 6, 3, 2, 1, 2, 3), (6, 9, 9)),
+    (nn.Conv3d, vramx.nn.Conv3d, (6, 4, 2), (2, 6, 3, 2, 2)),
+]
+
+
+@pytest.mark.parametrize(("theirs", "found", "arguments", "shape"), MODULES)
+def test_modules_are_torchs(
+    theirs: type, found: type, arguments: tuple[object, ...], shape: tuple[int, ...]
+) -> None:
+    x = image(0, shape, dtype=torch.float32)
+    expected, module = theirs(*arguments), found(*arguments)
+    module.load_state_dict(expected.state_dict())
+    module.keep = EXACT
+    assert isinstance(module, theirs)
+    assert torch.allclose(module(x), expected(x), rtol=1e-5, atol=1e-6)
+    pairs = zip(
+        gradients(lambda: [module(x)], [x, *module.parameters()]),
+        gradients(lambda: [expected(x)], [x, *expected.parameters()]),
+        strict=True,
+    )
+    # Terms of order 1, of at most 100 of which float32 sums some: 1e-5 is 80 of its units.
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in pairs)
+
+
+# -- How they are used -----------------------------------------------------------------------------
+
+
+def penalties(outputs: Sequence[Tensor], every: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of the squares of gradients, which pass through all second ones."""
+    loss = sum(y.pow(3).sum() for y in outputs)
+    found = torch.autograd.grad(loss, every, create_graph=True)
+    total = sum(gradient.square().sum() for gradient in found)
+    return list(torch.autograd.grad(total, every))
+
+
+@every_kind
+@pytest.mark.parametrize("word", ["none", "leaky_relu", "silu"])
+def test_second_derivatives_are_torchs(kind: str, word: str) -> None:
+    x, affine, weight = image(0), affine_of(SHAPE), image(4, (2, 6, 2, 2))
+    every = [x, *affine, weight]
+    normed = ours(kind, x, affine, activation=word, keep=EXACT)
+    found = penalties([normed.y, conv2d(normed, weight, keep=EXACT)], every)
+    y = ACTIVATIONS[word](torchs(kind, x, affine))
+    expected = penalties([y, functional.conv2d(y, weight)], every)
+    assert all(torch.allclose(a, b, rtol=1e-9) for a, b in zip(found, expected, strict=True))
+
+
+def test_second_derivatives_with_a_residual_are_torchs() -> None:
+    every = [image(0), image(1), *affine_of(SHAPE)]
+    x, residual, *affine = every
+    options = {"activation": "relu", "residual": residual, "keep": EXACT}
+    found = penalties([ours("batch", x, affine, **options).y], every)  # type: ignore[arg-type]
+    expected = penalties([(torchs("batch", x, affine) + residual).relu()], every)  # type: ignore[arg-type]
+    assert all(torch.allclose(a, b, rtol=1e-9) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("keep", [INT8, EXACT], ids=["int8", "exact"])
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_compiles_without_a_break(keep: Compression) -> None:
+    torch.compiler.reset()
+    norm = vramx.nn.BatchNorm2d(6)
+    norm.keep, norm.activation = keep, "relu"
+    convolution = vramx.nn.Conv2d(6, 6, 3, padding=1, bias=False)
+    convolution.keep = keep
+    x = image(0, dtype=torch.float32)
+
+    def block(x: Tensor) -> tuple[Tensor, ...]:
+        y = norm(convolution(norm.normed(convolution(x))), x)
+        return (group_norm(y, 3, activation="silu", keep=keep).y,)
+
+    every = [x, *norm.parameters(), *convolution.parameters()]
+    expected = gradients(lambda: block(x), every)
+    state = copy.deepcopy(norm.state_dict())
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    found = gradients(lambda: compiled(x), every)
+    for a, b in zip(found, expected, strict=True):
+        # Two draws of the noise, each of about 1 %.
+        bound = 0.1 * b.norm() + 1e-3 if keep is INT8 else 1e-4 * b.norm() + 1e-4
+        assert (a - b).norm() <= bound
+    assert norm.num_batches_tracked == state["num_batches_tracked"] + 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_types_under_autocast_are_torchs(dtype: torch.dtype) -> None:
+    x, affine = image(0, dtype=dtype), affine_of(SHAPE, torch.float32)
+    weight = image(4, (5, 6, 3, 3)).float().detach().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        normed = ours("batch", x, affine, activation="relu")
+        y = conv2d(normed, weight)
+        expected = torchs("batch", x, affine).relu()
+        assert normed.y.dtype == expected.dtype
+        assert y.dtype == functional.conv2d(expected, weight).dtype == torch.bfloat16
+    found = torch.autograd.grad(y.float().sum(), [x, *affine, weight])
+    assert [each.dtype for each in found] == [dtype, *[torch.float32] * 3]
+
+
+OPERATOR_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+@every_order
+@pytest.mark.parametrize("groups", [0, 3])
+@pytest.mark.parametrize("spec", [[-1, 0, 0, 0], [0, 0, 0, 0], [8, 128, 1, 1], [4, 64, 0, 0]])
+def test_operators_say_what_they_return(
+    spec: list[int], groups: int, order: torch.memory_format
+) -> None:
+    last = order == torch.channels_last and not groups
+    form = [*spec, int(last)]
+    x = image(0, order=order if last else torch.contiguous_format, dtype=torch.bfloat16)
+    affine, given = (
+        affine_of(SHAPE, torch.float32),
+        (None, None) if groups else (torch.ones(6),) * 2,
+    )
+    how = ("leaky_relu", 0.1)
+    check, operators = torch.library.opcheck, torch.ops.vramx
+    arguments = (x, None if groups else x, *affine, *given, groups, 1e-5, *how, form)
+    _, _, _, rstd, kept, bits, _ = operators.channel_norm(*arguments)
+    check(operators.channel_norm.default, arguments, test_utils=OPERATOR_TESTS)
+    if spec[0] == -1:
+        return
+    detached = tuple(each.detach() for each in (x, *affine, kept, rstd, bits))
+    back = (*detached, groups, not groups, *how, x.dtype, [1, 0, 1, 1], form)
+    check(operators.channel_norm_backward.default, back, test_utils=OPERATOR_TESTS)
+    sizes = (detached[3], detached[5], *detached[1:3], list(SHAPE), groups, *how)
+    again = (*sizes, x.dtype, torch.float32, form)
+    check(operators.channel_norm_output.default, again, test_utils=OPERATOR_TESTS)
+
+
+X, VECTOR = torch.ones(2, 3, 4, 4), torch.ones(4)
+MISTAKES: list[tuple[str, Callable[[], object]]] = [
+    ("activation 'tanh'", lambda: batch_norm(X, None, None, training=True, activation="tanh")),
+    ("weight has shape", lambda: batch_norm(X, None, None, VECTOR, training=True)),
+    (r"residual \(1, 3, 4, 4\)", lambda: batch_norm(X, None, None, training=True, residual=X[:1])),
+    ("residual is of", lambda: batch_norm(X, None, None, training=True, residual=X.double())),
+    ("in training only", lambda: batch_norm(X, None, None)),
+    ("running_mean has shape", lambda: batch_norm(X, VECTOR, VECTOR)),
+    ("more values a channel", lambda: batch_norm(X[:1, :, :1, :1], None, None, training=True)),
+    ("num_groups 2", lambda: group_norm(X, 2)),
+    ("more values", lambda: instance_norm(X[:, :, :1, :1])),
+    ("accepted are both of", lambda: conv2d(X, torch.ones(2, 3, 3))),
+    ("stride", lambda: conv2d(X, torch.ones(2, 3, 3, 3), stride=(1, 1, 1))),
+    ("keep 8", lambda: batch_norm(X, None, None, training=True, keep=8)),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("words", "call"), MISTAKES, ids=[words for words, _ in MISTAKES])
+def test_mistakes_are_named(words: str, call: Callable[[], object]) -> None:
+    with pytest.raises(InvalidValueError, match=words):
+        call()

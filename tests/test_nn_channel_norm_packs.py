@@ -1,0 +1,194 @@
+"""What batch, group and instance norm and convolutions keep, and what gradients come of it.
+
+Gradients must be within what the codec's step allows, and unbiased; which of them a ReLU passes is
+exact.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from channel_norm_tools import (
+    SHAPE,
+    affine_of,
+    every_kind,
+    every_order,
+    image,
+    ours,
+    torchs,
+)
+from norm_tools import EXACT, INT4, INT8, NEAREST, gradients, held_bytes, step_of
+from torch import Tensor
+
+from vramx.compression import random
+from vramx.compression.codec import layout_of, pack
+from vramx.compression.config import Compression, Format
+from vramx.nn import reference_channel_norm as reference
+from vramx.nn.convolution import keep_input
+from vramx.nn.functional import batch_norm, conv2d
+from vramx.nn.keeping import decode
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    random.manual_seed(0, rank=0)
+
+
+WIDE = (4, 64, 4, 4)
+
+
+def bounds(x: Tensor, dy: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how far the gradients of x and of weight may be, of one batch norm and a mask of dy.
+
+    With d <= step the error of n: dweight = sum dy n is off by sum |dy| d; and dx, where it has
+    n mean(g n), by r (d |mean(g n)| + (|n| + d) mean(|g| d)).
+    """
+    n, rstd = reference.normalise(x.detach().double(), reference.Shape(0, x.shape), 1e-5)
+    last = x.is_contiguous(memory_format=torch.channels_last)
+    d = step_of(n.movedim(1, -1)).movedim(-1, 1) if last else step_of(n)
+    g, r = dy.double() * weight.detach().double().view(1, -1, 1, 1), rstd.view(1, -1, 1, 1)
+
+    def mean(value: Tensor) -> Tensor:
+        return value.mean((0, 2, 3), keepdim=True)
+
+    off = d * mean(g * n).abs() + (n.abs() + d) * mean(g.abs() * d)
+    return off * r, (dy.abs().double() * d).sum((0, 2, 3))
+
+
+@every_order
+@pytest.mark.parametrize("keep", [INT8, NEAREST], ids=["stochastic", "nearest"])
+def test_int8_gradients_are_within_a_step(keep: Compression, order: torch.memory_format) -> None:
+    x, affine = image(0, WIDE, order, torch.float32), affine_of(WIDE, torch.float32)
+    dy = image(8, WIDE, order, torch.float32).detach()
+    y = ours("batch", x, affine, activation="relu", keep=keep).y
+    expected = torchs("batch", x, affine).relu()
+    found = torch.autograd.grad(y, [x, *affine], dy)
+    exact = torch.autograd.grad(expected, [x, *affine], dy)
+    off_x, off_weight = bounds(x, torch.where(expected > 0, dy, 0.0), affine[0])
+    rounding = 1e-5  # float32's, of sums of 64 terms of order 1
+    assert ((found[0] - exact[0]).abs() <= off_x + rounding).all()
+    assert ((found[1] - exact[1]).abs() <= off_weight + rounding).all()
+    # Of the bias no packed number is part: a wrong sign would be.
+    assert torch.allclose(found[2], exact[2], atol=rounding)
+
+
+def test_bound_of_int8_sees_four_bits() -> None:
+    x, affine = image(0, WIDE, dtype=torch.float32), affine_of(WIDE, torch.float32)
+    dy = image(8, WIDE, dtype=torch.float32).detach()
+    y = ours("batch", x, affine, keep=INT4).y
+    (found,) = torch.autograd.grad(y, [affine[0]], dy)
+    (exact,) = torch.autograd.grad(torchs("batch", x, affine), [affine[0]], dy)
+    assert not ((found - exact).abs() <= bounds(x, dy, affine[0])[1] + 1e-5).all()
+
+
+def test_relu_passes_gradients_as_signs_say_not_as_packs_do() -> None:
+    """Half of the elements are nearer to zero than a step of their group, and a pack has no sign of
+    them."""
+    x = image(0, (2, 1, 8, 8), dtype=torch.float32)
+    with torch.no_grad():
+        x.mul_(1e-3)[0, 0, 0, 0] = 1.0
+    affine = torch.ones(1), torch.full((1,), 0.0888)  # less their mean, of what is normalised
+    residual = torch.zeros_like(x).requires_grad_()
+    y = ours("batch", x, affine, activation="relu", residual=residual).y
+    (passed,) = torch.autograd.grad(y, residual, torch.ones_like(y))
+    assert torch.equal(passed, (torchs("batch", x, affine) > 0).float())
+    assert 32 < passed.sum() < 96
+    packed = ours("batch", x, affine).kept
+    assert packed is not None
+    again = decode(packed.buffer, x.shape, torch.float32, packed.spec) + affine[1] > 0
+    assert (again != passed.bool()).sum() > 10
+
+
+@every_order
+@pytest.mark.parametrize("keep", [INT8, NEAREST], ids=["stochastic", "nearest"])
+def test_pack_is_the_codecs_of_the_normalised_input(
+    keep: Compression, order: torch.memory_format
+) -> None:
+    x = image(0, WIDE, order, torch.float32)
+    random.manual_seed(3)
+    kept = ours("batch", x, (None, None), keep=keep).kept  # type: ignore[arg-type]
+    assert kept is not None
+    random.manual_seed(3)
+    n, _ = reference.normalise(x.detach(), reference.Shape(0, x.shape), 1e-5)
+    flat = n.movedim(1, -1) if order == torch.channels_last else n
+    assert torch.equal(kept.buffer, pack(flat.reshape(-1), keep.format()).buffer)
+
+
+@every_kind
+@every_order
+def test_norm_relu_and_convolution_keep_a_pack_and_a_bit(
+    kind: str, order: torch.memory_format
+) -> None:
+    shape = (8, 66, 16, 16)
+    x, affine = image(0, shape, order, torch.bfloat16), affine_of(shape)
+    weight = image(4, (8, 66, 3, 3), dtype=torch.bfloat16)
+    held = held_bytes(
+        lambda: conv2d(ours(kind, x, affine, activation="relu"), weight), x, *affine, weight
+    )
+    packs = layout_of(x.numel(), Format()).buffer_bytes + x.numel() // 8
+    channels = 66 if kind == "batch" else 8 * 66
+    assert held == packs + 4 * channels + 2  # a factor each, and the probe
+    half = affine[0].bfloat16(), affine[1].bfloat16()
+    plain = held_bytes(
+        lambda: functional.conv2d(torchs(kind, x, half).relu(), weight), *half, weight
+    )
+    assert plain > 3.4 * held
+
+
+def test_convolutions_share_one_pack_of_a_tensor() -> None:
+    x, weight = image(0, (2, 64, 8, 8), dtype=torch.float32), image(1, (4, 64, 1, 1)).float()
+    weight = weight.detach().requires_grad_()
+
+    def two() -> list[Tensor]:
+        kept = keep_input(x)
+        return [conv2d(x, weight, kept=kept), conv2d(x, weight, stride=2, kept=kept)]
+
+    held = held_bytes(two, x, weight)
+    assert held == layout_of(x.numel(), Format()).buffer_bytes + 4
+
+
+def test_weight_gradient_is_unbiased_behind_a_relu() -> None:
+    """The mean of 64 draws, of int4, against the exact one: within 5 of its own deviations."""
+    x, weight = image(0, (2, 8, 6, 6), dtype=torch.float32), image(1, (3, 8, 3, 3)).float()
+    weight = weight.detach().requires_grad_()
+    bias = torch.full((8,), 0.3)
+
+    def gradient(keep: Compression) -> Tensor:
+        normed = ours("batch", x, (torch.ones(8), bias), activation="relu", keep=keep)
+        return gradients(lambda: [conv2d(normed, weight)], [weight])[0]
+
+    exact = gradient(EXACT)
+    draws = torch.stack([gradient(INT4) - exact for _ in range(64)])
+    z = draws.mean(0) / (draws.std(0) / 64**0.5)
+    assert z.abs().max() < 5
+    # Rounding to nearest is what this must see.
+    off = gradient(Compression(bits=4, rounding="nearest")) - exact
+    assert (off / (draws.std(0) / 64**0.5)).abs().max() > 5
+
+
+def test_nothing_is_kept_without_grad_mode() -> None:
+    x = image(0)
+    with torch.no_grad():
+        done = ours("batch", x, affine_of(SHAPE), activation="relu")
+    assert done.kept is None
+    assert torch.equal(done.y, ours("batch", x, affine_of(SHAPE), activation="relu").y)
+
+
+def test_channel_with_nan_stays_alone() -> None:
+    x = image(0, WIDE, dtype=torch.float32).detach()
+    x[1, 3, 0, 0] = torch.nan
+    x.requires_grad_()
+    y = ours("batch", x, affine_of(WIDE, torch.float32), activation="relu").y
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert y[:, 3].isnan().all()
+    assert y.isnan().sum() == y[:, 3].numel()
+    assert dx[:, 3].isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(0, 6, 5, 5), (4, 6, 0, 5)])
+def test_empty_batches_work(shape: tuple[int, ...]) -> None:
+    x, running = image(0, shape, dtype=torch.float32), (torch.zeros(6), torch.ones(6))
+    y = batch_norm(x, *running, activation="relu").y
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert y.shape == dx.shape == shape

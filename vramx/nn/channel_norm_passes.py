@@ -1,0 +1,275 @@
+"""Forward and backward of the norms by channel: kernels, and plain torch where there are none.
+
+For operators_channel_norm.py, which says what tensors are. A pass is a kernel where there is one
+for the device, the type and the shape. Statistics and the sums of backward are torch's own
+reductions. 4 bits are packed in a second pass. Nothing here has a gradient; a call never waits for
+the device; any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vramx.compression import codec
+from vramx.compression.config import MASK_FORMAT
+from vramx.compression.reference import unpack_mask
+from vramx.kernels import channel_norm_launch as launch
+from vramx.nn import reference_channel_norm as reference
+from vramx.nn.keeping import (
+    NOTHING,
+    ORDERS,
+    RAW,
+    Spec,
+    buffer_bytes,
+    decode,
+    dense_like,
+    draw,
+    encode,
+    fused_layout,
+    served,
+)
+from vramx.nn.reference_norm import wide
+
+
+class Norm(NamedTuple):
+    """What one norm is: groups (0: batch norm), eps, and the activation behind it."""
+
+    groups: int
+    eps: float
+    kind: str
+    leak: float
+
+    @property
+    def activation(self) -> launch.Activation:
+        return launch.Activation(self.kind, self.leak)
+
+    @property
+    def by_sign(self) -> bool:
+        """Whether a bit an element is kept."""
+        return self.kind in reference.BY_SIGN
+
+
+Tables = tuple[Tensor | None, Tensor | None]
+
+
+def forward_kernel(
+    sources: tuple[Tensor, Tensor | None], tables: Any, norm: Norm, form: Spec
+) -> tuple[Tensor, Tensor, Tensor]:
+    x, residual = sources
+    y = torch.empty_like(x)
+    how = (channels_of(x, norm.groups, form.order), norm.activation)
+    bits = new_bits(x if norm.by_sign and form.bits != NOTHING else x.new_empty(0))
+    if form.bits == NOTHING:
+        launch.forward((x, residual), tables, (y, None), how, None)
+        return y, x.new_empty(0, dtype=torch.uint8), bits
+    layout = fused_layout(x.numel(), form)
+    packs = layout is not None
+    buffer = torch.empty_like(x)
+    if packs:
+        buffer = x.new_empty(buffer_bytes(x.numel(), x.dtype, form), dtype=torch.uint8)
+    kept = launch.Kept(buffer, bits if norm.by_sign else None, layout)
+    launch.forward(
+        (x, residual), tables, (y, kept), how, draw(x.device, form, 1) if packs else None
+    )
+    return y, buffer if packs else encode(buffer, form), bits
+
+
+def forward_reference(
+    sources: tuple[Tensor, Tensor | None], tables: Any, norm: Norm, form: Spec
+) -> tuple[Tensor, Tensor, Tensor]:
+    x, residual = sources
+    mean, rstd, weight, bias = tables
+    view = reference.by_channel(wide(x), norm.groups)
+    n = (view - reference.along(mean, view)) * reference.along(rstd, view)
+    z = reference.affine(n, weight, bias, None).reshape(x.shape)
+    z = (z if residual is None else z + residual).to(x.dtype)
+    y = dense_like(x, form.order).copy_(reference.torchs_activation(z, norm.kind, norm.leak))
+    if form.bits == NOTHING:
+        return y, x.new_empty(0, dtype=torch.uint8), new_bits(x.new_empty(0))
+    bits = new_bits(x.new_empty(0))
+    if norm.by_sign:
+        passes = ~(_flat(z, form.order) <= 0)
+        bits = codec.pack(passes, MASK_FORMAT).buffer
+    n = dense_like(x, form.order).copy_(n.reshape(x.shape)) if form.bits == RAW else n
+    return y, encode(n.reshape(x.shape), form), bits
+
+
+_Results = tuple[Tensor | None, Tensor | None, Tensor]
+
+
+class Backward(NamedTuple):
+    """How one backward pass is: the norm, what was kept, the tables, and what is asked for."""
+
+    norm: Norm
+    form: Spec
+    shape: reference.Shape
+    given: bool
+    wants_dx: bool
+    wants_g: bool
+
+
+def backward_kernel(
+    dy: Tensor, kept: tuple[Tensor, Tensor], tables: tuple[Any, Any, Tensor], how: Backward
+) -> _Results:
+    """Return dx and g, None if not wanted, and [2, channels]: the sums of g and of g n.
+
+    tables: weight, bias and rstd.
+    """
+    norm, affine = how.norm, tables[:2]
+    layout = fused_layout(dy.numel(), how.form)
+    buffer = kept[0] if layout else decode(kept[0], dy.shape, dy.dtype, how.form)
+    source = launch.Kept(buffer, kept[1] if norm.by_sign else None, layout)
+    channels, activation = channels_of(dy, norm.groups, how.form.order), norm.activation
+    fits = launch.sums_fit(channels, source)
+    g = dy
+    if fits:
+        totals = launch.sums(dy, source, affine, (channels, activation))
+    else:
+        g, totals = _summed(dy, source, affine, (channels, activation), norm.groups)
+    slope, *pair = reference.factors(totals, tables[2], affine[0], how.shape)
+    factors = (slope, *((None, None) if how.given else pair))
+    if not fits:
+        activation = launch.Activation("none", 0.0)
+    # g is written there if it is not there yet, and dx over g if nobody else is given that.
+    apart = how.wants_g and g is dy
+    written = torch.empty_like(dy) if apart else None
+    dx = None
+    if how.wants_dx:
+        dx = torch.empty_like(dy) if how.wants_g or g is dy else g
+    if dx is not None or written is not None:
+        outputs = (written, dx)
+        launch.input_gradient(g, source, (*affine, *factors), outputs, (channels, activation))
+    return dx, written if apart else g if how.wants_g else None, totals
+
+
+def _summed(
+    dy: Tensor,
+    source: launch.Kept,
+    affine: Tables,
+    how: tuple[launch.Channels, launch.Activation],
+    groups: int,
+) -> tuple[Tensor, Tensor]:
+    """Return g and the sums, by torch's reductions of g and n in memory."""
+    n = torch.empty_like(dy) if source.layout else source.buffer
+    g = dy if how[1].kind == "none" else torch.empty_like(dy)
+    outputs = (None if g is dy else g, n if source.layout else None)
+    if outputs != (None, None):
+        launch.gradient(dy, source, affine, outputs, how)
+    return g, _sums(g, n, groups)
+
+
+def backward_reference(
+    dy: Tensor, kept: tuple[Tensor, Tensor], tables: tuple[Any, Any, Tensor], how: Backward
+) -> _Results:
+    """Return what backward_kernel() does."""
+    norm, order = how.norm, how.form.order
+    n = reference.by_channel(decode_wide(kept[0], dy, how.form), norm.groups)
+    z = reference.affine(n, *tables[:2], None).reshape(dy.shape)
+    signs = passing(kept[1], dy.shape, order) if norm.by_sign else None
+    g = reference.activation_gradient(wide(dy), z, norm.kind, norm.leak, signs)
+    view = reference.by_channel(g, norm.groups)
+    totals = reference.sums(view, n)
+    slope, offset, along = (
+        reference.along(each, view)
+        for each in reference.factors(totals, tables[2], tables[0], how.shape)
+    )
+    dx = None
+    if how.wants_dx:
+        found = view * slope if how.given else view * slope - offset - n * along
+        dx = dense_like(dy, order).copy_(found.reshape(dy.shape))
+    return dx, dense_like(dy, order).copy_(g) if how.wants_g else None, totals
+
+
+# -- Shapes, tables and sums -----------------------------------------------------------------------
+
+
+def passing(bits: Tensor, shape: Sequence[int], order: int) -> Tensor:
+    """Return what bits say, in the shape and the order of the tensor that they are of."""
+    flat = unpack_mask(bits, torch.Size(shape).numel())
+    if not order:
+        return flat.view(*shape)
+    return flat.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
+
+
+def _flat(x: Tensor, order: int) -> Tensor:
+    return (x.movedim(1, -1) if order else x).reshape(-1)
+
+
+def new_bits(x: Tensor) -> Tensor:
+    size_bytes = codec.layout_of(x.numel(), MASK_FORMAT).buffer_bytes
+    return torch.empty(size_bytes, dtype=torch.uint8, device=x.device)
+
+
+def empty_in_order(like: Tensor, shape: Sequence[int], dtype: torch.dtype, order: int) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=like.device, memory_format=ORDERS[order])
+
+
+def channels_of(x: Tensor, groups: int, order: int) -> launch.Channels:
+    """Return where channels lie in x, dense in its order; groups have an order of 0."""
+    if order:
+        return launch.Channels(1, x.shape[1])
+    count = x.shape[1] * (x.shape[0] if groups else 1)
+    return launch.Channels(x[0, 0].numel() if x.numel() else 1, count)
+
+
+def has_kernel(x: Tensor, shape: reference.Shape, form: Spec) -> bool:
+    if not served(x):
+        return False
+    return launch.positions(channels_of(x, shape.groups, form.order)) is not None
+
+
+def parameter_tables(parameters: Tables, shape: reference.Shape) -> Tables:
+    weight, bias = (
+        None if p is None else reference.parameter_table(p.contiguous(), shape) for p in parameters
+    )
+    return weight, bias
+
+
+def statistics(
+    x: Tensor, groups: int, mean: Tensor | None, var: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return mean and variance, in float32 or wider: what is given, or by torch's batch norm."""
+    if mean is not None and var is not None:
+        dtype = wide(x[:0]).dtype
+        return mean.to(dtype), var.to(dtype)
+    if not x.is_cuda or not x.numel():
+        return reference.statistics(x, groups)
+    if groups:
+        x = x.view(1, x.shape[0] * groups, -1)
+    found = torch.batch_norm_update_stats(x, None, None, 0.0)
+    return found[0], found[1]
+
+
+def _sums(g: Tensor, n: Tensor, groups: int) -> Tensor:
+    g, n = (reference.by_channel(each, groups) for each in (g, n))
+    if not g.is_cuda or not g.numel():
+        return reference.sums(wide(g), wide(n))
+    zero = g.new_zeros(g.shape[1], dtype=torch.float32)
+    total, along, _, _ = torch.batch_norm_backward_reduce(
+        g, n, zero, zero + 1, None, True, False, False
+    )
+    return torch.stack((total, along))
+
+
+def vectors(
+    totals: Tensor, parameters: Tables, wanted: Sequence[int], shape: reference.Shape
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of weight and bias, from the sums of g and of g n."""
+    found = []
+    for total, parameter, want in zip(totals.flip(0), parameters, wanted, strict=True):
+        vector = total.view(-1, shape.sizes[1]).sum(0) if shape.groups else total
+        dtype = vector.dtype if parameter is None else parameter.dtype
+        # A copy: results of an operator have no memory in common.
+        found.append(vector.to(dtype, copy=True) if want else vector.new_empty(0, dtype=dtype))
+    return found[0], found[1]
+
+
+def decode_wide(kept: Tensor, like: Tensor, form: Spec) -> Tensor:
+    """Return n of the shape of `like`, which has the type of what was kept."""
+    packed_wide = form.bits != RAW and like.dtype != torch.float64
+    dtype = torch.float32 if packed_wide else like.dtype
+    return wide(decode(kept, like.shape, dtype, form))
