@@ -9,16 +9,20 @@ from __future__ import annotations
 from torch import nn
 
 from vramx.nn.families.bert import BertLayer
+from vramx.nn.families.convnext import TimmConvNext, TorchvisionConvNext
 from vramx.nn.families.decoder import DecoderLayer, MistralLayer, Qwen2Layer, Qwen3Layer
 from vramx.nn.families.encoder import EncoderLayer
 from vramx.nn.families.gpt2 import Gpt2Block
 from vramx.nn.families.norms import GemmaNorm, RmsNorm
+from vramx.nn.families.resnet import BasicBlock, Bottleneck, TimmBasicBlock, TimmBottleneck
 from vramx.nn.families.swap import Fused, class_name
 from vramx.nn.families.vit import TimmBlock, VitLayer
 
 FAMILIES: tuple[type[Fused], ...] = (
     *(DecoderLayer, MistralLayer, Qwen2Layer, Qwen3Layer),
     *(Gpt2Block, BertLayer, VitLayer, TimmBlock, EncoderLayer),
+    *(TimmConvNext, TorchvisionConvNext),
+    *(BasicBlock, Bottleneck, TimmBasicBlock, TimmBottleneck),
     *(RmsNorm, GemmaNorm),
 )
 _BY_CLASS = {name: family for family in FAMILIES for name in family.CLASSES}

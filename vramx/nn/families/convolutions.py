@@ -1,0 +1,45 @@
+"""What the families of convolution nets share: which of their parts are understood.
+
+No state; any thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from vramx.compression.config import Compression
+from vramx.nn.convolution import convolved_by
+from vramx.nn.families.parts import plain_tensor
+from vramx.nn.families.swap import untouched
+from vramx.nn.keeping import Kept
+
+_WORDS = {nn.Identity: "none", nn.ReLU: "relu", nn.SiLU: "silu"}
+
+
+def plain_convolution(module: Any) -> bool:
+    """Tell whether a module is a Conv2d whose weight is a tensor of no subclass."""
+    return type(module) is nn.Conv2d and untouched(module) and plain_tensor(module.weight)
+
+
+def convolve(module: Any, x: Tensor, keep: Compression, kept: Kept | None = None) -> Tensor:
+    """Return a convolution of a tensor; one that is not understood is called as it is."""
+    if plain_convolution(module):
+        return convolved_by(module, x, keep, kept)
+    y: Tensor = module(x)
+    return y
+
+
+def word_of(activation: Any) -> str | tuple[str, float] | None:
+    """Return batch_norm()'s word for a module; None: there is none.
+
+    Example:
+        >>> word_of(nn.LeakyReLU(0.2))
+        ('leaky_relu', 0.2)
+    """
+    if type(activation) is nn.LeakyReLU:
+        return "leaky_relu", activation.negative_slope
+    if type(activation) is nn.GELU:
+        return "gelu" if activation.approximate == "none" else "gelu_tanh"
+    return _WORDS.get(type(activation))
