@@ -30,7 +30,6 @@ DTYPES = KERNEL_DTYPES | {torch.float64}
 # Orders of elements in memory that are to be kept: convolutions have one.
 ORDERS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
-_FUSED_BITS = (4, 8)
 
 
 class Spec(NamedTuple):
