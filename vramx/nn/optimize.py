@@ -95,7 +95,8 @@ def optimize(
     """Swap the blocks of a model for fused ones that keep less for backward.
 
     Known are the blocks of Llama, Mistral, Qwen2, Qwen3, Gemma, GPT-2, BERT and ViT of
-    transformers, the RMS norms of these outside of blocks, Block of timm's vision transformers, and
+    transformers, the RMS norms of these outside of blocks, the blocks of timm's vision
+    transformers, ConvNeXts and ResNets and of torchvision's ResNets, and
     torch.nn.TransformerEncoderLayer. Parts of a block that are changed (a LoRA, quantised weights,
     hooks, another attention) are called as they are. Optimise before FSDP wraps the model; adapters
     may come before or after. What torch.jit.script is to compile must be restored first, as what
