@@ -32,6 +32,9 @@ ACTIVATIONS = {
     "silu": functional.silu,
     "gelu": functional.gelu,
 }
+# The errors of three numbers are one 12 times the other by chance in one of a thousand pairs, by
+# F(3, 3); those of many numbers are not.
+FEW, CHANCE_OF_FEW = 16, 12
 # Half a step of int8, of a group whose largest magnitude is at most 5 deviations.
 NOISE = 5 / 127 / 2
 
@@ -101,7 +104,8 @@ def test_results_and_gradients_are_as_good_as_torchs(
             dy = dy.view(y.shape).to(y.dtype)
             found = [y, *torch.autograd.grad(y, leaves, dy)]
             for i, each in enumerate(found):
-                bound = 2 * error(theirs[i], exact[i]) + (noise if i else 0) + 2**-10
+                chance = 2 if each.numel() >= FEW else CHANCE_OF_FEW
+                bound = chance * error(theirs[i], exact[i]) + (noise if i else 0) + 2**-10
                 assert error(each, exact[i]) < bound, (word, keep.enabled, i)
 
 
@@ -162,5 +166,6 @@ def test_resnet_learns_as_its_original(level: str) -> None:
     # Of 8 images' noise in bfloat16 through 50 layers; int8's is less than its own.
     assert error(found, exact) < 1.5 * error(theirs, exact) + 0.02
     for name, buffer in model.named_buffers():
-        expected = original.get_buffer(name).float()
-        assert torch.allclose(buffer.float(), expected, rtol=0.05, atol=0.05), name
+        expected = wide.get_buffer(name)
+        bound = 2 * error(original.get_buffer(name), expected) + 2**-10
+        assert error(buffer, expected) <= bound, name
