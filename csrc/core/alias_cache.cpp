@@ -45,8 +45,9 @@ void AliasCache::remove(AliasId id, Arena& arena) {
 // Walks the chunks once, keeping the free run that ends before the current one. The free end of a
 // chunk is only looked up where a run could begin with it.
 AliasFit AliasCache::fit_in(AliasId id, const Arena& arena, Bytes size) const {
+  if (id >= aliases_.size()) return {};
   const Alias& alias = aliases_[id];
-  if (alias.is_leaving) return {};
+  if (alias.is_leaving || alias.size < size) return {};
   AliasFit fit{.alias = id, .address = alias.base, .pieces = {}};
   Bytes run{};
   Address at = alias.base;

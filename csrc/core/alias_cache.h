@@ -45,6 +45,9 @@ class AliasCache {
   template <class Accept>
   AliasFit find(const Arena& arena, Bytes size, Accept accept) const;
 
+  // Whether this one has such a run; also for an alias that is gone.
+  AliasFit fit_in(AliasId id, const Arena& arena, Bytes size) const;
+
   void pin(AliasId id) {
     ++aliases_[id].pins;
     aliases_[id].last_use = ++clock_;
@@ -70,8 +73,6 @@ class AliasCache {
 
  private:
   static constexpr std::size_t kSearched = 64;
-
-  AliasFit fit_in(AliasId id, const Arena& arena, Bytes size) const;
 
   std::vector<Alias> aliases_;  // an empty slot has no chunks
   std::vector<AliasId> vacant_;

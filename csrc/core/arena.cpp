@@ -78,14 +78,13 @@ SpanId Arena::span_at(Address address) const {
   return id;
 }
 
-SpanId Arena::extent_over(Address begin, Bytes size) const {
-  if (chunks_.find(begin) == kNoId) return kNoId;
-  SpanId id = span_of_page(begin);
-  for (int steps = 0; spans_[id].end() <= begin; id = spans_[id].next) {
+SpanId Arena::extent_at(Address address) const {
+  if (chunks_.find(address) == kNoId) return kNoId;
+  SpanId id = span_of_page(address);
+  for (int steps = 0; spans_[id].end() <= address; id = spans_[id].next) {
     if (++steps > kMostSteps) return kNoId;
   }
-  const Span& span = spans_[id];
-  return span.state == SpanState::kFree && begin + size <= span.end() ? id : kNoId;
+  return spans_[id].state == SpanState::kFree ? id : kNoId;
 }
 
 std::size_t Arena::host_bytes() const {

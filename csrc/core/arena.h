@@ -78,7 +78,13 @@ class Arena {
   SpanId span_at(Address address) const;
   // The extent that holds all of [begin, begin + size), or kNoId; also where that would be long to
   // find, behind many small spans of one page. `begin` need not be mapped.
-  SpanId extent_over(Address begin, Bytes size) const;
+  SpanId extent_over(Address begin, Bytes size) const {
+    const SpanId id = extent_at(begin);
+    return id != kNoId && begin + size <= spans_[id].end() ? id : kNoId;
+  }
+  // Adds the tags of the extents that hold [begin, begin + size) together. False, with some of them
+  // added, where a part is not free, or where that would be long to find.
+  bool add_tags_over(Address begin, Bytes size, TagSet* tags) const;
   bool is_whole_free(ChunkId chunk) const;
   // Free bytes at a chunk's start, and at its end.
   Bytes free_prefix(ChunkId chunk) const;
@@ -108,6 +114,7 @@ class Arena {
   static constexpr std::size_t kMergedStreams = 4;
   bool may_merge(const Span& a, const Span& b) const;
 
+  std::vector<SpanId> tagged() const;
   bool differ_in_streams(const Span& a, const Span& b) const;
   void unite_tag_sets(Span& kept, Span& gone);
   SpanId smaller(SpanId a, SpanId b) const;
@@ -121,6 +128,7 @@ class Arena {
   std::pair<SpanId, SpanId> split(SpanId id, Address where);
   // Joins two neighbours that are in no index; the larger keeps its id and has the tags of both.
   SpanId join(SpanId left, SpanId right);
+  SpanId extent_at(Address address) const;
   SpanId span_of_page(Address address) const { return page_spans_[chunks_.page_of(address)]; }
   void note_pages(SpanId id, Address begin, Address end);
   void note_pages(SpanId id) { note_pages(id, spans_[id].begin, spans_[id].end()); }
@@ -207,7 +215,7 @@ void Arena::for_each_index(StreamIndex stream, Visit visit) const {
 
 template <class IsDone>
 void Arena::drop_tags(IsDone is_done) {
-  for (const SpanId id : largest(kBlockUnit, SIZE_MAX, kAnyStream)) {
+  for (const SpanId id : tagged()) {
     TagSet left;
     const TagSet all = tags_of(id);
     for (std::size_t i = 0; i < all.size(); ++i) {

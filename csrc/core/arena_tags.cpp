@@ -18,6 +18,16 @@ TagSet Arena::tags_of(SpanId extent) const {
   return TagSet(Tag{span.tag_stream, span.tag_sequence});
 }
 
+bool Arena::add_tags_over(Address begin, Bytes size, TagSet* tags) const {
+  SpanId id = extent_at(begin);
+  for (int steps = 0; id != kNoId && steps <= kMostSteps; id = spans_[id].next, ++steps) {
+    if (spans_[id].state != SpanState::kFree) return false;
+    tags->add(tags_of(id));
+    if (begin + size <= spans_[id].end()) return true;
+  }
+  return false;
+}
+
 void Arena::set_tags(Span& span, const TagSet& tags) {
   if (tags.size() == 1) {
     span.tag_stream = tags[0].stream;
@@ -43,6 +53,19 @@ void Arena::unite_tag_sets(Span& kept, Span& gone) {
   clear_tags(kept);
   clear_tags(gone);
   set_tags(kept, united);
+}
+
+// The extents that wait for something.
+std::vector<SpanId> Arena::tagged() const {
+  std::vector<SpanId> found;
+  for_each_index(kAnyStream, [&](const FreeIndex& index) {
+    if (&index == &clean_) return;
+    index.for_each_from_largest(spans_, kBlockUnit, [&](SpanId id) {
+      found.push_back(id);
+      return true;
+    });
+  });
+  return found;
 }
 
 bool Arena::differ_in_streams(const Span& a, const Span& b) const {

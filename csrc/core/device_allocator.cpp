@@ -75,9 +75,11 @@ Result<Address> DeviceAllocator::allocate(Bytes requested, Stream stream, OutOfM
   }
   const Bytes size = size_of(requested);
   const StreamIndex index = clocks_.index_of(stream);
-  SpanId span = recurrence_.is_running() ? take_as_before(size, index) : kNoId;
-  if (span == kNoId) span = take_best(size, index);
-  if (span != kNoId) {
+  if (recurrence_.is_running()) {
+    const Placement placement = place_as_before(size, index, lock);
+    if (placement.address) return publish(placement, requested, size, index);
+  }
+  if (const SpanId span = take_best(size, index); span != kNoId) {
     return publish({arena_.span(span).begin, span, kNoId}, requested, size, index);
   }
   const Result<Placement> placed = place_slowly(size, index, lock);
@@ -87,13 +89,28 @@ Result<Address> DeviceAllocator::allocate(Bytes requested, Stream stream, OutOfM
   return publish(placed.value(), requested, size, index);
 }
 
+// Where the request's counterpart went; no address where that is not to be had.
+DeviceAllocator::Placement DeviceAllocator::place_as_before(Bytes size, StreamIndex stream,
+                                                            Lock& lock) {
+  if (const SpanId span = take_as_before(size, stream, lock); span != kNoId) {
+    return {arena_.span(span).begin, span, kNoId};
+  }
+  const AliasId alias = recurrence_.expect_alias(size, stream);
+  return alias != kNoId ? reuse_as_before(alias, size, stream, lock) : Placement{};
+}
+
 // The range that the request's counterpart had, where this stream may have it without a wait.
-SpanId DeviceAllocator::take_as_before(Bytes size, StreamIndex stream) {
+SpanId DeviceAllocator::take_as_before(Bytes size, StreamIndex stream, Lock& lock) {
   const Address place = recurrence_.expect(size, stream);
   if (!place) return kNoId;
   const SpanId extent = arena_.extent_over(place, size);
-  if (extent == kNoId || !clocks_.is_ordered(arena_.tags_of(extent), stream)) return kNoId;
-  const SpanId span = arena_.take_at(extent, place, size);
+  SpanId span = kNoId;
+  if (extent != kNoId && clocks_.is_ordered(arena_.tags_of(extent), stream)) {
+    span = arena_.take_at(extent, place, size);
+  } else if (clocks_.stream_count() > 1) {
+    span = take_range({place, size}, stream, lock);
+  }
+  if (span == kNoId) return kNoId;
   stats_.note_extents(arena_.extent_count(), arena_.free_bytes());  // from its middle: one more
   return span;
 }
@@ -111,7 +128,7 @@ Address DeviceAllocator::publish(const Placement& placement, Bytes requested, By
   blocks_.insert(
       Block{placement.address, requested, placement.first_span, stream, placement.alias, kNoId});
   if (size >= Recurrence::kSmallest && config_.repeats_placements) {
-    recurrence_.note(size, stream, placement.address);
+    recurrence_.note(size, stream, placement.address, placement.alias);
   }
   stats_.count_allocation(requested, size);
   note_allocated();

@@ -1,6 +1,6 @@
 // The allocator of one device: the only class that composes the others, and the owner of the lock.
 //
-// A request takes the best-fitting extent or, in a program that repeats itself, the range that it
+// A request takes the best-fitting extent or, in a program that repeats itself, the place that it
 // had the last time round. Where none fits it goes, in this order, to memory that
 // another stream freed, to an alias that exists, to growth while that wastes nothing, to a new
 // alias over free pieces with growth by what they lack, and at last to relief: what the callbacks
@@ -206,7 +206,8 @@ class DeviceAllocator {
   DeviceAllocator(Driver& driver, const AllocatorConfig& config, const Grounds& grounds);
 
   // device_allocator.cpp
-  SpanId take_as_before(Bytes size, StreamIndex stream);
+  Placement place_as_before(Bytes size, StreamIndex stream, Lock& lock);
+  SpanId take_as_before(Bytes size, StreamIndex stream, Lock& lock);
   SpanId take_best(Bytes size, StreamIndex stream);
   Address publish(const Placement& placement, Bytes requested, Bytes size, StreamIndex stream);
   void give_back_pieces(const Block& block);
@@ -224,6 +225,8 @@ class DeviceAllocator {
 
   // placement.cpp: each step fails where it has nothing to offer, and leaves no trace then
   Result<Placement> place_slowly(Bytes size, StreamIndex stream, Lock& lock);
+  SpanId take_range(const Piece& range, StreamIndex stream, Lock& lock);
+  Placement reuse_as_before(AliasId alias, Bytes size, StreamIndex stream, Lock& lock);
   Result<Placement> try_all(Request& request, Lock& lock);
   bool wait_for_others(Deadline deadline, Lock& lock);
   SpanId find_extent(const Request& request);
@@ -265,7 +268,9 @@ class DeviceAllocator {
 
   // reclaim.cpp
   void relieve(Lock& lock);
-  void drop_complete_tags(Lock& lock);
+  void drop_complete_tags();
+  void ask_all_streams(Lock& lock);
+  void ask_streams_of(const TagSet& tags, StreamIndex reader, Lock& lock);
   bool is_idle(AliasId id) const;
   bool collect_aliases(std::size_t mappings, Lock& lock);
   bool unmap_aliases(const std::vector<AliasId>& ids, Lock& lock, DefragmentReport* report);

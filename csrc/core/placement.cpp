@@ -42,7 +42,7 @@ Result<DeviceAllocator::Placement> DeviceAllocator::place_slowly(Bytes size, Str
   // What every stream is done with waits for nobody, and joins its neighbours: without asking,
   // memory that went from stream to stream would stay in ever smaller pieces. The question costs a
   // few microseconds a stream, a stitch or growth a hundred.
-  if (clocks_.stream_count() > 1) drop_complete_tags(lock);
+  if (clocks_.stream_count() > 1) ask_all_streams(lock);
   Result<Placement> placed = try_all(request, lock);
   if (!placed.ok() && !request.is_alone && request.has_failed_to_wait) {
     // A stream is being captured, say: then what needs no waiting has to do.
@@ -71,6 +71,38 @@ bool DeviceAllocator::wait_for_others(Deadline deadline, Lock& lock) {
     lock.lock();
   }
   return true;
+}
+
+// A range of one extent or several, where this stream may have all of it without a wait. The
+// streams that it waits for are asked, which takes a microsecond each: a block that does not go
+// where its counterpart went takes the place of another, and so on, until one needs a stitch.
+SpanId DeviceAllocator::take_range(const Piece& range, StreamIndex stream, Lock& lock) {
+  for (const bool has_asked : {false, true}) {
+    TagSet tags;
+    if (!arena_.add_tags_over(range.begin, range.size, &tags)) return kNoId;
+    if (clocks_.is_ordered(tags, stream)) return chain(hold({range}));
+    if (!has_asked) ask_streams_of(tags, stream, lock);
+  }
+  return kNoId;
+}
+
+// The same for the alias that the counterpart was given: among many that would do the search may
+// never come to the one that the other requests leave free.
+DeviceAllocator::Placement DeviceAllocator::reuse_as_before(AliasId alias, Bytes size,
+                                                            StreamIndex stream, Lock& lock) {
+  for (const bool has_asked : {false, true}) {
+    const AliasFit fit = aliases_.fit_in(alias, arena_, size);
+    if (fit.alias == kNoId) return {};
+    TagSet tags;
+    for (const Piece& piece : fit.pieces) tags.add(arena_.tags_of(arena_.span_at(piece.begin)));
+    if (clocks_.is_ordered(tags, stream)) {
+      aliases_.pin(alias);
+      ++stats_.num_alias_hits;
+      return {fit.address, chain(hold(fit.pieces)), alias};
+    }
+    if (!has_asked) ask_streams_of(tags, stream, lock);
+  }
+  return {};
 }
 
 Result<DeviceAllocator::Placement> DeviceAllocator::try_all(Request& request, Lock& lock) {

@@ -10,16 +10,29 @@ namespace vramx {
 
 // What frees memory without a wait of the host: tags that are found complete, then the callbacks.
 void DeviceAllocator::relieve(Lock& lock) {
-  drop_complete_tags(lock);
+  ask_all_streams(lock);
   const std::vector<std::function<void()>> callbacks = relief_;
   lock.unlock();
   for (const auto& callback : callbacks) callback();
   lock.lock();
 }
 
-void DeviceAllocator::drop_complete_tags(Lock& lock) {
-  clocks_.settle(StreamClocks::Settle::kQuery, lock);
+void DeviceAllocator::drop_complete_tags() {
   arena_.drop_tags([&](const Tag& tag) { return clocks_.is_complete(tag); });
+}
+
+void DeviceAllocator::ask_all_streams(Lock& lock) {
+  clocks_.settle(StreamClocks::Settle::kQuery, lock);
+  drop_complete_tags();
+}
+
+// The streams that keep `reader` from memory with these tags. What they are done with joins its
+// neighbours at once, so that the next look finds it whole.
+void DeviceAllocator::ask_streams_of(const TagSet& tags, StreamIndex reader, Lock& lock) {
+  clocks_.ask(tags, reader, lock);
+  if (!clocks_.is_ordered(tags, reader)) return;
+  drop_complete_tags();
+  arena_.merge_neighbours(Arena::Merging::kAlike);
 }
 
 bool DeviceAllocator::is_idle(AliasId id) const {
@@ -182,7 +195,7 @@ bool DeviceAllocator::release_chunk(const Chunk& chunk, Lock& lock) {
 void DeviceAllocator::settle_all(Lock& lock) {
   clocks_.settle(StreamClocks::Settle::kWait, lock);
   ++stats_.num_sync_all_streams;
-  arena_.drop_tags([&](const Tag& tag) { return clocks_.is_complete(tag); });
+  drop_complete_tags();
   arena_.merge_neighbours(Arena::Merging::kAlike);
   retry_leftovers(lock);
 }

@@ -46,19 +46,22 @@ class Recurrence {
 
   // Whether requests may have a counterpart at all.
   bool is_running() const { return run_ >= needed_; }
-  // Where the counterpart of this request went; no address where there is none.
+  // Where the counterpart of this request went: in the arena, or into an alias. No address, and no
+  // alias, where there is none.
   Address expect(Bytes size, StreamIndex stream) const {
-    if (!is_running() || size < kSmallest) return {};
-    const Request& last = past(count_ - distance_);
-    const bool is_as_before = last.key == key_of(mix(size, stream)) && last.place != kNowhere;
-    return is_as_before ? base_ + kBlockUnit * last.place : Address{};
+    const std::uint32_t place = expected_place(size, stream);
+    return place < kFirstAlias ? base_ + kBlockUnit * place : Address{};
+  }
+  AliasId expect_alias(Bytes size, StreamIndex stream) const {
+    const std::uint32_t place = expected_place(size, stream);
+    return place < kFirstAlias || place == kNowhere ? kNoId : place - kFirstAlias;
   }
 
-  // The request was served at `address`, which need not lie in the arena.
-  void note(Bytes size, StreamIndex stream, Address address) {
+  // The request was served at `address`, which lies in the alias, if any, and else in the arena.
+  void note(Bytes size, StreamIndex stream, Address address, AliasId alias = kNoId) {
     const std::uint64_t mixed = mix(size, stream);
     if (distance_ != 0) follow(key_of(mixed));
-    past(count_) = {key_of(mixed), place_of(address)};
+    past(count_) = {key_of(mixed), alias != kNoId ? place_of(alias) : place_of(address)};
     ++count_;
     window_ = (window_ << kWindowShift) + mixed;
     Seen& seen = seen_[window_ >> kSlotShift];
@@ -89,7 +92,10 @@ class Recurrence {
     std::uint32_t tag = 0;
     std::uint32_t position = 0;
   };
+  // A place is an offset from the base in block units, which a terabyte of arena is addressed by,
+  // or the number of an alias.
   static constexpr std::uint32_t kNowhere = ~std::uint32_t{0};
+  static constexpr std::uint32_t kFirstAlias = std::uint32_t{1} << 31;
   // Requests that are remembered from the first recurrence on, which is mostly that of a layer: the
   // step, when it recurs, is then often there already.
   static constexpr std::uint32_t kFewest = 1 << 10;
@@ -109,10 +115,18 @@ class Recurrence {
     return product ^ product >> 32;
   }
   static std::uint32_t key_of(std::uint64_t mixed) { return static_cast<std::uint32_t>(mixed); }
-  // Below the base, as an alias may be, the difference wraps round to what is out of range too.
+  // Below the base the difference wraps round to what is out of range too.
   std::uint32_t place_of(Address address) const {
     const std::uint64_t units = (address - base_) / kBlockUnit;
-    return units < kNowhere ? static_cast<std::uint32_t>(units) : kNowhere;
+    return units < kFirstAlias ? static_cast<std::uint32_t>(units) : kNowhere;
+  }
+  static std::uint32_t place_of(AliasId alias) {
+    return alias < kNowhere - kFirstAlias ? kFirstAlias + alias : kNowhere;
+  }
+  std::uint32_t expected_place(Bytes size, StreamIndex stream) const {
+    if (!is_running() || size < kSmallest) return kNowhere;
+    const Request& last = past(count_ - distance_);
+    return last.key == key_of(mix(size, stream)) ? last.place : kNowhere;
   }
   Request& past(std::uint32_t position) { return past_[position & mask_]; }
   const Request& past(std::uint32_t position) const { return past_[position & mask_]; }

@@ -127,15 +127,23 @@ Status StreamClocks::order(StreamIndex reader, const TagSet& tags, Lock& lock) {
 }
 
 void StreamClocks::settle(Settle how, Lock& lock) {
-  for (StreamIndex index = 0; index < streams_.size(); ++index) {
-    if (streams_[index].complete == streams_[index].sequence) continue;
-    // On a stream that is never idle what was recorded now is never complete; what was recorded at
-    // the last question is.
-    if (how == Settle::kQuery) settle_last(index, how, lock);
-    // A stream that cannot be recorded on may still have an event that covers some of its frees.
-    record(index, lock).ignore();
-    settle_last(index, how, lock);
+  for (StreamIndex index = 0; index < streams_.size(); ++index) settle_one(index, how, lock);
+}
+
+void StreamClocks::ask(const TagSet& tags, StreamIndex reader, Lock& lock) {
+  for (std::size_t i = 0; i < tags.size(); ++i) {
+    if (!is_ordered(tags[i], reader)) settle_one(tags[i].stream, Settle::kQuery, lock);
   }
+}
+
+void StreamClocks::settle_one(StreamIndex index, Settle how, Lock& lock) {
+  if (streams_[index].complete == streams_[index].sequence) return;
+  // On a stream that is never idle what was recorded now is never complete; what was recorded at
+  // the last question is.
+  if (how == Settle::kQuery) settle_last(index, how, lock);
+  // A stream that cannot be recorded on may still have an event that covers some of its frees.
+  record(index, lock).ignore();
+  settle_last(index, how, lock);
 }
 
 void StreamClocks::settle_last(StreamIndex index, Settle how, Lock& lock) {

@@ -60,6 +60,8 @@ class StreamClocks {
   // Learns which tags are complete: asks each stream without blocking, or waits for each. Capturing
   // and destroyed streams are left out. Lets `lock` go meanwhile.
   void settle(Settle how, Lock& lock);
+  // The same without blocking, of the streams alone that keep `reader` from memory with these tags.
+  void ask(const TagSet& tags, StreamIndex reader, Lock& lock);
 
   // The caller is about to destroy the stream: what it freed is recorded now, and its name means
   // another stream from here on. Fails, and forgets nothing, where no event can be recorded on it.
@@ -89,6 +91,7 @@ class StreamClocks {
   // Records the stream's event so that it covers all of its sequence, unless it does already.
   Status record(StreamIndex index, Lock& lock);
   Status prepare_event(StreamIndex index, Lock& lock);
+  void settle_one(StreamIndex index, Settle how, Lock& lock);
   void settle_last(StreamIndex index, Settle how, Lock& lock);
   static void raise(std::vector<std::uint64_t>& clock, const std::vector<std::uint64_t>& to);
   static void raise(std::vector<std::uint64_t>& clock, StreamIndex stream, std::uint64_t to);

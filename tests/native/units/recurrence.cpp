@@ -102,6 +102,16 @@ void the_last_place_counts(Fixture& fixture) {
   EXPECT(fixture.recurrence.expect(size_of(0), 0) == place_of(7));
 }
 
+void an_alias_is_expected_where_the_counterpart_got_one(Fixture& fixture) {
+  for (int time = 0; time < 5; ++time) fixture.repeat();
+  fixture.recurrence.note(size_of(0), 0, place_of(0), AliasId{5});
+  for (std::uint32_t n = 1; n < kStep; ++n) fixture.recurrence.note(size_of(n), 0, place_of(n));
+  EXPECT(fixture.recurrence.expect_alias(size_of(0), 0) == 5);
+  EXPECT(!fixture.recurrence.expect(size_of(0), 0));
+  fixture.recurrence.note(size_of(0), 0, place_of(0), AliasId{5});
+  EXPECT(fixture.recurrence.expect_alias(size_of(1), 0) == kNoId);
+}
+
 void a_place_that_is_no_arena_address_is_not_expected(Fixture& fixture) {
   for (const Address outside : {kBase - 1_GiB, kBase + Bytes{1ull << 42}}) {
     Recurrence& recurrence = fixture.recurrence;
@@ -217,6 +227,42 @@ void without_it_the_same_program_does_not_settle(Nothing&) {
   EXPECT(calls_once_settled(false) != 0);
 }
 
+// Several streams, each with its own peak at its own time: what one has freed the next one needs.
+// The sizes are the same each step. Driver calls for memory, of the steps after the first thirty.
+std::uint64_t memory_calls_on_streams(std::uint32_t seed) {
+  constexpr std::size_t kStreams = 3;
+  const auto sim = contract::open_sim({.capacity = 64_GiB, .mode = SimMode::kAccounting});
+  const auto allocator =
+      std::move(DeviceAllocator::create(*sim, {.alias_addresses = 64_GiB}).value());
+  std::uint64_t settled = 0;
+  for (int step = 0; step < 40; ++step) {
+    if (step == 30) settled = sim->calls().total();
+    std::mt19937 random(seed);
+    std::vector<Address> live[kStreams];
+    for (std::uint32_t n = 0; n < kStep * 2; ++n) {
+      const std::size_t phase = n * kStreams / (kStep * 2);
+      const std::size_t stream = random() % 6 == 0 ? random() % kStreams : phase;
+      const Bytes size = 1_MiB + kBlockUnit * (random() % 8'000);
+      live[stream].push_back(allocator->allocate(size, Stream{1 + stream}).value());
+      for (std::size_t other = 0; other < kStreams; ++other) {
+        if (live[other].size() <= (other == phase ? 12u : 3u)) continue;
+        const auto leaving = live[other].begin() + random() % live[other].size();
+        allocator->free(*leaving).ignore();
+        live[other].erase(leaving);
+      }
+    }
+    for (const auto& of_stream : live) {
+      for (const Address block : of_stream) allocator->free(block).ignore();
+    }
+    EXPECT(allocator->check().empty());
+  }
+  return sim->calls().total() - settled;
+}
+
+void a_program_whose_streams_share_memory_settles(Nothing&) {
+  for (std::uint32_t seed = 1; seed <= 6; ++seed) EXPECT(memory_calls_on_streams(seed) == 0);
+}
+
 constexpr Check<Fixture> kChecks[] = {
     {"nothing is expected of what never came before",
      nothing_is_expected_of_what_never_came_before},
@@ -230,6 +276,8 @@ constexpr Check<Fixture> kChecks[] = {
     {"one request more ends it until the period has come again",
      one_request_more_ends_it_until_the_period_has_come_again},
     {"the last place counts", the_last_place_counts},
+    {"an alias is expected where the counterpart got one",
+     an_alias_is_expected_where_the_counterpart_got_one},
     {"a place that is no arena address is not expected",
      a_place_that_is_no_arena_address_is_not_expected},
     {"a period beyond the longest is not followed", a_period_beyond_the_longest_is_not_followed},
@@ -243,6 +291,7 @@ constexpr Check<Nothing> kProgramChecks[] = {
     {"a program of fixed shapes settles though small blocks shift",
      a_program_of_fixed_shapes_settles_though_small_blocks_shift},
     {"without it the same program does not settle", without_it_the_same_program_does_not_settle},
+    {"a program whose streams share memory settles", a_program_whose_streams_share_memory_settles},
 };
 
 }  // namespace

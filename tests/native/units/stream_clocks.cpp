@@ -139,6 +139,18 @@ void a_query_does_not_run_what_is_queued(Fixture& fixture) {
   EXPECT(fixture.sim->call_count(CallKind::kSynchronizeEvent) == 0);
 }
 
+void only_the_streams_that_are_waited_for_are_asked(Fixture& fixture) {
+  const Tag on_a = fixture.work_and_free(fixture.a);
+  const Tag on_b = fixture.work_and_free(fixture.b);
+  const Tag on_c = fixture.work_and_free(fixture.c);
+  TagSet tags(on_a);
+  tags.add(on_c);
+  fixture.sim->advance_all();
+  fixture.clocks.ask(tags, fixture.c, fixture.lock);
+  EXPECT(fixture.clocks.is_complete(on_a));
+  EXPECT(!fixture.clocks.is_complete(on_b) && !fixture.clocks.is_complete(on_c));
+}
+
 void a_wait_of_the_host_completes_every_stream(Fixture& fixture) {
   const Tag on_a = fixture.work_and_free(fixture.a);
   const Tag on_b = fixture.work_and_free(fixture.b);
@@ -243,6 +255,8 @@ constexpr Check<Fixture> kChecks[] = {
     {"an older event does not cover a later use", an_older_event_does_not_cover_a_later_use},
     {"nothing is complete before it was asked for", nothing_is_complete_before_it_was_asked_for},
     {"a query does not run what is queued", a_query_does_not_run_what_is_queued},
+    {"only the streams that are waited for are asked",
+     only_the_streams_that_are_waited_for_are_asked},
     {"a wait of the host completes every stream", a_wait_of_the_host_completes_every_stream},
     {"a capturing stream is not waited for", a_capturing_stream_is_not_waited_for},
     {"a capturing stream does not wait", a_capturing_stream_does_not_wait},
