@@ -67,7 +67,7 @@ def leaves(*tensors: Tensor) -> list[Tensor]:
 
 
 def saved_by(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return what autograd saves while a function runs, but for the inputs' own memory."""
+    """Return what autograd saves while a function runs, but for the inputs' memory and probes."""
     saved: list[Tensor] = []
 
     def watch(tensor: Tensor) -> Tensor:
@@ -78,7 +78,12 @@ def saved_by(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[
         result = function(*inputs)
     assert result.requires_grad
     own = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-    return [tensor for tensor in saved if tensor.untyped_storage().data_ptr() not in own]
+    return [
+        tensor
+        for tensor in saved
+        if tensor.untyped_storage().data_ptr() not in own
+        and 0 < tensor.nbytes <= tensor.untyped_storage().nbytes()
+    ]
 
 
 def gradients(

@@ -145,7 +145,7 @@ def test_projection_shares_the_pack() -> None:
 
     numel, probe, row_bytes = BATCH * HEADS * TOKENS * SIZE, 4, 4 * BATCH * HEADS * TOKENS
     of_v = buffer_bytes(tensors[2].numel())
-    expected = buffer_bytes(numel) + of_v + row_bytes + probe
+    expected = buffer_bytes(numel) + of_v + row_bytes + 2 * probe
     assert held_bytes(both, *tensors, weight) == expected
     assert held_bytes(lambda: attend(*tensors).y, *tensors) == expected - probe
 
@@ -293,7 +293,8 @@ def test_operators_say_what_they_return() -> None:
         torch.library.opcheck(torch.ops.vramx.attention.default, arguments, test_utils=tests)
         q, k, v = (x.detach() for x in inputs())
         with torch.no_grad():
-            _, y, _, *packs, sums, seed, offset = torch.ops.vramx.attention(q, k, v, *arguments[3:])
+            _, y, _, *kept, sums, seed, offset = torch.ops.vramx.attention(q, k, v, *arguments[3:])
+        packs = kept[:3]
         q, k = (q, k) if of_queries[0] == -1 else packs[:2]
         torch.library.opcheck(
             torch.ops.vramx.attention_backward.default,

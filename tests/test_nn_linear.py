@@ -342,3 +342,10 @@ ONES = torch.ones(4, 3)
 def test_mistakes_are_named(arguments: tuple[Any, ...], text: str) -> None:
     with pytest.raises(InvalidValueError, match=text):
         linears(*arguments)
+
+
+def test_gradient_lies_in_memory_as_a_transposed_weight_does() -> None:
+    """Else autograd copies it, to have it as the weight itself is."""
+    x, weight = sample(4, 128), sample(128, 256, seed=1)
+    (gradient,) = torch.autograd.grad(linear(x, weight.t(), keep=NEAREST).sum(), weight)
+    assert gradient.is_contiguous()

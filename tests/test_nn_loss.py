@@ -200,7 +200,7 @@ class _Largest(TorchDispatchMode):
 def test_logits_are_never_held() -> None:
     """Nothing inside the operator has more elements than a chunk's logits."""
     hidden, weight, _ = inputs_of(torch.float32, tokens=512, classes=64)
-    body = operators_loss.loss_and_gradients._init_fn  # type: ignore[attr-defined]
+    body = operators_loss.loss_and_gradients.implementation
     targets, settings = targets_of(512, 64), [-100.0, 0.0, 0.0, 32.0]
     with _Largest() as largest:
         body(hidden, weight, None, targets, settings, [True, True, False], True)

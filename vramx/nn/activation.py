@@ -20,6 +20,7 @@ from vramx.errors import InvalidValueError
 from vramx.kernels import elementwise_launch
 from vramx.nn import arguments, differentiation, keeping
 from vramx.nn import reference_elementwise as reference
+from vramx.nn.operators import operator
 from vramx.nn.products import fake_weight_gradients, project, weight_gradients
 
 APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
@@ -145,13 +146,13 @@ def _activate_linear(
 # -- The function ----------------------------------------------------------------------------------
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::activation",
-    mutates_args=(),
-    schema="(Tensor x, str kind, int[] form) -> (Tensor, Tensor)",
+    schema="(Tensor x, str kind, int[] form) -> (Tensor, Tensor, Tensor)",
 )
-def _activation(x: Tensor, kind: str, form: Sequence[int]) -> tuple[Tensor, Tensor]:
-    return _forward_pass(x, kind, form)
+def _activation(x: Tensor, kind: str, form: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return act(x), the packed x, and its probe."""
+    return *_forward_pass(x, kind, form), *differentiation.probes_of((x,), form)
 
 
 def _forward_pass(x: Tensor, kind: str, form: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -170,13 +171,13 @@ def _forward_pass(x: Tensor, kind: str, form: Sequence[int]) -> tuple[Tensor, Te
 
 
 @_activation.register_fake
-def _(x: Tensor, _kind: str, form: Sequence[int]) -> tuple[Tensor, Tensor]:
-    return keeping.dense_like(x, form[4]), keeping.empty_buffer(x, form)
+def _(x: Tensor, _kind: str, form: Sequence[int]) -> tuple[Tensor, ...]:
+    probes = differentiation.probes_of((x,), form)
+    return keeping.dense_like(x, form[4]), keeping.empty_buffer(x, form), *probes
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::activation_backward",
-    mutates_args=(),
     schema="(Tensor dy, Tensor kept, str kind, int[] form) -> Tensor",
 )
 def _activation_backward(dy: Tensor, kept: Tensor, kind: str, form: Sequence[int]) -> Tensor:
@@ -208,22 +209,25 @@ def _backward_pass(
     return dx, dy
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, ctx.kind, ctx.form = inputs
     differentiation.save(ctx, (x,), output[1:])
 
 
-def _differentiate(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Tensor | None, None, None]:
+def _differentiate(
+    ctx: Any, dy: Tensor | None, _: Any, dprobe: Tensor | None
+) -> tuple[Tensor | None, None, None]:
     if dy is None:
-        return None, None, None
-    (kept,) = ctx.saved_tensors
-    if not torch.is_grad_enabled():
-        return _activation_backward(dy, kept, ctx.kind, ctx.form), None, None
-    (x,) = differentiation.attached(ctx, (kept,))
-    (dx,) = differentiation.differentiable_gradients(
-        lambda x: reference.activation(x, ctx.kind), (x,), dy
-    )
-    return dx, None, None
+        return dprobe, None, None
+    kept, probe = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        x = differentiation.attached(ctx, (kept,), (probe,))
+        (dx,) = differentiation.differentiable_gradients(
+            lambda x: reference.activation(x, ctx.kind), x, dy
+        )
+    else:
+        dx = _activation_backward(dy, kept, ctx.kind, ctx.form)
+    return differentiation.add(dx, dprobe), None, None
 
 
 _activation.register_autograd(_differentiate, setup_context=_save)
@@ -232,11 +236,10 @@ _activation.register_autograd(_differentiate, setup_context=_save)
 # -- With the Linear that follows ------------------------------------------------------------------
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::activation_linear",
-    mutates_args=(),
     schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str kind, int[] form) "
-    "-> (Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor)",
 )
 def _activation_linear(
     x: Tensor,
@@ -245,21 +248,23 @@ def _activation_linear(
     residual: Tensor | None,
     kind: str,
     form: Sequence[int],
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
+    """Return the result, the packed x, and its probe."""
     value, buffer = _forward_pass(x, kind, form)
-    return project(value, weight, bias, residual), buffer
+    result = project(value, weight, bias, residual)
+    return result, buffer, *differentiation.probes_of((x,), form)
 
 
 @_activation_linear.register_fake
 def _(
     x: Tensor, weight: Tensor, _bias: Any, _residual: Any, _kind: str, form: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(*x.shape[:-1], weight.shape[0]), keeping.empty_buffer(x, form)
+) -> tuple[Tensor, ...]:
+    result = x.new_empty(*x.shape[:-1], weight.shape[0])
+    return result, keeping.empty_buffer(x, form), *differentiation.probes_of((x,), form)
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::activation_linear_backward",
-    mutates_args=(),
     schema="(Tensor dy, Tensor kept, Tensor weight, str kind, int[] form, bool[] needs) "
     "-> (Tensor, Tensor, Tensor)",
 )
@@ -282,29 +287,31 @@ def _(
     return dx, *fake_weight_gradients(weight, needs)
 
 
-def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, bias, residual, ctx.kind, ctx.form = inputs
     ctx.adds = residual is not None
     differentiation.save(ctx, (x,), output[1:], weight, bias)
 
 
-def _differentiate_linear(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Any, ...]:
+def _differentiate_linear(
+    ctx: Any, dy: Tensor | None, _: Any, dprobe: Tensor | None
+) -> tuple[Any, ...]:
     if dy is None:
-        return (None,) * 6
+        return dprobe, None, None, None, None, None
     dresidual = dy if ctx.adds else None
-    kept, weight, bias = ctx.saved_tensors
+    kept, probe, weight, bias = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[1:3])
     if not torch.is_grad_enabled():
         dx, dweight, dbias = _activation_linear_backward(
             dy, kept, weight, ctx.kind, ctx.form, needs
         )
-        wanted = dweight if needs[0] else None, dbias if needs[1] else None
-        return dx, *wanted, dresidual, None, None
-    (x,) = differentiation.attached(ctx, (kept,))
-    gradients = differentiation.differentiable_gradients(
-        lambda x, w, b: F.linear(reference.activation(x, ctx.kind), w, b), (x, weight, bias), dy
-    )
-    return *gradients, dresidual, None, None
+        terms: Sequence[Any] = dweight if needs[0] else None, dbias if needs[1] else None
+    else:
+        (x,) = differentiation.attached(ctx, (kept,), (probe,))
+        dx, *terms = differentiation.differentiable_gradients(
+            lambda x, w, b: F.linear(reference.activation(x, ctx.kind), w, b), (x, weight, bias), dy
+        )
+    return differentiation.add(dx, dprobe), *terms, dresidual, None, None
 
 
 _activation_linear.register_autograd(_differentiate_linear, setup_context=_save_linear)

@@ -23,6 +23,7 @@ from vramx.errors import FirstDerivativeOnlyError
 from vramx.nn import arguments, differentiation, keeping
 from vramx.nn import attention_kernels as kernels
 from vramx.nn.keeping import Kept
+from vramx.nn.operators import operator
 
 _POLICY_KEY = "scaled_dot_product_attention"
 
@@ -141,22 +142,23 @@ def _as_arguments(call: kernels.Call) -> tuple[int, float, bool, float | None]:
 # -- The operators ---------------------------------------------------------------------------------
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::attention",
-    mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, int kernel, float dropout_p, bool causal, "
     "float? scale, int[] form, int[] of_queries) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+    "Tensor)",
 )
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *how: Any
 ) -> tuple[Tensor, ...]:
-    """Return y, its buffer and probe; the buffers of q, k and v; what the kernel keeps."""
+    """Return y, its buffer and probe; those of q, k and v; what the kernel keeps."""
     *call, form, of_queries = how
     y, *state = kernels.forward(kernels.Call(*call), (q, k, v), mask)
     forms = (of_queries, of_queries, form)
     packs = (keeping.encode(_tokens_first(x), f) for x, f in zip((q, k, v), forms, strict=True))
-    return y, keeping.encode(_tokens_first(y), form), _probe(y), *packs, *state
+    probes = _probes((q, k, v), forms)
+    return y, keeping.encode(_tokens_first(y), form), _probe(y), *packs, *probes, *state
 
 
 @_attention.register_fake
@@ -165,7 +167,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *how: Any) -> tuple[
     y, *state = kernels.forward(kernels.Call(*call), (q, k, v), mask)
     forms = (of_queries, of_queries, form)
     packs = (keeping.empty_buffer(x, f) for x, f in zip((q, k, v), forms, strict=True))
-    return y, keeping.empty_buffer(y, form), _probe(y), *packs, *state
+    probes = _probes((q, k, v), forms)
+    return y, keeping.empty_buffer(y, form), _probe(y), *packs, *probes, *state
+
+
+def _probes(tensors: Sequence[Tensor], forms: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+    q, k, v = tensors
+    of_queries, _, form = forms
+    return *differentiation.probes_of((q, k), of_queries), *differentiation.probes_of((v,), form)
 
 
 def _probe(y: Tensor) -> Tensor:
@@ -179,9 +188,8 @@ def _tokens_first(x: Tensor) -> Tensor:
     return x.transpose(1, 2)
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::attention_backward",
-    mutates_args=(),
     schema="(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor? mask, Tensor[] state, "
     "SymInt[] of_keys, int kernel, float dropout_p, bool causal, float? scale, int[] form, "
     "int[] of_queries) -> (Tensor, Tensor, Tensor)",
@@ -232,41 +240,49 @@ def _empty_heads(like: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, mask, *call, ctx.form, ctx.of_queries = inputs
-    _, buffer, _, *packs, sums, seed, offset = output
+    q, k, _, mask, *call, ctx.form, ctx.of_queries = inputs
+    _, buffer, _, *kept, sums, seed, offset = output
+    packs, probes = kept[:3], kept[3:]
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(buffer, *packs, sums, seed, offset)
     ctx.call, ctx.of_keys = tuple(call), tuple(k.shape)
     as_they_are = ctx.of_queries[0] == keeping.NOTHING
-    q_kept, k_kept = (q, k) if as_they_are else packs[:2]
-    packed = (None, None, v) if as_they_are else (q, k, v)
-    ctx.anchors = tuple(None if x is None else differentiation.anchor_of(x) for x in packed)
-    ctx.save_for_backward(q_kept, k_kept, packs[2], buffer, mask, sums, seed, offset)
+    without = probes[:2] if as_they_are else ()
+    ctx.mark_non_differentiable(buffer, *packs, *without, sums, seed, offset)
+    if as_they_are:
+        packs[:2] = q, k
+    ctx.save_for_backward(*packs, *probes, buffer, mask, sums, seed, offset)
 
 
 def _differentiate(
-    ctx: Any, dy: Tensor | None, _: Any, dprobe: Tensor | None, *_others: Any
+    ctx: Any, dy: Tensor | None, _: Any, dprobe: Tensor | None, *others: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    none = (None,) * 7
+    none, dprobes = (None,) * 7, others[3:6]
     if dprobe is not None:
         # The probe stands for y with tokens first and heads flattened.
         of_y = dprobe.unflatten(-1, (-1, ctx.of_keys[-1])).transpose(1, 2)
         dy = of_y if dy is None else dy + of_y
     if dy is None:
-        return None, None, None, *none
-    q, k, v, y, mask, *state = ctx.saved_tensors
+        return *dprobes, *none
+    q, k, v, *probes, y, mask, sums, seed, offset = ctx.saved_tensors
+    gradients: tuple[Tensor | None, ...]
     if torch.is_grad_enabled():
-        return *_differentiable_backward(ctx, (q, k, v), mask, dy), *none
-    gradients = _attention_backward(
-        dy, q, k, v, y, mask, state, ctx.of_keys, *ctx.call, ctx.form, ctx.of_queries
-    )
-    return *gradients, *none
+        kept = tuple(zip((q, k, v), probes, strict=True))
+        gradients = _differentiable_backward(ctx, kept, mask, dy)
+    else:
+        state = [sums, seed, offset]
+        gradients = _attention_backward(
+            dy, q, k, v, y, mask, state, ctx.of_keys, *ctx.call, ctx.form, ctx.of_queries
+        )
+    return *map(differentiation.add, gradients, dprobes), *none
 
 
 def _differentiable_backward(
-    ctx: Any, kept: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, dy: Tensor
+    ctx: Any, kept: tuple[tuple[Tensor, Tensor], ...], mask: Tensor | None, dy: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Return the same gradients by operations that have gradients themselves."""
+    """Return the same gradients by operations that have gradients themselves.
+
+    `kept` is what was kept of q, k and v, and their probes.
+    """
     call = kernels.Call(*ctx.call)
     if call.dropout_p:
         raise FirstDerivativeOnlyError(
@@ -277,8 +293,8 @@ def _differentiable_backward(
     forms = (ctx.of_queries, ctx.of_queries, ctx.form)
     inputs = [
         x if form[0] == keeping.NOTHING
-        else differentiation.attach(_decoded_heads(x, shape, dy.dtype, form), anchor)
-        for x, shape, form, anchor in zip(kept, shapes, forms, ctx.anchors, strict=True)
+        else differentiation.attach(_decoded_heads(x, shape, dy.dtype, form), probe)
+        for (x, probe), shape, form in zip(kept, shapes, forms, strict=True)
     ]  # fmt: skip
     return differentiation.differentiable_gradients(
         lambda *inputs: kernels.in_whole_matrices(call, inputs, mask), inputs, dy

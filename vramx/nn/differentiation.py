@@ -2,8 +2,8 @@
 
 A buffer has lost its tensor's place in the graph, which the derivative of a derivative needs. A
 probe holds that place: a tensor of the tensor's shape in one element of memory, an output of the
-operator that keeps (new_probe), or made in its setup_context (anchor_of). attach() brings decoded
-values there; differentiable_gradients() differentiates a composition of them. Costs some
+operator that keeps. attach() brings decoded values there; differentiable_gradients() differentiates
+a composition of them. The gradient of a probe is one more of its input: add(). Costs two
 microseconds of host time for each input, and nothing in a first backward. No state; any thread.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vramx.errors import VramxError
-from vramx.nn.keeping import NOTHING, PLAIN_TENSORS, decode
+from vramx.nn.keeping import NOTHING, decode
 
 
 def new_probe(x: Tensor) -> Tensor:
@@ -24,27 +24,11 @@ def new_probe(x: Tensor) -> Tensor:
     return x.new_empty(()).expand(x.shape)
 
 
-class _Anchor(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return new_probe(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:  # noqa: ARG004
-        return gradient
-
-
-def anchor_of(tensor: Tensor) -> Tensor | None:
-    """Return a probe of an input, None if it has no gradient; for a setup_context.
-
-    Under a compiler's tracing there are none: it does not differentiate twice.
-    """
-    if not tensor.requires_grad or type(tensor) not in PLAIN_TENSORS:
-        return None
-    with torch.enable_grad():
-        anchor: Tensor = _Anchor.apply(tensor)
-    return anchor
+def probes_of(inputs: Sequence[Tensor], form: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return the probes of inputs that an operator packs; with NOTHING empty tensors."""
+    if form[0] == NOTHING:
+        return tuple(x.new_empty(0) for x in inputs)
+    return tuple(map(new_probe, inputs))
 
 
 class _Attach(torch.autograd.Function):
@@ -64,25 +48,36 @@ def attach(value: Tensor, probe: Tensor | None) -> Tensor:
     return _Attach.apply(value, probe)  # type: ignore[no-any-return]
 
 
+def add(gradient: Tensor | None, dprobe: Tensor | None) -> Tensor | None:
+    """Return the sum of a gradient and a probe's; None is zero."""
+    if gradient is None or dprobe is None:
+        return dprobe if gradient is None else gradient
+    return gradient + dprobe
+
+
 def save(
-    ctx: Any, inputs: Sequence[Tensor], packs: Sequence[Tensor], *others: Tensor | None
+    ctx: Any, inputs: Sequence[Tensor], kept: Sequence[Tensor], *others: Tensor | None
 ) -> None:
     """Save packs of inputs, or with NOTHING these, for an operator's backward; and other tensors.
 
-    ctx.form says how they are kept. They are of one shape and type.
+    ctx.form says how they are kept; `kept` is the packs and the probes. Inputs are of one shape and
+    type, and the operator's first.
     """
+    packs, probes = kept[: len(inputs)], kept[len(inputs) :]
+    nothing = ctx.form[0] == NOTHING
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*packs)
+    ctx.mark_non_differentiable(*(kept if nothing else packs))
     ctx.shape, ctx.dtype = inputs[0].shape, inputs[0].dtype
-    ctx.anchors = tuple(map(anchor_of, inputs))
-    ctx.save_for_backward(*(inputs if ctx.form[0] == NOTHING else packs), *others)
+    ctx.save_for_backward(*(inputs if nothing else packs), *probes, *others)
 
 
-def attached(ctx: Any, kept: Sequence[Tensor]) -> list[Tensor]:
+def attached(ctx: Any, kept: Sequence[Tensor], probes: Sequence[Tensor]) -> list[Tensor]:
     """Return what save() saved of the inputs, decoded and in their places in the graph."""
+    if ctx.form[0] == NOTHING:
+        return list(kept)
     return [
-        attach(decode(each, ctx.shape, ctx.dtype, ctx.form), anchor)
-        for each, anchor in zip(kept, ctx.anchors, strict=True)
+        attach(decode(each, ctx.shape, ctx.dtype, ctx.form), probe if needed else None)
+        for each, probe, needed in zip(kept, probes, ctx.needs_input_grad, strict=False)
     ]
 
 

@@ -18,6 +18,7 @@ from vramx.errors import InvalidValueError
 from vramx.kernels import elementwise_launch
 from vramx.nn import arguments, keeping
 from vramx.nn import reference_elementwise as reference
+from vramx.nn.operators import operator
 
 _LEVELS = 1 << 16
 
@@ -93,9 +94,8 @@ def new_key(x: Tensor) -> Tensor:
     return torch.randint(-(1 << 63), (1 << 63) - 1, (2,), dtype=torch.int64, device=x.device)
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::dropout",
-    mutates_args=(),
     schema="(Tensor x, Tensor? residual, Tensor key, int kept) -> Tensor",
 )
 def _dropout(x: Tensor, residual: Tensor | None, key: Tensor, kept: int) -> Tensor:

@@ -23,6 +23,7 @@ from vramx.kernels import elementwise_launch
 from vramx.nn import arguments, differentiation, keeping
 from vramx.nn import reference_elementwise as reference
 from vramx.nn.activation import kind_of
+from vramx.nn.operators import operator
 from vramx.nn.products import fake_weight_gradients, project, weight_gradients
 
 Pair = tuple[Tensor, Tensor]
@@ -136,13 +137,14 @@ def _gate(gate: Tensor, up: Tensor, kind: str, keep: Compression | None) -> Tens
 # -- The product -----------------------------------------------------------------------------------
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::glu",
-    mutates_args=(),
-    schema="(Tensor gate, Tensor up, str kind, int[] form) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor gate, Tensor up, str kind, int[] form) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _glu(gate: Tensor, up: Tensor, kind: str, form: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward_pass(gate, up, kind, form)
+def _glu(gate: Tensor, up: Tensor, kind: str, form: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return z, the two packs, and the two probes."""
+    return *_forward_pass(gate, up, kind, form), *differentiation.probes_of((gate, up), form)
 
 
 def _forward_pass(
@@ -164,14 +166,17 @@ def _forward_pass(
 
 
 @_glu.register_fake
-def _(gate: Tensor, up: Tensor, _kind: str, form: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+def _(gate: Tensor, up: Tensor, _kind: str, form: Sequence[int]) -> tuple[Tensor, ...]:
+    return gate.new_empty(gate.shape), *_empty_kept(gate, up, form)
+
+
+def _empty_kept(gate: Tensor, up: Tensor, form: Sequence[int]) -> tuple[Tensor, ...]:
     packs = keeping.empty_buffer(gate, form), keeping.empty_buffer(up, form)
-    return gate.new_empty(gate.shape), *packs
+    return *packs, *differentiation.probes_of((gate, up), form)
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::glu_backward",
-    mutates_args=(),
     schema="(Tensor dz, Tensor gate, Tensor up, str kind, int[] form) -> (Tensor, Tensor)",
 )
 def _glu_backward(dz: Tensor, gate: Tensor, up: Tensor, kind: str, form: Sequence[int]) -> Pair:
@@ -207,16 +212,21 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     differentiation.save(ctx, (gate, up), output[1:])
 
 
-def _differentiate(ctx: Any, dz: Tensor | None, *_: Any) -> tuple[Any, ...]:
+def _differentiate(
+    ctx: Any, dz: Tensor | None, _: Any, __: Any, *dprobes: Tensor | None
+) -> tuple[Any, ...]:
     if dz is None:
-        return (None,) * 4
-    kept = ctx.saved_tensors
-    if not torch.is_grad_enabled():
-        return *_glu_backward(dz, *kept, ctx.kind, ctx.form), None, None
-    gradients = differentiation.differentiable_gradients(
-        lambda gate, up: reference.glu(gate, up, ctx.kind), differentiation.attached(ctx, kept), dz
-    )
-    return *gradients, None, None
+        return *dprobes, None, None
+    gate, up, *probes = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        gradients = differentiation.differentiable_gradients(
+            lambda gate, up: reference.glu(gate, up, ctx.kind),
+            differentiation.attached(ctx, (gate, up), probes),
+            dz,
+        )
+    else:
+        gradients = _glu_backward(dz, gate, up, ctx.kind, ctx.form)
+    return *map(differentiation.add, gradients, dprobes), None, None
 
 
 _glu.register_autograd(_differentiate, setup_context=_save)
@@ -225,11 +235,10 @@ _glu.register_autograd(_differentiate, setup_context=_save)
 # -- With the down projection ----------------------------------------------------------------------
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::glu_linear",
-    mutates_args=(),
     schema="(Tensor gate, Tensor up, Tensor weight, Tensor? bias, Tensor? residual, str kind, "
-    "int[] form) -> (Tensor, Tensor, Tensor)",
+    "int[] form) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _glu_linear(
     gate: Tensor,
@@ -239,23 +248,24 @@ def _glu_linear(
     residual: Tensor | None,
     kind: str,
     form: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    z, gate_pack, up_pack = _forward_pass(gate, up, kind, form)
-    return project(z, weight, bias, residual), gate_pack, up_pack
+) -> tuple[Tensor, ...]:
+    """Return the result, the two packs, and the two probes."""
+    z, *packs = _forward_pass(gate, up, kind, form)
+    result = project(z, weight, bias, residual)
+    return result, *packs, *differentiation.probes_of((gate, up), form)
 
 
 @_glu_linear.register_fake
 def _(
     gate: Tensor, up: Tensor, weight: Tensor, _bias: Any, _residual: Any, _kind: str,
     form: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    packs = keeping.empty_buffer(gate, form), keeping.empty_buffer(up, form)
-    return gate.new_empty(*gate.shape[:-1], weight.shape[0]), *packs
+) -> tuple[Tensor, ...]:  # fmt: skip
+    result = gate.new_empty(*gate.shape[:-1], weight.shape[0])
+    return result, *_empty_kept(gate, up, form)
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::glu_linear_backward",
-    mutates_args=(),
     schema="(Tensor dy, Tensor gate, Tensor up, Tensor weight, str kind, int[] form, "
     "bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
 )
@@ -295,24 +305,26 @@ def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
     differentiation.save(ctx, (gate, up), output[1:], weight, bias)
 
 
-def _differentiate_linear(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
+def _differentiate_linear(
+    ctx: Any, dy: Tensor | None, _: Any, __: Any, *dprobes: Tensor | None
+) -> tuple[Any, ...]:
     if dy is None:
-        return (None,) * 7
+        return *dprobes, None, None, None, None, None
     dresidual = dy if ctx.adds else None
-    gate, up, weight, bias = ctx.saved_tensors
+    gate, up, *probes, weight, bias = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[2:4])
     if not torch.is_grad_enabled():
         dgate, dup, dweight, dbias = _glu_linear_backward(
             dy, gate, up, weight, ctx.kind, ctx.form, needs
         )
-        wanted = dweight if needs[0] else None, dbias if needs[1] else None
-        return dgate, dup, *wanted, dresidual, None, None
-    gradients = differentiation.differentiable_gradients(
-        lambda gate, up, w, b: F.linear(reference.glu(gate, up, ctx.kind), w, b),
-        (*differentiation.attached(ctx, (gate, up)), weight, bias),
-        dy,
-    )
-    return *gradients, dresidual, None, None
+        terms: Sequence[Any] = dweight if needs[0] else None, dbias if needs[1] else None
+    else:
+        dgate, dup, *terms = differentiation.differentiable_gradients(
+            lambda gate, up, w, b: F.linear(reference.glu(gate, up, ctx.kind), w, b),
+            (*differentiation.attached(ctx, (gate, up), probes), weight, bias),
+            dy,
+        )
+    return *map(differentiation.add, (dgate, dup), dprobes), *terms, dresidual, None, None
 
 
 _glu_linear.register_autograd(_differentiate_linear, setup_context=_save_linear)

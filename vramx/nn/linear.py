@@ -35,7 +35,8 @@ from vramx.nn.keeping import (
     spec_for,
 )
 from vramx.nn.norm import Normed
-from vramx.nn.operators_norm import input_again
+from vramx.nn.operators import operator
+from vramx.nn.operators_norm import input_again, norm_output
 
 Biases = Sequence[Tensor | None]
 
@@ -115,18 +116,8 @@ def linears(
         return tuple(
             functional.linear(y, weight, bias) for weight, bias in zip(weights, biases, strict=True)
         )
-    # A list of an operator has no room for None.
-    none = y.new_empty(0)
-    return tuple(
-        torch.ops.vramx.linears(
-            y,
-            list(weights),
-            [none if bias is None else bias for bias in biases],
-            *kept[:7],
-            kept.dtype,
-            list(kept.spec),
-        )
-    )
+    terms = list(weights), without_none(biases, y)
+    return tuple(linears_operator(y, *terms, *kept[:7], kept.dtype, list(kept.spec)))
 
 
 class Linear(torch.nn.Linear):
@@ -146,12 +137,20 @@ class Linear(torch.nn.Linear):
         return linear(x, self.weight, self.bias, self.keep)
 
 
+def without_none(biases: Biases, like: Tensor) -> list[Tensor]:
+    """Return biases for an operator, whose lists have no room for None: empty tensors are none."""
+    if all(bias is not None for bias in biases):
+        return list(biases)  # type: ignore[arg-type]
+    none = like.new_empty(0)
+    return [none if bias is None else bias for bias in biases]
+
+
 def keep_tensor(x: Tensor, keep: Compression | None) -> Kept | None:
     """Return what is kept of a tensor; None if it is to be kept as it is."""
     spec = spec_for(keep)
     if spec.bits == RAW:
         return None
-    buffer, probe = torch.ops.vramx.keep(x, list(spec))
+    buffer, probe = keep_operator(x, list(spec))
     return kept_tensor(buffer, probe, spec)
 
 
@@ -188,9 +187,7 @@ def check_types(x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype) -> Non
             )
 
 
-@torch.library.custom_op(
-    "vramx::keep", mutates_args=(), schema="(Tensor x, int[] spec) -> (Tensor, Tensor)"
-)
+@operator("vramx::keep", schema="(Tensor x, int[] spec) -> (Tensor, Tensor)")
 def keep_operator(x: Tensor, spec: list[int]) -> tuple[Tensor, Tensor]:
     """Return the buffer of a tensor and the probe that stands for it; `spec` is a width."""
     return encode(x, spec), new_probe(x)
@@ -210,12 +207,11 @@ def _keep_backward(_ctx: Any, _: None, dprobe: Tensor | None) -> tuple[Tensor | 
     return dprobe, None
 
 
-torch.library.register_autograd("vramx::keep", _keep_backward, setup_context=_keep_setup)
+keep_operator.register_autograd(_keep_backward, setup_context=_keep_setup)
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::linears",
-    mutates_args=(),
     schema="(Tensor y, Tensor[] weights, Tensor[] biases, Tensor kept, Tensor probe, Tensor? rstd, "
     "Tensor? norm_weight, Tensor? norm_bias, float eps, bool centred, ScalarType stored, "
     "int[] spec) -> Tensor[]",
@@ -259,13 +255,20 @@ def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
         y = _input(ctx, kept, probe, rstd, (norm_weight, norm_bias))
         y = y.reshape(-1, y.shape[-1])
         for i in wanted:
-            dweights[i] = (flat[i].t() @ y).to(weights[i].dtype)  # type: ignore[union-attr]
+            dweights[i] = _weight_gradient(flat[i], y, weights[i])
     dbiases = [
         g.sum(0).to(dtype) if g is not None and need else None
         for g, need, dtype in zip(flat, needs_biases, ctx.bias_dtypes, strict=True)
     ]
     dy = None if dy is None else dy.view(ctx.shape)
     return dy, dweights, dbiases, *[None] * len(others)
+
+
+def _weight_gradient(gradient: Any, y: Tensor, weight: Tensor) -> Tensor:
+    """Return the product in the order of the weight: autograd would copy one in another order."""
+    transposed = weight.stride(0) == 1 and weight.stride(1) > 1
+    product: Tensor = (y.t() @ gradient).t() if transposed else gradient.t() @ y
+    return product.to(weight.dtype)
 
 
 def _input_gradient(gradients: list[Tensor | None], weights: list[Tensor]) -> Tensor | None:
@@ -294,7 +297,7 @@ def _input(
     if torch.is_grad_enabled():
         return differentiable_input(ctx, kept, probe, rstd, affine)
     shape = list(ctx.shape)
-    y: Tensor = torch.ops.vramx.norm_output(kept, *affine, shape, ctx.stored, ctx.dtype, ctx.spec)
+    y: Tensor = norm_output(kept, *affine, shape, ctx.stored, ctx.dtype, ctx.spec)
     return y
 
 
@@ -317,4 +320,4 @@ def differentiable_input(
     return reference.affine(normalised, *affine).to(ctx.dtype)
 
 
-torch.library.register_autograd("vramx::linears", _backward, setup_context=_setup)
+linears_operator.register_autograd(_backward, setup_context=_setup)

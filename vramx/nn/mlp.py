@@ -17,7 +17,7 @@ from torch import Tensor
 from vramx.compression.config import Compression
 from vramx.errors import InvalidValueError
 from vramx.nn import arguments, linear
-from vramx.nn import operators_mlp as _operators  # noqa: F401 - registers them
+from vramx.nn import operators_mlp as _operators
 from vramx.nn.keeping import AS_IT_IS, NOTHING, Kept, kept_tensor
 from vramx.nn.norm import Normed
 from vramx.nn.reference_elementwise import KINDS
@@ -70,12 +70,10 @@ def mlp(
     y = y.to(dtype)
     kept = _kept(x, y, [y, *weights, *(bias for bias in biases if bias is not None)], keep)
     inside, outside = arguments.residual_for(y, weights[-1], residual)
-    # A list of an operator has no room for None.
-    none = y.new_empty(0)
-    result: Tensor = torch.ops.vramx.mlp(
+    result: Tensor = _operators.mlp(
         y,
         list(weights),
-        [none if bias is None else bias for bias in biases],
+        linear.without_none(biases, y),
         inside,
         activation,
         *kept[:7],

@@ -4,7 +4,7 @@ What is kept for backward is the normalised input (before weight and bias) and o
 Linears that follow take the same buffer (linear.py), so that neither the norm's input nor its
 output is kept by anybody; the sum with a residual is computed in the same pass. Here arguments are
 checked and types chosen; the work is in operators_norm.py. No state; any thread. A call is one
-kernel, and one operator of some tens of microseconds of host time.
+kernel, and some tens of microseconds of host time (operators.py).
 
 Memory, kept: 1.016 bytes an element at 8 bits in groups of 128, and 4 bytes a row.
 Error bound: y and the sum as torch's own. Gradients: the normalised input is off by at most one
@@ -22,7 +22,7 @@ from torch import Tensor
 from vramx.compression.config import Compression
 from vramx.errors import InvalidValueError
 from vramx.nn import arguments
-from vramx.nn import operators_norm as _operators  # noqa: F401 - registers them
+from vramx.nn import operators_norm as _operators
 from vramx.nn.keeping import Kept, spec_for
 
 
@@ -110,7 +110,7 @@ def _norm(
     spec = spec_for(keep)
     if residual is not None and residual.dtype != x.dtype:
         x, residual = arguments.cast_to_common(x, residual)
-    y, total, buffer, rstd, probe = torch.ops.vramx.norm(
+    y, total, buffer, rstd, probe = _operators.norm(
         x, residual, *affine, eps, centred, _result_dtype(x), list(spec)
     )
     kept = Kept(buffer, probe, rstd, *affine, eps, centred, x.dtype, spec)

@@ -18,6 +18,7 @@ from vramx.errors import FirstDerivativeOnlyError
 from vramx.kernels import elementwise_launch
 from vramx.nn import keeping
 from vramx.nn import reference_elementwise as reference
+from vramx.nn.operators import operator
 
 # The gradient of weight is read and written once a chunk: 4 bytes a weight beside 6 operations a
 # weight and token. At 2048 tokens that is 6 % of the time of an H200's products, at 512 a quarter.
@@ -113,9 +114,8 @@ class _Gradients:
 # -- Mean and sum: differentiated in forward -------------------------------------------------------
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::linear_cross_entropy",
-    mutates_args=(),
     schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, float[] "
     "settings, bool[] needs, bool mean) -> (Tensor, Tensor, Tensor, Tensor, "
     "Tensor)",
@@ -208,9 +208,8 @@ loss_and_gradients.register_autograd(_differentiate, setup_context=_save)
 # -- A loss each token: differentiated in backward -------------------------------------------------
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::linear_cross_entropy_losses",
-    mutates_args=(),
     schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, float[] "
     "settings) -> Tensor",
 )
@@ -240,9 +239,8 @@ def _(
     return _empty_losses(hidden)
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::linear_cross_entropy_losses_backward",
-    mutates_args=(),
     schema="(Tensor gradient, Tensor hidden, Tensor weight, Tensor? bias, Tensor "
     "targets, float[] settings, bool[] needs) -> (Tensor, Tensor, Tensor)",
 )

@@ -23,6 +23,7 @@ from vramx.nn import reference_elementwise as reference
 from vramx.nn.differentiation import differentiable_gradients
 from vramx.nn.keeping import served
 from vramx.nn.linear import differentiable_input
+from vramx.nn.operators import operator
 from vramx.nn.operators_norm import output_again
 from vramx.nn.products import fake_weight_gradients, project, weight_gradients
 
@@ -32,9 +33,8 @@ _KEPT = (
 )
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::mlp",
-    mutates_args=(),
     schema="(Tensor y, Tensor[] weights, Tensor[] biases, Tensor? residual, str kind, "
     f"{_KEPT}) -> Tensor",
 )
@@ -57,9 +57,8 @@ def _(y: Tensor, weights: list[Tensor], *_others: Any) -> Tensor:
     return y.new_empty((*y.shape[:-1], weights[-1].shape[0]))
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::mlp_backward",
-    mutates_args=(),
     schema="(Tensor dresult, Tensor[] weights, Tensor[] biases, str kind, Tensor kept, "
     "Tensor? norm_weight, Tensor? norm_bias, ScalarType stored, int[] spec, bool[] needs) "
     "-> Tensor[]",
@@ -185,16 +184,16 @@ def _backward(ctx: Any, dresult: Tensor | None) -> tuple[Any, ...]:
     needs_y, needs_weights, needs_biases, *others = ctx.needs_input_grad
     if dresult is None:
         return None, [None] * ctx.count, [None] * ctx.count, *[None] * len(others)
-    kept, probe, rstd, *affine = ctx.saved_tensors[:5]
-    weights = list(ctx.saved_tensors[5 : 5 + ctx.count])
-    biases = list(ctx.saved_tensors[5 + ctx.count :])
+    # Read once: a checkpoint gives each tensor once.
+    kept, probe, rstd, norm_weight, norm_bias, *terms = ctx.saved_tensors
+    affine, weights, biases = (norm_weight, norm_bias), terms[: ctx.count], terms[ctx.count :]
     needs = [needs_y, *needs_weights, *needs_biases]
     if torch.is_grad_enabled():
-        y = differentiable_input(ctx, kept, probe, rstd, tuple(affine))
+        y = differentiable_input(ctx, kept, probe, rstd, affine)
         inputs = [y, *weights, *(bias if bias.numel() else None for bias in biases)]
         found = differentiable_gradients(lambda *x: _composite(ctx.kind, *x), inputs, dresult)
     else:
-        found = torch.ops.vramx.mlp_backward(
+        found = mlp_backward(
             dresult, weights, biases, ctx.kind, kept, *affine, ctx.stored, ctx.spec, needs
         )
     dy, *rest = (each if need else None for each, need in zip(found, needs, strict=True))
@@ -225,4 +224,4 @@ def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Any:
     return None if tensor is None else tensor.to(dtype)
 
 
-torch.library.register_autograd("vramx::mlp", _backward, setup_context=_setup)
+mlp.register_autograd(_backward, setup_context=_setup)

@@ -33,11 +33,11 @@ from vramx.nn.keeping import (
     encode,
     served,
 )
+from vramx.nn.operators import operator
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::norm",
-    mutates_args=(),
     schema="(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool centred, "
     "ScalarType dtype, int[] spec) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
@@ -79,17 +79,16 @@ def _norm_kernel(
     hidden = x.shape[-1]
     y = torch.empty_like(x, dtype=dtype)
     total = x.new_empty(0) if residual is None else torch.empty_like(x)
-    kept, rstd = None, x.new_empty(0, dtype=torch.float32)
+    keeps = spec.bits != NOTHING
     group_size = spec.group_size if _packs_in_kernel(x, spec) else 0
-    noise = norm_launch.Noise(None, 0)
-    if spec.bits != NOTHING:
-        rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    kept, noise = None, norm_launch.Noise(None, 0)
+    rstd = x.new_empty(x.shape[:-1] if keeps else 0, dtype=torch.float32)
+    if group_size:
+        kept = x.new_empty(buffer_bytes(x.numel(), x.dtype, spec), dtype=torch.uint8)
+        if drawn := draw(x.device, spec, 1):
+            noise = norm_launch.Noise(drawn.state, *drawn.streams)
+    elif keeps:
         kept = torch.empty_like(x)
-        if group_size:
-            size = buffer_bytes(x.numel(), x.dtype, spec)
-            kept = x.new_empty(size, dtype=torch.uint8)
-            if drawn := draw(x.device, spec, 1):
-                noise = norm_launch.Noise(drawn.state, *drawn.streams)
     norm_launch.norm_forward(
         (x.view(-1, hidden), None if residual is None else residual.view(-1, hidden)),
         _contiguous(affine),
@@ -134,9 +133,8 @@ def _(x: Tensor, residual: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
     return y, total, kept, rstd, _probe(x, kind)
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::norm_backward",
-    mutates_args=(),
     schema="(Tensor dy, Tensor? dsum, Tensor? weight, Tensor kept, Tensor rstd, bool centred, "
     "ScalarType dtype, int[] wanted, int[] spec) -> (Tensor, Tensor, Tensor)",
 )
@@ -188,9 +186,8 @@ def _(dy: Tensor, _dsum: Tensor | None, weight: Tensor | None, *others: Any) -> 
     return dy.new_empty(dy.shape, dtype=dtype), *_new_vectors(dy, weight, wanted)
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::norm_output",
-    mutates_args=(),
     schema="(Tensor kept, Tensor? weight, Tensor? bias, SymInt[] shape, ScalarType stored, "
     "ScalarType dtype, int[] spec) -> Tensor",
 )
@@ -259,7 +256,7 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     else:
         wanted = [int(need) for need in ctx.needs_input_grad[2:4]]
         kept, rstd, _, weight = ctx.saved_tensors
-        dx, dweight, dbias = torch.ops.vramx.norm_backward(
+        dx, dweight, dbias = norm_backward(
             dy, dsum, weight, kept, rstd, ctx.centred, ctx.dtype, wanted, ctx.spec
         )
     dweight = dweight if ctx.needs_input_grad[2] else None
@@ -288,7 +285,7 @@ def input_again(kept: Tensor, rstd: Tensor, probe: Tensor, spec: Spec) -> Tensor
     return attach(normalised / rstd.unsqueeze(-1), probe)
 
 
-torch.library.register_autograd("vramx::norm", _backward, setup_context=_setup)
+norm.register_autograd(_backward, setup_context=_setup)
 
 
 def _has_kernel(x: Tensor) -> bool:

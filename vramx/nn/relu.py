@@ -18,6 +18,7 @@ from vramx.compression.config import MASK_FORMAT
 from vramx.compression.reference import unpack_mask
 from vramx.kernels import elementwise_launch
 from vramx.nn import arguments, keeping
+from vramx.nn.operators import operator
 
 
 def relu(x: Tensor) -> Tensor:
@@ -36,9 +37,8 @@ def relu(x: Tensor) -> Tensor:
     return y
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::relu",
-    mutates_args=(),
     schema="(Tensor x, bool keep, int order) -> (Tensor, Tensor)",
 )
 def _relu(x: Tensor, keep: bool, order: int) -> tuple[Tensor, Tensor]:
@@ -63,9 +63,8 @@ def _(x: Tensor, keep: bool, order: int) -> tuple[Tensor, Tensor]:
     return keeping.dense_like(x, order), _empty_bits(x if keep else x.new_empty(0))
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::relu_backward",
-    mutates_args=(),
     schema="(Tensor dy, Tensor bits, int order) -> Tensor",
 )
 def _relu_backward(dy: Tensor, bits: Tensor, order: int) -> Tensor:

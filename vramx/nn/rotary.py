@@ -3,8 +3,8 @@
 The rotation is linear in q and k, so that backward is the rotation by the transposed matrix. Both
 are one kernel each for q and for k where there is one for the device and the shape, else plain
 torch operations: so under torch.compile, whose compiler fuses them, and in derivatives of
-derivatives. It is an autograd function, not an operator, which would cost several times its host
-time. No state; any thread; nothing waits for the device.
+derivatives. Hence it is an autograd function and not an operator, which compilers do not look into.
+No state; any thread; nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
         _check(name, x, cos)
     if cos.requires_grad or sin.requires_grad:
         return _turn(q, cos, sin), _turn(k, cos, sin)
-    return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)
+    if q.requires_grad != k.requires_grad:
+        # A result of a function with an input that has a gradient has one as well.
+        return _Rotation.apply(cos, sin, q)[0], _Rotation.apply(cos, sin, k)[0]
+    turned: tuple[Tensor, Tensor] = _Rotation.apply(cos, sin, q, k)
+    return turned
 
 
 def _check(name: str, x: Tensor, cos: Tensor) -> None:
@@ -70,22 +74,32 @@ def _check(name: str, x: Tensor, cos: Tensor) -> None:
 
 class _Rotation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, cos: Tensor, sin: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin)
-        ctx.dtype = x.dtype
-        if _has_kernel(x, cos, sin):
-            return _by_kernel(x, cos, sin, torch.promote_types(x.dtype, cos.dtype), False)
-        return _turn(x, cos, sin)
+        ctx.dtypes = tuple(x.dtype for x in tensors)
+        return tuple(
+            _by_kernel(x, cos, sin, torch.promote_types(x.dtype, cos.dtype), False)
+            if _has_kernel(x, cos, sin)
+            else _turn(x, cos, sin)
+            for x in tensors
+        )
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
-        if gradient is None:
-            return None, None, None
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        if not torch.is_grad_enabled() and _has_kernel(gradient, cos, sin):
-            return _by_kernel(gradient, cos, sin, ctx.dtype, True), None, None
-        return _turn_back(gradient, cos, sin).to(ctx.dtype), None, None
+        dtypes = zip(gradients, ctx.dtypes, strict=True)
+        return None, None, *(_gradient(each, cos, sin, dtype) for each, dtype in dtypes)
+
+
+def _gradient(
+    gradient: Tensor | None, cos: Tensor, sin: Tensor, dtype: torch.dtype
+) -> Tensor | None:
+    if gradient is None:
+        return None
+    if not torch.is_grad_enabled() and _has_kernel(gradient, cos, sin):
+        return _by_kernel(gradient, cos, sin, dtype, True)
+    return _turn_back(gradient, cos, sin).to(dtype)
 
 
 def _has_kernel(x: Tensor, cos: Tensor, sin: Tensor) -> bool:

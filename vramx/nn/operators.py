@@ -1,0 +1,181 @@
+"""Operators that go through torch's dispatcher only where something watches it.
+
+Compilers, export, dispatch modes and tensor subclasses see an operator of torch.library. A call of
+one costs 30 to 95 us of host time, forward and backward each, most of it for watchers that eager
+mode does not have. So an Operator has two routes over the same functions: the operator of
+torch.library, and an autograd.Function that calls the implementation. Both run it below autograd
+and save what setup_context saves, so that hooks, checkpoints and derivatives of derivatives see no
+difference. No state; any thread. The choice costs a microsecond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vramx.nn.keeping import PLAIN_TENSORS, Spec
+
+# Anything else among arguments may mean more than it holds: subclasses, proxies, symbolic numbers.
+_PLAIN = frozenset(
+    (*PLAIN_TENSORS, type(None), bool, int, float, str, torch.dtype, list, tuple, torch.Size, Spec)
+)
+# What torch.library runs implementations in: views that they return are no views to autograd.
+_BelowAutograd = torch._C._AutoDispatchBelowAutograd
+_ALONE = -1  # in place of a list's length
+
+
+class Operator:
+    """A function of tensors that is an operator of torch.library, and can be called around it.
+
+    `implementation` is the function itself.
+
+    Example:
+        >>> @operator("vramx::example", schema="(Tensor x) -> Tensor")
+        ... def example(x):
+        ...     return x.exp()
+        >>> example.register_fake(torch.empty_like)
+        >>> example(torch.zeros(2)), torch.ops.vramx.example(torch.zeros(2))
+        (tensor([1., 1.]), tensor([1., 1.]))
+    """
+
+    def __init__(self, name: str, schema: str, implementation: Callable[..., Any]) -> None:
+        self.__doc__ = implementation.__doc__
+        self._name = name
+        self.implementation = implementation
+        self._definition: Any = torch.library.custom_op(
+            name, implementation, mutates_args=(), schema=schema
+        )
+        namespace, short = name.split("::")
+        self._overload: Any = getattr(getattr(torch.ops, namespace), short).default
+        arguments = self._overload._schema.arguments
+        self._lists = tuple(i for i, each in enumerate(arguments) if _is_tensor_list(each.type))
+        self._function: Any = None
+
+    def register_fake(self, fake: Callable[..., Any]) -> None:
+        """Register what compilers call for the shapes of results."""
+        self._definition.register_fake(fake)
+
+    def register_autograd(
+        self, backward: Callable[..., Any], *, setup_context: Callable[..., None]
+    ) -> None:
+        """Register derivatives, as torch.library.register_autograd() has them."""
+        self._definition.register_autograd(backward, setup_context=setup_context)
+        make = _function_of_lists if self._lists else _function_of
+        short = self._name.split("::")[1]
+        self._function = make(short, self.implementation, backward, setup_context)
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the operator; the first argument is a tensor."""
+        if torch.compiler.is_compiling() or self._watched(args):
+            return self._overload(*args)
+        if self._function is None or not torch.is_grad_enabled():
+            with _BelowAutograd():
+                return self.implementation(*args)
+        if not self._lists:
+            return self._function.apply(*args)
+        flat, counts = _flattened(args, self._lists)
+        return self._function.apply(*flat, args, counts)
+
+    def _watched(self, args: tuple[Any, ...]) -> bool:
+        """Tell whether a mode, a transform or an argument is to see the operator."""
+        return (
+            torch._C._len_torch_dispatch_stack() > 0
+            or torch._C._len_torch_function_stack() > 0
+            or torch._C._are_functorch_transforms_active()
+            or torch._C._get_tracing_state() is not None
+            or not _PLAIN.issuperset(map(type, args))
+            or args[0].is_meta
+            or args[0].is_neg()
+            or (bool(self._lists) and not all(_is_plain(args[i]) for i in self._lists))
+        )
+
+
+def operator(name: str, *, schema: str) -> Callable[[Callable[..., Any]], Operator]:
+    """Make an Operator of the function that follows, which changes none of its arguments."""
+    return lambda implementation: Operator(name, schema, implementation)
+
+
+def _is_plain(tensors: Sequence[Tensor]) -> bool:
+    return _PLAIN.issuperset(map(type, tensors))
+
+
+def _is_tensor_list(kind: Any) -> bool:
+    return isinstance(kind, torch.ListType) and isinstance(kind.getElementType(), torch.TensorType)
+
+
+def _function_of(
+    name: str,
+    implementation: Callable[..., Any],
+    backward: Callable[..., Any],
+    setup_context: Callable[..., None],
+) -> Any:
+    def forward(ctx: Any, *args: Any) -> Any:
+        with _BelowAutograd():
+            output = implementation(*args)
+            setup_context(ctx, args, output)
+        return output
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), methods)
+
+
+# -- Lists of tensors, which an autograd.Function does not look into -------------------------------
+
+
+def _function_of_lists(
+    name: str,
+    implementation: Callable[..., Any],
+    backward: Callable[..., Any],
+    setup_context: Callable[..., None],
+) -> Any:
+    """Return a Function of flattened arguments, then of these as they were, and their counts."""
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        *_, inputs, ctx.counts = args
+        with _BelowAutograd():
+            output = implementation(*inputs)
+            setup_context(ctx, inputs, output)
+        ctx.gives_list = isinstance(output, list)
+        return tuple(output) if ctx.gives_list else output
+
+    def flat_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        flat_needs = ctx.needs_input_grad
+        ctx.needs_input_grad = _grouped(flat_needs, ctx.counts)
+        try:
+            found = backward(ctx, *([list(gradients)] if ctx.gives_list else gradients))
+        finally:
+            ctx.needs_input_grad = flat_needs
+        lists = [i for i, count in enumerate(ctx.counts) if count != _ALONE]
+        return *_flattened(found, lists)[0], None, None
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(flat_backward)}
+    return type(name, (torch.autograd.Function,), methods)
+
+
+def _flattened(args: Sequence[Any], lists: Sequence[int]) -> tuple[list[Any], tuple[int, ...]]:
+    """Return arguments with lists opened, and for each how many it became, or _ALONE."""
+    flat: list[Any] = []
+    counts = [_ALONE] * len(args)
+    for i, each in enumerate(args):
+        if i in lists:
+            flat += each
+            counts[i] = len(each)
+        else:
+            flat.append(each)
+    return flat, tuple(counts)
+
+
+def _grouped(flat: Sequence[Any], counts: Sequence[int]) -> tuple[Any, ...]:
+    """Return what _flattened() was given, without what follows it in `flat`."""
+    grouped, at = [], 0
+    for count in counts:
+        if count == _ALONE:
+            grouped.append(flat[at])
+            at += 1
+        else:
+            grouped.append(list(flat[at : at + count]))
+            at += count
+    return tuple(grouped)
