@@ -20,10 +20,10 @@ from torch import Tensor
 from vramx.compression.config import Compression
 from vramx.errors import InvalidValueError
 from vramx.nn import arguments
-from vramx.nn import operators_channel_norm as _operators  # noqa: F401 - registers them
 from vramx.nn import reference_channel_norm as reference
 from vramx.nn.channel_norm_passes import Norm
 from vramx.nn.keeping import NOTHING, Spec, order_of, spec_for
+from vramx.nn.operators_channel_norm import channel_norm
 
 # What torch's leaky ReLU has by default.
 DEFAULT_LEAK = 0.01
@@ -88,7 +88,7 @@ def compute(
     spec = spec_for(keep)
     spec = spec._replace(order=0 if groups else order_of(x))
     mean, var = found or (None, None)
-    y, mean_found, var_found, rstd, buffer, bits, probe = torch.ops.vramx.channel_norm(
+    y, mean_found, var_found, rstd, buffer, bits, probe = channel_norm(
         x, residual, *affine, mean, var, *norm, list(spec)
     )
     kept = None

@@ -34,7 +34,9 @@ from vramx.nn.keeping import (
     order_of,
     spec_for,
 )
-from vramx.nn.operators_channel_norm import input_again, output_again
+from vramx.nn.linear import keep_operator
+from vramx.nn.operators import operator
+from vramx.nn.operators_channel_norm import channel_norm_output, input_again, output_again
 
 Sizes = int | Sequence[int]
 _NO_NORM = Norm(0, 0.0, "none", 0.0)
@@ -92,7 +94,7 @@ def conv2d(
         found = keep_input(y, keep) if found is None else found
     if found is None:
         return _convolve(y, weight, bias, geometry)
-    result: Tensor = torch.ops.vramx.convolution(y, weight, bias, *_flat(found), geometry)
+    result: Tensor = convolution_operator(y, weight, bias, *_flat(found), geometry)
     return result
 
 
@@ -111,7 +113,7 @@ def keep_input(x: Tensor, keep: Compression | None = None) -> Kept | None:
     spec = spec._replace(order=order_of(x))
     # Convolutions of x are under autocast as well.
     x = x.to(arguments.autocast_dtype(x))
-    buffer, probe = torch.ops.vramx.keep(x, list(spec))
+    buffer, probe = keep_operator(x, list(spec))
     return kept_tensor(buffer, probe, spec)
 
 
@@ -164,9 +166,8 @@ def _flat(kept: Kept | KeptChannels) -> tuple[Any, ...]:
     return *tensors, *kept.norm, kept.given, kept.dtype, list(kept.spec)
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::convolution",
-    mutates_args=(),
     schema="(Tensor y, Tensor weight, Tensor? bias, Tensor kept, Tensor probe, Tensor? rstd, "
     "Tensor? bits, Tensor? norm_weight, Tensor? norm_bias, int norm_groups, float eps, str kind, "
     "float leak, bool given, ScalarType stored, int[] spec, int[] geometry) -> Tensor",
@@ -236,14 +237,14 @@ def _input(
         x = input_again(kept, rstd, probe, norm.groups, spec)
         how = (rstd if ctx.given else None, bits, spec)
         return output_again(x, None, (weight, bias), norm, how).to(ctx.dtype)
-    again: Tensor = torch.ops.vramx.channel_norm_output(
+    again: Tensor = channel_norm_output(
         kept, bits, weight, bias, list(ctx.shape), norm.groups, norm.kind, norm.leak,
         ctx.stored, ctx.dtype, ctx.spec,
     )  # fmt: skip
     return again
 
 
-torch.library.register_autograd("vramx::convolution", _backward, setup_context=_setup)
+convolution_operator.register_autograd(_backward, setup_context=_setup)
 
 
 class Conv2d(nn.Conv2d):

@@ -32,11 +32,11 @@ from vramx.nn.keeping import (
     dense_like,
     fused_layout,
 )
+from vramx.nn.operators import operator
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::channel_norm",
-    mutates_args=(),
     schema="(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? var, "
     "int groups, float eps, str kind, float leak, int[] spec) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -99,9 +99,8 @@ def _(x: Tensor, _residual: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
     )
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::channel_norm_backward",
-    mutates_args=(),
     schema="(Tensor dy, Tensor? weight, Tensor? bias, Tensor kept, Tensor rstd, Tensor bits, "
     "int groups, bool given, str kind, float leak, ScalarType stored, int[] wanted, int[] spec) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
@@ -156,9 +155,8 @@ def _(dy: Tensor, weight: Tensor | None, bias: Tensor | None, *others: Any) -> t
     return dx, dresidual, dweight, dbias
 
 
-@torch.library.custom_op(
+@operator(
     "vramx::channel_norm_output",
-    mutates_args=(),
     schema="(Tensor kept, Tensor bits, Tensor? weight, Tensor? bias, SymInt[] shape, int groups, "
     "str kind, float leak, ScalarType stored, ScalarType dtype, int[] spec) -> Tensor",
 )
@@ -221,7 +219,7 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled():
         found = _differentiable_backward(ctx, dy, (kept, rstd, bits, probe), (weight, bias))
     else:
-        results = torch.ops.vramx.channel_norm_backward(
+        results = channel_norm_backward(
             dy, weight, bias, kept, rstd, bits, norm.groups, ctx.given, norm.kind, norm.leak,
             ctx.dtype, wanted, ctx.spec,
         )  # fmt: skip
@@ -278,7 +276,7 @@ def output_again(
     )
 
 
-torch.library.register_autograd("vramx::channel_norm", _backward, setup_context=_setup)
+channel_norm.register_autograd(_backward, setup_context=_setup)
 
 
 def _dtype(tensor: Tensor | None) -> torch.dtype | None:
