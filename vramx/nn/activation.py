@@ -274,7 +274,7 @@ def _activation_linear_backward(
     rows = dy.reshape(-1, dy.shape[-1])
     gradient = rows @ weight
     dx, value = _backward_pass(gradient, kept, kind, form, with_value=needs[0])
-    dweight, dbias = weight_gradients(rows, value, needs)
+    dweight, dbias = weight_gradients(rows, value, weight, needs)
     return dx.view(*dy.shape[:-1], weight.shape[1]), dweight, dbias
 
 

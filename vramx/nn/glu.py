@@ -282,7 +282,7 @@ def _glu_linear_backward(
     dz = rows @ weight
     (dgate, dup), z = _backward_pass(dz, (gate, up), kind, form, with_value=needs[0])
     shape = (*dy.shape[:-1], weight.shape[1])
-    return dgate.view(shape), dup.view(shape), *weight_gradients(rows, z, needs)
+    return dgate.view(shape), dup.view(shape), *weight_gradients(rows, z, weight, needs)
 
 
 @_glu_linear_backward.register_fake

@@ -37,6 +37,7 @@ from vramx.nn.keeping import (
 from vramx.nn.norm import Normed
 from vramx.nn.operators import operator
 from vramx.nn.operators_norm import input_again, norm_output
+from vramx.nn.products import weight_gradient
 
 Biases = Sequence[Tensor | None]
 
@@ -255,20 +256,14 @@ def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
         y = _input(ctx, kept, probe, rstd, (norm_weight, norm_bias))
         y = y.reshape(-1, y.shape[-1])
         for i in wanted:
-            dweights[i] = _weight_gradient(flat[i], y, weights[i])
+            dweight = weight_gradient(flat[i], y, weights[i])  # type: ignore[arg-type]
+            dweights[i] = dweight.to(weights[i].dtype)
     dbiases = [
         g.sum(0).to(dtype) if g is not None and need else None
         for g, need, dtype in zip(flat, needs_biases, ctx.bias_dtypes, strict=True)
     ]
     dy = None if dy is None else dy.view(ctx.shape)
     return dy, dweights, dbiases, *[None] * len(others)
-
-
-def _weight_gradient(gradient: Any, y: Tensor, weight: Tensor) -> Tensor:
-    """Return the product in the order of the weight: autograd would copy one in another order."""
-    transposed = weight.stride(0) == 1 and weight.stride(1) > 1
-    product: Tensor = (y.t() @ gradient).t() if transposed else gradient.t() @ y
-    return product.to(weight.dtype)
 
 
 def _input_gradient(gradients: list[Tensor | None], weights: list[Tensor]) -> Tensor | None:

@@ -85,12 +85,12 @@ def mlp_backward(
     inside = [F.linear(y, *terms) for terms in inner]
     slopes, value = _unit_backward(inside, rows @ outer, kind, with_value=needs_weights[-1])
     del inside
-    last = weight_gradients(rows, value, (needs_weights[-1], needs_biases[-1]))
+    last = weight_gradients(rows, value, outer, (needs_weights[-1], needs_biases[-1]))
     del value
     dy, pairs = y.new_empty(0), []
     for (weight, _), *need in zip(inner, needs_weights[:-1], needs_biases[:-1], strict=True):
         slope = slopes.pop(0)
-        pairs.append(weight_gradients(slope, y, need))
+        pairs.append(weight_gradients(slope, y, weight, need))
         if needs_y:
             dy = dy.addmm_(slope, weight) if dy.numel() else slope @ weight
         del slope

@@ -55,14 +55,24 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
     return y
 
 
-def weight_gradients(rows: Tensor, value: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Tensor]:
+def weight_gradients(
+    rows: Tensor, value: Tensor, weight: Tensor, needs: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
     """Return the gradients of a weight and a bias; an empty tensor for one that is not needed."""
-    dweight = rows.t() @ value if needs[0] else rows.new_empty(0)
+    dweight = weight_gradient(rows, value, weight) if needs[0] else rows.new_empty(0)
     dbias = rows.sum(0) if needs[1] else rows.new_empty(0)
     return dweight, dbias
 
 
+def weight_gradient(rows: Tensor, value: Tensor, weight: Tensor) -> Tensor:
+    """Return rows^T value, laid out as the weight: autograd would copy a gradient that is not."""
+    transposed = weight.stride(0) == 1 and weight.stride(1) > 1
+    return (value.t() @ rows).t() if transposed else rows.t() @ value
+
+
 def fake_weight_gradients(weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Tensor]:
-    """Return tensors of the shapes that weight_gradients gives."""
-    dweight = weight.new_empty(weight.shape if needs[0] else 0)
-    return dweight, weight.new_empty(weight.shape[0] if needs[1] else 0)
+    """Return tensors of the shapes and strides that weight_gradients gives."""
+    rows, columns = weight.shape
+    transposed = weight.stride(0) == 1 and weight.stride(1) > 1
+    dweight = weight.new_empty(columns, rows).t() if transposed else weight.new_empty(rows, columns)
+    return dweight if needs[0] else weight.new_empty(0), weight.new_empty(rows if needs[1] else 0)
