@@ -131,7 +131,8 @@ def machine_code(cubin: bytes, folder: Path, elements: int) -> MachineCode:
 def parse(text: str, elements: int) -> MachineCode:
     found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)", text, re.MULTILINE)
     operations = [name for _, name in found if name != "NOP"]
-    end = next(i for i, (condition, name) in enumerate(found) if name == "EXIT" and not condition)
+    ends = (i for i, (condition, name) in enumerate(found) if name == "EXIT" and not condition)
+    end = next(ends, len(found))
     tile = [name for _, name in found[: end + 1] if name != "NOP"]
     return MachineCode(Counter(tile), Counter(operations), elements)
 

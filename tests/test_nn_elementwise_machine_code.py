@@ -2,7 +2,7 @@
 
 As test_kernels_machine_code.py: at 4.3 TB/s the schedulers of an H200 have time for 7.8
 instructions a byte. LIMITS are instructions an element of a whole tile in bfloat16, beside what
-memory leaves time for. GELU by the normal distribution is the one that memory does not wait for.
+memory leaves time for.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ PLANS = {
         "glu_backward", "silu", INT4, True
     ),
     "dropout": lambda: elementwise_launch.dropout_plan(True),
-    "loss": lambda: elementwise_launch.loss_plan(False, False, "gradient"),
-    "rotary": lambda: rotary_launch.rotary_plan(128, False),
+    "loss": lambda: elementwise_launch.loss_plan((False, False), "gradient", 32),
+    "rotary": lambda: rotary_launch.rotary_plan((32, 128), False, shares=True),
 }
 # Of a kernel: limit of instructions, bytes read and bytes written an element, headers apart.
 LIMITS = {
-    "swiglu": (54.0, 4, 4),  # 62 by memory
+    "swiglu": (52.0, 4, 4),  # 62 by memory
     "swiglu backward": (36.0, 4, 6),  # 78
-    "gelu": (48.0, 2, 3),  # 39
-    "gelu backward": (42.0, 3, 4),  # 55
-    "swiglu, 4 bits": (54.0, 4, 3),  # 55
+    "gelu": (36.0, 2, 3),  # 39
+    "gelu backward": (32.0, 3, 4),  # 55
+    "swiglu, 4 bits": (42.0, 4, 3),  # 55
     "swiglu backward, 4 bits": (36.0, 3, 6),  # 70
     "dropout": (18.0, 4, 2),  # 47
 }
@@ -84,7 +84,8 @@ def compiled(plan: launch.Plan, folder: Path) -> MachineCode:
     )
     target = triton.backends.compiler.GPUTarget("cuda", *SM_90)
     warps = plan.constants["num_warps"]
-    binary = triton.compile(source, target=target, options={"num_warps": warps})
+    options = {name: plan.constants.get(name) for name in ("num_warps", "maxnreg")}
+    binary = triton.compile(source, target=target, options=options)
     return machine_code(binary.asm["cubin"], folder, plan.tile // (32 * warps))
 
 
@@ -105,19 +106,19 @@ def test_data_and_codes_move_16_bytes_at_a_time(name: str, code_of: dict[str, Ma
 
 
 def test_rows_of_logits_move_16_bytes_at_a_time(code_of: dict[str, MachineCode]) -> None:
-    """Narrower accesses are the target's, the loss's and the weight's: one a row each."""
+    """Narrower, and once a row, are the target, its logit, its gradient, and the loss twice."""
     accesses = Counter(
         {op: n for op, n in code_of["loss"].everything.items() if op.startswith(("LDG", "STG"))}
     )
     assert accesses.pop("LDG.E.128") >= 2
     assert accesses.pop("STG.E.128") >= 2
-    assert accesses.total() <= 4
+    assert accesses.total() <= 5
 
 
 def test_heads_and_their_cosines_move_16_bytes_at_a_time(code_of: dict[str, MachineCode]) -> None:
-    """Per thread 8 elements of each half: of x, cos and sin, and of the result."""
+    """Per thread 8 elements of each half: of 2 blocks of x, of cos and sin, and of the results."""
     moves = {op: n for op, n in code_of["rotary"].everything.items() if op[:3] in ("LDG", "STG")}
-    assert moves == {"LDG.E.128": 6, "STG.E.128": 2}
+    assert moves == {"LDG.E.128": 8, "STG.E.128": 4}
 
 
 @pytest.mark.parametrize("name", PLANS)

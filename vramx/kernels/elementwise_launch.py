@@ -13,23 +13,30 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from vramx.kernels.launch import Plan, device_of
+from vramx.kernels.launch import Plan, device_of, multiprocessors
 from vramx.kernels.layout import Layout
 
 # Bits of the codes that activations and gated units pack.
 WIDTHS = (4, 8)
 _WARPS = 4
 _THREADS = 32 * _WARPS
-# Elements of a thread. One access of 16 bytes is 16 codes of 8 bits, or 32 of 4. What packs to 8
-# bits takes 32 as well: they share what noise and scales cost once a group; a backward kernel has
-# little of that and more to hold.
+# Elements of a thread. One access of 16 bytes is 16 codes of 8 bits, or 32 of 4. More share what
+# noise and scales cost once a group; a backward kernel has little of that and more to hold.
 _ELEMENTS = 16
 _ELEMENTS_WIDE = 32
+# What packs to 8 bits is limited in registers: without, the assembler takes so many that 16 warps
+# fit, too few for the latency of memory. Swept on an H200; fewer registers would be spilled.
+_PACKING_WARPS = 2
+_PACKING = {"activation": (32, 80), "glu": (16, 64)}  # elements and registers of a thread
 _MASK_BYTES_OF_PROGRAM = 512
 _UNPACKED_GROUP = 128
 _DROPOUT_COLUMNS = 128
-_LOSS_WARPS = 8
-_LOSS_LANES = 32 * _LOSS_WARPS * 2  # of 8 logits each, 16 a thread
+_LOSS_LANES = 32 * 2  # of a warp, of 8 logits each: 16 a thread
+_LOSS_WARPS = (8, 32)  # at least, at most: one for so many classes
+_LOSS_CLASSES_OF_WARP = 4096
+# Of the rows in flight, per multiprocessor: 35 MB on an H200, whose L2 cache has 50 MB.
+_LOSS_CACHED_BYTES = 1 << 18
+_MOST_WARPS = 32  # of a multiprocessor, with the registers that they take
 
 
 class Noise(NamedTuple):
@@ -147,11 +154,13 @@ def cross_entropy(
     gradient: True, or fp32 factors of the rows' gradients.
     """
     if logits.numel():
-        plan = loss_plan(options.cap is not None, options.smoothing != 0.0, _mode(gradient))
+        how = options.cap is not None, options.smoothing != 0.0
+        classes = logits.shape[1]
+        plan = loss_plan(how, _mode(gradient), _loss_warps(classes))
         weights = gradient if isinstance(gradient, Tensor) else losses
         with device_of(logits):
-            plan.kernel[(logits.shape[0],)](
-                logits, targets, losses, weights, logits.stride(0), logits.shape[1],
+            plan.kernel[(min(len(logits), _loss_programs(logits, plan)),)](
+                logits, targets, losses, weights, len(logits), logits.stride(0), classes,
                 options.ignored, options.smoothing, options.cap or 1.0, **plan.constants,
             )  # fmt: skip
 
@@ -162,20 +171,39 @@ def _mode(gradient: Tensor | bool) -> str:
     return "gradient" if gradient else "loss"
 
 
-@lru_cache(maxsize=16)
-def loss_plan(capped: bool, smoothed: bool, mode: str) -> Plan:
-    """Return how cross entropy is launched; `mode` is "loss", "gradient" or "weighted"."""
+def _loss_warps(classes: int) -> int:
+    least, most = _LOSS_WARPS
+    warps = -(-classes // _LOSS_CLASSES_OF_WARP)
+    return min(max(least, 1 << (warps - 1).bit_length()), most)
+
+
+def _loss_programs(logits: Tensor, plan: Plan) -> int:
+    most = _MOST_WARPS // int(plan.constants["num_warps"])
+    fitting = _LOSS_CACHED_BYTES // (logits.shape[1] * logits.element_size())
+    return multiprocessors(logits.device) * min(most, max(1, fitting))
+
+
+@lru_cache(maxsize=32)
+def loss_plan(how: tuple[bool, bool], mode: str, warps: int) -> Plan:
+    """Return how cross entropy is launched.
+
+    Args:
+        how: whether logits are capped, and targets smoothed.
+        mode: "loss", "gradient" or "weighted".
+    """
     from vramx.kernels.cross_entropy import cross_entropy_kernel
 
+    capped, smoothed = how
+    lanes = _LOSS_LANES * warps
     constants = {
-        "LANES": _LOSS_LANES,
+        "LANES": lanes,
         "CAPPED": capped,
         "SMOOTHED": smoothed,
         "GRADIENT": mode != "loss",
         "WEIGHTED": mode == "weighted",
-        "num_warps": _LOSS_WARPS,
+        "num_warps": warps,
     }
-    return Plan(cross_entropy_kernel, 8 * _LOSS_LANES, constants)
+    return Plan(cross_entropy_kernel, 8 * lanes, constants)
 
 
 def tile_plan(name: str, kind: str, layout: Layout | None, option: bool) -> Plan:
@@ -190,10 +218,12 @@ def _tile_plan(name: str, kind: str, form: tuple[int, int, bool] | None, option:
 
     bits, group, symmetric = form or (0, _UNPACKED_GROUP, True)
     backward = name.endswith("backward")
-    wide = bits == 4 or (bits == 8 and not backward)
-    elements = _ELEMENTS_WIDE if wide else _ELEMENTS
-    rows = max(1, _THREADS * elements // group)
-    constants: dict[str, Any] = {
+    elements, warps = _ELEMENTS_WIDE if bits == 4 else _ELEMENTS, _WARPS
+    constants: dict[str, Any] = {}
+    if bits == 8 and not backward:
+        (elements, constants["maxnreg"]), warps = _PACKING[name], _PACKING_WARPS
+    rows = max(1, 32 * warps * elements // group)
+    constants |= {
         "KIND": kind,
         "BITS": bits,
         "GROUP": group,
@@ -201,7 +231,7 @@ def _tile_plan(name: str, kind: str, form: tuple[int, int, bool] | None, option:
         "TAIL_ROWS": max(1, rows // 4),
         "SYMMETRIC": symmetric,
         "WITH_VALUE" if backward else "STOCHASTIC": option,
-        "num_warps": _WARPS,
+        "num_warps": warps,
     }
     module = glu if name.startswith("glu") else activation
     return Plan(getattr(module, f"{name}_kernel"), rows * group, constants)

@@ -162,6 +162,14 @@ def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
     return _NOTHING if index == torch.cuda.current_device() else torch.cuda.device(index)
 
 
+@lru_cache(maxsize=64)
+def multiprocessors(device: torch.device) -> int:
+    """Return how many a device has; in the interpreter 2, so that programs are not one a row."""
+    if device.type != "cuda":
+        return 2
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 @lru_cache(maxsize=1)
 def _has_triton() -> bool:
     try:
