@@ -73,15 +73,21 @@ def _load(pointers, inside):
 
 @triton.jit
 def _row_totals(tile, GROUPS: tl.constexpr, ROWS: tl.constexpr):
-    """Return fp32[ROWS]: the sum of each row of a tile."""
-    return tl.sum(tl.reshape(tl.sum(tile, 1), (ROWS, GROUPS)), 1)
+    """Return fp32[ROWS], the sum of each row of a tile, or of the one row a scalar."""
+    if ROWS == 1:  # which every thread then has, and nothing is spread through shared memory
+        return tl.sum(tl.sum(tile, 1), 0)
+    else:  # noqa: RET505 - the compiler types what it sees
+        return tl.sum(tl.reshape(tl.sum(tile, 1), (ROWS, GROUPS)), 1)
 
 
 @triton.jit
 def _spread(values, GROUPS: tl.constexpr, ROWS: tl.constexpr):
-    """Return a value of each row as [ROWS * GROUPS, 1]: what multiplies a tile by rows."""
-    wide = tl.broadcast_to(values[:, None], (ROWS, GROUPS))
-    return tl.reshape(wide, (ROWS * GROUPS,))[:, None]
+    """Return a value of each row as what multiplies a tile by rows; of one row it is a scalar."""
+    if ROWS == 1:
+        return values
+    else:  # noqa: RET505 - the compiler types what it sees
+        wide = tl.broadcast_to(values[:, None], (ROWS, GROUPS))
+        return tl.reshape(wide, (ROWS * GROUPS,))[:, None]
 
 
 @triton.jit(do_not_specialize=["rows", "stream", "eps"])
@@ -273,21 +279,25 @@ def norm_backward_kernel(
     columns = _columns(GROUP, GROUPS, ROWS)
     known = columns < HIDDEN if HIDDEN != GROUPS * GROUP else None
     offsets = _offsets(GROUP, GROUPS, ROWS)
-    lanes = tl.arange(0, ROWS)
     dweight = tl.zeros((ROWS * GROUPS, GROUP), tl.float32)
     dbias = tl.zeros((ROWS * GROUPS, GROUP), tl.float32)
-    row = program.to(tl.int64) * ROWS
-    while row < rows:
+    tiles = tl.cdiv(rows, ROWS).to(tl.int32)
+    for tile in range(program, tiles, tl.num_programs(0)):
+        row = tile * tl.full((), ROWS, tl.int64)
         first = row * HIDDEN
         left = tl.minimum(rows - row, ROWS).to(tl.int32)
         inside = _inside(left, HIDDEN, GROUP, GROUPS, ROWS)
         filled = _filled(left, HIDDEN, GROUP, GROUPS, ROWS)
+        rstd = _load_factors(rstd_ptr + row, left, ROWS)
         dy = _load(dy_ptr + first + offsets, inside)
         n = _load_kept(kept_ptr, rows * HIDDEN, first, inside, filled, GROUP, ROWS * GROUPS, PACKED)
-        rstd = tl.load(rstd_ptr + row + lanes, mask=lanes < left, other=0.0)
         g = dy
         if weight_ptr is not None:
             g = dy * _load(weight_ptr + columns, known)
+        if dweight_ptr is not None:
+            dweight += dy * n
+        if dbias_ptr is not None:
+            dbias += dy
         dx = g - n * _spread(_row_totals(g * n, GROUPS, ROWS) / HIDDEN, GROUPS, ROWS)
         if CENTRED:
             dx -= _spread(_row_totals(g, GROUPS, ROWS) / HIDDEN, GROUPS, ROWS)
@@ -295,15 +305,20 @@ def norm_backward_kernel(
         if dsum_ptr is not None:
             dx += _load(dsum_ptr + first + offsets, inside)
         tl.store(dx_ptr + first + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-        if dweight_ptr is not None:
-            dweight += dy * n
-        if dbias_ptr is not None:
-            dbias += dy
-        row += tl.num_programs(0).to(tl.int64) * ROWS
     if dweight_ptr is not None:
         _store_share(dweight, dweight_ptr + program * HIDDEN, HIDDEN, GROUP, GROUPS, ROWS)
     if dbias_ptr is not None:
         _store_share(dbias, dbias_ptr + program * HIDDEN, HIDDEN, GROUP, GROUPS, ROWS)
+
+
+@triton.jit
+def _load_factors(rstd_ptr, left, ROWS: tl.constexpr):
+    """Return the factors of a tile's rows, of the one row a scalar."""
+    if ROWS == 1:
+        return tl.load(rstd_ptr)
+    else:  # noqa: RET505 - the compiler types what it sees
+        lanes = tl.arange(0, ROWS)
+        return tl.load(rstd_ptr + lanes, mask=lanes < left, other=0.0)
 
 
 @triton.jit
