@@ -19,6 +19,7 @@ import vramx
 from vramx.compression import graph, graph_policy, reference
 from vramx.compression.config import Compression, Format
 from vramx.compression.graph import compressed_graphs, hash_halves
+from vramx.errors import UnsupportedTorchError
 from vramx.kernels.layout import Layout
 from vramx.recompute import inputs
 
@@ -194,7 +195,7 @@ def test_hooks_of_equal_options_are_the_same_so_that_graphs_are_reused() -> None
 
 def test_a_torch_that_cannot_inline_hooks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "_hook_context", None)
-    with pytest.raises(graph.UnsupportedTorchError, match="block by block"):
+    with pytest.raises(UnsupportedTorchError, match="block by block"):
         compressed_graphs(bits=4, group_size=512)  # that no other test asks for
 
 

@@ -18,9 +18,9 @@ from vramx.compression import offload
 from vramx.compression.config import Compression, Format
 from vramx.compression.parcel import State
 from vramx.compression.pinned import HostPool
-from vramx.compression.stash import OffloadError, Stash, Ticket
+from vramx.compression.stash import Stash, Ticket
 from vramx.compression.transport import Lane
-from vramx.errors import ModifiedInPlaceError
+from vramx.errors import ModifiedInPlaceError, OffloadError
 from vramx.sizes import MIB
 
 STREAMS = ("main", "other", Lane.TO_HOST.value, Lane.TO_DEVICE.value)

@@ -53,5 +53,13 @@ class UnsupportedTensorError(VramxError, TypeError):
     """Under `strict`, an operation saved a tensor that cannot be compressed."""
 
 
+class OffloadError(VramxError, RuntimeError):
+    """A buffer that lies on the host was asked for where it cannot be copied back."""
+
+
+class UnsupportedTorchError(VramxError, RuntimeError):
+    """The installed torch cannot inline hooks into compiled graphs."""
+
+
 class VramxWarning(UserWarning):
     """What vramx has to say without stopping the program."""

@@ -30,7 +30,7 @@ from torch import Tensor, fx
 from vramx.compression import random, reference
 from vramx.compression.config import Compression, Format
 from vramx.compression.graph_policy import is_exact
-from vramx.errors import VramxError
+from vramx.errors import UnsupportedTorchError
 
 
 def _find_hook_context() -> Callable[[], Any] | None:
@@ -49,10 +49,6 @@ _MOST_ELEMENTS = (1 << 31) - 1  # that the noise has numbers for
 # lowbias32 of Chris Wellons, "Prospecting for hash functions", 2018; as signed numbers.
 _FACTORS = (0x7FEB352D, 0x846CA68B - (1 << 32))
 _GOLDEN = 0x9E3779B1 - (1 << 32)
-
-
-class UnsupportedTorchError(VramxError, RuntimeError):
-    """The installed torch cannot inline hooks into compiled graphs."""
 
 
 # -- Noise ----------------------------------------------------------------------------------------

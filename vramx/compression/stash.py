@@ -31,15 +31,11 @@ from vramx.compression.parcel import Parcel, State
 from vramx.compression.pinned import HostPool, Slot
 from vramx.compression.saved import check_version
 from vramx.compression.transport import Lane, Transport
-from vramx.errors import ModifiedInPlaceError, VramxError
+from vramx.errors import ModifiedInPlaceError, OffloadError
 
 # How many parcels a prefetch looks at, and how many dead ones the order may have.
 _LOOK_AHEAD = 256
 _DEAD_PARCELS = 64
-
-
-class OffloadError(VramxError, RuntimeError):
-    """A buffer that lies on the host was asked for where it cannot be copied back."""
 
 
 class Ticket:
