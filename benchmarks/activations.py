@@ -14,24 +14,13 @@ loss after training is no farther above the exact one than seeds are from each o
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from statistics import fmean, median
+from collections.abc import Iterator
+from statistics import fmean, median, median_high
 from typing import TYPE_CHECKING
 
-from benchmarks.harness import Measurement, Options
-from benchmarks.programs import _launch
-from benchmarks.programs._launch import (
-    ALLOCATORS,
-    PROGRAMS,
-    Job,
-    Outcome,
-    Waiting,
-    started_ahead,
-    visible_gpus,
-)
+from benchmarks.harness import Options
+from benchmarks.programs._cases import Cases, Figures, Findings, cells, lay_out, names_in
 from benchmarks.programs._rows import Request, RowWriter
-from vramx.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,8 +39,7 @@ CASES = (
     "gnn",
 )
 TRANSFORMERS = ("llama", "gpt2", "bert", "vit")
-QUICK = ("llama",)
-LIMIT_S = 120.0
+PROCESSES = Cases("_activations.py", CASES, quick=("llama",), limit_s=120.0)
 COSINE_GOAL = 0.999
 PACKED_GOAL = 0.5
 # Of one way against another: metric, the most of it. Kept bytes first, then the time of a step.
@@ -67,69 +55,17 @@ RATIO_GOALS = {
 # Of two seeds' losses, half differ by more than this many of their standard deviations.
 SEED_DEVIATIONS = 0.95
 
-Figures = dict[tuple[str, str], list[float]]  # by case ("llama int8") and metric
 
-
-def run_all(
-    options: Options, request: Request, writer: RowWriter
-) -> tuple[list[Table | str], bool]:
-    """Run the chosen cases; return what to show, and whether all ran and met their goals.
+def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
+    """Train the chosen models in every way of keeping activations, and judge the goals.
 
     Raises:
         UnavailableError: there is no GPU.
         InvalidValueError: an unknown case.
     """
-    cases = chosen(request.only or (QUICK if options.quick else ()))
-    gpu = visible_gpus(options.device, 1)[0]
-    limit_s = request.limit_s or LIMIT_S
-    figures, has_failed = measure(cases, starter(gpu, limit_s), writer)
+    figures, has_failed = PROCESSES.measure(options, request, writer)
     is_good = not has_failed and all(is_met for *_, is_met in goals(figures))
     return [table(figures)], is_good
-
-
-def chosen(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the cases of these names, or all.
-
-    Raises:
-        InvalidValueError: a name is unknown.
-    """
-    for name in names:
-        if name not in CASES:
-            raise InvalidValueError(f"case {name!r} is unknown; accepted are {', '.join(CASES)}")
-    return tuple(names) or CASES
-
-
-def starter(gpu: str, limit_s: float) -> Callable[[str], Waiting]:
-    script = PROGRAMS / "_activations.py"
-    return lambda case: _launch.Started(
-        Job(script, ALLOCATORS[0], (case,), gpu=gpu, limit_s=limit_s)
-    )
-
-
-def measure(
-    cases: Iterable[str], start: Callable[[str], Waiting], writer: RowWriter
-) -> tuple[Figures, bool]:
-    """Give each case its turn; return all figures, and whether a process failed."""
-    figures: Figures = {}
-    has_failed = False
-    for case, process in started_ahead(cases, start):
-        outcome = process.take_turn(None, threading.Event())
-        for name, measurements in by_case(outcome).items():
-            writer.write(name, measurements)
-            figures |= {(name, found.metric): found.values for found in measurements}
-        if not outcome.is_ok:
-            has_failed = True
-            writer.write(case, [], outcome.status)
-    return figures, has_failed
-
-
-def by_case(outcome: Outcome) -> dict[str, list[Measurement]]:
-    """Sort what a process printed; one that failed later has told what it had."""
-    found: dict[str, list[Measurement]] = {}
-    for line in outcome.reports:
-        measurement = Measurement(line["metric"], line["unit"], line["values"])
-        found.setdefault(line["case"], []).append(measurement)
-    return found
 
 
 def goals(figures: Figures) -> list[tuple[str, str, float, bool]]:
@@ -156,28 +92,19 @@ def ratio_goals(figures: Figures) -> Iterator[tuple[str, str, float, bool]]:
                 yield case, metric, ratio, ratio <= goal
 
 
-SHOWN = ("kept_bytes", "kept_ratio", "peak_bytes", "step_ms", "step_ratio", "gradient_cosine")
+SHOWN = (
+    "kept_bytes",
+    "kept_ratio",
+    "peak_bytes",
+    "step_ms",
+    "step_ratio",
+    "gradient_cosine",
+    "loss_trained",
+)
 
 
 def table(figures: Figures) -> Table:
     """Lay the figures out, one line for each way of keeping the activations of a model."""
-    from rich.table import Table
-
-    from vramx.cli.bench import figure
-    from vramx.sizes import format_size
-
-    laid_out = Table(title="activations kept exactly and compressed")
-    laid_out.add_column("case", no_wrap=True)
-    for heading in (*SHOWN, "loss_trained", "goals"):
-        laid_out.add_column(heading.replace("_", " "), justify="right")
-    verdicts = goals(figures)
-    for case in dict.fromkeys(case for case, _ in figures):
-        cells = []
-        for metric in (*SHOWN, "loss_trained"):
-            values = figures.get((case, metric))
-            middle = None if values is None else sorted(values)[len(values) // 2]
-            is_size = metric.endswith("_bytes") and middle is not None
-            cells.append(format_size(int(middle or 0)) if is_size else figure(middle))
-        missed = [metric for name, metric, _, is_met in verdicts if name == case and not is_met]
-        laid_out.add_row(case, *cells, f"MISSED {', '.join(missed)}" if missed else "")
-    return laid_out
+    lines = {case: cells(figures, case, SHOWN, median_high) for case in names_in(figures)}
+    missed = [(case, metric) for case, metric, _, is_met in goals(figures) if not is_met]
+    return lay_out("activations kept exactly and compressed", SHOWN, lines, missed)

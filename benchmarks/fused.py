@@ -15,25 +15,13 @@ from eager's as those of Liger or of torch.compile, which round at other places 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from benchmarks.activations import Figures, by_case
 from benchmarks.harness import Measurement, Options
-from benchmarks.programs import _launch
-from benchmarks.programs._launch import (
-    ALLOCATORS,
-    PROGRAMS,
-    Job,
-    Outcome,
-    Waiting,
-    started_ahead,
-    visible_gpus,
-)
+from benchmarks.programs._cases import Cases, Figures, Findings, cells, lay_out, names_in
 from benchmarks.programs._rows import Request, RowWriter
-from vramx.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,8 +29,7 @@ if TYPE_CHECKING:
 DESCRIPTION = "swapped blocks against Liger, checkpoints and torch.compile: memory, time (GPU)"
 
 CASES = ("llama", "gpt2", "vit", "convnext", "cnn")
-QUICK = ("llama",)
-LIMIT_S = 300.0
+PROCESSES = Cases("_fused.py", CASES, quick=("llama",), limit_s=300.0)
 COSINE_GOAL = 0.999
 OURS = ("keep", "int8", "int8_nearest", "int4", "recompute_mlp", "recompute_all")
 FAITHFUL = tuple(way for way in OURS if way != "int4")  # what rounds no more than 8 bits do
@@ -78,70 +65,18 @@ class Verdict(NamedTuple):
     is_met: bool
 
 
-def run_all(
-    options: Options, request: Request, writer: RowWriter
-) -> tuple[list[Table | str], bool]:
-    """Run the chosen cases; return what to show, and whether all ran and met their goals.
+def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
+    """Take steps of the chosen models in every way, judge the goals and write their ratios.
 
     Raises:
         UnavailableError: there is no GPU.
         InvalidValueError: an unknown case.
     """
-    cases = chosen(request.only or (QUICK if options.quick else ()))
-    gpu = visible_gpus(options.device, 1)[0]
-    figures, has_failed = measure(cases, starter(gpu, request.limit_s or LIMIT_S), writer)
+    figures, has_failed = PROCESSES.measure(options, request, writer)
     verdicts = judge(figures)
     write_ratios(verdicts, writer)
     is_good = not has_failed and all(found.is_met for found in verdicts)
     return [table(figures, verdicts), *summary(verdicts)], is_good
-
-
-def chosen(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the cases of these names, or all.
-
-    Raises:
-        InvalidValueError: a name is unknown.
-    """
-    for name in names:
-        if name not in CASES:
-            raise InvalidValueError(f"case {name!r} is unknown; accepted are {', '.join(CASES)}")
-    return tuple(names) or CASES
-
-
-def starter(gpu: str, limit_s: float) -> Callable[[str], Waiting]:
-    script = PROGRAMS / "_fused.py"
-    return lambda case: _launch.Started(
-        Job(script, ALLOCATORS[0], (case,), gpu=gpu, limit_s=limit_s)
-    )
-
-
-def measure(
-    cases: Iterable[str], start: Callable[[str], Waiting], writer: RowWriter
-) -> tuple[Figures, bool]:
-    """Give each case its turn; return all figures, and whether anything failed.
-
-    What was skipped, with its reason, has not failed.
-    """
-    figures: Figures = {}
-    has_failed = False
-    for case, process in started_ahead(cases, start):
-        outcome = process.take_turn(None, threading.Event())
-        statuses = {line["case"]: line["status"] for line in outcome.reports if "status" in line}
-        if not outcome.is_ok:
-            statuses[case] = outcome.status
-        for name, measurements in by_case(figures_of(outcome)).items():
-            writer.write(name, measurements)
-            figures |= {(name, found.metric): found.values for found in measurements}
-        for name, status in statuses.items():
-            writer.write(name, [], status)
-            has_failed |= status.startswith("failed")
-    return figures, has_failed
-
-
-def figures_of(outcome: Outcome) -> Outcome:
-    """Return an outcome without the lines that say what became of a way."""
-    lines = tuple(line for line in outcome.reports if "status" not in line)
-    return Outcome(outcome.status, lines, outcome.wall_s)
 
 
 def judge(figures: Figures) -> list[Verdict]:
@@ -201,22 +136,6 @@ SHOWN = (BLOCK, "kept_bytes", "peak_bytes", "step_ms", "step_ratio", "host_ms", 
 
 def table(figures: Figures, verdicts: Sequence[Verdict]) -> Table:
     """Lay the figures out, one line for each way of a model."""
-    from rich.table import Table
-
-    from vramx.cli.bench import figure
-    from vramx.sizes import format_size
-
-    laid_out = Table(title="blocks and stacks, all ways in one process")
-    laid_out.add_column("case", no_wrap=True)
-    for heading in (*SHOWN, "goals"):
-        laid_out.add_column(heading.replace("_", " "), justify="right")
-    for case in dict.fromkeys(case for case, _ in figures):
-        cells = []
-        for metric in SHOWN:
-            values = figures.get((case, metric))
-            middle = None if values is None else median(values)
-            is_size = metric in ("kept_bytes", "peak_bytes") and middle is not None
-            cells.append(format_size(int(middle or 0)) if is_size else figure(middle))
-        missed = [goal.metric for goal, _, is_met in verdicts if goal.case == case and not is_met]
-        laid_out.add_row(case, *cells, f"MISSED {', '.join(missed)}" if missed else "")
-    return laid_out
+    lines = {case: cells(figures, case, SHOWN) for case in names_in(figures)}
+    missed = [(goal.case, goal.metric) for goal, _, is_met in verdicts if not is_met]
+    return lay_out("blocks and stacks, all ways in one process", SHOWN, lines, missed)

@@ -15,17 +15,15 @@ import re
 import statistics
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.activations import by_case
 from benchmarks.harness import RESULTS, Measurement, Options
 from benchmarks.programs import _launch
+from benchmarks.programs._cases import Cases, Findings, at_once, by_case
 from benchmarks.programs._equivalence import Equivalence, compare
-from benchmarks.programs._launch import ALLOCATORS, PROGRAMS, Job, Outcome, visible_gpus
+from benchmarks.programs._launch import Outcome
 from benchmarks.programs._rows import Request, RowWriter
-from vramx.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,8 +39,9 @@ WAYS = (
     "int4_nearest",
     "optimised_int8",
 )
-QUICK = ("exact", "int8_stochastic")
-LIMIT_S = 600.0
+PROCESSES = Cases(
+    "_language_model.py", WAYS, quick=("exact", "int8_stochastic"), limit_s=600.0, noun="way"
+)
 SEED_SHARE = 0.25  # of the seeds' standard deviation: the margin at 8 bits
 INT4_MARGIN_NAT = 0.02
 _AT = re.compile(r"validation_loss_at_(\d+)")
@@ -50,22 +49,18 @@ _AT = re.compile(r"validation_loss_at_(\d+)")
 Curve = dict[int, list[float]]  # by step: the loss of each seed
 
 
-def run_all(
-    options: Options, request: Request, writer: RowWriter
-) -> tuple[list[Table | str], bool]:
-    """Train in the chosen ways; return what to show, and whether all are equivalent to exact.
+def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
+    """Train in the chosen ways, and test whether all are equivalent to exact.
 
     Raises:
         UnavailableError: there is no GPU.
         InvalidValueError: an unknown way.
     """
-    ways = chosen(request.only or (QUICK if options.quick else ()))
-    gpu = visible_gpus(options.device, 1)[0]
-    script = PROGRAMS / "_language_model.py"
-    limit_s = request.limit_s or LIMIT_S
+    ways = chosen(PROCESSES.requested(options, request))
+    job = PROCESSES.job(options, request)
 
     def train(way: str, stop: threading.Event) -> Outcome:
-        return _launch.run(Job(script, ALLOCATORS[0], (way,), gpu=gpu, limit_s=limit_s), stop)
+        return _launch.run(job(way), stop)
 
     curves, has_failed = train_all(ways, train, writer)
     verdicts = judge(curves)
@@ -83,10 +78,7 @@ def chosen(names: Sequence[str]) -> tuple[str, ...]:
     Raises:
         InvalidValueError: a name is unknown.
     """
-    for name in names:
-        if name not in WAYS:
-            raise InvalidValueError(f"way {name!r} is unknown; accepted are {', '.join(WAYS)}")
-    return tuple(dict.fromkeys(("exact", *names))) if names else WAYS
+    return tuple(dict.fromkeys(("exact", *PROCESSES.chosen(names))))
 
 
 def train_all(
@@ -96,12 +88,7 @@ def train_all(
 ) -> tuple[dict[str, Curve], bool]:
     """Train in all ways at once; return the curves, and whether a process failed."""
     stop = threading.Event()
-    with ThreadPoolExecutor(len(ways)) as pool:
-        try:
-            outcomes = dict(zip(ways, pool.map(lambda way: train(way, stop), ways), strict=True))
-        except BaseException:  # Ctrl-C too: nothing may go on running behind the prompt
-            stop.set()
-            raise
+    outcomes = dict(zip(ways, at_once(ways, lambda way: train(way, stop), stop), strict=True))
     curves = {}
     for way, outcome in outcomes.items():
         measurements = by_case(outcome).get(way, [])

@@ -11,16 +11,14 @@ longer than that of a smaller budget, but for what the clock's noise makes of eq
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from statistics import median
 from typing import TYPE_CHECKING
 
-from benchmarks.activations import Figures, measure
 from benchmarks.harness import Options
-from benchmarks.programs import _launch
-from benchmarks.programs._launch import ALLOCATORS, PROGRAMS, Job, visible_gpus
+from benchmarks.programs._cases import Cases, Figures, Findings, cells, lay_out
 from benchmarks.programs._rows import Request, RowWriter
-from vramx.errors import InvalidValueError
+from vramx.sizes import format_gib
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,45 +26,22 @@ if TYPE_CHECKING:
 DESCRIPTION = "vramx.plan: peaks within budgets, near their prediction, and their steps' time (GPU)"
 
 CASES = ("llama", "gpt2", "bert", "vit", "cnn")
-QUICK = ("llama",)
-LIMIT_S = 240.0
+PROCESSES = Cases("_plan.py", CASES, quick=("llama",), limit_s=240.0)
 ERROR_GOAL = 0.05
 # Medians of nine steps of the same work differ by about this much.
 NOISE = 0.01
 
 
-def run_all(
-    options: Options, request: Request, writer: RowWriter
-) -> tuple[list[Table | str], bool]:
-    """Run the chosen cases; return what to show, and whether all ran and met their goals.
+def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
+    """Plan the chosen models and run their plans, and judge the goals.
 
     Raises:
         UnavailableError: there is no GPU.
         InvalidValueError: an unknown case.
     """
-    cases = chosen(request.only or (QUICK if options.quick else ()))
-    gpu = visible_gpus(options.device, 1)[0]
-    limit_s = request.limit_s or LIMIT_S
-
-    def start(case: str) -> _launch.Waiting:
-        job = Job(PROGRAMS / "_plan.py", ALLOCATORS[0], (case,), gpu=gpu, limit_s=limit_s)
-        return _launch.Started(job)
-
-    figures, has_failed = measure(cases, start, writer)
+    figures, has_failed = PROCESSES.measure(options, request, writer)
     is_good = not has_failed and all(is_met for *_, is_met in goals(figures))
     return [table(figures)], is_good
-
-
-def chosen(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the cases of these names, or all.
-
-    Raises:
-        InvalidValueError: a name is unknown.
-    """
-    for name in names:
-        if name not in CASES:
-            raise InvalidValueError(f"case {name!r} is unknown; accepted are {', '.join(CASES)}")
-    return tuple(names) or CASES
 
 
 def goals(figures: Figures) -> list[tuple[str, str, float, bool]]:
@@ -97,28 +72,19 @@ SHOWN = ("budget_bytes", "predicted_bytes", "peak_bytes", "predicted_ms", "step_
 
 def table(figures: Figures) -> Table:
     """Lay the figures out, one line for each budget."""
-    from rich.table import Table
+    lines = {
+        case: [*cells(figures, case, SHOWN, size=format_gib), _blocks(figures, case)]
+        for case, metric in figures
+        if metric == "budget_bytes"
+    }
+    missed = [(case, metric) for case, metric, _, is_met in goals(figures) if not is_met]
+    return lay_out("plans for budgets of bytes", (*SHOWN, "blocks"), lines, missed)
 
-    from vramx.cli.bench import figure
-    from vramx.sizes import format_gib
 
-    laid_out = Table(title="plans for budgets of bytes")
-    laid_out.add_column("case", no_wrap=True)
-    for heading in (*SHOWN, "blocks", "goals"):
-        laid_out.add_column(heading.replace("_", " "), justify="right")
-    verdicts = goals(figures)
-    for case in dict.fromkeys(case for case, metric in figures if metric == "budget_bytes"):
-        cells = []
-        for metric in SHOWN:
-            values = figures.get((case, metric))
-            middle = median(values) if values else None
-            is_size = metric.endswith("_bytes") and middle is not None
-            cells.append(format_gib(middle or 0) if is_size else figure(middle))
-        blocks = " ".join(
-            f"{values[0]:.0f} {metric.removeprefix('blocks_')}"
-            for (name, metric), values in figures.items()
-            if name == case and metric.startswith("blocks_")
-        )
-        missed = [metric for name, metric, _, is_met in verdicts if name == case and not is_met]
-        laid_out.add_row(case, *cells, blocks, f"MISSED {', '.join(missed)}" if missed else "")
-    return laid_out
+def _blocks(figures: Figures, case: str) -> str:
+    """Say how many blocks a plan treats in which way."""
+    return " ".join(
+        f"{values[0]:.0f} {metric.removeprefix('blocks_')}"
+        for (name, metric), values in figures.items()
+        if name == case and metric.startswith("blocks_")
+    )

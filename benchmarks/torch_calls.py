@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.harness import ROOT, Measurement, Options
-from benchmarks.programs import _launch
+from benchmarks.programs import _cases, _launch
+from benchmarks.programs._cases import Findings
 from benchmarks.programs._launch import (
     ALLOCATORS,
     PROGRAMS,
@@ -29,7 +30,7 @@ from benchmarks.programs._launch import (
 )
 from benchmarks.programs._rows import Request, RowWriter
 from benchmarks.traces import trace_files
-from vramx.errors import InvalidValueError, VramxError
+from vramx.errors import VramxError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -47,9 +48,7 @@ LIMIT_RATIO = 0.4
 Times = dict[tuple[str, str], list[float]]
 
 
-def run_all(
-    options: Options, request: Request, writer: RowWriter
-) -> tuple[list[Table | str], bool]:
+def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
     """Measure every trace under every allocator.
 
     Returns:
@@ -82,10 +81,7 @@ def chosen(found: Mapping[str, Path], names: Sequence[str]) -> dict[str, Path]:
     Raises:
         InvalidValueError: a name is unknown.
     """
-    for name in names:
-        if name not in found:
-            raise InvalidValueError(f"trace {name!r} is unknown; accepted are {', '.join(found)}")
-    return {name: found[name] for name in names or found}
+    return {name: found[name] for name in _cases.chosen(names, found, "trace")}
 
 
 def compile_library(folder: Path) -> Path:

@@ -15,14 +15,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from benchmarks.harness import Measurement, Options
-from benchmarks.programs import _launch, _verdicts
+from benchmarks.programs import _cases, _launch, _verdicts
+from benchmarks.programs._cases import Findings
 from benchmarks.programs._launch import (
     ALLOCATORS,
     PROGRAMS,
@@ -35,11 +34,7 @@ from benchmarks.programs._launch import (
 )
 from benchmarks.programs._rows import Request, RowWriter
 from benchmarks.programs._verdicts import CAP, Program, Run, judge
-from vramx.errors import InvalidValueError
 from vramx.sizes import GIB
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 DESCRIPTION = "whole training programs, unmodified, under native, expandable and vramx (GPU)"
 
@@ -63,9 +58,7 @@ REPEATS = 2
 LIMIT_S = 180.0
 
 
-def run_all(
-    options: Options, request: Request, writer: RowWriter
-) -> tuple[list[Table | str], bool]:
+def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
     """Run the chosen programs.
 
     Returns:
@@ -94,10 +87,7 @@ def chosen(names: Sequence[str]) -> list[Program]:
         InvalidValueError: a name is unknown.
     """
     known = {program.name: program for program in CATALOGUE}
-    for name in names:
-        if name not in known:
-            raise InvalidValueError(f"program {name!r} is unknown; accepted are {', '.join(known)}")
-    return [known[name] for name in names or known]
+    return [known[name] for name in _cases.chosen(names, known, "program")]
 
 
 def spread(programs: Sequence[Program], gpus: Sequence[str], lane: Lane) -> list[Run]:
@@ -114,13 +104,8 @@ def spread(programs: Sequence[Program], gpus: Sequence[str], lane: Lane) -> list
     def on_gpu(gpu: str) -> list[Run]:
         return list(lane.runs(taken(), gpu))
 
-    with ThreadPoolExecutor(len(gpus)) as pool:
-        futures = [pool.submit(on_gpu, gpu) for gpu in gpus]
-        try:
-            runs = [run for future in futures for run in future.result()]
-        except BaseException:  # Ctrl-C too: nothing may go on running behind the prompt
-            lane.stop.set()
-            raise
+    found = _cases.at_once(gpus, on_gpu, lane.stop)
+    runs = [run for on_one in found for run in on_one]
     return sorted(runs, key=lambda run: programs.index(run.program))
 
 

@@ -13,7 +13,7 @@ from program_stand_ins import FakeProcess, Launched, make_writer, rows
 
 from benchmarks import activations, harness
 from benchmarks.models_workloads import WORKLOADS, Text, build
-from benchmarks.programs import _activations, _launch
+from benchmarks.programs import _activations, _cases, _launch
 from benchmarks.programs._launch import PROGRAMS, Allocator, Job, Outcome
 from vramx.errors import InvalidValueError
 
@@ -154,7 +154,7 @@ def test_rows_are_written_as_cases_end_and_a_crash_is_a_row(tmp_path: Path) -> N
         "cnn": process(line("cnn exact", "step_ms", 1.0, 3.0), status="failed: out of memory"),
         "gnn": process(line("gnn exact", "step_ms", 2.0)),
     }
-    figures, has_failed = activations.measure(processes, processes.get, make_writer(tmp_path))
+    figures, has_failed = _cases.measure(processes, processes.get, make_writer(tmp_path))
     assert has_failed
     written = rows(tmp_path)
     assert [row["case"] for row in written[-3:]] == ["cnn exact", "cnn", "gnn exact"]
@@ -163,7 +163,7 @@ def test_rows_are_written_as_cases_end_and_a_crash_is_a_row(tmp_path: Path) -> N
     assert activations.table(figures).row_count == 5
 
 
-def figures_of(*lines: dict[str, Any]) -> activations.Figures:
+def figures_of(*lines: dict[str, Any]) -> _cases.Figures:
     return {(item["case"], item["metric"]): item["values"] for item in lines}
 
 
@@ -198,8 +198,8 @@ def test_each_goal_can_be_missed(metric: str, value: float) -> None:
 
 def test_an_unknown_case_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="accepted are llama, "):
-        activations.chosen(["lama"])
-    assert activations.chosen(()) == activations.CASES
+        activations.PROCESSES.chosen(["lama"])
+    assert activations.PROCESSES.chosen(()) == activations.CASES
 
 
 def test_files_of_models_are_no_benchmarks() -> None:

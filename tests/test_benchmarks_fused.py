@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks import fused
 from benchmarks.models_workloads import Batch, Workload
-from benchmarks.programs import _fused, _fused_ways
+from benchmarks.programs import _cases, _fused, _fused_ways
 from benchmarks.programs._fused import Arena, Case
 from benchmarks.programs._fused_ways import SkippedError, Subject
 from benchmarks.programs._launch import Allocator, Job, Outcome
@@ -279,7 +279,7 @@ GOOD = (
 )
 
 
-def figures_of(*lines: dict[str, Any]) -> fused.Figures:
+def figures_of(*lines: dict[str, Any]) -> _cases.Figures:
     return {(item["case"], item["metric"]): item["values"] for item in lines}
 
 
@@ -345,9 +345,9 @@ def test_skipped_ways_are_rows_and_no_failures_and_failed_ones_are(tmp_path: Pat
     skipped = {"case": "llama liger", "status": "skipped: Liger's kernels need a GPU"}
     failed = {"case": "vit int4", "status": "failed: RuntimeError: no"}
     writer = make_writer(tmp_path)
-    figures, has_failed = fused.measure(["llama"], lambda _: process(*GOOD, skipped), writer)
+    figures, has_failed = _cases.measure(["llama"], lambda _: process(*GOOD, skipped), writer)
     assert not has_failed
-    assert fused.measure(["vit"], lambda _: process(failed), writer) == ({}, True)
+    assert _cases.measure(["vit"], lambda _: process(failed), writer) == ({}, True)
     fused.write_ratios(fused.judge(figures), writer)
     written = {(row["case"], row["metric"]): row for row in rows(tmp_path)}
     assert written["llama liger", ""]["status"] == skipped["status"]
@@ -357,7 +357,7 @@ def test_skipped_ways_are_rows_and_no_failures_and_failed_ones_are(tmp_path: Pat
 
 def test_a_crash_is_a_row(tmp_path: Path) -> None:
     crash = process(GOOD[0], status="failed: out of memory")
-    _, has_failed = fused.measure(["llama"], lambda _: crash, make_writer(tmp_path))
+    _, has_failed = _cases.measure(["llama"], lambda _: crash, make_writer(tmp_path))
     assert has_failed
     assert [row["status"] for row in rows(tmp_path)] == ["ok", "failed: out of memory"]
 
@@ -369,7 +369,7 @@ def test_both_sides_know_the_same_cases_and_ways() -> None:
         assert case.ways[0] == "eager"
         assert set(case.ways) <= set(_fused_ways.WAYS)
     with pytest.raises(InvalidValueError, match="accepted are llama, "):
-        fused.chosen(["lama"])
+        fused.PROCESSES.chosen(["lama"])
 
 
 def test_the_figures_become_a_picture(tmp_path: Path) -> None:
@@ -378,7 +378,7 @@ def test_the_figures_become_a_picture(tmp_path: Path) -> None:
 
     writer = make_writer(tmp_path)
     writer._maker._shared["benchmark"] = "fused"
-    fused.measure(["llama"], lambda _: process(*GOOD), writer)
+    _cases.measure(["llama"], lambda _: process(*GOOD), writer)
     assert plot.main([str(tmp_path / "rows.csv")]) == 0
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 

@@ -59,5 +59,5 @@ def test_a_case_plans_five_budgets_and_runs_them(monkeypatch: pytest.MonkeyPatch
 def test_every_case_has_a_model_and_an_unknown_one_is_refused() -> None:
     assert set(plan.CASES) <= set(WORKLOADS)
     with pytest.raises(InvalidValueError, match="accepted are llama, "):
-        plan.chosen(["lama"])
-    assert plan.chosen(()) == plan.CASES
+        plan.PROCESSES.chosen(["lama"])
+    assert plan.PROCESSES.chosen(()) == plan.CASES
