@@ -96,7 +96,8 @@ def scaled_dot_product_attention(
     attn_mask, (q, k, v) = _cast(attn_mask, q, k, v)
     call = kernels.Call(kernels.NO_KERNEL, dropout_p, is_causal, scale)
     if spec[0] != keeping.NOTHING:
-        call = call._replace(kernel=kernels.choose((q, k, v), attn_mask, call, enable_gqa))
+        kernel = kernels.choose((q, k, v), attn_mask, call, enable_gqa)
+        call = kernels.Call(kernel, dropout_p, is_causal, scale)
     if call.kernel == kernels.NO_KERNEL:
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -22,7 +22,7 @@ from vramx.errors import InvalidValueError
 from vramx.nn import arguments
 from vramx.nn import reference_channel_norm as reference
 from vramx.nn.channel_norm_passes import Norm
-from vramx.nn.keeping import NOTHING, Spec, order_of, spec_for
+from vramx.nn.keeping import NOTHING, Spec, in_order, order_of, spec_for
 from vramx.nn.operators_channel_norm import channel_norm
 
 # What torch's leaky ReLU has by default.
@@ -86,7 +86,7 @@ def compute(
     _check(x, residual, affine)
     norm = Norm(groups, eps, *_activation(activation))
     spec = spec_for(keep)
-    spec = spec._replace(order=0 if groups else order_of(x))
+    spec = in_order(spec, 0 if groups else order_of(x))
     mean, var = found or (None, None)
     y, mean_found, var_found, rstd, buffer, bits, probe = channel_norm(
         x, residual, *affine, mean, var, *norm, list(spec)

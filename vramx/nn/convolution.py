@@ -30,6 +30,7 @@ from vramx.nn.keeping import (
     Kept,
     Spec,
     decode,
+    in_order,
     kept_tensor,
     order_of,
     spec_for,
@@ -110,7 +111,7 @@ def keep_input(x: Tensor, keep: Compression | None = None) -> Kept | None:
     spec = spec_for(keep)
     if spec.bits in (NOTHING, RAW):
         return None
-    spec = spec._replace(order=order_of(x))
+    spec = in_order(spec, order_of(x))
     # Convolutions of x are under autocast as well.
     x = x.to(arguments.autocast_dtype(x))
     buffer, probe = keep_operator(x, list(spec))

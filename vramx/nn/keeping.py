@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +66,16 @@ class Kept(NamedTuple):
     centred: bool
     dtype: torch.dtype
     spec: Spec
+
+
+def fields_of(kept: Kept) -> tuple[Any, ...]:
+    """Return the first seven fields, as operators take them; torch 2.6 compiles no slice of it."""
+    return kept.buffer, kept.probe, kept.rstd, kept.weight, kept.bias, kept.eps, kept.centred
+
+
+def in_order(spec: Spec, order: int) -> Spec:
+    """Return a spec with another order of elements."""
+    return Spec(spec.bits, spec.group_size, spec.symmetric, spec.stochastic, order)
 
 
 def kept_tensor(buffer: Tensor, probe: Tensor, spec: Spec) -> Kept:

@@ -31,6 +31,7 @@ from vramx.nn.keeping import (
     decode,
     empty_buffer,
     encode,
+    fields_of,
     kept_tensor,
     spec_for,
 )
@@ -118,7 +119,7 @@ def linears(
             functional.linear(y, weight, bias) for weight, bias in zip(weights, biases, strict=True)
         )
     terms = list(weights), without_none(biases, y)
-    return tuple(linears_operator(y, *terms, *kept[:7], kept.dtype, list(kept.spec)))
+    return tuple(linears_operator(y, *terms, *fields_of(kept), kept.dtype, list(kept.spec)))
 
 
 class Linear(torch.nn.Linear):

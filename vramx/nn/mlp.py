@@ -18,7 +18,7 @@ from vramx.compression.config import Compression
 from vramx.errors import InvalidValueError
 from vramx.nn import arguments, linear
 from vramx.nn import operators_mlp as _operators
-from vramx.nn.keeping import AS_IT_IS, NOTHING, Kept, kept_tensor
+from vramx.nn.keeping import AS_IT_IS, NOTHING, Kept, fields_of, kept_tensor
 from vramx.nn.norm import Normed
 from vramx.nn.reference_elementwise import KINDS
 
@@ -76,7 +76,7 @@ def mlp(
         linear.without_none(biases, y),
         inside,
         activation,
-        *kept[:7],
+        *fields_of(kept),
         kept.dtype,
         list(kept.spec),
     )
