@@ -21,6 +21,7 @@ from compress_tools import (
 )
 from torch import nn
 
+from vramx.compression import enclosing
 from vramx.compression.hooks import compress
 from vramx.errors import InvalidValueError, ModifiedInPlaceError
 from vramx.sizes import format_size
@@ -210,7 +211,10 @@ def test_an_exception_leaves_no_hooks() -> None:
     assert not torch._C._is_torch_function_mode_enabled()
 
 
-def test_the_innermost_context_decides() -> None:
+@pytest.mark.parametrize("is_told", [True, False], ids=["torch tells", "before 2.8"])
+def test_the_innermost_context_decides(is_told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_told:
+        monkeypatch.setattr(enclosing, "_top_hooks", None)
     x = input_of(64, 64)
     with compress(min_bytes=0) as outer:
         x.tanh()

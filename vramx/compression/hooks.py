@@ -7,8 +7,10 @@ ten microseconds; what a saved tensor costs is said in session.py.
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any
@@ -96,15 +98,27 @@ class _Active:
 
     def __init__(self, parts: tuple[Session, OperationMode]) -> None:
         session, self._mode = parts
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(session.pack, Session.unpack)
+        self._pack = session.pack
+        hooks = _untraced(self._pack), _untraced(Session.unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(*hooks)
 
     def push(self) -> None:
         self._hooks.__enter__()
+        enclosing.note(self._pack)
         self._mode.__enter__()
 
     def pop(self) -> None:
         self._mode.__exit__(None, None, None)
+        enclosing.forget()
         self._hooks.__exit__()
+
+
+def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that the compiler leaves alone: before 2.8 it compiles what runs in between."""
+    if enclosing.is_told() or "torch._dynamo" not in sys.modules:
+        return hook
+    untraced: Callable[..., Any] = torch.compiler.disable(hook)
+    return untraced
 
 
 def _hooks_are_enabled() -> bool:
