@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from samples import SMALL
 from simulated import KIB, MIB, UNIT, live, open_device
+
+from vramx.memory.trace import ALLOCATE, FREE_COMPLETED, load_trace
 
 if TYPE_CHECKING:
     from vramx._core import SimulatedDevice
@@ -88,6 +92,27 @@ def test_one_program_has_one_placement() -> None:
         base = spans[0]["address"]
         layouts.append([(s["address"] - base, s["size"], s["state"]) for s in spans])
     assert layouts[0] == layouts[1]
+
+
+def test_a_recorded_program_of_seven_streams_settles_when_it_repeats_itself(traces: Path) -> None:
+    """In whole rounds, after which all is freed; the first ones grow, and put blocks together."""
+    trace = load_trace(traces / SMALL)
+    columns = (trace.op, trace.id, trace.size, trace.stream)
+    events = list(zip(*(column.tolist() for column in columns), strict=True))
+    device = open_device(64 << 30, has_bytes=False)
+    calls = []
+    for _ in range(6):
+        before, addresses = device.driver_calls(), {}
+        for op, block, size, stream in events:
+            if op == ALLOCATE:
+                addresses[block] = device.allocate(size, stream)
+            elif op == FREE_COMPLETED and block in addresses:
+                device.free(addresses.pop(block))
+        for address in addresses.values():
+            device.free(address)
+        calls.append(device.driver_calls() - before)
+    assert calls[0] > 0
+    assert calls[3:] == [0, 0, 0]
 
 
 def test_a_growth_that_fails_once_is_tried_again() -> None:
