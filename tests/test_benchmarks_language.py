@@ -128,6 +128,28 @@ def test_a_process_trains_all_seeds_and_says_what_was_packed(tiny: None) -> None
     assert found["saved_ratio"][0] > 1.5
 
 
+def test_seeds_apart_say_what_all_would_have_said(
+    tiny: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*seeds: str) -> Outcome:
+        _language_model.main("exact", *seeds)
+        return Outcome("ok", tuple(map(json.loads, capsys.readouterr().out.splitlines())), 1.0)
+
+    whole = said()
+    found = language_model.merged([said(str(seed)) for seed in language_model.SEEDS])
+    assert [line["metric"] for line in found.reports] == [line["metric"] for line in whole.reports]
+    for ours, theirs in zip(found.reports[:2], whole.reports[:2], strict=True):
+        assert ours["values"] == pytest.approx(theirs["values"], rel=1e-5)
+
+
+def test_a_seed_that_failed_is_a_way_that_failed() -> None:
+    line = {"metric": "validation_loss_at_250", "values": [2.0]}
+    found = language_model.merged(
+        [Outcome("ok", (line, line), 1.0), Outcome("failed: killed", (line,), 2.0)]
+    )
+    assert (found.status, len(found.reports)) == ("failed: killed", 1)
+
+
 def test_only_the_way_differs_between_processes(
     tiny: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,10 +1,10 @@
 """The process that benchmarks/language_model.py starts for each way of keeping activations.
 
-    python _language_model.py WAY
+    python _language_model.py WAY [SEED ...]
 
-Trains one GPT for each seed on the standard library's sources, all in one model, and prints one
-line of JSON for each evaluation: the validation loss of every seed. PROGRAM_SIZE=tiny takes seconds
-on a processor. Dropout is 0 and nothing but the way differs between processes.
+Trains one GPT for each seed, or for these, on the standard library's sources, all in one model, and
+prints one line of JSON for each evaluation: the validation loss of every seed. PROGRAM_SIZE=tiny
+takes seconds on a processor. Dropout is 0 and nothing but the way differs between processes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,10 +20,10 @@ import torch
 from torch import Tensor
 
 import vramx
+from benchmarks.language_model import SEEDS
 from benchmarks.models_gpt import Gpts, Shape, draw_starts, standard_library_text, windows
 from benchmarks.programs._report import Recorder, allocator_name, sized
 
-SEEDS = (1, 2, 3, 4, 5)
 STEPS, EVERY = 3000, 250
 WARMUP = 300
 # Where losses spike, pairs part by chance: then gaps say nothing of what is compared.
@@ -49,17 +50,17 @@ LEVELS = {"optimised_int8": "int8"}
 class Trainer:
     """The models of all seeds, their text and their optimizer."""
 
-    def __init__(self, way: str, device: torch.device) -> None:
+    def __init__(self, way: str, device: torch.device, seeds: Sequence[int] = SEEDS) -> None:
         self._shape = sized(Shape(), Shape(width=32, layers=2, heads=2, length=16, rows=2))
         self._steps = sized(STEPS, 4)
         self._every = sized(EVERY, 2)
         train, validation = standard_library_text(sized(24 << 20, 1 << 20))
         self._train, self._validation = train.to(device), validation.to(device)
-        self._starts = draw_starts(self._train, SEEDS, self._steps, self._shape)
-        same = (VALIDATION_SEED,) * len(SEEDS)  # one set of windows for all
+        self._starts = draw_starts(self._train, seeds, self._steps, self._shape)
+        same = (VALIDATION_SEED,) * len(seeds)  # one set of windows for all
         batches = sized(VALIDATION_BATCHES, 1)
         self._checked = draw_starts(self._validation, same, batches, self._shape)
-        self._models = models_for(way, self._shape)
+        self._models = models_for(way, self._shape, seeds)
         if way == "exact_again":
             with torch.no_grad():
                 for parameter in self._models.parameters():
@@ -74,6 +75,7 @@ class Trainer:
         options = WAYS[way]
         self._context: Any = None if options is None else vramx.compress(**options, **small)
         self._device = device
+        self._count = len(seeds)
 
     def run(self, case: str) -> None:
         """Train to the end; report each evaluation and what was packed."""
@@ -81,7 +83,7 @@ class Trainer:
             self._take_step(step)
             if step % self._every == 0:
                 report(case, f"validation_loss_at_{step}", "nat", self.evaluate())
-        report(case, "parameters", "1", [self._parameters() / len(SEEDS)])
+        report(case, "parameters", "1", [self._parameters() / self._count])
         if self._context is not None:
             stats = self._context.stats
             report(case, "packed_share", "1", [stats.packed.seen_bytes / stats.saved_bytes])
@@ -117,19 +119,19 @@ class Trainer:
         return sum(p.numel() for p in self._models.parameters() if p.requires_grad)
 
 
-def models_for(way: str, shape: Shape) -> Gpts:
-    """Return the models of all seeds; every way has the same weights.
+def models_for(way: str, shape: Shape, seeds: Sequence[int]) -> Gpts:
+    """Return the models of these seeds; every way has the same weights.
 
     Raises:
         RuntimeError: blocks were not swapped.
     """
     if way not in LEVELS:
-        return Gpts(SEEDS, shape)
+        return Gpts(seeds, shape)
     from benchmarks.models_gpt2 import SeparateGpts
 
-    models = SeparateGpts(SEEDS, shape)
+    models = SeparateGpts(seeds, shape)
     report = vramx.optimize(models, LEVELS[way])
-    if len(report.swapped) != len(SEEDS) * shape.layers:
+    if len(report.swapped) != len(seeds) * shape.layers:
         raise RuntimeError(f"only these blocks were swapped:\n{report}")
     return models
 
@@ -146,10 +148,10 @@ def report(case: str, metric: str, unit: str, values: list[float]) -> None:
     print(json.dumps({**line, "allocator": allocator_name()}), flush=True)
 
 
-def main(way: str) -> None:
+def main(way: str, *seeds: str) -> None:
     recorder = Recorder(deterministic=False)
-    Trainer(way, recorder.begin()).run(way)
+    Trainer(way, recorder.begin(), tuple(map(int, seeds)) or SEEDS).run(way)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
