@@ -66,9 +66,10 @@ def rotary_kernel(
         if step + 1 < STEPS:
             # Loads do not pass stores: those of the next block go first.
             inside = known & (head + (step + 1) * HEADS < heads)[:, None]
-            x += HEADS * x_head
+            # Eight heads of a million tokens are more elements than an int32 counts.
+            x += tl.full((), HEADS, tl.int64) * x_head
             first = tl.load(x, inside, 0).to(tl.float32)
             second = tl.load(x + SIZE // 2, inside, 0).to(tl.float32)
         tl.store(y, y1.to(y_ptr.dtype.element_ty), stored)
         tl.store(y + SIZE // 2, y2.to(y_ptr.dtype.element_ty), stored)
-        y += HEADS * y_head
+        y += tl.full((), HEADS, tl.int64) * y_head
