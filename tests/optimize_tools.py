@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from norm_tools import INT8_STEP
 from torch import Tensor, nn
 
 from vramx.nn.families import FAMILIES
 from vramx.nn.families.norms import RmsNorm
+from vramx.nn.families.swap import Fused
 
 HIDDEN, TOKENS, LAYERS = 64, 24, 2
 # float32: a block rounds about twenty times in a row, each by half a step, and sums of some
@@ -36,6 +38,10 @@ _DECODERS = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": 
 _DECODERS["gemma"] = "Gemma"
 DECODERS = tuple(_DECODERS)
 HUGGING_FACE = (*DECODERS, "gpt2", "bert", "vit")
+CONVOLUTIONS = ("convnext", "resnet")
+EVERY_FAMILY = (*HUGGING_FACE, "timm_vit", "encoder", *CONVOLUTIONS)
+# Blocks of a model, where they are not LAYERS.
+BLOCKS = {"convnext": 4, "resnet": 4}
 
 
 def encoder(dropout: float = 0.0, **options: Any) -> nn.TransformerEncoder:
@@ -82,6 +88,38 @@ def hugging_face(transformers: Any, name: str, dropout: float = 0.0) -> tuple[nn
     return transformers.ViTModel(config).train(), {"pixel_values": pixels}
 
 
+def timm_vit(**options: Any) -> nn.Module:
+    timm: Any = pytest.importorskip("timm.models")
+    model: nn.Module = timm.VisionTransformer(
+        img_size=16, patch_size=4, embed_dim=HIDDEN, depth=LAYERS, num_heads=4, num_classes=8,
+        **options,
+    ).train()  # fmt: skip
+    return model
+
+
+def family(name: str) -> tuple[nn.Module, Inputs]:
+    """Return a small model of one of EVERY_FAMILY and its inputs; skip without its library."""
+    if name in HUGGING_FACE:
+        return hugging_face(pytest.importorskip("transformers"), name)
+    if name == "encoder":
+        return encoder(), encoder_inputs()
+    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(0)
+    if name == "timm_vit":
+        return timm_vit(), {"x": torch.randn(2, 3, 16, 16, generator=generator)}
+    images = torch.randn(8, 3, 64, 64, generator=generator).to(memory_format=torch.channels_last)
+    if name == "resnet":
+        resnet: Any = pytest.importorskip("torchvision.models.resnet")
+        model = resnet.ResNet(resnet.Bottleneck, [1, 1, 1, 1], num_classes=8)
+    else:
+        timm: Any = pytest.importorskip("timm.models")
+        # The usual scale of a branch, a millionth, would hide all errors of it.
+        model = timm.ConvNeXt(
+            num_classes=8, depths=(1, 1, 1, 1), dims=(16, 32, 64, 128), ls_init_value=0.5
+        )
+    return model.to(memory_format=torch.channels_last).train(), {"x": images}
+
+
 def result_of(model: nn.Module, inputs: Inputs) -> Tensor:
     result: Any = model(**inputs)
     return result if isinstance(result, Tensor) else result[0]
@@ -90,13 +128,14 @@ def result_of(model: nn.Module, inputs: Inputs) -> Tensor:
 def gradient_of(model: nn.Module, inputs: Inputs) -> Tensor:
     """Return the gradient of a fixed weighting of the result for all parameters, in a row."""
     y = result_of(model, inputs)
-    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
     found = torch.autograd.grad((y * weights).sum(), parameters, allow_unused=True)
     return torch.cat([g.flatten() for g in found if g is not None])
 
 
 def error(found: Tensor, expected: Tensor) -> float:
+    found, expected = found.double(), expected.double()
     return ((found - expected).norm() / expected.norm()).item()
 
 
@@ -109,7 +148,8 @@ def fused_calls() -> Iterator[list[str]]:
     """Collect the families of the blocks that were computed the fused way."""
     calls: list[str] = []
     blocks = [family for family in FAMILIES if not issubclass(family, RmsNorm)]
-    originals = {family: family.__dict__.get("vramx_fused") for family in blocks}
+    bases = {base for family in blocks for base in family.__mro__ if base is not Fused}
+    originals: dict[Any, Any] = {base: base.__dict__.get("vramx_fused") for base in bases}
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         def count(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -120,10 +160,10 @@ def fused_calls() -> Iterator[list[str]]:
 
     for family, function in originals.items():
         if function is not None:
-            family.vramx_fused = counted(function)  # type: ignore[method-assign]
+            family.vramx_fused = counted(function)
     try:
         yield calls
     finally:
         for family, function in originals.items():
             if function is not None:
-                family.vramx_fused = function  # type: ignore[method-assign]
+                family.vramx_fused = function

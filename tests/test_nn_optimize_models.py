@@ -12,7 +12,6 @@ import torch
 from norm_tools import held_bytes
 from optimize_tools import (
     DECODERS,
-    HIDDEN,
     HUGGING_FACE,
     INT8_NOISE,
     LAYERS,
@@ -23,6 +22,7 @@ from optimize_tools import (
     gradient_of,
     hugging_face,
     result_of,
+    timm_vit,
     twin,
 )
 from torch import nn
@@ -296,12 +296,7 @@ def test_copy_of_an_optimised_model_trains_apart() -> None:
 @pytest.mark.parametrize("level", ["keep", "int8", "recompute_mlp"])
 @pytest.mark.parametrize("extras", [False, True])
 def test_blocks_of_timm_compute_what_their_originals_do(level: str, extras: bool) -> None:
-    timm = pytest.importorskip("timm.models")
-    options = {"qk_norm": True, "init_values": 0.5} if extras else {}
-    original = timm.VisionTransformer(
-        img_size=16, patch_size=4, embed_dim=HIDDEN, depth=LAYERS, num_heads=4, num_classes=8,
-        **options,
-    ).train()  # fmt: skip
+    original = timm_vit(**{"qk_norm": True, "init_values": 0.5} if extras else {})
     inputs = {"x": torch.randn(2, 3, 16, 16)}
     model: nn.Module = twin(original)
     vramx.optimize(model, level)

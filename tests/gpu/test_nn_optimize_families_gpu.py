@@ -1,0 +1,252 @@
+"""vramx.optimize on a GPU, every family that it knows: steps, states, files, adapters, restore().
+
+Small models in bfloat16; those of images and torch's encoder in float32 under autocast. Every model
+is compared with its untouched twin, both with the twin in float64 where they round differently.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from optimize_tools import (
+    BLOCKS,
+    CONVOLUTIONS,
+    DECODERS,
+    EVERY_FAMILY,
+    HIDDEN,
+    HUGGING_FACE,
+    INT8_NOISE,
+    LAYERS,
+    Inputs,
+    error,
+    family,
+    fused_calls,
+    gradient_of,
+    result_of,
+    twin,
+)
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import vramx
+
+pytestmark = pytest.mark.gpu
+
+GPU = "cuda"
+AUTOCAST = ("encoder", *CONVOLUTIONS)
+LEVELS = ("keep", "int8", "recompute_mlp", "recompute_all")
+# Linears of each block, by their names in each library; Linears only in attention and in the MLP.
+ADAPTED = {
+    **{name: ["q_proj", "down_proj"] for name in DECODERS},
+    "gpt2": ["c_attn", "c_fc"],
+    "bert": ["query", "intermediate.dense"],
+    "vit": ["query", "q_proj", "intermediate.dense", "fc1"],  # as releases of transformers have it
+    "timm_vit": ["qkv", "fc1"],
+    "encoder": ["linear2"],
+    "convnext": ["mlp.fc1"],
+    "resnet": ["conv1"],
+}
+every_family = pytest.mark.parametrize("name", EVERY_FAMILY)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> Iterator[None]:
+    torch.manual_seed(0)
+    vramx.manual_seed(0, rank=0)
+    # In eval mode it takes the weights from under an adapter.
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(True)
+
+
+def on_gpu(name: str) -> tuple[nn.Module, Inputs]:
+    model, inputs = family(name)
+    dtype = torch.float32 if name in AUTOCAST else torch.bfloat16
+    floats = {k: x.to(GPU, dtype) for k, x in inputs.items() if x.is_floating_point()}
+    return model.to(GPU, dtype), {k: floats.get(k, x.to(GPU)) for k, x in inputs.items()}
+
+
+def optimised(model: nn.Module, name: str, level: str = "int8") -> nn.Module:
+    """Swap the blocks of a twin, every one of them.
+
+    No group is of two tokens: beside a large one's numbers a small one's would have no digits.
+    """
+    model = twin(model)
+    report = vramx.optimize(model, level, min_bytes=1, group_size=HIDDEN)
+    blocks = [row for row in report.swapped if "norm" not in row.name.rsplit(".", 1)[-1]]
+    assert len(blocks) == BLOCKS.get(name, LAYERS), str(report)
+    return model
+
+
+@contextmanager
+def as_trained(name: str) -> Iterator[None]:
+    with torch.autocast(torch.device(GPU).type, torch.bfloat16, enabled=name in AUTOCAST):
+        yield
+
+
+def outcome(model: nn.Module, inputs: Inputs, name: str) -> tuple[Tensor, Tensor]:
+    """Return the result and the gradients of one training step, in a row."""
+    with as_trained(name):
+        y = result_of(model, inputs).detach()
+        return y, gradient_of(model, inputs)
+
+
+def evaluated(model: nn.Module, inputs: Inputs, name: str) -> Tensor:
+    with torch.no_grad(), as_trained(name):
+        return result_of(model.eval(), inputs)
+
+
+def loss_of(model: nn.Module, inputs: Inputs, name: str) -> Tensor:
+    """Return how far the result is from a fixed one."""
+    with as_trained(name):
+        y = result_of(model, inputs).float()
+    return (y - y.new_ones(y.shape).cumsum(-1).sin()).square().mean()
+
+
+def noise(name: str) -> float:
+    """Return INT8_NOISE of all blocks."""
+    return INT8_NOISE * (BLOCKS.get(name, LAYERS) / LAYERS) ** 0.5
+
+
+def wide(inputs: Inputs) -> Inputs:
+    return {k: x.double() if x.is_floating_point() else x for k, x in inputs.items()}
+
+
+def exact(model: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    return outcome(twin(model).double(), wide(inputs), "")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@every_family
+def test_step_is_no_further_from_float64_than_the_originals(name: str, level: str) -> None:
+    model, inputs = on_gpu(name)
+    with fused_calls() as calls:
+        found = outcome(optimised(model, name, level), inputs, name)
+    # A ResNet's are recomputed by a function of its own.
+    assert len(calls) >= BLOCKS.get(name, LAYERS) or (name, level) == ("resnet", "recompute_all")
+    expected, theirs = exact(model, inputs), outcome(model, inputs, name)
+    assert error(found[0], expected[0]) < 2 * error(theirs[0], expected[0])
+    codec = 0 if level == "keep" else noise(name)
+    assert error(found[1], expected[1]) < 2 * error(theirs[1], expected[1]) + codec
+
+
+@pytest.mark.parametrize("level", ["keep", "int8"])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_step_in_float32_is_no_further_either(name: str, level: str) -> None:
+    """Norms of batches amplify roundings to bfloat16 to a third of a gradient: too far to see."""
+    model, inputs = on_gpu(name)
+    expected = exact(model, inputs)
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        found, theirs = (outcome(m, inputs, "") for m in (optimised(model, name, level), model))
+    for ours, other, value, codec in zip(found, theirs, expected, (0, noise(name)), strict=True):
+        assert error(ours, value) < 2 * error(other, value) + (codec if level == "int8" else 0)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Have torch's kernels give the same bits every time, and attention be products."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
+            warnings.simplefilter("ignore", UserWarning)
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("level", ["int8", "recompute_all"])
+@every_family
+def test_restored_model_is_the_original_to_the_bit(name: str, level: str) -> None:
+    original, inputs = on_gpu(name)
+    model = optimised(original, name, level)
+    changed = outcome(model, inputs, name)
+    assert vramx.restore(model) >= BLOCKS.get(name, LAYERS)
+    for found, expected in zip(model.modules(), original.modules(), strict=True):
+        assert type(found) is type(expected)
+        assert found.__dict__.keys() == expected.__dict__.keys()
+    outcome(original, inputs, name)
+    with torch.no_grad():  # statistics of batches differ by the roundings of the step before
+        for buffer, theirs in zip(model.buffers(), original.buffers(), strict=True):
+            assert torch.allclose(buffer, theirs, rtol=2.0**-6, atol=2.0**-6)
+            buffer.copy_(theirs)
+    found, expected = outcome(model, inputs, name), outcome(original, inputs, name)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not torch.equal(changed[1], expected[1])
+    states = model.state_dict(), original.state_dict()
+    assert list(states[0]) == list(states[1])
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+@pytest.mark.usefixtures("deterministic")
+@every_family
+def test_state_passes_to_the_original_and_back(name: str) -> None:
+    original, inputs = on_gpu(name)
+    model, other = optimised(original, name), optimised(original, name, "recompute_mlp")
+    before = evaluated(twin(original), inputs, name)
+    loss_of(model, inputs, name).backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    state = model.state_dict()
+    assert list(state) == list(original.state_dict())
+    original.load_state_dict(state)
+    other.load_state_dict(original.state_dict())
+    found = [evaluated(each, inputs, name) for each in (model, original, other)]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], before)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_saved_model_is_an_ordinary_one(name: str, tmp_path: Path) -> None:
+    original, inputs = on_gpu(name)
+    model: Any = optimised(original, name)
+    model.save_pretrained(tmp_path)
+    # Its buffers are cast as the original's were, from float32.
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float32).to(GPU, torch.bfloat16)
+    assert vramx.restore(loaded) == 0
+    assert list(loaded.state_dict()) == list(original.state_dict())
+    expected = evaluated(original, inputs, name)
+    assert torch.equal(evaluated(loaded, inputs, name), expected)
+    again = optimised(loaded, name)
+    assert torch.equal(evaluated(again, inputs, name), expected)
+
+
+def adapted(model: nn.Module, name: str) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(target_modules=ADAPTED[name], init_lora_weights=False)
+    return peft.get_peft_model(model, config).train()
+
+
+@pytest.mark.filterwarnings("ignore:.*fan_in_fan_out")
+@every_family
+def test_adapters_train_on_top_and_merge(name: str) -> None:
+    original, inputs = on_gpu(name)
+    model, plain = adapted(optimised(original, name), name), adapted(twin(original), name)
+    right = exact(plain, inputs)
+    found, theirs = outcome(model, inputs, name), outcome(plain, inputs, name)
+    for ours, other, value, codec in zip(found, theirs, right, (0, noise(name)), strict=True):
+        assert error(ours, value) < 2 * error(other, value) + codec
+    optimizer = torch.optim.Adam((p for p in model.parameters() if p.requires_grad), 1e-2)
+    losses = []
+    for _ in range(8):
+        loss = loss_of(model, inputs, name)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    assert all(p.requires_grad == ("lora_" in n) for n, p in model.named_parameters())
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    value = evaluated(twin(model).double(), wide(inputs), "")
+    before = error(evaluated(model, inputs, name), value)
+    merged = model.merge_and_unload()
+    assert error(evaluated(merged, inputs, name), value) < 2 * before
+    assert vramx.restore(merged) >= BLOCKS.get(name, LAYERS)
