@@ -15,7 +15,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
 # Sums of float32 in another order, over ranks and in other kernels.
 ROUNDING = 1e-4
 EXACT = ("exact", "keep")
-WAYS = (*EXACT, "compress", "checkpoint", "int8", "recompute_mlp", "recompute_all")
+WAYS = (
+    *(f"llama {way}" for way in (*EXACT, "compress", "checkpoint", "recompute_mlp")),
+    *(f"{name} {way}" for name in ("llama", "gpt2", "vit") for way in ("int8", "recompute_all")),
+    *("gpt2 exact", "vit exact"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +33,8 @@ def outcome() -> Outcome:
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_those_of_one_untouched_model(outcome: Outcome, way: str, kind: str) -> None:
-    facts = outcome.facts()["ways"][f"{kind} {way}"]
+    name, way = way.split()
+    facts = outcome.facts()["ways"][f"{name} {kind} {way}"]
     assert facts["error"] < (ROUNDING if way in EXACT else INT8_NOISE)
     assert (facts["changed"] > 0) == (way != "exact")
 

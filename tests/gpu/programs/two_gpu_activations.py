@@ -3,7 +3,7 @@
     two_gpu_activations.py
 
 Rank 0 prints for each way of keeping less, and for each way of training in parallel, how far the
-gradients of a small Llama are from those of the untouched one in float32 on one GPU, whether both
+gradients of a small model are from those of the untouched one in float32 on one GPU, whether both
 ranks have the same, and how many tensors were packed or blocks swapped.
 """
 
@@ -18,7 +18,7 @@ import torch.distributed as distributed
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaModel
+from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel, ViTConfig, ViTModel
 
 import vramx
 
@@ -26,8 +26,7 @@ LAYERS = 2
 ROWS, TOKENS, VOCABULARY = 4, 64, 128
 
 
-def make() -> nn.Module:
-    torch.manual_seed(0)
+def llama() -> tuple[nn.Module, torch.Tensor]:
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,
@@ -38,22 +37,52 @@ def make() -> nn.Module:
         use_cache=False,
         attn_implementation="sdpa",
     )
-    return LlamaModel(config).cuda().train()
+    return LlamaModel(config), token_numbers()
 
 
-def compress(model: Any) -> int:
-    for layer in model.layers:
-        vramx.compressed_activations(layer, min_bytes=0)
+def gpt2() -> tuple[nn.Module, torch.Tensor]:
+    drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=256, n_layer=LAYERS, n_head=4, use_cache=False, **drop
+    )
+    return GPT2Model(config), token_numbers()
+
+
+def vit() -> tuple[nn.Module, torch.Tensor]:
+    config = ViTConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        image_size=32,
+        patch_size=4,
+    )
+    # A pooling layer would have parameters that are not used.
+    return ViTModel(config, add_pooling_layer=False), torch.randn(ROWS, 3, 32, 32)
+
+
+def token_numbers() -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (ROWS, TOKENS))
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == LAYERS]
+    return list(lists[0])
+
+
+def compress(model: nn.Module) -> int:
+    for block in blocks_of(model):
+        vramx.compressed_activations(block, min_bytes=0)
     return 0
 
 
-def optimize(level: str) -> Callable[[Any], int]:
-    return lambda model: len(vramx.optimize(model, level).swapped)
+def optimize(level: str) -> Callable[[nn.Module], int]:
+    return lambda model: len(vramx.optimize(model, level, min_bytes=0).swapped)
 
 
-def checkpoint(model: Any) -> int:
+def checkpoint(model: nn.Module) -> int:
     options = vramx.Compression(min_bytes=0)
-    return len(vramx.checkpoint_modules(model, where=type(model.layers[0]), compress=options))
+    return len(vramx.checkpoint_modules(model, where=type(blocks_of(model)[0]), compress=options))
 
 
 WAYS = {
@@ -64,21 +93,28 @@ WAYS = {
 }
 
 
+MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, torch.Tensor]], tuple[str, ...]]] = {
+    "llama": (llama, tuple(WAYS)),
+    "gpt2": (gpt2, ("exact", "int8", "recompute_all")),
+    "vit": (vit, ("exact", "int8", "recompute_all")),
+}
+
+
 def replicated(model: nn.Module, rank: int) -> nn.Module:
     return DistributedDataParallel(model, device_ids=[rank])
 
 
-def sharded(model: Any, _rank: int) -> nn.Module:
-    for layer in model.layers:
-        fully_shard(layer)
+def sharded(model: nn.Module, _rank: int) -> nn.Module:
+    for block in blocks_of(model):
+        fully_shard(block)
     return fully_shard(model)
 
 
-def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    y = model(input_ids=tokens).last_hidden_state
-    # Other weights for each token, the same whichever rank has it.
+def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = model(x).last_hidden_state
+    # Other weights for each token and row, the same whichever rank has it.
     weights = torch.sin(torch.arange(y[0].numel(), device=y.device)).view(y[0].shape)
-    return (y * weights * tokens.unsqueeze(-1)).mean()
+    return (y * weights * x.float().flatten(1).std(1)[:, None, None]).mean()
 
 
 def gradient(model: nn.Module) -> torch.Tensor:
@@ -90,35 +126,44 @@ def gradient(model: nn.Module) -> torch.Tensor:
     return torch.cat(found)
 
 
-def main() -> None:
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    distributed.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    untouched = make()
-    generator = torch.Generator("cuda").manual_seed(1)
-    tokens = torch.randint(0, VOCABULARY, (ROWS, TOKENS), device="cuda", generator=generator)
-    loss(untouched, tokens).backward()
+def compared(name: str, rank: int) -> dict[str, dict[str, Any]]:
+    """Return what each way of keeping less, and of training in parallel, does to one model."""
+    build, ways = MODELS[name]
+    torch.manual_seed(0)
+    untouched, x = build()
+    untouched, x = untouched.cuda().train(), x.cuda()
+    loss(untouched, x).backward()
     exact = gradient(untouched)
     untouched.zero_grad()
     facts = {}
-    for way, change in WAYS.items():
+    for way in ways:
         for kind, spread in (("ddp", replicated), ("fsdp", sharded)):
-            model: Any = copy.deepcopy(untouched)
-            changed = change(model)
-            layers = list(model.layers)
+            model = copy.deepcopy(untouched)
+            changed = WAYS[way](model)
+            blocks = blocks_of(model)
             parallel = spread(model, rank)
-            loss(parallel, tokens.chunk(2)[rank]).backward()
+            loss(parallel, x.chunk(2)[rank]).backward()
             found = gradient(parallel)
             mine = found.clone()
             distributed.broadcast(mine, 0)
             packed = 0
             if way == "compress":
-                packed = sum(vramx.compression_stats(layer).packed.tensors for layer in layers)
-            facts[f"{kind} {way}"] = {
+                packed = sum(vramx.compression_stats(block).packed.tensors for block in blocks)
+            facts[f"{name} {kind} {way}"] = {
                 "error": ((found - exact).norm() / exact.norm()).item(),
                 "same": torch.equal(mine, found),
                 "changed": changed or packed,
             }
+    return facts
+
+
+def main() -> None:
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    distributed.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    facts: dict[str, dict[str, Any]] = {}
+    for name in MODELS:
+        facts |= compared(name, rank)
     same = [None, None]
     distributed.all_gather_object(same, all(fact["same"] for fact in facts.values()))
     if rank == 0:
