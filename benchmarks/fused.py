@@ -2,9 +2,10 @@
 
 Each case is a model and a process of its own (benchmarks/programs/_fused.py); in it the ways take
 steps in turn: eager, vramx.optimize at each level, torch's checkpoints, torch.compile with and
-without a memory budget, and Liger where it is installed. A way that cannot run is a row that says
-why. `python -m benchmarks.plot benchmarks/results/fused.csv` draws bytes against time. The Llama
-stack takes under 150 s on an H200, the others a minute each.
+without a memory budget, and Liger where it is installed; models but Llama have the most important
+of these. A way that cannot run is a row that says why. `python -m benchmarks.plot
+benchmarks/results/fused.csv` draws bytes against time. The Llama stack takes under 150 s on an
+H200, the others a minute each.
 
 The goals, on the Llama stack, in bytes per token and hidden unit that a block keeps: int8 at most
 13.5 in 1.03 of Liger's time and less than eager's; recompute_mlp 6.5 in 1.17 of Liger's;

@@ -136,13 +136,18 @@ def llama(layers: int | None = None) -> Workload:
     )
 
 
-def gpt2() -> Workload:
-    """GPT-2 with its dropouts, wider than the largest that was published (1600)."""
+def gpt2(rows: int | None = None) -> Workload:
+    """GPT-2 with its dropouts, wider than the largest that was published (1600).
+
+    Args:
+        rows: sequences of the large batch.
+    """
     from transformers import AutoModelForCausalLM, GPT2Config
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
     hidden, layers = sized(2048, 64), sized(4, 2)
-    text = Text(sized(2048, 64), sized((8, 1024), (2, 32)), sized((4, 256), (2, 16)), True)
+    large = (rows or sized(8, 2), sized(1024, 32))
+    text = Text(sized(2048, 64), large, sized((4, 256), (2, 16)), True)
     config = GPT2Config(
         vocab_size=text.vocabulary,
         n_embd=hidden,
@@ -193,21 +198,22 @@ def bert() -> Workload:
     )
 
 
-def vit() -> Workload:
+def vit(images: int | None = None) -> Workload:
+    """ViT-L with 8 of its 24 layers; `images`: of the large batch."""
     import timm
     from timm.models.vision_transformer import Block
 
     name = sized("vit_large_patch16_224", "vit_tiny_patch16_224")
-    layers = sized(8, 2)
+    layers, images = sized(8, 2), images or sized(64, 2)
     model: Any = timm.create_model(name, pretrained=False, num_classes=CLASSES, depth=layers)
     return Workload(
         model,
         (Block,),
-        pictures(sized(64, 2), sized(16, 2), 224),
+        pictures(images, sized(16, 2), 224),
         lambda batch: model(batch.inputs),
         class_loss,
         blocks=tuple(model.blocks),
-        elements=sized(64, 2) * 197 * model.embed_dim * layers,
+        elements=images * 197 * model.embed_dim * layers,
     )
 
 
@@ -221,13 +227,14 @@ def convnext() -> Workload:
     options = {"ls_init_value": 0.5, **sized({}, small)}
     model: Any = timm.create_model(name, pretrained=False, num_classes=CLASSES, **options)
     blocks = tuple(module for module in model.modules() if isinstance(module, ConvNeXtBlock))
-    draw = pictures(sized(64, 2), sized(16, 2), sized(224, 64))
+    draw = pictures(sized(128, 2), sized(16, 2), sized(224, 64))
     return Workload(
         model, (ConvNeXtBlock,), draw, lambda batch: model(batch.inputs), class_loss, blocks=blocks
     )
 
 
-def cnn() -> Workload:
+def cnn(images: int | None = None) -> Workload:
+    """ResNet-50; `images`: of the large batch."""
     from torchvision.models import resnet18, resnet50
     from torchvision.models.resnet import BasicBlock, Bottleneck
 
@@ -235,7 +242,7 @@ def cnn() -> Workload:
     kinds = (BasicBlock, Bottleneck)
     blocks = tuple(module for module in model.modules() if isinstance(module, kinds))
     # Not smaller: a batch norm of two values is as wrong as it can be, whatever is done to it.
-    draw = pictures(sized(96, 4), sized(16, 4), sized(224, 64))
+    draw = pictures(images or sized(96, 4), sized(16, 4), sized(224, 64))
     return Workload(
         model, (model,), draw, lambda batch: model(batch.inputs), class_loss, blocks=blocks
     )
