@@ -2,7 +2,7 @@
 
 Objects are kept under build/native, so that only what changed is compiled again (ninja reads the
 compiler's list of headers) and programs of one sanitizer share the objects of the core. Sources of
-one layer are compiled several in a unit, which takes a fraction of the time. Safe for processes
+one layer are compiled in one unit, which takes a fraction of the time. Safe for processes
 that build at the same time: one waits for the other. Nothing here runs a program.
 """
 
@@ -21,24 +21,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "native"
 LAYERS = ("core", "driver", "process")  # none of the programs replays a trace
-# Compiled up to UNIT_SOURCES in a unit, because headers and templates that they share take longer
-# than they do; the rest one by one. To be named here, the sources of a pattern must not give one
-# name to two things outside of headers.
+# The sources of a pattern are compiled in one unit, as those of a program are, because headers and
+# templates that they share take longer than they do. They must not give one name to two things
+# outside of headers. The rest is compiled one by one.
 JOINED = (
-    *("csrc/core/*.cpp", "csrc/driver/cuda_*.cpp", "csrc/driver/sim_*.cpp", "csrc/process/*.cpp"),
-    "tests/native/stress/*.cpp",
+    "csrc/core/*.cpp",
+    "csrc/driver/cuda_*.cpp",
+    "csrc/driver/sim_*.cpp",
+    "csrc/process/*.cpp",
 )
-UNIT_SOURCES = 12  # one unit would leave the second processor idle
 SANITIZERS = {"asan": "address,undefined", "tsan": "thread"}
 # How a program is built: the sanitizers, or none and the optimiser instead.
 BUILDS = {
-    **{
-        name: f"-O1 -fsanitize={checks} -fno-sanitize-recover=all"
-        for name, checks in SANITIZERS.items()
-    },
-    "plain": "-O2",
+    **{kind: f"-g1 -fsanitize={s} -fno-sanitize-recover=all" for kind, s in SANITIZERS.items()},
+    "plain": "",
 }
-FLAGS = "-std=c++20 -g1 -fno-omit-frame-pointer -Wall -Wextra -Werror -Wshadow -Wundef -pthread"
+FLAGS = "-std=c++20 -fno-omit-frame-pointer -Wall -Wextra -Werror -Wshadow -Wundef -pthread"
 
 
 @dataclass(frozen=True)
@@ -121,17 +119,21 @@ def units(sources: Iterable[str]) -> dict[str, list[str]]:
 
     A source that is compiled alone is its own unit.
     """
-    groups: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for source in sources:
-        pattern = next((joined for joined in JOINED if Path(source).match(joined)), source)
-        groups.setdefault(pattern, []).append(source)
-    found = {}
-    for pattern, members in groups.items():
-        name = pattern.removesuffix(".cpp").removesuffix("*").rstrip("/_")
-        for i in range(0, len(members), UNIT_SOURCES):
-            unit = f"build/native/units/{name}-{i}.cpp" if pattern in JOINED else pattern
-            found[unit] = members[i : i + UNIT_SOURCES]
+        found.setdefault(_unit(source), []).append(source)
     return found
+
+
+def _unit(source: str) -> str:
+    path = Path(source)
+    if path.match("tests/native/*.cpp"):
+        return f"build/native/units/tests/{path.stem.split('_')[-1]}.cpp"
+    if path.match("tests/native/*/*.cpp"):
+        return f"build/native/units/tests/{path.parent.name}.cpp"
+    pattern = next((joined for joined in JOINED if path.match(joined)), "")
+    name = pattern.removesuffix("*.cpp").rstrip("/_")
+    return f"build/native/units/{name}.cpp" if pattern else source
 
 
 def ninja_file() -> str:
@@ -142,7 +144,7 @@ def ninja_file() -> str:
     for name, options in BUILDS.items():
         lines += [
             f"rule compile_{name}",
-            f"  command = g++ -MMD -MF $out.d $flags {options} -c $in -o $out",
+            f"  command = g++ -MMD -MF $out.d $flags $level {options} -c $in -o $out",
             "  deps = gcc",
             "  depfile = $out.d",
             # An archive, so that a program takes of the core only what it needs.
@@ -153,6 +155,7 @@ def ninja_file() -> str:
         ]
         for unit in units(_sources()):
             lines.append(f"build {_object(name, unit)}: compile_{name} {unit}")
+            lines.append(f"  level = {_level(name, unit)}")
         archive = f"build/native/{name}/core.a"
         lines.append(f"build {archive}: archive_{name} {_objects(name, core)}")
         for program in programs():
@@ -160,6 +163,13 @@ def ninja_file() -> str:
             target = f"build/native/{name}/{program.name}"
             lines.append(f"build {target}: link_{name} {objects} {archive}")
     return "\n".join(lines) + "\n"
+
+
+def _level(kind: str, unit: str) -> str:
+    """Return how much is optimised: least where compiling takes longer than what is compiled."""
+    if kind == "plain":
+        return "-O2"
+    return "-O1" if "csrc/" in unit or "stress" in unit else "-O0"
 
 
 def _core() -> list[str]:

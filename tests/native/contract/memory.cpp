@@ -10,6 +10,7 @@
 #include "driver/data_path.h"
 
 namespace vramx::contract {
+namespace memory_claims {
 namespace {
 
 constexpr Stream kStream = Stream::kDefault;
@@ -226,7 +227,8 @@ constexpr std::array kChecks{
 };
 
 }  // namespace
+}  // namespace memory_claims
 
-std::span<const Check<Device>> memory_checks() { return kChecks; }
+std::span<const Check<Device>> memory_checks() { return memory_claims::kChecks; }
 
 }  // namespace vramx::contract

@@ -8,6 +8,7 @@
 #include "core/driver.h"
 
 namespace vramx::contract {
+namespace peers_claims {
 namespace {
 
 constexpr Stream kStream = Stream::kDefault;
@@ -71,7 +72,8 @@ constexpr std::array kChecks{
 };
 
 }  // namespace
+}  // namespace peers_claims
 
-std::span<const Check<Device>> peer_checks() { return kChecks; }
+std::span<const Check<Device>> peer_checks() { return peers_claims::kChecks; }
 
 }  // namespace vramx::contract

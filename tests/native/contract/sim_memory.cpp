@@ -14,6 +14,7 @@
 #include "driver/sim_driver.h"
 
 namespace vramx::contract {
+namespace sim_memory_claims {
 namespace {
 
 using namespace vramx::literals;
@@ -172,7 +173,8 @@ constexpr std::array kChecks{
 };
 
 }  // namespace
+}  // namespace sim_memory_claims
 
-std::span<const Check<SimDriver>> sim_memory_checks() { return kChecks; }
+std::span<const Check<SimDriver>> sim_memory_checks() { return sim_memory_claims::kChecks; }
 
 }  // namespace vramx::contract

@@ -9,6 +9,7 @@
 #include "driver/sim_driver.h"
 
 namespace vramx::contract {
+namespace sim_streams_claims {
 namespace {
 
 constexpr Bytes kUnit = kSimUnit;
@@ -177,7 +178,8 @@ constexpr std::array kChecks{
 };
 
 }  // namespace
+}  // namespace sim_streams_claims
 
-std::span<const Check<SimDriver>> sim_stream_checks() { return kChecks; }
+std::span<const Check<SimDriver>> sim_stream_checks() { return sim_streams_claims::kChecks; }
 
 }  // namespace vramx::contract

@@ -12,6 +12,7 @@
 #include "driver/data_path.h"
 
 namespace vramx::contract {
+namespace streams_claims {
 namespace {
 
 constexpr Stream kStream = Stream::kDefault;
@@ -144,7 +145,8 @@ constexpr std::array kChecks{
 };
 
 }  // namespace
+}  // namespace streams_claims
 
-std::span<const Check<Device>> stream_checks() { return kChecks; }
+std::span<const Check<Device>> stream_checks() { return streams_claims::kChecks; }
 
 }  // namespace vramx::contract

@@ -8,6 +8,7 @@
 #include "process/process.h"
 
 namespace vramx::process_checks {
+namespace devices_claims {
 namespace {
 
 constexpr Bytes kPiece = 8_MiB;
@@ -211,7 +212,8 @@ constexpr Check<Fixture> kChecks[] = {
 };
 
 }  // namespace
+}  // namespace devices_claims
 
-void check_devices() { run_checks("devices", kChecks); }
+void check_devices() { run_checks("devices", devices_claims::kChecks); }
 
 }  // namespace vramx::process_checks

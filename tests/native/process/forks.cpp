@@ -8,6 +8,7 @@
 #include "process/process.h"
 
 namespace vramx::process_checks {
+namespace forks_claims {
 namespace {
 
 constexpr unsigned kChildLimitS = 20;  // then the child is killed by its alarm
@@ -93,7 +94,8 @@ constexpr Check<Fixture> kChecks[] = {
 };
 
 }  // namespace
+}  // namespace forks_claims
 
-void check_forks() { run_checks("forked children", kChecks); }
+void check_forks() { run_checks("forked children", forks_claims::kChecks); }
 
 }  // namespace vramx::process_checks

@@ -20,6 +20,7 @@ void vramx_plain_begin_pool(int device, std::pair<unsigned long long, unsigned l
 }
 
 namespace vramx::process_checks {
+namespace plain_claims {
 namespace {
 
 constexpr std::size_t kPiece = 8 << 20;
@@ -97,7 +98,8 @@ constexpr Check<Fixture> kChecks[] = {
 };
 
 }  // namespace
+}  // namespace plain_claims
 
-void check_plain() { run_checks("plain functions", kChecks); }
+void check_plain() { run_checks("plain functions", plain_claims::kChecks); }
 
 }  // namespace vramx::process_checks

@@ -5,6 +5,7 @@
 #include "process/process.h"
 
 namespace vramx::process_checks {
+namespace table_claims {
 namespace {
 
 constexpr Bytes kPiece = 8_MiB;
@@ -101,7 +102,8 @@ constexpr Check<Fixture> kChecks[] = {
 };
 
 }  // namespace
+}  // namespace table_claims
 
-void check_table() { run_checks("table", kChecks); }
+void check_table() { run_checks("table", table_claims::kChecks); }
 
 }  // namespace vramx::process_checks

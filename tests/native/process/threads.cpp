@@ -8,6 +8,7 @@
 #include "stress/random.h"
 
 namespace vramx::process_checks {
+namespace threads_claims {
 namespace {
 
 constexpr int kThreads = 4;
@@ -92,7 +93,8 @@ constexpr Check<Fixture> kChecks[] = {
 };
 
 }  // namespace
+}  // namespace threads_claims
 
-void check_threads() { run_checks("threads", kChecks); }
+void check_threads() { run_checks("threads", threads_claims::kChecks); }
 
 }  // namespace vramx::process_checks

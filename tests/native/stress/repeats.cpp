@@ -1,7 +1,9 @@
 // Programs that repeat themselves for long enough that the allocator puts blocks where they were
 // the last time round, with everything that hinders it: small blocks that come anew each time and
 // live on, other streams that are late, memory that is given back in between.
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <cstdio>
 #include <vector>
 
@@ -117,7 +119,8 @@ bool is_sound(const Ran& ran, std::uint64_t seed) {
 // That blocks lie elsewhere than best fit puts them proves that it was not in vain. A program that
 // best fit alone would place alike every time is one of a few.
 void every_claim_holds_while_a_program_repeats_itself(const Options& options) {
-  const std::uint64_t seeds = options.operations < 100'000 ? 6 : 60;
+  const auto seeds =
+      static_cast<std::uint64_t>(std::clamp<std::int64_t>(options.operations / 10'000, 2, 60));
   std::uint64_t differing = 0;
   for (std::uint64_t seed = options.first_seed; seed < options.first_seed + seeds; ++seed) {
     const Ran repeating = run(repeated(seed, true));

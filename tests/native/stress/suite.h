@@ -18,7 +18,7 @@ struct Options {
   std::uint64_t first_seed = 1;
 
   // Of the driver calls that are made to fail one by one, every so many-th: all but in a short run.
-  std::uint64_t call_stride() const { return operations < 50'000 ? 5 : 1; }
+  std::uint64_t call_stride() const { return operations < 50'000 ? 20 : 1; }
 };
 
 using Check = contract::Check<const Options>;

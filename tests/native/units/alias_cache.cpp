@@ -9,6 +9,7 @@
 #include "units/units.h"
 
 namespace vramx::units {
+namespace alias_cache_claims {
 namespace {
 
 constexpr Address kAliasBase{1ull << 44};
@@ -192,7 +193,8 @@ constexpr Check<Fixture> kChecks[] = {
 };
 
 }  // namespace
+}  // namespace alias_cache_claims
 
-void check_alias_cache() { run_checks("alias cache", kChecks); }
+void check_alias_cache() { run_checks("alias cache", alias_cache_claims::kChecks); }
 
 }  // namespace vramx::units

@@ -7,6 +7,7 @@
 
 namespace vramx::units {
 
+namespace arena_claims {
 namespace {
 
 using Fixture = ArenaFixture;
@@ -288,7 +289,8 @@ constexpr Check<Fixture> kChecks[] = {
 };
 
 }  // namespace
+}  // namespace arena_claims
 
-void check_arena() { run_checks("arena", kChecks); }
+void check_arena() { run_checks("arena", arena_claims::kChecks); }
 
 }  // namespace vramx::units

@@ -19,6 +19,7 @@ template struct Reveal<FreeBytes, &Arena::free_bytes_>;
 template struct Reveal<Spans, &Arena::spans_>;
 template struct Reveal<PageSpans, &Arena::page_spans_>;
 
+namespace arena_check_claims {
 namespace {
 
 using Fixture = ArenaFixture;
@@ -134,7 +135,8 @@ constexpr Check<Fixture> kChecks[] = {
 };
 
 }  // namespace
+}  // namespace arena_check_claims
 
-void check_arena_invariants() { run_checks("arena invariants", kChecks); }
+void check_arena_invariants() { run_checks("arena invariants", arena_check_claims::kChecks); }
 
 }  // namespace vramx::units

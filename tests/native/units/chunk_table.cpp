@@ -14,6 +14,7 @@ struct ChunkBytes {
 };
 template struct Reveal<ChunkBytes, &ChunkTable::bytes_>;
 
+namespace chunk_table_claims {
 namespace {
 
 constexpr ChunkHandle kHandle{7};
@@ -218,11 +219,12 @@ constexpr Check<Nothing> kPolicyChecks[] = {
 };
 
 }  // namespace
+}  // namespace chunk_table_claims
 
 void check_chunk_table() {
-  run_checks("chunk table", kTableChecks);
-  run_checks("pages", kPageChecks);
-  run_checks("chunk policy", kPolicyChecks);
+  run_checks("chunk table", chunk_table_claims::kTableChecks);
+  run_checks("pages", chunk_table_claims::kPageChecks);
+  run_checks("chunk policy", chunk_table_claims::kPolicyChecks);
 }
 
 }  // namespace vramx::units

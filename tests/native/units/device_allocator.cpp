@@ -31,6 +31,7 @@ template struct Reveal<Blocks, &DeviceAllocator::blocks_>;
 template struct Reveal<Stats, &DeviceAllocator::stats_>;
 template struct Reveal<TheArena, &DeviceAllocator::arena_>;
 
+namespace device_allocator_claims {
 namespace {
 
 constexpr Stream kA{11};
@@ -185,7 +186,8 @@ constexpr Check<Fixture> kChecks[] = {
 };
 
 }  // namespace
+}  // namespace device_allocator_claims
 
-void check_device_allocator() { run_checks("device allocator", kChecks); }
+void check_device_allocator() { run_checks("device allocator", device_allocator_claims::kChecks); }
 
 }  // namespace vramx::units

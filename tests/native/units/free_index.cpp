@@ -17,6 +17,7 @@ struct IndexCount {
 };
 template struct Reveal<IndexCount, &FreeIndex::count_>;
 
+namespace free_index_claims {
 namespace {
 
 // --- span pool -----------------------------------------------------------------------------------
@@ -211,10 +212,11 @@ constexpr Check<Index> kIndexChecks[] = {
 };
 
 }  // namespace
+}  // namespace free_index_claims
 
 void check_free_index() {
-  run_checks("span pool", kPoolChecks);
-  run_checks("free index", kIndexChecks);
+  run_checks("span pool", free_index_claims::kPoolChecks);
+  run_checks("free index", free_index_claims::kIndexChecks);
 }
 
 }  // namespace vramx::units

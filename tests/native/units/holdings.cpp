@@ -13,6 +13,7 @@
 #include "units/units.h"
 
 namespace vramx::units {
+namespace holdings_claims {
 namespace {
 
 constexpr Stream kA{11};
@@ -246,7 +247,8 @@ constexpr Check<Fixture> kChecks[] = {
 };
 
 }  // namespace
+}  // namespace holdings_claims
 
-void check_holdings() { run_checks("holdings", kChecks); }
+void check_holdings() { run_checks("holdings", holdings_claims::kChecks); }
 
 }  // namespace vramx::units

@@ -8,6 +8,7 @@
 #include "units/units.h"
 
 namespace vramx::units {
+namespace mapper_claims {
 namespace {
 
 const std::vector<Bytes> kSizes{kPage, kPage * 2, kPage};
@@ -137,7 +138,8 @@ constexpr Check<Fixture> kChecks[] = {
 };
 
 }  // namespace
+}  // namespace mapper_claims
 
-void check_mapper() { run_checks("mapper", kChecks); }
+void check_mapper() { run_checks("mapper", mapper_claims::kChecks); }
 
 }  // namespace vramx::units

@@ -12,6 +12,7 @@
 #include "units/units.h"
 
 namespace vramx::units {
+namespace peers_claims {
 namespace {
 
 constexpr int kPeer = 1;
@@ -163,7 +164,8 @@ constexpr Check<Fixture> kChecks[] = {
 };
 
 }  // namespace
+}  // namespace peers_claims
 
-void check_peers() { run_checks("peers", kChecks); }
+void check_peers() { run_checks("peers", peers_claims::kChecks); }
 
 }  // namespace vramx::units

@@ -23,6 +23,7 @@ struct Run {
 template struct Reveal<Distance, &Recurrence::distance_>;
 template struct Reveal<Run, &Recurrence::run_>;
 
+namespace recurrence_claims {
 namespace {
 
 constexpr std::uint32_t kStep = 300;  // requests of a period that is no layer's
@@ -295,10 +296,11 @@ constexpr Check<Nothing> kProgramChecks[] = {
 };
 
 }  // namespace
+}  // namespace recurrence_claims
 
 void check_recurrence() {
-  run_checks("recurrence", kChecks);
-  run_checks("a program that repeats itself", kProgramChecks);
+  run_checks("recurrence", recurrence_claims::kChecks);
+  run_checks("a program that repeats itself", recurrence_claims::kProgramChecks);
 }
 
 }  // namespace vramx::units

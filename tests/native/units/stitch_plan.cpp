@@ -12,6 +12,7 @@
 #include "units/units.h"
 
 namespace vramx::units {
+namespace stitch_plan_claims {
 namespace {
 
 struct Planner {
@@ -173,7 +174,8 @@ constexpr Check<Planner> kChecks[] = {
 };
 
 }  // namespace
+}  // namespace stitch_plan_claims
 
-void check_stitch_plan() { run_checks("stitch plan", kChecks); }
+void check_stitch_plan() { run_checks("stitch plan", stitch_plan_claims::kChecks); }
 
 }  // namespace vramx::units

@@ -14,6 +14,7 @@ struct ClockStates {
 };
 template struct Reveal<ClockStates, &StreamClocks::streams_>;
 
+namespace stream_clocks_claims {
 namespace {
 
 constexpr Stream kA{11};
@@ -274,7 +275,8 @@ constexpr Check<Fixture> kChecks[] = {
 };
 
 }  // namespace
+}  // namespace stream_clocks_claims
 
-void check_stream_clocks() { run_checks("stream clocks", kChecks); }
+void check_stream_clocks() { run_checks("stream clocks", stream_clocks_claims::kChecks); }
 
 }  // namespace vramx::units

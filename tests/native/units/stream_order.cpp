@@ -15,6 +15,7 @@
 #include "units/units.h"
 
 namespace vramx::units {
+namespace stream_order_claims {
 namespace {
 
 constexpr Bytes kGranularity = 64_KiB;
@@ -152,7 +153,8 @@ constexpr Check<Nothing> kChecks[] = {
 };
 
 }  // namespace
+}  // namespace stream_order_claims
 
-void check_stream_order() { run_checks("stream order", kChecks); }
+void check_stream_order() { run_checks("stream order", stream_order_claims::kChecks); }
 
 }  // namespace vramx::units

@@ -19,6 +19,7 @@
 #include "units/units.h"
 
 namespace vramx::units {
+namespace tables_claims {
 namespace {
 
 // --- range set ----------------------------------------------------------------------------------
@@ -280,14 +281,15 @@ constexpr Check<Nothing> kMutexChecks[] = {
 };
 
 }  // namespace
+}  // namespace tables_claims
 
 void check_tables() {
-  run_checks("range set", kRangeChecks);
-  run_checks("block table", kBlockChecks);
-  run_checks("stats", kStatsChecks);
-  run_checks("event trace", kTraceChecks);
-  run_checks("fork guard", kForkChecks);
-  run_checks("adaptive mutex", kMutexChecks);
+  run_checks("range set", tables_claims::kRangeChecks);
+  run_checks("block table", tables_claims::kBlockChecks);
+  run_checks("stats", tables_claims::kStatsChecks);
+  run_checks("event trace", tables_claims::kTraceChecks);
+  run_checks("fork guard", tables_claims::kForkChecks);
+  run_checks("adaptive mutex", tables_claims::kMutexChecks);
 }
 
 }  // namespace vramx::units
