@@ -19,7 +19,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,20 +130,13 @@ def _with_headers(sources: list[Path]) -> list[Path]:
 
 
 def _build(sources: dict[str, list[Path]], folder: Path, options: list[str]) -> None:
-    # The stand-in is to be found by the shim, as torch's libraries are. It is compiled in one unit,
-    # which is quicker; the shim source by source, as vramx does it.
-    unit = folder / "stub.cpp"
-    unit.write_text("".join(f'#include "{source}"\n' for source in sources["stub"]))
-    commands = [["g++", *options, "-fvisibility=default", "-c", str(unit), "-o", f"{unit}.o"]]
-    objects = [folder / f"{source.stem}.o" for source in sources["shim"]]
-    commands += [
-        ["g++", *options, "-c", str(source), "-o", str(made)]
-        for source, made in zip(sources["shim"], objects, strict=True)
-    ]
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        list(pool.map(_run, commands))
-    _run(["g++", "-shared", f"{unit}.o", "-o", str(folder / "stub.so")])
-    _run(["g++", "-shared", *map(str, objects), "-o", str(folder / "shim.so")])
+    # Each in one unit, because torch's headers take longer than what includes them.
+    for name, members in sources.items():
+        unit = folder / f"{name}.cpp"
+        unit.write_text("".join(f'#include "{member}"\n' for member in members))
+        # The stand-in is to be found by the shim, as torch's libraries are.
+        seen = ["-fvisibility=default"] if name == "stub" else []
+        _run(["g++", *options, *seen, "-shared", str(unit), "-o", str(folder / f"{name}.so")])
 
 
 def _run(command: list[str]) -> None:
