@@ -30,7 +30,7 @@ demo:
 test:
 	@$(call prepare,run test)
 	$(build)
-	# Two files at a time, where pytest-xdist is there; the longest takes half of the time anyway.
+	# Two files at a time, where pytest-xdist is there.
 	side_by_side="$$("$$python" -c 'import importlib.util as u; print(
 	    "-n 2 --dist loadfile" if u.find_spec("xdist") else "")')"
 	"$$python" -m pytest -q $$side_by_side

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pickle
 import sys
 from collections.abc import Callable
@@ -17,6 +18,9 @@ from vramx.cli.main import main
 from vramx.memory.trace import Trace, load_trace
 
 TESTS = Path(__file__).resolve().parent
+# Where two workers share the machine, torch's own threads would wait for each other's processor.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The files that compile or train, the longest first.
 LONGEST = (
     *("test_native", "test_core_endurance", "test_shim", "test_cpu_training"),
