@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ core = pytest.importorskip("vramx._core", reason="the compiled core is not built
 
 TESTS = Path(__file__).resolve().parent
 MODELS = ("perceptron", "convolutional", "transformer")
+DEFECTS = ("early_free", "shared_address")
 STEPS = 50
 LIMIT_S = 240
 
@@ -44,10 +46,14 @@ class Outcome:
         ]
 
 
-def run_program(model: str, mode: str, folder: Path) -> Outcome:
-    result = folder / f"{model}-{mode}.npz"
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
+    """Run everything once; return a function from the name of a run to its outcome."""
+    folder = tmp_path_factory.mktemp("cpu_training")
+    # The perceptron computes with nothing but numbers: a wrong one is not taken for an index.
+    runs = [f"{model}-core" for model in MODELS] + [f"perceptron-{defect}" for defect in DEFECTS]
     done = subprocess.run(
-        [sys.executable, "-m", "cpu_torch.program", model, mode, str(result)],
+        [sys.executable, "-m", "cpu_torch.program", str(folder), *runs],
         cwd=TESTS,
         env={**os.environ, "PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))},
         capture_output=True,
@@ -55,15 +61,20 @@ def run_program(model: str, mode: str, folder: Path) -> Outcome:
         timeout=LIMIT_S,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    with np.load(result) as arrays:
-        return Outcome(dict(arrays), json.loads(done.stdout))
+
+    def of(run: str) -> Outcome:
+        report = folder / f"{run}.json"
+        assert report.exists(), f"{run}: exit {done.returncode}\n{done.stderr[-4000:]}"
+        with np.load(folder / f"{run}.npz") as arrays:
+            return Outcome(dict(arrays), json.loads(report.read_text()))
+
+    return of
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def disturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def disturbed(request: pytest.FixtureRequest, outcome: Callable[[str], Outcome]) -> Outcome:
     """A model that was trained through the core while another thread gave its memory back."""
-    return run_program(request.param, "core", tmp_path_factory.mktemp("cpu_training"))
+    return outcome(f"{request.param}-core")
 
 
 def test_losses_and_parameters_are_bit_for_bit_those_of_plain_torch(disturbed: Outcome) -> None:
@@ -110,9 +121,8 @@ def test_nothing_is_left_once_every_tensor_is_freed(disturbed: Outcome) -> None:
     assert disturbed.report["held_bytes"] == 0
 
 
-@pytest.mark.parametrize("defect", ["early_free", "shared_address"])
-def test_a_planted_defect_is_noticed(defect: str, tmp_path: Path) -> None:
-    # The perceptron computes with nothing but numbers: a wrong one is not taken for an index.
-    spoiled = run_program("perceptron", defect, tmp_path)
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_planted_defect_is_noticed(defect: str, outcome: Callable[[str], Outcome]) -> None:
+    spoiled = outcome(f"perceptron-{defect}")
     assert spoiled.report["counts"]["defects"] > 0
     assert "plain/losses" in spoiled.differences()

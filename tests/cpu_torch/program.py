@@ -1,18 +1,21 @@
-"""Trains a model twice in one process: on torch's own memory, then through the core, alike.
+"""Trains models twice, each in one process: on torch's own memory, then through the core, alike.
 
-    python -m cpu_torch.program MODEL core|early_free|shared_address RESULT.npz
+    python -m cpu_torch.program FOLDER MODEL-core|MODEL-early_free|MODEL-shared_address...
 
-RESULT holds the losses and every final tensor of the model of both trainings, as plain/... and
-core/...; a JSON object on stdout says what the allocator did. `core` trains through the core while
-it is disturbed; the others plant a defect in the allocator and disturb nothing else. What the plain
-training made is freed after the core took over.
+FOLDER/MODEL-MODE.npz gets the losses and every final tensor of the model of both trainings, as
+plain/... and core/..., and MODEL-MODE.json what the allocator did. `core` trains through the core
+while it is disturbed; the others plant a defect in the allocator and disturb nothing else. What the
+plain training made is freed after the core took over. Each run is a fork of this process, which
+does nothing but import torch, because that takes longer than a training.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +61,7 @@ def out_of_memory() -> int:
     return 0
 
 
-def train_both(model: str, mode: str, result: Path) -> None:
+def train_both(model: str, mode: str, folder: Path) -> None:
     plain = train(model, STEPS)
     devices = _core.open_simulated(1, CAPACITY_BYTES, GRANULARITY_BYTES)
     allocator = CpuAllocator(devices.table_address)
@@ -68,14 +71,29 @@ def train_both(model: str, mode: str, result: Path) -> None:
         trained = train(model, STEPS)
     else:
         trained, report = train_disturbed(model, devices)
-    np.savez(result, **arrays("plain", plain), **arrays("core", trained))
+    np.savez(folder / f"{model}-{mode}.npz", **arrays("plain", plain), **arrays("core", trained))
     del plain, trained
     gc.collect()
     allocator.leave()
     report |= {"counts": allocator.counts(), "stats": devices.stats(0)}
     devices.trim(0)
     report |= {"check": devices.check(0), "held_bytes": devices.held(0)}
-    print(json.dumps(report))
+    (folder / f"{model}-{mode}.json").write_text(json.dumps(report))
+
+
+def fork_and_train(run: str, folder: Path) -> None:
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    try:
+        model, mode = run.split("-")
+        train_both(model, mode, folder)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(0)  # a run that failed left no report
 
 
 if __name__ == "__main__":
@@ -83,4 +101,6 @@ if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)
     # Fresh memory stays as the allocator left it.
     torch.utils.deterministic.fill_uninitialized_memory = False
-    train_both(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    torch.optim.AdamW([torch.zeros(1)])  # imports what every run would
+    for run in sys.argv[2:]:
+        fork_and_train(run, Path(sys.argv[1]))
