@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as distributed
 import torch.multiprocessing as processes
@@ -35,8 +35,8 @@ def _join_the_group(rank: int, folder: str) -> None:
     )
 
 
-def _leave(rank: int, folder: str, result: Any) -> None:
-    """Save the result and end, when the other process has ended its work too.
+def _leave(rank: int, folder: str, result: dict[str, Any]) -> None:
+    """Save the results and end, when the other process has ended its work too.
 
     Without destructors: torch's, of the group and of what uses it, join threads that may wait for
     the interpreter lock, which they hold (torch 2.13, one run in five on two cores).
@@ -49,9 +49,11 @@ def _leave(rank: int, folder: str, result: Any) -> None:
     os._exit(0)
 
 
-def on_two_processes(function: Any, folder: Path) -> list[Any]:
-    """Run `function(rank, folder)` on two processes; return what they saved."""
-    context = processes.spawn(function, args=(str(folder),), nprocs=2, join=False)
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Run everything on two processes; return what each saved, by name."""
+    folder = tmp_path_factory.mktemp("distributed")
+    context = processes.spawn(_run, args=(str(folder),), nprocs=2, join=False)
     try:
         deadline = time.monotonic() + _LIMIT_S
         while not context.join(timeout=1):
@@ -62,8 +64,12 @@ def on_two_processes(function: Any, folder: Path) -> list[Any]:
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 
-def _run_replicas(rank: int, folder: str) -> None:
+def _run(rank: int, folder: str) -> None:
     _join_the_group(rank, folder)
+    _leave(rank, folder, {"replicas": _run_replicas(rank), "sharded": _run_sharded()})
+
+
+def _run_replicas(rank: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     torch.manual_seed(0)
     block = Block()
     x = torch.randn(2, 4, 16, 64)
@@ -71,21 +77,20 @@ def _run_replicas(rank: int, folder: str) -> None:
     vramx.compressed_activations(block, min_bytes=0)
     replica = nn.parallel.DistributedDataParallel(block)
     found = gradient(replica, x[rank])
-    _leave(rank, folder, (found, exact, vramx.compression_stats(block).packed.tensors))
+    return found, exact, vramx.compression_stats(block).packed.tensors
 
 
-def test_replicas_agree_on_the_gradient(tmp_path: Path) -> None:
-    (one, exact, count), (two, _, _) = on_two_processes(_run_replicas, tmp_path)
+def test_replicas_agree_on_the_gradient(results: list[dict[str, Any]]) -> None:
+    (one, exact, count), (two, _, _) = (result["replicas"] for result in results)
     assert torch.equal(one, two)
     assert count > 0
     assert 0 < relative_error(one, exact) < 0.05
 
 
-def _run_sharded(rank: int, folder: str) -> None:
+def _run_sharded() -> tuple[torch.Tensor, torch.Tensor, int, int]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    _join_the_group(rank, folder)
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block())
     x = torch.randn(4, 16, 64)
@@ -98,12 +103,11 @@ def _run_sharded(rank: int, folder: str) -> None:
     model(x.requires_grad_() * 1.0).square().mean().backward()
     found = torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
     stats = vramx.compression_stats(model[0])
-    packed, kept = stats.packed.tensors, stats.kept["parameter"].tensors
-    _leave(rank, folder, (found, exact, packed, kept))
+    return found, exact, stats.packed.tensors, stats.kept["parameter"].tensors
 
 
-def test_sharded_parameters_pass_by_reference(tmp_path: Path) -> None:
-    found, exact, packed, kept = on_two_processes(_run_sharded, tmp_path)[0]
+def test_sharded_parameters_pass_by_reference(results: list[dict[str, Any]]) -> None:
+    found, exact, packed, kept = results[0]["sharded"]
     assert packed > 0
     assert kept == 10  # six weights and the norms' four
     assert 0 < relative_error(found, exact) < 0.05
