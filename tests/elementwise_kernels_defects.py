@@ -13,7 +13,18 @@ from vramx.kernels.noise import noise_words
 
 @triton.jit
 def _slope_of_the_value_only(x, KIND: tl.constexpr):
-    return activation.value_of(x, KIND), activation._logistic(x)
+    return activation.value_of(x, KIND, tl.float32), activation._logistic(x)
+
+
+@triton.jit
+def _gelu_of_degree_4(x):
+    distance = tl.minimum(tl.abs(x), 16.0)
+    power = 0.002887627575546503 * distance - 0.038807231932878494
+    power = power * distance - 0.4764499068260193
+    power = power * distance - 1.1435503959655762
+    tail = tl.exp2(tl.minimum(power * distance - 1.000529408454895, 0.0))
+    tail = tl.where(distance > 8.0, 0.0, tail)
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) - distance * tail
 
 
 @triton.jit
@@ -44,6 +55,7 @@ def _the_opposite_angle(sin1, sin2, TRANSPOSED: tl.constexpr):
 DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "slope without its second term": (glu, "value_and_slope", _slope_of_the_value_only),
     "slope of the activation": (activation, "value_and_slope", _slope_of_the_value_only),
+    "a polynomial of degree 4": (activation, "_gelu_of_halves", _gelu_of_degree_4),
     "one block of noise for all": (dropout, "noise_words", _noise_of_another_block),
     "one stream for gate and up": (tiles, "rounding_noise", _rounding_noise_of_one_stream),
     "the opposite angle": (rotary, "sines", _the_opposite_angle),

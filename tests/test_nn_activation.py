@@ -99,6 +99,31 @@ def test_kernel_in_bfloat16_is_off_by_one_unit(kernels: Callable[..., Evaluated]
     assert differs_in_places(found.gradients[0], expected.gradients[0], UNIT_OF_BFLOAT16) <= 1
 
 
+def off_by(found: Tensor, exact: Tensor, rounding: float) -> float:
+    """Return the largest error of GELU in bounds of _gelu_of_halves() and the rounding after it."""
+    bound = exact.abs() * (1 + 2**-14) * rounding + exact.abs() * 2**-14 + 2**-24
+    return float(((found.double() - exact).abs() / bound).max())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [(torch.float16, 2.0**-11), (torch.bfloat16, UNIT_OF_BFLOAT16)]
+)
+def test_gelu_of_every_half_is_right_to_its_bound(
+    dtype: torch.dtype, rounding: float, kernels: Callable[..., Evaluated]
+) -> None:
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    call = ("activation.gelu", [x], torch.ones_like(x), {"keep": EXACT})
+    found = kernels(*call).result
+    exact = torch.special.ndtr(x.double()) * x.double()
+    assert off_by(found[x.isfinite()], exact[x.isfinite()], rounding) <= 1
+    assert torch.equal(found.isnan(), x.isnan())
+    assert found[x == math.inf] == math.inf
+    assert found[x == -math.inf] == 0
+    if dtype == torch.float16:
+        wrong = kernels(*call, defect="a polynomial of degree 4").result
+        assert off_by(wrong[x.isfinite()], exact[x.isfinite()], rounding) > 1
+
+
 def test_wrong_slope_would_be_seen(kernels: Callable[..., Evaluated]) -> None:
     inputs, incoming = [sample(5, 77)], sample(5, 77, seed=2)
     found = kernels("activation.gelu", inputs, incoming, {}, defect="slope of the activation")

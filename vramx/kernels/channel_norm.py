@@ -228,7 +228,7 @@ def _channel_norm_tile(
     elif KIND == "none":
         y = z
     else:
-        y = value_of(z, KIND)
+        y = value_of(z, KIND, y_ptr.dtype.element_ty)
     store_tile(y_ptr + first, y, left, ROWS, GROUP, MASKED)
     if BITS == 8:
         pack_tile(
@@ -314,5 +314,5 @@ def _output_tile(
         passes = load_bits(bits_ptr, first, left, ROWS, GROUP, MASKED)
         y = tl.where(passes, y, tl.where(leak == 0.0, 0.0, y * leak))
     elif KIND != "none":
-        y = value_of(y, KIND)
+        y = value_of(y, KIND, y_ptr.dtype.element_ty)
     store_tile(y_ptr + first, y, left, ROWS, GROUP, MASKED)

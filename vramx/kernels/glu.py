@@ -88,7 +88,8 @@ def _glu_tile(
     if BITS == 4:
         gate_a, gate_b = load_halves(gate_ptr + first, left, ROWS, GROUP, MASKED)
         up_a, up_b = load_halves(up_ptr + first, left, ROWS, GROUP, MASKED)
-        z_a, z_b = value_of(gate_a, KIND) * up_a, value_of(gate_b, KIND) * up_b
+        z_a = value_of(gate_a, KIND, z_ptr.dtype.element_ty) * up_a
+        z_b = value_of(gate_b, KIND, z_ptr.dtype.element_ty) * up_b
         store_halves(z_ptr + first, z_a, z_b, left, ROWS, GROUP, MASKED)
         pack_halves(
             gate_a, gate_b, gate_buffer_ptr, seed_ptr, gate_stream, numel, first, left,
@@ -101,7 +102,8 @@ def _glu_tile(
     else:
         gate = load_tile(gate_ptr + first, left, ROWS, GROUP, MASKED)
         up = load_tile(up_ptr + first, left, ROWS, GROUP, MASKED)
-        store_tile(z_ptr + first, value_of(gate, KIND) * up, left, ROWS, GROUP, MASKED)
+        z = value_of(gate, KIND, z_ptr.dtype.element_ty) * up
+        store_tile(z_ptr + first, z, left, ROWS, GROUP, MASKED)
         if BITS == 8:
             pack_tile(
                 gate, gate_buffer_ptr, seed_ptr, gate_stream, numel, first, left,

@@ -3,7 +3,7 @@
 Each is inlined into its kernel and works on one value a group. The results are fixed to the bit, so
 that every kernel and the reference agree. Only what Triton's compiler and its interpreter both have
 is used: no libdevice, no inline assembly. Infinities and NaN are found here, by one comparison a
-group: minima and maxima are taken of integers, because those of floats lose a NaN.
+group: minima and maxima are taken so that they keep a NaN, of integers or by greatest_magnitude().
 """
 
 from __future__ import annotations
@@ -38,6 +38,18 @@ def header_pointer(
 def magnitude_key(x):
     """Map fp32 to int32 so that integers compare as the magnitudes do; NaN is the largest."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _greater(a, b):
+    """Return the maximum, NaN where one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def greatest_magnitude(x):
+    """Return the greatest magnitude_key of each row, by one instruction an element."""
+    return magnitude_key(tl.reduce(tl.abs(x), 1, _greater))
 
 
 @triton.jit

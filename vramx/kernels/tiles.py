@@ -14,9 +14,9 @@ import triton.language as tl
 from vramx.kernels.headers import (
     asymmetric_header,
     decode,
+    greatest_magnitude,
     header_pointer,
     load_scale,
-    magnitude_key,
     symmetric_header,
 )
 from vramx.kernels.noise import code_bits, rounding_noise
@@ -68,7 +68,7 @@ def pack_tile(
     filled = rows * GROUP < left if MASKED else None
     header_ptr = header_pointer(buffer_ptr, numel, first, GROUP, 8, SYMMETRIC)
     if SYMMETRIC:
-        scale, inverse = symmetric_header(tl.max(magnitude_key(x), 1), 127)
+        scale, inverse = symmetric_header(greatest_magnitude(x), 127)
         tl.store(header_ptr + rows, (scale >> 16).to(tl.int16), mask=filled)
     else:
         signed = x.to(tl.int32, bitcast=True)
