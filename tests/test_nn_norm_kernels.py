@@ -240,6 +240,31 @@ def test_gradients_are_right_to_their_roundings(interpreted: Operators, case: Ca
     assert backward(interpreted, case).within(*exact_backward(case))
 
 
+@pytest.mark.parametrize(
+    "case", [Case(77, 128, residual=True), Case(7, 384, centred=True)], ids=str
+)
+def test_halves_loaded_ahead_have_the_gradients_of_floats(
+    interpreted: Operators, case: Case
+) -> None:
+    """Only halves are loaded a tile ahead, and a float's factor comes last, which may round dx in
+    another way. The interpreter cuts to bfloat16: a whole unit."""
+    gradients, (kept, rstd) = backward_inputs(case)[:2], backward_inputs(case)[2:]
+    weight, _ = affine_of(case)
+
+    def call(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        dy, dsum = (None if t is None else t.bfloat16().to(dtype) for t in gradients)
+        wanted = [1, int(case.centred)]
+        return interpreted(
+            "norm_backward", dy, dsum, weight, kept, rstd, case.centred, dtype, wanted,
+            list(case.spec),
+        )  # fmt: skip
+
+    (dx, *sums), (exact, *exact_sums) = call(torch.bfloat16), call(torch.float32)
+    unit, roundings = torch.finfo(torch.bfloat16).eps, 2 * (case.hidden + 8) * UNIT
+    assert ((dx - exact).abs() <= unit * exact.abs() + roundings * exact.abs().max()).all()
+    assert all(map(torch.equal, sums, exact_sums))
+
+
 DEFECTS_OF_BACKWARD = {
     "one factor for all rows": Case(21, 128),
     "a group left out of the sums": Case(3, 256, centred=True),

@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 # Instructions of the kernel, its loop counted once, an element of the tile. At 4.3 TB/s an H200 has
 # time for 7.8 an element and byte moved (test_kernels_machine_code.py): 70 for the forward pass
 # with a residual (9 bytes), 54 for the backward pass with one (7), 23 for the output (3).
-LIMITS = {"forward": 46.0, "backward": 42.0, "output": 13.0}
+LIMITS = {"forward": 46.0, "backward": 39.0, "output": 13.0}
 TYPES = {
     **dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "bias_ptr", "y_ptr"), "*bf16"),
     **dict.fromkeys(("sum_ptr", "dy_ptr", "dsum_ptr", "dx_ptr"), "*bf16"),
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def plan_of(name: str, hidden: int) -> norm_launch.Plan:
     if name == "backward":
-        return norm_launch.backward_plan(hidden, 128, True)
+        return norm_launch.backward_plan(hidden, 128, (True, True))[0]
     if name == "output":
         return norm_launch.output_plan(hidden, 128)
     return norm_launch.forward_plan(hidden, 128, True)
@@ -82,7 +82,7 @@ def code_of(name: str, hidden: int, folder: Path) -> MachineCode:
     binary = triton.compile(
         source,
         target=triton.backends.compiler.GPUTarget("cuda", *SM_90),
-        options={"num_warps": constants["num_warps"]},
+        options={name: constants.get(name) for name in ("num_warps", "maxnreg")},
     )
     return machine_code(binary.asm["cubin"], folder, thread_elements(plan))
 
@@ -95,14 +95,15 @@ def test_instructions_leave_memory_the_slower_one(name: str, folder: Path) -> No
     assert per_element <= LIMITS[name]
 
 
-# Bytes an element: bfloat16 are 2, codes 1, shares 4. In the backward kernel a thread's 8 codes are
-# one access of 8 bytes.
-READ = {"forward": 4 * 2, "backward": 3 * 2, "output": 2 * 2 + 1}
+# Bytes an element: bfloat16 are 2, codes 1, shares 4. The backward kernel loads the gradients of a
+# row before its loop and of one in it; there a thread's 8 codes are one access of 8 bytes.
+READ = {"forward": 4 * 2, "backward": 2 * (2 * 2) + 2, "output": 2 * 2 + 1}
 WRITTEN = {"forward": 2 * 2 + 1, "backward": 2 + 2 * 4, "output": 2}
 
 
-# Four bytes or less a thread: factors, headers, and the seed, which is eight.
-MOST_NARROW = 4
+# Eight bytes or less a thread: factors, headers, and the seed; backward, of each of the two rows,
+# the factor, two headers and their codes.
+MOST_NARROW = {"forward": 4, "backward": 2 * (1 + 2 + 2), "output": 4}
 
 
 @pytest.mark.parametrize("name", LIMITS)
@@ -120,14 +121,17 @@ def test_groups_beyond_a_row_are_masked_whole(name: str, folder: Path) -> None:
         narrow = {
             op: n for op, n in everything.items() if op.startswith(access) and "128" not in op
         }
-        assert sum(narrow.values()) <= MOST_NARROW, narrow
+        assert sum(narrow.values()) <= MOST_NARROW[name], narrow
 
 
 @pytest.mark.parametrize(
     ("name", "hidden"),
-    [("forward", 16384), ("backward", 8192), ("backward", 16384), ("sums", 16384)],
-)
-def test_longest_rows_are_not_kept_in_local_memory(name: str, hidden: int, folder: Path) -> None:
+    [
+        ("forward", 16384), ("backward", 4096), ("backward", 8192), ("backward", 16384),
+        ("sums", 16384),
+    ],
+)  # fmt: skip
+def test_rows_are_not_kept_in_local_memory(name: str, hidden: int, folder: Path) -> None:
     if (name, hidden) == ("backward", 16384) and triton_version() < (3, 7):
         pytest.skip("the assembler of triton before 3.7 spills two registers of this one")
     everything = code_of(name, hidden, folder).everything

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from vramx.kernels.elementwise_launch import Noise
-from vramx.kernels.launch import Plan, device_of
+from vramx.kernels.launch import Plan
 from vramx.kernels.layout import Layout
+from vramx.kernels.start import start
 
 _WARPS = 4
 _ELEMENTS = 16  # of a thread: one access of 16 bytes of codes
@@ -83,14 +84,13 @@ def forward(
     channels, activation = how
     if x.numel():
         plan = plan_of("channel_norm", channels, kept is not None, _form(kept))
-        constants = {**plan.constants, "KIND": activation.kind}
         buffer, bits = (None, None) if kept is None else kept[:2]
         state, (stream,) = noise or (None, (0,))
-        with device_of(x):
-            plan.kernel[_grid(x)](
-                x, residual, *tables, y, buffer, bits, state, x.numel(), stream, *channels,
-                activation.leak, STOCHASTIC=noise is not None, **constants,
-            )  # fmt: skip
+        plan.start(
+            (x, residual, *tables, y, buffer, bits, state),
+            (x.numel(), stream, *channels, activation.leak),
+            x.numel(), KIND=activation.kind, STOCHASTIC=noise is not None,
+        )  # fmt: skip
 
 
 def output(
@@ -103,11 +103,10 @@ def output(
     channels, activation = how
     if y.numel():
         plan = plan_of("channel_norm_output", channels, True, _form(kept))
-        with device_of(y):
-            plan.kernel[_grid(y)](
-                kept.buffer, kept.bits, *tables, y, y.numel(), *channels, activation.leak,
-                KIND=activation.kind, **plan.constants,
-            )  # fmt: skip
+        plan.start(
+            (kept.buffer, kept.bits, *tables, y), (y.numel(), *channels, activation.leak),
+            y.numel(), KIND=activation.kind,
+        )  # fmt: skip
 
 
 def gradient(
@@ -121,11 +120,11 @@ def gradient(
     channels, activation = how
     if dy.numel():
         plan = plan_of("channel_norm_gradient", channels, True, _form(kept))
-        with device_of(dy):
-            plan.kernel[_grid(dy)](
-                dy, kept.buffer, kept.bits, *tables, *outputs, dy.numel(), *channels,
-                activation.leak, KIND=activation.kind, **plan.constants,
-            )  # fmt: skip
+        plan.start(
+            (dy, kept.buffer, kept.bits, *tables, *outputs),
+            (dy.numel(), *channels, activation.leak),
+            dy.numel(), KIND=activation.kind,
+        )  # fmt: skip
 
 
 def input_gradient(
@@ -143,11 +142,11 @@ def input_gradient(
     channels, activation = how
     if dy.numel():
         plan = plan_of("channel_norm_input", channels, True, _form(kept))
-        with device_of(dy):
-            plan.kernel[_grid(dy)](
-                dy, kept.buffer, kept.bits, *tables, *outputs, dy.numel(), *channels,
-                activation.leak, KIND=activation.kind, **plan.constants,
-            )  # fmt: skip
+        plan.start(
+            (dy, kept.buffer, kept.bits, *tables, *outputs),
+            (dy.numel(), *channels, activation.leak),
+            dy.numel(), KIND=activation.kind,
+        )  # fmt: skip
 
 
 def sums_fit(channels: Channels, kept: Kept) -> bool:
@@ -180,11 +179,12 @@ def sums(
     blocks, tiles = width // plan.constants["GROUP"], -(-dy.numel() // (plan.tile * width))
     programs = max(1, min(tiles, -(-_programs(dy.device) // blocks)))
     shares = dy.new_empty((2, programs, width), dtype=torch.float32)
-    with device_of(dy):
-        plan.kernel[(blocks, programs)](
-            dy, kept.buffer, kept.bits, *tables, shares[0], shares[1], dy.numel(), width,
-            activation.leak, KIND=activation.kind, **plan.constants,
-        )  # fmt: skip
+    start(
+        plan.kernel, (blocks, programs),
+        (dy, kept.buffer, kept.bits, *tables, shares[0], shares[1]),
+        (dy.numel(), width, activation.leak),
+        KIND=activation.kind, **plan.constants,
+    )  # fmt: skip
     totals = shares.sum(1)
     return totals.view(2, -1, channels.number).sum(1) if width > channels.number else totals
 
@@ -253,7 +253,3 @@ def _form(kept: Kept | None) -> tuple[int, bool] | None:
     if kept is None or kept.layout is None:
         return None
     return kept.layout.group_size, kept.layout.symmetric
-
-
-def _grid(tensor: Tensor) -> tuple[int]:
-    return (-(-tensor.numel() // TILE),)

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from vramx.kernels.launch import Plan, device_of, multiprocessors
+from vramx.kernels.launch import Plan, multiprocessors
 from vramx.kernels.layout import Layout
+from vramx.kernels.start import start
 
 # Bits of the codes that activations and gated units pack.
 WIDTHS = (4, 8)
@@ -61,10 +62,7 @@ def activation(
     if x.numel():
         plan = tile_plan("activation", kind, layout, noise is not None)
         state, (stream,) = noise or (x, (0,))
-        with device_of(x):
-            plan.kernel[_grid(x, plan)](
-                x, y, buffer, state, x.numel(), stream, **plan.constants
-            )  # fmt: skip
+        plan.start((x, y, buffer, state), (x.numel(), stream), x.numel())
 
 
 def activation_backward(
@@ -73,10 +71,7 @@ def activation_backward(
     """Write dx and, where it is given, y = act(x); y may be dy."""
     if dy.numel():
         plan = tile_plan("activation_backward", kind, layout, y is not None)
-        with device_of(dy):
-            plan.kernel[_grid(dy, plan)](
-                dy, kept, dx, dy if y is None else y, dy.numel(), **plan.constants
-            )
+        plan.start((dy, kept, dx, dy if y is None else y), (dy.numel(),), dy.numel())
 
 
 def glu(
@@ -91,10 +86,7 @@ def glu(
     if z.numel():
         plan = tile_plan("glu", kind, layout, noise is not None)
         state, streams = noise or (z, (0, 0))
-        with device_of(z):
-            plan.kernel[_grid(z, plan)](
-                *inputs, z, *buffers, state, z.numel(), *streams, **plan.constants
-            )
+        plan.start((*inputs, z, *buffers, state), (z.numel(), *streams), z.numel())
 
 
 def glu_backward(
@@ -108,26 +100,22 @@ def glu_backward(
     """Write dgate and dup and, where it is given, z; z may be dz."""
     if dz.numel():
         plan = tile_plan("glu_backward", kind, layout, z is not None)
-        with device_of(dz):
-            plan.kernel[_grid(dz, plan)](
-                dz, *kept, *outputs, dz if z is None else z, dz.numel(), **plan.constants
-            )
+        tensors = (dz, *kept, *outputs, dz if z is None else z)
+        plan.start(tensors, (dz.numel(),), dz.numel())
 
 
 def relu(x: Tensor, y: Tensor, bits: Tensor) -> None:
     """Write y = max(x, 0) and a bit an element: whether its gradient passes."""
     if x.numel():
         plan = relu_plan("relu_kernel")
-        with device_of(x):
-            plan.kernel[_grid(x, plan)](x, y, bits, x.numel(), **plan.constants)
+        plan.start((x, y, bits), (x.numel(),), x.numel())
 
 
 def relu_backward(dy: Tensor, bits: Tensor, dx: Tensor) -> None:
     """Write dx = dy where its bit is set, else 0."""
     if dy.numel():
         plan = relu_plan("relu_backward_kernel")
-        with device_of(dy):
-            plan.kernel[_grid(dy, plan)](dy, bits, dx, dy.numel(), **plan.constants)
+        plan.start((dy, bits, dx), (dy.numel(),), dy.numel())
 
 
 def dropout(x: Tensor, residual: Tensor | None, y: Tensor, key: Tensor, kept: int) -> None:
@@ -135,11 +123,8 @@ def dropout(x: Tensor, residual: Tensor | None, y: Tensor, key: Tensor, kept: in
     if x.numel():
         plan = dropout_plan(residual is not None)
         scale = 65536.0 / kept if kept else 0.0
-        with device_of(x):
-            plan.kernel[_grid(x, plan)](
-                x, x if residual is None else residual, y, key, x.numel(), 0, kept, scale,
-                **plan.constants,
-            )  # fmt: skip
+        tensors = (x, x if residual is None else residual, y, key)
+        plan.start(tensors, (x.numel(), 0, kept, scale), x.numel())
 
 
 def cross_entropy(
@@ -158,11 +143,12 @@ def cross_entropy(
         classes = logits.shape[1]
         plan = loss_plan(how, _mode(gradient), _loss_warps(classes))
         weights = gradient if isinstance(gradient, Tensor) else losses
-        with device_of(logits):
-            plan.kernel[(min(len(logits), _loss_programs(logits, plan)),)](
-                logits, targets, losses, weights, len(logits), logits.stride(0), classes,
-                options.ignored, options.smoothing, options.cap or 1.0, **plan.constants,
-            )  # fmt: skip
+        numbers = (
+            len(logits), logits.stride(0), classes,
+            options.ignored, options.smoothing, options.cap or 1.0,
+        )  # fmt: skip
+        grid = (min(len(logits), _loss_programs(logits, plan)),)
+        start(plan.kernel, grid, (logits, targets, losses, weights), numbers, **plan.constants)
 
 
 def _mode(gradient: Tensor | bool) -> str:
@@ -260,7 +246,3 @@ def dropout_plan(adds: bool) -> Plan:
         "num_warps": _WARPS,
     }
     return Plan(dropout_kernel, rows * _DROPOUT_COLUMNS, constants)
-
-
-def _grid(tensor: Tensor, plan: Plan) -> tuple[int]:
-    return (-(-tensor.numel() // plan.tile),)

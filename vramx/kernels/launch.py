@@ -9,7 +9,6 @@ about a second. Importing this module does not import triton, calling it does.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vramx.kernels.layout import Layout
+from vramx.kernels.start import start
 
 _OLDEST_CAPABILITY = (8, 0)  # bfloat16 arithmetic
 _WARPS = 4
@@ -26,7 +26,6 @@ _THREADS = 32 * _WARPS
 _ELEMENTS = 64
 _ELEMENTS_WITH_NOISE = 32
 _MASK_BYTES_OF_PROGRAM = 512
-_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class Plan(NamedTuple):
@@ -35,6 +34,17 @@ class Plan(NamedTuple):
     kernel: Any
     tile: int  # elements of a program
     constants: dict[str, Any]
+
+    def start(
+        self,
+        tensors: tuple[Tensor | None, ...],
+        numbers: tuple[float, ...],
+        numel: int,
+        **constants: Any,
+    ) -> None:
+        """Launch the kernel for `numel` elements, with constants of its own and these."""
+        grid = (-(-numel // self.tile),)
+        start(self.kernel, grid, tensors, numbers, **constants, **self.constants)
 
 
 def supported(device: torch.device) -> bool:
@@ -68,40 +78,28 @@ def quantize(
     if layout.numel:
         plan = quantize_plan(layout.bits, layout.symmetric, layout.group_size, noise is not None)
         seed = buffer if noise is None else noise
-        with device_of(flat):
-            plan.kernel[(-(-layout.numel // plan.tile),)](
-                flat, buffer, seed, layout.numel, stream, **plan.constants
-            )
+        plan.start((flat, buffer, seed), (layout.numel, stream), layout.numel)
 
 
 def dequantize(buffer: Tensor, flat_out: Tensor, layout: Layout) -> None:
     """Write the elements of a packed buffer, in the type of `flat_out`; 8 or 4 bits."""
     if layout.numel:
         plan = dequantize_plan(layout.bits, layout.symmetric, layout.group_size)
-        with device_of(buffer):
-            plan.kernel[(-(-layout.numel // plan.tile),)](
-                buffer, flat_out, layout.numel, **plan.constants
-            )
+        plan.start((buffer, flat_out), (layout.numel,), layout.numel)
 
 
 def pack_mask(flat_bool: Tensor, buffer: Tensor) -> None:
     """Write the bits of a bool tensor; bytes beyond the last bit's are left alone."""
     if numel := flat_bool.numel():
         plan = mask_plan(packs=True)
-        with device_of(buffer):
-            plan.kernel[(-(-numel // plan.tile),)](
-                flat_bool.view(torch.uint8), buffer, numel, **plan.constants
-            )
+        plan.start((flat_bool.view(torch.uint8), buffer), (numel,), numel)
 
 
 def unpack_mask(buffer: Tensor, flat_bool_out: Tensor) -> None:
     """Write the bools of packed bits."""
     if numel := flat_bool_out.numel():
         plan = mask_plan(packs=False)
-        with device_of(buffer):
-            plan.kernel[(-(-numel // plan.tile),)](
-                buffer, flat_bool_out.view(torch.uint8), numel, **plan.constants
-            )
+        plan.start((buffer, flat_bool_out.view(torch.uint8)), (numel,), numel)
 
 
 @lru_cache(maxsize=64)
@@ -152,14 +150,6 @@ def _constants(group_size: int, rows: int, symmetric: bool) -> dict[str, Any]:
         "SYMMETRIC": symmetric,
         "num_warps": _WARPS,
     }
-
-
-def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Make a tensor's device the current one, where it is not: Triton launches on that."""
-    if not tensor.is_cuda:
-        return _NOTHING
-    index = tensor.get_device()
-    return _NOTHING if index == torch.cuda.current_device() else torch.cuda.device(index)
 
 
 @lru_cache(maxsize=64)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vramx.kernels.headers import header_pointer, load_scale, magnitude_key, symmetric_header
+from vramx.kernels.headers import greatest_magnitude, header_pointer, load_scale, symmetric_header
 from vramx.kernels.noise import code_bits, rounding_noise
 
 
@@ -34,6 +34,18 @@ def _columns(GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr):
 def _offsets(GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr):
     """Return int32[ROWS * GROUPS, GROUP]: how far from the first element of a tile each lies."""
     return tl.arange(0, ROWS * GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+
+
+@triton.jit
+def _offsets_by_8(GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr):
+    """Return _offsets(), of which the compiler knows 8 in a row: a thread then has 8 of them.
+
+    So many halves are the 16 bytes that it has of them: codes that it has 16 of in a row would be
+    passed on to other threads, through shared memory and two barriers.
+    """
+    lanes = tl.arange(0, GROUP)
+    lanes = lanes // 8 * 8 + lanes % 8
+    return tl.arange(0, ROWS * GROUPS)[:, None] * GROUP + lanes[None, :]
 
 
 @triton.jit
@@ -75,7 +87,7 @@ def _load(pointers, inside):
 def _row_totals(tile, GROUPS: tl.constexpr, ROWS: tl.constexpr):
     """Return fp32[ROWS], the sum of each row of a tile, or of the one row a scalar."""
     if ROWS == 1:  # which every thread then has, and nothing is spread through shared memory
-        return tl.sum(tl.sum(tile, 1), 0)
+        return tl.sum(tile)
     else:  # noqa: RET505 - the compiler types what it sees
         return tl.sum(tl.reshape(tl.sum(tile, 1), (ROWS, GROUPS)), 1)
 
@@ -166,7 +178,7 @@ def _store_packed(
 ):
     """Write the codes and headers of a tile whose first element is `first` (int64)."""
     groups = tl.arange(0, TILE_GROUPS)
-    scale, inverse = symmetric_header(tl.max(magnitude_key(n), 1), 127)
+    scale, inverse = symmetric_header(greatest_magnitude(n), 127)
     header_ptr = header_pointer(buffer_ptr, numel, first, GROUP, 8, True)
     tl.store(header_ptr + groups, (scale >> 16).to(tl.int16), mask=filled)
     quotient = n * inverse[:, None]
@@ -201,24 +213,31 @@ def _load_kept(
     kept_ptr,
     numel,
     first,
+    offsets,
     inside,
     filled,
     GROUP: tl.constexpr,
     TILE_GROUPS: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Return n of a tile as fp32, 0 outside."""
-    groups = tl.arange(0, TILE_GROUPS)
-    offsets = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    """Return what was kept of a tile, 0 outside, and if PACKED its headers, as they lie there."""
+    kept = tl.load(kept_ptr + first + offsets, mask=inside, other=0)
     if PACKED:
-        codes = tl.load(kept_ptr + first + offsets, mask=inside, other=0).to(tl.int8, bitcast=True)
         header_ptr = header_pointer(kept_ptr, numel, first, GROUP, 8, True)
-        scale, _ = load_scale(header_ptr, groups, filled, True)
-        # What a masked load returns is any number, and its product with 0 may be NaN.
-        scale = tl.where(filled, scale, 0.0)
-        return codes.to(tl.float32) * scale[:, None]
+        # Not any number outside: its product with 0 may be NaN.
+        return kept, tl.load(header_ptr + tl.arange(0, TILE_GROUPS), mask=filled, other=0)
     else:  # noqa: RET505 - the compiler types what it sees
-        return _load(kept_ptr + first + offsets, inside)
+        return kept, kept
+
+
+@triton.jit
+def _normalised(kept, headers, PACKED: tl.constexpr):
+    """Return n of a tile as fp32, of what _load_kept() returned."""
+    if PACKED:
+        scale = (headers.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        return kept.to(tl.int8, bitcast=True).to(tl.float32) * scale[:, None]
+    else:  # noqa: RET505 - the compiler types what it sees
+        return kept.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -240,9 +259,12 @@ def norm_output_kernel(
     left = tl.minimum(rows - row, ROWS).to(tl.int32)
     inside = _inside(left, HIDDEN, GROUP, GROUPS, ROWS)
     filled = _filled(left, HIDDEN, GROUP, GROUPS, ROWS)
-    n = _load_kept(kept_ptr, rows * HIDDEN, first, inside, filled, GROUP, ROWS * GROUPS, PACKED)
-    y = _affine(n, weight_ptr, bias_ptr, HIDDEN, GROUP, GROUPS, ROWS)
     offsets = _offsets(GROUP, GROUPS, ROWS)
+    kept, headers = _load_kept(
+        kept_ptr, rows * HIDDEN, first, offsets, inside, filled, GROUP, ROWS * GROUPS, PACKED
+    )
+    n = _normalised(kept, headers, PACKED)
+    y = _affine(n, weight_ptr, bias_ptr, HIDDEN, GROUP, GROUPS, ROWS)
     tl.store(y_ptr + first + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -263,6 +285,7 @@ def norm_backward_kernel(
     ROWS: tl.constexpr,
     CENTRED: tl.constexpr,
     PACKED: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Write dx and each program's share of dweight and dbias.
 
@@ -273,42 +296,112 @@ def norm_backward_kernel(
     None. dweight_ptr, dbias_ptr: fp32 [programs, HIDDEN], or None where they are not asked for or
     norm_sums_kernel makes them.
     A program owns every programs-th tile of dx, in ascending order, and its row of the shares: the
-    sums depend on the number of programs only.
+    sums depend on the number of programs only. AHEAD: it loads a tile before it works on the one
+    before; the last one's is loaded again.
     """
-    program = tl.program_id(0)
-    columns = _columns(GROUP, GROUPS, ROWS)
-    known = columns < HIDDEN if HIDDEN != GROUPS * GROUP else None
-    offsets = _offsets(GROUP, GROUPS, ROWS)
+    program, programs = tl.program_id(0), tl.num_programs(0)
     dweight = tl.zeros((ROWS * GROUPS, GROUP), tl.float32)
     dbias = tl.zeros((ROWS * GROUPS, GROUP), tl.float32)
     tiles = tl.cdiv(rows, ROWS).to(tl.int32)
-    for tile in range(program, tiles, tl.num_programs(0)):
-        row = tile * tl.full((), ROWS, tl.int64)
-        first = row * HIDDEN
-        left = tl.minimum(rows - row, ROWS).to(tl.int32)
-        inside = _inside(left, HIDDEN, GROUP, GROUPS, ROWS)
-        filled = _filled(left, HIDDEN, GROUP, GROUPS, ROWS)
-        rstd = _load_factors(rstd_ptr + row, left, ROWS)
-        dy = _load(dy_ptr + first + offsets, inside)
-        n = _load_kept(kept_ptr, rows * HIDDEN, first, inside, filled, GROUP, ROWS * GROUPS, PACKED)
-        g = dy
-        if weight_ptr is not None:
-            g = dy * _load(weight_ptr + columns, known)
+    if AHEAD:
+        next_dy, next_dsum, next_kept, next_headers, next_rstd = _load_backward(
+            dy_ptr, dsum_ptr, kept_ptr, rstd_ptr, rows, program, HIDDEN, GROUP, GROUPS, ROWS, PACKED
+        )
+    for tile in range(program, tiles, programs):
+        if AHEAD:
+            dy, dsum, kept, headers, rstd = next_dy, next_dsum, next_kept, next_headers, next_rstd
+            next_dy, next_dsum, next_kept, next_headers, next_rstd = _load_backward(
+                dy_ptr, dsum_ptr, kept_ptr, rstd_ptr, rows, tl.minimum(tile + programs, tiles - 1),
+                HIDDEN, GROUP, GROUPS, ROWS, PACKED,
+            )  # fmt: skip
+        else:
+            dy, dsum, kept, headers, rstd = _load_backward(
+                dy_ptr, None, kept_ptr, rstd_ptr, rows, tile, HIDDEN, GROUP, GROUPS, ROWS, PACKED
+            )
+        dy = dy.to(tl.float32)
+        n = _normalised(kept, headers, PACKED)
         if dweight_ptr is not None:
             dweight += dy * n
         if dbias_ptr is not None:
             dbias += dy
-        dx = g - n * _spread(_row_totals(g * n, GROUPS, ROWS) / HIDDEN, GROUPS, ROWS)
-        if CENTRED:
-            dx -= _spread(_row_totals(g, GROUPS, ROWS) / HIDDEN, GROUPS, ROWS)
-        dx *= _spread(rstd, GROUPS, ROWS)
+        dx = _gradient(
+            dy, n, rstd, weight_ptr, HIDDEN, GROUP, GROUPS, ROWS, CENTRED, FACTOR_FIRST=AHEAD
+        )
+        row = tile * tl.full((), ROWS, tl.int64)
+        left = tl.minimum(rows - row, ROWS).to(tl.int32)
+        inside = _inside(left, HIDDEN, GROUP, GROUPS, ROWS)
+        offsets = row * HIDDEN + _offsets(GROUP, GROUPS, ROWS)
         if dsum_ptr is not None:
-            dx += _load(dsum_ptr + first + offsets, inside)
-        tl.store(dx_ptr + first + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+            dx += dsum.to(tl.float32) if AHEAD else _load(dsum_ptr + offsets, inside)
+        tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     if dweight_ptr is not None:
         _store_share(dweight, dweight_ptr + program * HIDDEN, HIDDEN, GROUP, GROUPS, ROWS)
     if dbias_ptr is not None:
         _store_share(dbias, dbias_ptr + program * HIDDEN, HIDDEN, GROUP, GROUPS, ROWS)
+
+
+@triton.jit
+def _gradient(
+    dy,
+    n,
+    rstd,
+    weight_ptr,
+    HIDDEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    FACTOR_FIRST: tl.constexpr,
+):
+    """Return the gradient of a tile's s. FACTOR_FIRST: r is multiplied into g instead of dx.
+
+    Which of the two takes fewer registers depends on what else is held in them.
+    """
+    columns = _columns(GROUP, GROUPS, ROWS)
+    known = columns < HIDDEN if HIDDEN != GROUPS * GROUP else None
+    factor = _spread(rstd, GROUPS, ROWS)
+    g = dy * factor if FACTOR_FIRST else dy
+    if weight_ptr is not None:
+        g = g * _load(weight_ptr + columns, known)
+    dx = g - n * _spread(_row_totals(g * n, GROUPS, ROWS) / HIDDEN, GROUPS, ROWS)
+    if CENTRED:
+        dx -= _spread(_row_totals(g, GROUPS, ROWS) / HIDDEN, GROUPS, ROWS)
+    return dx if FACTOR_FIRST else dx * factor
+
+
+@triton.jit
+def _load_backward(
+    dy_ptr,
+    dsum_ptr,
+    kept_ptr,
+    rstd_ptr,
+    rows,
+    tile,
+    HIDDEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Return dy, dsum, what was kept with its headers, and rstd of a tile, as they lie in memory.
+
+    No dsum is dy once more. Nothing is computed of them, which would wait for them.
+    """
+    row = tile * tl.full((), ROWS, tl.int64)
+    first = row * HIDDEN
+    left = tl.minimum(rows - row, ROWS).to(tl.int32)
+    inside = _inside(left, HIDDEN, GROUP, GROUPS, ROWS)
+    filled = _filled(left, HIDDEN, GROUP, GROUPS, ROWS)
+    offsets = _offsets_by_8(GROUP, GROUPS, ROWS)
+    dy = tl.load(dy_ptr + first + offsets, mask=inside, other=0.0)
+    kept, headers = _load_kept(
+        kept_ptr, rows * HIDDEN, first, offsets, inside, filled, GROUP, ROWS * GROUPS, PACKED
+    )
+    rstd = _load_factors(rstd_ptr + row, left, ROWS)
+    dsum = dy
+    if dsum_ptr is not None:
+        dsum = tl.load(dsum_ptr + first + offsets, mask=inside, other=0.0)
+    return dy, dsum, kept, headers, rstd
 
 
 @triton.jit

@@ -1,0 +1,139 @@
+"""Start a Triton kernel that has run before, at half the host time of Triton's own call.
+
+Triton's call binds the arguments, describes each, builds a key and reads its settings anew. What it
+compiles depends on the types of the arguments, on whether pointers are multiples of 16 and on
+little of each integer: start() keys on that, and hands what was compiled the arguments as Triton
+would. A key's first call is Triton's own; so is each call of versions whose compiled kernels are
+called in another way, of the interpreter, with a pointer that is no multiple of 16, and while a
+hook watches launches. What Triton reads from its environment at each call is as at the first.
+State: what was compiled. Any thread; some microseconds. Importing this does not import triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, reduce
+from operator import or_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# Of Triton, whose compiled kernels take what start() gives them: triton/runtime/jit.py, run().
+_OLDEST, _NEWEST = (3, 3), (3, 7)
+_ALIGNMENT = 16  # bytes; also what integers may be multiples of
+
+
+class _Compiled(NamedTuple):
+    """What Triton made of a kernel for one kind of arguments."""
+
+    kernel: Any  # lives on, so that no other has its id
+    run: Any
+    function: Any
+    metadata: Any
+    stream_of: Any  # a device's current stream
+    constants: tuple[Any, ...]  # of the parameters after tensors and numbers, in their order
+
+
+_compiled: dict[tuple[Any, ...], _Compiled] = {}
+
+
+def start(
+    kernel: Any,
+    grid: tuple[int, ...],
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[float],
+    **constants: Any,
+) -> None:
+    """Launch a kernel as kernel[grid](*tensors, *numbers, **constants) would, on their device.
+
+    Args:
+        kernel: what triton.jit made; its parameters are tensors, numbers and constants, in turn.
+        tensors: the first is one, others may be None.
+        numbers: int or float.
+        constants: the parameters that are constants, and Triton's options.
+    """
+    first = tensors[0]
+    assert first is not None
+    index = first.get_device()
+    if index >= 0 and index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            start(kernel, grid, tensors, numbers, **constants)
+        return
+    # Tensors outlive the call; their addresses spare Triton's launcher to ask for them. What is
+    # None was compiled as a constant, and is not read.
+    pointers = [0 if t is None else t.data_ptr() for t in tensors]
+    dtypes = [None if t is None else t.dtype for t in tensors]
+    key = (
+        id(kernel), index, *dtypes, *map(_kind, numbers), *constants, *constants.values(),
+    )  # fmt: skip
+    compiled = _compiled.get(key)
+    aligned = reduce(or_, pointers) % _ALIGNMENT == 0
+    if compiled is None or not aligned or _is_watched(kernel):
+        made = kernel[grid](*tensors, *numbers, **constants)
+        if aligned:
+            _remember(key, kernel, len(tensors) + len(numbers), constants, made)
+        return
+    _, run, function, metadata, stream_of, values = compiled
+    x, y, z = (*grid, 1, 1)[:3]
+    run(
+        x, y, z, stream_of(index), function, metadata, None, None, None,
+        *pointers, *numbers, *values,
+    )  # fmt: skip
+
+
+def _kind(number: float) -> Any:
+    """Return what Triton may distinguish of a number, or more."""
+    if type(number) is not int:
+        return type(number)
+    return number == 1, number % _ALIGNMENT == 0, number >> 31 in (0, -1)
+
+
+def _remember(
+    key: tuple[Any, ...], kernel: Any, count: int, constants: dict[str, Any], made: Any
+) -> None:
+    """Keep what Triton's own call returned, if later calls can be made of it."""
+    names = getattr(kernel, "arg_names", ())[count:]
+    if not _is_known_version() or not hasattr(made, "packed_metadata"):
+        return  # the interpreter's call returns nothing
+    if all(name in constants for name in names):
+        values = tuple(constants[name] for name in names)
+        _compiled[key] = _Compiled(
+            kernel, made.run, made.function, made.packed_metadata, _streams(), values
+        )
+
+
+def _streams() -> Any:
+    """Return Triton's function of a device's index for that device's current stream."""
+    from triton.runtime import driver
+
+    return driver.active.get_current_stream
+
+
+def _is_watched(kernel: Any) -> bool:
+    """Tell whether somebody is to be told of each launch."""
+    hooks = _hooks()
+    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+    # Each is a chain of functions, one function or None.
+    found = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+    return bool(found or kernel.pre_run_hooks)
+
+
+@lru_cache(maxsize=1)
+def _hooks() -> Any:
+    """Return what has Triton's hooks of launches."""
+    try:
+        from triton.knobs import runtime
+    except ImportError:
+        from triton.compiler import CompiledKernel
+
+        return CompiledKernel
+    return runtime
+
+
+@lru_cache(maxsize=1)
+def _is_known_version() -> bool:
+    import triton
+
+    major, minor = triton.__version__.split(".")[:2]
+    return _OLDEST <= (int(major), int(minor)) <= _NEWEST
