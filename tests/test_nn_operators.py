@@ -30,7 +30,7 @@ from vramx.nn.linear import linear, linears
 from vramx.nn.loss import linear_cross_entropy
 from vramx.nn.mlp import mlp
 from vramx.nn.norm import layer_norm, rms_norm
-from vramx.nn.operators import _ALONE, Operator, _flattened, _grouped, operator
+from vramx.nn.operators import Operator, _flattened, _grouped, operator
 from vramx.nn.relu import relu
 
 HIDDEN = 128
@@ -245,11 +245,10 @@ def test_forward_derivatives_are_refused() -> None:
 
 
 def test_lists_come_back_as_they_were() -> None:
-    args = (1, ["a", "b"], [], None, [3])
-    flat, counts = _flattened(args, (1, 2))
+    args = [1, ["a", "b"], [], None, [3]]
+    flat = _flattened(args, (1, 2))
     assert flat == [1, "a", "b", None, [3]]
-    assert counts == (_ALONE, 2, 0, _ALONE, _ALONE)
-    assert _grouped([*flat, "more"], counts) == args
+    assert _grouped(flat, [(1, 2), (2, 0)]) == args
 
 
 def test_eager_calls_take_less_host_time_than_torch_librarys() -> None:

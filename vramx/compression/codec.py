@@ -98,6 +98,16 @@ def layout_of(numel: int, format: Format) -> Layout:
     return _layout(numel, format.bits, format.group_size, format.symmetric)[0]
 
 
+def bytes_of(numel: int, format: Format) -> int:
+    """Return the size of their buffer.
+
+    Example:
+        >>> bytes_of(1 << 20, Format())
+        1064960
+    """
+    return _layout(numel, format.bits, format.group_size, format.symmetric)[1]
+
+
 # A program packs tensors of the same few sizes in every step.
 @lru_cache(maxsize=1024)
 def _layout(numel: int, bits: int, group_size: int, symmetric: bool) -> tuple[Layout, int]:
@@ -141,11 +151,7 @@ def pack(flat: Tensor, format: Format, streams: random.Streams | None = None) ->
         raise InvalidValueError(_what_is_wrong(flat, mask))
     if mask:
         return Packed(_pack_mask(flat), flat.numel(), torch.bool, MASK_FORMAT)
-    noise, stream = None, 0
-    if format.rounding == "stochastic":
-        noise = random.state(flat.device)
-        stream = random.next_stream() if streams is None else streams.next()
-    return Packed(_quantize(flat, format, noise, stream), flat.numel(), flat.dtype, format)
+    return Packed(encoded(flat, format, streams), flat.numel(), flat.dtype, format)
 
 
 def unpack(packed: Packed) -> Tensor:
@@ -159,25 +165,35 @@ def unpack(packed: Packed) -> Tensor:
         >>> unpack(pack(torch.tensor([True, False]), MASK_FORMAT))
         tensor([ True, False])
     """
-    buffer, dtype, bits = packed.buffer, packed.dtype, packed.format.bits
-    layout = layout_of(packed.numel, packed.format)
-    launch = _launch(buffer.device) if dtype in _KERNEL_DTYPES and bits in _KERNEL_BITS else None
+    buffer = packed.buffer
+    if packed.format.bits != MASK_BITS:
+        return decoded(buffer, packed.numel, packed.dtype, packed.format)
+    launch = _launch(buffer.device)
     if launch is None:
-        if bits == MASK_BITS:
-            return reference.unpack_mask(buffer, packed.numel)
-        return reference.dequantize(buffer, layout, dtype)
-    flat = torch.empty(packed.numel, dtype=dtype, device=buffer.device)
-    if bits == MASK_BITS:
-        launch.unpack_mask(buffer, flat)
-    else:
-        launch.dequantize(buffer, flat, layout)
+        return reference.unpack_mask(buffer, packed.numel)
+    flat = torch.empty(packed.numel, dtype=torch.bool, device=buffer.device)
+    launch.unpack_mask(buffer, flat)
     return flat
 
 
-def _quantize(flat: Tensor, format: Format, noise: Tensor | None, stream: int) -> Tensor:
-    bits = format.bits
+def decoded(buffer: Tensor, numel: int, dtype: torch.dtype, format: Format) -> Tensor:
+    """Return what unpack() does of a buffer that holds no mask; arguments are trusted."""
+    layout, device = layout_of(numel, format), buffer.device
+    launch = _launch(device) if dtype in _KERNEL_DTYPES and format.bits in _KERNEL_BITS else None
+    if launch is None:
+        return reference.dequantize(buffer, layout, dtype)
+    flat = torch.empty(numel, dtype=dtype, device=device)
+    launch.dequantize(buffer, flat, layout)
+    return flat
+
+
+def encoded(flat: Tensor, format: Format, streams: random.Streams | None = None) -> Tensor:
+    """Return the buffer of what pack() returns of a tensor of numbers; arguments are trusted."""
+    device, bits, noise, stream = flat.device, format.bits, None, 0
+    if format.rounding == "stochastic":
+        noise = random.state(device)
+        stream = random.next_stream() if streams is None else streams.next()
     layout, nbytes = _layout(flat.numel(), bits, format.group_size, format.symmetric)
-    device = flat.device
     launch = _launch(device) if flat.dtype in _KERNEL_DTYPES and bits in _KERNEL_BITS else None
     if launch is None:
         return reference.quantize(flat, layout, noise=noise, stream=stream)

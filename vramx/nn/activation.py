@@ -18,10 +18,10 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from vramx.compression.config import Compression
 from vramx.errors import InvalidValueError
 from vramx.kernels import elementwise_launch
-from vramx.nn import arguments, differentiation, keeping
+from vramx.nn import arguments, differentiation, keeping, passes
 from vramx.nn import reference_elementwise as reference
 from vramx.nn.operators import operator
-from vramx.nn.products import fake_weight_gradients, project, weight_gradients
+from vramx.nn.products import fake_weight_gradients, is_unread, project, weight_gradients
 
 APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
 
@@ -182,7 +182,7 @@ def _(x: Tensor, _kind: str, form: Sequence[int]) -> tuple[Tensor, ...]:
 )
 def _activation_backward(dy: Tensor, kept: Tensor, kind: str, form: Sequence[int]) -> Tensor:
     dy = dy.contiguous(memory_format=keeping.ORDERS[form[4]])
-    dx, _ = _backward_pass(dy, kept, kind, form, with_value=False)
+    dx, _ = _backward_pass(dy, kept, (kind, form), with_value=False)
     return dx
 
 
@@ -192,9 +192,18 @@ def _(dy: Tensor, _kept: Tensor, _kind: str, form: Sequence[int]) -> Tensor:
 
 
 def _backward_pass(
-    dy: Tensor, kept: Tensor, kind: str, form: Sequence[int], *, with_value: bool
+    dy: Tensor,
+    kept: Tensor,
+    how: tuple[str, Sequence[int]],
+    *,
+    with_value: bool,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return dx and, where wanted, act(x); that is written over dy, which must be dense."""
+    """Return dx and, where wanted, act(x); that is written over dy, which must be dense.
+
+    `how` is kind and form; `in_place` allows to write over what was kept as it is.
+    """
+    kind, form = how
     if not keeping.served(dy):
         computed = reference.wide(dy)
         x = keeping.decode(kept, dy.shape, computed.dtype, form)
@@ -204,7 +213,7 @@ def _backward_pass(
     if layout is None:
         x = keeping.decode(kept, dy.shape, dy.dtype, form)
         kept = x.contiguous(memory_format=keeping.ORDERS[form[4]])
-    dx = torch.empty_like(dy)
+    dx = kept if in_place and layout is None else torch.empty_like(dy)
     elementwise_launch.activation_backward(dy, kept, dx, dy if with_value else None, layout, kind)
     return dx, dy
 
@@ -250,7 +259,10 @@ def _activation_linear(
     form: Sequence[int],
 ) -> tuple[Tensor, ...]:
     """Return the result, the packed x, and its probe."""
-    value, buffer = _forward_pass(x, kind, form)
+    if form[0] == keeping.NOTHING and is_unread(residual):
+        value, buffer = x, keeping.encode(x, form)
+    else:
+        value, buffer = _forward_pass(x, kind, form)
     result = project(value, weight, bias, residual)
     return result, buffer, *differentiation.probes_of((x,), form)
 
@@ -271,9 +283,25 @@ def _(
 def _activation_linear_backward(
     dy: Tensor, kept: Tensor, weight: Tensor, kind: str, form: Sequence[int], needs: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
+    return _linear_gradients(dy, kept, weight, (kind, form), needs)
+
+
+def _linear_gradients(
+    dy: Tensor,
+    kept: Tensor,
+    weight: Tensor,
+    how: tuple[str, Sequence[int]],
+    needs: Sequence[bool],
+    *,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, the weight and the bias; arguments as _backward_pass()'s.
+
+    `needs` is of the weight and the bias.
+    """
     rows = dy.reshape(-1, dy.shape[-1])
     gradient = rows @ weight
-    dx, value = _backward_pass(gradient, kept, kind, form, with_value=needs[0])
+    dx, value = _backward_pass(gradient, kept, how, with_value=needs[0], in_place=in_place)
     dweight, dbias = weight_gradients(rows, value, weight, needs)
     return dx.view(*dy.shape[:-1], weight.shape[1]), dweight, dbias
 
@@ -290,6 +318,7 @@ def _(
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, bias, residual, ctx.kind, ctx.form = inputs
     ctx.adds = residual is not None
+    ctx.is_made_again = passes.saves_are_unread()
     differentiation.save(ctx, (x,), output[1:], weight, bias)
 
 
@@ -302,9 +331,13 @@ def _differentiate_linear(
     kept, probe, weight, bias = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[1:3])
     if not torch.is_grad_enabled():
-        dx, dweight, dbias = _activation_linear_backward(
-            dy, kept, weight, ctx.kind, ctx.form, needs
-        )
+        found: Any
+        if ctx.is_made_again and passes.may_be_overwritten(kept):
+            how = (ctx.kind, ctx.form)
+            found = _linear_gradients(dy, kept.detach(), weight, how, needs, in_place=True)
+        else:
+            found = _activation_linear_backward(dy, kept, weight, ctx.kind, ctx.form, needs)
+        dx, dweight, dbias = found
         terms: Sequence[Any] = dweight if needs[0] else None, dbias if needs[1] else None
     else:
         (x,) = differentiation.attached(ctx, (kept,), (probe,))

@@ -181,7 +181,7 @@ def _probes(tensors: Sequence[Tensor], forms: Sequence[Sequence[int]]) -> tuple[
 def _probe(y: Tensor) -> Tensor:
     """Return the probe of y as it goes into the output projection."""
     batch, heads, tokens, size = y.shape
-    return y.new_empty(()).expand(batch, tokens, heads * size)
+    return y.new_empty_strided((batch, tokens, heads * size), (0, 0, 0))
 
 
 def _tokens_first(x: Tensor) -> Tensor:

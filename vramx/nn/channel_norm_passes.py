@@ -260,7 +260,7 @@ def vectors(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of weight and bias, from the sums of g and of g n."""
     found = []
-    for total, parameter, want in zip(totals.flip(0), parameters, wanted, strict=True):
+    for total, parameter, want in zip(totals.unbind()[::-1], parameters, wanted, strict=True):
         vector = total.view(-1, shape.sizes[1]).sum(0) if shape.groups else total
         dtype = vector.dtype if parameter is None else parameter.dtype
         # A copy: results of an operator have no memory in common.

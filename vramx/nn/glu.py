@@ -20,11 +20,11 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from vramx.compression.config import Compression
 from vramx.errors import InvalidValueError
 from vramx.kernels import elementwise_launch
-from vramx.nn import arguments, differentiation, keeping
+from vramx.nn import arguments, differentiation, keeping, passes
 from vramx.nn import reference_elementwise as reference
 from vramx.nn.activation import kind_of
 from vramx.nn.operators import operator
-from vramx.nn.products import fake_weight_gradients, project, weight_gradients
+from vramx.nn.products import fake_weight_gradients, is_unread, project, weight_gradients
 
 Pair = tuple[Tensor, Tensor]
 
@@ -180,7 +180,7 @@ def _empty_kept(gate: Tensor, up: Tensor, form: Sequence[int]) -> tuple[Tensor, 
     schema="(Tensor dz, Tensor gate, Tensor up, str kind, int[] form) -> (Tensor, Tensor)",
 )
 def _glu_backward(dz: Tensor, gate: Tensor, up: Tensor, kind: str, form: Sequence[int]) -> Pair:
-    gradients, _ = _backward_pass(dz.contiguous(), (gate, up), kind, form, with_value=False)
+    gradients, _ = _backward_pass(dz.contiguous(), (gate, up), (kind, form), with_value=False)
     return gradients
 
 
@@ -190,9 +190,18 @@ def _(dz: Tensor, _gate: Tensor, _up: Tensor, _kind: str, _form: Sequence[int]) 
 
 
 def _backward_pass(
-    dz: Tensor, kept: Pair, kind: str, form: Sequence[int], *, with_value: bool
+    dz: Tensor,
+    kept: Pair,
+    how: tuple[str, Sequence[int]],
+    *,
+    with_value: bool,
+    in_place: bool = False,
 ) -> tuple[Pair, Tensor]:
-    """Return dgate, dup and, where wanted, z; that is written over dz, which must be contiguous."""
+    """Return dgate, dup and, where wanted, z; that is written over dz, which must be contiguous.
+
+    `how` is kind and form; `in_place` allows to write over what was kept as it is.
+    """
+    kind, form = how
     if not keeping.served(dz):
         computed = reference.wide(dz)
         gate, up = (keeping.decode(each, dz.shape, computed.dtype, form) for each in kept)
@@ -202,7 +211,8 @@ def _backward_pass(
     if layout is None:
         gate, up = (keeping.decode(each, dz.shape, dz.dtype, form).contiguous() for each in kept)
         kept = gate, up
-    gradients = torch.empty_like(dz), torch.empty_like(dz)
+    reuses = in_place and layout is None
+    gradients = kept if reuses else (torch.empty_like(dz), torch.empty_like(dz))
     elementwise_launch.glu_backward(dz, kept, gradients, dz if with_value else None, layout, kind)
     return gradients, dz
 
@@ -250,7 +260,10 @@ def _glu_linear(
     form: Sequence[int],
 ) -> tuple[Tensor, ...]:
     """Return the result, the two packs, and the two probes."""
-    z, *packs = _forward_pass(gate, up, kind, form)
+    if form[0] == keeping.NOTHING and is_unread(residual):
+        z, packs = gate, [keeping.encode(each, form) for each in (gate, up)]
+    else:
+        z, *packs = _forward_pass(gate, up, kind, form)
     result = project(z, weight, bias, residual)
     return result, *packs, *differentiation.probes_of((gate, up), form)
 
@@ -278,9 +291,25 @@ def _glu_linear_backward(
     form: Sequence[int],
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _linear_gradients(dy, (gate, up), weight, (kind, form), needs)
+
+
+def _linear_gradients(
+    dy: Tensor,
+    kept: Pair,
+    weight: Tensor,
+    how: tuple[str, Sequence[int]],
+    needs: Sequence[bool],
+    *,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of gate, up, the weight and the bias; arguments as _backward_pass()'s.
+
+    `needs` is of the weight and the bias.
+    """
     rows = dy.reshape(-1, dy.shape[-1])
     dz = rows @ weight
-    (dgate, dup), z = _backward_pass(dz, (gate, up), kind, form, with_value=needs[0])
+    (dgate, dup), z = _backward_pass(dz, kept, how, with_value=needs[0], in_place=in_place)
     shape = (*dy.shape[:-1], weight.shape[1])
     return dgate.view(shape), dup.view(shape), *weight_gradients(rows, z, weight, needs)
 
@@ -302,6 +331,7 @@ def _(
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     gate, up, weight, bias, residual, ctx.kind, ctx.form = inputs
     ctx.adds = residual is not None
+    ctx.is_made_again = passes.saves_are_unread()
     differentiation.save(ctx, (gate, up), output[1:], weight, bias)
 
 
@@ -314,9 +344,13 @@ def _differentiate_linear(
     gate, up, *probes, weight, bias = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[2:4])
     if not torch.is_grad_enabled():
-        dgate, dup, dweight, dbias = _glu_linear_backward(
-            dy, gate, up, weight, ctx.kind, ctx.form, needs
-        )
+        found: Any
+        if ctx.is_made_again and passes.may_be_overwritten(gate, up):
+            kept, how = (gate.detach(), up.detach()), (ctx.kind, ctx.form)
+            found = _linear_gradients(dy, kept, weight, how, needs, in_place=True)
+        else:
+            found = _glu_linear_backward(dy, gate, up, weight, ctx.kind, ctx.form, needs)
+        dgate, dup, dweight, dbias = found
         terms: Sequence[Any] = dweight if needs[0] else None, dbias if needs[1] else None
     else:
         dgate, dup, *terms = differentiation.differentiable_gradients(

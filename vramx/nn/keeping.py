@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from vramx.compression import random
-from vramx.compression.codec import Packed, layout_of, pack, unpack
+from vramx.compression.codec import bytes_of, decoded, encoded, layout_of
 from vramx.compression.config import Compression, Format, format_of
 from vramx.errors import InvalidValueError
 from vramx.kernels import elementwise_launch
 from vramx.kernels.layout import Layout
+from vramx.nn import passes
 
 # Values of Spec.bits that are no width.
 NOTHING, RAW = -1, 0
@@ -46,8 +47,7 @@ class Spec(NamedTuple):
 
     def format(self) -> Format:
         """Return the codec's format; `bits` is neither NOTHING nor RAW."""
-        rounding = "stochastic" if self.stochastic else "nearest"
-        return _format(self.bits, self.group_size, bool(self.symmetric), rounding)
+        return _format(*self[:4])
 
 
 class Kept(NamedTuple):
@@ -84,8 +84,8 @@ def kept_tensor(buffer: Tensor, probe: Tensor, spec: Spec) -> Kept:
 
 
 @lru_cache(maxsize=64)
-def _format(bits: int, group_size: int, symmetric: bool, rounding: str) -> Format:
-    return Format(bits, group_size, symmetric, rounding)
+def _format(bits: int, group_size: int, symmetric: int, stochastic: int) -> Format:
+    return Format(bits, group_size, bool(symmetric), "stochastic" if stochastic else "nearest")
 
 
 AS_IT_IS = Spec(NOTHING, 0, 0, 0)
@@ -131,9 +131,11 @@ _DEFAULT = spec_of(Compression())
 
 
 def spec_for(keep: Compression | None) -> Spec:
-    """Return spec_of(keep), or NOTHING where autograd records nothing."""
+    """Return spec_of(keep), NOTHING where autograd records nothing, RAW in a pass of a block."""
     spec = spec_of(keep)
-    return spec if torch.is_grad_enabled() else AS_IT_IS
+    if not torch.is_grad_enabled():
+        return AS_IT_IS
+    return _RAW if passes.saves_are_brief() else spec
 
 
 def form_of(keep: Compression | None, *inputs: Tensor) -> list[int]:
@@ -170,12 +172,11 @@ def buffer_bytes(numel: int, dtype: torch.dtype, spec: Sequence[int]) -> int:
         >>> buffer_bytes(1 << 20, torch.bfloat16, spec_of(None))
         1064960
     """
-    spec = Spec(*spec)
-    if spec.bits == NOTHING:
+    if spec[0] == NOTHING:
         return 0
-    if spec.bits == RAW:
+    if spec[0] == RAW:
         return numel * dtype.itemsize
-    return layout_of(numel, spec.format()).buffer_bytes
+    return bytes_of(numel, _format(*spec[:4]))
 
 
 def empty_buffer(x: Tensor, spec: Sequence[int]) -> Tensor:
@@ -190,14 +191,14 @@ def dense_like(x: Tensor, order: int) -> Tensor:
 
 def encode(x: Tensor, spec: Sequence[int]) -> Tensor:
     """Return the buffer of a tensor; RAW of a contiguous one shares its memory."""
-    spec = Spec(*spec)
-    if spec.bits == NOTHING:
-        return empty_buffer(x, spec)
-    flat = (x.movedim(1, -1) if spec.order else x).detach().reshape(-1)
-    if spec.bits == RAW:
+    bits, *_, order = Spec(*spec)
+    if bits == NOTHING:
+        return x.new_empty(0, dtype=torch.uint8)
+    flat = (x.movedim(1, -1) if order else x).reshape(-1)
+    if bits == RAW:
         return flat.view(torch.uint8)
     renew_noise(x.device, spec)
-    return pack(flat, spec.format()).buffer
+    return encoded(flat, _format(*spec[:4]))
 
 
 def decode(buffer: Tensor, shape: Sequence[int], dtype: torch.dtype, spec: Sequence[int]) -> Tensor:
@@ -205,31 +206,29 @@ def decode(buffer: Tensor, shape: Sequence[int], dtype: torch.dtype, spec: Seque
 
     With NOTHING the tensor itself was saved, and is cast; its shape may have been another.
     """
-    spec = Spec(*spec)
-    if spec.bits == NOTHING:
+    bits, *_, order = Spec(*spec)
+    if bits == NOTHING:
         return buffer.to(dtype).reshape(shape)
-    if spec.bits == RAW:
+    if bits == RAW:
         flat = buffer.view(dtype)
     else:
-        flat = unpack(Packed(buffer, torch.Size(shape).numel(), dtype, spec.format()))
-    if not spec.order:
+        flat = decoded(buffer, torch.Size(shape).numel(), dtype, _format(*spec[:4]))
+    if not order:
         return flat.view(shape)
     return flat.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
 
 
 def fused_layout(numel: int, spec: Sequence[int], widths: tuple[int, ...] = (8,)) -> Layout | None:
     """Return the layout that kernels pack to and from; None if they pack no codes of that width."""
-    spec = Spec(*spec)
-    return layout_of(numel, spec.format()) if spec.bits in widths else None
+    return layout_of(numel, _format(*spec[:4])) if spec[0] in widths else None
 
 
 def draw(device: torch.device, spec: Sequence[int], count: int) -> elementwise_launch.Noise | None:
     """Return noise for `count` tensors that a kernel packs; None where it rounds to nearest."""
-    spec = Spec(*spec)
-    if not spec.stochastic:
+    if not spec[3]:
         return None
     renew_noise(device, spec)
-    streams = tuple(random.next_stream() for _ in range(count))
+    streams = tuple([random.next_stream() for _ in range(count)])
     return elementwise_launch.Noise(random.state(device), streams)
 
 
@@ -238,9 +237,7 @@ def renew_noise(device: torch.device, spec: Sequence[int]) -> None:
 
     The numbers of its streams are the same every time; so the epoch advances in the graph.
     """
-    bits, _, _, stochastic, _ = Spec(*spec)
-    packs = bits not in (NOTHING, RAW) and stochastic
-    if packs:
+    if spec[3] and spec[0] not in (NOTHING, RAW):
         random.renew_on_replay(device)
 
 

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from vramx.compression.config import Compression
 from vramx.errors import InvalidValueError
-from vramx.nn import arguments
+from vramx.nn import arguments, passes
 from vramx.nn import reference_norm as reference
 from vramx.nn.differentiation import attach, new_probe
 from vramx.nn.keeping import (
+    AS_IT_IS,
     NOTHING,
     RAW,
     Kept,
@@ -112,7 +113,9 @@ def linears(
     y = y.to(dtype)
     if not learns or (kept and kept.spec.bits == NOTHING):
         kept = None
-    if learns and kept is None and not isinstance(x, Normed):
+    if learns and passes.saves_are_brief():
+        kept = kept_tensor(y, y, AS_IT_IS) if len(weights) > 1 else None
+    elif learns and kept is None and not isinstance(x, Normed):
         kept = keep_tensor(y, keep)
     if kept is None:
         return tuple(
@@ -180,10 +183,8 @@ def check_kept(x: Tensor, kept: Kept | None) -> None:
 
 def check_types(x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype) -> None:
     """Raise unless weights are of a type, or autocast will cast them."""
-    if torch.is_autocast_enabled(x.device.type):
-        return
     for weight in weights:
-        if weight.dtype != dtype:
+        if weight.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
             raise InvalidValueError(
                 f"a weight is of {weight.dtype}; accepted without autocast is x's {dtype}"
             )
@@ -240,7 +241,10 @@ def _(y: Tensor, weights: list[Tensor], *_others: Any) -> list[Tensor]:
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:  # noqa: ARG001
     y, weights, biases, kept, probe, rstd, norm_weight, norm_bias, *how = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(kept, probe, rstd, norm_weight, norm_bias, *weights)
+    # What is kept as it is has its own place in the graph.
+    ctx.save_for_backward(
+        kept, None if probe is kept else probe, rstd, norm_weight, norm_bias, *weights
+    )
     ctx.eps, ctx.centred, ctx.stored, ctx.spec = how
     ctx.shape, ctx.dtype = y.shape, y.dtype
     ctx.bias_dtypes = [bias.dtype for bias in biases]
@@ -286,12 +290,14 @@ def _input_gradient(gradients: list[Tensor | None], weights: list[Tensor]) -> Te
 def _input(
     ctx: Any,
     kept: Tensor,
-    probe: Tensor,
+    probe: Tensor | None,
     rstd: Tensor | None,
     affine: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
     if torch.is_grad_enabled():
         return differentiable_input(ctx, kept, probe, rstd, affine)
+    if ctx.spec[0] == NOTHING:
+        return kept
     shape = list(ctx.shape)
     y: Tensor = norm_output(kept, *affine, shape, ctx.stored, ctx.dtype, ctx.spec)
     return y
@@ -300,7 +306,7 @@ def _input(
 def differentiable_input(
     ctx: Any,
     kept: Tensor,
-    probe: Tensor,
+    probe: Tensor | None,
     rstd: Tensor | None,
     affine: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
@@ -309,6 +315,9 @@ def differentiable_input(
     `ctx` has the input's shape and dtype, and eps, centred and spec of what is kept.
     """
     spec = Spec(*ctx.spec)
+    if spec.bits == NOTHING:
+        return kept
+    assert probe is not None
     if rstd is None:
         return attach(decode(kept, probe.shape, ctx.dtype, spec), probe).view(ctx.shape)
     s = input_again(kept, rstd, probe, spec)

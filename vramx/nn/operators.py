@@ -15,6 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from vramx.nn.keeping import PLAIN_TENSORS, Spec
 
@@ -24,7 +31,6 @@ _PLAIN = frozenset(
 )
 # What torch.library runs implementations in: views that they return are no views to autograd.
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
-_ALONE = -1  # in place of a list's length
 
 
 class Operator:
@@ -52,7 +58,7 @@ class Operator:
         self._overload: Any = getattr(getattr(torch.ops, namespace), short).default
         arguments = self._overload._schema.arguments
         self._lists = tuple(i for i, each in enumerate(arguments) if _is_tensor_list(each.type))
-        self._function: Any = None
+        self._apply: Any = None
 
     def register_fake(self, fake: Callable[..., Any]) -> None:
         """Register what compilers call for the shapes of results."""
@@ -65,30 +71,32 @@ class Operator:
         self._definition.register_autograd(backward, setup_context=setup_context)
         make = _function_of_lists if self._lists else _function_of
         short = self._name.split("::")[1]
-        self._function = make(short, self.implementation, backward, setup_context)
+        function = make(short, self.implementation, backward, setup_context)
+        # Of the base class: Function's own looks after transforms, which are watchers here.
+        self._apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator; the first argument is a tensor."""
         if torch.compiler.is_compiling() or self._watched(args):
             return self._overload(*args)
-        if self._function is None or not torch.is_grad_enabled():
+        if self._apply is None or not torch.is_grad_enabled():
             with _BelowAutograd():
                 return self.implementation(*args)
         if not self._lists:
-            return self._function.apply(*args)
-        flat, counts = _flattened(args, self._lists)
-        return self._function.apply(*flat, args, counts)
+            return self._apply(*args)
+        return self._apply(*_flattened(args, self._lists), args, self._lists)
 
     def _watched(self, args: tuple[Any, ...]) -> bool:
         """Tell whether a mode, a transform or an argument is to see the operator."""
         return (
-            torch._C._len_torch_dispatch_stack() > 0
-            or torch._C._len_torch_function_stack() > 0
-            or torch._C._are_functorch_transforms_active()
-            or torch._C._get_tracing_state() is not None
+            _len_torch_dispatch_stack() > 0
+            or _len_torch_function_stack() > 0
+            or _are_functorch_transforms_active()
+            or _get_tracing_state() is not None
             or not _PLAIN.issuperset(map(type, args))
             or args[0].is_meta
             or args[0].is_neg()
+            or is_functorch_wrapped_tensor(args[0])
             or (bool(self._lists) and not all(_is_plain(args[i]) for i in self._lists))
         )
 
@@ -131,10 +139,11 @@ def _function_of_lists(
     backward: Callable[..., Any],
     setup_context: Callable[..., None],
 ) -> Any:
-    """Return a Function of flattened arguments, then of these as they were, and their counts."""
+    """Return a Function of flattened arguments, then of these as they were, and of their lists."""
 
     def forward(ctx: Any, *args: Any) -> Any:
-        *_, inputs, ctx.counts = args
+        inputs, lists = args[-2:]
+        ctx.lists = [(i, len(inputs[i])) for i in lists]
         with _BelowAutograd():
             output = implementation(*inputs)
             setup_context(ctx, inputs, output)
@@ -143,39 +152,28 @@ def _function_of_lists(
 
     def flat_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         flat_needs = ctx.needs_input_grad
-        ctx.needs_input_grad = _grouped(flat_needs, ctx.counts)
+        ctx.needs_input_grad = _grouped(flat_needs[:-2], ctx.lists)
         try:
             found = backward(ctx, *([list(gradients)] if ctx.gives_list else gradients))
         finally:
             ctx.needs_input_grad = flat_needs
-        lists = [i for i, count in enumerate(ctx.counts) if count != _ALONE]
-        return *_flattened(found, lists)[0], None, None
+        return *_flattened(found, [i for i, _ in ctx.lists]), None, None
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(flat_backward)}
     return type(name, (torch.autograd.Function,), methods)
 
 
-def _flattened(args: Sequence[Any], lists: Sequence[int]) -> tuple[list[Any], tuple[int, ...]]:
-    """Return arguments with lists opened, and for each how many it became, or _ALONE."""
-    flat: list[Any] = []
-    counts = [_ALONE] * len(args)
-    for i, each in enumerate(args):
-        if i in lists:
-            flat += each
-            counts[i] = len(each)
-        else:
-            flat.append(each)
-    return flat, tuple(counts)
+def _flattened(args: Sequence[Any], lists: Sequence[int]) -> list[Any]:
+    """Return arguments with the lists among them, at these places, opened."""
+    flat = list(args)
+    for i in reversed(lists):
+        flat[i : i + 1] = args[i]
+    return flat
 
 
-def _grouped(flat: Sequence[Any], counts: Sequence[int]) -> tuple[Any, ...]:
-    """Return what _flattened() was given, without what follows it in `flat`."""
-    grouped, at = [], 0
-    for count in counts:
-        if count == _ALONE:
-            grouped.append(flat[at])
-            at += 1
-        else:
-            grouped.append(list(flat[at : at + count]))
-            at += count
-    return tuple(grouped)
+def _grouped(flat: Sequence[Any], lists: Sequence[tuple[int, int]]) -> list[Any]:
+    """Return what _flattened() was given, of places and lengths of lists."""
+    grouped = list(flat)
+    for i, count in lists:
+        grouped[i : i + count] = [grouped[i : i + count]]
+    return grouped

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from vramx.kernels import norm_launch
+from vramx.nn import passes
 from vramx.nn import reference_norm as reference
 from vramx.nn.differentiation import attach, new_probe
 from vramx.nn.keeping import (
@@ -89,11 +90,12 @@ def _norm_kernel(
             noise = norm_launch.Noise(drawn.state, *drawn.streams)
     elif keeps:
         kept = torch.empty_like(x)
+    target = None if passes.saves_are_unread() else kept
     norm_launch.norm_forward(
         (x.view(-1, hidden), None if residual is None else residual.view(-1, hidden)),
         _contiguous(affine),
         (y, None if residual is None else total),
-        None if kept is None else norm_launch.Kept(kept, rstd, group_size),
+        None if target is None else norm_launch.Kept(target, rstd, group_size),
         (*how, noise),
     )
     if kept is None:
@@ -298,7 +300,10 @@ def _packs_in_kernel(x: Tensor, spec: Spec) -> bool:
 
 
 def _contiguous(affine: norm_launch.Affine) -> norm_launch.Affine:
-    return norm_launch.Affine(*(None if v is None else v.contiguous() for v in affine))
+    weight, bias = affine
+    return norm_launch.Affine(
+        None if weight is None else weight.contiguous(), None if bias is None else bias.contiguous()
+    )
 
 
 def _computed_in(x: Tensor) -> torch.dtype:

@@ -107,9 +107,9 @@ def optimize(
             packed as `keep` says, and of the feed-forward part nothing is kept: its first products
             are made again in backward (a block whose part is not understood does without, and the
             report says so); "recompute_all": only the block's input is kept, packed, and the fused
-            block recomputed in backward; "left": not swapped. Or a mapping from patterns of names
-            ("model.layers.1?") to such words: the first that matches counts, and what none matches
-            is left. None is "int8" or "int4", as `keep` says.
+            block recomputed in backward, then exactly; "left": not swapped. Or a mapping from
+            patterns of names ("model.layers.1?") to such words: the first that matches counts, and
+            what none matches is left. None is "int8" or "int4", as `keep` says.
         keep: how tensors are packed; rounding, group_size and symmetric count as well as bits.
         verify: compare each block with its original on its first training call without a cache:
             results and gradients of one pass each, dropout off and everything kept exactly. A block

@@ -1,38 +1,27 @@
 """Products with a weight: the last one of a block, with the residual, and its gradients.
 
-Used inside operators, so nothing here is differentiated. Products are torch's own. Any thread, each
-with its own answer to whether a block's result is read; nothing waits for the device.
+Used inside operators, so nothing here is differentiated. Products are torch's own. Any thread;
+nothing waits for the device.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from torch import Tensor, addmm, full_like
+from torch import Tensor, addmm
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
-
-class _Results(threading.local):
-    unread = False
+from vramx.nn import passes
 
 
-_results = _Results()
+def is_unread(residual: Tensor | None) -> bool:
+    """Tell whether project() with a residual computes nothing, and returns NaN.
 
-
-@contextlib.contextmanager
-def results_unread() -> Iterator[None]:
-    """Have project() with a residual return NaN instead: what recomputes reads no block's result.
-
+    The second pass of a block reads no result of it, and a residual goes into the last product.
     torch's checkpoint stops where the last tensor is saved, before the last product of a block; but
     an operator saves when it has computed, and that product is a sixth of a Llama's.
     """
-    before, _results.unread = _results.unread, True
-    try:
-        yield
-    finally:
-        _results.unread = before
+    return residual is not None and passes.results_are_unread()
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -40,12 +29,12 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
 
     The residual, of the result's shape and type, goes into the product where there is no bias: the
     sum is rounded once, where a product and an addition round twice. With a bias the addition is
-    torch's, in the product's own memory.
+    torch's, in the product's own memory. Of what is_unread() nothing is read.
     """
     if residual is None:
         return F.linear(x, weight, bias)
-    if _results.unread:
-        return full_like(residual, float("nan"))
+    if is_unread(residual):
+        return residual.new_full((), float("nan")).expand(residual.shape)
     if bias is not None:
         return F.linear(x, weight, bias).add_(residual)
     rows = residual.reshape(-1, residual.shape[-1])

@@ -21,10 +21,16 @@ from torch import Tensor, nn
 
 from vramx.compression.config import Compression
 from vramx.errors import VramxWarning
-from vramx.nn.products import results_unread
+from vramx.nn import passes
 from vramx.recompute.call import checkpoint
 
 RECOMPUTE_ALL, RECOMPUTE_MLP = "recompute_all", "recompute_mlp"
+
+# Models of transformers make a cache in training too, unless they are told not to.
+UNCACHED = (
+    "blocks that are recomputed leave the cache of keys and values empty; use_cache=False in the "
+    "model's config makes none"
+)
 
 
 @dataclass
@@ -82,6 +88,10 @@ class Fused:
     def vramx_fused(self, x: Tensor, /, **others: Any) -> Any:
         """Compute what the original's forward does; `x` is its first argument."""
         raise NotImplementedError
+
+    def vramx_is_in(self, cache: Any) -> bool:
+        """Tell whether a cache of keys and values has some of this block already."""
+        return cache is not None
 
     def vramx_recomputed(self) -> Any:
         """Return what a call that is recomputed calls, now and again in backward."""
@@ -206,29 +216,36 @@ def _learns(module: Fused, call: dict[str, Any]) -> bool:
 def _compute(module: Fused, settings: Settings, call: dict[str, Any]) -> Any:
     others = dict(call)
     x = others.pop(module.ARGUMENTS[0])
+    compiles = torch.compiler.is_compiling()
+    recomputes = module.RECOMPUTES and settings.level == RECOMPUTE_ALL
     # Where the model checkpoints its blocks itself, this is inside of that.
-    again = module.RECOMPUTES and settings.level == RECOMPUTE_ALL
-    again = again and not getattr(module, "gradient_checkpointing", False)
-    if again and others.get("past_key_values") is None:
-        function = module.vramx_recomputed()
-        if not torch.compiler.is_compiling():
-            function = _Recomputed(function)
-        return checkpoint(function, x, compress=settings.keep, **others)
-    return module.vramx_fused(x, **others)
+    inside = recomputes and getattr(module, "gradient_checkpointing", False)
+    if inside and not compiles:
+        with passes.running(passes.EITHER):
+            return module.vramx_fused(x, **others)
+    cache = others.get("past_key_values")
+    if inside or not recomputes or (cache is not None and module.vramx_is_in(cache)):
+        return module.vramx_fused(x, **others)
+    if cache is not None:
+        others["past_key_values"] = None
+        if not compiles:
+            warnings.warn(UNCACHED, VramxWarning, stacklevel=4)
+    function = module.vramx_recomputed()
+    region = function if compiles else _Recomputed(function)
+    return checkpoint(region, x, compress=settings.keep, **others)
 
 
 class _Recomputed:
-    """What a checkpoint calls: first for the block's result, and then for what it keeps alone."""
+    """What a checkpoint calls: first for the block's result, and then for what it saves alone."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._has_run = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._has_run:
-            self._has_run = True
-            return self._function(*args, **kwargs)
-        with results_unread():
+        word = passes.SECOND if self._has_run else passes.FIRST
+        self._has_run = True
+        with passes.running(word):
             return self._function(*args, **kwargs)
 
 
