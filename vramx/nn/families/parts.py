@@ -66,6 +66,10 @@ def normalise(
     norm: nn.Module, x: Tensor, residual: Tensor | None, keep: Compression
 ) -> tuple[Source, Tensor]:
     """Return a norm module's result for x + residual, and that sum."""
+    if residual is not None and residual.dtype != x.dtype and keep.enabled:
+        # Under autocast: the sum has the type of the residual stream, and of the norm's weight.
+        # Not worth another operator where nothing is packed.
+        x, residual = x + residual, None
     normed = fused_norm(norm, x, residual, keep)
     if normed is not None:
         return normed, normed.residual_sum
