@@ -155,6 +155,24 @@ def test_cache_in_training_is_filled_as_by_the_original() -> None:
     assert lengths == {inputs["input_ids"].shape[1]}
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_recomputed_blocks_leave_a_new_cache_empty_and_say_so(name: str) -> None:
+    original, inputs = hugging_face(transformers, name)
+    model = twin(original)
+    vramx.optimize(model, "recompute_all")
+    with pytest.warns(VramxWarning, match="use_cache=False"):
+        found = model(**inputs, use_cache=True)
+    assert found.past_key_values.get_seq_length() == 0
+    assert error(found[0], original(**inputs)[0]) < ROUNDING
+    # What a cache has already is part of the result: such a call is not recomputed.
+    with torch.no_grad():
+        cache = original(**inputs, use_cache=True).past_key_values
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = model(**inputs, past_key_values=copy.deepcopy(cache))
+    assert error(found[0], original(**inputs, past_key_values=copy.deepcopy(cache))[0]) < ROUNDING
+
+
 def test_generation_is_the_originals_to_the_token() -> None:
     original, inputs = hugging_face(transformers, "llama")
     model = twin(original)

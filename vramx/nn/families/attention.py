@@ -53,6 +53,11 @@ def takes_cache(call: dict[str, Any]) -> bool:
     return cache is None or type(cache).__name__ == "DynamicCache"
 
 
+def is_in(cache: Any, attention: Any) -> bool:
+    """Tell whether a cache has keys of an attention module's layer."""
+    return bool(cache.get_seq_length(attention.layer_idx))
+
+
 def attend(
     attention: Any, heads: Heads, mask: Tensor | None, options: dict[str, Any], keep: Compression
 ) -> Attended:

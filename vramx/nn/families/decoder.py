@@ -18,6 +18,7 @@ from vramx.nn.families.attention import (
     attend,
     heads_of,
     implementation,
+    is_in,
     project_out,
     takes_cache,
     turn,
@@ -94,6 +95,10 @@ class DecoderLayer(Fused):
             and not call.get("output_attentions")
             and takes_cache(call)
         )
+
+    def vramx_is_in(self, cache: Any) -> bool:
+        """Tell whether a cache has keys of this block."""
+        return is_in(cache, self.self_attn)
 
     def vramx_fused(self, x: Tensor, /, **others: Any) -> Tensor:
         """Return the layer's result."""

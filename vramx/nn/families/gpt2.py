@@ -14,6 +14,7 @@ from vramx.nn.families.attention import (
     attend,
     heads_of,
     implementation,
+    is_in,
     project_out,
     takes_cache,
 )
@@ -86,6 +87,10 @@ class Gpt2Block(Fused):
             and not call.get("output_attentions")
             and takes_cache(call)
         )
+
+    def vramx_is_in(self, cache: Any) -> bool:
+        """Tell whether a cache has keys of this block."""
+        return is_in(cache, self.attn)
 
     def vramx_fused(self, x: Tensor, /, **others: Any) -> Tensor:
         """Return the block's result."""
