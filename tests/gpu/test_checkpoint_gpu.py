@@ -99,6 +99,37 @@ def test_without_compression_it_is_torch_bit_for_bit() -> None:
     assert torch.equal(exact, ours)
 
 
+def test_gradients_of_a_recomputed_block_take_the_place_of_what_was_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    from vramx.nn import passes
+
+    block = torch.nn.TransformerEncoderLayer(
+        WIDTH, 8, 16 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True
+    )
+    model = torch.nn.Sequential(block).to("cuda", torch.bfloat16).train()
+    vramx.optimize(model, "recompute_all", enabled=False)
+    x = torch.randn(4, ROWS // 4, WIDTH, device="cuda", dtype=torch.bfloat16)
+
+    def peak_and_gradients() -> tuple[int, list[torch.Tensor]]:
+        for _ in range(2):  # the first compiles, and has cuBLAS allocate
+            model.zero_grad()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            model(x).float().square().mean().backward()
+        peak = torch.cuda.max_memory_allocated() - before
+        # Those that no gradient of attention goes into: it need not be the same twice.
+        return peak, [p.grad.clone() for p in (block.linear1.weight, block.linear2.weight)]
+
+    peak, gradients = peak_and_gradients()
+    monkeypatch.setattr(passes, "may_be_overwritten", lambda *_: False)
+    other, expected = peak_and_gradients()
+    assert other - peak >= 0.9 * 16 * INPUT_BYTES
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+
+
 @pytest.fixture
 def no_waiting() -> Iterator[None]:
     """Have torch raise where the host would wait for the device."""
