@@ -15,6 +15,7 @@ from torch import nn
 
 import vramx
 from vramx.compression import offload
+from vramx.compression.budget import Budget
 from vramx.compression.config import Compression, Format
 from vramx.compression.parcel import State
 from vramx.compression.pinned import HostPool
@@ -428,6 +429,27 @@ def test_the_report_tells_bandwidth_and_what_was_hidden() -> None:
     assert report.hidden_measured == pytest.approx(report.hidden_predicted, abs=0.1)
     assert report.moved_bytes == 24 * BLOCK_BYTES
     assert "hidden" in str(report)
+
+
+def test_a_step_on_two_streams_is_measured_once_both_are_done() -> None:
+    link = FakeLink()
+    budget = Budget("cpu", link)
+    budget.put(1)
+    budget.begin_get()
+    link.current = link.other
+    before = link.mark(link.current, timed=True)
+    link.compute(3.0)
+    budget.waited(before, link.mark(link.current, timed=True))
+    link.current = link.main
+    budget.end_get()
+    budget.get(budget.step)
+    while link.main.step():
+        pass
+    for is_measured in (False, True):
+        budget.put(1)
+        budget.get(budget.step)
+        assert (budget.measured.waited_ms == 3.0) is is_measured
+        link.run()
 
 
 @pytest.mark.usefixtures("timed")

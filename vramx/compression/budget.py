@@ -11,6 +11,7 @@ thread-safe: the stash holds its lock. A put costs about a microsecond here.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -49,6 +50,18 @@ class _Record:
     )
     forward_waits: list[tuple[Any, Any]] = field(default_factory=list)
     backward_waits: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def last_events(self) -> Iterator[Any]:
+        """Return those that are done only once all are, the last first.
+
+        A step may run on several streams: `end` is on that of its last get.
+        """
+        yield self.end
+        for waits in (self.backward_waits, self.forward_waits):
+            yield from (after for _, after in reversed(waits))
+        yield from (self.forward_end, self.start)
+        for copies in self.copies.values():
+            yield from (end for _, end, _ in copies)
 
 
 class Leaving(NamedTuple):
@@ -246,7 +259,8 @@ class Budget:
 
     def _read(self) -> None:
         """Take the times of the steps that the device has finished."""
-        while self._unread and self._transport.done(self._unread[0].end):
+        done = self._transport.done
+        while self._unread and all(map(done, self._unread[0].last_events())):
             self.measured = self._measure(self._unread.popleft())
 
     def _measure(self, record: _Record) -> Measured:
