@@ -86,11 +86,14 @@ def compare(
     inputs: Sequence[Tensor],
     incoming: Sequence[Tensor],
     vectors: Sequence[Tensor] = (),
+    partial_roundings: int = 0,
 ) -> None:
     """Compare results and gradients at the ends; those of vectors, which all rows add to, too.
 
     These are rounded to bfloat16 once in each run, by 2**-8 of them, after a sum in float32 of some
-    dozen terms below 16, each rounded by 2**-24 of the sum.
+    dozen terms below 16, each rounded by 2**-24 of the sum. Where the partial sums are rounded as
+    well, `partial_roundings` times, so are parts of a random sum: by 2**-9 of it each, one with
+    another, and independently.
     """
 
     def run(part: slice | None) -> tuple[list[Tensor], list[Tensor]]:
@@ -107,6 +110,11 @@ def compare(
             assert torch.equal(a[end], b)
     for i, total in enumerate(sums):
         terms = [of_end[i].float() for _, of_end in parts]
+        if partial_roundings:
+            runs = len(ENDS) + 1
+            bound = (runs * (1 + partial_roundings)) ** 0.5 * 2.0**-9
+            assert relative_error(total, sum(terms)) < bound
+            continue
         bound = ROUNDED * (total.float().abs() + sum(term.abs() for term in terms)) + 2.0**-12
         assert ((total.float() - sum(terms)).abs() <= bound).all()
 
@@ -290,7 +298,10 @@ def test_norms_by_channel(positions: str) -> None:
         )  # fmt: skip
         return (done.y,)
 
-    compare(run, (x, *residual), (at_ends(x),), vectors)
+    # Positions in a row are summed by torch, whose block of 512 threads adds by ten shuffles, and
+    # rounds to the type of its input at each (Float2 of ATen/native/cuda/Normalization.cuh).
+    roundings = 0 if order == torch.channels_last else 10
+    compare(run, (x, *residual), (at_ends(x),), vectors, partial_roundings=roundings)
 
 
 def test_statistics_of_a_batch() -> None:
