@@ -2,8 +2,8 @@
 
     python -m benchmarks.plot [benchmarks/results/NAME.csv ...] [-o FOLDER]
 
-Only the latest run of a file is drawn, and only rows that are "ok"; the figures of another commit
-or machine are never mixed in. The subtitle says what it was measured on. Needs matplotlib.
+What is drawn is measured at the commit and on the machine of a file's latest run: of each figure
+the last, and only rows that are "ok". The subtitle says where that was. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ Rows = list[dict[str, str]]
 
 PROMISED_RATIO = 1.005
 PROMISED_NS = 100.0
+PLACE = ("commit", "dirty", "cpu", "gpu", "driver", "torch")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, help="the folder to write to")
     args = parser.parse_args(arguments)
     for path in args.files or sorted(RESULTS.glob("*.csv")):
-        rows = latest_run(read_csv(path))
+        rows = latest(read_csv(path))
         if not rows:
             print(f"{path.name}: no row is ok, nothing to draw", file=sys.stderr)
             continue
@@ -47,12 +48,14 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def latest_run(rows: Rows) -> Rows:
-    """Return the successful rows of the last run in a file."""
+def latest(rows: Rows) -> Rows:
+    """Return the last successful row of each figure, measured where the last run was."""
     if not rows:
         return []
-    last = max(row["date_utc"] for row in rows)
-    return [row for row in rows if row["date_utc"] == last and row["status"] == "ok"]
+    last = max(rows, key=lambda row: row["date_utc"])
+    here = [row for row in rows if all(row[name] == last[name] for name in PLACE)]
+    found = {(row["case"], row["metric"]): row for row in here if row["status"] == "ok"}
+    return list(found.values())
 
 
 def draw(rows: Rows, target: Path) -> None:
@@ -66,8 +69,10 @@ def draw(rows: Rows, target: Path) -> None:
     first = rows[0]
     where = first["gpu"] if first["gpu"] not in ("none", "unknown") else first["cpu"]
     dirty = " + changes" if first["dirty"] == "yes" else ""
+    commands = {row["command"] for row in rows}
+    command = first["command"] if len(commands) == 1 else f"vramx bench {first['benchmark']}"
     figure.suptitle(
-        f"{first['command']}\n{where}, torch {first['torch']}, {first['commit']}{dirty}",
+        f"{command}\n{where}, torch {first['torch']}, {first['commit']}{dirty}",
         fontsize=9,
     )
     figure.tight_layout()

@@ -235,16 +235,19 @@ def test_each_benchmark_has_its_picture(name: str, cases: dict[str, str], tmp_pa
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_only_the_latest_run_is_drawn() -> None:
+def test_the_last_of_each_figure_is_drawn_where_the_last_run_was() -> None:
     pytest.importorskip("matplotlib")
-    from benchmarks.plot import latest_run
+    from benchmarks.plot import PLACE, latest
 
-    rows = [
-        {"date_utc": "2026-01-01T00:00:00Z", "status": "ok", "case": "old"},
-        {"date_utc": "2026-01-02T00:00:00Z", "status": "ok", "case": "new"},
-        {"date_utc": "2026-01-02T00:00:00Z", "status": "failed: x", "case": "bad"},
-    ]
-    assert [row["case"] for row in latest_run(rows)] == ["new"]
+    def row(day: int, commit: str, case: str, status: str = "ok") -> dict[str, str]:
+        place = dict.fromkeys(PLACE, "") | {"commit": commit}
+        date = {"date_utc": f"2026-01-0{day}T00:00:00Z", "status": status}
+        return {"case": case, "metric": "m"} | place | date
+
+    kept, newest = row(2, "b", "kept"), row(3, "b", "again")
+    older = [row(1, "a", "kept"), row(1, "a", "of another commit"), row(2, "b", "again")]
+    assert latest([*older, kept, newest, row(3, "b", "bad", "failed: x")]) == [newest, kept]
+    assert latest([]) == []
 
 
 def test_a_folder_that_is_no_repository_has_an_unknown_commit(tmp_path: Path) -> None:
