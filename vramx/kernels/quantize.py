@@ -22,9 +22,9 @@ import triton.language as tl
 from vramx.kernels.headers import (
     asymmetric_header,
     decode,
-    greatest_magnitude,
     header_pointer,
     load_scale,
+    magnitude_key,
     narrow,
     symmetric_header,
 )
@@ -95,7 +95,8 @@ def _quantize_tile(
     source = tl.minimum(offsets, left - 1) if MASKED else offsets
     x = tl.load(x_ptr + source).to(tl.float32)
     if SYMMETRIC:
-        scale, inverse = symmetric_header(greatest_magnitude(x), 127)
+        # Not greatest_magnitude(): with it Triton 3.6 keeps two words of float32 in local memory.
+        scale, inverse = symmetric_header(tl.max(magnitude_key(x), 1), 127)
         tl.store(header_ptr + rows, (scale >> 16).to(tl.int16), mask=filled)
     else:
         signed = x.to(tl.int32, bitcast=True)
