@@ -61,10 +61,10 @@ class Case:
 
 # What differs from model to model, in a minute for each; the stack of Llama has every way.
 _PLAIN = ("eager", "keep", "int8", "recompute_mlp", "recompute_all", "checkpoint", "compile")
-# Batches of whoever runs out of memory: eager keeps some 16 GB and more for backward, and on an
-# H200 its kernels take three times as long as the host does to launch them. A quarter of such a
-# batch, as in benchmarks/activations.py, takes a ViT's or a ResNet's host as long as the GPU: all
-# that is measured then is Python.
+# Batches of whoever runs out of memory: eager keeps some 15 GiB for backward. On an H200 its step
+# then takes 7.7 times (GPT-2), 3.4 times (ViT) and 1.4 times (ConvNeXt) what the host needs to
+# launch it (step_ms and host_ms in benchmarks/results/fused.csv). A quarter of the ViT's batch, as
+# in benchmarks/activations.py, takes the host as long as the GPU: that would measure Python.
 CASES = {
     "llama": Case(lambda: llama(sized(8, 2)), "model", _hidden, tuple(WAYS)),
     "gpt2": Case(lambda: gpt2(sized(32, 2)), "transformer", _hidden, _PLAIN),

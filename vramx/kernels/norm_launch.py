@@ -34,7 +34,7 @@ _LONGEST_SUMMED = 8192
 _SMALLEST_TILE = 2048
 # Of the backward kernel, whose programs go on to further rows, by whether it has a bias or a
 # residual: fewer share the registers, which hold the next row beside the one in work. An H200 then
-# reaches 86 to 99 % of a copy, with a residual 93 to 99 %.
+# reaches 81 to 95 % of a copy, with a residual 92 to 99 % (benchmarks/results/kernels.csv).
 _WARPS_SUMMED = {False: 24, True: 16}
 _REGISTERS = 1 << 16  # of a multiprocessor
 _WIDEST_GROUP = 128  # where the format does not say
