@@ -85,6 +85,33 @@ def test_the_smallest_extent_that_fits_is_taken(device: SimulatedDevice) -> None
     assert device.allocate(2 * MIB) == small
 
 
+def open_with_two_extents() -> tuple[SimulatedDevice, range, range]:
+    """Return a device with free extents of 8 and of 24 MiB, and where they are."""
+    device = open_device(2 * CAPACITY)
+    small, _, large, _ = [device.allocate(size) for size in (8 * MIB, 2 * MIB, 24 * MIB, 2 * MIB)]
+    device.free(small)
+    device.free(large)
+    return device, range(small, small + 8 * MIB), range(large, large + 24 * MIB)
+
+
+def test_large_blocks_that_no_extent_fits_well_lie_side_by_side_in_the_largest() -> None:
+    device, _, largest = open_with_two_extents()
+    assert device.allocate(MIB) == largest.start
+    assert device.allocate(MIB) == largest.start + MIB
+
+
+def test_a_large_block_that_an_extent_fits_well_goes_there() -> None:
+    device, best, _ = open_with_two_extents()
+    assert device.allocate(2 * MIB) in best
+
+
+def test_a_large_block_whose_like_was_brief_takes_the_best_fit() -> None:
+    device, best, _ = open_with_two_extents()
+    for _ in range(3):  # the third comes after two of its size, as the fourth does
+        device.free(device.allocate(MIB))
+    assert device.allocate(MIB) in best
+
+
 def test_memory_grows_by_what_is_lacking_alone(device: SimulatedDevice) -> None:
     device.allocate(3 * MIB)
     assert held(device) == 4 * MIB

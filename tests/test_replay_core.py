@@ -58,9 +58,9 @@ PROGRAMS = {
 
 # create, map, set_access, unmap and release, in this order.
 GOLDEN_DRIVER_CALLS = {
-    "llama_varlen": [1969, 3329, 506, 0, 0],
-    "unet3d_patch": [989, 1498, 141, 0, 0],
-    "offload_streams": [856, 1680, 338, 0, 0],
+    "llama_varlen": [1680, 3646, 636, 0, 0],
+    "unet3d_patch": [768, 1889, 177, 0, 0],
+    "offload_streams": [736, 1898, 420, 0, 0],
 }
 
 every_program = pytest.mark.parametrize("name", PROGRAMS)
@@ -107,9 +107,9 @@ def test_the_models_run_under_the_cap_that_was_measured(name: str, policy: str) 
 # --- the core -------------------------------------------------------------------------------------
 
 
-# A small program of medium blocks on seven streams leaves holes below a chunk between them. Finer
-# chunks would close them, at more than a hundredth of the time of programs five times as large.
-SHORT_OF_THE_PROMISE = pytest.mark.xfail(strict=True, reason="reserves 1.013 of what is live")
+# A small program of medium blocks, all of which come within one step, leaves holes of a few
+# mebibytes between them. Chunks of 4 MiB would close them, at more than a hundredth of its time.
+SHORT_OF_THE_PROMISE = pytest.mark.xfail(strict=True, reason="reserves 1.011 of what is live")
 
 
 @pytest.mark.parametrize(

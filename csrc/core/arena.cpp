@@ -37,6 +37,15 @@ SpanId Arena::best_fit(Bytes size, StreamIndex stream) const {
   return smaller(clean, streams_[stream]->best_fit(spans_, size));
 }
 
+SpanId Arena::largest_extent(StreamIndex stream) const {
+  const SpanId clean = clean_.largest(spans_);
+  const bool has_own = stream < streams_.size() && streams_[stream];
+  const SpanId own = has_own ? streams_[stream]->largest(spans_) : kNoId;
+  if (clean == kNoId || own == kNoId) return clean != kNoId ? clean : own;
+  if (spans_[clean].size == spans_[own].size) return smaller(clean, own);
+  return spans_[clean].size > spans_[own].size ? clean : own;
+}
+
 SpanId Arena::best_fit_of_any(Bytes size) const {
   SpanId best = kNoId;
   for_each_index(kAnyStream, [&](const FreeIndex& index) {

@@ -17,6 +17,7 @@
 
 #include "core/chunk_table.h"
 #include "core/free_index.h"
+#include "core/lifetimes.h"
 #include "core/span_pool.h"
 #include "core/types.h"
 
@@ -29,6 +30,8 @@ class Arena {
   // --- find: kNoId where there is none ----------------------------------------------------------
   // The best fit among extents that carry no tag or tags of `stream` alone.
   SpanId best_fit(Bytes size, StreamIndex stream) const;
+  // The largest of those, and of equals the lowest.
+  SpanId largest_extent(StreamIndex stream) const;
   // The best fit among all extents.
   SpanId best_fit_of_any(Bytes size) const;
   // The extents of at least `smallest` bytes, largest first, at most `count`; of every stream, or
@@ -73,6 +76,14 @@ class Arena {
   const Span& span(SpanId id) const { return spans_[id]; }
   SpanId next_in_block(SpanId used) const { return spans_[used].left; }
   void link_in_block(SpanId used, SpanId next) { spans_[used].left = next; }
+  // What Lifetimes wants back when the block that begins with this span is freed.
+  void note_request(SpanId used, const Lifetimes::Request& request) {
+    spans_[used].right = request.time;
+    spans_[used].parent = request.context;
+  }
+  Lifetimes::Request request_of(SpanId used) const {
+    return {spans_[used].right, spans_[used].parent};
+  }
   SpanId first() const { return first_; }
   // The span that holds a mapped address.
   SpanId span_at(Address address) const;

@@ -3,14 +3,14 @@
 namespace vramx {
 namespace {
 
-constexpr std::uint64_t kChunksOfMemory = 384;
+constexpr std::uint64_t kChunksOfMemory = 448;
 constexpr std::uint64_t kChunksOfRequest = 32;
 constexpr std::uint64_t kChunksOfRoom = 4096;
-// In units of the granularity, 2 MiB on today's devices: 4 MiB and 32 MiB. Below the first a device
+// In units of the granularity, 2 MiB on today's devices: 8 MiB and 48 MiB. Below the first a device
 // spends more time on mappings than their bytes are worth; above the second the heads and tails
 // that stitching leaves behind outgrow what fewer mappings save.
-constexpr std::uint64_t kSmallestUnits = 2;
-constexpr std::uint64_t kLargestUnits = 16;
+constexpr std::uint64_t kSmallestUnits = 4;
+constexpr std::uint64_t kLargestUnits = 24;
 
 }  // namespace
 

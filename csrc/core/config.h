@@ -18,13 +18,6 @@ struct AllocatorConfig {
   // A program that repeats itself gets its blocks where it had them the last time round.
   bool repeats_placements = true;
 
-  // Growth is preferred to stitching while what is held stays within this share above the highest
-  // sum of live bytes so far. It bounds the waste that convenience may cost.
-  double growth_slack = 0.001;
-  // A stitch that needs growth too is made only where it spares this share of what is held,
-  // compared with growth alone, which makes half the mappings.
-  double stitch_worth = 0.003;
-
   // The arena reserves this many times the device's memory in addresses, so that chunks given back
   // leave holes that need not be found again at once.
   std::uint64_t arena_factor = 4;

@@ -8,6 +8,10 @@ namespace {
 // The largest request that arithmetic on sizes is safe for; no device comes near it.
 constexpr Bytes kLargestRequest{std::uint64_t{1} << 46};
 
+// An extent of so many times a block's size, or more, is no good fit: what is left of it would be a
+// hole for other sizes.
+constexpr std::uint64_t kLoose = 5;
+
 // What a block for this request takes.
 Bytes size_of(Bytes requested) { return round_up(max(requested, kBlockUnit), kBlockUnit); }
 
@@ -119,8 +123,22 @@ SpanId DeviceAllocator::take_best(Bytes size, StreamIndex stream) {
   const bool is_own_first = config_.cross_stream != CrossStream::kAlways;
   const SpanId extent = is_own_first ? arena_.best_fit(size, stream) : arena_.best_fit_of_any(size);
   if (extent == kNoId) return kNoId;
-  if (!is_own_first && !clocks_.is_ordered(arena_.tags_of(extent), stream)) return kNoId;
-  return arena_.take(extent, size);
+  if (!is_own_first) {
+    return clocks_.is_ordered(arena_.tags_of(extent), stream) ? arena_.take(extent, size) : kNoId;
+  }
+  if (size < Lifetimes::kSmallest || arena_.span(extent).size < size * kLoose ||
+      lifetimes_.is_brief(size)) {
+    return arena_.take(extent, size);
+  }
+  return take_beside_others(size, stream);
+}
+
+// A large block that stays, and that no extent fits well, would split one for as long as it lives.
+// In the largest one such blocks lie side by side, in the order of their requests, and what comes
+// together mostly goes together.
+SpanId DeviceAllocator::take_beside_others(Bytes size, StreamIndex stream) {
+  const SpanId extent = arena_.largest_extent(stream);
+  return arena_.take_at(extent, arena_.span(extent).begin, size);
 }
 
 Address DeviceAllocator::publish(const Placement& placement, Bytes requested, Bytes size,
@@ -130,9 +148,11 @@ Address DeviceAllocator::publish(const Placement& placement, Bytes requested, By
   if (size >= Recurrence::kSmallest && config_.repeats_placements) {
     recurrence_.note(size, stream, placement.address, placement.alias);
   }
+  if (size >= Lifetimes::kSmallest) {
+    arena_.note_request(placement.first_span, lifetimes_.note_request(size));
+  }
   stats_.count_allocation(requested, size);
   note_allocated();
-  highest_live_ = max(highest_live_, allocated());
   trace_.add(TraceKind::kAllocate, placement.address, requested, clocks_.stream_of(stream));
   return placement.address;
 }
@@ -154,6 +174,9 @@ Status DeviceAllocator::free(Address address, LiveBlock* freed) {
   if (found == nullptr) return unknown_address();
   const Block block = *found;
   blocks_.erase(found);
+  if (size_of(block.requested) >= Lifetimes::kSmallest) {
+    lifetimes_.note_free(arena_.request_of(block.first_span));
+  }
   const bool is_plain = block.users == kNoId && arena_.next_in_block(block.first_span) == kNoId;
   if (is_plain && block.alias == kNoId) [[likely]] {
     arena_.give_back(block.first_span, clocks_.stamp(block.stream));

@@ -1,11 +1,12 @@
 // The allocator of one device: the only class that composes the others, and the owner of the lock.
 //
-// A request takes the best-fitting extent or, in a program that repeats itself, the place that it
-// had the last time round. Where none fits it goes, in this order, to memory that
-// another stream freed, to an alias that exists, to growth while that wastes nothing, to a new
-// alias over free pieces with growth by what they lack, and at last to relief: what the callbacks
-// free. Nothing is moved, no live mapping is unmapped, and the host waits for the device only where
-// a caller asks for memory to be given back.
+// A request takes the best-fitting extent, or the largest where a block that stays would split one
+// that it does not fit well; or, in a program that repeats itself, the place that it had the last
+// time round. Where none fits it goes, in this order, to memory that another stream freed, to an
+// alias that exists, to growth where the block is small, to a new alias over free pieces with
+// growth by what they lack, and at last to relief: what the callbacks free. Nothing is moved, no
+// live mapping is unmapped, and the host waits for the device only where a caller asks for memory
+// to be given back.
 //
 // Thread-safe: every public method takes the lock, and lets it go around driver calls and user
 // callbacks. Inert in a forked child: allocate fails, free does nothing, looks find nothing.
@@ -28,6 +29,7 @@
 #include "core/driver.h"
 #include "core/event_trace.h"
 #include "core/fork_guard.h"
+#include "core/lifetimes.h"
 #include "core/mapper.h"
 #include "core/range_set.h"
 #include "core/recurrence.h"
@@ -209,6 +211,7 @@ class DeviceAllocator {
   Placement place_as_before(Bytes size, StreamIndex stream, Lock& lock);
   SpanId take_as_before(Bytes size, StreamIndex stream, Lock& lock);
   SpanId take_best(Bytes size, StreamIndex stream);
+  SpanId take_beside_others(Bytes size, StreamIndex stream);
   Address publish(const Placement& placement, Bytes requested, Bytes size, StreamIndex stream);
   void give_back_pieces(const Block& block);
   TagSet stamp_free(const Block& block);
@@ -243,8 +246,6 @@ class DeviceAllocator {
   Growth growth_for(const Request& request) const;
   Bytes room() const;
   bool is_within_limit(Bytes growth) const;
-  Bytes allowance(Bytes bytes, double share) const;
-  bool is_growth_free(Bytes growth, Bytes size) const;
   Result<SpanId> add_chunks(const Growth& growth, Bytes request, Lock& lock);
   MapOutcome build_chunks(const Piece& range, const std::vector<Bytes>& sizes,
                           std::vector<MappedChunk>& chunks, Lock& lock);
@@ -299,6 +300,7 @@ class DeviceAllocator {
   StreamClocks clocks_;
   BlockTable blocks_;
   Recurrence recurrence_;
+  Lifetimes lifetimes_;
   std::vector<std::vector<StreamIndex>> users_;  // further streams of a block
   std::vector<std::uint32_t> vacant_users_;
   AllocatorStats stats_;
@@ -309,7 +311,6 @@ class DeviceAllocator {
   std::size_t building_mappings_ = 0;  // of aliases under way, counted against their ceiling
   std::size_t operations_in_flight_ = 0;
   std::uint64_t operations_landed_ = 0;
-  Bytes highest_live_{};                 // most live at once since memory was last given back
   bool has_growth_failed_ = false;       // the last one
   std::uint64_t access_generation_ = 0;  // how often a peer was let in
   std::vector<Leftover> leftovers_;

@@ -75,6 +75,16 @@ void FreeIndex::erase_from_tree(SpanPool& spans, SpanId id, std::uint32_t bin) {
   *link = join(spans, span.left, span.right, span.parent);
 }
 
+SpanId FreeIndex::largest(const SpanPool& spans) const {
+  if (count_ == 0) return kNoId;
+  const auto word = static_cast<std::uint32_t>(63 - std::countl_zero(occupied_words_));
+  const auto bit = static_cast<std::uint32_t>(63 - std::countl_zero(occupied_[word]));
+  const SpanId root = roots_[word * 64 + bit];
+  SpanId last = root;
+  while (spans[last].right != kNoId) last = spans[last].right;
+  return lower_bound(spans, root, spans[last].size);
+}
+
 std::string FreeIndex::check(const SpanPool& spans) const {
   std::size_t seen = 0;
   for (std::uint32_t bin = 0; bin < kBins; ++bin) {

@@ -26,6 +26,9 @@ class FreeIndex {
   // kNoId where no extent has `size` bytes.
   SpanId best_fit(const SpanPool& spans, Bytes size) const;
 
+  // Of equals the lowest; kNoId where there is none.
+  SpanId largest(const SpanPool& spans) const;
+
   std::size_t count() const { return count_; }
 
   // Calls visit(id) for extents of `smallest` bytes or more, largest bins first; a visit that

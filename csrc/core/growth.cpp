@@ -38,19 +38,6 @@ bool DeviceAllocator::is_within_limit(Bytes growth) const {
   return arena_.mapped_bytes() + building_ + growth <= limit_;
 }
 
-// What convenience may waste: a share of `bytes`, and little of the room that is left.
-Bytes DeviceAllocator::allowance(Bytes bytes, double share) const {
-  constexpr std::uint64_t kShareOfRoom = 64;
-  const Bytes of_bytes{static_cast<std::uint64_t>(static_cast<double>(bytes.count) * share)};
-  return min(of_bytes, Bytes{room().count / kShareOfRoom});
-}
-
-// Whether growing by `growth` keeps what is held within the slack above the most ever live.
-bool DeviceAllocator::is_growth_free(Bytes growth, Bytes size) const {
-  const Bytes live = max(highest_live_, allocated() + size);
-  return arena_.mapped_bytes() + building_ + growth <= live + allowance(live, config_.growth_slack);
-}
-
 // Adds chunks at the start of the growth's gap and sets them aside: one span, which waits for
 // nothing.
 Result<SpanId> DeviceAllocator::add_chunks(const Growth& growth, Bytes request, Lock& lock) {

@@ -44,9 +44,9 @@ AllocatorStats DeviceAllocator::stats() const {
   stats.alias_count = static_cast<std::int64_t>(aliases_.count());
   stats.alias_mappings = static_cast<std::int64_t>(aliases_.mappings());
   stats.alias_bytes = static_cast<std::int64_t>(aliases_.bytes().count);
-  stats.host_bytes =
-      static_cast<std::int64_t>(arena_.host_bytes() + blocks_.host_bytes() + aliases_.host_bytes() +
-                                clocks_.host_bytes() + recurrence_.host_bytes());
+  stats.host_bytes = static_cast<std::int64_t>(arena_.host_bytes() + blocks_.host_bytes() +
+                                               aliases_.host_bytes() + clocks_.host_bytes() +
+                                               recurrence_.host_bytes() + lifetimes_.host_bytes());
   return stats;
 }
 
@@ -189,6 +189,7 @@ std::string DeviceAllocator::check() const {
   if (std::string broken = check_blocks(); !broken.empty()) return broken;
   if (std::string broken = aliases_.check(arena_); !broken.empty()) return broken;
   if (std::string broken = recurrence_.check(); !broken.empty()) return broken;
+  if (std::string broken = lifetimes_.check(); !broken.empty()) return broken;
   for (const SpanId id : arena_.largest(kBlockUnit, SIZE_MAX, Arena::kAnyStream)) {
     const TagSet tags = arena_.tags_of(id);
     if (std::string broken = clocks_.check(tags); !broken.empty()) return broken;

@@ -107,13 +107,11 @@ DeviceAllocator::Placement DeviceAllocator::reuse_as_before(AliasId alias, Bytes
 
 Result<DeviceAllocator::Placement> DeviceAllocator::try_all(Request& request, Lock& lock) {
   using Step = Result<Placement> (DeviceAllocator::*)(Request&, Lock&);
-  const Growth growth = growth_for(request);
-  const bool may_grow =
-      request.size < kSmallestStitched || is_growth_free(growth.bytes, request.size);
+  const bool is_small = request.size < kSmallestStitched;
   Status last = nothing_here();
   for (const Step step : {&DeviceAllocator::take_extent, &DeviceAllocator::reuse_alias,
-                          may_grow ? &DeviceAllocator::grow : &DeviceAllocator::stitch,
-                          may_grow ? &DeviceAllocator::stitch : &DeviceAllocator::grow}) {
+                          is_small ? &DeviceAllocator::grow : &DeviceAllocator::stitch,
+                          is_small ? &DeviceAllocator::stitch : &DeviceAllocator::grow}) {
     Result<Placement> placed = (this->*step)(request, lock);
     if (placed.ok()) return placed;
     // The driver's own word is worth more to the caller than "nothing fits".

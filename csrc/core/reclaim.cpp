@@ -207,8 +207,6 @@ DefragmentReport DeviceAllocator::trim() {
   report.extents_before = arena_.extent_count();
   settle_all(lock);
   release_whole_chunks(lock, &report);
-  // What was given back is not wanted any more: from here on growth is measured anew.
-  highest_live_ = allocated();
   report.extents_after = arena_.extent_count();
   return report;
 }
@@ -223,7 +221,6 @@ DefragmentReport DeviceAllocator::defragment() {
   std::erase_if(idle, [&](AliasId id) { return !is_idle(id); });
   unmap_aliases(idle, lock, &report);
   release_whole_chunks(lock, &report);
-  highest_live_ = allocated();
   report.extents_after = arena_.extent_count();
   return report;
 }

@@ -32,13 +32,11 @@ StitchPlan DeviceAllocator::plan(const Request& request) const {
   return plan;
 }
 
-// Growing alone makes half the mappings: what a stitch saves in memory must be worth the others.
+// Growing alone makes half the mappings: a stitch that spares no memory is not worth the others.
 bool DeviceAllocator::is_growth_as_good(const Request& request, Bytes missing) const {
   const Growth alone = growth_for(request);
-  const Bytes stitched = round_up(missing, driver_.granularity());
   if (alone.gap == kNoId || !is_within_limit(alone.bytes)) return false;
-  return alone.bytes <= stitched ||
-         alone.bytes - stitched < allowance(arena_.mapped_bytes(), config_.stitch_worth);
+  return alone.bytes <= round_up(missing, driver_.granularity());
 }
 
 Result<DeviceAllocator::Placement> DeviceAllocator::stitch(Request& request, Lock& lock) {

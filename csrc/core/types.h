@@ -88,11 +88,11 @@ struct alignas(64) Span {
   Bytes size;
   SpanId previous = kNoId;  // neighbours in address order
   SpanId next = kNoId;
-  // An extent's children in the tree of its index; in a used span `left` is the next span of its
-  // block.
+  // An extent's place in the tree of its index. In a used span `left` is the next span of its
+  // block; in the first of a large block `right` and `parent` are its request (see Lifetimes).
   SpanId left = kNoId;
   SpanId right = kNoId;
-  SpanId parent = kNoId;  // in that tree
+  SpanId parent = kNoId;
   // An extent's tag, when one is enough (stream kNoId: no tag); several are in the arena's table
   // under `tag_set`.
   StreamIndex tag_stream = kNoId;

@@ -19,6 +19,7 @@ int main() {
   units::check_stitch_plan();
   units::check_alias_cache();
   units::check_recurrence();
+  units::check_lifetimes();
   units::check_tables();
   units::check_stream_clocks();
   units::check_mapper();

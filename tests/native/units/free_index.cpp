@@ -102,6 +102,15 @@ void nothing_fits_where_all_are_smaller(Index& fixture) {
   EXPECT(FreeIndex().best_fit(fixture.spans, 512_B) == kNoId);
 }
 
+void of_the_largest_the_lowest_wins(Index& fixture) {
+  EXPECT(fixture.index.largest(fixture.spans) == kNoId);
+  fixture.add(0, 1_GiB - 512_B);
+  fixture.add(9, 1_GiB);
+  const SpanId lowest = fixture.add(3, 1_GiB);
+  fixture.add(1, 4_KiB);
+  EXPECT(fixture.index.largest(fixture.spans) == lowest);
+}
+
 void an_erased_extent_is_not_found(Index& fixture) {
   const SpanId only = fixture.add(0, 1_MiB);
   fixture.index.erase(fixture.spans, only);
@@ -200,6 +209,7 @@ constexpr Check<Index> kIndexChecks[] = {
     {"of equal extents the lowest wins", of_equal_extents_the_lowest_wins},
     {"sizes that share a bin are told apart", sizes_that_share_a_bin_are_told_apart},
     {"nothing fits where all are smaller", nothing_fits_where_all_are_smaller},
+    {"of the largest the lowest wins", of_the_largest_the_lowest_wins},
     {"an erased extent is not found", an_erased_extent_is_not_found},
     {"the largest bins come first and no extent below the bound",
      the_largest_bins_come_first_and_no_extent_below_the_bound},

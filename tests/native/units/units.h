@@ -33,6 +33,7 @@ void check_arena_invariants();
 void check_stitch_plan();
 void check_alias_cache();
 void check_recurrence();
+void check_lifetimes();
 void check_tables();
 void check_stream_clocks();
 void check_mapper();
