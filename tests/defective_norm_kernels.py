@@ -11,7 +11,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from vramx.kernels import headers, norm
+from vramx.kernels import headers, norm_backward, norm_forward
 
 
 @triton.jit
@@ -41,7 +41,14 @@ def _columns_of_the_first_group(GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS:
 
 DEFECTS: dict[str, tuple[ModuleType, str, Any]] = {
     "scale rounded to nearest": (headers, "_scale_bits", _scale_to_nearest),
-    "one factor for all rows": (norm, "_spread", _first_row_for_all),
-    "a group left out of the sums": (norm, "_row_totals", _last_group_forgotten),
-    "weights of the first group": (norm, "_columns", _columns_of_the_first_group),
+    "one factor for all rows": (norm_forward, "spread", _first_row_for_all),
+    "a group left out of the sums": (norm_forward, "row_totals", _last_group_forgotten),
+    "weights of the first group": (norm_forward, "row_columns", _columns_of_the_first_group),
+    "one factor for all rows of a gradient": (norm_backward, "spread", _first_row_for_all),
+    "a group left out of a gradient's sums": (norm_backward, "row_totals", _last_group_forgotten),
+    "a gradient's weights of the first group": (
+        norm_backward,
+        "row_columns",
+        _columns_of_the_first_group,
+    ),
 }

@@ -266,9 +266,9 @@ def test_halves_loaded_ahead_have_the_gradients_of_floats(
 
 
 DEFECTS_OF_BACKWARD = {
-    "one factor for all rows": Case(21, 128),
-    "a group left out of the sums": Case(3, 256, centred=True),
-    "weights of the first group": Case(3, 256),
+    "one factor for all rows of a gradient": Case(21, 128),
+    "a group left out of a gradient's sums": Case(3, 256, centred=True),
+    "a gradient's weights of the first group": Case(3, 256),
 }
 
 

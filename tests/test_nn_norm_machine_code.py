@@ -34,9 +34,9 @@ def triton_version() -> tuple[int, ...]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    from vramx.kernels import norm
+    from vramx.kernels import norm_forward
 
-    if not isinstance(norm.norm_forward_kernel, triton.JITFunction):
+    if not isinstance(norm_forward.norm_forward_kernel, triton.JITFunction):
         pytest.skip("TRITON_INTERPRET is set: nothing compiles in this process")
     if triton_version() < (3, 3):
         pytest.skip("triton before 3.3 describes what it compiles in another way")
@@ -61,9 +61,10 @@ def thread_elements(plan: norm_launch.Plan) -> int:
 
 def code_of(name: str, hidden: int, folder: Path) -> MachineCode:
     """Compile a kernel of LayerNorm, bfloat16 and int8, as the launcher would choose it."""
-    from vramx.kernels import norm
+    from vramx.kernels import norm_backward, norm_forward
 
-    kernel = getattr(norm, f"norm_{name}_kernel")
+    home = norm_backward if name in ("backward", "sums") else norm_forward
+    kernel = getattr(home, f"norm_{name}_kernel")
     plan = plan_of(name, hidden)
     constants = {**plan.constants, "CENTRED": True, "PACKED": True, "STOCHASTIC": True}
     if name == "backward" and plan.sums_apart:

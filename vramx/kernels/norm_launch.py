@@ -105,7 +105,7 @@ def norm_forward(
         outputs: y, of any type, and x + residual where there is one.
         how: eps, whether the mean is subtracted, and the noise of packing.
     """
-    from vramx.kernels.norm import norm_forward_kernel
+    from vramx.kernels.norm_forward import norm_forward_kernel
 
     x, residual = sources
     y, total = outputs
@@ -126,7 +126,7 @@ def norm_forward(
 
 def norm_output(kept: Kept, affine: Affine, y: Tensor) -> None:
     """Write the norm's output again."""
-    from vramx.kernels.norm import norm_output_kernel
+    from vramx.kernels.norm_forward import norm_output_kernel
 
     rows, hidden = y.shape
     if rows:
@@ -151,7 +151,7 @@ def norm_backward(
         shares: where the sums go, and whether the mean was subtracted. Their rounding errors do
             not change from run to run on one kind of device.
     """
-    from vramx.kernels.norm import norm_backward_kernel
+    from vramx.kernels.norm_backward import norm_backward_kernel
 
     wanted, centred = shares
     rows, hidden = dx.shape
@@ -186,7 +186,7 @@ def _partial(wanted: Shares, programs: int, hidden: int) -> list[Tensor | None]:
 
 def _sums_apart(dy: Tensor, kept: Kept, wanted: Shares) -> list[Tensor | None]:
     """Return the shares of the sums, made by a second pass over dy and what was kept."""
-    from vramx.kernels.norm import norm_sums_kernel
+    from vramx.kernels.norm_backward import norm_sums_kernel
 
     rows, hidden = dy.shape
     constants = sums_apart_constants(hidden, kept.group_size)
@@ -203,7 +203,7 @@ def _sums_apart(dy: Tensor, kept: Kept, wanted: Shares) -> list[Tensor | None]:
 
 
 def _column_sums(shares: Tensor, out: Tensor) -> None:
-    from vramx.kernels.norm import column_sums_kernel
+    from vramx.kernels.norm_backward import column_sums_kernel
 
     programs, hidden = shares.shape
     grid = (-(-hidden // _SUM_COLUMNS),)
