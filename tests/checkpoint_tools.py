@@ -1,0 +1,90 @@
+"""What the tests of vramx.checkpoint share: a block to recompute, its gradients, what was packed.
+
+Fixtures are here too; a file names those that it uses in `__all__`, and has all of its tests use
+`seeds`. A gradient is that of a block of some 33 thousand parameters: milliseconds.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from vramx.compression import codec
+from vramx.compression.config import Compression
+from vramx.recompute import inputs
+
+SMALL = Compression(min_bytes=0)
+WIDTH = 64
+
+
+class Packs:
+    """What the checkpoint's hooks packed, in order; holds no tensor."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.bytes = 0
+
+    def pack(self, elements: torch.Tensor, *arguments: Any) -> codec.Packed:
+        packed = codec.pack(elements, *arguments)
+        self.sizes.append(elements.numel())
+        self.bytes += packed.nbytes
+        weakref.finalize(packed, self._released, packed.nbytes)
+        return packed
+
+    def _released(self, nbytes: int) -> None:
+        self.bytes -= nbytes
+
+
+@pytest.fixture
+def packs(monkeypatch: pytest.MonkeyPatch) -> Packs:
+    seen = Packs()
+    monkeypatch.setattr(inputs, "pack", seen.pack)
+    return seen
+
+
+@pytest.fixture
+def seeds() -> None:
+    torch.manual_seed(0)
+
+
+class Block(nn.Module):
+    """A residual block with dropout, whose activations are many times its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        y = nn.functional.gelu(self.up(self.norm(x)))
+        y = self.down(nn.functional.dropout(y, 0.1, training=True))
+        return x + (y if scale is None else y * scale)
+
+
+def activation(*shape: int) -> torch.Tensor:
+    """Return a tensor as a region gets it: with a history, and nobody else's."""
+    return torch.randn(*(shape or (32, WIDTH)), requires_grad=True) * 1.0
+
+
+def gradients(run: Callable[[torch.Tensor], torch.Tensor], module: nn.Module) -> list[torch.Tensor]:
+    """Return the gradients of a loss through `run` in module's parameters and in the input."""
+    torch.manual_seed(1)
+    leaf = torch.randn(32, WIDTH, requires_grad=True)
+    module.zero_grad()
+    run(leaf * 1.0).square().sum().backward()
+    return [parameter.grad.clone() for parameter in module.parameters()] + [leaf.grad]
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def cosine(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
+    a, b = (torch.cat([t.flatten().double() for t in tensors]) for tensors in (left, right))
+    return float(torch.nn.functional.cosine_similarity(a, b, dim=0))

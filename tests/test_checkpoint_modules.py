@@ -1,0 +1,131 @@
+"""vramx.checkpoint_modules: every so many modules of a model are recomputed, from packed inputs.
+
+Names, state and classes stay, so that a model can be saved, copied and pickled; uncheckpoint()
+restores the instances exactly. What matches nothing, or is wrapped already, is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_tools import (
+    SMALL,
+    WIDTH,
+    Block,
+    Packs,
+    activation,
+    cosine,
+    gradients,
+    packs,
+    seeds,
+)
+from torch import nn
+
+import vramx
+from vramx.errors import InvalidValueError
+
+__all__ = ["packs", "seeds"]
+pytestmark = pytest.mark.usefixtures("seeds")
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(4)))
+
+
+def test_modules_that_match_are_checkpointed(model: nn.Sequential, packs: Packs) -> None:
+    before = gradients(model, model)
+    handle = vramx.checkpoint_modules(model, where=Block, every=2, compress=SMALL)
+    after = gradients(model, model)
+    assert len(handle) == 2
+    assert packs.sizes == [32 * WIDTH] * 2
+    assert cosine(before, after) > 0.999
+
+
+def test_names_state_and_classes_stay(model: nn.Sequential) -> None:
+    before = (list(model.state_dict()), str(model), [type(m) for m in model.modules()])
+    vramx.checkpoint_modules(model, where=(Block, nn.LayerNorm))
+    assert (list(model.state_dict()), str(model), [type(m) for m in model.modules()]) == before
+
+
+def test_removing_restores_the_instances_exactly(model: nn.Sequential) -> None:
+    before = [dict(module.__dict__) for module in model]
+    vramx.checkpoint_modules(model, where=Block).remove()
+    vramx.checkpoint_modules(model, where=lambda module: isinstance(module, Block))
+    assert vramx.uncheckpoint(model) == 4
+    assert [dict(module.__dict__) for module in model] == before
+
+
+def test_a_forward_of_the_instance_is_called_and_restored(packs: Packs) -> None:
+    block = Block()
+    block.forward = own = functools.partial(torch.sin)
+    vramx.checkpoint_modules(block, where=Block, compress=SMALL)
+    x = activation()
+    assert torch.equal(block(x), x.sin())
+    assert packs.sizes == [x.numel()]
+    vramx.uncheckpoint(block)
+    assert block.forward is own
+
+
+def test_a_deep_copy_runs_its_own_parameters(model: nn.Sequential) -> None:
+    vramx.checkpoint_modules(model, where=Block, compress=SMALL)
+    clone = copy.deepcopy(model)
+    clone(torch.randn(8, WIDTH)).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is not None for p in clone.parameters())
+    assert vramx.uncheckpoint(clone) == 4
+
+
+def test_a_checkpointed_model_can_be_pickled(model: nn.Sequential) -> None:
+    vramx.checkpoint_modules(model, where=Block)
+    x = torch.randn(8, WIDTH)
+    torch.manual_seed(1)
+    expected = model(x)
+    torch.manual_seed(1)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), expected)
+
+
+def test_keywords_with_names_of_ours_reach_the_module() -> None:
+    class Odd(nn.Module):
+        def forward(self, x: torch.Tensor, *, compress: int, debug: bool) -> torch.Tensor:
+            return x.sin() * compress * debug
+
+    module = Odd()
+    vramx.checkpoint_modules(module, where=Odd, compress=SMALL)
+    assert module(activation(), compress=2, debug=True).grad_fn is not None
+
+
+def test_modules_are_not_checkpointed_twice(model: nn.Sequential) -> None:
+    vramx.checkpoint_modules(model, where=lambda module: module is model[1])
+    with pytest.raises(InvalidValueError, match="is checkpointed already"):
+        vramx.checkpoint_modules(model, where=Block)
+    assert vramx.uncheckpoint(model) == 1, "a refused call wrapped some"
+
+
+def test_a_wrapper_over_ours_must_go_first(model: nn.Sequential) -> None:
+    block = model[1]
+    vramx.checkpoint_modules(model, where=Block)
+    ours = block.forward
+    block.forward = functools.wraps(ours)(functools.partial(ours))
+    with pytest.raises(InvalidValueError, match="undo that first"):
+        vramx.uncheckpoint(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"where": nn.Conv2d}, "matches no module; the model has"),
+        ({"where": "Block"}, "accepted are a module class"),
+        ({"where": Block, "every": 0}, "every 0"),
+        ({"where": Block, "offlaod": "cpu"}, "'offlaod' is unknown"),
+        ({"where": Block, "use_reentrant": True}, "use_reentrant=True"),
+    ],
+)
+def test_mistakes_are_named(model: nn.Sequential, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidValueError, match=words):
+        vramx.checkpoint_modules(model, **options)

@@ -1,0 +1,101 @@
+"""vramx.checkpoint within another checkpoint, or within compress().
+
+What the outer one recomputes, the inner one does not pack; inputs that both could pack are packed
+once, as the checkpoint says; and an exact checkpoint stays exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_tools import (
+    SMALL,
+    WIDTH,
+    Block,
+    Packs,
+    activation,
+    cosine,
+    gradients,
+    packs,
+    same,
+    seeds,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import vramx
+from vramx.compression import enclosing
+
+__all__ = ["packs", "seeds"]
+pytestmark = pytest.mark.usefixtures("seeds")
+
+
+@pytest.mark.parametrize("outer", [torch_checkpoint, vramx.checkpoint])
+def test_within_a_checkpoint_nothing_is_packed(outer: Callable[..., Any], packs: Packs) -> None:
+    block = Block()
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return vramx.checkpoint(block, x.sin(), compress=SMALL)
+
+    own = {"compress": SMALL} if outer is vramx.checkpoint else {}
+    x = activation()
+    outer(region, x, use_reentrant=False, **own).sum().backward()
+    assert packs.sizes == ([x.numel()] if own else []), (
+        "the inner inputs are the outer's to recompute"
+    )
+
+
+def test_nested_checkpoints_give_the_gradient() -> None:
+    first, second = Block(), Block()
+    both = nn.Sequential(first, second)
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return vramx.checkpoint(second, vramx.checkpoint(first, x, compress=SMALL), compress=SMALL)
+
+    nested = gradients(lambda x: vramx.checkpoint(region, x, compress=SMALL), both)
+    assert cosine(gradients(both, both), nested) > 0.999
+
+
+def test_within_compress_inputs_are_packed_once_as_the_checkpoint_says(packs: Packs) -> None:
+    block = Block()
+    exact = gradients(block, block)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with vramx.compress(bits=4, min_bytes=0) as stats:
+            y = vramx.checkpoint(block, x, compress=SMALL)
+        assert stats.packed.tensors == 0, "the context packed what the checkpoint keeps"
+        return y
+
+    packed = gradients(run, block)
+    assert packs.sizes == [32 * WIDTH]
+    assert cosine(exact, packed) > 0.999
+
+
+def test_within_compress_an_exact_checkpoint_is_exact(packs: Packs) -> None:
+    block = Block()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with vramx.compress(min_bytes=0):
+            return vramx.checkpoint(block, x, compress=None)
+
+    assert same(gradients(block, block), gradients(run, block))
+    assert packs.sizes == []
+
+
+def test_a_checkpoint_is_seen_by_its_frames_where_torch_does_not_tell(
+    monkeypatch: pytest.MonkeyPatch, packs: Packs
+) -> None:
+    """As before torch 2.8."""
+    monkeypatch.setattr(enclosing, "_top_hooks", None)
+    block = Block()
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return vramx.checkpoint(block, x.sin(), compress=SMALL)
+
+    torch_checkpoint(region, activation(), use_reentrant=False).sum().backward()
+    assert packs.sizes == []
+    region(activation()).sum().backward()
+    assert packs.sizes == [32 * WIDTH]

@@ -1,0 +1,200 @@
+"""vramx.checkpoint does what torch's does, in all but what it keeps of the inputs.
+
+Without compression it is torch's bit for bit. With it, outputs are exact still; random numbers,
+autocast, early stopping, selective policies, retained graphs, and inputs that were changed in place
+are as torch's checkpoint has them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_tools import (
+    SMALL,
+    WIDTH,
+    Block,
+    Packs,
+    activation,
+    cosine,
+    gradients,
+    packs,
+    same,
+    seeds,
+)
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import vramx
+from vramx.compression.config import Compression
+
+__all__ = ["packs", "seeds"]
+pytestmark = pytest.mark.usefixtures("seeds")
+
+
+def test_without_compression_it_is_torch_bit_for_bit() -> None:
+    block = Block()
+    ours = gradients(lambda x: vramx.checkpoint(block, x, compress=None), block)
+    theirs = gradients(lambda x: torch_checkpoint(block, x, use_reentrant=False), block)
+    assert same(ours, theirs)
+
+
+def test_outputs_are_exact_whatever_is_kept() -> None:
+    block, x = Block(), activation()
+    torch.manual_seed(1)
+    exact = block(x)
+    torch.manual_seed(1)
+    assert torch.equal(vramx.checkpoint(block, x, compress=Compression(bits=4, min_bytes=0)), exact)
+
+
+def test_dropout_is_recomputed_with_the_same_mask() -> None:
+    x = activation(64, WIDTH).abs() + 1  # so that only dropout makes zeros
+    leaf = torch.ones(64, WIDTH, requires_grad=True)
+    y = vramx.checkpoint(lambda a, b: nn.functional.dropout(a * b, 0.5), x, leaf, compress=SMALL)
+    y.sum().backward()
+    assert torch.equal(leaf.grad != 0, y.detach() != 0)
+
+
+def test_rng_state_is_not_restored_when_told_so() -> None:
+    leaf = torch.ones(64, WIDTH, requires_grad=True)
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x * leaf, 0.5)
+
+    y = vramx.checkpoint(region, activation(64, WIDTH), compress=SMALL, preserve_rng_state=False)
+    torch.manual_seed(7)
+    y.sum().backward()
+    assert not torch.equal(leaf.grad != 0, y.detach() != 0)
+
+
+def test_autocast_holds_in_the_recomputation() -> None:
+    dtypes = []
+    layer = nn.Linear(WIDTH, WIDTH)
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        y = layer(x)
+        dtypes.append(y.dtype)
+        return y.float().sin()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = vramx.checkpoint(region, activation(), compress=SMALL)
+    y.sum().backward()
+    assert dtypes == [torch.bfloat16, torch.bfloat16]
+
+
+def count_calls(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
+    calls: list[int] = []
+
+    @functools.wraps(function)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        calls.append(1)  # past the last saved tensor: early stopping does not come here
+        return result
+
+    return counted, calls
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_early_stop_is_honoured(early_stop: bool) -> None:
+    region, calls = count_calls(Block())
+    y = vramx.checkpoint(region, activation(), compress=SMALL, early_stop=early_stop)
+    y.sum().backward()
+    assert len(calls) == (1 if early_stop else 2)
+
+
+def test_the_context_for_early_stop_is_honoured() -> None:
+    region, calls = count_calls(Block())
+    with set_checkpoint_early_stop(False):
+        y = vramx.checkpoint(region, activation(), compress=SMALL)
+    y.sum().backward()
+    assert len(calls) == 2
+
+
+def test_selective_policy_composes() -> None:
+    block, products = Block(), []
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keep = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        products.extend([op] if keep else [])
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    exact = gradients(block, block)
+    packed = gradients(
+        lambda x: vramx.checkpoint(block, x, compress=SMALL, context_fn=contexts), block
+    )
+    assert products, "the policy was never asked"
+    assert cosine(exact, packed) > 0.999
+
+
+def test_debug_is_refused_together_with_a_policy_as_in_torch() -> None:
+    contexts = functools.partial(create_selective_checkpoint_contexts, [])
+    with pytest.raises(ValueError, match="debug=True is incompatible"):
+        vramx.checkpoint(Block(), activation(), compress=SMALL, debug=True, context_fn=contexts)
+
+
+def test_an_unknown_determinism_check_is_refused_as_in_torch() -> None:
+    with pytest.raises(ValueError, match="determinism_check should be one of"):
+        vramx.checkpoint(Block(), activation(), compress=SMALL, determinism_check="strong")
+
+
+def test_retain_graph_recomputes_twice_and_gives_the_same() -> None:
+    block, leaf = Block(), torch.randn(32, WIDTH, requires_grad=True)
+    y = vramx.checkpoint(block, leaf * 1.0, compress=SMALL).square().sum()
+    (first,) = torch.autograd.grad(y, leaf, retain_graph=True)
+    (second,) = torch.autograd.grad(y, leaf)
+    assert torch.equal(first, second)
+
+
+def test_an_input_changed_in_place_is_seen_where_it_was_kept() -> None:
+    x = activation(8, 16)
+    y = vramx.checkpoint(torch.sin, x, compress=Compression(min_bytes=1 << 20))
+    with torch.no_grad():
+        x.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_an_input_changed_in_place_does_no_harm_where_it_was_packed() -> None:
+    x = activation(8, 16)
+    leaf = torch.zeros(8, 16, requires_grad=True)
+    y = vramx.checkpoint(torch.mul, x, leaf, compress=SMALL)
+    expected = x.detach().clone()
+    with torch.no_grad():
+        x.fill_(float("nan"))
+    y.sum().backward()
+    # One step of 8 bits: 1/127 of the largest of a group, the scale rounded up by under 1 %.
+    assert (leaf.grad - expected).abs().max() < 1.01 / 127 * expected.abs().max()
+
+
+def test_arguments_in_forward_are_the_callers_own() -> None:
+    given = {"x": activation(8, 16)}
+    seen = []
+
+    def region(argument: dict[str, torch.Tensor]) -> tuple[torch.Tensor, str]:
+        seen.append(argument is given)
+        return argument["x"].sin(), "text"
+
+    y, text = vramx.checkpoint(region, given, compress=SMALL)
+    y.sum().backward()
+    assert (seen, text) == ([True, False], "text")
+
+
+def test_region_without_gradient_in_its_inputs_trains_its_parameters() -> None:
+    layer = nn.Linear(16, 16)
+    vramx.checkpoint(layer, torch.randn(8, 16), compress=SMALL).sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_under_no_grad_it_is_a_plain_call(packs: Packs) -> None:
+    with torch.no_grad():
+        y = vramx.checkpoint(torch.sin, activation(8, 16), compress=SMALL)
+    assert (y.requires_grad, packs.sizes) == (False, [])

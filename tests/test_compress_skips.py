@@ -1,0 +1,244 @@
+"""Which tensors compress() never packs: weights in any shape or type, and what a rule excludes.
+
+A weight is found among what was packed by its elements, in any order, so that it may have been
+cast, transposed or copied on its way. Each rule against weights has a test that fails without it.
+The other rules go by type, size, layout and class; with strict=True what they exclude is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from compress_tools import Block, input_of, recorded_packs
+from policy_tools import SelfAttention, saved_reason
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from vramx.compression import policy
+from vramx.compression.hooks import compress
+from vramx.errors import UnsupportedTensorError
+
+
+class LowRank(nn.Module):
+    """A frozen weight with a trained low-rank correction beside it."""
+
+    def __init__(self, merged: bool = False) -> None:
+        super().__init__()
+        self.base = nn.Linear(64, 64).requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(8, 64)), nn.Parameter(torch.randn(64, 8))
+        self.merged = merged
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.merged:
+            return functional.linear(x, self.base.weight + self.b @ self.a * 0.5, self.base.bias)
+        return self.base(x) + functional.linear(functional.linear(x, self.a), self.b) * 0.5
+
+
+class Tied(nn.Module):
+    """An output projection with the weight of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 64)
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x[..., 0].detach().abs().mul(10).long() % 50
+        y = self.layer(self.embedding(tokens) + x)
+        return y @ self.embedding.weight.t()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(64, 32, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x)[0]
+
+
+class Copied(nn.Module):
+    """A weight that is written into a buffer, as autocast does with a recurrent network's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        buffer = torch.empty(64 * 64, 1).copy_(self.weight.view(-1, 1))
+        return (x * 2) @ buffer.view(64, 64).t()
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.ConvTranspose2d(8, 4, 3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x.reshape(-1, 4, 8, 8))
+
+
+def frozen(make: Callable[[], nn.Module]) -> nn.Module:
+    return make().requires_grad_(False)
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "block": Block,
+    "frozen": lambda: nn.Sequential(frozen(Block), nn.Linear(64, 64)),
+    "frozen convolution": lambda: nn.Sequential(frozen(Images), nn.Flatten(), nn.Linear(256, 4)),
+    "low rank": LowRank,
+    "tied": Tied,
+    "recurrent": Recurrent,
+    "copied": Copied,
+    "images": Images,
+    "attention": SelfAttention,
+    "weight norm": lambda: parametrizations.weight_norm(nn.Linear(64, 64)),
+    "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(64, 64)),
+}
+
+
+def packed_weights(module: nn.Module, cast: bool, monkeypatch: Any) -> list[torch.Tensor]:
+    """Return what was packed in a forward pass that has the elements of a weight, in any order."""
+    weights = list(module.parameters())
+    weights += [
+        w for m in module.modules() if isinstance(w := getattr(m, "weight", None), torch.Tensor)
+    ]
+    x = input_of(4, 16, 64)
+    with (
+        recorded_packs(monkeypatch) as packed,
+        torch.autocast("cpu", torch.bfloat16, enabled=cast),
+        compress(min_bytes=16) as stats,
+    ):
+        module(x)
+    assert stats.packed.tensors > 0
+    found = []
+    for elements in packed:
+        data = elements.float().sort().values
+        for weight in weights:
+            same = weight.detach().to(elements.dtype).float().flatten().sort().values
+            if data.shape == same.shape and torch.equal(data, same):
+                found.append(elements)
+    return found
+
+
+@pytest.mark.parametrize("cast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("name", MODULES)
+def test_no_weight_is_ever_packed(name: str, cast: bool, monkeypatch: Any) -> None:
+    torch.manual_seed(0)
+    assert packed_weights(MODULES[name](), cast, monkeypatch) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "cast", "rules"),
+    [
+        ("block", True, ["_derives_from_parameter", "_is_weight"]),
+        ("frozen", True, ["_is_weight"]),
+        ("tied", True, ["_derives_from_parameter", "_is_weight"]),
+        ("weight norm", False, ["_is_weight"]),
+        ("copied", False, ["_derives_from_parameter", "_is_weight"]),
+    ],
+)
+def test_without_its_rule_a_weight_would_be_packed(
+    name: str, cast: bool, rules: list[str], monkeypatch: Any
+) -> None:
+    for rule in rules:
+        monkeypatch.setattr(policy, rule, lambda *_: False)
+    torch.manual_seed(0)
+    assert packed_weights(MODULES[name](), cast, monkeypatch) != []
+
+
+def test_a_weight_merged_with_its_adapter_is_kept(monkeypatch: Any) -> None:
+    module, x = LowRank(merged=True), input_of(4, 16, 64)
+    merged = (module.base.weight + module.b @ module.a * 0.5).detach()
+    with recorded_packs(monkeypatch) as packed, compress(min_bytes=16):
+        module(x)
+    assert not any(torch.equal(p, merged.flatten()) for p in packed)
+
+
+def test_a_buffer_of_the_module_is_kept_where_the_module_is_known() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.randn(64, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.table[:32]
+
+    import vramx
+
+    x = input_of(32, 64)
+    module = Scaled()
+    with compress(min_bytes=0) as stats:
+        module(x)
+    assert stats.packed.tensors == 1
+    vramx.compressed_activations(module, min_bytes=0)(x)
+    assert vramx.compression_stats(module).kept["parameter"].tensors == 1
+
+
+# Skip rules
+
+
+def test_each_rule_says_why() -> None:
+    x = input_of(32, 64)
+    index = torch.zeros(32, 64, dtype=torch.long)
+    half, complex_x = x.double() * 1, torch.complex(x, x)
+    assert saved_reason(lambda: x.gather(1, index))["integer"] == 1
+    assert saved_reason(x.tanh, min_bytes=1 << 20) == {"small": 1}
+    assert saved_reason(half.tanh) == {"dtype": 1}
+    assert saved_reason(complex_x.tanh) == {"dtype": 1}
+    assert saved_reason(x.detach().requires_grad_().sin) == {"leaf": 1}
+    assert saved_reason(lambda: torch.softmax(x, -1)) == {"policy": 1}
+    assert saved_reason(x.tanh) == {"packed": 1}
+    assert saved_reason(x.sin) == {"policy": 1}
+    assert saved_reason(lambda: x.masked_fill(x > 0, 0.0)) == {"packed": 1}
+
+
+def test_sparse_tensors_are_kept() -> None:
+    x = input_of(64, 64)
+    sparse = torch.eye(64).to_sparse()
+    assert "layout" in saved_reason(lambda: torch.sparse.mm(sparse, x))
+
+
+def test_nested_tensors_are_kept() -> None:
+    parts = [input_of(8, 64), input_of(4, 64)]
+    nested = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+    reasons = saved_reason(nested.sin)
+    assert "subclass" in reasons
+    assert "packed" not in reasons
+
+
+def test_a_tensor_subclass_is_kept_and_its_gradient_right() -> None:
+    class Tagged(torch.Tensor):
+        pass
+
+    x = input_of(32, 64).as_subclass(Tagged)
+    with compress(min_bytes=0) as stats:
+        y = x.sin()
+    assert stats.kept["subclass"].tensors == 1
+    (found,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(torch.Tensor(found), x.cos().detach().as_subclass(torch.Tensor))
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda x: (x.double() * 1).sin(), r"sin saves a tensor of size \(8, 8\).*float64"),
+        (lambda x: torch.complex(x, x).sin(), "sin saves a tensor.*complex64; accepted are"),
+    ],
+)
+def test_strict_names_the_tensor_and_the_rule(function: Any, words: str) -> None:
+    x = input_of(8, 8)
+    with compress(min_bytes=0, strict=True), pytest.raises(UnsupportedTensorError, match=words):
+        function(x)
+
+
+def test_strict_does_not_mind_what_is_never_packed() -> None:
+    block, x = Block(), input_of(2, 8, 64)
+    with compress(min_bytes=1024, strict=True):
+        block(x)

@@ -1,0 +1,171 @@
+"""Offloading and memory: what the device still holds, what the host pins, and what is given back.
+
+The device holds a window of what leaves and of what comes back. Pinned memory is bounded; where
+there is no more, buffers stay. Nothing is left of a graph that is dropped or of a copy that failed.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from typing import Any
+
+import pytest
+import torch
+from fake_link import BLOCK_BYTES, FakeLink
+from offload_tools import (
+    LIMIT_BYTES,
+    backward,
+    forward,
+    is_intact,
+    moved_in_a_step,
+    stash_on,
+    states,
+)
+
+from vramx.compression.parcel import State
+from vramx.compression.pinned import HostPool
+from vramx.compression.stash import Stash
+from vramx.errors import OffloadError
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_the_device_keeps_a_window_of_what_leaves(window: int) -> None:
+    link = FakeLink()
+    blocks = link.free_blocks
+    tickets = forward(link, stash_on(link, window_blocks=window), count=8)
+    assert blocks - link.free_blocks == window
+    assert states(tickets) == [State.AWAY] * (8 - window) + [State.LEAVING] * window
+
+
+def test_backward_holds_a_window_of_what_comes() -> None:
+    link = FakeLink()
+    stash = stash_on(link, window_blocks=2)
+    tickets = forward(link, stash)
+    backward(link, stash, tickets[6:])
+    del tickets[6:]
+    blocks = link.free_blocks
+    tickets[5].get()
+    assert states(tickets) == [State.AWAY] * 3 + [State.COMING] * 2 + [State.AWAY]
+    assert blocks - link.free_blocks <= 1, "more than the one that came instead of one that left"
+
+
+def test_backward_fetches_ahead_while_it_needs_what_stayed() -> None:
+    link = FakeLink()
+    stash = stash_on(link, 0.5, window_blocks=2)
+    moved_in_a_step(link, stash)
+    tickets = forward(link, stash)
+    assert states(tickets) == [State.AWAY] * 2 + [State.LEAVING] * 2 + [State.RESIDENT] * 4
+    backward(link, stash, tickets[7:])
+    assert states(tickets)[1] == State.COMING
+
+
+def test_what_left_last_is_not_copied_back() -> None:
+    link = FakeLink()
+    stash = stash_on(link, window_blocks=2)
+    tickets = forward(link, stash)
+    tickets[7].get()
+    assert states(tickets[6:]) == [State.LEAVING] * 2
+    assert stash.returned_bytes <= 2 * BLOCK_BYTES, "more than the prefetch"
+
+
+@pytest.mark.parametrize("asked", [(), (7,), (2, 5)])
+def test_a_graph_that_is_dropped_leaves_nothing(asked: tuple[int, ...]) -> None:
+    link = FakeLink()
+    stash = stash_on(link)
+    blocks = link.free_blocks
+    tickets = forward(link, stash)
+    for number in asked:
+        link.read(tickets[number].get())
+    del tickets[:]
+    stash.collect()
+    stash.check()
+    link.run()
+    assert link.free_blocks == blocks
+    assert stash._pool.used_bytes == 0
+
+
+def test_a_thousand_steps_hold_what_one_held() -> None:
+    link = FakeLink()
+    stash = stash_on(link)
+    held = []
+    for _ in range(1000):
+        backward(link, stash, forward(link, stash, count=6))
+        link.run()
+        held.append((stash.host_bytes, len(stash._order), len(stash._leaving), link.free_blocks))
+    assert held[1] == held[-1]
+
+
+def test_pinned_memory_is_bounded() -> None:
+    link = FakeLink()
+    pool = HostPool(link.pin, limit_bytes=4 * BLOCK_BYTES)
+    stash = Stash(1.0, link, pool, window_bytes=BLOCK_BYTES)
+    tickets = forward(link, stash, count=8)
+    assert pool.held_bytes <= 4 * BLOCK_BYTES
+    assert (stash.refused, stash.kept_bytes) == (4, 4 * BLOCK_BYTES)
+    read = backward(link, stash, tickets)
+    link.run()
+    assert is_intact(read)
+
+
+def test_a_host_without_memory_keeps_everything_on_the_device() -> None:
+    link = FakeLink()
+    link.host_is_full = True
+    stash = stash_on(link)
+    tickets = forward(link, stash)
+    assert states(tickets) == [State.RESIDENT] * 8
+    assert stash.refused == 8
+
+
+def test_a_copy_that_fails_takes_no_memory() -> None:
+    link = FakeLink()
+    stash = stash_on(link)
+    blocks = link.free_blocks
+    link.fails = True
+    with pytest.raises(RuntimeError, match="the copy failed"):
+        stash.put(link.produce(1))
+    gc.collect()
+    stash.collect()
+    stash.check()
+    assert (stash._pool.used_bytes, link.free_blocks) == (0, blocks)
+
+
+def test_nothing_leaves_under_capture() -> None:
+    link = FakeLink()
+    stash = stash_on(link)
+    link.is_capturing = True
+    tickets = forward(link, stash, count=3)
+    assert (stash.captured, stash.moved_bytes) == (3, 0)
+    read = backward(link, stash, tickets)
+    link.run()
+    assert is_intact(read)
+    link.is_capturing = False
+    assert moved_in_a_step(link, stash) == 8, "what was captured counts in no step"
+
+
+def test_what_is_away_cannot_be_asked_for_under_capture() -> None:
+    link = FakeLink()
+    tickets = forward(link, stash_on(link))
+    link.is_capturing = True
+    with pytest.raises(OffloadError, match="capture both passes"):
+        tickets[0].get()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_slabs_give_no_byte_twice(seed: int) -> None:
+    chance = random.Random(seed)
+    pool = HostPool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), LIMIT_BYTES)
+    slots: dict[int, Any] = {}
+    for number in range(1, 200):
+        slot = pool.take(chance.randrange(1, 1 << 12))
+        assert slot is not None
+        slot.memory.fill_(number)
+        slots[number] = slot
+        if chance.random() < 0.5:
+            pool.give_back(slots.pop(chance.choice(list(slots))))
+        pool.check()
+    assert all(bool((slot.memory == number).all()) for number, slot in slots.items())
+    for slot in slots.values():
+        pool.give_back(slot)
+    pool.check()
+    assert pool.used_bytes == 0
