@@ -135,7 +135,7 @@ SpanId DeviceAllocator::take_best(Bytes size, StreamIndex stream) {
 
 // A large block that stays, and that no extent fits well, would split one for as long as it lives.
 // In the largest one such blocks lie side by side, in the order of their requests, and what comes
-// together mostly goes together.
+// together mostly goes together. There is a largest one: something fits.
 SpanId DeviceAllocator::take_beside_others(Bytes size, StreamIndex stream) {
   const SpanId extent = arena_.largest_extent(stream);
   return arena_.take_at(extent, arena_.span(extent).begin, size);

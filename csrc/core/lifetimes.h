@@ -30,7 +30,8 @@ class Lifetimes {
  public:
   // Requests from this size on take part.
   static constexpr Bytes kSmallest{std::uint64_t{1} << 20};
-  // A block is brief if its like was freed within this many large requests and frees: some layers.
+  // A block is brief if its like was freed fewer large requests and frees later: those of a few
+  // layers.
   static constexpr std::uint32_t kBrief = 64;
 
   // When a block was requested and in which context: the caller keeps it until the free.
