@@ -188,6 +188,17 @@ def test_a_block_may_need_free_pieces_and_growth(device: SimulatedDevice) -> Non
     assert device.count_mismatches(block, 2 * PIECE, 5) == 0
 
 
+@pytest.mark.parametrize(("size", "stitches"), [(128 * MIB, 1), (512 * MIB, 0)])
+def test_growth_is_mapped_twice_only_where_it_spares_a_share_of_the_block(
+    size: int, stitches: int
+) -> None:
+    device = open_device(1024 * MIB)
+    hole, _ = device.allocate(2 * MIB), device.allocate(2 * MIB)
+    device.free(hole)
+    device.allocate(size)
+    assert device.stats()["num_stitches"] == stitches
+
+
 def test_a_periodic_program_settles_within_three_steps() -> None:
     device = open_device(256 * MIB)
     sizes = random.Random(1).choices([3 * KIB, 700 * KIB, 3 * MIB, 9 * MIB, 17 * MIB], k=40)

@@ -58,8 +58,8 @@ PROGRAMS = {
 
 # create, map, set_access, unmap and release, in this order.
 GOLDEN_DRIVER_CALLS = {
-    "llama_varlen": [1680, 3646, 636, 0, 0],
-    "unet3d_patch": [768, 1889, 177, 0, 0],
+    "llama_varlen": [1773, 3896, 630, 0, 0],
+    "unet3d_patch": [770, 1686, 165, 0, 0],
     "offload_streams": [736, 1898, 420, 0, 0],
 }
 

@@ -5,12 +5,12 @@ namespace {
 
 constexpr std::uint64_t kChunksOfMemory = 448;
 constexpr std::uint64_t kChunksOfRequest = 32;
-constexpr std::uint64_t kChunksOfRoom = 4096;
-// In units of the granularity, 2 MiB on today's devices: 8 MiB and 48 MiB. Below the first a device
+constexpr std::uint64_t kChunksOfRoom = 2048;
+// In units of the granularity, 2 MiB on today's devices: 8 MiB and 36 MiB. Below the first a device
 // spends more time on mappings than their bytes are worth; above the second the heads and tails
 // that stitching leaves behind outgrow what fewer mappings save.
 constexpr std::uint64_t kSmallestUnits = 4;
-constexpr std::uint64_t kLargestUnits = 24;
+constexpr std::uint64_t kLargestUnits = 18;
 
 }  // namespace
 

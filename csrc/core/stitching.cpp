@@ -11,6 +11,8 @@ namespace {
 
 // Extents below this have no part in a plan.
 constexpr Bytes kSmallestPiece{64 << 10};
+// A stitch spares more than this part of the block.
+constexpr std::uint64_t kWorth = 128;
 constexpr std::size_t kFewExtents = 64;
 constexpr std::size_t kManyExtents = 4096;
 
@@ -32,11 +34,13 @@ StitchPlan DeviceAllocator::plan(const Request& request) const {
   return plan;
 }
 
-// Growing alone makes half the mappings: a stitch that spares no memory is not worth the others.
+// Growing alone makes half the mappings: a stitch that spares next to nothing of what it maps is not
+// worth the others.
 bool DeviceAllocator::is_growth_as_good(const Request& request, Bytes missing) const {
   const Growth alone = growth_for(request);
   if (alone.gap == kNoId || !is_within_limit(alone.bytes)) return false;
-  return alone.bytes <= round_up(missing, driver_.granularity());
+  const Bytes spared{request.size.count / kWorth};
+  return alone.bytes <= round_up(missing, driver_.granularity()) + spared;
 }
 
 Result<DeviceAllocator::Placement> DeviceAllocator::stitch(Request& request, Lock& lock) {
