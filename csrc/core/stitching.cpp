@@ -34,8 +34,8 @@ StitchPlan DeviceAllocator::plan(const Request& request) const {
   return plan;
 }
 
-// Growing alone makes half the mappings: a stitch that spares next to nothing of what it maps is not
-// worth the others.
+// Growing alone makes half the mappings: a stitch that spares next to nothing of what it maps is
+// not worth the others.
 bool DeviceAllocator::is_growth_as_good(const Request& request, Bytes missing) const {
   const Growth alone = growth_for(request);
   if (alone.gap == kNoId || !is_within_limit(alone.bytes)) return false;
