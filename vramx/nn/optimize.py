@@ -29,6 +29,7 @@ from vramx.nn.families.swap import (
     unswap,
     untouched,
 )
+from vramx.recompute.modules import compares
 
 LEFT = "left"
 LEVELS = ("keep", "int8", "int4", RECOMPUTE_MLP, RECOMPUTE_ALL, LEFT)
@@ -106,8 +107,9 @@ def optimize(
         level: "int8" or "int4": what is kept is packed; "keep": fused and exact; "recompute_mlp":
             packed as `keep` says, and of the feed-forward part nothing is kept: its first products
             are made again in backward (a block whose part is not understood does without, and the
-            report says so); "recompute_all": only the block's input is kept, packed, and the fused
-            block recomputed in backward, then exactly; "left": not swapped. Or a mapping from
+            report says so); "recompute_all": only the block's input is kept, packed (exactly where
+            the block has ReLUs, whose gradients jump), and the fused block recomputed in backward,
+            then exactly; "left": not swapped. Or a mapping from
             patterns of names ("model.layers.1?") to such words: the first that matches counts, and
             what none matches is left. None is "int8" or "int4", as `keep` says.
         keep: how tensors are packed; rounding, group_size and symmetric count as well as bits.
@@ -145,7 +147,10 @@ def optimize(
         if family is None or why_not is not None:
             rows.append(OptimizeRow(name, type(module).__name__, LEFT, why_not or ""))
             continue
-        swap(module, family, Settings(word, _kept_by(word, keep), verify))
+        settings = Settings(
+            word, _kept_by(word, keep), unverified=verify, compares=compares(module)
+        )
+        swap(module, family, settings)
         rows.append(OptimizeRow(name, type(module).__name__, *_done(module, word)))
         rows += _changed_parts(name, module)
     return OptimizeReport(tuple(rows))

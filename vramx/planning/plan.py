@@ -206,10 +206,10 @@ def plan(
     """Choose what each repeated block of a model keeps, for the fastest step that fits a budget.
 
     Works on any model with repeated blocks. Those that vramx.optimize knows can have each of its
-    levels; others can be left, have what they save packed ("int8", "int4") or be recomputed from a
-    packed input ("recompute_all"). On a GPU, either can be moved to the host ("int8_offload",
-    "recompute_all_offload"). The model is as before when this returns; apply() changes it. Plan
-    before DDP, FSDP or torch.compile wrap the model.
+    levels; others can be left, have what they save packed ("int8", "int4") or be recomputed from
+    their input ("recompute_all"), which is packed unless they have ReLUs. On a GPU, either can be
+    moved to the host ("int8_offload", "recompute_all_offload"). The model is as before when this
+    returns; apply() changes it. Plan before DDP, FSDP or torch.compile wrap the model.
 
     Args:
         model: on the device where it is to be trained. It is measured in training mode.

@@ -81,6 +81,8 @@ def checkpoint(
 
     Memory: 1.016 bytes kept for an element of an input at 8 bits, 0.56 at 4, instead of 2 or 4.
     Error bound: the codec's, on the inputs of the recomputation only; the forward pass is exact.
+        Where a region compares (several ReLUs, max pooling), a gradient jumps with an input that
+        moves a little: compress=None, then.
     Sync: never waits for the device.
 
     Within another checkpoint, under torch.no_grad(), and where torch.compile traces the call, this

@@ -13,7 +13,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -39,7 +39,10 @@ class Settings:
 
     level: str
     keep: Compression
+    _: KW_ONLY
     unverified: bool = False
+    # Whether it has a ReLU, say: what is recomputed of it needs its input exactly.
+    compares: bool = False
 
 
 class Fused:
@@ -232,7 +235,7 @@ def _compute(module: Fused, settings: Settings, call: dict[str, Any]) -> Any:
             warnings.warn(UNCACHED, VramxWarning, stacklevel=4)
     function = module.vramx_recomputed()
     region = function if compiles else _Recomputed(function)
-    return checkpoint(region, x, compress=settings.keep, **others)
+    return checkpoint(region, x, compress=None if settings.compares else settings.keep, **others)
 
 
 class _Recomputed:
