@@ -233,12 +233,14 @@ def convnext() -> Workload:
     )
 
 
-def cnn(images: int | None = None) -> Workload:
-    """ResNet-50; `images`: of the large batch."""
+def cnn(
+    images: int | None = None, memory_format: torch.memory_format = torch.contiguous_format
+) -> Workload:
+    """ResNet-50; `images`: of the large batch; `memory_format`: of its weights and activations."""
     from torchvision.models import resnet18, resnet50
     from torchvision.models.resnet import BasicBlock, Bottleneck
 
-    model: Any = sized(resnet50, resnet18)(num_classes=CLASSES)
+    model: Any = sized(resnet50, resnet18)(num_classes=CLASSES).to(memory_format=memory_format)
     kinds = (BasicBlock, Bottleneck)
     blocks = tuple(module for module in model.modules() if isinstance(module, kinds))
     # Not smaller: a batch norm of two values is as wrong as it can be, whatever is done to it.
