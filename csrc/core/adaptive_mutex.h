@@ -8,7 +8,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <mutex>
 #include <thread>
 
 #if defined(__x86_64__)
@@ -54,6 +53,31 @@ class AdaptiveMutex {
   std::atomic<bool> is_held_{false};
 };
 
-using Lock = std::unique_lock<AdaptiveMutex>;
+// Holds the lock for as long as it lives, but between its unlock() and its lock(). What
+// std::unique_lock does beside, which is to ask at each step whether it may, costs as much as the
+// exchange.
+class Lock {
+ public:
+  explicit Lock(AdaptiveMutex& mutex) : mutex_(mutex) { lock(); }
+  ~Lock() {
+    if (is_held_) mutex_.unlock();
+  }
+  Lock(const Lock&) = delete;
+  Lock& operator=(const Lock&) = delete;
+
+  bool is_held() const { return is_held_; }
+  void lock() {
+    mutex_.lock();
+    is_held_ = true;
+  }
+  void unlock() {
+    is_held_ = false;
+    mutex_.unlock();
+  }
+
+ private:
+  AdaptiveMutex& mutex_;
+  bool is_held_ = false;
+};
 
 }  // namespace vramx

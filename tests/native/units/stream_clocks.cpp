@@ -208,7 +208,7 @@ void a_call_that_fails_orders_nothing(Fixture& fixture) {
     fixture.sim->fail_call(kind, 1, StatusCode::kDriverError);
     EXPECT(!fixture.order(fixture.b, tag));
     EXPECT(!fixture.clocks.is_ordered(tag, fixture.b));
-    EXPECT(fixture.lock.owns_lock());
+    EXPECT(fixture.lock.is_held());
     EXPECT(fixture.order(fixture.b, tag));
   }
   EXPECT(fixture.sim->faults_fired() == 4);
