@@ -42,39 +42,48 @@ void AliasCache::remove(AliasId id, Arena& arena) {
   vacant_.push_back(id);
 }
 
-// Walks the chunks once, keeping the free run that ends before the current one. The free end of a
-// chunk is only looked up where a run could begin with it.
 AliasFit AliasCache::fit_in(AliasId id, const Arena& arena, Bytes size) const {
   if (id >= aliases_.size()) return {};
-  const Alias& alias = aliases_[id];
+  const std::optional<Bytes> begin = find_run(aliases_[id], arena, size);
+  return begin ? fit_at(id, arena, *begin, size) : AliasFit{};
+}
+
+AliasFit AliasCache::fit_at(AliasId id, const Arena& arena, Bytes begin, Bytes size) const {
+  AliasFit fit{id, aliases_[id].base + begin, {}};
+  Bytes at{};
+  for (const ChunkId chunk_id : aliases_[id].chunks) {
+    const Chunk& chunk = arena.chunks()[chunk_id];
+    const Bytes from = max(at, begin);
+    const Bytes to = min(at + chunk.size, begin + size);
+    if (from < to) fit.pieces.push_back({chunk.begin + (from - at), to - from});
+    at += chunk.size;
+  }
+  return fit;
+}
+
+// Where in the alias its first free run of `size` bytes begins. Walks the chunks once, keeping the
+// run that ends before the current one. The free end of a chunk is only looked up where a run could
+// begin with it.
+std::optional<Bytes> AliasCache::find_run(const Alias& alias, const Arena& arena, Bytes size) {
   if (alias.is_leaving || alias.size < size) return {};
-  AliasFit fit{.alias = id, .address = alias.base, .pieces = {}};
   Bytes run{};
-  Address at = alias.base;
+  Bytes at{};
   Bytes prefix = arena.free_prefix(alias.chunks.front());
   for (std::size_t i = 0; i < alias.chunks.size(); ++i) {
-    const Chunk& chunk = arena.chunks()[alias.chunks[i]];
-    if (run + prefix >= size) {
-      fit.pieces.push_back({chunk.begin, size - run});
-      return fit;
-    }
+    const Bytes end = at + arena.chunks()[alias.chunks[i]].size;
+    if (run + prefix >= size) return at - run;
     const bool is_last = i + 1 == alias.chunks.size();
     const Bytes next_prefix = is_last ? Bytes{} : arena.free_prefix(alias.chunks[i + 1]);
-    if (prefix == chunk.size) {
-      fit.pieces.push_back({chunk.begin, chunk.size});
-      run += chunk.size;
+    if (at + prefix == end) {
+      run += prefix;
     } else {
-      const bool may_begin = next_prefix || chunk.size >= size;
-      const Bytes suffix = may_begin ? arena.free_suffix(alias.chunks[i]) : Bytes{};
-      fit.pieces.clear();
-      fit.address = at + (chunk.size - suffix);
       // Later runs have less room still.
-      if (fit.address + size > alias.base + alias.size) return {};
-      run = suffix;
-      if (suffix) fit.pieces.push_back({chunk.end() - suffix, min(suffix, size)});
-      if (suffix >= size) return fit;
+      if (at + prefix + size > alias.size) return {};
+      const bool may_begin = next_prefix || end - at >= size;
+      run = may_begin ? arena.free_suffix(alias.chunks[i]) : Bytes{};
+      if (run >= size) return end - run;
     }
-    at = at + chunk.size;
+    at = end;
     prefix = next_prefix;
   }
   return {};

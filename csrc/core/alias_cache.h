@@ -9,6 +9,7 @@
 #pragma once
 
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -74,6 +75,9 @@ class AliasCache {
  private:
   static constexpr std::size_t kSearched = 64;
 
+  static std::optional<Bytes> find_run(const Alias& alias, const Arena& arena, Bytes size);
+  AliasFit fit_at(AliasId id, const Arena& arena, Bytes begin, Bytes size) const;
+
   std::vector<Alias> aliases_;  // an empty slot has no chunks
   std::vector<AliasId> vacant_;
   std::multimap<Bytes, AliasId> by_size_;
@@ -87,8 +91,11 @@ AliasFit AliasCache::find(const Arena& arena, Bytes size, Accept accept) const {
   std::size_t searched = 0;
   for (auto entry = by_size_.lower_bound(size); entry != by_size_.end(); ++entry) {
     if (++searched > kSearched) break;
-    AliasFit fit = fit_in(entry->second, arena, size);
-    if (fit.alias != kNoId && accept(fit.pieces)) return fit;
+    const AliasId id = entry->second;
+    const std::optional<Bytes> begin = find_run(aliases_[id], arena, size);
+    if (!begin) continue;
+    AliasFit fit = fit_at(id, arena, *begin, size);
+    if (accept(fit.pieces)) return fit;
   }
   return {};
 }
