@@ -7,18 +7,27 @@ namespace vramx {
 namespace {
 
 struct Candidate {
-  Address begin;
-  Address end;
-  Address whole_begin;  // its first chunk boundary
-  Address whole_end;    // its last one; before whole_begin where a single chunk holds the extent
-  bool is_used = false;
+  // The chunk boundaries are its first and its last one; the last may come before the first, where
+  // a single chunk holds the extent.
+  Candidate(const Piece& extent, Address first_boundary, Address last_boundary)
+      : begin(extent.begin),
+        whole_begin(first_boundary),
+        whole_end(last_boundary),
+        whole(between(whole_begin, whole_end)),
+        as_first(between(begin, whole_end)),
+        as_last(between(whole_begin, extent.end())) {}
 
-  Bytes whole() const { return whole_begin < whole_end ? whole_end - whole_begin : Bytes{}; }
-  // As the first piece, as the last one.
-  Bytes as_first() const { return begin < whole_end ? whole_end - begin : Bytes{}; }
-  Bytes as_last() const { return whole_begin < end ? end - whole_begin : Bytes{}; }
-  Bytes head() const { return as_first() - whole(); }
-  Bytes tail() const { return as_last() - whole(); }
+  static Bytes between(Address from, Address to) { return from < to ? to - from : Bytes{}; }
+  Bytes head() const { return as_first - whole; }
+  Bytes tail() const { return as_last - whole; }
+
+  Address begin;
+  Address whole_begin;
+  Address whole_end;
+  Bytes whole;
+  Bytes as_first;  // bytes as the first piece, and as the last one
+  Bytes as_last;
+  bool is_used = false;
 };
 
 class Planner {
@@ -26,8 +35,8 @@ class Planner {
   Planner(const std::vector<Piece>& extents, const ChunkTable& chunks) : chunks_(chunks) {
     candidates_.reserve(extents.size());
     for (const Piece& extent : extents) {
-      candidates_.push_back({extent.begin, extent.end(), chunks.round_up(extent.begin),
-                             chunks.round_down(extent.end())});
+      candidates_.emplace_back(extent, chunks.round_up(extent.begin),
+                               chunks.round_down(extent.end()));
     }
   }
 
@@ -43,14 +52,14 @@ class Planner {
       if (take_last(tail)) return std::exchange(plan_, {});
       while (
           next < candidates_.size() &&
-          (candidates_[next].is_used || &candidates_[next] == tail || !candidates_[next].whole())) {
+          (candidates_[next].is_used || &candidates_[next] == tail || !candidates_[next].whole)) {
         ++next;
       }
       if (next == candidates_.size()) break;
-      add(candidates_[next], candidates_[next].whole_begin, candidates_[next].whole());
+      add(candidates_[next], candidates_[next].whole_begin, candidates_[next].whole);
     }
     if (left_ && tail != nullptr) {
-      add(*tail, tail->whole_begin, min(left_, tail->as_last()));
+      add(*tail, tail->whole_begin, min(left_, tail->as_last));
       plan_.ends_in_tail = true;
     }
     plan_.missing = left_;
@@ -74,13 +83,13 @@ class Planner {
   void take_first(const Candidate* tail) {
     Candidate* best = nullptr;
     for (Candidate& candidate : candidates_) {
-      if (&candidate == tail || candidate.as_first() > left_ || !candidate.head()) continue;
+      if (&candidate == tail || candidate.as_first > left_ || !candidate.head()) continue;
       if (tail != nullptr && chunks_.round_down(candidate.begin) == tail->whole_end) continue;
       if (best == nullptr || candidate.head() > best->head()) best = &candidate;
     }
     if (best == nullptr) return;
     first_chunk_end_ = best->whole_begin;
-    add(*best, best->begin, best->as_first());
+    add(*best, best->begin, best->as_first);
   }
 
   // A chunk can have a free start and a free end, and no alias maps a chunk twice: the extent that
@@ -92,14 +101,14 @@ class Planner {
 
   bool may_be_last(const Candidate& candidate, const Candidate* tail) const {
     if (candidate.is_used || &candidate == tail) return false;
-    return candidate.whole() >= left_ || !shares_chunk_with_first(candidate);
+    return candidate.whole >= left_ || !shares_chunk_with_first(candidate);
   }
 
   // The smallest extent that can hold all that is left ends the block. As long as more is left than
   // any can hold, as found out the time before, nobody is asked.
   bool take_last(Candidate* tail) {
     Candidate* last = left_ <= most_as_last_ ? smallest_last(tail) : nullptr;
-    if (last == nullptr && tail != nullptr && tail->as_last() >= left_) last = tail;
+    if (last == nullptr && tail != nullptr && tail->as_last >= left_) last = tail;
     if (last == nullptr) return false;
     add(*last, last->whole_begin, left_);
     return true;
@@ -110,9 +119,9 @@ class Planner {
     most_as_last_ = {};
     for (Candidate& candidate : candidates_) {
       if (candidate.is_used) continue;
-      const Bytes as_last = candidate.as_last();
+      const Bytes as_last = candidate.as_last;
       most_as_last_ = max(most_as_last_, as_last);
-      if (as_last < left_ || (best != nullptr && best->as_last() <= as_last)) continue;
+      if (as_last < left_ || (best != nullptr && best->as_last <= as_last)) continue;
       if (may_be_last(candidate, tail)) best = &candidate;
     }
     return best;
