@@ -139,28 +139,30 @@ void StreamClocks::ask(const TagSet& tags, StreamIndex reader, Lock& lock) {
 void StreamClocks::settle_one(StreamIndex index, Settle how, Lock& lock) {
   if (streams_[index].complete == streams_[index].sequence) return;
   // On a stream that is never idle what was recorded now is never complete; what was recorded at
-  // the last question is.
-  if (how == Settle::kQuery) settle_last(index, how, lock);
+  // the last question is, or else will be: recorded anew at every question it might never be.
+  if (how == Settle::kQuery && !settle_last(index, how, lock)) return;
   // A stream that cannot be recorded on may still have an event that covers some of its frees.
   record(index, lock).ignore();
   settle_last(index, how, lock);
 }
 
-void StreamClocks::settle_last(StreamIndex index, Settle how, Lock& lock) {
+// False where the last record is known not to have run.
+bool StreamClocks::settle_last(StreamIndex index, Settle how, Lock& lock) {
   const Record last = streams_[index].last;
-  if (last.event == Event::kNone || last.sequence <= streams_[index].complete) return;
+  if (last.event == Event::kNone || last.sequence <= streams_[index].complete) return true;
   const bool is_done = [&] {
     const Unlocked unlocked(lock);
     if (how == Settle::kWait) return driver_.synchronize_event(last.event).ok();
     const Result<bool> queried = driver_.query_event(last.event);
     return queried.ok() && queried.value();
   }();
-  if (!is_done) return;
+  if (!is_done) return false;
   std::uint64_t& complete = streams_[index].complete;
   complete = std::max(complete, last.sequence);
   for (StreamIndex other = 0; other < last.clock.size(); ++other) {
     streams_[other].complete = std::max(streams_[other].complete, last.clock[other]);
   }
+  return true;
 }
 
 Status StreamClocks::forget(Stream stream, Lock& lock) {

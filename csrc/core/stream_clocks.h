@@ -92,7 +92,7 @@ class StreamClocks {
   Status record(StreamIndex index, Lock& lock);
   Status prepare_event(StreamIndex index, Lock& lock);
   void settle_one(StreamIndex index, Settle how, Lock& lock);
-  void settle_last(StreamIndex index, Settle how, Lock& lock);
+  bool settle_last(StreamIndex index, Settle how, Lock& lock);
   static void raise(std::vector<std::uint64_t>& clock, const std::vector<std::uint64_t>& to);
   static void raise(std::vector<std::uint64_t>& clock, StreamIndex stream, std::uint64_t to);
 
