@@ -136,7 +136,6 @@ std::pair<SpanId, SpanId> Arena::split(SpanId id, Address where) {
     old.next = made;
   }
   part.state = old.state;
-  copy_tags(old, part);
   if (part.state == SpanState::kUsed || part.state == SpanState::kFree) note_pages(made);
   return is_left_smaller ? std::pair{made, id} : std::pair{id, made};
 }
@@ -147,7 +146,6 @@ SpanId Arena::join(SpanId left, SpanId right) {
   assert(low.next == right && low.state == high.state);
   const SpanId kept = low.size >= high.size ? left : right;
   const SpanId gone = kept == left ? right : left;
-  unite_tags(spans_[kept], spans_[gone]);
   if (low.state == SpanState::kUsed || low.state == SpanState::kFree) {
     note_pages(kept, spans_[gone].begin, spans_[gone].end());
   }
@@ -166,21 +164,22 @@ SpanId Arena::join(SpanId left, SpanId right) {
   return kept;
 }
 
-void Arena::make_free(SpanId id) {
-  Span& span = spans_[id];
-  span.state = SpanState::kFree;
-  free_bytes_ += span.size;
+// The one that is kept has the tags of both.
+SpanId Arena::join_extents(SpanId left, SpanId right) {
+  const bool is_left_kept = spans_[left].size >= spans_[right].size;
+  FreeSpan& kept = spans_[is_left_kept ? left : right].free;
+  unite_tags(kept, spans_[is_left_kept ? right : left].free);
+  return join(left, right);
+}
+
+void Arena::list(SpanId id) {
   ++extent_count_;
-  index_of(span).insert(spans_, id);
+  index_of(spans_[id].free).insert(spans_, id);
 }
 
 void Arena::unlist(SpanId id) {
-  Span& span = spans_[id];
-  index_of(span).erase(spans_, id);
-  free_bytes_ -= span.size;
   --extent_count_;
-  span.left = kNoId;
-  span.right = kNoId;
+  index_of(spans_[id].free).erase(spans_, id);
 }
 
 // --- take and give back ---
@@ -209,59 +208,74 @@ SpanId Arena::take(SpanId extent, Bytes size) {
 }
 
 SpanId Arena::take_at(SpanId extent, Address begin, Bytes size) {
-  unlist(extent);
+  const FreeSpan had = spans_[extent].free;
+  FreeIndex& index = index_of(had);
+  --extent_count_;
+  index.erase(spans_, extent);
+  free_bytes_ -= size;
   SpanId used = extent;
   if (spans_[used].begin < begin) {
     const auto [rest, taken] = split(used, begin);
-    make_free(rest);
+    list_rest(rest, had, index);
     used = taken;
   }
   if (spans_[used].size > size) {
     const auto [taken, rest] = split(used, begin + size);
-    make_free(rest);
+    list_rest(rest, had, index);
     used = taken;
   }
-  clear_tags(spans_[used]);
+  drop_tag_set(had);
+  std::construct_at(&spans_[used].used);
   spans_[used].state = SpanState::kUsed;
   return used;
+}
+
+// A part of an extent that had these tags and was in this index.
+void Arena::list_rest(SpanId id, const FreeSpan& of, FreeIndex& index) {
+  FreeSpan& extent = spans_[id].free;
+  extent = FreeSpan{.tag_stream = of.tag_stream, .tag_sequence = of.tag_sequence};
+  if (of.tag_set != kNoId) set_tags(extent, TagSet(tag_sets_[of.tag_set]));
+  ++extent_count_;
+  index.insert(spans_, id);
 }
 
 // Takes a free neighbour in, unless their tags keep them apart. Returns what the span is called
 // now.
 SpanId Arena::absorb(SpanId id, SpanId neighbour) {
   if (neighbour == kNoId || spans_[neighbour].state != SpanState::kFree) return id;
-  if (!may_merge(spans_[id], spans_[neighbour])) {
+  if (!may_merge(spans_[id].free, spans_[neighbour].free)) {
     has_separated_ = true;
     return id;
   }
   unlist(neighbour);
   const bool is_next = spans_[id].next == neighbour;
-  return is_next ? join(id, neighbour) : join(neighbour, id);
+  return is_next ? join_extents(id, neighbour) : join_extents(neighbour, id);
 }
 
 void Arena::give_back(SpanId used, const TagSet& tags) {
-  set_tags(spans_[used], tags);
+  set_tags(*std::construct_at(&spans_[used].free), tags);
   merge_and_list(used);
 }
 
 void Arena::give_back(SpanId used, Tag tag) {
-  Span& span = spans_[used];
-  span.tag_stream = tag.stream;
-  span.tag_sequence = tag.sequence;
+  std::construct_at(&spans_[used].free,
+                    FreeSpan{.tag_stream = tag.stream, .tag_sequence = tag.sequence});
   merge_and_list(used);
 }
 
 void Arena::merge_and_list(SpanId id) {
   Span& span = spans_[id];
   span.state = SpanState::kFree;
+  free_bytes_ += span.size;
   id = absorb(id, span.next);
   id = absorb(id, spans_[id].previous);
-  make_free(id);
+  list(id);
 }
 
 SpanId Arena::give_back_end(SpanId used, Bytes kept) {
   if (spans_[used].size == kept) return used;
   const auto [start, end] = split(used, spans_[used].begin + kept);
+  std::construct_at(&spans_[start].used);
   give_back(end, TagSet{});
   return start;
 }

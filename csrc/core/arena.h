@@ -17,7 +17,6 @@
 
 #include "core/chunk_table.h"
 #include "core/free_index.h"
-#include "core/lifetimes.h"
 #include "core/span_pool.h"
 #include "core/types.h"
 
@@ -51,7 +50,7 @@ class Arena {
   // Frees what a used span that waits for nothing has beyond its first `kept` bytes, and returns
   // the span of those.
   SpanId give_back_end(SpanId used, Bytes kept);
-  TagSet tags_of(SpanId extent) const;
+  TagSet tags_of(SpanId extent) const { return tags_of(spans_[extent].free); }
   // Merges neighbours that were kept apart: all of them, or those whose tags no longer differ
   // (memory that waits for two streams is nobody's own). False where there were none.
   enum class Merging : std::uint8_t { kAlike, kAll };
@@ -74,16 +73,9 @@ class Arena {
 
   // --- look -------------------------------------------------------------------------------------
   const Span& span(SpanId id) const { return spans_[id]; }
-  SpanId next_in_block(SpanId used) const { return spans_[used].left; }
-  void link_in_block(SpanId used, SpanId next) { spans_[used].left = next; }
-  // What Lifetimes wants back when the block that begins with this span is freed.
-  void note_request(SpanId used, const Lifetimes::Request& request) {
-    spans_[used].right = request.time;
-    spans_[used].parent = request.context;
-  }
-  Lifetimes::Request request_of(SpanId used) const {
-    return {spans_[used].right, spans_[used].parent};
-  }
+  // What the owner of a used span keeps there; blank when it was taken.
+  UsedSpan& used(SpanId id) { return spans_[id].used; }
+  const UsedSpan& used(SpanId id) const { return spans_[id].used; }
   SpanId first() const { return first_; }
   // The span that holds a mapped address.
   SpanId span_at(Address address) const;
@@ -115,29 +107,33 @@ class Arena {
   std::string check() const;
 
  private:
-  FreeIndex& index_of(const Span& span);
+  FreeIndex& index_of(const FreeSpan& extent);
   FreeIndex& make_index_of(StreamIndex stream);
-  void set_tags(Span& span, const TagSet& tags);
-  void clear_tags(Span& span);
-  void copy_tags(const Span& from, Span& to);
-  void unite_tags(Span& kept, Span& gone);
+  TagSet tags_of(const FreeSpan& extent) const;
+  // Of an extent that has no tag; the second, of one that loses them all.
+  void set_tags(FreeSpan& extent, const TagSet& tags);
+  void drop_tag_set(const FreeSpan& extent);
+  void unite_tags(FreeSpan& kept, const FreeSpan& gone);
   // Merging ties the memory of one stream to others': at most to this many.
   static constexpr std::size_t kMergedStreams = 4;
-  bool may_merge(const Span& a, const Span& b) const;
+  bool may_merge(const FreeSpan& a, const FreeSpan& b) const;
 
   std::vector<SpanId> tagged() const;
-  bool differ_in_streams(const Span& a, const Span& b) const;
-  void unite_tag_sets(Span& kept, Span& gone);
+  bool differ_in_streams(const FreeSpan& a, const FreeSpan& b) const;
+  void unite_tag_sets(FreeSpan& kept, const FreeSpan& gone);
   SpanId smaller(SpanId a, SpanId b) const;
 
-  void make_free(SpanId id);
+  // Into the index that its tags lead to, and out of it.
+  void list(SpanId id);
+  void unlist(SpanId id);
+  void list_rest(SpanId id, const FreeSpan& of, FreeIndex& index);
   void merge_and_list(SpanId id);
-  void unlist(SpanId id);  // the extent leaves its index; its tags stay
   SpanId absorb(SpanId id, SpanId neighbour);
-  // Cuts a span that is in no index in two; the smaller part gets a new id, both have its tags.
-  // Returns {left, right}.
+  SpanId join_extents(SpanId left, SpanId right);
+  // Cuts a span that is in no index in two; the smaller part gets a new id, and of what the span
+  // has by state nothing. Returns {left, right}.
   std::pair<SpanId, SpanId> split(SpanId id, Address where);
-  // Joins two neighbours that are in no index; the larger keeps its id and has the tags of both.
+  // Joins two neighbours of one state that are in no index; the larger keeps its id.
   SpanId join(SpanId left, SpanId right);
   SpanId extent_at(Address address) const;
   SpanId span_of_page(Address address) const { return page_spans_[chunks_.page_of(address)]; }
@@ -176,34 +172,25 @@ class Arena {
 // Inline: what every take and give back goes through. Nearly always there is one tag or none; all
 // bits of two numbers and-ed are set only where both are kNoId.
 
-inline FreeIndex& Arena::index_of(const Span& span) {
-  if (span.tag_set != kNoId) return mixed_;
-  if (span.tag_stream == kNoId) return clean_;
-  const bool is_known = span.tag_stream < streams_.size() && streams_[span.tag_stream];
-  return is_known ? *streams_[span.tag_stream] : make_index_of(span.tag_stream);
+inline FreeIndex& Arena::index_of(const FreeSpan& extent) {
+  if (extent.tag_set != kNoId) return mixed_;
+  if (extent.tag_stream == kNoId) return clean_;
+  const bool is_known = extent.tag_stream < streams_.size() && streams_[extent.tag_stream];
+  return is_known ? *streams_[extent.tag_stream] : make_index_of(extent.tag_stream);
 }
 
-inline void Arena::clear_tags(Span& span) {
-  if (span.tag_set != kNoId) vacant_tag_sets_.push_back(span.tag_set);
-  span.tag_set = kNoId;
-  span.tag_stream = kNoId;
-  span.tag_sequence = 0;
-}
-
-inline void Arena::copy_tags(const Span& from, Span& to) {
-  to.tag_stream = from.tag_stream;
-  to.tag_sequence = from.tag_sequence;
-  if (from.tag_set != kNoId) set_tags(to, TagSet(tag_sets_[from.tag_set]));
+inline void Arena::drop_tag_set(const FreeSpan& extent) {
+  if (extent.tag_set != kNoId) vacant_tag_sets_.push_back(extent.tag_set);
 }
 
 // Memory that waits for nothing merges with anything; else the streams must be the same.
-inline bool Arena::may_merge(const Span& a, const Span& b) const {
+inline bool Arena::may_merge(const FreeSpan& a, const FreeSpan& b) const {
   if ((a.tag_set & b.tag_set) != kNoId) return !differ_in_streams(a, b);
   return a.tag_stream == b.tag_stream || a.tag_stream == kNoId || b.tag_stream == kNoId;
 }
 
 // The kept span gets the tags of both.
-inline void Arena::unite_tags(Span& kept, Span& gone) {
+inline void Arena::unite_tags(FreeSpan& kept, const FreeSpan& gone) {
   const bool is_one =
       kept.tag_stream == gone.tag_stream || kept.tag_stream == kNoId || gone.tag_stream == kNoId;
   if ((kept.tag_set & gone.tag_set) != kNoId || !is_one) return unite_tag_sets(kept, gone);
@@ -233,10 +220,12 @@ void Arena::drop_tags(IsDone is_done) {
       if (!is_done(all[i])) left.add(all[i]);
     }
     if (left.size() == all.size()) continue;
-    index_of(spans_[id]).erase(spans_, id);
-    clear_tags(spans_[id]);
-    set_tags(spans_[id], left);
-    index_of(spans_[id]).insert(spans_, id);
+    unlist(id);
+    FreeSpan& extent = spans_[id].free;
+    drop_tag_set(extent);
+    extent = FreeSpan{};
+    set_tags(extent, left);
+    list(id);
     has_separated_ = true;
     has_dropped_tags_ = true;
   }

@@ -36,7 +36,7 @@ std::string Arena::check_span(SpanId id, Address expected) const {
   if (next.previous != id) return "span 1: links disagree" + at(span);
   if (span.state != next.state) return {};
   if (span.state == SpanState::kUnmapped) return "span 3: unmapped neighbours" + at(span);
-  if (span.state == SpanState::kFree && may_merge(span, next) && !has_dropped_tags_) {
+  if (span.state == SpanState::kFree && may_merge(span.free, next.free) && !has_dropped_tags_) {
     return "span 3: free neighbours" + at(span);
   }
   return {};

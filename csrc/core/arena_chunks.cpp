@@ -68,6 +68,7 @@ void Arena::finish_mapped(SpanId building, const std::vector<MappedChunk>& chunk
   const std::size_t pages = chunks_.page_from(at);
   make_room(page_spans_, pages);
   if (page_spans_.size() < pages) page_spans_.resize(pages, kNoId);
+  std::construct_at(&spans_[building].used);
   spans_[building].state = SpanState::kUsed;
   note_pages(building);
 }

@@ -12,10 +12,9 @@ FreeIndex& Arena::make_index_of(StreamIndex stream) {
   return *streams_[stream];
 }
 
-TagSet Arena::tags_of(SpanId extent) const {
-  const Span& span = spans_[extent];
-  if (span.tag_set != kNoId) return tag_sets_[span.tag_set];
-  return TagSet(Tag{span.tag_stream, span.tag_sequence});
+TagSet Arena::tags_of(const FreeSpan& extent) const {
+  if (extent.tag_set != kNoId) return tag_sets_[extent.tag_set];
+  return TagSet(Tag{extent.tag_stream, extent.tag_sequence});
 }
 
 bool Arena::add_tags_over(Address begin, Bytes size, TagSet* tags) const {
@@ -28,30 +27,27 @@ bool Arena::add_tags_over(Address begin, Bytes size, TagSet* tags) const {
   return false;
 }
 
-void Arena::set_tags(Span& span, const TagSet& tags) {
+void Arena::set_tags(FreeSpan& extent, const TagSet& tags) {
   if (tags.size() == 1) {
-    span.tag_stream = tags[0].stream;
-    span.tag_sequence = tags[0].sequence;
+    extent.tag_stream = tags[0].stream;
+    extent.tag_sequence = tags[0].sequence;
   } else if (tags.size() > 1) {
     if (vacant_tag_sets_.empty()) {
       vacant_tag_sets_.push_back(static_cast<std::uint32_t>(tag_sets_.size()));
       tag_sets_.emplace_back();
     }
-    span.tag_set = vacant_tag_sets_.back();
+    extent.tag_set = vacant_tag_sets_.back();
     vacant_tag_sets_.pop_back();
-    tag_sets_[span.tag_set] = tags;
+    tag_sets_[extent.tag_set] = tags;
   }
 }
 
-void Arena::unite_tag_sets(Span& kept, Span& gone) {
-  const auto tags = [this](const Span& span) {
-    return span.tag_set != kNoId ? tag_sets_[span.tag_set]
-                                 : TagSet(Tag{span.tag_stream, span.tag_sequence});
-  };
-  TagSet united = tags(kept);
-  united.add(tags(gone));
-  clear_tags(kept);
-  clear_tags(gone);
+void Arena::unite_tag_sets(FreeSpan& kept, const FreeSpan& gone) {
+  TagSet united = tags_of(kept);
+  united.add(tags_of(gone));
+  drop_tag_set(kept);
+  drop_tag_set(gone);
+  kept = FreeSpan{};
   set_tags(kept, united);
 }
 
@@ -68,7 +64,7 @@ std::vector<SpanId> Arena::tagged() const {
   return found;
 }
 
-bool Arena::differ_in_streams(const Span& a, const Span& b) const {
+bool Arena::differ_in_streams(const FreeSpan& a, const FreeSpan& b) const {
   if (a.tag_set == kNoId || b.tag_set == kNoId) {
     return (a.tag_set == kNoId ? a : b).tag_stream != kNoId;
   }
@@ -92,14 +88,14 @@ bool Arena::merge_neighbours(Merging merging) {
     TagSet united = tags_of(left);
     united.add(tags_of(right));
     const bool is_allowed = merging == Merging::kAll && united.size() <= kMergedStreams;
-    if (!is_allowed && !may_merge(spans_[left], spans_[right])) {
+    if (!is_allowed && !may_merge(spans_[left].free, spans_[right].free)) {
       left = right;
       continue;
     }
     unlist(left);
     unlist(right);
-    left = join(left, right);
-    make_free(left);
+    left = join_extents(left, right);
+    list(left);
     has_merged = true;
   }
   return has_merged;

@@ -1,8 +1,11 @@
-// From the address that a caller holds to its block: open addressing, linear probing, no
-// tombstones.
+// From the address that a caller holds to the first span of its block: open addressing, linear
+// probing, no tombstones.
 //
-// Entries are 32 bytes and the table is at least a third full after it has grown once. Not
-// thread-safe. O(1); growing to twice the size copies every entry, once in as many insertions.
+// An entry is eight bytes: the span's number and as much of the address as fits beside it. Whether
+// the span's block has the whole address is for the caller to say, who has the spans and looks at
+// this one anyway. The table is a quarter to a half full once it has grown, so that a probe mostly
+// ends on the line of the cache where it began. Not thread-safe. O(1); growing to twice the size
+// copies every entry, once in as many insertions.
 #pragma once
 
 #include <bit>
@@ -14,95 +17,89 @@
 
 namespace vramx {
 
-struct Block {
-  Address address;
-  Bytes requested;
-  SpanId first_span = kNoId;
-  StreamIndex stream = kNoId;   // of the allocation
-  AliasId alias = kNoId;        // that makes its spans contiguous
-  std::uint32_t users = kNoId;  // entry in the table of further streams
-
-  bool is_empty() const { return !address; }
-};
-
 class BlockTable {
  public:
+  struct Slot {
+    std::uint32_t key = 0;  // of the address: its block units, less what is above 2 TiB
+    SpanId span = kNoId;    // kNoId: the slot is empty
+  };
+
   BlockTable() : slots_(kInitialSlots) {}
 
-  void insert(const Block& block) {
-    if (count_ >= most_) [[unlikely]] {
+  void insert(Address address, SpanId span) {
+    if (count_ * 2 >= slots_.size()) [[unlikely]] {
       grow();
     }
-    place(block);
+    place({key_of(address), span});
     ++count_;
   }
 
-  Block* find(Address address) {
-    if (!address) return nullptr;  // as empty slots have it
-    for (std::size_t slot = home(address);; slot = next(slot)) {
-      if (slots_[slot].address == address) return &slots_[slot];
-      if (slots_[slot].is_empty()) return nullptr;
+  // The slot of the span for which is_at(span) says that its block begins at `address`; null where
+  // there is none.
+  template <class IsAt>
+  const Slot* find(Address address, IsAt is_at) const {
+    const std::uint32_t key = key_of(address);
+    for (std::size_t slot = home(key); slots_[slot].span != kNoId; slot = next(slot)) {
+      if (slots_[slot].key == key && is_at(slots_[slot].span)) return &slots_[slot];
     }
+    return nullptr;
   }
 
-  const Block* find(Address address) const { return const_cast<BlockTable*>(this)->find(address); }
-
-  // `block` is one that find returned; later entries may move.
-  void erase(Block* block) {
-    auto hole = static_cast<std::size_t>(block - slots_.data());
+  // `found` is what find returned; later entries may move.
+  void erase(const Slot* found) {
+    auto hole = static_cast<std::size_t>(found - slots_.data());
     // Closes the gap: an entry moves back unless that would put it before its home.
-    for (std::size_t slot = next(hole); !slots_[slot].is_empty(); slot = next(slot)) {
-      const std::size_t from_home = (slot - home(slots_[slot].address)) & mask_;
+    for (std::size_t slot = next(hole); slots_[slot].span != kNoId; slot = next(slot)) {
+      const std::size_t from_home = (slot - home(slots_[slot].key)) & mask_;
       const std::size_t from_hole = (slot - hole) & mask_;
       if (from_home < from_hole) continue;
       slots_[hole] = slots_[slot];
       hole = slot;
     }
-    slots_[hole].address = {};
+    slots_[hole].span = kNoId;
     --count_;
   }
 
+  // Calls visit(span) for the first span of every block.
   template <class Visit>
   void for_each(Visit visit) const {
-    for (const Block& block : slots_) {
-      if (!block.is_empty()) visit(block);
+    for (const Slot& slot : slots_) {
+      if (slot.span != kNoId) visit(slot.span);
     }
   }
 
   std::size_t count() const { return count_; }
-  std::size_t host_bytes() const { return slots_.capacity() * sizeof(Block); }
+  std::size_t host_bytes() const { return slots_.capacity() * sizeof(Slot); }
 
  private:
   static constexpr std::size_t kInitialSlots = 1024;  // a power of two, as every size after it
 
+  static std::uint32_t key_of(Address address) {
+    return static_cast<std::uint32_t>(address.value / kBlockUnit.count);
+  }
   std::size_t next(std::size_t slot) const { return (slot + 1) & mask_; }
   // Fibonacci hashing: addresses at any regular distance fall evenly over the slots.
-  std::size_t home(Address address) const {
-    return static_cast<std::size_t>(address.value / kBlockUnit.count * 0x9E3779B97F4A7C15ull >>
-                                    shift_);
-  }
+  std::size_t home(std::uint32_t key) const { return key * 0x9E3779B9u >> shift_; }
 
-  void place(const Block& block) {
-    std::size_t slot = home(block.address);
-    while (!slots_[slot].is_empty()) slot = next(slot);
-    slots_[slot] = block;
+  void place(const Slot& entry) {
+    std::size_t slot = home(entry.key);
+    while (slots_[slot].span != kNoId) slot = next(slot);
+    slots_[slot] = entry;
   }
 
   void grow() {
-    std::vector<Block> old(slots_.size() * 2);
+    std::vector<Slot> old(slots_.size() * 2);
     old.swap(slots_);
     --shift_;
     mask_ = slots_.size() - 1;
-    most_ = slots_.size() / 4 * 3;
-    for (const Block& block : old) {
-      if (!block.is_empty()) place(block);
+    for (const Slot& entry : old) {
+      if (entry.span != kNoId) place(entry);
     }
   }
 
-  std::vector<Block> slots_;
+  std::vector<Slot> slots_;
   std::size_t mask_ = kInitialSlots - 1;
-  std::size_t most_ = kInitialSlots / 4 * 3;          // blocks that it holds before it grows
-  int shift_ = 64 - std::countr_zero(kInitialSlots);  // leaves as many bits as number the slots
+  int shift_ = 32 - std::countr_zero(kInitialSlots);  // leaves as many bits as number the slots
   std::size_t count_ = 0;
 };
 

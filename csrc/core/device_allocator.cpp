@@ -143,13 +143,22 @@ SpanId DeviceAllocator::take_beside_others(Bytes size, StreamIndex stream) {
 
 Address DeviceAllocator::publish(const Placement& placement, Bytes requested, Bytes size,
                                  StreamIndex stream) {
-  blocks_.insert(
-      Block{placement.address, requested, placement.first_span, stream, placement.alias, kNoId});
+  const SpanId first = placement.first_span;
+  arena_.used(first).stream = stream;
+  arena_.used(first).requested = requested;
+  if (placement.alias != kNoId) {
+    BlockDetails& details = details_of(first);
+    details.address = placement.address;
+    details.alias = placement.alias;
+  }
+  blocks_.insert(placement.address, first);
   if (size >= Recurrence::kSmallest && config_.repeats_placements) {
     recurrence_.note(size, stream, placement.address, placement.alias);
   }
   if (size >= Lifetimes::kSmallest) {
-    arena_.note_request(placement.first_span, lifetimes_.note_request(size));
+    const Lifetimes::Request request = lifetimes_.note_request(size);
+    arena_.used(first).time = request.time;
+    arena_.used(first).context = request.context;
   }
   stats_.count_allocation(requested, size);
   note_allocated();
@@ -162,74 +171,99 @@ void DeviceAllocator::note_allocated() {
                    std::memory_order_relaxed);
 }
 
-LiveBlock DeviceAllocator::live_block(const Block& block) const {
-  return {block.address, size_of(block.requested), block.requested,
+const BlockTable::Slot* DeviceAllocator::find_block(Address address) const {
+  return blocks_.find(address, [&](SpanId first) { return address_of(first) == address; });
+}
+
+Address DeviceAllocator::address_of(SpanId first) const {
+  const std::uint32_t details = arena_.used(first).details;
+  return details == kNoId ? arena_.span(first).begin : details_[details].address;
+}
+
+AliasId DeviceAllocator::alias_of(SpanId first) const {
+  const std::uint32_t details = arena_.used(first).details;
+  return details == kNoId ? kNoId : details_[details].alias;
+}
+
+// It has some from now on.
+DeviceAllocator::BlockDetails& DeviceAllocator::details_of(SpanId first) {
+  std::uint32_t& details = arena_.used(first).details;
+  if (details != kNoId) return details_[details];
+  if (vacant_details_.empty()) {
+    vacant_details_.push_back(static_cast<std::uint32_t>(details_.size()));
+    details_.emplace_back();
+  }
+  details = vacant_details_.back();
+  vacant_details_.pop_back();
+  details_[details].address = arena_.span(first).begin;
+  return details_[details];
+}
+
+LiveBlock DeviceAllocator::live_block(SpanId first) const {
+  const UsedSpan& block = arena_.used(first);
+  return {address_of(first), size_of(block.requested), block.requested,
           clocks_.stream_of(block.stream)};
 }
 
 Status DeviceAllocator::free(Address address, LiveBlock* freed) {
   if (fork_guard_.is_in_child()) return ok_status();
   const Lock lock(mutex_);
-  Block* const found = blocks_.find(address);
+  const BlockTable::Slot* const found = find_block(address);
   if (found == nullptr) return unknown_address();
-  const Block block = *found;
+  const SpanId first = found->span;
   blocks_.erase(found);
-  if (size_of(block.requested) >= Lifetimes::kSmallest) {
-    lifetimes_.note_free(arena_.request_of(block.first_span));
-  }
-  const bool is_plain = block.users == kNoId && arena_.next_in_block(block.first_span) == kNoId;
-  if (is_plain && block.alias == kNoId) [[likely]] {
-    arena_.give_back(block.first_span, clocks_.stamp(block.stream));
+  if (freed != nullptr) *freed = live_block(first);
+  const UsedSpan block = arena_.used(first);
+  const Bytes size = size_of(block.requested);
+  if (size >= Lifetimes::kSmallest) lifetimes_.note_free({block.time, block.context});
+  if ((block.details & block.next) == kNoId) [[likely]] {  // both are kNoId
+    arena_.give_back(first, clocks_.stamp(block.stream));
   } else {
-    give_back_pieces(block);
+    give_back_block(first, block);
   }
-  stats_.count_free(block.requested, size_of(block.requested));
+  stats_.count_free(block.requested, size);
   note_allocated();
-  if (freed != nullptr) *freed = live_block(block);
   stats_.note_extents(arena_.extent_count(), arena_.free_bytes());
   trace_.add(TraceKind::kFree, address, block.requested, clocks_.stream_of(block.stream));
   return ok_status();
 }
 
-// Of a block in several pieces, in an alias, or that several streams have used.
-void DeviceAllocator::give_back_pieces(const Block& block) {
+// One in several pieces, in an alias, or that several streams have used.
+void DeviceAllocator::give_back_block(SpanId first, const UsedSpan& block) {
   const TagSet tags = stamp_free(block);
-  if (block.alias != kNoId) aliases_.unpin(block.alias, tags);
-  for (SpanId span = block.first_span; span != kNoId;) {
-    const SpanId next = arena_.next_in_block(span);
+  if (block.details != kNoId) {
+    BlockDetails& details = details_[block.details];
+    if (details.alias != kNoId) aliases_.unpin(details.alias, tags);
+    details.alias = kNoId;
+    details.users.clear();
+    vacant_details_.push_back(block.details);
+  }
+  for (SpanId span = first; span != kNoId;) {
+    const SpanId next = arena_.used(span).next;
     arena_.give_back(span, tags);
     span = next;
   }
 }
 
 // The memory waits for the stream it was allocated on and for those that were recorded.
-TagSet DeviceAllocator::stamp_free(const Block& block) {
+TagSet DeviceAllocator::stamp_free(const UsedSpan& block) {
   TagSet tags(clocks_.stamp(block.stream));
-  if (block.users == kNoId) return tags;
-  for (const StreamIndex user : users_[block.users]) tags.add(clocks_.stamp(user));
-  users_[block.users].clear();
-  vacant_users_.push_back(block.users);
+  if (block.details == kNoId) return tags;
+  for (const StreamIndex user : details_[block.details].users) tags.add(clocks_.stamp(user));
   return tags;
 }
 
 Status DeviceAllocator::record_stream(Address address, Stream stream) {
   if (fork_guard_.is_in_child()) return ok_status();
   const Lock lock(mutex_);
-  Block* const block = blocks_.find(address);
-  if (block == nullptr) return unknown_address();
+  const BlockTable::Slot* const found = find_block(address);
+  if (found == nullptr) return unknown_address();
+  const UsedSpan& block = arena_.used(found->span);
   const StreamIndex user = clocks_.index_of(stream);
-  if (user == block->stream) return ok_status();
-  if (block->users == kNoId) {
-    if (vacant_users_.empty()) {
-      vacant_users_.push_back(static_cast<std::uint32_t>(users_.size()));
-      users_.emplace_back();
-    }
-    block->users = vacant_users_.back();
-    vacant_users_.pop_back();
-  }
-  std::vector<StreamIndex>& users = users_[block->users];
+  if (user == block.stream) return ok_status();
+  std::vector<StreamIndex>& users = details_of(found->span).users;
   if (std::find(users.begin(), users.end(), user) == users.end()) users.push_back(user);
-  trace_.add(TraceKind::kRecordStream, address, block->requested, stream);
+  trace_.add(TraceKind::kRecordStream, address, block.requested, stream);
   return ok_status();
 }
 

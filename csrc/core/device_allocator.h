@@ -200,6 +200,13 @@ class DeviceAllocator {
     AliasId alias = kNoId;
   };
 
+  // Of a block that lies in an alias, or that further streams use.
+  struct BlockDetails {
+    Address address;  // that its owner holds
+    AliasId alias = kNoId;
+    std::vector<StreamIndex> users;  // other than the stream of its allocation
+  };
+
   struct Grounds {  // what the driver granted
     Bytes capacity;
     Piece arena;
@@ -213,14 +220,18 @@ class DeviceAllocator {
   SpanId take_best(Bytes size, StreamIndex stream);
   SpanId take_beside_others(Bytes size, StreamIndex stream);
   Address publish(const Placement& placement, Bytes requested, Bytes size, StreamIndex stream);
-  void give_back_pieces(const Block& block);
-  TagSet stamp_free(const Block& block);
+  void give_back_block(SpanId first, const UsedSpan& block);
+  TagSet stamp_free(const UsedSpan& block);
   void note_allocated();
-  LiveBlock live_block(const Block& block) const;
+  const BlockTable::Slot* find_block(Address address) const;
+  Address address_of(SpanId first) const;
+  AliasId alias_of(SpanId first) const;
+  BlockDetails& details_of(SpanId first);
+  LiveBlock live_block(SpanId first) const;
   Status note_out_of_memory(Bytes requested, const Status& cause, OutOfMemory* why, Lock& lock);
 
   // inspect.cpp
-  std::unordered_map<SpanId, const Block*> owners() const;
+  std::unordered_map<SpanId, SpanId> owners() const;
   Bytes largest_stitch(StreamIndex stream) const;
   std::string check_blocks() const;
 
@@ -299,10 +310,10 @@ class DeviceAllocator {
   RangeSet alias_addresses_;
   StreamClocks clocks_;
   BlockTable blocks_;
+  std::vector<BlockDetails> details_;
+  std::vector<std::uint32_t> vacant_details_;
   Recurrence recurrence_;
   Lifetimes lifetimes_;
-  std::vector<std::vector<StreamIndex>> users_;  // further streams of a block
-  std::vector<std::uint32_t> vacant_users_;
   AllocatorStats stats_;
   EventTrace trace_;
   std::atomic<std::uint64_t> held_{0};

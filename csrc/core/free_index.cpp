@@ -13,18 +13,18 @@ bool precedes(const Span& a, const Span& b) {
 // Divides the tree at the span `pivot`, which gets what precedes it as its left child and the rest
 // as its right one.
 void split(SpanPool& spans, SpanId tree, SpanId pivot) {
-  SpanId* low = &spans[pivot].left;
-  SpanId* high = &spans[pivot].right;
+  SpanId* low = &spans[pivot].free.left;
+  SpanId* high = &spans[pivot].free.right;
   SpanId low_parent = pivot;
   SpanId high_parent = pivot;
   while (tree != kNoId) {
     Span& span = spans[tree];
     const bool is_low = precedes(span, spans[pivot]);
     *(is_low ? low : high) = tree;
-    span.parent = is_low ? low_parent : high_parent;
+    span.free.parent = is_low ? low_parent : high_parent;
     (is_low ? low_parent : high_parent) = tree;
-    (is_low ? low : high) = is_low ? &span.right : &span.left;
-    tree = is_low ? span.right : span.left;
+    (is_low ? low : high) = is_low ? &span.free.right : &span.free.left;
+    tree = is_low ? span.free.right : span.free.left;
   }
   *low = kNoId;
   *high = kNoId;
@@ -39,13 +39,13 @@ SpanId join(SpanPool& spans, SpanId low, SpanId high, SpanId parent) {
     const SpanId upper = is_low ? low : high;
     Span& span = spans[upper];
     *link = upper;
-    span.parent = parent;
+    span.free.parent = parent;
     parent = upper;
-    link = is_low ? &span.right : &span.left;
+    link = is_low ? &span.free.right : &span.free.left;
     (is_low ? low : high) = *link;
   }
   *link = low != kNoId ? low : high;
-  if (*link != kNoId) spans[*link].parent = parent;
+  if (*link != kNoId) spans[*link].free.parent = parent;
   return root;
 }
 
@@ -57,10 +57,10 @@ void FreeIndex::insert_into_tree(SpanPool& spans, SpanId id, std::uint32_t bin) 
   SpanId* link = &roots_[bin];
   while (*link != kNoId && priority(spans[*link]) >= priority(span)) {
     parent = *link;
-    link = precedes(spans[parent], span) ? &spans[parent].right : &spans[parent].left;
+    link = precedes(spans[parent], span) ? &spans[parent].free.right : &spans[parent].free.left;
   }
   split(spans, *link, id);
-  span.parent = parent;
+  span.free.parent = parent;
   *link = id;
 }
 
@@ -68,11 +68,11 @@ void FreeIndex::insert_into_tree(SpanPool& spans, SpanId id, std::uint32_t bin) 
 void FreeIndex::erase_from_tree(SpanPool& spans, SpanId id, std::uint32_t bin) {
   const Span& span = spans[id];
   SpanId* link = &roots_[bin];
-  if (span.parent != kNoId) {
-    Span& parent = spans[span.parent];
-    link = parent.left == id ? &parent.left : &parent.right;
+  if (span.free.parent != kNoId) {
+    Span& parent = spans[span.free.parent];
+    link = parent.free.left == id ? &parent.free.left : &parent.free.right;
   }
-  *link = join(spans, span.left, span.right, span.parent);
+  *link = join(spans, span.free.left, span.free.right, span.free.parent);
 }
 
 SpanId FreeIndex::largest(const SpanPool& spans) const {
@@ -81,7 +81,7 @@ SpanId FreeIndex::largest(const SpanPool& spans) const {
   const auto bit = static_cast<std::uint32_t>(63 - std::countl_zero(occupied_[word]));
   const SpanId root = roots_[word * 64 + bit];
   SpanId last = root;
-  while (spans[last].right != kNoId) last = spans[last].right;
+  while (spans[last].free.right != kNoId) last = spans[last].free.right;
   return lower_bound(spans, root, spans[last].size);
 }
 
@@ -94,9 +94,10 @@ std::string FreeIndex::check(const SpanPool& spans) const {
     bool is_sound = true;
     auto visit = [&](SpanId id) {
       const Span& span = spans[id];
-      const bool is_linked = span.parent == kNoId
-                                 ? roots_[bin] == id
-                                 : spans[span.parent].left == id || spans[span.parent].right == id;
+      const bool is_linked =
+          span.free.parent == kNoId
+              ? roots_[bin] == id
+              : spans[span.free.parent].free.left == id || spans[span.free.parent].free.right == id;
       is_sound = is_sound && is_linked && span.state == SpanState::kFree &&
                  bin_of(span.size) == bin && (above == nullptr || precedes(span, *above));
       above = &span;

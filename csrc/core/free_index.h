@@ -71,7 +71,7 @@ inline void FreeIndex::insert(SpanPool& spans, SpanId id) {
   const std::uint32_t bin = bin_of(span.size);
   ++count_;
   if (roots_[bin] != kNoId) return insert_into_tree(spans, id, bin);
-  span.left = span.right = span.parent = kNoId;
+  span.free.left = span.free.right = span.free.parent = kNoId;
   roots_[bin] = id;
   occupied_[bin / 64] |= std::uint64_t{1} << (bin % 64);
   occupied_words_ |= std::uint64_t{1} << (bin / 64);
@@ -81,7 +81,8 @@ inline void FreeIndex::erase(SpanPool& spans, SpanId id) {
   const Span& span = spans[id];
   const std::uint32_t bin = bin_of(span.size);
   --count_;
-  const bool is_alone = (span.left & span.right & span.parent) == kNoId;  // each of them is kNoId
+  // All three are kNoId.
+  const bool is_alone = (span.free.left & span.free.right & span.free.parent) == kNoId;
   if (!is_alone) return erase_from_tree(spans, id, bin);
   roots_[bin] = kNoId;
   occupied_[bin / 64] &= ~(std::uint64_t{1} << (bin % 64));
@@ -94,7 +95,7 @@ inline SpanId FreeIndex::lower_bound(const SpanPool& spans, SpanId tree, Bytes s
     const Span& span = spans[tree];
     const bool is_enough = span.size >= size;
     if (is_enough) found = tree;
-    tree = is_enough ? span.left : span.right;
+    tree = is_enough ? span.free.left : span.free.right;
   }
   return found;
 }
@@ -137,9 +138,9 @@ void FreeIndex::for_each_from_largest(const SpanPool& spans, Bytes smallest, Vis
 bool FreeIndex::visit_tree(const SpanPool& spans, SpanId id, Bytes smallest, auto& visit) const {
   if (id == kNoId) return true;
   const Span& span = spans[id];
-  if (!visit_tree(spans, span.right, smallest, visit)) return false;
+  if (!visit_tree(spans, span.free.right, smallest, visit)) return false;
   if (span.size >= smallest && !visit(id)) return false;
-  return visit_tree(spans, span.left, smallest, visit);
+  return visit_tree(spans, span.free.left, smallest, visit);
 }
 
 }  // namespace vramx

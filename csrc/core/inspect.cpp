@@ -44,9 +44,10 @@ AllocatorStats DeviceAllocator::stats() const {
   stats.alias_count = static_cast<std::int64_t>(aliases_.count());
   stats.alias_mappings = static_cast<std::int64_t>(aliases_.mappings());
   stats.alias_bytes = static_cast<std::int64_t>(aliases_.bytes().count);
-  stats.host_bytes = static_cast<std::int64_t>(arena_.host_bytes() + blocks_.host_bytes() +
-                                               aliases_.host_bytes() + clocks_.host_bytes() +
-                                               recurrence_.host_bytes() + lifetimes_.host_bytes());
+  const std::size_t details = details_.capacity() * sizeof(BlockDetails);
+  stats.host_bytes = static_cast<std::int64_t>(
+      arena_.host_bytes() + blocks_.host_bytes() + details + aliases_.host_bytes() +
+      clocks_.host_bytes() + recurrence_.host_bytes() + lifetimes_.host_bytes());
   return stats;
 }
 
@@ -79,18 +80,17 @@ Result<LiveBlock> DeviceAllocator::find(Address address) const {
   const Status absent{StatusCode::kInvalidValue, 0, "not a live block"};
   if (fork_guard_.is_in_child()) return absent;
   const Lock lock(mutex_);
-  const Block* const block = blocks_.find(address);
-  if (block == nullptr) return absent;
-  return live_block(*block);
+  const BlockTable::Slot* const found = find_block(address);
+  if (found == nullptr) return absent;
+  return live_block(found->span);
 }
 
-// The block of every used span that has one: a span that was only set aside has none.
-std::unordered_map<SpanId, const Block*> DeviceAllocator::owners() const {
-  std::unordered_map<SpanId, const Block*> found;
-  blocks_.for_each([&](const Block& block) {
-    for (SpanId id = block.first_span; id != kNoId; id = arena_.next_in_block(id)) {
-      found[id] = &block;
-    }
+// The first span of the block of every used span that has one: a span that was only set aside has
+// none.
+std::unordered_map<SpanId, SpanId> DeviceAllocator::owners() const {
+  std::unordered_map<SpanId, SpanId> found;
+  blocks_.for_each([&](SpanId first) {
+    for (SpanId id = first; id != kNoId; id = arena_.used(id).next) found[id] = first;
   });
   return found;
 }
@@ -98,12 +98,12 @@ std::unordered_map<SpanId, const Block*> DeviceAllocator::owners() const {
 std::vector<SpanInfo> DeviceAllocator::layout() const {
   if (fork_guard_.is_in_child()) return {};
   const Lock lock(mutex_);
-  const std::unordered_map<SpanId, const Block*> owners = this->owners();
+  const std::unordered_map<SpanId, SpanId> owners = this->owners();
   std::vector<SpanInfo> spans;
   for (SpanId id = arena_.first(); id != kNoId; id = arena_.span(id).next) {
     const Span& span = arena_.span(id);
     const auto owner = owners.find(id);
-    const Address block = owner == owners.end() ? Address{} : owner->second->address;
+    const Address block = owner == owners.end() ? Address{} : address_of(owner->second);
     spans.push_back({span.begin, span.size, span.state, block, block && !arena_.contains(block)});
   }
   return spans;
@@ -112,7 +112,7 @@ std::vector<SpanInfo> DeviceAllocator::layout() const {
 void DeviceAllocator::for_each_piece(const std::function<void(const HeldPiece&)>& visit) const {
   if (fork_guard_.is_in_child()) return;
   const Lock lock(mutex_);
-  const std::unordered_map<SpanId, const Block*> owners = this->owners();
+  const std::unordered_map<SpanId, SpanId> owners = this->owners();
   std::vector<HeldPiece> pieces;
   for (SpanId id = arena_.first(); id != kNoId; id = arena_.span(id).next) {
     const Span& span = arena_.span(id);
@@ -122,8 +122,8 @@ void DeviceAllocator::for_each_piece(const std::function<void(const HeldPiece&)>
     const auto owner = owners.find(id);
     const bool is_free = owner == owners.end();
     if (is_free) pieces.push_back({{}, span.begin, span.size});
-    if (is_free || owner->second->first_span != id) continue;
-    const LiveBlock block = live_block(*owner->second);
+    if (is_free || owner->second != id) continue;
+    const LiveBlock block = live_block(id);
     pieces.push_back({block, block.address, block.size});
   }
   std::sort(pieces.begin(), pieces.end(),
@@ -157,17 +157,23 @@ std::string DeviceAllocator::check_blocks() const {
   std::unordered_set<SpanId> owned;
   Bytes sum{};
   std::string broken;
-  blocks_.for_each([&](const Block& block) {
+  blocks_.for_each([&](SpanId first) {
     Bytes size{};
-    for (SpanId id = block.first_span; id != kNoId; id = arena_.next_in_block(id)) {
-      if (!owned.insert(id).second) broken = "block 2: a span belongs to two blocks";
-      if (arena_.span(id).state != SpanState::kUsed) broken = "block 2: a block's span is not used";
+    for (SpanId id = first; id != kNoId; id = arena_.used(id).next) {
+      if (arena_.span(id).state != SpanState::kUsed) {
+        broken = "block 2: a block's span is not used";
+        return;
+      }
+      if (!owned.insert(id).second) {
+        broken = "block 2: a span belongs to two blocks";
+        return;
+      }
       size += arena_.span(id).size;
     }
-    if (size != round_up(max(block.requested, kBlockUnit), kBlockUnit)) {
+    if (size != live_block(first).size) {
       broken = "block 2: the spans of a block add up to " + std::to_string(size.count);
     }
-    if (block.alias != kNoId && aliases_[block.alias].pins == 0) {
+    if (const AliasId alias = alias_of(first); alias != kNoId && aliases_[alias].pins == 0) {
       broken = "alias 3: a block lives in an alias that is not pinned";
     }
     sum += size;

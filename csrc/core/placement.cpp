@@ -217,7 +217,7 @@ Status DeviceAllocator::order(Request& request, const Held& held, Lock& lock) {
 
 SpanId DeviceAllocator::chain(const Held& held) {
   for (std::size_t i = 1; i < held.spans.size(); ++i) {
-    arena_.link_in_block(held.spans[i - 1], held.spans[i]);
+    arena_.used(held.spans[i - 1]).next = held.spans[i];
   }
   return held.spans.front();
 }

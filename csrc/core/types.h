@@ -82,26 +82,43 @@ enum class SpanState : std::uint8_t {
   kBuilding,  // a thread is mapping or unmapping it, outside the lock
 };
 
+// What an extent has beside its range: its place in the tree of its index, and its tag, when one is
+// enough (stream kNoId: no tag); several are in the arena's table under `tag_set`.
+struct FreeSpan {
+  SpanId left = kNoId;
+  SpanId right = kNoId;
+  SpanId parent = kNoId;
+  StreamIndex tag_stream = kNoId;
+  std::uint32_t tag_set = kNoId;
+  std::uint64_t tag_sequence = 0;
+};
+
+// What a used span has: the first of a block all of this, the others `next` alone.
+struct UsedSpan {
+  SpanId next = kNoId;            // of the same block
+  StreamIndex stream = kNoId;     // of the allocation
+  std::uint32_t details = kNoId;  // entry in the table of what only few blocks have
+  std::uint32_t time = 0;         // of a large block's request, and its context: see Lifetimes
+  std::uint32_t context = 0;
+  Bytes requested;
+};
+
 // One line of the cache.
 struct alignas(64) Span {
   Address begin;
   Bytes size;
   SpanId previous = kNoId;  // neighbours in address order
   SpanId next = kNoId;
-  // An extent's place in the tree of its index. In a used span `left` is the next span of its
-  // block; in the first of a large block `right` and `parent` are its request (see Lifetimes).
-  SpanId left = kNoId;
-  SpanId right = kNoId;
-  SpanId parent = kNoId;
-  // An extent's tag, when one is enough (stream kNoId: no tag); several are in the arena's table
-  // under `tag_set`.
-  StreamIndex tag_stream = kNoId;
-  std::uint32_t tag_set = kNoId;
-  std::uint64_t tag_sequence = 0;
+  union {  // by state; in the other two states neither means anything
+    FreeSpan free;
+    UsedSpan used;
+  };
   SpanState state = SpanState::kUnmapped;
 
+  Span() : free() {}
   Address end() const { return begin + size; }
 };
+static_assert(sizeof(Span) == 64);
 
 // Physical memory, wherever it is mapped.
 struct MappedChunk {

@@ -139,9 +139,8 @@ void block_1_is_named_where_allocated_bytes_are_off(Fixture& fixture) {
 void block_2_is_named_where_a_span_has_two_blocks(Fixture& fixture) {
   const Address block = fixture.take(kPage);
   BlockTable& blocks = *fixture.allocator.*member(Blocks{});
-  Block second = *blocks.find(block);
-  second.address = block + kBlockUnit;
-  blocks.insert(second);
+  const Arena& arena = *fixture.allocator.*member(TheArena{});
+  blocks.insert(block + kBlockUnit, arena.span_at(block));
   EXPECT(starts_with(fixture.allocator->check(), "block 2: a span belongs"));
 }
 
@@ -154,15 +153,16 @@ void block_2_is_named_where_a_blocks_span_is_not_used(Fixture& fixture) {
 
 void block_2_is_named_where_spans_do_not_add_up(Fixture& fixture) {
   const Address block = fixture.take(kPage);
-  (*fixture.allocator.*member(Blocks{})).find(block)->requested = kBlockUnit;
+  Arena& arena = *fixture.allocator.*member(TheArena{});
+  arena.used(arena.span_at(block)).requested = kBlockUnit;
   EXPECT(starts_with(fixture.allocator->check(), "block 2: the spans"));
 }
 
 void alias_3_is_named_where_a_blocks_alias_is_not_pinned(Fixture& fixture) {
-  const Address block = fixture.take_stitched();
-  const AliasId alias = (*fixture.allocator.*member(Blocks{})).find(block)->alias;
-  REQUIRE(alias != kNoId);
-  (*fixture.allocator.*member(Aliases{})).unpin(alias, TagSet());
+  fixture.take_stitched();
+  AliasCache& aliases = *fixture.allocator.*member(Aliases{});
+  REQUIRE(aliases.count() == 1);
+  aliases.unpin(aliases.all()[0], TagSet());
   EXPECT(starts_with(fixture.allocator->check(), "alias 3"));
 }
 

@@ -31,7 +31,7 @@ void a_new_span_is_blank_even_where_its_number_was_used(Nothing&) {
   const SpanId again = pool.create();
   EXPECT(again == id);
   EXPECT(!pool[again].size && pool[again].state == SpanState::kUnmapped);
-  EXPECT(pool[again].next == kNoId && pool[again].tag_stream == kNoId);
+  EXPECT(pool[again].next == kNoId && pool[again].free.tag_stream == kNoId);
 }
 
 void spans_keep_what_they_hold_when_the_pool_grows(Nothing&) {

@@ -50,38 +50,62 @@ void returned_ranges_merge_with_both_neighbours(Ranges& fixture) {
 
 // --- block table --------------------------------------------------------------------------------
 
-void a_block_is_found_by_its_address_alone(Nothing&) {
+// A table and the addresses of the blocks that begin with each span.
+struct Blocks {
   BlockTable table;
-  table.insert(Block{kBase, 700_B, 5, 2, 9, kNoId});
-  const Block* const found = table.find(kBase);
+  std::vector<Address> addresses;
+
+  const BlockTable::Slot* find(Address address) const {
+    return table.find(address, [&](SpanId span) { return addresses[span] == address; });
+  }
+  void insert(Address address) {
+    table.insert(address, static_cast<SpanId>(addresses.size()));
+    addresses.push_back(address);
+  }
+};
+
+void a_block_is_found_by_its_address_alone(Blocks& blocks) {
+  blocks.insert(kBase);
+  const BlockTable::Slot* const found = blocks.find(kBase);
   REQUIRE(found != nullptr);
-  EXPECT(found->requested == 700_B && found->first_span == 5 && found->stream == 2);
-  EXPECT(table.find(kBase + kBlockUnit) == nullptr);
-  EXPECT(table.find(Address{}) == nullptr);
+  EXPECT(found->span == 0);
+  EXPECT(blocks.find(kBase + kBlockUnit) == nullptr);
+  EXPECT(blocks.find(Address{}) == nullptr);
+}
+
+// An entry has no room for the upper bits of an address.
+void addresses_that_differ_by_two_tebibytes_are_told_apart(Blocks& blocks) {
+  const Address far = kBase + kBlockUnit * (std::uint64_t{1} << 32);
+  blocks.insert(kBase);
+  EXPECT(blocks.find(far) == nullptr);
+  blocks.insert(far);
+  REQUIRE(blocks.find(far) != nullptr && blocks.find(kBase) != nullptr);
+  EXPECT(blocks.find(far)->span == 1 && blocks.find(kBase)->span == 0);
+  blocks.table.erase(blocks.find(kBase));
+  EXPECT(blocks.find(kBase) == nullptr && blocks.find(far) != nullptr);
 }
 
 // Enough blocks to grow the table several times, with erasures that leave holes in the probing.
-void every_answer_is_that_of_a_map(Nothing&) {
+void every_answer_is_that_of_a_map(Blocks& blocks) {
   std::mt19937_64 random(7);
-  BlockTable table;
-  std::map<Address, Bytes> reference;
+  std::map<Address, SpanId> reference;
   for (std::uint64_t step = 0; step < 20000; ++step) {
     const Address address = kBase + kBlockUnit * (random() % 6000);
-    Block* const found = table.find(address);
+    const BlockTable::Slot* const found = blocks.find(address);
     const auto known = reference.find(address);
     REQUIRE((found != nullptr) == (known != reference.end()));
     if (found == nullptr) {
-      table.insert(Block{.address = address, .requested = Bytes{step}});
-      reference[address] = Bytes{step};
+      reference[address] = static_cast<SpanId>(blocks.addresses.size());
+      blocks.insert(address);
     } else {
-      REQUIRE(found->requested == known->second);
-      table.erase(found);
+      REQUIRE(found->span == known->second);
+      blocks.table.erase(found);
       reference.erase(known);
     }
   }
   std::size_t visited = 0;
-  table.for_each([&](const Block& block) { visited += reference.count(block.address); });
-  EXPECT(visited == reference.size() && table.count() == reference.size());
+  blocks.table.for_each([&](SpanId span) { visited += reference.count(blocks.addresses[span]); });
+  EXPECT(visited == reference.size() && blocks.table.count() == reference.size());
 }
 
 // --- stats --------------------------------------------------------------------------------------
@@ -247,8 +271,10 @@ constexpr Check<Ranges> kRangeChecks[] = {
     {"returned ranges merge with both neighbours", returned_ranges_merge_with_both_neighbours},
 };
 
-constexpr Check<Nothing> kBlockChecks[] = {
+constexpr Check<Blocks> kBlockChecks[] = {
     {"a block is found by its address alone", a_block_is_found_by_its_address_alone},
+    {"addresses that differ by two tebibytes are told apart",
+     addresses_that_differ_by_two_tebibytes_are_told_apart},
     {"every answer is that of a map", every_answer_is_that_of_a_map},
 };
 
