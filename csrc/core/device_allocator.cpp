@@ -96,17 +96,14 @@ Result<Address> DeviceAllocator::allocate(Bytes requested, Stream stream, OutOfM
 // Where the request's counterpart went; no address where that is not to be had.
 DeviceAllocator::Placement DeviceAllocator::place_as_before(Bytes size, StreamIndex stream,
                                                             Lock& lock) {
-  if (const SpanId span = take_as_before(size, stream, lock); span != kNoId) {
-    return {arena_.span(span).begin, span, kNoId};
-  }
-  const AliasId alias = recurrence_.expect_alias(size, stream);
-  return alias != kNoId ? reuse_as_before(alias, size, stream, lock) : Placement{};
+  const Recurrence::Place place = recurrence_.expect(size, stream);
+  if (place.alias != kNoId) return reuse_as_before(place.alias, size, stream, lock);
+  const SpanId span = place.address ? take_as_before(place.address, size, stream, lock) : kNoId;
+  return span != kNoId ? Placement{place.address, span, kNoId} : Placement{};
 }
 
 // The range that the request's counterpart had, where this stream may have it without a wait.
-SpanId DeviceAllocator::take_as_before(Bytes size, StreamIndex stream, Lock& lock) {
-  const Address place = recurrence_.expect(size, stream);
-  if (!place) return kNoId;
+SpanId DeviceAllocator::take_as_before(Address place, Bytes size, StreamIndex stream, Lock& lock) {
   const SpanId extent = arena_.extent_over(place, size);
   SpanId span = kNoId;
   if (extent != kNoId && clocks_.is_ordered(arena_.tags_of(extent), stream)) {

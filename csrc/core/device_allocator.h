@@ -216,7 +216,7 @@ class DeviceAllocator {
 
   // device_allocator.cpp
   Placement place_as_before(Bytes size, StreamIndex stream, Lock& lock);
-  SpanId take_as_before(Bytes size, StreamIndex stream, Lock& lock);
+  SpanId take_as_before(Address place, Bytes size, StreamIndex stream, Lock& lock);
   SpanId take_best(Bytes size, StreamIndex stream);
   SpanId take_beside_others(Bytes size, StreamIndex stream);
   Address publish(const Placement& placement, Bytes requested, Bytes size, StreamIndex stream);

@@ -46,15 +46,18 @@ class Recurrence {
 
   // Whether requests may have a counterpart at all.
   bool is_running() const { return run_ >= needed_; }
-  // Where the counterpart of this request went: in the arena, or into an alias. No address, and no
-  // alias, where there is none.
-  Address expect(Bytes size, StreamIndex stream) const {
-    const std::uint32_t place = expected_place(size, stream);
-    return place < kFirstAlias ? base_ + kBlockUnit * place : Address{};
-  }
-  AliasId expect_alias(Bytes size, StreamIndex stream) const {
-    const std::uint32_t place = expected_place(size, stream);
-    return place < kFirstAlias || place == kNowhere ? kNoId : place - kFirstAlias;
+  // Where a request went: to an address of the arena, or into an alias. Neither: nowhere.
+  struct Place {
+    Address address;
+    AliasId alias = kNoId;
+  };
+  // Where the counterpart of this request went.
+  Place expect(Bytes size, StreamIndex stream) const {
+    if (!is_running() || size < kSmallest) return {};
+    const Request& last = past(count_ - distance_);
+    if (last.place == kNowhere || last.key != key_of(mix(size, stream))) return {};
+    if (last.place < kFirstAlias) return {base_ + kBlockUnit * last.place};
+    return {{}, last.place - kFirstAlias};
   }
 
   // The request was served at `address`, which lies in the alias, if any, and else in the arena.
@@ -122,11 +125,6 @@ class Recurrence {
   }
   static std::uint32_t place_of(AliasId alias) {
     return alias < kNowhere - kFirstAlias ? kFirstAlias + alias : kNowhere;
-  }
-  std::uint32_t expected_place(Bytes size, StreamIndex stream) const {
-    if (!is_running() || size < kSmallest) return kNowhere;
-    const Request& last = past(count_ - distance_);
-    return last.key == key_of(mix(size, stream)) ? last.place : kNowhere;
   }
   Request& past(std::uint32_t position) { return past_[position & mask_]; }
   const Request& past(std::uint32_t position) const { return past_[position & mask_]; }
