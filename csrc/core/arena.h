@@ -117,6 +117,9 @@ class Arena {
   // Merging ties the memory of one stream to others': at most to this many.
   static constexpr std::size_t kMergedStreams = 4;
   bool may_merge(const FreeSpan& a, const FreeSpan& b) const;
+  bool may_unite(SpanId a, SpanId b) const;
+  bool merge_run(SpanId left, Merging merging);
+  bool is_extent(SpanId id) const { return id != kNoId && spans_[id].state == SpanState::kFree; }
 
   std::vector<SpanId> tagged() const;
   bool differ_in_streams(const FreeSpan& a, const FreeSpan& b) const;
@@ -214,17 +217,13 @@ void Arena::for_each_index(StreamIndex stream, Visit visit) const {
 template <class IsDone>
 void Arena::drop_tags(IsDone is_done) {
   for (const SpanId id : tagged()) {
-    TagSet left;
-    const TagSet all = tags_of(id);
-    for (std::size_t i = 0; i < all.size(); ++i) {
-      if (!is_done(all[i])) left.add(all[i]);
-    }
-    if (left.size() == all.size()) continue;
+    TagSet tags = tags_of(id);
+    if (!tags.drop(is_done)) continue;
     unlist(id);
     FreeSpan& extent = spans_[id].free;
     drop_tag_set(extent);
     extent = FreeSpan{};
-    set_tags(extent, left);
+    set_tags(extent, tags);
     list(id);
     has_separated_ = true;
     has_dropped_tags_ = true;

@@ -71,24 +71,29 @@ bool Arena::differ_in_streams(const FreeSpan& a, const FreeSpan& b) const {
   return !tag_sets_[a.tag_set].has_streams_of(tag_sets_[b.tag_set]);
 }
 
+// The runs of neighbouring extents have nothing to do with each other, so their order is no matter.
 bool Arena::merge_neighbours(Merging merging) {
   if (!has_separated_) return false;
   has_separated_ = false;
   has_dropped_tags_ = false;
+  std::vector<SpanId> starts;
+  for_each_index(kAnyStream, [&](const FreeIndex& index) {
+    index.for_each_from_largest(spans_, kBlockUnit, [&](SpanId id) {
+      if (!is_extent(spans_[id].previous) && is_extent(spans_[id].next)) starts.push_back(id);
+      return true;
+    });
+  });
   bool has_merged = false;
-  std::vector<SpanId> extents = largest(kBlockUnit, SIZE_MAX, kAnyStream);
-  std::sort(extents.begin(), extents.end(),
-            [this](SpanId a, SpanId b) { return spans_[a].begin < spans_[b].begin; });
-  SpanId left = kNoId;
-  for (const SpanId right : extents) {
-    if (left == kNoId || spans_[left].next != right) {
-      left = right;
-      continue;
-    }
-    TagSet united = tags_of(left);
-    united.add(tags_of(right));
-    const bool is_allowed = merging == Merging::kAll && united.size() <= kMergedStreams;
-    if (!is_allowed && !may_merge(spans_[left].free, spans_[right].free)) {
+  for (const SpanId start : starts) has_merged = merge_run(start, merging) || has_merged;
+  return has_merged;
+}
+
+// Merges what may be of the extents from this one on, up to the first span that is no extent.
+bool Arena::merge_run(SpanId left, Merging merging) {
+  bool has_merged = false;
+  for (SpanId right = spans_[left].next; is_extent(right); right = spans_[left].next) {
+    if (!may_merge(spans_[left].free, spans_[right].free) &&
+        (merging == Merging::kAlike || !may_unite(left, right))) {
       left = right;
       continue;
     }
@@ -99,6 +104,12 @@ bool Arena::merge_neighbours(Merging merging) {
     has_merged = true;
   }
   return has_merged;
+}
+
+bool Arena::may_unite(SpanId a, SpanId b) const {
+  TagSet united = tags_of(a);
+  united.add(tags_of(b));
+  return united.size() <= kMergedStreams;
 }
 
 }  // namespace vramx

@@ -58,6 +58,12 @@ class FreeIndex {
   void erase_from_tree(SpanPool& spans, SpanId id, std::uint32_t bin);
   static SpanId lower_bound(const SpanPool& spans, SpanId tree, Bytes size);
   std::uint32_t next_bin(std::uint32_t bin) const;  // the first non-empty one from `bin` on
+  // The number of the highest bit that is set, which no longer is.
+  static std::uint32_t take_highest(std::uint64_t& bits) {
+    const auto bit = static_cast<std::uint32_t>(63 - std::countl_zero(bits));
+    bits &= ~(std::uint64_t{1} << bit);
+    return bit;
+  }
   bool visit_tree(const SpanPool& spans, SpanId id, Bytes smallest, auto& visit) const;
 
   std::array<SpanId, kBins> roots_;
@@ -124,23 +130,24 @@ inline std::uint32_t FreeIndex::next_bin(std::uint32_t bin) const {
 template <class Visit>
 void FreeIndex::for_each_from_largest(const SpanPool& spans, Bytes smallest, Visit visit) const {
   const std::uint32_t last = bin_of(smallest);
-  for (std::uint32_t word = kWords; word-- > last / 64;) {
+  std::uint64_t words = occupied_words_;
+  while (words != 0) {
+    const std::uint32_t word = take_highest(words);
     std::uint64_t bits = occupied_[word];
     while (bits != 0) {
-      const auto bit = static_cast<std::uint32_t>(63 - std::countl_zero(bits));
-      bits &= ~(std::uint64_t{1} << bit);
-      const std::uint32_t bin = word * 64 + bit;
+      const std::uint32_t bin = word * 64 + take_highest(bits);
       if (bin < last || !visit_tree(spans, roots_[bin], smallest, visit)) return;
     }
   }
 }
 
 bool FreeIndex::visit_tree(const SpanPool& spans, SpanId id, Bytes smallest, auto& visit) const {
-  if (id == kNoId) return true;
-  const Span& span = spans[id];
-  if (!visit_tree(spans, span.free.right, smallest, visit)) return false;
-  if (span.size >= smallest && !visit(id)) return false;
-  return visit_tree(spans, span.free.left, smallest, visit);
+  for (; id != kNoId; id = spans[id].free.left) {
+    const SpanId right = spans[id].free.right;
+    if (right != kNoId && !visit_tree(spans, right, smallest, visit)) return false;
+    if (spans[id].size >= smallest && !visit(id)) return false;
+  }
+  return true;
 }
 
 }  // namespace vramx

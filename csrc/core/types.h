@@ -69,11 +69,25 @@ class TagSet {
   void add(Tag tag);
   void add(const TagSet& other);
   bool has_streams_of(const TagSet& other) const;  // the same streams, whatever the numbers
+  // Takes out the tags for which `is_done(tag)`; false where there are none.
+  template <class IsDone>
+  bool drop(IsDone is_done);
 
  private:
   Tag first_;
   std::vector<Tag> others_;
 };
+
+template <class IsDone>
+bool TagSet::drop(IsDone is_done) {
+  const std::size_t had = size();
+  std::erase_if(others_, is_done);
+  if (had != 0 && is_done(first_)) {
+    first_ = others_.empty() ? Tag{} : others_.front();
+    if (!others_.empty()) others_.erase(others_.begin());
+  }
+  return size() != had;
+}
 
 enum class SpanState : std::uint8_t {
   kUsed,
