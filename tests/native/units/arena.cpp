@@ -1,6 +1,7 @@
 // The address space of one device: cutting, merging, tags, growing and shrinking.
 #include "core/arena.h"
 
+#include <utility>
 #include <vector>
 
 #include "units/units.h"
@@ -177,6 +178,24 @@ void merging_on_request_unites_their_tags(Fixture& fixture) {
   EXPECT(fixture.arena.check().empty());
 }
 
+void every_run_of_neighbours_is_merged(Fixture& fixture) {
+  const Address at = fixture.map({kPage});
+  const Address behind = at + kPage - 512_KiB;
+  const std::pair<Address, Bytes> freed[] = {
+      {at, 256_KiB}, {at + 256_KiB, 512_KiB}, {behind, 384_KiB}, {behind + 384_KiB, 128_KiB}};
+  for (const auto& [begin, size] : freed) fixture.take(begin, size);
+  fixture.take(at + 768_KiB, behind - (at + 768_KiB));
+  fixture.free(freed[3].first, kOfStream0);
+  fixture.free(freed[0].first, kOfStream0);
+  fixture.free(freed[2].first, kOfStream1);
+  fixture.free(freed[1].first, kOfStream1);
+  EXPECT(fixture.arena.merge_neighbours(Arena::Merging::kAll));
+  EXPECT(fixture.arena.extent_count() == 2);
+  EXPECT(fixture.arena.span(fixture.arena.span_at(at)).size == 768_KiB);
+  EXPECT(fixture.arena.span(fixture.arena.span_at(behind)).size == 512_KiB);
+  EXPECT(fixture.arena.check().empty());
+}
+
 void merging_what_is_alike_leaves_what_differs(Fixture& fixture) {
   freed_on_two_streams(fixture);
   EXPECT(!fixture.arena.merge_neighbours(Arena::Merging::kAlike));
@@ -274,6 +293,7 @@ constexpr Check<Fixture> kChecks[] = {
      a_merged_extent_carries_the_later_tag_of_a_stream},
     {"extents of different streams stay apart", extents_of_different_streams_stay_apart},
     {"merging on request unites their tags", merging_on_request_unites_their_tags},
+    {"every run of neighbours is merged", every_run_of_neighbours_is_merged},
     {"merging what is alike leaves what differs", merging_what_is_alike_leaves_what_differs},
     {"dropped tags let neighbours merge", dropped_tags_let_neighbours_merge},
     {"new chunks merge with the extent before them", new_chunks_merge_with_the_extent_before_them},

@@ -140,6 +140,18 @@ void a_query_does_not_run_what_is_queued(Fixture& fixture) {
   EXPECT(fixture.sim->call_count(CallKind::kSynchronizeEvent) == 0);
 }
 
+void a_record_that_has_not_run_is_not_made_anew(Fixture& fixture) {
+  const Tag earlier = fixture.work_and_free(fixture.a);
+  fixture.clocks.settle(StreamClocks::Settle::kQuery, fixture.lock);
+  const Tag later = fixture.work_and_free(fixture.a);
+  fixture.clocks.settle(StreamClocks::Settle::kQuery, fixture.lock);
+  EXPECT(fixture.records() == 1);
+  fixture.sim->advance_all();
+  fixture.clocks.settle(StreamClocks::Settle::kQuery, fixture.lock);
+  EXPECT(fixture.records() == 2);
+  EXPECT(fixture.clocks.is_complete(earlier) && fixture.clocks.is_complete(later));
+}
+
 void only_the_streams_that_are_waited_for_are_asked(Fixture& fixture) {
   const Tag on_a = fixture.work_and_free(fixture.a);
   const Tag on_b = fixture.work_and_free(fixture.b);
@@ -256,6 +268,7 @@ constexpr Check<Fixture> kChecks[] = {
     {"an older event does not cover a later use", an_older_event_does_not_cover_a_later_use},
     {"nothing is complete before it was asked for", nothing_is_complete_before_it_was_asked_for},
     {"a query does not run what is queued", a_query_does_not_run_what_is_queued},
+    {"a record that has not run is not made anew", a_record_that_has_not_run_is_not_made_anew},
     {"only the streams that are waited for are asked",
      only_the_streams_that_are_waited_for_are_asked},
     {"a wait of the host completes every stream", a_wait_of_the_host_completes_every_stream},
