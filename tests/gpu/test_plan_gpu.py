@@ -106,13 +106,13 @@ def test_a_model_that_does_not_fit_as_it_is_can_be_planned() -> None:
 def test_random_numbers_gradients_and_memory_are_as_before() -> None:
     with torch.device("cuda"):
         model, sample = own_model().bfloat16(), torch.randn(4, 256, 64, dtype=torch.bfloat16)
-    vramx.plan(model, sample, levels=("left",))  # cuBLAS takes its workspace once
+    # cuBLAS takes a workspace once for each thread, and the codec and the kernels what they keep.
+    vramx.plan(model, sample, "smallest")
     gc.collect()
     before, state = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
     plan = vramx.plan(model, sample, "smallest")
     gc.collect()
     assert torch.equal(torch.cuda.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
-    # What the codec and the fused kernels keep for each device is less than a MiB.
-    assert torch.cuda.memory_allocated() - before < 1 << 20
+    assert torch.cuda.memory_allocated() == before
     assert plan.words
