@@ -105,6 +105,14 @@ def test_a_large_block_that_an_extent_fits_well_goes_there() -> None:
     assert device.allocate(2 * MIB) in best
 
 
+def test_a_large_block_that_fits_loosely_joins_its_kin_if_they_have_room() -> None:
+    device, best, largest = open_with_two_extents()
+    first = device.allocate(MIB)
+    assert first == largest.start
+    assert device.allocate(2 * MIB) == first + MIB
+    assert device.allocate(8 * MIB) == best.start  # fits, and is no smaller than a chunk
+
+
 def test_a_large_block_whose_like_was_brief_takes_the_best_fit() -> None:
     device, best, _ = open_with_two_extents()
     for _ in range(3):  # the third comes after two of its size, as the fourth does

@@ -58,9 +58,9 @@ PROGRAMS = {
 
 # create, map, set_access, unmap and release, in this order.
 GOLDEN_DRIVER_CALLS = {
-    "llama_varlen": [1773, 3896, 630, 0, 0],
-    "unet3d_patch": [770, 1686, 165, 0, 0],
-    "offload_streams": [736, 1898, 420, 0, 0],
+    "llama_varlen": [1771, 4007, 630, 0, 0],
+    "unet3d_patch": [773, 1570, 172, 0, 0],
+    "offload_streams": [739, 1883, 422, 0, 0],
 }
 
 every_program = pytest.mark.parametrize("name", PROGRAMS)
@@ -109,7 +109,7 @@ def test_the_models_run_under_the_cap_that_was_measured(name: str, policy: str) 
 
 # A small program of medium blocks, all of which come within one step, leaves holes of a few
 # mebibytes between them. Chunks of 4 MiB would close them, at more than a hundredth of its time.
-SHORT_OF_THE_PROMISE = pytest.mark.xfail(strict=True, reason="reserves 1.011 of what is live")
+SHORT_OF_THE_PROMISE = pytest.mark.xfail(strict=True, reason="reserves 1.0102 of what is live")
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,16 @@ constexpr std::uint64_t kLargestUnits = 18;
 
 }  // namespace
 
+Bytes usual_chunk(Bytes held, Bytes granularity) {
+  const Bytes share{held.count / kChunksOfMemory};
+  return min(max(share, granularity * kSmallestUnits), granularity * kLargestUnits);
+}
+
 std::vector<Bytes> chunk_sizes(const ChunkDemand& demand, Bytes granularity) {
-  const Bytes of_memory{(demand.held + demand.bytes).count / kChunksOfMemory};
+  const Bytes of_memory = usual_chunk(demand.held + demand.bytes, granularity);
   const Bytes of_request{demand.request.count / kChunksOfRequest};
   const Bytes of_room{demand.room.count / kChunksOfRoom};
-  const Bytes in_proportion = min(max(max(of_memory, of_request), granularity * kSmallestUnits),
-                                  granularity * kLargestUnits);
+  const Bytes in_proportion = min(max(of_memory, of_request), granularity * kLargestUnits);
   const Bytes largest = max(min(in_proportion, of_room), granularity);
   std::uint64_t pieces = (demand.bytes.count + largest.count - 1) / largest.count;
   std::vector<Bytes> sizes;

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core/chunk_policy.h"
+
 namespace vramx {
 namespace {
 
@@ -9,8 +11,9 @@ namespace {
 constexpr Bytes kLargestRequest{std::uint64_t{1} << 46};
 
 // An extent of so many times a block's size, or more, is no good fit: what is left of it would be a
-// hole for other sizes.
+// hole for other sizes. That of one and a half is none for a block that has a better place.
 constexpr std::uint64_t kLoose = 5;
+bool is_slack(Bytes extent, Bytes size) { return extent * 2 >= size * 3; }
 
 // What a block for this request takes.
 Bytes size_of(Bytes requested) { return round_up(max(requested, kBlockUnit), kBlockUnit); }
@@ -123,19 +126,31 @@ SpanId DeviceAllocator::take_best(Bytes size, StreamIndex stream) {
   if (!is_own_first) {
     return clocks_.is_ordered(arena_.tags_of(extent), stream) ? arena_.take(extent, size) : kNoId;
   }
-  if (size < Lifetimes::kSmallest || arena_.span(extent).size < size * kLoose ||
-      lifetimes_.is_brief(size)) {
-    return arena_.take(extent, size);
-  }
-  return take_beside_others(size, stream);
+  return size < Lifetimes::kSmallest ? arena_.take(extent, size) : take_large(extent, size, stream);
 }
 
-// A large block that stays, and that no extent fits well, would split one for as long as it lives.
-// In the largest one such blocks lie side by side, in the order of their requests, and what comes
-// together mostly goes together. There is a largest one: something fits.
-SpanId DeviceAllocator::take_beside_others(Bytes size, StreamIndex stream) {
-  const SpanId extent = arena_.largest_extent(stream);
-  return arena_.take_at(extent, arena_.span(extent).begin, size);
+// A large block that stays splits what it is put into for as long as it lives. Where it fits badly
+// it goes beside its kin, blocks that live about as long: what comes together mostly goes together,
+// and leaves an extent as large as it found. Of those smaller than a chunk none is alone then in
+// one that could be stitched. Where its kin have no room, the largest extent takes them up.
+SpanId DeviceAllocator::take_large(SpanId best, Bytes size, StreamIndex stream) {
+  const std::uint32_t kin = lifetimes_.kin_of(size);
+  const Bytes fit = arena_.span(best).size;
+  const bool is_loose = fit >= size * kLoose;
+  const bool may_join = is_loose || (is_slack(fit, size) && size < usual_chunk());
+  if (!may_join || Lifetimes::is_brief(kin)) return arena_.take(best, size);
+  SpanId extent = arena_.extent_over(kin_ends_[kin], size);
+  if (extent == kNoId || !clocks_.is_ordered(arena_.tags_of(extent), stream)) {
+    if (!is_loose) return arena_.take(best, size);
+    extent = arena_.largest_extent(stream);
+  }
+  const Address at = arena_.span(extent).begin;
+  kin_ends_[kin] = at + size;
+  return arena_.take_at(extent, at, size);
+}
+
+Bytes DeviceAllocator::usual_chunk() const {
+  return vramx::usual_chunk(arena_.mapped_bytes(), driver_.granularity());
 }
 
 Address DeviceAllocator::publish(const Placement& placement, Bytes requested, Bytes size,

@@ -13,6 +13,7 @@
 // Allocate and free are O(log extents) and make no driver call unless an extent is missing.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -218,7 +219,8 @@ class DeviceAllocator {
   Placement place_as_before(Bytes size, StreamIndex stream, Lock& lock);
   SpanId take_as_before(Address place, Bytes size, StreamIndex stream, Lock& lock);
   SpanId take_best(Bytes size, StreamIndex stream);
-  SpanId take_beside_others(Bytes size, StreamIndex stream);
+  SpanId take_large(SpanId best, Bytes size, StreamIndex stream);
+  Bytes usual_chunk() const;
   Address publish(const Placement& placement, Bytes requested, Bytes size, StreamIndex stream);
   void give_back_block(SpanId first, const UsedSpan& block);
   TagSet stamp_free(const UsedSpan& block);
@@ -314,6 +316,7 @@ class DeviceAllocator {
   std::vector<std::uint32_t> vacant_details_;
   Recurrence recurrence_;
   Lifetimes lifetimes_;
+  std::array<Address, Lifetimes::kKins> kin_ends_{};  // behind the last large block of each
   AllocatorStats stats_;
   EventTrace trace_;
   std::atomic<std::uint64_t> held_{0};

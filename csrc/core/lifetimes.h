@@ -1,4 +1,4 @@
-// Whether a large block will soon be freed, judged by how long its like lived.
+// How long a large block will live, judged by how long its like lived.
 //
 // What a program asks for tells where in its course it stands: the sizes of a request and of the
 // two before it come again with every layer, and what was asked for there lives about as long each
@@ -30,9 +30,8 @@ class Lifetimes {
  public:
   // Requests from this size on take part.
   static constexpr Bytes kSmallest{std::uint64_t{1} << 20};
-  // A block is brief if its like was freed fewer large requests and frees later: those of a few
-  // layers.
-  static constexpr std::uint32_t kBrief = 64;
+  // Blocks are kin if the lifetimes of their likes have as many bits.
+  static constexpr std::uint32_t kKins = 17;
 
   // When a block was requested and in which context: the caller keeps it until the free.
   struct Request {
@@ -40,12 +39,15 @@ class Lifetimes {
     std::uint32_t context = 0;
   };
 
-  // False also where nothing is known.
-  bool is_brief(Bytes size) const {
+  // Below kKins; 0 where nothing is known.
+  std::uint32_t kin_of(Bytes size) const {
     const std::uint32_t context = context_of(size);
     const Known& known = known_[slot_of(context)];
-    return known.tag == tag_of(context) && known.lifetime != 0 && known.lifetime < kBrief;
+    return known.tag == tag_of(context) ? static_cast<std::uint32_t>(std::bit_width(known.lifetime))
+                                        : 0;
   }
+  // Whether they were freed fewer than 64 large requests and frees later: those of a few layers.
+  static bool is_brief(std::uint32_t kin) { return kin != 0 && kin <= 6; }
   Request note_request(Bytes size) {
     const Request request{++now_, context_of(size)};
     before_last_ = last_;

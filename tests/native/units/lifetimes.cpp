@@ -17,7 +17,7 @@ namespace lifetimes_claims {
 namespace {
 
 constexpr Bytes kSize = Lifetimes::kSmallest;
-constexpr std::uint32_t kLong = Lifetimes::kBrief;  // the shortest lifetime that is not brief
+constexpr std::uint32_t kLong = 64;  // the shortest lifetime that is not brief
 
 struct Fixture {
   Lifetimes lifetimes;
@@ -34,16 +34,25 @@ struct Fixture {
     lifetimes.note_request(before);
     lifetimes.note_request(before);
   }
-  bool is_brief(Bytes size) {
+  std::uint32_t kin_of(Bytes size) {
     enter(kSize * 8);
-    return lifetimes.is_brief(size);
+    return lifetimes.kin_of(size);
   }
+  bool is_brief(Bytes size) { return Lifetimes::is_brief(kin_of(size)); }
 };
 
-void nothing_is_brief_before_its_like_was_freed(Fixture& fixture) {
-  EXPECT(!fixture.is_brief(kSize));
+void nothing_is_known_before_its_like_was_freed(Fixture& fixture) {
+  EXPECT(fixture.kin_of(kSize) == 0);
   fixture.lifetimes.note_request(kSize);
-  EXPECT(!fixture.is_brief(kSize));
+  EXPECT(fixture.kin_of(kSize) == 0 && !fixture.is_brief(kSize));
+}
+
+void lifetimes_of_as_many_bits_make_kin(Fixture& fixture) {
+  fixture.live(kSize, kLong);
+  fixture.live(kSize * 2, kLong * 2 - 1);
+  fixture.live(kSize * 4, kLong * 2);
+  EXPECT(fixture.kin_of(kSize) == fixture.kin_of(kSize * 2));
+  EXPECT(fixture.kin_of(kSize * 4) == fixture.kin_of(kSize) + 1);
 }
 
 void a_block_is_brief_if_its_like_was_freed_soon(Fixture& fixture) {
@@ -72,14 +81,14 @@ void another_size_is_another_context(Fixture& fixture) {
 void other_requests_before_it_are_another_context(Fixture& fixture) {
   fixture.live(kSize, 1);
   fixture.enter(kSize * 4);
-  EXPECT(!fixture.lifetimes.is_brief(kSize));
+  EXPECT(fixture.lifetimes.kin_of(kSize) == 0);
   fixture.lifetimes.note_request(kSize * 8);  // only the last is the same
-  EXPECT(!fixture.lifetimes.is_brief(kSize));
+  EXPECT(fixture.lifetimes.kin_of(kSize) == 0);
 }
 
 void a_life_beyond_what_a_number_holds_is_long(Fixture& fixture) {
   fixture.live(kSize, (1u << 16) + 1);
-  EXPECT(!fixture.is_brief(kSize));
+  EXPECT(fixture.kin_of(kSize) == Lifetimes::kKins - 1);
 }
 
 void a_thousand_contexts_are_told_apart(Fixture& fixture) {
@@ -100,7 +109,8 @@ void check_names_a_context_without_a_lifetime(Fixture& fixture) {
 }
 
 constexpr Check<Fixture> kChecks[] = {
-    {"nothing is brief before its like was freed", nothing_is_brief_before_its_like_was_freed},
+    {"nothing is known before its like was freed", nothing_is_known_before_its_like_was_freed},
+    {"lifetimes of as many bits make kin", lifetimes_of_as_many_bits_make_kin},
     {"a block is brief if its like was freed soon", a_block_is_brief_if_its_like_was_freed_soon},
     {"a block stays if its like did", a_block_stays_if_its_like_did},
     {"the last time round counts", the_last_time_round_counts},
