@@ -153,6 +153,17 @@ def test_kernel_takes_extreme_logits(kernels: Callable[..., Evaluated]) -> None:
     assert differs(found.gradients[0], expected.gradients[0]) <= 1
 
 
+def test_class_that_is_ruled_out_does_no_harm(kernels: Callable[..., Evaluated]) -> None:
+    bias = torch.tensor([0.5, -torch.inf, 1.0, 0.0, -torch.inf])
+    inputs = [sample(3, WIDTH), sample(5, WIDTH, seed=1), torch.tensor([0, 2, 3]), bias]
+    call = ("loss.linear_cross_entropy", inputs, torch.ones(()), {})
+    exact = plain(inputs[0], inputs[1], bias, targets=inputs[2])
+    for found in (kernels(*call), evaluate(*call)):
+        assert differs(found.result, exact) <= 1
+        assert found.gradients[0].isfinite().all()
+        assert found.gradients[3][[1, 4]].tolist() == [0, 0]
+
+
 def test_missing_cap_would_be_seen(kernels: Callable[..., Evaluated]) -> None:
     inputs = [sample(7, WIDTH), sample(33, WIDTH, seed=1), targets_of(7, 33)]
     call = ("loss.linear_cross_entropy", inputs, torch.ones(()), {"logit_softcap": 2.0})

@@ -82,7 +82,9 @@ def cross_entropy(
     index = torch.where(wrong, 0, targets)[:, None]
     log_sum = torch.logsumexp(x, 1)
     chosen = x.gather(1, index)[:, 0]
-    losses = log_sum - (1 - smoothing) * chosen - smoothing / classes * x.sum(1)
+    losses = log_sum - (1 - smoothing) * chosen
+    if smoothing:  # 0 times the sum is NaN where a logit is infinite
+        losses -= smoothing / classes * x.sum(1)
     gradient = torch.exp(x - log_sum[:, None]) - smoothing / classes
     gradient.scatter_add_(1, index, torch.full_like(index, smoothing - 1, dtype=x.dtype))
     if cap is not None:
