@@ -7,7 +7,15 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from vramx.kernels import activation, cross_entropy, dropout, glu, rotary, tiles
+from vramx.kernels import (
+    activation,
+    cross_entropy,
+    cross_entropy_pieces,
+    dropout,
+    glu,
+    rotary,
+    tiles,
+)
 from vramx.kernels.noise import noise_words
 
 
@@ -46,6 +54,11 @@ def _never_capped(x, cap, CAPPED: tl.constexpr):
 
 
 @triton.jit
+def _sum_of_other_bases(tops, sums):
+    return tl.max(tops, 0), tl.sum(sums, 0)
+
+
+@triton.jit
 def _the_opposite_angle(sin1, sin2, TRANSPOSED: tl.constexpr):
     if TRANSPOSED:
         return -sin2, -sin1
@@ -60,4 +73,5 @@ DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "one stream for gate and up": (tiles, "rounding_noise", _rounding_noise_of_one_stream),
     "the opposite angle": (rotary, "sines", _the_opposite_angle),
     "no cap": (cross_entropy, "_capped", _never_capped),
+    "sums of other bases": (cross_entropy_pieces, "combine", _sum_of_other_bases),
 }

@@ -1,12 +1,12 @@
 """vramx.nn in a process where Triton interprets: there the kernels serve a CPU.
 
 Triton decides when it is imported whether it interprets, so a test's own process cannot. The child
-answers pickled calls, of two kinds. A function of vramx.nn is run forward and backward, and the
+answers pickled calls, of three kinds. A function of vramx.nn is run forward and backward, and the
 result, the gradients and the packed buffers come back; evaluate() does the same in the test's
-process, where the composite serves. An operator of torch.ops.vramx is run as it is. All generators
-start at fixed seeds in each call, fresh memory is poisoned, and a defect replaces a device function
-by a wrong one for one call. One child for all tests of a process, one caller at a time: about two
-seconds to start, and 10 us an element.
+process, where the composite serves. An operator of torch.ops.vramx is run as it is, as is a
+function of loss_kernels_in_pieces.py. All generators start at fixed seeds in each call, fresh
+memory is poisoned, and a defect replaces a device function by a wrong one for one call. One child
+for all tests of a process, one caller at a time: about two seconds to start, and 10 us an element.
 """
 
 from __future__ import annotations
@@ -81,6 +81,13 @@ def call_operator(name: str, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
     return tuple(tensor.contiguous() for tensor in results)
 
 
+def call_loss_in_pieces(name: str, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Run a function of loss_kernels_in_pieces.py, which needs Triton's interpreter."""
+    import loss_kernels_in_pieces
+
+    return tuple(getattr(loss_kernels_in_pieces, name)(*arguments))
+
+
 class Interpreted:
     """The child."""
 
@@ -114,6 +121,10 @@ class Interpreted:
     def operator(self, name: str, *arguments: Any, defect: str = "") -> tuple[Tensor, ...]:
         """Return what call_operator() does there."""
         return tuple(self._ask(call_operator.__name__, (name, arguments), defect))
+
+    def loss_in_pieces(self, name: str, *arguments: Any, defect: str = "") -> tuple[Tensor, ...]:
+        """Return what call_loss_in_pieces() does there."""
+        return tuple(self._ask(call_loss_in_pieces.__name__, (name, arguments), defect))
 
     def _ask(self, what: str, arguments: tuple[Any, ...], defect: str) -> tuple[Any, ...]:
         assert self._child.stdin is not None

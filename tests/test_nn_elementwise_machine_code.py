@@ -13,10 +13,17 @@ from pathlib import Path
 import pytest
 from test_kernels_machine_code import SM_90, MachineCode, machine_code
 
-from vramx.kernels import elementwise_launch, launch, rotary_launch
+from vramx.kernels import cross_entropy_launch, elementwise_launch, launch, rotary_launch
 from vramx.kernels.layout import Layout
 
 triton = pytest.importorskip("triton")
+
+
+def loss_plan(*, shifted: bool) -> launch.Plan:
+    """Of rows of 128256 or so logits."""
+    cut = cross_entropy_launch.Cut(16, 8, 4, shifted)
+    return cross_entropy_launch.loss_plan((False, False), "gradient", cut, 8)
+
 
 INT8 = Layout(0, bits=8, group_size=128, symmetric=True)
 INT4 = Layout(0, bits=4, group_size=64, symmetric=False)
@@ -32,7 +39,8 @@ PLANS = {
         "glu_backward", "silu", INT4, True
     ),
     "dropout": lambda: elementwise_launch.dropout_plan(True),
-    "loss": lambda: elementwise_launch.loss_plan((False, False), "gradient", 32),
+    "loss": lambda: loss_plan(shifted=False),
+    "loss of odd rows": lambda: loss_plan(shifted=True),
     "rotary": lambda: rotary_launch.rotary_plan((32, 128), False, shares=True),
 }
 # Of a kernel: limit of instructions, bytes read and bytes written an element, headers apart.
@@ -49,7 +57,7 @@ TYPES = {
     "numel": "i64", "stream": "i64", "gate_stream": "i64", "up_stream": "i64", "kept": "i32",
     "scale": "fp32", "seed_ptr": "*i64", "key_ptr": "*i64", "targets_ptr": "*i64",
     "losses_ptr": "*fp32", "weights_ptr": "*fp32", "row_stride": "i64", "classes": "i32",
-    "ignored": "i64", "smoothing": "fp32", "cap": "fp32",
+    "ignored": "i64", "smoothing": "fp32", "cap": "fp32", "zero": "i32", "mail_ptr": "*i64",
     **dict.fromkeys(("buffer_ptr", "gate_buffer_ptr", "up_buffer_ptr", "kept_ptr"), "*u8"),
     **dict.fromkeys(("rows", "heads", "tokens"), "i32"),
     **dict.fromkeys((f"{x}_{of}" for x in "xyc" for of in ("batch", "head", "token")), "i32"),
@@ -105,14 +113,28 @@ def test_data_and_codes_move_16_bytes_at_a_time(name: str, code_of: dict[str, Ma
     assert code.bytes_of("STG") == written * code.elements
 
 
-def test_rows_of_logits_move_16_bytes_at_a_time(code_of: dict[str, MachineCode]) -> None:
-    """Narrower, and once a row, are the target, its logit, its gradient, and the loss twice."""
+@pytest.mark.parametrize(("name", "others"), [("loss", 8), ("loss of odd rows", 11)])
+def test_rows_of_logits_move_16_bytes_at_a_time(
+    name: str, others: int, code_of: dict[str, MachineCode]
+) -> None:
+    """Once each way: gradients or, in code of their own, the zeros of an ignored row.
+
+    Narrower are, once a piece: the target, its logit and gradient, the loss twice, mail thrice; and
+    an edge a thread, twice for its zero.
+    """
+    code = code_of[name]
     accesses = Counter(
-        {op: n for op, n in code_of["loss"].everything.items() if op.startswith(("LDG", "STG"))}
+        {op: n for op, n in code.everything.items() if op.startswith(("LDG", "STG"))}
     )
-    assert accesses.pop("LDG.E.128") >= 2
-    assert accesses.pop("STG.E.128") >= 2
-    assert accesses.total() <= 5
+    assert accesses.pop("LDG.E.128") * 8 == code.elements
+    assert accesses.pop("STG.E.128") * 8 == 2 * code.elements
+    assert accesses.total() <= others
+
+
+@pytest.mark.parametrize("name", ["loss", "loss of odd rows"])
+def test_memory_is_the_limit_of_the_loss(name: str, code_of: dict[str, MachineCode]) -> None:
+    """2 bytes read and 2 written a logit leave time for 31 instructions."""
+    assert code_of[name].everything.total() / code_of[name].elements <= 22
 
 
 def test_heads_and_their_cosines_move_16_bytes_at_a_time(code_of: dict[str, MachineCode]) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vramx.kernels import elementwise_launch, norm_launch, rotary_launch
+from vramx.kernels import cross_entropy_launch, elementwise_launch, norm_launch, rotary_launch
 from vramx.kernels.layout import Layout
 
 HIDDEN = 4096
@@ -150,11 +150,12 @@ def rotary(size: int, device: str) -> Launch:
 def cross_entropy(size: int, device: str) -> Launch:
     """Write losses, and gradients over the logits: a chunk of the fused loss."""
     logits = rows_of(size, device, CLASSES)
-    rows = len(logits)
-    targets = torch.zeros(rows, dtype=torch.int64, device=device)
-    losses = torch.empty(rows, dtype=torch.float32, device=device)
-    options = elementwise_launch.LossOptions(-100, 0.0, None)
-    call = partial(elementwise_launch.cross_entropy, logits, targets, losses, options, True)
+    targets = torch.zeros(len(logits), dtype=torch.int64, device=device)
+    losses = torch.empty(len(logits), dtype=torch.float32, device=device)
+    options = cross_entropy_launch.LossOptions(-100, 0.0, None)
+    mail = cross_entropy_launch.new_mail(logits, options)
+    rows = cross_entropy_launch.LossRows(targets, losses, mail)
+    call = partial(cross_entropy_launch.cross_entropy, logits, rows, options, True)
     return Launch(call, (logits,), (logits,))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vramx.compression.config import Compression
 from vramx.compression.reference import philox
-from vramx.kernels import elementwise_launch, norm_launch
+from vramx.kernels import cross_entropy_launch, elementwise_launch, norm_launch
 from vramx.nn.dropout import _dropout
 from vramx.nn.functional import (
     batch_norm,
@@ -239,11 +239,13 @@ def test_rotary_embedding_with_heads_far_apart() -> None:
 def test_cross_entropy_and_its_gradient() -> None:
     logits = beyond(CLASSES)
     targets = torch.randint(CLASSES, (len(logits),), device=GPU)
-    options = elementwise_launch.LossOptions(-100, 0.0, None)
+    options = cross_entropy_launch.LossOptions(-100, 0.0, None)
 
     def run(logits: Tensor, targets: Tensor) -> Tensor:
         losses = torch.empty(len(logits), device=GPU)
-        elementwise_launch.cross_entropy(logits, targets, losses, options, True)
+        mail = cross_entropy_launch.new_mail(logits, options)
+        rows = cross_entropy_launch.LossRows(targets, losses, mail)
+        cross_entropy_launch.cross_entropy(logits, rows, options, True)
         return losses
 
     parts = [(logits[end].clone(), targets[end]) for end in ENDS]

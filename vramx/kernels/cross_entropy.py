@@ -4,10 +4,14 @@ With l = logits, or c tanh(logits / c) with a softcap c, V classes, target y and
     loss = log sum_v exp(l_v) - (1 - e) l_y - e / V sum_v l_v
     dlogits_v = (softmax(l)_v - (1 - e) [v = y] - e / V) * (1 - (l_v / c)**2) * weight
 
-A program owns every programs-th row and reads it twice, a block at a time: the maximum and the sum
-of exponentials in the first pass, the gradient in the second, which finds the row in the L2 cache
-where the launcher has so few programs that all of their rows fit there. fp32 in registers. A target
+A row is cut into pieces, a program each, which reads its piece once and holds it in registers: the
+programs tell each other their maxima and sums (cross_entropy_pieces.py) and write the gradient of
+what they hold. fp32 in registers, but for logits of 16 bits, which are held two in a word. A target
 that is neither a class nor the ignored one gives NaN.
+
+A piece is some tiles, of 16 bytes for each thread, from the multiple of 16 bytes at or before a
+row's first logit. The logits that share 16 bytes with another row, its edges, are read and written
+one by one.
 """
 
 from __future__ import annotations
@@ -15,185 +19,323 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _capped(x, cap, CAPPED: tl.constexpr):
-    """Return c tanh(x / c), of exponentials that cannot overflow: tanh is 1 - 2 / (1 + exp 2a)."""
-    if CAPPED:
-        return cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * (x / cap))))
-    else:  # noqa: RET505 - the compiler types what it sees: no dead return
-        return x
+from vramx.kernels.cross_entropy_pieces import base_of, combine, exp, receive, send
 
 
-@triton.jit(do_not_specialize=["rows", "ignored"])
+@triton.jit(do_not_specialize=["ignored", "zero"])
 def cross_entropy_kernel(
     logits_ptr,
     targets_ptr,
     losses_ptr,
     weights_ptr,
-    rows,
+    mail_ptr,
     row_stride: tl.int64,
     classes,
     ignored: tl.int64,
     smoothing: tl.float32,
     cap: tl.float32,
-    LANES: tl.constexpr,
+    zero: tl.int32,
+    PIECES: tl.constexpr,
+    TILES: tl.constexpr,
+    THREADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHIFTED: tl.constexpr,
     CAPPED: tl.constexpr,
     SMOOTHED: tl.constexpr,
     GRADIENT: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
-    """Write losses and, if GRADIENT, dlogits over the logits.
+    """Write losses and, if GRADIENT, dlogits over the logits; a program owns a piece of a row.
 
     logits_ptr: bf16, fp16 or fp32 [rows, classes], rows row_stride apart. targets_ptr: int64
     [rows]; a row whose target is `ignored` has loss 0 and gradient 0. losses_ptr: fp32 [rows].
-    weights_ptr: fp32 [rows], factors of the gradient; any pointer unless WEIGHTED.
+    weights_ptr: fp32 [rows], factors of the gradient; any pointer unless WEIGHTED. mail_ptr: int64
+    zeros, for each row what send() says; null if PIECES is 1. zero: 0. SHIFTED: unless all rows
+    begin and end at multiples of 16 bytes. Grid: rows * PIECES, a row's pieces side by side.
     """
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        _row(
-            logits_ptr + row * row_stride, targets_ptr + row, losses_ptr + row, weights_ptr + row,
-            classes, ignored, smoothing, cap, LANES, CAPPED, SMOOTHED, GRADIENT, WEIGHTED,
+    row = tl.program_id(0) // PIECES
+    piece = tl.program_id(0) % PIECES
+    begin = row * row_stride
+    shift = (begin % WIDTH).to(tl.int32) if SHIFTED else 0
+    # Divided and multiplied for the compiler to see a multiple of 16 bytes.
+    row_ptr = logits_ptr + begin // WIDTH * WIDTH
+    span = piece * (TILES * THREADS * WIDTH), shift, shift + classes
+    # Of ignored rows too: it would take a trip to memory to learn which they are.
+    held = _read(row_ptr, span, TILES, THREADS, WIDTH, SHIFTED)
+    edges = _read_edges(row_ptr, span, TILES, THREADS, WIDTH) if SHIFTED else None
+    target = tl.load(targets_ptr + row)
+    if target == ignored:
+        if piece == 0:
+            tl.store(losses_ptr + row, 0.0)
+        if GRADIENT:
+            _write_zeros(row_ptr, span, TILES, THREADS, WIDTH, SHIFTED)
+    else:
+        _do_piece(
+            row_ptr, losses_ptr + row, weights_ptr + row, mail_ptr, row, piece, span, held, edges,
+            target, smoothing, cap, zero, PIECES, THREADS, WIDTH, CAPPED, SMOOTHED, GRADIENT,
+            WEIGHTED,
         )  # fmt: skip
 
 
 @triton.jit
-def _row(
-    logits_ptr,
-    target_ptr,
+def _do_piece(
+    row_ptr,
     loss_ptr,
     weight_ptr,
-    classes,
-    ignored,
+    mail_ptr,
+    row,
+    piece,
+    span,
+    held,
+    edges,
+    target,
     smoothing,
     cap,
-    LANES: tl.constexpr,
+    zero,
+    PIECES: tl.constexpr,
+    THREADS: tl.constexpr,
+    WIDTH: tl.constexpr,
     CAPPED: tl.constexpr,
     SMOOTHED: tl.constexpr,
     GRADIENT: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
-    """Do one row, to whose first logit, target, loss and weight the pointers point."""
-    target = tl.load(target_ptr)
-    if target == ignored:
-        tl.store(loss_ptr, 0.0)
-        if GRADIENT:
-            for start in range(0, classes, LANES * 8):
-                places = start + _places(LANES)
-                zeros = tl.zeros((LANES, 8), logits_ptr.dtype.element_ty)
-                tl.store(logits_ptr + places, zeros, mask=places < classes)
-    else:
-        wrong = (target < 0) | (target >= classes)
-        # Read before any gradient is written: the reductions between have barriers.
-        own_ptr = logits_ptr + tl.where(wrong, 0, target)
-        chosen = _capped(tl.load(own_ptr).to(tl.float32), cap, CAPPED)
-        log_sum, total = _row_sums(logits_ptr, classes, cap, LANES, CAPPED, SMOOTHED)
-        log_sum = tl.where(wrong, float("nan"), log_sum)
-        loss = log_sum - (1.0 - smoothing) * chosen
-        rest = 0.0
+    """Do a piece of a row that counts.
+
+    span: of row_ptr's logits, where the piece begins, where the row does, and where the row ends.
+    edges: None where rows have none.
+    """
+    classes = span[2] - span[1]
+    wrong = (target < 0) | (target >= classes)
+    own = span[1] + tl.where(wrong, 0, target).to(tl.int32)
+    is_owner = own // (len(held) * THREADS * WIDTH) == piece
+    # Read before any gradient is written: the reductions between have barriers.
+    chosen = tl.load(row_ptr + own, mask=is_owner, other=0.0).to(tl.float32)
+    chosen = _capped(chosen, cap, CAPPED)
+    found = _sums(row_ptr, held, edges, span, cap, zero, THREADS, WIDTH, CAPPED, SMOOTHED)
+    if PIECES > 1:
+        mail_ptr += row.to(tl.int64) * (PIECES * PIECES * (2 if SMOOTHED else 1))
+        send(mail_ptr, piece, found, PIECES, THREADS, SMOOTHED)
+        found = receive(mail_ptr, piece, PIECES, THREADS, SMOOTHED)
+    top, sums = found[0], tl.where(wrong, float("nan"), found[1])
+    rest = smoothing / classes if SMOOTHED else 0.0
+    if is_owner:
+        loss = top + tl.log(sums) - (1.0 - smoothing) * chosen
         if SMOOTHED:
-            rest = smoothing / classes
-            loss -= rest * total
+            loss -= rest * found[2]
         tl.store(loss_ptr, loss)
-        if GRADIENT:
-            weight = tl.load(weight_ptr) if WEIGHTED else None
-            _row_gradient(logits_ptr, classes, log_sum, rest, cap, weight, LANES, CAPPED)
-            own = _slope(chosen, log_sum, rest + (1.0 - smoothing), cap, weight, CAPPED)
-            tl.debug_barrier()  # after the row's gradient, in which the target is a class like any
-            tl.store(own_ptr, own.to(logits_ptr.dtype.element_ty))
+    if GRADIENT:
+        weight = tl.load(weight_ptr) if WEIGHTED else 1.0
+        slope = base_of(top), weight / sums, weight * rest, cap
+        _write(row_ptr, held, edges, span, slope, zero, THREADS, WIDTH, CAPPED)
+        if is_owner:
+            slope = slope[0], slope[1], weight * (rest + (1.0 - smoothing)), cap
+            gradient = _gradient(chosen, slope, CAPPED).to(row_ptr.dtype.element_ty)
+            tl.debug_barrier()  # after the gradient in which the target is a class like any
+            tl.store(row_ptr + own, gradient)
+
+
+# -- Tiles -----------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _places(LANES: tl.constexpr):
-    """Return int32[LANES, 8]: a lane's 8 logits are one access of 16 bytes in bf16."""
-    return tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
+def _tile(span, tile, THREADS: tl.constexpr, WIDTH: tl.constexpr, SHIFTED: tl.constexpr):
+    """Return the places of a tile, int32[THREADS, WIDTH], and which accesses have no other row's.
+
+    An access is a thread's, so its mask is [THREADS, 1].
+    """
+    begins = span[0] + tile * (THREADS * WIDTH) + tl.arange(0, THREADS)[:, None] * WIDTH
+    own = begins < span[2]
+    if SHIFTED:
+        own = (begins >= span[1]) & (begins + WIDTH <= span[2])
+    return begins + tl.arange(0, WIDTH)[None, :], own
 
 
 @triton.jit
-def _row_sums(
-    logits_ptr,
-    classes,
+def _edges(span, TILES: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return places, int32[THREADS], and which are of the piece and in an access of two rows.
+
+    Of the row's first access, and of its last where that is another.
+    """
+    i = tl.arange(0, THREADS)
+    last = span[2] // WIDTH * WIDTH
+    places = tl.where(i < WIDTH, i, last + i - WIDTH)
+    of_two = tl.where(i < WIDTH, (span[1] > 0) | (last == 0), (i < 2 * WIDTH) & (last > 0))
+    in_row = (places >= span[1]) & (places < span[2])
+    in_piece = (places >= span[0]) & (places < span[0] + TILES * THREADS * WIDTH)
+    return places, of_two & in_row & in_piece
+
+
+@triton.jit
+def _read(
+    ptr,
+    span,
+    TILES: tl.constexpr,
+    THREADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHIFTED: tl.constexpr,
+):
+    """Return a tuple of tiles, as _packed() makes them, without edges; beyond the row is -inf."""
+    held = ()
+    for tile in tl.static_range(TILES):
+        places, own = _tile(span, tile, THREADS, WIDTH, SHIFTED)
+        x = tl.load(ptr + places, mask=own, other=float("-inf"))
+        held = held + (_packed(x),)  # type: ignore[assignment]  # noqa: RUF005
+    return held
+
+
+@triton.jit
+def _read_edges(ptr, span, TILES: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return fp32[THREADS]: an edge a thread; -inf where there is none."""
+    places, inside = _edges(span, TILES, THREADS, WIDTH)
+    return tl.load(ptr + places, mask=inside, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _packed(x):
+    """Return logits of 16 bits two in a word, or others.
+
+    As the compiler would hold them for itself, a logit of 16 bits takes a register.
+    """
+    if x.dtype.primitive_bitwidth == 16:
+        pairs = tl.reshape(x.to(tl.uint16, bitcast=True), (x.shape[0], x.shape[1] // 2, 2))
+        low, high = tl.split(pairs)
+        return (low.to(tl.uint32) | (high.to(tl.uint32) << 16)).to(tl.int32, bitcast=True)
+    else:  # noqa: RET505 - as in _capped
+        return x
+
+
+@triton.jit
+def _unpacked(words, ptr, zero):
+    """Return fp32 logits of a tile.
+
+    With a zero that the compiler does not know to be one, different for each use: it would hold the
+    result of the first use for the second, in twice the registers.
+    """
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    if dtype.primitive_bitwidth == 16:
+        if dtype == tl.bfloat16:
+            low = (words * (65536 + zero)).to(tl.float32, bitcast=True)
+            high = (words & (zero ^ -65536)).to(tl.float32, bitcast=True)
+        else:
+            words ^= zero
+            low = words.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+            high = (words >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        return tl.reshape(tl.join(low, high), (words.shape[0], words.shape[1] * 2))
+    else:  # noqa: RET505 - as in _capped
+        return (words.to(tl.int32, bitcast=True) ^ zero).to(tl.float32, bitcast=True)
+
+
+# -- Sums ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _sums(
+    ptr,
+    held,
+    edges,
+    span,
     cap,
-    LANES: tl.constexpr,
+    zero,
+    THREADS: tl.constexpr,
+    WIDTH: tl.constexpr,
     CAPPED: tl.constexpr,
     SMOOTHED: tl.constexpr,
 ):
-    """Return log sum exp of a row and, if SMOOTHED, the sum of its logits."""
-    # Each lane of 8 has its own maximum and sum: one reduction of all at the end instead of one a
-    # block, and one exponential more for 8.
-    top = tl.full((LANES,), float("-inf"), tl.float32)
-    sums = tl.zeros((LANES,), tl.float32)
-    total = tl.zeros((LANES,), tl.float32)
-    whole = classes // (LANES * 8) * (LANES * 8)
-    for start in range(0, whole, LANES * 8):
-        x = tl.load(logits_ptr + start + _places(LANES)).to(tl.float32)
-        x = _capped(x, cap, CAPPED)
+    """Return maximum, sum of exp(l - base_of(maximum)) and, if SMOOTHED, of logits."""
+    # The maximum first, a thread for itself: all tiles are on their way by then.
+    top = tl.full((THREADS,), float("-inf"), tl.float32)
+    for tile in tl.static_range(len(held)):
+        top = tl.maximum(top, tl.max(_unpacked(held[tile], ptr, 0), 1))
+    if edges is not None:
+        top = tl.maximum(top, edges)
+    top = _capped(top, cap, CAPPED)
+    base = base_of(top)
+    sums = tl.zeros((THREADS,), tl.float32)
+    total = tl.zeros((THREADS,), tl.float32)
+    for tile in tl.static_range(len(held)):
+        x = _capped(_unpacked(held[tile], ptr, 2 * zero), cap, CAPPED)
+        own = _tile(span, tile, THREADS, WIDTH, edges is not None)[1]
         if SMOOTHED:
-            total += tl.sum(x, 1)
-        top, sums = _add_block(top, sums, x)
-    places = whole + _places(LANES)
-    inside = places < classes
-    x = tl.load(logits_ptr + places, mask=inside, other=0.0).to(tl.float32)
-    x = _capped(x, cap, CAPPED)
-    if SMOOTHED:
-        total += tl.sum(tl.where(inside, x, 0.0), 1)
-    top, sums = _add_block(top, sums, tl.where(inside, x, float("-inf")))
-    base = _base(tl.max(top, 0))
-    log_sum = base + tl.log(tl.sum(sums * _exp(top - base), 0))
-    return log_sum, tl.sum(total, 0)
+            total += tl.sum(tl.where(own, x, 0.0), 1)
+        if CAPPED:
+            x = tl.where(own, x, float("-inf"))
+        sums += tl.sum(exp(x - base[:, None]), 1)
+    if edges is not None:
+        x = _capped(edges, cap, CAPPED)
+        inside = _edges(span, len(held), THREADS, WIDTH)[1]
+        if SMOOTHED:
+            total += tl.where(inside, x, 0.0)
+        if CAPPED:
+            x = tl.where(inside, x, float("-inf"))
+        sums += exp(x - base)
+    top, all_sums = combine(top, sums)
+    return top, all_sums, tl.sum(total, 0)
 
 
 @triton.jit
-def _exp(x):
-    """Return exp(x), 0 where that is a denormal number: 2 instructions, and 5 for those."""
-    return tl.exp2(x * 1.4426950408889634)
-
-
-@triton.jit
-def _base(top):
-    """Return what to subtract of logits: nothing where none was finite, for -inf - -inf is NaN."""
-    return tl.where(top == float("-inf"), 0.0, top)
-
-
-@triton.jit
-def _add_block(top, sums, x):
-    """Return the lanes' maxima and their sums of exp(x - _base(maximum)), with x added."""
-    higher = tl.maximum(top, tl.max(x, 1))
-    base = _base(higher)
-    return higher, sums * _exp(top - base) + tl.sum(_exp(x - base[:, None]), 1)
-
-
-@triton.jit
-def _slope(x, log_sum, missing, cap, weight, CAPPED: tl.constexpr):
-    """Return the gradient of logits that are x when capped."""
-    gradient = _exp(x - log_sum) - missing
+def _capped(x, cap, CAPPED: tl.constexpr):
+    """Return c tanh(x / c), of exponentials that cannot overflow: tanh is 1 - 2 / (1 + exp 2a)."""
     if CAPPED:
-        part = x / cap
+        return cap * (1.0 - 2.0 / (1.0 + exp(x * (2.0 / cap))))
+    else:  # noqa: RET505 - the compiler types what it sees: no dead return
+        return x
+
+
+# -- Gradients -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _gradient(x, slope, CAPPED: tl.constexpr):
+    """Return the gradient of logits that are x when capped.
+
+    slope: what to subtract of logits, factor of exponentials, what to subtract of them, and cap.
+    """
+    gradient = exp(x - slope[0]) * slope[1] - slope[2]
+    if CAPPED:
+        part = x * (1.0 / slope[3])
         gradient *= 1.0 - part * part
-    if weight is not None:
-        gradient *= weight
     return gradient
 
 
 @triton.jit
-def _row_gradient(
-    logits_ptr,
-    classes,
-    log_sum,
-    rest,
-    cap,
-    weight,
-    LANES: tl.constexpr,
+def _write(
+    ptr,
+    held,
+    edges,
+    span,
+    slope,
+    zero,
+    THREADS: tl.constexpr,
+    WIDTH: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """Write the gradient of a row without a target over its logits."""
-    whole = classes // (LANES * 8) * (LANES * 8)
-    for start in range(0, whole, LANES * 8):
-        pointers = logits_ptr + start + _places(LANES)
-        x = _capped(tl.load(pointers).to(tl.float32), cap, CAPPED)
-        gradient = _slope(x, log_sum, rest, cap, weight, CAPPED)
-        tl.store(pointers, gradient.to(logits_ptr.dtype.element_ty))
-    places = whole + _places(LANES)
-    inside = places < classes
-    x = tl.load(logits_ptr + places, mask=inside, other=0.0).to(tl.float32)
-    gradient = _slope(_capped(x, cap, CAPPED), log_sum, rest, cap, weight, CAPPED)
-    tl.store(logits_ptr + places, gradient.to(logits_ptr.dtype.element_ty), mask=inside)
+    """Write the gradient of a piece without a target over its logits."""
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    for tile in tl.static_range(len(held)):
+        places, own = _tile(span, tile, THREADS, WIDTH, edges is not None)
+        x = _capped(_unpacked(held[tile], ptr, zero), slope[3], CAPPED)
+        tl.store(ptr + places, _gradient(x, slope, CAPPED).to(dtype), mask=own)
+    if edges is not None:
+        places, inside = _edges(span, len(held), THREADS, WIDTH)
+        gradient = _gradient(_capped(edges, slope[3], CAPPED), slope, CAPPED)
+        tl.store(ptr + places, gradient.to(dtype), mask=inside)
+
+
+@triton.jit
+def _write_zeros(
+    ptr,
+    span,
+    TILES: tl.constexpr,
+    THREADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHIFTED: tl.constexpr,
+):
+    """Write the gradient of a piece of a row that does not count."""
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    for tile in tl.static_range(TILES):
+        places, own = _tile(span, tile, THREADS, WIDTH, SHIFTED)
+        tl.store(ptr + places, tl.zeros((THREADS, WIDTH), dtype), mask=own)
+    if SHIFTED:
+        places, inside = _edges(span, TILES, THREADS, WIDTH)
+        tl.store(ptr + places, tl.zeros((THREADS,), dtype), mask=inside)

@@ -1,4 +1,4 @@
-"""Launch the kernels of elementwise functions, of dropout and of cross entropy.
+"""Launch the kernels of elementwise functions and of dropout.
 
 As launch.py: the functions trust their arguments (contiguous tensors of one type, on one device),
 enqueue on the current stream, allocate nothing, never wait, can be captured in a CUDA graph, and
@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from vramx.kernels.launch import Plan, multiprocessors
+from vramx.kernels.launch import Plan
 from vramx.kernels.layout import Layout
-from vramx.kernels.start import start
 
 # Bits of the codes that activations and gated units pack.
 WIDTHS = (4, 8)
@@ -32,12 +31,6 @@ _PACKING = {"activation": (32, 80), "glu": (16, 64)}  # elements and registers o
 _MASK_BYTES_OF_PROGRAM = 512
 _UNPACKED_GROUP = 128
 _DROPOUT_COLUMNS = 128
-_LOSS_LANES = 32 * 2  # of a warp, of 8 logits each: 16 a thread
-_LOSS_WARPS = (8, 32)  # at least, at most: one for so many classes
-_LOSS_CLASSES_OF_WARP = 4096
-# Of the rows in flight, per multiprocessor: 35 MB on an H200, whose L2 cache has 50 MB.
-_LOSS_CACHED_BYTES = 1 << 18
-_MOST_WARPS = 32  # of a multiprocessor, with the registers that they take
 
 
 class Noise(NamedTuple):
@@ -45,14 +38,6 @@ class Noise(NamedTuple):
 
     state: Tensor
     streams: tuple[int, ...]
-
-
-class LossOptions(NamedTuple):
-    """What one call of the loss does beside its tensors."""
-
-    ignored: int
-    smoothing: float
-    cap: float | None
 
 
 def activation(
@@ -125,71 +110,6 @@ def dropout(x: Tensor, residual: Tensor | None, y: Tensor, key: Tensor, kept: in
         scale = 65536.0 / kept if kept else 0.0
         tensors = (x, x if residual is None else residual, y, key)
         plan.start(tensors, (x.numel(), 0, kept, scale), x.numel())
-
-
-def cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    losses: Tensor,
-    options: LossOptions,
-    gradient: Tensor | bool,
-) -> None:
-    """Write the loss of each row and, unless `gradient` is False, its gradient over the logits.
-
-    gradient: True, or fp32 factors of the rows' gradients.
-    """
-    if logits.numel():
-        how = options.cap is not None, options.smoothing != 0.0
-        classes = logits.shape[1]
-        plan = loss_plan(how, _mode(gradient), _loss_warps(classes))
-        weights = gradient if isinstance(gradient, Tensor) else losses
-        numbers = (
-            len(logits), logits.stride(0), classes,
-            options.ignored, options.smoothing, options.cap or 1.0,
-        )  # fmt: skip
-        grid = (min(len(logits), _loss_programs(logits, plan)),)
-        start(plan.kernel, grid, (logits, targets, losses, weights), numbers, **plan.constants)
-
-
-def _mode(gradient: Tensor | bool) -> str:
-    if isinstance(gradient, Tensor):
-        return "weighted"
-    return "gradient" if gradient else "loss"
-
-
-def _loss_warps(classes: int) -> int:
-    least, most = _LOSS_WARPS
-    warps = -(-classes // _LOSS_CLASSES_OF_WARP)
-    return min(max(least, 1 << (warps - 1).bit_length()), most)
-
-
-def _loss_programs(logits: Tensor, plan: Plan) -> int:
-    most = _MOST_WARPS // int(plan.constants["num_warps"])
-    fitting = _LOSS_CACHED_BYTES // (logits.shape[1] * logits.element_size())
-    return multiprocessors(logits.device) * min(most, max(1, fitting))
-
-
-@lru_cache(maxsize=32)
-def loss_plan(how: tuple[bool, bool], mode: str, warps: int) -> Plan:
-    """Return how cross entropy is launched.
-
-    Args:
-        how: whether logits are capped, and targets smoothed.
-        mode: "loss", "gradient" or "weighted".
-    """
-    from vramx.kernels.cross_entropy import cross_entropy_kernel
-
-    capped, smoothed = how
-    lanes = _LOSS_LANES * warps
-    constants = {
-        "LANES": lanes,
-        "CAPPED": capped,
-        "SMOOTHED": smoothed,
-        "GRADIENT": mode != "loss",
-        "WEIGHTED": mode == "weighted",
-        "num_warps": warps,
-    }
-    return Plan(cross_entropy_kernel, 8 * lanes, constants)
 
 
 def tile_plan(name: str, kind: str, layout: Layout | None, option: bool) -> Plan:

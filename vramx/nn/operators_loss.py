@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vramx.errors import FirstDerivativeOnlyError
-from vramx.kernels import elementwise_launch
+from vramx.kernels import cross_entropy_launch as launch
 from vramx.nn import keeping
 from vramx.nn import reference_elementwise as reference
 from vramx.nn.operators import operator
@@ -41,6 +41,10 @@ class _Options:
         ignored, smoothing, cap, chunk = settings
         return cls(int(ignored), smoothing, cap or None, int(chunk))
 
+    @property
+    def of_kernel(self) -> launch.LossOptions:
+        return launch.LossOptions(self.ignored, self.smoothing, self.cap)
+
 
 def chunk_tokens(rows: Tensor, weight: Tensor, chunk: int) -> int:
     """Return the tokens of a chunk: what was asked for, or for 0 chunks of about equal size."""
@@ -52,12 +56,21 @@ def chunk_tokens(rows: Tensor, weight: Tensor, chunk: int) -> int:
     return max(1, -(-even // _TOKENS_MULTIPLE)) * _TOKENS_MULTIPLE
 
 
+class _Chunk(NamedTuple):
+    """Some tokens, and memory that the next chunk has too."""
+
+    part: slice
+    logits: Tensor
+    mail: Tensor | None
+
+
 def _chunks(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, chunk: int
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the rows of each chunk and their logits, which are overwritten by the next."""
-    tokens = min(chunk_tokens(rows, weight, chunk), rows.shape[0])
+    rows: Tensor, weight: Tensor, bias: Tensor | None, options: _Options
+) -> Iterator[_Chunk]:
+    """Yield each chunk with its logits."""
+    tokens = min(chunk_tokens(rows, weight, options.chunk), rows.shape[0])
     buffer = rows.new_empty(tokens, weight.shape[0])
+    mail = launch.new_mail(buffer, options.of_kernel) if _is_served(buffer) else None
     for start in range(0, rows.shape[0], max(1, tokens)):
         part = slice(start, min(start + tokens, rows.shape[0]))
         logits = buffer[: part.stop - start]
@@ -65,16 +78,24 @@ def _chunks(
             torch.mm(rows[part], weight.t(), out=logits)
         else:
             torch.addmm(bias, rows[part], weight.t(), out=logits)
-        yield part, logits
+        yield _Chunk(part, logits, mail)
+
+
+def _is_served(logits: Tensor) -> bool:
+    return keeping.served(logits) and launch.fits(logits)
 
 
 def _evaluate(
-    logits: Tensor, targets: Tensor, losses: Tensor, options: _Options, gradient: Tensor | bool
+    chunk: _Chunk, targets: Tensor, losses: Tensor, options: _Options, gradient: Tensor | bool
 ) -> None:
-    """Write the losses, and over the logits their gradients, weighted if `gradient` is a tensor."""
-    if keeping.served(logits):
-        loss = elementwise_launch.LossOptions(options.ignored, options.smoothing, options.cap)
-        elementwise_launch.cross_entropy(logits, targets, losses, loss, gradient)
+    """Write the losses, and over the logits their gradients, weighted if `gradient` is a tensor.
+
+    Targets and losses are of all tokens, the weights of the chunk's.
+    """
+    logits, targets, losses = chunk.logits, targets[chunk.part], losses[chunk.part]
+    if _is_served(logits):
+        rows = launch.LossRows(targets, losses, chunk.mail)
+        launch.cross_entropy(logits, rows, options.of_kernel, gradient)
         return
     values, change = reference.cross_entropy(
         logits, targets, options.ignored, options.smoothing, options.cap
@@ -134,9 +155,9 @@ def loss_and_gradients(
     targets = targets.contiguous()
     gradients = _Gradients(hidden, weight, needs)
     losses = _empty_losses(hidden)
-    for part, logits in _chunks(hidden, weight, bias, options.chunk):
-        _evaluate(logits, targets[part], losses[part], options, any(needs))
-        gradients.add(part, logits)
+    for chunk in _chunks(hidden, weight, bias, options):
+        _evaluate(chunk, targets, losses, options, any(needs))
+        gradients.add(chunk.part, chunk.logits)
     if not mean:
         factor = losses.new_ones(())
         return losses.sum(), factor, gradients.hidden, gradients.weight, gradients.bias
@@ -223,8 +244,8 @@ def losses_of_tokens(
     options = _Options.of(settings)
     targets = targets.contiguous()
     losses = _empty_losses(hidden)
-    for part, logits in _chunks(hidden, weight, bias, options.chunk):
-        _evaluate(logits, targets[part], losses[part], options, False)
+    for chunk in _chunks(hidden, weight, bias, options):
+        _evaluate(chunk, targets, losses, options, False)
     return losses
 
 
@@ -257,9 +278,9 @@ def _losses_backward(
     targets, gradient = targets.contiguous(), gradient.contiguous()
     gradients = _Gradients(hidden, weight, needs)
     losses = _empty_losses(hidden)
-    for part, logits in _chunks(hidden, weight, bias, options.chunk):
-        _evaluate(logits, targets[part], losses[part], options, gradient[part])
-        gradients.add(part, logits)
+    for chunk in _chunks(hidden, weight, bias, options):
+        _evaluate(chunk, targets, losses, options, gradient[chunk.part])
+        gradients.add(chunk.part, chunk.logits)
     return gradients.hidden, gradients.weight, gradients.bias
 
 
