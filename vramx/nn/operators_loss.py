@@ -25,6 +25,7 @@ from vramx.nn.operators import operator
 _TOKENS_OF_CHUNK = 2048
 _LOGITS_BYTES = 512 << 20
 _TOKENS_MULTIPLE = 128  # of the products' tiles
+_ACCESS_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def _chunks(
 ) -> Iterator[_Chunk]:
     """Yield each chunk with its logits."""
     tokens = min(chunk_tokens(rows, weight, options.chunk), rows.shape[0])
-    buffer = rows.new_empty(tokens, weight.shape[0])
+    buffer = _empty_logits(rows, tokens, weight.shape[0])
     mail = launch.new_mail(buffer, options.of_kernel) if _is_served(buffer) else None
     for start in range(0, rows.shape[0], max(1, tokens)):
         part = slice(start, min(start + tokens, rows.shape[0]))
@@ -79,6 +80,15 @@ def _chunks(
         else:
             torch.addmm(bias, rows[part], weight.t(), out=logits)
         yield _Chunk(part, logits, mail)
+
+
+def _empty_logits(rows: Tensor, tokens: int, classes: int) -> Tensor:
+    """Return memory for logits whose rows begin at multiples of 16 bytes.
+
+    From elsewhere matrix products would read and write some bytes at a time.
+    """
+    multiple = _ACCESS_BYTES // rows.element_size()
+    return rows.new_empty(tokens, -(-classes // multiple) * multiple)[:, :classes]
 
 
 def _is_served(logits: Tensor) -> bool:
