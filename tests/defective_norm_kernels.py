@@ -34,6 +34,11 @@ def _last_group_forgotten(tile, GROUPS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _last_group_of_both_forgotten(a, b, GROUPS: tl.constexpr, ROWS: tl.constexpr):
+    return _last_group_forgotten(a, GROUPS, ROWS), _last_group_forgotten(b, GROUPS, ROWS)
+
+
+@triton.jit
 def _columns_of_the_first_group(GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr):
     groups = tl.arange(0, ROWS * GROUPS) * 0
     return groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -46,6 +51,11 @@ DEFECTS: dict[str, tuple[ModuleType, str, Any]] = {
     "weights of the first group": (norm_forward, "row_columns", _columns_of_the_first_group),
     "one factor for all rows of a gradient": (norm_backward, "spread", _first_row_for_all),
     "a group left out of a gradient's sums": (norm_backward, "row_totals", _last_group_forgotten),
+    "a group left out of a centred gradient's sums": (
+        norm_backward,
+        "row_totals_of_two",
+        _last_group_of_both_forgotten,
+    ),
     "a gradient's weights of the first group": (
         norm_backward,
         "row_columns",

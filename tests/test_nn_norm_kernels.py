@@ -243,11 +243,8 @@ def test_gradients_are_right_to_their_roundings(interpreted: Operators, case: Ca
 @pytest.mark.parametrize(
     "case", [Case(77, 128, residual=True), Case(7, 384, centred=True)], ids=str
 )
-def test_halves_loaded_ahead_have_the_gradients_of_floats(
-    interpreted: Operators, case: Case
-) -> None:
-    """Only halves are loaded a tile ahead, and a float's factor comes last, which may round dx in
-    another way. The interpreter cuts to bfloat16: a whole unit."""
+def test_halves_have_the_gradients_of_floats(interpreted: Operators, case: Case) -> None:
+    """A float's tiles may be staged in another number. The interpreter cuts to bfloat16: a unit."""
     gradients, (kept, rstd) = backward_inputs(case)[:2], backward_inputs(case)[2:]
     weight, _ = affine_of(case)
 
@@ -260,14 +257,14 @@ def test_halves_loaded_ahead_have_the_gradients_of_floats(
         )  # fmt: skip
 
     (dx, *sums), (exact, *exact_sums) = call(torch.bfloat16), call(torch.float32)
-    unit, roundings = torch.finfo(torch.bfloat16).eps, 2 * (case.hidden + 8) * UNIT
-    assert ((dx - exact).abs() <= unit * exact.abs() + roundings * exact.abs().max()).all()
+    assert ((dx - exact).abs() <= torch.finfo(torch.bfloat16).eps * exact.abs()).all()
     assert all(map(torch.equal, sums, exact_sums))
 
 
 DEFECTS_OF_BACKWARD = {
     "one factor for all rows of a gradient": Case(21, 128),
-    "a group left out of a gradient's sums": Case(3, 256, centred=True),
+    "a group left out of a gradient's sums": Case(3, 256),
+    "a group left out of a centred gradient's sums": Case(3, 256, centred=True),
     "a gradient's weights of the first group": Case(3, 256),
 }
 

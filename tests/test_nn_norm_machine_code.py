@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 # Instructions of the kernel, its loop counted once, an element of the tile. At 4.3 TB/s an H200 has
 # time for 7.8 an element and byte moved (test_kernels_machine_code.py): 70 for the forward pass
 # with a residual (9 bytes), 54 for the backward pass with one (7), 23 for the output (3).
-LIMITS = {"forward": 46.0, "backward": 39.0, "output": 13.0}
+LIMITS = {"forward": 46.0, "backward": 42.0, "output": 13.0}
 TYPES = {
     **dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "bias_ptr", "y_ptr"), "*bf16"),
     **dict.fromkeys(("sum_ptr", "dy_ptr", "dsum_ptr", "dx_ptr"), "*bf16"),
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def plan_of(name: str, hidden: int) -> norm_launch.Plan:
     if name == "backward":
-        return norm_launch.backward_plan(hidden, 128, (True, True))[0]
+        return norm_launch.backward_plan(hidden, 128, norm_launch.Reads(True, True, 5))[0]
     if name == "output":
         return norm_launch.output_plan(hidden, 128)
     return norm_launch.forward_plan(hidden, 128, True)
@@ -96,21 +96,32 @@ def test_instructions_leave_memory_the_slower_one(name: str, folder: Path) -> No
     assert per_element <= LIMITS[name]
 
 
-# Bytes an element: bfloat16 are 2, codes 1, shares 4. The backward kernel loads the gradients of a
-# row before its loop and of one in it; there a thread's 8 codes are one access of 8 bytes.
-READ = {"forward": 4 * 2, "backward": 2 * (2 * 2) + 2, "output": 2 * 2 + 1}
+def is_read(op: str) -> bool:
+    """Whether an instruction reads global memory, to registers or to shared memory."""
+    return op.startswith(("LDG.", "LDGSTS."))
+
+
+def is_write(op: str) -> bool:
+    return op.startswith("STG.")
+
+
+# Bytes an element: bfloat16 are 2, codes 1, shares 4. The backward kernel copies the gradients of
+# two rows to shared memory before its loop and of one in it; there a thread's 8 codes are one
+# access of 8 bytes.
+READ = {"forward": 4 * 2, "backward": 3 * (2 * 2) + 2, "output": 2 * 2 + 1}
 WRITTEN = {"forward": 2 * 2 + 1, "backward": 2 + 2 * 4, "output": 2}
 
 
-# Eight bytes or less a thread: factors, headers, and the seed; backward, of each of the two rows,
-# the factor, two headers and their codes.
-MOST_NARROW = {"forward": 4, "backward": 2 * (1 + 2 + 2), "output": 4}
+# Eight bytes or less a thread: factors, headers, and the seed; backward, of two rows the factor and
+# two headers, and of three the codes.
+MOST_NARROW = {"forward": 4, "backward": 2 * (1 + 2) + 3 * 2, "output": 4}
 
 
 @pytest.mark.parametrize("name", LIMITS)
 def test_rows_and_codes_move_16_bytes_at_a_time(name: str, folder: Path) -> None:
     code = code_of(name, 4096, folder)
-    assert 16 * code.everything["LDG.E.128"] == READ[name] * code.elements
+    read = sum(n for op, n in code.everything.items() if is_read(op) and "128" in op)
+    assert 16 * read == READ[name] * code.elements
     assert 16 * code.everything["STG.E.128"] == WRITTEN[name] * code.elements
 
 
@@ -118,10 +129,8 @@ def test_rows_and_codes_move_16_bytes_at_a_time(name: str, folder: Path) -> None
 def test_groups_beyond_a_row_are_masked_whole(name: str, folder: Path) -> None:
     """Masked element by element, each of a thread's 16 would be an access of its own."""
     everything = code_of(name, 5120, folder).everything
-    for access in ("LDG", "STG"):
-        narrow = {
-            op: n for op, n in everything.items() if op.startswith(access) and "128" not in op
-        }
+    for accesses in (is_read, is_write):
+        narrow = {op: n for op, n in everything.items() if accesses(op) and "128" not in op}
         assert sum(narrow.values()) <= MOST_NARROW[name], narrow
 
 
@@ -133,7 +142,5 @@ def test_groups_beyond_a_row_are_masked_whole(name: str, folder: Path) -> None:
     ],
 )  # fmt: skip
 def test_rows_are_not_kept_in_local_memory(name: str, hidden: int, folder: Path) -> None:
-    if (name, hidden) == ("backward", 16384) and triton_version() < (3, 7):
-        pytest.skip("the assembler of triton before 3.7 spills two registers of this one")
     everything = code_of(name, hidden, folder).everything
     assert not [op for op in everything if op.split(".")[0] in ("LDL", "STL")]

@@ -75,6 +75,25 @@ def row_totals(tile, GROUPS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _add_two(a, b, more_a, more_b):
+    return a + more_a, b + more_b
+
+
+@triton.jit
+def row_totals_of_two(a, b, GROUPS: tl.constexpr, ROWS: tl.constexpr):
+    """Return row_totals() of two tiles, which wait for each other's threads together."""
+    if ROWS == 1:
+        shape: tl.constexpr = (GROUPS * a.shape[1],)
+        a = tl.reshape(a, shape, can_reorder=True)
+        b = tl.reshape(b, shape, can_reorder=True)
+        return tl.reduce((a, b), 0, _add_two)
+    else:  # noqa: RET505 - the compiler types what it sees
+        a = tl.reshape(a, (ROWS, GROUPS * a.shape[1]))
+        b = tl.reshape(b, (ROWS, GROUPS * b.shape[1]))
+        return tl.reduce((a, b), 1, _add_two)
+
+
+@triton.jit
 def spread(values, GROUPS: tl.constexpr, ROWS: tl.constexpr):
     """Return a value of each row as what multiplies a tile by rows; of one row it is a scalar."""
     if ROWS == 1:
@@ -99,11 +118,17 @@ def load_kept(
     """Return what was kept of a tile, 0 outside, and if PACKED its headers, as they lie there."""
     kept = tl.load(kept_ptr + first + offsets, mask=inside, other=0)
     if PACKED:
-        header_ptr = header_pointer(kept_ptr, numel, first, GROUP, 8, True)
-        # Not any number outside: its product with 0 may be NaN.
-        return kept, tl.load(header_ptr + tl.arange(0, TILE_GROUPS), mask=filled, other=0)
+        return kept, load_headers(kept_ptr, numel, first, filled, GROUP, TILE_GROUPS)
     else:  # noqa: RET505 - the compiler types what it sees
         return kept, kept
+
+
+@triton.jit
+def load_headers(kept_ptr, numel, first, filled, GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr):
+    """Return the headers of a tile's groups as they lie there, 0 outside."""
+    header_ptr = header_pointer(kept_ptr, numel, first, GROUP, 8, True)
+    # Not any number outside: its product with 0 may be NaN.
+    return tl.load(header_ptr + tl.arange(0, TILE_GROUPS), mask=filled, other=0)
 
 
 @triton.jit

@@ -17,12 +17,12 @@ from vramx.kernels.headers import header_pointer, load_scale
 from vramx.kernels.norm import (
     is_filled,
     is_inside,
-    load_kept,
+    load_headers,
     load_rows,
     normalise,
     row_columns,
-    row_offsets,
     row_totals,
+    row_totals_of_two,
     spread,
 )
 
@@ -44,7 +44,8 @@ def norm_backward_kernel(
     ROWS: tl.constexpr,
     CENTRED: tl.constexpr,
     PACKED: tl.constexpr,
-    AHEAD: tl.constexpr,
+    STAGES: tl.constexpr,
+    DSUM_LAST: tl.constexpr,
 ):
     """Write dx and each program's share of dweight and dbias.
 
@@ -55,44 +56,44 @@ def norm_backward_kernel(
     None. dweight_ptr, dbias_ptr: fp32 [programs, HIDDEN], or None where they are not asked for or
     norm_sums_kernel makes them.
     A program owns every programs-th tile of dx, in ascending order, and its row of the shares: the
-    sums depend on the number of programs only. AHEAD: it loads a tile before it works on the one
-    before; the last one's is loaded again.
+    sums depend on the number of programs only. STAGES: how many tiles are in work, all but one of
+    them on their way to shared memory; the headers and factors of the next are in registers, and
+    those of the last tile are loaded again. DSUM_LAST: dsum is not held from the start of a tile.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     dweight = tl.zeros((ROWS * GROUPS, GROUP), tl.float32)
     dbias = tl.zeros((ROWS * GROUPS, GROUP), tl.float32)
     tiles = tl.cdiv(rows, ROWS).to(tl.int32)
-    if AHEAD:
-        next_dy, next_dsum, next_kept, next_headers, next_rstd = _load_backward(
-            dy_ptr, dsum_ptr, kept_ptr, rstd_ptr, rows, program, HIDDEN, GROUP, GROUPS, ROWS, PACKED
-        )
-    for tile in range(program, tiles, programs):
-        if AHEAD:
-            dy, dsum, kept, headers, rstd = next_dy, next_dsum, next_kept, next_headers, next_rstd
-            next_dy, next_dsum, next_kept, next_headers, next_rstd = _load_backward(
-                dy_ptr, dsum_ptr, kept_ptr, rstd_ptr, rows, tl.minimum(tile + programs, tiles - 1),
-                HIDDEN, GROUP, GROUPS, ROWS, PACKED,
-            )  # fmt: skip
-        else:
-            dy, dsum, kept, headers, rstd = _load_backward(
-                dy_ptr, None, kept_ptr, rstd_ptr, rows, tile, HIDDEN, GROUP, GROUPS, ROWS, PACKED
-            )
-        dy = dy.to(tl.float32)
+    offsets = _offsets_by_8(GROUP, GROUPS, ROWS)
+    weight = _load_weight(weight_ptr, HIDDEN, GROUP, GROUPS, ROWS)
+    next_headers, next_rstd = _load_small(
+        kept_ptr, rstd_ptr, rows, program, HIDDEN, GROUP, GROUPS, ROWS, PACKED
+    )
+    for tile in tl.range(program, tiles, programs, num_stages=STAGES):
+        headers, rstd = next_headers, next_rstd
+        next_headers, next_rstd = _load_small(
+            kept_ptr, rstd_ptr, rows, tl.minimum(tile + programs, tiles - 1),
+            HIDDEN, GROUP, GROUPS, ROWS, PACKED,
+        )  # fmt: skip
+        row = tile * tl.full((), ROWS, tl.int64)
+        first = row * HIDDEN
+        inside = is_inside(tl.minimum(rows - row, ROWS).to(tl.int32), HIDDEN, GROUP, GROUPS, ROWS)
+        dy = load_rows(dy_ptr + first + offsets, inside)
+        kept = tl.load(kept_ptr + first + offsets, mask=inside, other=0)
+        if dsum_ptr is not None and not DSUM_LAST:
+            dsum = tl.load(dsum_ptr + first + offsets, mask=inside, other=0.0)
         n = normalise(kept, headers, PACKED)
         if dweight_ptr is not None:
             dweight += dy * n
         if dbias_ptr is not None:
             dbias += dy
-        dx = _gradient(
-            dy, n, rstd, weight_ptr, HIDDEN, GROUP, GROUPS, ROWS, CENTRED, FACTOR_FIRST=AHEAD
-        )
-        row = tile * tl.full((), ROWS, tl.int64)
-        left = tl.minimum(rows - row, ROWS).to(tl.int32)
-        inside = is_inside(left, HIDDEN, GROUP, GROUPS, ROWS)
-        offsets = row * HIDDEN + row_offsets(GROUP, GROUPS, ROWS)
+        g = dy if weight_ptr is None else dy * weight.to(tl.float32)
+        dx = _gradient(g, n, rstd, HIDDEN, GROUPS, ROWS, CENTRED)
         if dsum_ptr is not None:
-            dx += dsum.to(tl.float32) if AHEAD else load_rows(dsum_ptr + offsets, inside)
-        tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+            dx += (
+                load_rows(dsum_ptr + first + offsets, inside) if DSUM_LAST else dsum.to(tl.float32)
+            )
+        tl.store(dx_ptr + first + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     if dweight_ptr is not None:
         _store_share(dweight, dweight_ptr + program * HIDDEN, HIDDEN, GROUP, GROUPS, ROWS)
     if dbias_ptr is not None:
@@ -101,37 +102,27 @@ def norm_backward_kernel(
 
 @triton.jit
 def _gradient(
-    dy,
+    g,
     n,
     rstd,
-    weight_ptr,
     HIDDEN: tl.constexpr,
-    GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     CENTRED: tl.constexpr,
-    FACTOR_FIRST: tl.constexpr,
 ):
-    """Return the gradient of a tile's s. FACTOR_FIRST: r is multiplied into g instead of dx.
-
-    Which of the two takes fewer registers depends on what else is held in them.
-    """
-    columns = row_columns(GROUP, GROUPS, ROWS)
-    known = columns < HIDDEN if HIDDEN != GROUPS * GROUP else None
-    factor = spread(rstd, GROUPS, ROWS)
-    g = dy * factor if FACTOR_FIRST else dy
-    if weight_ptr is not None:
-        g = g * load_rows(weight_ptr + columns, known)
-    dx = g - n * spread(row_totals(g * n, GROUPS, ROWS) / HIDDEN, GROUPS, ROWS)
+    """Return r * (g - n * mean(g n) - mean(g) if CENTRED) of a tile, two products an element."""
+    by_mean = rstd / HIDDEN
     if CENTRED:
-        dx -= spread(row_totals(g, GROUPS, ROWS) / HIDDEN, GROUPS, ROWS)
-    return dx if FACTOR_FIRST else dx * factor
+        along, total = row_totals_of_two(g * n, g, GROUPS, ROWS)
+        dx = g * spread(rstd, GROUPS, ROWS) - spread(total * by_mean, GROUPS, ROWS)
+    else:
+        along = row_totals(g * n, GROUPS, ROWS)
+        dx = g * spread(rstd, GROUPS, ROWS)
+    return dx - n * spread(along * by_mean, GROUPS, ROWS)
 
 
 @triton.jit
-def _load_backward(
-    dy_ptr,
-    dsum_ptr,
+def _load_small(
     kept_ptr,
     rstd_ptr,
     rows,
@@ -142,25 +133,29 @@ def _load_backward(
     ROWS: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Return dy, dsum, what was kept with its headers, and rstd of a tile, as they lie in memory.
-
-    No dsum is dy once more. Nothing is computed of them, which would wait for them.
-    """
+    """Return the headers, if PACKED, and the factors of a tile."""
     row = tile * tl.full((), ROWS, tl.int64)
-    first = row * HIDDEN
     left = tl.minimum(rows - row, ROWS).to(tl.int32)
-    inside = is_inside(left, HIDDEN, GROUP, GROUPS, ROWS)
-    filled = is_filled(left, HIDDEN, GROUP, GROUPS, ROWS)
-    offsets = _offsets_by_8(GROUP, GROUPS, ROWS)
-    dy = tl.load(dy_ptr + first + offsets, mask=inside, other=0.0)
-    kept, headers = load_kept(
-        kept_ptr, rows * HIDDEN, first, offsets, inside, filled, GROUP, ROWS * GROUPS, PACKED
-    )
     rstd = _load_factors(rstd_ptr + row, left, ROWS)
-    dsum = dy
-    if dsum_ptr is not None:
-        dsum = tl.load(dsum_ptr + first + offsets, mask=inside, other=0.0)
-    return dy, dsum, kept, headers, rstd
+    if PACKED:
+        filled = is_filled(left, HIDDEN, GROUP, GROUPS, ROWS)
+        return load_headers(
+            kept_ptr, rows * HIDDEN, row * HIDDEN, filled, GROUP, ROWS * GROUPS
+        ), rstd
+    else:  # noqa: RET505 - the compiler types what it sees
+        return rstd, rstd
+
+
+@triton.jit
+def _load_weight(
+    weight_ptr, HIDDEN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr
+):
+    """Return the weights of a tile, of their own type, which takes the fewest registers."""
+    columns = row_columns(GROUP, GROUPS, ROWS)
+    if weight_ptr is None:
+        return columns
+    else:  # noqa: RET505 - the compiler types what it sees
+        return tl.load(weight_ptr + columns, mask=columns < HIDDEN, other=0.0)
 
 
 @triton.jit
@@ -205,27 +200,38 @@ def _store_share(
 @triton.jit(do_not_specialize=["rows"])
 def column_sums_kernel(
     shares_ptr,
-    out_ptr,
+    dweight_ptr,
+    dbias_ptr,
     rows,
     HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write out[c] = sum of shares[:, c], in one order. A program owns COLUMNS columns.
+    """Write dweight[c] = sum of shares[0, :, c], and dbias of what is next there, in one order.
 
-    shares_ptr: fp32 [rows, HIDDEN]. out_ptr: [HIDDEN] of any type.
+    shares_ptr: fp32 [1 or 2, rows, HIDDEN]. dweight_ptr, dbias_ptr: [HIDDEN] of any type, or one of
+    them None. Program (i, j) owns COLUMNS columns of share j. ROWS rows are on their way at once.
     """
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    lanes = tl.arange(0, ROWS)[:, None]
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    known = columns < HIDDEN
+    lanes = tl.arange(0, ROWS)
+    first = shares_ptr + tl.program_id(1).to(tl.int64) * rows * HIDDEN
     totals = tl.zeros((ROWS, COLUMNS), tl.float32)
     row = 0
     while row < rows:
-        inside = (row + lanes < rows) & (columns < HIDDEN)
-        totals += tl.load(shares_ptr + (row + lanes) * HIDDEN + columns, mask=inside, other=0.0)
+        inside = (row + lanes < rows)[:, None] & known[None, :]
+        at = (row + lanes)[:, None] * HIDDEN + columns[None, :]
+        totals += tl.load(first + at, mask=inside, other=0.0)
         row += ROWS
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.sum(totals, 0).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + columns, total, mask=columns < HIDDEN)
+    total = tl.sum(totals, 0)
+    if dweight_ptr is None:
+        tl.store(dbias_ptr + columns, total.to(dbias_ptr.dtype.element_ty), mask=known)
+    elif dbias_ptr is None:  # noqa: SIM114 - known to the compiler, what follows is not
+        tl.store(dweight_ptr + columns, total.to(dweight_ptr.dtype.element_ty), mask=known)
+    elif tl.program_id(1) == 0:
+        tl.store(dweight_ptr + columns, total.to(dweight_ptr.dtype.element_ty), mask=known)
+    else:
+        tl.store(dbias_ptr + columns, total.to(dbias_ptr.dtype.element_ty), mask=known)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -31,15 +31,22 @@ _ELEMENTS_OF_OUTPUT = 16
 _ELEMENTS_SUMMED = 16
 _MOST_WARPS = 16
 _LONGEST_SUMMED = 8192
-_SMALLEST_TILE = 2048
-# Of the backward kernel, whose programs go on to further rows, by whether it has a bias or a
-# residual: fewer share the registers, which hold the next row beside the one in work. An H200 then
-# reaches 81 to 95 % of a copy, with a residual 92 to 99 % (benchmarks/results/kernels.csv).
-_WARPS_SUMMED = {False: 24, True: 16}
+# Shorter rows share a tile, so that a thread's accesses are 16 bytes and rows share their waits;
+# where the backward kernel subtracts means, adding up two rows' together costs more than that.
+_SMALLEST_TILE, _SMALLEST_TILE_CENTRED = 2048, 1024
+# The programs of the backward kernel go on to further tiles, some of which are on their way to
+# shared memory: with a residual fewer, for a tile is then more bytes. A multiprocessor works on so
+# many elements. With a bias but no residual its warps wait for each other rather than for memory,
+# so long rows are given more warps, of fewer elements each.
+_ELEMENTS_OF_MULTIPROCESSOR, _MOST_PROGRAMS = 8192, 16
+_ELEMENTS_CENTRED, _LONG_ROW = 8, 4096
+_STAGES = {False: 4, True: 3}
+_STAGED_BYTES = 96 << 10  # of a program: GPUs of capability 8.6 have 99 KiB
 _REGISTERS = 1 << 16  # of a multiprocessor
 _WIDEST_GROUP = 128  # where the format does not say
 _SUM_PROGRAMS = 4  # of a multiprocessor, of sums that are made apart
-_SUM_ROWS, _SUM_COLUMNS = 64, 16
+# Two loads of a thread: of more the assembler lets some wait for others.
+_SUM_ROWS, _SUM_COLUMNS, _SUM_WARPS = 512, 8, 16
 
 
 class Plan(NamedTuple):
@@ -55,6 +62,14 @@ class Plan(NamedTuple):
 
     def grid(self, rows: int) -> int:
         return -(-rows // self.rows)
+
+
+class Reads(NamedTuple):
+    """What the backward kernel reads, and whether it subtracts means."""
+
+    centred: bool
+    has_residual: bool
+    element_bytes: int  # of the gradients and of what was kept
 
 
 class Kept(NamedTuple):
@@ -160,31 +175,37 @@ def norm_backward(
             if vector is not None:
                 vector.zero_()
         return
-    adds = wanted.dbias is not None or gradients[1] is not None
-    how = dx.element_size() == 2, adds
-    plan, of_multiprocessor = backward_plan(hidden, kept.group_size, how)
+    packed = kept.group_size > 0
+    of_gradients = sum(each.element_size() for each in gradients if each is not None)
+    reads = Reads(
+        centred, gradients[1] is not None, of_gradients + (1 if packed else dx.element_size())
+    )
+    plan, of_multiprocessor = backward_plan(hidden, kept.group_size, reads)
     programs = min(plan.grid(rows), _programs(dx.device, of_multiprocessor))
-    partial = [None, None] if plan.sums_apart else _partial(wanted, programs, hidden)
+    partial = _partial(Shares(None, None) if plan.sums_apart else wanted, programs, hidden)
     start(
         norm_backward_kernel, (programs,),
         (*gradients, weight, kept.buffer, kept.rstd, dx, *partial), (rows,),
-        CENTRED=centred, PACKED=kept.group_size > 0, **plan.constants,
+        CENTRED=centred, PACKED=packed, **plan.constants,
     )  # fmt: skip
     if plan.sums_apart:
         partial = _sums_apart(gradients[0], kept, wanted)
-    for share, vector in zip(partial, wanted, strict=True):
-        if share is not None and vector is not None:
-            _column_sums(share, vector)
+    _column_sums(partial, wanted)
 
 
-def _partial(wanted: Shares, programs: int, hidden: int) -> list[Tensor | None]:
-    return [
-        None if vector is None else vector.new_empty((programs, hidden), dtype=torch.float32)
-        for vector in wanted
-    ]
+def _partial(wanted: Shares, programs: int, hidden: int) -> Shares:
+    """Return where the programs' shares go: [programs, hidden] each, one after the other."""
+    given = [vector for vector in wanted if vector is not None]
+    if not given:
+        return Shares(None, None)
+    shares = given[0].new_empty((len(given), programs, hidden), dtype=torch.float32)
+    return Shares(
+        None if wanted.dweight is None else shares[0],
+        None if wanted.dbias is None else shares[-1],
+    )
 
 
-def _sums_apart(dy: Tensor, kept: Kept, wanted: Shares) -> list[Tensor | None]:
+def _sums_apart(dy: Tensor, kept: Kept, wanted: Shares) -> Shares:
     """Return the shares of the sums, made by a second pass over dy and what was kept."""
     from vramx.kernels.norm_backward import norm_sums_kernel
 
@@ -202,12 +223,18 @@ def _sums_apart(dy: Tensor, kept: Kept, wanted: Shares) -> list[Tensor | None]:
     return partial
 
 
-def _column_sums(shares: Tensor, out: Tensor) -> None:
+def _column_sums(partial: Shares, wanted: Shares) -> None:
+    """Add up the shares, which lie as _partial() made them."""
     from vramx.kernels.norm_backward import column_sums_kernel
 
-    programs, hidden = shares.shape
-    grid = (-(-hidden // _SUM_COLUMNS),)
-    start(column_sums_kernel, grid, (shares, out), (programs,), HIDDEN=hidden, **sums_constants())
+    given = [share for share in partial if share is not None]
+    if not given:
+        return
+    programs, hidden = given[0].shape
+    start(
+        column_sums_kernel, (-(-hidden // _SUM_COLUMNS), len(given)),
+        (given[0], *wanted), (programs,), HIDDEN=hidden, **sums_constants(),
+    )  # fmt: skip
 
 
 def sums_apart_constants(hidden: int, group_size: int) -> dict[str, Any]:
@@ -219,7 +246,7 @@ def sums_apart_constants(hidden: int, group_size: int) -> dict[str, Any]:
 
 def sums_constants() -> dict[str, Any]:
     """Return the tile of the kernel that adds the shares up."""
-    return {"ROWS": _SUM_ROWS, "COLUMNS": _SUM_COLUMNS, "num_warps": 4}
+    return {"ROWS": _SUM_ROWS, "COLUMNS": _SUM_COLUMNS, "num_warps": _SUM_WARPS}
 
 
 def forward_plan(hidden: int, group_size: int, has_residual: bool) -> Plan:
@@ -233,30 +260,31 @@ def output_plan(hidden: int, group_size: int) -> Plan:
 
 
 @lru_cache(maxsize=256)
-def backward_plan(hidden: int, group_size: int, how: tuple[bool, bool]) -> tuple[Plan, int]:
-    """Return the tile of the backward kernel, and how many programs a multiprocessor is given.
-
-    Args:
-        how: whether elements have 2 bytes, so that two rows fit the registers, and whether there is
-            a bias or a residual.
-    """
-    is_narrow, adds = how
-    plan = _tile_plan(hidden, group_size, _ELEMENTS_SUMMED)
-    warps = plan.constants["num_warps"]
-    programs = max(1, _WARPS_SUMMED[adds] // warps)
+def backward_plan(hidden: int, group_size: int, reads: Reads) -> tuple[Plan, int]:
+    """Return the tile of the backward kernel, and how many programs a multiprocessor is given."""
+    waits = reads.centred and not reads.has_residual and hidden >= _LONG_ROW
+    plan = _tile_plan(
+        hidden, group_size, _ELEMENTS_CENTRED if waits else _ELEMENTS_SUMMED,
+        _SMALLEST_TILE_CENTRED if reads.centred else _SMALLEST_TILE,
+    )  # fmt: skip
+    known = plan.constants
+    tile = known["ROWS"] * known["GROUPS"] * known["GROUP"]
+    programs = max(1, min(_ELEMENTS_OF_MULTIPROCESSOR // tile, _MOST_PROGRAMS))
+    staged = min(_STAGES[reads.has_residual], 1 + _STAGED_BYTES // (tile * reads.element_bytes))
     constants = {
-        "AHEAD": is_narrow and not plan.sums_apart,
-        "maxnreg": _REGISTERS // (32 * warps * programs) // 8 * 8,
+        "STAGES": staged,
+        "DSUM_LAST": plan.sums_apart,
+        "maxnreg": _REGISTERS // (32 * known["num_warps"] * programs) // 8 * 8,
     }
-    return Plan(plan.rows, plan.constants | constants), programs
+    return Plan(plan.rows, known | constants), programs
 
 
 @lru_cache(maxsize=256)
-def _tile_plan(hidden: int, group_size: int, elements: int) -> Plan:
+def _tile_plan(hidden: int, group_size: int, elements: int, smallest: int = _SMALLEST_TILE) -> Plan:
     group = group_size or min(_power_of_two(hidden), _WIDEST_GROUP)
     groups = _power_of_two(-(-hidden // group))
     tile = group * groups
-    rows = max(1, _SMALLEST_TILE // tile) if tile == hidden else 1
+    rows = max(1, smallest // tile) if tile == hidden else 1
     warps = min(max(1, rows * tile // (32 * elements)), _MOST_WARPS)
     constants = {
         "HIDDEN": hidden,
