@@ -205,24 +205,25 @@ def column_sums_kernel(
     rows,
     HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Write dweight[c] = sum of shares[0, :, c], and dbias of what is next there, in one order.
 
-    shares_ptr: fp32 [1 or 2, rows, HIDDEN]. dweight_ptr, dbias_ptr: [HIDDEN] of any type, or one of
-    them None. Program (i, j) owns COLUMNS columns of share j. ROWS rows are on their way at once.
+    shares_ptr: fp32 [1 or 2, rows, HIDDEN], rows <= ROWS * STEPS. dweight_ptr, dbias_ptr: [HIDDEN]
+    of any type, or one of them None. Program (i, j) owns COLUMNS columns of share j. The steps are
+    written out, so that the loads of several are on their way at once.
     """
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     known = columns < HIDDEN
     lanes = tl.arange(0, ROWS)
     first = shares_ptr + tl.program_id(1).to(tl.int64) * rows * HIDDEN
     totals = tl.zeros((ROWS, COLUMNS), tl.float32)
-    row = 0
-    while row < rows:
-        inside = (row + lanes < rows)[:, None] & known[None, :]
-        at = (row + lanes)[:, None] * HIDDEN + columns[None, :]
+    for step in tl.static_range(STEPS):
+        row = step * ROWS + lanes
+        inside = (row < rows)[:, None] & known[None, :]
+        at = row[:, None] * HIDDEN + columns[None, :]
         totals += tl.load(first + at, mask=inside, other=0.0)
-        row += ROWS
     total = tl.sum(totals, 0)
     if dweight_ptr is None:
         tl.store(dbias_ptr + columns, total.to(dbias_ptr.dtype.element_ty), mask=known)

@@ -32,21 +32,22 @@ _ELEMENTS_SUMMED = 16
 _MOST_WARPS = 16
 _LONGEST_SUMMED = 8192
 # Shorter rows share a tile, so that a thread's accesses are 16 bytes and rows share their waits;
-# where the backward kernel subtracts means, adding up two rows' together costs more than that.
-_SMALLEST_TILE, _SMALLEST_TILE_CENTRED = 2048, 1024
+# fewer do backward, where adding up two rows' together costs more than that.
+_SMALLEST_TILE, _SMALLEST_TILE_BACKWARD = 2048, 1024
 # The programs of the backward kernel go on to further tiles, some of which are on their way to
-# shared memory: with a residual fewer, for a tile is then more bytes. A multiprocessor works on so
-# many elements. With a bias but no residual its warps wait for each other rather than for memory,
-# so long rows are given more warps, of fewer elements each.
-_ELEMENTS_OF_MULTIPROCESSOR, _MOST_PROGRAMS = 8192, 16
+# shared memory: with a residual fewer, for a tile is then more bytes, and of long rows more, for
+# there are fewer programs. A multiprocessor works on so many elements, more where means are not
+# subtracted. With a bias but no residual its warps wait for each other rather than for memory, so
+# long rows are given more warps, of fewer elements each. All swept on an H200.
+_ELEMENTS_OF_MULTIPROCESSOR, _MOST_PROGRAMS = {False: 10240, True: 8192}, 16
 _ELEMENTS_CENTRED, _LONG_ROW = 8, 4096
-_STAGES = {False: 4, True: 3}
+_STAGES, _STAGES_WITH_RESIDUAL, _STAGES_OF_LONG_ROWS = 4, 3, 5
 _STAGED_BYTES = 96 << 10  # of a program: GPUs of capability 8.6 have 99 KiB
 _REGISTERS = 1 << 16  # of a multiprocessor
 _WIDEST_GROUP = 128  # where the format does not say
 _SUM_PROGRAMS = 4  # of a multiprocessor, of sums that are made apart
-# Two loads of a thread: of more the assembler lets some wait for others.
-_SUM_ROWS, _SUM_COLUMNS, _SUM_WARPS = 512, 8, 16
+_SUM_ROWS, _SUM_WARPS = 64, 8  # of a step of a program that adds up shares
+_FEW_COLUMNS = 4096
 
 
 class Plan(NamedTuple):
@@ -231,9 +232,10 @@ def _column_sums(partial: Shares, wanted: Shares) -> None:
     if not given:
         return
     programs, hidden = given[0].shape
+    constants = sums_constants(programs, hidden * len(given))
     start(
-        column_sums_kernel, (-(-hidden // _SUM_COLUMNS), len(given)),
-        (given[0], *wanted), (programs,), HIDDEN=hidden, **sums_constants(),
+        column_sums_kernel, (-(-hidden // constants["COLUMNS"]), len(given)),
+        (given[0], *wanted), (programs,), HIDDEN=hidden, **constants,
     )  # fmt: skip
 
 
@@ -244,9 +246,16 @@ def sums_apart_constants(hidden: int, group_size: int) -> dict[str, Any]:
     return {"HIDDEN": hidden, "GROUP": group, "ROWS": rows, "num_warps": 4}
 
 
-def sums_constants() -> dict[str, Any]:
-    """Return the tile of the kernel that adds the shares up."""
-    return {"ROWS": _SUM_ROWS, "COLUMNS": _SUM_COLUMNS, "num_warps": _SUM_WARPS}
+def sums_constants(programs: int, columns: int) -> dict[str, Any]:
+    """Return the tile of the kernel that adds up so many programs' shares of so many columns."""
+    steps = _power_of_two(-(-programs // _SUM_ROWS))  # few kernels for all numbers of programs
+    wide = columns >= _FEW_COLUMNS  # a multiprocessor has work either way
+    return {
+        "ROWS": _SUM_ROWS,
+        "STEPS": steps,
+        "COLUMNS": 32 if wide else 16,
+        "num_warps": _SUM_WARPS,
+    }
 
 
 def forward_plan(hidden: int, group_size: int, has_residual: bool) -> Plan:
@@ -265,18 +274,24 @@ def backward_plan(hidden: int, group_size: int, reads: Reads) -> tuple[Plan, int
     waits = reads.centred and not reads.has_residual and hidden >= _LONG_ROW
     plan = _tile_plan(
         hidden, group_size, _ELEMENTS_CENTRED if waits else _ELEMENTS_SUMMED,
-        _SMALLEST_TILE_CENTRED if reads.centred else _SMALLEST_TILE,
+        _SMALLEST_TILE_BACKWARD,
     )  # fmt: skip
     known = plan.constants
     tile = known["ROWS"] * known["GROUPS"] * known["GROUP"]
-    programs = max(1, min(_ELEMENTS_OF_MULTIPROCESSOR // tile, _MOST_PROGRAMS))
-    staged = min(_STAGES[reads.has_residual], 1 + _STAGED_BYTES // (tile * reads.element_bytes))
+    programs = max(1, min(_ELEMENTS_OF_MULTIPROCESSOR[reads.centred] // tile, _MOST_PROGRAMS))
+    stages = min(_stages(hidden, reads), 1 + _STAGED_BYTES // (tile * reads.element_bytes))
     constants = {
-        "STAGES": staged,
+        "STAGES": stages,
         "DSUM_LAST": plan.sums_apart,
         "maxnreg": _REGISTERS // (32 * known["num_warps"] * programs) // 8 * 8,
     }
     return Plan(plan.rows, known | constants), programs
+
+
+def _stages(hidden: int, reads: Reads) -> int:
+    if reads.has_residual:
+        return _STAGES_WITH_RESIDUAL
+    return _STAGES if reads.centred or hidden < _LONG_ROW else _STAGES_OF_LONG_ROWS
 
 
 @lru_cache(maxsize=256)
