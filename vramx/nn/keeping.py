@@ -75,6 +75,8 @@ def fields_of(kept: Kept) -> tuple[Any, ...]:
 
 def in_order(spec: Spec, order: int) -> Spec:
     """Return a spec with another order of elements."""
+    if spec.order == order:
+        return spec
     return Spec(spec.bits, spec.group_size, spec.symmetric, spec.stochastic, order)
 
 
