@@ -11,12 +11,13 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from vramx.kernels import channel_norm, channel_norm_backward, headers
+from vramx.kernels import channel_norm, channel_norm_backward, channel_norm_tables, headers
 from vramx.kernels.tiles import tile_offsets
 
 _right_position = channel_norm.position_of
 _right_values = channel_norm.channel_values
 _right_scale = headers.load_scale
+_right_move = channel_norm_tables._move
 
 
 @triton.jit
@@ -83,6 +84,11 @@ def _scales_of_the_first_group(header_ptr, offsets, mask, SYMMETRIC: tl.constexp
     return _right_scale(header_ptr, offsets * 0, mask, SYMMETRIC)
 
 
+@triton.jit
+def _as_if_momentum_were_of_the_old(pointers, new, momentum, inside):
+    _right_move(pointers, new, 1.0 - momentum, inside)
+
+
 DEFECTS: dict[str, tuple[ModuleType, str, Any]] = {
     "the channel of a tile's first element": (
         channel_norm,
@@ -98,4 +104,9 @@ DEFECTS: dict[str, tuple[ModuleType, str, Any]] = {
         _scales_of_the_first_group,
     ),
     "a slope for all channels": (channel_norm_backward, "channel_values", _one_value_for_all),
+    "momentum of the old statistics": (
+        channel_norm_tables,
+        "_move",
+        _as_if_momentum_were_of_the_old,
+    ),
 }

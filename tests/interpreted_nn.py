@@ -1,7 +1,7 @@
 """vramx.nn in a process where Triton interprets: there the kernels serve a CPU.
 
 Triton decides when it is imported whether it interprets, so a test's own process cannot. The child
-answers pickled calls, of three kinds. A function of vramx.nn is run forward and backward, and the
+answers pickled calls, of a few kinds. A function of vramx.nn is run forward and backward, and the
 result, the gradients and the packed buffers come back; evaluate() does the same in the test's
 process, where the composite serves. An operator of torch.ops.vramx is run as it is, as is a
 function of loss_kernels_in_pieces.py. All generators start at fixed seeds in each call, fresh
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 _ROOT = Path(__file__).resolve().parent.parent
 SEED = 11
@@ -88,6 +89,13 @@ def call_loss_in_pieces(name: str, arguments: Sequence[Any]) -> tuple[Tensor, ..
     return tuple(getattr(loss_kernels_in_pieces, name)(*arguments))
 
 
+def call_in_place(path: str, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Run a function of vramx, and return the tensors among its arguments as it leaves them."""
+    module, _, function = path.rpartition(".")
+    getattr(importlib.import_module(f"vramx.{module}"), function)(*arguments)
+    return tuple(each for each in tree_leaves(arguments) if isinstance(each, Tensor))
+
+
 class Interpreted:
     """The child."""
 
@@ -125,6 +133,10 @@ class Interpreted:
     def loss_in_pieces(self, name: str, *arguments: Any, defect: str = "") -> tuple[Tensor, ...]:
         """Return what call_loss_in_pieces() does there."""
         return tuple(self._ask(call_loss_in_pieces.__name__, (name, arguments), defect))
+
+    def in_place(self, path: str, *arguments: Any, defect: str = "") -> tuple[Tensor, ...]:
+        """Return what call_in_place() does there."""
+        return tuple(self._ask(call_in_place.__name__, (path, arguments), defect))
 
     def _ask(self, what: str, arguments: tuple[Any, ...], defect: str) -> tuple[Any, ...]:
         assert self._child.stdin is not None

@@ -245,8 +245,9 @@ def test_operators_say_what_they_return(
     )
     how = ("leaky_relu", 0.1)
     check, operators = torch.library.opcheck, torch.ops.vramx
-    arguments = (x, None if groups else x, *affine, *given, groups, 1e-5, *how, form)
+    arguments = (x, None if groups else x, *affine, *given, not groups, groups, 1e-5, *how, form)
     _, _, _, rstd, kept, bits, _ = operators.channel_norm(*arguments)
+    rstd = given[1] if given[1] is not None else rstd
     check(operators.channel_norm.default, arguments, test_utils=OPERATOR_TESTS)
     if spec[0] == -1:
         return

@@ -91,7 +91,7 @@ def inputs(case: Case) -> list[object]:
     statistics = (sample(4, channels), sample(5, channels).square()) if case.given else (None, None)
     return [
         x, residual, sample(2, channels), sample(3, channels), *statistics,
-        case.groups, 1e-5, case.kind, case.leak, case.form,
+        case.given, case.groups, 1e-5, case.kind, case.leak, case.form,
     ]  # fmt: skip
 
 
@@ -127,6 +127,7 @@ def backward_inputs(case: Case, wanted: list[int]) -> list[object]:
     plain = replace(case, residual=False)
     arguments = inputs(plain)
     *_, rstd, kept, bits, _ = call_operator("channel_norm", arguments)
+    rstd = arguments[5] if case.given else rstd
     return [
         image(6, case), arguments[2], arguments[3], kept, rstd, bits, case.groups, case.given,
         case.kind, case.leak, torch.float32, wanted, case.form,

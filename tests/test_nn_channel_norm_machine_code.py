@@ -37,7 +37,7 @@ LIMITS = {
 TYPES = {
     **dict.fromkeys(("x_ptr", "residual_ptr", "y_ptr", "dy_ptr", "g_ptr", "n_ptr"), "*bf16"),
     **dict.fromkeys(("mean_ptr", "rstd_ptr", "weight_ptr", "bias_ptr"), "*fp32"),
-    **dict.fromkeys(("slope_ptr", "offset_ptr", "along_ptr", "totals_ptr"), "*fp32"),
+    **dict.fromkeys(("slope_ptr", "offset_ptr", "along_ptr", "shares_ptr"), "*fp32"),
     **dict.fromkeys(("kept_ptr", "bits_ptr"), "*u8"),
     **dict.fromkeys(("numel", "stream", "inner", "channels"), "i64"),
     "width": "i32",

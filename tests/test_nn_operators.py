@@ -147,8 +147,8 @@ def test_eager_mode_goes_around_the_dispatcher(name: str, monkeypatch: pytest.Mo
         assert not watched(self, args)
         return False
 
-    watched = Operator._watched
-    monkeypatch.setattr(Operator, "_watched", refuse)
+    watched = Operator.is_watched
+    monkeypatch.setattr(Operator, "is_watched", refuse)
     outcome(name)
 
 

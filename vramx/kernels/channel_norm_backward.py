@@ -237,8 +237,7 @@ def channel_norm_sums_kernel(
     bits_ptr,
     weight_ptr,
     bias_ptr,
-    totals_ptr,
-    along_ptr,
+    shares_ptr,
     numel: tl.int64,
     width,
     leak: tl.float32,
@@ -255,7 +254,7 @@ def channel_norm_sums_kernel(
     GROUP, is a multiple of 16, and width is GROUP; or CHANNELS is 0, and width is their number, a
     multiple of GROUP. Program (i, j) owns columns i * GROUP to (i + 1) * GROUP of share j, and
     takes every num_programs(1)-th tile of ROWS rows in ascending order: the sums depend on the
-    number of programs only. totals_ptr, along_ptr: fp32 [programs(1), width]. Others as
+    number of programs only. shares_ptr: fp32 [2, programs(1), width]. Others as
     channel_norm_kernel's.
     """
     block = tl.program_id(0)
@@ -306,5 +305,5 @@ def channel_norm_sums_kernel(
         along += g * n
         row += step
     share = tl.program_id(1) * width + block * GROUP + columns
-    tl.store(totals_ptr + share, tl.sum(totals, 0))
-    tl.store(along_ptr + share, tl.sum(along, 0))
+    tl.store(shares_ptr + share, tl.sum(totals, 0))
+    tl.store(shares_ptr + tl.num_programs(1) * width + share, tl.sum(along, 0))

@@ -150,7 +150,7 @@ def input_gradient(
 
 
 def sums_fit(channels: Channels, kept: Kept) -> bool:
-    """Tell whether sums() serves: channels innermost, and of one size with groups.
+    """Tell whether shares_of_sums() serves: channels innermost, and of one size with groups.
 
     Example:
         >>> kept = Kept(torch.empty(0), None, None)
@@ -162,16 +162,17 @@ def sums_fit(channels: Channels, kept: Kept) -> bool:
     return channels.inner == 1 and channels.number % _SUMMED_AT_ONCE == 0 and fits
 
 
-def sums(
+def shares_of_sums(
     dy: Tensor,
     kept: Kept,
     tables: tuple[Tensor | None, Tensor | None],
     how: tuple[Channels, Activation],
 ) -> Tensor:
-    """Return fp32 [2, channels]: the sums of g and of g n. `tables` are weight and bias.
+    """Return fp32 [2, rows, channels], to be added up: the sums of g and of g n.
 
-    Allocates 16 bytes a channel for each program that shares the rows, and its result. The rounding
-    errors do not change from run to run on one kind of device.
+    `tables` are weight and bias. Allocates its result: 8 bytes a channel, or a group of the codec,
+    for each program that shares the rows. The number of these does not change from run to run on
+    one kind of device.
     """
     channels, activation = how
     plan = sums_plan(channels.number, _form(kept))
@@ -181,17 +182,16 @@ def sums(
     shares = dy.new_empty((2, programs, width), dtype=torch.float32)
     start(
         plan.kernel, (blocks, programs),
-        (dy, kept.buffer, kept.bits, *tables, shares[0], shares[1]),
+        (dy, kept.buffer, kept.bits, *tables, shares),
         (dy.numel(), width, activation.leak),
         KIND=activation.kind, **plan.constants,
     )  # fmt: skip
-    totals = shares.sum(1)
-    return totals.view(2, -1, channels.number).sum(1) if width > channels.number else totals
+    return shares.view(2, -1, channels.number) if width > channels.number else shares
 
 
 @lru_cache(maxsize=256)
 def sums_plan(channels: int, form: tuple[int, bool] | None) -> Plan:
-    """Return how sums() is launched; a tile is counted in rows."""
+    """Return how shares_of_sums() is launched; a tile is counted in rows."""
     from vramx.kernels.channel_norm_backward import channel_norm_sums_kernel
 
     group, symmetric = form or (_WIDEST_GROUP, True)
@@ -215,6 +215,7 @@ def _programs(device: torch.device) -> int:
     return int(multiprocessors) * _PROGRAMS_OF_MULTIPROCESSOR
 
 
+@lru_cache(maxsize=1024)
 def plan_of(name: str, channels: Channels, keeps: bool, form: tuple[int, bool] | None) -> Plan:
     """Return how a kernel is launched; `form` is group size and symmetry of what is packed."""
     packs = (0, _WIDEST_GROUP, True) if form is None else (8, *form)

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from vramx.compression.config import Compression
 from vramx.errors import InvalidValueError
-from vramx.nn import arguments
+from vramx.nn import running_statistics as statistics
 from vramx.nn.activation import gelu, silu
-from vramx.nn.channel_norm import ChannelNormed, check_vector, compute
+from vramx.nn.channel_norm import ChannelNormed, Known, check_vectors, compute, norm_of
+from vramx.nn.running_statistics import Running, running_of
 
 
 def batch_norm(
@@ -67,29 +68,52 @@ def batch_norm(
         >>> torch.allclose(y, torch.nn.functional.batch_norm(x, None, None, training=True).relu())
         True
     """
-    arguments.check_floats(x=x, running_mean=running_mean, running_var=running_var)
-    for name, vector in (("running_mean", running_mean), ("running_var", running_var)):
-        check_vector(name, vector, x)
-    found = None
+    running = Running(running_mean, running_var, momentum)
+    return _batch_norm(
+        (x, residual), running, (weight, bias), (training, eps), (activation, keep)
+    )  # fmt: skip
+
+
+def _batch_norm(
+    sources: tuple[Tensor, Tensor | None],
+    running: Running,
+    affine: tuple[Tensor | None, Tensor | None],
+    how: tuple[bool, float],
+    activation_and_keep: tuple[str | tuple[str, float], Compression | None],
+) -> ChannelNormed:
+    """Return batch_norm()'s result; `how` is whether it trains, and eps."""
+    x, residual = sources
+    (training, eps), (activation, keep) = how, activation_and_keep
+    # Its derivative is of the sum, which the pack of the normalised x does not give.
+    apart = residual is not None and activation in _SMOOTH
+    norm = norm_of(sources, affine, (0, eps), "none" if apart else activation)
+    _check(x, running, training)
+    known = statistics.found_ahead(x, running, eps) if training else _constants(x, running, eps)
+    computed = compute(sources, affine, norm, known, keep)
+    if known is None:
+        statistics.update(running, (computed.mean, computed.var), x.numel() // x.shape[1])
+    if apart:
+        return ChannelNormed(_smooth(computed.normed.y, str(activation), keep), None)
+    return computed.normed
+
+
+def _check(x: Tensor, running: Running, training: bool) -> None:
+    check_vectors(x, running_mean=running.mean, running_var=running.var)
     if not training:
-        if running_mean is None or running_var is None:
+        if running.mean is None or running.var is None:
             raise InvalidValueError("running statistics of None are accepted in training only")
-        found = (running_mean, running_var)
     elif x.numel() <= x.shape[1]:
         raise InvalidValueError(
             f"x has shape {tuple(x.shape)}; accepted in training are more values a channel than 1"
         )
-    # Its derivative is of the sum, which the pack of the normalised x does not give.
-    apart = residual is not None and activation in _SMOOTH
-    computed = compute(
-        (x, residual), (weight, bias), (0, eps, found), "none" if apart else activation, keep
-    )
-    if training and running_mean is not None and running_var is not None:
-        count = x.numel() // x.shape[1]
-        _update((running_mean, running_var), (computed.mean, computed.var), momentum, count)
-    if apart:
-        return ChannelNormed(_smooth(computed.normed.y, str(activation), keep), None)
-    return computed.normed
+
+
+def _constants(x: Tensor, running: Running, eps: float) -> Known:
+    assert running.mean is not None
+    assert running.var is not None
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    with torch.no_grad():
+        return Known(running.mean.to(dtype), torch.rsqrt(running.var.to(dtype) + eps), True)
 
 
 _SMOOTH = ("silu", "gelu", "gelu_tanh")
@@ -99,18 +123,6 @@ def _smooth(x: Tensor, activation: str, keep: Compression | None) -> Tensor:
     if activation == "silu":
         return silu(x, keep=keep)
     return gelu(x, "tanh" if activation == "gelu_tanh" else "none", keep=keep)
-
-
-def _update(
-    running: tuple[Tensor, Tensor],
-    found: tuple[Tensor, Tensor],
-    momentum: float | Tensor,
-    count: int,
-) -> None:
-    mean, var = found
-    with torch.no_grad():
-        for old, new in zip(running, (mean, var * (count / (count - 1))), strict=True):
-            old.lerp_(new.to(old.dtype), momentum)
 
 
 class _BatchNorm(nn.modules.batchnorm._BatchNorm):
@@ -141,19 +153,16 @@ def normed_by(
 
     updates: whether running statistics change, where torch's would.
     """
-    running = module.running_mean, module.running_var
-    tracked = module.training and module.track_running_stats and updates
-    momentum: float | Tensor = 0.0 if module.momentum is None else module.momentum
-    if tracked and module.num_batches_tracked is not None:
-        module.num_batches_tracked.add_(1)
-        if module.momentum is None:
-            momentum = module.num_batches_tracked.to(running[0].dtype).reciprocal()
-    training = module.training or running == (None, None)
-    if training and not tracked:
-        running = None, None
-    return batch_norm(
-        x, *running, module.weight, module.bias, training, momentum, module.eps,
-        activation=activation, residual=residual, keep=keep,
+    mean, var = module.running_mean, module.running_var
+    training = module.training or (mean is None and var is None)
+    running = Running(None, None, 0.0)
+    if module.training and module.track_running_stats and updates:
+        running = running_of(module)
+    elif not training:
+        running = Running(mean, var, 0.0)
+    return _batch_norm(
+        (x, residual), running, (module.weight, module.bias), (training, module.eps),
+        (activation, keep),
     )  # fmt: skip
 
 

@@ -35,7 +35,17 @@ _ACTIVATIONS = {
     "gelu": ("gelu", 0.0),
     "gelu_tanh": ("gelu_tanh", 0.0),
 }
-Statistics = tuple[Tensor, Tensor]
+
+
+class Known(NamedTuple):
+    """Statistics of channels that need not be found: mean and rstd, in float32 or wider.
+
+    given: they are constants, and not of x.
+    """
+
+    mean: Tensor
+    rstd: Tensor
+    given: bool
 
 
 class KeptChannels(NamedTuple):
@@ -61,41 +71,47 @@ class ChannelNormed(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """A result, and the statistics that were found: empty if they were given."""
+    """A result, and the statistics that were found: nothing of meaning if they were known."""
 
     normed: ChannelNormed
     mean: Tensor
     var: Tensor
 
 
-def compute(
+def norm_of(
     sources: tuple[Tensor, Tensor | None],
     affine: tuple[Tensor | None, Tensor | None],
-    statistics: tuple[int, float, Statistics | None],
+    how: tuple[int, float],
     activation: str | tuple[str, float],
-    keep: Compression | None,
-) -> Computed:
-    """Check the arguments and compute.
+) -> Norm:
+    """Check what compute() takes, and return the norm; `how` is groups and eps.
 
     Args:
         sources: x, and what is added before the activation.
-        statistics: groups, eps, and mean and variance where they are given.
         activation: a word, or "leaky_relu" and its slope.
     """
-    (x, residual), (groups, eps, found) = sources, statistics
-    _check(x, residual, affine)
-    norm = Norm(groups, eps, *_activation(activation))
-    spec = spec_for(keep)
-    spec = in_order(spec, 0 if groups else order_of(x))
-    mean, var = found or (None, None)
-    y, mean_found, var_found, rstd, buffer, bits, probe = channel_norm(
-        x, residual, *affine, mean, var, *norm, list(spec)
+    _check(*sources, affine)
+    return Norm(*how, *_activation(activation))
+
+
+def compute(
+    sources: tuple[Tensor, Tensor | None],
+    affine: tuple[Tensor | None, Tensor | None],
+    norm: Norm,
+    known: Known | None,
+    keep: Compression | None,
+) -> Computed:
+    """Compute what norm_of() has checked."""
+    x, residual = sources
+    spec = in_order(spec_for(keep), 0 if norm.groups else order_of(x))
+    mean, rstd, given = known or (None, None, False)
+    y, mean_found, var_found, rstd_found, buffer, bits, probe = channel_norm(
+        x, residual, *affine, mean, rstd, given, *norm, list(spec)
     )
     kept = None
     if residual is None and spec.bits != NOTHING:
-        kept = KeptChannels(
-            buffer, probe, rstd, bits, *affine, norm, found is not None, x.dtype, spec
-        )
+        rstd = rstd_found if rstd is None else rstd
+        kept = KeptChannels(buffer, probe, rstd, bits, *affine, norm, given, x.dtype, spec)
     return Computed(ChannelNormed(y, kept), mean_found, var_found)
 
 
@@ -116,7 +132,7 @@ def _activation(activation: str | tuple[str, float]) -> tuple[str, float]:
 
 
 def _check(x: Tensor, residual: Tensor | None, affine: tuple[Tensor | None, Tensor | None]) -> None:
-    arguments.check_floats(x=x, residual=residual, weight=affine[0], bias=affine[1])
+    arguments.check_floats(x=x, residual=residual)
     if x.dim() < 2:
         raise InvalidValueError(
             f"x has shape {tuple(x.shape)}; accepted is (samples, channels, ...)"
@@ -125,13 +141,15 @@ def _check(x: Tensor, residual: Tensor | None, affine: tuple[Tensor | None, Tens
         arguments.check_same_shape("x", x, "residual", residual)
         if residual.dtype != x.dtype:
             raise InvalidValueError(f"residual is of {residual.dtype}; accepted is x's {x.dtype}")
-    for name, vector in zip(("weight", "bias"), affine, strict=True):
-        check_vector(name, vector, x)
+    check_vectors(x, weight=affine[0], bias=affine[1])
 
 
-def check_vector(name: str, vector: Tensor | None, x: Tensor) -> None:
-    """Raise unless a tensor has a value for each channel."""
-    if vector is not None and vector.shape != x.shape[1:2]:
-        raise InvalidValueError(
-            f"{name} has shape {tuple(vector.shape)}; accepted is ({x.shape[1]},)"
-        )
+def check_vectors(x: Tensor, **vectors: Tensor | None) -> None:
+    """Raise unless tensors are floating, and have a value for each channel of x."""
+    channels = x.shape[1:2]
+    arguments.check_floats(**vectors)
+    for name, vector in vectors.items():
+        if vector is not None and vector.shape != channels:
+            raise InvalidValueError(
+                f"{name} has shape {tuple(vector.shape)}; accepted is ({x.shape[1]},)"
+            )

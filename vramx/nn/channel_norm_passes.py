@@ -18,16 +18,17 @@ from vramx.compression import codec
 from vramx.compression.config import MASK_FORMAT
 from vramx.compression.reference import unpack_mask
 from vramx.kernels import channel_norm_launch as launch
+from vramx.kernels import channel_norm_tables_launch as tables_launch
 from vramx.nn import reference_channel_norm as reference
 from vramx.nn.keeping import (
     NOTHING,
     ORDERS,
     RAW,
     Spec,
-    buffer_bytes,
     decode,
     dense_like,
     draw,
+    empty_buffer,
     encode,
     fused_layout,
     served,
@@ -54,23 +55,23 @@ class Norm(NamedTuple):
 
 
 Tables = tuple[Tensor | None, Tensor | None]
+Forward = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def forward_kernel(
     sources: tuple[Tensor, Tensor | None], tables: Any, norm: Norm, form: Spec
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Forward:
+    """Return y, the buffer and the bits; None if nothing is kept."""
     x, residual = sources
     y = torch.empty_like(x)
     how = (channels_of(x, norm.groups, form.order), norm.activation)
-    bits = new_bits(x if norm.by_sign and form.bits != NOTHING else x.new_empty(0))
     if form.bits == NOTHING:
         launch.forward((x, residual), tables, (y, None), how, None)
-        return y, x.new_empty(0, dtype=torch.uint8), bits
+        return y, None, None
+    bits = new_bits(x, norm)
     layout = fused_layout(x.numel(), form)
     packs = layout is not None
-    buffer = torch.empty_like(x)
-    if packs:
-        buffer = x.new_empty(buffer_bytes(x.numel(), x.dtype, form), dtype=torch.uint8)
+    buffer = empty_buffer(x, form) if packs else torch.empty_like(x)
     kept = launch.Kept(buffer, bits if norm.by_sign else None, layout)
     launch.forward(
         (x, residual), tables, (y, kept), how, draw(x.device, form, 1) if packs else None
@@ -80,7 +81,8 @@ def forward_kernel(
 
 def forward_reference(
     sources: tuple[Tensor, Tensor | None], tables: Any, norm: Norm, form: Spec
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Forward:
+    """Return what forward_kernel() does."""
     x, residual = sources
     mean, rstd, weight, bias = tables
     view = reference.by_channel(wide(x), norm.groups)
@@ -89,8 +91,8 @@ def forward_reference(
     z = (z if residual is None else z + residual).to(x.dtype)
     y = dense_like(x, form.order).copy_(reference.torchs_activation(z, norm.kind, norm.leak))
     if form.bits == NOTHING:
-        return y, x.new_empty(0, dtype=torch.uint8), new_bits(x.new_empty(0))
-    bits = new_bits(x.new_empty(0))
+        return y, None, None
+    bits = x.new_empty(0, dtype=torch.uint8)
     if norm.by_sign:
         passes = ~(_flat(z, form.order) <= 0)
         bits = codec.pack(passes, MASK_FORMAT).buffer
@@ -98,52 +100,77 @@ def forward_reference(
     return y, encode(n.reshape(x.shape), form), bits
 
 
-_Results = tuple[Tensor | None, Tensor | None, Tensor]
+# dx, g, and the gradients of weight and bias: each None if it is not wanted.
+Results = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+# Weight and bias by channel, and rstd by table.
+Parameters = tuple[Tensor | None, Tensor | None, Tensor]
 
 
 class Backward(NamedTuple):
-    """How one backward pass is: the norm, what was kept, the tables, and what is asked for."""
+    """How one backward pass is: the norm, what was kept, the shape, and what is asked for."""
 
     norm: Norm
     form: Spec
     shape: reference.Shape
     given: bool
-    wants_dx: bool
-    wants_g: bool
+    wanted: Sequence[int]  # of Results
 
 
 def backward_kernel(
-    dy: Tensor, kept: tuple[Tensor, Tensor], tables: tuple[Any, Any, Tensor], how: Backward
-) -> _Results:
-    """Return dx and g, None if not wanted, and [2, channels]: the sums of g and of g n.
-
-    tables: weight, bias and rstd.
-    """
-    norm, affine = how.norm, tables[:2]
+    dy: Tensor, kept: tuple[Tensor, Tensor], parameters: Parameters, how: Backward
+) -> Results:
+    norm, affine = how.norm, parameter_tables(parameters[:2], how.shape)
     layout = fused_layout(dy.numel(), how.form)
     buffer = kept[0] if layout else decode(kept[0], dy.shape, dy.dtype, how.form)
     source = launch.Kept(buffer, kept[1] if norm.by_sign else None, layout)
     channels, activation = channels_of(dy, norm.groups, how.form.order), norm.activation
-    fits = launch.sums_fit(channels, source)
     g = dy
-    if fits:
-        totals = launch.sums(dy, source, affine, (channels, activation))
+    if launch.sums_fit(channels, source):
+        shares = launch.shares_of_sums(dy, source, affine, (channels, activation))
+        if norm.groups:
+            factors, vectors = _factors(shares.sum(1), parameters, how)
+        else:
+            factors, vectors = _factors_of_shares(shares, parameters, how)
     else:
         g, totals = _summed(dy, source, affine, (channels, activation), norm.groups)
-    slope, *pair = reference.factors(totals, tables[2], affine[0], how.shape)
-    factors = (slope, *((None, None) if how.given else pair))
-    if not fits:
+        factors, vectors = _factors(totals, parameters, how)
         activation = launch.Activation("none", 0.0)
+    wants_dx, wants_g, *_ = how.wanted
     # g is written there if it is not there yet, and dx over g if nobody else is given that.
-    apart = how.wants_g and g is dy
+    apart = wants_g and g is dy
     written = torch.empty_like(dy) if apart else None
     dx = None
-    if how.wants_dx:
-        dx = torch.empty_like(dy) if how.wants_g or g is dy else g
+    if wants_dx:
+        dx = torch.empty_like(dy) if wants_g or g is dy else g
     if dx is not None or written is not None:
-        outputs = (written, dx)
-        launch.input_gradient(g, source, (*affine, *factors), outputs, (channels, activation))
-    return dx, written if apart else g if how.wants_g else None, totals
+        tables = (*affine, factors[0], *((None, None) if how.given else factors[1:]))
+        launch.input_gradient(g, source, tables, (written, dx), (channels, activation))
+    return dx, written if apart else g if wants_g else None, *vectors
+
+
+def _factors(
+    totals: Tensor, parameters: Parameters, how: Backward
+) -> tuple[Sequence[Tensor], Tables]:
+    """Return the tables of reference.factors(), and the gradients of weight and bias."""
+    weight, bias, rstd = parameters
+    table = reference.parameter_table(weight, how.shape)
+    return reference.factors(totals, rstd, table, how.shape), _vectors(totals, (weight, bias), how)
+
+
+def _factors_of_shares(
+    shares: Tensor, parameters: Parameters, how: Backward
+) -> tuple[Sequence[Tensor], Tables]:
+    """Return the same for batch norm, in one launch."""
+    weight, bias, rstd = parameters
+    dweight, dbias = (
+        torch.empty_like(rstd if each is None else each) if want else None
+        for each, want in zip((weight, bias), how.wanted[2:], strict=True)
+    )
+    factors = rstd.new_empty((3, *rstd.shape))
+    count = how.shape.sizes.numel() // how.shape.sizes[1]
+    weight = None if weight is None else weight.contiguous()
+    tables_launch.factors(shares, (rstd, weight), (factors, dweight, dbias), count)
+    return factors.unbind(), (dweight, dbias)
 
 
 def _summed(
@@ -163,25 +190,23 @@ def _summed(
 
 
 def backward_reference(
-    dy: Tensor, kept: tuple[Tensor, Tensor], tables: tuple[Any, Any, Tensor], how: Backward
-) -> _Results:
+    dy: Tensor, kept: tuple[Tensor, Tensor], parameters: Parameters, how: Backward
+) -> Results:
     """Return what backward_kernel() does."""
     norm, order = how.norm, how.form.order
     n = reference.by_channel(decode_wide(kept[0], dy, how.form), norm.groups)
-    z = reference.affine(n, *tables[:2], None).reshape(dy.shape)
+    z = reference.affine(n, *parameter_tables(parameters[:2], how.shape), None).reshape(dy.shape)
     signs = passing(kept[1], dy.shape, order) if norm.by_sign else None
     g = reference.activation_gradient(wide(dy), z, norm.kind, norm.leak, signs)
     view = reference.by_channel(g, norm.groups)
-    totals = reference.sums(view, n)
-    slope, offset, along = (
-        reference.along(each, view)
-        for each in reference.factors(totals, tables[2], tables[0], how.shape)
-    )
+    factors, vectors = _factors(reference.sums(view, n), parameters, how)
+    slope, offset, along = (reference.along(each, view) for each in factors)
+    wants_dx, wants_g, *_ = how.wanted
     dx = None
-    if how.wants_dx:
+    if wants_dx:
         found = view * slope if how.given else view * slope - offset - n * along
         dx = dense_like(dy, order).copy_(found.reshape(dy.shape))
-    return dx, dense_like(dy, order).copy_(g) if how.wants_g else None, totals
+    return dx, dense_like(dy, order).copy_(g) if wants_g else None, *vectors
 
 
 # -- Shapes, tables and sums -----------------------------------------------------------------------
@@ -199,9 +224,10 @@ def _flat(x: Tensor, order: int) -> Tensor:
     return (x.movedim(1, -1) if order else x).reshape(-1)
 
 
-def new_bits(x: Tensor) -> Tensor:
-    size_bytes = codec.layout_of(x.numel(), MASK_FORMAT).buffer_bytes
-    return torch.empty(size_bytes, dtype=torch.uint8, device=x.device)
+def new_bits(x: Tensor, norm: Norm) -> Tensor:
+    """Return memory for a bit for each element, empty where the norm's kind needs none."""
+    size_bytes = codec.bytes_of(x.numel(), MASK_FORMAT) if norm.by_sign else 0
+    return x.new_empty(size_bytes, dtype=torch.uint8)
 
 
 def empty_in_order(like: Tensor, shape: Sequence[int], dtype: torch.dtype, order: int) -> Tensor:
@@ -229,13 +255,8 @@ def parameter_tables(parameters: Tables, shape: reference.Shape) -> Tables:
     return weight, bias
 
 
-def statistics(
-    x: Tensor, groups: int, mean: Tensor | None, var: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return mean and variance, in float32 or wider: what is given, or by torch's batch norm."""
-    if mean is not None and var is not None:
-        dtype = wide(x[:0]).dtype
-        return mean.to(dtype), var.to(dtype)
+def statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Return mean and variance, in float32 or wider, by torch's batch norm."""
     if not x.is_cuda or not x.numel():
         return reference.statistics(x, groups)
     if groups:
@@ -255,16 +276,15 @@ def _sums(g: Tensor, n: Tensor, groups: int) -> Tensor:
     return torch.stack((total, along))
 
 
-def vectors(
-    totals: Tensor, parameters: Tables, wanted: Sequence[int], shape: reference.Shape
-) -> tuple[Tensor, Tensor]:
+def _vectors(totals: Tensor, parameters: Tables, how: Backward) -> Tables:
     """Return the gradients of weight and bias, from the sums of g and of g n."""
-    found = []
-    for total, parameter, want in zip(totals.unbind()[::-1], parameters, wanted, strict=True):
-        vector = total.view(-1, shape.sizes[1]).sum(0) if shape.groups else total
+    found: list[Tensor | None] = []
+    pairs = zip(totals.unbind()[::-1], parameters, how.wanted[2:], strict=True)
+    for total, parameter, want in pairs:
+        vector = total.view(-1, how.shape.sizes[1]).sum(0) if how.shape.groups else total
         dtype = vector.dtype if parameter is None else parameter.dtype
         # A copy: results of an operator have no memory in common.
-        found.append(vector.to(dtype, copy=True) if want else vector.new_empty(0, dtype=dtype))
+        found.append(vector.to(dtype, copy=True) if want else None)
     return found[0], found[1]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vramx.compression.config import Compression
 from vramx.errors import InvalidValueError
 from vramx.nn import arguments
-from vramx.nn.channel_norm import ChannelNormed, activate, compute
+from vramx.nn.channel_norm import ChannelNormed, activate, compute, norm_of
 
 
 def group_norm(
@@ -56,7 +56,7 @@ def group_norm(
         )
     if x.is_cuda and x.dtype != torch.float64 and torch.is_autocast_enabled("cuda"):
         x = x.float()  # as autocast does, which an operator does not see
-    return compute((x, None), (weight, bias), (num_groups, eps, None), activation, keep).normed
+    return _computed(x, (weight, bias), (num_groups, eps), activation, keep)
 
 
 def instance_norm(
@@ -82,7 +82,18 @@ def instance_norm(
             f"x has shape {tuple(x.shape)}; accepted is (samples, channels, ...) with more values "
             "a channel than 1"
         )
-    return compute((x, None), (weight, bias), (x.shape[1], eps, None), activation, keep).normed
+    return _computed(x, (weight, bias), (x.shape[1], eps), activation, keep)
+
+
+def _computed(
+    x: Tensor,
+    affine: tuple[Tensor | None, Tensor | None],
+    how: tuple[int, float],
+    activation: str | tuple[str, float],
+    keep: Compression | None,
+) -> ChannelNormed:
+    norm = norm_of((x, None), affine, how, activation)
+    return compute((x, None), affine, norm, None, keep).normed
 
 
 class GroupNorm(nn.GroupNorm):

@@ -11,6 +11,7 @@ difference. No state; any thread. The choice costs a microsecond.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -30,13 +31,14 @@ _PLAIN = frozenset(
     (*PLAIN_TENSORS, type(None), bool, int, float, str, torch.dtype, list, tuple, torch.Size, Spec)
 )
 # What torch.library runs implementations in: views that they return are no views to autograd.
-_BelowAutograd = torch._C._AutoDispatchBelowAutograd
+below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 class Operator:
     """A function of tensors that is an operator of torch.library, and can be called around it.
 
-    `implementation` is the function itself.
+    `implementation` is the function itself. Where it returns None in a tuple, which a schema cannot
+    say, the operator of torch.library returns an empty tensor like the first argument.
 
     Example:
         >>> @operator("vramx::example", schema="(Tensor x) -> Tensor")
@@ -52,7 +54,7 @@ class Operator:
         self._name = name
         self.implementation = implementation
         self._definition: Any = torch.library.custom_op(
-            name, implementation, mutates_args=(), schema=schema
+            name, _without_none(implementation), mutates_args=(), schema=schema
         )
         namespace, short = name.split("::")
         self._overload: Any = getattr(getattr(torch.ops, namespace), short).default
@@ -77,16 +79,16 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator; the first argument is a tensor."""
-        if torch.compiler.is_compiling() or self._watched(args):
+        if torch.compiler.is_compiling() or self.is_watched(args):
             return self._overload(*args)
         if self._apply is None or not torch.is_grad_enabled():
-            with _BelowAutograd():
+            with below_autograd():
                 return self.implementation(*args)
         if not self._lists:
             return self._apply(*args)
         return self._apply(*_flattened(args, self._lists), args, self._lists)
 
-    def _watched(self, args: tuple[Any, ...]) -> bool:
+    def is_watched(self, args: Sequence[Any]) -> bool:
         """Tell whether a mode, a transform or an argument is to see the operator."""
         return (
             _len_torch_dispatch_stack() > 0
@@ -106,6 +108,17 @@ def operator(name: str, *, schema: str) -> Callable[[Callable[..., Any]], Operat
     return lambda implementation: Operator(name, schema, implementation)
 
 
+def _without_none(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(implementation)
+    def whole(*args: Any) -> Any:
+        results = implementation(*args)
+        if type(results) is not tuple:
+            return results
+        return tuple(args[0].new_empty(0) if each is None else each for each in results)
+
+    return whole
+
+
 def _is_plain(tensors: Sequence[Tensor]) -> bool:
     return _PLAIN.issuperset(map(type, tensors))
 
@@ -121,7 +134,7 @@ def _function_of(
     setup_context: Callable[..., None],
 ) -> Any:
     def forward(ctx: Any, *args: Any) -> Any:
-        with _BelowAutograd():
+        with below_autograd():
             output = implementation(*args)
             setup_context(ctx, args, output)
         return output
@@ -144,7 +157,7 @@ def _function_of_lists(
     def forward(ctx: Any, *args: Any) -> Any:
         inputs, lists = args[-2:]
         ctx.lists = [(i, len(inputs[i])) for i in lists]
-        with _BelowAutograd():
+        with below_autograd():
             output = implementation(*inputs)
             setup_context(ctx, inputs, output)
         ctx.gives_list = isinstance(output, list)

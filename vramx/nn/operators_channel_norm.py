@@ -37,8 +37,8 @@ from vramx.nn.operators import operator
 
 @operator(
     "vramx::channel_norm",
-    schema="(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? var, "
-    "int groups, float eps, str kind, float leak, int[] spec) "
+    schema="(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? rstd, "
+    "bool given, int groups, float eps, str kind, float leak, int[] spec) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def channel_norm(
@@ -47,56 +47,53 @@ def channel_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     mean: Tensor | None,
-    var: Tensor | None,
+    rstd: Tensor | None,
+    given: bool,  # noqa: ARG001
     groups: int,
     eps: float,
     kind: str,
     leak: float,
     spec: list[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return y, mean and variance, rstd by channel, the buffer, the bits, and the probe.
+) -> tuple[Tensor | None, ...]:
+    """Return y, mean and variance, rstd by table, the buffer, the bits, and the probe.
 
-    mean, var: statistics that are given; then none are returned. With NOTHING nothing is kept.
+    mean, rstd: of channels, in float32 or wider, where the caller knows them: then none of the
+    three are returned. given: they are constants, and not of x. With NOTHING nothing is kept.
     """
     norm, form = passes.Norm(groups, eps, kind, leak), Spec(*spec)
     order = ORDERS[form.order]
     x = x.contiguous(memory_format=order)
     residual = None if residual is None else residual.contiguous(memory_format=order)
     shape = reference.Shape(groups, x.shape)
-    found = passes.statistics(x, groups, mean, var)
-    rstd = reference.table_of(torch.rsqrt(found[1] + eps), shape)
-    tables = (
-        reference.table_of(found[0], shape),
-        rstd,
-        *passes.parameter_tables((weight, bias), shape),
-    )
+    returned: tuple[Tensor | None, ...] = (None, None, None)
+    if mean is None or rstd is None:
+        mean, var = passes.statistics(x, groups)
+        rstd = reference.table_of(torch.rsqrt(var + eps), shape)
+        returned = mean, var, rstd
+        mean = reference.table_of(mean, shape)
+    tables = (mean, rstd, *passes.parameter_tables((weight, bias), shape))
     run = passes.forward_kernel if passes.has_kernel(x, shape, form) else passes.forward_reference
     y, buffer, bits = run((x, residual), tables, norm, form)
-    returned = found if mean is None else (rstd.new_empty(0), rstd.new_empty(0))
     if form.bits == NOTHING:
-        return y, *returned, rstd.new_empty(0), buffer, bits, x.new_empty(0)
-    return y, *returned, rstd, buffer, bits, new_probe(x)
+        return y, *returned[:2], None, buffer, bits, None
+    return y, *returned, buffer, bits, new_probe(x)
 
 
 @channel_norm.register_fake
 def _(x: Tensor, _residual: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
-    _, _, mean, _, groups, _, kind, _, spec = others
-    form = Spec(*spec)
+    _, _, mean, _, _, *how, spec = others
+    form, norm = Spec(*spec), passes.Norm(*how)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     channels, samples = x.shape[1], x.shape[0]
-    found = 0 if mean is not None else samples * groups if groups else channels
-    rows = 0 if form.bits == NOTHING else samples * channels if groups else channels
-    return (
-        dense_like(x, form.order),
-        x.new_empty(found, dtype=dtype),
-        x.new_empty(found, dtype=dtype),
-        x.new_empty(rows, dtype=dtype),
-        x.new_empty(buffer_bytes(x.numel(), x.dtype, form), dtype=torch.uint8),
-        passes.new_bits(
-            x if form.bits != NOTHING and kind in reference.BY_SIGN else x.new_empty(0)
-        ),
-        x.new_empty(0) if form.bits == NOTHING else new_probe(x),
-    )
+    means, rows = (samples * norm.groups, samples * channels) if norm.groups else (channels,) * 2
+    found = [
+        x.new_empty(0) if mean is not None else x.new_empty(size, dtype=dtype)
+        for size in (means, means, rows)
+    ]
+    if form.bits == NOTHING:
+        return dense_like(x, form.order), *found[:2], *[x.new_empty(0) for _ in range(4)]
+    buffer = x.new_empty(buffer_bytes(x.numel(), x.dtype, form), dtype=torch.uint8)
+    return dense_like(x, form.order), *found, buffer, passes.new_bits(x, norm), new_probe(x)
 
 
 @operator(
@@ -119,37 +116,30 @@ def channel_norm_backward(
     stored: torch.dtype,
     wanted: list[int],
     spec: list[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of x, of the residual, of weight and of bias; empty if not wanted.
+) -> passes.Results:
+    """Return the gradients of x, of the residual, of weight and of bias; None if not wanted.
 
     given: the statistics were, and have no gradient. wanted: of the four.
     """
     norm, form = passes.Norm(groups, 0.0, kind, leak), Spec(*spec)
     dy = dy.to(stored).contiguous(memory_format=ORDERS[form.order])
     shape = reference.Shape(groups, dy.shape)
-    tables = (*passes.parameter_tables((weight, bias), shape), rstd)
     run = passes.backward_reference
     if passes.has_kernel(dy, shape, form):
         run = passes.backward_kernel
-    how = passes.Backward(norm, form, shape, given, bool(wanted[0]), bool(wanted[1]))
-    dx, dresidual, totals = run(dy, (kept, bits), tables, how)
-    none = dy.new_empty
-    return (
-        none(0) if dx is None else dx,
-        none(0) if dresidual is None else dresidual,
-        *passes.vectors(totals, (weight, bias), wanted[2:], shape),
-    )
+    how = passes.Backward(norm, form, shape, given, wanted)
+    return run(dy, (kept, bits), (weight, bias, rstd), how)
 
 
 @channel_norm_backward.register_fake
 def _(dy: Tensor, weight: Tensor | None, bias: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
-    stored, wanted, spec = others[-3:]
+    rstd, stored, wanted, spec = others[1], *others[-3:]
     dx, dresidual = (
-        dense_like(dy.to(stored), Spec(*spec).order) if want else dy.new_empty(0, dtype=stored)
+        dense_like(dy.to(stored), Spec(*spec).order) if want else dy.new_empty(0)
         for want in wanted[:2]
     )
     dweight, dbias = (
-        (dy if vector is None else vector).new_empty(dy.shape[1] if want else 0)
+        (rstd if vector is None else vector).new_empty(dy.shape[1]) if want else dy.new_empty(0)
         for vector, want in zip((weight, bias), wanted[2:], strict=True)
     )
     return dx, dresidual, dweight, dbias
@@ -199,12 +189,13 @@ def _(kept: Tensor, *others: Any) -> Tensor:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, residual, weight, bias, mean, _, *how, spec = inputs
+    x, residual, weight, bias, _, known, given, *how, spec = inputs
     _, *found, rstd, kept, bits, probe = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*found, rstd, kept, bits)
-    ctx.save_for_backward(kept, rstd, bits, probe, weight, bias)
-    ctx.norm, ctx.spec, ctx.given = passes.Norm(*how), spec, mean is not None
+    constants = [each for each in (*found, rstd, kept, bits) if each is not None]
+    ctx.mark_non_differentiable(*constants)
+    ctx.save_for_backward(kept, rstd if known is None else known, bits, probe, weight, bias)
+    ctx.norm, ctx.spec, ctx.given = passes.Norm(*how), spec, given
     ctx.dtype, ctx.has_residual = x.dtype, residual is not None
 
 
@@ -212,7 +203,7 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     dy, dprobe = gradients[0], gradients[-1]
     kept, rstd, bits, probe, weight, bias = ctx.saved_tensors
     wanted = [int(need) for need in ctx.needs_input_grad[:4]]
-    none = (None,) * 7
+    none = (None,) * 8
     if dy is None:
         return dprobe, None, None, None, *none
     norm = ctx.norm
