@@ -78,12 +78,13 @@ def norm_forward(
     return Launch(call, read, written)
 
 
-def norm_backward(size: int, device: str, *, adds: bool = False) -> Launch:
+def norm_backward(size: int, device: str, *, adds: bool = False, centres: bool = False) -> Launch:
     dy = rows_of(size, device)
     of_sum = torch.randn_like(dy) if adds else None
     dx, kept, weight = torch.empty_like(dy), normed_pack(dy), torch.ones_like(dy[0])
     assert kept.rstd is not None
-    shares = (norm_launch.Shares(torch.empty_like(weight), None), False)
+    dbias = torch.empty_like(weight) if centres else None
+    shares = (norm_launch.Shares(torch.empty_like(weight), dbias), centres)
     call = partial(norm_launch.norm_backward, (dy, of_sum), weight, kept, dx, shares)
     return Launch(call, _present(dy, of_sum, kept.buffer, kept.rstd), (dx,))
 
@@ -169,6 +170,8 @@ MAKERS: dict[str, Maker] = {
     "norm_forward8_residual": partial(norm_forward, adds=True),
     "norm_backward8": norm_backward,
     "norm_backward8_residual": partial(norm_backward, adds=True),
+    "layer_norm_backward8": partial(norm_backward, centres=True),
+    "layer_norm_backward8_residual": partial(norm_backward, adds=True, centres=True),
     "norm_output8": norm_output,
     "swiglu_forward8": glu_forward,
     "swiglu_forward8_nearest": partial(glu_forward, is_stochastic=False),
