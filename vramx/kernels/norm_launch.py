@@ -38,7 +38,8 @@ _SMALLEST_TILE, _SMALLEST_TILE_BACKWARD = 2048, 1024
 # shared memory: with a residual fewer, for a tile is then more bytes, and of long rows more, for
 # there are fewer programs. A multiprocessor works on so many elements, more where means are not
 # subtracted. With a bias but no residual its warps wait for each other rather than for memory, so
-# long rows are given more warps, of fewer elements each. All swept on an H200.
+# long rows are given more warps, of fewer elements each. Where means are not subtracted, long rows
+# gain from a residual's gradient that is loaded late and not held. All swept on an H200.
 _ELEMENTS_OF_MULTIPROCESSOR, _MOST_PROGRAMS = {False: 10240, True: 8192}, 16
 _ELEMENTS_CENTRED, _LONG_ROW = 8, 4096
 _STAGES, _STAGES_WITH_RESIDUAL, _STAGES_OF_LONG_ROWS = 4, 3, 5
@@ -282,7 +283,7 @@ def backward_plan(hidden: int, group_size: int, reads: Reads) -> tuple[Plan, int
     stages = min(_stages(hidden, reads), 1 + _STAGED_BYTES // (tile * reads.element_bytes))
     constants = {
         "STAGES": stages,
-        "DSUM_LAST": plan.sums_apart,
+        "DSUM_LAST": plan.sums_apart or (hidden >= _LONG_ROW and not reads.centred),
         "maxnreg": _REGISTERS // (32 * known["num_warps"] * programs) // 8 * 8,
     }
     return Plan(plan.rows, known | constants), programs
