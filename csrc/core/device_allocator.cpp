@@ -131,13 +131,13 @@ SpanId DeviceAllocator::take_best(Bytes size, StreamIndex stream) {
 
 // A large block that stays splits what it is put into for as long as it lives. Where it fits badly
 // it goes beside its kin, blocks that live about as long: what comes together mostly goes together,
-// and leaves an extent as large as it found. Of those smaller than a chunk none is alone then in
-// one that could be stitched. Where its kin have no room, the largest extent takes them up.
+// and leaves an extent as large as it found. All the more one smaller than two chunks, which alone
+// may leave no whole chunk. Where its kin have no room, the largest extent takes them up.
 SpanId DeviceAllocator::take_large(SpanId best, Bytes size, StreamIndex stream) {
   const std::uint32_t kin = lifetimes_.kin_of(size);
   const Bytes fit = arena_.span(best).size;
   const bool is_loose = fit >= size * kLoose;
-  const bool may_join = is_loose || (is_slack(fit, size) && size < usual_chunk());
+  const bool may_join = is_loose || (is_slack(fit, size) && size < usual_chunk() * 2);
   if (!may_join || Lifetimes::is_brief(kin)) return arena_.take(best, size);
   SpanId extent = arena_.extent_over(kin_ends_[kin], size);
   if (extent == kNoId || !clocks_.is_ordered(arena_.tags_of(extent), stream)) {
