@@ -56,6 +56,7 @@ SpanId Arena::best_fit_of_any(Bytes size) const {
 
 std::vector<SpanId> Arena::largest(Bytes smallest, std::size_t count, StreamIndex stream) const {
   std::vector<SpanId> found;
+  found.reserve(std::min(count, extent_count_));
   const auto precedes = [this](SpanId a, SpanId b) {
     const Span& left = spans_[a];
     const Span& right = spans_[b];

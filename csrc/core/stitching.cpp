@@ -24,8 +24,10 @@ StitchPlan DeviceAllocator::plan(const Request& request) const {
   StitchPlan plan;
   for (const std::size_t most : {kFewExtents, kManyExtents}) {
     const StreamIndex of = request.is_alone ? request.stream : Arena::kAnyStream;
+    const std::vector<SpanId> extents = arena_.largest(kSmallestPiece, most, of);
     std::vector<Piece> pieces;
-    for (const SpanId id : arena_.largest(kSmallestPiece, most, of)) {
+    pieces.reserve(extents.size());
+    for (const SpanId id : extents) {
       pieces.push_back({arena_.span(id).begin, arena_.span(id).size});
     }
     plan = plan_stitch(pieces, arena_.chunks(), request.size);

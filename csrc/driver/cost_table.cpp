@@ -5,6 +5,9 @@
 
 namespace vramx {
 
+CostCurve::Point::Point(double of_mebibytes, double costs_us)
+    : mebibytes(of_mebibytes), us(costs_us), log2(std::log2(of_mebibytes)) {}
+
 double CostCurve::at_us(Bytes size) const {
   const double mebibytes = static_cast<double>(size.count) / (1 << 20);
   if (mebibytes <= points.front().mebibytes) return points.front().us;
@@ -14,13 +17,12 @@ double CostCurve::at_us(Bytes size) const {
   while (points[upper].mebibytes < mebibytes) ++upper;
   const Point& low = points[upper - 1];
   const Point& high = points[upper];
-  const double share =
-      std::log2(mebibytes / low.mebibytes) / std::log2(high.mebibytes / low.mebibytes);
+  const double share = (std::log2(mebibytes) - low.log2) / (high.log2 - low.log2);
   return low.us + share * (high.us - low.us);
 }
 
 const CostTable& CostTable::h200() {
-  static constexpr CostTable table{
+  static const CostTable table{
       .create = {{{{2, 14.2}, {20, 11.3}, {64, 11.1}, {512, 17.8}}}},
       .map = {{{{2, 1.7}, {20, 0.6}, {64, 0.6}, {512, 0.7}}}},
       .set_access = {{{{2, 31}, {20, 28}, {64, 26}, {512, 46}}}},

@@ -14,8 +14,12 @@ namespace vramx {
 
 struct CostCurve {
   struct Point {
-    double mebibytes;
-    double us;
+    Point() = default;
+    Point(double of_mebibytes, double costs_us);
+
+    double mebibytes = 0;
+    double us = 0;
+    double log2 = 0;  // of the mebibytes: known once, asked for at every simulated call
   };
   std::array<Point, 4> points;  // ascending; the first `count` are measured sizes
   std::size_t count = 4;
