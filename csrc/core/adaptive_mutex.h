@@ -53,9 +53,8 @@ class AdaptiveMutex {
   std::atomic<bool> is_held_{false};
 };
 
-// Holds the lock for as long as it lives, but between its unlock() and its lock(). What
-// std::unique_lock does beside, which is to ask at each step whether it may, costs as much as the
-// exchange.
+// Holds the lock for as long as it lives, but between its unlock() and its lock(). Its callers pair
+// these: std::unique_lock would ask at each step, in every allocation and free, whether it may.
 class Lock {
  public:
   explicit Lock(AdaptiveMutex& mutex) : mutex_(mutex) { lock(); }
