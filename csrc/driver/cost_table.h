@@ -2,29 +2,37 @@
 //
 // The default is the H200 (driver 580.159, CUDA 13.0, idle), measured one call at a time. Between
 // measured sizes the cost is interpolated over log2(size); outside them it is the nearest one's.
+// Chunks are whole mebibytes and most of them small: what such a one costs is worked out once.
 // Immutable values, no locking.
 #pragma once
 
 #include <array>
 #include <cstddef>
+#include <initializer_list>
+#include <vector>
 
 #include "core/units.h"
 
 namespace vramx {
 
-struct CostCurve {
+class CostCurve {
+ public:
   struct Point {
-    Point() = default;
-    Point(double of_mebibytes, double costs_us);
-
     double mebibytes = 0;
     double us = 0;
-    double log2 = 0;  // of the mebibytes: known once, asked for at every simulated call
   };
-  std::array<Point, 4> points;  // ascending; the first `count` are measured sizes
-  std::size_t count = 4;
+  // Ascending.
+  CostCurve(std::initializer_list<Point> measured);
 
   double at_us(Bytes size) const;
+
+ private:
+  static constexpr std::size_t kKnown = 65;
+
+  double between_us(double mebibytes) const;
+
+  std::vector<Point> points_;
+  std::array<double, kKnown> known_us_;  // of so many mebibytes
 };
 
 struct CostTable {
