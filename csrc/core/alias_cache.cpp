@@ -24,7 +24,10 @@ AliasId AliasCache::add(Address base, std::vector<ChunkId> chunks, Arena& arena)
     ++arena.chunks()[chunk].alias_count;
     alias.size += arena.chunks()[chunk].size;
   }
-  by_size_.emplace(alias.size, id);
+  make_room(by_size_, by_size_.size() + 1);
+  const auto behind = std::partition_point(
+      by_size_.begin(), by_size_.end(), [&](const Sized& each) { return each.size <= alias.size; });
+  by_size_.insert(behind, {alias.size, id});
   mappings_ += alias.chunks.size();
   bytes_ += alias.size;
   return id;
@@ -32,8 +35,8 @@ AliasId AliasCache::add(Address base, std::vector<ChunkId> chunks, Arena& arena)
 
 void AliasCache::remove(AliasId id, Arena& arena) {
   Alias& alias = aliases_[id];
-  auto [entry, end] = by_size_.equal_range(alias.size);
-  while (entry != end && entry->second != id) ++entry;
+  auto entry = first_of(alias.size);
+  while (entry->id != id) ++entry;
   by_size_.erase(entry);
   for (const ChunkId chunk : alias.chunks) --arena.chunks()[chunk].alias_count;
   mappings_ -= alias.chunks.size();
@@ -65,7 +68,7 @@ AliasFit AliasCache::fit_at(AliasId id, const Arena& arena, Bytes begin, Bytes s
 // run that ends before the current one. The free end of a chunk is only looked up where a run could
 // begin with it.
 std::optional<Bytes> AliasCache::find_run(const Alias& alias, const Arena& arena, Bytes size) {
-  if (alias.is_leaving || alias.size < size) return {};
+  if (alias.is_leaving || alias.size - alias.pinned < size) return {};
   Bytes run{};
   Bytes at{};
   Bytes prefix = arena.free_prefix(alias.chunks.front());
@@ -91,7 +94,7 @@ std::optional<Bytes> AliasCache::find_run(const Alias& alias, const Arena& arena
 
 std::vector<AliasId> AliasCache::all() const {
   std::vector<AliasId> ids;
-  for (const auto& [size, id] : by_size_) ids.push_back(id);
+  for (const Sized& each : by_size_) ids.push_back(each.id);
   std::sort(ids.begin(), ids.end(),
             [&](AliasId a, AliasId b) { return aliases_[a].last_use < aliases_[b].last_use; });
   return ids;
@@ -104,8 +107,7 @@ std::vector<AliasId> AliasCache::idle() const {
 }
 
 std::size_t AliasCache::host_bytes() const {
-  constexpr std::size_t kTreeNode = 48;  // of the map: links, colour, key and value
-  std::size_t bytes = aliases_.capacity() * sizeof(Alias) + by_size_.size() * kTreeNode;
+  std::size_t bytes = aliases_.capacity() * sizeof(Alias) + by_size_.capacity() * sizeof(Sized);
   for (const Alias& alias : aliases_) {
     bytes += alias.chunks.capacity() * sizeof(ChunkId) + alias.last_tags.size() * sizeof(Tag);
   }

@@ -8,7 +8,7 @@
 // once.
 #pragma once
 
-#include <map>
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <vector>
@@ -24,6 +24,7 @@ struct Alias {
   Bytes size{};
   std::vector<ChunkId> chunks;  // in address order of the alias; none twice
   std::uint32_t pins = 0;       // the blocks that live in it
+  Bytes pinned{};               // and their bytes
   bool is_leaving = false;      // it is being unmapped: no block may move in
   std::uint64_t last_use = 0;
   TagSet last_tags;  // what must have run before it may be unmapped
@@ -49,12 +50,15 @@ class AliasCache {
   // Whether this one has such a run; also for an alias that is gone.
   AliasFit fit_in(AliasId id, const Arena& arena, Bytes size) const;
 
-  void pin(AliasId id) {
+  // A block of so many bytes moves in, or out: what its memory then waits for.
+  void pin(AliasId id, Bytes size) {
     ++aliases_[id].pins;
+    aliases_[id].pinned += size;
     aliases_[id].last_use = ++clock_;
   }
-  void unpin(AliasId id, const TagSet& tags) {
+  void unpin(AliasId id, Bytes size, const TagSet& tags) {
     --aliases_[id].pins;
+    aliases_[id].pinned -= size;
     aliases_[id].last_tags.add(tags);
   }
 
@@ -75,12 +79,22 @@ class AliasCache {
  private:
   static constexpr std::size_t kSearched = 64;
 
+  struct Sized {
+    Bytes size;
+    AliasId id = kNoId;
+  };
+  // The first that is as large.
+  std::vector<Sized>::const_iterator first_of(Bytes size) const {
+    return std::partition_point(by_size_.begin(), by_size_.end(),
+                                [size](const Sized& each) { return each.size < size; });
+  }
+
   static std::optional<Bytes> find_run(const Alias& alias, const Arena& arena, Bytes size);
   AliasFit fit_at(AliasId id, const Arena& arena, Bytes begin, Bytes size) const;
 
   std::vector<Alias> aliases_;  // an empty slot has no chunks
   std::vector<AliasId> vacant_;
-  std::multimap<Bytes, AliasId> by_size_;
+  std::vector<Sized> by_size_;  // ascending; of equals the oldest first
   std::size_t mappings_ = 0;
   Bytes bytes_{};
   std::uint64_t clock_ = 0;
@@ -89,9 +103,9 @@ class AliasCache {
 template <class Accept>
 AliasFit AliasCache::find(const Arena& arena, Bytes size, Accept accept) const {
   std::size_t searched = 0;
-  for (auto entry = by_size_.lower_bound(size); entry != by_size_.end(); ++entry) {
+  for (auto entry = first_of(size); entry != by_size_.end(); ++entry) {
     if (++searched > kSearched) break;
-    const AliasId id = entry->second;
+    const AliasId id = entry->id;
     const std::optional<Bytes> begin = find_run(aliases_[id], arena, size);
     if (!begin) continue;
     AliasFit fit = fit_at(id, arena, *begin, size);

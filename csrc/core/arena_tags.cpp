@@ -54,6 +54,7 @@ void Arena::unite_tag_sets(FreeSpan& kept, const FreeSpan& gone) {
 // The extents that wait for something.
 std::vector<SpanId> Arena::tagged() const {
   std::vector<SpanId> found;
+  found.reserve(extent_count_ - clean_.count());
   for_each_index(kAnyStream, [&](const FreeIndex& index) {
     if (&index == &clean_) return;
     index.for_each_from_largest(spans_, kBlockUnit, [&](SpanId id) {

@@ -1,17 +1,23 @@
-// From the address that a caller holds to the first span of its block: open addressing, linear
-// probing, no tombstones.
+// From the address that a caller holds to the first span of its block: a hash table of buckets.
 //
-// An entry is eight bytes: the span's number and as much of the address as fits beside it. Whether
-// the span's block has the whole address is for the caller to say, who has the spans and looks at
-// this one anyway. The table is a quarter to a half full once it has grown, so that a probe mostly
-// ends on the line of the cache where it began. Not thread-safe. O(1); growing to twice the size
-// copies every entry, once in as many insertions.
+// A bucket is a line of the cache with room for seven entries, and all of them are compared at
+// once: the processor has no end of a search to guess. An entry that finds its bucket full goes to
+// the next that is not, and those it passes count it: a search goes on behind a bucket only while
+// something does lie there. An entry is the span's number and as much of the address as fits beside
+// it. Whether the span's block has the whole address is for the caller to say, who has the spans
+// and looks at this one anyway. Once it has grown the table has two to four entries a bucket. Not
+// thread-safe. O(1); growing to twice the size copies every entry, once in as many insertions.
 #pragma once
 
+#include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 #include "core/types.h"
 
@@ -19,87 +25,130 @@ namespace vramx {
 
 class BlockTable {
  public:
-  struct Slot {
-    std::uint32_t key = 0;  // of the address: its block units, less what is above 2 TiB
-    SpanId span = kNoId;    // kNoId: the slot is empty
+  // Where an entry is, until the next insertion.
+  struct Entry {
+    SpanId span = kNoId;  // kNoId: there is none
+    std::uint32_t slot = 0;
+    std::size_t bucket = 0;
   };
 
-  BlockTable() : slots_(kInitialSlots) {}
+  BlockTable() : buckets_(kInitialBuckets) {}
 
   void insert(Address address, SpanId span) {
-    if (count_ * 2 >= slots_.size()) [[unlikely]] {
+    if (count_ >= buckets_.size() * kFilled) [[unlikely]] {
       grow();
     }
-    place({key_of(address), span});
+    place(key_of(address), span);
     ++count_;
   }
 
-  // The slot of the span for which is_at(span) says that its block begins at `address`; null where
-  // there is none.
+  // The entry of the span for which is_at(span) says that its block begins at `address`.
   template <class IsAt>
-  const Slot* find(Address address, IsAt is_at) const {
+  Entry find(Address address, IsAt is_at) const {
     const std::uint32_t key = key_of(address);
-    for (std::size_t slot = home(key); slots_[slot].span != kNoId; slot = next(slot)) {
-      if (slots_[slot].key == key && is_at(slots_[slot].span)) return &slots_[slot];
+    for (std::size_t at = home(key);; at = next(at)) {
+      const Bucket& bucket = buckets_[at];
+      for (std::uint32_t hits = slots_with(bucket.keys, key); hits != 0; hits &= hits - 1) {
+        const auto slot = static_cast<std::uint32_t>(std::countr_zero(hits));
+        const SpanId span = bucket.spans[slot];
+        if (span != kNoId && is_at(span)) return {span, slot, at};
+      }
+      if (bucket.passed() == 0) return {};
     }
-    return nullptr;
   }
 
-  // `found` is what find returned; later entries may move.
-  void erase(const Slot* found) {
-    auto hole = static_cast<std::size_t>(found - slots_.data());
-    // Closes the gap: an entry moves back unless that would put it before its home.
-    for (std::size_t slot = next(hole); slots_[slot].span != kNoId; slot = next(slot)) {
-      const std::size_t from_home = (slot - home(slots_[slot].key)) & mask_;
-      const std::size_t from_hole = (slot - hole) & mask_;
-      if (from_home < from_hole) continue;
-      slots_[hole] = slots_[slot];
-      hole = slot;
-    }
-    slots_[hole].span = kNoId;
+  // `entry` is what find returned.
+  void erase(const Entry& entry) {
+    Bucket& bucket = buckets_[entry.bucket];
+    bucket.spans[entry.slot] = kNoId;
+    std::size_t at = home(bucket.keys[entry.slot]);
+    for (; at != entry.bucket; at = next(at)) --buckets_[at].passed();
     --count_;
   }
 
   // Calls visit(span) for the first span of every block.
   template <class Visit>
   void for_each(Visit visit) const {
-    for (const Slot& slot : slots_) {
-      if (slot.span != kNoId) visit(slot.span);
+    for (const Bucket& bucket : buckets_) {
+      for (std::uint32_t slot = 1; slot < kWords; ++slot) {
+        if (bucket.spans[slot] != kNoId) visit(bucket.spans[slot]);
+      }
     }
   }
 
   std::size_t count() const { return count_; }
-  std::size_t host_bytes() const { return slots_.capacity() * sizeof(Slot); }
+  std::size_t host_bytes() const { return buckets_.capacity() * sizeof(Bucket); }
 
  private:
-  static constexpr std::size_t kInitialSlots = 1024;  // a power of two, as every size after it
+  static constexpr std::size_t kInitialBuckets = 128;  // a power of two, as every size after it
+  static constexpr std::size_t kFilled = 4;            // entries of a bucket at most, on average
+  static constexpr std::uint32_t kWords = 8;
+  using Words = std::array<std::uint32_t, kWords>;
+
+  // The slots are numbered from 1.
+  struct alignas(64) Bucket {
+    Words keys{};  // of the addresses: their block units, less what is above 2 TiB
+    Words spans;   // kNoId: the slot is empty
+
+    Bucket() { spans.fill(kNoId); }
+    // Entries that lie behind it for want of room.
+    std::uint32_t& passed() { return keys[0]; }
+    std::uint32_t passed() const { return keys[0]; }
+  };
+
+  // A bit for each slot that has the value there.
+  static std::uint32_t slots_with(const Words& words, std::uint32_t value) {
+    constexpr std::uint32_t kSlots = (1u << kWords) - 2;
+    std::uint32_t found = 0;
+#if defined(__SSE2__)
+    const __m128i wanted = _mm_set1_epi32(static_cast<int>(value));
+    const auto* const quads = reinterpret_cast<const __m128i*>(words.data());
+    for (int i = 0; i < 2; ++i) {
+      const __m128i equal = _mm_cmpeq_epi32(_mm_load_si128(quads + i), wanted);
+      found |= static_cast<std::uint32_t>(_mm_movemask_ps(_mm_castsi128_ps(equal))) << (4 * i);
+    }
+#else
+    for (std::uint32_t i = 0; i < kWords; ++i) {
+      found |= static_cast<std::uint32_t>(words[i] == value) << i;
+    }
+#endif
+    return found & kSlots;
+  }
 
   static std::uint32_t key_of(Address address) {
     return static_cast<std::uint32_t>(address.value / kBlockUnit.count);
   }
-  std::size_t next(std::size_t slot) const { return (slot + 1) & mask_; }
-  // Fibonacci hashing: addresses at any regular distance fall evenly over the slots.
+  std::size_t next(std::size_t bucket) const { return (bucket + 1) & mask_; }
+  // Fibonacci hashing: addresses at any regular distance fall evenly over the buckets.
   std::size_t home(std::uint32_t key) const { return key * 0x9E3779B9u >> shift_; }
 
-  void place(const Slot& entry) {
-    std::size_t slot = home(entry.key);
-    while (slots_[slot].span != kNoId) slot = next(slot);
-    slots_[slot] = entry;
+  void place(std::uint32_t key, SpanId span) {
+    std::size_t at = home(key);
+    std::uint32_t room = slots_with(buckets_[at].spans, kNoId);
+    for (; room == 0; room = slots_with(buckets_[at].spans, kNoId)) {
+      ++buckets_[at].passed();
+      at = next(at);
+    }
+    const auto slot = static_cast<std::size_t>(std::countr_zero(room));
+    buckets_[at].keys[slot] = key;
+    buckets_[at].spans[slot] = span;
   }
 
   void grow() {
-    std::vector<Slot> old(slots_.size() * 2);
-    old.swap(slots_);
+    std::vector<Bucket> old(buckets_.size() * 2);
+    old.swap(buckets_);
     --shift_;
-    mask_ = slots_.size() - 1;
-    for (const Slot& entry : old) {
-      if (entry.span != kNoId) place(entry);
+    mask_ = buckets_.size() - 1;
+    for (const Bucket& bucket : old) {
+      for (std::uint32_t slot = 1; slot < kWords; ++slot) {
+        if (bucket.spans[slot] != kNoId) place(bucket.keys[slot], bucket.spans[slot]);
+      }
     }
   }
 
-  std::vector<Slot> slots_;
-  std::size_t mask_ = kInitialSlots - 1;
-  int shift_ = 32 - std::countr_zero(kInitialSlots);  // leaves as many bits as number the slots
+  std::vector<Bucket> buckets_;
+  std::size_t mask_ = kInitialBuckets - 1;
+  int shift_ = 32 - std::countr_zero(kInitialBuckets);  // leaves as many bits as number the buckets
   std::size_t count_ = 0;
 };
 

@@ -27,6 +27,7 @@ std::vector<Bytes> chunk_sizes(const ChunkDemand& demand, Bytes granularity) {
   const Bytes largest = max(min(in_proportion, of_room), granularity);
   std::uint64_t pieces = (demand.bytes.count + largest.count - 1) / largest.count;
   std::vector<Bytes> sizes;
+  sizes.reserve(pieces);
   for (Bytes left = demand.bytes; left; --pieces) {
     sizes.push_back(min(left, round_up(Bytes{left.count / pieces}, granularity)));
     left -= sizes.back();

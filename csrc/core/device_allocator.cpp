@@ -183,7 +183,7 @@ void DeviceAllocator::note_allocated() {
                    std::memory_order_relaxed);
 }
 
-const BlockTable::Slot* DeviceAllocator::find_block(Address address) const {
+BlockTable::Entry DeviceAllocator::find_block(Address address) const {
   return blocks_.find(address, [&](SpanId first) { return address_of(first) == address; });
 }
 
@@ -220,9 +220,9 @@ LiveBlock DeviceAllocator::live_block(SpanId first) const {
 Status DeviceAllocator::free(Address address, LiveBlock* freed) {
   if (fork_guard_.is_in_child()) return ok_status();
   const Lock lock(mutex_);
-  const BlockTable::Slot* const found = find_block(address);
-  if (found == nullptr) return unknown_address();
-  const SpanId first = found->span;
+  const BlockTable::Entry found = find_block(address);
+  if (found.span == kNoId) return unknown_address();
+  const SpanId first = found.span;
   blocks_.erase(found);
   if (freed != nullptr) *freed = live_block(first);
   const UsedSpan block = arena_.used(first);
@@ -245,7 +245,7 @@ void DeviceAllocator::give_back_block(SpanId first, const UsedSpan& block) {
   const TagSet tags = stamp_free(block);
   if (block.details != kNoId) {
     BlockDetails& details = details_[block.details];
-    if (details.alias != kNoId) aliases_.unpin(details.alias, tags);
+    if (details.alias != kNoId) aliases_.unpin(details.alias, size_of(block.requested), tags);
     details.alias = kNoId;
     details.users.clear();
     vacant_details_.push_back(block.details);
@@ -268,12 +268,12 @@ TagSet DeviceAllocator::stamp_free(const UsedSpan& block) {
 Status DeviceAllocator::record_stream(Address address, Stream stream) {
   if (fork_guard_.is_in_child()) return ok_status();
   const Lock lock(mutex_);
-  const BlockTable::Slot* const found = find_block(address);
-  if (found == nullptr) return unknown_address();
-  const UsedSpan& block = arena_.used(found->span);
+  const BlockTable::Entry found = find_block(address);
+  if (found.span == kNoId) return unknown_address();
+  const UsedSpan& block = arena_.used(found.span);
   const StreamIndex user = clocks_.index_of(stream);
   if (user == block.stream) return ok_status();
-  std::vector<StreamIndex>& users = details_of(found->span).users;
+  std::vector<StreamIndex>& users = details_of(found.span).users;
   if (std::find(users.begin(), users.end(), user) == users.end()) users.push_back(user);
   trace_.add(TraceKind::kRecordStream, address, block.requested, stream);
   return ok_status();

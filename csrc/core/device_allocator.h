@@ -170,6 +170,11 @@ class DeviceAllocator {
   struct Held {
     std::vector<SpanId> spans;
     std::vector<TagSet> tags;  // of each span, to give it back as it was
+
+    void reserve(std::size_t count) {
+      spans.reserve(count);
+      tags.reserve(count);
+    }
   };
   // Addresses that could not be emptied: the first `mapped` bytes have something behind them.
   struct Leftover {
@@ -225,7 +230,7 @@ class DeviceAllocator {
   void give_back_block(SpanId first, const UsedSpan& block);
   TagSet stamp_free(const UsedSpan& block);
   void note_allocated();
-  const BlockTable::Slot* find_block(Address address) const;
+  BlockTable::Entry find_block(Address address) const;
   Address address_of(SpanId first) const;
   AliasId alias_of(SpanId first) const;
   BlockDetails& details_of(SpanId first);

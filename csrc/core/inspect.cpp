@@ -2,6 +2,7 @@
 // an out-of-memory error, and check(). Looks at every span, but for the statistics.
 #include <algorithm>
 #include <cstdio>
+#include <unordered_map>
 #include <unordered_set>
 
 #include "core/device_allocator.h"
@@ -80,9 +81,9 @@ Result<LiveBlock> DeviceAllocator::find(Address address) const {
   const Status absent{StatusCode::kInvalidValue, 0, "not a live block"};
   if (fork_guard_.is_in_child()) return absent;
   const Lock lock(mutex_);
-  const BlockTable::Slot* const found = find_block(address);
-  if (found == nullptr) return absent;
-  return live_block(found->span);
+  const BlockTable::Entry found = find_block(address);
+  if (found.span == kNoId) return absent;
+  return live_block(found.span);
 }
 
 // The first span of the block of every used span that has one: a span that was only set aside has
@@ -155,6 +156,7 @@ Bytes DeviceAllocator::largest_obtainable() {
 
 std::string DeviceAllocator::check_blocks() const {
   std::unordered_set<SpanId> owned;
+  std::unordered_map<AliasId, Bytes> in_alias;
   Bytes sum{};
   std::string broken;
   blocks_.for_each([&](SpanId first) {
@@ -173,8 +175,12 @@ std::string DeviceAllocator::check_blocks() const {
     if (size != live_block(first).size) {
       broken = "block 2: the spans of a block add up to " + std::to_string(size.count);
     }
-    if (const AliasId alias = alias_of(first); alias != kNoId && aliases_[alias].pins == 0) {
-      broken = "alias 3: a block lives in an alias that is not pinned";
+    if (const AliasId alias = alias_of(first); alias != kNoId) {
+      Bytes& lived_in = in_alias[alias];
+      lived_in += size;
+      if (aliases_[alias].pins == 0 || lived_in > aliases_[alias].pinned) {
+        broken = "alias 3: a block lives in an alias and is not pinned there";
+      }
     }
     sum += size;
   });

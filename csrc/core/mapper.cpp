@@ -37,6 +37,7 @@ MapOutcome map_again(Driver& driver, Address at, const std::vector<MappedChunk>&
 
 MapOutcome create_and_map(Driver& driver, Address at, const std::vector<Bytes>& sizes,
                           std::vector<MappedChunk>& chunks) {
+  chunks.reserve(sizes.size());
   for (const Bytes size : sizes) {
     const Result<ChunkHandle> made = driver.create_chunk(size);
     if (!made.ok()) return {made.status(), Bytes{}, release_all(driver, chunks)};

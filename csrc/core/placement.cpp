@@ -27,6 +27,7 @@ constexpr std::chrono::microseconds kLook{20};
 // Neighbouring pieces become one.
 std::vector<Piece> joined(const std::vector<Piece>& pieces) {
   std::vector<Piece> result;
+  result.reserve(pieces.size());
   for (const Piece& piece : pieces) {
     if (!result.empty() && result.back().end() == piece.begin) {
       result.back().size += piece.size;
@@ -99,7 +100,7 @@ DeviceAllocator::Placement DeviceAllocator::reuse_as_before(AliasId alias, Bytes
     TagSet tags;
     for (const Piece& piece : fit.pieces) tags.add(arena_.tags_of(arena_.span_at(piece.begin)));
     if (clocks_.is_ordered(tags, stream)) {
-      aliases_.pin(alias);
+      aliases_.pin(alias, size);
       ++stats_.num_alias_hits;
       return {fit.address, chain(hold(fit.pieces)), alias};
     }
@@ -159,10 +160,10 @@ Result<DeviceAllocator::Placement> DeviceAllocator::reuse_alias(Request& request
     });
   });
   if (fit.alias == kNoId) return nothing_here();
-  aliases_.pin(fit.alias);
+  aliases_.pin(fit.alias, request.size);
   const Held held = hold(fit.pieces);
   if (const Status ordered = order(request, held, lock); !ordered.ok()) {
-    aliases_.unpin(fit.alias, TagSet{});
+    aliases_.unpin(fit.alias, request.size, TagSet{});
     return ordered;
   }
   ++stats_.num_alias_hits;
@@ -177,6 +178,7 @@ bool DeviceAllocator::may_take(const TagSet& tags, const Request& request) const
 
 DeviceAllocator::Held DeviceAllocator::hold(const std::vector<Piece>& pieces) {
   Held held;
+  held.reserve(pieces.size());
   for (const Piece& piece : joined(pieces)) {
     Bytes taken{};
     // Extents of different streams may lie side by side under one piece.

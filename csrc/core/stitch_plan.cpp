@@ -6,6 +6,9 @@
 namespace vramx {
 namespace {
 
+// Most plans have no more.
+constexpr std::size_t kPieces = 16;
+
 struct Candidate {
   // The chunk boundaries are its first and its last one; the last may come before the first, where
   // a single chunk holds the extent.
@@ -43,6 +46,7 @@ class Planner {
   // `tail` is held back for the last piece, if it is not null.
   StitchPlan run(Bytes size, Candidate* tail) {
     for (Candidate& candidate : candidates_) candidate.is_used = false;
+    plan_.pieces.reserve(std::min(candidates_.size(), kPieces));
     left_ = size;
     most_as_last_ = Bytes{UINT64_MAX};
     first_chunk_end_ = {};

@@ -14,6 +14,8 @@ constexpr Bytes kSmallestPiece{64 << 10};
 // A stitch spares more than this part of the block.
 constexpr std::uint64_t kWorth = 128;
 constexpr std::size_t kFewExtents = 64;
+// Of most aliases.
+constexpr std::size_t kChunks = 32;
 constexpr std::size_t kManyExtents = 4096;
 
 }  // namespace
@@ -61,6 +63,7 @@ Result<DeviceAllocator::Placement> DeviceAllocator::stitch(Request& request, Loc
     give_back(held.value());
     return mapped;
   }
+  aliases_.pin(placement.alias, request.size);
   placement.first_span = chain(held.value());
   ++stats_.num_stitches;
   return placement;
@@ -80,6 +83,7 @@ Result<DeviceAllocator::Held> DeviceAllocator::hold_with_growth(StitchPlan& plan
     last.size = plan.missing + last.size - of_new;
   }
   Held held = hold(plan.pieces);
+  held.reserve(held.spans.size() + 2);
   const Held held_last = last.size ? hold({last}) : Held{};
   const Growth growth{.bytes = missing, .gap = arena_.gap_for(missing)};
   const Result<SpanId> added = add_chunks(growth, request, lock);
@@ -97,6 +101,7 @@ Result<DeviceAllocator::Held> DeviceAllocator::hold_with_growth(StitchPlan& plan
 
 std::vector<ChunkId> DeviceAllocator::chunks_under(const Held& held) const {
   std::vector<ChunkId> chunks;
+  chunks.reserve(kChunks);
   for (const SpanId id : held.spans) {
     const Span& span = arena_.span(id);
     for (Address at = span.begin; at < span.end(); at = arena_.chunks()[chunks.back()].end()) {
@@ -109,6 +114,7 @@ std::vector<ChunkId> DeviceAllocator::chunks_under(const Held& held) const {
 Status DeviceAllocator::map_alias(const Held& held, Lock& lock, Placement* placement) {
   const std::vector<ChunkId> ids = chunks_under(held);
   std::vector<MappedChunk> chunks;
+  chunks.reserve(ids.size());
   Bytes size{};
   for (const ChunkId id : ids) {
     chunks.push_back({arena_.chunks()[id].size, arena_.chunks()[id].handle});
@@ -128,7 +134,6 @@ Status DeviceAllocator::map_alias(const Held& held, Lock& lock, Placement* place
   building_mappings_ -= ids.size();
   if (!outcome.status.ok()) return outcome.status;
   placement->alias = aliases_.add(base, ids, arena_);
-  aliases_.pin(placement->alias);
   const Address first = arena_.span(held.spans[0]).begin;
   placement->address = base + (first - arena_.chunks()[ids[0]].begin);
   trace_.add(TraceKind::kStitch, base, size, Stream::kDefault);

@@ -22,7 +22,7 @@
 //   block 2  a used span belongs to exactly one block; a block's spans add up to its size
 //   alias 1  an alias maps only chunks that exist, none of them twice
 //   alias 2  mapping count of a chunk = 1 + the aliases that map it
-//   alias 3  a block at an alias address has that alias pinned
+//   alias 3  a block at an alias address has its bytes pinned in that alias
 //   clock 1  a tag's sequence number is at most its stream's
 //   clock 2  known[R][S] is at most S's sequence number
 #pragma once

@@ -94,26 +94,36 @@ void an_alias_smaller_than_the_block_is_not_found(Fixture& fixture) {
 
 void a_pinned_alias_is_not_idle(Fixture& fixture) {
   const AliasId id = fixture.add({fixture.a, fixture.b});
-  fixture.cache.pin(id);
+  fixture.cache.pin(id, kPage);
   EXPECT(fixture.cache.idle().empty());
-  fixture.cache.unpin(id, TagSet());
+  fixture.cache.unpin(id, kPage, TagSet());
   EXPECT((fixture.cache.idle() == std::vector<AliasId>{id}));
+}
+
+// What is pinned is used, wherever it lies: there is no need to look.
+void an_alias_with_too_little_unpinned_is_not_found(Fixture& fixture) {
+  const AliasId id = fixture.add({fixture.a, fixture.b});
+  fixture.cache.pin(id, kPage);
+  EXPECT(fixture.find(kPage + kBlockUnit).alias == kNoId);
+  EXPECT(fixture.find(kPage).alias == id);
+  fixture.cache.unpin(id, kPage, TagSet());
+  EXPECT(fixture.find(kPage + kBlockUnit).alias == id);
 }
 
 void idle_aliases_come_least_recently_used_first(Fixture& fixture) {
   const AliasId first = fixture.add({fixture.a});
   const AliasId second = fixture.add({fixture.b});
   for (const AliasId id : {first, second, first}) {
-    fixture.cache.pin(id);
-    fixture.cache.unpin(id, TagSet());
+    fixture.cache.pin(id, kPage);
+    fixture.cache.unpin(id, kPage, TagSet());
   }
   EXPECT((fixture.cache.idle() == std::vector<AliasId>{second, first}));
 }
 
 void an_alias_remembers_what_its_blocks_waited_for(Fixture& fixture) {
   const AliasId id = fixture.add({fixture.a});
-  fixture.cache.pin(id);
-  fixture.cache.unpin(id, TagSet(Tag{3, 9}));
+  fixture.cache.pin(id, kPage);
+  fixture.cache.unpin(id, kPage, TagSet(Tag{3, 9}));
   const TagSet& tags = fixture.cache[id].last_tags;
   EXPECT((tags.size() == 1 && tags[0] == Tag{3, 9}));
 }
@@ -179,6 +189,8 @@ constexpr Check<Fixture> kChecks[] = {
     {"a fit that is turned down is not found", a_fit_that_is_turned_down_is_not_found},
     {"an alias smaller than the block is not found", an_alias_smaller_than_the_block_is_not_found},
     {"a pinned alias is not idle", a_pinned_alias_is_not_idle},
+    {"an alias with too little unpinned is not found",
+     an_alias_with_too_little_unpinned_is_not_found},
     {"idle aliases come least recently used first", idle_aliases_come_least_recently_used_first},
     {"an alias remembers what its blocks waited for",
      an_alias_remembers_what_its_blocks_waited_for},

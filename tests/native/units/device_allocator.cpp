@@ -162,7 +162,8 @@ void alias_3_is_named_where_a_blocks_alias_is_not_pinned(Fixture& fixture) {
   fixture.take_stitched();
   AliasCache& aliases = *fixture.allocator.*member(Aliases{});
   REQUIRE(aliases.count() == 1);
-  aliases.unpin(aliases.all()[0], TagSet());
+  const AliasId alias = aliases.all()[0];
+  aliases.unpin(alias, aliases[alias].pinned, TagSet());
   EXPECT(starts_with(fixture.allocator->check(), "alias 3"));
 }
 

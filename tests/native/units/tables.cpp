@@ -55,7 +55,7 @@ struct Blocks {
   BlockTable table;
   std::vector<Address> addresses;
 
-  const BlockTable::Slot* find(Address address) const {
+  BlockTable::Entry find(Address address) const {
     return table.find(address, [&](SpanId span) { return addresses[span] == address; });
   }
   void insert(Address address) {
@@ -66,39 +66,37 @@ struct Blocks {
 
 void a_block_is_found_by_its_address_alone(Blocks& blocks) {
   blocks.insert(kBase);
-  const BlockTable::Slot* const found = blocks.find(kBase);
-  REQUIRE(found != nullptr);
-  EXPECT(found->span == 0);
-  EXPECT(blocks.find(kBase + kBlockUnit) == nullptr);
-  EXPECT(blocks.find(Address{}) == nullptr);
+  EXPECT(blocks.find(kBase).span == 0);
+  EXPECT(blocks.find(kBase + kBlockUnit).span == kNoId);
+  EXPECT(blocks.find(Address{}).span == kNoId);
 }
 
 // An entry has no room for the upper bits of an address.
 void addresses_that_differ_by_two_tebibytes_are_told_apart(Blocks& blocks) {
   const Address far = kBase + kBlockUnit * (std::uint64_t{1} << 32);
   blocks.insert(kBase);
-  EXPECT(blocks.find(far) == nullptr);
+  EXPECT(blocks.find(far).span == kNoId);
   blocks.insert(far);
-  REQUIRE(blocks.find(far) != nullptr && blocks.find(kBase) != nullptr);
-  EXPECT(blocks.find(far)->span == 1 && blocks.find(kBase)->span == 0);
+  EXPECT(blocks.find(far).span == 1 && blocks.find(kBase).span == 0);
   blocks.table.erase(blocks.find(kBase));
-  EXPECT(blocks.find(kBase) == nullptr && blocks.find(far) != nullptr);
+  EXPECT(blocks.find(kBase).span == kNoId && blocks.find(far).span == 1);
 }
 
-// Enough blocks to grow the table several times, with erasures that leave holes in the probing.
+// Enough blocks to grow the table several times and to fill some buckets, with erasures of entries
+// that had to go to another bucket.
 void every_answer_is_that_of_a_map(Blocks& blocks) {
   std::mt19937_64 random(7);
   std::map<Address, SpanId> reference;
   for (std::uint64_t step = 0; step < 20000; ++step) {
     const Address address = kBase + kBlockUnit * (random() % 6000);
-    const BlockTable::Slot* const found = blocks.find(address);
+    const BlockTable::Entry found = blocks.find(address);
     const auto known = reference.find(address);
-    REQUIRE((found != nullptr) == (known != reference.end()));
-    if (found == nullptr) {
+    REQUIRE((found.span != kNoId) == (known != reference.end()));
+    if (found.span == kNoId) {
       reference[address] = static_cast<SpanId>(blocks.addresses.size());
       blocks.insert(address);
     } else {
-      REQUIRE(found->span == known->second);
+      REQUIRE(found.span == known->second);
       blocks.table.erase(found);
       reference.erase(known);
     }
