@@ -40,7 +40,7 @@ DESCRIPTION = "one allocate or free through torch's interface, by allocator (GPU
 SOURCE = Path(__file__).resolve().parent / "torch_calls.cpp"
 CHILD = PROGRAMS / "_calls.py"
 REPEATS = 3
-PASSES = 10  # the first four are not counted
+PASSES = 14  # the first eight are not counted
 LIMIT_S = 300.0
 LIMIT_NS = 100.0
 LIMIT_RATIO = 0.4
@@ -60,7 +60,7 @@ def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
     """
     traces = chosen(trace_files(options), request.only)
     gpu = visible_gpus(options.device, 1)[0]
-    passes = 6 if options.quick else PASSES
+    passes = 10 if options.quick else PASSES
     rounds = request.repeats or (1 if options.quick else REPEATS)
     with tempfile.TemporaryDirectory() as folder:
         library = compile_library(Path(folder))

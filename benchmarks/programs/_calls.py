@@ -3,7 +3,7 @@
     python _calls.py LIBRARY PASSES TRACE...
 
 Prints one line of JSON for each trace and way of calling as soon as it is measured, so that a crash
-takes only what comes after it. The first four passes of each warm up and are not reported: vramx
+takes only what comes after it. The first eight passes of each warm up and are not reported: vramx
 calls the driver no more after them.
 """
 
@@ -28,7 +28,7 @@ from vramx.sizes import KIB, MIB
 WAYS = ("raw", "tensor")  # by the value of the library's is_tensor
 EMPTY_BYTES = {"512 B": KIB // 2, "1 MiB": MIB, "64 MiB": 64 * MIB}
 EMPTY_PAIRS = 20_000
-WARM_UP = 4
+WARM_UP = 8
 # The layout of the library's Event.
 EVENT = np.dtype([("size", "<u8"), ("id", "<u4"), ("stream", "<u4")])
 
