@@ -38,10 +38,10 @@ _SMALLEST_TILE, _SMALLEST_TILE_BACKWARD = 2048, 1024
 # shared memory: with a residual fewer, for a tile is then more bytes, and of long rows more, for
 # there are fewer programs. A multiprocessor works on so many elements, more where means are not
 # subtracted. With a bias but no residual its warps wait for each other rather than for memory, so
-# long rows are given more warps, of fewer elements each. Where means are not subtracted, long rows
-# gain from a residual's gradient that is loaded late and not held. All swept on an H200.
+# rows of several warps are given more, of fewer elements each. Where means are not subtracted, long
+# rows gain from a residual's gradient that is loaded late and not held. All swept on an H200.
 _ELEMENTS_OF_MULTIPROCESSOR, _MOST_PROGRAMS = {False: 10240, True: 8192}, 16
-_ELEMENTS_CENTRED, _LONG_ROW = 8, 4096
+_ELEMENTS_CENTRED, _ROW_OF_WARPS, _LONG_ROW = 8, 1024, 4096
 _STAGES, _STAGES_WITH_RESIDUAL, _STAGES_OF_LONG_ROWS = 4, 3, 5
 _STAGED_BYTES = 96 << 10  # of a program: GPUs of capability 8.6 have 99 KiB
 _REGISTERS = 1 << 16  # of a multiprocessor
@@ -272,7 +272,7 @@ def output_plan(hidden: int, group_size: int) -> Plan:
 @lru_cache(maxsize=256)
 def backward_plan(hidden: int, group_size: int, reads: Reads) -> tuple[Plan, int]:
     """Return the tile of the backward kernel, and how many programs a multiprocessor is given."""
-    waits = reads.centred and not reads.has_residual and hidden >= _LONG_ROW
+    waits = reads.centred and not reads.has_residual and hidden >= _ROW_OF_WARPS
     plan = _tile_plan(
         hidden, group_size, _ELEMENTS_CENTRED if waits else _ELEMENTS_SUMMED,
         _SMALLEST_TILE_BACKWARD,
