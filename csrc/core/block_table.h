@@ -46,7 +46,8 @@ class BlockTable {
   template <class IsAt>
   Entry find(Address address, IsAt is_at) const {
     const std::uint32_t key = key_of(address);
-    for (std::size_t at = home(key);; at = next(at)) {
+    std::size_t at = home(key);
+    do {
       const Bucket& bucket = buckets_[at];
       for (std::uint32_t hits = slots_with(bucket.keys, key); hits != 0; hits &= hits - 1) {
         const auto slot = static_cast<std::uint32_t>(std::countr_zero(hits));
@@ -54,7 +55,9 @@ class BlockTable {
         if (span != kNoId && is_at(span)) return {span, slot, at};
       }
       if (bucket.passed() == 0) return {};
-    }
+      at = next(at);
+    } while (at != home(key));  // once round, where every bucket was passed
+    return {};
   }
 
   // `entry` is what find returned.

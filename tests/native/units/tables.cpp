@@ -106,6 +106,28 @@ void every_answer_is_that_of_a_map(Blocks& blocks) {
   EXPECT(visited == reference.size() && blocks.table.count() == reference.size());
 }
 
+// In each bucket a block that found the one before it full, which no longer is: no bucket says that
+// nothing lies behind it.
+void a_search_ends_where_every_bucket_was_passed(Blocks& blocks) {
+  constexpr std::size_t kBuckets = 128;
+  constexpr std::size_t kRoom = 7;
+  std::vector<std::vector<Address>> of_bucket(kBuckets);
+  for (std::uint32_t unit = 0; unit < 4096; ++unit) {
+    const Address address = kBase + kBlockUnit * unit;
+    const auto key = static_cast<std::uint32_t>(address.value / kBlockUnit.count);
+    of_bucket[key * 0x9E3779B9u >> 25].push_back(address);  // as the table hashes
+  }
+  for (std::size_t bucket = 0; bucket < kBuckets; ++bucket) {
+    const std::size_t own = bucket == 0 ? kRoom : kRoom - 1;  // beside one of the bucket before
+    REQUIRE(of_bucket[bucket].size() > own + 1);
+    for (std::size_t i = 0; i <= own; ++i) blocks.insert(of_bucket[bucket][i]);
+    for (std::size_t i = 0; i < own; ++i) blocks.table.erase(blocks.find(of_bucket[bucket][i]));
+  }
+  EXPECT(blocks.table.count() == kBuckets);
+  EXPECT(blocks.find(of_bucket[5].back()).span == kNoId);
+  EXPECT(blocks.find(of_bucket[5][kRoom - 1]).span != kNoId);
+}
+
 // --- stats --------------------------------------------------------------------------------------
 
 constexpr auto kAll = static_cast<std::size_t>(PoolKind::kAll);
@@ -274,6 +296,7 @@ constexpr Check<Blocks> kBlockChecks[] = {
     {"addresses that differ by two tebibytes are told apart",
      addresses_that_differ_by_two_tebibytes_are_told_apart},
     {"every answer is that of a map", every_answer_is_that_of_a_map},
+    {"a search ends where every bucket was passed", a_search_ends_where_every_bucket_was_passed},
 };
 
 constexpr Check<Nothing> kStatsChecks[] = {
