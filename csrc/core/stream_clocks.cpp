@@ -138,9 +138,13 @@ void StreamClocks::ask(const TagSet& tags, StreamIndex reader, Lock& lock) {
 
 void StreamClocks::settle_one(StreamIndex index, Settle how, Lock& lock) {
   if (streams_[index].complete == streams_[index].sequence) return;
-  // On a stream that is never idle what was recorded now is never complete; what was recorded at
-  // the last question is, or else will be: recorded anew at every question it might never be.
-  if (how == Settle::kQuery && !settle_last(index, how, lock)) return;
+  if (how == Settle::kQuery) {
+    // On a stream that is never idle what is recorded now is not complete yet; what was recorded at
+    // the last question is, or else will be: recorded anew at every question it might never be.
+    const bool is_known = !settle_last(index, how, lock) || settle_idle(index, lock);
+    if (!is_known) record(index, lock).ignore();
+    return;
+  }
   // A stream that cannot be recorded on may still have an event that covers some of its frees.
   record(index, lock).ignore();
   settle_last(index, how, lock);
@@ -156,13 +160,33 @@ bool StreamClocks::settle_last(StreamIndex index, Settle how, Lock& lock) {
     const Result<bool> queried = driver_.query_event(last.event);
     return queried.ok() && queried.value();
   }();
-  if (!is_done) return false;
-  std::uint64_t& complete = streams_[index].complete;
-  complete = std::max(complete, last.sequence);
-  for (StreamIndex other = 0; other < last.clock.size(); ++other) {
-    streams_[other].complete = std::max(streams_[other].complete, last.clock[other]);
+  if (is_done) note_complete(index, last.sequence, last.clock);
+  return is_done;
+}
+
+// Most streams have nothing to do most of the time: then one question will do, and no event.
+bool StreamClocks::settle_idle(StreamIndex index, Lock& lock) {
+  if (streams_[index].is_forgotten) return false;
+  const std::uint64_t sequence = streams_[index].sequence;
+  const std::vector<std::uint64_t> clock = streams_[index].known;
+  const Stream handle = streams_[index].handle;
+  const bool is_idle = [&] {
+    const Unlocked unlocked(lock);
+    if (!require_not_capturing(driver_, handle).ok()) return false;
+    const Result<bool> asked = driver_.is_idle(handle);
+    return asked.ok() && asked.value();
+  }();
+  if (is_idle) note_complete(index, sequence, clock);
+  return is_idle;
+}
+
+// What the stream did up to its `sequence`-th free has run, and what it had waited for by then.
+void StreamClocks::note_complete(StreamIndex index, std::uint64_t sequence,
+                                 const std::vector<std::uint64_t>& clock) {
+  streams_[index].complete = std::max(streams_[index].complete, sequence);
+  for (StreamIndex other = 0; other < clock.size(); ++other) {
+    streams_[other].complete = std::max(streams_[other].complete, clock[other]);
   }
-  return true;
 }
 
 Status StreamClocks::forget(Stream stream, Lock& lock) {

@@ -93,6 +93,9 @@ class StreamClocks {
   Status prepare_event(StreamIndex index, Lock& lock);
   void settle_one(StreamIndex index, Settle how, Lock& lock);
   bool settle_last(StreamIndex index, Settle how, Lock& lock);
+  bool settle_idle(StreamIndex index, Lock& lock);
+  void note_complete(StreamIndex index, std::uint64_t sequence,
+                     const std::vector<std::uint64_t>& clock);
   static void raise(std::vector<std::uint64_t>& clock, const std::vector<std::uint64_t>& to);
   static void raise(std::vector<std::uint64_t>& clock, StreamIndex stream, std::uint64_t to);
 

@@ -74,6 +74,7 @@ void bind_streams(Binder& bind, Api& api) {
   bind("cuStreamDestroy_v2", api.stream_destroy);
   bind("cuStreamSynchronize", api.stream_synchronize);
   bind("cuStreamWaitEvent", api.stream_wait_event);
+  bind("cuStreamQuery", api.stream_query);
   bind("cuStreamIsCapturing", api.stream_is_capturing);
   bind("cuStreamBeginCapture_v2", api.stream_begin_capture);
   bind("cuStreamEndCapture", api.stream_end_capture);

@@ -135,6 +135,7 @@ struct Api {
   ResultCode (*stream_destroy)(StreamHandle stream);
   ResultCode (*stream_synchronize)(StreamHandle stream);
   ResultCode (*stream_wait_event)(StreamHandle stream, EventHandle event, unsigned flags);
+  ResultCode (*stream_query)(StreamHandle stream);
   ResultCode (*stream_is_capturing)(StreamHandle stream, int* status);
   ResultCode (*stream_begin_capture)(StreamHandle stream, int mode);
   ResultCode (*stream_end_capture)(StreamHandle stream, GraphHandle* graph);

@@ -214,15 +214,20 @@ Status CudaDriver::record_event(Event event, Stream stream) {
                [&] { return api_.event_record(handle_of(event), handle_of(stream)); });
 }
 
-Result<bool> CudaDriver::query_event(Event event) {
+template <class Query>
+Result<bool> CudaDriver::is_done(const char* name, Query query) const {
   bool is_ready = true;
-  const Status status = plain("cuEventQuery", [&] {
-    const cuda::ResultCode result = api_.event_query(handle_of(event));
+  const Status status = plain(name, [&] {
+    const cuda::ResultCode result = query();
     is_ready = result == cuda::kSuccess;
     return result == cuda::kErrorNotReady ? cuda::kSuccess : result;
   });
   if (!status.ok()) return status;
   return is_ready;
+}
+
+Result<bool> CudaDriver::query_event(Event event) {
+  return is_done("cuEventQuery", [&] { return api_.event_query(handle_of(event)); });
 }
 
 Status CudaDriver::synchronize_event(Event event) {
@@ -232,6 +237,10 @@ Status CudaDriver::synchronize_event(Event event) {
 Status CudaDriver::wait_event(Stream stream, Event event) {
   return plain("cuStreamWaitEvent",
                [&] { return api_.stream_wait_event(handle_of(stream), handle_of(event), 0); });
+}
+
+Result<bool> CudaDriver::is_idle(Stream stream) {
+  return is_done("cuStreamQuery", [&] { return api_.stream_query(handle_of(stream)); });
 }
 
 Result<bool> CudaDriver::is_capturing(Stream stream) {

@@ -50,6 +50,7 @@ class CudaDriver final : public Driver, public Bytewise {
   Result<bool> query_event(Event event) override;
   Status synchronize_event(Event event) override;
   Status wait_event(Stream stream, Event event) override;
+  Result<bool> is_idle(Stream stream) override;
   Result<bool> is_capturing(Stream stream) override;
   DriverCalls calls() const override;
 
@@ -72,6 +73,8 @@ class CudaDriver final : public Driver, public Bytewise {
   int attribute(cuda::Attribute which) const;
   template <class Call>
   Status plain(const char* name, Call call) const;
+  template <class Query>
+  Result<bool> is_done(const char* name, Query query) const;
   template <class Call>
   Status timed(Timed kind, const char* name, Call call);
   std::uint64_t count(Timed kind) const;

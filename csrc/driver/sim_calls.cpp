@@ -12,8 +12,8 @@ const char* call_name(CallKind kind) {
   static constexpr std::array<const char*, kCallKinds> kNames{
       "memory_info",  "reserve_address", "release_address",   "create_chunk", "release_chunk",
       "map",          "unmap",           "set_access",        "create_event", "destroy_event",
-      "record_event", "query_event",     "synchronize_event", "wait_event",   "is_capturing",
-      "allow_peer"};
+      "record_event", "query_event",     "synchronize_event", "wait_event",   "is_idle",
+      "is_capturing", "allow_peer"};
   return kNames[static_cast<std::size_t>(kind)];
 }
 

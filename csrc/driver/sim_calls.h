@@ -31,10 +31,11 @@ enum class CallKind : std::uint8_t {
   kQueryEvent,
   kSynchronizeEvent,
   kWaitEvent,
+  kIsIdle,
   kIsCapturing,
   kAllowPeer,
 };
-constexpr std::size_t kCallKinds = 16;
+constexpr std::size_t kCallKinds = 17;
 
 const char* call_name(CallKind kind);
 

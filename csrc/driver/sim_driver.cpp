@@ -130,6 +130,12 @@ Status SimDriver::wait_event(Stream stream, Event event) {
                    [&] { return streams_.wait_event(stream, event); });
 }
 
+Result<bool> SimDriver::is_idle(Stream stream) {
+  const Lock lock(mutex_);
+  return desk_.run({.kind = CallKind::kIsIdle, .stream = stream},
+                   [&] { return streams_.is_idle(stream); });
+}
+
 Result<bool> SimDriver::is_capturing(Stream stream) {
   const Lock lock(mutex_);
   return desk_.run({.kind = CallKind::kIsCapturing, .stream = stream},

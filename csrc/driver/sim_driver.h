@@ -47,6 +47,7 @@ class SimDriver final : public Driver, public Bytewise {
   Result<bool> query_event(Event event) override;
   Status synchronize_event(Event event) override;  // runs the work that the event stands for
   Status wait_event(Stream stream, Event event) override;
+  Result<bool> is_idle(Stream stream) override;
   Result<bool> is_capturing(Stream stream) override;
   DriverCalls calls() const override;
 

@@ -131,6 +131,17 @@ Status SimStreams::end_capture(Stream stream) {
   return was == Capture::kActive ? ok_status() : capture_invalidated("end_capture");
 }
 
+Result<bool> SimStreams::is_idle(Stream stream) {
+  const Result<std::uint32_t> index = queue_of(stream, "is_idle");
+  if (!index.ok()) return index.status();
+  Queue& queue = queues_[index.value()];
+  if (queue.capture != Capture::kNone) {
+    queue.capture = Capture::kInvalidated;
+    return capture_unsupported("is_idle");
+  }
+  return is_reached(clock_of(index.value()));
+}
+
 Result<bool> SimStreams::is_capturing(Stream stream) {
   const Result<std::uint32_t> index = queue_of(stream, "is_capturing");
   if (!index.ok()) return index.status();

@@ -142,7 +142,21 @@ void a_capture_refuses_events_and_is_spoiled_by_them(SimDriver& sim) {
   EXPECT(sim.begin_capture(kA).ok());
   EXPECT(sim.wait_event(kA, event).code == StatusCode::kDriverError);
   EXPECT(sim.end_capture(kA).code == StatusCode::kDriverError);
+  EXPECT(sim.begin_capture(kA).ok());
+  EXPECT(sim.is_idle(kA).status().code == StatusCode::kDriverError);
+  EXPECT(sim.end_capture(kA).code == StatusCode::kDriverError);
   EXPECT(!sim.is_capturing(kA).value());
+  EXPECT(sim.destroy_event(event).ok());
+}
+
+void a_stream_that_waits_for_another_is_not_idle(SimDriver& sim) {
+  const Event event = sim.create_event().value();
+  EXPECT(sim.submit(kA).ok());
+  EXPECT(!sim.is_idle(kA).value() && sim.is_idle(kB).value());
+  EXPECT(sim.record_event(event, kA).ok() && sim.wait_event(kB, event).ok());
+  EXPECT(!sim.is_idle(kB).value());
+  EXPECT(sim.advance(kA, 1) == 1);
+  EXPECT(sim.is_idle(kA).value() && sim.is_idle(kB).value());
   EXPECT(sim.destroy_event(event).ok());
 }
 
@@ -174,6 +188,8 @@ constexpr std::array kChecks{
                      synchronizing_runs_only_what_the_event_stands_for},
     Check<SimDriver>{"a capture refuses events and is spoiled by them",
                      a_capture_refuses_events_and_is_spoiled_by_them},
+    Check<SimDriver>{"a stream that waits for another is not idle",
+                     a_stream_that_waits_for_another_is_not_idle},
     Check<SimDriver>{"a revived stream is another stream", a_revived_stream_is_another_stream},
 };
 

@@ -66,6 +66,26 @@ void a_synchronized_event_is_complete(Device& device) {
   EXPECT(device.driver.destroy_event(event.value()).ok());
 }
 
+void a_stream_is_idle_once_its_last_event_is_complete(Device& device) {
+  const Bytes unit = device.unit();
+  Chunk chunk(device, unit);
+  Range range(device, unit);
+  REQUIRE(chunk && range && range.map_with_access({}, unit, chunk.handle()).ok());
+  const Result<Event> event = device.driver.create_event();
+  const Result<Stream> stream = device.bytes.create_stream();
+  REQUIRE(event.ok() && stream.ok());
+  const Result<bool> before = device.driver.is_idle(stream.value());
+  EXPECT(before.ok() && before.value());
+  EXPECT(device.bytes.fill(range.at({}), unit, 1, stream.value()).ok());
+  EXPECT(device.driver.is_idle(stream.value()).ok());
+  EXPECT(device.driver.record_event(event.value(), stream.value()).ok());
+  EXPECT(device.driver.synchronize_event(event.value()).ok());
+  const Result<bool> after = device.driver.is_idle(stream.value());
+  EXPECT(after.ok() && after.value());
+  EXPECT(device.driver.destroy_event(event.value()).ok());
+  EXPECT(device.bytes.destroy_stream(stream.value()).ok());
+}
+
 void a_comparison_waits_for_its_stream(Device& device) {
   const Bytes unit = device.unit();
   Chunk chunk(device, unit);
@@ -138,6 +158,8 @@ constexpr std::array kChecks{
                   an_event_that_was_never_recorded_is_complete},
     Check<Device>{"a wait orders two streams", a_wait_orders_two_streams},
     Check<Device>{"a synchronized event is complete", a_synchronized_event_is_complete},
+    Check<Device>{"a stream is idle once its last event is complete",
+                  a_stream_is_idle_once_its_last_event_is_complete},
     Check<Device>{"a comparison waits for its stream", a_comparison_waits_for_its_stream},
     Check<Device>{"memory calls leave a capture valid", memory_calls_leave_a_capture_valid},
     Check<Device>{"threads without a context do not disturb each other",

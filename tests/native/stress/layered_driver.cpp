@@ -154,6 +154,10 @@ Status ObservedDriver::wait_event(Stream stream, Event event) {
   return inner_.wait_event(stream, event);
 }
 
+Result<bool> ObservedDriver::is_idle(Stream stream) {
+  return ++counts_.calls, inner_.is_idle(stream);
+}
+
 Result<bool> ObservedDriver::is_capturing(Stream stream) {
   return ++counts_.calls, inner_.is_capturing(stream);
 }

@@ -47,6 +47,7 @@ class ForwardingDriver : public Driver {
   Status wait_event(Stream stream, Event event) override {
     return inner_.wait_event(stream, event);
   }
+  Result<bool> is_idle(Stream stream) override { return inner_.is_idle(stream); }
   Result<bool> is_capturing(Stream stream) override { return inner_.is_capturing(stream); }
   DriverCalls calls() const override { return inner_.calls(); }
 
@@ -119,6 +120,7 @@ class ObservedDriver final : public ForwardingDriver {
   Result<bool> query_event(Event event) override;
   Status synchronize_event(Event event) override;
   Status wait_event(Stream stream, Event event) override;
+  Result<bool> is_idle(Stream stream) override;
   Result<bool> is_capturing(Stream stream) override;
 
   // What lies behind the range, in its order; nothing where a byte of it cannot be accessed.

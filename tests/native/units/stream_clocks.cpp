@@ -148,8 +148,33 @@ void a_record_that_has_not_run_is_not_made_anew(Fixture& fixture) {
   EXPECT(fixture.records() == 1);
   fixture.sim->advance_all();
   fixture.clocks.settle(StreamClocks::Settle::kQuery, fixture.lock);
-  EXPECT(fixture.records() == 2);
   EXPECT(fixture.clocks.is_complete(earlier) && fixture.clocks.is_complete(later));
+}
+
+void an_idle_stream_is_asked_and_not_recorded_on(Fixture& fixture) {
+  const Tag tag = fixture.work_and_free(fixture.a);
+  fixture.sim->advance_all();
+  fixture.clocks.settle(StreamClocks::Settle::kQuery, fixture.lock);
+  EXPECT(fixture.clocks.is_complete(tag));
+  EXPECT(fixture.records() == 0);
+}
+
+void what_an_idle_stream_waited_for_is_complete(Fixture& fixture) {
+  const Tag waited_for = fixture.work_and_free(fixture.a);
+  REQUIRE(fixture.order(fixture.b, TagSet(waited_for)));
+  const Tag on_b = fixture.work_and_free(fixture.b);
+  fixture.sim->advance_all();
+  fixture.clocks.ask(TagSet(on_b), fixture.c, fixture.lock);
+  EXPECT(fixture.clocks.is_complete(on_b) && fixture.clocks.is_complete(waited_for));
+}
+
+void a_question_does_not_break_a_capture(Fixture& fixture) {
+  const Tag tag = fixture.work_and_free(fixture.a);
+  fixture.sim->advance_all();
+  REQUIRE(fixture.sim->begin_capture(kA).ok());
+  fixture.clocks.settle(StreamClocks::Settle::kQuery, fixture.lock);
+  EXPECT(!fixture.clocks.is_complete(tag));
+  EXPECT(fixture.sim->end_capture(kA).ok());
 }
 
 void only_the_streams_that_are_waited_for_are_asked(Fixture& fixture) {
@@ -269,6 +294,9 @@ constexpr Check<Fixture> kChecks[] = {
     {"nothing is complete before it was asked for", nothing_is_complete_before_it_was_asked_for},
     {"a query does not run what is queued", a_query_does_not_run_what_is_queued},
     {"a record that has not run is not made anew", a_record_that_has_not_run_is_not_made_anew},
+    {"an idle stream is asked and not recorded on", an_idle_stream_is_asked_and_not_recorded_on},
+    {"what an idle stream waited for is complete", what_an_idle_stream_waited_for_is_complete},
+    {"a question does not break a capture", a_question_does_not_break_a_capture},
     {"only the streams that are waited for are asked",
      only_the_streams_that_are_waited_for_are_asked},
     {"a wait of the host completes every stream", a_wait_of_the_host_completes_every_stream},
