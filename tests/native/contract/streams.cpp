@@ -106,8 +106,9 @@ void a_comparison_waits_for_its_stream(Device& device) {
 void memory_calls_leave_a_capture_valid(Device& device) {
   const Bytes unit = device.unit();
   const Result<Stream> stream = device.bytes.create_stream();
+  const Result<Stream> other = device.bytes.create_stream();
   const Result<Event> event = device.driver.create_event();
-  REQUIRE(stream.ok() && event.ok());
+  REQUIRE(stream.ok() && other.ok() && event.ok());
   REQUIRE(device.driver.record_event(event.value(), kStream).ok());
   REQUIRE(device.bytes.begin_capture(stream.value()).ok());
   const Result<bool> during = device.driver.is_capturing(stream.value());
@@ -118,12 +119,14 @@ void memory_calls_leave_a_capture_valid(Device& device) {
     EXPECT(chunk && range && range.map_with_access({}, unit, chunk.handle()).ok());
     EXPECT(device.driver.memory_info().ok());
     EXPECT(device.driver.query_event(event.value()).ok());
+    EXPECT(device.driver.is_idle(other.value()).ok());
   }
   EXPECT(device.bytes.end_capture(stream.value()).ok());
   const Result<bool> after = device.driver.is_capturing(stream.value());
   EXPECT(after.ok() && !after.value());
   EXPECT(device.driver.destroy_event(event.value()).ok());
   EXPECT(device.bytes.destroy_stream(stream.value()).ok());
+  EXPECT(device.bytes.destroy_stream(other.value()).ok());
 }
 
 // --- threads ------------------------------------------------------------------------------------
