@@ -54,26 +54,39 @@ def plan_of(name: str, hidden: int) -> norm_launch.Plan:
     return norm_launch.forward_plan(hidden, 128, True)
 
 
+def plan_without_residual(hidden: int, gradient_type: str) -> norm_launch.Plan:
+    gradient_bytes = {"*bf16": 2, "*fp32": 4}[gradient_type]
+    reads = norm_launch.Reads(True, False, gradient_bytes + 1, gradient_bytes == 2)
+    return norm_launch.backward_plan(hidden, 128, reads)[0]
+
+
 def thread_elements(plan: norm_launch.Plan) -> int:
     known = plan.constants
     return int(known["ROWS"] * known["GROUPS"] * known["GROUP"] // known["num_warps"] // 32)
 
 
-def code_of(name: str, hidden: int, folder: Path) -> MachineCode:
-    """Compile a kernel of LayerNorm, bfloat16 and int8, as the launcher would choose it."""
+def code_of(name: str, hidden: int, folder: Path, alone: str = "") -> MachineCode:
+    """Compile a kernel of LayerNorm, bfloat16 and int8, as the launcher would choose it.
+
+    Args:
+        alone: the type of dy and dx, where the backward kernel has no residual's gradient.
+    """
     from vramx.kernels import norm_backward, norm_forward
 
     home = norm_backward if name in ("backward", "sums") else norm_forward
     kernel = getattr(home, f"norm_{name}_kernel")
-    plan = plan_of(name, hidden)
+    plan = plan_without_residual(hidden, alone) if alone else plan_of(name, hidden)
+    types = TYPES | ({"dy_ptr": alone, "dx_ptr": alone} if alone else {})
     constants = {**plan.constants, "CENTRED": True, "PACKED": True, "STOCHASTIC": True}
     if name == "backward" and plan.sums_apart:
         constants |= {"dweight_ptr": None, "dbias_ptr": None}
+    if alone:
+        constants["dsum_ptr"] = None
     if name == "sums":
         constants = {**norm_launch.sums_apart_constants(hidden, 128), "PACKED": True}
     place = {name: (i,) for i, name in enumerate(kernel.arg_names)}
     known = {name: value for name, value in constants.items() if name in place}
-    signature = {n: "constexpr" if n in known else TYPES[n] for n in kernel.arg_names}
+    signature = {n: "constexpr" if n in known else types[n] for n in kernel.arg_names}
     source = triton.compiler.ASTSource(
         kernel,
         signature,
@@ -143,4 +156,12 @@ def test_groups_beyond_a_row_are_masked_whole(name: str, folder: Path) -> None:
 )  # fmt: skip
 def test_rows_are_not_kept_in_local_memory(name: str, hidden: int, folder: Path) -> None:
     everything = code_of(name, hidden, folder).everything
+    assert not [op for op in everything if op.split(".")[0] in ("LDL", "STL")]
+
+
+@pytest.mark.parametrize("gradient_type", ["*bf16", "*fp32"])
+def test_more_warps_are_given_where_they_have_the_registers(
+    gradient_type: str, folder: Path
+) -> None:
+    everything = code_of("backward", 2048, folder, gradient_type).everything
     assert not [op for op in everything if op.split(".")[0] in ("LDL", "STL")]

@@ -72,6 +72,7 @@ class Reads(NamedTuple):
     centred: bool
     has_residual: bool
     element_bytes: int  # of the gradients and of what was kept
+    is_narrow: bool = True  # dy and dx are of 16 bits: more warps have the registers for no more
 
 
 class Kept(NamedTuple):
@@ -180,8 +181,9 @@ def norm_backward(
     packed = kept.group_size > 0
     of_gradients = sum(each.element_size() for each in gradients if each is not None)
     reads = Reads(
-        centred, gradients[1] is not None, of_gradients + (1 if packed else dx.element_size())
-    )
+        centred, gradients[1] is not None, of_gradients + (1 if packed else dx.element_size()),
+        max(gradients[0].element_size(), dx.element_size()) == 2,
+    )  # fmt: skip
     plan, of_multiprocessor = backward_plan(hidden, kept.group_size, reads)
     programs = min(plan.grid(rows), _programs(dx.device, of_multiprocessor))
     partial = _partial(Shares(None, None) if plan.sums_apart else wanted, programs, hidden)
@@ -272,7 +274,7 @@ def output_plan(hidden: int, group_size: int) -> Plan:
 @lru_cache(maxsize=256)
 def backward_plan(hidden: int, group_size: int, reads: Reads) -> tuple[Plan, int]:
     """Return the tile of the backward kernel, and how many programs a multiprocessor is given."""
-    waits = reads.centred and not reads.has_residual and hidden >= _ROW_OF_WARPS
+    waits = reads.centred and not reads.has_residual and reads.is_narrow and hidden >= _ROW_OF_WARPS
     plan = _tile_plan(
         hidden, group_size, _ELEMENTS_CENTRED if waits else _ELEMENTS_SUMMED,
         _SMALLEST_TILE_BACKWARD,
