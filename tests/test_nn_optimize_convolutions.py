@@ -298,3 +298,39 @@ def test_compiled_block_updates_statistics_once(level: str) -> None:
     assert error(y, gradient(other, x)[0]) < ROUNDING
     for found, expected in zip(block.buffers(), other.buffers(), strict=True):
         assert torch.allclose(found.double(), expected.double(), rtol=1e-5, atol=1e-6)
+
+
+CONVNEXTS = pytest.mark.parametrize("name", ["torchvision convnext", "timm convnext"])
+
+
+@CONVNEXTS
+def test_under_autocast_a_convnext_block_keeps_packs_alone(name: str) -> None:
+    """Torch's norm, which has weights in float32, would keep its input there."""
+    block, x = block_of(name), image(2, 64, 16, 16)
+    vramx.optimize(block)
+
+    def call() -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return [block(x)]
+
+    held = held_bytes(call, x, *block.parameters()) / x.numel()
+    assert held == pytest.approx(6 * PACK + APART, rel=0.02)
+
+
+@CONVNEXTS
+def test_under_autocast_a_convnext_block_is_the_original(name: str) -> None:
+    original, x = block_of(name), image(2, 64, 8, 8)
+    block = copy.deepcopy(original)
+    vramx.optimize(block)
+
+    def run(module: Any) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = module(x)
+        weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+        return [y, *torch.autograd.grad((y * weights).sum(), [x, *module.parameters()])]
+
+    # Some ten roundings of bfloat16 in a row, independent, and in gradients int8's 1 %.
+    bounds = [torch.finfo(torch.bfloat16).eps * 10**0.5, *[0.03] * 100]
+    for ours, theirs, bound in zip(run(block), run(original), bounds, strict=False):
+        assert ours.dtype == theirs.dtype
+        assert (ours - theirs).norm() <= bound * theirs.norm()

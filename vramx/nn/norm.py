@@ -74,7 +74,7 @@ def rms_norm(
     """
     if eps is None:
         eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
-    return _norm((x, residual), (weight, None), eps, keep, centred=False)
+    return norm((x, residual), (weight, None), (eps, False), keep)
 
 
 def layer_norm(
@@ -95,23 +95,33 @@ def layer_norm(
         >>> torch.equal(residual_sum, x + 1)
         True
     """
-    return _norm((x, residual), (weight, bias), eps, keep, centred=True)
+    return norm((x, residual), (weight, bias), (eps, True), keep)
 
 
-def _norm(
+def norm(
     sources: tuple[Tensor, Tensor | None],
     affine: tuple[Tensor | None, Tensor | None],
-    eps: float,
+    how: tuple[float, bool],
     keep: Compression | None,
-    centred: bool,
+    dtype: torch.dtype | None = None,
 ) -> Normed:
+    """Return what rms_norm() and layer_norm() do, and y of a type that is asked for.
+
+    Args:
+        sources: x and the residual.
+        affine: weight and bias.
+        how: eps, and whether the mean is subtracted.
+        dtype: of y, floating; None is torch's own. What would be cast to it alone may as well be
+            rounded to it at once: the values are the same.
+    """
     x, residual = sources
+    eps, centred = how
     _check(x, residual, affine)
     spec = spec_for(keep)
     if residual is not None and residual.dtype != x.dtype:
         x, residual = arguments.cast_to_common(x, residual)
     y, total, buffer, rstd, probe = _operators.norm(
-        x, residual, *affine, eps, centred, _result_dtype(x), list(spec)
+        x, residual, *affine, eps, centred, dtype or _result_dtype(x), list(spec)
     )
     kept = Kept(buffer, probe, rstd, *affine, eps, centred, x.dtype, spec)
     return Normed(y, x if residual is None else total, kept)

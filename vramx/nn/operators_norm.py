@@ -59,10 +59,10 @@ def norm(
     """
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
-    affine = norm_launch.Affine(weight, bias)
+    affine, kind = norm_launch.Affine(weight, bias), Spec(*spec)
     run = _norm_kernel if _has_kernel(x) else _norm_reference
-    y, total, kept, rstd = run((x, residual), affine, (eps, centred), dtype, Spec(*spec))
-    return y, total, kept, rstd, _probe(x, Spec(*spec))
+    y, total, kept, rstd = run((x, residual), affine, (eps, centred), dtype, kind)
+    return y, total, kept, rstd, _probe(x, kind)
 
 
 _Sources = tuple[Tensor, Tensor | None]

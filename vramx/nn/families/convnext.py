@@ -37,11 +37,12 @@ class ConvNext(Fused):
     def vramx_branch(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Return the scaled branch plus a residual."""
         settings, (convolution, norm, scale) = self._vramx, self._vramx_parts()
-        y = convolve(convolution, x, settings.keep).permute(0, 2, 3, 1)
-        source, _ = normalise(norm, y, None, settings.keep)
-        del y
         part = self.vramx_feed_forward()
         terms = None if part is None else terms_of_all(part)
+        y = convolve(convolution, x, settings.keep).permute(0, 2, 3, 1)
+        into = () if part is None or terms is None else part.inner
+        source, _ = normalise(norm, y, None, settings.keep, into)
+        del y
         if part is None or terms is None:
             result = self._vramx_mlp(tensor_of(source)).permute(0, 3, 1, 2)
             result = result if scale is None else result.mul(scale.view(1, -1, 1, 1))

@@ -12,18 +12,23 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from vramx.compression.config import Compression
+from vramx.nn import passes
 from vramx.nn.activation import gelu_linear, silu_linear
+from vramx.nn.arguments import autocast_dtype
 from vramx.nn.dropout import dropout_add
 from vramx.nn.families.swap import RECOMPUTE_MLP, Settings, class_name, untouched
 from vramx.nn.glu import glu_linear
 from vramx.nn.linear import linears
 from vramx.nn.mlp import mlp
-from vramx.nn.norm import Normed, layer_norm, rms_norm
+from vramx.nn.norm import Normed, rms_norm
+from vramx.nn.norm import norm as norm_as
 
+HALVES = (torch.bfloat16, torch.float16)
 # What goes into projections: a norm's result, or any tensor.
 Source = Normed | Tensor
 Terms = tuple[Tensor, Tensor | None]
@@ -63,26 +68,46 @@ def tensor_of(source: Source) -> Tensor:
 
 
 def normalise(
-    norm: nn.Module, x: Tensor, residual: Tensor | None, keep: Compression
+    norm: nn.Module,
+    x: Tensor,
+    residual: Tensor | None,
+    keep: Compression,
+    into: Sequence[nn.Module] = (),
 ) -> tuple[Source, Tensor]:
-    """Return a norm module's result for x + residual, and that sum."""
+    """Return a norm module's result for x + residual, and that sum.
+
+    `into`: the Linears that the result goes into, and nothing else; none where it may be read by
+    others. Under autocast it then has the type that they compute in.
+    """
     if residual is not None and residual.dtype != x.dtype and keep.enabled:
         # Under autocast: the sum has the type of the residual stream, and of the norm's weight.
         # Not worth another operator where nothing is packed.
         x, residual = x + residual, None
-    normed = fused_norm(norm, x, residual, keep)
+    normed = fused_norm(norm, x, residual, keep, into)
     if normed is not None:
         return normed, normed.residual_sum
     total = x if residual is None else x + residual
     return norm(total), total
 
 
-def fused_norm(norm: Any, x: Tensor, residual: Tensor | None, keep: Compression) -> Normed | None:
+def fused_norm(
+    norm: Any,
+    x: Tensor,
+    residual: Tensor | None,
+    keep: Compression,
+    into: Sequence[nn.Module] = (),
+) -> Normed | None:
     """Return the fused result of a norm module; None if it is not understood."""
-    return normed_by(norm, x, residual, keep) if untouched(norm) else None
+    return normed_by(norm, x, residual, keep, into) if untouched(norm) else None
 
 
-def normed_by(norm: Any, x: Tensor, residual: Tensor | None, keep: Compression) -> Normed | None:
+def normed_by(
+    norm: Any,
+    x: Tensor,
+    residual: Tensor | None,
+    keep: Compression,
+    into: Sequence[nn.Module] = (),
+) -> Normed | None:
     """Return the result by what a norm's class is; None for a class or weights not understood."""
     name = class_name(type(norm))
     weight: Any = getattr(norm, "weight", None)
@@ -90,15 +115,32 @@ def normed_by(norm: Any, x: Tensor, residual: Tensor | None, keep: Compression) 
         return None
     if name == GEMMA_NORM:
         return rms_norm(x, 1.0 + weight.float(), norm.eps, residual, keep)
-    if weight is not None and weight.dtype != x.dtype:
-        return None  # the original's result has the promoted type, or there is none
-    if name in RMS_NORMS:
-        return rms_norm(x, weight, norm.variance_epsilon, residual, keep)
     if type(norm) is nn.LayerNorm or (name == TIMM_NORM and not norm._fast_norm):
-        if len(norm.normalized_shape) != 1:
+        if len(norm.normalized_shape) != 1 or not (_fits(weight, x) or _widens(weight, x, keep)):
             return None
-        return layer_norm(x, weight, norm.bias, norm.eps, residual, keep)
+        asks = into and torch.is_autocast_enabled(x.device.type)
+        asks = asks and all(terms_of(module) is not None for module in into)
+        dtype = autocast_dtype(x) if asks else None
+        return norm_as((x, residual), (weight, norm.bias), (norm.eps, True), keep, dtype)
+    if name in RMS_NORMS and _fits(weight, x):
+        return rms_norm(x, weight, norm.variance_epsilon, residual, keep)
     return None
+
+
+def _fits(weight: Tensor | None, x: Tensor) -> bool:
+    """Tell whether a norm's result has the type of x: another is promoted, or there is none."""
+    return weight is None or weight.dtype == x.dtype
+
+
+def _widens(weight: Tensor, x: Tensor, keep: Compression) -> bool:
+    """Tell whether autocast gives torch's layer norm a copy of x, and a pack can be in its place.
+
+    Its weights are in float32 then, as is the copy, which torch keeps. What lives for one block's
+    backward is not worth an operator.
+    """
+    half = x.dtype in HALVES and weight.dtype == torch.float32
+    packs = keep.enabled and not passes.saves_are_brief()
+    return half and packs and torch.is_autocast_enabled(x.device.type)
 
 
 # -- Linears ---------------------------------------------------------------------------------------

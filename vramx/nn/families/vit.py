@@ -146,8 +146,9 @@ class TimmBlock(Fused):
     def vramx_fused(self, x: Tensor, /, **others: Any) -> Tensor:
         """Return the block's result."""
         attended = self.drop_path1(self.ls1(self._attend(x, others)))
-        source, residual = normalise(self.norm2, attended, x, self._vramx.keep)
         part = self.vramx_feed_forward()
+        into = () if part is None else part.inner
+        source, residual = normalise(self.norm2, attended, x, self._vramx.keep, into)
         if part is None:
             return self._add(self.mlp(tensor_of(source)), residual)
         finish = feed_forward(source, part, self._vramx)
@@ -162,9 +163,11 @@ class TimmBlock(Fused):
 
     def _attend(self, x: Tensor, options: dict[str, Any]) -> Tensor:
         attention = self.attn
-        source, _ = normalise(self.norm1, x, None, self._vramx.keep)
         fused = attention.fused_attn and getattr(attention, "gate", None) is None
-        if not fused or not all_untouched([attention, attention.attn_drop]):
+        fused = fused and all_untouched([attention, attention.attn_drop])
+        into = [attention.qkv] if fused else []
+        source, _ = normalise(self.norm1, x, None, self._vramx.keep, into)
+        if not fused:
             result: Tensor = attention(tensor_of(source), **options)
             return result
         (projected,) = project(source, [attention.qkv], self._vramx.keep)
