@@ -73,7 +73,7 @@ def evaluate(
 
 def call_operator(name: str, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
     """Run an operator and return its results as contiguous tensors."""
-    import vramx.nn  # noqa: F401 - registers the operators
+    import vramx.nn.feed_forward  # noqa: F401 - registers the operators
     from vramx.compression import random
 
     random.manual_seed(0, rank=0)

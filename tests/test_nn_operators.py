@@ -24,7 +24,9 @@ from torch.utils.checkpoint import (
 from vramx.compression.config import Compression
 from vramx.nn.activation import gelu, gelu_linear
 from vramx.nn.attention import scaled_dot_product_attention
+from vramx.nn.convolution import conv2d
 from vramx.nn.dropout import dropout_add
+from vramx.nn.feed_forward import TwoLinears, two_linears
 from vramx.nn.glu import glu_linear, swiglu
 from vramx.nn.linear import linear, linears
 from vramx.nn.loss import linear_cross_entropy
@@ -52,6 +54,15 @@ FUNCTIONS: dict[str, Function] = {
         linears(rms_norm(x, keep=NEAREST), [w, w[:3]], [None, w[0, :3]]), 1
     ),
     "mlp": lambda x, w: mlp(rms_norm(x, w[0], keep=NEAREST), [w, w, w], residual=x),
+    "two_linears": lambda x, w: two_linears(
+        rms_norm(x, w[0], keep=NEAREST), TwoLinears([w, w], [w[0], None], "gelu", w[1]), x, NEAREST
+    ),
+    "two_linears_exact": lambda x, w: two_linears(
+        x, TwoLinears([w, w], [None, w[0]], "silu"), keep=EXACT
+    ),
+    "conv2d": lambda x, w: conv2d(
+        x.view(4, 8, 4, 4), w.view(-1, 8, 2, 2)[:8], w[0, :8], padding=1, keep=NEAREST
+    ),
     "gelu": lambda x, w: gelu(x * w[0], keep=NEAREST),
     "gelu_linear": lambda x, w: gelu_linear(x, w, w[0], residual=x, keep=NEAREST),
     "gelu_linear_exact": lambda x, w: gelu_linear(x, w, keep=EXACT),

@@ -152,10 +152,10 @@ def _activate_linear(
 )
 def _activation(x: Tensor, kind: str, form: Sequence[int]) -> tuple[Tensor, ...]:
     """Return act(x), the packed x, and its probe."""
-    return *_forward_pass(x, kind, form), *differentiation.probes_of((x,), form)
+    return *forward_pass(x, kind, form), *differentiation.probes_of((x,), form)
 
 
-def _forward_pass(x: Tensor, kind: str, form: Sequence[int]) -> tuple[Tensor, Tensor]:
+def forward_pass(x: Tensor, kind: str, form: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return act(x) and the packed x."""
     x = x.contiguous(memory_format=keeping.ORDERS[form[4]])
     if not keeping.served(x):
@@ -182,7 +182,7 @@ def _(x: Tensor, _kind: str, form: Sequence[int]) -> tuple[Tensor, ...]:
 )
 def _activation_backward(dy: Tensor, kept: Tensor, kind: str, form: Sequence[int]) -> Tensor:
     dy = dy.contiguous(memory_format=keeping.ORDERS[form[4]])
-    dx, _ = _backward_pass(dy, kept, (kind, form), with_value=False)
+    dx, _ = backward_pass(dy, kept, (kind, form), with_value=False)
     return dx
 
 
@@ -191,7 +191,7 @@ def _(dy: Tensor, _kept: Tensor, _kind: str, form: Sequence[int]) -> Tensor:
     return keeping.dense_like(dy, form[4])
 
 
-def _backward_pass(
+def backward_pass(
     dy: Tensor,
     kept: Tensor,
     how: tuple[str, Sequence[int]],
@@ -206,7 +206,8 @@ def _backward_pass(
     kind, form = how
     if not keeping.served(dy):
         computed = reference.wide(dy)
-        x = keeping.decode(kept, dy.shape, computed.dtype, form)
+        dtype = dy.dtype if form[0] == keeping.RAW else computed.dtype
+        x = reference.wide(keeping.decode(kept, dy.shape, dtype, form))
         dx = reference.activation_backward(computed, x, kind).to(dy.dtype)
         return dx, reference.activation(x, kind).to(dy.dtype) if with_value else dy
     layout = keeping.fused_layout(dy.numel(), form, elementwise_launch.WIDTHS)
@@ -262,7 +263,7 @@ def _activation_linear(
     if form[0] == keeping.NOTHING and is_unread(residual):
         value, buffer = x, keeping.encode(x, form)
     else:
-        value, buffer = _forward_pass(x, kind, form)
+        value, buffer = forward_pass(x, kind, form)
     result = project(value, weight, bias, residual)
     return result, buffer, *differentiation.probes_of((x,), form)
 
@@ -295,13 +296,13 @@ def _linear_gradients(
     *,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, the weight and the bias; arguments as _backward_pass()'s.
+    """Return the gradients of x, the weight and the bias; arguments as backward_pass()'s.
 
     `needs` is of the weight and the bias.
     """
     rows = dy.reshape(-1, dy.shape[-1])
     gradient = rows @ weight
-    dx, value = _backward_pass(gradient, kept, how, with_value=needs[0], in_place=in_place)
+    dx, value = backward_pass(gradient, kept, how, with_value=needs[0], in_place=in_place)
     dweight, dbias = weight_gradients(rows, value, weight, needs)
     return dx.view(*dy.shape[:-1], weight.shape[1]), dweight, dbias
 

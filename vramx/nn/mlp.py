@@ -64,11 +64,11 @@ def mlp(
     """
     y = x.y if isinstance(x, Normed) else x
     biases = [None] * len(weights) if biases is None else list(biases)
-    _check(y, weights, biases, activation)
+    check(y, weights, biases, activation)
     dtype = arguments.autocast_dtype(y)
     linear.check_types(y, weights, dtype)
     y = y.to(dtype)
-    kept = _kept(x, y, [y, *weights, *(bias for bias in biases if bias is not None)], keep)
+    kept = kept_of(x, y, [y, *weights, *(bias for bias in biases if bias is not None)], keep)
     inside, outside = arguments.residual_for(y, weights[-1], residual)
     result: Tensor = _operators.mlp(
         y,
@@ -83,7 +83,7 @@ def mlp(
     return result if outside is None else result + outside
 
 
-def _kept(
+def kept_of(
     x: Tensor | Normed, y: Tensor, inputs: Sequence[Tensor], keep: Compression | None
 ) -> Kept:
     """Return what backward reads y from: a norm's pack, one that is made here, or y itself."""
@@ -95,7 +95,8 @@ def _kept(
     return kept_tensor(y, y, AS_IT_IS) if kept is None else kept
 
 
-def _check(x: Tensor, weights: Sequence[Tensor], biases: linear.Biases, activation: str) -> None:
+def check(x: Tensor, weights: Sequence[Tensor], biases: linear.Biases, activation: str) -> None:
+    """Raise unless weights, biases and an activation's word fit each other and their input."""
     arguments.check_floats(x=x)
     if len(weights) not in (2, 3) or len(biases) != len(weights):
         raise InvalidValueError(

@@ -7,16 +7,20 @@ its result is kept by nobody.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from vramx.nn.activation import gelu_linear, silu_linear
 from vramx.nn.families.convolutions import convolve
-from vramx.nn.families.parts import FeedForward, normalise, project, tensor_of, terms_of_all
-from vramx.nn.families.swap import RECOMPUTE_MLP, Fused, all_untouched, class_name
-from vramx.nn.mlp import mlp
+from vramx.nn.families.parts import (
+    FeedForward,
+    normalise,
+    tensor_of,
+    terms_of_all,
+    whole_feed_forward,
+)
+from vramx.nn.families.swap import Fused, all_untouched, class_name
+from vramx.nn.feed_forward import TwoLinears
 
 
 class ConvNext(Fused):
@@ -47,24 +51,9 @@ class ConvNext(Fused):
             result = self._vramx_mlp(tensor_of(source)).permute(0, 3, 1, 2)
             result = result if scale is None else result.mul(scale.view(1, -1, 1, 1))
             return result if residual is None else result + residual
-        weights, biases, kind = terms
-        if scale is not None:
-            last = biases[-1]
-            weights = [*weights[:-1], weights[-1] * scale.view(-1, 1)]
-            biases = [*biases[:-1], None if last is None else last * scale]
         added = None if residual is None else residual.permute(0, 2, 3, 1)
-        if settings.level == RECOMPUTE_MLP:
-            result = mlp(
-                source, weights, biases, activation=kind, residual=added, keep=settings.keep
-            )
-            return result.permute(0, 3, 1, 2)
-        (wide,) = project(source, part.inner, settings.keep)
-        del source
-        linear = silu_linear
-        if kind != "silu":
-            linear = partial(gelu_linear, approximate="tanh" if kind == "gelu_tanh" else "none")
-        result = linear(wide, weights[-1], biases[-1], residual=added, keep=settings.keep)
-        return result.permute(0, 3, 1, 2)
+        done = whole_feed_forward(source, TwoLinears(*terms, scale), settings, added)
+        return done.permute(0, 3, 1, 2)
 
 
 class TimmConvNext(ConvNext):

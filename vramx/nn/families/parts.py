@@ -22,6 +22,7 @@ from vramx.nn.activation import gelu_linear, silu_linear
 from vramx.nn.arguments import autocast_dtype
 from vramx.nn.dropout import dropout_add
 from vramx.nn.families.swap import RECOMPUTE_MLP, Settings, class_name, untouched
+from vramx.nn.feed_forward import TwoLinears, two_linears
 from vramx.nn.glu import glu_linear
 from vramx.nn.linear import linears
 from vramx.nn.mlp import mlp
@@ -200,16 +201,34 @@ Finish = Callable[[Tensor | None], Tensor]
 def feed_forward(source: Source, part: FeedForward, settings: Settings) -> Finish:
     """Compute a feed-forward part but for its last Linear, which is to be called next.
 
-    So a caller can let go of the source between the two. Where the part is to be computed again in
-    backward, and understood, all of it is left to the second call.
+    So a caller can let go of the source between the two, where a tensor of its size matters: of a
+    gated unit. All of any other part that is understood, and of one that is to be computed again
+    in backward, is left to the second call.
     """
-    terms = terms_of_all(part) if settings.level == RECOMPUTE_MLP else None
+    apart = len(part.inner) > 1 or passes.saves_are_brief()
+    terms = None if apart and settings.level != RECOMPUTE_MLP else terms_of_all(part)
     if terms is not None:
-        weights, biases, kind = terms
-        whole = partial(mlp, source, weights, biases, activation=kind, keep=settings.keep)
-        return lambda residual: whole(residual=residual)
+        return partial(whole_feed_forward, source, TwoLinears(*terms), settings)
     inside = project(source, part.inner, settings.keep)
     return partial(_finish, inside, part, settings.keep)
+
+
+def whole_feed_forward(
+    source: Source, terms: TwoLinears, settings: Settings, residual: Tensor | None
+) -> Tensor:
+    """Compute a feed-forward part from its terms and add a residual."""
+    keep, (weights, biases, kind, scale) = settings.keep, terms
+    if settings.level != RECOMPUTE_MLP and not passes.saves_are_brief():
+        return two_linears(source, terms, residual, keep)
+    if scale is not None:
+        last = biases[-1]
+        weights = [*weights[:-1], weights[-1] * scale.view(-1, 1)]
+        biases = [*biases[:-1], None if last is None else last * scale]
+    if settings.level == RECOMPUTE_MLP:
+        return mlp(source, weights, biases, activation=kind, residual=residual, keep=keep)
+    inside = linears(source, weights[:1], biases[:1], keep)
+    del source
+    return _activated_linear(inside[0], kind, (weights[-1], biases[-1]), keep, residual)
 
 
 def feed_forward_add(finish: Finish, dropout: Any, residual: Tensor) -> Tensor:
@@ -240,10 +259,16 @@ def _finish(
         return y if residual is None else residual + y
     if up:
         return glu_linear(first, up[0], *terms, activation=kind, residual=residual, keep=keep)
+    return _activated_linear(first, kind, terms, keep, residual)
+
+
+def _activated_linear(
+    x: Tensor, kind: str, terms: Terms, keep: Compression, residual: Tensor | None
+) -> Tensor:
     if kind == "silu":
-        return silu_linear(first, *terms, residual=residual, keep=keep)
+        return silu_linear(x, *terms, residual=residual, keep=keep)
     approximate = "tanh" if kind == "gelu_tanh" else "none"
-    return gelu_linear(first, *terms, approximate, residual=residual, keep=keep)
+    return gelu_linear(x, *terms, approximate, residual=residual, keep=keep)
 
 
 # -- Residuals -------------------------------------------------------------------------------------

@@ -1,0 +1,257 @@
+"""Two Linears in one operator: results, gradients, what is kept, and that it is linears() and more.
+
+In place of two functions and a product with the scale; so what these give is what is expected.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from interpreted_nn import Interpreted, interpreted_nn
+from nn_elementwise_tools import differs
+from norm_tools import EXACT, INT8, NEAREST, gradients, held_bytes, sample
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from vramx.compression.codec import layout_of
+from vramx.compression.config import Compression, Format
+from vramx.errors import InvalidValueError
+from vramx.nn.activation import gelu_linear, silu_linear
+from vramx.nn.feed_forward import TwoLinears, two_linears
+from vramx.nn.functional import layer_norm, linears, rms_norm
+
+INPUTS, INNER = 128, 256
+BFLOAT16_STEP = 2.0**-8
+
+
+def leaves(dtype: torch.dtype = torch.float32, inputs: int = INPUTS, inner: int = INNER) -> Any:
+    """Return x, and the weights, biases and scale, which keep the size of what goes through."""
+    shapes = (inner, inputs), (inputs, inner)
+    weights = [sample(*s, seed=9, dtype=dtype) / s[1] ** 0.5 for s in shapes]
+    ends = [sample(size, seed=7, dtype=dtype) for size in (inner, inputs, inputs)]
+    found = [each.detach().requires_grad_() for each in (*weights, *ends)]
+    return sample(32, inputs, dtype=dtype), *found
+
+
+def terms(v: Any, w: Any, b: Any, c: Any, scale: Any, kind: str = "gelu") -> TwoLinears:
+    return TwoLinears([v, w], [b, c], kind, scale)
+
+
+def apart(x: Any, terms: TwoLinears, residual: Tensor | None, keep: Compression) -> Tensor:
+    """Return the same by the functions for each."""
+    (v, w), (b, c), kind, scale = terms
+    if scale is not None:
+        w, c = w * scale.view(-1, 1), None if c is None else c * scale
+    (wide,) = linears(x, [v], [b], keep)
+    function = silu_linear if kind == "silu" else gelu_linear
+    return function(wide, w, c, residual=residual, keep=keep)
+
+
+# -- Results and gradients -------------------------------------------------------------------------
+
+
+def test_derivatives_to_second_order_are_right() -> None:
+    every = leaves(torch.float64, 5, 4)
+    x, *vectors = (t.detach()[:3].requires_grad_() for t in (every[0], *[sample(5)] * 2))
+
+    def call(x: Tensor, gain: Tensor, shift: Tensor, *of: Tensor) -> Tensor:
+        normed = layer_norm(x, gain.double(), shift.double(), 1e-5, keep=EXACT)
+        return two_linears(normed, terms(*of), x, EXACT)
+
+    vectors = [sample(5, seed=s, dtype=torch.float64) for s in (2, 3)]
+    assert torch.autograd.gradcheck(call, (x, *vectors, *every[1:]))
+    assert torch.autograd.gradgradcheck(call, (x, *vectors, *every[1:]))
+
+
+KEEPS = {"int8": NEAREST, "exact": EXACT, "int4": Compression(bits=4, rounding="nearest")}
+
+
+@pytest.mark.parametrize("keep", KEEPS.values(), ids=KEEPS)
+@pytest.mark.parametrize("is_autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("source", ["norm", "tensor"])
+@pytest.mark.parametrize("kind", ["gelu", "silu"])
+def test_it_is_the_functions_one_after_the_other(
+    keep: Compression, is_autocast: bool, source: str, kind: str
+) -> None:
+    x, *others = leaves()
+
+    def call(function: Any) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            of: Any = layer_norm(x, keep=keep) if source == "norm" else x
+            return [function(of, terms(*others, kind=kind), x, keep)]
+
+    ours, theirs = call(two_linears), call(apart)
+    assert torch.equal(*ours, *theirs)
+    assert ours[0].dtype == torch.float32
+    found = gradients(lambda: call(two_linears), [x, *others])
+    expected = gradients(lambda: call(apart), [x, *others])
+    for a, b in zip(found[:-1], expected[:-1], strict=True):
+        assert torch.equal(a, b)
+    # A sum of the scale's over inputs, and one over a bias, in another order than autograd's: 257
+    # terms, and float32 has 2**-24.
+    assert (found[-1] - expected[-1]).norm() <= 257 * 2**-24 * expected[-1].norm()
+
+
+@pytest.mark.parametrize("missing", [(2,), (3,), (4,), (2, 3, 4)])
+def test_biases_and_the_scale_may_be_missing(missing: tuple[int, ...]) -> None:
+    x, *others = leaves()
+    some = [None if i in missing else each for i, each in enumerate(others)]
+    there = [x, *(each for each in some if each is not None)]
+    found = gradients(lambda: [two_linears(x, terms(*some), None, NEAREST)], there)
+    expected = gradients(lambda: [apart(x, terms(*some), None, NEAREST)], there)
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() <= 257 * 2**-24 * b.norm()
+
+
+@pytest.mark.parametrize("place", range(6))
+def test_each_gradient_comes_alone(place: int) -> None:
+    """What is frozen is not needed for what is not."""
+    every = leaves()
+    mine = [each.detach().requires_grad_(i == place) for i, each in enumerate(every)]
+    (found,) = gradients(lambda: [two_linears(mine[0], terms(*mine[1:]))], [mine[place]])
+    expected = gradients(lambda: [two_linears(every[0], terms(*every[1:]))], list(every))
+    # Noise differs, so only that it is the right one: int8's is 1 %, another's 100 %.
+    assert (found - expected[place]).norm() <= 0.05 * expected[place].norm()
+
+
+def test_second_derivative_on_a_pack_is_near() -> None:
+    """5 % is far above int8's 1 % and far below the 100 % of a path that was lost."""
+    x, *others = leaves()
+
+    def penalty(y: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad(y.square().sum(), others[0], create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), x)[0]
+
+    v, w, b, c, scale = others
+    exact = penalty(F.linear(F.gelu(F.linear(x, v, b)), w, c) * scale)
+    assert (penalty(two_linears(x, terms(*others))) - exact).norm() <= 0.05 * exact.norm()
+
+
+# -- Kernels against the composite -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Interpreted:
+    return interpreted_nn()
+
+
+def arguments(form: list[int]) -> tuple[Any, ...]:
+    """Return arguments of the forward operator, of a tensor that is kept as it is."""
+    x, *others = (t.detach() for t in leaves(inputs=64, inner=128))
+    kept = (x, x, None, None, None, 0.0, False, x.dtype, [-1, 0, 0, 0, 0])
+    v, w, b, c, scale = others
+    return x[:5], v, b, w, c, scale, x[:5], "gelu", form, *kept
+
+
+def backward_arguments(form: list[int]) -> tuple[Any, ...]:
+    """Return arguments of the backward operator that asks for all; the pack is of a norm."""
+    x, v, _, w, c, scale, *_ = arguments(form)
+    spec = [8, 64, 1, 0, 0]
+    _, buffer = torch.ops.vramx.two_linears(*arguments(form))
+    kept, _ = torch.ops.vramx.keep(x, spec)
+    incoming, gain = sample(5, 64, seed=4).detach(), sample(64, seed=2).detach()
+    return (
+        incoming, buffer, kept, gain, None, v, w, c, scale, "gelu", form, x.dtype, spec, [True] * 6
+    )  # fmt: skip
+
+
+FORMS = pytest.mark.parametrize("form", [[8, 64, 1, 0, 0], [0, 0, 0, 0, 0]], ids=["int8", "raw"])
+
+
+@FORMS
+def test_kernel_is_the_composite(form: list[int], kernels: Interpreted) -> None:
+    found = kernels.operator("two_linears", *arguments(form))
+    assert differs(found[0], torch.ops.vramx.two_linears(*arguments(form))[0]) <= 1
+
+
+@FORMS
+def test_kernel_of_backward_is_the_composite(form: list[int], kernels: Interpreted) -> None:
+    of = backward_arguments(form)
+    expected = torch.ops.vramx.two_linears_backward(*of)
+
+    def worst(**options: Any) -> float:
+        found = kernels.operator("two_linears_backward", *of, **options)
+        return max(differs(*pair) for pair in zip(found, expected, strict=True))
+
+    assert worst() <= 1
+    assert worst(defect="slope of the activation") > 1
+
+
+# -- What is kept ----------------------------------------------------------------------------------
+
+
+def test_of_a_norms_result_the_wide_pack_is_kept_alone() -> None:
+    x, *others = leaves()
+    wide = layout_of(len(x) * INNER, Format()).buffer_bytes
+    alone = held_bytes(lambda: rms_norm(x), x)
+    both = held_bytes(lambda: two_linears(rms_norm(x), terms(*others), x), x, *others)
+    assert both == alone + wide
+    exact = held_bytes(lambda: two_linears(x, terms(*others), x, EXACT), x, *others)
+    assert exact == len(x) * INNER * 4
+
+
+def test_autocast_keeps_no_casts() -> None:
+    x, *others = leaves()
+
+    def call() -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return [two_linears(rms_norm(x), terms(*others), x)]
+
+    wide = layout_of(len(x) * INNER, Format()).buffer_bytes
+    assert held_bytes(call, x, *others) == held_bytes(lambda: rms_norm(x), x) + wide
+    assert {g.dtype for g in gradients(call, [x, *others])} == {torch.float32}
+
+
+def test_nothing_is_kept_without_gradients() -> None:
+    x, *others = leaves()
+    with torch.no_grad():
+        y = two_linears(x, terms(*others), x)
+    assert y.grad_fn is None
+    assert torch.equal(y, apart(x, terms(*others), x, INT8))
+
+
+# -- With the rest of torch ------------------------------------------------------------------------
+
+
+def test_compiles_without_a_break() -> None:
+    x, *others = leaves()
+
+    def block(x: Tensor) -> list[Tensor]:
+        return [two_linears(rms_norm(x, keep=NEAREST), terms(*others), x, NEAREST)]
+
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    expected = gradients(lambda: block(x), [x, *others])
+    found = gradients(lambda: compiled(x), [x, *others])
+    for a, b in zip(found, expected, strict=True):
+        assert differs(a, b) <= 1
+
+
+@FORMS
+def test_operators_say_what_they_return(form: list[int]) -> None:
+    tests = ("test_schema", "test_faketensor")
+    ops = torch.ops.vramx
+    torch.library.opcheck(ops.two_linears.default, arguments(form), test_utils=tests)
+    *of, _ = backward_arguments(form)
+    for needs in ([True] * 6, [False] * 6, [False] * 5 + [True], [True, False, True, *[False] * 3]):
+        torch.library.opcheck(ops.two_linears_backward.default, (*of, needs), test_utils=tests)
+
+
+W, V = torch.ones(4, 3), torch.ones(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("weights", "options", "text"),
+    [
+        ([W, W, V], {}, "3 weights and 2 biases"),
+        ([W, V.double()], {}, "torch.float64"),
+        ([W, V], {"activation": "relu"}, "'relu' is not accepted"),
+        ([W, V], {"scale": torch.ones(3)}, r"scale has shape \(3,\)"),
+        ([W, V], {"scale": torch.ones(2).bfloat16()}, "of torch.bfloat16; accepted is"),
+    ],
+)
+def test_mistakes_are_named(weights: list[Tensor], options: dict[str, Any], text: str) -> None:
+    of = TwoLinears(weights, [None, None], **({"activation": "gelu"} | options))
+    with pytest.raises(InvalidValueError, match=text):
+        two_linears(torch.ones(2, 3), of)
