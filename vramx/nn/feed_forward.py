@@ -2,9 +2,9 @@
 
 As linears() and gelu_linear() one after the other: of a norm's result nothing is kept but the
 norm's buffer, and of what the first Linear gives one pack. One operator spares the host autograd's
-work between two, and over the casts of weights. A scale of the result
-(a vision network's layer scale) is multiplied into the last Linear. Products are torch's own. No
-state; any thread; nothing waits for the device.
+work between two, and over the casts of weights. A scale of the result (a vision network's layer
+scale) is multiplied into the last Linear. Products are torch's own. No state; any thread; nothing
+waits for the device.
 
 Memory, kept: 1.016 bytes an element of the wide tensor at 8 bits; weights are referred to, and
 their casts made again. Temporary: in forward two wide tensors; in backward two, and the input.
