@@ -288,9 +288,7 @@ def test_no_block_is_overwritten_on_the_gpu(streams: int) -> None:
 @pytest.mark.gpu
 def test_the_modelled_driver_time_is_near_the_measured_one() -> None:
     modelled_us = figures("llama_varlen", "vramx")["driver_us"]
-    # The model is of a driver that is asked by nobody else, and has started: the quickest of some.
-    replay = program("llama_varlen")
-    measured_us = min(replay.run("vramx", driver="cuda")["driver_us"] for _ in range(4))
+    measured_us = program("llama_varlen").run("vramx", driver="cuda")["driver_us"]
     assert 1 / DRIVER_MODEL_FACTOR <= measured_us / modelled_us <= DRIVER_MODEL_FACTOR
 
 
