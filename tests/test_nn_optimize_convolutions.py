@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from norm_tools import INT8_STEP, held_bytes
+from test_nn_operators import Watch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import vramx
 from vramx.nn.families.convnext import ConvNext
@@ -299,18 +299,6 @@ def test_compiled_block_updates_statistics_once(level: str) -> None:
     assert error(y, gradient(other, x)[0]) < ROUNDING
     for found, expected in zip(block.buffers(), other.buffers(), strict=True):
         assert torch.allclose(found.double(), expected.double(), rtol=1e-5, atol=1e-6)
-
-
-class Watch(TorchDispatchMode):
-    """A mode that changes nothing and notes the operators that it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 CONVNEXTS = pytest.mark.parametrize("name", ["torchvision convnext", "timm convnext"])

@@ -47,8 +47,8 @@ def known_model() -> nn.Module:
 
 
 def bytes_at_rest() -> int:
-    # Autograd's thread lets go of the last node's packs after backward() has returned, once it is
-    # given the GIL.
+    # Autograd's thread may let go of the last node's packs after backward() has returned: it needs
+    # the GIL for that.
     time.sleep(0.1)
     gc.collect()
     return torch.cuda.memory_allocated()
