@@ -12,9 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.harness import ROOT, Measurement, Options, UnavailableError
 from vramx.memory import load_trace
 from vramx.memory.replay import load_core, open_replay
+from vramx.memory.trace import ALLOCATE, FREE_REQUESTED, Trace
 
 DESCRIPTION = "every policy on every recorded trace: reserved memory, smallest capacity, time"
 
@@ -45,7 +48,8 @@ def trace_files(options: Options) -> dict[str, Path]:
 
 def measure(case: str, options: Options) -> list[Measurement]:
     name, policy = case.rsplit(" ", 1)
-    replay = open_replay(load_trace(trace_files(options)[name]))
+    trace = load_trace(trace_files(options)[name])
+    replay = open_replay(trace)
     driver = options.driver if policy == "vramx" else "sim"
 
     def run() -> dict[str, Any]:
@@ -63,6 +67,7 @@ def measure(case: str, options: Options) -> list[Measurement]:
         Measurement("ns_per_event", "ns", [float(each["ns_per_event"]) for each in runs]),
         Measurement("driver_calls", "1", [float(sum(figures["driver_calls"].values()))]),
         *_driver_time(figures, replay.trace_us),
+        *(_books(figures, trace) if policy == "vramx" else []),
         *(_on_gpu(replay, [first, *runs], options) if driver == "cuda" else []),
     ]
 
@@ -80,6 +85,22 @@ def _on_gpu(replay: Any, runs: Sequence[dict[str, Any]], options: Options) -> li
         Measurement("driver_us_modelled", "us", [modelled_us]),
         Measurement("pattern_mismatches", "1", [float(checked["mismatches"])]),
     ]
+
+
+def _books(figures: dict[str, Any], trace: Trace) -> list[Measurement]:
+    # All that the core keeps in host memory, by what it is kept for when there is most of that: its
+    # tables of pages and of what recurs are in it too, which do not grow with the blocks.
+    host_bytes = float(figures["host_bytes"])
+    return [
+        Measurement("host_bytes", "B", [host_bytes]),
+        Measurement("host_bytes_per_block", "B", [host_bytes / peak_live_blocks(trace)]),
+    ]
+
+
+def peak_live_blocks(trace: Trace) -> int:
+    """Return how many blocks are live at once, at most; a free counts when it is complete."""
+    steps = np.where(trace.op == ALLOCATE, 1, np.where(trace.op == FREE_REQUESTED, 0, -1))
+    return int(steps.cumsum().max())
 
 
 def _check(figures: dict[str, Any]) -> None:

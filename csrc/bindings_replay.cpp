@@ -102,6 +102,7 @@ py::dict figures(const replay::RunResult& result) {
   figures["driver_calls_second_half"] = result.calls_second_half;
   figures["retries"] = result.retries;
   figures["mismatches"] = result.mismatches;
+  figures["host_bytes"] = result.host_bytes;
   figures["timeline"] = timeline(result.timeline);
   return figures;
 }

@@ -60,6 +60,7 @@ class Replay:
             "driver_us_second_half": 0.0,
             "retries": 0,
             "mismatches": 0,
+            "host_bytes": 6400,
             "timeline": self._timeline(reserved, samples) if samples else None,
         }
 

@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks import core, harness, machine, traces
 from vramx.cli.main import main
+from vramx.memory.trace import ALLOCATE, FREE_REQUESTED, load_trace
 
 ROOT = Path(__file__).resolve().parent.parent
 # A benchmark whose cases end in every way that a case can end.
@@ -160,6 +161,18 @@ def test_traces_compares_with_the_live_bytes(stand_in: Any) -> None:
     assert 1.0 <= figures["peak_reserved_ratio"] < 1.001
     assert figures["ns_per_event"] == 50.0
     assert figures["driver_share"] > figures["driver_share_second_half"] == 0.0
+
+
+def test_traces_divides_the_cores_own_memory_by_the_blocks_it_is_for(stand_in: Any) -> None:
+    found = traces.measure("offload_streams vramx", harness.Options(quick=True))
+    figures = {item.metric: item.values[0] for item in found}
+    trace = load_trace(traces.trace_files(harness.Options())["offload_streams"])
+    live, most = 0, 0
+    for op in trace.op:
+        live += {ALLOCATE: 1, FREE_REQUESTED: 0}.get(int(op), -1)
+        most = max(most, live)
+    assert figures["host_bytes"] == 6400.0  # as the stand-in says
+    assert figures["host_bytes_per_block"] == 6400.0 / most
 
 
 def test_a_replay_that_corrupts_memory_is_a_failure(

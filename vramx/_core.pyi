@@ -50,6 +50,7 @@ class _RunFigures(TypedDict):
     driver_calls_second_half: int  # halves of the trace's time, all five calls together
     retries: int
     mismatches: int  # words of blocks that had changed; counted with pattern_streams alone
+    host_bytes: int  # of the core's own books at the end; 0 for the models
     timeline: _Timeline | None
 
 class _Counter(TypedDict):

@@ -118,6 +118,7 @@ class Run {
     result_.retries = model_.retries();
     if (const auto* core = dynamic_cast<const CoreModel*>(&model_)) {
       result_.mismatches = core->mismatches();
+      result_.host_bytes = static_cast<std::uint64_t>(core->stats().host_bytes);
     }
   }
 

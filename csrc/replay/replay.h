@@ -51,6 +51,7 @@ struct RunResult {
   std::uint64_t calls_second_half = 0;
   std::uint64_t retries = 0;
   std::uint64_t mismatches = 0;
+  std::uint64_t host_bytes = 0;  // of the core's books at the end, when they are largest
   Timeline timeline;
 };
 
