@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "native"
@@ -68,13 +69,14 @@ def programs(root: Path = ROOT) -> list[Program]:
 @lru_cache
 def sanitizer_runs(sanitizer: str) -> bool:
     """Say whether g++ can link and start a program under this sanitizer here."""
-    BUILD.mkdir(parents=True, exist_ok=True)
-    target = BUILD / f"probe-{sanitizer}"
-    command = ["g++", f"-fsanitize={SANITIZERS[sanitizer]}", "-x", "c++", "-", "-o", str(target)]
-    built = subprocess.run(command, input=b"int main() {}", capture_output=True, check=False)
-    if built.returncode:
-        return False
-    return subprocess.run([target], capture_output=True, check=False).returncode == 0
+    # In a folder of its own: a file that another process is writing cannot be started.
+    with TemporaryDirectory() as folder:
+        target = f"{folder}/probe"
+        command = ["g++", f"-fsanitize={SANITIZERS[sanitizer]}", "-x", "c++", "-", "-o", target]
+        built = subprocess.run(command, input=b"int main() {}", capture_output=True, check=False)
+        if built.returncode:
+            return False
+        return subprocess.run([target], capture_output=True, check=False).returncode == 0
 
 
 def build(program: Program, kind: str) -> Path:
