@@ -51,6 +51,11 @@ class Arena {
   // the span of those.
   SpanId give_back_end(SpanId used, Bytes kept);
   TagSet tags_of(SpanId extent) const { return tags_of(spans_[extent].free); }
+  // Whether it carries no tag or one of `stream` alone.
+  bool is_own(SpanId extent, StreamIndex stream) const {
+    const FreeSpan& free = spans_[extent].free;
+    return free.tag_set == kNoId && (free.tag_stream == stream || free.tag_stream == kNoId);
+  }
   // Merges neighbours that were kept apart: all of them, or those whose tags no longer differ
   // (memory that waits for two streams is nobody's own). False where there were none.
   enum class Merging : std::uint8_t { kAlike, kAll };

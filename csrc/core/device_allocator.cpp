@@ -105,11 +105,16 @@ DeviceAllocator::Placement DeviceAllocator::place_as_before(Bytes size, StreamIn
   return span != kNoId ? Placement{place.address, span, kNoId} : Placement{};
 }
 
+// Whether the stream may have it without a wait. Nearly all that it is asked about is its own.
+inline bool DeviceAllocator::is_at_once(SpanId extent, StreamIndex stream) const {
+  return arena_.is_own(extent, stream) || clocks_.is_ordered(arena_.tags_of(extent), stream);
+}
+
 // The range that the request's counterpart had, where this stream may have it without a wait.
 SpanId DeviceAllocator::take_as_before(Address place, Bytes size, StreamIndex stream, Lock& lock) {
   const SpanId extent = arena_.extent_over(place, size);
   SpanId span = kNoId;
-  if (extent != kNoId && clocks_.is_ordered(arena_.tags_of(extent), stream)) {
+  if (extent != kNoId && is_at_once(extent, stream)) {
     span = arena_.take_at(extent, place, size);
   } else if (clocks_.stream_count() > 1) {
     span = take_range({place, size}, stream, lock);
@@ -124,7 +129,7 @@ SpanId DeviceAllocator::take_best(Bytes size, StreamIndex stream) {
   const SpanId extent = is_own_first ? arena_.best_fit(size, stream) : arena_.best_fit_of_any(size);
   if (extent == kNoId) return kNoId;
   if (!is_own_first) {
-    return clocks_.is_ordered(arena_.tags_of(extent), stream) ? arena_.take(extent, size) : kNoId;
+    return is_at_once(extent, stream) ? arena_.take(extent, size) : kNoId;
   }
   return size < Lifetimes::kSmallest ? arena_.take(extent, size) : take_large(extent, size, stream);
 }
@@ -140,7 +145,7 @@ SpanId DeviceAllocator::take_large(SpanId best, Bytes size, StreamIndex stream) 
   const bool may_join = is_loose || (is_slack(fit, size) && size < usual_chunk() * 2);
   if (!may_join || Lifetimes::is_brief(kin)) return arena_.take(best, size);
   SpanId extent = arena_.extent_over(kin_ends_[kin], size);
-  if (extent == kNoId || !clocks_.is_ordered(arena_.tags_of(extent), stream)) {
+  if (extent == kNoId || !is_at_once(extent, stream)) {
     if (!is_loose) return arena_.take(best, size);
     extent = arena_.largest_extent(stream);
   }

@@ -223,6 +223,7 @@ class DeviceAllocator {
   // device_allocator.cpp
   Placement place_as_before(Bytes size, StreamIndex stream, Lock& lock);
   SpanId take_as_before(Address place, Bytes size, StreamIndex stream, Lock& lock);
+  bool is_at_once(SpanId extent, StreamIndex stream) const;
   SpanId take_best(Bytes size, StreamIndex stream);
   SpanId take_large(SpanId best, Bytes size, StreamIndex stream);
   Bytes usual_chunk() const;
