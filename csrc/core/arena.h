@@ -60,9 +60,14 @@ class Arena {
   // (memory that waits for two streams is nobody's own). False where there were none.
   enum class Merging : std::uint8_t { kAlike, kAll };
   bool merge_neighbours(Merging merging);
-  // Drops from every extent the tags for which `is_done(tag)`.
-  template <class IsDone>
-  void drop_tags(IsDone is_done);
+  // Drops from every extent the tags for which `is_done(tag)`; there are none but of the streams
+  // for which `has_done(stream)`.
+  template <class HasDone, class IsDone>
+  void drop_tags(HasDone has_done, IsDone is_done);
+  // The same, and merges neighbours whose tags no longer differ: looks at no others, unless tags
+  // were dropped without a merge before.
+  template <class HasDone, class IsDone>
+  void drop_tags_and_merge(HasDone has_done, IsDone is_done);
 
   // --- map and unmap ----------------------------------------------------------------------------
   // Where growth by `size` bytes could go: the lowest unmapped span that has room for them.
@@ -126,7 +131,9 @@ class Arena {
   bool merge_run(SpanId left, Merging merging);
   bool is_extent(SpanId id) const { return id != kNoId && spans_[id].state == SpanState::kFree; }
 
-  std::vector<SpanId> tagged() const;
+  template <class IsDone>
+  bool drop_tags_of(SpanId id, IsDone is_done);
+  void merge_around_dropped();
   bool differ_in_streams(const FreeSpan& a, const FreeSpan& b) const;
   void unite_tag_sets(FreeSpan& kept, const FreeSpan& gone);
   SpanId smaller(SpanId a, SpanId b) const;
@@ -171,6 +178,7 @@ class Arena {
   std::vector<std::uint32_t> vacant_tag_sets_;
   std::size_t extent_count_ = 0;
   Bytes free_bytes_{};
+  std::vector<SpanId> dropped_;  // the extents that lost tags at the last drop_tags()
   // Since the last merge some neighbours were kept apart; and some, by losing tags, no longer need
   // be.
   bool has_separated_ = false;
@@ -219,19 +227,51 @@ void Arena::for_each_index(StreamIndex stream, Visit visit) const {
   visit(mixed_);
 }
 
+template <class HasDone, class IsDone>
+void Arena::drop_tags(HasDone has_done, IsDone is_done) {
+  dropped_.clear();
+  const auto note = [this](SpanId id) {
+    dropped_.push_back(id);
+    return true;
+  };
+  for (StreamIndex stream = 0; stream < streams_.size(); ++stream) {
+    if (!streams_[stream] || !has_done(stream)) continue;
+    streams_[stream]->for_each_from_largest(spans_, kBlockUnit, note);
+  }
+  mixed_.for_each_from_largest(spans_, kBlockUnit, note);
+  std::erase_if(dropped_, [&](SpanId id) { return !drop_tags_of(id, is_done); });
+  if (dropped_.empty()) return;
+  has_separated_ = true;
+  has_dropped_tags_ = true;
+}
+
+// False where it keeps them all.
 template <class IsDone>
-void Arena::drop_tags(IsDone is_done) {
-  for (const SpanId id : tagged()) {
-    TagSet tags = tags_of(id);
-    if (!tags.drop(is_done)) continue;
-    unlist(id);
-    FreeSpan& extent = spans_[id].free;
-    drop_tag_set(extent);
-    extent = FreeSpan{};
-    set_tags(extent, tags);
-    list(id);
-    has_separated_ = true;
-    has_dropped_tags_ = true;
+bool Arena::drop_tags_of(SpanId id, IsDone is_done) {
+  FreeSpan& extent = spans_[id].free;
+  TagSet tags;
+  if (extent.tag_set != kNoId) {
+    tags = tag_sets_[extent.tag_set];
+    if (!tags.drop(is_done)) return false;
+  } else if (!is_done(Tag{extent.tag_stream, extent.tag_sequence})) {
+    return false;
+  }
+  unlist(id);
+  drop_tag_set(extent);
+  extent = FreeSpan{};
+  set_tags(extent, tags);
+  list(id);
+  return true;
+}
+
+template <class HasDone, class IsDone>
+void Arena::drop_tags_and_merge(HasDone has_done, IsDone is_done) {
+  const bool are_others_merged = !has_dropped_tags_;
+  drop_tags(has_done, is_done);
+  if (are_others_merged) {
+    merge_around_dropped();
+  } else {
+    merge_neighbours(Merging::kAlike);
   }
 }
 

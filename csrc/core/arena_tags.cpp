@@ -51,20 +51,6 @@ void Arena::unite_tag_sets(FreeSpan& kept, const FreeSpan& gone) {
   set_tags(kept, united);
 }
 
-// The extents that wait for something.
-std::vector<SpanId> Arena::tagged() const {
-  std::vector<SpanId> found;
-  found.reserve(extent_count_ - clean_.count());
-  for_each_index(kAnyStream, [&](const FreeIndex& index) {
-    if (&index == &clean_) return;
-    index.for_each_from_largest(spans_, kBlockUnit, [&](SpanId id) {
-      found.push_back(id);
-      return true;
-    });
-  });
-  return found;
-}
-
 bool Arena::differ_in_streams(const FreeSpan& a, const FreeSpan& b) const {
   if (a.tag_set == kNoId || b.tag_set == kNoId) {
     return (a.tag_set == kNoId ? a : b).tag_stream != kNoId;
@@ -87,6 +73,21 @@ bool Arena::merge_neighbours(Merging merging) {
   bool has_merged = false;
   for (const SpanId start : starts) has_merged = merge_run(start, merging) || has_merged;
   return has_merged;
+}
+
+// Only what lost tags may have come to be like its neighbours.
+void Arena::merge_around_dropped() {
+  has_separated_ = false;
+  has_dropped_tags_ = false;
+  std::erase_if(dropped_, [this](SpanId id) {
+    return !is_extent(spans_[id].previous) && !is_extent(spans_[id].next);
+  });
+  for (SpanId& start : dropped_) {
+    while (is_extent(spans_[start].previous)) start = spans_[start].previous;
+  }
+  std::sort(dropped_.begin(), dropped_.end());
+  dropped_.erase(std::unique(dropped_.begin(), dropped_.end()), dropped_.end());
+  for (const SpanId start : dropped_) merge_run(start, Merging::kAlike);
 }
 
 // Merges what may be of the extents from this one on, up to the first span that is no extent.

@@ -288,7 +288,8 @@ class DeviceAllocator {
 
   // reclaim.cpp
   void relieve(Lock& lock);
-  void drop_complete_tags();
+  enum class Merge : std::uint8_t { kNone, kAlike };
+  void drop_complete_tags(Merge merge);
   void ask_all_streams(Lock& lock);
   void ask_streams_of(const TagSet& tags, StreamIndex reader, Lock& lock);
   bool is_idle(AliasId id) const;

@@ -84,8 +84,14 @@ SpanId DeviceAllocator::take_range(const Piece& range, StreamIndex stream, Lock&
   for (const bool has_asked : {false, true}) {
     TagSet tags;
     if (!arena_.add_tags_over(range.begin, range.size, &tags)) return kNoId;
-    if (clocks_.is_ordered(tags, stream)) return chain(hold({range}));
-    if (!has_asked) ask_streams_of(tags, stream, lock);
+    if (!clocks_.is_ordered(tags, stream)) {
+      if (!has_asked) ask_streams_of(tags, stream, lock);
+      continue;
+    }
+    // Asked for, its parts have joined, unless some wait for others all the same.
+    const SpanId extent = arena_.extent_over(range.begin, range.size);
+    return extent != kNoId ? arena_.take_at(extent, range.begin, range.size)
+                           : chain(hold({range}));
   }
   return kNoId;
 }
@@ -194,9 +200,12 @@ DeviceAllocator::Held DeviceAllocator::hold(const std::vector<Piece>& pieces) {
   return held;
 }
 
+// What has become complete since it was set aside is not looked for again: see has_completed().
 void DeviceAllocator::give_back(const Held& held) {
   for (std::size_t i = 0; i < held.spans.size(); ++i) {
-    arena_.give_back(held.spans[i], held.tags[i]);
+    TagSet tags = held.tags[i];
+    tags.drop([&](const Tag& tag) { return clocks_.is_complete(tag); });
+    arena_.give_back(held.spans[i], tags);
   }
 }
 

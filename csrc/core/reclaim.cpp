@@ -17,13 +17,20 @@ void DeviceAllocator::relieve(Lock& lock) {
   lock.lock();
 }
 
-void DeviceAllocator::drop_complete_tags() {
-  arena_.drop_tags([&](const Tag& tag) { return clocks_.is_complete(tag); });
+void DeviceAllocator::drop_complete_tags(Merge merge) {
+  const auto has_done = [&](StreamIndex stream) { return clocks_.has_completed(stream); };
+  const auto is_done = [&](const Tag& tag) { return clocks_.is_complete(tag); };
+  if (merge == Merge::kAlike) {
+    arena_.drop_tags_and_merge(has_done, is_done);
+  } else {
+    arena_.drop_tags(has_done, is_done);
+  }
+  clocks_.note_told();
 }
 
 void DeviceAllocator::ask_all_streams(Lock& lock) {
   clocks_.settle(StreamClocks::Settle::kQuery, lock);
-  drop_complete_tags();
+  drop_complete_tags(Merge::kNone);
 }
 
 // The streams that keep `reader` from memory with these tags. What they are done with joins its
@@ -31,8 +38,7 @@ void DeviceAllocator::ask_all_streams(Lock& lock) {
 void DeviceAllocator::ask_streams_of(const TagSet& tags, StreamIndex reader, Lock& lock) {
   clocks_.ask(tags, reader, lock);
   if (!clocks_.is_ordered(tags, reader)) return;
-  drop_complete_tags();
-  arena_.merge_neighbours(Arena::Merging::kAlike);
+  drop_complete_tags(Merge::kAlike);
 }
 
 bool DeviceAllocator::is_idle(AliasId id) const {
@@ -195,8 +201,7 @@ bool DeviceAllocator::release_chunk(const Chunk& chunk, Lock& lock) {
 void DeviceAllocator::settle_all(Lock& lock) {
   clocks_.settle(StreamClocks::Settle::kWait, lock);
   ++stats_.num_sync_all_streams;
-  drop_complete_tags();
-  arena_.merge_neighbours(Arena::Merging::kAlike);
+  drop_complete_tags(Merge::kAlike);
   retry_leftovers(lock);
 }
 

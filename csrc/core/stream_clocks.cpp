@@ -152,8 +152,9 @@ void StreamClocks::settle_one(StreamIndex index, Settle how, Lock& lock) {
 
 // False where the last record is known not to have run.
 bool StreamClocks::settle_last(StreamIndex index, Settle how, Lock& lock) {
-  const Record last = streams_[index].last;
-  if (last.event == Event::kNone || last.sequence <= streams_[index].complete) return true;
+  const State& state = streams_[index];
+  if (state.last.event == Event::kNone || state.last.sequence <= state.complete) return true;
+  const Record last = state.last;
   const bool is_done = [&] {
     const Unlocked unlocked(lock);
     if (how == Settle::kWait) return driver_.synchronize_event(last.event).ok();

@@ -52,6 +52,16 @@ class StreamClocks {
   // Whether the work has run, as far as the host has seen.
   bool is_complete(const Tag& tag) const { return streams_[tag.stream].complete >= tag.sequence; }
 
+  // Whether tags of the stream may be complete that were not at the last note_told(), or are so
+  // from their beginning.
+  bool has_completed(StreamIndex index) const {
+    const State& state = streams_[index];
+    return state.told != state.complete || state.is_forgotten;
+  }
+  void note_told() {
+    for (State& state : streams_) state.told = state.complete;
+  }
+
   // Makes `reader` wait for the tags, on the device. Fails, having ordered nothing that matters,
   // where a stream is capturing or gone. Lets `lock` go meanwhile and holds it again after.
   Status order(StreamIndex reader, const TagSet& tags, Lock& lock);
@@ -84,6 +94,7 @@ class StreamClocks {
     bool is_forgotten = false;
     std::uint64_t sequence = 0;
     std::uint64_t complete = 0;
+    std::uint64_t told = 0;              // what was complete at the last note_told()
     std::vector<std::uint64_t> known{};  // by stream
     Record last{};
   };

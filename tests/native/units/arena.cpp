@@ -204,11 +204,32 @@ void merging_what_is_alike_leaves_what_differs(Fixture& fixture) {
 
 void dropped_tags_let_neighbours_merge(Fixture& fixture) {
   const Address at = freed_on_two_streams(fixture);
-  fixture.arena.drop_tags([](const Tag& tag) { return tag.stream == 1; });
+  fixture.arena.drop_tags([](StreamIndex) { return true; },
+                          [](const Tag& tag) { return tag.stream == 1; });
   EXPECT(fixture.arena.tags_of(fixture.arena.span_at(at + 1_MiB)).empty());
   EXPECT(fixture.arena.merge_neighbours(Arena::Merging::kAlike));
   const TagSet left = fixture.arena.tags_of(fixture.arena.span_at(at));
   EXPECT((left.size() == 1 && left[0] == Tag{0, 1}));
+}
+
+void what_loses_its_tags_merges_with_its_neighbours_at_once(Fixture& fixture) {
+  const Address at = freed_on_two_streams(fixture);
+  fixture.arena.drop_tags_and_merge([](StreamIndex stream) { return stream == 1; },
+                                    [](const Tag& tag) { return tag.stream == 1; });
+  EXPECT(fixture.arena.extent_count() == 1);
+  const TagSet left = fixture.arena.tags_of(fixture.arena.span_at(at));
+  EXPECT((left.size() == 1 && left[0] == Tag{0, 1}));
+  EXPECT(fixture.arena.check().empty());
+}
+
+void what_lost_its_tags_before_merges_with_the_next_that_does(Fixture& fixture) {
+  const auto all = [](StreamIndex) { return true; };
+  freed_on_two_streams(fixture);
+  fixture.arena.drop_tags(all, [](const Tag& tag) { return tag.stream == 1; });
+  EXPECT(fixture.arena.extent_count() == 2);
+  fixture.arena.drop_tags_and_merge(all, [](const Tag&) { return false; });
+  EXPECT(fixture.arena.extent_count() == 1);
+  EXPECT(fixture.arena.check().empty());
 }
 
 // --- map and unmap -------------------------------------------------------------------------------
@@ -296,6 +317,10 @@ constexpr Check<Fixture> kChecks[] = {
     {"every run of neighbours is merged", every_run_of_neighbours_is_merged},
     {"merging what is alike leaves what differs", merging_what_is_alike_leaves_what_differs},
     {"dropped tags let neighbours merge", dropped_tags_let_neighbours_merge},
+    {"what loses its tags merges with its neighbours at once",
+     what_loses_its_tags_merges_with_its_neighbours_at_once},
+    {"what lost its tags before merges with the next that does",
+     what_lost_its_tags_before_merges_with_the_next_that_does},
     {"new chunks merge with the extent before them", new_chunks_merge_with_the_extent_before_them},
     {"mapped memory is its builder's until given back",
      mapped_memory_is_its_builders_until_given_back},
