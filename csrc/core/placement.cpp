@@ -90,8 +90,7 @@ SpanId DeviceAllocator::take_range(const Piece& range, StreamIndex stream, Lock&
     }
     // Asked for, its parts have joined, unless some wait for others all the same.
     const SpanId extent = arena_.extent_over(range.begin, range.size);
-    return extent != kNoId ? arena_.take_at(extent, range.begin, range.size)
-                           : chain(hold({range}));
+    return extent != kNoId ? arena_.take_at(extent, range.begin, range.size) : chain(hold({range}));
   }
   return kNoId;
 }

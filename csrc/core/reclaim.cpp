@@ -36,9 +36,9 @@ void DeviceAllocator::ask_all_streams(Lock& lock) {
 // The streams that keep `reader` from memory with these tags. What they are done with joins its
 // neighbours at once, so that the next look finds it whole.
 void DeviceAllocator::ask_streams_of(const TagSet& tags, StreamIndex reader, Lock& lock) {
-  clocks_.ask(tags, reader, lock);
-  if (!clocks_.is_ordered(tags, reader)) return;
-  drop_complete_tags(Merge::kAlike);
+  const auto now =
+      static_cast<std::uint64_t>(stats_.allocation[0].allocated + stats_.allocation[0].freed);
+  if (clocks_.ask(tags, reader, now, lock)) drop_complete_tags(Merge::kAlike);
 }
 
 bool DeviceAllocator::is_idle(AliasId id) const {

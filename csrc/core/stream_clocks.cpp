@@ -130,10 +130,19 @@ void StreamClocks::settle(Settle how, Lock& lock) {
   for (StreamIndex index = 0; index < streams_.size(); ++index) settle_one(index, how, lock);
 }
 
-void StreamClocks::ask(const TagSet& tags, StreamIndex reader, Lock& lock) {
+bool StreamClocks::ask(const TagSet& tags, StreamIndex reader, std::uint64_t now, Lock& lock) {
   for (std::size_t i = 0; i < tags.size(); ++i) {
-    if (!is_ordered(tags[i], reader)) settle_one(tags[i].stream, Settle::kQuery, lock);
+    const StreamIndex stream = tags[i].stream;
+    if (is_ordered(tags[i], reader)) continue;
+    // A longer pause than is ever set: the caller has begun to count anew.
+    const std::uint64_t pause = streams_[stream].ask_from - now;
+    if (now < streams_[stream].ask_from && pause <= kPause) return false;
+    settle_one(stream, Settle::kQuery, lock);
+    if (is_ordered(tags[i], reader)) continue;
+    streams_[stream].ask_from = now + kPause;
+    return false;
   }
+  return true;
 }
 
 void StreamClocks::settle_one(StreamIndex index, Settle how, Lock& lock) {

@@ -164,7 +164,7 @@ void what_an_idle_stream_waited_for_is_complete(Fixture& fixture) {
   REQUIRE(fixture.order(fixture.b, TagSet(waited_for)));
   const Tag on_b = fixture.work_and_free(fixture.b);
   fixture.sim->advance_all();
-  fixture.clocks.ask(TagSet(on_b), fixture.c, fixture.lock);
+  EXPECT(fixture.clocks.ask(TagSet(on_b), fixture.c, 1, fixture.lock));
   EXPECT(fixture.clocks.is_complete(on_b) && fixture.clocks.is_complete(waited_for));
 }
 
@@ -184,9 +184,30 @@ void only_the_streams_that_are_waited_for_are_asked(Fixture& fixture) {
   TagSet tags(on_a);
   tags.add(on_c);
   fixture.sim->advance_all();
-  fixture.clocks.ask(tags, fixture.c, fixture.lock);
+  EXPECT(fixture.clocks.ask(tags, fixture.c, 1, fixture.lock));
   EXPECT(fixture.clocks.is_complete(on_a));
   EXPECT(!fixture.clocks.is_complete(on_b) && !fixture.clocks.is_complete(on_c));
+}
+
+void a_stream_that_was_not_done_is_left_alone_for_a_while(Fixture& fixture) {
+  constexpr std::uint64_t kNow = 1000;
+  const TagSet tags(fixture.work_and_free(fixture.a));
+  const auto ask = [&](std::uint64_t now) {
+    return fixture.clocks.ask(tags, fixture.c, now, fixture.lock);
+  };
+  EXPECT(!ask(kNow));
+  fixture.sim->advance_all();
+  const std::uint64_t calls = fixture.sim->call_count();
+  EXPECT(!ask(kNow + StreamClocks::kPause - 1));
+  EXPECT(fixture.sim->call_count() == calls);
+  EXPECT(ask(kNow + StreamClocks::kPause));
+}
+
+void a_count_that_begins_anew_ends_the_pause(Fixture& fixture) {
+  const TagSet tags(fixture.work_and_free(fixture.a));
+  EXPECT(!fixture.clocks.ask(tags, fixture.c, 1000, fixture.lock));
+  fixture.sim->advance_all();
+  EXPECT(fixture.clocks.ask(tags, fixture.c, 1, fixture.lock));
 }
 
 void a_wait_of_the_host_completes_every_stream(Fixture& fixture) {
@@ -299,6 +320,9 @@ constexpr Check<Fixture> kChecks[] = {
     {"a question does not break a capture", a_question_does_not_break_a_capture},
     {"only the streams that are waited for are asked",
      only_the_streams_that_are_waited_for_are_asked},
+    {"a stream that was not done is left alone for a while",
+     a_stream_that_was_not_done_is_left_alone_for_a_while},
+    {"a count that begins anew ends the pause", a_count_that_begins_anew_ends_the_pause},
     {"a wait of the host completes every stream", a_wait_of_the_host_completes_every_stream},
     {"a capturing stream is not waited for", a_capturing_stream_is_not_waited_for},
     {"a capturing stream does not wait", a_capturing_stream_does_not_wait},
