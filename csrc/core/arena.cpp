@@ -89,8 +89,9 @@ SpanId Arena::span_at(Address address) const {
 }
 
 SpanId Arena::extent_at(Address address) const {
-  if (chunks_.find(address) == kNoId) return kNoId;
-  SpanId id = span_of_page(address);
+  const std::size_t page = chunks_.page_of(address);  // below the base it is beyond every page
+  SpanId id = page < page_spans_.size() ? page_spans_[page] : kNoId;
+  if (id == kNoId) return kNoId;
   for (int steps = 0; spans_[id].end() <= address; id = spans_[id].next) {
     if (++steps > kMostSteps) return kNoId;
   }
@@ -106,7 +107,6 @@ std::size_t Arena::host_bytes() const {
 
 // --- spans ---
 
-// Pages that lie on no chunk keep the name they had last: nobody asks for it.
 void Arena::note_pages(SpanId id, Address begin, Address end) {
   const std::size_t last = chunks_.page_from(end);
   for (std::size_t page = chunks_.page_from(begin); page < last; ++page) page_spans_[page] = id;
@@ -209,7 +209,10 @@ SpanId Arena::take(SpanId extent, Bytes size) {
 }
 
 SpanId Arena::take_at(SpanId extent, Address begin, Bytes size) {
-  const FreeSpan had = spans_[extent].free;
+  // Field by field: a copy of the whole would have to wait for fields that were just written.
+  const FreeSpan& had = spans_[extent].free;
+  const Tag tag{had.tag_stream, had.tag_sequence};
+  const std::uint32_t tag_set = had.tag_set;
   FreeIndex& index = index_of(had);
   --extent_count_;
   index.erase(spans_, extent);
@@ -217,25 +220,29 @@ SpanId Arena::take_at(SpanId extent, Address begin, Bytes size) {
   SpanId used = extent;
   if (spans_[used].begin < begin) {
     const auto [rest, taken] = split(used, begin);
-    list_rest(rest, had, index);
+    list_rest(rest, tag, tag_set, index);
     used = taken;
   }
   if (spans_[used].size > size) {
     const auto [taken, rest] = split(used, begin + size);
-    list_rest(rest, had, index);
+    list_rest(rest, tag, tag_set, index);
     used = taken;
   }
-  drop_tag_set(had);
+  if (tag_set != kNoId) vacant_tag_sets_.push_back(tag_set);
   std::construct_at(&spans_[used].used);
   spans_[used].state = SpanState::kUsed;
   return used;
 }
 
-// A part of an extent that had these tags and was in this index.
-void Arena::list_rest(SpanId id, const FreeSpan& of, FreeIndex& index) {
+// A part of an extent that had this tag, or this set of them, and was in this index.
+inline void Arena::list_rest(SpanId id, const Tag& tag, std::uint32_t tag_set, FreeIndex& index) {
   FreeSpan& extent = spans_[id].free;
-  extent = FreeSpan{.tag_stream = of.tag_stream, .tag_sequence = of.tag_sequence};
-  if (of.tag_set != kNoId) set_tags(extent, TagSet(tag_sets_[of.tag_set]));
+  extent.tag_stream = tag.stream;
+  extent.tag_sequence = tag.sequence;
+  extent.tag_set = kNoId;
+  if (tag_set != kNoId) [[unlikely]] {
+    set_tags(extent, TagSet(tag_sets_[tag_set]));
+  }
   ++extent_count_;
   index.insert(spans_, id);
 }

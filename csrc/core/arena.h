@@ -141,7 +141,7 @@ class Arena {
   // Into the index that its tags lead to, and out of it.
   void list(SpanId id);
   void unlist(SpanId id);
-  void list_rest(SpanId id, const FreeSpan& of, FreeIndex& index);
+  void list_rest(SpanId id, const Tag& tag, std::uint32_t tag_set, FreeIndex& index);
   void merge_and_list(SpanId id);
   SpanId absorb(SpanId id, SpanId neighbour);
   SpanId join_extents(SpanId left, SpanId right);
@@ -160,6 +160,7 @@ class Arena {
   template <class Visit>
   void for_each_index(StreamIndex stream, Visit visit) const;
   bool is_found_by_its_pages(SpanId id) const;
+  bool has_pages(const Span& span) const;
   std::string check_span(SpanId id, Address expected) const;
   std::string check_indexes() const;
 
@@ -167,7 +168,8 @@ class Arena {
   const Bytes size_;
   SpanPool spans_;
   ChunkTable chunks_;
-  std::vector<SpanId> page_spans_;  // the span that holds the first byte of each page
+  std::vector<SpanId>
+      page_spans_;  // the span that holds the first byte of each page; kNoId: unmapped
   SpanId first_ = kNoId;
   std::vector<SpanId> gaps_;  // the unmapped spans, in address order; one or a few
 

@@ -1,4 +1,5 @@
 // Arena::check(): the equations span 1-5 of types.h, recomputed from the span list alone.
+#include <algorithm>
 #include <string>
 
 #include "core/arena.h"
@@ -22,6 +23,14 @@ bool Arena::is_found_by_its_pages(SpanId id) const {
   return span_at(span.begin) == id;
 }
 
+bool Arena::has_pages(const Span& span) const {
+  const std::size_t last = std::min(chunks_.page_from(span.end()), page_spans_.size());
+  for (std::size_t page = chunks_.page_from(span.begin); page < last; ++page) {
+    if (page_spans_[page] != kNoId) return true;
+  }
+  return false;
+}
+
 std::string Arena::check_span(SpanId id, Address expected) const {
   const Span& span = spans_[id];
   if (span.begin != expected || !span.size) return "span 1: does not tile" + at(span);
@@ -30,6 +39,9 @@ std::string Arena::check_span(SpanId id, Address expected) const {
   if (is_mapped && !is_found_by_its_pages(id)) return "span 2: not found by its pages" + at(span);
   if (span.state == SpanState::kUnmapped && chunks_.find(span.begin) != kNoId) {
     return "span 2: unmapped, but on a chunk" + at(span);
+  }
+  if (span.state == SpanState::kUnmapped && has_pages(span)) {
+    return "span 2: unmapped, but a page leads to a span" + at(span);
   }
   if (span.next == kNoId) return {};
   const Span& next = spans_[span.next];

@@ -81,6 +81,7 @@ void Arena::finish_unmapped(SpanId building) {
                                   [&](ChunkId chunk) { gone.push_back(chunk); });
   }
   for (const ChunkId chunk : gone) chunks_.remove(chunk);
+  if (!gone.empty()) note_pages(kNoId, span.begin, span.end());
   spans_[building].state = SpanState::kUnmapped;
   merge_unmapped(building);
 }
