@@ -230,18 +230,21 @@ Status DeviceAllocator::free(Address address, LiveBlock* freed) {
   const SpanId first = found.span;
   blocks_.erase(found);
   if (freed != nullptr) *freed = live_block(first);
-  const UsedSpan block = arena_.used(first);
-  const Bytes size = size_of(block.requested);
+  // Field by field: a copy of the whole would have to wait for fields that were just written.
+  const UsedSpan& block = arena_.used(first);
+  const Bytes requested = block.requested;
+  const StreamIndex stream = block.stream;
+  const Bytes size = size_of(requested);
   if (size >= Lifetimes::kSmallest) lifetimes_.note_free({block.time, block.context});
   if ((block.details & block.next) == kNoId) [[likely]] {  // both are kNoId
-    arena_.give_back(first, clocks_.stamp(block.stream));
+    arena_.give_back(first, clocks_.stamp(stream));
   } else {
-    give_back_block(first, block);
+    give_back_block(first, UsedSpan(block));
   }
-  stats_.count_free(block.requested, size);
+  stats_.count_free(requested, size);
   note_allocated();
   stats_.note_extents(arena_.extent_count(), arena_.free_bytes());
-  trace_.add(TraceKind::kFree, address, block.requested, clocks_.stream_of(block.stream));
+  trace_.add(TraceKind::kFree, address, requested, clocks_.stream_of(stream));
   return ok_status();
 }
 
