@@ -180,7 +180,7 @@ void Arena::list(SpanId id) {
 
 void Arena::unlist(SpanId id) {
   --extent_count_;
-  index_of(spans_[id].free).erase(spans_, id);
+  index_with(spans_[id].free).erase(spans_, id);
 }
 
 // --- take and give back ---
@@ -213,7 +213,7 @@ SpanId Arena::take_at(SpanId extent, Address begin, Bytes size) {
   const FreeSpan& had = spans_[extent].free;
   const Tag tag{had.tag_stream, had.tag_sequence};
   const std::uint32_t tag_set = had.tag_set;
-  FreeIndex& index = index_of(had);
+  FreeIndex& index = index_with(had);
   --extent_count_;
   index.erase(spans_, extent);
   free_bytes_ -= size;

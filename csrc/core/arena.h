@@ -118,6 +118,7 @@ class Arena {
 
  private:
   FreeIndex& index_of(const FreeSpan& extent);
+  FreeIndex& index_with(const FreeSpan& extent);
   FreeIndex& make_index_of(StreamIndex stream);
   TagSet tags_of(const FreeSpan& extent) const;
   // Of an extent that has no tag; the second, of one that loses them all.
@@ -195,6 +196,12 @@ inline FreeIndex& Arena::index_of(const FreeSpan& extent) {
   if (extent.tag_stream == kNoId) return clean_;
   const bool is_known = extent.tag_stream < streams_.size() && streams_[extent.tag_stream];
   return is_known ? *streams_[extent.tag_stream] : make_index_of(extent.tag_stream);
+}
+
+// The one that it is in.
+inline FreeIndex& Arena::index_with(const FreeSpan& extent) {
+  if (extent.tag_set != kNoId) return mixed_;
+  return extent.tag_stream == kNoId ? clean_ : *streams_[extent.tag_stream];
 }
 
 inline void Arena::drop_tag_set(const FreeSpan& extent) {
