@@ -169,8 +169,7 @@ class Arena {
   const Bytes size_;
   SpanPool spans_;
   ChunkTable chunks_;
-  std::vector<SpanId>
-      page_spans_;  // the span that holds the first byte of each page; kNoId: unmapped
+  std::vector<SpanId> page_spans_;  // by page: the span that holds its first byte, if any is mapped
   SpanId first_ = kNoId;
   std::vector<SpanId> gaps_;  // the unmapped spans, in address order; one or a few
 
