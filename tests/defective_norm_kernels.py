@@ -11,7 +11,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from vramx.kernels import headers, norm_backward, norm_forward
+from vramx.kernels import headers, norm_backward, norm_forward, norm_totals
 
 
 @triton.jit
@@ -39,6 +39,13 @@ def _last_group_of_both_forgotten(a, b, GROUPS: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
+def _last_warp_forgotten(tile, LANES: tl.constexpr):
+    of_warp: tl.constexpr = tile.shape[0] * tile.shape[1] * 32 // LANES
+    warps = tl.sum(tl.reshape(tile, (LANES // 32, of_warp)), 1)
+    return tl.where(tl.arange(0, LANES // 32) < LANES // 32 - 1, warps, 0.0)
+
+
+@triton.jit
 def _columns_of_the_first_group(GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr):
     groups = tl.arange(0, ROWS * GROUPS) * 0
     return groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -61,4 +68,5 @@ DEFECTS: dict[str, tuple[ModuleType, str, Any]] = {
         "row_columns",
         _columns_of_the_first_group,
     ),
+    "a warp left out of a row": (norm_totals, "_warp_sums", _last_warp_forgotten),
 }

@@ -159,6 +159,19 @@ def test_rows_are_not_kept_in_local_memory(name: str, hidden: int, folder: Path)
     assert not [op for op in everything if op.split(".")[0] in ("LDL", "STL")]
 
 
+@pytest.mark.parametrize("hidden", [768, 1024, 4096, 8192])
+def test_lanes_that_add_up_a_row_have_what_they_sum(hidden: int, folder: Path) -> None:
+    """Were a tile laid out in another way, lanes would first pass its elements to each other."""
+    warps = plan_without_residual(hidden, "*bf16").constants["LANES"] // 32
+    if not warps:
+        pytest.skip("triton before 3.6 adds up rows in its own way")
+    everything = code_of("backward", hidden, folder, "*bf16").everything
+    kinds = ("SHFL", "LDL", "STL")
+    found = {kind: sum(n for op, n in everything.items() if op.startswith(kind)) for kind in kinds}
+    # Of two sums, five steps in a warp, then those of half as many lanes as there are warps.
+    assert found == {"SHFL": 2 * (5 + (warps // 2).bit_length() - 1), "LDL": 0, "STL": 0}
+
+
 @pytest.mark.parametrize("gradient_type", ["*bf16", "*fp32"])
 def test_more_warps_are_given_where_they_have_the_registers(
     gradient_type: str, folder: Path

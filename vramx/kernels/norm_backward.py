@@ -25,6 +25,7 @@ from vramx.kernels.norm import (
     row_totals_of_two,
     spread,
 )
+from vramx.kernels.norm_totals import lane_totals_of_two, spread_lanes
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -46,6 +47,7 @@ def norm_backward_kernel(
     PACKED: tl.constexpr,
     STAGES: tl.constexpr,
     DSUM_LAST: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """Write dx and each program's share of dweight and dbias.
 
@@ -59,6 +61,7 @@ def norm_backward_kernel(
     sums depend on the number of programs only. STAGES: how many tiles are in work, all but one of
     them on their way to shared memory; the headers and factors of the next are in registers, and
     those of the last tile are loaded again. DSUM_LAST: dsum is not held from the start of a tile.
+    LANES: of the program, where ROWS is 1, CENTRED, and norm_totals.py adds up the rows; or 0.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     dweight = tl.zeros((ROWS * GROUPS, GROUP), tl.float32)
@@ -88,7 +91,10 @@ def norm_backward_kernel(
         if dbias_ptr is not None:
             dbias += dy
         g = dy if weight_ptr is None else dy * weight.to(tl.float32)
-        dx = _gradient(g, n, rstd, HIDDEN, GROUPS, ROWS, CENTRED)
+        if LANES > 0:
+            dx = _gradient_of_row(g, n, rstd, HIDDEN, LANES)
+        else:
+            dx = _gradient(g, n, rstd, HIDDEN, GROUPS, ROWS, CENTRED)
         if dsum_ptr is not None:
             dx += (
                 load_rows(dsum_ptr + first + offsets, inside) if DSUM_LAST else dsum.to(tl.float32)
@@ -119,6 +125,19 @@ def _gradient(
         along = row_totals(g * n, GROUPS, ROWS)
         dx = g * spread(rstd, GROUPS, ROWS)
     return dx - n * spread(along * by_mean, GROUPS, ROWS)
+
+
+@triton.jit
+def _gradient_of_row(g, n, rstd, HIDDEN: tl.constexpr, LANES: tl.constexpr):
+    """Return _gradient() of a tile of one row, CENTRED, whose totals each lane makes itself."""
+    UNITS: tl.constexpr = g.shape[0] * g.shape[1] // 8
+    by_mean = rstd / HIDDEN
+    along, total = lane_totals_of_two(g * n, g, LANES)
+    along, total = (
+        spread_lanes(along * by_mean, UNITS, LANES), spread_lanes(total * by_mean, UNITS, LANES)
+    )  # fmt: skip
+    dx = tl.reshape(g, (UNITS, 8)) * rstd - total - tl.reshape(n, (UNITS, 8)) * along
+    return tl.reshape(dx, (g.shape[0], g.shape[1]))
 
 
 @triton.jit
