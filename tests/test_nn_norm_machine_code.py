@@ -71,9 +71,9 @@ def code_of(name: str, hidden: int, folder: Path, alone: str = "") -> MachineCod
     Args:
         alone: the type of dy and dx, where the backward kernel has no residual's gradient.
     """
-    from vramx.kernels import norm_backward, norm_forward
+    from vramx.kernels import norm_backward, norm_forward, norm_sums
 
-    home = norm_backward if name in ("backward", "sums") else norm_forward
+    home = {"backward": norm_backward, "sums": norm_sums}.get(name, norm_forward)
     kernel = getattr(home, f"norm_{name}_kernel")
     plan = plan_without_residual(hidden, alone) if alone else plan_of(name, hidden)
     types = TYPES | ({"dy_ptr": alone, "dx_ptr": alone} if alone else {})

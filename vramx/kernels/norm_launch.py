@@ -213,7 +213,7 @@ def _partial(wanted: Shares, programs: int, hidden: int) -> Shares:
 
 def _sums_apart(dy: Tensor, kept: Kept, wanted: Shares) -> Shares:
     """Return the shares of the sums, made by a second pass over dy and what was kept."""
-    from vramx.kernels.norm_backward import norm_sums_kernel
+    from vramx.kernels.norm_sums import norm_sums_kernel
 
     rows, hidden = dy.shape
     constants = sums_apart_constants(hidden, kept.group_size)
@@ -231,7 +231,7 @@ def _sums_apart(dy: Tensor, kept: Kept, wanted: Shares) -> Shares:
 
 def _column_sums(partial: Shares, wanted: Shares) -> None:
     """Add up the shares, which lie as _partial() made them."""
-    from vramx.kernels.norm_backward import column_sums_kernel
+    from vramx.kernels.norm_sums import column_sums_kernel
 
     given = [share for share in partial if share is not None]
     if not given:
