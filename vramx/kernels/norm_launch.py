@@ -38,12 +38,11 @@ _SMALLEST_TILE, _SMALLEST_TILE_BACKWARD = 2048, 1024
 # shared memory: with a residual fewer, for a tile is then more bytes, and of long rows more, for
 # there are fewer programs. A multiprocessor works on so many elements, more where means are not
 # subtracted. With a bias but no residual its warps wait for each other rather than for memory, so
-# rows of several warps are given more, of fewer elements each, and every lane adds up the row: that
-# is one wait in place of two. Where means are not subtracted, long rows gain from a residual's
+# every lane adds up the row, which is one wait in place of two, and rows of a few warps are given
+# more, of fewer elements each. Where means are not subtracted, long rows gain from a residual's
 # gradient that is loaded late and not held. All swept on an H200.
 _ELEMENTS_OF_MULTIPROCESSOR, _MOST_PROGRAMS = {False: 10240, True: 8192}, 16
 _ELEMENTS_CENTRED, _ROW_OF_WARPS, _LONG_ROW = 8, 1024, 4096
-_MOST_WARPS_CENTRED = 32
 _STAGES, _STAGES_WITH_RESIDUAL, _STAGES_OF_LONG_ROWS = 4, 3, 5
 _STAGED_BYTES = 96 << 10  # of a program: GPUs of capability 8.6 have 99 KiB
 _REGISTERS = 1 << 16  # of a multiprocessor
@@ -277,10 +276,8 @@ def output_plan(hidden: int, group_size: int) -> Plan:
 def backward_plan(hidden: int, group_size: int, reads: Reads) -> tuple[Plan, int]:
     """Return the tile of the backward kernel, and how many programs a multiprocessor is given."""
     waits = _waits(hidden, reads)
-    plan = _tile_plan(
-        hidden, group_size, _ELEMENTS_CENTRED if waits else _ELEMENTS_SUMMED,
-        _SMALLEST_TILE_BACKWARD, _MOST_WARPS_CENTRED if waits else _MOST_WARPS,
-    )  # fmt: skip
+    elements = _ELEMENTS_CENTRED if waits and hidden < _LONG_ROW else _ELEMENTS_SUMMED
+    plan = _tile_plan(hidden, group_size, elements, _SMALLEST_TILE_BACKWARD)
     known = plan.constants
     tile = known["ROWS"] * known["GROUPS"] * known["GROUP"]
     programs = max(1, min(_ELEMENTS_OF_MULTIPROCESSOR[reads.centred] // tile, _MOST_PROGRAMS))
@@ -314,18 +311,12 @@ def _stages(hidden: int, reads: Reads) -> int:
 
 
 @lru_cache(maxsize=256)
-def _tile_plan(
-    hidden: int,
-    group_size: int,
-    elements: int,
-    smallest: int = _SMALLEST_TILE,
-    most_warps: int = _MOST_WARPS,
-) -> Plan:
+def _tile_plan(hidden: int, group_size: int, elements: int, smallest: int = _SMALLEST_TILE) -> Plan:
     group = group_size or min(_power_of_two(hidden), _WIDEST_GROUP)
     groups = _power_of_two(-(-hidden // group))
     tile = group * groups
     rows = max(1, smallest // tile) if tile == hidden else 1
-    warps = min(max(1, rows * tile // (32 * elements)), most_warps)
+    warps = min(max(1, rows * tile // (32 * elements)), _MOST_WARPS)
     constants = {
         "HIDDEN": hidden,
         "GROUP": group,
