@@ -15,7 +15,6 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <memory_resource>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -93,13 +92,13 @@ class SimMemory {
     std::uint64_t mappings = 0;
     bool referenced = true;
   };
-  using Chunks = std::pmr::unordered_map<std::uint64_t, Chunk>;
+  using Chunks = std::unordered_map<std::uint64_t, Chunk>;
   struct Mapping {
     Chunks::pointer chunk;  // nodes of an unordered_map stay where they are
     bool accessible = false;
     std::size_t peers = 0;  // that have access too: the first so many of peers_
   };
-  using Mappings = std::pmr::map<Address, Mapping>;
+  using Mappings = std::map<Address, Mapping>;
   using Run = std::pair<Mappings::iterator, Mappings::iterator>;
 
   static Bytes size_of(Mappings::const_iterator mapping) {
@@ -120,9 +119,8 @@ class SimMemory {
   const std::unique_ptr<SimPages> pages_;
 
   std::map<Address, Bytes> reservations_;
-  std::pmr::unsynchronized_pool_resource nodes_;  // of the next two: many come and go
-  Chunks chunks_{&nodes_};
-  Mappings mappings_{&nodes_};
+  Chunks chunks_;
+  Mappings mappings_;
   std::uint64_t next_handle_ = 1;  // never reused: a stale handle is always found out
   Address next_address_;           // the next one to make up
   std::uint64_t accessible_ = 0;
