@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,8 @@ SMALLEST_LEAK_BYTES_PER_CALL = 32 / 1000
 # What glibc may add to the heap of an arena beyond what is asked for (M_TOP_PAD); there is an arena
 # for each thread, and the main one.
 HEAP_SLACK_BYTES = (THREADS + 1) * 128 * KIB
+# What the simulated device keeps of a mapping: a tree's node of 64 bytes, in glibc's block for it.
+MAPPING_BYTES = 80
 
 
 @dataclass(frozen=True)
@@ -236,9 +238,18 @@ class _Watch:
 
 
 def resident_bytes() -> int:
-    """Return the memory of this process, without the simulated device's where the kernel tells."""
+    """Return the memory of this process, without the simulated device's where the kernel tells.
+
+    What glibc holds of memory that was freed is given back first: how much that is depends on how
+    the threads happened to take turns.
+    """
+    if _trim_heap is not None:
+        _trim_heap(0)
     sizes = _process_sizes()
     return int(sizes.get("RssAnon", sizes["VmRSS"]).split()[0]) * KIB
+
+
+_trim_heap: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def _process_sizes() -> dict[str, str]:
@@ -276,14 +287,17 @@ def rss_growth_bytes(run: Run) -> int:
 def rss_growth_bound_bytes(run: Run) -> int:
     """Return what the process may grow by in the second half of the calls.
 
-    The bookkeeping that the allocator counts itself, which follows the number of blocks; what
-    malloc may keep; and what the smallest leak that is looked for would come to.
+    The bookkeeping that the allocator counts itself, which follows the number of blocks, and the
+    simulated device's of the aliases; what malloc may keep; and what the smallest leak that is
+    looked for would come to.
     """
-    bookkeeping = max(0, run.marks[2].host_bytes - run.marks[1].host_bytes)
-    leak = int(SMALLEST_LEAK_BYTES_PER_CALL * (run.marks[2].calls - run.marks[1].calls))
+    middle, end = run.marks[1], run.marks[2]
+    bookkeeping = max(0, end.host_bytes - middle.host_bytes)
+    bookkeeping += max(0, end.alias_mappings - middle.alias_mappings) * MAPPING_BYTES
+    leak = int(SMALLEST_LEAK_BYTES_PER_CALL * (end.calls - middle.calls))
     # gVisor does not tell the pages of files, the device's memory among them, from others.
     is_mixed = run.load.has_bytes and "RssAnon" not in _process_sizes()
-    of_device = run.marks[2].held_bytes if is_mixed else 0
+    of_device = end.held_bytes if is_mixed else 0
     return bookkeeping + HEAP_SLACK_BYTES + leak + of_device
 
 
