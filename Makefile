@@ -25,7 +25,7 @@ build:
 demo:
 	@$(call prepare,run)
 	$(build)
-	"$$python" -m vramx demo
+	"$$python" -m vramx demo --force
 
 test:
 	@$(call prepare,run test)
