@@ -146,3 +146,12 @@ def test_the_figures_are_those_of_the_run() -> None:
     assert figures["peak_reserved_ratio"] == 2.0
     assert figures["rss_at_50%"] == 10 << 20
     assert figures["alias_mappings_max"] == 8
+
+
+def test_the_process_may_grow_with_the_most_mappings_of_its_second_half() -> None:
+    run = clean_run()
+    bound = soak.rss_growth_bound_bytes(run)
+    early = sample(calls=400_000, alias_mappings=5000)
+    late = sample(calls=700_000, alias_mappings=1008)
+    seen = dataclasses.replace(run, samples=[run.marks[0], early, run.marks[1], late, run.marks[2]])
+    assert soak.rss_growth_bound_bytes(seen) == bound + 1000 * soak.MAPPING_BYTES
