@@ -181,7 +181,7 @@ class Arena {
   std::size_t extent_count_ = 0;
   Bytes free_bytes_{};
   std::vector<SpanId> dropped_;  // the extents that lost tags at the last drop_tags()
-  // Since the last merge some neighbours were kept apart; and some, by losing tags, no longer need
+  // Since all were merged some neighbours were kept apart; and some, by losing tags, no longer need
   // be.
   bool has_separated_ = false;
   bool has_dropped_tags_ = false;
@@ -248,9 +248,7 @@ void Arena::drop_tags(HasDone has_done, IsDone is_done) {
   }
   mixed_.for_each_from_largest(spans_, kBlockUnit, note);
   std::erase_if(dropped_, [&](SpanId id) { return !drop_tags_of(id, is_done); });
-  if (dropped_.empty()) return;
-  has_separated_ = true;
-  has_dropped_tags_ = true;
+  has_dropped_tags_ = has_dropped_tags_ || !dropped_.empty();
 }
 
 // False where it keeps them all.

@@ -60,9 +60,10 @@ bool Arena::differ_in_streams(const FreeSpan& a, const FreeSpan& b) const {
 
 // The runs of neighbouring extents have nothing to do with each other, so their order is no matter.
 bool Arena::merge_neighbours(Merging merging) {
-  if (!has_separated_) return false;
-  has_separated_ = false;
+  const bool is_all = merging == Merging::kAll;
+  if (!has_dropped_tags_ && !(is_all && has_separated_)) return false;
   has_dropped_tags_ = false;
+  if (is_all) has_separated_ = false;
   std::vector<SpanId> starts;
   for_each_index(kAnyStream, [&](const FreeIndex& index) {
     index.for_each_from_largest(spans_, kBlockUnit, [&](SpanId id) {
@@ -77,7 +78,6 @@ bool Arena::merge_neighbours(Merging merging) {
 
 // Only what lost tags may have come to be like its neighbours.
 void Arena::merge_around_dropped() {
-  has_separated_ = false;
   has_dropped_tags_ = false;
   std::erase_if(dropped_, [this](SpanId id) {
     return !is_extent(spans_[id].previous) && !is_extent(spans_[id].next);

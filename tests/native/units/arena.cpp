@@ -202,6 +202,15 @@ void merging_what_is_alike_leaves_what_differs(Fixture& fixture) {
   EXPECT(fixture.arena.extent_count() == 2);
 }
 
+void what_differs_is_merged_on_request_after_what_is_alike(Fixture& fixture) {
+  const auto none = [](const Tag&) { return false; };
+  freed_on_two_streams(fixture);
+  fixture.arena.merge_neighbours(Arena::Merging::kAlike);
+  fixture.arena.drop_tags_and_merge([](StreamIndex) { return true; }, none);
+  EXPECT(fixture.arena.merge_neighbours(Arena::Merging::kAll));
+  EXPECT(fixture.arena.extent_count() == 1);
+}
+
 void dropped_tags_let_neighbours_merge(Fixture& fixture) {
   const Address at = freed_on_two_streams(fixture);
   fixture.arena.drop_tags([](StreamIndex) { return true; },
@@ -316,6 +325,8 @@ constexpr Check<Fixture> kChecks[] = {
     {"merging on request unites their tags", merging_on_request_unites_their_tags},
     {"every run of neighbours is merged", every_run_of_neighbours_is_merged},
     {"merging what is alike leaves what differs", merging_what_is_alike_leaves_what_differs},
+    {"what differs is merged on request after what is alike",
+     what_differs_is_merged_on_request_after_what_is_alike},
     {"dropped tags let neighbours merge", dropped_tags_let_neighbours_merge},
     {"what loses its tags merges with its neighbours at once",
      what_loses_its_tags_merges_with_its_neighbours_at_once},
