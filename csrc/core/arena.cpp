@@ -102,7 +102,9 @@ std::size_t Arena::host_bytes() const {
   std::size_t indexes = 0;
   for_each_index(kAnyStream, [&](const FreeIndex&) { indexes += sizeof(FreeIndex); });
   return spans_.host_bytes() + chunks_.host_bytes() + indexes +
-         page_spans_.capacity() * sizeof(SpanId) + tag_sets_.capacity() * sizeof(TagSet);
+         (page_spans_.capacity() + dropped_.capacity()) * sizeof(SpanId) +
+         tag_sets_.capacity() * sizeof(TagSet) +
+         vacant_tag_sets_.capacity() * sizeof(std::uint32_t);
 }
 
 // --- spans ---

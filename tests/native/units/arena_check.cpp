@@ -61,7 +61,15 @@ void span_2_is_named_where_a_spans_chunk_is_gone(Fixture& fixture) {
 
 void span_2_is_named_where_an_unmapped_span_lies_on_a_chunk(Fixture& fixture) {
   fixture.arena.chunks().add(kBase, kPage, ChunkHandle{1});
-  EXPECT(starts_with(fixture.arena.check(), "span 2: unmapped"));
+  EXPECT(starts_with(fixture.arena.check(), "span 2: unmapped, but on a chunk"));
+}
+
+void span_2_is_named_where_a_page_leads_to_a_span_that_is_gone(Fixture& fixture) {
+  const Address at = fixture.map({kPage});
+  fixture.arena.finish_unmapped(fixture.arena.begin_removing(fixture.chunk_at(at)));
+  EXPECT(fixture.arena.check().empty());
+  (fixture.arena.*member(PageSpans{}))[0] = fixture.arena.first();
+  EXPECT(starts_with(fixture.arena.check(), "span 2: unmapped, but a page"));
 }
 
 void span_3_is_named_where_unmapped_neighbours_are_apart(Fixture& fixture) {
@@ -127,6 +135,8 @@ constexpr Check<Fixture> kChecks[] = {
     {"span 2 is named where a span's chunk is gone", span_2_is_named_where_a_spans_chunk_is_gone},
     {"span 2 is named where an unmapped span lies on a chunk",
      span_2_is_named_where_an_unmapped_span_lies_on_a_chunk},
+    {"span 2 is named where a page leads to a span that is gone",
+     span_2_is_named_where_a_page_leads_to_a_span_that_is_gone},
     {"span 3 is named where unmapped neighbours are apart",
      span_3_is_named_where_unmapped_neighbours_are_apart},
     {"span 3 is named where free neighbours are apart",
