@@ -84,22 +84,11 @@ def normalise(
         # Under autocast: the sum has the type of the residual stream, and of the norm's weight.
         # Not worth another operator where nothing is packed.
         x, residual = x + residual, None
-    normed = fused_norm(norm, x, residual, keep, into)
+    normed = normed_by(norm, x, residual, keep, into) if untouched(norm) else None
     if normed is not None:
         return normed, normed.residual_sum
     total = x if residual is None else x + residual
     return norm(total), total
-
-
-def fused_norm(
-    norm: Any,
-    x: Tensor,
-    residual: Tensor | None,
-    keep: Compression,
-    into: Sequence[nn.Module] = (),
-) -> Normed | None:
-    """Return the fused result of a norm module; None if it is not understood."""
-    return normed_by(norm, x, residual, keep, into) if untouched(norm) else None
 
 
 def normed_by(
@@ -226,9 +215,8 @@ def whole_feed_forward(
         biases = [*biases[:-1], None if last is None else last * scale]
     if settings.level == RECOMPUTE_MLP:
         return mlp(source, weights, biases, activation=kind, residual=residual, keep=keep)
-    inside = linears(source, weights[:1], biases[:1], keep)
-    del source
-    return _activated_linear(inside[0], kind, (weights[-1], biases[-1]), keep, residual)
+    (inside,) = linears(source, weights[:1], biases[:1], keep)
+    return _activated_linear(inside, kind, (weights[-1], biases[-1]), keep, residual)
 
 
 def feed_forward_add(finish: Finish, dropout: Any, residual: Tensor) -> Tensor:
