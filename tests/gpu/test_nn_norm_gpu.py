@@ -114,22 +114,6 @@ def test_sums_do_not_change_from_run_to_run() -> None:
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("hidden", [768, 4096, 8192])
-def test_calls_that_follow_at_once_have_sums_of_their_own(hidden: int) -> None:
-    """What adds up the shares of a call may begin while they, or those of the next, are made."""
-    x, vectors = sample(1501, hidden), vectors_of("layer", hidden)
-    incoming = [sample(1501, hidden, seed=8 + i).detach() for i in range(6)]
-    y = layer_norm(x, *vectors, keep=INT8).y
-    every = [x, *vectors]
-    alone = []
-    for dy in incoming:
-        alone.append(torch.autograd.grad(y, every, dy, retain_graph=True))
-        torch.cuda.synchronize()
-    at_once = [torch.autograd.grad(y, every, dy, retain_graph=True) for dy in incoming]
-    for a, b in zip(alone, at_once, strict=True):
-        assert all(map(torch.equal, a, b))
-
-
 def test_sum_of_the_kept_is_what_is_held() -> None:
     rows, hidden = 4096, 4096
     x, residual, vector = sample(rows, hidden), sample(rows, hidden, seed=1), sample(hidden, seed=2)
