@@ -47,6 +47,8 @@ GOOD = (
     line("llama int8", "step_ms", 107.0, 150.0, 90.0),
     line("llama int8", "loss_gap_same_seed", 0.01),
     line("llama int4", "gradient_cosine", 0.99),
+    line("llama_offload share cpu", "hidden_predicted", 0.95),
+    line("llama_offload share cpu", "hidden_measured", 0.9),
 )
 
 
@@ -160,7 +162,7 @@ def test_rows_are_written_as_cases_end_and_a_crash_is_a_row(tmp_path: Path) -> N
     assert [row["case"] for row in written[-3:]] == ["cnn exact", "cnn", "gnn exact"]
     assert written[-2]["status"] == "failed: out of memory"
     assert figures["cnn exact", "step_ms"] == [1.0, 3.0]
-    assert activations.table(figures).row_count == 5
+    assert activations.table(figures).row_count == 6
 
 
 def figures_of(*lines: dict[str, Any]) -> _cases.Figures:
@@ -173,6 +175,7 @@ def test_good_figures_meet_every_goal() -> None:
         "gradient_cosine",
         "packed_share",
         "loss_gap_same_seed",
+        "hidden_predicted",
         "kept_bytes",
         "step_ms",
     ]
@@ -194,6 +197,13 @@ def test_good_figures_meet_every_goal() -> None:
 def test_each_goal_can_be_missed(metric: str, value: float) -> None:
     figures = figures_of(*GOOD, line("llama int8", metric, value))
     assert [found[1] for found in activations.goals(figures) if not found[-1]] == [metric]
+
+
+@pytest.mark.parametrize("predicted", [0.8, 1.0, float("nan")])
+def test_a_wrong_forecast_of_an_offload_is_a_miss(predicted: float) -> None:
+    figures = figures_of(*GOOD, line("llama_offload share cpu", "hidden_predicted", predicted))
+    missed = [found[1] for found in activations.goals(figures) if not found[-1]]
+    assert missed == ["hidden_predicted"]
 
 
 def test_an_unknown_case_is_refused() -> None:

@@ -5,7 +5,8 @@ bytes of the largest recent step, and the oldest of a step, which are needed las
 as the link carries while the device computes: bandwidth times the time of a pass, less what the
 device waited for copies in it; spread over the step, so that no more than that is under way at any
 time. Events give the times; they are asked whether they are done, never waited for. Not
-thread-safe: the stash holds its lock. A put costs about a microsecond here.
+thread-safe: the stash holds its lock. A put costs about a microsecond here, an event more in the
+steps that are measured.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any, NamedTuple
 from vramx.compression.transport import Lane, Transport
 from vramx.sizes import GIB, MIB
 
+Share = str | float
+
 # Of the bytes that would fit exactly: times differ from step to step.
 _MARGIN = 0.9
 # Copies of a step that are timed, and the least bytes that say something about bandwidth.
@@ -28,6 +31,8 @@ _UNREAD_STEPS = 4
 # The first steps are measured, and then one of some.
 _MEASURED_STEPS = 4
 _MEASURED_EVERY = 8
+# Puts and gets of a step that is measured, each an event.
+_MOST_CALLS = 1 << 14
 # What may be under way in each direction: this part of a step's bytes, about two layers of 32, and
 # some tensors at least, so that the link never runs dry; within bounds.
 _WINDOW_PART = 16
@@ -39,17 +44,18 @@ _FIRST_WINDOW_BYTES = 256 * MIB
 
 @dataclass
 class _Record:
-    """The events of one step."""
+    """The events of one step, in the order in which they were recorded."""
 
     start: Any
-    forward_end: Any = None
     end: Any = None
     moved_bytes: int = 0
     copies: dict[Lane, list[tuple[Any, Any, int]]] = field(
         default_factory=lambda: {lane: [] for lane in Lane}
     )
-    forward_waits: list[tuple[Any, Any]] = field(default_factory=list)
-    backward_waits: list[tuple[Any, Any]] = field(default_factory=list)
+    # Of a put: event, sequence, bytes; of a get None for the bytes.
+    calls: list[tuple[Any, int, int | None]] = field(default_factory=list)
+    # Events before and after a wait, and how many calls had begun.
+    waits: list[tuple[Any, Any, int]] = field(default_factory=list)
 
     def last_events(self) -> Iterator[Any]:
         """Return those that are done only once all are, the last first.
@@ -57,19 +63,19 @@ class _Record:
         A step may run on several streams: `end` is on that of its last get.
         """
         yield self.end
-        for waits in (self.backward_waits, self.forward_waits):
-            yield from (after for _, after in reversed(waits))
-        yield from (self.forward_end, self.start)
+        yield from (after for _, after, _ in reversed(self.waits))
+        yield from (event for event, _, _ in reversed(self.calls))
+        yield self.start
         for copies in self.copies.values():
             yield from (end for _, end, _ in copies)
 
 
-class Leaving(NamedTuple):
-    """What leaves of a step: bytes, the part of a pass in which they are made, and the window."""
+class Moment(NamedTuple):
+    """A put or a get of a step: how long the step had computed by then, waits not counted."""
 
-    nbytes: float
-    span: float
-    window_bytes: int
+    computed_ms: float
+    sequence: int
+    nbytes: int | None  # of a put
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,7 @@ class Measured:
     backward_ms: float | None = None
     waited_ms: float = 0.0
     moved_bytes: int = 0
+    moments: tuple[Moment, ...] = ()
 
     def hidden_bytes(self) -> float | None:
         """The bytes that the link carries both ways while a step computes."""
@@ -94,36 +101,16 @@ class Measured:
             self.bytes_per_ms[Lane.TO_DEVICE] * self.backward_ms,
         )
 
-    def hidden_part(self, leaving: Leaving) -> float | None:
-        """The part of the time of a step's copies that compute is expected to hide.
-
-        The rest is waits: in each pass, what copying takes longer than the part of the pass in
-        which these bytes are made or needed. A window of them may still be under way then.
-        """
-        if self.forward_ms is None or self.backward_ms is None or len(self.bytes_per_ms) < 2:
-            return None
-        if not leaving.nbytes:
-            return None
-        out, back = self.bytes_per_ms[Lane.TO_HOST], self.bytes_per_ms[Lane.TO_DEVICE]
-        waits_ms = sum(
-            max(
-                0.0, max(0.0, leaving.nbytes - leaving.window_bytes) / rate - leaving.span * pass_ms
-            )
-            for rate, pass_ms in ((out, self.forward_ms), (back, self.backward_ms))
-        )
-        return max(0.0, 1 - waits_ms / (leaving.nbytes / out + leaving.nbytes / back))
-
-    def copy_ms(self) -> float:
-        """How long the copies of the last step took, both ways."""
-        return sum(self.moved_bytes / rate for rate in self.bytes_per_ms.values())
+    def hidden_part(self) -> float | None:
+        """The part of the time of the last step's copies, both ways, that nothing waited for."""
+        copy_ms = sum(self.moved_bytes / rate for rate in self.bytes_per_ms.values())
+        return max(0.0, 1 - self.waited_ms / copy_ms) if copy_ms else None
 
 
 class Budget:
     """Decides what leaves; told of every put, copy, wait and get."""
 
-    def __init__(
-        self, share: str | float, transport: Transport, window_bytes: int | None = None
-    ) -> None:
+    def __init__(self, share: Share, transport: Transport, window_bytes: int | None = None) -> None:
         self._share = share
         self._transport = transport
         self._window_bytes = window_bytes
@@ -140,10 +127,11 @@ class Budget:
         self.offered_bytes = 0
         self.measured = Measured()
 
-    def put(self, nbytes: int) -> bool:
+    def put(self, nbytes: int, sequence: int) -> bool:
         """Begin a step where the last one is over; tell whether these bytes leave."""
         if self._is_over():
             self._begin()
+        self._note(sequence, nbytes)
         leaves = self._admits(nbytes)
         self.offered_bytes += nbytes
         self.outstanding += 1
@@ -157,11 +145,11 @@ class Budget:
         if step == self.step:
             self.outstanding -= 1
 
-    def begin_get(self) -> None:
-        if not self._in_backward:
-            self._in_backward = True
-            if self._record is not None:
-                self._record.forward_end = self._mark()
+    def begin_get(self, step: int, sequence: int, gets: int) -> None:
+        """Note that something is asked for that had been asked for `gets` times before."""
+        self._in_backward = True
+        if step == self.step and gets == 0:
+            self._note(sequence, None)
 
     def end_get(self) -> None:
         if self._record is not None:
@@ -189,8 +177,7 @@ class Budget:
         """Note that a stream waited for a copy, for no time or for some."""
         record = self._record
         if record is not None:
-            waits = record.backward_waits if self._in_backward else record.forward_waits
-            waits.append((before, after))
+            record.waits.append((before, after, len(record.calls)))
 
     def limit_bytes(self) -> float | None:
         """The bytes of a step that leave; None for all, as in the first step.
@@ -202,14 +189,6 @@ class Budget:
             return None if hidden is None else _MARGIN * hidden
         share = float(self._share)
         return None if share >= 1 or not self._totals else share * max(self._totals)
-
-    def hidden_part(self) -> float | None:
-        """The part of the time of the next step's copies that compute is expected to hide."""
-        total, limit = self.largest_step_bytes(), self.limit_bytes()
-        nbytes = total if limit is None else min(total, limit)
-        # Spread over the step, or the oldest of it.
-        span = 1.0 if self._share == "cpu" else nbytes / max(1, total)
-        return self.measured.hidden_part(Leaving(nbytes, span, self.window_bytes()))
 
     def largest_step_bytes(self) -> int:
         return max(self._totals, default=0)
@@ -254,6 +233,15 @@ class Budget:
         if self._limit is not None and self._totals:
             self._density = self._limit / max(1, self.largest_step_bytes())
 
+    def _note(self, sequence: int, nbytes: int | None) -> None:
+        record = self._record
+        if record is None:
+            return
+        if len(record.calls) == _MOST_CALLS:
+            self._record = None  # no end in sight
+            return
+        record.calls.append((self._mark(), sequence, nbytes))
+
     def _mark(self) -> Any:
         return self._transport.mark(self._transport.stream(), timed=True)
 
@@ -270,12 +258,27 @@ class Budget:
             milliseconds = sum(elapsed(start, end) for start, end, _ in copies)
             if milliseconds > 0:
                 rates[lane] = sum(nbytes for _, _, nbytes in copies) / milliseconds
-        forward_waits = sum(elapsed(a, b) for a, b in record.forward_waits)
-        backward_waits = sum(elapsed(a, b) for a, b in record.backward_waits)
+        waits = [(elapsed(before, after), calls) for before, after, calls in record.waits]
+        waited_ms = sum(wait_ms for wait_ms, _ in waits)
+        moments = tuple(self._moments(record, waits))
+        step_ms = elapsed(record.start, record.end) - waited_ms
+        forward_ms = next((m.computed_ms for m in moments if m.nbytes is None), step_ms)
         return Measured(
             bytes_per_ms=rates,
-            forward_ms=max(0.0, elapsed(record.start, record.forward_end) - forward_waits),
-            backward_ms=max(0.0, elapsed(record.forward_end, record.end) - backward_waits),
-            waited_ms=forward_waits + backward_waits,
+            forward_ms=forward_ms,
+            backward_ms=max(0.0, step_ms - forward_ms),
+            waited_ms=waited_ms,
             moved_bytes=record.moved_bytes,
+            moments=moments,
         )
+
+    def _moments(self, record: _Record, waits: list[tuple[float, int]]) -> Iterator[Moment]:
+        position, waited_ms, computed_ms = 0, 0.0, 0.0
+        for i, (event, sequence, nbytes) in enumerate(record.calls):
+            while position < len(waits) and waits[position][1] <= i:
+                waited_ms += waits[position][0]
+                position += 1
+            # Calls of other streams may lie before those that were asked for earlier.
+            elapsed_ms = self._transport.milliseconds(record.start, event)
+            computed_ms = max(computed_ms, elapsed_ms - waited_ms)
+            yield Moment(computed_ms, sequence, nbytes)

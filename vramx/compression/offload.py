@@ -19,15 +19,14 @@ import torch
 from torch import Tensor
 
 from vramx.compression import codec as plain_codec
-from vramx.compression import random
+from vramx.compression import forecast, random
+from vramx.compression.budget import Share
 from vramx.compression.codec import Packed
 from vramx.compression.config import Compression, Format
 from vramx.compression.pinned import HostPool
 from vramx.compression.stash import Stash, Ticket
 from vramx.compression.transport import CudaTransport, Lane
 from vramx.sizes import format_size
-
-Share = str | float
 
 
 class Moved:
@@ -123,7 +122,8 @@ class OffloadReport:
 
     Of the last step whose times are known: `waited_ms`, that the device waited for copies;
     `hidden_measured`, the part of the time of the copies that it did not; `hidden_predicted`, what
-    bandwidth and the time of compute say of it for the steps to come. None: not known yet.
+    that step's compute and the link's bandwidth make of it for the steps to come (forecast.py).
+    None: not known yet.
     """
 
     device: torch.device
@@ -177,7 +177,6 @@ def report_of(device: torch.device, stash: Stash) -> OffloadReport:
     stash.collect()
     budget, measured = stash.budget, stash.budget.measured
     rates = {lane: 1e3 * rate for lane, rate in measured.bytes_per_ms.items()}
-    copy_ms = measured.copy_ms()
     return OffloadReport(
         device=device,
         share=stash.share,
@@ -192,8 +191,8 @@ def report_of(device: torch.device, stash: Stash) -> OffloadReport:
         to_host_bytes_per_s=rates.get(Lane.TO_HOST),
         to_device_bytes_per_s=rates.get(Lane.TO_DEVICE),
         waited_ms=measured.waited_ms,
-        hidden_predicted=budget.hidden_part(),
-        hidden_measured=max(0.0, 1 - measured.waited_ms / copy_ms) if copy_ms else None,
+        hidden_predicted=forecast.hidden_part(measured, stash.share, budget.window_bytes()),
+        hidden_measured=measured.hidden_part(),
     )
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vramx.compression.budget import Budget
+from vramx.compression.budget import Budget, Share
 from vramx.compression.parcel import Parcel, State
 from vramx.compression.pinned import HostPool, Slot
 from vramx.compression.saved import check_version
@@ -80,7 +80,7 @@ class Stash:
 
     def __init__(
         self,
-        share: str | float,
+        share: Share,
         transport: Transport,
         pool: HostPool,
         lock: threading.Lock | None = None,
@@ -112,10 +112,10 @@ class Stash:
                 self.captured += 1
                 return Ticket(self, parcel)
             self._collect()
-            leaves = self.budget.put(parcel.nbytes)
-            parcel.step = self.budget.step
             self._sequence += 1
             parcel.sequence = self._sequence
+            leaves = self.budget.put(parcel.nbytes, parcel.sequence)
+            parcel.step = self.budget.step
             slot = self._pool.take(parcel.nbytes) if leaves and parcel.nbytes else None
             if slot is None:
                 self.refused += leaves
@@ -130,7 +130,7 @@ class Stash:
             if self._transport.capturing():
                 return self._fetch_under_capture(parcel)
             self._collect()
-            self.budget.begin_get()
+            self.budget.begin_get(parcel.step, parcel.sequence, parcel.gets)
             if parcel.gets == 0:
                 self.budget.get(parcel.step)
             parcel.gets += 1
