@@ -38,10 +38,17 @@ test:
 test-gpu:
 	@$(call prepare,run test)
 	$(build)
-	# Then the control: what torch promises is tested on torch's own allocator too.
+	# As many files at a time as the GPU has room for, then what measures the whole of it.
+	side_by_side="$$("$$python" -c 'import importlib.util as u; print(
+	    "-n auto --dist loadfile" if u.find_spec("xdist") else "")')"
+	tests=("$$python" -m pytest -q --require-gpu)
 	failed=0
-	"$$python" -m pytest -q -m gpu --require-gpu || failed=1
-	"$$python" -m pytest -q -m gpu --require-gpu tests/gpu --allocator native || failed=1
+	"$${tests[@]}" -m "gpu and not alone" $$side_by_side || failed=1
+	"$${tests[@]}" -m "gpu and alone" || failed=1
+	# The control: what torch promises is tested on torch's own allocator too; *_gpu.py has kernels.
+	native=(tests/gpu --allocator native --ignore-glob "*_gpu.py")
+	"$${tests[@]}" -m "gpu and not alone" $$side_by_side "$${native[@]}" || failed=1
+	"$${tests[@]}" -m "gpu and alone" "$${native[@]}" || failed=1
 	exit $$failed
 
 lint:

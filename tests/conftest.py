@@ -21,6 +21,8 @@ TESTS = Path(__file__).resolve().parent
 # Where two workers share the machine, torch's own threads would wait for each other's processor.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A test of a kernel may hold this much of a GPU.
+GPU_BYTES_PER_WORKER = 10 << 30
 # The files that compile or train, the longest first.
 LONGEST = (
     *("test_native", "test_core_endurance", "test_shim", "test_cpu_training"),
@@ -41,6 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Answer `-n auto`: as many as the smallest GPU has room for, where there is one."""
+    rooms = [device["total_bytes"] // GPU_BYTES_PER_WORKER for device in _gpus()]
+    return max(1, min(*rooms, os.cpu_count() or 1)) if rooms else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Where files are run side by side, the last one to start should be a short one.
     rank = {name: i for i, name in enumerate(LONGEST)}
@@ -48,19 +57,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") is None or _gpu_present():
+    if item.get_closest_marker("gpu") is None or _gpus():
         return
     if item.config.getoption("--require-gpu"):
         pytest.fail("no CUDA GPU, and --require-gpu was given")
     pytest.skip("no CUDA GPU")
 
 
-def _gpu_present() -> bool:
+def _gpus() -> list[Any]:
     try:
         core = importlib.import_module("vramx._core")
     except ImportError:
-        return False
-    return bool(core.probe_cuda()["devices"])
+        return []
+    return list(core.probe_cuda()["devices"])
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ def test_a_short_run_keeps_every_promise(case: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_short_run_on_the_gpu_keeps_every_promise() -> None:
     keeps_every_promise("cuda")
 

@@ -286,6 +286,7 @@ def test_no_block_is_overwritten_on_the_gpu(streams: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_modelled_driver_time_is_near_the_measured_one() -> None:
     modelled_us = figures("llama_varlen", "vramx")["driver_us"]
     measured_us = program("llama_varlen").run("vramx", driver="cuda")["driver_us"]

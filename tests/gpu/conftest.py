@@ -1,7 +1,9 @@
 """Puts vramx behind torch once for the session, or leaves torch as it is: the control run.
 
     pytest -m gpu                                   under vramx
-    pytest -m gpu tests/gpu --allocator native      the very same tests under torch's own allocator
+    pytest -m gpu tests/gpu --allocator native      the very same tests under torch's own allocator,
+                                                    of which those in *_gpu.py, which are about
+                                                    kernels, say nothing new
 
 Nothing here touches CUDA at import or at collection. A test marked `vramx_only` has no meaning
 without vramx and is left out of the control run; one marked `two_gpus` is skipped on a machine with

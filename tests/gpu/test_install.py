@@ -271,6 +271,7 @@ def test_a_program_that_has_settled_calls_the_driver_no_more() -> None:
     assert driver_calls() == settled
 
 
+@pytest.mark.alone
 def test_memory_returns_to_the_device_when_everything_is_freed() -> None:
     import torch
 

@@ -130,6 +130,7 @@ def test_reserved_covers_allocated_and_falls_when_the_cache_is_emptied() -> None
     assert torch.cuda.memory_reserved() <= held
 
 
+@pytest.mark.alone
 def test_empty_cache_gives_memory_back_to_the_device() -> None:
     import torch
 
@@ -144,6 +145,7 @@ def test_empty_cache_gives_memory_back_to_the_device() -> None:
     assert torch.cuda.mem_get_info()[0] - free_before >= given_back
 
 
+@pytest.mark.alone
 def test_what_is_reserved_is_what_the_device_lacks() -> None:
     import torch
 
@@ -197,6 +199,7 @@ def test_torch_accelerator_empties_the_cache_and_resets_peaks() -> None:
     assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated()
 
 
+@pytest.mark.alone
 def test_torch_accelerator_tells_free_and_total_memory() -> None:
     import torch
 

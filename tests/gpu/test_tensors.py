@@ -132,6 +132,7 @@ def test_caching_may_be_switched_off_for_a_while() -> None:
 # --- a whole model's memory at once ---------------------------------------------------------------
 
 
+@pytest.mark.alone
 def test_a_huge_warm_up_is_cheap_and_serves_the_model_afterwards() -> None:
     """transformers asks for a model's size once and frees it, so that loading needs no growth.
 
