@@ -3,10 +3,10 @@
 A step is what is put until all of it has been asked for again or dropped. A fraction is of the
 bytes of the largest recent step, and the oldest of a step, which are needed last. "cpu" is as much
 as the link carries while the device computes: bandwidth times the time of a pass, less what the
-device waited for copies in it; spread over the step, so that no more than that is under way at any
-time. Events give the times; they are asked whether they are done, never waited for. Not
-thread-safe: the stash holds its lock. A put costs about a microsecond here, an event more in the
-steps that are measured.
+device waited for copies in it, where that was least of late (whatever disturbs a measurement makes
+it longer); spread over the step, so that no more than that is under way at any time. Events give
+the times; they are asked whether they are done, never waited for. Not thread-safe: the stash holds
+its lock. A put costs about a microsecond here, an event more in the steps that are measured.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from vramx.sizes import GIB, MIB
 Share = str | float
 
 # Of the bytes that would fit exactly: times differ from step to step.
-_MARGIN = 0.9
+_MARGIN = 0.95
 # Copies of a step that are timed, and the least bytes that say something about bandwidth.
 _TIMED_COPIES = 64
 _TIMED_BYTES = 1 << 18
 _RECENT_STEPS = 8
+_RECENT_MEASURED_STEPS = 4
 _UNREAD_STEPS = 4
 # The first steps are measured, and then one of some.
 _MEASURED_STEPS = 4
@@ -49,6 +50,7 @@ class _Record:
     start: Any
     end: Any = None
     moved_bytes: int = 0
+    offered_bytes: int = 0
     copies: dict[Lane, list[tuple[Any, Any, int]]] = field(
         default_factory=lambda: {lane: [] for lane in Lane}
     )
@@ -90,16 +92,18 @@ class Measured:
     backward_ms: float | None = None
     waited_ms: float = 0.0
     moved_bytes: int = 0
+    offered_bytes: int = 0
     moments: tuple[Moment, ...] = ()
 
-    def hidden_bytes(self) -> float | None:
-        """The bytes that the link carries both ways while a step computes."""
+    def hidden_share(self) -> float | None:
+        """The share of a step's bytes that the link carries both ways while the step computes."""
         if self.forward_ms is None or self.backward_ms is None or len(self.bytes_per_ms) < 2:
             return None
-        return min(
+        hidden_bytes = min(
             self.bytes_per_ms[Lane.TO_HOST] * self.forward_ms,
             self.bytes_per_ms[Lane.TO_DEVICE] * self.backward_ms,
         )
+        return hidden_bytes / max(1, self.offered_bytes)
 
     def hidden_part(self) -> float | None:
         """The part of the time of the last step's copies, both ways, that nothing waited for."""
@@ -115,6 +119,7 @@ class Budget:
         self._transport = transport
         self._window_bytes = window_bytes
         self._totals: deque[int] = deque(maxlen=_RECENT_STEPS)
+        self._hidden_shares: deque[float] = deque(maxlen=_RECENT_MEASURED_STEPS)
         self._unread: deque[_Record] = deque(maxlen=_UNREAD_STEPS)
         self._record: _Record | None = None  # of a step that is not measured there is none
         self._in_backward = False
@@ -185,8 +190,9 @@ class Budget:
         The first step moves everything: running out of memory ends a program, a slow step does not.
         """
         if self._share == "cpu":
-            hidden = self.measured.hidden_bytes()
-            return None if hidden is None else _MARGIN * hidden
+            if not self._hidden_shares:
+                return None
+            return _MARGIN * min(self._hidden_shares) * self.largest_step_bytes()
         share = float(self._share)
         return None if share >= 1 or not self._totals else share * max(self._totals)
 
@@ -221,6 +227,7 @@ class Budget:
             self._totals.append(self.offered_bytes)
         if self._record is not None and self._record.end is not None:
             self._record.moved_bytes = self._left_bytes
+            self._record.offered_bytes = self.offered_bytes
             self._unread.append(self._record)
         self._read()
         measures = self.step < _MEASURED_STEPS or self.step % _MEASURED_EVERY == 0
@@ -250,6 +257,9 @@ class Budget:
         done = self._transport.done
         while self._unread and all(map(done, self._unread[0].last_events())):
             self.measured = self._measure(self._unread.popleft())
+            share = self.measured.hidden_share()
+            if share is not None:
+                self._hidden_shares.append(share)
 
     def _measure(self, record: _Record) -> Measured:
         elapsed = self._transport.milliseconds
@@ -269,6 +279,7 @@ class Budget:
             backward_ms=max(0.0, step_ms - forward_ms),
             waited_ms=waited_ms,
             moved_bytes=record.moved_bytes,
+            offered_bytes=record.offered_bytes,
             moments=moments,
         )
 
