@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import pytest
@@ -96,10 +99,20 @@ def test_a_case_measures_exact_and_compressed_in_one_process() -> None:
     assert found["unet3d int8", "gradient_cosine"] > found["unet3d int4", "gradient_cosine"]
     assert found["unet3d int8", "packed_share"][0] > 0.5
     assert ("unet3d exact", "packed_share") not in found
-    assert len(found["unet3d exact", "loss_trained"]) == 3
     assert {case for case, metric in found if metric == "step_ms"} == {
         f"unet3d {way}" for way in ("exact", "int8", "int4")
     }
+
+
+def test_a_training_ends_with_a_loss_of_each_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    _activations.compare_trainings("unet3d", torch.device("cpu"))
+    lines = [json.loads(printed) for printed in capsys.readouterr().out.splitlines()]
+    found = {(item["case"], item["metric"]): item["values"] for item in lines}
+    exact, int8 = (found[f"unet3d {way}", "loss_trained"] for way in ("exact", "int8"))
+    gaps = [our - loss for our, loss in zip(int8, exact, strict=True)]
+    assert len(gaps) == 3
+    assert found["unet3d int8", "loss_gap_same_seed"] == pytest.approx(gaps)
+    assert found["unet3d exact", "loss_seed_deviation"] == [pytest.approx(stdev(exact))]
 
 
 @pytest.mark.parametrize(
@@ -143,11 +156,11 @@ def test_a_checkpointed_model_is_restored() -> None:
 
 
 def test_every_case_has_a_model_and_something_to_compare() -> None:
-    for case in activations.CASES:
+    for case in set(activations.CASES) - set(activations.TRAININGS):
         name, _, what = case.partition("_")
         assert name in WORKLOADS
         assert len(_activations.WAYS[what]) > 1
-    assert set(WORKLOADS) <= set(activations.CASES)
+    assert set(activations.MODELS) == set(WORKLOADS)
 
 
 def test_rows_are_written_as_cases_end_and_a_crash_is_a_row(tmp_path: Path) -> None:
@@ -163,6 +176,25 @@ def test_rows_are_written_as_cases_end_and_a_crash_is_a_row(tmp_path: Path) -> N
     assert written[-2]["status"] == "failed: out of memory"
     assert figures["cnn exact", "step_ms"] == [1.0, 3.0]
     assert activations.table(figures).row_count == 6
+
+
+def test_trainings_run_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2, timeout=60.0)
+
+    def run(job: Job, stop: threading.Event) -> Outcome:
+        both.wait()
+        status = "failed: out of memory" if job.arguments == ("cnn",) else "ok"
+        return Outcome(status, (line(f"{job.arguments[0]} exact", "loss_trained", 1.0),), 1.0)
+
+    monkeypatch.setattr(_launch, "run", run)
+    cases, writer = ("cnn", "gnn"), make_writer(tmp_path)
+    figures, has_failed = _cases.measure_together(
+        cases, lambda case: Job(Path("x"), ON_CPU, (case,)), writer
+    )
+    assert has_failed
+    assert [row["case"] for row in rows(tmp_path)] == ["cnn exact", "cnn", "gnn exact"]
+    assert figures["gnn exact", "loss_trained"] == [1.0]
+    assert _cases.measure_together((), lambda case: Job(Path("x"), ON_CPU), writer) == ({}, False)
 
 
 def figures_of(*lines: dict[str, Any]) -> _cases.Figures:

@@ -17,6 +17,7 @@ from statistics import median
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from benchmarks.harness import Measurement, Options
+from benchmarks.programs import _launch
 from benchmarks.programs._launch import (
     ALLOCATORS,
     PROGRAMS,
@@ -106,14 +107,30 @@ def chosen(names: Sequence[str], known: Iterable[str], noun: str) -> tuple[str, 
 def measure(
     cases: Iterable[str], start: Callable[[str], Waiting], writer: RowWriter
 ) -> tuple[Figures, bool]:
-    """Give each case its turn; return all figures, and whether anything failed.
+    """Give each case its turn; return all figures, and whether anything failed."""
+    started = started_ahead(cases, start)
+    return record(((case, process.take_turn()) for case, process in started), writer)
+
+
+def measure_together(
+    cases: Sequence[str], job: Callable[[str], Job], writer: RowWriter
+) -> tuple[Figures, bool]:
+    """Run all cases at once; return as `measure` does."""
+    if not cases:
+        return {}, False
+    stop = threading.Event()
+    outcomes = at_once(cases, lambda case: _launch.run(job(case), stop), stop)
+    return record(zip(cases, outcomes, strict=True), writer)
+
+
+def record(outcomes: Iterable[tuple[str, Outcome]], writer: RowWriter) -> tuple[Figures, bool]:
+    """Write the rows of each case; return all figures, and whether anything failed.
 
     What was skipped, with its reason, has not failed.
     """
     figures: Figures = {}
     has_failed = False
-    for case, process in started_ahead(cases, start):
-        outcome = process.take_turn()
+    for case, outcome in outcomes:
         statuses = {line["case"]: line["status"] for line in outcome.reports if "status" in line}
         if not outcome.is_ok:
             statuses[case] = outcome.status
