@@ -84,7 +84,22 @@ class FakeProcess:
     def take_turn(
         self, cap_bytes: int | None = None, stop: threading.Event | None = None
     ) -> Outcome:
-        return self._ended(Launched(self.job, cap_bytes, stop or threading.Event()))
+        self.begin(cap_bytes)
+        self.comes_to_step(stop or threading.Event())
+        return self.finish()
+
+    def begin(self, cap_bytes: int | None) -> None:
+        self._cap_bytes = cap_bytes
+
+    def comes_to_step(self, stop: threading.Event) -> bool:
+        self._outcome = self._ended(Launched(self.job, self._cap_bytes, stop))
+        return False
+
+    def take_step(self) -> None:
+        raise AssertionError("it came to no step")
+
+    def finish(self) -> Outcome:
+        return self._outcome
 
     def cancel(self) -> None:
         self.was_cancelled = True

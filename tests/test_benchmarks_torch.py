@@ -62,6 +62,8 @@ recorder.finish(batch_size=4)
     report = done.reports[-1]
     assert (len(report["step_ms"]), report["warmup"], report["driver_calls"]) == (3, 1, None)
     assert report["extra"] == {"batch_size": 4}
+    in_steps = _launch.run(Job(tmp_path / "program.py", allocator, has_steps=True))
+    assert in_steps.reports[-1]["losses"] == report["losses"]
     generator = torch.Generator().manual_seed(SEED)
     expected = [float(torch.rand((), generator=generator) / 3) for _ in range(3)]
     assert [float.fromhex(loss) for loss in report["losses"]] == expected  # to the last bit
@@ -143,16 +145,25 @@ def test_programs_run_in_turn_and_then_under_a_cap(writer: RowWriter, tmp_path: 
     assert [(name, cap) for name, cap, _ in turns] == [
         *(("native", None), ("expandable", None), ("vramx", None)),
         *(("vramx", None), ("expandable", None), ("native", None)),
-        *(("native", cap_bytes), ("expandable", cap_bytes), ("vramx", cap_bytes)),
+        *(("vramx", None), ("native", cap_bytes), ("expandable", cap_bytes), ("vramx", cap_bytes)),
     ]
-    # Each process finds the rows of those before it in the file.
-    assert [count for *_, count in turns] == [7 * done for done in range(9)]
-    assert [run.is_capped for run in runs] == [False] * 6 + [True] * 3
+    # Each process finds the rows of the rounds before it in the file.
+    assert [count for *_, count in turns] == [0] * 3 + [21] * 3 + [42] * 4
+    assert [run.is_capped for run in runs] == [False] * 7 + [True] * 3
+    assert [run.round for run in runs] == [0] * 3 + [1] * 3 + [2] * 4
     cases = list(dict.fromkeys(row["case"] for row in rows(tmp_path)))
     assert cases[:4] == ["toy native 1", "toy expandable 1", "toy vramx 1", "toy vramx 2"]
     assert cases[-2:] == ["toy vramx capped", "toy goals"]
     steps = [row for row in rows(tmp_path) if row["metric"] == "step_ms"]
     assert {(row["samples"], row["median"]) for row in steps} == {("10 12", "11.0")}
+
+
+def test_a_program_that_fills_the_gpu_has_it_alone(writer: RowWriter) -> None:
+    alone = Program("toy", shares_gpu=False)
+    turns = list(torch_programs.plan(alone, 2, FAKE))
+    assert [len(together) for together in turns] == [1] * 10
+    assert [together[0].round for together in turns] == [0] * 3 + [1] * 3 + [2] * 4
+    assert [len(each) for each in torch_programs.plan(Program("toy"), 2, FAKE)] == [3, 3, 4]
 
 
 def test_the_goals_that_have_a_value_are_rows(writer: RowWriter, tmp_path: Path) -> None:
@@ -220,7 +231,7 @@ def test_all_runs_of_a_program_stay_on_one_gpu(writer: RowWriter) -> None:
     lane = torch_programs.Lane(1, 60.0, writer, FAKE, launcher(ended))
     programs = [Program(name) for name in "abcd"]
     runs = torch_programs.spread(programs, ["5", "6"], lane)
-    assert [run.program.name for run in runs[::6]] == ["a", "b", "c", "d"]
+    assert [run.program.name for run in runs[::7]] == ["a", "b", "c", "d"]
     assert all(len(gpus) == 1 for gpus in used.values())
     assert set().union(*used.values()) == {"5", "6"}
 
@@ -264,7 +275,7 @@ def test_the_command_writes_rows_and_shows_the_verdicts(
     assert {row["status"] for row in found} == {"ok"}
     assert found[0]["command"] == "vramx bench torch_programs --only good --repeats 2"
     caps = [row["median"] for row in found if row["metric"] == "cap"]
-    assert caps == ["0"] * 6 + [str(int(1.03 * 10 * GIB))] * 3
+    assert caps == ["0"] * 7 + [str(int(1.03 * 10 * GIB))] * 3
 
 
 def test_the_command_fails_when_a_program_does(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -131,7 +132,7 @@ def test_a_program_run_by_hand_begins_at_once(monkeypatch: pytest.MonkeyPatch) -
     assert _turn.wait().cap_bytes == 5
 
 
-def test_processes_are_started_a_few_turns_ahead_and_in_order(tmp_path: Path) -> None:
+def test_the_next_round_is_started_during_a_round(tmp_path: Path) -> None:
     started: list[str] = []
     turns: list[tuple[str, int]] = []
 
@@ -145,12 +146,21 @@ def test_processes_are_started_a_few_turns_ahead_and_in_order(tmp_path: Path) ->
 
     lane = torch_programs.Lane(1, 60.0, make_writer(tmp_path), FAKE, launch)
     runs = torch_programs.spread([Program("a"), Program("b")], ["0"], lane)
-    assert started == ["a"] * 6 + ["b"] * 6
-    ahead = _launch.AHEAD + 1
-    assert turns == [
-        (name, min(12, index + ahead)) for index, name in enumerate(["a"] * 6 + ["b"] * 6)
-    ]
-    assert len(runs) == 12
+    assert started == ["a"] * 7 + ["b"] * 7
+    # While three or four have their turns, the next three or four import.
+    assert turns == [("a", 7)] * 3 + [("a", 10)] * 4 + [("b", 14)] * 7
+    assert len(runs) == 14
+
+
+def test_processes_of_cases_are_started_a_few_turns_ahead() -> None:
+    started: list[int] = []
+
+    def start(item: int) -> FakeProcess:
+        started.append(item)
+        return FakeProcess(Job(Path("x"), VRAMX), lambda launched: outcome())
+
+    seen = [len(started) for _ in _launch.started_ahead(range(8), start)]
+    assert seen == [min(8, index + _launch.AHEAD + 1) for index in range(8)]
 
 
 def test_what_was_started_ahead_ends_with_the_benchmark(tmp_path: Path) -> None:
@@ -166,7 +176,8 @@ def test_what_was_started_ahead_ends_with_the_benchmark(tmp_path: Path) -> None:
     lane = torch_programs.Lane(1, 60.0, make_writer(tmp_path), FAKE, launch)
     with pytest.raises(OSError, match="no space left"):
         torch_programs.spread([Program("a")], ["0"], lane)
-    assert [process.was_cancelled for process in processes] == [False, *[True] * 4]
+    assert len(processes) == 7
+    assert all(process.was_cancelled for process in processes)
 
 
 def test_the_rest_of_a_program_that_does_not_run_is_cancelled(tmp_path: Path) -> None:
@@ -182,9 +193,9 @@ def test_the_rest_of_a_program_that_does_not_run_is_cancelled(tmp_path: Path) ->
 
     lane = torch_programs.Lane(2, 60.0, make_writer(tmp_path), FAKE, launch)
     runs = torch_programs.spread([Program("bad"), Program("good")], ["0"], lane)
-    assert [run.program.name for run in runs] == ["bad"] * 3 + ["good"] * 9
+    assert [run.program.name for run in runs] == ["bad"] * 3 + ["good"] * 10
     cancelled = [process.job.script.stem for process in processes if process.was_cancelled]
-    assert cancelled == ["bad"] * 6
+    assert cancelled == ["bad"] * 7
 
 
 def test_stopping_cancels_what_waits(tmp_path: Path) -> None:
@@ -200,12 +211,69 @@ def test_stopping_cancels_what_waits(tmp_path: Path) -> None:
 
     writer = make_writer(tmp_path)
     lane = torch_programs.Lane(2, 60.0, writer, FAKE, launch)
-    assert len(list(lane.runs([Program("a"), Program("b")], "0"))) == 1
-    assert [process.was_cancelled for process in processes] == [
-        False,
-        *[True] * (len(processes) - 1),
-    ]
+    assert len(list(lane.runs([Program("a"), Program("b")], "0"))) == 3
+    assert [process.was_cancelled for process in processes] == [False] * 3 + [True] * 7
     assert writer.count == 0
+
+
+# Says in a file which program takes a step; the first ends early if it is told to.
+STEPPING = """
+import pathlib, sys
+from benchmarks.programs import _turn
+name, steps, folder = sys.argv[1], int(sys.argv[2]), pathlib.Path({folder!r})
+_turn.wait()
+for _ in range(steps):
+    _turn.wait_for_step()
+    with (folder / "steps").open("a") as file:
+        file.write(name)
+sys.exit("it fails" if name == "b" else 0)
+"""
+
+
+def stepping(folder: Path, steps: dict[str, int]) -> list[Outcome]:
+    path = folder / "program.py"
+    path.write_text(STEPPING.format(folder=str(folder)))
+    jobs = [Job(path, VRAMX, (name, str(n)), has_steps=True) for name, n in steps.items()]
+    together = _launch.Together([_launch.Started(job) for job in jobs])
+    return together.take_turns([None] * len(jobs), threading.Event())
+
+
+def test_programs_take_their_steps_in_turn(tmp_path: Path) -> None:
+    done = stepping(tmp_path, {"a": 3, "b": 3, "c": 3})
+    assert (tmp_path / "steps").read_text() == "abcbcacab"
+    # Of what ended while others went on is told how it ended.
+    assert [found.status for found in done] == [
+        "failed: the program printed no report",
+        "failed: it fails",
+        "failed: the program printed no report",
+    ]
+
+
+def test_one_that_ends_early_leaves_the_others_their_turns(tmp_path: Path) -> None:
+    stepping(tmp_path, {"a": 3, "b": 1, "c": 3})
+    assert (tmp_path / "steps").read_text() == "abccaac"
+
+
+def test_waiting_for_others_counts_as_nobodys_time(tmp_path: Path) -> None:
+    text = (
+        "import json, os, time\n"
+        "from benchmarks.programs import _turn\n"
+        "waited_s = _turn.wait().waited_s + _turn.wait_for_step()\n"
+        "time.sleep(1.0)\n"
+        "print(json.dumps(dict(allocator=os.environ['FAKE_ALLOCATOR'], waited_s=waited_s)))\n"
+    )
+    (tmp_path / "program.py").write_text(text)
+    # Three of these would not end within two seconds of the first one's beginning.
+    jobs = [Job(tmp_path / "program.py", VRAMX, limit_s=2.0, has_steps=True) for _ in range(3)]
+    together = _launch.Together([_launch.Started(job) for job in jobs])
+    done = together.take_turns([None] * 3, threading.Event())
+    assert [found.status for found in done] == ["ok"] * 3
+    assert all(1.0 <= found.wall_s < 2.0 for found in done)
+
+
+def test_a_program_run_by_hand_waits_for_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(_turn.STEPS, raising=False)
+    assert _turn.wait_for_step() == 0.0
 
 
 def test_a_step_before_the_turn_is_refused() -> None:

@@ -96,6 +96,15 @@ def test_the_step_is_compared_with_the_faster_of_torchs_allocators() -> None:
     assert verdict("step_ratio", TOY, [*slow, *runs[3:]]).value == 1.0
 
 
+def test_steps_are_compared_within_their_rounds() -> None:
+    """A machine that was faster in one round says nothing of the allocator that ran in it."""
+    fast = {"step_ms": [1.0, 5.0, 5.0]}
+    runs = [Run(TOY, name, False, outcome(name), 0) for name in ("native", "expandable", "vramx")]
+    runs += [Run(TOY, "vramx", capped, outcome("vramx", **fast), 1) for capped in (False, True)]
+    assert verdict("step_ratio", TOY, runs).value == 1.0
+    assert verdict("capped_step_ratio", TOY, runs).value == 1.0
+
+
 def test_running_out_of_memory_under_the_cap_is_a_miss_for_vramx_alone() -> None:
     failed = outcome(status=OUT_OF_MEMORY)
     free = runs_of(TOY, capped=False)

@@ -1,9 +1,10 @@
 """Runs one program in a process of its own under one of three allocators, and reads its report.
 
 The program is the same file each time; what differs is the command before it and the environment.
-A process is started ahead of its turn, to import while another one is measured (see `_turn`).
+A process is started ahead of its turn, to import while another one is measured (see `_turn`), and
+has the GPU until it ends; or several share the GPU and take their steps in turn.
 One that fails, is killed or hangs is an outcome with the reason, never an exception. Callable from
-several threads; a turn lasts until its process has ended, which `stop` brings about early.
+several threads; the last turn ends with the process, which `stop` brings about early.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -32,6 +34,7 @@ from vramx.memory.replay import load_core
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAMS = Path(__file__).resolve().parent
 Item = TypeVar("Item")
+Process = TypeVar("Process", bound="Cancellable")
 AHEAD = 4  # processes that import while another has its turn
 _POLL_S = 0.05
 _OUT_OF_MEMORY = ("CUDA out of memory.", "torch.OutOfMemoryError")
@@ -95,7 +98,8 @@ class Job:
     allocator: Allocator
     arguments: tuple[str, ...] = ()
     gpu: str | None = None  # for CUDA_VISIBLE_DEVICES; as the environment has it if None
-    limit_s: float = 180.0  # from the beginning of its turn
+    limit_s: float = 180.0  # of its turns
+    has_steps: bool = False  # it has a turn for each step
 
 
 @dataclass(frozen=True)
@@ -114,37 +118,81 @@ class Outcome:
 class Started:
     """A process that has begun to import and waits for its turn.
 
-    Exactly one of `take_turn` and `cancel` is called, once; either way it has ended afterwards.
+    `begin`; then, as long as `comes_to_step`, `take_step`; then `finish`, once. Or `take_turn`,
+    which is all of it. Or `cancel`, at any time. In the end the process has ended.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._left_s = job.limit_s
         self._start_s = time.monotonic()
         # Files, not pipes: a grandchild that outlives the program would keep a pipe open.
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by _close
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._steps, theirs = os.pipe()
+        inherited = environment(job, os.environ)
+        if job.has_steps:
+            inherited[_turn.STEPS] = str(theirs)
         self._process = subprocess.Popen(
             [sys.executable, *job.allocator.prefix, str(job.script), *job.arguments],
             cwd=ROOT,
-            env=environment(job, os.environ),
+            env=inherited,
             stdin=subprocess.PIPE,
             stdout=self._output,
             stderr=self._errors,
             start_new_session=True,
+            pass_fds=[theirs],
         )
+        os.close(theirs)
+        self._has_ended = False
+        self._end_s = self._start_s
 
     def take_turn(
         self, cap_bytes: int | None = None, stop: threading.Event | None = None
     ) -> Outcome:
         """Let the program begin and wait for its end, its time-out, or until `stop` is set."""
-        limit_s = self._job.limit_s
+        stop = stop or threading.Event()
         try:
-            _turn.give(self._process, cap_bytes)
-            ended = _wait(self._process, time.monotonic() + limit_s, stop or threading.Event())
+            self.begin(cap_bytes)
+            while self.comes_to_step(stop):
+                self.take_step()
+        except BaseException:
+            self.cancel()
+            raise
+        return self.finish()
+
+    def begin(self, cap_bytes: int | None) -> None:
+        _turn.give(self._process, cap_bytes)
+
+    def take_step(self) -> None:
+        _turn.give_step(self._process)
+
+    def comes_to_step(self, stop: threading.Event) -> bool:
+        """Wait until the program comes to a step; say whether it does, or ends, or has to."""
+        start_s, comes = time.monotonic(), False
+        while not comes and not stop.is_set():
+            self._has_ended = self._process.poll() is not None
+            if self._has_ended or time.monotonic() - start_s > self._left_s:
+                break
+            if select.select([self._steps], [], [], _POLL_S)[0]:
+                comes = bool(os.read(self._steps, 1))
+                if not comes:
+                    stop.wait(_POLL_S)  # the other end is closed: the program is about to end
+        self._left_s -= time.monotonic() - start_s
+        if not comes:
+            # With its workers, which would hold the GPU's memory in the turns to come.
+            _end(self._process)
+            self._end_s = time.monotonic()
+        return comes
+
+    def finish(self) -> Outcome:
+        """Return what became of the process."""
+        try:
             reports = _reports(self._output)
             waited_s = sum(report.get("waited_s", 0.0) for report in reports[-1:])
-            wall_s = time.monotonic() - self._start_s - waited_s
-            if not ended:
+            wall_s = self._end_s - self._start_s - waited_s
+            if not self._has_ended:
+                limit_s = self._job.limit_s
                 return Outcome(f"failed: no result after {limit_s:.0f} s", reports, wall_s)
             status = _status(self._process.returncode, _text(self._errors), reports, self._job)
             return Outcome(status, reports, wall_s)
@@ -152,7 +200,7 @@ class Started:
             self._close()
 
     def cancel(self) -> None:
-        """End the process without a turn."""
+        """End the process, whether it has had a turn or not."""
         _end(self._process)
         self._close()
 
@@ -160,6 +208,8 @@ class Started:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # what it did not read
             self._process.stdin.close()
+        if not self._output.closed:
+            os.close(self._steps)
         self._output.close()
         self._errors.close()
 
@@ -171,23 +221,69 @@ class Waiting(Protocol):
         self, cap_bytes: int | None = None, stop: threading.Event | None = None
     ) -> Outcome: ...
 
+    def begin(self, cap_bytes: int | None) -> None: ...
+
+    def take_step(self) -> None: ...
+
+    def comes_to_step(self, stop: threading.Event) -> bool: ...
+
+    def finish(self) -> Outcome: ...
+
+    def cancel(self) -> None: ...
+
+
+class Together:
+    """Processes that share a GPU and take their steps in turn.
+
+    Whatever makes the machine slower or faster for a while then does so for all of them. Each is
+    first as often as the others, and none takes two steps in a row while there are three.
+    """
+
+    def __init__(self, processes: Sequence[Waiting]) -> None:
+        self._processes = processes
+
+    def take_turns(self, caps: Sequence[int | None], stop: threading.Event) -> list[Outcome]:
+        """Run them to their ends, each with its cap; return what became of each."""
+        try:
+            stepping = []
+            for process, cap_bytes in zip(self._processes, caps, strict=True):
+                process.begin(cap_bytes)
+                if process.comes_to_step(stop):
+                    stepping.append(process)
+            while stepping:
+                for process in list(stepping):
+                    process.take_step()
+                    if not process.comes_to_step(stop):
+                        stepping.remove(process)
+                stepping = [*stepping[1:], *stepping[:1]]
+        except BaseException:
+            self.cancel()
+            raise
+        return [process.finish() for process in self._processes]
+
+    def cancel(self) -> None:
+        for process in self._processes:
+            process.cancel()
+
+
+class Cancellable(Protocol):
     def cancel(self) -> None: ...
 
 
 def started_ahead(
-    items: Iterable[Item], start: Callable[[Item], Waiting]
-) -> Generator[tuple[Item, Waiting], None, None]:
-    """Yield each item and its process, started AHEAD turns before; when closed, end the rest."""
-    ahead: deque[tuple[Item, Waiting]] = deque()
+    items: Iterable[Item], start: Callable[[Item], Process], ahead: int = AHEAD
+) -> Generator[tuple[Item, Process], None, None]:
+    """Yield each item and its process, started some turns before; when closed, end the rest."""
+    waiting: deque[tuple[Item, Process]] = deque()
     try:
         for item in items:
-            ahead.append((item, start(item)))
-            if len(ahead) > AHEAD:
-                yield ahead.popleft()
-        while ahead:
-            yield ahead.popleft()
+            waiting.append((item, start(item)))
+            if len(waiting) > ahead:
+                yield waiting.popleft()
+        while waiting:
+            yield waiting.popleft()
     finally:
-        for _, process in ahead:
+        for _, process in waiting:
             process.cancel()
 
 
@@ -213,17 +309,6 @@ def environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
     if job.gpu is not None:
         kept["CUDA_VISIBLE_DEVICES"] = job.gpu
     return kept
-
-
-def _wait(process: subprocess.Popen[bytes], deadline_s: float, stop: threading.Event) -> bool:
-    """Say whether the process ended by itself; it and its children have ended in any case."""
-    try:
-        while process.poll() is None:
-            if time.monotonic() > deadline_s or stop.wait(_POLL_S):
-                return False
-        return True
-    finally:
-        _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -61,6 +61,7 @@ class Recorder:
             # Filling fresh tensors would hide the use of memory that another tensor left behind.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self._turn: _turn.Turn | None = None
+        self._waited_s = 0.0
         self._step_ms: list[float] = []
         self._losses: list[str] = []
         self._device_calls: list[int] = []
@@ -74,18 +75,21 @@ class Recorder:
         """
         if self._turn is None:
             self._turn = _turn.wait()
+            self._waited_s = self._turn.waited_s
             _cap_memory(self._turn.cap_bytes)
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Time a step and count the driver calls in it.
+        """Wait for this program's turn to take a step; time it and count the driver calls in it.
 
         Raises:
             RuntimeError: the program did not wait for its turn.
         """
         if self._turn is None:
             raise RuntimeError("step() comes before begin()")
+        _synchronize()
+        self._waited_s += _turn.wait_for_step()
         before = _counters()
         _synchronize()
         start_s = time.perf_counter()
@@ -113,7 +117,7 @@ class Recorder:
     def finish(self, **extra: Any) -> None:
         """Print the report. `extra` are figures that only this program has."""
         report = {
-            "waited_s": self._turn.waited_s if self._turn else 0.0,
+            "waited_s": self._waited_s,
             "warmup": min(self.warmup, len(self._step_ms) - 1),
             "step_ms": self._step_ms,
             "losses": self._losses,

@@ -1,13 +1,15 @@
-"""A program's turn on the GPU: the line on its standard input that it waits for.
+"""A program's turn on the GPU: the lines on its standard input that it waits for.
 
 The side that runs programs starts them ahead of time, because their imports take longer than what
-is measured, and gives the turn to one at a time. Standard input carries it because that reaches a
-program through any command in front of it (`vramx run`), because the line can say what was not
-known when the program was started (its cap), and because it ends with the harness, so that no
-program waits for ever or begins unasked. Imports no torch. One turn for each process.
+is measured, and gives the turn to one at a time: to begin, and where programs are compared step by
+step, once more for each step. Standard input carries it because that reaches a program through any
+command in front of it (`vramx run`), because the line can say what was not known when the program
+was started (its cap), and because it ends with the harness, so that no program waits for ever or
+begins unasked. Imports no torch. A turn lasts until the program comes to its next step, or ends.
 
 Read from the environment:
     PROGRAM_TURN        "stdin" if there is a turn to wait for; a program run by hand begins at once
+    PROGRAM_STEPS       the descriptor to say on that a step is next; no turns for steps if not set
     PROGRAM_CAP_BYTES   the cap of a program run by hand; no cap if not set
 """
 
@@ -21,7 +23,9 @@ import time
 from dataclasses import dataclass
 
 ENVIRONMENT = {"PROGRAM_TURN": "stdin"}
+STEPS = "PROGRAM_STEPS"
 _NO_CAP = "none"
+_STEP = "step"
 
 
 @dataclass(frozen=True)
@@ -42,16 +46,44 @@ def wait() -> Turn:
         cap = os.environ.get("PROGRAM_CAP_BYTES")
         return Turn(None if cap is None else int(cap), 0.0)
     start_s = time.monotonic()
+    line = _read_line()
+    return Turn(None if line == _NO_CAP else int(line), time.monotonic() - start_s)
+
+
+def wait_for_step() -> float:
+    """Let others take a step where there are some; return the seconds until it was our turn.
+
+    Raises:
+        SystemExit: whoever started the program is gone.
+    """
+    place = os.environ.get(STEPS)
+    if place is None:
+        return 0.0
+    start_s = time.monotonic()
+    os.write(int(place), b".")
+    _read_line()
+    return time.monotonic() - start_s
+
+
+def _read_line() -> str:
     line = sys.stdin.readline().strip()
     if not line:
         raise SystemExit("there is no turn: whoever started this program is gone")
-    return Turn(None if line == _NO_CAP else int(line), time.monotonic() - start_s)
+    return line
 
 
 def give(process: subprocess.Popen[bytes], cap_bytes: int | None) -> None:
     """Let a process begin; one that has ended already is left to be found ended."""
+    _write_line(process, _NO_CAP if cap_bytes is None else str(cap_bytes))
+
+
+def give_step(process: subprocess.Popen[bytes]) -> None:
+    """Let a process take a step."""
+    _write_line(process, _STEP)
+
+
+def _write_line(process: subprocess.Popen[bytes], line: str) -> None:
     assert process.stdin is not None
-    line = _NO_CAP if cap_bytes is None else str(cap_bytes)
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(f"{line}\n".encode())
         process.stdin.flush()

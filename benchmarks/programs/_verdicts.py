@@ -33,6 +33,7 @@ class Program:
     has_fixed_shapes: bool = False  # so that no driver call may be left after the warm-up
     compiles: bool = False  # its first run fills a cache on disk, and is not kept
     cap_bytes: int | None = None  # of every run, for a program that must run out of memory
+    shares_gpu: bool = True  # its processes, so that they take their steps in turn
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Run:
     allocator: str
     is_capped: bool
     outcome: Outcome
+    round: int = 0  # of processes that are compared
 
     @property
     def report(self) -> dict[str, Any]:
@@ -127,9 +129,16 @@ def reserved_ratio(report: dict[str, Any]) -> float:
     return float(report["peak_reserved_bytes"] / report["peak_allocated_bytes"])
 
 
+def _beside(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
+    """Return the runs in the rounds of some others."""
+    rounds = {run.round for run in others}
+    return [run for run in runs if run.round in rounds]
+
+
 def _step(good: Sequence[Run]) -> Verdict:
-    ours = median_ms(good, "vramx")
-    torchs = [median_ms(good, name) for name in ("native", "expandable")]
+    names = ("native", "expandable")
+    ours = median_ms(_beside(good, [run for name in names for run in _of(good, name)]), "vramx")
+    torchs = [median_ms(good, name) for name in names]
     known = [ms for ms in torchs if ms is not None]
     if ours is None or not known:
         return Verdict("step_ratio", None, None, "no run")
@@ -151,7 +160,8 @@ def _capped_step(program: Program, runs: Sequence[Run], good: Sequence[Run]) -> 
     metric = "capped_step_ratio"
     if program.cap_bytes is not None:
         return Verdict(metric, None, None, "has its own cap")
-    capped, free = median_ms(good, "vramx", is_capped=True), median_ms(good, "vramx")
+    beside = _beside(good, _of(good, "vramx", is_capped=True))
+    capped, free = median_ms(good, "vramx", is_capped=True), median_ms(beside, "vramx")
     if capped is not None and free is not None:
         return Verdict(metric, capped / free, capped / free <= CAPPED_STEP_LIMIT)
     failed = _of(runs, "vramx", is_capped=True)
