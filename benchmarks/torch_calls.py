@@ -2,9 +2,10 @@
 
 Recorded programs are replayed through the C++ interface of the installed torch, in two ways: raw,
 as code that keeps pointers does, and tensor, as a tensor does with its DataPtr; and torch.empty is
-called in a Python loop. Each allocator has its own process, and they take turns, so that a machine
-that slows down slows all of them. Nothing runs on the GPU. Needs a GPU and a C++ compiler. The
-goals: 100 ns for a call of a recorded program, and 0.4 of what the native allocator takes for it.
+called in a Python loop. Each allocator has its own process, and they take turns with each program
+and way, so that a machine that slows down slows all of them; none holds memory between its turns.
+Nothing runs on the GPU. Needs a GPU and a C++ compiler. The goals: 100 ns for a call of a recorded
+program, and 0.4 of what the native allocator takes for it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from __future__ import annotations
 import statistics
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.harness import ROOT, Measurement, Options
-from benchmarks.programs import _cases, _launch
+from benchmarks.programs import _cases
 from benchmarks.programs._cases import Findings
 from benchmarks.programs._launch import (
     ALLOCATORS,
@@ -25,6 +27,8 @@ from benchmarks.programs._launch import (
     Allocator,
     Job,
     Outcome,
+    Started,
+    Together,
     in_turn,
     visible_gpus,
 )
@@ -65,10 +69,12 @@ def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
     with tempfile.TemporaryDirectory() as folder:
         library = compile_library(Path(folder))
 
-        def launch(allocator: Allocator) -> Outcome:
+        def launch(allocators: Sequence[Allocator]) -> list[Outcome]:
             arguments = (str(library), str(passes), *map(str, traces.values()))
             limit_s = request.limit_s or LIMIT_S
-            return _launch.run(Job(CHILD, allocator, arguments, gpu=gpu, limit_s=limit_s))
+            jobs = [Job(CHILD, each, arguments, gpu, limit_s, True) for each in allocators]
+            together = Together([Started(job) for job in jobs])
+            return together.take_turns([None] * len(jobs), threading.Event())
 
         times, has_failed = measure_in_turn(rounds, launch, writer)
     write_ratios(times, writer)
@@ -112,7 +118,7 @@ def compile_library(folder: Path) -> Path:
 
 def measure_in_turn(
     rounds: int,
-    launch: Callable[[Allocator], Outcome],
+    launch: Callable[[Sequence[Allocator]], list[Outcome]],
     writer: RowWriter,
     allocators: Sequence[Allocator] = ALLOCATORS,
 ) -> tuple[Times, bool]:
@@ -120,8 +126,8 @@ def measure_in_turn(
     times: Times = {}
     has_failed = False
     for round_index in range(rounds):
-        for allocator in in_turn(allocators, round_index):
-            outcome = launch(allocator)
+        order = in_turn(allocators, round_index)
+        for allocator, outcome in zip(order, launch(order), strict=True):
             who = f"{allocator.name} {round_index + 1}"
             if not outcome.is_ok:
                 has_failed = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +51,20 @@ def test_calls_are_measured_in_turn_and_compared_with_native(
     launched = []
     speeds = {"native": 300.0, "expandable": 250.0, "vramx": 90.0}
 
-    def launch(allocator: Allocator) -> Outcome:
-        launched.append(allocator.name)
-        speed = speeds[allocator.name]
+    def run(name: str) -> Outcome:
+        speed = speeds[name]
         reports = (
-            call_report("llama raw", [speed, speed + 1, speed], allocator.name),
-            call_report("torch.empty 512 B", [9 * speed], allocator.name),
+            call_report("llama raw", [speed, speed + 1, speed], name),
+            call_report("torch.empty 512 B", [9 * speed], name),
         )
         return Outcome("ok", reports, 1.0)
 
+    def launch(allocators: Sequence[Allocator]) -> list[Outcome]:
+        launched.append([allocator.name for allocator in allocators])
+        return [run(allocator.name) for allocator in allocators]
+
     times, has_failed = torch_calls.measure_in_turn(2, launch, writer, FAKE)
-    assert launched == ["native", "expandable", "vramx", "vramx", "expandable", "native"]
+    assert launched == [["native", "expandable", "vramx"], ["vramx", "expandable", "native"]]
     assert not has_failed
     assert list(torch_calls.goals(times)) == [
         ("llama raw", 90.0, 0.3, True),
@@ -80,9 +84,9 @@ def test_a_call_can_be_too_slow_in_two_ways(ours: float, native: float) -> None:
 
 
 def test_a_process_that_crashes_keeps_what_it_measured(writer: RowWriter, tmp_path: Path) -> None:
-    def launch(allocator: Allocator) -> Outcome:
-        before = (call_report("first raw", [50.0], allocator.name),)
-        return Outcome("failed: killed by SIGSEGV", before, 1.0)
+    def launch(allocators: Sequence[Allocator]) -> list[Outcome]:
+        before = (call_report("first raw", [50.0], allocators[0].name),)
+        return [Outcome("failed: killed by SIGSEGV", before, 1.0)]
 
     times, has_failed = torch_calls.measure_in_turn(1, launch, writer, [VRAMX])
     assert has_failed
@@ -91,9 +95,9 @@ def test_a_process_that_crashes_keeps_what_it_measured(writer: RowWriter, tmp_pa
 
 
 def test_times_of_another_allocator_are_not_taken(writer: RowWriter) -> None:
-    def launch(allocator: Allocator) -> Outcome:
+    def launch(_: Sequence[Allocator]) -> list[Outcome]:
         fallen_back = (call_report("first raw", [50.0], "native"),)
-        return Outcome("failed: the allocator was native, not vramx", fallen_back, 1.0)
+        return [Outcome("failed: the allocator was native, not vramx", fallen_back, 1.0)]
 
     times, has_failed = torch_calls.measure_in_turn(1, launch, writer, [VRAMX])
     assert has_failed

@@ -3,8 +3,9 @@
     python _calls.py LIBRARY PASSES TRACE...
 
 Prints one line of JSON for each trace and way of calling as soon as it is measured, so that a crash
-takes only what comes after it. The first eight passes of each warm up and are not reported: of the
-recorded programs the slowest to settle took seven, by the time of its passes.
+takes only what comes after it; each is a step for which it waits for its turn, and at whose end it
+holds no memory. The first eight passes of each warm up and are not reported: of the recorded
+programs the slowest to settle took seven, by the time of its passes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks.programs import _turn
 from benchmarks.programs._report import allocator_name
 from vramx.memory.trace import ALLOCATE, FREE_REQUESTED, Trace, load_trace
 from vramx.sizes import KIB, MIB
@@ -36,13 +38,16 @@ EVENT = np.dtype([("size", "<u8"), ("id", "<u4"), ("stream", "<u4")])
 def main(arguments: list[str]) -> None:
     library = open_library(Path(arguments[0]))
     passes = int(arguments[1])
+    _turn.wait()
     torch.cuda.init()
     for path in arguments[2:]:
         trace = load_trace(path)
         for way in WAYS:
+            _turn.wait_for_step()
             report(f"{Path(path).stem} {way}", replay(library, trace, way, passes))
             torch.cuda.empty_cache()  # what one leaves behind is not the next one's
     for name, size_bytes in EMPTY_BYTES.items():
+        _turn.wait_for_step()
         report(f"torch.empty {name}", [time_empty(size_bytes) for _ in range(passes)])
 
 
