@@ -7,6 +7,8 @@ hidden. Time is a FakeLink's, which counts it: nothing here depends on the machi
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from fake_link import BLOCK_BYTES, FakeLink
@@ -142,26 +144,23 @@ def test_a_fast_link_is_hidden_wholly() -> None:
     assert report.hidden_measured > 0.8
 
 
+@pytest.mark.parametrize(
+    "last",
+    [
+        {"layer_ms": 3.0},  # another program ran beside it
+        {"count": 1},  # from whose put to its get no time passes
+        {"count": 6},
+    ],
+    ids=["disturbed", "of one tensor", "shorter"],
+)
 @pytest.mark.usefixtures("timed")
-def test_a_disturbed_measurement_does_not_move_more() -> None:
-    """A forward pass that took longer once, say because another program ran, is no guide."""
+def test_an_unusual_step_does_not_change_what_leaves_of_a_usual_one(last: dict[str, Any]) -> None:
     link = FakeLink()
     link.bytes_per_ms = BLOCK_BYTES / 2.0
     stash = stash_on(link, "cpu")
-    for layer_ms in (1.0, 1.0, 3.0, 1.0):
-        timed_step(link, stash, layer_ms)
+    usual: dict[str, Any] = {"layer_ms": 1.0, "count": 8}
+    for changes in ({}, {}, {}, last):
+        timed_step(link, stash, **{**usual, **changes})
     before = stash.moved_bytes
-    timed_step(link, stash, layer_ms=1.0)
-    assert (stash.moved_bytes - before) // BLOCK_BYTES == 3
-
-
-@pytest.mark.usefixtures("timed")
-def test_a_shorter_step_says_what_share_of_a_longer_one_is_hidden() -> None:
-    link = FakeLink()
-    link.bytes_per_ms = BLOCK_BYTES / 2.0
-    stash = stash_on(link, "cpu")
-    for count in (8, 8, 8, 6):
-        timed_step(link, stash, layer_ms=1.0, count=count)
-    before = stash.moved_bytes
-    timed_step(link, stash, layer_ms=1.0, count=8)
+    timed_step(link, stash, **usual)
     assert (stash.moved_bytes - before) // BLOCK_BYTES == 3

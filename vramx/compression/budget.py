@@ -258,7 +258,9 @@ class Budget:
         while self._unread and all(map(done, self._unread[0].last_events())):
             self.measured = self._measure(self._unread.popleft())
             share = self.measured.hidden_share()
-            if share is not None:
+            # A small step, one of a few tensors, says nothing of a large one.
+            is_large = 2 * self.measured.offered_bytes >= self.largest_step_bytes()
+            if share is not None and is_large:
                 self._hidden_shares.append(share)
 
     def _measure(self, record: _Record) -> Measured:
