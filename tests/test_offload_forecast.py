@@ -90,6 +90,15 @@ def evened_out(measured: Measured) -> Measured:
     return replace(measured, moments=tuple(moments))
 
 
+def test_a_program_may_ask_while_it_only_infers() -> None:
+    link = FakeLink()
+    link.bytes_per_ms = BLOCK_BYTES / 1.0
+    stash = stash_on(link)
+    report = measured_on(link, stash)
+    with torch.inference_mode():
+        assert offload.report_of(report.device, stash) == report
+
+
 def test_nothing_is_forecast_of_what_was_not_measured() -> None:
     assert forecast.hidden_part(Measured(), 1.0, BLOCK_BYTES) is None
     one_way = Measured(moments=(Moment(0.0, 1, 8), Moment(1.0, 1, None)))

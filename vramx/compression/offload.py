@@ -160,7 +160,8 @@ class OffloadReport:
 def offload_report() -> tuple[OffloadReport, ...]:
     """Return what has been offloaded in this process, one report for each device and share.
 
-    Sync: none; times are of steps that the device had finished when the next one began.
+    Sync: none; times are of steps that the device had finished when the next one began. Takes some
+    milliseconds of the host, in which it foretells the next steps.
 
     Example:
         >>> import vramx
