@@ -216,16 +216,18 @@ def test_stopping_cancels_what_waits(tmp_path: Path) -> None:
     assert writer.count == 0
 
 
-# Says in a file which program takes a step; the first ends early if it is told to.
+# Says in a file which program takes a step, hangs in its second one if it is d, fails if it is b.
 STEPPING = """
-import pathlib, sys
+import pathlib, sys, time
 from benchmarks.programs import _turn
 name, steps, folder = sys.argv[1], int(sys.argv[2]), pathlib.Path({folder!r})
 _turn.wait()
-for _ in range(steps):
+for step in range(steps):
     _turn.wait_for_step()
     with (folder / "steps").open("a") as file:
         file.write(name)
+    if name == "d" and step == 1:
+        time.sleep(600)
 sys.exit("it fails" if name == "b" else 0)
 """
 
@@ -233,7 +235,9 @@ sys.exit("it fails" if name == "b" else 0)
 def stepping(folder: Path, steps: dict[str, int]) -> list[Outcome]:
     path = folder / "program.py"
     path.write_text(STEPPING.format(folder=str(folder)))
-    jobs = [Job(path, VRAMX, (name, str(n)), has_steps=True) for name, n in steps.items()]
+    jobs = [
+        Job(path, VRAMX, (name, str(n)), limit_s=2.0, has_steps=True) for name, n in steps.items()
+    ]
     together = _launch.Together([_launch.Started(job) for job in jobs])
     return together.take_turns([None] * len(jobs), threading.Event())
 
@@ -252,6 +256,14 @@ def test_programs_take_their_steps_in_turn(tmp_path: Path) -> None:
 def test_one_that_ends_early_leaves_the_others_their_turns(tmp_path: Path) -> None:
     stepping(tmp_path, {"a": 3, "b": 1, "c": 3})
     assert (tmp_path / "steps").read_text() == "abccaac"
+
+
+def test_one_that_hangs_ends_with_its_time_and_leaves_the_others_their_turns(
+    tmp_path: Path,
+) -> None:
+    done = stepping(tmp_path, {"a": 3, "d": 3, "c": 3})
+    assert (tmp_path / "steps").read_text() == "adcdcaac"
+    assert done[1].status == "failed: no result after 2 s"
 
 
 def test_waiting_for_others_counts_as_nobodys_time(tmp_path: Path) -> None:
