@@ -89,7 +89,7 @@ class Recorder:
         if self._turn is None:
             raise RuntimeError("step() comes before begin()")
         _synchronize()
-        self._waited_s += _turn.wait_for_step()
+        self._waited_s += _wait_for_step()
         before = _counters()
         _synchronize()
         start_s = time.perf_counter()
@@ -132,6 +132,15 @@ class Recorder:
     def _seed(self) -> None:
         self.random.seed(SEED)
         torch.manual_seed(SEED)
+
+
+def _wait_for_step() -> float:
+    waited_s = _turn.wait_for_step()
+    if waited_s and torch.cuda.is_available():
+        # The GPU, which has served another process, comes back with this kernel, not in the step.
+        torch.cuda._sleep(1)
+        torch.cuda.synchronize()
+    return waited_s
 
 
 def _synchronize() -> None:
