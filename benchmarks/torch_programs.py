@@ -44,7 +44,7 @@ DESCRIPTION = "whole training programs, unmodified, under native, expandable and
 CATALOGUE = (
     Program("llama_fixed", has_fixed_shapes=True),
     Program("llama_varlen"),
-    # Native reserves 84 GiB of the 23 that it needs.
+    # Native reserves 84 GiB where 23 would do.
     Program("llama_checkpoint", shares_gpu=False),
     Program("lora_varlen"),
     Program("cnn_multires"),
