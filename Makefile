@@ -3,7 +3,7 @@
 #
 #   make demo       replay two recorded programs under four allocators, with a picture
 #   make test       every test that needs no GPU, the build included
-#   make test-gpu   every test that needs a GPU; one that is skipped is a failure
+#   make test-gpu   every test that needs a GPU; without one they fail
 #   make lint       formatting, style, types, and the C++ compiler's warnings as errors
 #   make bench      every benchmark, into benchmarks/results/*.csv
 #   make clean      remove what was built; .venv stays
@@ -38,7 +38,7 @@ test:
 test-gpu:
 	@$(call prepare,run test)
 	$(build)
-	# As many files at a time as the GPU has room for, then what measures the whole of it.
+	# As many files at a time as the GPU has room for, then what wants the whole of it.
 	side_by_side="$$("$$python" -c 'import importlib.util as u; print(
 	    "-n auto --dist loadfile" if u.find_spec("xdist") else "")')"
 	tests=("$$python" -m pytest -q --require-gpu)

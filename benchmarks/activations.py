@@ -2,9 +2,8 @@
 
 Each case is a process of its own (benchmarks/programs/_activations.py), which has one GPU to itself
 while the next ones import; in it, the ways of keeping activations alternate. The long trainings
-come last, all at once: time does not matter there. A row is written as soon as its process has
-ended, and one that fails is a row that says why. Takes about three minutes on an H200 for
-everything, of whose memory the trainings together take a quarter.
+come last, all at once: time does not matter there. Rows are written as soon as a process has ended,
+or all trainings have, and one that fails is a row that says why. Takes some minutes.
 
 The goals: most of what is saved is packed and gradients point where the exact ones do (a cosine of
 0.999 at 8 bits); a transformer keeps 1.8 times fewer bytes, and one that is 4096 wide takes at most

@@ -72,7 +72,9 @@ def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
         def launch(allocators: Sequence[Allocator]) -> list[Outcome]:
             arguments = (str(library), str(passes), *map(str, traces.values()))
             limit_s = request.limit_s or LIMIT_S
-            jobs = [Job(CHILD, each, arguments, gpu, limit_s, True) for each in allocators]
+            jobs = [
+                Job(CHILD, each, arguments, gpu, limit_s, has_steps=True) for each in allocators
+            ]
             together = Together([Started(job) for job in jobs])
             return together.take_turns([None] * len(jobs), threading.Event())
 

@@ -9,7 +9,7 @@ capped step within 5 % of an uncapped one.
 The processes that are compared share a GPU, of which they need a third each, and take one step
 after the other: a host that slows down for a while, as rented ones do, slows all of them. The next
 few import meanwhile, each on a core of its own. Rows are written as soon as those that share the
-GPU have ended. A program takes about a minute on an H200; --jobs uses as many GPUs at once.
+GPU have ended. --jobs uses as many GPUs at once.
 """
 
 from __future__ import annotations

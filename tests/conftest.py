@@ -21,7 +21,7 @@ TESTS = Path(__file__).resolve().parent
 # Where two workers share the machine, torch's own threads would wait for each other's processor.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A test of a kernel may hold this much of a GPU.
+# So much of a GPU for each of the tests that run beside others; those that need more are marked.
 GPU_BYTES_PER_WORKER = 10 << 30
 # The files that compile or train, the longest first.
 LONGEST = (

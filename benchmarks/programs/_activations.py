@@ -5,8 +5,7 @@
 Prints one line of JSON for each figure as soon as it is known, so that a crash takes only what
 comes after it. The ways of keeping activations alternate in one process, with the same weights,
 batch and random numbers; the first of them is the exact one. Bytes are those of torch's allocator,
-with the parameters' gradients allocated before; on a processor they are left out. Takes 10 to 20 s
-on an H200, a training about a minute.
+with the parameters' gradients allocated before; on a processor they are left out.
 """
 
 from __future__ import annotations

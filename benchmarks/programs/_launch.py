@@ -145,7 +145,7 @@ class Started:
         )
         os.close(theirs)
         self._has_ended = False
-        self._end_s = self._start_s
+        self._end_s: float | None = None
 
     def take_turn(
         self, cap_bytes: int | None = None, stop: threading.Event | None = None
@@ -187,6 +187,7 @@ class Started:
 
     def finish(self) -> Outcome:
         """Return what became of the process."""
+        assert self._end_s is not None
         try:
             reports = _reports(self._output)
             waited_s = sum(report.get("waited_s", 0.0) for report in reports[-1:])
@@ -201,7 +202,8 @@ class Started:
 
     def cancel(self) -> None:
         """End the process, whether it has had a turn or not."""
-        _end(self._process)
+        if self._end_s is None:  # by now its number may be another's
+            _end(self._process)
         self._close()
 
     def _close(self) -> None:

@@ -224,6 +224,7 @@ def test_mask_is_packed_as_the_reference_and_restored(numel: int, offset: int) -
     assert torch.equal(restored, flags)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["8sym", "4asym"])
 def test_more_elements_than_an_int32_counts(kind: str) -> None:
     """A million elements over and over: each round must have the codes of the first."""

@@ -34,7 +34,7 @@ from vramx.nn.functional import (
 )
 from vramx.nn.keeping import fused_layout, spec_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 GPU = "cuda:0"
 LIMIT = 1 << 31
