@@ -2,8 +2,7 @@
 
 Each case is a process of its own (benchmarks/programs/_plan.py), which plans one model for five
 budgets between the smallest peak and the fastest step's, and runs each plan. A row is written as
-soon as its process has ended, and one that fails is a row that says why. Takes about a minute on an
-H200.
+soon as its process has ended, and one that fails is a row that says why.
 
 The goals: no peak exceeds its budget, each is within 5 % of what was predicted, and no step takes
 longer than that of a smaller budget, but for what the clock's noise makes of equal steps.
@@ -28,7 +27,7 @@ DESCRIPTION = "vramx.plan: peaks within budgets, near their prediction, and thei
 CASES = ("llama", "gpt2", "bert", "vit", "cnn")
 PROCESSES = Cases("_plan.py", CASES, quick=("llama",), limit_s=240.0)
 ERROR_GOAL = 0.05
-# Medians of nine steps of the same work differ by about this much.
+# Medians of the same work differ by about this much.
 NOISE = 0.01
 
 

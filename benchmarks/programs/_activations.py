@@ -35,7 +35,7 @@ WARMUP_STEPS = 4
 MEASURED_STEPS = 21
 TRAINED_STEPS = 200
 LAST_STEPS = 20  # whose mean is the loss of a training
-SEEDS = (1, 2, 3)
+SEEDS = range(1, 10)
 # Of the long training, whose batches are small: as large a share is packed as of the large batch.
 SMALL_MIN_BYTES = sized(1 << 14, 1)
 MIN_BYTES = sized(1 << 20, 1)  # the default; all tensors of a tiny run are small

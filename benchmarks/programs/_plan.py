@@ -4,8 +4,9 @@
 
 Prints one line of JSON for each figure as soon as it is known. The model is measured once; budgets
 lie evenly between the smallest peak that a plan was run with and the fastest plan's. Each plan is
-then applied and run anew, as a user would: gradients are there, and no optimizer. On a processor
-bytes are counted and times mean nothing. Takes under a minute on an H200.
+then applied and run anew, as a user would: gradients are there, and no optimizer. Steps are timed
+in turns of a few, because a GPU's clocks drift by more than plans differ. On a processor bytes are
+counted and times mean nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import gc
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,7 +30,8 @@ from vramx.planning.meters import meter_of
 
 BUDGETS = 5
 WARMUP_STEPS = 2
-MEASURED_STEPS = 9
+TURNS = 7
+MEASURED_STEPS = 3  # of a turn
 
 
 def main(case: str) -> None:
@@ -45,11 +49,17 @@ def main(case: str) -> None:
     for parameter in workload.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     low, high = smallest.measured_bytes, fastest.measured_bytes
+    plans = {}
     for i in range(BUDGETS):
         budget = low + (high - low) * i // (BUDGETS - 1)
         plan = fastest.with_budget(sample, budget)
         print(plan, file=sys.stderr)
-        run(f"{case} budget {i + 1}", plan, workload, batch)
+        plans[f"{case} budget {i + 1}"] = plan
+    for name, plan in plans.items():
+        report_plan(name, plan)
+        with applied(plan, workload, batch):
+            report(name, "peak_bytes", "B", [peak_bytes(workload, batch)])
+    compare_times(plans, workload, batch)
 
 
 def loss_of(workload: Workload, batch: Batch, _model: Any) -> torch.Tensor:
@@ -62,26 +72,42 @@ def report(case: str, metric: str, unit: str, values: list[float]) -> None:
     print(json.dumps({**line, "allocator": allocator_name()}), flush=True)
 
 
-def run(case: str, plan: vramx.Plan, workload: Workload, batch: Batch) -> None:
-    """Report what a plan says of itself, and what its steps take."""
+def report_plan(case: str, plan: vramx.Plan) -> None:
+    """Report what a plan says of itself."""
     assert plan.budget_bytes is not None
     report(case, "budget_bytes", "B", [plan.budget_bytes])
     report(case, "predicted_bytes", "B", [plan.predicted_bytes])
     report(case, "planned_bytes", "B", [plan.measured_bytes])
     report(case, "predicted_ms", "ms", [plan.predicted_ms])
+    for word in sorted(set(plan.words.values())):
+        count = list(plan.words.values()).count(word)
+        report(case, f"blocks_{word}", "1", [count])
+
+
+@contextmanager
+def applied(plan: vramx.Plan, workload: Workload, batch: Batch) -> Iterator[None]:
+    """Have the model run as planned, past its first steps."""
     plan.apply()
     try:
         for _ in range(sized(WARMUP_STEPS, 1)):
             take_step(workload, batch)
-        report(case, "peak_bytes", "B", [peak_bytes(workload, batch)])
-        count = sized(MEASURED_STEPS, 1)
-        steps = [timed_ms(partial(take_step, workload, batch)) for _ in range(count)]
-        report(case, "step_ms", "ms", steps)
+        yield
     finally:
         plan.undo()
-    for word in sorted(set(plan.words.values())):
-        count = list(plan.words.values()).count(word)
-        report(case, f"blocks_{word}", "1", [count])
+
+
+def compare_times(plans: dict[str, vramx.Plan], workload: Workload, batch: Batch) -> None:
+    """Report what the steps of each plan take."""
+    steps: dict[str, list[float]] = {name: [] for name in plans}
+    order = list(plans)
+    for _ in range(sized(TURNS, 1)):
+        for name in order:
+            with applied(plans[name], workload, batch):
+                for _ in range(sized(MEASURED_STEPS, 1)):
+                    steps[name].append(timed_ms(partial(take_step, workload, batch)))
+        order.reverse()
+    for name, taken in steps.items():
+        report(name, "step_ms", "ms", taken)
 
 
 def peak_bytes(workload: Workload, batch: Batch) -> int:
