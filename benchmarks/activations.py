@@ -1,7 +1,7 @@
 """Activation compression on models that nobody wrote for it: memory, time, gradients and losses.
 
-Each case is a process of its own (benchmarks/programs/_activations.py), which has one GPU to itself
-while the next ones import; in it, the ways of keeping activations alternate. The long trainings
+Each case is a process of its own (benchmarks/programs/_activations.py), which has one GPU to
+itself; in it, the ways of keeping activations alternate. The long trainings
 come last, all at once: time does not matter there. Rows are written as soon as a process has ended,
 or all trainings have, and one that fails is a row that says why. Takes some minutes.
 

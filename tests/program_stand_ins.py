@@ -78,6 +78,7 @@ class FakeProcess:
 
     def __init__(self, job: Job, ended: Callable[[Launched], Outcome]) -> None:
         self.job = job
+        self.is_ready = False
         self.was_cancelled = False
         self._ended = ended
 
@@ -85,13 +86,16 @@ class FakeProcess:
         self, cap_bytes: int | None = None, stop: threading.Event | None = None
     ) -> Outcome:
         self.begin(cap_bytes)
-        self.comes_to_step(stop or threading.Event())
+        self.comes_to_turn(stop or threading.Event())
         return self.finish()
+
+    def wait_until_ready(self, stop: threading.Event) -> None:
+        self.is_ready = True
 
     def begin(self, cap_bytes: int | None) -> None:
         self._cap_bytes = cap_bytes
 
-    def comes_to_step(self, stop: threading.Event) -> bool:
+    def comes_to_turn(self, stop: threading.Event) -> bool:
         self._outcome = self._ended(Launched(self.job, self._cap_bytes, stop))
         return False
 

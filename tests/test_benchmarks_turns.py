@@ -103,14 +103,14 @@ def test_a_program_that_never_asks_for_its_turn_ends_with_its_time(
     start: Callable[..., _launch.Started],
 ) -> None:
     hangs = start("import time; time.sleep(600)", limit_s=1.0)
-    time.sleep(1.5)  # the limit counts from the turn
+    time.sleep(1.5)  # nobody has waited for it yet
     began_s = time.monotonic()
     assert hangs.take_turn().status == "failed: no result after 1 s"
     assert 1.0 <= time.monotonic() - began_s < 30.0
 
 
 def test_a_program_ends_without_beginning_when_the_harness_is_gone() -> None:
-    environment = {**os.environ, **_turn.ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, _turn.TURN: "1", "PYTHONPATH": str(ROOT)}
     command = "from benchmarks.programs import _turn; _turn.wait(); print('began')"
     done = subprocess.run(
         [sys.executable, "-c", command],
@@ -120,47 +120,67 @@ def test_a_program_ends_without_beginning_when_the_harness_is_gone() -> None:
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (1, ".")
     assert "is gone" in done.stderr
 
 
 def test_a_program_run_by_hand_begins_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PROGRAM_TURN", raising=False)
+    monkeypatch.delenv(_turn.TURN, raising=False)
     monkeypatch.delenv("PROGRAM_CAP_BYTES", raising=False)
     assert _turn.wait() == _turn.Turn(None, 0.0)
     monkeypatch.setenv("PROGRAM_CAP_BYTES", "5")
     assert _turn.wait().cap_bytes == 5
 
 
-def test_no_round_is_started_during_another(tmp_path: Path) -> None:
-    started: list[str] = []
+def test_no_program_imports_while_another_has_its_turn(tmp_path: Path) -> None:
+    started: list[FakeProcess] = []
     turns: list[tuple[str, int]] = []
 
     def ended(launched: Launched) -> Outcome:
+        assert all(process.is_ready for process in started)
         turns.append((launched.job.script.stem, len(started)))
         return outcome(launched.job.allocator.name)
 
     def launch(job: Job) -> FakeProcess:
-        started.append(job.script.stem)
-        return FakeProcess(job, ended)
+        started.append(FakeProcess(job, ended))
+        return started[-1]
 
     lane = torch_programs.Lane(1, 60.0, make_writer(tmp_path), FAKE, launch)
-    runs = torch_programs.spread([Program("a"), Program("b")], ["0"], lane)
-    assert started == ["a"] * 7 + ["b"] * 7
-    # None imports while others have their turns.
-    assert turns == [("a", 3)] * 3 + [("a", 7)] * 4 + [("b", 10)] * 3 + [("b", 14)] * 4
-    assert len(runs) == 14
+    programs = [Program(name) for name in "abc"]
+    runs = torch_programs.spread(programs, ["0"], lane)
+    assert [process.job.script.stem for process in started] == ["a"] * 7 + ["b"] * 7 + ["c"] * 7
+    # Two programs, of seven processes each, import at once.
+    assert turns == [("a", 14)] * 7 + [("b", 14)] * 7 + [("c", 21)] * 7
+    assert len(runs) == 21
 
 
-def test_processes_of_cases_are_started_a_few_turns_ahead() -> None:
-    started: list[int] = []
+def test_processes_of_cases_are_started_some_at_a_time() -> None:
+    started: list[FakeProcess] = []
 
     def start(item: int) -> FakeProcess:
-        started.append(item)
-        return FakeProcess(Job(Path("x"), VRAMX), lambda launched: outcome())
+        started.append(FakeProcess(Job(Path("x"), VRAMX), lambda launched: outcome()))
+        return started[-1]
 
-    seen = [len(started) for _ in _launch.started_ahead(range(8), start)]
-    assert seen == [min(8, index + _launch.AHEAD + 1) for index in range(8)]
+    seen = []
+    for item, process in _launch.in_batches(range(8), start, threading.Event(), 3):
+        assert process is started[item]
+        assert all(found.is_ready for found in started)
+        seen.append(len(started))
+    assert seen == [3, 3, 3, 6, 6, 6, 8, 8]
+
+
+def test_one_that_cannot_be_started_ends_those_that_were() -> None:
+    started: list[FakeProcess] = []
+
+    def start(item: int) -> FakeProcess:
+        if item == 2:
+            raise OSError("no more processes")
+        started.append(FakeProcess(Job(Path("x"), VRAMX), lambda launched: outcome()))
+        return started[-1]
+
+    with pytest.raises(OSError, match="no more processes"):
+        next(_launch.in_batches(range(8), start, threading.Event(), 3))
+    assert [process.was_cancelled for process in started] == [True, True]
 
 
 def test_what_was_started_ahead_ends_with_the_benchmark(tmp_path: Path) -> None:
@@ -212,7 +232,7 @@ def test_stopping_cancels_what_waits(tmp_path: Path) -> None:
     writer = make_writer(tmp_path)
     lane = torch_programs.Lane(2, 60.0, writer, FAKE, launch)
     assert len(list(lane.runs([Program("a"), Program("b")], "0"))) == 3
-    assert [process.was_cancelled for process in processes] == [False] * 3 + [True] * 7
+    assert [process.was_cancelled for process in processes] == [False] * 3 + [True] * 10
     assert writer.count == 0
 
 

@@ -25,7 +25,7 @@ from benchmarks.programs._launch import (
     Outcome,
     Started,
     Waiting,
-    started_ahead,
+    in_batches,
     visible_gpus,
 )
 from benchmarks.programs._rows import Request, RowWriter
@@ -108,7 +108,7 @@ def measure(
     cases: Iterable[str], start: Callable[[str], Waiting], writer: RowWriter
 ) -> tuple[Figures, bool]:
     """Give each case its turn; return all figures, and whether anything failed."""
-    started = started_ahead(cases, start)
+    started = in_batches(cases, start, threading.Event())
     return record(((case, process.take_turn()) for case, process in started), writer)
 
 

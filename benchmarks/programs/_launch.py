@@ -1,8 +1,8 @@
 """Runs one program in a process of its own under one of three allocators, and reads its report.
 
 The program is the same file each time; what differs is the command before it and the environment.
-A process is started ahead of its turn, to import while another one is measured (see `_turn`), and
-has the GPU until it ends; or several share the GPU and take their steps in turn.
+Several are started at a time and import beside each other; when all of them wait for their turns
+(see `_turn`), each has the GPU until it ends, or some share the GPU and take their steps in turn.
 One that fails, is killed or hangs is an outcome with the reason, never an exception. Callable from
 several threads; the last turn ends with the process, which `stop` brings about early.
 """
@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
@@ -34,8 +35,8 @@ from vramx.memory.replay import load_core
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAMS = Path(__file__).resolve().parent
 Item = TypeVar("Item")
-Process = TypeVar("Process", bound="Cancellable")
-AHEAD = 4  # processes that import while another has its turn
+Process = TypeVar("Process", bound="Importing")
+BATCH = 9  # processes that import at once
 _POLL_S = 0.05
 _OUT_OF_MEMORY = ("CUDA out of memory.", "torch.OutOfMemoryError")
 # Settings of one allocator must not reach a run of another.
@@ -118,8 +119,9 @@ class Outcome:
 class Started:
     """A process that has begun to import and waits for its turn.
 
-    `begin`; then, as long as `comes_to_step`, `take_step`; then `finish`, once. Or `take_turn`,
-    which is all of it. Or `cancel`, at any time. In the end the process has ended.
+    `wait_until_ready`, as often as one likes; `begin`; then, as long as `comes_to_turn`,
+    `take_step`; then `finish`, once. Or `take_turn`, which is all of it. Or `cancel`, at any time.
+    In the end the process has ended.
     """
 
     def __init__(self, job: Job) -> None:
@@ -129,10 +131,10 @@ class Started:
         # Files, not pipes: a grandchild that outlives the program would keep a pipe open.
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by _close
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._steps, theirs = os.pipe()
-        inherited = environment(job, os.environ)
+        self._turns, theirs = os.pipe()
+        inherited = environment(job, os.environ) | {_turn.TURN: str(theirs)}
         if job.has_steps:
-            inherited[_turn.STEPS] = str(theirs)
+            inherited[_turn.STEPS] = "1"
         self._process = subprocess.Popen(
             [sys.executable, *job.allocator.prefix, str(job.script), *job.arguments],
             cwd=ROOT,
@@ -144,6 +146,7 @@ class Started:
             pass_fds=[theirs],
         )
         os.close(theirs)
+        self._is_ready = False
         self._has_ended = False
         self._end_s: float | None = None
 
@@ -153,29 +156,39 @@ class Started:
         """Let the program begin and wait for its end, its time-out, or until `stop` is set."""
         stop = stop or threading.Event()
         try:
+            self.wait_until_ready(stop)
             self.begin(cap_bytes)
-            while self.comes_to_step(stop):
+            while self.comes_to_turn(stop):
                 self.take_step()
         except BaseException:
             self.cancel()
             raise
         return self.finish()
 
+    def wait_until_ready(self, stop: threading.Event) -> None:
+        """Wait until the program has imported and waits for its turn, or has ended, or has to."""
+        if not self._is_ready:
+            self.comes_to_turn(stop)
+            self._is_ready = True
+
     def begin(self, cap_bytes: int | None) -> None:
+        self._left_s = self._job.limit_s
         _turn.give(self._process, cap_bytes)
 
     def take_step(self) -> None:
         _turn.give_step(self._process)
 
-    def comes_to_step(self, stop: threading.Event) -> bool:
-        """Wait until the program comes to a step; say whether it does, or ends, or has to."""
+    def comes_to_turn(self, stop: threading.Event) -> bool:
+        """Wait until the program waits for a turn; say whether it does, or has ended, or had to."""
+        if self._end_s is not None:
+            return False
         start_s, comes = time.monotonic(), False
         while not comes and not stop.is_set():
             self._has_ended = self._process.poll() is not None
             if self._has_ended or time.monotonic() - start_s > self._left_s:
                 break
-            if select.select([self._steps], [], [], _POLL_S)[0]:
-                comes = bool(os.read(self._steps, 1))
+            if select.select([self._turns], [], [], _POLL_S)[0]:
+                comes = bool(os.read(self._turns, 1))
                 if not comes:
                     stop.wait(_POLL_S)  # the other end is closed: the program is about to end
         self._left_s -= time.monotonic() - start_s
@@ -211,7 +224,7 @@ class Started:
         with contextlib.suppress(BrokenPipeError):  # what it did not read
             self._process.stdin.close()
         if not self._output.closed:
-            os.close(self._steps)
+            os.close(self._turns)
         self._output.close()
         self._errors.close()
 
@@ -223,11 +236,13 @@ class Waiting(Protocol):
         self, cap_bytes: int | None = None, stop: threading.Event | None = None
     ) -> Outcome: ...
 
+    def wait_until_ready(self, stop: threading.Event) -> None: ...
+
     def begin(self, cap_bytes: int | None) -> None: ...
 
     def take_step(self) -> None: ...
 
-    def comes_to_step(self, stop: threading.Event) -> bool: ...
+    def comes_to_turn(self, stop: threading.Event) -> bool: ...
 
     def finish(self) -> Outcome: ...
 
@@ -244,18 +259,23 @@ class Together:
     def __init__(self, processes: Sequence[Waiting]) -> None:
         self._processes = processes
 
+    def wait_until_ready(self, stop: threading.Event) -> None:
+        for process in self._processes:
+            process.wait_until_ready(stop)
+
     def take_turns(self, caps: Sequence[int | None], stop: threading.Event) -> list[Outcome]:
         """Run them to their ends, each with its cap; return what became of each."""
         try:
+            self.wait_until_ready(stop)
             stepping = []
             for process, cap_bytes in zip(self._processes, caps, strict=True):
                 process.begin(cap_bytes)
-                if process.comes_to_step(stop):
+                if process.comes_to_turn(stop):
                     stepping.append(process)
             while stepping:
                 for process in list(stepping):
                     process.take_step()
-                    if not process.comes_to_step(stop):
+                    if not process.comes_to_turn(stop):
                         stepping.remove(process)
                 stepping = [*stepping[1:], *stepping[:1]]
         except BaseException:
@@ -268,22 +288,35 @@ class Together:
             process.cancel()
 
 
-class Cancellable(Protocol):
+class Importing(Protocol):
+    def wait_until_ready(self, stop: threading.Event) -> None: ...
+
     def cancel(self) -> None: ...
 
 
-def started_ahead(
-    items: Iterable[Item], start: Callable[[Item], Process], ahead: int = AHEAD
+def in_batches(
+    items: Iterable[Item],
+    start: Callable[[Item], Process],
+    stop: threading.Event,
+    batch: int = BATCH,
 ) -> Generator[tuple[Item, Process], None, None]:
-    """Yield each item and its process, started some turns before; when closed, end the rest."""
+    """Yield each item and its process, ready for its turn; when closed, end the rest.
+
+    So many import at once. None does while another has its turn: it would slow the host, for some
+    steps of what is measured and not for others.
+    """
+    remaining = iter(items)
     waiting: deque[tuple[Item, Process]] = deque()
     try:
-        for item in items:
-            waiting.append((item, start(item)))
-            if len(waiting) > ahead:
+        while True:
+            for item in islice(remaining, batch):
+                waiting.append((item, start(item)))
+            if not waiting:
+                return
+            for _, process in waiting:
+                process.wait_until_ready(stop)
+            while waiting:
                 yield waiting.popleft()
-        while waiting:
-            yield waiting.popleft()
     finally:
         for _, process in waiting:
             process.cancel()
@@ -306,7 +339,6 @@ def environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])])
     # With another workspace cuBLAS may add up in another order each time.
     kept |= {"PYTHONPATH": path, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    kept |= _turn.ENVIRONMENT
     kept |= dict(job.allocator.environment)
     if job.gpu is not None:
         kept["CUDA_VISIBLE_DEVICES"] = job.gpu

@@ -70,8 +70,8 @@ class Recorder:
     def begin(self) -> torch.device:
         """Wait for this program's turn on the GPU; return the device to use.
 
-        What is done before, above all imports and building a model on the host, happens while
-        another program is measured. Calls after the first return at once.
+        What is done before, above all imports and building a model on the host, other programs do
+        at the same time. Calls after the first return at once.
         """
         if self._turn is None:
             self._turn = _turn.wait()

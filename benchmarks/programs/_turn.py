@@ -1,15 +1,17 @@
 """A program's turn on the GPU: the lines on its standard input that it waits for.
 
-The side that runs programs starts them ahead of time, because their imports take longer than what
-is measured, and gives the turn to one at a time: to begin, and where programs are compared step by
-step, once more for each step. Standard input carries it because that reaches a program through any
-command in front of it (`vramx run`), because the line can say what was not known when the program
-was started (its cap), and because it ends with the harness, so that no program waits for ever or
-begins unasked. Imports no torch. A turn lasts until the program comes to its next step, or ends.
+The side that runs programs starts several at a time, because their imports take longer than what is
+measured, and gives the turn to one after the other when all are waiting: to begin, and where
+programs are compared step by step, once more for each step. Standard input carries it because that
+reaches a program through any command in front of it (`vramx run`), because the line can say what
+was not known when the program was started (its cap), and because it ends with the harness, so that
+no program waits for ever or begins unasked. Imports no torch. A turn lasts until the program comes
+to its next step, or ends.
 
 Read from the environment:
-    PROGRAM_TURN        "stdin" if there is a turn to wait for; a program run by hand begins at once
-    PROGRAM_STEPS       the descriptor to say on that a step is next; no turns for steps if not set
+    PROGRAM_TURN        the descriptor to say on that the program waits for a turn; one run by hand,
+                        for which it is not set, begins at once
+    PROGRAM_STEPS       "1" if each step has a turn of its own
     PROGRAM_CAP_BYTES   the cap of a program run by hand; no cap if not set
 """
 
@@ -22,7 +24,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-ENVIRONMENT = {"PROGRAM_TURN": "stdin"}
+TURN = "PROGRAM_TURN"
 STEPS = "PROGRAM_STEPS"
 _NO_CAP = "none"
 _STEP = "step"
@@ -42,11 +44,11 @@ def wait() -> Turn:
     Raises:
         SystemExit: whoever started the program is gone.
     """
-    if os.environ.get("PROGRAM_TURN") != ENVIRONMENT["PROGRAM_TURN"]:
+    if TURN not in os.environ:
         cap = os.environ.get("PROGRAM_CAP_BYTES")
         return Turn(None if cap is None else int(cap), 0.0)
     start_s = time.monotonic()
-    line = _read_line()
+    line = _ask()
     return Turn(None if line == _NO_CAP else int(line), time.monotonic() - start_s)
 
 
@@ -56,16 +58,15 @@ def wait_for_step() -> float:
     Raises:
         SystemExit: whoever started the program is gone.
     """
-    place = os.environ.get(STEPS)
-    if place is None:
+    if STEPS not in os.environ:
         return 0.0
     start_s = time.monotonic()
-    os.write(int(place), b".")
-    _read_line()
+    _ask()
     return time.monotonic() - start_s
 
 
-def _read_line() -> str:
+def _ask() -> str:
+    os.write(int(os.environ[TURN]), b".")
     line = sys.stdin.readline().strip()
     if not line:
         raise SystemExit("there is no turn: whoever started this program is gone")

@@ -33,7 +33,7 @@ class Meter(Protocol):
     def peak_bytes(self) -> int: ...
     def reset_peak(self) -> None: ...
     def settle(self) -> None:
-        """Wait for the device, and let go of what has left it by then and of cached memory."""
+        """Wait for the device, and let go of what has left it by then."""
 
     def time_ms(self, function: Callable[[], Any], calls: int = 1) -> float:
         """Return the median time of a call, which has been made once before.
@@ -65,9 +65,6 @@ class CudaMeter:
     def settle(self) -> None:
         torch.cuda.synchronize(self._device)
         offload_report()  # it lets go of what has been copied by now
-        # torch hands out a cached block whole if less than 1 MiB would be left of it, and counts
-        # all of it: which ones are there must not move the figure.
-        torch.cuda.empty_cache()
 
     def time_ms(self, function: Callable[[], Any], calls: int = 1) -> float:
         return statistics.median(self._sample(function, calls) for _ in range(_SAMPLES))
