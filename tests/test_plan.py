@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from fractions import Fraction
+from math import ceil
 from typing import Any
 
 import pytest
@@ -88,6 +90,21 @@ def test_a_budget_below_the_smallest_is_an_error_that_names_it() -> None:
     reserved = plan.measured_bytes + (1 << 20)
     with pytest.raises(InvalidValueError, match=rf"\({reserved} bytes\)"):
         vramx.plan(model, sample, reserved - 1, levels=LEVELS, reserve="1MiB")
+
+
+def test_what_a_later_peak_may_have_more_is_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostMeter, "spread", Fraction(1, 10))
+    model, sample = Stack(3), rows()
+    widest = vramx.plan(model, sample, levels=LEVELS, reserve=1000)
+    smallest = widest.with_budget(sample, "smallest")
+    for plan in (widest, smallest):
+        peak = plan.measured_bytes - 1000
+        assert plan.needed_bytes == ceil(peak * 11 / 10) + 1000
+        same = widest.with_budget(sample, plan.needed_bytes)
+        assert same.measured_bytes == plan.measured_bytes
+    assert widest.with_budget(sample, widest.needed_bytes - 1).words != widest.words
+    with pytest.raises(InvalidValueError, match=rf"\({smallest.needed_bytes} bytes\)"):
+        widest.with_budget(sample, smallest.needed_bytes - 1)
 
 
 def test_a_model_that_does_not_fit_as_it_is_can_be_planned(small_device: Any) -> None:

@@ -3,7 +3,7 @@
     python _plan.py CASE
 
 Prints one line of JSON for each figure as soon as it is known. The model is measured once; budgets
-lie evenly between the smallest peak that a plan was run with and the fastest plan's. Each plan is
+lie evenly between the smallest that a plan stays within and the fastest plan's. Each plan is
 then applied and run anew, as a user would: gradients are there, and no optimizer. Steps are timed
 in turns of a few, because a GPU's clocks drift by more than plans differ. On a processor bytes are
 counted and times mean nothing.
@@ -48,7 +48,7 @@ def main(case: str) -> None:
     smallest = fastest.with_budget(sample, "smallest")
     for parameter in workload.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    low, high = smallest.measured_bytes, fastest.measured_bytes
+    low, high = smallest.needed_bytes, fastest.needed_bytes
     plans = {}
     for i in range(BUDGETS):
         budget = low + (high - low) * i // (BUDGETS - 1)

@@ -73,7 +73,7 @@ def test_peaks_stay_within_budgets_and_near_their_prediction(make: Any) -> None:
     with torch.device("cuda"):
         model, sample = make().bfloat16(), torch.randn(8, 1024, 64, dtype=torch.bfloat16)
     widest = vramx.plan(model, sample)
-    low, high = widest.with_budget(sample, "smallest").measured_bytes, widest.measured_bytes
+    low, high = widest.with_budget(sample, "smallest").needed_bytes, widest.needed_bytes
     assert low < 0.75 * high  # of weights, gradients and all; or there is nothing to choose
     times = []
     for part in range(5):
@@ -82,7 +82,9 @@ def test_peaks_stay_within_budgets_and_near_their_prediction(make: Any) -> None:
         assert plan.measured_bytes <= budget
         assert plan.measured_bytes == pytest.approx(plan.predicted_bytes, rel=ERROR)
         plan.apply()
-        assert peak_bytes(model, sample) == pytest.approx(plan.measured_bytes, rel=ERROR)
+        peak = peak_bytes(model, sample)
+        assert peak <= budget
+        assert peak == pytest.approx(plan.measured_bytes, rel=ERROR)
         plan.undo()
         times.append(plan.predicted_ms)
     assert times == sorted(times, reverse=True)

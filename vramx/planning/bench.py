@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -49,11 +50,15 @@ class Run:
 
 @dataclass
 class Measured:
-    """What is known of a model: its blocks, its timeline, and the arrangements that were run."""
+    """What is known of a model: its blocks, its timeline, and the arrangements that were run.
+
+    `spread` is its meter's.
+    """
 
     model: nn.Module
     blocks: Sequence[Block]
     timeline: Timeline
+    spread: Fraction
     runs: dict[tuple[str, ...], Run] = field(default_factory=dict)
 
     def words(self, arrangement: Arrangement) -> dict[Block, str]:
@@ -97,7 +102,7 @@ class Bench:
         costs = [kinds[call.kind] for call in trace.calls]
         base_words = [base[blocks[call.block]] for call in trace.calls]
         timeline = assemble(trace, costs, base_words, step_ms)
-        return Measured(self._model, blocks, timeline)
+        return Measured(self._model, blocks, timeline, self._meter.spread)
 
     def _trace(self, blocks: Sequence[Block]) -> tuple[Trace, dict[Any, Captured], float]:
         with self._meter.watching():
