@@ -7,10 +7,8 @@ ten microseconds; what a saved tensor costs is said in session.py.
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
-from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any
@@ -38,10 +36,12 @@ class CompressionContext:
         self.stats = CompressionStats() if stats is None else stats
         self._entered = _Entered()
 
+    @run_uncompiled
     def __enter__(self) -> CompressionStats:
         self.enter(None)
         return self.stats
 
+    @run_uncompiled
     def enter(self, module: torch.nn.Module | None) -> None:
         """Push the hooks, unless there is nothing to do; `module` is whose forward runs."""
         active = None
@@ -55,6 +55,7 @@ class CompressionContext:
         codec = _codec_of(self.options, self._entered)
         return Session(self.options, self.stats, mode, module, codec), mode
 
+    @run_uncompiled
     def __exit__(self, *error: object) -> None:
         active = self._entered.stack.pop()
         if active is not None:
@@ -99,8 +100,7 @@ class _Active:
     def __init__(self, parts: tuple[Session, OperationMode]) -> None:
         session, self._mode = parts
         self._pack = session.pack
-        hooks = _untraced(self._pack), _untraced(Session.unpack)
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(*hooks)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, Session.unpack)
 
     def push(self) -> None:
         self._hooks.__enter__()
@@ -111,14 +111,6 @@ class _Active:
         self._mode.__exit__(None, None, None)
         enclosing.forget()
         self._hooks.__exit__()
-
-
-def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that the compiler leaves alone: before 2.8 it compiles what runs in between."""
-    if enclosing.is_told() or "torch._dynamo" not in sys.modules:
-        return hook
-    untraced: Callable[..., Any] = torch.compiler.disable(hook)
-    return untraced
 
 
 def _hooks_are_enabled() -> bool:
@@ -157,6 +149,7 @@ def _warn_of_checkpoint() -> None:
     )
 
 
+@run_uncompiled
 def compress(options: Compression | None = None, /, **changes: Any) -> CompressionContext:
     """Return a context in which what backward needs is kept in fewer bits.
 
@@ -210,12 +203,3 @@ def compress(options: Compression | None = None, /, **changes: Any) -> Compressi
         names = ", ".join(f.name for f in fields(Compression))
         raise InvalidValueError(f"option {unknown[0]!r} is not known; accepted are {names}")
     return CompressionContext(replace(base, **changes) if changes else base)
-
-
-for _function in (
-    compress,
-    CompressionContext.__enter__,
-    CompressionContext.__exit__,
-    CompressionContext.enter,
-):
-    run_uncompiled(_function)

@@ -21,7 +21,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from vramx.compression import exactness
-from vramx.compression.compiler import skip_frames
+from vramx.compression.compiler import caller, skip_frames
 
 # Views and copies that autograd records: what they give is the same data.
 _ORDER_KEPT = frozenset(
@@ -223,7 +223,7 @@ class OperationMode(TorchFunctionMode):
         """
         if self._call is None:
             # A device's backward thread has no frame above a hook's.
-            unseen = _custom_function(_caller(sys._getframe(frame_depth)))
+            unseen = _custom_function(caller(sys._getframe(frame_depth)))
             return Operation(_UNKNOWN, (), {}) if unseen is None else unseen
         if self._operation is None:
             func, args, kwargs = self._call
@@ -233,14 +233,6 @@ class OperationMode(TorchFunctionMode):
 
 
 skip_frames(OperationMode.__torch_function__)
-
-
-def _caller(hook: FrameType) -> FrameType | None:
-    """Return the frame that saves; a hook that a compiler is to leave alone is wrapped by it."""
-    frame = hook.f_back
-    while frame is not None and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
-        frame = frame.f_back
-    return frame
 
 
 def _custom_function(frame: FrameType | None) -> Operation | None:

@@ -132,6 +132,7 @@ class Session:
         self._formats: dict[int, tuple[Format, Hashable]] = {}
         self._devices: set[int] = set()  # that noise was drawn on
 
+    @run_uncompiled
     def pack(self, tensor: torch.Tensor) -> Reference | Restored:
         """Take what an operation saves; called by torch, through C++, in the operation's frame."""
         operation = self._mode.current(1)
@@ -141,6 +142,7 @@ class Session:
         return self._keep(tensor, operation, reason)
 
     @staticmethod
+    @run_uncompiled
     def unpack(saved: Reference | Restored) -> torch.Tensor:
         """Give back what was taken; called by torch in backward, any number of times."""
         return saved.open()
@@ -258,9 +260,6 @@ class Session:
             self._stats.record(name, reason, 0, 0, shared_bytes=nbytes)
         return Restored(holding, geometry, shared=not operation.custom)
 
-
-run_uncompiled(Session.pack)
-run_uncompiled(Session.unpack)
 
 # Kept for what they are, not for whose memory they lie in: a look at the storage may save memory.
 _EXAMINED = frozenset({policy.SMALL, policy.POLICY, policy.STATISTIC})
