@@ -75,6 +75,7 @@ def test_everything_works_on_a_complete_machine() -> None:
         ("install_allocator", {}, doctor.WORKS, "the shim for torch 2.11.0+cu130 is built"),
         ("VRAMX=1 without vramx run", allocator(entry_point=False), doctor.MISSING, "pip install"),
         ("compressed activations", {"triton": None}, doctor.LIMITED, "triton is not installed"),
+        ("compressed activations", {"triton": "3.2.0"}, doctor.LIMITED, "they need 3.3 or newer"),
         ("compressed activations", {"cuda": {**NO_GPU, "devices": []}}, doctor.LIMITED, "no GPU"),
         ("compressed activations", {"cuda": TURING}, doctor.LIMITED, "capability is 7.5"),
         ("compressed activations", {"torch": NO_TORCH}, doctor.MISSING, "not installed"),

@@ -19,7 +19,8 @@ from vramx.compression import random
 from vramx.compression.codec import layout_of, pack
 from vramx.compression.config import Compression, Format
 from vramx.errors import InvalidValueError
-from vramx.nn import LayerNorm, RMSNorm
+from vramx.kernels import launch, start
+from vramx.nn import LayerNorm, RMSNorm, keeping
 from vramx.nn import reference_norm as reference
 from vramx.nn.functional import layer_norm, rms_norm
 from vramx.nn.norm import Normed
@@ -378,3 +379,18 @@ def test_module_keeps_as_it_is_told() -> None:
 def test_mistakes_are_named(arguments: dict[str, object], text: str) -> None:
     with pytest.raises(InvalidValueError, match=text):
         rms_norm(**{"x": torch.ones(2, 3), **arguments})
+
+
+@pytest.mark.parametrize(
+    ("version", "is_served"), [((3, 2), False), ((3, 3), True), ((4, 0), True)]
+)
+def test_kernels_are_left_to_a_triton_that_compiles_them(
+    version: tuple[int, int], is_served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "supported", lambda _: True)
+    monkeypatch.setattr(start, "triton_version", lambda: version)
+    keeping._launches_on.cache_clear()
+    try:
+        assert keeping.served(torch.ones(2)) == is_served
+    finally:
+        keeping._launches_on.cache_clear()

@@ -32,6 +32,7 @@ WORKS, LIMITED, MISSING = "works", "limited", "does not work"
 MAPPING_CEILING = 520_192
 NO_CORE = "the compiled core cannot be loaded"
 OLDEST_CAPABILITY = 8.0  # for which the kernels of compression are compiled
+OLDEST_TRITON = (3, 3)  # that compiles those of fused blocks
 _WIDTH = 100
 
 
@@ -208,6 +209,11 @@ def _compression_finding(facts: dict[str, Any]) -> Finding:
         limits.append("only on the host, in plain torch: no GPU that torch can use")
     elif not facts["triton"]:
         limits.append("in plain torch, many times slower: triton is not installed")
+    elif tuple(map(int, facts["triton"].split(".")[:2])) < OLDEST_TRITON:
+        needed = ".".join(map(str, OLDEST_TRITON))
+        limits.append(
+            f"fused blocks in plain torch: triton is {facts['triton']}, they need {needed} or newer"
+        )
     old = [d for d in devices if float(d["compute_capability"]) < OLDEST_CAPABILITY]
     limits += [
         f"in plain torch on {d['name']}: its compute capability is {d['compute_capability']}, "

@@ -197,7 +197,8 @@ def _packed(x):
 
     As the compiler would hold them for itself, a logit of 16 bits takes a register.
     """
-    if x.dtype.primitive_bitwidth == 16:
+    bits: tl.constexpr = x.dtype.primitive_bitwidth
+    if bits == 16:
         pairs = tl.reshape(x.to(tl.uint16, bitcast=True), (x.shape[0], x.shape[1] // 2, 2))
         low, high = tl.split(pairs)
         return (low.to(tl.uint32) | (high.to(tl.uint32) << 16)).to(tl.int32, bitcast=True)
@@ -213,7 +214,8 @@ def _unpacked(words, ptr, zero):
     result of the first use for the second, in twice the registers.
     """
     dtype: tl.constexpr = ptr.dtype.element_ty
-    if dtype.primitive_bitwidth == 16:
+    bits: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
+    if bits == 16:
         if dtype == tl.bfloat16:
             low = (words * (65536 + zero)).to(tl.float32, bitcast=True)
             high = (words & (zero ^ -65536)).to(tl.float32, bitcast=True)

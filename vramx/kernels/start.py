@@ -131,9 +131,14 @@ def _hooks() -> Any:
     return runtime
 
 
-@lru_cache(maxsize=1)
 def _is_known_version() -> bool:
+    return _OLDEST <= triton_version() <= _NEWEST
+
+
+@lru_cache(maxsize=1)
+def triton_version() -> tuple[int, int]:
+    """Return the installed Triton's major and minor version; imports it."""
     import triton
 
     major, minor = triton.__version__.split(".")[:2]
-    return _OLDEST <= (int(major), int(minor)) <= _NEWEST
+    return int(major), int(minor)

@@ -31,6 +31,8 @@ DTYPES = KERNEL_DTYPES | {torch.float64}
 # Orders of elements in memory that are to be kept: convolutions have one.
 ORDERS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+# Whose language has tuples of arguments and gathers; the codec's kernels need neither.
+OLDEST_TRITON = (3, 3)
 
 
 class Spec(NamedTuple):
@@ -244,12 +246,12 @@ def renew_noise(device: torch.device, spec: Sequence[int]) -> None:
 
 
 def served(tensor: Tensor) -> bool:
-    """Tell whether the kernels take a tensor."""
+    """Tell whether the kernels take a tensor; else it is computed by plain torch."""
     return tensor.dtype in KERNEL_DTYPES and _launches_on(tensor.device)
 
 
 @lru_cache(maxsize=64)
 def _launches_on(device: torch.device) -> bool:
-    from vramx.kernels import launch
+    from vramx.kernels import launch, start
 
-    return launch.supported(device)
+    return launch.supported(device) and start.triton_version() >= OLDEST_TRITON
