@@ -1,9 +1,9 @@
 """Activation compression on models that nobody wrote for it: memory, time, gradients and losses.
 
 Each case is a process of its own (benchmarks/programs/_activations.py), which has one GPU to
-itself; in it, the ways of keeping activations alternate. The long trainings
-come last, all at once: time does not matter there. Rows are written as soon as a process has ended,
-or all trainings have, and one that fails is a row that says why. Takes some minutes.
+itself; in it, the ways of keeping activations alternate. The long trainings come last, all at once:
+time does not matter there. Rows are written as soon as a process has ended, or all trainings have,
+and one that fails is a row that says why. Takes some minutes.
 
 The goals: most of what is saved is packed and gradients point where the exact ones do (a cosine of
 0.999 at 8 bits); a transformer keeps 1.8 times fewer bytes, and one that is 4096 wide takes at most

@@ -1,8 +1,8 @@
 """vramx.plan on models that nobody wrote for it: is a budget kept, and what does it cost.
 
 Each case is a process of its own (benchmarks/programs/_plan.py), which plans one model for five
-budgets between the smallest peak and the fastest step's, and runs each plan. A row is written as
-soon as its process has ended, and one that fails is a row that says why.
+budgets from the smallest possible to what the fastest step needs, and runs each plan. A row is
+written as soon as its process has ended, and one that fails is a row that says why.
 
 The goals: no peak exceeds its budget, each is within 5 % of what was predicted, and no step takes
 longer than that of a smaller budget, but for what the clock's noise makes of equal steps.

@@ -110,18 +110,25 @@ def test_a_program_that_never_asks_for_its_turn_ends_with_its_time(
 
 
 def test_a_program_ends_without_beginning_when_the_harness_is_gone() -> None:
-    environment = {**os.environ, _turn.TURN: "1", "PYTHONPATH": str(ROOT)}
+    read, write = os.pipe()
+    os.close(read)
+    environment = {**os.environ, _turn.TURN: str(write), "PYTHONPATH": str(ROOT)}
     command = "from benchmarks.programs import _turn; _turn.wait(); print('began')"
-    done = subprocess.run(
-        [sys.executable, "-c", command],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (1, ".")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            pass_fds=[write],
+        )
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stdout) == (1, "")
     assert "is gone" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_program_run_by_hand_begins_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,8 @@ def wait_for_step() -> float:
 
 
 def _ask() -> str:
-    os.write(int(os.environ[TURN]), b".")
+    with contextlib.suppress(BrokenPipeError):  # nobody reads: the next line says so
+        os.write(int(os.environ[TURN]), b".")
     line = sys.stdin.readline().strip()
     if not line:
         raise SystemExit("there is no turn: whoever started this program is gone")
