@@ -17,7 +17,7 @@ import vramx
 from vramx.compression import random
 from vramx.errors import InvalidValueError
 from vramx.planning.blocks import find_blocks
-from vramx.planning.meters import HostMeter
+from vramx.planning.meters import HostMeter, Spread
 from vramx.planning.steps import Step
 
 __all__ = ["counted_time", "small_device"]
@@ -93,13 +93,13 @@ def test_a_budget_below_the_smallest_is_an_error_that_names_it() -> None:
 
 
 def test_what_a_later_peak_may_have_more_is_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostMeter, "spread", Fraction(1, 10))
+    monkeypatch.setattr(HostMeter, "spread", Spread(Fraction(1, 10), 500))
     model, sample = Stack(3), rows()
     widest = vramx.plan(model, sample, levels=LEVELS, reserve=1000)
     smallest = widest.with_budget(sample, "smallest")
     for plan in (widest, smallest):
         peak = plan.measured_bytes - 1000
-        assert plan.needed_bytes == ceil(peak * 11 / 10) + 1000
+        assert plan.needed_bytes == ceil(peak * 11 / 10) + 500 + 1000
         same = widest.with_budget(sample, plan.needed_bytes)
         assert same.measured_bytes == plan.measured_bytes
     assert widest.with_budget(sample, widest.needed_bytes - 1).words != widest.words

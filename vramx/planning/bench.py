@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from vramx.planning.assembly import assemble
 from vramx.planning.blocks import Block
 from vramx.planning.choice import Arrangement, fastest, smallest
 from vramx.planning.isolated import free_garbage, measure_block
-from vramx.planning.meters import Meter
+from vramx.planning.meters import Meter, Spread
 from vramx.planning.steps import Step
 from vramx.planning.timeline import Cost, Timeline
 from vramx.planning.trace import Captured, Trace, trace_step
@@ -58,7 +57,7 @@ class Measured:
     model: nn.Module
     blocks: Sequence[Block]
     timeline: Timeline
-    spread: Fraction
+    spread: Spread
     runs: dict[tuple[str, ...], Run] = field(default_factory=dict)
 
     def words(self, arrangement: Arrangement) -> dict[Block, str]:

@@ -13,7 +13,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from typing import Any, Protocol
+from math import ceil, floor
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +22,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vramx.compression.offload import offload_report
+from vramx.sizes import MIB
 
 _SAMPLES = 5
 _HOST_SAMPLES = 3
 
 
+class Spread(NamedTuple):
+    """How much higher a later peak of the same step may be: by a share of it, and by bytes."""
+
+    share: Fraction = Fraction(0)
+    fixed: int = 0
+
+    def above(self, peak_bytes: int) -> int:
+        """Return the smallest budget that a step of this measured peak stays within."""
+        return ceil(peak_bytes * (1 + self.share)) + self.fixed
+
+    def below(self, budget_bytes: int) -> int:
+        """Return the highest measured peak of which above() is no more than a budget."""
+        return floor((budget_bytes - self.fixed) / (1 + self.share))
+
+
 class Meter(Protocol):
-    """What measures a device. Bytes are counted only within watching().
+    """What measures a device. Bytes are counted only within watching()."""
 
-    Attributes:
-        spread: the share by which a later peak of the same step may be the higher one.
-    """
-
-    spread: Fraction
+    spread: Spread
 
     def watching(self) -> contextlib.AbstractContextManager[Any]: ...
     def allocated_bytes(self) -> int: ...
@@ -54,8 +67,9 @@ class CudaMeter:
     """Of one GPU."""
 
     # torch's allocator hands out a cached block whole where no more than 1 MiB would be left of it,
-    # and counts all of it, so that a peak depends on what is cached. Measured: up to 0.0023.
-    spread = Fraction(1, 400)
+    # and counts all of it, so that a peak depends on what is cached. Measured: by up to 0.0023 of
+    # it, and by 5.4 MiB; more by 2.3 MiB at most.
+    spread = Spread(Fraction(1, 400), 2 * MIB)
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -95,7 +109,7 @@ class CudaMeter:
 class HostMeter:
     """Of the host: a model's parameters, buffers and gradients, and storages that appear."""
 
-    spread = Fraction(0)
+    spread = Spread()
 
     def __init__(self, model: nn.Module) -> None:
         tensors = [*model.parameters(), *model.buffers()]
@@ -132,7 +146,7 @@ class HostMeter:
 class NoMeter:
     """Counts nothing: asking a GPU's allocator takes longer than a small kernel."""
 
-    spread = Fraction(0)
+    spread = Spread()
 
     def watching(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()

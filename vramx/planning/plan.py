@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
 import torch
@@ -90,9 +89,10 @@ class Plan:
     def needed_bytes(self) -> int:
         """The smallest budget that this plan stays within.
 
-        On a GPU 0.25 % more than was measured: what torch's allocator has cached moves a peak.
+        On a GPU 2 MiB and 0.25 % more than was measured: what torch's allocator has cached moves a
+        peak.
         """
-        return _needed(self.measured_bytes - self._reserve, self._measured) + self._reserve
+        return self._measured.spread.above(self.measured_bytes - self._reserve) + self._reserve
 
     @property
     def measured_ms(self) -> float:
@@ -192,7 +192,7 @@ class Plan:
             )
         peaks = {n: self._peak_bytes(first_of(sample, n)) for n in (rows, rows // 2)}
         slope = (peaks[rows] - peaks[rows // 2]) / (rows - rows // 2)
-        room = self.budget_bytes - self._reserve - _needed(peaks[rows], self._measured)
+        room = self.budget_bytes - self._reserve - self._measured.spread.above(peaks[rows])
         return max(0, rows + int(room // max(slope, 1.0)))
 
     def _peak_bytes(self, sample: Any) -> int:
@@ -235,7 +235,8 @@ def plan(
             that exist are counted as they are, and so are all gradients, whether or not they exist.
 
     Returns:
-        A Plan, whose step was run and stayed within the budget, on a GPU with 0.25 % to spare.
+        A Plan, whose step was run and stayed within the budget; on a GPU with 2 MiB and 0.25 % to
+        spare, which what torch's allocator has cached may take.
 
     Raises:
         InvalidValueError: a value is not accepted; no arrangement fits the budget (the text names
@@ -281,24 +282,19 @@ def _choose(measured: Measured, bench: Bench, budget: Budget, reserve: int) -> P
         return Plan(measured, bench.smallest(measured), None, reserve)
     budget_bytes = _budget_bytes(budget, _device_of(measured.model))
     room = float("inf") if budget_bytes is None else budget_bytes - reserve
-    limit = room if budget_bytes is None else int(room / (1 + measured.spread))
+    limit = room if budget_bytes is None else measured.spread.below(budget_bytes - reserve)
     best = bench.fastest(measured, limit)
     if best is None:
         best = bench.smallest(measured)
         if best.measured_bytes is None or best.measured_bytes > limit:
             peak = best.measured_bytes or best.predicted_bytes
-            needed = _needed(peak, measured) + reserve
+            needed = measured.spread.above(peak) + reserve
             raise InvalidValueError(
                 f"the smallest budget that a step of this model can stay within is "
                 f"{format_size(needed)} ({needed} bytes); the budget is "
                 f"{format_size(room + reserve)}"
             )
     return Plan(measured, best, budget_bytes, reserve)
-
-
-def _needed(peak_bytes: int, measured: Measured) -> int:
-    """Return the smallest budget that a step of this measured peak stays within."""
-    return ceil(peak_bytes * (1 + measured.spread))
 
 
 def _budget_bytes(budget: Budget, device: torch.device) -> int | None:
