@@ -140,3 +140,14 @@ def test_a_torch_that_cannot_be_imported_is_reported(monkeypatch: pytest.MonkeyP
     facts = doctor.collect()
     assert facts["torch"]["error"] == "OSError: libtorch_cuda.so: undefined symbol"
     assert any("undefined symbol" in line for line in doctor.fact_lines(facts))
+
+
+def test_what_it_says_the_kernels_need_is_what_they_need() -> None:
+    keeping = pytest.importorskip("vramx.nn.keeping", exc_type=ImportError)
+    from vramx.kernels import launch
+
+    major, minor = launch._OLDEST_CAPABILITY
+    assert (
+        major + minor / 10,
+        keeping.OLDEST_TRITON,
+    ) == (doctor.OLDEST_CAPABILITY, doctor.OLDEST_TRITON)
