@@ -8,8 +8,9 @@ capped step within 5 % of an uncapped one.
 
 The processes that are compared share a GPU, of which they need a third each, and take one step
 after the other: a host that slows down for a while, as rented ones do, slows all of them. The
-processes of two programs import at once, and none does while others are measured. Rows are written
-as soon as those that share the GPU have ended. --jobs uses as many GPUs at once.
+processes of two programs import at once, and none does while others are measured on that GPU. Rows
+are written as soon as those that share the GPU have ended. --jobs uses as many GPUs at once, whose
+programs then do disturb each other.
 """
 
 from __future__ import annotations
