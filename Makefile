@@ -30,9 +30,10 @@ demo:
 test:
 	@$(call prepare,run test)
 	$(build)
-	# Two files at a time, where pytest-xdist is there.
+	# Two tests at a time, where pytest-xdist is there: each worker has half of them, and who is done
+	# takes from the other.
 	side_by_side="$$("$$python" -c 'import importlib.util as u; print(
-	    "-n 2 --dist loadfile" if u.find_spec("xdist") else "")')"
+	    "-n 2 --dist worksteal" if u.find_spec("xdist") else "")')"
 	"$$python" -m pytest -q $$side_by_side
 
 test-gpu:
