@@ -17,10 +17,9 @@ import statistics
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.harness import RESULTS, Measurement, Options
+from benchmarks.harness import Measurement, Options
 from benchmarks.programs import _launch
 from benchmarks.programs._cases import Cases, Findings, at_once, by_case
 from benchmarks.programs._equivalence import Equivalence, compare
@@ -49,7 +48,7 @@ SEEDS = (1, 2, 3, 4, 5)
 APART = ("optimised_int8",)
 SEED_SHARE = 0.25  # of the seeds' standard deviation: the margin at 8 bits
 INT4_MARGIN_NAT = 0.02
-_AT = re.compile(r"validation_loss_at_(\d+)")
+LOSS_AT = re.compile(r"validation_loss_at_(\d+)")  # the metric of a step
 
 Curve = dict[int, list[float]]  # by step: the loss of each seed
 
@@ -74,11 +73,10 @@ def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
     curves, has_failed = train_all(ways, train, writer)
     verdicts = judge(curves)
     write_verdicts(verdicts, curves, writer)
-    picture = draw(curves, RESULTS / "language_model.png")
     is_good = not has_failed and all(
         found.is_shown for way, found in verdicts.items() if way != "exact_again"
     )
-    return [table(verdicts), picture], is_good
+    return [table(verdicts)], is_good
 
 
 def chosen(names: Sequence[str]) -> tuple[str, ...]:
@@ -119,7 +117,7 @@ def train_all(
 
 
 def curve_of(measurements: Sequence[Measurement]) -> Curve:
-    found = [(_AT.fullmatch(item.metric), item.values) for item in measurements]
+    found = [(LOSS_AT.fullmatch(item.metric), item.values) for item in measurements]
     return {int(match[1]): values for match, values in found if match}
 
 
@@ -175,33 +173,3 @@ def table(verdicts: Mapping[str, Equivalence]) -> Table:
         shown = "ok" if found.is_shown else "not shown"
         laid_out.add_row(way, f"{found.mean:+.5f}", interval, f"{found.margin:.5f}", shown)
     return laid_out
-
-
-def draw(curves: Mapping[str, Curve], target: Path) -> str:
-    """Draw the losses and the gaps into a PNG; return what to say about it."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        return "no picture: it needs matplotlib"
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (losses, gaps) = plt.subplots(1, 2, figsize=(11, 4.5))
-    exact = curves.get("exact", {})
-    for way, curve in curves.items():
-        steps = sorted(curve)
-        losses.plot(steps, [statistics.fmean(curve[step]) for step in steps], label=way)
-        shared = [step for step in steps if step in exact and way != "exact"]
-        pairs = [list(zip(curve[step], exact[step], strict=True)) for step in shared]
-        means = [statistics.fmean(a - b for a, b in pair) for pair in pairs]
-        gaps.plot(shared, means, label=way)
-    losses.set_ylabel("validation loss, nat a byte, mean of the seeds")
-    gaps.set_ylabel("gap to exact, nat")
-    gaps.axhline(0.0, color="black", linewidth=0.8)
-    for axis in (losses, gaps):
-        axis.set_xlabel("step")
-        axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(target, dpi=150)
-    plt.close(figure)
-    return f"the curves are in {target.name}"

@@ -9,6 +9,7 @@ the last, and only rows that are "ok". The subtitle says where that was. Needs m
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,6 +19,7 @@ import matplotlib
 
 from benchmarks.fused import BLOCK, OURS
 from benchmarks.harness import RESULTS, read_csv
+from benchmarks.language_model import LOSS_AT, Curve
 from vramx.sizes import GIB
 
 matplotlib.use("Agg")
@@ -64,6 +66,7 @@ def draw(rows: Rows, target: Path) -> None:
         "traces": draw_traces,
         "core": draw_core,
         "fused": draw_fronts,
+        "language_model": draw_curves,
     }
     figure = painters.get(rows[0]["benchmark"], draw_bars)(rows)
     first = rows[0]
@@ -171,6 +174,31 @@ def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, flo
         if not front or point[1] < front[-1][1]:
             front.append(point)
     return front
+
+
+def draw_curves(rows: Rows) -> Any:
+    """Losses over steps, means of the seeds, and their gaps to the exact ones: a line a way."""
+    curves: dict[str, Curve] = {}
+    for row in rows:
+        if match := LOSS_AT.fullmatch(row["metric"]):
+            losses_of_seeds = [float(value) for value in row["samples"].split()]
+            curves.setdefault(row["case"], {})[int(match[1])] = losses_of_seeds
+    figure, (losses, gaps) = plt.subplots(1, 2, figsize=(11, 4.5))
+    exact = curves.get("exact", {})
+    for way, curve in curves.items():
+        steps = sorted(curve)
+        losses.plot(steps, [statistics.fmean(curve[step]) for step in steps], label=way)
+        shared = [step for step in steps if step in exact and way != "exact"]
+        pairs = [list(zip(curve[step], exact[step], strict=True)) for step in shared]
+        means = [statistics.fmean(a - b for a, b in pair) for pair in pairs]
+        gaps.plot(shared, means, label=way)
+    losses.set_ylabel("validation loss, nat a byte, mean of the seeds")
+    gaps.set_ylabel("gap to exact, nat")
+    gaps.axhline(0.0, color="black", linewidth=0.8)
+    for axis in (losses, gaps):
+        axis.set_xlabel("step")
+        axis.legend(fontsize=8)
+    return figure
 
 
 def draw_bars(rows: Rows) -> Any:

@@ -232,6 +232,7 @@ def test_results_are_drawn(stub: Path, tmp_path: Path) -> None:
     [
         ("traces", {"a vramx": "peak_reserved_ratio", "b vramx": "min_capacity_ratio"}),
         ("core", {"live=1000": "ns_per_operation", "threads=2": "ns_per_operation"}),
+        ("language_model", {"exact": "validation_loss_at_250", "int8": "packed_share"}),
         ("other", {"x": "one", "y": "two"}),
     ],
 )

@@ -245,12 +245,18 @@ def test_without_the_exact_curve_nothing_is_judged() -> None:
     assert language_model.judge({"int8_nearest": {1: [1.0, 2.0]}}) == {}
 
 
-def test_the_curves_become_a_picture(tmp_path: Path) -> None:
+def test_the_rows_become_a_picture_of_the_curves(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    curves, _ = language_model.train_all(tuple(GAPS), fake_train, make_writer(tmp_path))
-    target = tmp_path / "curves.png"
-    assert "curves.png" in language_model.draw(curves, target)
-    assert target.read_bytes().startswith(b"\x89PNG")
+    from benchmarks import plot
+
+    language_model.train_all(tuple(GAPS), fake_train, make_writer(tmp_path))
+    losses, gaps = plot.draw_curves(rows(tmp_path)).axes
+    assert [line.get_label() for line in losses.lines] == list(GAPS)
+    assert all(line.get_xdata().tolist() == [250, 3000] for line in losses.lines)
+    heights = {line.get_label(): line.get_ydata() for line in gaps.lines[:-1]}  # the last is zero
+    assert {way: found[-1] for way, found in heights.items() if way != "exact"} == pytest.approx(
+        {way: gap for way, gap in GAPS.items() if way != "exact"}
+    )
 
 
 def test_the_exact_way_is_always_among_the_chosen() -> None:
