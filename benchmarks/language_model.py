@@ -48,7 +48,7 @@ SEEDS = (1, 2, 3, 4, 5)
 APART = ("optimised_int8",)
 SEED_SHARE = 0.25  # of the seeds' standard deviation: the margin at 8 bits
 INT4_MARGIN_NAT = 0.02
-LOSS_AT = re.compile(r"validation_loss_at_(\d+)")  # the metric of a step
+_AT = re.compile(r"validation_loss_at_(\d+)")
 
 Curve = dict[int, list[float]]  # by step: the loss of each seed
 
@@ -117,7 +117,7 @@ def train_all(
 
 
 def curve_of(measurements: Sequence[Measurement]) -> Curve:
-    found = [(LOSS_AT.fullmatch(item.metric), item.values) for item in measurements]
+    found = [(_AT.fullmatch(item.metric), item.values) for item in measurements]
     return {int(match[1]): values for match, values in found if match}
 
 

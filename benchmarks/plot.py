@@ -18,8 +18,8 @@ from typing import Any
 import matplotlib
 
 from benchmarks.fused import BLOCK, OURS
-from benchmarks.harness import RESULTS, read_csv
-from benchmarks.language_model import LOSS_AT, Curve
+from benchmarks.harness import RESULTS, Measurement, read_csv
+from benchmarks.language_model import curve_of
 from vramx.sizes import GIB
 
 matplotlib.use("Agg")
@@ -178,11 +178,12 @@ def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, flo
 
 def draw_curves(rows: Rows) -> Any:
     """Losses over steps, means of the seeds, and their gaps to the exact ones: a line a way."""
-    curves: dict[str, Curve] = {}
+    measured: dict[str, list[Measurement]] = {}
     for row in rows:
-        if match := LOSS_AT.fullmatch(row["metric"]):
-            losses_of_seeds = [float(value) for value in row["samples"].split()]
-            curves.setdefault(row["case"], {})[int(match[1])] = losses_of_seeds
+        values = [float(value) for value in row["samples"].split()]
+        measured.setdefault(row["case"], []).append(Measurement(row["metric"], row["unit"], values))
+    found = {way: curve_of(measurements) for way, measurements in measured.items()}
+    curves = {way: curve for way, curve in found.items() if curve}
     figure, (losses, gaps) = plt.subplots(1, 2, figsize=(11, 4.5))
     exact = curves.get("exact", {})
     for way, curve in curves.items():

@@ -1,7 +1,4 @@
-"""The core under a million random steps, each checked against a shadow of it.
-
-A file of its own, so that it runs beside the sanitized programs of test_native.py.
-"""
+"""The core under a million random steps, each checked against a shadow of it."""
 
 from __future__ import annotations
 
