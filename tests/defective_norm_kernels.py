@@ -11,7 +11,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from vramx.kernels import headers, norm_backward, norm_forward, norm_totals
+from vramx.kernels import headers, layer_norm_backward, norm_backward, norm_forward, norm_totals
 
 
 @triton.jit
@@ -46,6 +46,13 @@ def _last_warp_forgotten(tile, LANES: tl.constexpr):
 
 
 @triton.jit
+def _store_in_order(share, share_ptr, HIDDEN: tl.constexpr):
+    columns = tl.arange(0, share.shape[0] * share.shape[1])
+    flat = tl.reshape(share, (share.shape[0] * share.shape[1],))
+    tl.store(share_ptr + columns, flat, mask=columns < HIDDEN)
+
+
+@triton.jit
 def _columns_of_the_first_group(GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr):
     groups = tl.arange(0, ROWS * GROUPS) * 0
     return groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -69,4 +76,5 @@ DEFECTS: dict[str, tuple[ModuleType, str, Any]] = {
         _columns_of_the_first_group,
     ),
     "a warp left out of a row": (norm_totals, "_warp_sums", _last_warp_forgotten),
+    "shares not by halves": (layer_norm_backward, "store_halves", _store_in_order),
 }

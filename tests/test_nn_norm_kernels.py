@@ -251,6 +251,8 @@ ROWS_OF_LANES = [
     Case(5, 1024, centred=True, halves=True),
     Case(3, 2048, INT8_16, centred=True, halves=True),
     Case(3, 8192, NEAREST, centred=True, halves=True),
+    Case(1, 1024, centred=True, halves=True),  # no row before
+    Case(8, 1024, centred=True, halves=True),
 ]
 
 
@@ -288,6 +290,7 @@ DEFECTS_OF_BACKWARD = {
     "a group left out of a centred gradient's sums": Case(3, 256, centred=True),
     "a gradient's weights of the first group": Case(3, 256),
     "a warp left out of a row": Case(3, 1024, centred=True, halves=True),
+    "shares not by halves": Case(3, 1024, centred=True, halves=True),
 }
 
 

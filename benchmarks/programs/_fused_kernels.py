@@ -15,7 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vramx.kernels import cross_entropy_launch, elementwise_launch, norm_launch, rotary_launch
+from vramx.kernels import (
+    cross_entropy_launch,
+    elementwise_launch,
+    norm_backward_launch,
+    norm_launch,
+    rotary_launch,
+)
 from vramx.kernels.layout import Layout
 
 HIDDEN = 4096
@@ -84,8 +90,8 @@ def norm_backward(size: int, device: str, *, adds: bool = False, centres: bool =
     dx, kept, weight = torch.empty_like(dy), normed_pack(dy), torch.ones_like(dy[0])
     assert kept.rstd is not None
     dbias = torch.empty_like(weight) if centres else None
-    shares = (norm_launch.Shares(torch.empty_like(weight), dbias), centres)
-    call = partial(norm_launch.norm_backward, (dy, of_sum), weight, kept, dx, shares)
+    shares = (norm_backward_launch.Shares(torch.empty_like(weight), dbias), centres)
+    call = partial(norm_backward_launch.norm_backward, (dy, of_sum), weight, kept, dx, shares)
     return Launch(call, _present(dy, of_sum, kept.buffer, kept.rstd), (dx,))
 
 

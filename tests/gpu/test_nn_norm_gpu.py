@@ -114,6 +114,26 @@ def test_sums_do_not_change_from_run_to_run() -> None:
     assert torch.equal(first, second)
 
 
+@every_kind
+def test_kernels_read_what_the_one_before_wrote(kind: str) -> None:
+    """They may be launched while it ends: each pass has its dy, and its own shares, from just now.
+
+    The passes are alike but for a power of two, so are their results, and none waits for the host.
+    """
+    x, vectors = sample(512, 4096), vectors_of(kind, 4096)
+    dy = sample(512, 4096, seed=8).detach()
+    y = norm_of(kind, x, torch.zeros_like(x), vectors, INT8).y
+    expected = torch.autograd.grad(y, [x, *vectors], dy, retain_graph=True)
+    found = []
+    for power in range(60):
+        scaled = dy * 2.0 ** (power % 7)
+        found.append(torch.autograd.grad(y, [x, *vectors], scaled, retain_graph=True))
+        scaled.fill_(float("nan"))
+    for power, gradients in enumerate(found):
+        for gradient, right in zip(gradients, expected, strict=True):
+            assert torch.equal(gradient, right * 2.0 ** (power % 7))
+
+
 def test_sum_of_the_kept_is_what_is_held() -> None:
     rows, hidden = 4096, 4096
     x, residual, vector = sample(rows, hidden), sample(rows, hidden, seed=1), sample(hidden, seed=2)

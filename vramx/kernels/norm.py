@@ -31,6 +31,18 @@ def row_offsets(GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
+def offsets_by_8(GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr):
+    """Return row_offsets(), of which the compiler knows 8 in a row: a thread then has 8 of them.
+
+    So many halves are the 16 bytes that it has of them: codes that it has 16 of in a row would be
+    passed on to other threads, through shared memory and two barriers.
+    """
+    lanes = tl.arange(0, GROUP)
+    lanes = lanes // 8 * 8 + lanes % 8
+    return tl.arange(0, ROWS * GROUPS)[:, None] * GROUP + lanes[None, :]
+
+
+@triton.jit
 def is_inside(
     left, HIDDEN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -139,3 +151,14 @@ def normalise(kept, headers, PACKED: tl.constexpr):
         return kept.to(tl.int8, bitcast=True).to(tl.float32) * scale[:, None]
     else:  # noqa: RET505 - the compiler types what it sees
         return kept.to(tl.float32)
+
+
+@triton.jit
+def wait_for_the_kernel_before(CHAINED: tl.constexpr):
+    """Wait until all that the stream's kernel before this one wrote is there to be read.
+
+    CHAINED: the kernel is launched while that one ends (launch.py, chained()), and reads nothing
+    before this.
+    """
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()

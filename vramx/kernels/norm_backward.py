@@ -19,12 +19,13 @@ from vramx.kernels.norm import (
     load_headers,
     load_rows,
     normalise,
+    offsets_by_8,
     row_columns,
     row_totals,
     row_totals_of_two,
     spread,
+    wait_for_the_kernel_before,
 )
-from vramx.kernels.norm_totals import lane_totals_of_two, spread_lanes
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -46,7 +47,7 @@ def norm_backward_kernel(
     PACKED: tl.constexpr,
     STAGES: tl.constexpr,
     DSUM_LAST: tl.constexpr,
-    LANES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Write dx and each program's share of dweight and dbias.
 
@@ -60,13 +61,13 @@ def norm_backward_kernel(
     sums depend on the number of programs only. STAGES: how many tiles are in work, all but one of
     them on their way to shared memory; the headers and factors of the next are in registers, and
     those of the last tile are loaded again. DSUM_LAST: dsum is not held from the start of a tile.
-    LANES: of the program, where ROWS is 1, CENTRED, and norm_totals.py adds up the rows; or 0.
     """
+    wait_for_the_kernel_before(CHAINED)
     program, programs = tl.program_id(0), tl.num_programs(0)
     dweight = tl.zeros((ROWS * GROUPS, GROUP), tl.float32)
     dbias = tl.zeros((ROWS * GROUPS, GROUP), tl.float32)
     tiles = tl.cdiv(rows, ROWS).to(tl.int32)
-    offsets = _offsets_by_8(GROUP, GROUPS, ROWS)
+    offsets = offsets_by_8(GROUP, GROUPS, ROWS)
     weight = _load_weight(weight_ptr, HIDDEN, GROUP, GROUPS, ROWS)
     next_headers, next_rstd = _load_small(
         kept_ptr, rstd_ptr, rows, program, HIDDEN, GROUP, GROUPS, ROWS, PACKED
@@ -90,15 +91,14 @@ def norm_backward_kernel(
         if dbias_ptr is not None:
             dbias += dy
         g = dy if weight_ptr is None else dy * weight.to(tl.float32)
-        if LANES > 0:
-            dx = _gradient_of_row(g, n, rstd, HIDDEN, LANES)
-        else:
-            dx = _gradient(g, n, rstd, HIDDEN, GROUPS, ROWS, CENTRED)
+        dx = _gradient(g, n, rstd, HIDDEN, GROUPS, ROWS, CENTRED)
         if dsum_ptr is not None:
             dx += (
                 load_rows(dsum_ptr + first + offsets, inside) if DSUM_LAST else dsum.to(tl.float32)
             )
         tl.store(dx_ptr + first + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
     if dweight_ptr is not None:
         _store_share(dweight, dweight_ptr + program * HIDDEN, HIDDEN, GROUP, GROUPS, ROWS)
     if dbias_ptr is not None:
@@ -124,19 +124,6 @@ def _gradient(
         along = row_totals(g * n, GROUPS, ROWS)
         dx = g * spread(rstd, GROUPS, ROWS)
     return dx - n * spread(along * by_mean, GROUPS, ROWS)
-
-
-@triton.jit
-def _gradient_of_row(g, n, rstd, HIDDEN: tl.constexpr, LANES: tl.constexpr):
-    """Return _gradient() of a tile of one row, CENTRED, whose totals each lane makes itself."""
-    UNITS: tl.constexpr = g.shape[0] * g.shape[1] // 8
-    by_mean = rstd / HIDDEN
-    along, total = lane_totals_of_two(g * n, g, LANES)
-    along, total = (
-        spread_lanes(along * by_mean, UNITS, LANES), spread_lanes(total * by_mean, UNITS, LANES)
-    )  # fmt: skip
-    dx = tl.reshape(g, (UNITS, 8)) * rstd - total - tl.reshape(n, (UNITS, 8)) * along
-    return tl.reshape(dx, (g.shape[0], g.shape[1]))
 
 
 @triton.jit
@@ -174,18 +161,6 @@ def _load_weight(
         return columns
     else:  # noqa: RET505 - the compiler types what it sees
         return tl.load(weight_ptr + columns, mask=columns < HIDDEN, other=0.0)
-
-
-@triton.jit
-def _offsets_by_8(GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr):
-    """Return row_offsets(), of which the compiler knows 8 in a row: a thread then has 8 of them.
-
-    So many halves are the 16 bytes that it has of them: codes that it has 16 of in a row would be
-    passed on to other threads, through shared memory and two barriers.
-    """
-    lanes = tl.arange(0, GROUP)
-    lanes = lanes // 8 * 8 + lanes % 8
-    return tl.arange(0, ROWS * GROUPS)[:, None] * GROUP + lanes[None, :]
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from vramx.kernels.headers import header_pointer, load_scale
-from vramx.kernels.norm import load_rows
+from vramx.kernels.norm import load_rows, wait_for_the_kernel_before
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -25,13 +25,17 @@ def column_sums_kernel(
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    HALVES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Write dweight[c] = sum of shares[0, :, c], and dbias of what is next there, in one order.
 
     shares_ptr: fp32 [1 or 2, rows, HIDDEN], rows <= ROWS * STEPS. dweight_ptr, dbias_ptr: [HIDDEN]
     of any type, or one of them None. Program (i, j) owns COLUMNS columns of share j. The steps are
-    written out, so that the loads of several are on their way at once.
+    written out, so that the loads of several are on their way at once. HALVES: the columns of the
+    shares lie as store_halves() of layer_norm_backward.py left them.
     """
+    wait_for_the_kernel_before(CHAINED)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     known = columns < HIDDEN
     lanes = tl.arange(0, ROWS)
@@ -43,6 +47,9 @@ def column_sums_kernel(
         at = row[:, None] * HIDDEN + columns[None, :]
         totals += tl.load(first + at, mask=inside, other=0.0)
     total = tl.sum(totals, 0)
+    if HALVES:
+        within = columns % (HIDDEN // 2)
+        columns = within // 4 * 8 + columns // (HIDDEN // 2) * 4 + within % 4
     if dweight_ptr is None:
         tl.store(dbias_ptr + columns, total.to(dbias_ptr.dtype.element_ty), mask=known)
     elif dbias_ptr is None:  # noqa: SIM114 - known to the compiler, what follows is not

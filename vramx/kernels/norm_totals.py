@@ -17,20 +17,24 @@ _OLDEST_TRITON = (3, 6)  # of whose gathers the machine code was read
 
 
 def can_gather() -> bool:
-    """Tell whether this version of Triton compiles lane_totals_of_two() as is said above."""
+    """Tell whether this version of Triton compiles what is here as is said above."""
     major, minor = triton.__version__.split(".")[:2]
     return (int(major), int(minor)) >= _OLDEST_TRITON
 
 
 @triton.jit
-def lane_totals_of_two(a, b, LANES: tl.constexpr):
-    """Return fp32[LANES] twice: in each lane the sums of a and of b, tiles [groups, GROUP].
+def warp_sums_of_two(a, b, LANES: tl.constexpr):
+    """Return fp32[LANES // 16]: of each warp what it has of a, then of b, tiles [groups, GROUP]."""
+    return tl.reshape(tl.join(_warp_sums(a, LANES), _warp_sums(b, LANES)), (LANES // 16,))
+
+
+@triton.jit
+def lane_totals_of_two(sums, LANES: tl.constexpr):
+    """Return fp32[LANES] twice: in each lane the totals of both tiles, of warp_sums_of_two().
 
     LANES: 64 or more. A lane gathers two warps' sums of both, 16 bytes; a team of lanes has all.
     """
-    WARPS: tl.constexpr = LANES // 32
-    TEAM: tl.constexpr = WARPS // 2
-    sums = tl.reshape(tl.join(_warp_sums(a, LANES), _warp_sums(b, LANES)), (2 * WARPS,))
+    TEAM: tl.constexpr = LANES // 64
     places = tl.arange(0, LANES) % TEAM * 4
     places = tl.join(places, places + 1)
     places = tl.reshape(tl.join(places, places + 2), (4 * LANES,))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vramx.kernels import norm_launch
+from vramx.kernels import norm_backward_launch, norm_launch
 from vramx.nn import passes
 from vramx.nn import reference_norm as reference
 from vramx.nn.differentiation import attach, new_probe
@@ -172,12 +172,12 @@ def norm_backward(
     dweight, dbias = (
         vector if want else None for vector, want in zip(vectors, wanted, strict=True)
     )
-    norm_launch.norm_backward(
+    norm_backward_launch.norm_backward(
         (dy, dsum),
         None if weight is None else weight.contiguous(),
         _rows_of(kept, dx, kind, rstd),
         dx.view(-1, hidden),
-        (norm_launch.Shares(dweight, dbias), centred),
+        (norm_backward_launch.Shares(dweight, dbias), centred),
     )
     return dx, *vectors
 

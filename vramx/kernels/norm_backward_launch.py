@@ -1,0 +1,230 @@
+"""Launch the backward kernels of the norms: which they are, their tiles and how many programs.
+
+As norm_launch.py, whose types and tiles these are. A backward pass is one kernel for the rows and
+one that adds up the programs' shares of the sums; the second is launched while the first ends.
+norm_backward() allocates the shares, `programs * hidden` floats each; nothing else allocates.
+Importing this module does not import triton.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vramx.kernels.launch import chained, multiprocessors
+from vramx.kernels.norm_launch import Kept, Plan, output_plan, power_of_two, tile_plan
+from vramx.kernels.start import start
+
+# A thread holds a sum for each of its elements, with a bias two.
+_ELEMENTS = 16
+_LONGEST_SUMMED = 8192
+# Shorter rows share a tile; fewer than forward, for adding up two rows' together costs more than
+# they gain by sharing their waits.
+_SMALLEST_TILE = 1024
+# The programs go on to further tiles, some of which are on their way to shared memory: with a
+# residual fewer, for a tile is then more bytes, and of long rows more, for there are fewer
+# programs. A multiprocessor works on so many elements, more where means are not subtracted. Where
+# they are not, long rows gain from a residual's gradient that is loaded late and not held. All
+# swept on an H200.
+_ELEMENTS_OF_MULTIPROCESSOR, _MOST_PROGRAMS = {False: 10240, True: 8192}, 16
+_LONG_ROW = 4096
+_STAGES, _STAGES_WITH_RESIDUAL, _STAGES_OF_LONG_ROWS = 4, 3, 5
+_STAGED_BYTES = 96 << 10  # of a program: GPUs of capability 8.6 have 99 KiB
+_REGISTERS = 1 << 16  # of a multiprocessor
+# With means and no residual the warps of a row wait for each other rather than for memory: rows of
+# several warps have a kernel that sums one while it finishes another. On an H200 it gains 4 % at
+# 4096 columns and 64 MiB, 5 % at 256 MiB, and nothing below 2048 columns.
+_ROW_OF_WARPS = 1024
+_SUM_PROGRAMS = 4  # of a multiprocessor, of sums that are made apart
+# Of a program that adds up shares; few rows, for all of it is a few microseconds of waiting, unless
+# there are so many shares that it would have too many steps.
+_SUM_COLUMNS, _FEW_SHARES = 16, 512
+
+
+class Reads(NamedTuple):
+    """What the backward kernel reads, and whether it subtracts means."""
+
+    centred: bool
+    has_residual: bool
+    element_bytes: int  # of the gradients and of what was kept
+    is_narrow: bool = True  # dy and dx are of 16 bits
+
+
+class Shares(NamedTuple):
+    """Where the gradients of weight and bias go, each None if it is not asked for."""
+
+    dweight: Tensor | None
+    dbias: Tensor | None
+
+
+class BackwardPlan(NamedTuple):
+    """The tile of a backward kernel, and how its sums are made."""
+
+    tile: Plan
+    programs: int  # of a multiprocessor
+    overlaps: bool  # which kernel: layer_norm_backward.py, or norm_backward.py
+    sums_apart: bool  # they would not fit the registers
+
+
+def norm_backward(
+    gradients: tuple[Tensor, Tensor | None],
+    weight: Tensor | None,
+    kept: Kept,
+    dx: Tensor,
+    shares: tuple[Shares, bool],
+) -> None:
+    """Write dx, and the gradients of weight and bias, of their own types.
+
+    Args:
+        gradients: of y, and of the sum.
+        shares: where the sums go, and whether the mean was subtracted. Their rounding errors do
+            not change from run to run on one kind of device.
+    """
+    wanted, centred = shares
+    rows, hidden = dx.shape
+    if not rows:
+        for vector in wanted:
+            if vector is not None:
+                vector.zero_()
+        return
+    packed = kept.group_size > 0
+    of_gradients = sum(each.element_size() for each in gradients if each is not None)
+    reads = Reads(
+        centred, gradients[1] is not None, of_gradients + (1 if packed else dx.element_size()),
+        max(gradients[0].element_size(), dx.element_size()) == 2,
+    )  # fmt: skip
+    plan = backward_plan(hidden, kept.group_size, reads)
+    programs = min(plan.tile.grid(rows), _programs(dx.device, plan.programs))
+    partial = _partial(Shares(None, None) if plan.sums_apart else wanted, programs, hidden)
+    _write_rows(plan, programs, gradients, (weight, kept.buffer, kept.rstd, dx, *partial))
+    if plan.sums_apart:
+        partial = _sums_apart(gradients[0], kept, wanted)
+    _column_sums(partial, wanted, plan.overlaps)
+
+
+def _write_rows(
+    plan: BackwardPlan,
+    programs: int,
+    gradients: tuple[Tensor, Tensor | None],
+    others: tuple[Tensor | None, ...],
+) -> None:
+    """Launch the kernel that writes dx and the shares."""
+    from vramx.kernels.layer_norm_backward import layer_norm_backward_kernel
+    from vramx.kernels.norm_backward import norm_backward_kernel
+
+    kernel = layer_norm_backward_kernel if plan.overlaps else norm_backward_kernel
+    tensors = (gradients[0], *others) if plan.overlaps else (*gradients, *others)
+    dy = gradients[0]
+    start(kernel, (programs,), tensors, (len(dy),), **plan.tile.constants, **chained(dy.device))
+
+
+def _partial(wanted: Shares, programs: int, hidden: int) -> Shares:
+    """Return where the programs' shares go: [programs, hidden] each, one after the other."""
+    given = [vector for vector in wanted if vector is not None]
+    if not given:
+        return Shares(None, None)
+    shares = given[0].new_empty((len(given), programs, hidden), dtype=torch.float32)
+    return Shares(
+        None if wanted.dweight is None else shares[0],
+        None if wanted.dbias is None else shares[-1],
+    )
+
+
+def _sums_apart(dy: Tensor, kept: Kept, wanted: Shares) -> Shares:
+    """Return the shares of the sums, made by a second pass over dy and what was kept."""
+    from vramx.kernels.norm_sums import norm_sums_kernel
+
+    rows, hidden = dy.shape
+    constants = sums_apart_constants(hidden, kept.group_size)
+    columns = -(-hidden // constants["GROUP"])
+    most = -(-_programs(dy.device, _SUM_PROGRAMS) // columns)
+    programs = min(-(-rows // constants["ROWS"]), most)
+    partial = _partial(wanted, programs, hidden)
+    if any(share is not None for share in partial):
+        start(
+            norm_sums_kernel, (columns, programs), (dy, kept.buffer, *partial), (rows,),
+            PACKED=kept.group_size > 0, **constants,
+        )  # fmt: skip
+    return partial
+
+
+def _column_sums(partial: Shares, wanted: Shares, by_halves: bool) -> None:
+    """Add up the shares, which lie as _partial() made them and the kernel wrote them."""
+    from vramx.kernels.norm_sums import column_sums_kernel
+
+    given = [share for share in partial if share is not None]
+    if not given:
+        return
+    programs, hidden = given[0].shape
+    start(
+        column_sums_kernel, (-(-hidden // _SUM_COLUMNS), len(given)),
+        (given[0], *wanted), (programs,), HIDDEN=hidden, HALVES=by_halves,
+        **sums_constants(programs), **chained(given[0].device),
+    )  # fmt: skip
+
+
+def sums_constants(programs: int) -> dict[str, int]:
+    """Return the tile of the kernel that adds up so many programs' shares."""
+    rows, warps = (32, 4) if programs <= _FEW_SHARES else (64, 8)
+    steps = power_of_two(-(-programs // rows))  # few kernels for all numbers of programs
+    return {"ROWS": rows, "STEPS": steps, "COLUMNS": _SUM_COLUMNS, "num_warps": warps}
+
+
+def sums_apart_constants(hidden: int, group_size: int) -> dict[str, Any]:
+    """Return the tile of the kernel that makes the shares apart."""
+    group = output_plan(hidden, group_size).constants["GROUP"]
+    rows = max(1, 2 * _SMALLEST_TILE // group)
+    return {"HIDDEN": hidden, "GROUP": group, "ROWS": rows, "num_warps": 4}
+
+
+@lru_cache(maxsize=256)
+def backward_plan(hidden: int, group_size: int, reads: Reads) -> BackwardPlan:
+    """Return what is launched for rows of `hidden` elements; `group_size` 0: nothing is packed."""
+    tile = tile_plan(hidden, group_size, _ELEMENTS, _SMALLEST_TILE)
+    known, overlaps = tile.constants, _overlaps(hidden, reads)
+    sums_apart = tile.elements // tile.rows > _LONGEST_SUMMED
+    most = _ELEMENTS_OF_MULTIPROCESSOR[reads.centred] // tile.elements
+    programs = max(1, min(most, _MOST_PROGRAMS))
+    warps = known["num_warps"]
+    constants = {
+        "PACKED": group_size > 0,
+        "STAGES": min(
+            _stages(hidden, reads), 1 + _STAGED_BYTES // (tile.elements * reads.element_bytes)
+        ),
+        "maxnreg": _REGISTERS // (32 * warps * programs) // 8 * 8,
+    }
+    if overlaps:
+        constants["LANES"] = 32 * warps
+        known = {name: value for name, value in known.items() if name != "ROWS"}  # which is 1
+    else:
+        constants["CENTRED"] = reads.centred
+        late = sums_apart or (hidden >= _LONG_ROW and not reads.centred)
+        constants["DSUM_LAST"] = late
+    tile = Plan(tile.rows, tile.elements, known | constants)
+    return BackwardPlan(tile, programs, overlaps, sums_apart)
+
+
+def _overlaps(hidden: int, reads: Reads) -> bool:
+    """Tell whether a row is summed while another is finished, as Triton can compile it."""
+    from vramx.kernels.norm_totals import can_gather
+
+    of_warps = _ROW_OF_WARPS <= power_of_two(hidden) <= _LONGEST_SUMMED and hidden % 8 == 0
+    return (
+        of_warps and reads.centred and not reads.has_residual and reads.is_narrow and can_gather()
+    )
+
+
+def _stages(hidden: int, reads: Reads) -> int:
+    if reads.has_residual:
+        return _STAGES_WITH_RESIDUAL
+    return _STAGES if reads.centred or hidden < _LONG_ROW else _STAGES_OF_LONG_ROWS
+
+
+def _programs(device: torch.device, of_multiprocessor: int) -> int:
+    """Return how many programs a device is given; in the interpreter so few that each has tiles."""
+    if device.type != "cuda":
+        return 2
+    return multiprocessors(device) * of_multiprocessor
