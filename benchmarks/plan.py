@@ -5,12 +5,15 @@ budgets from the smallest possible to what the fastest step needs, and runs each
 written as soon as its process has ended, and one that fails is a row that says why.
 
 The goals: no peak exceeds its budget, each is within 5 % of what was predicted, and no step takes
-longer than that of a smaller budget, but for what the clock's noise makes of equal steps.
+longer than that of a smaller budget, but for what the clock's noise makes of equal steps. Steps are
+taken in turns and compared turn by turn, so that a host that slows down slows both of a pair.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isnan
+from operator import truediv
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -27,7 +30,7 @@ DESCRIPTION = "vramx.plan: peaks within budgets, near their prediction, and thei
 CASES = ("llama", "gpt2", "bert", "vit", "cnn")
 PROCESSES = Cases("_plan.py", CASES, quick=("llama",), limit_s=240.0)
 ERROR_GOAL = 0.05
-# Medians of the same work differ by about this much.
+# What the same work differs by, about.
 NOISE = 0.01
 
 
@@ -46,24 +49,32 @@ def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
 def goals(figures: Figures) -> list[tuple[str, str, float, bool]]:
     """Return case, metric, value and whether the goal is met, for what was measured."""
     found = []
-    before: dict[str, float] = {}
-    for case, peak, step_ms in _budgets(figures):
+    smaller: dict[str, list[list[float]]] = {}  # by model, the steps of the budgets so far
+    for case, peak, steps_ms in _budgets(figures):
         ratio = peak / figures[case, "budget_bytes"][0]
         found.append((case, "peak_of_budget", ratio, ratio <= 1))
         ratio = peak / figures[case, "predicted_bytes"][0]
         found.append((case, "peak_of_prediction", ratio, abs(ratio - 1) <= ERROR_GOAL))
-        model = case.split()[0]
-        ratio = step_ms / before.get(model, float("inf"))
+        others = smaller.setdefault(case.split()[0], [])
+        ratio = _turn_by_turn(steps_ms, others)
         found.append((case, "step_of_smaller_budget", ratio, ratio <= 1 + NOISE))
-        before[model] = min(step_ms, before.get(model, step_ms))
+        others.append(steps_ms)
     return found
 
 
-def _budgets(figures: Figures) -> Iterator[tuple[str, float, float]]:
-    """Yield the case of each budget, smaller ones first, with its peak and its median step."""
+def _turn_by_turn(steps_ms: list[float], others: list[list[float]]) -> float:
+    """Return the steps' ratio to those of the fastest of others; NaN, no ratio, if not timed."""
+    if not steps_ms or any(isnan(step) for step in steps_ms):
+        return float("nan")
+    timed = [other for other in others if len(other) == len(steps_ms)]
+    return max((median(map(truediv, steps_ms, other)) for other in timed), default=0.0)
+
+
+def _budgets(figures: Figures) -> Iterator[tuple[str, float, list[float]]]:
+    """Yield the case of each budget, smaller ones first, with its peak and its steps."""
     for (case, metric), values in figures.items():
         if metric == "peak_bytes":
-            yield case, values[0], median(figures.get((case, "step_ms"), [float("nan")]))
+            yield case, values[0], figures.get((case, "step_ms"), [])
 
 
 SHOWN = ("budget_bytes", "predicted_bytes", "peak_bytes", "predicted_ms", "step_ms")

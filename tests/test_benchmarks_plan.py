@@ -15,11 +15,11 @@ GOOD = {
     ("llama budget 1", "budget_bytes"): [100.0],
     ("llama budget 1", "predicted_bytes"): [96.0],
     ("llama budget 1", "peak_bytes"): [99.0],
-    ("llama budget 1", "step_ms"): [20.0, 21.0, 30.0],
+    ("llama budget 1", "step_ms"): [20.0, 30.0, 21.0],  # a host that is slow for a turn
     ("llama budget 2", "budget_bytes"): [200.0],
     ("llama budget 2", "predicted_bytes"): [190.0],
     ("llama budget 2", "peak_bytes"): [185.0],
-    ("llama budget 2", "step_ms"): [21.1],  # within the noise
+    ("llama budget 2", "step_ms"): [20.1, 30.1, 31.0],  # and for two; within the noise
 }
 
 
@@ -36,13 +36,31 @@ def test_good_figures_meet_every_goal() -> None:
         ("llama budget 1", "peak_bytes", 100.5, ["peak_of_budget"]),
         ("llama budget 2", "predicted_bytes", 200.0, ["peak_of_prediction"]),
         ("llama budget 2", "predicted_bytes", 170.0, ["peak_of_prediction"]),
-        ("llama budget 2", "step_ms", 22.0, ["step_of_smaller_budget"]),
+        ("llama budget 2", "step_ms", 21.5, ["step_of_smaller_budget"]),
         ("llama budget 2", "step_ms", float("nan"), ["step_of_smaller_budget"]),
     ],
 )
 def test_each_goal_can_be_missed(case: str, metric: str, value: float, missed: list[str]) -> None:
-    found = plan.goals({**GOOD, (case, metric): [value]})
+    found = plan.goals({**GOOD, (case, metric): [value] * len(GOOD[case, metric])})
     assert [name for _, name, _, is_met in found if not is_met] == missed
+
+
+@pytest.mark.parametrize("case", ["llama budget 1", "llama budget 2"])
+def test_a_plan_that_was_not_timed_misses_its_goal(case: str) -> None:
+    figures = {key: values for key, values in GOOD.items() if key != (case, "step_ms")}
+    missed = [(name, metric) for name, metric, _, is_met in plan.goals(figures) if not is_met]
+    assert missed == [(case, "step_of_smaller_budget")]
+    assert plan.table(figures).row_count == 2
+
+
+def test_a_plan_is_compared_with_every_smaller_budgets() -> None:
+    """Not with the last one's only, than which it may be faster and yet slower than the first's."""
+    later = {("llama budget 3", metric): values for (_, metric), values in list(GOOD.items())[4:]}
+    slow = {("llama budget 2", "step_ms"): [22.0, 33.0, 23.0]}
+    later["llama budget 3", "step_ms"] = [21.0, 31.5, 22.0]
+    found = plan.goals({**GOOD, **slow, **later})
+    missed = [(name, metric) for name, metric, _, is_met in found if not is_met]
+    assert missed == [(f"llama budget {n}", "step_of_smaller_budget") for n in (2, 3)]
 
 
 def test_a_case_plans_five_budgets_and_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
