@@ -21,7 +21,6 @@ from vramx.kernels.norm import (
     normalise,
     offsets_by_8,
     row_columns,
-    wait_for_the_kernel_before,
 )
 from vramx.kernels.norm_totals import lane_totals_of_two, spread_lanes, warp_sums_of_two
 
@@ -42,7 +41,7 @@ def layer_norm_backward_kernel(
     PACKED: tl.constexpr,
     STAGES: tl.constexpr,
     LANES: tl.constexpr,
-    CHAINED: tl.constexpr,
+    LEADS: tl.constexpr,
 ):
     """Write dx and each program's share of dweight and dbias.
 
@@ -54,9 +53,8 @@ def layer_norm_backward_kernel(
     A program owns every programs-th row of dx, in ascending order, at least one, and its row of the
     shares. STAGES: how many rows are in work, all but one of them on their way to shared memory;
     the headers of the next are in registers, and those of the last row are loaded again. LANES: of
-    the program.
+    the program. LEADS: the kernel that adds up the shares may be launched while this one ends.
     """
-    wait_for_the_kernel_before(CHAINED)
     program, programs = tl.program_id(0), tl.num_programs(0)
     count = rows.to(tl.int32)
     inside = is_inside(1, HIDDEN, GROUP, GROUPS, 1)
@@ -92,17 +90,17 @@ def layer_norm_backward_kernel(
         known = inside & (row >= programs)
         tl.store(dx_ptr + before + offsets, dx.to(dx_ptr.dtype.element_ty), mask=known)
         g_before, n_before, sums_before, rstd_before = g, n, sums, rstd
-    if CHAINED:
+    if LEADS:
         tl.extra.cuda.gdc_launch_dependents()
+    if dweight_ptr is not None:
+        store_halves(dweight, dweight_ptr + program * HIDDEN, HIDDEN)
+    if dbias_ptr is not None:
+        store_halves(dbias, dbias_ptr + program * HIDDEN, HIDDEN)
     last = program + (count - 1 - program) // programs * programs
     totals = lane_totals_of_two(sums_before, LANES)
     dx = _gradient(g_before, n_before, rstd_before, totals, HIDDEN, LANES)
     dx_ptr += last.to(tl.int64) * HIDDEN
     tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-    if dweight_ptr is not None:
-        store_halves(dweight, dweight_ptr + program * HIDDEN, HIDDEN)
-    if dbias_ptr is not None:
-        store_halves(dbias, dbias_ptr + program * HIDDEN, HIDDEN)
 
 
 @triton.jit

@@ -151,14 +151,3 @@ def normalise(kept, headers, PACKED: tl.constexpr):
         return kept.to(tl.int8, bitcast=True).to(tl.float32) * scale[:, None]
     else:  # noqa: RET505 - the compiler types what it sees
         return kept.to(tl.float32)
-
-
-@triton.jit
-def wait_for_the_kernel_before(CHAINED: tl.constexpr):
-    """Wait until all that the stream's kernel before this one wrote is there to be read.
-
-    CHAINED: the kernel is launched while that one ends (launch.py, chained()), and reads nothing
-    before this.
-    """
-    if CHAINED:
-        tl.extra.cuda.gdc_wait()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vramx.kernels.launch import chained, multiprocessors
+from vramx.kernels.launch import can_follow, multiprocessors
 from vramx.kernels.norm_launch import Kept, Plan, output_plan, power_of_two, tile_plan
 from vramx.kernels.start import start
 
@@ -117,8 +117,8 @@ def _write_rows(
 
     kernel = layer_norm_backward_kernel if plan.overlaps else norm_backward_kernel
     tensors = (gradients[0], *others) if plan.overlaps else (*gradients, *others)
-    dy = gradients[0]
-    start(kernel, (programs,), tensors, (len(dy),), **plan.tile.constants, **chained(dy.device))
+    dy, constants = gradients[0], plan.tile.constants
+    start(kernel, (programs,), tensors, (len(dy),), LEADS=can_follow(dy.device), **constants)
 
 
 def _partial(wanted: Shares, programs: int, hidden: int) -> Shares:
@@ -162,14 +162,21 @@ def _column_sums(partial: Shares, wanted: Shares, by_halves: bool) -> None:
     start(
         column_sums_kernel, (-(-hidden // _SUM_COLUMNS), len(given)),
         (given[0], *wanted), (programs,), HIDDEN=hidden, HALVES=by_halves,
-        **sums_constants(programs), **chained(given[0].device),
+        **sums_constants(programs), **_following(given[0].device),
     )  # fmt: skip
+
+
+def _following(device: torch.device) -> dict[str, bool]:
+    """Return how the kernel that adds up shares is told whether it is launched early."""
+    return {"FOLLOWS": True, "launch_pdl": True} if can_follow(device) else {"FOLLOWS": False}
 
 
 def sums_constants(programs: int) -> dict[str, int]:
     """Return the tile of the kernel that adds up so many programs' shares."""
-    rows, warps = (32, 4) if programs <= _FEW_SHARES else (64, 8)
-    steps = power_of_two(-(-programs // rows))  # few kernels for all numbers of programs
+    are_few = programs <= _FEW_SHARES
+    rows, warps = (32, 4) if are_few else (64, 8)
+    steps = -(-programs // rows)
+    steps = steps if are_few else power_of_two(steps)  # few kernels for all numbers of programs
     return {"ROWS": rows, "STEPS": steps, "COLUMNS": _SUM_COLUMNS, "num_warps": warps}
 
 
