@@ -264,6 +264,31 @@ def test_rows_that_lanes_add_up_are_right_to_their_roundings(
 
 
 @pytest.mark.parametrize(
+    "case",
+    [
+        Case(22, 128, residual=True),
+        Case(6, 1024, centred=True, halves=True),
+        Case(4, 8320, EXACT),  # sums in a pass of their own
+    ],
+    ids=str,
+)
+def test_rows_may_be_those_of_a_batch(interpreted: Operators, case: Case) -> None:
+    dy, dsum, kept, rstd = backward_inputs(case)
+    weight, _ = affine_of(case)
+
+    def call(*leading: int) -> tuple[Tensor, ...]:
+        gradients = (None if t is None else t.view(*leading, case.hidden) for t in (dy, dsum))
+        return interpreted(
+            "norm_backward", *gradients, weight, kept, rstd.view(leading), case.centred,
+            dy.dtype, [1, int(case.centred)], list(case.spec),
+        )  # fmt: skip
+
+    flat, (dx, *sums) = call(case.rows), call(2, case.rows // 2)
+    assert dx.shape == (2, case.rows // 2, case.hidden)
+    assert all(map(torch.equal, (dx.flatten(0, 1), *sums), flat))
+
+
+@pytest.mark.parametrize(
     "case", [Case(77, 128, residual=True), Case(7, 384, centred=True)], ids=str
 )
 def test_halves_have_the_gradients_of_floats(interpreted: Operators, case: Case) -> None:

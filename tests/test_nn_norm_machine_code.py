@@ -79,7 +79,7 @@ def code_of(name: str, hidden: int, folder: Path, alone: str = "") -> MachineCod
     if alone and plan_without_residual(hidden, alone).overlaps:
         kernel = layer_norm_backward.layer_norm_backward_kernel
     types = TYPES | ({"dy_ptr": alone, "dx_ptr": alone} if alone else {})
-    constants = {"CENTRED": True, "PACKED": True, "STOCHASTIC": True, "LEADS": True}
+    constants = {"CENTRED": True, "PACKED": True, "STOCHASTIC": True}
     constants |= plan.constants
     if name == "backward" and plan_with_residual(hidden).sums_apart:
         constants |= {"dweight_ptr": None, "dbias_ptr": None}

@@ -115,6 +115,21 @@ def test_sums_do_not_change_from_run_to_run() -> None:
 
 
 @every_kind
+@pytest.mark.parametrize("hidden", [64, 1024, 9216])
+def test_rows_may_be_those_of_a_batch(kind: str, hidden: int) -> None:
+    x, vectors = sample(4, 33, hidden), vectors_of(kind, hidden)
+    dy, dsum = (sample(4, 33, hidden, seed=seed).detach() for seed in (8, 9))
+    found = []
+    for shape in ((4, 33), (132,)):
+        rows = x.detach().view(*shape, hidden).requires_grad_()
+        done = norm_of(kind, rows, torch.zeros_like(rows), vectors, EXACT)
+        gradients = [each.view_as(rows) for each in (dy, dsum)]
+        found.append(torch.autograd.grad([done.y, done.residual_sum], [rows, *vectors], gradients))
+    assert torch.equal(found[0][0].flatten(0, 1), found[1][0])
+    assert all(map(torch.equal, found[0][1:], found[1][1:]))
+
+
+@every_kind
 def test_kernels_read_what_the_one_before_wrote(kind: str) -> None:
     """They may be launched while it ends: each pass has its dy, and its own shares, from just now.
 

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from vramx.kernels.layout import Layout
-from vramx.kernels.start import start, triton_version
+from vramx.kernels.start import start
 
 _OLDEST_CAPABILITY = (8, 0)  # bfloat16 arithmetic
-_OLDEST_THAT_FOLLOWS, _OLDEST_DRIVER_THAT_FOLLOWS = (9, 0), 12030
-_OLDEST_TRITON_THAT_FOLLOWS = (3, 6)  # that these kernels were run with
 _WARPS = 4
 _THREADS = 32 * _WARPS
 # Elements of a thread. More of them share what is done once a group, until the registers that they
@@ -160,21 +158,6 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@lru_cache(maxsize=64)
-def can_follow(device: torch.device) -> bool:
-    """Tell whether a kernel can be launched while the one before it ends, and wait by itself.
-
-    Programmatic dependent launch (CUDA C++ Programming Guide): of Hopper and later, in CUDA graphs
-    since CUDA 12.3. On an H200 it takes 2 us off the time between two kernels, 0.4 in a graph.
-    """
-    return (
-        device.type == "cuda"
-        and torch.cuda.get_device_capability(device) >= _OLDEST_THAT_FOLLOWS
-        and getattr(torch._C, "_cuda_getDriverVersion", int)() >= _OLDEST_DRIVER_THAT_FOLLOWS
-        and triton_version() >= _OLDEST_TRITON_THAT_FOLLOWS
-    )
 
 
 @lru_cache(maxsize=1)

@@ -41,7 +41,6 @@ def layer_norm_backward_kernel(
     PACKED: tl.constexpr,
     STAGES: tl.constexpr,
     LANES: tl.constexpr,
-    LEADS: tl.constexpr,
 ):
     """Write dx and each program's share of dweight and dbias.
 
@@ -53,7 +52,7 @@ def layer_norm_backward_kernel(
     A program owns every programs-th row of dx, in ascending order, at least one, and its row of the
     shares. STAGES: how many rows are in work, all but one of them on their way to shared memory;
     the headers of the next are in registers, and those of the last row are loaded again. LANES: of
-    the program. LEADS: the kernel that adds up the shares may be launched while this one ends.
+    the program.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     count = rows.to(tl.int32)
@@ -90,8 +89,6 @@ def layer_norm_backward_kernel(
         known = inside & (row >= programs)
         tl.store(dx_ptr + before + offsets, dx.to(dx_ptr.dtype.element_ty), mask=known)
         g_before, n_before, sums_before, rstd_before = g, n, sums, rstd
-    if LEADS:
-        tl.extra.cuda.gdc_launch_dependents()
     if dweight_ptr is not None:
         store_halves(dweight, dweight_ptr + program * HIDDEN, HIDDEN)
     if dbias_ptr is not None:

@@ -46,7 +46,6 @@ def norm_backward_kernel(
     PACKED: tl.constexpr,
     STAGES: tl.constexpr,
     DSUM_LAST: tl.constexpr,
-    LEADS: tl.constexpr,
 ):
     """Write dx and each program's share of dweight and dbias.
 
@@ -60,7 +59,6 @@ def norm_backward_kernel(
     sums depend on the number of programs only. STAGES: how many tiles are in work, all but one of
     them on their way to shared memory; the headers and factors of the next are in registers, and
     those of the last tile are loaded again. DSUM_LAST: dsum is not held from the start of a tile.
-    LEADS: the kernel that adds up the shares may be launched while this one ends.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     dweight = tl.zeros((ROWS * GROUPS, GROUP), tl.float32)
@@ -96,8 +94,6 @@ def norm_backward_kernel(
                 load_rows(dsum_ptr + first + offsets, inside) if DSUM_LAST else dsum.to(tl.float32)
             )
         tl.store(dx_ptr + first + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-    if LEADS:
-        tl.extra.cuda.gdc_launch_dependents()
     if dweight_ptr is not None:
         _store_share(dweight, dweight_ptr + program * HIDDEN, HIDDEN, GROUP, GROUPS, ROWS)
     if dbias_ptr is not None:

@@ -1,9 +1,9 @@
 """Launch the backward kernels of the norms: which they are, their tiles and how many programs.
 
 As norm_launch.py, whose types and tiles these are. A backward pass is one kernel for the rows and
-one that adds up the programs' shares of the sums; the second is launched while the first ends.
-norm_backward() allocates the shares, `programs * hidden` floats each; nothing else allocates.
-Importing this module does not import triton.
+one that adds up the programs' shares of the sums. norm_backward() allocates the shares,
+`programs * hidden` floats each; nothing else allocates. Importing this module does not import
+triton.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vramx.kernels.launch import can_follow, multiprocessors
+from vramx.kernels.launch import multiprocessors
 from vramx.kernels.norm_launch import Kept, Plan, output_plan, power_of_two, tile_plan
 from vramx.kernels.start import start
 
@@ -117,8 +117,7 @@ def _write_rows(
 
     kernel = layer_norm_backward_kernel if plan.overlaps else norm_backward_kernel
     tensors = (gradients[0], *others) if plan.overlaps else (*gradients, *others)
-    dy, constants = gradients[0], plan.tile.constants
-    start(kernel, (programs,), tensors, (len(dy),), LEADS=can_follow(dy.device), **constants)
+    start(kernel, (programs,), tensors, (len(gradients[0]),), **plan.tile.constants)
 
 
 def _partial(wanted: Shares, programs: int, hidden: int) -> Shares:
@@ -162,13 +161,8 @@ def _column_sums(partial: Shares, wanted: Shares, by_halves: bool) -> None:
     start(
         column_sums_kernel, (-(-hidden // _SUM_COLUMNS), len(given)),
         (given[0], *wanted), (programs,), HIDDEN=hidden, HALVES=by_halves,
-        **sums_constants(programs), **_following(given[0].device),
+        **sums_constants(programs),
     )  # fmt: skip
-
-
-def _following(device: torch.device) -> dict[str, bool]:
-    """Return how the kernel that adds up shares is told whether it is launched early."""
-    return {"FOLLOWS": True, "launch_pdl": True} if can_follow(device) else {"FOLLOWS": False}
 
 
 def sums_constants(programs: int) -> dict[str, int]:

@@ -26,18 +26,14 @@ def column_sums_kernel(
     STEPS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HALVES: tl.constexpr,
-    FOLLOWS: tl.constexpr,
 ):
     """Write dweight[c] = sum of shares[0, :, c], and dbias of what is next there, in one order.
 
     shares_ptr: fp32 [1 or 2, rows, HIDDEN], rows <= ROWS * STEPS. dweight_ptr, dbias_ptr: [HIDDEN]
     of any type, or one of them None. Program (i, j) owns COLUMNS columns of share j. The steps are
     written out, so that the loads of several are on their way at once. HALVES: the columns of the
-    shares lie as store_halves() of layer_norm_backward.py left them. FOLLOWS: it is launched while
-    the kernel before it ends, and waits until what that wrote is there.
+    shares lie as store_halves() of layer_norm_backward.py left them.
     """
-    if FOLLOWS:
-        tl.extra.cuda.gdc_wait()
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     known = columns < HIDDEN
     lanes = tl.arange(0, ROWS)

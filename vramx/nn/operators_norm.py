@@ -173,7 +173,7 @@ def norm_backward(
         vector if want else None for vector, want in zip(vectors, wanted, strict=True)
     )
     norm_backward_launch.norm_backward(
-        (dy, dsum),
+        (dy.view(-1, hidden), None if dsum is None else dsum.view(-1, hidden)),
         None if weight is None else weight.contiguous(),
         _rows_of(kept, dx, kind, rstd),
         dx.view(-1, hidden),
