@@ -38,7 +38,8 @@ _REGISTERS = 1 << 16  # of a multiprocessor
 # several warps have a kernel that sums one while it finishes another. On an H200 it gains 4 % at
 # 4096 columns and 64 MiB, 5 % at 256 MiB, and nothing below 2048 columns.
 _ROW_OF_WARPS = 1024
-_SUM_PROGRAMS = 4  # of a multiprocessor, of sums that are made apart
+# Of sums that are made apart: programs of a multiprocessor, and elements of a tile.
+_APART_PROGRAMS, _APART_TILE = 4, 2048
 # Of a program that adds up shares; few rows, for all of it is a few microseconds of waiting, unless
 # there are so many shares that it would have too many steps.
 _SUM_COLUMNS, _FEW_SHARES = 16, 512
@@ -139,7 +140,7 @@ def _sums_apart(dy: Tensor, kept: Kept, wanted: Shares) -> Shares:
     rows, hidden = dy.shape
     constants = sums_apart_constants(hidden, kept.group_size)
     columns = -(-hidden // constants["GROUP"])
-    most = -(-_programs(dy.device, _SUM_PROGRAMS) // columns)
+    most = -(-_programs(dy.device, _APART_PROGRAMS) // columns)
     programs = min(-(-rows // constants["ROWS"]), most)
     partial = _partial(wanted, programs, hidden)
     if any(share is not None for share in partial):
@@ -177,7 +178,7 @@ def sums_constants(programs: int) -> dict[str, int]:
 def sums_apart_constants(hidden: int, group_size: int) -> dict[str, Any]:
     """Return the tile of the kernel that makes the shares apart."""
     group = output_plan(hidden, group_size).constants["GROUP"]
-    rows = max(1, 2 * _SMALLEST_TILE // group)
+    rows = max(1, _APART_TILE // group)
     return {"HIDDEN": hidden, "GROUP": group, "ROWS": rows, "num_warps": 4}
 
 
