@@ -1,0 +1,42 @@
+"""A whole model's step with the kernels as Triton interprets them: as its blocks call them.
+
+The tests of single kernels choose the shapes that they give; here a model does, batches included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+_CHILD = Path(__file__).with_name("interpreted_model_child.py")
+_LIMIT_S = 120
+# Sums of some hundred float32 terms in another order: each is off by fewer than so many roundings
+# of numbers some ten times its size.
+_ERROR = 1e-5
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, dict[str, float]]:
+    root = str(_CHILD.parents[1])
+    done = subprocess.run(
+        [sys.executable, str(_CHILD)], cwd=root, env=os.environ | {"PYTHONPATH": root},
+        timeout=_LIMIT_S, check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, dict[str, float]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["pre", "post"])
+def test_a_swapped_encoder_layer_has_the_gradients(
+    kind: str, errors: dict[str, dict[str, float]]
+) -> None:
+    assert len(errors[kind]) == 13
+    assert {name: error for name, error in errors[kind].items() if not error <= _ERROR} == {}
