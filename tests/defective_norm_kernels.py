@@ -58,6 +58,14 @@ def _columns_of_the_first_group(GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS:
     return groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
+@triton.jit
+def _weight_of_the_first_group(
+    weight_ptr, HIDDEN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr
+):
+    columns = _columns_of_the_first_group(GROUP, GROUPS, ROWS)
+    return tl.load(weight_ptr + columns, mask=columns < HIDDEN, other=0.0)
+
+
 DEFECTS: dict[str, tuple[ModuleType, str, Any]] = {
     "scale rounded to nearest": (headers, "_scale_bits", _scale_to_nearest),
     "one factor for all rows": (norm_forward, "spread", _first_row_for_all),
@@ -72,8 +80,8 @@ DEFECTS: dict[str, tuple[ModuleType, str, Any]] = {
     ),
     "a gradient's weights of the first group": (
         norm_backward,
-        "row_columns",
-        _columns_of_the_first_group,
+        "load_weight",
+        _weight_of_the_first_group,
     ),
     "a warp left out of a row": (norm_totals, "_warp_sums", _last_warp_forgotten),
     "shares not by halves": (layer_norm_backward, "store_halves", _store_in_order),

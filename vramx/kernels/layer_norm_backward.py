@@ -18,9 +18,9 @@ from vramx.kernels.norm import (
     is_inside,
     load_headers,
     load_rows,
+    load_weight,
     normalise,
     offsets_by_8,
-    row_columns,
 )
 from vramx.kernels.norm_totals import lane_totals_of_two, spread_lanes, warp_sums_of_two
 
@@ -60,7 +60,7 @@ def layer_norm_backward_kernel(
     offsets = offsets_by_8(GROUP, GROUPS, 1)
     dweight = tl.zeros((GROUPS, GROUP), tl.float32)
     dbias = tl.zeros((GROUPS, GROUP), tl.float32)
-    weight = _load_weight(weight_ptr, HIDDEN, GROUP, GROUPS)
+    weight = load_weight(weight_ptr, HIDDEN, GROUP, GROUPS, 1)
     next_headers = _load_headers(kept_ptr, rows, program, HIDDEN, GROUP, GROUPS, PACKED)
     # Of the row before; there is none before the first, and nothing is written of it.
     g_before = tl.zeros((GROUPS, GROUP), tl.float32)
@@ -130,15 +130,6 @@ def _load_headers(
         return load_headers(kept_ptr, rows * HIDDEN, first, filled, GROUP, GROUPS)
     else:  # noqa: RET505 - the compiler types what it sees
         return row
-
-
-@triton.jit
-def _load_weight(weight_ptr, HIDDEN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    columns = row_columns(GROUP, GROUPS, 1)
-    if weight_ptr is None:
-        return columns
-    else:  # noqa: RET505 - the compiler types what it sees
-        return tl.load(weight_ptr + columns, mask=columns < HIDDEN, other=0.0)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from vramx.kernels.norm import (
     is_inside,
     load_headers,
     load_rows,
+    load_weight,
     normalise,
     offsets_by_8,
     row_columns,
@@ -65,7 +66,7 @@ def norm_backward_kernel(
     dbias = tl.zeros((ROWS * GROUPS, GROUP), tl.float32)
     tiles = tl.cdiv(rows, ROWS).to(tl.int32)
     offsets = offsets_by_8(GROUP, GROUPS, ROWS)
-    weight = _load_weight(weight_ptr, HIDDEN, GROUP, GROUPS, ROWS)
+    weight = load_weight(weight_ptr, HIDDEN, GROUP, GROUPS, ROWS)
     next_headers, next_rstd = _load_small(
         kept_ptr, rstd_ptr, rows, program, HIDDEN, GROUP, GROUPS, ROWS, PACKED
     )
@@ -144,18 +145,6 @@ def _load_small(
         ), rstd
     else:  # noqa: RET505 - the compiler types what it sees
         return rstd, rstd
-
-
-@triton.jit
-def _load_weight(
-    weight_ptr, HIDDEN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr
-):
-    """Return the weights of a tile, of their own type, which takes the fewest registers."""
-    columns = row_columns(GROUP, GROUPS, ROWS)
-    if weight_ptr is None:
-        return columns
-    else:  # noqa: RET505 - the compiler types what it sees
-        return tl.load(weight_ptr + columns, mask=columns < HIDDEN, other=0.0)
 
 
 @triton.jit
