@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import isnan
-from operator import truediv
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -55,19 +54,20 @@ def goals(figures: Figures) -> list[tuple[str, str, float, bool]]:
         found.append((case, "peak_of_budget", ratio, ratio <= 1))
         ratio = peak / figures[case, "predicted_bytes"][0]
         found.append((case, "peak_of_prediction", ratio, abs(ratio - 1) <= ERROR_GOAL))
-        others = smaller.setdefault(case.split()[0], [])
-        ratio = _turn_by_turn(steps_ms, others)
+        timed = smaller.setdefault(case.split()[0], [])
+        ratio = _turn_by_turn(steps_ms, timed)
         found.append((case, "step_of_smaller_budget", ratio, ratio <= 1 + NOISE))
-        others.append(steps_ms)
+        if not isnan(ratio):
+            timed.append(steps_ms)
     return found
 
 
 def _turn_by_turn(steps_ms: list[float], others: list[list[float]]) -> float:
     """Return the steps' ratio to those of the fastest of others; NaN, no ratio, if not timed."""
-    if not steps_ms or any(isnan(step) for step in steps_ms):
+    if not steps_ms or any(map(isnan, steps_ms)):
         return float("nan")
-    timed = [other for other in others if len(other) == len(steps_ms)]
-    return max((median(map(truediv, steps_ms, other)) for other in timed), default=0.0)
+    pairs = (zip(steps_ms, other, strict=True) for other in others)  # of one turn each
+    return max((median(a / b for a, b in of_turns) for of_turns in pairs), default=0.0)
 
 
 def _budgets(figures: Figures) -> Iterator[tuple[str, float, list[float]]]:
