@@ -3,9 +3,10 @@
 What a row's gradient needs of all of the row, its warps learn only behind a barrier. Here they come
 to it with more than that to do: a program sums a row, and then finishes the one before it, whose
 sums it has met the barrier for at the start. So memory is not idle while warps wait. In the terms
-of norm.py, a tile being one row; norm_launch.py says which rows come here and how many programs
-there are, norm_sums.py adds up what they leave. There are no atomics, and each sum has one order.
-All arithmetic is float32. Traffic an element in bf16 with 8 bits: 5.02 bytes, and the shares.
+of norm.py, a tile being one row; norm_backward_launch.py says which rows come here and how many
+programs there are, norm_sums.py adds up what they leave. There are no atomics, and each sum has one
+order. All arithmetic is float32. Traffic an element in bf16 with 8 bits: 5.02 bytes; the shares
+come on top.
 """
 
 from __future__ import annotations

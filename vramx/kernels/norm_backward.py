@@ -1,11 +1,11 @@
 """RMSNorm and LayerNorm, backward: the gradient of the rows, and those of weight and bias.
 
-In the terms of norm_forward.py and the tiles of norm.py; norm_launch.py chooses how many programs.
-Each program adds up its own share of dweight and dbias, as it goes from tile to tile; norm_sums.py
-adds up the shares, and makes them where rows are long. So the sums have one order, and no two
-programs share a byte: there are no atomics. All arithmetic is float32. Any pointer that may be null
-is None, which the compiler knows. Traffic an element in bf16 with 8 bits: 5.02 bytes, 7.02 with a
-gradient of the sum; the shares are fp32 and come on top.
+In the terms of norm_forward.py and the tiles of norm.py; norm_backward_launch.py chooses how many
+programs. Each adds up its own share of dweight and dbias, as it goes from tile to tile;
+norm_sums.py adds up the shares, and makes them where rows are long. So the sums have one order, and
+no two programs share a byte: there are no atomics. All arithmetic is float32. Any pointer that may
+be null is None, which the compiler knows. Traffic an element in bf16 with 8 bits: 5.02 bytes, 7.02
+with a gradient of the sum; the shares are fp32 and come on top.
 """
 
 from __future__ import annotations
