@@ -14,7 +14,7 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -45,6 +45,7 @@ class MachineCode:
     tile: Counter[str]
     everything: Counter[str]
     elements: int  # of one thread
+    loop: Counter[str] = field(default_factory=Counter)  # the longest one
 
     def bytes_of(self, operation: str) -> int:
         """The bytes of a thread that go through operations of 16 bytes with this name."""
@@ -134,7 +135,24 @@ def parse(text: str, elements: int) -> MachineCode:
     ends = (i for i, (condition, name) in enumerate(found) if name == "EXIT" and not condition)
     end = next(ends, len(found))
     tile = [name for _, name in found[: end + 1] if name != "NOP"]
-    return MachineCode(Counter(tile), Counter(operations), elements)
+    return MachineCode(Counter(tile), Counter(operations), elements, Counter(longest_loop(text)))
+
+
+def longest_loop(text: str) -> list[str]:
+    """Return the operations from a label to the branch back to it, where those are the most."""
+    begins: dict[str, int] = {}
+    operations: list[str] = []
+    loop: list[str] = []
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            begins[label[1]] = len(operations)
+        elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)", line):
+            operations.append(found[1])
+            target = re.search(r"\.L_x_\d+", found[2]) if found[1].startswith("BRA") else None
+            begin = begins.get(target[0]) if target else None
+            if begin is not None and len(operations) - begin > len(loop):
+                loop = operations[begin:]
+    return loop
 
 
 def find_disassembler() -> str:
@@ -185,6 +203,20 @@ def test_counter_stops_where_the_tile_ends() -> None:
     assert code.per_element == 2.0
     assert code.bytes_of("LDG") == code.bytes_of("STG") == 16
     assert code.everything["STL"] == 1
+
+
+def test_the_longest_loop_is_found() -> None:
+    text = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_0:
+        /*0010*/              @P0 BRA `(.L_x_1) ;
+        /*0020*/                   LDGSTS.E.128 [R4], desc[UR4][R2.64] ;
+.L_x_1:
+        /*0030*/             @!P1 BRA `(.L_x_0) ;
+.L_x_2:
+        /*0040*/                   BRA `(.L_x_2);
+    """
+    assert longest_loop(text) == ["BRA", "LDGSTS.E.128", "BRA"]
 
 
 def test_narrow_accesses_would_be_seen(code_of: Compiler) -> None:

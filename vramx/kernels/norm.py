@@ -128,38 +128,51 @@ def spread(values, GROUPS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def load_kept(
+def load_normalised(
     kept_ptr,
-    numel,
+    rows,
     first,
     offsets,
     inside,
-    filled,
+    left,
+    HIDDEN: tl.constexpr,
     GROUP: tl.constexpr,
-    TILE_GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Return what was kept of a tile, 0 outside, and if PACKED its headers, as they lie there."""
+    """Return n of a tile as fp32, 0 outside, of what was kept of it."""
     kept = tl.load(kept_ptr + first + offsets, mask=inside, other=0)
     if PACKED:
-        return kept, load_headers(kept_ptr, numel, first, filled, GROUP, TILE_GROUPS)
-    else:  # noqa: RET505 - the compiler types what it sees
-        return kept, kept
-
-
-@triton.jit
-def load_headers(kept_ptr, numel, first, filled, GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr):
-    """Return the headers of a tile's groups as they lie there, 0 outside."""
-    header_ptr = header_pointer(kept_ptr, numel, first, GROUP, 8, True)
-    # Not any number outside: its product with 0 may be NaN.
-    return tl.load(header_ptr + tl.arange(0, TILE_GROUPS), mask=filled, other=0)
-
-
-@triton.jit
-def normalise(kept, headers, PACKED: tl.constexpr):
-    """Return n of a tile as fp32, of what load_kept() returned."""
-    if PACKED:
-        scale = (headers.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        filled = is_filled(left, HIDDEN, GROUP, GROUPS, ROWS)
+        scale = _load_scales(kept_ptr, rows, first, filled, HIDDEN, GROUP, ROWS * GROUPS)
         return kept.to(tl.int8, bitcast=True).to(tl.float32) * scale[:, None]
     else:  # noqa: RET505 - the compiler types what it sees
         return kept.to(tl.float32)
+
+
+@triton.jit
+def _load_scales(
+    kept_ptr,
+    rows,
+    first,
+    filled,
+    HIDDEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_GROUPS: tl.constexpr,
+):
+    """Return fp32[TILE_GROUPS], the scales of a tile's groups.
+
+    They are read in words of two: copies to shared memory that a program does not wait for have
+    four bytes or more. The last word may end two bytes behind the buffer, in the same four bytes.
+    """
+    header_ptr = header_pointer(kept_ptr, rows * HIDDEN, 0, GROUP, 8, True)
+    begin = first // GROUP
+    groups = tl.arange(0, TILE_GROUPS)
+    if HIDDEN // GROUP % 2 == 1:
+        groups += (begin % 2).to(tl.int32)
+    words_ptr = header_ptr.to(tl.pointer_type(tl.int32)) + begin // 2
+    # Not any number outside: its product with 0 may be NaN.
+    words = tl.load(words_ptr + groups // 2, mask=filled, other=0)
+    bits = tl.where(groups % 2 == 0, words << 16, words & -0x10000)
+    return bits.to(tl.float32, bitcast=True)

@@ -5,7 +5,11 @@ programs. Each adds up its own share of dweight and dbias, as it goes from tile 
 norm_sums.py adds up the shares, and makes them where rows are long. So the sums have one order, and
 no two programs share a byte: there are no atomics. All arithmetic is float32. Any pointer that may
 be null is None, which the compiler knows. Traffic an element in bf16 with 8 bits: 5.02 bytes, 7.02
-with a gradient of the sum; the shares are fp32 and come on top.
+with a gradient of the sum; the shares come on top.
+
+Whatever the loop loads is copied to shared memory while earlier tiles are in work. A GPU returns
+what it loads in order: one load to registers among them, or one spilled register, is waited for
+with all copies before it, and costs up to a third of the speed.
 """
 
 from __future__ import annotations
@@ -14,12 +18,10 @@ import triton
 import triton.language as tl
 
 from vramx.kernels.norm import (
-    is_filled,
     is_inside,
-    load_headers,
+    load_normalised,
     load_rows,
     load_weight,
-    normalise,
     offsets_by_8,
     row_columns,
     row_totals,
@@ -54,12 +56,11 @@ def norm_backward_kernel(
         dweight = sum dy * n   dbias = sum dy
 
     dy_ptr, dx_ptr: [rows, HIDDEN]. dsum_ptr: the gradient of s itself, or None. weight_ptr: or
-    None. dweight_ptr, dbias_ptr: fp32 [programs, HIDDEN], or None where they are not asked for or
+    None. dweight_ptr, dbias_ptr: [programs, HIDDEN], or None where they are not asked for or
     norm_sums_kernel makes them.
     A program owns every programs-th tile of dx, in ascending order, and its row of the shares: the
     sums depend on the number of programs only. STAGES: how many tiles are in work, all but one of
-    them on their way to shared memory; the headers and factors of the next are in registers, and
-    those of the last tile are loaded again. DSUM_LAST: dsum is not held from the start of a tile.
+    them on their way to shared memory. DSUM_LAST: dsum is not held from the start of a tile.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     dweight = tl.zeros((ROWS * GROUPS, GROUP), tl.float32)
@@ -67,23 +68,18 @@ def norm_backward_kernel(
     tiles = tl.cdiv(rows, ROWS).to(tl.int32)
     offsets = offsets_by_8(GROUP, GROUPS, ROWS)
     weight = load_weight(weight_ptr, HIDDEN, GROUP, GROUPS, ROWS)
-    next_headers, next_rstd = _load_small(
-        kept_ptr, rstd_ptr, rows, program, HIDDEN, GROUP, GROUPS, ROWS, PACKED
-    )
     for tile in tl.range(program, tiles, programs, num_stages=STAGES):
-        headers, rstd = next_headers, next_rstd
-        next_headers, next_rstd = _load_small(
-            kept_ptr, rstd_ptr, rows, tl.minimum(tile + programs, tiles - 1),
-            HIDDEN, GROUP, GROUPS, ROWS, PACKED,
-        )  # fmt: skip
         row = tile * tl.full((), ROWS, tl.int64)
         first = row * HIDDEN
-        inside = is_inside(tl.minimum(rows - row, ROWS).to(tl.int32), HIDDEN, GROUP, GROUPS, ROWS)
+        left = tl.minimum(rows - row, ROWS).to(tl.int32)
+        inside = is_inside(left, HIDDEN, GROUP, GROUPS, ROWS)
         dy = load_rows(dy_ptr + first + offsets, inside)
-        kept = tl.load(kept_ptr + first + offsets, mask=inside, other=0)
         if dsum_ptr is not None and not DSUM_LAST:
             dsum = tl.load(dsum_ptr + first + offsets, mask=inside, other=0.0)
-        n = normalise(kept, headers, PACKED)
+        rstd = _load_factors(rstd_ptr + row, left, ROWS)
+        n = load_normalised(
+            kept_ptr, rows, first, offsets, inside, left, HIDDEN, GROUP, GROUPS, ROWS, PACKED
+        )
         if dweight_ptr is not None:
             dweight += dy * n
         if dbias_ptr is not None:
@@ -123,35 +119,10 @@ def _gradient(
 
 
 @triton.jit
-def _load_small(
-    kept_ptr,
-    rstd_ptr,
-    rows,
-    tile,
-    HIDDEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    PACKED: tl.constexpr,
-):
-    """Return the headers, if PACKED, and the factors of a tile."""
-    row = tile * tl.full((), ROWS, tl.int64)
-    left = tl.minimum(rows - row, ROWS).to(tl.int32)
-    rstd = _load_factors(rstd_ptr + row, left, ROWS)
-    if PACKED:
-        filled = is_filled(left, HIDDEN, GROUP, GROUPS, ROWS)
-        return load_headers(
-            kept_ptr, rows * HIDDEN, row * HIDDEN, filled, GROUP, ROWS * GROUPS
-        ), rstd
-    else:  # noqa: RET505 - the compiler types what it sees
-        return rstd, rstd
-
-
-@triton.jit
 def _load_factors(rstd_ptr, left, ROWS: tl.constexpr):
     """Return the factors of a tile's rows, of the one row a scalar."""
-    if ROWS == 1:
-        return tl.load(rstd_ptr)
+    if ROWS == 1:  # what is loaded as a scalar comes to registers
+        return tl.sum(tl.load(rstd_ptr + tl.arange(0, 1)))
     else:  # noqa: RET505 - the compiler types what it sees
         lanes = tl.arange(0, ROWS)
         return tl.load(rstd_ptr + lanes, mask=lanes < left, other=0.0)

@@ -2,7 +2,7 @@
 
 As norm_launch.py, whose types and tiles these are. A backward pass is one kernel for the rows and
 one that adds up the programs' shares of the sums. norm_backward() allocates the shares,
-`programs * hidden` floats each; nothing else allocates. Importing this module does not import
+`programs * hidden` elements each; nothing else allocates. Importing this module does not import
 triton.
 """
 
@@ -24,20 +24,15 @@ _LONGEST_SUMMED = 8192
 # Shorter rows share a tile; fewer than forward, for adding up two rows' together costs more than
 # they gain by sharing their waits.
 _SMALLEST_TILE = 1024
-# The programs go on to further tiles, some of which are on their way to shared memory: with a
-# residual fewer, for a tile is then more bytes, and of long rows more, for there are fewer
-# programs. A multiprocessor works on so many elements, more where means are not subtracted. Where
-# they are not, long rows gain from a residual's gradient that is loaded late and not held. All
-# swept on an H200.
-_ELEMENTS_OF_MULTIPROCESSOR, _MOST_PROGRAMS = {False: 10240, True: 8192}, 16
+# The programs go on to further tiles, two of which are on their way to shared memory: with more the
+# memory is slower, by 3 to 7 % each. A multiprocessor works on so many elements: with more, threads
+# have too few registers. Where means are not subtracted, long rows gain from a residual's gradient
+# that is loaded late and not held. All swept on an H200.
+_ELEMENTS_OF_MULTIPROCESSOR, _MOST_PROGRAMS = 8192, 16
 _LONG_ROW = 4096
-_STAGES, _STAGES_WITH_RESIDUAL, _STAGES_OF_LONG_ROWS = 4, 3, 5
+_STAGES = 3
 _STAGED_BYTES = 96 << 10  # of a program: GPUs of capability 8.6 have 99 KiB
 _REGISTERS = 1 << 16  # of a multiprocessor
-# With means and no residual the warps of a row wait for each other rather than for memory: rows of
-# several warps have a kernel that sums one while it finishes another. On an H200 it gains 4 % at
-# 4096 columns and 64 MiB, 5 % at 256 MiB, and nothing below 2048 columns.
-_ROW_OF_WARPS = 1024
 # Of sums that are made apart: programs of a multiprocessor, and elements of a tile.
 _APART_PROGRAMS, _APART_TILE = 4, 2048
 # Of a program that adds up shares; few rows, for all of it is a few microseconds of waiting, unless
@@ -51,7 +46,6 @@ class Reads(NamedTuple):
     centred: bool
     has_residual: bool
     element_bytes: int  # of the gradients and of what was kept
-    is_narrow: bool = True  # dy and dx are of 16 bits
 
 
 class Shares(NamedTuple):
@@ -66,7 +60,6 @@ class BackwardPlan(NamedTuple):
 
     tile: Plan
     programs: int  # of a multiprocessor
-    overlaps: bool  # which kernel: layer_norm_backward.py, or norm_backward.py
     sums_apart: bool  # they would not fit the registers
 
 
@@ -84,6 +77,8 @@ def norm_backward(
         shares: where the sums go, and whether the mean was subtracted. Their rounding errors do
             not change from run to run on one kind of device.
     """
+    from vramx.kernels.norm_backward import norm_backward_kernel
+
     wanted, centred = shares
     rows, hidden = dx.shape
     if not rows:
@@ -94,39 +89,32 @@ def norm_backward(
     packed = kept.group_size > 0
     of_gradients = sum(each.element_size() for each in gradients if each is not None)
     reads = Reads(
-        centred, gradients[1] is not None, of_gradients + (1 if packed else dx.element_size()),
-        max(gradients[0].element_size(), dx.element_size()) == 2,
+        centred, gradients[1] is not None, of_gradients + (1 if packed else dx.element_size())
     )  # fmt: skip
     plan = backward_plan(hidden, kept.group_size, reads)
     programs = min(plan.tile.grid(rows), _programs(dx.device, plan.programs))
     partial = _partial(Shares(None, None) if plan.sums_apart else wanted, programs, hidden)
-    _write_rows(plan, programs, gradients, (weight, kept.buffer, kept.rstd, dx, *partial))
+    start(
+        norm_backward_kernel, (programs,),
+        (*gradients, weight, kept.buffer, kept.rstd, dx, *partial), (rows,), **plan.tile.constants,
+    )  # fmt: skip
     if plan.sums_apart:
         partial = _sums_apart(gradients[0], kept, wanted)
-    _column_sums(partial, wanted, plan.overlaps)
-
-
-def _write_rows(
-    plan: BackwardPlan,
-    programs: int,
-    gradients: tuple[Tensor, Tensor | None],
-    others: tuple[Tensor | None, ...],
-) -> None:
-    """Launch the kernel that writes dx and the shares."""
-    from vramx.kernels.layer_norm_backward import layer_norm_backward_kernel
-    from vramx.kernels.norm_backward import norm_backward_kernel
-
-    kernel = layer_norm_backward_kernel if plan.overlaps else norm_backward_kernel
-    tensors = (gradients[0], *others) if plan.overlaps else (*gradients, *others)
-    start(kernel, (programs,), tensors, (len(gradients[0]),), **plan.tile.constants)
+    _column_sums(partial, wanted)
 
 
 def _partial(wanted: Shares, programs: int, hidden: int) -> Shares:
-    """Return where the programs' shares go: [programs, hidden] each, one after the other."""
+    """Return where the programs' shares go: [programs, hidden] each, one after the other.
+
+    They are rounded to bfloat16 where the sums will be. That is as if each element of dy had been
+    rounded once more, and written and read in half the time.
+    """
     given = [vector for vector in wanted if vector is not None]
     if not given:
         return Shares(None, None)
-    shares = given[0].new_empty((len(given), programs, hidden), dtype=torch.float32)
+    narrow = all(vector.dtype == torch.bfloat16 for vector in given)
+    dtype = torch.bfloat16 if narrow else torch.float32
+    shares = given[0].new_empty((len(given), programs, hidden), dtype=dtype)
     return Shares(
         None if wanted.dweight is None else shares[0],
         None if wanted.dbias is None else shares[-1],
@@ -151,8 +139,8 @@ def _sums_apart(dy: Tensor, kept: Kept, wanted: Shares) -> Shares:
     return partial
 
 
-def _column_sums(partial: Shares, wanted: Shares, by_halves: bool) -> None:
-    """Add up the shares, which lie as _partial() made them and the kernel wrote them."""
+def _column_sums(partial: Shares, wanted: Shares) -> None:
+    """Add up the shares, which lie as _partial() made them."""
     from vramx.kernels.norm_sums import column_sums_kernel
 
     given = [share for share in partial if share is not None]
@@ -161,8 +149,7 @@ def _column_sums(partial: Shares, wanted: Shares, by_halves: bool) -> None:
     programs, hidden = given[0].shape
     start(
         column_sums_kernel, (-(-hidden // _SUM_COLUMNS), len(given)),
-        (given[0], *wanted), (programs,), HIDDEN=hidden, HALVES=by_halves,
-        **sums_constants(programs),
+        (given[0], *wanted), (programs,), HIDDEN=hidden, **sums_constants(programs),
     )  # fmt: skip
 
 
@@ -186,43 +173,18 @@ def sums_apart_constants(hidden: int, group_size: int) -> dict[str, Any]:
 def backward_plan(hidden: int, group_size: int, reads: Reads) -> BackwardPlan:
     """Return what is launched for rows of `hidden` elements; `group_size` 0: nothing is packed."""
     tile = tile_plan(hidden, group_size, _ELEMENTS, _SMALLEST_TILE)
-    known, overlaps = tile.constants, _overlaps(hidden, reads)
     sums_apart = tile.elements // tile.rows > _LONGEST_SUMMED
-    most = _ELEMENTS_OF_MULTIPROCESSOR[reads.centred] // tile.elements
+    most = _ELEMENTS_OF_MULTIPROCESSOR // tile.elements
     programs = max(1, min(most, _MOST_PROGRAMS))
-    warps = known["num_warps"]
     constants = {
+        "CENTRED": reads.centred,
         "PACKED": group_size > 0,
-        "STAGES": min(
-            _stages(hidden, reads), 1 + _STAGED_BYTES // (tile.elements * reads.element_bytes)
-        ),
-        "maxnreg": _REGISTERS // (32 * warps * programs) // 8 * 8,
+        "STAGES": min(_STAGES, 1 + _STAGED_BYTES // (tile.elements * reads.element_bytes)),
+        "DSUM_LAST": sums_apart or (hidden >= _LONG_ROW and not reads.centred),
+        "maxnreg": _REGISTERS // (32 * tile.constants["num_warps"] * programs) // 8 * 8,
     }
-    if overlaps:
-        constants["LANES"] = 32 * warps
-        known = {name: value for name, value in known.items() if name != "ROWS"}  # which is 1
-    else:
-        constants["CENTRED"] = reads.centred
-        late = sums_apart or (hidden >= _LONG_ROW and not reads.centred)
-        constants["DSUM_LAST"] = late
-    tile = Plan(tile.rows, tile.elements, known | constants)
-    return BackwardPlan(tile, programs, overlaps, sums_apart)
-
-
-def _overlaps(hidden: int, reads: Reads) -> bool:
-    """Tell whether a row is summed while another is finished, as Triton can compile it."""
-    from vramx.kernels.norm_totals import can_gather
-
-    of_warps = _ROW_OF_WARPS <= power_of_two(hidden) <= _LONGEST_SUMMED and hidden % 8 == 0
-    return (
-        of_warps and reads.centred and not reads.has_residual and reads.is_narrow and can_gather()
-    )
-
-
-def _stages(hidden: int, reads: Reads) -> int:
-    if reads.has_residual:
-        return _STAGES_WITH_RESIDUAL
-    return _STAGES if reads.centred or hidden < _LONG_ROW else _STAGES_OF_LONG_ROWS
+    tile = Plan(tile.rows, tile.elements, tile.constants | constants)
+    return BackwardPlan(tile, programs, sums_apart)
 
 
 def _programs(device: torch.device, of_multiprocessor: int) -> int:

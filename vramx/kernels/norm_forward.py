@@ -20,9 +20,8 @@ from vramx.kernels.noise import code_bits, rounding_noise
 from vramx.kernels.norm import (
     is_filled,
     is_inside,
-    load_kept,
+    load_normalised,
     load_rows,
-    normalise,
     row_columns,
     row_offsets,
     row_totals,
@@ -154,11 +153,9 @@ def norm_output_kernel(
     first = row * HIDDEN
     left = tl.minimum(rows - row, ROWS).to(tl.int32)
     inside = is_inside(left, HIDDEN, GROUP, GROUPS, ROWS)
-    filled = is_filled(left, HIDDEN, GROUP, GROUPS, ROWS)
     offsets = row_offsets(GROUP, GROUPS, ROWS)
-    kept, headers = load_kept(
-        kept_ptr, rows * HIDDEN, first, offsets, inside, filled, GROUP, ROWS * GROUPS, PACKED
+    n = load_normalised(
+        kept_ptr, rows, first, offsets, inside, left, HIDDEN, GROUP, GROUPS, ROWS, PACKED
     )
-    n = normalise(kept, headers, PACKED)
     y = _affine(n, weight_ptr, bias_ptr, HIDDEN, GROUP, GROUPS, ROWS)
     tl.store(y_ptr + first + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)

@@ -3,7 +3,7 @@
 In the terms of norm_backward.py, whose programs leave shares of dweight and dbias; where rows are
 too long for that, shares are made here by a second pass over dy and what was kept. Each sum has one
 order, and no two programs write a byte: there are no atomics. All arithmetic is float32. Traffic:
-the shares once, 4 bytes each; a second pass reads 3.02 bytes an element in bf16 with 8 bits.
+the shares once, 2 or 4 bytes each; a second pass reads 3.02 bytes an element in bf16 with 8 bits.
 """
 
 from __future__ import annotations
@@ -25,14 +25,12 @@ def column_sums_kernel(
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    HALVES: tl.constexpr,
 ):
     """Write dweight[c] = sum of shares[0, :, c], and dbias of what is next there, in one order.
 
-    shares_ptr: fp32 [1 or 2, rows, HIDDEN], rows <= ROWS * STEPS. dweight_ptr, dbias_ptr: [HIDDEN]
-    of any type, or one of them None. Program (i, j) owns COLUMNS columns of share j. The steps are
-    written out, so that the loads of several are on their way at once. HALVES: the columns of the
-    shares lie as store_halves() of layer_norm_backward.py left them.
+    shares_ptr: [1 or 2, rows, HIDDEN], rows <= ROWS * STEPS. dweight_ptr, dbias_ptr: [HIDDEN] of
+    any type, or one of them None. Program (i, j) owns COLUMNS columns of share j. The steps are
+    written out, so that the loads of several are on their way at once.
     """
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     known = columns < HIDDEN
@@ -43,11 +41,8 @@ def column_sums_kernel(
         row = step * ROWS + lanes
         inside = (row < rows)[:, None] & known[None, :]
         at = row[:, None] * HIDDEN + columns[None, :]
-        totals += tl.load(first + at, mask=inside, other=0.0)
+        totals += load_rows(first + at, inside)
     total = tl.sum(totals, 0)
-    if HALVES:
-        within = columns % (HIDDEN // 2)
-        columns = within // 4 * 8 + columns // (HIDDEN // 2) * 4 + within % 4
     if dweight_ptr is None:
         tl.store(dbias_ptr + columns, total.to(dbias_ptr.dtype.element_ty), mask=known)
     elif dbias_ptr is None:  # noqa: SIM114 - known to the compiler, what follows is not
