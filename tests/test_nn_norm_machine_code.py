@@ -185,11 +185,15 @@ def is_waited_for(op: str) -> bool:
     return op.split(".")[0] in ("LDG", "LDL")
 
 
-@pytest.mark.parametrize("hidden", [768, 4096, 16384])
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize(
+    ("hidden", "centred", "residual"),
+    [
+        (4096, False, False), (4096, False, True), (4096, True, False), (4096, True, True),
+        (512, False, True), (768, False, True), (768, True, False), (8192, True, True),
+    ],
+)  # fmt: skip
 def test_loop_of_backward_waits_for_no_load_of_its_own(
-    hidden: int, residual: bool, centred: bool, folder: Path
+    hidden: int, centred: bool, residual: bool, folder: Path
 ) -> None:
     """One such load is waited for with the rows that were asked for before it."""
     loop = backward_code(folder, hidden, centred, residual).loop
