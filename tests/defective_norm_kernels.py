@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from vramx.kernels import headers, norm, norm_backward, norm_forward
-from vramx.kernels.headers import header_pointer
+from vramx.kernels.norm import _load_scales
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def _weight_of_the_first_group(
 
 
 @triton.jit
-def _words_of_an_even_row(
+def _scales_from_an_even_group(
     kept_ptr,
     rows,
     first,
@@ -63,12 +63,8 @@ def _words_of_an_even_row(
     GROUP: tl.constexpr,
     TILE_GROUPS: tl.constexpr,
 ):
-    header_ptr = header_pointer(kept_ptr, rows * HIDDEN, 0, GROUP, 8, True)
-    groups = tl.arange(0, TILE_GROUPS)
-    words_ptr = header_ptr.to(tl.pointer_type(tl.int32)) + first // GROUP // 2
-    words = tl.load(words_ptr + groups // 2, mask=filled, other=0)
-    bits = tl.where(groups % 2 == 0, words << 16, words & -0x10000)
-    return bits.to(tl.float32, bitcast=True)
+    even = first // (2 * GROUP) * (2 * GROUP)
+    return _load_scales(kept_ptr, rows, even, filled, HIDDEN, GROUP, TILE_GROUPS)
 
 
 DEFECTS: dict[str, tuple[ModuleType, str, Any]] = {
@@ -85,12 +81,12 @@ DEFECTS: dict[str, tuple[ModuleType, str, Any]] = {
     ),
     "a gradient's weights of the first group": (
         norm_backward,
-        "load_weight",
+        "_load_weight",
         _weight_of_the_first_group,
     ),
     "the scales of an odd row read as of an even one": (
         norm,
         "_load_scales",
-        _words_of_an_even_row,
+        _scales_from_an_even_group,
     ),
 }

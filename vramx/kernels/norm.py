@@ -78,18 +78,6 @@ def load_rows(pointers, inside):
 
 
 @triton.jit
-def load_weight(
-    weight_ptr, HIDDEN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr
-):
-    """Return the weights of a tile, of their own type, which takes the fewest registers."""
-    columns = row_columns(GROUP, GROUPS, ROWS)
-    if weight_ptr is None:
-        return columns
-    else:  # noqa: RET505 - the compiler types what it sees
-        return tl.load(weight_ptr + columns, mask=columns < HIDDEN, other=0.0)
-
-
-@triton.jit
 def row_totals(tile, GROUPS: tl.constexpr, ROWS: tl.constexpr):
     """Return fp32[ROWS], the sum of each row of a tile, or of the one row a scalar."""
     if ROWS == 1:  # which every thread then has, and nothing is spread through shared memory

@@ -24,10 +24,10 @@ _LONGEST_SUMMED = 8192
 # Shorter rows share a tile; fewer than forward, for adding up two rows' together costs more than
 # they gain by sharing their waits.
 _SMALLEST_TILE = 1024
-# The programs go on to further tiles, two of which are on their way to shared memory: with more the
-# memory is slower, by 3 to 7 % each. A multiprocessor works on so many elements: with more, threads
-# have too few registers. Where means are not subtracted, long rows gain from a residual's gradient
-# that is loaded late and not held. All swept on an H200.
+# The programs go on to further tiles, two of which are on their way to shared memory: with each one
+# more an H200's memory is slower, by up to 8 % at 4096 columns. A multiprocessor works on so many
+# elements: with more, threads have too few registers. Where means are not subtracted, long rows
+# gain from a residual's gradient that is loaded late and not held.
 _ELEMENTS_OF_MULTIPROCESSOR, _MOST_PROGRAMS = 8192, 16
 _LONG_ROW = 4096
 _STAGES = 3
@@ -106,8 +106,9 @@ def norm_backward(
 def _partial(wanted: Shares, programs: int, hidden: int) -> Shares:
     """Return where the programs' shares go: [programs, hidden] each, one after the other.
 
-    They are rounded to bfloat16 where the sums will be. That is as if each element of dy had been
-    rounded once more, and written and read in half the time.
+    They are rounded to bfloat16 where the sums will be: half the bytes. A share of k terms whose
+    signs are random is about sqrt(k) of one, so that rounding the shares adds what rounding each
+    term would; of terms of one sign it adds less.
     """
     given = [vector for vector in wanted if vector is not None]
     if not given:
