@@ -98,12 +98,12 @@ def counted_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     On one thread: the tensors are small, and several would mostly wait for each other.
     """
 
-    def time_ms(self: Any, function: Any, calls: int = 1) -> float:
+    def busy(self: Any, function: Any, calls: int) -> meters.Busy:
         with _Counter() as counter:
             function()
-        return float(counter.count)
+        return meters.Busy(float(counter.count), 0.0)
 
-    monkeypatch.setattr(meters.HostMeter, "time_ms", time_ms)
+    monkeypatch.setattr(meters.HostMeter, "busy", busy)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

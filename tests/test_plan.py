@@ -69,6 +69,17 @@ def test_every_budget_is_kept_and_more_bytes_are_never_slower() -> None:
     assert any("int8" in found for found in words)  # there is a word between the two
 
 
+def test_of_two_plans_the_one_that_ran_faster_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = iter(range(1, 100))  # each run takes longer than the one before, whatever is predicted
+    monkeypatch.setattr(HostMeter, "time_ms", lambda self, function: float(next(runs)))
+    model, sample = Stack(2), rows()
+    smallest = vramx.plan(model, sample, "smallest", levels=LEVELS)
+    fastest = smallest.with_budget(sample, None)
+    assert set(smallest.words.values()) == {"recompute_all"}
+    assert fastest.words == smallest.words
+    assert fastest.measured_ms < next(runs) - 1  # another one has run
+
+
 def test_a_skip_connection_counts_once() -> None:
     model, sample = Skipping(), torch.randn(2, 1, 64, 64)
     plan = vramx.plan(model, sample, levels=LEVELS)
@@ -183,10 +194,11 @@ def test_the_largest_batch_fits_and_is_no_smaller_than_it_must_be() -> None:
 def test_the_text_has_a_line_for_each_block_and_both_peaks() -> None:
     plan = vramx.plan(Stack(2), lambda model: model(rows()).mean(), "1GiB", levels=("left",))
     lines = str(plan).splitlines()
-    assert [line.split()[:3] for line in lines[1:3]] == [
-        ["blocks.0", "Block", "left"],
-        ["blocks.1", "Block", "left"],
-    ]
+    assert lines[0].split() == ["block", "class", "word", "kept", "host", "ms", "device", "ms"]
+    for i, (line, row) in enumerate(zip(lines[1:3], plan.rows, strict=True)):
+        assert line.split()[:3] == [f"blocks.{i}", "Block", "left"]
+        assert row.host_ms > row.device_ms == 0.0
+        assert line.split()[-2:] == [f"{row.host_ms:.2f}", "0.00"]
     assert "predicted" in lines[3]
     assert "budget 1.00 GiB" in lines[3]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import vramx
+from vramx.planning.meters import CudaMeter
 
 pytestmark = pytest.mark.gpu
 
@@ -86,8 +88,23 @@ def test_peaks_stay_within_budgets_and_near_their_prediction(make: Any) -> None:
         assert peak <= budget
         assert peak == pytest.approx(plan.measured_bytes, rel=ERROR)
         plan.undo()
-        times.append(plan.predicted_ms)
+        times.append(plan.measured_ms)
     assert times == sorted(times, reverse=True)
+
+
+def test_a_device_is_busy_for_no_longer_because_the_host_is_slow() -> None:
+    operand = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
+
+    def multiply(pause_s: float) -> None:
+        time.sleep(pause_s)
+        torch.mm(operand, operand)
+
+    meter = CudaMeter(operand.device)
+    multiply(0.0)
+    quick, slow = (meter.busy(partial(multiply, pause_s), 3) for pause_s in (0.0, 0.01))
+    assert quick.host_ms < quick.device_ms < 10 <= slow.host_ms
+    assert slow.device_ms == pytest.approx(quick.device_ms, rel=0.5)
+    assert meter.time_ms(partial(multiply, 0.01)) >= 10
 
 
 def test_what_is_offloaded_makes_room() -> None:

@@ -32,9 +32,9 @@ def assemble(
         )
         for i, (place, word) in enumerate(zip(places, words, strict=True))
     ]
-    inside_ms = sum(place.costs[word].step_ms for place, word in zip(places, words, strict=True))
+    calls = Timeline(places, peaks.gaps)
     # Times of calls made alone may exceed those within a step, where little is outside of them.
-    return Timeline(places, peaks.gaps, max(0.0, step_ms - inside_ms))
+    return replace(calls, outside_ms=max(0.0, step_ms - calls.step_ms(words)))
 
 
 def _places(

@@ -9,6 +9,7 @@ thread-safe; takes some twenty passes of a block.
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,20 +71,20 @@ class _Sink(torch.autograd.Function):
 def measure_block(captured: Captured, meter: Meter) -> Cost | None:
     """Return what a call costs as its block is now; None: the device has not enough memory.
 
-    Its step_ms is that of the block with the making of its input and of its output's gradient.
+    Its times are those of the block with the making of its input and of its output's gradient.
     """
     try:
         with meter.watching():
             _run(captured, meter)  # what is compiled or set up once is no cost of a step
             meter.settle()
             cost = _run(captured, meter)
-        step_ms = meter.time_ms(lambda: _run(captured, NoMeter()), calls=_CALLS)
+        busy = meter.busy(lambda: _run(captured, NoMeter()), _CALLS)
     except torch.OutOfMemoryError:
         cost = None
     if cost is None:
         free_garbage()
         return None
-    return Cost(**{**vars(cost), "step_ms": step_ms})
+    return replace(cost, **busy._asdict())
 
 
 def free_garbage() -> None:
@@ -110,7 +111,7 @@ def _run(captured: Captured, meter: Meter) -> Cost:
     outputs = moving_tensors(captured.call(inputs))
     forward_bytes = meter.peak_bytes() - start
     if not outputs:
-        return Cost(0, False, False, forward_bytes, 0, 0.0)
+        return Cost(0, False, False, forward_bytes, 0, 0.0, 0.0)
     output_bytes = outputs[0].untyped_storage().nbytes()
     meter.settle()
     with_both = meter.allocated_bytes()
@@ -131,5 +132,6 @@ def _run(captured: Captured, meter: Meter) -> Cost:
         holds_output=holds_output,
         forward_bytes=forward_bytes,
         backward_bytes=max(0, levels.peak_bytes - levels.start_bytes),
-        step_ms=0.0,
+        host_ms=0.0,
+        device_ms=0.0,
     )

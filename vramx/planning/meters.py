@@ -26,6 +26,10 @@ from vramx.sizes import MIB
 
 _SAMPLES = 5
 _HOST_SAMPLES = 3
+# How long a GPU is kept waiting for the host, in what the host took before, and in cycles of a
+# clock of 2 GHz; of a faster one, two thirds of it are still longer than the host took.
+_PATIENCE = 2.0
+_CYCLES_PER_MS = 2_000_000
 
 
 class Spread(NamedTuple):
@@ -43,6 +47,16 @@ class Spread(NamedTuple):
         return floor((budget_bytes - self.fixed) / (1 + self.share))
 
 
+class Busy(NamedTuple):
+    """What a call keeps busy: the host until all is enqueued, and the device if never waiting.
+
+    On a GPU the two run at the same time, and the longer one is what many calls in a row take.
+    """
+
+    host_ms: float
+    device_ms: float
+
+
 class Meter(Protocol):
     """What measures a device. Bytes are counted only within watching()."""
 
@@ -55,12 +69,11 @@ class Meter(Protocol):
     def settle(self) -> None:
         """Wait for the device, and let go of what has left it by then."""
 
-    def time_ms(self, function: Callable[[], Any], calls: int = 1) -> float:
-        """Return the median time of a call, which has been made once before.
+    def time_ms(self, function: Callable[[], Any]) -> float:
+        """Return the median time of a call, which has been made once before."""
 
-        A sample is the mean of so many calls back to back: around a single short one the queue of
-        a GPU runs dry, as it does not within a step.
-        """
+    def busy(self, function: Callable[[], Any], calls: int) -> Busy:
+        """Return the medians of means of so many calls; one has been made before."""
 
 
 class CudaMeter:
@@ -91,13 +104,26 @@ class CudaMeter:
         torch.cuda.synchronize(self._device)
         offload_report()  # it lets go of what has been copied by now
 
-    def time_ms(self, function: Callable[[], Any], calls: int = 1) -> float:
-        return statistics.median(self._sample(function, calls) for _ in range(_SAMPLES))
+    def time_ms(self, function: Callable[[], Any]) -> float:
+        return statistics.median(self._elapsed_ms(function, 1) for _ in range(_SAMPLES))
 
-    def _sample(self, function: Callable[[], Any], calls: int) -> float:
+    def busy(self, function: Callable[[], Any], calls: int) -> Busy:
+        samples = [self._sample(function, calls) for _ in range(_SAMPLES)]
+        return Busy(*map(statistics.median, zip(*samples, strict=True)))
+
+    def _sample(self, function: Callable[[], Any], calls: int) -> Busy:
+        torch.cuda.synchronize(self._device)
+        host_ms = _host_ms(function, calls)
+        # A device that finds everything in its queue never waits for the host.
+        wait = int(_PATIENCE * host_ms * calls * _CYCLES_PER_MS)
+        return Busy(host_ms, self._elapsed_ms(function, calls, wait))
+
+    def _elapsed_ms(self, function: Callable[[], Any], calls: int, wait_cycles: int = 0) -> float:
         stream = torch.cuda.current_stream(self._device)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(self._device)
+        if wait_cycles:
+            torch.cuda._sleep(wait_cycles)
         start.record(stream)
         for _ in range(calls):
             function()
@@ -133,14 +159,12 @@ class HostMeter:
     def settle(self) -> None:
         pass
 
-    def time_ms(self, function: Callable[[], Any], calls: int = 1) -> float:
-        times = []
-        for _ in range(_HOST_SAMPLES):
-            start_s = time.perf_counter()
-            for _ in range(calls):
-                function()
-            times.append(1e3 * (time.perf_counter() - start_s) / calls)
-        return statistics.median(times)
+    def time_ms(self, function: Callable[[], Any]) -> float:
+        return self.busy(function, 1).host_ms
+
+    def busy(self, function: Callable[[], Any], calls: int) -> Busy:
+        times = (_host_ms(function, calls) for _ in range(_HOST_SAMPLES))
+        return Busy(statistics.median(times), 0.0)
 
 
 class NoMeter:
@@ -163,8 +187,18 @@ class NoMeter:
     def settle(self) -> None:
         pass
 
-    def time_ms(self, function: Callable[[], Any], calls: int = 1) -> float:
+    def time_ms(self, function: Callable[[], Any]) -> float:
         raise NotImplementedError
+
+    def busy(self, function: Callable[[], Any], calls: int) -> Busy:
+        raise NotImplementedError
+
+
+def _host_ms(function: Callable[[], Any], calls: int) -> float:
+    start_s = time.perf_counter()
+    for _ in range(calls):
+        function()
+    return 1e3 * (time.perf_counter() - start_s) / calls
 
 
 class _Storages:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,13 +30,18 @@ SMALLEST = "smallest"
 
 @dataclass(frozen=True)
 class PlanRow:
-    """What is done with one block: its name, its class, the word, what it keeps, its time."""
+    """What is done with one block: its name, its class, the word, what it keeps, its times.
+
+    A step takes as long as the blocks keep the busier of host and GPU busy, and what is outside of
+    them; without a GPU there is the host alone.
+    """
 
     name: str
     module: str
     word: str
     kept_bytes: int
-    step_ms: float
+    host_ms: float
+    device_ms: float
 
 
 class Plan:
@@ -107,29 +112,36 @@ class Plan:
     @property
     def rows(self) -> tuple[PlanRow, ...]:
         """A row for each block that the step calls, in the order of the first calls."""
-        kept: dict[int, int] = {}
-        times: dict[int, float] = {}
-        words: dict[int, str] = {}
+        found: dict[int, PlanRow] = {}
         holds = False
         calls = zip(self._measured.timeline.places, self._run.arrangement.words, strict=True)
         for place, word in calls:
-            words[place.block] = word
-            kept[place.block] = kept.get(place.block, 0) + place.kept(word, holds)
-            times[place.block] = times.get(place.block, 0.0) + place.costs[word].step_ms
-            holds = place.costs[word].holds_output
-        blocks = self._measured.blocks
-        return tuple(
-            PlanRow(blocks[i].name, type(blocks[i].module).__name__, word, kept[i], times[i])
-            for i, word in words.items()
-        )
+            block, cost = self._measured.blocks[place.block], place.costs[word]
+            row = PlanRow(block.name, type(block.module).__name__, word, 0, 0.0, 0.0)
+            row = found.get(place.block, row)
+            found[place.block] = replace(
+                row,
+                kept_bytes=row.kept_bytes + place.kept(word, holds),
+                host_ms=row.host_ms + cost.host_ms,
+                device_ms=row.device_ms + cost.device_ms,
+            )
+            holds = cost.holds_output
+        return tuple(found.values())
 
     def __str__(self) -> str:
-        lines: list[tuple[str, ...]] = [("block", "class", "word", "kept", "ms")]
+        lines = [("block", "class", "word", "kept", "host ms", "device ms")]
         lines += [
-            (row.name, row.module, row.word, format_size(row.kept_bytes), f"{row.step_ms:.2f}")
+            (
+                row.name,
+                row.module,
+                row.word,
+                format_size(row.kept_bytes),
+                f"{row.host_ms:.2f}",
+                f"{row.device_ms:.2f}",
+            )
             for row in self.rows
         ]
-        widths = [max(len(line[i]) for line in lines) for i in range(5)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         text = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
         budget = "none" if self.budget_bytes is None else format_size(self.budget_bytes)
         text.append(

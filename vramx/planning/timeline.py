@@ -3,8 +3,9 @@
 Calls run forward in order and backward in the reverse. What a call keeps lives from its forward to
 the end of its backward, so that at any time the calls 0..m-1 hold something, for some m: a prefix.
 Levels are what the measured step had allocated at a moment, less what the prefix of calls held in
-it; with another arrangement, only what the prefix holds is another. Pure values, any thread;
-a prediction is linear in the number of calls.
+it; with another arrangement, only what the prefix holds is another. The host runs ahead of the
+device, so calls take what the busier of the two does for all of them. Pure values, any thread; a
+prediction is linear in the number of calls.
 
     allocated ^        tail: m = n
               |         /\\_
@@ -30,7 +31,8 @@ class Cost:
         forward_bytes: the peak of the forward pass above what was there before it.
         backward_bytes: the peak of the backward pass above what was there at its start, when the
             gradient of the output and all that was kept are there.
-        step_ms: forward and backward.
+        host_ms: how long forward and backward keep the host busy; device_ms the device, which on a
+            processor is the host, so that this is 0.
     """
 
     kept_bytes: int
@@ -38,7 +40,8 @@ class Cost:
     holds_output: bool
     forward_bytes: int
     backward_bytes: int
-    step_ms: float
+    host_ms: float
+    device_ms: float
 
 
 @dataclass(frozen=True)
@@ -107,5 +110,9 @@ class Timeline:
 
     def step_ms(self, words: Sequence[str]) -> float:
         """Predict the time of a step with a word for each call."""
-        calls = zip(self.places, words, strict=True)
-        return self.outside_ms + sum(place.costs[word].step_ms for place, word in calls)
+        return self.outside_ms + max(self.busy_ms(words))
+
+    def busy_ms(self, words: Sequence[str]) -> tuple[float, float]:
+        """Return how long the calls keep the host busy, and how long the device."""
+        costs = [p.costs[word] for p, word in zip(self.places, words, strict=True)]
+        return sum(cost.host_ms for cost in costs), sum(cost.device_ms for cost in costs)
