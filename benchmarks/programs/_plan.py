@@ -78,6 +78,7 @@ def report_plan(case: str, plan: vramx.Plan) -> None:
     report(case, "predicted_bytes", "B", [plan.predicted_bytes])
     report(case, "planned_bytes", "B", [plan.measured_bytes])
     report(case, "predicted_ms", "ms", [plan.predicted_ms])
+    report(case, "planned_ms", "ms", [plan.measured_ms])
     for word in sorted(set(plan.words.values())):
         count = list(plan.words.values()).count(word)
         report(case, f"blocks_{word}", "1", [count])

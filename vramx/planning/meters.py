@@ -8,7 +8,6 @@ costs tens of microseconds, so times are taken while it does not watch. Not thre
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from vramx.compression.offload import offload_report
 from vramx.sizes import MIB
 
-_SAMPLES = 5
+_SAMPLES = 7
 _HOST_SAMPLES = 3
 # How long a GPU is kept waiting for the host, in what the host took before, and in cycles of a
 # clock of 2 GHz; of a faster one, two thirds of it are still longer than the host took.
@@ -70,10 +69,13 @@ class Meter(Protocol):
         """Wait for the device, and let go of what has left it by then."""
 
     def time_ms(self, function: Callable[[], Any]) -> float:
-        """Return the median time of a call, which has been made once before."""
+        """Return the least of the times of some calls; one has been made before.
+
+        What else runs on a host adds to what it takes, and never takes from it.
+        """
 
     def busy(self, function: Callable[[], Any], calls: int) -> Busy:
-        """Return the medians of means of so many calls; one has been made before."""
+        """Return the least of some means of so many calls; one has been made before."""
 
 
 class CudaMeter:
@@ -105,11 +107,11 @@ class CudaMeter:
         offload_report()  # it lets go of what has been copied by now
 
     def time_ms(self, function: Callable[[], Any]) -> float:
-        return statistics.median(self._elapsed_ms(function, 1) for _ in range(_SAMPLES))
+        return min(self._elapsed_ms(function, 1) for _ in range(_SAMPLES))
 
     def busy(self, function: Callable[[], Any], calls: int) -> Busy:
         samples = [self._sample(function, calls) for _ in range(_SAMPLES)]
-        return Busy(*map(statistics.median, zip(*samples, strict=True)))
+        return Busy(*map(min, zip(*samples, strict=True)))
 
     def _sample(self, function: Callable[[], Any], calls: int) -> Busy:
         torch.cuda.synchronize(self._device)
@@ -164,7 +166,7 @@ class HostMeter:
 
     def busy(self, function: Callable[[], Any], calls: int) -> Busy:
         times = (_host_ms(function, calls) for _ in range(_HOST_SAMPLES))
-        return Busy(statistics.median(times), 0.0)
+        return Busy(min(times), 0.0)
 
 
 class NoMeter:
