@@ -97,16 +97,18 @@ def applied(plan: vramx.Plan, workload: Workload, batch: Batch) -> Iterator[None
 
 
 def compare_times(plans: dict[str, vramx.Plan], workload: Workload, batch: Batch) -> None:
-    """Report what the steps of each plan take."""
-    steps: dict[str, list[float]] = {name: [] for name in plans}
-    order = list(plans)
+    """Report what the steps of each plan take; those of the same words are the same steps."""
+    words = {name: tuple(plan.words.items()) for name, plan in plans.items()}
+    different = {words[name]: plan for name, plan in plans.items()}
+    steps: dict[Any, list[float]] = {key: [] for key in different}
+    order = list(different)
     for _ in range(sized(TURNS, 1)):
-        for name in order:
-            with applied(plans[name], workload, batch):
-                steps[name].append(timed_ms(partial(take_step, workload, batch)))
+        for key in order:
+            with applied(different[key], workload, batch):
+                steps[key].append(timed_ms(partial(take_step, workload, batch)))
         order.reverse()
-    for name, taken in steps.items():
-        report(name, "step_ms", "ms", taken)
+    for name in plans:
+        report(name, "step_ms", "ms", steps[words[name]])
 
 
 def peak_bytes(workload: Workload, batch: Batch) -> int:
