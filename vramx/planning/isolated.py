@@ -3,7 +3,7 @@
 The block runs between two functions of autograd, which stand for its neighbours: one makes its
 input, fresh memory that nobody else holds, the other the gradient of its output. So the moments of
 the measured levels are those of a whole step. A run out of memory is an answer: None. Not
-thread-safe; takes some twenty passes of a block.
+thread-safe; takes some forty passes of a block.
 """
 
 from __future__ import annotations

@@ -125,7 +125,8 @@ class CudaMeter:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(self._device)
         if wait_cycles:
-            torch.cuda._sleep(wait_cycles)
+            with torch.cuda.device(self._device):
+                torch.cuda._sleep(wait_cycles)
         start.record(stream)
         for _ in range(calls):
             function()
