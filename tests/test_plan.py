@@ -69,6 +69,14 @@ def test_every_budget_is_kept_and_more_bytes_are_never_slower() -> None:
     assert any("int8" in found for found in words)  # there is a word between the two
 
 
+def test_a_block_takes_by_itself_what_it_takes_within_a_step() -> None:
+    outside_ms = []
+    for depth in (2, 5):
+        plan = vramx.plan(Stack(depth), rows(), levels=("left",))
+        outside_ms.append(plan.measured_ms - sum(row.host_ms for row in plan.rows))
+    assert outside_ms[0] == outside_ms[1] > 0
+
+
 def test_of_two_plans_the_one_that_ran_faster_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = iter(range(1, 100))  # each run takes longer than the one before, whatever is predicted
     monkeypatch.setattr(HostMeter, "time_ms", lambda self, function: float(next(runs)))

@@ -9,6 +9,7 @@ thread-safe; takes some forty passes of a block.
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,7 +72,7 @@ class _Sink(torch.autograd.Function):
 def measure_block(captured: Captured, meter: Meter) -> Cost | None:
     """Return what a call costs as its block is now; None: the device has not enough memory.
 
-    Its times are those of the block with the making of its input and of its output's gradient.
+    Its times are less what the functions beside it take with no block between them.
     """
     try:
         with meter.watching():
@@ -79,12 +80,14 @@ def measure_block(captured: Captured, meter: Meter) -> Cost | None:
             meter.settle()
             cost = _run(captured, meter)
         busy = meter.busy(lambda: _run(captured, NoMeter()), _CALLS)
+        bare = meter.busy(lambda: _run(captured, NoMeter(), tuple), _CALLS)
     except torch.OutOfMemoryError:
         cost = None
     if cost is None:
         free_garbage()
         return None
-    return replace(cost, **busy._asdict())
+    host_ms, device_ms = (max(0.0, a - b) for a, b in zip(busy, bare, strict=True))
+    return replace(cost, host_ms=host_ms, device_ms=device_ms)
 
 
 def free_garbage() -> None:
@@ -94,8 +97,10 @@ def free_garbage() -> None:
         torch.cuda.empty_cache()
 
 
-def _run(captured: Captured, meter: Meter) -> Cost:
-    """Run forward and backward once; return what it cost, but for its time."""
+def _run(
+    captured: Captured, meter: Meter, call: Callable[[Sequence[Tensor]], Any] | None = None
+) -> Cost:
+    """Run forward and backward once, of the block or of `call`; return the cost but for times."""
     levels = _Levels(meter)
     empty = meter.allocated_bytes()
     moving = [captured.arguments[position] for position in captured.moving]
@@ -108,7 +113,7 @@ def _run(captured: Captured, meter: Meter) -> Cost:
         inputs, input_bytes = (), 0
     start = meter.allocated_bytes()
     meter.reset_peak()
-    outputs = moving_tensors(captured.call(inputs))
+    outputs = moving_tensors((call or captured.call)(inputs))
     forward_bytes = meter.peak_bytes() - start
     if not outputs:
         return Cost(0, False, False, forward_bytes, 0, 0.0, 0.0)

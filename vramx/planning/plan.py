@@ -32,8 +32,8 @@ SMALLEST = "smallest"
 class PlanRow:
     """What is done with one block: its name, its class, the word, what it keeps, its times.
 
-    A step takes as long as the blocks keep the busier of host and GPU busy, and what is outside of
-    them; without a GPU there is the host alone.
+    A step takes as long as the blocks keep the busier of host and device busy, and what is outside
+    of them; without a GPU there is the host alone.
     """
 
     name: str
