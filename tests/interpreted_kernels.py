@@ -113,7 +113,9 @@ def _serve() -> None:
     import warnings
 
     from interpreted_kernels_child import CALLS, planted
+    from quick_interpreter import quicken
 
+    quicken()
     warnings.simplefilter("ignore")  # numpy speaks up at every NaN and overflow
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -15,6 +15,7 @@ import sys
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+from quick_interpreter import quicken
 from torch import Tensor, nn
 
 import vramx
@@ -51,5 +52,6 @@ def errors(norm_first: bool) -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    quicken()
     assert launch.supported(torch.device("cpu"))
     json.dump({"pre": errors(True), "post": errors(False)}, sys.stdout)

@@ -197,6 +197,9 @@ def _serve() -> None:
     """The child's life: no result but pickles goes to stdout."""
     import warnings
 
+    from quick_interpreter import quicken
+
+    quicken()
     warnings.simplefilter("ignore")  # numpy speaks up at every NaN and overflow
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
