@@ -1,4 +1,4 @@
-"""Spares Triton's interpreter two things that it does anew at every call, a third of its time.
+"""Spares Triton's interpreter two things that it does anew at every call, a quarter of its time.
 
 It looks through the language for what to patch whenever a function is called, which takes a
 millisecond, and builds a table of types whenever an operation asks for one. The language stays

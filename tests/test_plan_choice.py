@@ -77,7 +77,8 @@ def test_of_a_host_and_a_device_that_are_as_busy_neither_is_left_out(seed: int) 
         found = fastest(timeline, limit)
         assert found is not None
         assert found.peak_bytes <= limit
-        assert found.step_ms == max(found.host_ms, found.device_ms) <= best + MOST_MS / 2
+        most = MOST_MS / 2  # what another word for one call would change
+        assert found.step_ms == max(found.host_ms, found.device_ms) <= best + most
 
 
 def test_words_are_mixed_where_each_of_them_has_one_side_wait() -> None:

@@ -19,7 +19,7 @@ from vramx.errors import InvalidValueError
 from vramx.planning.assembly import assemble
 from vramx.planning.blocks import Block
 from vramx.planning.choice import Arrangement, fastest, smallest
-from vramx.planning.isolated import free_garbage, measure_block
+from vramx.planning.isolated import busy_without_block, free_garbage, measure_block
 from vramx.planning.meters import Meter, Spread
 from vramx.planning.steps import Step
 from vramx.planning.timeline import Cost, Timeline
@@ -115,10 +115,11 @@ class Bench:
     def _costs(self, captured: Captured, words: Sequence[str]) -> dict[str, Cost]:
         """Return the costs of a call under each word that there is enough memory for."""
         found: dict[str, Cost] = {}
+        beside = busy_without_block(captured, self._meter)
         for word in words:
             undo = apply_words(self._model, {captured.block: word})
             try:
-                cost = measure_block(captured, self._meter)
+                cost = measure_block(captured, self._meter, beside)
             finally:
                 undo()
             if cost is not None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vramx.planning.meters import Meter, NoMeter
+from vramx.planning.meters import Busy, Meter, NoMeter
 from vramx.planning.timeline import Cost
 from vramx.planning.trace import Captured, moving_tensors
 
@@ -69,10 +69,16 @@ class _Sink(torch.autograd.Function):
         return None, *made
 
 
-def measure_block(captured: Captured, meter: Meter) -> Cost | None:
+def busy_without_block(captured: Captured, meter: Meter) -> Busy:
+    """Return what the functions beside a call take with no block between them."""
+    _run(captured, NoMeter(), tuple)
+    return meter.busy(lambda: _run(captured, NoMeter(), tuple), _CALLS)
+
+
+def measure_block(captured: Captured, meter: Meter, beside: Busy) -> Cost | None:
     """Return what a call costs as its block is now; None: the device has not enough memory.
 
-    Its times are less what the functions beside it take with no block between them.
+    `beside` is taken off its times: the same for each word, so that they compare as measured.
     """
     try:
         with meter.watching():
@@ -80,13 +86,12 @@ def measure_block(captured: Captured, meter: Meter) -> Cost | None:
             meter.settle()
             cost = _run(captured, meter)
         busy = meter.busy(lambda: _run(captured, NoMeter()), _CALLS)
-        bare = meter.busy(lambda: _run(captured, NoMeter(), tuple), _CALLS)
     except torch.OutOfMemoryError:
         cost = None
     if cost is None:
         free_garbage()
         return None
-    host_ms, device_ms = (max(0.0, a - b) for a, b in zip(busy, bare, strict=True))
+    host_ms, device_ms = (max(0.0, a - b) for a, b in zip(busy, beside, strict=True))
     return replace(cost, host_ms=host_ms, device_ms=device_ms)
 
 
