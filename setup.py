@@ -64,6 +64,12 @@ def units(sources: list[str]) -> dict[str, list[str]]:
     }
 
 
+def object_of(unit: str) -> str:
+    """Return the file that a unit is compiled to."""
+    folder = object_folder()
+    return f"{folder}/{unit.removeprefix(f'{folder}/').removesuffix('.cpp')}.o"
+
+
 def write_if_changed(path: Path, text: str) -> None:
     """Leave the time of a file that says this already: ninja goes by it."""
     if not path.exists() or path.read_text() != text:
@@ -115,8 +121,7 @@ def ninja_file(sources: list[str], target: str) -> str:
     includes.append(f"-isystem {shlex.quote(sysconfig.get_path('include'))}")
     werror = ["-Werror"] if warnings_are_errors() else []
     compiled = list(units(sources))
-    stems = [unit.removeprefix(f"{object_folder()}/").removesuffix(".cpp") for unit in compiled]
-    objects = [f"$builddir/{stem}.o" for stem in stems]
+    objects = [object_of(unit) for unit in compiled]
     lines = [
         "ninja_required_version = 1.5",
         f"builddir = {object_folder()}",

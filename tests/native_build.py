@@ -1,9 +1,10 @@
 """Builds the C++ test programs of tests/native, under each sanitizer set and without, with ninja.
 
 Objects are kept under build/native, so that only what changed is compiled again (ninja reads the
-compiler's list of headers) and programs of one sanitizer share the objects of the core. Sources of
-one layer are compiled in one unit, which takes a fraction of the time. Safe for processes
-that build at the same time: one waits for the other. Nothing here runs a program.
+compiler's list of headers) and programs of one sanitizer share the objects of the core; without one
+they are those that vramx._core is linked from. Sources of one layer are compiled in one unit, which
+takes a fraction of the time. Safe for processes that build at the same time: one waits for the
+other. Nothing here runs a program.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ JOINED = (
     "csrc/process/*.cpp",
 )
 SANITIZERS = {"asan": "address,undefined", "tsan": "thread"}
-# How a program is built: the sanitizers, or none and the optimiser instead.
+# How a program is built: with sanitizers, or plain, against the objects that users run.
 BUILDS = {
     **{kind: f"-g1 -fsanitize={s} -fno-sanitize-recover=all" for kind, s in SANITIZERS.items()},
     "plain": "",
 }
+# Under address and undefined -O1 takes half as long again to compile as -Og, and runs no faster.
+LEVELS = {"asan": "-Og", "tsan": "-O1"}
 FLAGS = "-std=c++20 -fno-omit-frame-pointer -Wall -Wextra -Werror -Wshadow -Wundef -pthread"
 
 
@@ -86,12 +89,16 @@ def build(program: Program, kind: str) -> Path:
         RuntimeError: it does not compile; the text is the compiler's.
     """
     target = f"build/native/{kind}/{program.name}"
-    command = [*_ninja(), "-j2", "-f", "build/native/build.ninja", target]
+    commands = [[*_ninja(), "-j2", "-f", "build/native/build.ninja", target]]
+    if kind == "plain":
+        commands.insert(0, [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"])
     with alone_in(BUILD):
         _write_scripts()
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{program.main} as {kind} does not build:\n{done.stdout}")
+        for command in commands:
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            if done.returncode:
+                said = done.stdout + done.stderr
+                raise RuntimeError(f"{program.main} as {kind} does not build:\n{said}")
     return ROOT / target
 
 
@@ -107,7 +114,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 def _write_scripts() -> None:
     """Write build.ninja and the units, each only where it changes: ninja goes by file times."""
     texts = {BUILD / "build.ninja": ninja_file()}
-    for unit, members in units(_sources()).items():
+    for unit, members in units([*_core(), *_tests()]).items():
         if [unit] != members:
             texts[ROOT / unit] = "".join(f'#include "{member}"\n' for member in members)
     for path, text in texts.items():
@@ -140,7 +147,7 @@ def _unit(source: str) -> str:
 
 def ninja_file() -> str:
     """Return the text of the build.ninja for every program in every kind of build."""
-    core = _core()
+    core, tests = _core(), _tests()
     # The units include sources by their path from the root.
     lines = ["builddir = build/native", f"flags = {FLAGS} -Icsrc -Itests/native -I."]
     for name, options in BUILDS.items():
@@ -155,11 +162,12 @@ def ninja_file() -> str:
             f"rule link_{name}",
             f"  command = g++ {options} -pthread $in -o $out -ldl",
         ]
-        for unit in units(_sources()):
+        for unit in units(tests if name == "plain" else [*core, *tests]):
             lines.append(f"build {_object(name, unit)}: compile_{name} {unit}")
             lines.append(f"  level = {_level(name, unit)}")
         archive = f"build/native/{name}/core.a"
-        lines.append(f"build {archive}: archive_{name} {_objects(name, core)}")
+        archived = _product_objects(core) if name == "plain" else _objects(name, core)
+        lines.append(f"build {archive}: archive_{name} {archived}")
         for program in programs():
             objects = _objects(name, [program.main, *program.parts])
             target = f"build/native/{name}/{program.name}"
@@ -171,7 +179,7 @@ def _level(kind: str, unit: str) -> str:
     """Return how much is optimised: least where compiling takes longer than what is compiled."""
     if kind == "plain":
         return "-O2"
-    return "-O1" if "csrc/" in unit or "stress" in unit else "-O0"
+    return LEVELS[kind] if "csrc/" in unit or "stress" in unit else "-O0"
 
 
 def _core() -> list[str]:
@@ -179,9 +187,8 @@ def _core() -> list[str]:
     return sorted(path.relative_to(ROOT).as_posix() for path in layers)
 
 
-def _sources() -> list[str]:
-    tests = [source for program in programs() for source in (program.main, *program.parts)]
-    return list(dict.fromkeys([*_core(), *tests]))
+def _tests() -> list[str]:
+    return [source for program in programs() for source in (program.main, *program.parts)]
 
 
 def _objects(kind: str, sources: list[str]) -> str:
@@ -191,6 +198,16 @@ def _objects(kind: str, sources: list[str]) -> str:
 def _object(kind: str, unit: str) -> str:
     name = unit.removeprefix("build/native/units/").removesuffix(".cpp")
     return f"build/native/{kind}/{name}.o"
+
+
+def _product_objects(sources: list[str]) -> str:
+    """Return the objects of these sources that setup.py makes."""
+    spec = importlib.util.spec_from_file_location("setup", ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    return " ".join(setup.object_of(unit) for unit in setup.units(sources))
 
 
 def _ninja() -> list[str]:

@@ -1,10 +1,11 @@
-// The byte patterns of blocks: each unit of 512 bytes carries a word at its start and one at its
-// end, of the block's number and the unit's place, written and read through the block's own
-// address.
+// The byte patterns of blocks: a unit of 512 bytes carries a word at its start and one at its end,
+// of the block's number and the unit's place, written and read through the block's own address.
 //
-// Two words a unit and not all of it: the allocator deals in no finer size, and a scenario then
-// costs two cache lines a unit. Before that the device fills the first words under each mapping, so
-// that an address without access is a failed claim and not a fault of this program.
+// Two words a unit and not all of it: the allocator deals in no finer size. All units at the ends
+// of a block, where it may reach into another, and of the middle the first and the last of each
+// granule, for the device maps no less: most of the time goes into pages that are touched first.
+// Before that the device fills the first words under each mapping, so that an address without
+// access is a failed claim and not a fault of this program.
 #include <algorithm>
 
 #include "core/types.h"
@@ -17,36 +18,43 @@ namespace {
 constexpr Stream kWriter{~std::uint64_t{1}};
 constexpr std::uint64_t kLastWord = kBlockUnit.count / sizeof(std::uint64_t) - 1;
 
-std::uint64_t pattern(std::uint32_t number, std::uint64_t unit) {
-  return (std::uint64_t{number} << 32 | unit) * 0x9E3779B97F4A7C15;
+std::uint64_t pattern(std::uint32_t number, Bytes at) {
+  return (std::uint64_t{number} << 32 | at / kBlockUnit) * 0x9E3779B97F4A7C15;
 }
 
 volatile std::uint64_t* words(Address at) {
   return reinterpret_cast<volatile std::uint64_t*>(at.value);
 }
 
+// The place of the next unit that is stamped, in a block of `size` bytes at `address`.
+Bytes next_stamp(Address address, Bytes size, Bytes at) {
+  const bool begins_granule = (address + at).value % kGranularity.count == 0;
+  const bool is_in_middle = at >= kGranularity && at + kGranularity * 2 <= size;
+  return begins_granule && is_in_middle ? at + kGranularity - kBlockUnit : at + kBlockUnit;
+}
+
 }  // namespace
 
 void World::stamp(const Block& block, std::uint32_t number) {
-  Address at = block.address;
+  Bytes mapped{};
   for (const PhysicalPiece& piece : block.pieces) {
+    const Address at = block.address + mapped;
     if (!sim_->fill(at, kBlockUnit, number, kWriter).ok()) return fail("access: not granted");
-    at = at + piece.size;
+    mapped += piece.size;
   }
-  at = block.address;
-  for (std::uint64_t unit = 0; unit < block.size / kBlockUnit; ++unit, at = at + kBlockUnit) {
-    words(at)[0] = pattern(number, unit);
-    words(at)[kLastWord] = pattern(number, unit);
+  for (Bytes at{}; at < block.size; at = next_stamp(block.address, block.size, at)) {
+    volatile std::uint64_t* unit = words(block.address + at);
+    unit[0] = pattern(number, at);
+    unit[kLastWord] = pattern(number, at);
   }
 }
 
 void World::check_stamps(const Block& block, std::uint32_t number) {
-  Address at = block.address;
-  for (std::uint64_t unit = 0; unit < block.size / kBlockUnit; ++unit, at = at + kBlockUnit) {
-    if (words(at)[0] == pattern(number, unit) && words(at)[kLastWord] == pattern(number, unit)) {
-      continue;
-    }
-    return fail("bytes: block " + std::to_string(number) + " lost unit " + std::to_string(unit));
+  for (Bytes at{}; at < block.size; at = next_stamp(block.address, block.size, at)) {
+    const volatile std::uint64_t* unit = words(block.address + at);
+    if (unit[0] == pattern(number, at) && unit[kLastWord] == pattern(number, at)) continue;
+    return fail("bytes: block " + std::to_string(number) + " lost byte " +
+                std::to_string(at.count));
   }
 }
 

@@ -16,9 +16,6 @@ namespace vramx::stress {
 struct Options {
   std::int64_t operations = 1'000'000;  // of the random part; the others follow it in size
   std::uint64_t first_seed = 1;
-
-  // Of the driver calls that are made to fail one by one, every so many-th: all but in a short run.
-  std::uint64_t call_stride() const { return operations < 50'000 ? 20 : 1; }
 };
 
 using Check = contract::Check<const Options>;
