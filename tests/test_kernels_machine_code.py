@@ -120,7 +120,7 @@ def machine_code(cubin: bytes, folder: Path, elements: int) -> MachineCode:
     file = folder / "kernel.cubin"
     file.write_bytes(cubin)
     done = subprocess.run(
-        [find_disassembler(), "-c", str(file)],
+        [find_disassembler(), "-c", "-ndf", str(file)],
         capture_output=True,
         text=True,
         check=True,
