@@ -19,13 +19,13 @@ OPTIONS = {
     "TSAN_OPTIONS": "exitcode=99:halt_on_error=1",
 }
 # What a program is told on the command line; most need nothing. The stress counts its steps: under
-# a sanitizer each takes several times as long. It leaves out the checks of its own checks there,
-# and under that of threads all that has none.
-PARTS_WITH_MEMORY = ["regressions", "random", "repeats", "failures", "threads", "forks"]
+# a sanitizer each takes several times as long. There it leaves out the defects that it plants to
+# check its own checks; and where races are looked for, all that runs in one thread.
+ALL_BUT_DEFECTS = ["regressions", "random", "repeats", "failures", "threads", "forks"]
 ARGUMENTS = {
     ("driver_contract", "asan"): ["sim"],
     ("driver_contract", "tsan"): ["sim"],
-    ("core_stress", "asan"): ["60000", "1", *PARTS_WITH_MEMORY],
+    ("core_stress", "asan"): ["60000", "1", *ALL_BUT_DEFECTS],
     ("core_stress", "tsan"): ["40000", "1", "threads", "forks"],
 }
 
