@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import io
+import logging
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +57,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Where files are run side by side, the last one to start should be a short one.
     rank = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(LONGEST)))
+
+
+def pytest_collection_finish() -> None:
+    # What was imported stays: the collections that tests ask for need not look at it again.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -121,6 +130,17 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
         return code, captured.out, captured.err
 
     return run_vramx
+
+
+@pytest.fixture
+def logged() -> Iterator[io.StringIO]:
+    """Collect what vramx logs."""
+    text = io.StringIO()
+    handler = logging.StreamHandler(text)
+    logger = logging.getLogger("vramx")
+    logger.addHandler(handler)
+    yield text
+    logger.removeHandler(handler)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -111,7 +112,7 @@ def test_a_failure_is_one_warning_and_cuda_goes_on(
 
 
 def test_a_failure_is_told_where_warnings_are_errors(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, logged: io.StringIO
 ) -> None:
     fail_to_build(monkeypatch, ShimError("no compiler"))
     _autoload._autoload()
@@ -119,7 +120,7 @@ def test_a_failure_is_told_where_warnings_are_errors(
         warnings.simplefilter("error")
         cuda.initialise()
     assert cuda.initialised == 1
-    assert "no compiler" in caplog.text
+    assert "no compiler" in logged.getvalue()
 
 
 def test_any_exception_stays_inside_the_hook(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import re
 from pathlib import Path
 from typing import Any
@@ -234,7 +235,7 @@ def test_the_watch_passes_on_what_torch_raises(
 
 
 def test_an_action_that_fails_does_not_stop_the_initialisation(
-    cuda: FakeCuda, caplog: pytest.LogCaptureFixture
+    cuda: FakeCuda, logged: io.StringIO
 ) -> None:
     seen = []
 
@@ -246,7 +247,7 @@ def test_an_action_that_fails_does_not_stop_the_initialisation(
     cuda.initialise()
     assert seen == [0]  # the second ran all the same, and before torch
     assert cuda.initialised == 1
-    assert "boom" in caplog.text
+    assert "boom" in logged.getvalue()
 
 
 # --- plain mode -----------------------------------------------------------------------------------
