@@ -253,7 +253,9 @@ class DeviceAllocator {
   bool wait_for_others(Deadline deadline, Lock& lock);
   SpanId find_extent(const Request& request);
   Result<Placement> take_extent(Request& request, Lock& lock);
+  AliasFit find_alias(const Request& request) const;
   Result<Placement> reuse_alias(Request& request, Lock& lock);
+  Result<Placement> move_in(const AliasFit& fit, Request& request, Lock& lock);
   bool may_take(const TagSet& tags, const Request& request) const;
   Held hold(const std::vector<Piece>& pieces);
   void give_back(const Held& held);

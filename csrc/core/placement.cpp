@@ -4,6 +4,7 @@
 // calls, and either hands over a placement or gives everything back as it was.
 #include <algorithm>
 #include <chrono>
+#include <span>
 #include <thread>
 
 #include "core/device_allocator.h"
@@ -116,11 +117,13 @@ DeviceAllocator::Placement DeviceAllocator::reuse_as_before(AliasId alias, Bytes
 
 Result<DeviceAllocator::Placement> DeviceAllocator::try_all(Request& request, Lock& lock) {
   using Step = Result<Placement> (DeviceAllocator::*)(Request&, Lock&);
+  constexpr Step kOfSmall[] = {&DeviceAllocator::take_extent, &DeviceAllocator::reuse_alias,
+                               &DeviceAllocator::grow, &DeviceAllocator::stitch};
+  constexpr Step kOfLarge[] = {&DeviceAllocator::take_extent, &DeviceAllocator::stitch,
+                               &DeviceAllocator::grow};
   const bool is_small = request.size < smallest_stitched(arena_.mapped_bytes());
   Status last = nothing_here();
-  for (const Step step : {&DeviceAllocator::take_extent, &DeviceAllocator::reuse_alias,
-                          is_small ? &DeviceAllocator::grow : &DeviceAllocator::stitch,
-                          is_small ? &DeviceAllocator::stitch : &DeviceAllocator::grow}) {
+  for (const Step step : is_small ? std::span<const Step>(kOfSmall) : kOfLarge) {
     Result<Placement> placed = (this->*step)(request, lock);
     if (placed.ok()) return placed;
     // The driver's own word is worth more to the caller than "nothing fits".
@@ -158,13 +161,22 @@ Result<DeviceAllocator::Placement> DeviceAllocator::take_extent(Request& request
   return Placement{arena_.span(held.spans[0]).begin, held.spans[0], kNoId};
 }
 
-Result<DeviceAllocator::Placement> DeviceAllocator::reuse_alias(Request& request, Lock& lock) {
-  const AliasFit fit = aliases_.find(arena_, request.size, [&](const std::vector<Piece>& pieces) {
+AliasFit DeviceAllocator::find_alias(const Request& request) const {
+  if (arena_.free_bytes() < request.size) return {};
+  return aliases_.find(arena_, request.size, [&](const std::vector<Piece>& pieces) {
     return std::all_of(pieces.begin(), pieces.end(), [&](const Piece& piece) {
       return may_take(arena_.tags_of(arena_.span_at(piece.begin)), request);
     });
   });
-  if (fit.alias == kNoId) return nothing_here();
+}
+
+Result<DeviceAllocator::Placement> DeviceAllocator::reuse_alias(Request& request, Lock& lock) {
+  const AliasFit fit = find_alias(request);
+  return fit.alias != kNoId ? move_in(fit, request, lock) : nothing_here();
+}
+
+Result<DeviceAllocator::Placement> DeviceAllocator::move_in(const AliasFit& fit, Request& request,
+                                                            Lock& lock) {
   aliases_.pin(fit.alias, request.size);
   const Held held = hold(fit.pieces);
   if (const Status ordered = order(request, held, lock); !ordered.ok()) {
