@@ -13,8 +13,8 @@ namespace {
 constexpr Bytes kSmallestPiece{64 << 10};
 // A stitch spares more than this part of the block.
 constexpr std::uint64_t kWorth = 128;
-// A plan takes what is largest, which is not always best: of a thousand requests of random programs
-// that find room in an alias one has a plan that lacks something, a twentieth of the block or less.
+// A plan takes what is largest, which is not always best: one that lacks less than this part of the
+// block says nothing of what is free in an alias.
 constexpr std::uint64_t kNearly = 8;
 constexpr std::size_t kFewExtents = 64;
 // Of most aliases.
@@ -57,7 +57,9 @@ Result<DeviceAllocator::Placement> DeviceAllocator::stitch(Request& request, Loc
   // request that waits for nobody may find more there, for a plan is of its own stream's memory.
   if (plan.missing * kNearly <= request.size || request.is_alone) {
     if (const AliasFit fit = find_alias(request); fit.alias != kNoId) {
-      return move_in(fit, request, lock);
+      Result<Placement> placed = move_in(fit, request, lock);
+      if (placed.ok()) return placed;
+      plan = this->plan(request);
     }
   }
   if (plan.missing && is_growth_as_good(request, plan.missing)) {

@@ -8,6 +8,7 @@
 
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "driver/sim_driver.h"
 #include "units/units.h"
@@ -36,6 +37,7 @@ namespace {
 
 constexpr Stream kA{11};
 constexpr Stream kB{12};
+constexpr Stream kC{13};
 constexpr Bytes kPiece = 8_MiB;
 
 std::unique_ptr<DeviceAllocator> open(SimDriver& sim) {
@@ -98,6 +100,28 @@ void memory_of_a_capturing_stream_does_not_stop_growth(Fixture& fixture) {
   REQUIRE(fixture.allocator->free(of_a).ok() && fixture.sim->begin_capture(kA).ok());
   EXPECT(static_cast<bool>(fixture.take(kPiece * 2, kB)));
   EXPECT(static_cast<bool>(fixture.take(kPiece, kB)));
+  EXPECT(fixture.allocator->check().empty());
+  EXPECT(fixture.sim->end_capture(kA).ok());
+}
+
+// Free and busy are what A had in an alias, for which nobody can wait, and larger pieces of C.
+void an_alias_of_a_capturing_stream_does_not_stop_a_stitch(Fixture& fixture) {
+  std::vector<Address> pieces;
+  for (const Bytes size : {6_MiB, 6_MiB, 6_MiB, 10_MiB, 10_MiB}) {
+    pieces.push_back(fixture.take(size, size == 6_MiB ? kA : kC));
+    fixture.take(kPage);
+  }
+  fixture.allocator->set_limit(fixture.allocator->held());
+  for (std::size_t i = 0; i < 3; ++i) fixture.allocator->free(pieces[i]).ignore();
+  const Address in_alias = fixture.take(18_MiB, kA);
+  REQUIRE(fixture.allocator->stats().alias_count == 1);
+  REQUIRE(fixture.sim->submit(kA).ok() && fixture.sim->submit(kC).ok());
+  for (const Address block : {in_alias, pieces[3], pieces[4]}) {
+    fixture.allocator->free(block).ignore();
+  }
+  REQUIRE(fixture.sim->begin_capture(kA).ok());
+  EXPECT(static_cast<bool>(fixture.take(18_MiB, kB)));
+  EXPECT(fixture.allocator->stats().alias_count == 2);
   EXPECT(fixture.allocator->check().empty());
   EXPECT(fixture.sim->end_capture(kA).ok());
 }
@@ -174,6 +198,8 @@ constexpr Check<Fixture> kChecks[] = {
     {"a capturing stream may allocate and free", a_capturing_stream_may_allocate_and_free},
     {"memory of a capturing stream does not stop growth",
      memory_of_a_capturing_stream_does_not_stop_growth},
+    {"an alias of a capturing stream does not stop a stitch",
+     an_alias_of_a_capturing_stream_does_not_stop_a_stitch},
     {"a forked child is inert and calls no driver", a_forked_child_is_inert_and_calls_no_driver},
     {"a sound allocator names nothing", a_sound_allocator_names_nothing},
     {"block 1 is named where allocated bytes are off",
