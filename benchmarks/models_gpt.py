@@ -8,6 +8,7 @@ are paired. The text is the Python sources of the standard library, found where 
 
 from __future__ import annotations
 
+import os
 import sysconfig
 import zlib
 from collections.abc import Sequence
@@ -116,12 +117,9 @@ def standard_library_text(most: int = MOST_TEXT) -> tuple[Tensor, Tensor]:
     root = Path(sysconfig.get_path("stdlib"))
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     total = 0
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if _LEFT_OUT.intersection(relative.parts):
-            continue
+    for path in _sources(root):
         text = path.read_bytes()
-        is_validation = zlib.crc32(str(relative).encode()) % VALIDATION_SHARE == 0
+        is_validation = zlib.crc32(str(path.relative_to(root)).encode()) % VALIDATION_SHARE == 0
         parts[is_validation].append(text)
         total += len(text)
         if total >= most:
@@ -130,6 +128,15 @@ def standard_library_text(most: int = MOST_TEXT) -> tuple[Tensor, Tensor]:
         torch.frombuffer(bytearray(b"\n".join(part)), dtype=torch.uint8) for part in parts
     )
     return train, validation
+
+
+def _sources(root: Path) -> list[Path]:
+    """Return the standard library's own files, in one order on all machines."""
+    found: list[Path] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = set(folders) - _LEFT_OUT  # the packages beside it are many times as many
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    return sorted(found)
 
 
 def windows(text: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:

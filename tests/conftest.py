@@ -42,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all tests are there: what is imported is not garbage
     # xdist would start the files with the most tests first, and those are not the longest.
     config.option.loadscopereorder = False
 
@@ -63,6 +64,7 @@ def pytest_collection_finish() -> None:
     # What was imported stays: the collections that tests ask for need not look at it again.
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -24,6 +24,7 @@ from vramx.compression.transport import Lane
 
 POISON = 0xDD
 BLOCK_BYTES = 1 << 10
+POISONED_BYTES = 1 << 20  # of host memory: more than tests use of a slab of 64 MiB
 
 
 def bytes_of(tensor: Tensor) -> np.ndarray:
@@ -113,7 +114,9 @@ class FakeLink:
     def pin(self, nbytes: int) -> Tensor:
         if self.host_is_full:
             raise RuntimeError("no more memory to pin")
-        return torch.full((nbytes,), POISON, dtype=torch.uint8)
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        memory[:POISONED_BYTES] = POISON
+        return memory
 
     def mark(self, place: Any, *, timed: bool = False) -> Event:
         stream = self.stream_of(place)

@@ -98,7 +98,7 @@ def libraries() -> tuple[Path, Path]:
     """
     torch = torch_folder()
     assert torch is not None
-    options = [*flags(torch / "include"), "-O2"]
+    options = flags(torch / "include")
     stub, shim = sorted(STUB.glob("*.cpp")), sorted((CSRC / "torch").glob("*.cpp"))
     digest = hashlib.sha256(" ".join(options).encode())
     for path in _with_headers([*stub, *shim]):
@@ -135,8 +135,8 @@ def _build(sources: dict[str, list[Path]], folder: Path, options: list[str]) -> 
         unit = folder / f"{name}.cpp"
         unit.write_text("".join(f'#include "{member}"\n' for member in members))
         # The stand-in is to be found by the shim, as torch's libraries are.
-        seen = ["-fvisibility=default"] if name == "stub" else []
-        _run(["g++", *options, *seen, "-shared", str(unit), "-o", str(folder / f"{name}.so")])
+        own = ["-Og", "-fvisibility=default"] if name == "stub" else ["-O2"]
+        _run(["g++", *options, *own, "-shared", str(unit), "-o", str(folder / f"{name}.so")])
 
 
 def _run(command: list[str]) -> None:

@@ -4,7 +4,7 @@ Works on any device and for any width from 2 to 8 bits. 8 and 4 bits and masks h
 vramx/kernels/layout.py describes; the other widths take a byte a code and are for experiments. Only
 tensor operations, no branch on a tensor's contents: the functions can be traced and never wait for
 a device. Pure and thread-safe. On one CPU core quantising an element takes about 2 ns and 16 bytes
-of temporary memory, with noise 15 ns and 23 bytes; dequantising it 1 ns and 12 bytes.
+of temporary memory, with noise 8 ns and 24 bytes; dequantising it 1 ns and 12 bytes.
 
 All arithmetic is float32. `1.5 * 2**23` added to a number rounds it to an integer, half to even,
 and leaves that integer in the low bits of the sum: no conversion. The scale is rounded *up* to
@@ -54,17 +54,12 @@ def philox(counter: list[Tensor], key: list[Tensor], rounds: int = 7) -> list[Te
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
-        high0, low0 = _multiply(0xD2511F53, c0)
-        high1, low1 = _multiply(0xCD9E8D57, c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        # int64 wraps, and its bits stay right; what is above a low word goes where that is used.
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1 = ((product1 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(_WORD), product1
+        c2, c3 = ((product0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(_WORD), product0
         k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
-    return [c0, c1, c2, c3]
-
-
-def _multiply(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the high and the low word of a product: int64 wraps, and its bits stay right."""
-    product = word * factor
-    return (product >> 32) & _WORD, product & _WORD
+    return [c0, c1 & _WORD, c2, c3 & _WORD]
 
 
 def noise_halves(numel: int, noise: Tensor, stream: int | Tensor) -> Tensor:
@@ -72,9 +67,7 @@ def noise_halves(numel: int, noise: Tensor, stream: int | Tensor) -> Tensor:
 
     Element i takes from the block i // 8 of its stream: word (i % 8) // 2, low half if i is even.
     """
-    words = _noise_words(numel // 8, noise, stream)
-    halves = [half.to(torch.int32) for word in words for half in (word & 0xFFFF, word >> 16)]
-    return torch.stack(halves, 1).view(-1)
+    return _cut(_noise_words(numel // 8, noise, stream), torch.int16).bitwise_and_(0xFFFF)
 
 
 def noise_bytes(numel: int, noise: Tensor, stream: int | Tensor) -> Tensor:
@@ -83,9 +76,13 @@ def noise_bytes(numel: int, noise: Tensor, stream: int | Tensor) -> Tensor:
     Codes are counted as they lie in the buffer: the one in the low half of byte P is 2 P, the one
     in its high half 2 P + 1. Code i takes from the block i // 16: byte i % 4 of word (i % 16) // 4.
     """
-    words = _noise_words(numel // 16, noise, stream)
-    parts = [((word >> k) & 0xFF).to(torch.int32) for word in words for k in (0, 8, 16, 24)]
-    return torch.stack(parts, 1).view(-1)
+    return _cut(_noise_words(numel // 16, noise, stream), torch.uint8)
+
+
+def _cut(words: list[Tensor], into: torch.dtype) -> Tensor:
+    """Return the parts of the words, the lowest of the first first, as int32."""
+    parts = torch.stack([word.to(torch.int32) for word in words], 1).view(into)
+    return parts.view(-1).to(torch.int32)
 
 
 def _noise_words(blocks: int, noise: Tensor, stream: int | Tensor) -> list[Tensor]:
