@@ -26,11 +26,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # So much of a GPU for each of the tests that run beside others; those that need more are marked.
 GPU_BYTES_PER_WORKER = 10 << 30
-# The files that compile or train, the longest first.
+# The files that compile or train, the longest first, and those that mostly wait.
 LONGEST = (
     *("test_native", "test_core_endurance", "test_shim", "test_cpu_training"),
     *("test_allocator_programs", "test_autoload", "test_layering"),
 )
+WAITING = ("test_benchmarks_turns", "test_benchmarks_launch")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,6 +59,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Where files are run side by side, the last one to start should be a short one.
     rank = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(LONGEST)))
+    # The second of two workers begins in the middle, while the first compiles on all processors.
+    waiting = [item for item in items if item.path.stem in WAITING]
+    others = [item for item in items if item.path.stem not in WAITING]
+    middle = len(items) // 2
+    items[:] = others[:middle] + waiting + others[middle:]
 
 
 def pytest_collection_finish() -> None:

@@ -185,12 +185,12 @@ def _poisoned_memory() -> Iterator[None]:
 
     torch does so itself under deterministic algorithms, with NaN and the largest integer.
     """
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")  # which, other than its like, imports nothing
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode("default")
 
 
 def _serve() -> None:

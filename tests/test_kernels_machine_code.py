@@ -15,6 +15,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,11 @@ def compiled(plan: launch.Plan, element: str, aligned: bool) -> bytes:
 
 
 def machine_code(cubin: bytes, folder: Path, elements: int) -> MachineCode:
+    return parse(disassembled(cubin, folder), elements)
+
+
+@lru_cache
+def disassembled(cubin: bytes, folder: Path) -> str:
     file = folder / "kernel.cubin"
     file.write_bytes(cubin)
     done = subprocess.run(
@@ -126,7 +132,7 @@ def machine_code(cubin: bytes, folder: Path, elements: int) -> MachineCode:
         check=True,
         timeout=60,
     )
-    return parse(done.stdout, elements)
+    return done.stdout
 
 
 def parse(text: str, elements: int) -> MachineCode:

@@ -98,7 +98,7 @@ def fork_and_train(run: str, folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     # Fresh memory stays as the allocator left it.
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.optim.AdamW([torch.zeros(1)])  # imports what every run would
