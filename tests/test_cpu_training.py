@@ -36,13 +36,14 @@ class Outcome:
     arrays: dict[str, np.ndarray]
     report: dict[str, Any]
 
-    def differences(self) -> list[str]:
-        """Name what the core's training and the plain one do not have in common, bit for bit."""
-        plain = [name for name in self.arrays if name.startswith("plain/")]
+    def differences(self, from_: Outcome | None = None) -> list[str]:
+        """Name what this training and a plain one, of another run or of this, do not share."""
+        plain = (from_ or self).arrays
         return [
             name
             for name in plain
-            if self.arrays[name].tobytes() != self.arrays[name.replace("plain", "core")].tobytes()
+            if name.startswith("plain/")
+            and plain[name].tobytes() != self.arrays[name.replace("plain", "core")].tobytes()
         ]
 
 
@@ -125,4 +126,4 @@ def test_nothing_is_left_once_every_tensor_is_freed(disturbed: Outcome) -> None:
 def test_a_planted_defect_is_noticed(defect: str, outcome: Callable[[str], Outcome]) -> None:
     spoiled = outcome(f"perceptron-{defect}")
     assert spoiled.report["counts"]["defects"] > 0
-    assert "plain/losses" in spoiled.differences()
+    assert "plain/losses" in spoiled.differences(outcome("perceptron-core"))

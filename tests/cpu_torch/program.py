@@ -4,9 +4,9 @@
 
 FOLDER/MODEL-MODE.npz gets the losses and every final tensor of the model of both trainings, as
 plain/... and core/..., and MODEL-MODE.json what the allocator did. `core` trains through the core
-while it is disturbed; the others plant a defect in the allocator and disturb nothing else. What the
-plain training made is freed after the core took over. Each run is a fork of this process, which
-does nothing but import torch, because that takes longer than a training.
+while it is disturbed; the others plant a defect in the allocator, disturb nothing else, and leave
+the plain training out. What that made is freed after the core took over. Each run is a fork of this
+process, which does nothing but import torch, because that takes longer than a training.
 """
 
 from __future__ import annotations
@@ -62,11 +62,12 @@ def out_of_memory() -> int:
 
 
 def train_both(model: str, mode: str, folder: Path) -> None:
-    plain = train(model, STEPS)
+    has_defect = mode in DEFECTS
+    plain = Trained([], []) if has_defect else train(model, STEPS)
     devices = _core.open_simulated(1, CAPACITY_BYTES, GRANULARITY_BYTES)
     allocator = CpuAllocator(devices.table_address)
     report: dict[str, Any] = {}
-    if mode in DEFECTS:
+    if has_defect:
         allocator.plant(mode, DEFECT_PERIOD)
         trained = train(model, STEPS)
     else:
