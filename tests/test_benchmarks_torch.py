@@ -47,7 +47,7 @@ def test_a_program_reports_through_the_recorder(tmp_path: Path) -> None:
     program = """
 import torch
 from benchmarks.programs._report import Recorder
-recorder = Recorder(warmup=1, timed=2)
+recorder = Recorder(warmup=1, timed=2, deterministic=False)
 recorder.begin()
 for _ in range(recorder.steps):
     with recorder.step():

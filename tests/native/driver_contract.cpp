@@ -49,7 +49,7 @@ int closing_line() {
 }
 
 int run_sim() {
-  for (const Bytes granularity : {Bytes{64 << 10}, Bytes{2 << 20}}) {
+  for (const Bytes granularity : {Bytes{64 << 10}, Bytes{256 << 10}}) {
     auto opened = SimDriver::open({.capacity = granularity * 64, .granularity = granularity});
     if (!opened.ok()) {
       std::printf("the simulated device does not open: %s\n", opened.status().call);
