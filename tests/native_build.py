@@ -33,15 +33,11 @@ JOINED = (
     "csrc/process/*.cpp",
 )
 SANITIZERS = {"asan": "address,undefined", "tsan": "thread"}
-# How a program is built and linked: with sanitizers, or plain, against the objects that users run.
+# How a program is built: with sanitizers, or plain, against the objects that users run.
 BUILDS = {
     **{kind: f"-g1 -fsanitize={s} -fno-sanitize-recover=all" for kind, s in SANITIZERS.items()},
     "plain": "",
 }
-# What is not looked for in the tests' own code: a third of the time that it takes to compile. The
-# core's headers are compiled there as well, so its objects come first in a program: of functions
-# that both have, the first is linked.
-NOT_IN_TESTS = {"asan": "-fno-sanitize=undefined"}
 FLAGS = "-std=c++20 -fno-omit-frame-pointer -Wall -Wextra -Werror -Wshadow -Wundef -pthread"
 
 
@@ -155,21 +151,25 @@ def ninja_file() -> str:
     for name, options in BUILDS.items():
         lines += [
             f"rule compile_{name}",
-            f"  command = g++ -MMD -MF $out.d $flags {options} $own -c $in -o $out",
+            f"  command = g++ -MMD -MF $out.d $flags $level {options} -c $in -o $out",
             "  deps = gcc",
             "  depfile = $out.d",
+            # An archive, so that a program takes of the core only what it needs.
+            f"rule archive_{name}",
+            "  command = rm -f $out && ar rcs $out $in",
             f"rule link_{name}",
             f"  command = g++ {options} -pthread $in -o $out -ldl",
         ]
         for unit in units(tests if name == "plain" else [*core, *tests]):
-            less = NOT_IN_TESTS.get(name, "") if "/tests/" in unit else ""
             lines.append(f"build {_object(name, unit)}: compile_{name} {unit}")
-            lines.append(f"  own = {_level(name, unit)} {less}".rstrip())
-        of_core = _product_objects(core) if name == "plain" else _objects(name, core)
+            lines.append(f"  level = {_level(name, unit)}")
+        archive = f"build/native/{name}/core.a"
+        archived = _product_objects(core) if name == "plain" else _objects(name, core)
+        lines.append(f"build {archive}: archive_{name} {archived}")
         for program in programs():
-            own = _objects(name, [program.main, *program.parts])
+            objects = _objects(name, [program.main, *program.parts])
             target = f"build/native/{name}/{program.name}"
-            lines.append(f"build {target}: link_{name} {of_core} {own}")
+            lines.append(f"build {target}: link_{name} {objects} {archive}")
     return "\n".join(lines) + "\n"
 
 
