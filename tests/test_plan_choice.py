@@ -137,8 +137,8 @@ def test_eighty_blocks_of_eight_words_are_chosen_in_a_moment(host: float) -> Non
     places = [Place(i, costs, input_bytes=10**8, linked=i > 0) for i in range(80)]
     timeline = Timeline(places, [10**9] * 81)
     most = timeline.peak_bytes(("word0",) * 80)
-    chosen = [fastest(timeline, most * part // 10) for part in (6, 7, 8, 10)]
+    chosen = [fastest(timeline, most * part // 10) for part in (5, 6, 7, 8, 9, 10)]
     times = [found.step_ms for found in chosen if found is not None]
     a_word_ms = host * 1.3  # where host and device are as busy, more bytes may not be faster
     assert all(after <= before + a_word_ms for before, after in itertools.pairwise(times))
-    assert len(set(times)) == 4
+    assert len(set(times)) >= 5
