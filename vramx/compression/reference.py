@@ -56,8 +56,8 @@ def philox(counter: list[Tensor], key: list[Tensor], rounds: int = 7) -> list[Te
     for _ in range(rounds):
         # int64 wraps, and its bits stay right; what is above a low word goes where that is used.
         product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1 = ((product1 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(_WORD), product1
-        c2, c3 = ((product0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(_WORD), product0
+        c0, c1 = ((product1 >> 32) ^ c1 ^ k0).bitwise_and_(_WORD), product1
+        c2, c3 = ((product0 >> 32) ^ c3 ^ k1).bitwise_and_(_WORD), product0
         k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
     return [c0, c1 & _WORD, c2, c3 & _WORD]
 
