@@ -128,7 +128,7 @@ def pack(flat: Tensor, format: Format, streams: random.Streams | None = None) ->
     Raises:
         InvalidValueError: `flat` is none of these; the text says what it is.
 
-    Memory: the packed buffer; temporary: none by a kernel, up to 24 bytes an element by the
+    Memory: the packed buffer; temporary: none by a kernel, up to 26 bytes an element by the
     reference.
     Sync: none. Enqueued on the current stream of the tensor's device.
     Error bound: see the head of this file. Masks are exact.

@@ -4,7 +4,7 @@ Works on any device and for any width from 2 to 8 bits. 8 and 4 bits and masks h
 vramx/kernels/layout.py describes; the other widths take a byte a code and are for experiments. Only
 tensor operations, no branch on a tensor's contents: the functions can be traced and never wait for
 a device. Pure and thread-safe. On one CPU core quantising an element takes about 2 ns and 16 bytes
-of temporary memory, with noise 8 ns and 24 bytes; dequantising it 1 ns and 12 bytes.
+of temporary memory, with noise 10 ns and 26 bytes; dequantising it 1 ns and 12 bytes.
 
 All arithmetic is float32. `1.5 * 2**23` added to a number rounds it to an integer, half to even,
 and leaves that integer in the low bits of the sum: no conversion. The scale is rounded *up* to
