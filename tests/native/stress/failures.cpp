@@ -16,8 +16,7 @@ using enum StepKind;
 
 // Growth, reuse across streams, stitching with and without growth, an alias hit, a stream that goes
 // away, trim and defragment. Streams have work queued all along. What is to be stitched is above
-// 1 MiB, below which the core prefers to grow. No number is one of a block that is written whole:
-// the device maps whole granules, and each run would touch hundreds of pages more.
+// 1 MiB, below which the core prefers to grow.
 Scenario every_path() {
   constexpr std::uint64_t kUnit = 256 << 10;
   return {.setup = {.capacity = Bytes{16 << 20}},
@@ -25,20 +24,20 @@ Scenario every_path() {
               {kAllocate, 1, 1, kUnit},
               {kAllocate, 2, 1, 3 * kUnit},
               {kAllocate, 3, 2, kUnit},
-              {kAllocate, 11, 1, 3 * kUnit + 512},
+              {kAllocate, 4, 1, 3 * kUnit + 512},
               {kAllocate, 5, 1, 700},
               {kRecordStream, 2, 3, 0},
               {kFree, 2, 0, 0},
-              {kFree, 11, 0, 0},
+              {kFree, 4, 0, 0},
               {kAllocate, 6, 2, 5 * kUnit},  // both holes: stitched, and ordered
               {kSubmit, 0, 2, 3},
               {kFree, 6, 0, 0},
               {kAllocate, 7, 2, 5 * kUnit},  // the alias again
               {kFree, 7, 0, 0},
-              {kAllocate, 13, 3, 7 * kUnit},  // holes and growth
+              {kAllocate, 8, 3, 7 * kUnit},  // holes and growth
               {kFree, 1, 0, 0},
               {kReplaceStream, 0, 1, 1},
-              {kFree, 13, 0, 0},
+              {kFree, 8, 0, 0},
               {kDefragment, 0, 0, 0},
               {kAllocate, 9, 1, 2 * kUnit},
               {kAllocate, 10, 2, 6 * kUnit},
