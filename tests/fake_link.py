@@ -24,7 +24,7 @@ from vramx.compression.transport import Lane
 
 POISON = 0xDD
 BLOCK_BYTES = 1 << 10
-POISONED_BYTES = 1 << 20  # of host memory: more than tests use of a slab of 64 MiB
+POISONED_BYTES = 1 << 20  # of host memory: all that a test may use of a slab of 64 MiB
 
 
 def bytes_of(tensor: Tensor) -> np.ndarray:
@@ -132,6 +132,8 @@ class FakeLink:
     def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         if self.fails:
             raise RuntimeError("the copy failed")
+        for memory in (target, source):
+            assert memory.storage_offset() + memory.numel() <= POISONED_BYTES
         to, of = bytes_of(target), bytes_of(source)
         milliseconds = target.numel() / self.bytes_per_ms
         self._lanes[lane].waiting.append(

@@ -185,7 +185,8 @@ def _poisoned_memory() -> Iterator[None]:
 
     torch does so itself under deterministic algorithms, with NaN and the largest integer.
     """
-    torch.set_deterministic_debug_mode("error")  # which, other than its like, imports nothing
+    # Where use_deterministic_algorithms() would import inductor, two seconds.
+    torch.set_deterministic_debug_mode("error")
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         yield
