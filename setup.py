@@ -2,10 +2,10 @@
 
 Needs a C++20 compiler, ninja and pybind11's headers; neither torch nor CUDA. Ninja reads the
 compiler's own list of headers, so a change of any header rebuilds exactly what includes it, and a
-build with nothing to do takes a tenth of a second. Sources of one layer are compiled in one unit.
-Objects are kept under build/, one folder for each Python. Not here: csrc/torch, which is compiled
-for the torch that is installed, when it is first needed; its sources travel inside the package (see
-CopySources).
+build with nothing to do takes a tenth of a second. All layers are compiled in one unit and the
+bindings in another, at the same time. Objects are kept under build/, one folder for each Python.
+Not here: csrc/torch, which is compiled for the torch that is installed, when it is first needed;
+its sources travel inside the package (see CopySources).
 
     CXX=clang++        another compiler; g++ by default
     VRAMX_WERROR=1     warnings are errors, as `make lint` wants it
@@ -31,12 +31,10 @@ from setuptools.errors import CompileError, PlatformError
 
 ROOT = Path(__file__).resolve().parent
 LAYERS = ("core", "driver", "process", "replay")
-# The sources of a pattern are compiled in one unit, which takes a third of the time: headers that
-# they share take longer than they do. They must not give one name to two things outside of headers.
-JOINED = (
-    *("csrc/core/*.cpp", "csrc/driver/cuda_*.cpp", "csrc/driver/sim_*.cpp"),
-    *("csrc/process/*.cpp", "csrc/replay/*.cpp", "csrc/bindings*.cpp"),
-)
+# The sources of a pattern are compiled in one unit, which takes a third of the time: headers and
+# templates that they share take longer than they do. They must not give one name to two things
+# outside of headers.
+JOINED = ("csrc/*/*.cpp", "csrc/bindings*.cpp")
 # What the shim for torch is compiled from.
 SHIM_SOURCES = ("core/*.h", "process/core_table.h", "torch/*.h", "torch/*.cpp")
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wundef"]
@@ -57,7 +55,7 @@ def units(sources: list[str]) -> dict[str, list[str]]:
     for source in sources:
         pattern = next((joined for joined in JOINED if Path(source).match(joined)), source)
         groups.setdefault(pattern, []).append(source)
-    names = {pattern: re.sub("[/_]?[*]", "", pattern) for pattern in groups}
+    names = {pattern: re.sub("/?[*]", "", pattern) for pattern in groups}
     return {
         members[0] if len(members) == 1 else f"{object_folder()}/units/{names[pattern]}": members
         for pattern, members in groups.items()

@@ -2,9 +2,9 @@
 
 Objects are kept under build/native, so that only what changed is compiled again (ninja reads the
 compiler's list of headers) and programs of one sanitizer share the objects of the core; without one
-they are those that vramx._core is linked from. Sources of one layer are compiled in one unit, which
-takes a fraction of the time. Safe for processes that build at the same time: one waits for the
-other. Nothing here runs a program.
+they are those that vramx._core is linked from. The layers are compiled in one unit, and each
+program's sources in another, which takes a fraction of the time: see setup.py. Safe for processes
+that build at the same time: one waits for the other. Nothing here runs a program.
 """
 
 from __future__ import annotations
@@ -23,15 +23,6 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "native"
 LAYERS = ("core", "driver", "process")  # none of the programs replays a trace
-# The sources of a pattern are compiled in one unit, as those of a program are, because headers and
-# templates that they share take longer than they do. They must not give one name to two things
-# outside of headers. The rest is compiled one by one.
-JOINED = (
-    "csrc/core/*.cpp",
-    "csrc/driver/cuda_*.cpp",
-    "csrc/driver/sim_*.cpp",
-    "csrc/process/*.cpp",
-)
 SANITIZERS = {"asan": "address,undefined", "tsan": "thread"}
 # How a program is built: with sanitizers, or plain, against the objects that users run.
 BUILDS = {
@@ -113,8 +104,7 @@ def _write_scripts() -> None:
     """Write build.ninja and the units, each only where it changes: ninja goes by file times."""
     texts = {BUILD / "build.ninja": ninja_file()}
     for unit, members in units([*_core(), *_tests()]).items():
-        if [unit] != members:
-            texts[ROOT / unit] = "".join(f'#include "{member}"\n' for member in members)
+        texts[ROOT / unit] = "".join(f'#include "{member}"\n' for member in members)
     for path, text in texts.items():
         if not path.exists() or path.read_text() != text:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,10 +112,7 @@ def _write_scripts() -> None:
 
 
 def units(sources: Iterable[str]) -> dict[str, list[str]]:
-    """Return what is compiled for these sources, and the sources in each.
-
-    A source that is compiled alone is its own unit.
-    """
+    """Return what is compiled for these sources, and the sources in each."""
     found: dict[str, list[str]] = {}
     for source in sources:
         found.setdefault(_unit(source), []).append(source)
@@ -134,13 +121,12 @@ def units(sources: Iterable[str]) -> dict[str, list[str]]:
 
 def _unit(source: str) -> str:
     path = Path(source)
+    name = "csrc"
     if path.match("tests/native/*.cpp"):
-        return f"build/native/units/tests/{path.stem.split('_')[-1]}.cpp"
-    if path.match("tests/native/*/*.cpp"):
-        return f"build/native/units/tests/{path.parent.name}.cpp"
-    pattern = next((joined for joined in JOINED if path.match(joined)), "")
-    name = pattern.removesuffix("*.cpp").rstrip("/_")
-    return f"build/native/units/{name}.cpp" if pattern else source
+        name = path.stem.split("_")[-1]
+    elif path.match("tests/native/*/*.cpp"):
+        name = path.parent.name
+    return f"build/native/units/{name}.cpp"
 
 
 def ninja_file() -> str:
@@ -180,7 +166,7 @@ def _level(kind: str, unit: str) -> str:
     """
     if kind == "plain":
         return "-O2"
-    return "-Og" if "csrc/" in unit or "stress" in unit else "-O0"
+    return "-Og" if Path(unit).stem in ("csrc", "stress") else "-O0"
 
 
 def _core() -> list[str]:

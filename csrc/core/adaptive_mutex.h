@@ -11,7 +11,7 @@
 #include <thread>
 
 #if defined(__x86_64__)
-#include <immintrin.h>
+#include <emmintrin.h>
 #endif
 
 namespace vramx {

@@ -12,7 +12,6 @@
 namespace vramx {
 namespace {
 
-constexpr Bytes kWord{sizeof(std::uint32_t)};
 constexpr Bytes kCompareBuffer{4 << 20};
 
 cuda::StreamHandle handle_of(Stream stream) {

@@ -20,8 +20,11 @@ class Bytewise {
   Bytewise& operator=(const Bytewise&) = delete;
   virtual ~Bytewise() = default;
 
-  // Writes `pattern` to every 32-bit word of the range. Address and size are multiples of 4 and
-  // the range is mapped with access; the driver for CUDA cannot check the latter.
+  // Of a pattern.
+  static constexpr Bytes kWord{sizeof(std::uint32_t)};
+
+  // Writes `pattern` to every word of the range. Address and size are multiples of kWord and the
+  // range is mapped with access; the driver for CUDA cannot check the latter.
   virtual Status fill(Address address, Bytes size, std::uint32_t pattern, Stream stream) = 0;
 
   // The words that differ from `pattern`, once everything queued on `stream` has run.

@@ -13,10 +13,6 @@
 namespace vramx {
 namespace {
 
-using Lock = std::lock_guard<std::mutex>;
-
-constexpr Bytes kWord{sizeof(std::uint32_t)};
-
 std::uint32_t* words(Address address) { return reinterpret_cast<std::uint32_t*>(address.value); }
 
 }  // namespace
@@ -43,107 +39,107 @@ SimDriver::SimDriver(const SimOptions& options, std::unique_ptr<SimPages> pages)
       memory_(options, std::move(pages)) {}
 
 Result<MemoryInfo> SimDriver::memory_info() {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return desk_.run({.kind = CallKind::kMemoryInfo},
                    [&]() -> Result<MemoryInfo> { return memory_.info(); });
 }
 
 Result<Address> SimDriver::reserve_address(Bytes size) {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return desk_.run({.kind = CallKind::kReserveAddress, .size = size},
                    [&] { return memory_.reserve_address(size); });
 }
 
 Status SimDriver::release_address(Address address, Bytes size) {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return desk_.run({.kind = CallKind::kReleaseAddress, .address = address, .size = size},
                    [&] { return memory_.release_address(address, size); });
 }
 
 Result<ChunkHandle> SimDriver::create_chunk(Bytes size) {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return desk_.run({.kind = CallKind::kCreateChunk, .size = size},
                    [&] { return memory_.create_chunk(size); });
 }
 
 Status SimDriver::release_chunk(ChunkHandle chunk) {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return desk_.run({.kind = CallKind::kReleaseChunk, .chunk = chunk},
                    [&] { return memory_.release_chunk(chunk); });
 }
 
 Status SimDriver::map(Address address, Bytes size, ChunkHandle chunk) {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return desk_.run({.kind = CallKind::kMap, .address = address, .size = size, .chunk = chunk},
                    [&] { return memory_.map(address, size, chunk); });
 }
 
 Status SimDriver::unmap(Address address, Bytes size) {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return desk_.run({.kind = CallKind::kUnmap, .address = address, .size = size},
                    [&] { return memory_.unmap(address, size); });
 }
 
 Status SimDriver::set_access(Address address, Bytes size) {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return desk_.run({.kind = CallKind::kSetAccess, .address = address, .size = size},
                    [&] { return memory_.set_access(address, size); });
 }
 
 Status SimDriver::allow_peer(int device) {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return desk_.run({.kind = CallKind::kAllowPeer}, [&] { return memory_.allow_peer(device); });
 }
 
 Result<Event> SimDriver::create_event() {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return desk_.run({.kind = CallKind::kCreateEvent}, [&] { return streams_.create_event(); });
 }
 
 Status SimDriver::destroy_event(Event event) {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return desk_.run({.kind = CallKind::kDestroyEvent, .event = event},
                    [&] { return streams_.destroy_event(event); });
 }
 
 Status SimDriver::record_event(Event event, Stream stream) {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return desk_.run({.kind = CallKind::kRecordEvent, .stream = stream, .event = event},
                    [&] { return streams_.record_event(event, stream); });
 }
 
 Result<bool> SimDriver::query_event(Event event) {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return desk_.run({.kind = CallKind::kQueryEvent, .event = event},
                    [&] { return streams_.query_event(event); });
 }
 
 Status SimDriver::synchronize_event(Event event) {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return desk_.run({.kind = CallKind::kSynchronizeEvent, .event = event},
                    [&] { return streams_.synchronize_event(event); });
 }
 
 Status SimDriver::wait_event(Stream stream, Event event) {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return desk_.run({.kind = CallKind::kWaitEvent, .stream = stream, .event = event},
                    [&] { return streams_.wait_event(stream, event); });
 }
 
 Result<bool> SimDriver::is_idle(Stream stream) {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return desk_.run({.kind = CallKind::kIsIdle, .stream = stream},
                    [&] { return streams_.is_idle(stream); });
 }
 
 Result<bool> SimDriver::is_capturing(Stream stream) {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return desk_.run({.kind = CallKind::kIsCapturing, .stream = stream},
                    [&] { return streams_.is_capturing(stream); });
 }
 
 DriverCalls SimDriver::calls() const {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return desk_.driver_calls(memory_.time_us());
 }
 
@@ -158,7 +154,7 @@ Status SimDriver::admit_bytes(Address address, Bytes size, const char* call) con
 }
 
 Status SimDriver::fill(Address address, Bytes size, std::uint32_t pattern, Stream stream) {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   const Status admitted = admit_bytes(address, size, "fill");
   if (!admitted.ok()) return admitted;
   // A fill inside a capture belongs to a graph that never runs: it writes nothing.
@@ -171,7 +167,7 @@ Status SimDriver::fill(Address address, Bytes size, std::uint32_t pattern, Strea
 
 Result<std::uint64_t> SimDriver::count_mismatches(Address address, Bytes size,
                                                   std::uint32_t pattern, Stream stream) {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   const Status admitted = admit_bytes(address, size, "count_mismatches");
   if (!admitted.ok()) return admitted;
   const Status drained = streams_.drain(stream);
@@ -182,122 +178,122 @@ Result<std::uint64_t> SimDriver::count_mismatches(Address address, Bytes size,
 }
 
 Result<Stream> SimDriver::create_stream() {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return streams_.create_stream();
 }
 
 Status SimDriver::destroy_stream(Stream stream) {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return streams_.destroy_stream(stream);
 }
 
 Status SimDriver::begin_capture(Stream stream) {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return streams_.begin_capture(stream);
 }
 
 Status SimDriver::end_capture(Stream stream) {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return streams_.end_capture(stream);
 }
 
 Result<StreamPoint> SimDriver::submit(Stream stream, std::uint64_t items) {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return streams_.submit(stream, items);
 }
 
 std::uint64_t SimDriver::advance(Stream stream, std::uint64_t items) {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return streams_.advance(stream, items);
 }
 
 void SimDriver::advance_all() {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   streams_.advance_all();
 }
 
 Status SimDriver::revive_stream(Stream stream) {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return streams_.revive_stream(stream);
 }
 
 bool SimDriver::happens_before(StreamPoint point, Stream stream) const {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return streams_.happens_before(point, stream);
 }
 
 void SimDriver::fail_call(CallKind kind, std::uint64_t nth, StatusCode code) {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   desk_.fail_call(kind, nth, code);
 }
 
 void SimDriver::fail_nth_call(std::uint64_t nth, StatusCode code) {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   desk_.fail_nth_call(nth, code);
 }
 
 void SimDriver::clear_faults() {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   desk_.clear_faults();
 }
 
 std::uint64_t SimDriver::faults_fired() const {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return desk_.faults_fired();
 }
 
 std::uint64_t SimDriver::call_count() const {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return desk_.call_count();
 }
 
 std::uint64_t SimDriver::call_count(CallKind kind) const {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return desk_.call_count(kind);
 }
 
 std::vector<CallRecord> SimDriver::journal() const {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return desk_.journal();
 }
 
 std::size_t SimDriver::live_reservations() const {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return memory_.live_reservations();
 }
 
 std::size_t SimDriver::live_chunks() const {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return memory_.live_chunks();
 }
 
 std::size_t SimDriver::live_mappings() const {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return memory_.live_mappings();
 }
 
 std::size_t SimDriver::mappings_open_to(int peer) const {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return memory_.mappings_open_to(peer);
 }
 
 std::size_t SimDriver::live_events() const {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return streams_.live_events();
 }
 
 Bytes SimDriver::used() const {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return memory_.used();
 }
 
 Bytes SimDriver::resident() const {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return memory_.resident();
 }
 
 std::string SimDriver::check() const {
-  const Lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   const std::string broken = memory_.check();
   return broken.empty() ? streams_.check() : broken;
 }
