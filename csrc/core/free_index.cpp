@@ -1,5 +1,7 @@
 #include "core/free_index.h"
 
+#include <algorithm>
+
 namespace vramx {
 namespace {
 
@@ -87,28 +89,41 @@ SpanId FreeIndex::largest(const SpanPool& spans) const {
 
 std::string FreeIndex::check(const SpanPool& spans) const {
   std::size_t seen = 0;
-  for (std::uint32_t bin = 0; bin < kBins; ++bin) {
-    const bool bit = (occupied_[bin / 64] >> (bin % 64)) & 1;
-    if (bit != (roots_[bin] != kNoId)) return "free index: bit of bin " + std::to_string(bin);
-    const Span* above = nullptr;
-    bool is_sound = true;
-    auto visit = [&](SpanId id) {
-      const Span& span = spans[id];
-      const bool is_linked =
-          span.free.parent == kNoId
-              ? roots_[bin] == id
-              : spans[span.free.parent].free.left == id || spans[span.free.parent].free.right == id;
-      is_sound = is_sound && is_linked && span.state == SpanState::kFree &&
-                 bin_of(span.size) == bin && (above == nullptr || precedes(span, *above));
-      above = &span;
-      ++seen;
-      return is_sound;
-    };
-    visit_tree(spans, roots_[bin], Bytes{}, visit);
-    if (!is_sound) return "free index: an entry of bin " + std::to_string(bin) + " is misplaced";
+  for (std::uint32_t word = 0; word < kWords; ++word) {
+    const bool bit = (occupied_words_ >> word) & 1;
+    if (bit != (occupied_[word] != 0)) return "free index: bit of word " + std::to_string(word);
+    const auto first = roots_.begin() + word * 64;
+    const auto last = roots_.begin() + std::min(word * 64 + 64, kBins);
+    if (!bit && std::count(first, last, kNoId) == last - first) continue;
+    for (auto root = first; root != last; ++root) {
+      const auto bin = static_cast<std::uint32_t>(root - roots_.begin());
+      if (std::string broken = check_bin(spans, bin, &seen); !broken.empty()) return broken;
+    }
   }
   if (seen != count_) return "free index: count says " + std::to_string(count_);
   return {};
+}
+
+// Adds its entries to `seen`.
+std::string FreeIndex::check_bin(const SpanPool& spans, std::uint32_t bin,
+                                 std::size_t* seen) const {
+  const bool bit = (occupied_[bin / 64] >> (bin % 64)) & 1;
+  if (bit != (roots_[bin] != kNoId)) return "free index: bit of bin " + std::to_string(bin);
+  const Span* above = nullptr;
+  bool is_sound = true;
+  auto visit = [&](SpanId id) {
+    const Span& span = spans[id];
+    const bool is_linked = span.free.parent == kNoId ? roots_[bin] == id
+                                                     : spans[span.free.parent].free.left == id ||
+                                                           spans[span.free.parent].free.right == id;
+    is_sound = is_sound && is_linked && span.state == SpanState::kFree &&
+               bin_of(span.size) == bin && (above == nullptr || precedes(span, *above));
+    above = &span;
+    ++*seen;
+    return is_sound;
+  };
+  visit_tree(spans, roots_[bin], Bytes{}, visit);
+  return is_sound ? "" : "free index: an entry of bin " + std::to_string(bin) + " is misplaced";
 }
 
 }  // namespace vramx

@@ -65,6 +65,7 @@ class FreeIndex {
     return bit;
   }
   bool visit_tree(const SpanPool& spans, SpanId id, Bytes smallest, auto& visit) const;
+  std::string check_bin(const SpanPool& spans, std::uint32_t bin, std::size_t* seen) const;
 
   std::array<SpanId, kBins> roots_;
   std::array<std::uint64_t, kWords> occupied_{};
