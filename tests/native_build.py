@@ -30,6 +30,8 @@ BUILDS = {
     "plain": "",
 }
 FLAGS = "-std=c++20 -fno-omit-frame-pointer -Wall -Wextra -Werror -Wshadow -Wundef -pthread"
+# The compiler collects its own garbage from half a gigabyte on: a fifteenth of its time.
+FLAGS += " --param ggc-min-expand=100 --param ggc-min-heapsize=512000"
 
 
 @dataclass(frozen=True)
