@@ -75,7 +75,7 @@ def flags(torch_include: Path) -> list[str]:
     folders = [torch_include, torch_include / "torch/csrc/api/include", cuda_include()]
     macros = torch_include / "c10/cuda/impl/cuda_cmake_macros.h"
     return [
-        *("-std=c++20", "-fPIC", "-fvisibility=hidden", f"-I{CSRC}", *WARNINGS),
+        *("-std=c++20", "-Og", "-fPIC", "-fvisibility=hidden", f"-I{CSRC}", *WARNINGS),
         *(part for folder in folders for part in ("-isystem", str(folder))),
         *([] if macros.exists() else ["-DC10_USING_CUSTOM_GENERATED_MACROS"]),
     ]
@@ -135,7 +135,7 @@ def _build(sources: dict[str, list[Path]], folder: Path, options: list[str]) -> 
         unit = folder / f"{name}.cpp"
         unit.write_text("".join(f'#include "{member}"\n' for member in members))
         # The stand-in is to be found by the shim, as torch's libraries are.
-        own = ["-Og", "-fvisibility=default"] if name == "stub" else ["-O2"]
+        own = ["-fvisibility=default"] if name == "stub" else []
         _run(["g++", *options, *own, "-shared", str(unit), "-o", str(folder / f"{name}.so")])
 
 
