@@ -4,8 +4,9 @@ One case for each trace and policy. Ratios are to the trace's peak of live bytes
 can go below; they are exact, so they are measured once. `native` and `expandable` are models of
 torch's own allocators, `vramx` is the allocator itself, on the simulated device or, with --driver
 cuda, on the GPU. The figures to reach are 1.005 for both ratios and 1 % of driver time. The core's
-own memory, for each block that is live at the peak, is mostly what it takes whatever the number of
-blocks: benchmarks/core.py has how it grows.
+own memory is to grow by 200 bytes a live block at most, which benchmarks/core.py measures; here it
+is divided by the blocks at the peak, and with a few hundred of them most of it does not depend on
+their number.
 """
 
 from __future__ import annotations
