@@ -66,7 +66,7 @@ struct Path {
 };
 
 constexpr std::array kPaths = {
-    Path{"steps", &Coverage::steps},
+    Path{"operations", &Coverage::steps},
     Path{"allocations", &Coverage::allocations},
     Path{"out of memory", &Coverage::ooms},
     Path{"out of memory, judged", &Coverage::judged_ooms},

@@ -14,8 +14,7 @@
 namespace vramx::stress {
 
 struct Options {
-  // Of the random part; the others follow it in size, and take as many together.
-  std::int64_t operations = 500'000;
+  std::int64_t operations = 1'000'000;  // of the random part; the others follow it in size
   std::uint64_t first_seed = 1;
 };
 

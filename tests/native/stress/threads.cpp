@@ -74,7 +74,6 @@ void work(Arena& arena, std::uint32_t number, std::int64_t steps) {
   Random random(number);
   std::vector<Held> held;
   const Stream own{number};
-  operations_taken += steps;
   for (std::int64_t i = 0; i < steps; ++i) {
     const std::uint64_t roll = random.below(100);
     if (roll < 48 || held.empty()) {

@@ -58,7 +58,6 @@ void World::on_chunk_gone(ChunkHandle chunk) {
 void World::apply(const Step& step) {
   if (!failure_.empty()) return;
   ++seen_.steps;
-  ++operations_taken;
   faults_before_step_ = sim_->faults_fired();
   const ObservedDriver::Counts before = driver_->counts();
   dispatch(step);

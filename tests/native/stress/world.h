@@ -11,7 +11,6 @@
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -30,9 +29,6 @@ namespace vramx::stress {
 constexpr Bytes rounded(Bytes requested) {
   return round_up(max(requested, kBlockUnit), kBlockUnit);
 }
-
-// Steps that were taken and checked until now, by every World and every thread.
-inline std::atomic<std::int64_t> operations_taken{0};
 
 // How often each path was taken: what a run has to have seen.
 struct Coverage {
