@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -31,10 +30,6 @@ from setuptools.errors import CompileError, PlatformError
 
 ROOT = Path(__file__).resolve().parent
 LAYERS = ("core", "driver", "process", "replay")
-# The sources of a pattern are compiled in one unit, which takes a third of the time: headers and
-# templates that they share take longer than they do. They must not give one name to two things
-# outside of headers.
-JOINED = ("csrc/*/*.cpp", "csrc/bindings*.cpp")
 # What the shim for torch is compiled from.
 SHIM_SOURCES = ("core/*.h", "process/core_table.h", "torch/*.h", "torch/*.cpp")
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wundef"]
@@ -50,22 +45,22 @@ def core_sources() -> list[str]:
 
 
 def units(sources: list[str]) -> dict[str, list[str]]:
-    """Return what is compiled for these sources, and the sources in each; one alone is itself."""
-    groups: dict[str, list[str]] = {}
+    """Return what is compiled for these sources, and the sources in each.
+
+    One unit has the layers and one the bindings, which takes a third of the time: headers and
+    templates that sources share take longer than they do. The sources of a unit must not give one
+    name to two things outside of headers.
+    """
+    found: dict[str, list[str]] = {}
     for source in sources:
-        pattern = next((joined for joined in JOINED if Path(source).match(joined)), source)
-        groups.setdefault(pattern, []).append(source)
-    names = {pattern: re.sub("/?[*]", "", pattern) for pattern in groups}
-    return {
-        members[0] if len(members) == 1 else f"{object_folder()}/units/{names[pattern]}": members
-        for pattern, members in groups.items()
-    }
+        name = "bindings" if Path(source).name.startswith("bindings") else "layers"
+        found.setdefault(f"{object_folder()}/{name}.cpp", []).append(source)
+    return found
 
 
 def object_of(unit: str) -> str:
     """Return the file that a unit is compiled to."""
-    folder = object_folder()
-    return f"{folder}/{unit.removeprefix(f'{folder}/').removesuffix('.cpp')}.o"
+    return f"{unit.removesuffix('.cpp')}.o"
 
 
 def write_if_changed(path: Path, text: str) -> None:
@@ -165,9 +160,7 @@ class NinjaBuild(build_ext):
         script = ROOT / object_folder() / "build.ninja"
         write_if_changed(script, ninja_file(ext.sources, target))
         for unit, members in units(ext.sources).items():
-            if members != [unit]:
-                text = "".join(f'#include "{member}"\n' for member in members)
-                write_if_changed(ROOT / unit, text)
+            write_if_changed(ROOT / unit, "".join(f'#include "{member}"\n' for member in members))
         jobs = os.environ.get("VRAMX_JOBS", str(len(os.sched_getaffinity(0))))
         command = [*ninja(), "-f", str(script.relative_to(ROOT)), "-j", jobs]
         if subprocess.run(command, cwd=ROOT, check=False).returncode:

@@ -70,7 +70,7 @@ def pytest_collection_finish() -> None:
     # What was imported stays: the collections that tests ask for need not look at it again.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000)  # collecting took a twentieth of what compiles
+    gc.set_threshold(50_000)  # seldom: else a twentieth of the time of what compiles
     gc.enable()
 
 

@@ -92,8 +92,9 @@ def test_a_changed_header_rebuilds_what_includes_it_and_nothing_else(small_check
     assert "no work to do" in build(small_checkout).stdout
     (small_checkout / "csrc" / "core" / "answer.h").write_text("constexpr int kAnswer = 42;\n")
     again = build(small_checkout)
-    assert "compile csrc/bindings.cpp" in again.stdout
-    assert "compile csrc/core/other.cpp" not in again.stdout
+    assert "/bindings.cpp" in again.stdout
+    assert "/layers.cpp" in first.stdout
+    assert "/layers.cpp" not in again.stdout
     assert answer(small_checkout) == "42"
 
 
