@@ -54,25 +54,22 @@ SpanId Arena::best_fit_of_any(Bytes size) const {
   return best;
 }
 
-std::vector<SpanId> Arena::largest(Bytes smallest, std::size_t count, StreamIndex stream) const {
-  std::vector<SpanId> found;
+std::vector<Piece> Arena::largest(Bytes smallest, std::size_t count, StreamIndex stream) const {
+  std::vector<Piece> found;
   found.reserve(std::min(count, extent_count_));
-  const auto precedes = [this](SpanId a, SpanId b) {
-    const Span& left = spans_[a];
-    const Span& right = spans_[b];
-    return left.size != right.size ? left.size > right.size : left.begin < right.begin;
+  const auto precedes = [](const Piece& a, const Piece& b) {
+    return a.size != b.size ? a.size > b.size : a.begin < b.begin;
   };
   for_each_index(stream, [&](const FreeIndex& index) {
     const auto taken = static_cast<std::ptrdiff_t>(found.size());
     index.for_each_from_largest(spans_, smallest, [&](SpanId id) {
-      found.push_back(id);
+      found.push_back({spans_[id].begin, spans_[id].size});
       return found.size() - static_cast<std::size_t>(taken) < count;
     });
     // An index says the highest of equals first.
     for (auto run = found.begin() + taken; run != found.end();) {
-      const Bytes size = spans_[*run].size;
-      const auto end =
-          std::find_if(run, found.end(), [&](SpanId id) { return spans_[id].size != size; });
+      const auto end = std::find_if(
+          run, found.end(), [size = run->size](const Piece& each) { return each.size != size; });
       std::reverse(run, end);
       run = end;
     }

@@ -35,7 +35,7 @@ class Arena {
   SpanId best_fit_of_any(Bytes size) const;
   // The extents of at least `smallest` bytes, largest first, at most `count`; of every stream, or
   // of the one and of none.
-  std::vector<SpanId> largest(Bytes smallest, std::size_t count, StreamIndex stream) const;
+  std::vector<Piece> largest(Bytes smallest, std::size_t count, StreamIndex stream) const;
   static constexpr StreamIndex kAnyStream = kNoId - 1;
 
   // --- take and give back -----------------------------------------------------------------------

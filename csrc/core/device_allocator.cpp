@@ -330,8 +330,7 @@ Status DeviceAllocator::note_out_of_memory(Bytes requested, const Status& cause,
   report.limit = limit_;
   report.free = arena_.free_bytes();
   report.extents = arena_.extent_count();
-  for (const SpanId id : arena_.largest(driver_.granularity(), SIZE_MAX, Arena::kAnyStream)) {
-    const Span& extent = arena_.span(id);
+  for (const Piece& extent : arena_.largest(driver_.granularity(), SIZE_MAX, Arena::kAnyStream)) {
     report.largest_extent = max(report.largest_extent, extent.size);
     report.whole_chunks += arena_.chunks().whole_bytes(extent.begin, extent.end());
   }

@@ -145,9 +145,9 @@ Bytes DeviceAllocator::largest_obtainable() {
   const Lock lock(mutex_);
   const StreamIndex stream = clocks_.index_of(Stream::kDefault);
   const bool is_alone = config_.cross_stream == CrossStream::kNever;
-  const std::vector<SpanId> extents =
+  const std::vector<Piece> extents =
       arena_.largest(kBlockUnit, 1, is_alone ? stream : Arena::kAnyStream);
-  const Bytes extent = extents.empty() ? Bytes{} : arena_.span(extents[0]).size;
+  const Bytes extent = extents.empty() ? Bytes{} : extents[0].size;
   const Bytes room = device.ok() ? min(this->room(), device.value().free) : Bytes{};
   Bytes growth = round_down(room, driver_.granularity());
   if (growth && arena_.gap_for(growth) == kNoId) growth = Bytes{};
@@ -202,8 +202,8 @@ std::string DeviceAllocator::check() const {
   if (std::string broken = aliases_.check(arena_); !broken.empty()) return broken;
   if (std::string broken = recurrence_.check(); !broken.empty()) return broken;
   if (std::string broken = lifetimes_.check(); !broken.empty()) return broken;
-  for (const SpanId id : arena_.largest(kBlockUnit, SIZE_MAX, Arena::kAnyStream)) {
-    const TagSet tags = arena_.tags_of(id);
+  for (const Piece& extent : arena_.largest(kBlockUnit, SIZE_MAX, Arena::kAnyStream)) {
+    const TagSet tags = arena_.tags_of(arena_.span_at(extent.begin));
     if (std::string broken = clocks_.check(tags); !broken.empty()) return broken;
   }
   return {};

@@ -25,19 +25,8 @@ Bytes smallest_stitched(Bytes held) {
 constexpr std::chrono::milliseconds kPatience{500};
 constexpr std::chrono::microseconds kLook{20};
 
-// Neighbouring pieces become one.
-std::vector<Piece> joined(const std::vector<Piece>& pieces) {
-  std::vector<Piece> result;
-  result.reserve(pieces.size());
-  for (const Piece& piece : pieces) {
-    if (!result.empty() && result.back().end() == piece.begin) {
-      result.back().size += piece.size;
-    } else {
-      result.push_back(piece);
-    }
-  }
-  return result;
-}
+// What a stitch adds to the pieces that it found: new chunks, and one that comes behind them.
+constexpr std::size_t kMoreSpans = 2;
 
 }  // namespace
 
@@ -193,19 +182,21 @@ bool DeviceAllocator::may_take(const TagSet& tags, const Request& request) const
   return !request.is_alone || clocks_.is_ordered(tags, request.stream);
 }
 
+// Pieces that are neighbours are taken as one.
 DeviceAllocator::Held DeviceAllocator::hold(const std::vector<Piece>& pieces) {
   Held held;
-  held.reserve(pieces.size());
-  for (const Piece& piece : joined(pieces)) {
-    Bytes taken{};
-    // Extents of different streams may lie side by side under one piece.
-    while (taken < piece.size) {
-      const SpanId extent = arena_.span_at(piece.begin + taken);
-      const Address begin = piece.begin + taken;
-      const Bytes size = min(piece.size - taken, arena_.span(extent).end() - begin);
+  held.reserve(pieces.size() + kMoreSpans);
+  for (auto piece = pieces.begin(); piece != pieces.end();) {
+    Address begin = piece->begin;
+    Address end = begin;
+    for (; piece != pieces.end() && piece->begin == end; ++piece) end = piece->end();
+    // Extents of different streams may lie side by side under them.
+    while (begin < end) {
+      const SpanId extent = arena_.span_at(begin);
+      const Bytes size = min(end - begin, arena_.span(extent).end() - begin);
       held.tags.push_back(arena_.tags_of(extent));
       held.spans.push_back(arena_.take_at(extent, begin, size));
-      taken += size;
+      begin = begin + size;
     }
   }
   return held;

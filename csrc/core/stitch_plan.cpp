@@ -10,17 +10,15 @@ namespace {
 constexpr std::size_t kPieces = 16;
 
 struct Candidate {
-  // The chunk boundaries are its first and its last one; the last may come before the first, where
-  // a single chunk holds the extent.
+  // The chunk boundaries are its first and its last one; they may be the same.
   Candidate(const Piece& extent, Address first_boundary, Address last_boundary)
       : begin(extent.begin),
         whole_begin(first_boundary),
         whole_end(last_boundary),
-        whole(between(whole_begin, whole_end)),
-        as_first(between(begin, whole_end)),
-        as_last(between(whole_begin, extent.end())) {}
+        whole(whole_end - whole_begin),
+        as_first(whole_end - begin),
+        as_last(extent.end() - whole_begin) {}
 
-  static Bytes between(Address from, Address to) { return from < to ? to - from : Bytes{}; }
   Bytes head() const { return as_first - whole; }
   Bytes tail() const { return as_last - whole; }
 
@@ -38,8 +36,10 @@ class Planner {
   Planner(const std::vector<Piece>& extents, const ChunkTable& chunks) : chunks_(chunks) {
     candidates_.reserve(extents.size());
     for (const Piece& extent : extents) {
-      candidates_.emplace_back(extent, chunks.round_up(extent.begin),
-                               chunks.round_down(extent.end()));
+      const Address first_boundary = chunks.round_up(extent.begin);
+      // Inside one chunk, it gives nothing.
+      if (first_boundary > extent.end()) continue;
+      candidates_.emplace_back(extent, first_boundary, chunks.round_down(extent.end()));
     }
   }
 
@@ -146,7 +146,9 @@ StitchPlan plan_stitch(const std::vector<Piece>& extents, const ChunkTable& chun
   StitchPlan plain = planner.run(size, nullptr);
   if (!plain.missing) return plain;
   // Not enough: holding back the largest tail for the end gains just that tail.
-  StitchPlan with_tail = planner.run(size, planner.largest_tail());
+  Candidate* const tail = planner.largest_tail();
+  if (tail == nullptr) return plain;
+  StitchPlan with_tail = planner.run(size, tail);
   return with_tail.missing < plain.missing ? with_tail : plain;
 }
 

@@ -21,13 +21,6 @@
 
 namespace vramx {
 
-struct Piece {
-  Address begin;
-  Bytes size;
-
-  Address end() const { return begin + size; }
-};
-
 struct StitchPlan {
   std::vector<Piece> pieces;  // in the order of the block
   // What no extent could give: new chunks have to. Then they come before the last piece if it is a

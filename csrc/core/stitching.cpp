@@ -1,6 +1,7 @@
 // The last resort of DeviceAllocator::allocate before relief: a block put together from free
 // pieces, made contiguous by a second mapping of their chunks, with growth for what they lack.
 #include <algorithm>
+#include <utility>
 
 #include "core/device_allocator.h"
 #include "core/mapper.h"
@@ -29,14 +30,9 @@ StitchPlan DeviceAllocator::plan(const Request& request) const {
   StitchPlan plan;
   for (const std::size_t most : {kFewExtents, kManyExtents}) {
     const StreamIndex of = request.is_alone ? request.stream : Arena::kAnyStream;
-    const std::vector<SpanId> extents = arena_.largest(kSmallestPiece, most, of);
-    std::vector<Piece> pieces;
-    pieces.reserve(extents.size());
-    for (const SpanId id : extents) {
-      pieces.push_back({arena_.span(id).begin, arena_.span(id).size});
-    }
-    plan = plan_stitch(pieces, arena_.chunks(), request.size);
-    if (!plan.missing || pieces.size() < most) break;
+    const std::vector<Piece> extents = arena_.largest(kSmallestPiece, most, of);
+    plan = plan_stitch(extents, arena_.chunks(), request.size);
+    if (!plan.missing || extents.size() < most) break;
   }
   return plan;
 }
@@ -95,7 +91,6 @@ Result<DeviceAllocator::Held> DeviceAllocator::hold_with_growth(StitchPlan& plan
     last.size = plan.missing + last.size - of_new;
   }
   Held held = hold(plan.pieces);
-  held.reserve(held.spans.size() + 2);
   const Held held_last = last.size ? hold({last}) : Held{};
   const Growth growth{.bytes = missing, .gap = arena_.gap_for(missing)};
   const Result<SpanId> added = add_chunks(growth, request, lock);
@@ -124,7 +119,7 @@ std::vector<ChunkId> DeviceAllocator::chunks_under(const Held& held) const {
 }
 
 Status DeviceAllocator::map_alias(const Held& held, Lock& lock, Placement* placement) {
-  const std::vector<ChunkId> ids = chunks_under(held);
+  std::vector<ChunkId> ids = chunks_under(held);
   std::vector<MappedChunk> chunks;
   chunks.reserve(ids.size());
   Bytes size{};
@@ -145,9 +140,9 @@ Status DeviceAllocator::map_alias(const Held& held, Lock& lock, Placement* place
   const MapOutcome outcome = base ? map_unlocked(base, chunks, lock) : MapOutcome{nothing_here()};
   building_mappings_ -= ids.size();
   if (!outcome.status.ok()) return outcome.status;
-  placement->alias = aliases_.add(base, ids, arena_);
   const Address first = arena_.span(held.spans[0]).begin;
   placement->address = base + (first - arena_.chunks()[ids[0]].begin);
+  placement->alias = aliases_.add(base, std::move(ids), arena_);
   trace_.add(TraceKind::kStitch, base, size, Stream::kDefault);
   return ok_status();
 }

@@ -134,6 +134,14 @@ struct alignas(64) Span {
 };
 static_assert(sizeof(Span) == 64);
 
+// A range of the arena.
+struct Piece {
+  Address begin;
+  Bytes size;
+
+  Address end() const { return begin + size; }
+};
+
 // Physical memory, wherever it is mapped.
 struct MappedChunk {
   Bytes size;

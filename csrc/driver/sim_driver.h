@@ -3,7 +3,7 @@
 // Composes the memory (sim_memory), the streams (sim_streams) and the call desk (sim_calls) behind
 // one mutex, and adds no rule of its own. Everything below "for tests" drives or observes the
 // device and is neither counted nor journalled. Thread-safe. In accounting mode a map or unmap
-// costs about 100 ns, in bytes mode a system call. Bytes are written when a fill is submitted, in
+// costs some 30 ns, in bytes mode a system call. Bytes are written when a fill is submitted, in
 // the host's order: one of the orders that the streams allow. Whether another was possible is what
 // happens_before answers.
 #pragma once

@@ -3,11 +3,10 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <iterator>
 #include <memory>
 #include <string>
-#include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "driver/sim_calls.h"
 
@@ -16,6 +15,8 @@ namespace {
 
 // One cuMemAddressReserve of 2^46 bytes succeeds and one of 2^47 does not (H200, driver 580.159).
 constexpr Bytes kLargestReservation{1ULL << 46};
+// Room for most programs' mappings and chunks, so that it need not move.
+constexpr std::size_t kFew = 1024;
 
 }  // namespace
 
@@ -25,35 +26,53 @@ SimMemory::SimMemory(const SimOptions& options, std::unique_ptr<SimPages> pages)
       mapping_ceiling_(options.mapping_ceiling),
       costs_(*options.costs),
       pages_(std::move(pages)),
-      next_address_(options.first_address) {}
+      next_address_(options.first_address) {
+  chunks_.reserve(kFew);
+}
 
 SimMemory::~SimMemory() {
   if (!pages_) return;
-  for (const auto& [address, size] : reservations_) pages_->release(address, size);
+  for (const Reservation& each : reservations_) pages_->release(each.begin, each.size);
 }
 
 bool SimMemory::is_multiple(Address address, Bytes size) const {
   return size && !(size % granularity_) && !(Bytes{address.value} % granularity_);
 }
 
-bool SimMemory::is_reserved(Address address, Bytes size) const {
-  auto above = reservations_.upper_bound(address);
-  if (above == reservations_.begin()) return false;
-  const auto& [start, length] = *std::prev(above);
-  const Bytes offset = address - start;
-  return offset < length && size <= length - offset;
+const SimMemory::Reservation* SimMemory::reserved(Address address, Bytes size) const {
+  for (const Reservation& each : reservations_) {
+    const Bytes offset = address - each.begin;  // huge for an address below
+    if (offset < each.size && size <= each.size - offset) return &each;
+  }
+  return nullptr;
+}
+
+SimMemory::Mappings::const_iterator SimMemory::first_from(const Mappings& mappings,
+                                                          Address address) {
+  if (mappings.empty() || mappings.back().end() <= address) return mappings.end();
+  return std::partition_point(mappings.begin(), mappings.end(),
+                              [address](const Mapping& each) { return each.end() <= address; });
 }
 
 SimMemory::Run SimMemory::tiling(Address address, Bytes size) {
-  const Run none{mappings_.end(), mappings_.end()};
-  const auto first = mappings_.find(address);
+  Reservation* const reservation = reserved(address, size);
+  if (reservation == nullptr) return {};
+  Mappings& mappings = reservation->mappings;
+  const auto first = mappings.begin() + (first_from(mappings, address) - mappings.cbegin());
   auto last = first;
-  Bytes covered{};
-  for (; covered < size; ++last) {
-    if (last == mappings_.end() || last->first != address + covered) return none;
-    covered += size_of(last);
+  Address covered = address;
+  for (; covered < address + size; ++last) {
+    if (last == mappings.end() || last->begin != covered) return {};
+    covered = last->end();
   }
-  return covered == size ? Run{first, last} : none;
+  return covered == address + size ? Run{&mappings, first, last} : Run{};
+}
+
+SimMemory::Chunk* SimMemory::find_chunk(ChunkHandle handle) {
+  const std::uint32_t slot = slot_of(handle);
+  const bool is_there =
+      handle != ChunkHandle::kNone && slot < chunks_.size() && chunks_[slot].handle == handle;
+  return is_there ? &chunks_[slot] : nullptr;
 }
 
 Result<Address> SimMemory::reserve_address(Bytes size) {
@@ -68,16 +87,18 @@ Result<Address> SimMemory::reserve_address(Bytes size) {
     start = {round_up({start.value}, granularity_).count};
     next_address_ = start + size + granularity_;  // a gap, so that no two reservations touch
   }
-  reservations_.emplace(start, size);
+  reservations_.push_back({start, size});
+  reservations_.back().mappings.reserve(kFew);
   return start;
 }
 
 Status SimMemory::release_address(Address address, Bytes size) {
-  const Status refused = failure(StatusCode::kInvalidValue, "release_address");
-  const auto found = reservations_.find(address);
-  if (found == reservations_.end() || found->second != size) return refused;
-  const auto mapping = mappings_.lower_bound(address);
-  if (mapping != mappings_.end() && mapping->first < address + size) return refused;
+  const auto found = std::find_if(
+      reservations_.begin(), reservations_.end(),
+      [&](const Reservation& each) { return each.begin == address && each.size == size; });
+  if (found == reservations_.end() || !found->mappings.empty()) {
+    return failure(StatusCode::kInvalidValue, "release_address");
+  }
   if (pages_) pages_->release(address, size);
   reservations_.erase(found);
   return ok_status();
@@ -85,91 +106,99 @@ Status SimMemory::release_address(Address address, Bytes size) {
 
 Result<ChunkHandle> SimMemory::create_chunk(Bytes size) {
   if (!is_multiple({}, size)) return failure(StatusCode::kInvalidValue, "create_chunk");
-  if (size > capacity_ - used_) return failure(StatusCode::kOutOfMemory, "create_chunk");
-  const std::uint64_t handle = next_handle_++;
-  Chunk& chunk = chunks_[handle];
-  chunk.size = size;
-  if (pages_) chunk.offset = pages_->take_range(size);
+  const bool has_slot = !vacant_.empty() || chunks_.size() < kSlots;
+  if (size > capacity_ - used_ || !has_slot) {
+    return failure(StatusCode::kOutOfMemory, "create_chunk");
+  }
+  std::uint64_t slot = chunks_.size();
+  if (vacant_.empty()) {
+    chunks_.emplace_back();
+  } else {
+    slot = vacant_.back();
+    vacant_.pop_back();
+  }
+  const ChunkHandle handle{++made_ * kSlots + slot};
+  chunks_[slot] = {.handle = handle, .size = size};
+  if (pages_) chunks_[slot].offset = pages_->take_range(size);
   used_ += size;
   time_us_ += costs_.create.at_us(size);
-  return ChunkHandle{handle};
+  return handle;
 }
 
 Status SimMemory::release_chunk(ChunkHandle handle) {
-  const auto chunk = chunks_.find(static_cast<std::uint64_t>(handle));
-  if (chunk == chunks_.end() || !chunk->second.referenced) {
+  Chunk* const chunk = find_chunk(handle);
+  if (chunk == nullptr || !chunk->referenced) {
     return failure(StatusCode::kInvalidValue, "release_chunk");
   }
-  chunk->second.referenced = false;
-  time_us_ += costs_.release.at_us(chunk->second.size);
-  give_back_if_unused(chunk);
+  chunk->referenced = false;
+  time_us_ += costs_.release.at_us(chunk->size);
+  give_back_if_unused(*chunk);
   return ok_status();
 }
 
-void SimMemory::give_back_if_unused(Chunks::iterator chunk) {
-  if (chunk->second.referenced || chunk->second.mappings != 0) return;
-  if (pages_) pages_->discard(chunk->second.offset, chunk->second.size);
-  used_ -= chunk->second.size;
-  chunks_.erase(chunk);
+void SimMemory::give_back_if_unused(Chunk& chunk) {
+  if (chunk.referenced || chunk.mappings != 0) return;
+  if (pages_) pages_->discard(chunk.offset, chunk.size);
+  used_ -= chunk.size;
+  vacant_.push_back(slot_of(chunk.handle));
+  chunk = Chunk{};
 }
 
 Status SimMemory::map(Address address, Bytes size, ChunkHandle handle) {
-  const Status refused = failure(StatusCode::kInvalidValue, "map");
-  if (!is_multiple(address, size) || !is_reserved(address, size)) return refused;
-  const auto chunk = chunks_.find(static_cast<std::uint64_t>(handle));
-  if (chunk == chunks_.end() || !chunk->second.referenced) return refused;
-  if (chunk->second.size != size) return failure(StatusCode::kNotSupported, "map");
-  const auto above = mappings_.lower_bound(address);
-  if (above != mappings_.end() && above->first < address + size) return refused;
-  if (above != mappings_.begin()) {
-    const auto below = std::prev(above);
-    if (address < below->first + size_of(below)) return refused;
+  Reservation* const reservation = is_multiple(address, size) ? reserved(address, size) : nullptr;
+  Chunk* const chunk = find_chunk(handle);
+  if (reservation == nullptr || chunk == nullptr || !chunk->referenced) {
+    return failure(StatusCode::kInvalidValue, "map");
+  }
+  if (chunk->size != size) return failure(StatusCode::kNotSupported, "map");
+  Mappings& mappings = reservation->mappings;
+  const auto above = first_from(mappings, address);
+  if (above != mappings.end() && above->begin < address + size) {
+    return failure(StatusCode::kInvalidValue, "map");
   }
   if (pages_) {
-    const Status mapped = pages_->map(address, size, chunk->second.offset);
+    const Status mapped = pages_->map(address, size, chunk->offset);
     if (!mapped.ok()) return mapped;
   }
-  mappings_.emplace_hint(above, address, Mapping{.chunk = &*chunk});
-  ++chunk->second.mappings;
+  mappings.insert(above, Mapping{.begin = address, .size = size, .slot = slot_of(handle)});
+  ++chunk->mappings;
   time_us_ += costs_.map.at_us(size);
   return ok_status();
 }
 
 Status SimMemory::unmap(Address address, Bytes size) {
-  const auto [first, last] = tiling(address, size);
-  if (first == last) return failure(StatusCode::kInvalidValue, "unmap");
+  const Run run = tiling(address, size);
+  if (run.of == nullptr) return failure(StatusCode::kInvalidValue, "unmap");
   if (pages_) {
     const Status unmapped = pages_->unmap(address, size);
     if (!unmapped.ok()) return unmapped;
   }
-  for (auto mapping = first; mapping != last; mapping = mappings_.erase(mapping)) {
-    const Mapping& gone = mapping->second;
-    time_us_ += costs_.unmap.at_us(size_of(mapping));
-    accessible_ -= gone.accessible ? 1 : 0;
-    if (--gone.chunk->second.mappings == 0 && !gone.chunk->second.referenced) {
-      give_back_if_unused(chunks_.find(gone.chunk->first));
-    }
+  for (auto mapping = run.first; mapping != run.last; ++mapping) {
+    time_us_ += costs_.unmap.at_us(mapping->size);
+    accessible_ -= mapping->is_accessible() ? 1 : 0;
+    --chunks_[mapping->slot].mappings;
+    give_back_if_unused(chunks_[mapping->slot]);
   }
+  run.of->erase(run.first, run.last);
   return ok_status();
 }
 
 Status SimMemory::set_access(Address address, Bytes size) {
-  const auto [first, last] = tiling(address, size);
-  if (first == last) return failure(StatusCode::kInvalidValue, "set_access");
+  const Run run = tiling(address, size);
+  if (run.of == nullptr) return failure(StatusCode::kInvalidValue, "set_access");
   std::uint64_t added = 0;
-  for (auto mapping = first; mapping != last; ++mapping) added += !mapping->second.accessible;
+  for (auto mapping = run.first; mapping != run.last; ++mapping) added += !mapping->is_accessible();
   if (added > mapping_ceiling_ - accessible_) {
     return failure(StatusCode::kOutOfMemory, "set_access");
   }
   const Status allowed = pages_ ? pages_->allow(address, size) : ok_status();
-  for (auto mapping = first; mapping != last; ++mapping) {
+  for (auto mapping = run.first; mapping != run.last; ++mapping) {
     if (allowed.ok()) {
-      mapping->second.accessible = true;
-      mapping->second.peers = peers_.size();
-      time_us_ += costs_.set_access.at_us(size_of(mapping));
-    } else if (!mapping->second.accessible) {
+      mapping->readers = static_cast<std::uint32_t>(1 + peers_.size());
+      time_us_ += costs_.set_access.at_us(mapping->size);
+    } else if (!mapping->is_accessible()) {
       // mprotect stops where it fails and leaves what came before: take that back.
-      pages_->forbid(mapping->first, size_of(mapping));
+      pages_->forbid(mapping->begin, mapping->size);
     }
   }
   if (allowed.ok()) accessible_ += added;
@@ -182,24 +211,31 @@ Status SimMemory::allow_peer(int device) {
   return ok_status();
 }
 
+std::size_t SimMemory::live_mappings() const {
+  std::size_t count = 0;
+  for (const Reservation& each : reservations_) count += each.mappings.size();
+  return count;
+}
+
 std::size_t SimMemory::mappings_open_to(int device) const {
   const auto at = std::find(peers_.begin(), peers_.end(), device);
-  const auto index = static_cast<std::size_t>(at - peers_.begin());
-  return static_cast<std::size_t>(
-      std::count_if(mappings_.begin(), mappings_.end(),
-                    [&](const auto& mapping) { return mapping.second.peers > index; }));
+  const auto before = static_cast<std::size_t>(1 + (at - peers_.begin()));
+  std::ptrdiff_t count = 0;
+  for (const Reservation& each : reservations_) {
+    count += std::count_if(each.mappings.begin(), each.mappings.end(),
+                           [&](const Mapping& mapping) { return mapping.readers > before; });
+  }
+  return static_cast<std::size_t>(count);
 }
 
 bool SimMemory::is_touchable(Address address, Bytes size) const {
-  auto mapping = mappings_.upper_bound(address);
-  const Address end = address + size;
-  if (!pages_ || end <= address || mapping == mappings_.begin()) return false;
+  const Reservation* const reservation = size ? reserved(address, size) : nullptr;
+  if (!pages_ || reservation == nullptr) return false;
+  const Mappings& mappings = reservation->mappings;
   Address covered = address;
-  for (--mapping; covered < end; ++mapping) {
-    if (mapping == mappings_.end() || !mapping->second.accessible) return false;
-    const Address mapping_end = mapping->first + size_of(mapping);
-    if (covered < mapping->first || mapping_end <= covered) return false;
-    covered = mapping_end;
+  for (auto at = first_from(mappings, address); covered < address + size; ++at) {
+    if (at == mappings.end() || !at->is_accessible() || covered < at->begin) return false;
+    covered = at->end();
   }
   return true;
 }
@@ -211,15 +247,19 @@ std::string SimMemory::check() const {
 
 std::string SimMemory::check_chunks() const {
   Bytes sum{};
-  std::unordered_map<std::uint64_t, std::uint64_t> mappings_of;
-  for (const auto& [address, mapping] : mappings_) ++mappings_of[mapping.chunk->first];
-  for (const auto& [handle, chunk] : chunks_) {
+  std::vector<std::uint64_t> mappings_of(chunks_.size());
+  for (const Reservation& each : reservations_) {
+    for (const Mapping& mapping : each.mappings) ++mappings_of[mapping.slot];
+  }
+  for (std::size_t slot = 0; slot < chunks_.size(); ++slot) {
+    const Chunk& chunk = chunks_[slot];
+    if (chunk.handle == ChunkHandle::kNone) continue;
     sum += chunk.size;
-    const std::string name = "chunk " + std::to_string(handle);
+    const std::string name = "chunk " + std::to_string(static_cast<std::uint64_t>(chunk.handle));
     if (!chunk.referenced && chunk.mappings == 0) return name + " is neither referenced nor mapped";
-    if (chunk.mappings != mappings_of[handle]) {
+    if (chunk.mappings != mappings_of[slot]) {
       return name + " counts " + std::to_string(chunk.mappings) + " mappings and has " +
-             std::to_string(mappings_of[handle]);
+             std::to_string(mappings_of[slot]);
     }
   }
   if (sum != used_ || used_ > capacity_) {
@@ -231,15 +271,20 @@ std::string SimMemory::check_chunks() const {
 
 std::string SimMemory::check_mappings() const {
   std::uint64_t accessible = 0;
-  Address end{};
-  for (auto mapping = mappings_.begin(); mapping != mappings_.end(); ++mapping) {
-    const Address address = mapping->first;
-    const std::string name = "mapping at " + std::to_string(address.value);
-    if (address < end) return name + " overlaps its left neighbour";
-    if (!is_multiple(address, size_of(mapping))) return name + " is not aligned";
-    if (!is_reserved(address, size_of(mapping))) return name + " leaves its reservation";
-    end = address + size_of(mapping);
-    accessible += mapping->second.accessible ? 1 : 0;
+  for (const Reservation& each : reservations_) {
+    Address end = each.begin;
+    for (const Mapping& mapping : each.mappings) {
+      const std::string name = "mapping at " + std::to_string(mapping.begin.value);
+      if (mapping.begin < end) return name + " overlaps what is to its left";
+      if (!is_multiple(mapping.begin, mapping.size)) return name + " is not aligned";
+      if (mapping.end() > each.begin + each.size) return name + " leaves its reservation";
+      const Chunk& chunk = chunks_[mapping.slot];
+      if (chunk.handle == ChunkHandle::kNone || chunk.size != mapping.size) {
+        return name + " is not of its chunk";
+      }
+      end = mapping.end();
+      accessible += mapping.is_accessible() ? 1 : 0;
+    }
   }
   if (accessible != accessible_ || accessible_ > mapping_ceiling_) {
     return "access count " + std::to_string(accessible_) + ", mappings with access " +

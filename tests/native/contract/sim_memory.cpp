@@ -156,6 +156,44 @@ void a_mapping_is_open_to_the_peers_of_its_last_access(SimDriver& sim) {
   EXPECT(sim.mappings_open_to(3) == 2 && sim.mappings_open_to(4) == 0);
 }
 
+void the_name_of_a_chunk_that_is_gone_stays_unknown(SimDriver& sim) {
+  const Result<ChunkHandle> gone = sim.create_chunk(kUnit);
+  REQUIRE(gone.ok() && sim.release_chunk(gone.value()).ok());
+  Device device{sim, sim};
+  Chunk later(device, kUnit);
+  Range range(device, kUnit);
+  REQUIRE(later && range);
+  EXPECT(later.handle() != gone.value());
+  EXPECT(sim.release_chunk(gone.value()).code == StatusCode::kInvalidValue);
+  EXPECT(sim.map(range.at({}), kUnit, gone.value()).code == StatusCode::kInvalidValue);
+  EXPECT(sim.release_chunk(ChunkHandle::kNone).code == StatusCode::kInvalidValue);
+}
+
+// Between two others, before them and behind them, and out of their midst.
+void mappings_come_and_go_in_any_order(SimDriver& sim) {
+  Device device{sim, sim};
+  Chunk chunk(device, kUnit);
+  Range range(device, kUnit * 8);
+  REQUIRE(chunk && range);
+  for (const std::uint64_t at : {5, 1, 3, 7, 0, 2, 4}) {
+    REQUIRE(range.map_with_access(kUnit * at, kUnit, chunk.handle()).ok());
+    EXPECT(sim.check().empty());
+  }
+  EXPECT(!sim.map(range.at(kUnit * 3), kUnit, chunk.handle()).ok());
+  EXPECT(sim.set_access(range.at(kUnit * 4), kUnit * 4).code == StatusCode::kInvalidValue);
+  REQUIRE(sim.unmap(range.at(kUnit * 2), kUnit * 3).ok());
+  EXPECT(sim.live_mappings() == 4 && sim.check().empty());
+  EXPECT(sim.unmap(range.at(kUnit), kUnit * 2).code == StatusCode::kInvalidValue);
+  REQUIRE(range.map_with_access(kUnit * 3, kUnit, chunk.handle()).ok());
+  EXPECT(sim.fill(range.at(kUnit * 3), kUnit, 6, kA).ok());
+  EXPECT(sim.fill(range.at(kUnit * 3), kUnit * 2, 6, kA).code == StatusCode::kInvalidValue);
+  for (const std::uint64_t at : {0, 1, 3, 5, 7}) {
+    REQUIRE(sim.unmap(range.at(kUnit * at), kUnit).ok());
+  }
+  range.forget_mappings();
+  EXPECT(sim.live_mappings() == 0);
+}
+
 constexpr std::array kChecks{
     Check<SimDriver>{"an address faults until it has access",
                      an_address_faults_until_it_has_access},
@@ -170,6 +208,9 @@ constexpr std::array kChecks{
                      set_access_is_charged_for_each_mapping},
     Check<SimDriver>{"a mapping is open to the peers of its last access",
                      a_mapping_is_open_to_the_peers_of_its_last_access},
+    Check<SimDriver>{"the name of a chunk that is gone stays unknown",
+                     the_name_of_a_chunk_that_is_gone_stays_unknown},
+    Check<SimDriver>{"mappings come and go in any order", mappings_come_and_go_in_any_order},
 };
 
 }  // namespace

@@ -60,7 +60,7 @@ void extents_of_equal_size_come_lowest_first_whatever_their_streams(Fixture& fix
   const auto all = fixture.arena.largest(kBlockUnit, 9, Arena::kAnyStream);
   REQUIRE(all.size() == 6);
   for (std::uint64_t i = 0; i < 6; ++i) {
-    EXPECT(fixture.arena.span(all[i]).begin == at + kPage * (2 * i + 1));
+    EXPECT(all[i].begin == at + kPage * (2 * i + 1));
   }
 }
 
@@ -70,9 +70,9 @@ void the_largest_extents_come_largest_first_and_no_more_than_asked_for(Fixture& 
   fixture.take(at + kPage * 5, kPage);  // 3 pages between the two, and 3 behind
   const auto all = fixture.arena.largest(kBlockUnit, 9, Arena::kAnyStream);
   REQUIRE(all.size() == 3);
-  EXPECT(fixture.arena.span(all[0]).begin == at + kPage * 2);
-  EXPECT(fixture.arena.span(all[1]).begin == at + kPage * 6);
-  EXPECT(fixture.arena.span(all[2]).begin == at);
+  EXPECT(all[0].begin == at + kPage * 2);
+  EXPECT(all[1].begin == at + kPage * 6);
+  EXPECT(all[2].begin == at);
   EXPECT(fixture.arena.largest(kBlockUnit, 2, Arena::kAnyStream).size() == 2);
   EXPECT(fixture.arena.largest(kPage * 2, 9, Arena::kAnyStream).size() == 2);
 }
