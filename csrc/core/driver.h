@@ -77,9 +77,9 @@ class Driver {
   virtual Status synchronize_event(Event event) = 0;
   // Work queued on `stream` from now on runs after the event's last record. Never blocks the host.
   virtual Status wait_event(Stream stream, Event event) = 0;
-  // True when everything queued on the stream has run.
+  // True when everything queued on the stream has run. False of a capturing one, which stays valid.
   virtual Result<bool> is_idle(Stream stream) = 0;
-  // A capturing stream can neither be asked, recorded on nor waited for outside its graph.
+  // A capturing stream can neither be recorded on nor waited for outside its graph.
   virtual Result<bool> is_capturing(Stream stream) = 0;
 
   virtual DriverCalls calls() const = 0;

@@ -238,18 +238,33 @@ Status CudaDriver::wait_event(Stream stream, Event event) {
                [&] { return api_.stream_wait_event(handle_of(stream), handle_of(event), 0); });
 }
 
+// A capturing stream must not be queried. Both questions under one context: amid other work each
+// call of the driver costs some hundred nanoseconds.
 Result<bool> CudaDriver::is_idle(Stream stream) {
-  return is_done("cuStreamQuery", [&] { return api_.stream_query(handle_of(stream)); });
+  return is_done("cuStreamQuery", [&] {
+    bool is_captured = false;
+    const cuda::ResultCode asked = look_for_capture(stream, &is_captured);
+    if (asked != cuda::kSuccess) return asked;
+    return is_captured ? cuda::kErrorNotReady : api_.stream_query(handle_of(stream));
+  });
 }
 
 Result<bool> CudaDriver::is_capturing(Stream stream) {
-  int capture = cuda::kCaptureStatusNone;
-  const Status status = plain(
-      "cuStreamIsCapturing", [&] { return api_.stream_is_capturing(handle_of(stream), &capture); });
-  // The legacy default stream while a stream that synchronises with it captures: just as unusable.
-  if (status.driver_code == cuda::kErrorStreamCaptureImplicit) return true;
+  bool is_captured = false;
+  const Status status =
+      plain("cuStreamIsCapturing", [&] { return look_for_capture(stream, &is_captured); });
   if (!status.ok()) return status;
-  return capture != cuda::kCaptureStatusNone;
+  return is_captured;
+}
+
+// Under the device's context.
+cuda::ResultCode CudaDriver::look_for_capture(Stream stream, bool* is_captured) const {
+  int capture = cuda::kCaptureStatusNone;
+  const cuda::ResultCode result = api_.stream_is_capturing(handle_of(stream), &capture);
+  // The legacy default stream while a stream that synchronises with it captures: just as unusable.
+  const bool is_implicit = result == cuda::kErrorStreamCaptureImplicit;
+  *is_captured = is_implicit || capture != cuda::kCaptureStatusNone;
+  return is_implicit ? cuda::kSuccess : result;
 }
 
 std::uint64_t CudaDriver::count(Timed kind) const {

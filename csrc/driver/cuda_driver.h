@@ -75,6 +75,7 @@ class CudaDriver final : public Driver, public Bytewise {
   Status plain(const char* name, Call call) const;
   template <class Query>
   Result<bool> is_done(const char* name, Query query) const;
+  cuda::ResultCode look_for_capture(Stream stream, bool* is_captured) const;
   template <class Call>
   Status timed(Timed kind, const char* name, Call call);
   std::uint64_t count(Timed kind) const;

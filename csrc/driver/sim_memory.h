@@ -5,8 +5,8 @@
 // (sim_driver). Works with bytes behind it or without: without pages the addresses are made up,
 // and every rule and figure is the same. A map or unmap without pages costs some 30 ns at the high
 // end of what is mapped in a reservation, where it mostly happens; below it moves what is above: 30
-// us where that is 100,000 mappings, about what a real device takes. set_access and unmap visit each
-// mapping in the range.
+// us where that is 100,000 mappings, about what a real device takes. set_access and unmap visit
+// each mapping in the range.
 //
 //   reservation   |................................................|   addresses
 //   mappings          |== chunk 1 ==|== chunk 2 ==|    |== chunk 1 ==|

@@ -134,12 +134,8 @@ Status SimStreams::end_capture(Stream stream) {
 Result<bool> SimStreams::is_idle(Stream stream) {
   const Result<std::uint32_t> index = queue_of(stream, "is_idle");
   if (!index.ok()) return index.status();
-  Queue& queue = queues_[index.value()];
-  if (queue.capture != Capture::kNone) {
-    queue.capture = Capture::kInvalidated;
-    return capture_unsupported("is_idle");
-  }
-  return is_reached(clock_of(index.value()));
+  const bool is_captured = queues_[index.value()].capture != Capture::kNone;
+  return !is_captured && is_reached(clock_of(index.value()));
 }
 
 Result<bool> SimStreams::is_capturing(Stream stream) {

@@ -51,7 +51,7 @@ class SimStreams {
   Status begin_capture(Stream stream);
   // Fails where something between the two had no place in a capture.
   Status end_capture(Stream stream);
-  Result<bool> is_idle(Stream stream);  // breaks a capture
+  Result<bool> is_idle(Stream stream);
   Result<bool> is_capturing(Stream stream);
 
   // Queues `items` and names the last of them. On a capturing stream nothing is queued.

@@ -113,6 +113,8 @@ void memory_calls_leave_a_capture_valid(Device& device) {
   REQUIRE(device.bytes.begin_capture(stream.value()).ok());
   const Result<bool> during = device.driver.is_capturing(stream.value());
   EXPECT(during.ok() && during.value());
+  const Result<bool> idle = device.driver.is_idle(stream.value());
+  EXPECT(idle.ok() && !idle.value());
   {
     Chunk chunk(device, unit);
     Range range(device, unit);
