@@ -42,7 +42,7 @@ class SpanPool {
   // It grows by little: what is kept in reserve counts, and most programs are done with growing
   // after a step.
   static constexpr std::size_t kGrowth = 32;  // of this many spans, one more
-  static constexpr std::size_t kFewSpans = 256;
+  static constexpr std::size_t kFewSpans = 128;
 
   void grow() {
     const std::size_t had = spans_.size();
