@@ -7,7 +7,7 @@
 
 namespace vramx {
 
-AliasId AliasCache::add(Address base, std::vector<ChunkId> chunks, Arena& arena) {
+AliasId AliasCache::add(Address base, const std::vector<ChunkId>& chunks, Arena& arena) {
   AliasId id = static_cast<AliasId>(aliases_.size());
   if (vacant_.empty()) {
     make_room(aliases_, aliases_.size() + 1);
@@ -19,7 +19,7 @@ AliasId AliasCache::add(Address base, std::vector<ChunkId> chunks, Arena& arena)
   Alias& alias = aliases_[id];
   alias = Alias{};
   alias.base = base;
-  alias.chunks = std::move(chunks);
+  alias.chunks = chunks;  // with no room for more
   for (const ChunkId chunk : alias.chunks) {
     ++arena.chunks()[chunk].alias_count;
     alias.size += arena.chunks()[chunk].size;

@@ -39,7 +39,7 @@ struct AliasFit {
 
 class AliasCache {
  public:
-  AliasId add(Address base, std::vector<ChunkId> chunks, Arena& arena);
+  AliasId add(Address base, const std::vector<ChunkId>& chunks, Arena& arena);
   // Also for an alias whose unmapping failed: it is forgotten, and its addresses are never reused.
   void remove(AliasId id, Arena& arena);
 

@@ -1,7 +1,6 @@
 // The last resort of DeviceAllocator::allocate before relief: a block put together from free
 // pieces, made contiguous by a second mapping of their chunks, with growth for what they lack.
 #include <algorithm>
-#include <utility>
 
 #include "core/device_allocator.h"
 #include "core/mapper.h"
@@ -119,7 +118,7 @@ std::vector<ChunkId> DeviceAllocator::chunks_under(const Held& held) const {
 }
 
 Status DeviceAllocator::map_alias(const Held& held, Lock& lock, Placement* placement) {
-  std::vector<ChunkId> ids = chunks_under(held);
+  const std::vector<ChunkId> ids = chunks_under(held);
   std::vector<MappedChunk> chunks;
   chunks.reserve(ids.size());
   Bytes size{};
@@ -140,9 +139,9 @@ Status DeviceAllocator::map_alias(const Held& held, Lock& lock, Placement* place
   const MapOutcome outcome = base ? map_unlocked(base, chunks, lock) : MapOutcome{nothing_here()};
   building_mappings_ -= ids.size();
   if (!outcome.status.ok()) return outcome.status;
+  placement->alias = aliases_.add(base, ids, arena_);
   const Address first = arena_.span(held.spans[0]).begin;
   placement->address = base + (first - arena_.chunks()[ids[0]].begin);
-  placement->alias = aliases_.add(base, std::move(ids), arena_);
   trace_.add(TraceKind::kStitch, base, size, Stream::kDefault);
   return ok_status();
 }
