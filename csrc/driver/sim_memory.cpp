@@ -55,7 +55,7 @@ SimMemory::Mappings::const_iterator SimMemory::first_from(const Mappings& mappin
 }
 
 SimMemory::Run SimMemory::tiling(Address address, Bytes size) {
-  Reservation* const reservation = reserved(address, size);
+  Reservation* const reservation = size ? reserved(address, size) : nullptr;
   if (reservation == nullptr) return {};
   Mappings& mappings = reservation->mappings;
   const auto first = mappings.begin() + (first_from(mappings, address) - mappings.cbegin());

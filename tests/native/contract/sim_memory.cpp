@@ -181,6 +181,8 @@ void mappings_come_and_go_in_any_order(SimDriver& sim) {
   }
   EXPECT(!sim.map(range.at(kUnit * 3), kUnit, chunk.handle()).ok());
   EXPECT(sim.set_access(range.at(kUnit * 4), kUnit * 4).code == StatusCode::kInvalidValue);
+  EXPECT(sim.set_access(range.at(kUnit * 4), {}).code == StatusCode::kInvalidValue);
+  EXPECT(sim.unmap(range.at(kUnit * 4), {}).code == StatusCode::kInvalidValue);
   REQUIRE(sim.unmap(range.at(kUnit * 2), kUnit * 3).ok());
   EXPECT(sim.live_mappings() == 4 && sim.check().empty());
   EXPECT(sim.unmap(range.at(kUnit), kUnit * 2).code == StatusCode::kInvalidValue);
