@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -48,10 +48,18 @@ def known_model() -> nn.Module:
     return nn.Sequential(nn.Linear(64, WIDTH), *layers)
 
 
+@cache
+def idle_weight() -> Tensor:
+    weight = torch.zeros(1, device="cuda", requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    return weight
+
+
 def bytes_at_rest() -> int:
-    # Autograd's thread may let go of the last node's packs after backward() has returned: it needs
-    # the GIL for that.
-    time.sleep(0.1)
+    # Autograd's thread may still hold the last node's packs when backward() returns. It has let go
+    # of them when it runs another node, here one of a tensor that is there all the time.
+    weight = idle_weight()
+    weight.clone().backward(weight.grad)
     gc.collect()
     return torch.cuda.memory_allocated()
 
