@@ -85,6 +85,18 @@ def test_a_graph_that_is_dropped_leaves_nothing(asked: tuple[int, ...]) -> None:
     assert stash._pool.used_bytes == 0
 
 
+def test_what_stayed_on_the_device_is_freed_with_its_ticket() -> None:
+    link = FakeLink()
+    link.host_is_full = True
+    stash = stash_on(link)
+    blocks = link.free_blocks
+    tickets = forward(link, stash)
+    assert link.free_blocks == blocks - len(tickets)
+    del tickets[:]
+    assert link.free_blocks == blocks
+    stash.check()
+
+
 def test_a_thousand_steps_hold_what_one_held() -> None:
     link = FakeLink()
     stash = stash_on(link)

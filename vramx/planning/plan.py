@@ -281,7 +281,11 @@ def plan(
 def _ready(model: nn.Module, sample: Any) -> Iterator[Bench]:
     device = _device_of(model)
     with unchanged(model, device):
-        yield Bench(model, Step(model, sample), meter_of(device, model))
+        meter = meter_of(device, model)
+        try:
+            yield Bench(model, Step(model, sample), meter)
+        finally:
+            meter.settle()  # nothing of the last step stays on the device
 
 
 def _choose(measured: Measured, bench: Bench, budget: Budget, reserve: int) -> Plan:
