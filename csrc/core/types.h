@@ -134,7 +134,7 @@ struct alignas(64) Span {
 };
 static_assert(sizeof(Span) == 64);
 
-// A range of the arena.
+// A range of addresses, of the arena or of an alias.
 struct Piece {
   Address begin;
   Bytes size;
