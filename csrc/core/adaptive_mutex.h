@@ -1,4 +1,5 @@
-// The allocator's lock: tries for a few microseconds, then sleeps for a while and tries again.
+// The lock of the allocator, and of the simulated device: tries for a few microseconds, then sleeps
+// for a while and tries again.
 //
 // What the lock protects takes some tens of nanoseconds, so an unlock is a plain store: a second
 // atomic exchange would cost as much as the first. The price is that nobody is woken. Whoever has

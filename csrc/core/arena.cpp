@@ -54,26 +54,19 @@ SpanId Arena::best_fit_of_any(Bytes size) const {
   return best;
 }
 
-std::vector<Piece> Arena::largest(Bytes smallest, std::size_t count, StreamIndex stream) const {
+std::vector<Piece> Arena::stitchable(Bytes smallest, std::size_t count, StreamIndex stream) const {
   std::vector<Piece> found;
   found.reserve(std::min(count, extent_count_));
-  const auto precedes = [](const Piece& a, const Piece& b) {
-    return a.size != b.size ? a.size > b.size : a.begin < b.begin;
-  };
   for_each_index(stream, [&](const FreeIndex& index) {
-    const auto taken = static_cast<std::ptrdiff_t>(found.size());
+    const std::size_t had = found.size();
     index.for_each_from_largest(spans_, smallest, [&](SpanId id) {
-      found.push_back({spans_[id].begin, spans_[id].size});
-      return found.size() - static_cast<std::size_t>(taken) < count;
+      const Span& span = spans_[id];
+      if (chunks_.has_bound_in(span.begin, span.end())) found.push_back({span.begin, span.size});
+      return found.size() - had < count;
     });
-    // An index says the highest of equals first.
-    for (auto run = found.begin() + taken; run != found.end();) {
-      const auto end = std::find_if(
-          run, found.end(), [size = run->size](const Piece& each) { return each.size != size; });
-      std::reverse(run, end);
-      run = end;
-    }
-    std::inplace_merge(found.begin(), found.begin() + taken, found.end(), precedes);
+  });
+  std::sort(found.begin(), found.end(), [](const Piece& a, const Piece& b) {
+    return a.size != b.size ? a.size > b.size : a.begin < b.begin;
   });
   if (found.size() > count) found.resize(count);
   return found;
@@ -111,57 +104,53 @@ void Arena::note_pages(SpanId id, Address begin, Address end) {
   for (std::size_t page = chunks_.page_from(begin); page < last; ++page) page_spans_[page] = id;
 }
 
+// Which part is the smaller one cannot be foreseen: a choice of values costs less than a branch.
 std::pair<SpanId, SpanId> Arena::split(SpanId id, Address where) {
   const SpanId made = spans_.create();
   Span& old = spans_[id];
   Span& part = spans_[made];
-  const bool is_left_smaller = where - old.begin < old.end() - where;
-  if (is_left_smaller) {
-    part.begin = old.begin;
-    part.size = where - old.begin;
-    old.size -= part.size;
-    old.begin = where;
-    part.previous = old.previous;
-    part.next = id;
-    if (part.previous != kNoId) spans_[part.previous].next = made;
-    if (first_ == id) first_ = made;
-    old.previous = made;
-  } else {
-    part.begin = where;
-    part.size = old.end() - where;
-    old.size -= part.size;
-    part.next = old.next;
-    part.previous = id;
-    if (part.next != kNoId) spans_[part.next].previous = made;
-    old.next = made;
-  }
+  const Address begin = old.begin;
+  const Address end = old.end();
+  const bool is_left_smaller = where - begin < end - where;
+  const SpanId left = is_left_smaller ? made : id;
+  const SpanId right = is_left_smaller ? id : made;
+  part.begin = is_left_smaller ? begin : where;
+  part.size = is_left_smaller ? where - begin : end - where;
+  old.begin = is_left_smaller ? where : begin;
+  old.size -= part.size;
   part.state = old.state;
+  link(old.previous, left);
+  const SpanId next = old.next;
+  link(right, next);
+  link(left, right);
   if (part.state == SpanState::kUsed || part.state == SpanState::kFree) note_pages(made);
-  return is_left_smaller ? std::pair{made, id} : std::pair{id, made};
+  return {left, right};
 }
 
 SpanId Arena::join(SpanId left, SpanId right) {
   Span& low = spans_[left];
   Span& high = spans_[right];
   assert(low.next == right && low.state == high.state);
-  const SpanId kept = low.size >= high.size ? left : right;
-  const SpanId gone = kept == left ? right : left;
+  const bool is_left_kept = low.size >= high.size;
+  const SpanId kept = is_left_kept ? left : right;
+  const SpanId gone = is_left_kept ? right : left;
   if (low.state == SpanState::kUsed || low.state == SpanState::kFree) {
     note_pages(kept, spans_[gone].begin, spans_[gone].end());
   }
-  if (kept == left) {
-    low.next = high.next;
-    if (low.next != kNoId) spans_[low.next].previous = left;
-    low.size += high.size;
-  } else {
-    high.previous = low.previous;
-    if (high.previous != kNoId) spans_[high.previous].next = right;
-    if (first_ == left) first_ = right;
-    high.begin = low.begin;
-    high.size += low.size;
-  }
+  const Address begin = low.begin;
+  const Bytes size = low.size + high.size;
+  link(low.previous, kept);
+  link(kept, high.next);
+  spans_[kept].begin = begin;
+  spans_[kept].size = size;
   spans_.destroy(gone);
   return kept;
+}
+
+// They are neighbours from now on; kNoId is the end of the addresses.
+inline void Arena::link(SpanId left, SpanId right) {
+  (left != kNoId ? spans_[left].next : first_) = right;
+  if (right != kNoId) spans_[right].previous = left;
 }
 
 // The one that is kept has the tags of both.

@@ -33,9 +33,12 @@ class Arena {
   SpanId largest_extent(StreamIndex stream) const;
   // The best fit among all extents.
   SpanId best_fit_of_any(Bytes size) const;
-  // The extents of at least `smallest` bytes, largest first, at most `count`; of every stream, or
-  // of the one and of none.
-  std::vector<Piece> largest(Bytes smallest, std::size_t count, StreamIndex stream) const;
+  // What a stitch can be made of: the extents of at least `smallest` bytes in which a chunk begins
+  // or ends, largest first, at most `count`; of every stream, or of the one and of none.
+  std::vector<Piece> stitchable(Bytes smallest, std::size_t count, StreamIndex stream) const;
+  // Calls visit(id) for every extent of every stream, or of the one and of none, in no order.
+  template <class Visit>
+  void for_each_extent(StreamIndex stream, Visit visit) const;
   static constexpr StreamIndex kAnyStream = kNoId - 1;
 
   // --- take and give back -----------------------------------------------------------------------
@@ -151,6 +154,7 @@ class Arena {
   std::pair<SpanId, SpanId> split(SpanId id, Address where);
   // Joins two neighbours of one state that are in no index; the larger keeps its id.
   SpanId join(SpanId left, SpanId right);
+  void link(SpanId left, SpanId right);
   SpanId extent_at(Address address) const;
   SpanId span_of_page(Address address) const { return page_spans_[chunks_.page_of(address)]; }
   void note_pages(SpanId id, Address begin, Address end);
@@ -233,6 +237,16 @@ void Arena::for_each_index(StreamIndex stream, Visit visit) const {
     if (index) visit(*index);
   }
   visit(mixed_);
+}
+
+template <class Visit>
+void Arena::for_each_extent(StreamIndex stream, Visit visit) const {
+  for_each_index(stream, [&](const FreeIndex& index) {
+    index.for_each_from_largest(spans_, kBlockUnit, [&](SpanId id) {
+      visit(id);
+      return true;
+    });
+  });
 }
 
 template <class HasDone, class IsDone>

@@ -65,11 +65,8 @@ bool Arena::merge_neighbours(Merging merging) {
   has_dropped_tags_ = false;
   if (is_all) has_separated_ = false;
   std::vector<SpanId> starts;
-  for_each_index(kAnyStream, [&](const FreeIndex& index) {
-    index.for_each_from_largest(spans_, kBlockUnit, [&](SpanId id) {
-      if (!is_extent(spans_[id].previous) && is_extent(spans_[id].next)) starts.push_back(id);
-      return true;
-    });
+  for_each_extent(kAnyStream, [&](SpanId id) {
+    if (!is_extent(spans_[id].previous) && is_extent(spans_[id].next)) starts.push_back(id);
   });
   bool has_merged = false;
   for (const SpanId start : starts) has_merged = merge_run(start, merging) || has_merged;

@@ -25,13 +25,11 @@ std::vector<Bytes> chunk_sizes(const ChunkDemand& demand, Bytes granularity) {
   const Bytes of_room{demand.room.count / kChunksOfRoom};
   const Bytes in_proportion = min(max(of_memory, of_request), granularity * kLargestUnits);
   const Bytes largest = max(min(in_proportion, of_room), granularity);
-  std::uint64_t pieces = (demand.bytes.count + largest.count - 1) / largest.count;
-  std::vector<Bytes> sizes;
-  sizes.reserve(pieces);
-  for (Bytes left = demand.bytes; left; --pieces) {
-    sizes.push_back(min(left, round_up(Bytes{left.count / pieces}, granularity)));
-    left -= sizes.back();
-  }
+  const std::uint64_t pieces = (demand.bytes.count + largest.count - 1) / largest.count;
+  if (pieces == 0) return {};
+  const std::uint64_t units = demand.bytes / granularity;
+  std::vector<Bytes> sizes(pieces, granularity * (units / pieces));
+  for (std::uint64_t i = 0; i < units % pieces; ++i) sizes[i] += granularity;
   return sizes;
 }
 

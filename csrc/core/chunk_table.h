@@ -52,6 +52,10 @@ class ChunkTable {
   bool is_inside_page(Address begin, Address end) const {
     return page_of(begin - Bytes{1}) == page_of(end);
   }
+  // Whether a chunk begins or ends somewhere in [begin, end], a mapped range.
+  bool has_bound_in(Address begin, Address end) const {
+    return !is_inside_page(begin, end) && round_up(begin) <= end;
+  }
   // Bytes of the chunks that lie wholly inside a mapped range.
   Bytes whole_bytes(Address begin, Address end) const;
 

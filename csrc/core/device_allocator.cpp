@@ -139,11 +139,12 @@ SpanId DeviceAllocator::take_best(Bytes size, StreamIndex stream) {
 // and leaves an extent as large as it found. All the more one smaller than two chunks, which alone
 // may leave no whole chunk. Where its kin have no room, the largest extent takes them up.
 SpanId DeviceAllocator::take_large(SpanId best, Bytes size, StreamIndex stream) {
-  const std::uint32_t kin = lifetimes_.kin_of(size);
   const Bytes fit = arena_.span(best).size;
   const bool is_loose = fit >= size * kLoose;
   const bool may_join = is_loose || (is_slack(fit, size) && size < usual_chunk() * 2);
-  if (!may_join || Lifetimes::is_brief(kin)) return arena_.take(best, size);
+  if (!may_join) return arena_.take(best, size);
+  const std::uint32_t kin = lifetimes_.kin_of(size);
+  if (Lifetimes::is_brief(kin)) return arena_.take(best, size);
   SpanId extent = arena_.extent_over(kin_ends_[kin], size);
   if (extent == kNoId || !is_at_once(extent, stream)) {
     if (!is_loose) return arena_.take(best, size);
@@ -330,10 +331,11 @@ Status DeviceAllocator::note_out_of_memory(Bytes requested, const Status& cause,
   report.limit = limit_;
   report.free = arena_.free_bytes();
   report.extents = arena_.extent_count();
-  for (const Piece& extent : arena_.largest(driver_.granularity(), SIZE_MAX, Arena::kAnyStream)) {
+  arena_.for_each_extent(Arena::kAnyStream, [&](SpanId id) {
+    const Span& extent = arena_.span(id);
     report.largest_extent = max(report.largest_extent, extent.size);
     report.whole_chunks += arena_.chunks().whole_bytes(extent.begin, extent.end());
-  }
+  });
   if (device.ok()) report.device = device.value();
   report.cause = cause;
   ++stats_.num_ooms;

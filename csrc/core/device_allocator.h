@@ -166,16 +166,12 @@ class DeviceAllocator {
     SpanId gap = kNoId;
     SpanId before = kNoId;
   };
-  // Pieces of the arena set aside for a request, in the order of its block.
-  struct Held {
-    std::vector<SpanId> spans;
-    std::vector<TagSet> tags;  // of each span, to give it back as it was
-
-    void reserve(std::size_t count) {
-      spans.reserve(count);
-      tags.reserve(count);
-    }
+  // Part of the arena that is set aside for a request.
+  struct HeldSpan {
+    SpanId id = kNoId;
+    TagSet tags;  // to give it back as it was
   };
+  using Held = std::vector<HeldSpan>;  // in the order of the block
   // Addresses that could not be emptied: the first `mapped` bytes have something behind them.
   struct Leftover {
     Piece range;

@@ -117,7 +117,8 @@ std::string FreeIndex::check_bin(const SpanPool& spans, std::uint32_t bin,
                                                      : spans[span.free.parent].free.left == id ||
                                                            spans[span.free.parent].free.right == id;
     is_sound = is_sound && is_linked && span.state == SpanState::kFree &&
-               bin_of(span.size) == bin && (above == nullptr || precedes(span, *above));
+               bin_of(span.size) == bin && span.free.bin == bin &&
+               (above == nullptr || precedes(span, *above));
     above = &span;
     ++*seen;
     return is_sound;

@@ -76,6 +76,7 @@ class FreeIndex {
 inline void FreeIndex::insert(SpanPool& spans, SpanId id) {
   Span& span = spans[id];
   const std::uint32_t bin = bin_of(span.size);
+  span.free.bin = bin;
   ++count_;
   if (roots_[bin] != kNoId) return insert_into_tree(spans, id, bin);
   span.free.left = span.free.right = span.free.parent = kNoId;
@@ -86,7 +87,7 @@ inline void FreeIndex::insert(SpanPool& spans, SpanId id) {
 
 inline void FreeIndex::erase(SpanPool& spans, SpanId id) {
   const Span& span = spans[id];
-  const std::uint32_t bin = bin_of(span.size);
+  const std::uint32_t bin = span.free.bin;
   --count_;
   // All three are kNoId.
   const bool is_alone = (span.free.left & span.free.right & span.free.parent) == kNoId;

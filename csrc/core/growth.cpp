@@ -123,17 +123,16 @@ Result<DeviceAllocator::Placement> DeviceAllocator::grow(Request& request, Lock&
     return added.status();
   }
   const bool is_adjacent =
-      !have || arena_.span(held.spans.back()).end() == arena_.span(added.value()).begin;
-  held.spans.push_back(added.value());
-  held.tags.emplace_back();
+      !have || arena_.span(held.back().id).end() == arena_.span(added.value()).begin;
+  held.push_back({added.value(), TagSet{}});
   if (!is_adjacent) {
     // Another thread's growth came between the extent and ours; together they may still do.
     give_back(held);
     return take_extent(request, lock);
   }
-  held.spans.back() = arena_.give_back_end(added.value(), request.size - have);
+  held.back().id = arena_.give_back_end(added.value(), request.size - have);
   if (const Status ordered = order(request, held, lock); !ordered.ok()) return ordered;
-  return Placement{arena_.span(held.spans[0]).begin, chain(held), kNoId};
+  return Placement{arena_.span(held[0].id).begin, chain(held), kNoId};
 }
 
 }  // namespace vramx

@@ -145,9 +145,9 @@ Bytes DeviceAllocator::largest_obtainable() {
   const Lock lock(mutex_);
   const StreamIndex stream = clocks_.index_of(Stream::kDefault);
   const bool is_alone = config_.cross_stream == CrossStream::kNever;
-  const std::vector<Piece> extents =
-      arena_.largest(kBlockUnit, 1, is_alone ? stream : Arena::kAnyStream);
-  const Bytes extent = extents.empty() ? Bytes{} : extents[0].size;
+  Bytes extent{};
+  arena_.for_each_extent(is_alone ? stream : Arena::kAnyStream,
+                         [&](SpanId id) { extent = max(extent, arena_.span(id).size); });
   const Bytes room = device.ok() ? min(this->room(), device.value().free) : Bytes{};
   Bytes growth = round_down(room, driver_.granularity());
   if (growth && arena_.gap_for(growth) == kNoId) growth = Bytes{};
@@ -202,11 +202,11 @@ std::string DeviceAllocator::check() const {
   if (std::string broken = aliases_.check(arena_); !broken.empty()) return broken;
   if (std::string broken = recurrence_.check(); !broken.empty()) return broken;
   if (std::string broken = lifetimes_.check(); !broken.empty()) return broken;
-  for (const Piece& extent : arena_.largest(kBlockUnit, SIZE_MAX, Arena::kAnyStream)) {
-    const TagSet tags = arena_.tags_of(arena_.span_at(extent.begin));
-    if (std::string broken = clocks_.check(tags); !broken.empty()) return broken;
-  }
-  return {};
+  std::string broken;
+  arena_.for_each_extent(Arena::kAnyStream, [&](SpanId id) {
+    if (broken.empty()) broken = clocks_.check(arena_.tags_of(id));
+  });
+  return broken;
 }
 
 }  // namespace vramx

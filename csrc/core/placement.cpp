@@ -143,11 +143,10 @@ SpanId DeviceAllocator::find_extent(const Request& request) {
 Result<DeviceAllocator::Placement> DeviceAllocator::take_extent(Request& request, Lock& lock) {
   const SpanId extent = find_extent(request);
   if (extent == kNoId) return nothing_here();
-  Held held;
-  held.tags.push_back(arena_.tags_of(extent));
-  held.spans.push_back(arena_.take(extent, request.size));
-  if (const Status ordered = order(request, held, lock); !ordered.ok()) return ordered;
-  return Placement{arena_.span(held.spans[0]).begin, held.spans[0], kNoId};
+  const TagSet tags = arena_.tags_of(extent);
+  const SpanId taken = arena_.take(extent, request.size);
+  if (const Status ordered = order(request, {{taken, tags}}, lock); !ordered.ok()) return ordered;
+  return Placement{arena_.span(taken).begin, taken, kNoId};
 }
 
 AliasFit DeviceAllocator::find_alias(const Request& request) const {
@@ -194,8 +193,8 @@ DeviceAllocator::Held DeviceAllocator::hold(const std::vector<Piece>& pieces) {
     while (begin < end) {
       const SpanId extent = arena_.span_at(begin);
       const Bytes size = min(end - begin, arena_.span(extent).end() - begin);
-      held.tags.push_back(arena_.tags_of(extent));
-      held.spans.push_back(arena_.take_at(extent, begin, size));
+      HeldSpan& part = held.emplace_back(HeldSpan{.tags = arena_.tags_of(extent)});
+      part.id = arena_.take_at(extent, begin, size);
       begin = begin + size;
     }
   }
@@ -204,18 +203,18 @@ DeviceAllocator::Held DeviceAllocator::hold(const std::vector<Piece>& pieces) {
 
 // What has become complete since it was set aside is not looked for again: see has_completed().
 void DeviceAllocator::give_back(const Held& held) {
-  for (std::size_t i = 0; i < held.spans.size(); ++i) {
-    TagSet tags = held.tags[i];
+  for (const HeldSpan& each : held) {
+    TagSet tags = each.tags;
     tags.drop([&](const Tag& tag) { return clocks_.is_complete(tag); });
-    arena_.give_back(held.spans[i], tags);
+    arena_.give_back(each.id, tags);
   }
 }
 
 // Makes the stream wait for whoever used the pieces last; gives them back where that cannot be.
 Status DeviceAllocator::order(Request& request, const Held& held, Lock& lock) {
   TagSet tags;
-  for (const TagSet& of_span : held.tags) {
-    if (!clocks_.is_ordered(of_span, request.stream)) tags.add(of_span);
+  for (const HeldSpan& each : held) {
+    if (!clocks_.is_ordered(each.tags, request.stream)) tags.add(each.tags);
   }
   if (tags.empty()) return ok_status();
   const Status ordered = clocks_.order(request.stream, tags, lock);
@@ -229,10 +228,8 @@ Status DeviceAllocator::order(Request& request, const Held& held, Lock& lock) {
 }
 
 SpanId DeviceAllocator::chain(const Held& held) {
-  for (std::size_t i = 1; i < held.spans.size(); ++i) {
-    arena_.used(held.spans[i - 1]).next = held.spans[i];
-  }
-  return held.spans.front();
+  for (std::size_t i = 1; i < held.size(); ++i) arena_.used(held[i - 1].id).next = held[i].id;
+  return held.front().id;
 }
 
 }  // namespace vramx

@@ -29,7 +29,7 @@ StitchPlan DeviceAllocator::plan(const Request& request) const {
   StitchPlan plan;
   for (const std::size_t most : {kFewExtents, kManyExtents}) {
     const StreamIndex of = request.is_alone ? request.stream : Arena::kAnyStream;
-    const std::vector<Piece> extents = arena_.largest(kSmallestPiece, most, of);
+    const std::vector<Piece> extents = arena_.stitchable(kSmallestPiece, most, of);
     plan = plan_stitch(extents, arena_.chunks(), request.size);
     if (!plan.missing || extents.size() < most) break;
   }
@@ -98,18 +98,16 @@ Result<DeviceAllocator::Held> DeviceAllocator::hold_with_growth(StitchPlan& plan
     give_back(held_last);
     return added.status();
   }
-  held.spans.push_back(arena_.give_back_end(added.value(), of_new));
-  held.tags.emplace_back();
-  held.spans.insert(held.spans.end(), held_last.spans.begin(), held_last.spans.end());
-  held.tags.insert(held.tags.end(), held_last.tags.begin(), held_last.tags.end());
+  held.push_back({arena_.give_back_end(added.value(), of_new), TagSet{}});
+  held.insert(held.end(), held_last.begin(), held_last.end());
   return held;
 }
 
 std::vector<ChunkId> DeviceAllocator::chunks_under(const Held& held) const {
   std::vector<ChunkId> chunks;
   chunks.reserve(kChunks);
-  for (const SpanId id : held.spans) {
-    const Span& span = arena_.span(id);
+  for (const HeldSpan& each : held) {
+    const Span& span = arena_.span(each.id);
     for (Address at = span.begin; at < span.end(); at = arena_.chunks()[chunks.back()].end()) {
       chunks.push_back(arena_.chunks().at(at));
     }
@@ -140,7 +138,7 @@ Status DeviceAllocator::map_alias(const Held& held, Lock& lock, Placement* place
   building_mappings_ -= ids.size();
   if (!outcome.status.ok()) return outcome.status;
   placement->alias = aliases_.add(base, ids, arena_);
-  const Address first = arena_.span(held.spans[0]).begin;
+  const Address first = arena_.span(held[0].id).begin;
   placement->address = base + (first - arena_.chunks()[ids[0]].begin);
   trace_.add(TraceKind::kStitch, base, size, Stream::kDefault);
   return ok_status();

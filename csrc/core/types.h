@@ -96,14 +96,15 @@ enum class SpanState : std::uint8_t {
   kBuilding,  // a thread is mapping or unmapping it, outside the lock
 };
 
-// What an extent has beside its range: its place in the tree of its index, and its tag, when one is
-// enough (stream kNoId: no tag); several are in the arena's table under `tag_set`.
+// What an extent has beside its range: its place in its index, and its tag, when one is enough
+// (stream kNoId: no tag); several are in the arena's table under `tag_set`.
 struct FreeSpan {
   SpanId left = kNoId;
   SpanId right = kNoId;
   SpanId parent = kNoId;
   StreamIndex tag_stream = kNoId;
   std::uint32_t tag_set = kNoId;
+  std::uint32_t bin = 0;  // of its index
   std::uint64_t tag_sequence = 0;
 };
 

@@ -11,10 +11,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include "core/adaptive_mutex.h"
 #include "core/driver.h"
 #include "core/status.h"
 #include "core/units.h"
@@ -92,7 +92,7 @@ class SimDriver final : public Driver, public Bytewise {
 
   const Bytes granularity_;
   const SimMode mode_;
-  mutable std::mutex mutex_;
+  mutable AdaptiveMutex mutex_;
   CallDesk desk_;
   SimMemory memory_;
   SimStreams streams_;

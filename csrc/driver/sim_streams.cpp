@@ -134,8 +134,9 @@ Status SimStreams::end_capture(Stream stream) {
 Result<bool> SimStreams::is_idle(Stream stream) {
   const Result<std::uint32_t> index = queue_of(stream, "is_idle");
   if (!index.ok()) return index.status();
-  const bool is_captured = queues_[index.value()].capture != Capture::kNone;
-  return !is_captured && is_reached(clock_of(index.value()));
+  const Queue& queue = queues_[index.value()];
+  return queue.capture == Capture::kNone && queue.completed == queue.submitted &&
+         is_reached(queue.clock);
 }
 
 Result<bool> SimStreams::is_capturing(Stream stream) {

@@ -51,30 +51,42 @@ void an_extent_with_tags_of_two_streams_is_neither_streams_own(Fixture& fixture)
 
 // Each stream's extents lie in an index of their own: what comes out is one order.
 void extents_of_equal_size_come_lowest_first_whatever_their_streams(Fixture& fixture) {
-  const Address at = fixture.map({kPage * 12});
+  const Address at = fixture.map(std::vector<Bytes>(12, kPage));
   for (std::uint64_t page = 0; page < 12; ++page) fixture.take(at + kPage * page, kPage);
   for (const std::uint64_t page : {9, 1, 5, 11, 3, 7}) {
     const TagSet tags = page == 5 ? TagSet() : TagSet(Tag{static_cast<StreamIndex>(page % 3), 1});
     fixture.free(at + kPage * page, tags);
   }
-  const auto all = fixture.arena.largest(kBlockUnit, 9, Arena::kAnyStream);
+  const auto all = fixture.arena.stitchable(kBlockUnit, 9, Arena::kAnyStream);
   REQUIRE(all.size() == 6);
   for (std::uint64_t i = 0; i < 6; ++i) {
     EXPECT(all[i].begin == at + kPage * (2 * i + 1));
   }
 }
 
-void the_largest_extents_come_largest_first_and_no_more_than_asked_for(Fixture& fixture) {
-  const Address at = fixture.map({kPage * 9});
+void the_largest_extents_come_first_and_no_more_than_asked_for(Fixture& fixture) {
+  const Address at = fixture.map(std::vector<Bytes>(9, kPage));
   fixture.take(at + kPage, kPage);      // leaves 1 page free before it
   fixture.take(at + kPage * 5, kPage);  // 3 pages between the two, and 3 behind
-  const auto all = fixture.arena.largest(kBlockUnit, 9, Arena::kAnyStream);
+  const auto all = fixture.arena.stitchable(kBlockUnit, 9, Arena::kAnyStream);
   REQUIRE(all.size() == 3);
   EXPECT(all[0].begin == at + kPage * 2);
   EXPECT(all[1].begin == at + kPage * 6);
   EXPECT(all[2].begin == at);
-  EXPECT(fixture.arena.largest(kBlockUnit, 2, Arena::kAnyStream).size() == 2);
-  EXPECT(fixture.arena.largest(kPage * 2, 9, Arena::kAnyStream).size() == 2);
+  EXPECT(fixture.arena.stitchable(kBlockUnit, 2, Arena::kAnyStream).size() == 2);
+  EXPECT(fixture.arena.stitchable(kPage * 2, 9, Arena::kAnyStream).size() == 2);
+}
+
+// The first extent leaves a used page of its chunk on either side; the second ends with the chunk.
+void what_lies_inside_a_chunk_is_not_stitchable(Fixture& fixture) {
+  const Address at = fixture.map({kPage * 4, kPage});
+  for (std::uint64_t page = 0; page < 5; ++page) fixture.take(at + kPage * page, kPage);
+  fixture.free(at + kPage);
+  EXPECT(fixture.arena.stitchable(kBlockUnit, 9, Arena::kAnyStream).empty());
+  fixture.free(at + kPage * 3);
+  const auto all = fixture.arena.stitchable(kBlockUnit, 9, Arena::kAnyStream);
+  REQUIRE(all.size() == 1);
+  EXPECT(all[0].begin == at + kPage * 3);
 }
 
 void only_an_extent_that_holds_all_of_a_range_lies_over_it(Fixture& fixture) {
@@ -308,8 +320,9 @@ constexpr Check<Fixture> kChecks[] = {
      an_extent_with_tags_of_two_streams_is_neither_streams_own},
     {"extents of equal size come lowest first whatever their streams",
      extents_of_equal_size_come_lowest_first_whatever_their_streams},
-    {"the largest extents come largest first and no more than asked for",
-     the_largest_extents_come_largest_first_and_no_more_than_asked_for},
+    {"the largest extents come first and no more than asked for",
+     the_largest_extents_come_first_and_no_more_than_asked_for},
+    {"what lies inside a chunk is not stitchable", what_lies_inside_a_chunk_is_not_stitchable},
     {"only an extent that holds all of a range lies over it",
      only_an_extent_that_holds_all_of_a_range_lies_over_it},
     {"nothing lies over addresses without memory", nothing_lies_over_addresses_without_memory},

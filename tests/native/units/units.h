@@ -6,9 +6,9 @@
 
 #include <cstddef>
 #include <cstdio>
-#include <initializer_list>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "contract.h"
 #include "core/arena.h"
@@ -64,7 +64,7 @@ struct ArenaFixture {
   std::uint64_t next_handle = 1;
 
   // Maps chunks of these sizes where there is room, frees them, and returns where the first is.
-  Address map(std::initializer_list<Bytes> sizes) {
+  Address map(const std::vector<Bytes>& sizes) {
     Bytes all{};
     std::vector<MappedChunk> chunks;
     for (const Bytes size : sizes) {
