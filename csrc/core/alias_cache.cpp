@@ -24,10 +24,14 @@ AliasId AliasCache::add(Address base, const std::vector<ChunkId>& chunks, Arena&
     ++arena.chunks()[chunk].alias_count;
     alias.size += arena.chunks()[chunk].size;
   }
+  const std::size_t middle = alias.chunks.size() / 2;
+  Bytes before{};
+  for (std::size_t i = 0; i < middle; ++i) before += arena.chunks()[alias.chunks[i]].size;
   make_room(by_size_, by_size_.size() + 1);
   const auto behind = std::partition_point(
       by_size_.begin(), by_size_.end(), [&](const Sized& each) { return each.size <= alias.size; });
-  by_size_.insert(behind, {alias.size, id});
+  const Address under_middle = arena.chunks()[alias.chunks[middle]].begin;
+  by_size_.insert(behind, {alias.size, before, under_middle, id});
   mappings_ += alias.chunks.size();
   bytes_ += alias.size;
   return id;
@@ -116,7 +120,8 @@ std::size_t AliasCache::host_bytes() const {
 
 std::string AliasCache::check(const Arena& arena) const {
   std::vector<std::uint32_t> counts;
-  for (const auto& [size, id] : by_size_) {
+  for (const Sized& each : by_size_) {
+    const AliasId id = each.id;
     const Alias& alias = aliases_[id];
     const std::set<ChunkId> distinct(alias.chunks.begin(), alias.chunks.end());
     if (distinct.size() != alias.chunks.size()) {

@@ -81,7 +81,12 @@ class AliasCache {
 
   struct Sized {
     Bytes size;
+    // Where the chunk in its middle begins, in the alias and in the arena: most runs need it.
+    Bytes middle;
+    Address under_middle;
     AliasId id = kNoId;
+
+    bool needs_middle(Bytes run) const { return size - run <= middle && middle < run; }
   };
   // The first that is as large.
   std::vector<Sized>::const_iterator first_of(Bytes size) const {
@@ -105,6 +110,7 @@ AliasFit AliasCache::find(const Arena& arena, Bytes size, Accept accept) const {
   std::size_t searched = 0;
   for (auto entry = first_of(size); entry != by_size_.end(); ++entry) {
     if (++searched > kSearched) break;
+    if (entry->needs_middle(size) && !arena.is_free_at(entry->under_middle)) continue;
     const AliasId id = entry->id;
     const std::optional<Bytes> begin = find_run(aliases_[id], arena, size);
     if (!begin) continue;

@@ -101,6 +101,10 @@ class Arena {
   // Adds the tags of the extents that hold [begin, begin + size) together. False, with some of them
   // added, where a part is not free, or where that would be long to find.
   bool add_tags_over(Address begin, Bytes size, TagSet* tags) const;
+  // Whether the first byte of a chunk is free.
+  bool is_free_at(Address chunk_begin) const {
+    return spans_[span_of_page(chunk_begin)].state == SpanState::kFree;
+  }
   bool is_whole_free(ChunkId chunk) const;
   // Free bytes at a chunk's start, and at its end.
   Bytes free_prefix(ChunkId chunk) const;

@@ -72,6 +72,28 @@ void the_free_end_of_the_last_chunk_serves_alone(Fixture& fixture) {
   EXPECT(fit.address == kAliasBase + kPage + kBlockUnit);
 }
 
+// Whatever is used of it: the search passes over what cannot have a run, and over nothing else.
+void a_search_finds_every_run_there_is(Fixture& fixture) {
+  const Address at = fixture.map({kPage * 2, kPage, kPage * 3, kPage, kPage * 2});
+  std::vector<ChunkId> chunks;
+  for (const std::uint64_t page : {3, 7, 0, 6, 2})
+    chunks.push_back(fixture.chunk_at(at + kPage * page));
+  const AliasId id = fixture.add(chunks);
+  const Bytes all = fixture.cache[id].size;
+  std::size_t found = 0;
+  std::size_t missed = 0;
+  for (Bytes used{}; used < all; used += 1_MiB) {
+    fixture.take(at + used, kBlockUnit);
+    for (Bytes size = 1_MiB; size <= all; size += 1_MiB) {
+      const AliasFit fit = fixture.cache.fit_in(id, fixture.arena, size);
+      EXPECT(fixture.find(size).address == fit.address);
+      ++(fit.alias != kNoId ? found : missed);
+    }
+    fixture.free(at + used);
+  }
+  EXPECT(found > 0 && missed > 0);
+}
+
 void a_used_chunk_between_two_free_ones_parts_them(Fixture& fixture) {
   fixture.add({fixture.a, fixture.b, fixture.c});
   fixture.take(fixture.begin + kPage, kPage);
@@ -184,6 +206,7 @@ constexpr Check<Fixture> kChecks[] = {
     {"a used byte ends a run", a_used_byte_ends_a_run},
     {"a run may begin in the free end of a chunk", a_run_may_begin_in_the_free_end_of_a_chunk},
     {"the free end of the last chunk serves alone", the_free_end_of_the_last_chunk_serves_alone},
+    {"a search finds every run there is", a_search_finds_every_run_there_is},
     {"a used chunk between two free ones parts them",
      a_used_chunk_between_two_free_ones_parts_them},
     {"a fit that is turned down is not found", a_fit_that_is_turned_down_is_not_found},
