@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import vramx
 from vramx.compression.session import Table
 
-WIDTH, HEADS, BATCH, TOKENS = 512, 8, 2, 128
+WIDTH, HEADS, BATCH, TOKENS = 256, 4, 1, 128
 GATED = 4 * WIDTH  # of the gated unit
 DROPOUT = 0.1
 TOLERANCE = 0.03
