@@ -100,6 +100,20 @@ def test_peaks_stay_within_budgets_and_near_their_prediction(make: Any) -> None:
     assert times == sorted(times, reverse=True)
 
 
+def test_garbage_of_before_is_no_part_of_a_peak() -> None:
+    with torch.device("cuda"):
+        model, sample = own_model().bfloat16(), torch.randn(2, 1024, 64, dtype=torch.bfloat16)
+    clean = vramx.plan(model, sample).measured_bytes
+    gc.disable()
+    try:
+        cycle: list[Any] = [torch.empty(clean, dtype=torch.uint8, device="cuda")]
+        cycle.append(cycle)
+        del cycle
+        assert vramx.plan(model, sample).measured_bytes == pytest.approx(clean, rel=ERROR)
+    finally:
+        gc.enable()
+
+
 def test_a_device_is_busy_for_no_longer_because_the_host_is_slow() -> None:
     operand = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
 
