@@ -273,13 +273,16 @@ void Arena::drop_tags(HasDone has_done, IsDone is_done) {
 template <class IsDone>
 bool Arena::drop_tags_of(SpanId id, IsDone is_done) {
   FreeSpan& extent = spans_[id].free;
-  TagSet tags;
-  if (extent.tag_set != kNoId) {
-    tags = tag_sets_[extent.tag_set];
-    if (!tags.drop(is_done)) return false;
-  } else if (!is_done(Tag{extent.tag_stream, extent.tag_sequence})) {
-    return false;
+  if (extent.tag_set == kNoId) {
+    if (!is_done(Tag{extent.tag_stream, extent.tag_sequence})) return false;
+    index_with(extent).erase(spans_, id);
+    extent.tag_stream = kNoId;
+    extent.tag_sequence = 0;
+    clean_.insert(spans_, id);
+    return true;
   }
+  TagSet tags = tag_sets_[extent.tag_set];
+  if (!tags.drop(is_done)) return false;
   unlist(id);
   drop_tag_set(extent);
   extent = FreeSpan{};

@@ -94,7 +94,8 @@ inline void FreeIndex::erase(SpanPool& spans, SpanId id) {
   if (!is_alone) return erase_from_tree(spans, id, bin);
   roots_[bin] = kNoId;
   occupied_[bin / 64] &= ~(std::uint64_t{1} << (bin % 64));
-  if (occupied_[bin / 64] == 0) occupied_words_ &= ~(std::uint64_t{1} << (bin / 64));
+  const bool is_last = occupied_[bin / 64] == 0;
+  occupied_words_ &= ~(std::uint64_t{is_last} << (bin / 64));
 }
 
 inline SpanId FreeIndex::lower_bound(const SpanPool& spans, SpanId tree, Bytes size) {

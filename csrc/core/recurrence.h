@@ -70,12 +70,13 @@ class Recurrence {
     Seen& seen = seen_[window_ >> kSlotShift];
     const auto tag = static_cast<std::uint32_t>(window_ >> kTagShift);
     const bool is_known = seen.tag == tag;
-    if (is_known && distance_ == 0) [[unlikely]] {
+    if (distance_ == 0 && is_known) [[unlikely]] {
       begin_run(count_ - seen.position);
     }
-    const Seen now{tag, count_};
     // A store costs less than a guess that fails.
-    seen = is_known || count_ % kStride == 0 ? now : seen;
+    const bool is_new = is_known || count_ % kStride == 0;
+    seen.tag = is_new ? tag : seen.tag;
+    seen.position = is_new ? count_ : seen.position;
   }
 
   std::size_t host_bytes() const {

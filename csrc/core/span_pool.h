@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #include "core/types.h"
@@ -24,7 +25,7 @@ class SpanPool {
     }
     const SpanId id = free_;
     free_ = spans_[id].next;
-    spans_[id] = Span{};
+    std::construct_at(&spans_[id]);  // in place: a copy would wait for what was just written
     ++live_;
     return id;
   }

@@ -37,8 +37,7 @@ StreamIndex StreamClocks::look_up(Stream stream) {
   const auto [entry, is_new] = by_handle_.try_emplace(static_cast<std::uint64_t>(stream),
                                                       static_cast<StreamIndex>(streams_.size()));
   if (is_new) streams_.push_back(State{.handle = stream});
-  last_handle_ = stream;
-  last_index_ = entry->second;
+  recent_[slot_of(stream)] = {stream, entry->second};
   return entry->second;
 }
 
@@ -210,7 +209,7 @@ Status StreamClocks::forget(Stream stream, Lock& lock) {
   } while (streams_[index].last.sequence != streams_[index].sequence);
   streams_[index].is_forgotten = true;
   by_handle_.erase(static_cast<std::uint64_t>(stream));
-  last_index_ = kNoId;
+  recent_[slot_of(stream)] = {};
   return ok_status();
 }
 

@@ -11,6 +11,8 @@
 // settle() are made while that lock is let go.
 #pragma once
 
+#include <array>
+#include <bit>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -30,8 +32,8 @@ class StreamClocks {
   StreamClocks& operator=(const StreamClocks&) = delete;
 
   StreamIndex index_of(Stream stream) {
-    const bool is_last = last_index_ != kNoId && last_handle_ == stream;
-    return is_last ? last_index_ : look_up(stream);
+    const Recent& recent = recent_[slot_of(stream)];
+    return recent.index != kNoId && recent.handle == stream ? recent.index : look_up(stream);
   }
   Stream stream_of(StreamIndex index) const { return streams_[index].handle; }
   std::size_t stream_count() const { return streams_.size(); }
@@ -87,6 +89,16 @@ class StreamClocks {
   std::string check(const TagSet& tags) const;
 
  private:
+  struct Recent {
+    Stream handle = Stream::kDefault;
+    StreamIndex index = kNoId;
+  };
+  // A program has a few streams, and torch gives it 32 of each priority at most.
+  static constexpr std::size_t kRecent = 32;
+  static std::size_t slot_of(Stream stream) {
+    constexpr int kShift = 64 - std::countr_zero(kRecent);
+    return static_cast<std::uint64_t>(stream) * 0x9E3779B97F4A7C15ull >> kShift;
+  }
   StreamIndex look_up(Stream stream);
 
   struct Record {  // what the stream's event stands for
@@ -120,8 +132,7 @@ class StreamClocks {
   const ForkGuard fork_guard_;  // a child has no events to destroy
   std::vector<State> streams_;
   std::unordered_map<std::uint64_t, StreamIndex> by_handle_;
-  Stream last_handle_ = Stream::kDefault;  // of the last index_of, which is mostly the next one
-  StreamIndex last_index_ = kNoId;
+  std::array<Recent, kRecent> recent_{};  // the last that were looked up, by slot
 };
 
 }  // namespace vramx
