@@ -7,6 +7,7 @@ that installing calls; initialising CUDA goes through torch's own torch.cuda._la
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,15 @@ import pytest
 import torch
 
 from vramx import config
-from vramx.allocator import cuda_init, install, limits, preconditions, shim_build, toolchain
+from vramx.allocator import (
+    cuda_init,
+    install,
+    limits,
+    preconditions,
+    profiler_start,
+    shim_build,
+    toolchain,
+)
 from vramx.allocator.torch_facts import TorchFacts, read_torch
 from vramx.config import Config
 
@@ -35,6 +44,8 @@ EXPORT unsigned long long vramx_test_limit[8] = {};
 EXPORT void vramx_torch_set_limit(int device, unsigned long long bytes) {
   vramx_test_limit[device + 1] = bytes;
 }
+EXPORT int vramx_test_profilers = 0;
+EXPORT void vramx_torch_note_profiler() { ++vramx_test_profilers; }
 EXPORT int vramx_torch_is_installed() { return installed; }
 """
 GIB = 1 << 30
@@ -55,6 +66,12 @@ def build_shim(folder: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(toolchain, "find_sources", lambda: folder / "csrc")
         return shim_build.ensure_shim(toolbox(folder))
+
+
+def _library() -> ctypes.CDLL:
+    shim = install.current().shim
+    assert shim is not None
+    return shim._library
 
 
 def installed_torch() -> TorchFacts:
@@ -132,12 +149,12 @@ class FakeCuda:
 
     def limit_of(self, device: int) -> int:
         """Return the limit that the shim was given last; device -1 is all of them."""
-        import ctypes
-
-        shim = install.current().shim
-        assert shim is not None
-        kept = (ctypes.c_ulonglong * 8).in_dll(shim._library, "vramx_test_limit")
+        kept = (ctypes.c_ulonglong * 8).in_dll(_library(), "vramx_test_limit")
         return int(kept[device + 1])
+
+    def profilers(self) -> int:
+        """Return how many profilers were announced to shims in this process."""
+        return ctypes.c_int.in_dll(_library(), "vramx_test_profilers").value
 
     def _fake_state(self) -> None:
         self.patch.setattr(cuda_init, "_hook", cuda_init._Hook())
@@ -158,6 +175,9 @@ class FakeCuda:
         patch.setattr(torch.cuda, "_lazy_seed_tracker", torch.cuda._LazySeedTracker())
         patch.setattr(torch.cuda, "device_count", lambda: 2)
         patch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+        # As they are: what the installation puts around them goes with the test.
+        for module, name, start in profiler_start.found():
+            patch.setattr(module, name, start)
         patch.setattr(torch.cuda, "current_device", lambda: 1)
 
     def _fake_machine(self, tmp_path: Path, shim: Path) -> None:

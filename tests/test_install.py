@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,28 @@ def test_installing_puts_torchs_object_behind_memory_pools_in_hand(cuda: FakeCud
     assert vramx.allocator_installed()
     assert install.current().shim is not None
     assert install.current().shim.is_installed()
+
+
+def _profile() -> None:
+    with torch.autograd.profiler.profile():  # which torch.profiler.profile starts
+        pass
+
+
+def _profile_as_of_old() -> None:
+    from torch.autograd import profiler_legacy
+
+    with profiler_legacy.profile():
+        pass
+
+
+@pytest.mark.parametrize("profile", [_profile, _profile_as_of_old])
+def test_the_shim_is_told_of_each_profiler_that_starts(
+    cuda: FakeCuda, profile: Callable[[], None]
+) -> None:
+    vramx.install_allocator()
+    before = cuda.profilers()
+    profile()
+    assert cuda.profilers() == before + 1
 
 
 def test_installing_does_not_initialise_cuda(cuda: FakeCuda) -> None:

@@ -111,6 +111,28 @@ def test_the_profiler_hears_of_every_block_with_joint_totals(bench: Bench) -> No
 
 
 @in_own_process
+def test_a_profiler_that_is_announced_hears_of_frees_before_an_allocation(bench: Bench) -> None:
+    installed(bench)
+    pointer = bench.allocate(1000)
+    bench.shim.vramx_torch_note_profiler()
+    bench.start_profiler()
+    bench.free(pointer)
+    assert [report[:2] for report in bench.stop_profiler()] == [[pointer, -1024]]
+
+
+@in_own_process
+def test_a_profiler_that_nobody_announced_hears_from_its_first_allocation_on(bench: Bench) -> None:
+    installed(bench)
+    early, late = bench.allocate(1000), bench.allocate(2000)
+    bench.start_profiler()
+    bench.free(early)
+    pointer = bench.allocate(512)
+    bench.free(late)
+    changes = [report[:2] for report in bench.stop_profiler()]
+    assert changes == [[pointer, 512], [late, -2048]]
+
+
+@in_own_process
 def test_the_profiler_hears_of_the_end_of_memory(bench: Bench) -> None:
     installed(bench, capacity_bytes=64 * MIB)
     bench.start_profiler()

@@ -91,6 +91,10 @@ VRAMX_EXPORT void vramx_torch_set_limit(int device, unsigned long long bytes) {
   }
 }
 
+VRAMX_EXPORT void vramx_torch_note_profiler() {
+  if (vramx::Shim* const shim = vramx::Shim::installed()) shim->note_profiler();
+}
+
 VRAMX_EXPORT int vramx_torch_is_installed() {
   return vramx::Shim::installed() != nullptr &&
          vramx::torch_cuda::get() == vramx::Shim::installed();

@@ -42,6 +42,9 @@ class Shim final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllo
   static Shim* installed() { return installed_; }
 
   void set_limit(int device, std::uint64_t bytes) { limits_.set(device, bytes); }
+  // A profiler of torch starts on some thread: from now on frees look for theirs, too. One that
+  // nobody announces is noticed at its first allocation.
+  void note_profiler() { has_profiled_.store(true, std::memory_order_relaxed); }
   // Gives back what the core has unused, if native would ask the device in vain for what it was
   // asked for. Called by native from inside an allocation. Says whether memory came free.
   bool reclaim_for_native();
@@ -201,6 +204,7 @@ class Shim final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllo
   std::atomic<int> device_count_{0};
   std::atomic<c10::DeleterFnPtr> native_deleter_{nullptr};
   std::atomic<bool> has_spare_pools_{false};  // some pool was made to be used in need
+  std::atomic<bool> has_profiled_{false};     // never cleared: profilers come again
 
   Flags flags_;
   PoolFilters filters_{flags_};

@@ -221,6 +221,16 @@ def test_the_profilers_memory_events_add_up() -> None:
     del kept
 
 
+def test_the_profiler_sees_a_free_before_any_allocation() -> None:
+    import torch
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    dropped = block(32 * MIB)
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        del dropped
+    assert memory_events(profile) == [-32 * MIB]
+
+
 def test_the_profilers_table_shows_memory_by_operator() -> None:
     import torch
 

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from vramx import config
-from vramx.allocator import cuda_init, preconditions, shim_build
+from vramx.allocator import cuda_init, preconditions, profiler_start, shim_build
 from vramx.allocator.options import DEFAULT_CROSS_STREAM, Options, choose
 from vramx.allocator.shim import Shim
 from vramx.errors import InstallError, NotInstalledError, ShimError, VramxWarning
@@ -171,6 +171,7 @@ def _install(torch: ModuleType, options: Options, strict: bool, late: bool) -> I
 def _install_shim(torch: ModuleType, options: Options, late: bool, shim: Shim) -> Installation:
     devices = open_devices(options)
     shim.install(devices.table_address, late)
+    profiler_start.watch(shim.note_profiler)
     memory = torch.cuda.memory
     # Its __init__ would load a library by path; the shim is loaded, and torch has it already.
     allocator = object.__new__(memory.CUDAPluggableAllocator)

@@ -1,4 +1,4 @@
-"""The built shim in this process: its five C functions, with their types.
+"""The built shim in this process: its six C functions, with their types.
 
 Loaded with ctypes after torch, whose libraries it then finds in the process, and never unloaded:
 torch keeps pointers into it until the last instruction. Refused if it was made for another torch
@@ -49,6 +49,8 @@ class Shim:
         library.vramx_torch_error.argtypes = []
         library.vramx_torch_set_limit.restype = None
         library.vramx_torch_set_limit.argtypes = [ctypes.c_int, ctypes.c_ulonglong]
+        library.vramx_torch_note_profiler.restype = None
+        library.vramx_torch_note_profiler.argtypes = []
         library.vramx_torch_is_installed.restype = ctypes.c_int
         library.vramx_torch_is_installed.argtypes = []
 
@@ -64,6 +66,10 @@ class Shim:
     def set_limit(self, device: int, limit_bytes: int) -> None:
         """Bound what vramx and torch's own allocator hold of a device together."""
         self._library.vramx_torch_set_limit(device, limit_bytes)
+
+    def note_profiler(self) -> None:
+        """Have frees, too, look for a profiler on their thread; for good."""
+        self._library.vramx_torch_note_profiler()
 
     def is_installed(self) -> bool:
         """Tell whether torch's allocator is the shim's."""
