@@ -111,6 +111,7 @@ def compile_flags(torch: TorchFacts, csrc: Path, cuda_headers: Path) -> list[str
     """Return the flags that compile one source of the shim."""
     include = torch.folder / "include"
     flags = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall"]
+    flags.append("-fno-stack-protector")  # as setup.py has it
     flags.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}")
     if not (include / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h").is_file():
         # Builds of torch without CUDA lack this generated header; the macro says not to want it.
