@@ -114,47 +114,50 @@ void Arena::note_pages(SpanId id, Address begin, Address end) {
   }
 }
 
-// Which part is the smaller one cannot be foreseen: a choice of values costs less than a branch.
 std::pair<SpanId, SpanId> Arena::split(SpanId id, Address where) {
   const SpanId made = spans_.create();
   Span& old = spans_[id];
   Span& part = spans_[made];
-  const Address begin = old.begin;
-  const Address end = old.end();
-  const bool is_left_smaller = where - begin < end - where;
-  const SpanId left = is_left_smaller ? made : id;
-  const SpanId right = is_left_smaller ? id : made;
-  part.begin = is_left_smaller ? begin : where;
-  part.size = is_left_smaller ? where - begin : end - where;
-  old.begin = is_left_smaller ? where : begin;
-  old.size -= part.size;
+  const Bytes left = where - old.begin;
+  const Bytes right = old.size - left;
+  const bool is_left_smaller = left < right;
   part.state = old.state;
-  link(old.previous, left);
-  const SpanId next = old.next;
-  link(right, next);
-  link(left, right);
+  if (is_left_smaller) {
+    part.begin = old.begin;
+    part.size = left;
+    old.begin = where;
+    old.size = right;
+    link(old.previous, made);
+    link(made, id);
+  } else {
+    part.begin = where;
+    part.size = right;
+    old.size = left;
+    link(made, old.next);
+    link(id, made);
+  }
   if (part.state == SpanState::kUsed || part.state == SpanState::kFree) note_pages(made);
-  return {left, right};
+  return is_left_smaller ? std::pair{made, id} : std::pair{id, made};
 }
 
 SpanId Arena::join(SpanId left, SpanId right) {
   Span& low = spans_[left];
   Span& high = spans_[right];
   assert(low.next == right && low.state == high.state);
-  const bool is_left_kept = low.size >= high.size;
-  const SpanId kept = is_left_kept ? left : right;
-  const SpanId gone = is_left_kept ? right : left;
-  if (low.state == SpanState::kUsed || low.state == SpanState::kFree) {
-    note_pages(kept, spans_[gone].begin, spans_[gone].end());
+  const bool has_pages = low.state == SpanState::kUsed || low.state == SpanState::kFree;
+  if (low.size >= high.size) {
+    if (has_pages) note_pages(left, high.begin, high.end());
+    low.size += high.size;
+    link(left, high.next);
+    spans_.destroy(right);
+    return left;
   }
-  const Address begin = low.begin;
-  const Bytes size = low.size + high.size;
-  link(low.previous, kept);
-  link(kept, high.next);
-  spans_[kept].begin = begin;
-  spans_[kept].size = size;
-  spans_.destroy(gone);
-  return kept;
+  if (has_pages) note_pages(right, low.begin, low.end());
+  high.begin = low.begin;
+  high.size += low.size;
+  link(low.previous, right);
+  spans_.destroy(left);
+  return right;
 }
 
 // They are neighbours from now on; kNoId is the end of the addresses.
