@@ -35,7 +35,7 @@ SHIM_SOURCES = ("core/*.h", "process/core_table.h", "torch/*.h", "torch/*.cpp")
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wundef"]
 COMPILE_FLAGS = [
     *("-std=c++20", "-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-pthread"),
-    # Some distributions' compilers guard the stack by default, which takes a twentieth of a call.
+    # Some distributions' compilers guard the stack by default, in most functions of a call.
     "-fno-stack-protector",
 ]
 LINK_FLAGS = ["-shared", "-pthread", "-ldl"]
