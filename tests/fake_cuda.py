@@ -34,8 +34,11 @@ SHIM = """
 #define EXPORT extern "C" __attribute__((visibility("default")))
 namespace { int installed = 0; char last[128] = ""; }
 EXPORT const char* vramx_torch_built_for() { return BUILT_FOR; }
+EXPORT int vramx_test_profilers = 0;
+EXPORT void vramx_torch_note_profiler() { ++vramx_test_profilers; }
 EXPORT int vramx_torch_install(const void* table, int is_late) {
   installed = table != nullptr;
+  vramx_test_profilers = 0;
   std::snprintf(last, sizeof last, "no table, late %d", is_late);
   return !installed;
 }
@@ -44,8 +47,6 @@ EXPORT unsigned long long vramx_test_limit[8] = {};
 EXPORT void vramx_torch_set_limit(int device, unsigned long long bytes) {
   vramx_test_limit[device + 1] = bytes;
 }
-EXPORT int vramx_test_profilers = 0;
-EXPORT void vramx_torch_note_profiler() { ++vramx_test_profilers; }
 EXPORT int vramx_torch_is_installed() { return installed; }
 """
 GIB = 1 << 30
@@ -153,7 +154,7 @@ class FakeCuda:
         return int(kept[device + 1])
 
     def profilers(self) -> int:
-        """Return how many profilers were announced to shims in this process."""
+        """Return how many profilers were announced to the shim since it was installed."""
         return ctypes.c_int.in_dll(_library(), "vramx_test_profilers").value
 
     def _fake_state(self) -> None:
@@ -175,10 +176,10 @@ class FakeCuda:
         patch.setattr(torch.cuda, "_lazy_seed_tracker", torch.cuda._LazySeedTracker())
         patch.setattr(torch.cuda, "device_count", lambda: 2)
         patch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+        patch.setattr(torch.cuda, "current_device", lambda: 1)
         # As they are: what the installation puts around them goes with the test.
         for module, name, start in profiler_start.found():
             patch.setattr(module, name, start)
-        patch.setattr(torch.cuda, "current_device", lambda: 1)
 
     def _fake_machine(self, tmp_path: Path, shim: Path) -> None:
         # A copy, because a library that is loaded twice from one file has one state.

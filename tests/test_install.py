@@ -15,6 +15,9 @@ torch = pytest.importorskip("torch")
 
 from fake_cuda import GIB, FakeCuda, build_shim, fail_to_build  # noqa: E402
 
+# Here, as an import while the allocator is installed would keep what the installation wraps.
+from torch.autograd import profiler_legacy  # noqa: E402
+
 import vramx  # noqa: E402
 from vramx.allocator import cuda_init, install, plain, preconditions  # noqa: E402
 from vramx.allocator.options import choose, device_index, parse_limit  # noqa: E402
@@ -114,8 +117,6 @@ def _profile() -> None:
 
 
 def _profile_as_of_old() -> None:
-    from torch.autograd import profiler_legacy
-
     with profiler_legacy.profile():
         pass
 
@@ -125,9 +126,15 @@ def test_the_shim_is_told_of_each_profiler_that_starts(
     cuda: FakeCuda, profile: Callable[[], None]
 ) -> None:
     vramx.install_allocator()
-    before = cuda.profilers()
+    assert cuda.profilers() == 0
     profile()
-    assert cuda.profilers() == before + 1
+    assert cuda.profilers() == 1
+
+
+def test_a_profiler_that_runs_already_is_announced_at_the_installation(cuda: FakeCuda) -> None:
+    with torch.autograd.profiler.profile():
+        vramx.install_allocator()
+    assert cuda.profilers() == 1
 
 
 def test_installing_does_not_initialise_cuda(cuda: FakeCuda) -> None:

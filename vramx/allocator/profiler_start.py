@@ -26,13 +26,15 @@ _STARTS = ("_enable_profiler", "_enable_profiler_legacy")
 
 
 def watch(note: Callable[[], None]) -> None:
-    """Have `note` called before every start of a profiler; it must not raise.
+    """Have `note` called before every start of a profiler, and now if one runs; it must not raise.
 
     Example:
         >>> watch(lambda: print("a profiler starts"))      # doctest: +SKIP
     """
     for module, name, start in found():
         setattr(module, name, _announced(start, note))
+    if sys.modules["torch.autograd"]._profiler_enabled():
+        note()
 
 
 def found() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
