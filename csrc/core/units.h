@@ -54,10 +54,22 @@ constexpr Address operator+(Address a, Bytes n) { return {a.value + n.count}; }
 constexpr Address operator-(Address a, Bytes n) { return {a.value - n.count}; }
 constexpr Bytes operator-(Address a, Address b) { return {a.value - b.value}; }
 
-// Names that only the driver can interpret. A stream is the raw cudaStream_t as an integer, 0 being
-// the default stream; chunk handles and events are never 0.
+// Names that only the driver can interpret. A stream is the raw cudaStream_t as an integer; chunk
+// handles and events are never 0.
 enum class ChunkHandle : std::uint64_t { kNone = 0 };
-enum class Stream : std::uint64_t { kDefault = 0 };
+enum class Stream : std::uint64_t {
+  kDefault = 0,
+  kLegacy = 1,     // CUDA's other name for the default stream
+  kPerThread = 2,  // another stream in each thread that says it
+};
 enum class Event : std::uint64_t { kNone = 0 };
+
+// A stream as a driver call needs it: a handle means nothing without the device that it belongs to.
+struct StreamName {
+  Stream handle = Stream::kDefault;
+  std::int32_t device = 0;
+
+  constexpr bool operator==(const StreamName&) const = default;
+};
 
 }  // namespace vramx
