@@ -46,6 +46,8 @@ class Driver {
   Driver& operator=(const Driver&) = delete;
   virtual ~Driver() = default;
 
+  virtual int ordinal() const = 0;  // the device's number in this process
+
   // --- memory -----------------------------------------------------------------------------------
   virtual Bytes granularity() const = 0;
   virtual Result<MemoryInfo> memory_info() = 0;
@@ -67,20 +69,38 @@ class Driver {
   virtual Status allow_peer(int device) = 0;
 
   // --- order between streams --------------------------------------------------------------------
-  virtual Result<Event> create_event() = 0;
+  // A stream is named by its handle and its device, and may be of another device than this
+  // driver's, because memory of one device is used on streams of another. kDefault and kLegacy are
+  // one stream. kPerThread always exists and is the calling thread's own. Any other handle must be
+  // of a stream that exists: a driver that is asked about a destroyed one may end the process. An
+  // event, whose handle is the caller's alone, is the safe thing to ask later.
+  //
+  // A stream that is being captured into a graph is refused with kNotSupported by the three calls
+  // that name one, and its capture stays valid. That the stream begins a capture meanwhile, in
+  // another thread, is for the caller to rule out.
+
+  // An event belongs to the context of a device, and stands for work of that device alone.
+  virtual Result<Event> create_event(int device) = 0;
   virtual Status destroy_event(Event event) = 0;
-  virtual Status record_event(Event event, Stream stream) = 0;
-  // True when everything queued before the last record has run; an event never recorded is
-  // complete.
+  // The event stands for everything queued on the stream until now; for nothing else any more.
+  // kInvalidValue where the event is of another device, or other context, than the stream.
+  virtual Status record_event(Event event, StreamName stream) = 0;
+  // The event stands for everything queued until now on any stream of the device's primary context.
+  // A capture on the device makes the call fail and is invalidated by it, so the caller knows that
+  // none is under way. kNotSupported where the driver cannot do it (before CUDA 12.5).
+  virtual Status record_device(Event event, int device) = 0;
+  // True when everything that the event stands for has run; an event never recorded is complete.
   virtual Result<bool> query_event(Event event) = 0;
-  // Blocks the host. Only for shutdown and the user's own requests, never on an allocation path.
-  virtual Status synchronize_event(Event event) = 0;
-  // Work queued on `stream` from now on runs after the event's last record. Never blocks the host.
-  virtual Status wait_event(Stream stream, Event event) = 0;
-  // True when everything queued on the stream has run. False of a capturing one, which stays valid.
-  virtual Result<bool> is_idle(Stream stream) = 0;
-  // A capturing stream can neither be recorded on nor waited for outside its graph.
-  virtual Result<bool> is_capturing(Stream stream) = 0;
+  // Work queued on the stream from now on runs after what the event stands for now. Never blocks
+  // the host. The event may be of another device.
+  virtual Status wait_event(StreamName stream, Event event) = 0;
+  // Blocks the host until everything queued on the device has run. Only for what the user asks for.
+  // A capture on the device makes the call fail and is invalidated by it.
+  virtual Status synchronize(int device) = 0;
+  // A number that no other stream of the process has, had or will have: a handle is given out again
+  // once its stream is destroyed, and kPerThread is another stream in every thread. kNotSupported
+  // before CUDA 12.0.
+  virtual Result<std::uint64_t> stream_id(StreamName stream) = 0;
 
   virtual DriverCalls calls() const = 0;
 };

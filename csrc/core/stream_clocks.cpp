@@ -17,13 +17,6 @@ class Unlocked {
   Lock& lock_;
 };
 
-Status require_not_capturing(Driver& driver, Stream stream) {
-  const Result<bool> capturing = driver.is_capturing(stream);
-  if (!capturing.ok()) return capturing.status();
-  if (capturing.value()) return Status{StatusCode::kNotSupported, 0, "wait on a capturing stream"};
-  return ok_status();
-}
-
 }  // namespace
 
 StreamClocks::~StreamClocks() {
@@ -67,7 +60,7 @@ Status StreamClocks::prepare_event(StreamIndex index, Lock& lock) {
   if (streams_[index].last.event != Event::kNone) return ok_status();
   Result<Event> made = [&] {
     const Unlocked unlocked(lock);
-    return driver_.create_event();
+    return driver_.create_event(driver_.ordinal());
   }();
   if (!made.ok()) return made.status();
   // Another thread may have been quicker.
@@ -94,8 +87,7 @@ Status StreamClocks::record(StreamIndex index, Lock& lock) {
   const Stream handle = streams_[index].handle;
   const Status recorded = [&] {
     const Unlocked unlocked(lock);
-    const Status free = require_not_capturing(driver_, handle);
-    return free.ok() ? driver_.record_event(event, handle) : free;
+    return driver_.record_event(event, {handle, driver_.ordinal()});
   }();
   if (!recorded.ok()) return recorded;
   Record& last = streams_[index].last;
@@ -115,8 +107,7 @@ Status StreamClocks::order(StreamIndex reader, const TagSet& tags, Lock& lock) {
     const Stream handle = streams_[reader].handle;
     const Status waited = [&] {
       const Unlocked unlocked(lock);
-      const Status free = require_not_capturing(driver_, handle);
-      return free.ok() ? driver_.wait_event(handle, last.event) : free;
+      return driver_.wait_event({handle, driver_.ordinal()}, last.event);
     }();
     if (!waited.ok()) return waited;
     raise(streams_[reader].known, last.clock);
@@ -126,7 +117,19 @@ Status StreamClocks::order(StreamIndex reader, const TagSet& tags, Lock& lock) {
 }
 
 void StreamClocks::settle(Settle how, Lock& lock) {
-  for (StreamIndex index = 0; index < streams_.size(); ++index) settle_one(index, how, lock);
+  if (how == Settle::kWait) wait_for_device(lock);
+  for (StreamIndex index = 0; index < streams_.size(); ++index) settle_one(index, lock);
+}
+
+// The host must not wait while a stream captures: a stream that cannot be recorded on may.
+void StreamClocks::wait_for_device(Lock& lock) {
+  for (StreamIndex index = 0; index < streams_.size(); ++index) {
+    if (streams_[index].is_forgotten) continue;
+    stamp(index);
+    if (!record(index, lock).ok()) return;
+  }
+  const Unlocked unlocked(lock);
+  driver_.synchronize(driver_.ordinal()).ignore();
 }
 
 bool StreamClocks::ask(const TagSet& tags, StreamIndex reader, std::uint64_t now, Lock& lock) {
@@ -136,7 +139,7 @@ bool StreamClocks::ask(const TagSet& tags, StreamIndex reader, std::uint64_t now
     // A longer pause than is ever set: the caller has begun to count anew.
     const std::uint64_t pause = streams_[stream].ask_from - now;
     if (now < streams_[stream].ask_from && pause <= kPause) return false;
-    settle_one(stream, Settle::kQuery, lock);
+    settle_one(stream, lock);
     if (is_ordered(tags[i], reader)) continue;
     streams_[stream].ask_from = now + kPause;
     return false;
@@ -144,48 +147,25 @@ bool StreamClocks::ask(const TagSet& tags, StreamIndex reader, std::uint64_t now
   return true;
 }
 
-void StreamClocks::settle_one(StreamIndex index, Settle how, Lock& lock) {
+// On a stream that is never idle what is recorded now is not complete yet; what was recorded at the
+// last question is, or else will be: recorded anew at every question it might never be.
+void StreamClocks::settle_one(StreamIndex index, Lock& lock) {
   if (streams_[index].complete == streams_[index].sequence) return;
-  if (how == Settle::kQuery) {
-    // On a stream that is never idle what is recorded now is not complete yet; what was recorded at
-    // the last question is, or else will be: recorded anew at every question it might never be.
-    const bool is_known = !settle_last(index, how, lock) || settle_idle(index, lock);
-    if (!is_known) record(index, lock).ignore();
-    return;
-  }
-  // A stream that cannot be recorded on may still have an event that covers some of its frees.
-  record(index, lock).ignore();
-  settle_last(index, how, lock);
+  if (settle_last(index, lock) && record(index, lock).ok()) settle_last(index, lock);
 }
 
 // False where the last record is known not to have run.
-bool StreamClocks::settle_last(StreamIndex index, Settle how, Lock& lock) {
+bool StreamClocks::settle_last(StreamIndex index, Lock& lock) {
   const State& state = streams_[index];
   if (state.last.event == Event::kNone || state.last.sequence <= state.complete) return true;
   const Record last = state.last;
   const bool is_done = [&] {
     const Unlocked unlocked(lock);
-    if (how == Settle::kWait) return driver_.synchronize_event(last.event).ok();
     const Result<bool> queried = driver_.query_event(last.event);
     return queried.ok() && queried.value();
   }();
   if (is_done) note_complete(index, last.sequence, last.clock);
   return is_done;
-}
-
-// Most streams have nothing to do most of the time: then one question will do, and no event.
-bool StreamClocks::settle_idle(StreamIndex index, Lock& lock) {
-  if (streams_[index].is_forgotten) return false;
-  const std::uint64_t sequence = streams_[index].sequence;
-  const std::vector<std::uint64_t> clock = streams_[index].known;
-  const Stream handle = streams_[index].handle;
-  const bool is_idle = [&] {
-    const Unlocked unlocked(lock);
-    const Result<bool> asked = driver_.is_idle(handle);
-    return asked.ok() && asked.value();
-  }();
-  if (is_idle) note_complete(index, sequence, clock);
-  return is_idle;
 }
 
 // What the stream did up to its `sequence`-th free has run, and what it had waited for by then.

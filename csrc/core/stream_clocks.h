@@ -69,8 +69,8 @@ class StreamClocks {
   Status order(StreamIndex reader, const TagSet& tags, Lock& lock);
 
   enum class Settle : std::uint8_t { kQuery, kWait };
-  // Learns which tags are complete: asks each stream without blocking, or waits for each. Capturing
-  // and destroyed streams are left out. Lets `lock` go meanwhile.
+  // Learns which tags are complete: asks each stream without blocking, or waits for the device
+  // first. Nothing waits while a stream captures. Lets `lock` go meanwhile.
   void settle(Settle how, Lock& lock);
   // The same without blocking, of the streams alone that keep `reader` from memory with these tags;
   // and whether none does now. `now` counts the caller's calls: a stream that was not done is left
@@ -120,9 +120,9 @@ class StreamClocks {
   // Records the stream's event so that it covers all of its sequence, unless it does already.
   Status record(StreamIndex index, Lock& lock);
   Status prepare_event(StreamIndex index, Lock& lock);
-  void settle_one(StreamIndex index, Settle how, Lock& lock);
-  bool settle_last(StreamIndex index, Settle how, Lock& lock);
-  bool settle_idle(StreamIndex index, Lock& lock);
+  void wait_for_device(Lock& lock);
+  void settle_one(StreamIndex index, Lock& lock);
+  bool settle_last(StreamIndex index, Lock& lock);
   void note_complete(StreamIndex index, std::uint64_t sequence,
                      const std::vector<std::uint64_t>& clock);
   static void raise(std::vector<std::uint64_t>& clock, const std::vector<std::uint64_t>& to);

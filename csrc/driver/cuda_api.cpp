@@ -2,7 +2,8 @@
 //
 // The symbols are looked up under their versioned names, which is what cuda.h's macros expand to:
 // cuGetProcAddress would answer with whatever version the running driver thinks fits, and a table
-// written against fixed signatures must not depend on that.
+// written against fixed signatures must not depend on that. The names without _ptsz are meant: for
+// them 0 is the legacy default stream, and only CU_STREAM_PER_THREAD is the calling thread's.
 #include "driver/cuda_api.h"
 
 #include <dlfcn.h>
@@ -21,9 +22,14 @@ class Binder {
 
   template <class Function>
   Binder& operator()(const char* name, Function*& slot) {
-    slot = reinterpret_cast<Function*>(dlsym(library_, name));
+    optional(name, slot);
     if (slot == nullptr && missing_ == nullptr) missing_ = name;
     return *this;
+  }
+  // Null where the driver is older than the function: who calls it looks first.
+  template <class Function>
+  void optional(const char* name, Function*& slot) {
+    slot = reinterpret_cast<Function*>(dlsym(library_, name));
   }
   const char* missing() const { return missing_; }
 
@@ -47,6 +53,8 @@ void bind_devices(Binder& bind, Api& api) {
   bind("cuCtxGetCurrent", api.ctx_get_current);
   bind("cuCtxPushCurrent_v2", api.ctx_push_current);
   bind("cuCtxPopCurrent_v2", api.ctx_pop_current);
+  bind("cuCtxSynchronize", api.ctx_synchronize);
+  bind.optional("cuCtxRecordEvent", api.ctx_record_event);
   bind("cuThreadExchangeStreamCaptureMode", api.thread_exchange_stream_capture_mode);
 }
 
@@ -69,12 +77,11 @@ void bind_streams(Binder& bind, Api& api) {
   bind("cuEventDestroy_v2", api.event_destroy);
   bind("cuEventRecord", api.event_record);
   bind("cuEventQuery", api.event_query);
-  bind("cuEventSynchronize", api.event_synchronize);
   bind("cuStreamCreate", api.stream_create);
   bind("cuStreamDestroy_v2", api.stream_destroy);
   bind("cuStreamSynchronize", api.stream_synchronize);
   bind("cuStreamWaitEvent", api.stream_wait_event);
-  bind("cuStreamQuery", api.stream_query);
+  bind.optional("cuStreamGetId", api.stream_get_id);
   bind("cuStreamIsCapturing", api.stream_is_capturing);
   bind("cuStreamBeginCapture_v2", api.stream_begin_capture);
   bind("cuStreamEndCapture", api.stream_end_capture);

@@ -3,7 +3,8 @@
 //
 // libcuda.so.1 is opened at the first load_cuda() and stays open: a driver with a live context
 // cannot be unloaded. Layouts and numbers are those of CUDA 13.0's cuda.h; all are part of the
-// driver's stable ABI since CUDA 11.3. Only cuda_driver and cuda_probe include this file.
+// driver's stable ABI since CUDA 11.3, but for two functions that a driver may lack. Only the
+// driver/cuda_* files include this one.
 // Thread-safe. A call through the table costs one indirect jump.
 #pragma once
 
@@ -104,6 +105,8 @@ struct Api {
   ResultCode (*ctx_get_current)(ContextHandle* context);
   ResultCode (*ctx_push_current)(ContextHandle context);
   ResultCode (*ctx_pop_current)(ContextHandle* context);
+  ResultCode (*ctx_synchronize)();
+  ResultCode (*ctx_record_event)(ContextHandle context, EventHandle event);  // null before 12.5
   ResultCode (*thread_exchange_stream_capture_mode)(int* mode);
 
   ResultCode (*mem_get_info)(std::size_t* free, std::size_t* total);
@@ -129,13 +132,12 @@ struct Api {
   ResultCode (*event_destroy)(EventHandle event);
   ResultCode (*event_record)(EventHandle event, StreamHandle stream);
   ResultCode (*event_query)(EventHandle event);
-  ResultCode (*event_synchronize)(EventHandle event);
 
   ResultCode (*stream_create)(StreamHandle* stream, unsigned flags);
   ResultCode (*stream_destroy)(StreamHandle stream);
   ResultCode (*stream_synchronize)(StreamHandle stream);
   ResultCode (*stream_wait_event)(StreamHandle stream, EventHandle event, unsigned flags);
-  ResultCode (*stream_query)(StreamHandle stream);
+  ResultCode (*stream_get_id)(StreamHandle stream, unsigned long long* id);  // null before 12.0
   ResultCode (*stream_is_capturing)(StreamHandle stream, int* status);
   ResultCode (*stream_begin_capture)(StreamHandle stream, int mode);
   ResultCode (*stream_end_capture)(StreamHandle stream, GraphHandle* graph);

@@ -1,4 +1,5 @@
-// libcuda behind the Driver interface; see the header.
+// Memory of a real GPU, and the contexts of its neighbours; see the header. Its streams and events
+// are in cuda_streams.
 #include "driver/cuda_driver.h"
 
 #include <algorithm>
@@ -9,63 +10,19 @@
 #include <new>
 #include <utility>
 
+#include "driver/cuda_scope.h"
+
 namespace vramx {
 namespace {
 
 constexpr Bytes kCompareBuffer{4 << 20};
 
-cuda::StreamHandle handle_of(Stream stream) {
-  return reinterpret_cast<cuda::StreamHandle>(static_cast<std::uint64_t>(stream));
-}
-
-cuda::EventHandle handle_of(Event event) {
-  return reinterpret_cast<cuda::EventHandle>(static_cast<std::uint64_t>(event));
-}
-
-std::uint64_t number_of(const void* handle) { return reinterpret_cast<std::uint64_t>(handle); }
-
 }  // namespace
-
-// While alive, this thread has the device's context and may make calls that a capture forbids.
-class CudaDriver::Scope {
- public:
-  explicit Scope(const CudaDriver& driver) : api_(driver.api_) {
-    cuda::ContextHandle current = nullptr;
-    result_ = api_.ctx_get_current(&current);
-    if (result_ == cuda::kSuccess && current != driver.context_) {
-      result_ = api_.ctx_push_current(driver.context_);
-      is_pushed_ = result_ == cuda::kSuccess;
-    }
-    if (result_ == cuda::kSuccess) api_.thread_exchange_stream_capture_mode(&capture_mode_);
-  }
-  ~Scope() {
-    if (result_ == cuda::kSuccess) api_.thread_exchange_stream_capture_mode(&capture_mode_);
-    cuda::ContextHandle popped = nullptr;
-    if (is_pushed_) api_.ctx_pop_current(&popped);
-  }
-  Scope(const Scope&) = delete;
-  Scope& operator=(const Scope&) = delete;
-
-  cuda::ResultCode result() const { return result_; }
-
- private:
-  const cuda::Api& api_;
-  cuda::ResultCode result_ = cuda::kSuccess;
-  int capture_mode_ = cuda::kCaptureModeRelaxed;  // the thread's own mode while we hold ours
-  bool is_pushed_ = false;
-};
-
-template <class Call>
-Status CudaDriver::plain(const char* name, Call call) const {
-  const Scope scope(*this);
-  const bool is_current = scope.result() == cuda::kSuccess;
-  return cuda::to_status(is_current ? call() : scope.result(), name);
-}
 
 template <class Call>
 Status CudaDriver::timed(Timed kind, const char* name, Call call) {
   using Clock = std::chrono::steady_clock;
-  const Scope scope(*this);
+  const cuda::ContextScope scope(api_, context_);
   if (scope.result() != cuda::kSuccess) return cuda::to_status(scope.result(), name);
   const Clock::time_point start = Clock::now();
   const cuda::ResultCode result = call();
@@ -111,6 +68,26 @@ Status CudaDriver::start() {
 
 CudaDriver::~CudaDriver() {
   if (context_ != nullptr) api_.device_primary_ctx_release(device_);
+  for (const Neighbour& neighbour : neighbours_) {
+    api_.device_primary_ctx_release(neighbour.device);
+  }
+}
+
+Result<cuda::ContextHandle> CudaDriver::context_of(int ordinal) {
+  if (ordinal == ordinal_) return context_;
+  const std::lock_guard<std::mutex> lock(neighbours_mutex_);
+  for (const Neighbour& neighbour : neighbours_) {
+    if (neighbour.ordinal == ordinal) return neighbour.context;
+  }
+  Neighbour& added = neighbours_.emplace_back(Neighbour{.ordinal = ordinal});
+  Status status = cuda::to_status(api_.device_get(&added.device, ordinal), "cuDeviceGet");
+  if (status.ok()) {
+    status = cuda::to_status(api_.device_primary_ctx_retain(&added.context, added.device),
+                             "cuDevicePrimaryCtxRetain");
+  }
+  if (status.ok()) return added.context;
+  neighbours_.pop_back();
+  return status;
 }
 
 int CudaDriver::attribute(cuda::Attribute which) const {
@@ -122,14 +99,14 @@ int CudaDriver::attribute(cuda::Attribute which) const {
 Result<MemoryInfo> CudaDriver::memory_info() {
   std::size_t free = 0;
   std::size_t total = 0;
-  const Status status = plain("cuMemGetInfo", [&] { return api_.mem_get_info(&free, &total); });
+  const Status status = here("cuMemGetInfo", [&] { return api_.mem_get_info(&free, &total); });
   if (!status.ok()) return status;
   return MemoryInfo{{free}, {total}};
 }
 
 Result<Address> CudaDriver::reserve_address(Bytes size) {
   cuda::DevicePointer address = 0;
-  const Status status = plain("cuMemAddressReserve", [&] {
+  const Status status = here("cuMemAddressReserve", [&] {
     return api_.mem_address_reserve(&address, size.count, granularity_.count, 0, 0);
   });
   if (!status.ok()) return status;
@@ -137,8 +114,7 @@ Result<Address> CudaDriver::reserve_address(Bytes size) {
 }
 
 Status CudaDriver::release_address(Address address, Bytes size) {
-  return plain("cuMemAddressFree",
-               [&] { return api_.mem_address_free(address.value, size.count); });
+  return here("cuMemAddressFree", [&] { return api_.mem_address_free(address.value, size.count); });
 }
 
 Result<ChunkHandle> CudaDriver::create_chunk(Bytes size) {
@@ -196,77 +172,6 @@ Status CudaDriver::allow_peer(int device) {
   return ok_status();
 }
 
-Result<Event> CudaDriver::create_event() {
-  cuda::EventHandle event = nullptr;
-  const Status status =
-      plain("cuEventCreate", [&] { return api_.event_create(&event, cuda::kEventDisableTiming); });
-  if (!status.ok()) return status;
-  return Event{number_of(event)};
-}
-
-Status CudaDriver::destroy_event(Event event) {
-  return plain("cuEventDestroy", [&] { return api_.event_destroy(handle_of(event)); });
-}
-
-Status CudaDriver::record_event(Event event, Stream stream) {
-  return plain("cuEventRecord",
-               [&] { return api_.event_record(handle_of(event), handle_of(stream)); });
-}
-
-template <class Query>
-Result<bool> CudaDriver::is_done(const char* name, Query query) const {
-  bool is_ready = true;
-  const Status status = plain(name, [&] {
-    const cuda::ResultCode result = query();
-    is_ready = result == cuda::kSuccess;
-    return result == cuda::kErrorNotReady ? cuda::kSuccess : result;
-  });
-  if (!status.ok()) return status;
-  return is_ready;
-}
-
-Result<bool> CudaDriver::query_event(Event event) {
-  return is_done("cuEventQuery", [&] { return api_.event_query(handle_of(event)); });
-}
-
-Status CudaDriver::synchronize_event(Event event) {
-  return plain("cuEventSynchronize", [&] { return api_.event_synchronize(handle_of(event)); });
-}
-
-Status CudaDriver::wait_event(Stream stream, Event event) {
-  return plain("cuStreamWaitEvent",
-               [&] { return api_.stream_wait_event(handle_of(stream), handle_of(event), 0); });
-}
-
-// A capturing stream must not be queried. Both questions under one context: the three calls around
-// them take 80 ns together, and 500 ns where other work has filled the cache (measured, H200).
-Result<bool> CudaDriver::is_idle(Stream stream) {
-  return is_done("cuStreamQuery", [&] {
-    bool is_captured = false;
-    const cuda::ResultCode asked = look_for_capture(stream, &is_captured);
-    if (asked != cuda::kSuccess) return asked;
-    return is_captured ? cuda::kErrorNotReady : api_.stream_query(handle_of(stream));
-  });
-}
-
-Result<bool> CudaDriver::is_capturing(Stream stream) {
-  bool is_captured = false;
-  const Status status =
-      plain("cuStreamIsCapturing", [&] { return look_for_capture(stream, &is_captured); });
-  if (!status.ok()) return status;
-  return is_captured;
-}
-
-// Under the device's context.
-cuda::ResultCode CudaDriver::look_for_capture(Stream stream, bool* is_captured) const {
-  int capture = cuda::kCaptureStatusNone;
-  const cuda::ResultCode result = api_.stream_is_capturing(handle_of(stream), &capture);
-  // The legacy default stream while a stream that synchronises with it captures: just as unusable.
-  const bool is_implicit = result == cuda::kErrorStreamCaptureImplicit;
-  *is_captured = is_implicit || capture != cuda::kCaptureStatusNone;
-  return is_implicit ? cuda::kSuccess : result;
-}
-
 std::uint64_t CudaDriver::count(Timed kind) const {
   return counts_[static_cast<std::size_t>(kind)].load(std::memory_order_relaxed);
 }
@@ -285,8 +190,8 @@ Status CudaDriver::fill(Address address, Bytes size, std::uint32_t pattern, Stre
   if (size % kWord || Bytes{address.value} % kWord) {
     return {StatusCode::kInvalidValue, cuda::kErrorInvalidValue, "fill"};
   }
-  return plain("cuMemsetD32Async", [&] {
-    return api_.memset_d32_async(address.value, pattern, size / kWord, handle_of(stream));
+  return here("cuMemsetD32Async", [&] {
+    return api_.memset_d32_async(address.value, pattern, size / kWord, cuda::handle_of(stream));
   });
 }
 
@@ -298,10 +203,10 @@ Result<std::uint64_t> CudaDriver::count_mismatches(Address address, Bytes size,
   std::uint64_t mismatches = 0;
   for (Bytes done{}; done < size; done += kCompareBuffer) {
     const Bytes part = min(kCompareBuffer, size - done);
-    const Status copied = plain("cuMemcpyDtoHAsync", [&] {
+    const Status copied = here("cuMemcpyDtoHAsync", [&] {
       const cuda::ResultCode result = api_.memcpy_dtoh_async(buffer.get(), (address + done).value,
-                                                             part.count, handle_of(stream));
-      return result == cuda::kSuccess ? api_.stream_synchronize(handle_of(stream)) : result;
+                                                             part.count, cuda::handle_of(stream));
+      return result == cuda::kSuccess ? api_.stream_synchronize(cuda::handle_of(stream)) : result;
     });
     if (!copied.ok()) return copied;
     const std::uint64_t words = part / kWord;
@@ -309,32 +214,6 @@ Result<std::uint64_t> CudaDriver::count_mismatches(Address address, Bytes size,
         words - static_cast<std::uint64_t>(std::count(buffer.get(), buffer.get() + words, pattern));
   }
   return mismatches;
-}
-
-Result<Stream> CudaDriver::create_stream() {
-  cuda::StreamHandle stream = nullptr;
-  const Status status = plain(
-      "cuStreamCreate", [&] { return api_.stream_create(&stream, cuda::kStreamNonBlocking); });
-  if (!status.ok()) return status;
-  return Stream{number_of(stream)};
-}
-
-Status CudaDriver::destroy_stream(Stream stream) {
-  return plain("cuStreamDestroy", [&] { return api_.stream_destroy(handle_of(stream)); });
-}
-
-Status CudaDriver::begin_capture(Stream stream) {
-  return plain("cuStreamBeginCapture", [&] {
-    return api_.stream_begin_capture(handle_of(stream), cuda::kCaptureModeGlobal);
-  });
-}
-
-Status CudaDriver::end_capture(Stream stream) {
-  return plain("cuStreamEndCapture", [&] {
-    cuda::GraphHandle graph = nullptr;
-    const cuda::ResultCode result = api_.stream_end_capture(handle_of(stream), &graph);
-    return result == cuda::kSuccess ? api_.graph_destroy(graph) : result;
-  });
 }
 
 }  // namespace vramx

@@ -1,10 +1,10 @@
 // The driver behind core/driver.h for a real GPU, through libcuda's virtual memory calls.
 //
-// Passes calls on and adds no policy: it makes the device's primary context current where another
-// one is (torch's own threads pay one read), relaxes the thread's capture mode so that a call made
-// during a graph capture leaves the capture valid, and times the five memory calls. It enforces no
-// rule itself: libcuda does. Thread-safe, and only allow_peer takes a lock. Its own cost is below
-// 0.1 us a call.
+// Passes calls on and adds no policy: it makes each under the primary context of the device that
+// the call is about, in a capture mode that leaves captures valid (cuda_scope), and times the five
+// memory calls. Of the rules it enforces one, that a captured stream is left alone; the others are
+// enforced by libcuda. Thread-safe: allow_peer takes a lock, and so does what concerns the streams
+// of other devices. Its own cost is below 0.1 us a call.
 //
 // Nothing here runs at exit: an owner that must outlive the driver's shutdown leaks the object, and
 // one that does not gets errors back from libcuda, which are ignored in the destructor.
@@ -16,11 +16,13 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "core/driver.h"
 #include "core/status.h"
 #include "core/units.h"
 #include "driver/cuda_api.h"
+#include "driver/cuda_scope.h"
 #include "driver/data_path.h"
 
 namespace vramx {
@@ -34,6 +36,7 @@ class CudaDriver final : public Driver, public Bytewise {
   ~CudaDriver() override;
 
   // --- Driver -----------------------------------------------------------------------------------
+  int ordinal() const override { return ordinal_; }
   Bytes granularity() const override { return granularity_; }
   Result<MemoryInfo> memory_info() override;
   Result<Address> reserve_address(Bytes size) override;
@@ -44,14 +47,14 @@ class CudaDriver final : public Driver, public Bytewise {
   Status unmap(Address address, Bytes size) override;
   Status set_access(Address address, Bytes size) override;
   Status allow_peer(int device) override;
-  Result<Event> create_event() override;
+  Result<Event> create_event(int device) override;
   Status destroy_event(Event event) override;
-  Status record_event(Event event, Stream stream) override;
+  Status record_event(Event event, StreamName stream) override;
+  Status record_device(Event event, int device) override;
   Result<bool> query_event(Event event) override;
-  Status synchronize_event(Event event) override;
-  Status wait_event(Stream stream, Event event) override;
-  Result<bool> is_idle(Stream stream) override;
-  Result<bool> is_capturing(Stream stream) override;
+  Status wait_event(StreamName stream, Event event) override;
+  Status synchronize(int device) override;
+  Result<std::uint64_t> stream_id(StreamName stream) override;
   DriverCalls calls() const override;
 
   // --- Bytewise ---------------------------------------------------------------------------------
@@ -66,16 +69,26 @@ class CudaDriver final : public Driver, public Bytewise {
 
  private:
   enum class Timed : std::size_t { kCreate, kMap, kSetAccess, kUnmap, kRelease };
-  class Scope;
+  // Another device, whose primary context this driver has retained.
+  struct Neighbour {
+    int ordinal = 0;
+    cuda::Device device = 0;
+    cuda::ContextHandle context = nullptr;
+  };
 
   CudaDriver(const cuda::Api& api, int ordinal) : api_(api), ordinal_(ordinal) {}
   Status start();
   int attribute(cuda::Attribute which) const;
+  // The primary context of any device: of another one it is retained when it is first asked for.
+  Result<cuda::ContextHandle> context_of(int ordinal);
+  // Makes the call under this device's context.
   template <class Call>
-  Status plain(const char* name, Call call) const;
-  template <class Query>
-  Result<bool> is_done(const char* name, Query query) const;
-  cuda::ResultCode look_for_capture(Stream stream, bool* is_captured) const;
+  Status here(const char* name, Call call) const {
+    return cuda::call_under(api_, context_, name, call);
+  }
+  // Makes the call under the context of the stream's device, unless the stream is being captured.
+  template <class Call>
+  Status outside_capture(StreamName stream, const char* name, Call call);
   template <class Call>
   Status timed(Timed kind, const char* name, Call call);
   std::uint64_t count(Timed kind) const;
@@ -93,6 +106,9 @@ class CudaDriver final : public Driver, public Bytewise {
   std::array<cuda::AccessDescription, kMostAccessors> accessors_{};
   std::atomic<std::size_t> accessor_count_{0};
   std::mutex peers_mutex_;  // one writer at a time
+
+  std::mutex neighbours_mutex_;
+  std::vector<Neighbour> neighbours_;
 
   std::array<std::atomic<std::uint64_t>, 5> counts_{};
   std::atomic<std::uint64_t> total_ns_{0};

@@ -10,10 +10,10 @@ namespace vramx {
 
 const char* call_name(CallKind kind) {
   static constexpr std::array<const char*, kCallKinds> kNames{
-      "memory_info",  "reserve_address", "release_address",   "create_chunk", "release_chunk",
-      "map",          "unmap",           "set_access",        "create_event", "destroy_event",
-      "record_event", "query_event",     "synchronize_event", "wait_event",   "is_idle",
-      "is_capturing", "allow_peer"};
+      "memory_info",  "reserve_address", "release_address", "create_chunk", "release_chunk",
+      "map",          "unmap",           "set_access",      "create_event", "destroy_event",
+      "record_event", "record_device",   "query_event",     "wait_event",   "synchronize",
+      "stream_id",    "allow_peer"};
   return kNames[static_cast<std::size_t>(kind)];
 }
 

@@ -28,11 +28,11 @@ enum class CallKind : std::uint8_t {
   kCreateEvent,
   kDestroyEvent,
   kRecordEvent,
+  kRecordDevice,
   kQueryEvent,
-  kSynchronizeEvent,
   kWaitEvent,
-  kIsIdle,
-  kIsCapturing,
+  kSynchronize,
+  kStreamId,
   kAllowPeer,
 };
 constexpr std::size_t kCallKinds = 17;
@@ -44,13 +44,14 @@ const char* call_name(CallKind kind);
 Status failure(StatusCode code, const char* call);
 
 // One call as it was made; fields that the call does not have stay zero. What the call returned
-// (an address, a chunk, an event) is filled in when it succeeded.
+// (an address, a chunk, an event) is filled in when it succeeded. A call about a whole device has
+// the device in `stream`.
 struct CallRecord {
   CallKind kind = CallKind::kMemoryInfo;
   Address address{};
   Bytes size{};
   ChunkHandle chunk = ChunkHandle::kNone;
-  Stream stream = Stream::kDefault;
+  StreamName stream{};
   Event event = Event::kNone;
   Status status{};
 };

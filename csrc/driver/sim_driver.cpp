@@ -20,7 +20,7 @@ std::uint32_t* words(Address address) { return reinterpret_cast<std::uint32_t*>(
 Result<std::unique_ptr<SimDriver>> SimDriver::open(const SimOptions& options) {
   const bool has_bytes = options.mode == SimMode::kBytes;
   const Bytes unit = has_bytes ? SimPages::page_size() : Bytes{1};
-  if (!options.granularity || options.granularity % unit) {
+  if (options.ordinal < 0 || !options.granularity || options.granularity % unit) {
     return failure(StatusCode::kInvalidValue, "open");
   }
   std::unique_ptr<SimPages> pages;
@@ -33,10 +33,12 @@ Result<std::unique_ptr<SimDriver>> SimDriver::open(const SimOptions& options) {
 }
 
 SimDriver::SimDriver(const SimOptions& options, std::unique_ptr<SimPages> pages)
-    : granularity_(options.granularity),
+    : ordinal_(options.ordinal),
+      granularity_(options.granularity),
       mode_(options.mode),
       desk_(options.journal_entries),
-      memory_(options, std::move(pages)) {}
+      memory_(options, std::move(pages)),
+      streams_(options.ordinal) {}
 
 Result<MemoryInfo> SimDriver::memory_info() {
   const std::lock_guard lock(mutex_);
@@ -91,9 +93,10 @@ Status SimDriver::allow_peer(int device) {
   return desk_.run({.kind = CallKind::kAllowPeer}, [&] { return memory_.allow_peer(device); });
 }
 
-Result<Event> SimDriver::create_event() {
+Result<Event> SimDriver::create_event(int device) {
   const std::lock_guard lock(mutex_);
-  return desk_.run({.kind = CallKind::kCreateEvent}, [&] { return streams_.create_event(); });
+  return desk_.run({.kind = CallKind::kCreateEvent, .stream = {.device = device}},
+                   [&] { return streams_.create_event(device); });
 }
 
 Status SimDriver::destroy_event(Event event) {
@@ -102,10 +105,16 @@ Status SimDriver::destroy_event(Event event) {
                    [&] { return streams_.destroy_event(event); });
 }
 
-Status SimDriver::record_event(Event event, Stream stream) {
+Status SimDriver::record_event(Event event, StreamName stream) {
   const std::lock_guard lock(mutex_);
   return desk_.run({.kind = CallKind::kRecordEvent, .stream = stream, .event = event},
                    [&] { return streams_.record_event(event, stream); });
+}
+
+Status SimDriver::record_device(Event event, int device) {
+  const std::lock_guard lock(mutex_);
+  return desk_.run({.kind = CallKind::kRecordDevice, .stream = {.device = device}, .event = event},
+                   [&] { return streams_.record_device(event, device); });
 }
 
 Result<bool> SimDriver::query_event(Event event) {
@@ -114,28 +123,22 @@ Result<bool> SimDriver::query_event(Event event) {
                    [&] { return streams_.query_event(event); });
 }
 
-Status SimDriver::synchronize_event(Event event) {
-  const std::lock_guard lock(mutex_);
-  return desk_.run({.kind = CallKind::kSynchronizeEvent, .event = event},
-                   [&] { return streams_.synchronize_event(event); });
-}
-
-Status SimDriver::wait_event(Stream stream, Event event) {
+Status SimDriver::wait_event(StreamName stream, Event event) {
   const std::lock_guard lock(mutex_);
   return desk_.run({.kind = CallKind::kWaitEvent, .stream = stream, .event = event},
                    [&] { return streams_.wait_event(stream, event); });
 }
 
-Result<bool> SimDriver::is_idle(Stream stream) {
+Status SimDriver::synchronize(int device) {
   const std::lock_guard lock(mutex_);
-  return desk_.run({.kind = CallKind::kIsIdle, .stream = stream},
-                   [&] { return streams_.is_idle(stream); });
+  return desk_.run({.kind = CallKind::kSynchronize, .stream = {.device = device}},
+                   [&] { return streams_.synchronize(device); });
 }
 
-Result<bool> SimDriver::is_capturing(Stream stream) {
+Result<std::uint64_t> SimDriver::stream_id(StreamName stream) {
   const std::lock_guard lock(mutex_);
-  return desk_.run({.kind = CallKind::kIsCapturing, .stream = stream},
-                   [&] { return streams_.is_capturing(stream); });
+  return desk_.run({.kind = CallKind::kStreamId, .stream = stream},
+                   [&] { return streams_.stream_id(stream); });
 }
 
 DriverCalls SimDriver::calls() const {
@@ -158,11 +161,11 @@ Status SimDriver::fill(Address address, Bytes size, std::uint32_t pattern, Strea
   const Status admitted = admit_bytes(address, size, "fill");
   if (!admitted.ok()) return admitted;
   // A fill inside a capture belongs to a graph that never runs: it writes nothing.
-  const Result<bool> captured = streams_.is_capturing(stream);
+  const Result<bool> captured = streams_.is_capturing(here(stream));
   if (!captured.ok()) return captured.status();
   if (captured.value()) return ok_status();
   std::fill_n(words(address), size / kWord, pattern);
-  return streams_.submit(stream, 1).status();
+  return streams_.submit(here(stream), 1).status();
 }
 
 Result<std::uint64_t> SimDriver::count_mismatches(Address address, Bytes size,
@@ -170,16 +173,18 @@ Result<std::uint64_t> SimDriver::count_mismatches(Address address, Bytes size,
   const std::lock_guard lock(mutex_);
   const Status admitted = admit_bytes(address, size, "count_mismatches");
   if (!admitted.ok()) return admitted;
-  const Status drained = streams_.drain(stream);
+  const Status drained = streams_.drain(here(stream));
   if (!drained.ok()) return drained;
   const std::uint64_t count = size / kWord;
   const auto equal = std::count(words(address), words(address) + count, pattern);
   return count - static_cast<std::uint64_t>(equal);
 }
 
-Result<Stream> SimDriver::create_stream() {
+Result<Stream> SimDriver::create_stream() { return create_stream(ordinal_); }
+
+Stream SimDriver::create_stream(int device) {
   const std::lock_guard lock(mutex_);
-  return streams_.create_stream();
+  return streams_.create_stream(device);
 }
 
 Status SimDriver::destroy_stream(Stream stream) {
@@ -189,20 +194,20 @@ Status SimDriver::destroy_stream(Stream stream) {
 
 Status SimDriver::begin_capture(Stream stream) {
   const std::lock_guard lock(mutex_);
-  return streams_.begin_capture(stream);
+  return streams_.begin_capture(here(stream));
 }
 
 Status SimDriver::end_capture(Stream stream) {
   const std::lock_guard lock(mutex_);
-  return streams_.end_capture(stream);
+  return streams_.end_capture(here(stream));
 }
 
-Result<StreamPoint> SimDriver::submit(Stream stream, std::uint64_t items) {
+Result<StreamPoint> SimDriver::submit(StreamName stream, std::uint64_t items) {
   const std::lock_guard lock(mutex_);
   return streams_.submit(stream, items);
 }
 
-std::uint64_t SimDriver::advance(Stream stream, std::uint64_t items) {
+std::uint64_t SimDriver::advance(StreamName stream, std::uint64_t items) {
   const std::lock_guard lock(mutex_);
   return streams_.advance(stream, items);
 }
@@ -217,7 +222,7 @@ Status SimDriver::revive_stream(Stream stream) {
   return streams_.revive_stream(stream);
 }
 
-bool SimDriver::happens_before(StreamPoint point, Stream stream) const {
+bool SimDriver::happens_before(StreamPoint point, StreamName stream) const {
   const std::lock_guard lock(mutex_);
   return streams_.happens_before(point, stream);
 }

@@ -1,4 +1,5 @@
-// A GPU that is simulated on the host: the second driver behind core/driver.h, not a mock of it.
+// A GPU that is simulated on the host: the second driver behind core/driver.h, not a mock of it. Of
+// the other devices of its process it has the streams and events, which the core may name.
 //
 // Composes the memory (sim_memory), the streams (sim_streams) and the call desk (sim_calls) behind
 // one mutex, and adds no rule of its own. Everything below "for tests" drives or observes the
@@ -31,6 +32,7 @@ class SimDriver final : public Driver, public Bytewise {
   static Result<std::unique_ptr<SimDriver>> open(const SimOptions& options);
 
   // --- Driver -----------------------------------------------------------------------------------
+  int ordinal() const override { return ordinal_; }
   Bytes granularity() const override { return granularity_; }
   Result<MemoryInfo> memory_info() override;
   Result<Address> reserve_address(Bytes size) override;
@@ -41,14 +43,14 @@ class SimDriver final : public Driver, public Bytewise {
   Status unmap(Address address, Bytes size) override;
   Status set_access(Address address, Bytes size) override;
   Status allow_peer(int device) override;
-  Result<Event> create_event() override;
+  Result<Event> create_event(int device) override;
   Status destroy_event(Event event) override;
-  Status record_event(Event event, Stream stream) override;
+  Status record_event(Event event, StreamName stream) override;
+  Status record_device(Event event, int device) override;
   Result<bool> query_event(Event event) override;
-  Status synchronize_event(Event event) override;  // runs the work that the event stands for
-  Status wait_event(Stream stream, Event event) override;
-  Result<bool> is_idle(Stream stream) override;
-  Result<bool> is_capturing(Stream stream) override;
+  Status wait_event(StreamName stream, Event event) override;
+  Status synchronize(int device) override;  // runs what is queued
+  Result<std::uint64_t> stream_id(StreamName stream) override;
   DriverCalls calls() const override;
 
   // --- Bytewise: kNotSupported for bytes in accounting mode -------------------------------------
@@ -60,12 +62,20 @@ class SimDriver final : public Driver, public Bytewise {
   Status begin_capture(Stream stream) override;
   Status end_capture(Stream stream) override;
 
-  // --- for tests: streams (sim_streams says what each does) -------------------------------------
-  Result<StreamPoint> submit(Stream stream, std::uint64_t items = 1);
-  std::uint64_t advance(Stream stream, std::uint64_t items);
-  void advance_all();
+  // --- for tests: streams (sim_streams says what each does); a Stream is of this device ----------
+  Stream create_stream(int device);
   Status revive_stream(Stream stream);
-  bool happens_before(StreamPoint point, Stream stream) const;
+  Result<StreamPoint> submit(StreamName stream, std::uint64_t items = 1);
+  Result<StreamPoint> submit(Stream stream, std::uint64_t items = 1) {
+    return submit(here(stream), items);
+  }
+  std::uint64_t advance(StreamName stream, std::uint64_t items);
+  std::uint64_t advance(Stream stream, std::uint64_t items) { return advance(here(stream), items); }
+  void advance_all();
+  bool happens_before(StreamPoint point, StreamName stream) const;
+  bool happens_before(StreamPoint point, Stream stream) const {
+    return happens_before(point, here(stream));
+  }
 
   // --- for tests: failures (sim_calls says what each does) --------------------------------------
   void fail_call(CallKind kind, std::uint64_t nth, StatusCode code);
@@ -89,7 +99,9 @@ class SimDriver final : public Driver, public Bytewise {
  private:
   SimDriver(const SimOptions& options, std::unique_ptr<SimPages> pages);
   Status admit_bytes(Address address, Bytes size, const char* call) const;
+  StreamName here(Stream stream) const { return {stream, ordinal_}; }
 
+  const int ordinal_;
   const Bytes granularity_;
   const SimMode mode_;
   mutable AdaptiveMutex mutex_;

@@ -35,6 +35,7 @@ enum class SimMode : std::uint8_t {
 
 struct SimOptions {
   Bytes capacity{};
+  int ordinal = 0;
   Bytes granularity{2 << 20};
   const CostTable* costs = &CostTable::h200();  // outlives the driver
   SimMode mode = SimMode::kBytes;

@@ -2,17 +2,20 @@
 #include "driver/sim_streams.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "driver/sim_calls.h"
 
 namespace vramx {
 namespace {
 
-std::uint64_t key(Stream stream) { return static_cast<std::uint64_t>(stream); }
 std::uint64_t key(Event event) { return static_cast<std::uint64_t>(event); }
 
 // CUDA's numbers for these: CUDA_ERROR_INVALID_HANDLE and the stream-capture family.
@@ -20,48 +23,91 @@ Status invalid_handle(const char* call) { return {StatusCode::kInvalidValue, 400
 Status capture_unsupported(const char* call) { return {StatusCode::kDriverError, 900, call}; }
 Status capture_invalidated(const char* call) { return {StatusCode::kDriverError, 901, call}; }
 Status capture_unmatched(const char* call) { return {StatusCode::kDriverError, 903, call}; }
-Status capture_isolation(const char* call) { return {StatusCode::kDriverError, 905, call}; }
+
+// Of this thread alone: the system gives a thread's own id to another one later.
+std::uint64_t thread_number() {
+  static std::atomic<std::uint64_t> threads{0};
+  thread_local const std::uint64_t number = ++threads;
+  return number;
+}
+
+[[noreturn]] void end_process(Stream stream, const char* call) {
+  std::fprintf(stderr, "simulated device: %s on stream %#llx, which is destroyed\n", call,
+               static_cast<unsigned long long>(stream));
+  std::abort();
+}
 
 }  // namespace
 
-std::uint32_t SimStreams::open_queue(Stream stream) {
+SimStreams::SimStreams(int ordinal) : base_((static_cast<std::uint64_t>(ordinal) + 1) << 32) {}
+
+SimStreams::Key SimStreams::key_of(StreamName stream) {
+  switch (stream.handle) {
+    case Stream::kDefault:
+    case Stream::kLegacy:
+      return {Stream::kDefault, stream.device, 0};
+    case Stream::kPerThread:
+      return {Stream::kPerThread, stream.device, thread_number()};
+    default:
+      return {stream.handle, 0, 0};
+  }
+}
+
+std::uint32_t SimStreams::open_queue(const Key& key, int device) {
   const auto index = static_cast<std::uint32_t>(queues_.size());
-  queues_.emplace_back();
-  names_[key(stream)] = index;
+  queues_.push_back({.device = device});
+  names_[key] = index;
   return index;
 }
 
-Result<std::uint32_t> SimStreams::queue_of(Stream stream, const char* call) {
-  const auto found = names_.find(key(stream));
-  if (found == names_.end()) return open_queue(stream);
-  if (found->second == kDestroyed) return invalid_handle(call);
+Result<std::uint32_t> SimStreams::queue_of(StreamName stream, const char* call) {
+  if (stream.device < 0) return invalid_handle(call);
+  const Key key = key_of(stream);
+  const auto found = names_.find(key);
+  if (found == names_.end()) return open_queue(key, stream.device);
+  const Queue& queue = queues_[found->second];
+  if (!queue.is_alive || queue.device != stream.device) return invalid_handle(call);
   return found->second;
 }
 
-Result<Stream> SimStreams::create_stream() {
-  const Stream stream{next_stream_++};
-  open_queue(stream);
+Result<std::uint32_t> SimStreams::open_to_calls(StreamName stream, const char* call) {
+  const auto found = names_.find(key_of(stream));
+  if (found != names_.end() && !queues_[found->second].is_alive) end_process(stream.handle, call);
+  const Result<std::uint32_t> index = queue_of(stream, call);
+  if (index.ok() && queues_[index.value()].capture != Capture::kNone) {
+    return failure(StatusCode::kNotSupported, call);
+  }
+  return index;
+}
+
+Stream SimStreams::create_stream(int device) {
+  const Stream stream{base_ + streams_made_++};  // far from the small numbers that tests make up
+  open_queue(key_of({stream, device}), device);
   return stream;
 }
 
 Status SimStreams::destroy_stream(Stream stream) {
-  const auto found = names_.find(key(stream));
-  const bool is_live = found != names_.end() && found->second != kDestroyed;
-  if (!is_live || stream == Stream::kDefault) return invalid_handle("destroy_stream");
-  found->second = kDestroyed;
+  const auto found = names_.find(Key{stream});
+  const bool is_live = found != names_.end() && queues_[found->second].is_alive;
+  const bool is_of_cuda = stream <= Stream::kPerThread;
+  if (!is_live || is_of_cuda) return invalid_handle("destroy_stream");
+  queues_[found->second].is_alive = false;
   return ok_status();
 }
 
 Status SimStreams::revive_stream(Stream stream) {
-  const auto found = names_.find(key(stream));
-  if (found == names_.end() || found->second != kDestroyed) return invalid_handle("revive_stream");
-  open_queue(stream);
+  const auto found = names_.find(Key{stream});
+  if (found == names_.end() || queues_[found->second].is_alive) {
+    return invalid_handle("revive_stream");
+  }
+  open_queue(found->first, queues_[found->second].device);
   return ok_status();
 }
 
-Result<Event> SimStreams::create_event() {
-  const Event event{next_event_++};
-  events_[key(event)];
+Result<Event> SimStreams::create_event(int device) {
+  if (device < 0) return failure(StatusCode::kInvalidValue, "create_event");
+  const Event event{++events_made_};
+  events_[key(event)] = {.device = device};
   return event;
 }
 
@@ -69,61 +115,70 @@ Status SimStreams::destroy_event(Event event) {
   return events_.erase(key(event)) == 1 ? ok_status() : invalid_handle("destroy_event");
 }
 
-Status SimStreams::record_event(Event event, Stream stream) {
-  const auto found = events_.find(key(event));
-  if (found == events_.end()) return invalid_handle("record_event");
-  const Result<std::uint32_t> index = queue_of(stream, "record_event");
+Status SimStreams::record_event(Event event, StreamName stream) {
+  const Result<std::uint32_t> index = open_to_calls(stream, "record_event");
   if (!index.ok()) return index.status();
-  Queue& queue = queues_[index.value()];
-  if (queue.capture != Capture::kNone) {
-    queue.capture = Capture::kInvalidated;
-    return capture_unsupported("record_event");
+  const auto found = events_.find(key(event));
+  if (found == events_.end() || found->second.device != stream.device) {
+    return invalid_handle("record_event");
   }
-  found->second = clock_of(index.value());
+  found->second.clock = clock_of(index.value());
+  return ok_status();
+}
+
+Status SimStreams::record_device(Event event, int device) {
+  const auto found = events_.find(key(event));
+  if (found == events_.end() || found->second.device != device) {
+    return invalid_handle("record_device");
+  }
+  if (spoil_captures(device)) return capture_unsupported("record_device");
+  found->second.clock = clock_of_device(device);
   return ok_status();
 }
 
 Result<bool> SimStreams::query_event(Event event) const {
   const auto found = events_.find(key(event));
   if (found == events_.end()) return invalid_handle("query_event");
-  return is_reached(found->second);
+  return is_reached(found->second.clock);
 }
 
-Status SimStreams::synchronize_event(Event event) {
-  const auto found = events_.find(key(event));
-  if (found == events_.end()) return invalid_handle("synchronize_event");
-  complete(found->second);
-  return ok_status();
-}
-
-Status SimStreams::wait_event(Stream stream, Event event) {
+Status SimStreams::wait_event(StreamName stream, Event event) {
+  const Result<std::uint32_t> index = open_to_calls(stream, "wait_event");
+  if (!index.ok()) return index.status();
   const auto found = events_.find(key(event));
   if (found == events_.end()) return invalid_handle("wait_event");
-  const Result<std::uint32_t> index = queue_of(stream, "wait_event");
-  if (!index.ok()) return index.status();
   Queue& queue = queues_[index.value()];
-  if (queue.capture != Capture::kNone) {
-    queue.capture = Capture::kInvalidated;
-    return capture_isolation("wait_event");
-  }
-  merge(queue.clock, found->second);
-  if (!is_reached(found->second)) queue.waits.push_back({queue.submitted, found->second});
+  const Clock& until = found->second.clock;
+  merge(queue.clock, until);
+  if (!is_reached(until)) queue.waits.push_back({queue.submitted, until});
   return ok_status();
 }
 
-Status SimStreams::begin_capture(Stream stream) {
+Status SimStreams::synchronize(int device) {
+  if (device < 0) return failure(StatusCode::kInvalidValue, "synchronize");
+  if (spoil_captures(device)) return capture_unsupported("synchronize");
+  complete(clock_of_device(device));
+  return ok_status();
+}
+
+Result<std::uint64_t> SimStreams::stream_id(StreamName stream) {
+  const Result<std::uint32_t> index = open_to_calls(stream, "stream_id");
+  if (!index.ok()) return index.status();
+  return base_ + index.value();
+}
+
+Status SimStreams::begin_capture(StreamName stream) {
   const Result<std::uint32_t> index = queue_of(stream, "begin_capture");
   if (!index.ok()) return index.status();
   Queue& queue = queues_[index.value()];
   // The legacy default stream cannot capture, and captures do not nest.
-  if (stream == Stream::kDefault || queue.capture != Capture::kNone) {
-    return capture_unsupported("begin_capture");
-  }
+  const bool is_default = key_of(stream).handle == Stream::kDefault;
+  if (is_default || queue.capture != Capture::kNone) return capture_unsupported("begin_capture");
   queue.capture = Capture::kActive;
   return ok_status();
 }
 
-Status SimStreams::end_capture(Stream stream) {
+Status SimStreams::end_capture(StreamName stream) {
   const Result<std::uint32_t> index = queue_of(stream, "end_capture");
   if (!index.ok()) return index.status();
   const Capture was = std::exchange(queues_[index.value()].capture, Capture::kNone);
@@ -131,21 +186,23 @@ Status SimStreams::end_capture(Stream stream) {
   return was == Capture::kActive ? ok_status() : capture_invalidated("end_capture");
 }
 
-Result<bool> SimStreams::is_idle(Stream stream) {
-  const Result<std::uint32_t> index = queue_of(stream, "is_idle");
-  if (!index.ok()) return index.status();
-  const Queue& queue = queues_[index.value()];
-  return queue.capture == Capture::kNone && queue.completed == queue.submitted &&
-         is_reached(queue.clock);
-}
-
-Result<bool> SimStreams::is_capturing(Stream stream) {
+Result<bool> SimStreams::is_capturing(StreamName stream) {
   const Result<std::uint32_t> index = queue_of(stream, "is_capturing");
   if (!index.ok()) return index.status();
   return queues_[index.value()].capture != Capture::kNone;
 }
 
-Result<StreamPoint> SimStreams::submit(Stream stream, std::uint64_t items) {
+bool SimStreams::spoil_captures(int device) {
+  bool was_capturing = false;
+  for (Queue& queue : queues_) {
+    if (queue.device != device || queue.capture == Capture::kNone) continue;
+    queue.capture = Capture::kInvalidated;
+    was_capturing = true;
+  }
+  return was_capturing;
+}
+
+Result<StreamPoint> SimStreams::submit(StreamName stream, std::uint64_t items) {
   const Result<std::uint32_t> index = queue_of(stream, "submit");
   if (!index.ok()) return index.status();
   Queue& queue = queues_[index.value()];
@@ -168,7 +225,7 @@ bool SimStreams::pass_waits(Queue& queue) {
   return true;
 }
 
-std::uint64_t SimStreams::advance(Stream stream, std::uint64_t items) {
+std::uint64_t SimStreams::advance(StreamName stream, std::uint64_t items) {
   const Result<std::uint32_t> index = queue_of(stream, "advance");
   if (!index.ok()) return 0;
   Queue& queue = queues_[index.value()];
@@ -205,7 +262,15 @@ SimStreams::Clock SimStreams::clock_of(std::uint32_t index) const {
   return clock;
 }
 
-Status SimStreams::drain(Stream stream) {
+SimStreams::Clock SimStreams::clock_of_device(int device) const {
+  Clock clock;
+  for (std::uint32_t index = 0; index < queues_.size(); ++index) {
+    if (queues_[index].device == device) merge(clock, clock_of(index));
+  }
+  return clock;
+}
+
+Status SimStreams::drain(StreamName stream) {
   const Result<std::uint32_t> index = queue_of(stream, "drain");
   if (!index.ok()) return index.status();
   if (queues_[index.value()].capture != Capture::kNone) return capture_unsupported("drain");
@@ -213,12 +278,13 @@ Status SimStreams::drain(Stream stream) {
   return ok_status();
 }
 
-bool SimStreams::happens_before(StreamPoint point, Stream stream) const {
+bool SimStreams::happens_before(StreamPoint point, StreamName stream) const {
   if (point.queue >= queues_.size()) return false;
   if (point.position <= queues_[point.queue].completed) return true;
-  const auto found = names_.find(key(stream));
-  if (found == names_.end() || found->second == kDestroyed) return false;
+  const auto found = names_.find(key_of(stream));
+  if (found == names_.end()) return false;
   const Queue& queue = queues_[found->second];
+  if (!queue.is_alive || queue.device != stream.device) return false;
   if (found->second == point.queue) return point.position <= queue.submitted;
   return point.queue < queue.clock.size() && point.position <= queue.clock[point.queue];
 }
@@ -235,28 +301,35 @@ bool SimStreams::is_within_submitted(const Clock& clock) const {
   return true;
 }
 
+std::string SimStreams::check_queue(std::size_t index) const {
+  const Queue& queue = queues_[index];
+  const std::string name = "queue " + std::to_string(index);
+  if (queue.completed > queue.submitted) return name + " ran more than it was given";
+  if (!is_within_submitted(queue.clock)) return name + " waits for work that does not exist";
+  std::uint64_t floor = queue.completed;
+  for (const Wait& wait : queue.waits) {
+    if (wait.after < floor || wait.after > queue.submitted)
+      return name + " has a wait out of place";
+    floor = wait.after;
+  }
+  return {};
+}
+
 std::string SimStreams::check() const {
   for (std::size_t i = 0; i < queues_.size(); ++i) {
-    const Queue& queue = queues_[i];
-    const std::string name = "queue " + std::to_string(i);
-    if (queue.completed > queue.submitted) return name + " ran more than it was given";
-    if (!is_within_submitted(queue.clock)) return name + " waits for work that does not exist";
-    std::uint64_t floor = queue.completed;
-    for (const Wait& wait : queue.waits) {
-      if (wait.after < floor || wait.after > queue.submitted)
-        return name + " has a wait out of place";
-      floor = wait.after;
-    }
+    if (const std::string broken = check_queue(i); !broken.empty()) return broken;
   }
-  for (const auto& [event, clock] : events_) {
-    if (!is_within_submitted(clock)) {
+  for (const auto& [event, state] : events_) {
+    if (!is_within_submitted(state.clock)) {
       return "event " + std::to_string(event) + " stands for work that does not exist";
     }
   }
-  for (const auto& [stream, index] : names_) {
-    if (index != kDestroyed && index >= queues_.size()) {
-      return "stream " + std::to_string(stream) + " has no queue";
-    }
+  std::vector<bool> is_named(queues_.size());
+  for (const auto& [name, index] : names_) {
+    const std::string handle = std::to_string(static_cast<std::uint64_t>(name.handle));
+    if (index >= queues_.size()) return "stream " + handle + " has no queue";
+    if (is_named[index]) return "stream " + handle + " has another one's queue";
+    is_named[index] = true;
   }
   return {};
 }

@@ -42,6 +42,7 @@ SimulatedSource::SimulatedSource(int count, const SimOptions& options)
 Result<std::unique_ptr<Driver>> SimulatedSource::open(int device) {
   if (!has(device)) return failure(StatusCode::kInvalidValue, "open");
   SimOptions options = options_;
+  options.ordinal = device;
   options.first_address = {(static_cast<std::uint64_t>(device) + 1) * kAddressesOfDevice.count};
   Result<std::unique_ptr<SimDriver>> opened = SimDriver::open(options);
   if (!opened.ok()) return opened.status();

@@ -61,8 +61,11 @@ CoreModel::~CoreModel() {
 
 Stream CoreModel::stream_for(std::uint32_t id, std::uint8_t stream) const {
   if (!streams_.empty()) return streams_[id % streams_.size()];
-  // A trace's stream numbers are not handles of a real device.
-  return static_cast<Stream>(options_.device == CoreOptions::Device::kCuda ? 0 : stream);
+  // A trace's stream numbers are not handles of a real device. On the simulated one they are made
+  // up, after the handles that mean something: 0 stays the default stream.
+  const bool is_default = stream == 0 || options_.device == CoreOptions::Device::kCuda;
+  if (is_default) return Stream::kDefault;
+  return static_cast<Stream>(static_cast<std::uint64_t>(Stream::kPerThread) + stream);
 }
 
 AllocateResult CoreModel::allocate(std::uint32_t id, Bytes size, std::uint8_t stream) {

@@ -20,7 +20,7 @@ namespace {
 using namespace vramx::literals;
 
 constexpr Bytes kUnit = kSimUnit;
-constexpr Stream kA{1};
+constexpr Stream kA{11};
 
 // --- memory -------------------------------------------------------------------------------------
 

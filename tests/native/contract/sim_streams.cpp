@@ -1,8 +1,15 @@
-// What the simulated device offers to tests: failures on request, a journal, and streams that move
-// by hand with an order that can be asked for. Linked into driver_contract.
+// What the simulated device offers to tests: failures on request, a journal, and streams of several
+// devices that move by hand, with an order that can be asked for. Linked into driver_contract.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
 #include <array>
+#include <csignal>
 #include <cstdint>
 #include <span>
+#include <string>
+#include <thread>
 
 #include "contract.h"
 #include "core/units.h"
@@ -13,9 +20,14 @@ namespace sim_streams_claims {
 namespace {
 
 constexpr Bytes kUnit = kSimUnit;
-constexpr Stream kA{1};
-constexpr Stream kB{2};
-constexpr Stream kC{3};
+constexpr Stream kA{11};
+constexpr Stream kB{12};
+constexpr Stream kC{13};
+constexpr int kHere = 0;
+constexpr int kThere = 1;
+
+StreamName here(Stream stream) { return {stream, kHere}; }
+StreamName there(Stream stream) { return {stream, kThere}; }
 
 // --- failures on request ------------------------------------------------------------------------
 
@@ -78,18 +90,18 @@ void the_journal_keeps_the_latest_calls(SimDriver&) {
 
 void order_is_known_only_through_waits(SimDriver& sim) {
   const StreamPoint early = sim.submit(kA).value();
-  const Event event = sim.create_event().value();
-  EXPECT(sim.record_event(event, kA).ok());
+  const Event event = sim.create_event(kHere).value();
+  EXPECT(sim.record_event(event, here(kA)).ok());
   const StreamPoint late = sim.submit(kA).value();
   EXPECT(sim.happens_before(late, kA));
   EXPECT(!sim.happens_before(early, kB));
-  EXPECT(sim.wait_event(kB, event).ok());
+  EXPECT(sim.wait_event(here(kB), event).ok());
   EXPECT(sim.happens_before(early, kB));
   EXPECT(!sim.happens_before(late, kB));
   // Through B to C: an event stands for all that its stream waited for, with no work of its own.
-  const Event relay = sim.create_event().value();
-  EXPECT(sim.record_event(relay, kB).ok());
-  EXPECT(sim.wait_event(kC, relay).ok());
+  const Event relay = sim.create_event(kHere).value();
+  EXPECT(sim.record_event(relay, here(kB)).ok());
+  EXPECT(sim.wait_event(here(kC), relay).ok());
   EXPECT(sim.happens_before(early, kC));
   EXPECT(!sim.query_event(relay).value());
   sim.advance_all();
@@ -99,11 +111,11 @@ void order_is_known_only_through_waits(SimDriver& sim) {
 }
 
 void a_waiting_stream_does_not_run_ahead(SimDriver& sim) {
-  const Event event = sim.create_event().value();
+  const Event event = sim.create_event(kHere).value();
   EXPECT(sim.submit(kA, 3).ok());
-  EXPECT(sim.record_event(event, kA).ok());
+  EXPECT(sim.record_event(event, here(kA)).ok());
   EXPECT(sim.submit(kB, 1).ok());
-  EXPECT(sim.wait_event(kB, event).ok());
+  EXPECT(sim.wait_event(here(kB), event).ok());
   EXPECT(sim.submit(kB, 2).ok());
   EXPECT(sim.advance(kB, 10) == 1);
   EXPECT(sim.advance(kA, 2) == 2);
@@ -115,68 +127,121 @@ void a_waiting_stream_does_not_run_ahead(SimDriver& sim) {
   EXPECT(sim.destroy_event(event).ok());
 }
 
-void synchronizing_runs_only_what_the_event_stands_for(SimDriver& sim) {
-  const Event first = sim.create_event().value();
-  const Event second = sim.create_event().value();
-  EXPECT(sim.submit(kA).ok());
-  EXPECT(sim.record_event(first, kA).ok());
-  EXPECT(sim.submit(kA).ok());
-  EXPECT(sim.wait_event(kB, first).ok());
-  EXPECT(sim.submit(kB).ok());
-  EXPECT(sim.record_event(second, kB).ok());
-  EXPECT(sim.synchronize_event(second).ok());
-  EXPECT(sim.query_event(second).value());
-  EXPECT(sim.advance(kA, 10) == 1);
-  EXPECT(sim.destroy_event(first).ok() && sim.destroy_event(second).ok());
-}
-
-void a_capture_refuses_events_and_is_spoiled_by_them(SimDriver& sim) {
-  const Event event = sim.create_event().value();
-  EXPECT(sim.begin_capture(kA).ok());
-  EXPECT(sim.is_capturing(kA).value() && !sim.is_capturing(kB).value());
-  EXPECT(sim.record_event(event, kB).ok());
-  EXPECT(sim.end_capture(kA).ok());
-  EXPECT(sim.begin_capture(kA).ok());
-  EXPECT(sim.record_event(event, kA).code == StatusCode::kDriverError);
-  EXPECT(sim.end_capture(kA).code == StatusCode::kDriverError);
-  EXPECT(sim.begin_capture(kA).ok());
-  EXPECT(sim.wait_event(kA, event).code == StatusCode::kDriverError);
-  EXPECT(sim.end_capture(kA).code == StatusCode::kDriverError);
-  EXPECT(sim.begin_capture(kA).ok());
-  const Result<bool> idle = sim.is_idle(kA);
-  EXPECT(idle.ok() && !idle.value());
-  EXPECT(sim.end_capture(kA).ok());
-  EXPECT(!sim.is_capturing(kA).value());
+void synchronizing_runs_one_device_and_what_that_waits_for(SimDriver& sim) {
+  const Event event = sim.create_event(kThere).value();
+  EXPECT(sim.submit(here(kA)).ok() && sim.submit(there(kB)).ok());
+  EXPECT(sim.record_event(event, there(kB)).ok());
+  EXPECT(sim.submit(there(kB)).ok());
+  EXPECT(sim.wait_event(here(kA), event).ok());
+  EXPECT(sim.submit(here(kA)).ok());
+  EXPECT(sim.synchronize(kHere).ok());
+  EXPECT(sim.query_event(event).value());
+  EXPECT(sim.advance(here(kA), 10) == 0);
+  EXPECT(sim.advance(there(kB), 10) == 1);
   EXPECT(sim.destroy_event(event).ok());
 }
 
-void a_stream_that_waits_for_another_is_not_idle(SimDriver& sim) {
-  const Event event = sim.create_event().value();
-  EXPECT(sim.submit(kA).ok());
-  EXPECT(!sim.is_idle(kA).value() && sim.is_idle(kB).value());
-  EXPECT(sim.record_event(event, kA).ok() && sim.wait_event(kB, event).ok());
-  EXPECT(!sim.is_idle(kB).value());
-  EXPECT(sim.advance(kA, 1) == 1);
-  EXPECT(sim.is_idle(kA).value() && sim.is_idle(kB).value());
+void an_event_of_the_device_covers_destroyed_streams_and_no_other_device(SimDriver& sim) {
+  const Stream gone = sim.create_stream(kHere);
+  const Event event = sim.create_event(kHere).value();
+  const StreamPoint covered = sim.submit(gone).value();
+  EXPECT(sim.destroy_stream(gone).ok());
+  const StreamPoint elsewhere = sim.submit(there(kB)).value();
+  EXPECT(sim.record_device(event, kHere).ok());
+  EXPECT(sim.wait_event(here(kC), event).ok());
+  EXPECT(!sim.query_event(event).value());
+  EXPECT(sim.happens_before(covered, kC));
+  EXPECT(!sim.happens_before(elsewhere, kC));
+  EXPECT(sim.record_device(event, kThere).code == StatusCode::kInvalidValue);
   EXPECT(sim.destroy_event(event).ok());
+}
+
+// As CUDA's documentation says of both calls.
+void a_call_about_the_whole_device_spoils_its_captures(SimDriver& sim) {
+  const Event of_here = sim.create_event(kHere).value();
+  const Event of_there = sim.create_event(kThere).value();
+  EXPECT(sim.begin_capture(kA).ok());
+  EXPECT(sim.record_device(of_there, kThere).ok() && sim.synchronize(kThere).ok());
+  EXPECT(sim.end_capture(kA).ok());
+  EXPECT(sim.begin_capture(kA).ok());
+  EXPECT(sim.record_device(of_here, kHere).code == StatusCode::kDriverError);
+  EXPECT(sim.end_capture(kA).code == StatusCode::kDriverError);
+  EXPECT(sim.begin_capture(kA).ok());
+  EXPECT(sim.synchronize(kHere).code == StatusCode::kDriverError);
+  EXPECT(sim.end_capture(kA).code == StatusCode::kDriverError);
+  EXPECT(sim.destroy_event(of_here).ok() && sim.destroy_event(of_there).ok());
+}
+
+void a_handle_is_of_one_device(SimDriver& sim) {
+  const Stream stream = sim.create_stream(kThere);
+  const Event event = sim.create_event(kHere).value();
+  EXPECT(sim.submit(there(stream)).ok() && !sim.submit(here(stream)).ok());
+  EXPECT(sim.wait_event(there(stream), event).ok());
+  EXPECT(sim.wait_event(here(stream), event).code == StatusCode::kInvalidValue);
+  EXPECT(sim.stream_id(here(kA)).value() != sim.stream_id(there(kB)).value());
+  EXPECT(sim.stream_id(here(Stream::kDefault)).value() !=
+         sim.stream_id(there(Stream::kDefault)).value());
+  EXPECT(sim.destroy_event(event).ok());
+}
+
+void per_thread_streams_are_not_ordered_with_each_other(SimDriver& sim) {
+  StreamPoint work;
+  std::thread([&] { work = sim.submit(Stream::kPerThread).value(); }).join();
+  EXPECT(!sim.happens_before(work, Stream::kPerThread));
+  // In the place of the thread that has ended.
+  std::thread([&] { EXPECT(!sim.happens_before(work, Stream::kPerThread)); }).join();
+  EXPECT(sim.happens_before(sim.submit(Stream::kPerThread).value(), Stream::kPerThread));
 }
 
 void a_revived_stream_is_another_stream(SimDriver& sim) {
-  const Stream stream = sim.create_stream().value();
-  const Event event = sim.create_event().value();
+  const Stream stream = sim.create_stream(kHere);
+  const Event event = sim.create_event(kHere).value();
   const StreamPoint old = sim.submit(stream).value();
+  const std::uint64_t id = sim.stream_id(here(stream)).value();
   EXPECT(sim.destroy_stream(stream).ok());
   EXPECT(!sim.destroy_stream(stream).ok());
-  EXPECT(!sim.record_event(event, stream).ok());
-  EXPECT(!sim.wait_event(stream, event).ok());
-  EXPECT(!sim.is_capturing(stream).ok());
+  EXPECT(!sim.submit(stream).ok());
   EXPECT(sim.revive_stream(stream).ok());
-  EXPECT(sim.record_event(event, stream).ok());
+  EXPECT(sim.stream_id(here(stream)).value() != id);
+  EXPECT(sim.record_event(event, here(stream)).ok());
   EXPECT(sim.query_event(event).value());
   EXPECT(!sim.happens_before(old, stream));
   sim.advance_all();
   EXPECT(sim.happens_before(old, stream));
   EXPECT(sim.destroy_event(event).ok() && !sim.destroy_event(event).ok());
+}
+
+// Whether the call aborts a child, with one line on its standard error.
+template <class Call>
+bool ends_the_process(Call call) {
+  int ends[2];
+  if (pipe(ends) != 0) return false;
+  const pid_t child = fork();
+  if (child == 0) {
+    dup2(ends[1], STDERR_FILENO);
+    call();
+    _exit(0);
+  }
+  close(ends[1]);
+  std::string said;
+  char byte = 0;
+  while (read(ends[0], &byte, 1) == 1) said += byte;
+  close(ends[0]);
+  int state = 0;
+  const bool is_aborted = child > 0 && waitpid(child, &state, 0) == child && WIFSIGNALED(state) &&
+                          WTERMSIG(state) == SIGABRT;
+  return is_aborted && std::count(said.begin(), said.end(), '\n') == 1;
+}
+
+void a_call_on_a_destroyed_stream_ends_the_process(SimDriver& sim) {
+  const StreamName gone = here(sim.create_stream(kHere));
+  const Event event = sim.create_event(kHere).value();
+  EXPECT(sim.destroy_stream(gone.handle).ok());
+  EXPECT(ends_the_process([&] { sim.record_event(event, gone).ignore(); }));
+  EXPECT(ends_the_process([&] { sim.wait_event(gone, event).ignore(); }));
+  EXPECT(ends_the_process([&] { sim.stream_id(gone).status().ignore(); }));
+  EXPECT(!ends_the_process([&] { sim.query_event(event).status().ignore(); }));
+  EXPECT(sim.destroy_event(event).ok());
 }
 
 constexpr std::array kChecks{
@@ -185,13 +250,18 @@ constexpr std::array kChecks{
     Check<SimDriver>{"the journal keeps the latest calls", the_journal_keeps_the_latest_calls},
     Check<SimDriver>{"order is known only through waits", order_is_known_only_through_waits},
     Check<SimDriver>{"a waiting stream does not run ahead", a_waiting_stream_does_not_run_ahead},
-    Check<SimDriver>{"synchronizing runs only what the event stands for",
-                     synchronizing_runs_only_what_the_event_stands_for},
-    Check<SimDriver>{"a capture refuses events and is spoiled by them",
-                     a_capture_refuses_events_and_is_spoiled_by_them},
-    Check<SimDriver>{"a stream that waits for another is not idle",
-                     a_stream_that_waits_for_another_is_not_idle},
+    Check<SimDriver>{"synchronizing runs one device and what that waits for",
+                     synchronizing_runs_one_device_and_what_that_waits_for},
+    Check<SimDriver>{"an event of the device covers destroyed streams and no other device",
+                     an_event_of_the_device_covers_destroyed_streams_and_no_other_device},
+    Check<SimDriver>{"a call about the whole device spoils its captures",
+                     a_call_about_the_whole_device_spoils_its_captures},
+    Check<SimDriver>{"a handle is of one device", a_handle_is_of_one_device},
+    Check<SimDriver>{"per-thread streams are not ordered with each other",
+                     per_thread_streams_are_not_ordered_with_each_other},
     Check<SimDriver>{"a revived stream is another stream", a_revived_stream_is_another_stream},
+    Check<SimDriver>{"a call on a destroyed stream ends the process",
+                     a_call_on_a_destroyed_stream_ends_the_process},
 };
 
 }  // namespace

@@ -37,7 +37,7 @@ Result<bool> DefectiveDriver::query_event(Event event) {
   return inner_.query_event(event);
 }
 
-Status DefectiveDriver::wait_event(Stream stream, Event event) {
+Status DefectiveDriver::wait_event(StreamName stream, Event event) {
   if (defect_ == Defect::kWaitDoesNothing) return ok_status();
   return inner_.wait_event(stream, event);
 }
@@ -132,34 +132,36 @@ void ObservedDriver::forget_if_gone(ChunkHandle handle) {
   chunks_.erase(found);
 }
 
-Result<Event> ObservedDriver::create_event() { return ++counts_.calls, inner_.create_event(); }
+Result<Event> ObservedDriver::create_event(int device) {
+  return ++counts_.calls, inner_.create_event(device);
+}
 
-Status ObservedDriver::record_event(Event event, Stream stream) {
+Status ObservedDriver::record_event(Event event, StreamName stream) {
   return ++counts_.calls, inner_.record_event(event, stream);
+}
+
+Status ObservedDriver::record_device(Event event, int device) {
+  return ++counts_.calls, inner_.record_device(event, device);
 }
 
 Result<bool> ObservedDriver::query_event(Event event) {
   return ++counts_.calls, inner_.query_event(event);
 }
 
-Status ObservedDriver::synchronize_event(Event event) {
-  ++counts_.calls;
-  ++counts_.host_waits;
-  return inner_.synchronize_event(event);
-}
-
-Status ObservedDriver::wait_event(Stream stream, Event event) {
+Status ObservedDriver::wait_event(StreamName stream, Event event) {
   ++counts_.calls;
   ++counts_.waits;
   return inner_.wait_event(stream, event);
 }
 
-Result<bool> ObservedDriver::is_idle(Stream stream) {
-  return ++counts_.calls, inner_.is_idle(stream);
+Status ObservedDriver::synchronize(int device) {
+  ++counts_.calls;
+  ++counts_.host_waits;
+  return inner_.synchronize(device);
 }
 
-Result<bool> ObservedDriver::is_capturing(Stream stream) {
-  return ++counts_.calls, inner_.is_capturing(stream);
+Result<std::uint64_t> ObservedDriver::stream_id(StreamName stream) {
+  return ++counts_.calls, inner_.stream_id(stream);
 }
 
 std::vector<PhysicalPiece> ObservedDriver::pieces(Address at, Bytes size) const {

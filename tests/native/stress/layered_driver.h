@@ -23,6 +23,7 @@ class ForwardingDriver : public Driver {
  public:
   explicit ForwardingDriver(Driver& inner) : inner_(inner) {}
 
+  int ordinal() const override { return inner_.ordinal(); }
   Bytes granularity() const override { return inner_.granularity(); }
   Result<MemoryInfo> memory_info() override { return inner_.memory_info(); }
   Result<Address> reserve_address(Bytes size) override { return inner_.reserve_address(size); }
@@ -37,18 +38,20 @@ class ForwardingDriver : public Driver {
   Status unmap(Address at, Bytes size) override { return inner_.unmap(at, size); }
   Status set_access(Address at, Bytes size) override { return inner_.set_access(at, size); }
   Status allow_peer(int device) override { return inner_.allow_peer(device); }
-  Result<Event> create_event() override { return inner_.create_event(); }
+  Result<Event> create_event(int device) override { return inner_.create_event(device); }
   Status destroy_event(Event event) override { return inner_.destroy_event(event); }
-  Status record_event(Event event, Stream stream) override {
+  Status record_event(Event event, StreamName stream) override {
     return inner_.record_event(event, stream);
   }
+  Status record_device(Event event, int device) override {
+    return inner_.record_device(event, device);
+  }
   Result<bool> query_event(Event event) override { return inner_.query_event(event); }
-  Status synchronize_event(Event event) override { return inner_.synchronize_event(event); }
-  Status wait_event(Stream stream, Event event) override {
+  Status wait_event(StreamName stream, Event event) override {
     return inner_.wait_event(stream, event);
   }
-  Result<bool> is_idle(Stream stream) override { return inner_.is_idle(stream); }
-  Result<bool> is_capturing(Stream stream) override { return inner_.is_capturing(stream); }
+  Status synchronize(int device) override { return inner_.synchronize(device); }
+  Result<std::uint64_t> stream_id(StreamName stream) override { return inner_.stream_id(stream); }
   DriverCalls calls() const override { return inner_.calls(); }
 
  protected:
@@ -63,7 +66,7 @@ class DefectiveDriver final : public ForwardingDriver {
   Status map(Address at, Bytes size, ChunkHandle chunk) override;
   Status set_access(Address at, Bytes size) override;
   Result<bool> query_event(Event event) override;
-  Status wait_event(Stream stream, Event event) override;
+  Status wait_event(StreamName stream, Event event) override;
 
  private:
   const Defect defect_;
@@ -94,7 +97,7 @@ class ObservedDriver final : public ForwardingDriver {
     std::uint64_t created = 0;
     std::uint64_t released = 0;
     std::uint64_t waits = 0;       // of a stream
-    std::uint64_t host_waits = 0;  // for an event
+    std::uint64_t host_waits = 0;  // for the device
     std::uint64_t failed_growths = 0;
     std::uint64_t failed_returns = 0;  // of unmap and release_chunk
   };
@@ -115,13 +118,13 @@ class ObservedDriver final : public ForwardingDriver {
   Status map(Address at, Bytes size, ChunkHandle chunk) override;
   Status unmap(Address at, Bytes size) override;
   Status set_access(Address at, Bytes size) override;
-  Result<Event> create_event() override;
-  Status record_event(Event event, Stream stream) override;
+  Result<Event> create_event(int device) override;
+  Status record_event(Event event, StreamName stream) override;
+  Status record_device(Event event, int device) override;
   Result<bool> query_event(Event event) override;
-  Status synchronize_event(Event event) override;
-  Status wait_event(Stream stream, Event event) override;
-  Result<bool> is_idle(Stream stream) override;
-  Result<bool> is_capturing(Stream stream) override;
+  Status wait_event(StreamName stream, Event event) override;
+  Status synchronize(int device) override;
+  Result<std::uint64_t> stream_id(StreamName stream) override;
 
   // What lies behind the range, in its order; nothing where a byte of it cannot be accessed.
   std::vector<PhysicalPiece> pieces(Address at, Bytes size) const;

@@ -119,6 +119,7 @@ void World::allocate(const Step& step) {
   const Bytes held = allocator_->held();
   const std::size_t live = blocks_.size();
   const Result<Address> made = allocator_->allocate(requested, name(step.stream));
+  life(step.stream).is_known = true;
   require(allocator_->held() <= max(held, limit_), "limit: the arena grew beyond it");
   if (made.ok()) return adopt(made.value(), step);
   ++seen_.ooms;
@@ -207,6 +208,7 @@ void World::record_stream(const Step& step) {
   std::vector<std::uint32_t>& lives = found->second.lives;
   require(allocator_->record_stream(found->second.address, name(step.stream)).ok(),
           "status: record_stream");
+  life(step.stream).is_known = true;
   if (std::find(lives.begin(), lives.end(), current_[step.stream]) == lives.end()) {
     lives.push_back(current_[step.stream]);
   }
@@ -238,7 +240,7 @@ void World::replace_stream(const Step& step) {
 
 void World::begin_capture(const Step& step) {
   Life& of = life(step.stream);
-  if (step.stream == 0 || of.is_capturing) return;
+  if (step.stream == 0 || of.is_capturing || !of.is_known) return;
   require(sim_->begin_capture(of.name).ok(), "device: begin_capture");
   of.is_capturing = true;
   ++seen_.captures;

@@ -95,6 +95,7 @@ class World final : private ObservedDriver::Listener {
     StreamPoint last{};  // all of its work, once it is over
     bool is_over = false;
     bool is_capturing = false;
+    bool is_known = false;  // to the allocator, which knows of no capture on any other
   };
   struct Expected {
     PoolCounters allocation, allocated_bytes, requested_bytes;
@@ -151,7 +152,7 @@ class World final : private ObservedDriver::Listener {
   std::map<std::uint32_t, Block> blocks_;  // by number, hence oldest first
   std::vector<Life> lives_;
   std::array<std::uint32_t, kStreams> current_{};
-  std::uint64_t next_stream_name_ = 1;
+  std::uint64_t next_stream_name_ = 3;  // after CUDA's own names
   Bytes limit_{UINT64_MAX};
   Bytes live_bytes_{};
   Expected expected_;

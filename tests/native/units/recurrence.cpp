@@ -244,7 +244,7 @@ std::uint64_t memory_calls_on_streams(std::uint32_t seed) {
       const std::size_t phase = n * kStreams / (kStep * 2);
       const std::size_t stream = random() % 6 == 0 ? random() % kStreams : phase;
       const Bytes size = 1_MiB + kBlockUnit * (random() % 8'000);
-      live[stream].push_back(allocator->allocate(size, Stream{1 + stream}).value());
+      live[stream].push_back(allocator->allocate(size, Stream{11 + stream}).value());
       for (std::size_t other = 0; other < kStreams; ++other) {
         if (live[other].size() <= (other == phase ? 12u : 3u)) continue;
         const auto leaving = live[other].begin() + random() % live[other].size();

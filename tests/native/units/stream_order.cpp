@@ -57,7 +57,7 @@ class Program {
     std::vector<Stream> users;
   };
 
-  Stream any_stream() { return Stream{1 + random_() % kStreams}; }
+  Stream any_stream() { return Stream{11 + random_() % kStreams}; }
 
   std::vector<std::uint64_t> pieces_of(Address block) const {
     std::vector<std::uint64_t> pieces;
