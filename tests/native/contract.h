@@ -1,5 +1,6 @@
 // The few pieces that the native checks share: what is under test, a macro that records a broken
-// expectation, a runner that prints one line a check, and a mapping that cleans up after itself.
+// expectation, a runner that prints one line a check, and mappings, streams and events that clean
+// up after themselves.
 //
 // No framework, so that the suite builds with one compiler call on any machine. Checks run one
 // after another; an expectation may be stated from several threads.
@@ -147,8 +148,59 @@ class Chunk {
   ChunkHandle handle_ = ChunkHandle::kNone;
 };
 
+inline StreamName name(const Device& device, Stream stream) {
+  return {stream, device.driver.ordinal()};
+}
+
+// An event and a stream that are destroyed at the end of the scope.
+class AnEvent {
+ public:
+  AnEvent(Device& device, int ordinal) : driver_(device.driver) {
+    const Result<Event> created = driver_.create_event(ordinal);
+    if (created.ok()) event_ = created.value();
+  }
+  explicit AnEvent(Device& device) : AnEvent(device, device.driver.ordinal()) {}
+  ~AnEvent() {
+    if (event_ != Event::kNone) EXPECT(driver_.destroy_event(event_).ok());
+  }
+  AnEvent(const AnEvent&) = delete;
+  AnEvent& operator=(const AnEvent&) = delete;
+
+  explicit operator bool() const { return event_ != Event::kNone; }
+  Event operator*() const { return event_; }
+  bool is_complete() const {
+    const Result<bool> queried = driver_.query_event(event_);
+    return EXPECT(queried.ok()) && queried.value();
+  }
+
+ private:
+  Driver& driver_;
+  Event event_ = Event::kNone;
+};
+
+class AStream {
+ public:
+  explicit AStream(Device& device) : device_(device) {
+    const Result<Stream> created = device_.bytes.create_stream();
+    if (EXPECT(created.ok())) stream_ = created.value();
+  }
+  ~AStream() {
+    if (stream_ != Stream::kDefault) EXPECT(device_.bytes.destroy_stream(stream_).ok());
+  }
+  AStream(const AStream&) = delete;
+  AStream& operator=(const AStream&) = delete;
+
+  Stream operator*() const { return stream_; }
+  inline StreamName name() const { return {stream_, device_.driver.ordinal()}; }
+
+ private:
+  Device& device_;
+  Stream stream_ = Stream::kDefault;
+};
+
 std::span<const Check<Device>> memory_checks();
 std::span<const Check<Device>> stream_checks();
+std::span<const Check<Device>> capture_checks();
 std::span<const Check<Device>> peer_checks();
 
 // --- the simulated device alone -----------------------------------------------------------------

@@ -28,6 +28,7 @@ namespace {
 void run_contract(Device& device) {
   for (const auto& check : memory_checks()) run_check(check, device);
   for (const auto& check : stream_checks()) run_check(check, device);
+  for (const auto& check : capture_checks()) run_check(check, device);
   for (const auto& check : peer_checks()) run_check(check, device);
 }
 

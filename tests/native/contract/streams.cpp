@@ -1,5 +1,5 @@
-// The contract of streams and events, for any Driver: order, identity, captures, and calls from
-// threads of which none has the device's context. Linked into driver_contract.
+// The contract of streams and events, for any Driver: order, identity, and calls from threads of
+// which none has the device's context. Linked into driver_contract.
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -18,54 +18,6 @@ namespace {
 
 constexpr Stream kStream = Stream::kDefault;
 constexpr std::uint32_t kLongWork = 64;  // fills, of 16 MiB on an H100: half a millisecond
-
-StreamName name(const Device& device, Stream stream) { return {stream, device.driver.ordinal()}; }
-
-// Lives as long as a check, on the device's own streams.
-class AnEvent {
- public:
-  AnEvent(Device& device, int ordinal) : driver_(device.driver) {
-    const Result<Event> created = driver_.create_event(ordinal);
-    if (created.ok()) event_ = created.value();
-  }
-  explicit AnEvent(Device& device) : AnEvent(device, device.driver.ordinal()) {}
-  ~AnEvent() {
-    if (event_ != Event::kNone) EXPECT(driver_.destroy_event(event_).ok());
-  }
-  AnEvent(const AnEvent&) = delete;
-  AnEvent& operator=(const AnEvent&) = delete;
-
-  explicit operator bool() const { return event_ != Event::kNone; }
-  Event operator*() const { return event_; }
-  bool is_complete() const {
-    const Result<bool> queried = driver_.query_event(event_);
-    return EXPECT(queried.ok()) && queried.value();
-  }
-
- private:
-  Driver& driver_;
-  Event event_ = Event::kNone;
-};
-
-class AStream {
- public:
-  explicit AStream(Device& device) : device_(device) {
-    const Result<Stream> created = device_.bytes.create_stream();
-    if (EXPECT(created.ok())) stream_ = created.value();
-  }
-  ~AStream() {
-    if (stream_ != kStream) EXPECT(device_.bytes.destroy_stream(stream_).ok());
-  }
-  AStream(const AStream&) = delete;
-  AStream& operator=(const AStream&) = delete;
-
-  Stream operator*() const { return stream_; }
-  StreamName name() const { return {stream_, device_.driver.ordinal()}; }
-
- private:
-  Device& device_;
-  Stream stream_ = kStream;
-};
 
 // Two streams with work queued on both and an event behind each; it has run when they end.
 struct TwoAtWork {
@@ -229,56 +181,6 @@ void the_per_thread_stream_can_be_recorded_on_at_once(Device& device) {
   EXPECT(device.driver.wait_event(name(device, Stream::kPerThread), *event).ok());
 }
 
-// --- captures -----------------------------------------------------------------------------------
-
-// Growing while a graph is captured must not break the capture, whatever thread captures.
-void memory_calls_leave_a_capture_valid(Device& device) {
-  const Bytes unit = device.unit();
-  const AStream stream(device);
-  const AStream other(device);
-  const AnEvent event(device);
-  REQUIRE(device.driver.record_event(*event, name(device, kStream)).ok());
-  REQUIRE(device.bytes.begin_capture(*stream).ok());
-  {
-    Chunk chunk(device, unit);
-    Range range(device, unit);
-    EXPECT(chunk && range && range.map_with_access({}, unit, chunk.handle()).ok());
-    EXPECT(device.driver.memory_info().ok());
-    EXPECT(device.driver.query_event(*event).ok());
-    EXPECT(device.driver.record_event(*event, other.name()).ok());
-    EXPECT(device.driver.wait_event(other.name(), *event).ok());
-    id_of(device, *other);
-  }
-  EXPECT(device.bytes.end_capture(*stream).ok());
-}
-
-void expect_refused_in_a_capture(Device& device, Status (*call)(Driver&, StreamName, Event)) {
-  const AStream stream(device);
-  const AnEvent event(device);
-  REQUIRE(device.driver.record_event(*event, name(device, kStream)).ok());
-  REQUIRE(device.bytes.begin_capture(*stream).ok());
-  EXPECT(call(device.driver, stream.name(), *event).code == StatusCode::kNotSupported);
-  EXPECT(device.bytes.end_capture(*stream).ok());
-}
-
-void a_record_leaves_a_captured_stream_alone(Device& device) {
-  expect_refused_in_a_capture(device, [](Driver& driver, StreamName stream, Event event) {
-    return driver.record_event(event, stream);
-  });
-}
-
-void a_wait_leaves_a_captured_stream_alone(Device& device) {
-  expect_refused_in_a_capture(device, [](Driver& driver, StreamName stream, Event event) {
-    return driver.wait_event(stream, event);
-  });
-}
-
-void the_question_for_an_id_leaves_a_captured_stream_alone(Device& device) {
-  expect_refused_in_a_capture(device, [](Driver& driver, StreamName stream, Event) {
-    return driver.stream_id(stream).status();
-  });
-}
-
 // --- threads ------------------------------------------------------------------------------------
 
 void work_in_a_thread(Device& device, std::uint32_t seed) {
@@ -324,12 +226,6 @@ constexpr std::array kChecks{
                   the_per_thread_stream_is_each_threads_own},
     Check<Device>{"the per-thread stream can be recorded on at once",
                   the_per_thread_stream_can_be_recorded_on_at_once},
-    Check<Device>{"memory calls leave a capture valid", memory_calls_leave_a_capture_valid},
-    Check<Device>{"a record leaves a captured stream alone",
-                  a_record_leaves_a_captured_stream_alone},
-    Check<Device>{"a wait leaves a captured stream alone", a_wait_leaves_a_captured_stream_alone},
-    Check<Device>{"the question for an id leaves a captured stream alone",
-                  the_question_for_an_id_leaves_a_captured_stream_alone},
     Check<Device>{"threads without a context do not disturb each other",
                   threads_without_a_context_do_not_disturb_each_other},
 };
