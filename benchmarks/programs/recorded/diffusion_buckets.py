@@ -64,7 +64,7 @@ class UNet(nn.Module):
 
 
 def main() -> None:
-    recorder = Recorder(warmup=0, timed=70, deterministic=False)
+    recorder = Recorder(warmup=0, timed=28, deterministic=False)
     model = UNet(sized(256, 8))
     device = recorder.begin()
     model = model.to(device)

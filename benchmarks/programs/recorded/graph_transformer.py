@@ -59,13 +59,13 @@ class GraphTransformer(nn.Module):
 
 
 def main() -> None:
-    recorder = Recorder(warmup=0, timed=45, deterministic=False)
+    recorder = Recorder(warmup=0, timed=22, deterministic=False)
     model = GraphTransformer(*sized((512, 8), (32, 2)))
     device = recorder.begin()
     model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for _ in range(recorder.steps):
-        counts = [recorder.random.randint(*sized((120, 900), (3, 8))) for _ in range(sized(8, 2))]
+        counts = [recorder.random.randint(*sized((200, 1400), (3, 8))) for _ in range(sized(8, 2))]
         with recorder.step():
             longest = torch.tensor(counts).to(device)
             nodes = torch.randn(len(counts), max(counts), FEATURES).to(device)

@@ -54,13 +54,13 @@ def arrive(nodes: int, new: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def main() -> None:
     recorder = Recorder(warmup=0, timed=110, deterministic=False)
-    model = Network(sized(256, 16))
+    model = Network(sized(192, 16))
     device = recorder.begin()
     model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     features, edges = arrive(0, sized(20_000, 20), device)
     for _ in range(recorder.steps):
-        new = recorder.random.randint(*sized((1000, 4000), (5, 20)))
+        new = recorder.random.randint(*sized((800, 3000), (5, 20)))
         with recorder.step():
             more_features, more_edges = arrive(len(features), new, device)
             known = model(torch.cat([features, more_features]), edges)  # without the new edges

@@ -43,7 +43,7 @@ def adapt(model: nn.Module) -> list[Tensor]:
 
 
 def main() -> None:
-    recorder = Recorder(warmup=0, timed=16, deterministic=False)
+    recorder = Recorder(warmup=0, timed=12, deterministic=False)
     vocabulary, width, layers, longest = sized((32_000, 2048, 16, 2048), (100, 32, 2, 64))
     model = Decoder(vocabulary, width, layers, longest).to(torch.bfloat16)
     trained = adapt(model)
@@ -54,7 +54,7 @@ def main() -> None:
     for _ in range(recorder.steps):
         length = recorder.random.randint(longest // 16, longest - 1)
         with recorder.step():
-            tokens = text(vocabulary, sized(8, 2), length + 1, device)
+            tokens = text(vocabulary, sized(16, 2), length + 1, device)
             logits = model(tokens[:, :-1]).float()
             loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
             loss.backward()

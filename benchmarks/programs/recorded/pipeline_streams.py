@@ -57,7 +57,7 @@ def run(stages: list[Stage], enter: nn.Module, head: nn.Module, tokens: Tensor) 
 
 
 def main() -> None:
-    recorder = Recorder(warmup=0, timed=14, deterministic=False)
+    recorder = Recorder(warmup=0, timed=8, deterministic=False)
     vocabulary, width, layers = sized((16_000, 1280, 6), (100, 32, 1))
     enter, head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
     device = recorder.begin()
@@ -69,7 +69,7 @@ def main() -> None:
             losses = []
             for _ in range(MICRO_BATCHES):
                 length = recorder.random.randint(*sized((256, 1536), (6, 20)))
-                tokens = text(vocabulary, sized(8, 2), length, device)
+                tokens = text(vocabulary, sized(6, 2), length, device)
                 with torch.autocast(device.type, torch.bfloat16):
                     losses.append(run(stages, enter, head, tokens))
                 del tokens

@@ -27,7 +27,7 @@ def margin(model: Decoder, pair: list[Tensor], prompt: int) -> Tensor:
 
 
 def main() -> None:
-    recorder = Recorder(warmup=0, timed=24, deterministic=False)
+    recorder = Recorder(warmup=0, timed=14, deterministic=False)
     vocabulary, width, layers, batch = sized((32_000, 1024, 12, 16), (100, 32, 2, 2))
     longest = sized(2048, 64)
     policy = Decoder(vocabulary, width, layers, longest)

@@ -52,7 +52,7 @@ def draw_bags(
 
 
 def main() -> None:
-    recorder = Recorder(warmup=0, timed=40, deterministic=False)
+    recorder = Recorder(warmup=0, timed=50, deterministic=False)
     large, small, tables, batch = sized((1_000_000, 20_000, 8, 16_384), (200, 50, 2, 16))
     model = Recommender(large, small, tables)
     device = recorder.begin()

@@ -34,9 +34,9 @@ class Recognizer(nn.Module):
 
 
 def main() -> None:
-    recorder = Recorder(warmup=0, timed=30, deterministic=False)
+    recorder = Recorder(warmup=0, timed=20, deterministic=False)
     width, layers, letters = sized((768, 12, 1024), (32, 2, 12))
-    frames, longest = sized((64_000, 2400), (400, 120))
+    frames, longest = sized((160_000, 2400), (400, 120))
     model = Recognizer(width, layers, letters)
     device = recorder.begin()
     model = model.to(device)

@@ -49,13 +49,13 @@ def evaluate(model: nn.Module, device: torch.device) -> Tensor:
 
 
 def main() -> None:
-    recorder = Recorder(warmup=0, timed=32, deterministic=False)
+    recorder = Recorder(warmup=0, timed=18, deterministic=False)
     model = VisionTransformer(*sized((768, 12), (32, 2)))
     device = recorder.begin()
     model = model.to(device)
     average = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    batch, side = sized((128, 160), (2, 64))
+    batch, side = sized((256, 160), (2, 64))
     for step in range(recorder.steps):
         with recorder.step():
             pictures = torch.randn(batch, 3, side, side).to(device)
@@ -67,7 +67,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 0.1)
-            if step % sized(8, 2) == sized(8, 2) - 1:
+            if step % sized(6, 2) == sized(6, 2) - 1:
                 model.eval()
                 accuracies = [evaluate(each, device) for each in (model, average)]
                 loss = loss.detach() + torch.stack(accuracies).sum()
