@@ -70,6 +70,7 @@ def settle() -> None:
 def cycles_per_ms() -> float:
     """Return how many cycles of torch.cuda._sleep take a millisecond."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(200_000_000)  # an idle GPU runs at a lower clock for a while
     torch.cuda.synchronize()
     start.record()
     torch.cuda._sleep(20_000_000)
