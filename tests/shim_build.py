@@ -186,9 +186,9 @@ class Bench:
         self.shim.vramx_torch_set_limit.argtypes = (ctypes.c_int, ctypes.c_ulonglong)
         self._stub.bench_start()
 
-    def install(self, table: int, late: bool = False) -> str:
-        """Install the shim over a core's table; return what it says against it, or nothing."""
-        failed = self.shim.vramx_torch_install(table, int(late))
+    def install(self, handle: int, late: bool = False) -> str:
+        """Install the shim over a core; return what it says against it, or nothing."""
+        failed = self.shim.vramx_torch_install(handle, int(late))
         return str(self.shim.vramx_torch_error().decode()) if failed else ""
 
     def set_limit(self, device: int, limit_bytes: int) -> None:
@@ -239,7 +239,7 @@ def installed(
 
     devices = _core.open_simulated(count, capacity_bytes, has_bytes=False)
     bench.devices = devices  # they go with their last reference, and the shim has none
-    assert bench.install(devices.table_address) == ""
+    assert bench.install(devices.handle_address) == ""
     bench.init(visible)
     return devices
 

@@ -171,11 +171,17 @@ class Devices:
     """The device allocators of a process. `device` is a number, or -1 for all that were started.
 
     Those of open_gpus stay for the life of the process; those of open_simulated go with this
-    object, so keep it for as long as its table or a block is in use.
+    object, so keep it for as long as its handle or a block is in use.
     """
 
     @property
-    def table_address(self) -> int: ...  # of the CoreTable in csrc/process/core_table.h
+    def handle_address(self) -> int: ...  # of an AllocatorsHandle in csrc/process/allocators.h
+    # A CoreCode, and the address where that is 0.
+    def allocate(self, device: int, size_bytes: int, stream: int = 0) -> tuple[int, int]: ...
+    def free(self, address: int) -> int: ...  # a CoreCode
+    # Of this thread's last failure.
+    def out_of_memory_text(self) -> str: ...
+    def failure_text(self) -> str: ...
     def started(self) -> list[int]: ...
     def stats(self, device: int) -> _AllocatorStats: ...  # zeros before the device's start
     def driver_calls(self, device: int = -1) -> _TimedDriverCalls: ...

@@ -64,8 +64,7 @@ VRAMX_EXPORT void vramx_plain_record_stream(void* pointer, void* stream) {
 VRAMX_EXPORT void vramx_plain_empty_cache() {
   using namespace vramx;
   Devices* const devices = served.load(std::memory_order_acquire);
-  if (devices == nullptr) return;
-  devices->for_each_started(Devices::kAll, [](int, DeviceAllocator& each) { each.trim(); });
+  if (devices != nullptr) devices->trim(Devices::kAll);
 }
 
 // Of the device's memory, as torch means it. A fraction of all of it sets no limit.

@@ -19,14 +19,19 @@ thread_local const Context* served_context = nullptr;
 
 }  // namespace
 
-Shim::Shim(const CoreTable& table, CUDAAllocator& native)
+Shim::Shim(Allocators& core, CUDAAllocator& native)
     // The base calls none of these: every member that would is overridden.
     : CUDAPluggableAllocator(nullptr, nullptr),
-      core_(table),
+      core_(core),
       native_(native),
       is_uncached_(c10::utils::check_env("PYTORCH_NO_CUDA_MEMORY_CACHING") == true) {
   flags_.set(Flag::kDisabled, is_uncached_ || !native_.isEnabled());
   remember_native_deleter();
+}
+
+bool Shim::is_of_core(const void* pointer) const {
+  CoreBlock block;
+  return core_.find(address_of(pointer), &block) == CoreCode::kOk;
 }
 
 // --- allocate ---------------------------------------------------------------------------------
@@ -76,9 +81,10 @@ inline bool is_in_profiler() {
 inline void* Shim::serve(const Request& request) {
   check_size(request.size);
   if (!is_ordinary() || is_in_profiler()) return serve_observed(request);
-  void* pointer = nullptr;
-  const CoreCode code = core_.allocate(request.device, request.size, request.stream, &pointer);
-  return code == CoreCode::kOk ? pointer : serve_refused(request, code, nullptr);
+  Address address;
+  const CoreCode code =
+      core_.allocate(request.device, Bytes{request.size}, stream_of(request.stream), &address);
+  return code == CoreCode::kOk ? pointer_to(address) : serve_refused(request, code, nullptr);
 }
 
 bool Shim::goes_native(const Request& request) const {
@@ -91,10 +97,12 @@ void* Shim::serve_observed(const Request& request) {
   if (core_.is_in_child() || goes_native(request)) return serve_from_native(request);
   const Context context = history_.gather(RecordContext::STATE);
   served_context = &context;
-  void* pointer = nullptr;
-  const CoreCode code = core_.allocate(request.device, request.size, request.stream, &pointer);
+  Address address;
+  const CoreCode code =
+      core_.allocate(request.device, Bytes{request.size}, stream_of(request.stream), &address);
   served_context = nullptr;
   if (code != CoreCode::kOk) return serve_refused(request, code, context);
+  void* const pointer = pointer_to(address);
   note_allocated(request, pointer, context);
   return pointer;
 }
@@ -131,7 +139,7 @@ void Shim::note_allocated(const Request& request, void* pointer, const Context& 
   if (c10::memoryProfilingEnabled()) {
     note_profiler();
     CoreBlock block;
-    core_.find(pointer, &block);
+    core_.find(address_of(pointer), &block);
     report_usage(pointer, static_cast<std::int64_t>(block.size.count), request.device);
   }
   if (const auto* trace = c10::impl::GPUTrace::get_trace(); trace != nullptr) {
@@ -146,7 +154,7 @@ void Shim::release(void* pointer) {
   Shim& self = *installed_;
   const bool may_be_profiled = self.has_profiled_.load(std::memory_order_relaxed);
   const bool is_watched = !self.is_ordinary() || (may_be_profiled && is_in_profiler());
-  if (!is_watched && self.core_.free(pointer) == CoreCode::kOk) return;
+  if (!is_watched && self.core_.free(address_of(pointer), nullptr) == CoreCode::kOk) return;
   self.free_observed(pointer);
 }
 
@@ -154,7 +162,7 @@ void Shim::release(void* pointer) {
 // whether caching is on now.
 void Shim::raw_delete(void* pointer) {
   if (pointer == nullptr) return;
-  if (flags_.has(Flag::kDisabled) && !core_.owns(pointer)) {
+  if (flags_.has(Flag::kDisabled) && !is_of_core(pointer)) {
     native_.raw_delete(pointer);
     return;
   }
@@ -165,7 +173,7 @@ void Shim::raw_delete(void* pointer) {
 void Shim::free_observed(void* pointer) {
   if (core_.is_in_child()) return;
   CoreBlock block;
-  if (core_.find(pointer, &block) != CoreCode::kOk) {
+  if (core_.find(address_of(pointer), &block) != CoreCode::kOk) {
     free_native(pointer);
     return;
   }
@@ -174,7 +182,7 @@ void Shim::free_observed(void* pointer) {
     (*trace)->trace_gpu_memory_deallocation(c10::kCUDA, reinterpret_cast<uintptr_t>(pointer));
   }
   if (flags_.has(Flag::kRecording)) note_freed(block, context);
-  core_.free(pointer);
+  core_.free(block.address, nullptr);
   if (c10::memoryProfilingEnabled()) {
     report_usage(pointer, -static_cast<std::int64_t>(block.size.count),
                  static_cast<DeviceIndex>(block.device));
@@ -184,14 +192,13 @@ void Shim::free_observed(void* pointer) {
 // The core takes a block back at once and remembers which streams it waits for, so the free is
 // complete when it is asked for.
 void Shim::note_freed(const CoreBlock& block, const Context& context) {
-  const auto* pointer = reinterpret_cast<const void*>(block.address.value);
+  const void* const pointer = pointer_to(block.address);
   const Context shown = context != nullptr ? context : history_.context_of(pointer);
   history_.forget(pointer);
   for (const auto action : {TraceEntry::FREE_REQUESTED, TraceEntry::FREE_COMPLETED}) {
-    history_.record(
-        {action, static_cast<DeviceIndex>(block.device), block.address.value, block.requested.count,
-         reinterpret_cast<cudaStream_t>(static_cast<std::uintptr_t>(block.stream))},
-        shown);
+    history_.record({action, static_cast<DeviceIndex>(block.device), block.address.value,
+                     block.requested.count, cuda_stream(block.stream)},
+                    shown);
   }
 }
 
@@ -209,8 +216,8 @@ void Shim::remember_native_deleter() {
 
 void Shim::report_usage(void* pointer, std::int64_t change, DeviceIndex device) {
   c10::reportMemoryUsageToProfiler(
-      pointer, change, core_.allocated(device) + statistics_.native_allocated(device),
-      core_.held(device) + statistics_.native_held(device), cuda_device(device));
+      pointer, change, core_.allocated(device).count + statistics_.native_allocated(device),
+      core_.held(device).count + statistics_.native_held(device), cuda_device(device));
 }
 
 void Shim::note_mapping(const CoreEvent& event) {
@@ -231,7 +238,8 @@ void Shim::recordStream(const c10::DataPtr& data, c10::cuda::CUDAStream stream) 
     native_.recordStream(data, stream);
     return;
   }
-  if (core_.record_stream(data.get(), stream.stream()) != CoreCode::kNotOurs) return;
+  if (core_.record_stream(address_of(data.get()), stream_of(stream.stream())) != CoreCode::kNotOurs)
+    return;
   c10::DataPtr as_native(data.get(), data.get(), native_deleter_.load(), data.device());
   native_.recordStream(as_native, stream);
   as_native.release_context();

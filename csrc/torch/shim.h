@@ -34,7 +34,7 @@ namespace vramx {
 
 class Shim final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator {
  public:
-  Shim(const CoreTable& table, CUDAAllocator& native);
+  Shim(Allocators& core, CUDAAllocator& native);
 
   // Makes `self` the one in this process: what frees memory is connected both ways. Once.
   static void connect(Shim& self);
@@ -169,6 +169,7 @@ class Shim final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllo
     return {pointer, pointer, &release, cuda_device(device)};
   }
 
+  bool is_of_core(const void* pointer) const;
   DeviceIndex current_device() const;
   bool is_ordinary() const;
   bool goes_native(const Request& request) const;
@@ -198,7 +199,7 @@ class Shim final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllo
 
   inline static Shim* installed_ = nullptr;
 
-  const Core core_;
+  Allocators& core_;
   CUDAAllocator& native_;
   const bool is_uncached_;  // torch was told to ask CUDA for every tensor
   std::atomic<int> device_count_{0};

@@ -148,9 +148,9 @@ void Shim::relieve(DeviceIndex device) {
 
 bool Shim::reclaim_for_native() {
   const DeviceIndex device = c10::cuda::current_device();
-  if (!NativeScope::is_active() || core_.held(device) == 0 || is_capturing()) return false;
+  if (!NativeScope::is_active() || !core_.held(device) || is_capturing()) return false;
   if (!lacks_memory(device, NativeScope::request())) return false;
-  const std::uint64_t before = core_.held(device);
+  const Bytes before = core_.held(device);
   core_.trim(device);
   limits_.rebalance(device);
   return core_.held(device) < before;
@@ -184,7 +184,7 @@ void Shim::cacheInfo(DeviceIndex device, size_t* largest) {
   check_device(device);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device).stream();
   const std::uint64_t obtainable =
-      goes_native({0, device, stream}) ? 0 : core_.largest_obtainable(device);
+      goes_native({0, device, stream}) ? 0 : core_.largest_obtainable(device).count;
   if (obtainable == 0) {
     native_.cacheInfo(device, largest);
   } else {
@@ -217,8 +217,8 @@ void Shim::fail(const Request& request, const Context& context) {
                   context);
   c10::reportOutOfMemoryToProfiler(
       static_cast<std::int64_t>(request.size),
-      core_.allocated(request.device) + statistics_.native_allocated(request.device),
-      core_.held(request.device) + statistics_.native_held(request.device),
+      core_.allocated(request.device).count + statistics_.native_allocated(request.device),
+      core_.held(request.device).count + statistics_.native_held(request.device),
       cuda_device(request.device));
   std::unique_lock lock(observers_mutex_);
   const auto observers = observers_;

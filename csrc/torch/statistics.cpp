@@ -158,8 +158,8 @@ void JointStatistics::refresh_held(int device_count) {
 void JointStatistics::note_allocation(DeviceIndex device) {
   const Device& state = this->state(device);
   const auto allocated =
-      static_cast<std::int64_t>(core_.allocated(device) + native_allocated(device));
-  const auto held = static_cast<std::int64_t>(core_.held(device) + native_held(device));
+      static_cast<std::int64_t>(core_.allocated(device).count + native_allocated(device));
+  const auto held = static_cast<std::int64_t>(core_.held(device).count + native_held(device));
   if (allocated > state.peak_allocated.load(std::memory_order_relaxed) ||
       held > state.peak_held.load(std::memory_order_relaxed)) {
     refresh(device);

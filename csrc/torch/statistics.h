@@ -21,7 +21,7 @@ namespace vramx {
 
 class JointStatistics {
  public:
-  JointStatistics(const Core& core, CUDAAllocator& native, Flags& flags)
+  JointStatistics(Allocators& core, CUDAAllocator& native, Flags& flags)
       : core_(core), native_(native), flags_(flags) {}
 
   DeviceStats read(DeviceIndex device);
@@ -62,7 +62,7 @@ class JointStatistics {
     return devices_[static_cast<std::size_t>(device)];
   }
 
-  const Core& core_;
+  Allocators& core_;
   CUDAAllocator& native_;
   Flags& flags_;
   std::array<Device, kMaxDevices> devices_;
