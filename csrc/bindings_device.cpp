@@ -49,7 +49,7 @@ class SimulatedDevice {
 
   void free(std::uint64_t address) { require(allocator_->free(Address{address})); }
   void record_stream(std::uint64_t address, std::uint64_t stream) {
-    require(allocator_->record_stream(Address{address}, Stream{stream}));
+    require(allocator_->record_stream(Address{address}, {Stream{stream}}, false));
   }
   void forget_stream(std::uint64_t stream) { require(allocator_->forget_stream(Stream{stream})); }
   void fill(std::uint64_t address, std::uint64_t size, std::uint32_t pattern) {

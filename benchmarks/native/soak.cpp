@@ -99,7 +99,8 @@ class Client final : public Memory {
   void share(const Block& block) override {
     ++calls_;
     const Stream other = stream(static_cast<std::uint32_t>(random_.next() % shared_.plan.threads));
-    shared_.require(core_.record_stream(block.address, other) == CoreCode::kOk);
+    const StreamName name{other, shared_.plan.device};
+    shared_.require(core_.record_stream(block.address, name, false) == CoreCode::kOk);
   }
 
   void hand_over(const Block& block) override {

@@ -274,17 +274,17 @@ TagSet DeviceAllocator::stamp_free(const UsedSpan& block) {
   return tags;
 }
 
-Status DeviceAllocator::record_stream(Address address, Stream stream) {
+Status DeviceAllocator::record_stream(Address address, StreamName stream, bool) {
   if (fork_guard_.is_in_child()) return ok_status();
   const Lock lock(mutex_);
   const BlockTable::Entry found = find_block(address);
   if (found.span == kNoId) return unknown_address();
   const UsedSpan& block = arena_.used(found.span);
-  const StreamIndex user = clocks_.index_of(stream);
+  const StreamIndex user = clocks_.index_of(stream.handle);
   if (user == block.stream) return ok_status();
   std::vector<StreamIndex>& users = details_of(found.span).users;
   if (std::find(users.begin(), users.end(), user) == users.end()) users.push_back(user);
-  trace_.add(TraceKind::kRecordStream, address, block.requested, stream);
+  trace_.add(TraceKind::kRecordStream, address, block.requested, stream.handle);
   return ok_status();
 }
 
@@ -304,6 +304,12 @@ void DeviceAllocator::set_observer(HoldingObserver observer) {
   if (fork_guard_.is_in_child()) return;
   const Lock lock(mutex_);
   observer_ = std::move(observer);
+}
+
+void DeviceAllocator::set_surroundings(const Surroundings* surroundings) {
+  if (fork_guard_.is_in_child()) return;
+  const Lock lock(mutex_);
+  surroundings_ = surroundings;
 }
 
 void DeviceAllocator::add_relief(std::function<void()> callback) {

@@ -37,6 +37,7 @@
 #include "core/stats.h"
 #include "core/stitch_plan.h"
 #include "core/stream_clocks.h"
+#include "core/surroundings.h"
 
 namespace vramx {
 
@@ -110,7 +111,8 @@ class DeviceAllocator {
   // kInvalidValue for an address that is not a live block's. `freed` gets what the block was.
   Status free(Address address, LiveBlock* freed = nullptr);
   // `stream` uses the block too: its memory waits for that stream as well once it is freed.
-  Status record_stream(Address address, Stream stream);
+  // `is_lasting` says that the stream is never destroyed.
+  Status record_stream(Address address, StreamName stream, bool is_lasting);
   // To be called before a stream is destroyed.
   Status forget_stream(Stream stream);
 
@@ -125,6 +127,8 @@ class DeviceAllocator {
   // or unmapped (it is held still, and mapped again only after). An empty one ends it; calls that
   // are under way may still come.
   void set_observer(HoldingObserver observer);
+  // What the program around it knows of streams; null for nothing. It outlives the allocator.
+  void set_surroundings(const Surroundings* surroundings);
   // Gives the device `peer` access to all that is mapped and will be. Where it fails some mappings
   // may have it and some not; it may be called again.
   Status allow_peer(int peer);
@@ -337,6 +341,7 @@ class DeviceAllocator {
   OutOfMemory last_out_of_memory_;
   std::vector<std::function<void()>> relief_;
   HoldingObserver observer_;
+  const Surroundings* surroundings_ = nullptr;
 };
 
 }  // namespace vramx

@@ -15,6 +15,7 @@
 #include <cstdint>
 
 #include "core/stats.h"
+#include "core/surroundings.h"
 #include "core/units.h"
 
 namespace vramx {
@@ -81,7 +82,8 @@ class Allocators {
   virtual CoreCode allocate(int device, Bytes size, Stream stream, Address* address) = 0;
   // `freed` may be null. An address that lies in no device's ranges is told without a lock.
   virtual CoreCode free(Address address, CoreBlock* freed) = 0;
-  virtual CoreCode record_stream(Address address, Stream stream) = 0;
+  // `is_lasting` says that the stream is never destroyed.
+  virtual CoreCode record_stream(Address address, StreamName stream, bool is_lasting) = 0;
   virtual CoreCode find(Address address, CoreBlock* block) const = 0;
 
   // --- memory given back, and bounded -----------------------------------------------------------
@@ -110,6 +112,9 @@ class Allocators {
   // no longer there but still counted. One observer; null for none, though calls that are under way
   // may still come.
   virtual void set_observer(Observe observe, void* context) = 0;
+  // What the program around the allocators knows of streams; null for nothing. Kept for devices
+  // that are not started yet. It outlives all use of the allocators.
+  virtual void set_surroundings(const Surroundings* surroundings) = 0;
   // Of this thread's last failure; valid until its next one. Never null.
   virtual const char* out_of_memory_text() const = 0;
   virtual const char* failure_text() const = 0;
@@ -127,7 +132,7 @@ class Allocators {
 // How the interface travels: by the address of this, as a number.
 struct AllocatorsHandle {
   // To be raised with every change of the class above, which no size tells.
-  static constexpr std::uint32_t kVersion = 2;
+  static constexpr std::uint32_t kVersion = 3;
   static constexpr std::uint32_t kLayout = sizeof(AllocatorStats) * 8 + sizeof(CoreBlock) * 4 +
                                            sizeof(CorePiece) * 2 + sizeof(CoreEvent);
 

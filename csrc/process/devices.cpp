@@ -28,12 +28,12 @@ CoreCode Devices::free_and_tell(const Region& region, Address address, CoreBlock
   return CoreCode::kOk;
 }
 
-CoreCode Devices::record_stream(Address address, Stream stream) {
+CoreCode Devices::record_stream(Address address, StreamName stream, bool is_lasting) {
   const Region* const region = region_of(address);
   if (region == nullptr) return CoreCode::kNotOurs;
   if (is_in_child()) return CoreCode::kForked;
-  return region->allocator->record_stream(address, stream).ok() ? CoreCode::kOk
-                                                                : CoreCode::kNotOurs;
+  const Status recorded = region->allocator->record_stream(address, stream, is_lasting);
+  return recorded.ok() ? CoreCode::kOk : CoreCode::kNotOurs;
 }
 
 CoreCode Devices::find(Address address, CoreBlock* block) const {
@@ -116,6 +116,7 @@ Status Devices::connect(int device, DeviceAllocator& allocator) const {
     allocator.add_relief([each, device] { each.relieve(each.context, device); });
   }
   allocator.set_observer(observer_of(device));
+  allocator.set_surroundings(surroundings_);
   for (const int peer : slot(device).peers) {
     if (const Status allowed = allocator.allow_peer(peer); !allowed.ok()) return allowed;
   }
@@ -172,6 +173,13 @@ void Devices::set_observer(Observe observe, void* context) {
   for_each_started(kAll, [&](int device, DeviceAllocator& allocator) {
     allocator.set_observer(observer_of(device));
   });
+}
+
+void Devices::set_surroundings(const Surroundings* surroundings) {
+  if (is_in_child()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  surroundings_ = surroundings;
+  for_each_started(kAll, [&](int, DeviceAllocator& each) { each.set_surroundings(surroundings); });
 }
 
 CoreCode Devices::allow_peer(int device, int peer) {

@@ -55,7 +55,7 @@ class Devices final : public Allocators {
   // --- process/allocators.h says what each does -------------------------------------------------
   CoreCode allocate(int device, Bytes size, Stream stream, Address* address) override;
   CoreCode free(Address address, CoreBlock* freed) override;
-  CoreCode record_stream(Address address, Stream stream) override;
+  CoreCode record_stream(Address address, StreamName stream, bool is_lasting) override;
   CoreCode find(Address address, CoreBlock* block) const override;
   void trim(int device) override;
   CoreReport defragment(int device) override;
@@ -69,6 +69,7 @@ class Devices final : public Allocators {
   void reset_accumulated_stats(int device) override;
   void for_each_piece(int device, Visit visit, void* context) const override;
   void set_observer(Observe observe, void* context) override;
+  void set_surroundings(const Surroundings* surroundings) override;
   const char* out_of_memory_text() const override;
   const char* failure_text() const override;
   bool is_in_child() const override { return fork_guard_.is_in_child(); }
@@ -139,6 +140,7 @@ class Devices final : public Allocators {
   std::vector<Relief> reliefs_;
   Observe observe_ = nullptr;
   void* observed_by_ = nullptr;  // the context of observe_
+  const Surroundings* surroundings_ = nullptr;
 };
 
 // --- the hot path -------------------------------------------------------------------------------

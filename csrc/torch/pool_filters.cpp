@@ -7,7 +7,7 @@ namespace vramx {
 void PoolFilters::add(DeviceIndex device, MempoolId_t pool, StreamFilter filter) {
   const std::lock_guard lock(mutex_);
   entries_.push_back({device, pool, std::move(filter)});
-  flags_.set(Flag::kPools, true);
+  change_count(device, 1);
 }
 
 void PoolFilters::remove(DeviceIndex device, MempoolId_t pool) {
@@ -15,23 +15,22 @@ void PoolFilters::remove(DeviceIndex device, MempoolId_t pool) {
   const auto found = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& entry) {
     return entry.device == device && entry.pool == pool;
   });
-  if (found != entries_.end()) entries_.erase(found);
-  flags_.set(Flag::kPools, !entries_.empty());
+  if (found == entries_.end()) return;
+  entries_.erase(found);
+  change_count(device, -1);
 }
 
 bool PoolFilters::match(DeviceIndex device, cudaStream_t stream) const {
-  if (!has_any()) return false;
+  if (!has_any(device)) return false;
   const std::lock_guard lock(mutex_);
   return std::any_of(entries_.begin(), entries_.end(), [&](const Entry& entry) {
     return entry.device == device && entry.filter(stream);
   });
 }
 
-bool PoolFilters::has_any(DeviceIndex device) const {
-  if (!has_any()) return false;
-  const std::lock_guard lock(mutex_);
-  return std::any_of(entries_.begin(), entries_.end(),
-                     [&](const Entry& entry) { return entry.device == device; });
+void PoolFilters::change_count(DeviceIndex device, int by) {
+  counts_[static_cast<std::size_t>(device)] += by;
+  flags_.set(Flag::kPools, !entries_.empty());
 }
 
 }  // namespace vramx

@@ -6,6 +6,8 @@
 // while some filter is active costs a lock and a call for each.
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <mutex>
 #include <vector>
 
@@ -22,7 +24,8 @@ class PoolFilters {
   void remove(DeviceIndex device, MempoolId_t pool);
 
   bool match(DeviceIndex device, cudaStream_t stream) const;
-  bool has_any(DeviceIndex device) const;
+  // Without a lock.
+  bool has_any(DeviceIndex device) const { return count(device).load() > 0; }
   bool has_any() const { return flags_.has(Flag::kPools); }
 
  private:
@@ -32,7 +35,13 @@ class PoolFilters {
     StreamFilter filter;
   };
 
-  Flags& flags_;  // kPools is set while entries_ is not empty
+  const std::atomic<int>& count(DeviceIndex device) const {
+    return counts_[static_cast<std::size_t>(device)];
+  }
+  void change_count(DeviceIndex device, int by);  // under the lock
+
+  Flags& flags_;                                        // kPools is set while entries_ is not empty
+  std::array<std::atomic<int>, kMaxDevices> counts_{};  // of entries_ by device
   mutable std::mutex mutex_;
   std::vector<Entry> entries_;
 };

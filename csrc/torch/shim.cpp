@@ -238,7 +238,9 @@ void Shim::recordStream(const c10::DataPtr& data, c10::cuda::CUDAStream stream) 
     native_.recordStream(data, stream);
     return;
   }
-  if (core_.record_stream(address_of(data.get()), stream_of(stream.stream())) != CoreCode::kNotOurs)
+  const StreamName name{stream_of(stream.stream()), stream.device_index()};
+  if (core_.record_stream(address_of(data.get()), name, is_kept_by_torch(stream)) !=
+      CoreCode::kNotOurs)
     return;
   c10::DataPtr as_native(data.get(), data.get(), native_deleter_.load(), data.device());
   native_.recordStream(as_native, stream);

@@ -29,6 +29,7 @@
 #include "torch/pool_filters.h"
 #include "torch/statistics.h"
 #include "torch/torch_api.h"
+#include "torch/torch_streams.h"
 
 namespace vramx {
 
@@ -209,6 +210,7 @@ class Shim final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllo
 
   Flags flags_;
   PoolFilters filters_{flags_};
+  const TorchStreams streams_{filters_};
   JointStatistics statistics_{core_, native_, flags_};
   JointLimits limits_{core_, native_, statistics_};
   History history_{flags_};

@@ -95,6 +95,7 @@ void Shim::connect(Shim& self) {
   };
   self.core_.add_relief(relieve, &self);
   self.core_.set_observer(observe, &self);
+  self.core_.set_surroundings(&self.streams_);
   const auto create = [] { return std::make_unique<FreeCoreMemory>(); };
   c10::FreeCudaMemoryCallbacksRegistry()->Register(kCallback, create);
 }

@@ -3,10 +3,17 @@
 
 #include <algorithm>
 
+#include "recording_core.h"
+
 namespace vramx::stub {
 namespace {
 
 struct EmptyState final : torch_cuda::AllocatorState {};
+
+RecordingCore& recording_core() {
+  static auto* core = new RecordingCore;
+  return *core;
+}
 
 c10::DataPtr data_of(void* pointer) {
   return {pointer, pointer, current().raw_deleter(), cuda_device(machine().device)};
@@ -95,6 +102,26 @@ BENCH void bench_record_stream(void* pointer, std::uintptr_t stream) {
     data.release_context();
   });
 }
+// --- a core that notes what it is told of streams ---
+
+BENCH std::uintptr_t bench_recording_core() {
+  return reinterpret_cast<std::uintptr_t>(&recording_core().handle);
+}
+BENCH const char* bench_recorded() {
+  std::string lines;
+  for (const std::string& line : recording_core().journal) lines += line + "\n";
+  return keep(lines);
+}
+BENCH int bench_is_lasting(std::uintptr_t stream, int device) {
+  return recording_core().surroundings->is_lasting({Stream{stream}, device});
+}
+BENCH int bench_is_current(std::uintptr_t stream, int device) {
+  return recording_core().surroundings->is_current({Stream{stream}, device});
+}
+BENCH int bench_is_capturing(int device) {
+  return recording_core().surroundings->is_capturing(device);
+}
+
 BENCH void bench_enable(int value) { current().enable(value != 0); }
 // ns for one allocation and one free, the least of `repeats` rounds.
 BENCH double bench_nanoseconds(std::size_t size, int rounds, int repeats) {

@@ -97,7 +97,7 @@ void an_address_of_nobody_is_not_ours(Fixture& fixture) {
   for (const Address address : {foreign, Address{}, block + kBlockUnit, block + 2_GiB}) {
     EXPECT(fixture.free(address) == CoreCode::kNotOurs);
     EXPECT(fixture.core.find(address, &found) == CoreCode::kNotOurs);
-    EXPECT(fixture.core.record_stream(address, Stream{3}) == CoreCode::kNotOurs);
+    EXPECT(fixture.core.record_stream(address, {Stream{3}}, false) == CoreCode::kNotOurs);
   }
   EXPECT(fixture.free(block) == CoreCode::kOk);
   EXPECT(fixture.free(block) == CoreCode::kNotOurs);

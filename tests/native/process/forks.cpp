@@ -22,7 +22,7 @@ int blocks_are_inert(Fixture& fixture, Address live) {
   if (fixture.allocate(0, 1_MiB, &address) != CoreCode::kForked) return 2;
   if (fixture.allocate(1, 1_MiB, &address) != CoreCode::kForked) return 3;
   if (core.free(live, &block) != CoreCode::kForked) return 4;
-  if (core.record_stream(live, Stream{1}) != CoreCode::kForked) return 5;
+  if (core.record_stream(live, {Stream{1}}, false) != CoreCode::kForked) return 5;
   if (core.find(live, &block) != CoreCode::kForked) return 6;
   if (core.allow_peer(0, 1) != CoreCode::kForked) return 7;
   return 0;

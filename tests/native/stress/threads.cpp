@@ -83,7 +83,8 @@ void work(Arena& arena, std::uint32_t number, std::int64_t steps) {
     } else {
       const Stream other{random.between(1, kThreads)};
       arena.require(
-          arena.allocator.record_stream(held[random.below(held.size())].address, other).ok());
+          arena.allocator.record_stream(held[random.below(held.size())].address, {other}, false)
+              .ok());
       arena.require(arena.sim.submit(other).ok());
     }
   }

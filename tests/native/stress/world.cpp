@@ -205,7 +205,7 @@ void World::record_stream(const Step& step) {
   const auto found = blocks_.find(step.block);
   if (found == blocks_.end()) return;
   std::vector<std::uint32_t>& lives = found->second.lives;
-  require(allocator_->record_stream(found->second.address, name(step.stream)).ok(),
+  require(allocator_->record_stream(found->second.address, {name(step.stream)}, false).ok(),
           "status: record_stream");
   if (std::find(lives.begin(), lives.end(), current_[step.stream]) == lives.end()) {
     lives.push_back(current_[step.stream]);

@@ -88,7 +88,7 @@ class Program {
   void use_elsewhere(Owned& owned) {
     const Stream other = any_stream();
     if (recording_ == Recording::kEveryUse) {
-      allocator_->record_stream(owned.address, other).ignore();
+      allocator_->record_stream(owned.address, {other}, false).ignore();
     }
     owned.users.push_back(other);
   }
