@@ -148,6 +148,10 @@ class DeviceAllocator {
   // In address order, under the lock: `visit` calls nothing of this class. Sizes add up to held().
   void for_each_piece(const std::function<void(const HeldPiece&)>& visit) const;
   AllocatorStats stats() const;
+  // The same, with the peaks since this was last called: for a caller that holds memory of its own,
+  // whose peak together with this is that of the sum in each interval in which its part is
+  // constant.
+  AllocatorStats take_interval_stats();
   void reset_peak_stats();
   void reset_accumulated_stats();
   OutOfMemory last_out_of_memory() const;
@@ -239,6 +243,7 @@ class DeviceAllocator {
   Status note_out_of_memory(Bytes requested, const Status& cause, OutOfMemory* why, Lock& lock);
 
   // inspect.cpp
+  AllocatorStats interval_stats() const;
   std::unordered_map<SpanId, SpanId> owners() const;
   Bytes largest_stitch(StreamIndex stream) const;
   std::string check_blocks() const;
@@ -326,7 +331,8 @@ class DeviceAllocator {
   Recurrence recurrence_;
   Lifetimes lifetimes_;
   std::array<Address, Lifetimes::kKins> kin_ends_{};  // behind the last large block of each
-  AllocatorStats stats_;
+  AllocatorStats stats_;                              // its peaks are those of the interval
+  AllocatorStats earlier_peaks_;  // of the intervals before; the rest of it is nothing
   EventTrace trace_;
   std::atomic<std::uint64_t> held_{0};
   std::atomic<std::uint64_t> allocated_{0};

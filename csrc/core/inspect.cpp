@@ -40,6 +40,22 @@ std::string OutOfMemory::message(int ordinal) const {
 AllocatorStats DeviceAllocator::stats() const {
   if (fork_guard_.is_in_child()) return {};
   const Lock lock(mutex_);
+  AllocatorStats stats = interval_stats();
+  stats.raise_peaks(earlier_peaks_);
+  return stats;
+}
+
+AllocatorStats DeviceAllocator::take_interval_stats() {
+  if (fork_guard_.is_in_child()) return {};
+  const Lock lock(mutex_);
+  stats_.note_extents(arena_.extent_count(), arena_.free_bytes());
+  const AllocatorStats stats = interval_stats();
+  earlier_peaks_.raise_peaks(stats);
+  stats_.reset_peak();
+  return stats;
+}
+
+AllocatorStats DeviceAllocator::interval_stats() const {
   AllocatorStats stats = stats_;
   stats.note_extents(arena_.extent_count(), arena_.free_bytes());
   stats.alias_count = static_cast<std::int64_t>(aliases_.count());
@@ -57,6 +73,7 @@ void DeviceAllocator::reset_peak_stats() {
   const Lock lock(mutex_);
   stats_.note_extents(arena_.extent_count(), arena_.free_bytes());
   stats_.reset_peak();
+  earlier_peaks_ = {};
 }
 
 void DeviceAllocator::reset_accumulated_stats() {

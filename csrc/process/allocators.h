@@ -103,6 +103,8 @@ class Allocators {
   // The largest request that would succeed now, as far as can be told without trying.
   virtual Bytes largest_obtainable(int device) = 0;
   virtual AllocatorStats stats(int device) const = 0;  // zeros before its start
+  // The same, with the peaks since this was last asked of the device.
+  virtual AllocatorStats take_interval_stats(int device) = 0;
   virtual void reset_peak_stats(int device) = 0;
   virtual void reset_accumulated_stats(int device) = 0;
   // In address order, under the device's lock: `visit` calls nothing of this class. Memory that is
@@ -132,7 +134,7 @@ class Allocators {
 // How the interface travels: by the address of this, as a number.
 struct AllocatorsHandle {
   // To be raised with every change of the class above, which no size tells.
-  static constexpr std::uint32_t kVersion = 3;
+  static constexpr std::uint32_t kVersion = 4;
   static constexpr std::uint32_t kLayout = sizeof(AllocatorStats) * 8 + sizeof(CoreBlock) * 4 +
                                            sizeof(CorePiece) * 2 + sizeof(CoreEvent);
 

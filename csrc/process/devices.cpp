@@ -264,6 +264,11 @@ AllocatorStats Devices::stats(int device) const {
   return allocator == nullptr ? AllocatorStats{} : allocator->stats();
 }
 
+AllocatorStats Devices::take_interval_stats(int device) {
+  DeviceAllocator* const allocator = started(device);
+  return allocator == nullptr ? AllocatorStats{} : allocator->take_interval_stats();
+}
+
 const char* Devices::out_of_memory_text() const { return out_of_memory_note().text(); }
 
 const char* Devices::failure_text() const { return failure_note().text(); }

@@ -65,6 +65,7 @@ class Devices final : public Allocators {
   Bytes allocated(int device) const override;
   Bytes largest_obtainable(int device) override;
   AllocatorStats stats(int device) const override;
+  AllocatorStats take_interval_stats(int device) override;
   void reset_peak_stats(int device) override;
   void reset_accumulated_stats(int device) override;
   void for_each_piece(int device, Visit visit, void* context) const override;

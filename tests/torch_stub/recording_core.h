@@ -1,4 +1,4 @@
-// A core that does nothing but note what a shim tells it of streams; its blocks are host memory.
+// A core that does nothing but note what a shim tells and asks it; its blocks are host memory.
 #pragma once
 
 #include <cstdlib>
@@ -12,6 +12,7 @@ namespace vramx::stub {
 class RecordingCore final : public Allocators {
  public:
   std::vector<std::string> journal;
+  mutable int finds = 0;
   const Surroundings* surroundings = nullptr;
   AllocatorsHandle handle{.allocators = this};
 
@@ -29,7 +30,11 @@ class RecordingCore final : public Allocators {
                       (is_lasting ? ", lasting" : ""));
     return CoreCode::kOk;
   }
-  CoreCode find(Address, CoreBlock*) const override { return CoreCode::kNotOurs; }
+  CoreCode find(Address address, CoreBlock* block) const override {
+    ++finds;
+    *block = {address, {512}, {512}, Stream::kDefault, 0};
+    return CoreCode::kOk;
+  }
   void trim(int) override {}
   CoreReport defragment(int) override { return {}; }
   void set_limit(int, Bytes) override {}
@@ -38,6 +43,7 @@ class RecordingCore final : public Allocators {
   Bytes allocated(int) const override { return {}; }
   Bytes largest_obtainable(int) override { return {}; }
   AllocatorStats stats(int) const override { return {}; }
+  AllocatorStats take_interval_stats(int) override { return {}; }
   void reset_peak_stats(int) override {}
   void reset_accumulated_stats(int) override {}
   void for_each_piece(int, Visit, void*) const override {}

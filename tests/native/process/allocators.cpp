@@ -45,6 +45,21 @@ void peaks_are_reset(Fixture& fixture) {
   EXPECT(core.stats(0).allocated_bytes[0].allocated == 0);
 }
 
+void peaks_of_an_interval_leave_the_whole_alone(Fixture& fixture) {
+  Allocators& core = fixture.core;
+  const auto piece = static_cast<std::int64_t>(kPiece.count);
+  fixture.free(fixture.take(0, kPiece * 2));
+  EXPECT(core.take_interval_stats(0).allocated_bytes[0].peak == piece * 2);
+  fixture.free(fixture.take(0, kPiece));
+  EXPECT(core.stats(0).allocated_bytes[0].peak == piece * 2);
+  EXPECT(core.take_interval_stats(0).allocated_bytes[0].peak == piece);
+  EXPECT(core.take_interval_stats(0).allocated_bytes[0].peak == 0);
+  EXPECT(core.stats(0).allocated_bytes[0].peak == piece * 2);
+  EXPECT(core.stats(0).reserved_bytes.peak == piece * 2);
+  core.reset_peak_stats(0);
+  EXPECT(core.stats(0).allocated_bytes[0].peak == 0);
+}
+
 void what_could_be_had_is_asked_of_the_device(Fixture& fixture) {
   Allocators& core = fixture.core;
   EXPECT(core.largest_obtainable(0) == Bytes{});  // not started: nobody knows
@@ -97,6 +112,7 @@ constexpr Check<Fixture> kChecks[] = {
     {"a handle of other headers does not fit", a_handle_of_other_headers_does_not_fit},
     {"sums are over all that were started", sums_are_over_all_that_were_started},
     {"peaks are reset", peaks_are_reset},
+    {"peaks of an interval leave the whole alone", peaks_of_an_interval_leave_the_whole_alone},
     {"what could be had is asked of the device", what_could_be_had_is_asked_of_the_device},
     {"pieces say where segments begin", pieces_say_where_segments_begin},
     {"neighbours are one segment", neighbours_are_one_segment},

@@ -43,6 +43,7 @@ int the_rest_is_inert(Allocators& core) {
   if (core.held(0) || core.allocated(0)) return 9;
   if (core.largest_obtainable(0)) return 10;
   if (core.stats(0).num_device_alloc != 0) return 11;
+  if (core.take_interval_stats(0).num_device_alloc != 0) return 15;
   return 0;
 }
 
