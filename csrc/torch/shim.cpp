@@ -66,10 +66,8 @@ void* Shim::raw_alloc_with_stream(size_t size, cudaStream_t stream) {
   return serve({size, current_device(), stream});
 }
 
-// Nothing is special, and nobody watches who watches all threads.
-inline bool Shim::is_ordinary() const {
-  return !flags_.any() && c10::impl::GPUTrace::get_trace() == nullptr;
-}
+// Nobody looks on who looks at all threads.
+inline bool is_traced() { return c10::impl::GPUTrace::get_trace() != nullptr; }
 
 // Torch keeps each thread's profiler behind five calls of functions, 8 ns together on an H200's
 // host, where a call of ours takes some 80. So half of them is left out here, and a free asks for
@@ -80,7 +78,7 @@ inline bool is_in_profiler() {
 
 inline void* Shim::serve(const Request& request) {
   check_size(request.size);
-  if (!is_ordinary() || is_in_profiler()) return serve_observed(request);
+  if (flags_.any() || is_traced() || is_in_profiler()) return serve_observed(request);
   Address address;
   const CoreCode code =
       core_.allocate(request.device, Bytes{request.size}, stream_of(request.stream), &address);
@@ -129,7 +127,7 @@ void* Shim::serve_from_native(const Request& request) {
 }
 
 void Shim::note_allocated(const Request& request, void* pointer, const Context& context) {
-  if (flags_.has(Flag::kNativeHolds)) statistics_.note_allocation(request.device);
+  if (flags_.has(Flag::kLate)) statistics_.note_allocation(request.device);
   if (flags_.has(Flag::kRecording)) {
     history_.remember(pointer, context);
     history_.record({TraceEntry::ALLOC, request.device, reinterpret_cast<std::size_t>(pointer),
@@ -149,11 +147,14 @@ void Shim::note_allocated(const Request& request, void* pointer, const Context& 
 
 // --- free ---------------------------------------------------------------------------------------
 
+// Whose memory it is, the core tells without a lock, so it is asked first: pools, graphs and late
+// installations cost a free of the core's memory nothing.
 void Shim::release(void* pointer) {
   if (pointer == nullptr) return;
   Shim& self = *installed_;
   const bool may_be_profiled = self.has_profiled_.load(std::memory_order_relaxed);
-  const bool is_watched = !self.is_ordinary() || (may_be_profiled && is_in_profiler());
+  const bool is_watched =
+      self.flags_.has(Flag::kRecording) || is_traced() || (may_be_profiled && is_in_profiler());
   if (!is_watched && self.core_.free(address_of(pointer), nullptr) == CoreCode::kOk) return;
   self.free_observed(pointer);
 }
@@ -250,10 +251,9 @@ void Shim::recordStream(const c10::DataPtr& data, c10::cuda::CUDAStream stream) 
 void Shim::init(int device_count) {
   const bool is_late = native_.initialized();
   native_.init(device_count);
+  if (is_late) statistics_.start_late(device_count);
   for (int i = device_count_.load(); i < device_count; ++i) {
-    const auto device = static_cast<DeviceIndex>(i);
-    if (is_late) statistics_.refresh(device);
-    limits_.start(device);
+    limits_.start(static_cast<DeviceIndex>(i));
   }
   if (device_count > device_count_.load()) device_count_.store(device_count);
 }

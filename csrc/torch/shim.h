@@ -172,7 +172,6 @@ class Shim final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllo
 
   bool is_of_core(const void* pointer) const;
   DeviceIndex current_device() const;
-  bool is_ordinary() const;
   bool goes_native(const Request& request) const;
   void* serve(const Request& request);
   void* serve_observed(const Request& request);

@@ -58,6 +58,9 @@ BENCH void bench_set_native_fraction(double fraction, int device) {
   native().setMemoryFraction(fraction, static_cast<DeviceIndex>(device));
 }
 BENCH void* bench_native_allocate(std::size_t size) { return native().raw_alloc(size); }
+// As a tensor from before an installation is freed.
+BENCH void bench_native_free(void* pointer) { native().raw_deleter()(pointer); }
+BENCH int bench_native_stats_reads() { return native().stats_reads; }
 BENCH void bench_rename_native(const char* name) { native().rename(name); }
 BENCH void bench_segment_source() { native().segment_source = &current(); }
 
@@ -112,6 +115,7 @@ BENCH const char* bench_recorded() {
   for (const std::string& line : recording_core().journal) lines += line + "\n";
   return keep(lines);
 }
+BENCH int bench_finds() { return recording_core().finds; }
 BENCH int bench_is_lasting(std::uintptr_t stream, int device) {
   return recording_core().surroundings->is_lasting({Stream{stream}, device});
 }

@@ -19,6 +19,7 @@ class Native final : public Pluggable {
   Native() : Pluggable(nullptr, nullptr) {}
 
   std::vector<std::string> journal;
+  int stats_reads = 0;
   // A pool that gets its segments from this allocator, as MemPool(allocator) asks for.
   CUDAAllocator* segment_source = nullptr;
 
@@ -38,7 +39,10 @@ class Native final : public Pluggable {
   void cacheInfo(DeviceIndex device, size_t* largest) override;
   void* getBaseAllocation(void* pointer, size_t* size) override;
   void recordStream(const c10::DataPtr& data, c10::cuda::CUDAStream stream) override;
-  DeviceStats getDeviceStats(DeviceIndex device) override { return at(device).stats; }
+  DeviceStats getDeviceStats(DeviceIndex device) override {
+    ++stats_reads;
+    return at(device).stats;
+  }
   void resetAccumulatedStats(DeviceIndex device) override;
   void resetPeakStats(DeviceIndex device) override;
   void beginAllocateToPool(DeviceIndex device, MempoolId_t pool, StreamFilter filter) override;
