@@ -85,9 +85,11 @@ inline void* Shim::serve(const Request& request) {
   return code == CoreCode::kOk ? pointer_to(address) : serve_refused(request, code, nullptr);
 }
 
-bool Shim::goes_native(const Request& request) const {
+bool Shim::goes_native(const Request& request) {
   // Inside native a request is for a segment of a pool that was given us as its allocator.
   if (NativeScope::is_active()) return false;
+  if (!filters_.has_any(request.device)) return false;
+  if (filters_.is_look_due()) end_abandoned_captures();
   return filters_.match(request.device, request.stream);
 }
 

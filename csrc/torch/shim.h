@@ -172,7 +172,7 @@ class Shim final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllo
 
   bool is_of_core(const void* pointer) const;
   DeviceIndex current_device() const;
-  bool goes_native(const Request& request) const;
+  bool goes_native(const Request& request);
   void* serve(const Request& request);
   void* serve_observed(const Request& request);
   void* serve_refused(const Request& request, CoreCode code, const Context& context);
@@ -184,6 +184,10 @@ class Shim final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllo
   void report_usage(void* pointer, std::int64_t change, DeviceIndex device);
   void remember_native_deleter();
 
+  // Ends, in torch's stead, the captures that are over without an end; `beginning` as for
+  // PoolFilters::take_abandoned. Not from inside native.
+  void end_abandoned_captures(cudaStream_t beginning = nullptr);
+  void end_abandoned(const PoolFilters::Abandoned& capture);
   // After a call that may have changed what native holds on a device.
   void settle(DeviceIndex device);
   void check_device(DeviceIndex device) const;

@@ -109,6 +109,7 @@ void Shim::emptyCache(MempoolId_t pool) {
 void Shim::emptyCache() {
   const bool is_whole = true;
 #endif
+  end_abandoned_captures();
   // As native does: while a graph or a pool is being filled on a device, its cache stays, because
   // giving back waits for the device.
   for (int i = 0; is_whole && i < device_count(); ++i) {
@@ -135,6 +136,7 @@ void Shim::relieve(DeviceIndex device) {
   // Native waits for the core with its lock held, runs its callbacks and empties its cache itself.
   if (NativeScope::is_active() || core_.is_in_child()) return;
   run_free_memory_callbacks();
+  end_abandoned_captures();
   try {
     statistics_.refresh(device);
     const bool has_unused = statistics_.native_held(device) > statistics_.native_allocated(device);

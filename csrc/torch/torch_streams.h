@@ -4,7 +4,8 @@
 // streams are never destroyed, others are somebody else's. But the id cannot be had from a handle,
 // so that a handle is only known while it is the calling thread's current stream.
 //
-// Thread-safe, without a lock; a look costs torch's own look-up of the current stream.
+// Thread-safe; a look costs torch's own look-up of the current stream, and while a graph or a pool
+// is filled on the device is_capturing() takes the filters' lock.
 #pragma once
 
 #include "core/surroundings.h"
@@ -23,7 +24,7 @@ class TorchStreams final : public Surroundings {
   bool is_lasting(StreamName stream) const override;
   bool is_current(StreamName stream) const override;
   bool is_capturing(int device) const override {
-    return filters_.has_any(static_cast<DeviceIndex>(device));
+    return filters_.is_filling(static_cast<DeviceIndex>(device));
   }
 
  private:

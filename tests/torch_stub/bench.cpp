@@ -174,6 +174,40 @@ BENCH void bench_begin_pool(int device, unsigned long long pool, std::uintptr_t 
 BENCH void bench_end_pool(int device, unsigned long long pool) {
   guarded([&] { current().endAllocateToPool(static_cast<DeviceIndex>(device), {0, pool}); });
 }
+// --- captures, in the steps of torch's CUDAGraph ---
+
+// On the current stream, with the graph's own pool or one that the program has named.
+BENCH void bench_capture_begin(int device, unsigned long long own, unsigned long long named) {
+  guarded([&] {
+    const cudaStream_t stream = machine().stream;
+    current().beginAllocateToPool(static_cast<DeviceIndex>(device), {own, named},
+                                  [=](cudaStream_t asked) {
+                                    const auto found = machine().captures.find(asked);
+                                    return asked == stream && found != machine().captures.end() &&
+                                           found->second == cudaStreamCaptureStatusActive;
+                                  });
+    machine().captures[stream] = cudaStreamCaptureStatusActive;
+  });
+}
+// From now on it can only be ended, and that fails.
+BENCH void bench_capture_invalidate(std::uintptr_t stream) {
+  machine().captures[reinterpret_cast<cudaStream_t>(stream)] = cudaStreamCaptureStatusInvalidated;
+}
+// What cudaStreamEndCapture does, without what torch does after it.
+BENCH void bench_capture_stop(std::uintptr_t stream) {
+  machine().captures.erase(reinterpret_cast<cudaStream_t>(stream));
+}
+BENCH void bench_capture_tell_end(int device, unsigned long long own, unsigned long long named) {
+  guarded([&] { current().endAllocateToPool(static_cast<DeviceIndex>(device), {own, named}); });
+}
+BENCH void bench_release_pool(int device, unsigned long long own, unsigned long long named) {
+  guarded([&] { current().releasePool(static_cast<DeviceIndex>(device), {own, named}); });
+}
+
+BENCH int bench_pool_use_count(unsigned long long named) {
+  return native().getPoolUseCount(0, {0, named});
+}
+
 BENCH void bench_use_in_need([[maybe_unused]] int device,
                              [[maybe_unused]] unsigned long long pool) {
   guarded([&] {
