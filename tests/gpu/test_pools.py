@@ -7,6 +7,7 @@ import gc
 import inspect
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,25 @@ def test_pools_nest() -> None:
     assert holds_address(outer.snapshot(), third.data_ptr())
     pools = [pool for pool in (outer, inner) if holds_address(pool.snapshot(), second.data_ptr())]
     assert len(pools) == 1
+
+
+def test_what_is_freed_beside_an_open_pool_is_there_again_at_once() -> None:
+    """A pool that is being filled takes nothing from the requests of other threads."""
+    import torch
+
+    outside = block(SIZE)
+    address = outside.data_ptr()
+    taken = []
+
+    def replace() -> None:
+        taken.append(block(SIZE).data_ptr())
+
+    with torch.cuda.use_mem_pool(new_pool()):
+        del outside
+        thread = threading.Thread(target=replace)
+        thread.start()
+        thread.join()
+    assert taken == [address]
 
 
 def test_a_tensor_may_outlive_its_pool() -> None:
