@@ -31,7 +31,7 @@ from setuptools.errors import CompileError, PlatformError
 ROOT = Path(__file__).resolve().parent
 LAYERS = ("core", "driver", "process", "replay")
 # What the shim for torch is compiled from.
-SHIM_SOURCES = ("core/*.h", "process/core_table.h", "torch/*.h", "torch/*.cpp")
+SHIM_SOURCES = ("core/*.h", "process/allocators.h", "torch/*.h", "torch/*.cpp")
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wundef"]
 COMPILE_FLAGS = [
     *("-std=c++20", "-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-pthread"),

@@ -34,7 +34,7 @@ from benchmarks.machine import Machine, describe_machine
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 CASE_LIMIT_S = 900.0
-_NOT_BENCHMARKS = {"__init__", "harness", "machine", "plot"}
+_NOT_BENCHMARKS = {"__init__", "harness", "machine", "plot", "record_traces"}
 
 
 class UnavailableError(Exception):

@@ -194,8 +194,8 @@ class _Watch:
             load.has_bytes,
             load.leaked_per_round,
         )
-        table = ctypes.c_void_p(devices.table_address)
-        self._soak = ctypes.c_void_p(library.vramx_soak_start(table, ctypes.byref(plan)))
+        handle = ctypes.c_void_p(devices.handle_address)
+        self._soak = ctypes.c_void_p(library.vramx_soak_start(handle, ctypes.byref(plan)))
         self._progress = _Progress()
         self._samples: list[Sample] = []
         self._marks: list[Sample] = []

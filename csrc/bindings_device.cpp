@@ -8,6 +8,7 @@
 #include "bindings.h"
 #include "bindings_values.h"
 #include "core/device_allocator.h"
+#include "core/surroundings.h"
 #include "driver/sim_driver.h"
 
 namespace vramx::bindings {
@@ -27,12 +28,14 @@ class SimulatedDevice {
     AllocatorConfig config;
     config.cross_stream = cross_stream_named(cross_stream);
     config.trace_events = trace_events;
+    config.patience = {};  // nothing moves on a simulated device while a request waits
     // The host's addresses are fewer than a device's.
     config.alias_addresses = round_up(Bytes{capacity}, Bytes{granularity}) * 64;
     if (limit != 0) config.limit = Bytes{limit};
     auto allocator = DeviceAllocator::create(*driver_, config);
     if (!allocator.ok()) throw std::runtime_error(allocator.status().call);
     allocator_ = std::move(allocator.value());
+    allocator_->set_surroundings(&surroundings_);
   }
 
   std::uint64_t allocate(std::uint64_t size, std::uint64_t stream) {
@@ -49,9 +52,9 @@ class SimulatedDevice {
 
   void free(std::uint64_t address) { require(allocator_->free(Address{address})); }
   void record_stream(std::uint64_t address, std::uint64_t stream) {
-    require(allocator_->record_stream(Address{address}, Stream{stream}));
+    const StreamName name{Stream{stream}, driver_->ordinal()};
+    require(allocator_->record_stream(Address{address}, name, true));
   }
-  void forget_stream(std::uint64_t stream) { require(allocator_->forget_stream(Stream{stream})); }
   void fill(std::uint64_t address, std::uint64_t size, std::uint32_t pattern) {
     require(driver_->fill(Address{address}, Bytes{size}, pattern, Stream::kDefault));
   }
@@ -72,6 +75,7 @@ class SimulatedDevice {
     throw std::runtime_error(status.call);
   }
 
+  const LastingStreams surroundings_;
   std::unique_ptr<SimDriver> driver_;  // outlives the allocator
   std::unique_ptr<DeviceAllocator> allocator_;
 };
@@ -89,7 +93,6 @@ void bind_device(py::module_& module) {
       .def("allocate", &Device::allocate, py::arg("size_bytes"), py::arg("stream") = 0)
       .def("free", &Device::free)
       .def("record_stream", &Device::record_stream)
-      .def("forget_stream", &Device::forget_stream)
       .def("fill", &Device::fill)
       .def("count_mismatches", &Device::count_mismatches)
       .def("trim", [](Device& d) { return report_dict(d.allocator().trim()); })

@@ -13,7 +13,7 @@
 #include "bindings.h"
 #include "bindings_values.h"
 #include "driver/sim_driver.h"
-#include "process/core_table.h"
+#include "process/allocators.h"
 #include "process/devices.h"
 #include "process/plain.h"
 
@@ -37,7 +37,6 @@ class DevicesHandle {
 
   Devices& operator*() const { return *devices_; }
   Devices* operator->() const { return devices_; }
-  const CoreTable& table() const { return devices_->table(); }
 
   // Raises ValueError before the device's start.
   DeviceAllocator& started(int device) const {
@@ -92,8 +91,7 @@ Handle open_simulated(int count, std::uint64_t capacity, std::uint64_t granulari
 }
 
 py::dict stats_of(const DevicesHandle& handle, int device) {
-  const CoreTable& table = handle.table();
-  return stats_dict(table.stats(table.self, device));
+  return stats_dict(handle->stats(device));
 }
 
 py::dict driver_calls_of(const DevicesHandle& handle, int device) {
@@ -155,19 +153,40 @@ void bind_openers(py::module_& module) {
              py::arg("trace_events") = 0);
 }
 
+// What the shim does through the interface, for tests: a block's code and address.
+std::pair<int, std::uint64_t> allocate(const DevicesHandle& handle, int device, std::uint64_t size,
+                                       std::uint64_t stream) {
+  Address address;
+  const CoreCode code = handle->allocate(device, Bytes{size}, Stream{stream}, &address);
+  return {static_cast<int>(code), address.value};
+}
+
+int free_block(const DevicesHandle& handle, std::uint64_t address) {
+  return static_cast<int>(handle->free(Address{address}, nullptr));
+}
+
+void bind_blocks(py::class_<DevicesHandle>& devices) {
+  devices.def("allocate", &allocate, py::arg("device"), py::arg("size_bytes"),
+              py::arg("stream") = 0, Released());
+  devices.def("free", &free_block, py::arg("address"), Released());
+  devices.def("out_of_memory_text", [](const DevicesHandle& h) { return h->out_of_memory_text(); });
+  devices.def("failure_text", [](const DevicesHandle& h) { return h->failure_text(); });
+}
+
 }  // namespace
 
 void bind_process(py::module_& module) {
-  py::class_<DevicesHandle>(module, "Devices")
+  py::class_<DevicesHandle> devices(module, "Devices");
+  bind_blocks(devices);
+  devices
       .def_property_readonly(
-          "table_address",
-          [](const DevicesHandle& h) { return reinterpret_cast<std::uintptr_t>(&h.table()); })
+          "handle_address",
+          [](const DevicesHandle& h) { return reinterpret_cast<std::uintptr_t>(&h->handle()); })
       .def("started", &numbers_of_started)
       .def("stats", &stats_of, py::arg("device"))
       .def("driver_calls", &driver_calls_of, py::arg("device") = Devices::kAll)
       .def(
-          "trim",
-          [](const DevicesHandle& h, int device) { h.table().trim(h.table().self, device); },
+          "trim", [](const DevicesHandle& h, int device) { h->trim(device); },
           py::arg("device") = Devices::kAll, Released())
       .def("defragment", &defragment, py::arg("device") = Devices::kAll)
       .def(
@@ -178,16 +197,11 @@ void bind_process(py::module_& module) {
           py::arg("device"), py::arg("limit_bytes"), Released())
       .def("check", &check, py::arg("device") = Devices::kAll)
       .def(
-          "held",
-          [](const DevicesHandle& h, int device) {
-            return h.table().held(h.table().self, device).count;
-          },
+          "held", [](const DevicesHandle& h, int device) { return h->held(device).count; },
           py::arg("device") = Devices::kAll)
       .def(
           "allocated",
-          [](const DevicesHandle& h, int device) {
-            return h.table().allocated(h.table().self, device).count;
-          },
+          [](const DevicesHandle& h, int device) { return h->allocated(device).count; },
           py::arg("device") = Devices::kAll)
       .def(
           "layout",

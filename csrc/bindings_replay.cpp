@@ -1,5 +1,6 @@
 // Binds replay: a trace's arrays in, figures and timelines out. The loop runs without the GIL.
 #include <pybind11/numpy.h>
+#include <pybind11/stl.h>
 
 #include "bindings.h"
 #include "replay/replay.h"
@@ -102,6 +103,8 @@ py::dict figures(const replay::RunResult& result) {
   figures["driver_calls_second_half"] = result.calls_second_half;
   figures["retries"] = result.retries;
   figures["mismatches"] = result.mismatches;
+  figures["waits"] = result.waits;
+  figures["peak_in_use_bytes"] = result.peak_in_use.count;
   figures["host_bytes"] = result.host_bytes;
   figures["timeline"] = timeline(result.timeline);
   return figures;
@@ -121,13 +124,14 @@ class Replay {
   const replay::Trace& trace() const { return trace_; }
 
   py::dict run(const std::string& policy, std::uint64_t capacity, const std::string& driver,
-               int device, std::size_t samples, py::object progress,
-               std::uint32_t pattern_streams) {
+               int device, std::size_t samples, py::object progress, std::uint32_t pattern_streams,
+               std::optional<std::uint32_t> gpu_lag_us) {
     Reporter reporter(std::move(progress));
     replay::RunOptions options{.policy = policy_named(policy),
                                .device = device_named(driver),
                                .ordinal = device,
                                .pattern_streams = pattern_streams,
+                               .gpu_lag_us = gpu_lag_us,
                                .samples = samples,
                                .progress = reporter.progress()};
     if (pattern_streams != 0 && options.device != replay::CoreOptions::Device::kCuda) {
@@ -199,7 +203,8 @@ void bind_replay(py::module_& module) {
           "trace_us", [](const Replay& r) { return static_cast<double>(r.trace().span_us()); })
       .def("run", &Replay::run, py::arg("policy"), py::arg("capacity_bytes") = 0,
            py::arg("driver") = "sim", py::arg("device") = 0, py::arg("samples") = 0,
-           py::arg("progress") = py::none(), py::arg("pattern_streams") = 0)
+           py::arg("progress") = py::none(), py::arg("pattern_streams") = 0,
+           py::arg("gpu_lag_us") = py::none())
       .def("min_capacity", &Replay::min_capacity, py::arg("policy"),
            py::arg("progress") = py::none())
       .def("layout", &Replay::layout, py::arg("policy") = "vramx", py::arg("event") = -1);

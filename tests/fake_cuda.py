@@ -36,10 +36,10 @@ namespace { int installed = 0; char last[128] = ""; }
 EXPORT const char* vramx_torch_built_for() { return BUILT_FOR; }
 EXPORT int vramx_test_profilers = 0;
 EXPORT void vramx_torch_note_profiler() { ++vramx_test_profilers; }
-EXPORT int vramx_torch_install(const void* table, int is_late) {
-  installed = table != nullptr;
+EXPORT int vramx_torch_install(const void* core, int is_late) {
+  installed = core != nullptr;
   vramx_test_profilers = 0;
-  std::snprintf(last, sizeof last, "no table, late %d", is_late);
+  std::snprintf(last, sizeof last, "no core, late %d", is_late);
   return !installed;
 }
 EXPORT const char* vramx_torch_error() { return last; }
@@ -105,7 +105,7 @@ def counters(allocated: int, reserved: int) -> dict[str, Any]:
 class FakeDevices:
     """The core's devices: remembers what it was opened with and asked."""
 
-    table_address = 0x1000
+    handle_address = 0x1000
 
     def __init__(self, **options: Any) -> None:
         self.options = options

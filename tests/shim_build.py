@@ -35,7 +35,9 @@ BUILD = ROOT / "build" / "shim"
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wshadow", "-Wundef")
 MIB = 1 << 20
 NO_LIMIT = (1 << 64) - 1
-STREAM, SIDE_STREAM = 0, 7
+# The default stream, one of torch's own pool, and another library's: torch tells them by the
+# lowest bit of an id, and the stand-in's handles are the ids.
+STREAM, SIDE_STREAM, FOREIGN_STREAM = 0, 7, 8
 POOL = 3  # the number of a memory pool
 CURRENT, PEAK, ALLOCATED, FREED = range(4)  # of a statistic, in torch's order
 
@@ -167,6 +169,7 @@ class Bench:
         "name",
         "share",
         "stop_profiler",
+        "recorded",
     )
     _DOUBLES = ("fraction", "native_fraction", "nanoseconds")
     _JSON = ("stats", "snapshot", "tracked", "observed", "stop_profiler")
@@ -186,9 +189,9 @@ class Bench:
         self.shim.vramx_torch_set_limit.argtypes = (ctypes.c_int, ctypes.c_ulonglong)
         self._stub.bench_start()
 
-    def install(self, table: int, late: bool = False) -> str:
-        """Install the shim over a core's table; return what it says against it, or nothing."""
-        failed = self.shim.vramx_torch_install(table, int(late))
+    def install(self, handle: int, late: bool = False) -> str:
+        """Install the shim over a core; return what it says against it, or nothing."""
+        failed = self.shim.vramx_torch_install(handle, int(late))
         return str(self.shim.vramx_torch_error().decode()) if failed else ""
 
     def set_limit(self, device: int, limit_bytes: int) -> None:
@@ -202,7 +205,7 @@ class Bench:
             function.restype = ctypes.c_char_p
         elif name in self._DOUBLES:
             function.restype = ctypes.c_double
-        elif name in ("cache_info", "base_allocation"):
+        elif name in ("cache_info", "base_allocation", "recording_core"):
             function.restype = ctypes.c_size_t
 
         def call(*arguments: Any) -> Any:
@@ -218,7 +221,7 @@ class Bench:
             result = result.decode()
         if name in self._JSON:
             return json.loads(result)
-        return result.splitlines() if name == "journal" else result
+        return result.splitlines() if name in ("journal", "recorded") else result
 
 
 def _as_c(value: Any) -> Any:
@@ -239,7 +242,7 @@ def installed(
 
     devices = _core.open_simulated(count, capacity_bytes, has_bytes=False)
     bench.devices = devices  # they go with their last reference, and the shim has none
-    assert bench.install(devices.table_address) == ""
+    assert bench.install(devices.handle_address) == ""
     bench.init(visible)
     return devices
 

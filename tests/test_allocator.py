@@ -77,9 +77,9 @@ def test_freed_memory_serves_the_next_block_without_a_driver_call(device: Simula
 
 def test_the_smallest_extent_that_fits_is_taken(device: SimulatedDevice) -> None:
     large = device.allocate(4 * MIB)
-    device.allocate(UNIT)
+    device.allocate(MIB)
     small = device.allocate(2 * MIB)
-    device.allocate(UNIT)
+    device.allocate(MIB)
     device.free(large)
     device.free(small)
     assert device.allocate(2 * MIB) == small
@@ -318,8 +318,8 @@ def test_trim_gives_whole_free_chunks_back(device: SimulatedDevice) -> None:
 
 
 def test_trim_keeps_a_chunk_with_a_live_byte(device: SimulatedDevice) -> None:
-    block = device.allocate(2 * MIB - UNIT)
-    device.allocate(UNIT)
+    block = device.allocate(MIB)
+    device.allocate(MIB)
     device.free(block)
     assert device.trim()["released_bytes"] == 0
     assert held(device) == 2 * MIB

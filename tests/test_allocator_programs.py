@@ -22,7 +22,7 @@ class RandomProgram:
     Small sizes and a device of 4 MiB, so that every path is taken within a few hundred steps.
     """
 
-    STREAMS = (0, 1, 2)
+    STREAMS = (0, 7, 8)
 
     def __init__(self, device: SimulatedDevice, seed: int) -> None:
         self.device = device
@@ -138,7 +138,7 @@ def run_with_failure(nth: int) -> SimulatedDevice:
     program = RandomProgram(small_device(), seed=47)
     if nth:
         program.device.fail_nth_call(nth)
-    for number in range(100):
+    for number in range(150):
         program.step(number)
         assert program.device.check() == "", nth
     for address in list(program.blocks):

@@ -176,8 +176,8 @@ def test_a_failed_installation_may_be_tried_again(
 def test_a_refusal_of_the_shim_is_passed_on(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fake_cuda.FakeDevices.table_address", None)
-    with pytest.raises(ShimError, match="no table, late 1"):
+    monkeypatch.setattr("fake_cuda.FakeDevices.handle_address", None)
+    with pytest.raises(ShimError, match="no core, late 1"):
         vramx.install_allocator(late=True)
     assert not vramx.allocator_installed()
 

@@ -1,7 +1,6 @@
-"""The device allocators of a process, through their table of C functions and through Python.
+"""The device allocators of a process, as Python sees them.
 
-The table is called as the shim calls it: by its address. Its behaviour in detail, forks and threads
-included, is in tests/native/process.
+Their behaviour in detail, forks and threads included, is in tests/native/process.
 """
 
 from __future__ import annotations
@@ -26,50 +25,15 @@ CAPACITY = 64 * MIB
 NO_LIMIT = 2**64 - 1
 OK, OUT_OF_MEMORY, NOT_OURS, UNAVAILABLE, FORKED = range(5)
 
-# A size, an address and a stream are structs of one 64-bit integer, which travel as that integer.
-_U64, _I32, _PTR = ctypes.c_uint64, ctypes.c_int32, ctypes.c_void_p
-_VISIT = ctypes.CFUNCTYPE(None, _PTR, _PTR)
-
-
-class _Table(ctypes.Structure):
-    _fields_ = [
-        ("version", ctypes.c_uint32),
-        ("size_bytes", ctypes.c_uint32),
-        ("self", _PTR),
-        ("allocate", ctypes.CFUNCTYPE(_I32, _PTR, _I32, _U64, _U64, ctypes.POINTER(_U64))),
-        ("free", ctypes.CFUNCTYPE(_I32, _PTR, _U64, _PTR)),
-        ("record_stream", ctypes.CFUNCTYPE(_I32, _PTR, _U64, _U64)),
-        ("find", _PTR),
-        ("trim", ctypes.CFUNCTYPE(None, _PTR, _I32)),
-        ("defragment", _PTR),
-        ("set_limit", ctypes.CFUNCTYPE(None, _PTR, _I32, _U64)),
-        ("add_relief", _PTR),
-        ("held", ctypes.CFUNCTYPE(_U64, _PTR, _I32)),
-        ("allocated", ctypes.CFUNCTYPE(_U64, _PTR, _I32)),
-        ("largest_obtainable", ctypes.CFUNCTYPE(_U64, _PTR, _I32)),
-        ("stats", _PTR),
-        ("reset_peak_stats", _PTR),
-        ("reset_accumulated_stats", _PTR),
-        ("for_each_piece", _PTR),
-        ("set_observer", _PTR),
-        ("out_of_memory_text", ctypes.CFUNCTYPE(ctypes.c_char_p, _PTR)),
-        ("failure_text", ctypes.CFUNCTYPE(ctypes.c_char_p, _PTR)),
-        ("is_in_child", ctypes.CFUNCTYPE(ctypes.c_bool, _PTR)),
-        ("allow_peer", _PTR),
-    ]
-
 
 class Process:
-    """Devices and their table; keeps the devices alive."""
+    """Devices, called as the shim calls them; keeps them alive."""
 
     def __init__(self, devices: Devices) -> None:
         self.devices = devices
-        self.table = _Table.from_address(devices.table_address)
 
     def try_allocate(self, device: int, size_bytes: int, stream: int = 0) -> tuple[int, int]:
-        address = _U64()
-        code = self.table.allocate(self.table.self, device, size_bytes, stream, address)
-        return code, address.value
+        return self.devices.allocate(device, size_bytes, stream)
 
     def allocate(self, device: int, size_bytes: int, stream: int = 0) -> int:
         code, address = self.try_allocate(device, size_bytes, stream)
@@ -77,10 +41,7 @@ class Process:
         return address
 
     def free(self, address: int) -> int:
-        return int(self.table.free(self.table.self, address, None))
-
-    def words(self, which: str) -> str:
-        return str(getattr(self.table, which)(self.table.self).decode())
+        return self.devices.free(address)
 
 
 def open_process(count: int = 2, capacity_bytes: int = CAPACITY, **options: Any) -> Process:
@@ -94,13 +55,7 @@ def process() -> Iterator[Process]:
     assert opened.devices.check() == ""
 
 
-# --- the table ------------------------------------------------------------------------------------
-
-
-def test_the_table_says_its_version_and_size(process) -> None:
-    assert process.table.version == 1
-    assert process.table.size_bytes == ctypes.sizeof(_Table)
-    assert not process.table.is_in_child(process.table.self)
+# --- blocks ---------------------------------------------------------------------------------------
 
 
 def test_a_block_is_memory_of_its_own(process) -> None:
@@ -119,7 +74,7 @@ def test_a_block_is_freed_once(process) -> None:
 
 def test_out_of_memory_says_which_gpu_lacks_what(process) -> None:
     assert process.try_allocate(1, 2 * CAPACITY) == (OUT_OF_MEMORY, 0)
-    text = process.words("out_of_memory_text")
+    text = process.devices.out_of_memory_text()
     assert text.startswith(
         "CUDA out of memory. Tried to allocate 128.00 MiB. GPU 1 has 64.00 MiB, "
     )
@@ -129,15 +84,15 @@ def test_out_of_memory_says_which_gpu_lacks_what(process) -> None:
 
 def test_a_higher_limit_is_suggested_where_there_is_one(process) -> None:
     process.try_allocate(0, 2 * CAPACITY)
-    assert "higher limit" not in process.words("out_of_memory_text")
+    assert "higher limit" not in process.devices.out_of_memory_text()
     process.devices.set_limit(0, 8 * MIB)
     process.try_allocate(0, 16 * MIB)
-    assert "set a higher limit" in process.words("out_of_memory_text")
+    assert "set a higher limit" in process.devices.out_of_memory_text()
 
 
 def test_a_device_that_is_not_there_is_unavailable(process) -> None:
     assert process.try_allocate(2, MIB) == (UNAVAILABLE, 0)
-    assert process.words("failure_text").endswith("there are 2 simulated devices")
+    assert process.devices.failure_text().endswith("there are 2 simulated devices")
 
 
 # --- what Python sees -----------------------------------------------------------------------------
@@ -178,7 +133,7 @@ def test_an_allocation_waits_for_what_another_thread_is_giving_back(process) -> 
 
     def give_back() -> None:
         while not stop.is_set():
-            process.table.trim(process.table.self, 0)
+            process.devices.trim(0)
             trims.append(1)
 
     thread = threading.Thread(target=give_back)
@@ -247,7 +202,7 @@ def test_opening_gpus_starts_nothing() -> None:
     # In a process of its own: the devices opened there are never closed.
     program = (
         "import vramx._core as core; devices = core.open_gpus(devices=[0]); "
-        "assert devices.started() == [] and devices.held() == 0 and devices.table_address; "
+        "assert devices.started() == [] and devices.held() == 0 and devices.handle_address; "
         "print('libcuda' in open('/proc/self/maps').read())"
     )
     done = subprocess.run(
@@ -260,7 +215,7 @@ def test_opening_gpus_starts_nothing() -> None:
 def test_without_a_gpu_the_device_says_why() -> None:
     process = Process(core.open_gpus())
     assert process.try_allocate(0, MIB) == (UNAVAILABLE, 0)
-    assert process.words("failure_text").startswith("GPU 0 cannot be used: libcuda.so.1 failed")
+    assert process.devices.failure_text().startswith("GPU 0 cannot be used: libcuda.so.1 failed")
 
 
 @pytest.mark.gpu

@@ -72,7 +72,7 @@ def test_built_for_names_the_torch_that_it_was_compiled_for(bench: Bench) -> Non
 @in_own_process
 def test_a_second_install_is_refused(bench: Bench) -> None:
     devices = installed(bench)
-    assert bench.install(devices.table_address) == "vramx is already installed in this process"
+    assert bench.install(devices.handle_address) == "vramx is already installed in this process"
 
 
 @in_own_process
@@ -81,15 +81,22 @@ def test_install_is_refused_once_torch_is_initialised(bench: Bench) -> None:
 
     bench.init(2)
     devices = _core.open_simulated(1, 1 << 30)
-    text = bench.install(devices.table_address)
+    text = bench.install(devices.handle_address)
     assert text == "torch's CUDA allocator is already initialised"
     assert bench.name() == "native"
 
 
 @in_own_process
-def test_install_refuses_a_table_of_another_version(bench: Bench) -> None:
-    table = (ctypes.c_uint32 * 64)(999, 0)
-    assert "different versions" in bench.install(ctypes.addressof(table))
+def test_install_refuses_a_core_of_another_version(bench: Bench) -> None:
+    from vramx import _core
+
+    devices = _core.open_simulated(1, 1 << 30)
+    handle = (ctypes.c_uint32 * 4).from_address(devices.handle_address)  # version, layout, address
+    assert all(handle[:3])
+    for field in (0, 1):
+        changed = (ctypes.c_uint32 * 4)(*handle)
+        changed[field] += 1
+        assert "different versions" in bench.install(ctypes.addressof(changed))
 
 
 @in_own_process
@@ -98,7 +105,7 @@ def test_install_is_refused_over_somebody_elses_allocator(bench: Bench) -> None:
 
     bench.rename_native("pluggable")
     devices = _core.open_simulated(1, 1 << 30)
-    assert "another CUDA allocator is installed" in bench.install(devices.table_address)
+    assert "another CUDA allocator is installed" in bench.install(devices.handle_address)
 
 
 @in_own_process
@@ -108,7 +115,7 @@ def test_a_late_install_frees_older_tensors_through_torch(bench: Bench) -> None:
     bench.init(2)
     old = bench.native_allocate(MIB)
     devices = _core.open_simulated(2, 1 << 30, has_bytes=False)
-    assert bench.install(devices.table_address, late=True) == ""
+    assert bench.install(devices.handle_address, late=True) == ""
     assert bench.initialized()
     new = bench.allocate(2 * MIB)
     assert bench.stats(0)["allocated_bytes"][0][:2] == [3 * MIB, 3 * MIB]

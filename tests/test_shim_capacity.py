@@ -68,7 +68,7 @@ def test_a_limit_set_before_cuda_starts_holds_afterwards(bench: Bench) -> None:
     from vramx import _core
 
     devices = _core.open_simulated(2, 1 << 30, has_bytes=False)
-    assert bench.install(devices.table_address) == ""
+    assert bench.install(devices.handle_address) == ""
     bench.set_limit(-1, 256 * MIB)
     bench.init(2)
     assert [bench.fraction(0), bench.fraction(1)] == [0.25, 0.25]
@@ -86,7 +86,7 @@ def test_a_limit_from_before_a_late_install_is_kept(bench: Bench) -> None:
     bench.init(2)
     bench.set_native_fraction(0.25, 0)
     devices = _core.open_simulated(2, 1 << 30, has_bytes=False)
-    assert bench.install(devices.table_address, late=True) == ""
+    assert bench.install(devices.handle_address, late=True) == ""
     assert bench.fraction(0) == 0.25
     with raises("OutOfMemoryError: CUDA out of memory."):
         bench.allocate(257 * MIB)

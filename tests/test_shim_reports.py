@@ -11,7 +11,6 @@ from shim_build import (
     CURRENT,
     FREED,
     MIB,
-    PEAK,
     POOL,
     SIDE_STREAM,
     Bench,
@@ -63,21 +62,6 @@ def test_peaks_of_the_core_alone_are_the_cores(bench: Bench) -> None:
     bench.free(bench.allocate(4 * MIB))
     bench.allocate(MIB)
     assert stat(bench, "allocated_bytes")[:2] == [MIB, 4 * MIB]
-    bench.reset_peaks(0)
-    assert stat(bench, "allocated_bytes")[:2] == [MIB, MIB]
-
-
-@in_own_process
-def test_the_peak_is_that_of_the_sum(bench: Bench) -> None:
-    installed(bench)
-    bench.free(bench.allocate(10 * MIB))
-    pooled = in_pool(bench, 4 * MIB)  # the core's peak is over: 4 now, 10 before
-    assert stat(bench, "allocated_bytes")[PEAK] == 10 * MIB
-    core = bench.allocate(8 * MIB)  # 12 together
-    bench.free(core)
-    bench.free(pooled)
-    bench.allocate(MIB)
-    assert stat(bench, "allocated_bytes")[:2] == [MIB, 12 * MIB]
     bench.reset_peaks(0)
     assert stat(bench, "allocated_bytes")[:2] == [MIB, MIB]
 

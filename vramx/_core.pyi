@@ -50,6 +50,10 @@ class _RunFigures(TypedDict):
     driver_calls_second_half: int  # halves of the trace's time, all five calls together
     retries: int
     mismatches: int  # words of blocks that had changed; counted with pattern_streams alone
+    waits: int  # of one stream for another, made by the allocator
+    peak_in_use_bytes: (
+        int  # live, and freed by other streams and not over; with gpu_lag_us or samples
+    )
     host_bytes: int  # of the core's own books at the end; 0 for the models
     timeline: _Timeline | None
 
@@ -126,6 +130,7 @@ class Replay:
         samples: int = 0,
         progress: Callable[[int, int], None] | None = None,
         pattern_streams: int = 0,
+        gpu_lag_us: int | None = None,
     ) -> _RunFigures: ...
     def min_capacity(
         self, policy: str, progress: Callable[[int, int], None] | None = None
@@ -147,7 +152,6 @@ class SimulatedDevice:
     def allocate(self, size_bytes: int, stream: int = 0) -> int: ...
     def free(self, address: int, /) -> None: ...
     def record_stream(self, address: int, stream: int, /) -> None: ...
-    def forget_stream(self, stream: int, /) -> None: ...
     def fill(self, address: int, size_bytes: int, pattern: int, /) -> None: ...
     def count_mismatches(self, address: int, size_bytes: int, pattern: int, /) -> int: ...
     def trim(self) -> _DefragmentReport: ...
@@ -171,11 +175,17 @@ class Devices:
     """The device allocators of a process. `device` is a number, or -1 for all that were started.
 
     Those of open_gpus stay for the life of the process; those of open_simulated go with this
-    object, so keep it for as long as its table or a block is in use.
+    object, so keep it for as long as its handle or a block is in use.
     """
 
     @property
-    def table_address(self) -> int: ...  # of the CoreTable in csrc/process/core_table.h
+    def handle_address(self) -> int: ...  # of an AllocatorsHandle in csrc/process/allocators.h
+    # A CoreCode, and the address where that is 0.
+    def allocate(self, device: int, size_bytes: int, stream: int = 0) -> tuple[int, int]: ...
+    def free(self, address: int) -> int: ...  # a CoreCode
+    # Of this thread's last failure.
+    def out_of_memory_text(self) -> str: ...
+    def failure_text(self) -> str: ...
     def started(self) -> list[int]: ...
     def stats(self, device: int) -> _AllocatorStats: ...  # zeros before the device's start
     def driver_calls(self, device: int = -1) -> _TimedDriverCalls: ...

@@ -18,8 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KEPT = ROOT / "build" / "native-libraries"
-# What code outside of the core may include: the table's header and what that includes.
-HEADERS = ("core/config.h", "core/stats.h", "core/units.h", "process/core_table.h")
+# What code outside of the core may include: the interface's header and what that includes.
+HEADERS = ("core/config.h", "core/stats.h", "core/units.h", "process/allocators.h")
 KIND = ("-std=c++20", "-O2", "-g1", "-fPIC", "-shared", "-pthread")
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wshadow", "-Wundef")
 

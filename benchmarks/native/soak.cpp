@@ -1,11 +1,11 @@
-// A long run of an allocator through its table: several programs at once, one a thread, each on a
-// stream of its own, and a keeper that trims, defragments, lowers the limit and asks for the
+// A long run of an allocator through its interface: several programs at once, one a thread, each on
+// a stream of its own, and a keeper that trims, defragments, lowers the limit and asks for the
 // impossible.
 //
 // Started, looked at and finished from Python, which makes no call to the allocator meanwhile but
 // those that look. Every free is compared with what was allocated; where a block's bytes can be
 // reached from here, both of its ends carry a mark that nobody else may overwrite. A call costs
-// what the table costs and some 20 ns.
+// what the interface costs and some 20 ns.
 #include <malloc.h>
 
 #include <atomic>
@@ -15,7 +15,7 @@
 #include <thread>
 
 #include "core/config.h"
-#include "process/core_table.h"
+#include "process/allocators.h"
 #include "soak_programs.h"
 
 namespace vramx::soak {
@@ -47,7 +47,7 @@ namespace {
 
 // What all threads of a run share. Blocks that were handed over are freed by whoever comes first.
 struct Shared {
-  const CoreTable& table;
+  Allocators& core;
   const Plan plan;
   std::atomic<std::uint64_t> calls{0};
   std::atomic<std::uint64_t> ooms{0};
@@ -64,17 +64,17 @@ struct Shared {
   }
 };
 
-// One thread's way to the table.
+// One thread's way to the core.
 class Client final : public Memory {
  public:
   Client(Shared& shared, std::uint32_t number)
-      : shared_(shared), table_(shared.table), number_(number), random_(~std::uint64_t{number}) {}
+      : shared_(shared), core_(shared.core), number_(number), random_(~std::uint64_t{number}) {}
 
   bool allocate(Bytes size, std::vector<Block>& into) override {
     ++calls_;
     Block block{{}, size, random_.next()};
     const CoreCode code =
-        table_.allocate(table_.self, shared_.plan.device, size, stream(number_), &block.address);
+        core_.allocate(shared_.plan.device, size, stream(number_), &block.address);
     if (code != CoreCode::kOk) {
       shared_.require(code == CoreCode::kOutOfMemory);
       ++shared_.ooms;
@@ -92,14 +92,15 @@ class Client final : public Memory {
       shared_.require(first_word(block) == block.mark && last_word(block) == block.mark);
     }
     CoreBlock freed;
-    shared_.require(table_.free(table_.self, block.address, &freed) == CoreCode::kOk);
+    shared_.require(core_.free(block.address, &freed) == CoreCode::kOk);
     shared_.require(freed.address == block.address && freed.requested == block.size);
   }
 
   void share(const Block& block) override {
     ++calls_;
     const Stream other = stream(static_cast<std::uint32_t>(random_.next() % shared_.plan.threads));
-    shared_.require(table_.record_stream(table_.self, block.address, other) == CoreCode::kOk);
+    const StreamName name{other, shared_.plan.device};
+    shared_.require(core_.record_stream(block.address, name, false) == CoreCode::kOk);
   }
 
   void hand_over(const Block& block) override {
@@ -132,7 +133,7 @@ class Client final : public Memory {
   }
 
   Shared& shared_;
-  const CoreTable& table_;
+  Allocators& core_;
   const std::uint32_t number_;
   Random random_;
   std::uint64_t calls_ = 0;
@@ -163,7 +164,7 @@ void work(Shared& shared, std::uint32_t number) {
 // it is, and it is plenty again.
 class Keeper {
  public:
-  explicit Keeper(Shared& shared) : shared_(shared), table_(shared.table) {}
+  explicit Keeper(Shared& shared) : shared_(shared), core_(shared.core) {}
 
   void run() {
     constexpr std::uint64_t kTimes = 400;
@@ -176,12 +177,12 @@ class Keeper {
       act(time++);
       ++shared_.reliefs;
     }
-    table_.set_limit(table_.self, shared_.plan.device, {UINT64_MAX});
+    core_.set_limit(shared_.plan.device, {UINT64_MAX});
   }
 
  private:
   void note_peaks() {
-    const AllocatorStats stats = table_.stats(table_.self, shared_.plan.device);
+    const AllocatorStats stats = core_.stats(shared_.plan.device);
     shared_.undisturbed_live = static_cast<std::uint64_t>(stats.allocated_bytes[0].peak);
     shared_.undisturbed_reserved = static_cast<std::uint64_t>(stats.reserved_bytes.peak);
   }
@@ -190,38 +191,38 @@ class Keeper {
     const std::int32_t device = shared_.plan.device;
     switch (time % 4) {
       case 0:
-        table_.trim(table_.self, device);
+        core_.trim(device);
         break;
       case 1:
-        table_.set_limit(table_.self, device, {shared_.plan.live_bytes / 16 * 9});
-        table_.trim(table_.self, device);
+        core_.set_limit(device, {shared_.plan.live_bytes / 16 * 9});
+        core_.trim(device);
         break;
       case 2:
-        shared_.require(table_.defragment(table_.self, device).released.count % 512 == 0);
+        shared_.require(core_.defragment(device).released.count % 512 == 0);
         break;
       default:
-        table_.set_limit(table_.self, device, {UINT64_MAX});
+        core_.set_limit(device, {UINT64_MAX});
         ask_for_the_impossible();
     }
   }
 
   void ask_for_the_impossible() {
     Address address{};
-    const CoreCode code = table_.allocate(table_.self, shared_.plan.device,
-                                          {std::uint64_t{1} << 52}, Stream::kDefault, &address);
+    const CoreCode code =
+        core_.allocate(shared_.plan.device, {std::uint64_t{1} << 52}, Stream::kDefault, &address);
     shared_.require(code == CoreCode::kOutOfMemory);
-    shared_.require(*table_.out_of_memory_text(table_.self) != '\0');
+    shared_.require(*core_.out_of_memory_text() != '\0');
     ++shared_.ooms;
   }
 
   Shared& shared_;
-  const CoreTable& table_;
+  Allocators& core_;
 };
 
 struct Soak {
-  Soak(const CoreTable& table, const Plan& plan)
+  Soak(Allocators& core, const Plan& plan)
       : streams(plan.streams, plan.streams + plan.threads),
-        shared{table, with_streams(plan)},
+        shared{core, with_streams(plan)},
         keeper(shared) {
     shared.working = plan.threads;
     for (std::uint32_t i = 0; i < plan.threads; ++i) {
@@ -263,9 +264,9 @@ struct Soak {
 
 extern "C" {
 
-// The table has to outlive the run. Never null; to be finished once.
-void* vramx_soak_start(const vramx::CoreTable* table, const vramx::soak::Plan* plan) {
-  return new vramx::soak::Soak(*table, *plan);
+// The core has to outlive the run. Never null; to be finished once.
+void* vramx_soak_start(const vramx::AllocatorsHandle* core, const vramx::soak::Plan* plan) {
+  return new vramx::soak::Soak(*core->allocators, *plan);
 }
 
 void vramx_soak_look(void* soak, vramx::soak::Progress* progress) {

@@ -62,7 +62,12 @@ AliasFit AliasCache::fit_at(AliasId id, const Arena& arena, Bytes begin, Bytes s
     const Chunk& chunk = arena.chunks()[chunk_id];
     const Bytes from = max(at, begin);
     const Bytes to = min(at + chunk.size, begin + size);
-    if (from < to) fit.pieces.push_back({chunk.begin + (from - at), to - from});
+    const Address in_arena = chunk.begin + (from - at);
+    if (from < to && !fit.pieces.empty() && fit.pieces.back().end() == in_arena) {
+      fit.pieces.back().size += to - from;
+    } else if (from < to) {
+      fit.pieces.push_back({in_arena, to - from});
+    }
     at += chunk.size;
   }
   return fit;

@@ -12,65 +12,20 @@ constexpr Bytes kSmallBlock{1 << 20};
 
 }  // namespace
 
-Arena::Arena(Address base, Bytes size, Bytes granularity)
-    : base_(base), size_(size), chunks_(base, granularity) {
+Arena::Arena(Address base, Bytes size, Bytes granularity, Bytes small_zone)
+    : base_(base), size_(size), chunks_(base, granularity), indexes_(base + small_zone) {
   first_ = spans_.create();
   spans_[first_].begin = base;
   spans_[first_].size = size;
   gaps_.push_back(first_);
+  if (small_zone <= granularity) return;
+  const auto [small, rest] = split(first_, base + (small_zone - granularity));
+  const auto [border, large] = split(rest, base + small_zone);
+  spans_[border].state = SpanState::kBorder;
+  gaps_ = {small, large};
 }
 
 // --- find ---
-
-// The better fit of two: the smaller or, of equals, the lower.
-SpanId Arena::smaller(SpanId a, SpanId b) const {
-  if (a == kNoId || b == kNoId) return a == kNoId ? b : a;
-  const Span& left = spans_[a];
-  const Span& right = spans_[b];
-  if (left.size != right.size) return left.size < right.size ? a : b;
-  return left.begin < right.begin ? a : b;
-}
-
-SpanId Arena::best_fit(Bytes size, StreamIndex stream) const {
-  const SpanId clean = clean_.count() != 0 ? clean_.best_fit(spans_, size) : kNoId;
-  if (stream >= streams_.size() || !streams_[stream]) return clean;
-  return smaller(clean, streams_[stream]->best_fit(spans_, size));
-}
-
-SpanId Arena::largest_extent(StreamIndex stream) const {
-  const SpanId clean = clean_.largest(spans_);
-  const bool has_own = stream < streams_.size() && streams_[stream];
-  const SpanId own = has_own ? streams_[stream]->largest(spans_) : kNoId;
-  if (clean == kNoId || own == kNoId) return clean != kNoId ? clean : own;
-  if (spans_[clean].size == spans_[own].size) return smaller(clean, own);
-  return spans_[clean].size > spans_[own].size ? clean : own;
-}
-
-SpanId Arena::best_fit_of_any(Bytes size) const {
-  SpanId best = kNoId;
-  for_each_index(kAnyStream, [&](const FreeIndex& index) {
-    if (index.count() != 0) best = smaller(best, index.best_fit(spans_, size));
-  });
-  return best;
-}
-
-std::vector<Piece> Arena::stitchable(Bytes smallest, std::size_t count, StreamIndex stream) const {
-  std::vector<Piece> found;
-  found.reserve(std::min(count, extent_count_));
-  for_each_index(stream, [&](const FreeIndex& index) {
-    const std::size_t had = found.size();
-    index.for_each_from_largest(spans_, smallest, [&](SpanId id) {
-      const Span& span = spans_[id];
-      if (chunks_.has_bound_in(span.begin, span.end())) found.push_back({span.begin, span.size});
-      return found.size() - had < count;
-    });
-  });
-  std::sort(found.begin(), found.end(), [](const Piece& a, const Piece& b) {
-    return a.size != b.size ? a.size > b.size : a.begin < b.begin;
-  });
-  if (found.size() > count) found.resize(count);
-  return found;
-}
 
 SpanId Arena::span_at(Address address) const {
   SpanId id = span_of_page(address);
@@ -89,12 +44,8 @@ SpanId Arena::extent_at(Address address) const {
 }
 
 std::size_t Arena::host_bytes() const {
-  std::size_t indexes = 0;
-  for_each_index(kAnyStream, [&](const FreeIndex&) { indexes += sizeof(FreeIndex); });
-  return spans_.host_bytes() + chunks_.host_bytes() + indexes +
-         (page_spans_.capacity() + dropped_.capacity()) * sizeof(SpanId) +
-         tag_sets_.capacity() * sizeof(TagSet) +
-         vacant_tag_sets_.capacity() * sizeof(std::uint32_t);
+  return spans_.host_bytes() + chunks_.host_bytes() + indexes_.host_bytes() + tags_.host_bytes() +
+         page_spans_.capacity() * sizeof(SpanId);
 }
 
 // --- spans ---
@@ -161,7 +112,7 @@ SpanId Arena::join(SpanId left, SpanId right) {
 }
 
 // They are neighbours from now on; kNoId is the end of the addresses.
-inline void Arena::link(SpanId left, SpanId right) {
+void Arena::link(SpanId left, SpanId right) {
   (left != kNoId ? spans_[left].next : first_) = right;
   if (right != kNoId) spans_[right].previous = left;
 }
@@ -170,18 +121,18 @@ inline void Arena::link(SpanId left, SpanId right) {
 SpanId Arena::join_extents(SpanId left, SpanId right) {
   const bool is_left_kept = spans_[left].size >= spans_[right].size;
   FreeSpan& kept = spans_[is_left_kept ? left : right].free;
-  unite_tags(kept, spans_[is_left_kept ? right : left].free);
+  tags_.unite(kept, spans_[is_left_kept ? right : left].free);
   return join(left, right);
 }
 
 void Arena::list(SpanId id) {
   ++extent_count_;
-  index_of(spans_[id].free).insert(spans_, id);
+  indexes_.of(spans_[id]).insert(spans_, id);
 }
 
 void Arena::unlist(SpanId id) {
   --extent_count_;
-  index_with(spans_[id].free).erase(spans_, id);
+  indexes_.of(spans_[id]).erase(spans_, id);
 }
 
 // --- take and give back ---
@@ -212,9 +163,9 @@ SpanId Arena::take(SpanId extent, Bytes size) {
 SpanId Arena::take_at(SpanId extent, Address begin, Bytes size) {
   // Field by field: a copy of the whole would have to wait for fields that were just written.
   const FreeSpan& had = spans_[extent].free;
-  const Tag tag{had.tag_stream, had.tag_sequence};
+  const Tag tag{had.tag_stream, had.tag_number};
   const std::uint32_t tag_set = had.tag_set;
-  FreeIndex& index = index_with(had);
+  FreeIndex& index = indexes_.of(spans_[extent]);
   --extent_count_;
   index.erase(spans_, extent);
   free_bytes_ -= size;
@@ -229,7 +180,7 @@ SpanId Arena::take_at(SpanId extent, Address begin, Bytes size) {
     list_rest(rest, tag, tag_set, index);
     used = taken;
   }
-  if (tag_set != kNoId) vacant_tag_sets_.push_back(tag_set);
+  tags_.drop(tag_set);
   std::construct_at(&spans_[used].used);
   spans_[used].state = SpanState::kUsed;
   return used;
@@ -237,24 +188,19 @@ SpanId Arena::take_at(SpanId extent, Address begin, Bytes size) {
 
 // A part of an extent that had this tag, or this set of them, and was in this index.
 inline void Arena::list_rest(SpanId id, const Tag& tag, std::uint32_t tag_set, FreeIndex& index) {
-  FreeSpan& extent = spans_[id].free;
-  extent.tag_stream = tag.stream;
-  extent.tag_sequence = tag.sequence;
-  extent.tag_set = kNoId;
-  if (tag_set != kNoId) [[unlikely]] {
-    set_tags(extent, TagSet(tag_sets_[tag_set]));
-  }
+  tags_.copy(spans_[id].free, tag, tag_set);
   ++extent_count_;
   index.insert(spans_, id);
 }
 
-// Takes a free neighbour in, unless their tags keep them apart. Returns what the span is called
-// now.
-SpanId Arena::absorb(SpanId id, SpanId neighbour) {
-  if (neighbour == kNoId || spans_[neighbour].state != SpanState::kFree) return id;
-  if (!may_merge(spans_[id].free, spans_[neighbour].free)) {
-    has_separated_ = true;
-    return id;
+// Takes a free neighbour in, unless their tags keep them apart: kNoId then, else what the span is
+// called now. What is tied may be `spare` bytes.
+SpanId Arena::absorb(SpanId id, SpanId neighbour, Bytes* spare) {
+  if (!is_extent(neighbour)) return kNoId;
+  const Span& other = spans_[neighbour];
+  if (!tags_.are_alike(spans_[id].free, other.free)) {
+    if (other.size > *spare || !tags_.may_tie(spans_[id].free, other.free)) return kNoId;
+    *spare -= other.size;
   }
   unlist(neighbour);
   const bool is_next = spans_[id].next == neighbour;
@@ -262,23 +208,46 @@ SpanId Arena::absorb(SpanId id, SpanId neighbour) {
 }
 
 void Arena::give_back(SpanId used, const TagSet& tags) {
-  set_tags(*std::construct_at(&spans_[used].free), tags);
+  tags_.set(*std::construct_at(&spans_[used].free), tags);
   merge_and_list(used);
 }
 
 void Arena::give_back(SpanId used, Tag tag) {
   std::construct_at(&spans_[used].free,
-                    FreeSpan{.tag_stream = tag.stream, .tag_sequence = tag.sequence});
+                    FreeSpan{.tag_stream = tag.stream, .tag_number = tag.number});
   merge_and_list(used);
 }
 
+// Behind a neighbour that was tied another one may be that is alike.
 void Arena::merge_and_list(SpanId id) {
-  Span& span = spans_[id];
-  span.state = SpanState::kFree;
-  free_bytes_ += span.size;
-  id = absorb(id, span.next);
-  id = absorb(id, spans_[id].previous);
+  Bytes spare = spans_[id].size;
+  spans_[id].state = SpanState::kFree;
+  free_bytes_ += spare;
+  for (SpanId with = id; with != kNoId; with = absorb(id, spans_[id].next, &spare)) id = with;
+  for (SpanId with = id; with != kNoId; with = absorb(id, spans_[id].previous, &spare)) id = with;
   list(id);
+}
+
+// Only what lost tags may have come to be like its neighbours. The runs of neighbouring extents
+// have nothing to do with each other, so their order is no matter.
+void Arena::merge_around(std::vector<SpanId> extents) {
+  for (SpanId& start : extents) {
+    while (is_extent(spans_[start].previous)) start = spans_[start].previous;
+  }
+  std::sort(extents.begin(), extents.end());
+  extents.erase(std::unique(extents.begin(), extents.end()), extents.end());
+  for (SpanId left : extents) {
+    for (SpanId right = spans_[left].next; is_extent(right); right = spans_[left].next) {
+      if (!tags_.are_alike(spans_[left].free, spans_[right].free)) {
+        left = right;
+        continue;
+      }
+      unlist(left);
+      unlist(right);
+      left = join_extents(left, right);
+      list(left);
+    }
+  }
 }
 
 SpanId Arena::give_back_end(SpanId used, Bytes kept) {

@@ -48,7 +48,7 @@ std::string Arena::check_span(SpanId id, Address expected) const {
   if (next.previous != id) return "span 1: links disagree" + at(span);
   if (span.state != next.state) return {};
   if (span.state == SpanState::kUnmapped) return "span 3: unmapped neighbours" + at(span);
-  if (span.state == SpanState::kFree && may_merge(span.free, next.free) && !has_dropped_tags_) {
+  if (span.state == SpanState::kFree && tags_.are_alike(span.free, next.free)) {
     return "span 3: free neighbours" + at(span);
   }
   return {};
@@ -57,7 +57,7 @@ std::string Arena::check_span(SpanId id, Address expected) const {
 std::string Arena::check_indexes() const {
   std::string broken;
   std::size_t counted = 0;
-  for_each_index(kAnyStream, [&](const FreeIndex& index) {
+  indexes_.for_each(ExtentIndexes::kAnyStream, [&](const FreeIndex& index) {
     counted += index.count();
     if (broken.empty()) broken = index.check(spans_);
   });

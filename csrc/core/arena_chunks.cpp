@@ -7,16 +7,15 @@
 
 namespace vramx {
 
-bool Arena::is_whole_free(ChunkId chunk) const {
-  const Chunk& c = chunks_[chunk];
-  const Span& span = spans_[span_of_page(c.begin)];
-  return span.state == SpanState::kFree && c.end() <= span.end();
-}
+bool Arena::is_whole_free(ChunkId chunk) const { return free_prefix(chunk) == chunks_[chunk].size; }
 
 Bytes Arena::free_prefix(ChunkId chunk) const {
   const Chunk& c = chunks_[chunk];
-  const Span& span = spans_[span_of_page(c.begin)];
-  return span.state == SpanState::kFree ? min(span.end() - c.begin, c.size) : Bytes{};
+  Address end = c.begin;
+  for (SpanId id = span_of_page(c.begin); end < c.end() && is_extent(id); id = spans_[id].next) {
+    end = spans_[id].end();
+  }
+  return min(end - c.begin, c.size);
 }
 
 Bytes Arena::free_suffix(ChunkId chunk) const {
@@ -28,13 +27,15 @@ Bytes Arena::free_suffix(ChunkId chunk) const {
   } else {
     id = span_at(c.end() - kBlockUnit);
   }
-  const Span& span = spans_[id];
-  return span.state == SpanState::kFree ? min(c.end() - span.begin, c.size) : Bytes{};
+  Address begin = c.end();
+  for (; c.begin < begin && is_extent(id); id = spans_[id].previous) begin = spans_[id].begin;
+  return min(c.end() - begin, c.size);
 }
 
-SpanId Arena::gap_for(Bytes size) const {
-  const auto found = std::find_if(gaps_.begin(), gaps_.end(),
-                                  [&](SpanId gap) { return spans_[gap].size >= size; });
+SpanId Arena::gap_for(Zone zone, Bytes size) const {
+  const auto found = std::find_if(gaps_.begin(), gaps_.end(), [&](SpanId gap) {
+    return spans_[gap].size >= size && zone_of(spans_[gap].begin) == zone;
+  });
   return found == gaps_.end() ? kNoId : *found;
 }
 
@@ -52,11 +53,19 @@ SpanId Arena::begin_building(SpanId gap, Bytes size) {
   return building;
 }
 
+// What lies side by side in the chunk, all of it over, becomes one span.
 SpanId Arena::begin_removing(ChunkId chunk) {
   const Chunk& c = chunks_[chunk];
-  const SpanId span = take_at(span_of_page(c.begin), c.begin, c.size);
-  spans_[span].state = SpanState::kBuilding;
-  return span;
+  SpanId whole = kNoId;
+  for (Address at = c.begin; at < c.end();) {
+    const SpanId extent = span_at(at);
+    const Address end = std::min(c.end(), spans_[extent].end());
+    const SpanId part = take_at(extent, at, end - at);
+    whole = whole == kNoId ? part : join(whole, part);
+    at = end;
+  }
+  spans_[whole].state = SpanState::kBuilding;
+  return whole;
 }
 
 void Arena::finish_mapped(SpanId building, const std::vector<MappedChunk>& chunks) {

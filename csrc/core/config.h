@@ -2,6 +2,7 @@
 // limit, which set_limit changes.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 
@@ -9,7 +10,10 @@
 
 namespace vramx {
 
-// When memory freed on one stream may be given to another, behind an event on the device.
+// When a stream may have memory that another one freed. Under pressure: at once where that one is
+// known to be past it, and behind a wait on the device where the memory would be out otherwise.
+// Always: the same, but behind a wait before memory grows. Never: no wait is ever made, and what is
+// past is found out only when memory would be out.
 enum class CrossStream : std::uint8_t { kNever, kUnderPressure, kAlways };
 
 struct AllocatorConfig {
@@ -25,6 +29,11 @@ struct AllocatorConfig {
   // The driver maps at most 520,192 ranges on a device (measured, H200); all mappings of chunks in
   // the arena need far fewer, so aliases may take a quarter of it.
   std::size_t alias_mappings = 128 * 1024;
+
+  // How long a request that finds nothing waits in all, before memory is said to be out, for what
+  // other threads have set aside and for streams: time for some forty of the slowest driver calls,
+  // and an end where the others never are done.
+  std::chrono::milliseconds patience{500};
 
   std::size_t trace_events = 0;  // the ring of events; 0 keeps none
 };

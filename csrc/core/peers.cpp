@@ -12,12 +12,12 @@ namespace vramx {
 
 Status DeviceAllocator::allow_peer(int peer) {
   if (fork_guard_.is_in_child()) return {StatusCode::kNotInitialized, 0, "used in a forked child"};
-  if (const Status allowed = driver_.allow_peer(peer); !allowed.ok()) return allowed;
+  if (const Status allowed = state_.driver.allow_peer(peer); !allowed.ok()) return allowed;
   Lock lock(mutex_);
-  ++access_generation_;
+  ++state_.access_generation;
   for (const Piece& mapping : mappings()) {
     lock.unlock();
-    const Status status = driver_.set_access(mapping.begin, mapping.size);
+    const Status status = state_.driver.set_access(mapping.begin, mapping.size);
     lock.lock();
     // Memory that was given back meanwhile has no access to set.
     if (!status.ok() && is_mapping(mapping)) return status;
@@ -25,37 +25,28 @@ Status DeviceAllocator::allow_peer(int peer) {
   return ok_status();
 }
 
-Status DeviceAllocator::catch_up_access(const Piece& range, std::uint64_t generation, Lock& lock) {
-  while (generation != access_generation_) {
-    generation = access_generation_;
-    lock.unlock();
-    const Status status = driver_.set_access(range.begin, range.size);
-    lock.lock();
-    if (!status.ok()) return status;
-  }
-  return ok_status();
-}
-
 // Those that are about to go are among them: the driver may refuse to unmap them.
 std::vector<Piece> DeviceAllocator::mappings() const {
   std::vector<Piece> found;
-  arena_.chunks().for_each(
+  state_.arena.chunks().for_each(
       [&](ChunkId, const Chunk& chunk) { found.push_back({chunk.begin, chunk.size}); });
-  for (const AliasId id : aliases_.all()) found.push_back({aliases_[id].base, aliases_[id].size});
+  for (const AliasId id : state_.aliases.all())
+    found.push_back({state_.aliases[id].base, state_.aliases[id].size});
   return found;
 }
 
 bool DeviceAllocator::is_mapping(const Piece& range) const {
-  if (arena_.contains(range.begin)) {
-    const ChunkId id = arena_.chunks().find(range.begin);
+  if (state_.arena.contains(range.begin)) {
+    const ChunkId id = state_.arena.chunks().find(range.begin);
     if (id == kNoId) return false;
-    const Chunk& chunk = arena_.chunks()[id];
-    const bool is_going = arena_.span(arena_.span_at(chunk.begin)).state == SpanState::kBuilding;
+    const Chunk& chunk = state_.arena.chunks()[id];
+    const bool is_going =
+        state_.arena.span(state_.arena.span_at(chunk.begin)).state == SpanState::kBuilding;
     return chunk.begin == range.begin && chunk.size == range.size && !is_going;
   }
-  const std::vector<AliasId> aliases = aliases_.all();
+  const std::vector<AliasId> aliases = state_.aliases.all();
   return std::any_of(aliases.begin(), aliases.end(), [&](AliasId id) {
-    const Alias& alias = aliases_[id];
+    const Alias& alias = state_.aliases[id];
     return alias.base == range.begin && alias.size == range.size && !alias.is_leaving;
   });
 }

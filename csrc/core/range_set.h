@@ -16,6 +16,10 @@ class RangeSet {
  public:
   RangeSet(Address begin, Bytes size) : ranges_{{begin, size}} {}
 
+  bool has(Bytes size) const {
+    return std::any_of(ranges_.begin(), ranges_.end(),
+                       [size](const Piece& each) { return each.size >= size; });
+  }
   // The zero address where nothing fits.
   Address take(Bytes size) {
     const auto found = std::find_if(ranges_.begin(), ranges_.end(),

@@ -92,6 +92,8 @@ struct AllocatorStats {
 
   void reset_peak();
   void reset_accumulated();
+  // Every peak becomes the higher of its own and the other's.
+  void raise_peaks(const AllocatorStats& other);
 };
 
 }  // namespace vramx

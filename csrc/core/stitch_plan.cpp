@@ -31,9 +31,9 @@ struct Candidate {
   bool is_used = false;
 };
 
-class Planner {
+class Stitcher {
  public:
-  Planner(const std::vector<Piece>& extents, const ChunkTable& chunks) : chunks_(chunks) {
+  Stitcher(const std::vector<Piece>& extents, const ChunkTable& chunks) : chunks_(chunks) {
     candidates_.reserve(extents.size());
     for (const Piece& extent : extents) {
       const Address first_boundary = chunks.round_up(extent.begin);
@@ -142,13 +142,13 @@ class Planner {
 }  // namespace
 
 StitchPlan plan_stitch(const std::vector<Piece>& extents, const ChunkTable& chunks, Bytes size) {
-  Planner planner(extents, chunks);
-  StitchPlan plain = planner.run(size, nullptr);
+  Stitcher stitcher(extents, chunks);
+  StitchPlan plain = stitcher.run(size, nullptr);
   if (!plain.missing) return plain;
   // Not enough: holding back the largest tail for the end gains just that tail.
-  Candidate* const tail = planner.largest_tail();
+  Candidate* const tail = stitcher.largest_tail();
   if (tail == nullptr) return plain;
-  StitchPlan with_tail = planner.run(size, tail);
+  StitchPlan with_tail = stitcher.run(size, tail);
   return with_tail.missing < plain.missing ? with_tail : plain;
 }
 

@@ -31,4 +31,12 @@ class Surroundings {
   virtual bool is_capturing(int device) const = 0;
 };
 
+// A program whose streams all last, as a recorded one's do.
+class LastingStreams final : public Surroundings {
+ public:
+  bool is_lasting(StreamName) const override { return true; }
+  bool is_current(StreamName) const override { return true; }
+  bool is_capturing(int) const override { return false; }
+};
+
 }  // namespace vramx

@@ -10,7 +10,7 @@ void TagSet::add(Tag tag) {
     return;
   }
   if (first_.stream == tag.stream) {
-    first_.sequence = std::max(first_.sequence, tag.sequence);
+    first_.number = std::max(first_.number, tag.number);
     return;
   }
   const auto known = std::find_if(others_.begin(), others_.end(),
@@ -18,19 +18,12 @@ void TagSet::add(Tag tag) {
   if (known == others_.end()) {
     others_.push_back(tag);
   } else {
-    known->sequence = std::max(known->sequence, tag.sequence);
+    known->number = std::max(known->number, tag.number);
   }
 }
 
 void TagSet::add(const TagSet& other) {
   for (std::size_t i = 0; i < other.size(); ++i) add(other[i]);
-}
-
-bool TagSet::has_streams_of(const TagSet& other) const {
-  if (size() != other.size()) return false;
-  TagSet united = *this;
-  united.add(other);
-  return united.size() == size();
 }
 
 }  // namespace vramx

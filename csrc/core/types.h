@@ -4,9 +4,11 @@
 //   arena    virtual: the range where every chunk has its first mapping, in address order
 //   alias    virtual: a further mapping of chunks, in any order, elsewhere
 //   span     a range of the arena in one state: used, free (then it is an *extent*), unmapped, or
-//            being mapped or unmapped
+//            being mapped or unmapped, or the border between the zones of the arena
 //   block    what a caller holds: one span, or a chain of spans that an alias makes contiguous
-//   tag      "free once stream S has run past its n-th free"; an extent may carry several
+//   mark     an event on a stream, numbered: it covers everything queued there when it was recorded
+//   tag      "free once stream S is past its n-th mark"; an extent may carry several
+//   run      neighbouring extents that one request may take together
 //
 //   arena   |  used  |   free   | used |     free     |         unmapped          |
 //   chunks  |      0      |   1  |      2      |  3  |  4  |
@@ -15,7 +17,7 @@
 // Invariants; each class's check() tests its own, in this order:
 //   span 1   spans tile the arena: the first begins at its base, each begins where the last ended
 //   span 2   a used or free span lies on chunks; an unmapped one on none
-//   span 3   no two neighbours are both unmapped, or both free with tags of the same streams
+//   span 3   no two neighbours are both unmapped, or both free with tags that are alike
 //   span 4   mapped bytes = sum of the used and free spans' sizes = sum of the chunks' sizes
 //   span 5   free bytes = sum of the extents' sizes; each extent is in exactly one index
 //   block 1  allocated bytes = sum of the used spans' sizes
@@ -23,8 +25,9 @@
 //   alias 1  an alias maps only chunks that exist, none of them twice
 //   alias 2  mapping count of a chunk = 1 + the aliases that map it
 //   alias 3  a block at an alias address has its bytes pinned in that alias
-//   clock 1  a tag's sequence number is at most its stream's
-//   clock 2  known[R][S] is at most S's sequence number
+//   order 1  a tag's number is at most that of its stream's next mark
+//   order 2  a stream's marks are numbered upwards, from above what is over to below its next
+//   order 3  what R is known to come behind of S is below S's next mark
 #pragma once
 
 #include <cstddef>
@@ -46,10 +49,10 @@ using StreamIndex = std::uint32_t;  // dense number of a stream, never given to 
 
 constexpr std::uint32_t kNoId = ~std::uint32_t{0};
 
-// "Usable once everything queued on `stream` up to its `sequence`-th free has run."
+// "Usable once `stream` is past its mark of this number, or a later one."
 struct Tag {
   StreamIndex stream = kNoId;
-  std::uint64_t sequence = 0;
+  std::uint64_t number = 0;
 
   constexpr bool operator==(const Tag&) const = default;
 };
@@ -68,7 +71,6 @@ class TagSet {
   // Raises the stream's entry or adds one.
   void add(Tag tag);
   void add(const TagSet& other);
-  bool has_streams_of(const TagSet& other) const;  // the same streams, whatever the numbers
   // Takes out the tags for which `is_done(tag)`; false where there are none.
   template <class IsDone>
   bool drop(IsDone is_done);
@@ -94,6 +96,7 @@ enum class SpanState : std::uint8_t {
   kFree,
   kUnmapped,
   kBuilding,  // a thread is mapping or unmapping it, outside the lock
+  kBorder,    // nothing is ever mapped there
 };
 
 // What an extent has beside its range: its place in its index, and its tag, when one is enough
@@ -105,7 +108,7 @@ struct FreeSpan {
   StreamIndex tag_stream = kNoId;
   std::uint32_t tag_set = kNoId;
   std::uint32_t bin = 0;  // of its index
-  std::uint64_t tag_sequence = 0;
+  std::uint64_t tag_number = 0;
 };
 
 // What a used span has: the first of a block all of this, the others `next` alone.
@@ -124,7 +127,7 @@ struct alignas(64) Span {
   Bytes size;
   SpanId previous = kNoId;  // neighbours in address order
   SpanId next = kNoId;
-  union {  // by state; in the other two states neither means anything
+  union {  // by state; in the other states neither means anything
     FreeSpan free;
     UsedSpan used;
   };

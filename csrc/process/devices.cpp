@@ -8,7 +8,7 @@
 namespace vramx {
 
 Devices::Devices(std::unique_ptr<DeviceSource> source, DevicesOptions options)
-    : source_(std::move(source)), options_(std::move(options)), table_(make_core_table(*this)) {
+    : source_(std::move(source)), options_(std::move(options)), handle_{.allocators = this} {
   for (Slot& slot : slots_) slot.limit = options_.config.limit;
 }
 
@@ -28,15 +28,15 @@ CoreCode Devices::free_and_tell(const Region& region, Address address, CoreBlock
   return CoreCode::kOk;
 }
 
-CoreCode Devices::record_stream(Address address, Stream stream) {
+CoreCode Devices::record_stream(Address address, StreamName stream, bool is_lasting) {
   const Region* const region = region_of(address);
   if (region == nullptr) return CoreCode::kNotOurs;
   if (is_in_child()) return CoreCode::kForked;
-  return region->allocator->record_stream(address, stream).ok() ? CoreCode::kOk
-                                                                : CoreCode::kNotOurs;
+  const Status recorded = region->allocator->record_stream(address, stream, is_lasting);
+  return recorded.ok() ? CoreCode::kOk : CoreCode::kNotOurs;
 }
 
-CoreCode Devices::find_block(Address address, CoreBlock* block) const {
+CoreCode Devices::find(Address address, CoreBlock* block) const {
   const Region* const region = region_of(address);
   if (region == nullptr) return CoreCode::kNotOurs;
   if (is_in_child()) return CoreCode::kForked;
@@ -112,10 +112,11 @@ CoreCode Devices::refuse(int device, const Status& status) {
 // Gives a new allocator what was asked for while it was not there.
 Status Devices::connect(int device, DeviceAllocator& allocator) const {
   allocator.set_limit(slot(device).limit);
-  for (const auto& relieve : reliefs_) {
-    allocator.add_relief([relieve, device] { relieve(device); });
+  for (const Relief& each : reliefs_) {
+    allocator.add_relief([each, device] { each.relieve(each.context, device); });
   }
   allocator.set_observer(observer_of(device));
+  allocator.set_surroundings(surroundings_);
   for (const int peer : slot(device).peers) {
     if (const Status allowed = allocator.allow_peer(peer); !allowed.ok()) return allowed;
   }
@@ -123,11 +124,11 @@ Status Devices::connect(int device, DeviceAllocator& allocator) const {
 }
 
 HoldingObserver Devices::observer_of(int device) const {
-  if (!observer_) return nullptr;
-  return [observe = observer_, device](Holding change, const Piece& range) {
+  if (observe_ == nullptr) return nullptr;
+  return [observe = observe_, context = observed_by_, device](Holding change, const Piece& range) {
     const bool is_mapped = change == Holding::kMapped;
-    observe({is_mapped ? CoreEventKind::kMapped : CoreEventKind::kUnmapped, device, range.begin,
-             range.size});
+    observe(context, {is_mapped ? CoreEventKind::kMapped : CoreEventKind::kUnmapped, device,
+                      range.begin, range.size});
   };
 }
 
@@ -155,22 +156,30 @@ void Devices::set_limit(int device, Bytes limit) {
   }
 }
 
-void Devices::add_relief(std::function<void(int)> relieve) {
+void Devices::add_relief(Relieve relieve, void* context) {
   if (is_in_child()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   for_each_started(kAll, [&](int device, DeviceAllocator& allocator) {
-    allocator.add_relief([relieve, device] { relieve(device); });
+    allocator.add_relief([=] { relieve(context, device); });
   });
-  reliefs_.push_back(std::move(relieve));
+  reliefs_.push_back({relieve, context});
 }
 
-void Devices::set_observer(std::function<void(const CoreEvent&)> observe) {
+void Devices::set_observer(Observe observe, void* context) {
   if (is_in_child()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
-  observer_ = std::move(observe);
+  observe_ = observe;
+  observed_by_ = context;
   for_each_started(kAll, [&](int device, DeviceAllocator& allocator) {
     allocator.set_observer(observer_of(device));
   });
+}
+
+void Devices::set_surroundings(const Surroundings* surroundings) {
+  if (is_in_child()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  surroundings_ = surroundings;
+  for_each_started(kAll, [&](int, DeviceAllocator& each) { each.set_surroundings(surroundings); });
 }
 
 CoreCode Devices::allow_peer(int device, int peer) {
@@ -191,7 +200,78 @@ CoreCode Devices::allow_peer(int device, int peer) {
   return CoreCode::kUnavailable;
 }
 
+// --- sums over devices --------------------------------------------------------------------------
+
+void Devices::trim(int device) {
+  for_each_started(device, [](int, DeviceAllocator& allocator) { allocator.trim(); });
+}
+
+CoreReport Devices::defragment(int device) {
+  CoreReport sum;
+  for_each_started(device, [&](int, DeviceAllocator& allocator) {
+    const DefragmentReport report = allocator.defragment();
+    sum.aliases_collected += report.aliases_collected;
+    sum.extents_before += report.extents_before;
+    sum.extents_after += report.extents_after;
+    sum.released += report.released;
+  });
+  return sum;
+}
+
+Bytes Devices::held(int device) const {
+  Bytes sum{};
+  for_each_started(device, [&](int, const DeviceAllocator& each) { sum += each.held(); });
+  return sum;
+}
+
+Bytes Devices::allocated(int device) const {
+  Bytes sum{};
+  for_each_started(device, [&](int, const DeviceAllocator& each) { sum += each.allocated(); });
+  return sum;
+}
+
+void Devices::reset_peak_stats(int device) {
+  for_each_started(device, [](int, DeviceAllocator& each) { each.reset_peak_stats(); });
+}
+
+void Devices::reset_accumulated_stats(int device) {
+  for_each_started(device, [](int, DeviceAllocator& each) { each.reset_accumulated_stats(); });
+}
+
+void Devices::for_each_piece(int device, Visit visit, void* context) const {
+  for_each_started(device, [&](int number, const DeviceAllocator& allocator) {
+    Address end;
+    allocator.for_each_piece([&](const HeldPiece& piece) {
+      const LiveBlock& block = piece.block;
+      visit(context, {{block.address, block.size, block.requested, block.stream, number},
+                      piece.begin,
+                      piece.size,
+                      piece.begin != end});
+      end = piece.begin + piece.size;
+    });
+  });
+}
+
 // --- looks --------------------------------------------------------------------------------------
+
+Bytes Devices::largest_obtainable(int device) {
+  DeviceAllocator* const allocator = started(device);
+  return allocator == nullptr ? Bytes{} : allocator->largest_obtainable();
+}
+
+AllocatorStats Devices::stats(int device) const {
+  const DeviceAllocator* const allocator = started(device);
+  return allocator == nullptr ? AllocatorStats{} : allocator->stats();
+}
+
+AllocatorStats Devices::take_interval_stats(int device) {
+  DeviceAllocator* const allocator = started(device);
+  return allocator == nullptr ? AllocatorStats{} : allocator->take_interval_stats();
+}
+
+const char* Devices::out_of_memory_text() const { return out_of_memory_note().text(); }
+
+const char* Devices::failure_text() const { return failure_note().text(); }
 
 DeviceAllocator* Devices::started(int device) const {
   if (!is_number(device) || is_in_child()) return nullptr;

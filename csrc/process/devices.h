@@ -18,7 +18,6 @@
 
 #include <array>
 #include <atomic>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -28,7 +27,7 @@
 #include "core/device_allocator.h"
 #include "core/driver.h"
 #include "core/fork_guard.h"
-#include "process/core_table.h"
+#include "process/allocators.h"
 #include "process/device_source.h"
 
 namespace vramx {
@@ -39,9 +38,8 @@ struct DevicesOptions {
   std::vector<int> devices;  // those that may be started, where it is not for all
 };
 
-class Devices {
+class Devices final : public Allocators {
  public:
-  static constexpr int kAll = -1;
   static constexpr int kMostDevices = 64;
 
   Devices(std::unique_ptr<DeviceSource> source, DevicesOptions options);
@@ -51,30 +49,41 @@ class Devices {
   Devices(const Devices&) = delete;
   Devices& operator=(const Devices&) = delete;
 
-  // This object as C functions; lives as long as it does.
-  const CoreTable& table() const { return table_; }
+  // This object for code that is compiled apart; lives as long as it does.
+  const AllocatorsHandle& handle() const { return handle_; }
 
-  // --- blocks: core_table.h says what each does -------------------------------------------------
-  CoreCode allocate(int device, Bytes size, Stream stream, Address* address);
-  CoreCode free(Address address, CoreBlock* freed);
-  CoreCode record_stream(Address address, Stream stream);
-  CoreCode find_block(Address address, CoreBlock* block) const;
-
-  // --- what is kept for devices to come ---------------------------------------------------------
-  void set_limit(int device, Bytes limit);
-  void add_relief(std::function<void(int device)> relieve);
-  void set_observer(std::function<void(const CoreEvent&)> observe);
-  CoreCode allow_peer(int device, int peer);
+  // --- process/allocators.h says what each does -------------------------------------------------
+  CoreCode allocate(int device, Bytes size, Stream stream, Address* address) override;
+  CoreCode free(Address address, CoreBlock* freed) override;
+  CoreCode record_stream(Address address, StreamName stream, bool is_lasting) override;
+  CoreCode find(Address address, CoreBlock* block) const override;
+  void trim(int device) override;
+  CoreReport defragment(int device) override;
+  void set_limit(int device, Bytes limit) override;
+  void add_relief(Relieve relieve, void* context) override;
+  Bytes held(int device) const override;
+  Bytes allocated(int device) const override;
+  Bytes largest_obtainable(int device) override;
+  AllocatorStats stats(int device) const override;
+  AllocatorStats take_interval_stats(int device) override;
+  void reset_peak_stats(int device) override;
+  void reset_accumulated_stats(int device) override;
+  void for_each_piece(int device, Visit visit, void* context) const override;
+  void set_observer(Observe observe, void* context) override;
+  void set_surroundings(const Surroundings* surroundings) override;
+  const char* out_of_memory_text() const override;
+  const char* failure_text() const override;
+  bool is_in_child() const override { return fork_guard_.is_in_child(); }
+  CoreCode allow_peer(int device, int peer) override;
 
   // --- looks ------------------------------------------------------------------------------------
   // The allocator of a device; null before its start and in a forked child.
   DeviceAllocator* started(int device) const;
-  // Calls visit(device, allocator) for the device, or all with kAll, that was started.
-  template <class Visit>
-  void for_each_started(int device, Visit visit) const;
+  // Calls act(device, allocator) for the device, or all with kAll, that was started.
+  template <class Action>
+  void for_each_started(int device, Action act) const;
   const Driver* driver(int device) const;  // of a started device, else null
   Bytes capacity(int device) const;        // of any device; zero where it does not exist
-  bool is_in_child() const { return fork_guard_.is_in_child(); }
 
  private:
   struct Slot {
@@ -89,6 +98,10 @@ class Devices {
   union RoomForReport {
     RoomForReport() {}  // NOLINT(modernize-use-equals-default)
     OutOfMemory report;
+  };
+  struct Relief {
+    Relieve relieve = nullptr;
+    void* context = nullptr;
   };
   // Addresses of one device.
   struct Region {
@@ -116,7 +129,7 @@ class Devices {
   const std::unique_ptr<DeviceSource> source_;
   const DevicesOptions options_;
   const ForkGuard fork_guard_;
-  const CoreTable table_;
+  const AllocatorsHandle handle_;
 
   std::array<Slot, kMostDevices> slots_;
   std::array<Region, 2 * kMostDevices> regions_;
@@ -125,14 +138,13 @@ class Devices {
   // Of the slots' plain members and of all below. Held while a device starts, never while a relief
   // or the observer is called.
   mutable std::mutex mutex_;
-  std::vector<std::function<void(int)>> reliefs_;
-  std::function<void(const CoreEvent&)> observer_;
+  std::vector<Relief> reliefs_;
+  Observe observe_ = nullptr;
+  void* observed_by_ = nullptr;  // the context of observe_
+  const Surroundings* surroundings_ = nullptr;
 };
 
-CoreTable make_core_table(Devices& devices);
-
-// --- the hot path: what is written here in the header is compiled into the table's functions
-// ------
+// --- the hot path -------------------------------------------------------------------------------
 
 inline CoreCode Devices::allocate(int device, Bytes size, Stream stream, Address* address) {
   DeviceAllocator* allocator =
@@ -167,12 +179,12 @@ inline CoreCode Devices::free(Address address, CoreBlock* freed) {
   return region->allocator->free(address).ok() ? CoreCode::kOk : CoreCode::kNotOurs;
 }
 
-template <class Visit>
-void Devices::for_each_started(int device, Visit visit) const {
+template <class Action>
+void Devices::for_each_started(int device, Action act) const {
   const int first = device == kAll ? 0 : device;
   const int last = device == kAll ? kMostDevices - 1 : device;
   for (int i = first; i <= last; ++i) {
-    if (DeviceAllocator* const allocator = started(i)) visit(i, *allocator);
+    if (DeviceAllocator* const allocator = started(i)) act(i, *allocator);
   }
 }
 

@@ -54,18 +54,22 @@ VRAMX_EXPORT void vramx_plain_free(void* pointer, std::size_t, int, void*) {
   if (devices != nullptr && pointer != nullptr) devices->free(address_of(pointer), nullptr);
 }
 
+// torch says neither of which device the stream is nor whose it is. Streams of other devices are
+// recorded on memory by programs that copy between devices, which seldom run without the shim; so
+// the stream is taken to be of the block's device, and to be one that may be destroyed.
 VRAMX_EXPORT void vramx_plain_record_stream(void* pointer, void* stream) {
   using namespace vramx;
   Devices* const devices = served.load(std::memory_order_acquire);
   if (devices == nullptr || pointer == nullptr) return;
-  devices->record_stream(address_of(pointer), stream_of(stream));
+  CoreBlock block;
+  if (devices->find(address_of(pointer), &block) != CoreCode::kOk) return;
+  devices->record_stream(address_of(pointer), {stream_of(stream), block.device}, false);
 }
 
 VRAMX_EXPORT void vramx_plain_empty_cache() {
   using namespace vramx;
   Devices* const devices = served.load(std::memory_order_acquire);
-  if (devices == nullptr) return;
-  devices->for_each_started(Devices::kAll, [](int, DeviceAllocator& each) { each.trim(); });
+  if (devices != nullptr) devices->trim(Devices::kAll);
 }
 
 // Of the device's memory, as torch means it. A fraction of all of it sets no limit.

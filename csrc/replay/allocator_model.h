@@ -29,6 +29,10 @@ class AllocatorModel {
   virtual AllocateResult allocate(std::uint32_t id, Bytes size, std::uint8_t stream) = 0;
   // Only of ids that were allocated and not yet freed.
   virtual void free(std::uint32_t id) = 0;
+  // The time of the trace at which what follows is called.
+  virtual void set_time(std::uint32_t) {}
+  // The GPU has finished with what was freed up to this time of the trace, and with nothing since.
+  virtual void finish_until(std::uint32_t) {}
 
   // Held from the driver now.
   virtual Bytes reserved() const = 0;

@@ -41,9 +41,12 @@ Status CoreModel::start() {
   }
   AllocatorConfig config;
   config.limit = options_.capacity;
+  config.patience = {};  // a recorded program does not go on while a request waits
   Result<std::unique_ptr<DeviceAllocator>> made = DeviceAllocator::create(*driver_, config);
   if (!made.ok()) return made.status();
   allocator_ = std::move(made.value());
+  allocator_->set_surroundings(&surroundings_);
+  if (options_.has_work) sim_ = dynamic_cast<SimDriver*>(driver_.get());
   return ok_status();
 }
 
@@ -79,8 +82,18 @@ AllocateResult CoreModel::allocate(std::uint32_t id, Bytes size, std::uint8_t st
 
 void CoreModel::free(std::uint32_t id) {
   if (!streams_.empty()) check_pattern(id);
+  if (sim_ != nullptr) {
+    sim_->submit(blocks_[id].stream).status().ignore();
+    work_.push_back({time_us_, blocks_[id].stream});
+  }
   allocator_->free(blocks_[id].address).ignore();
   blocks_[id] = {};
+}
+
+void CoreModel::finish_until(std::uint32_t time_us) {
+  for (; !work_.empty() && work_.front().time_us <= time_us; work_.pop_front()) {
+    sim_->advance(work_.front().stream, 1);
+  }
 }
 
 void CoreModel::write_pattern(std::uint32_t id, Bytes size, Stream stream) {

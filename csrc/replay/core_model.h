@@ -6,13 +6,16 @@
 // the block is freed.
 #pragma once
 
+#include <deque>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "core/device_allocator.h"
+#include "core/surroundings.h"
 #include "driver/data_path.h"
+#include "driver/sim_driver.h"
 #include "replay/allocator_model.h"
 
 namespace vramx::replay {
@@ -25,6 +28,8 @@ struct CoreOptions {
   // Streams to deal the blocks out over, with patterns written and checked; 0 keeps the trace's own
   // streams and leaves the bytes alone.
   std::uint32_t pattern_streams = 0;
+  // Frees on the simulated device are work that is over when finish_until() says so; else at once.
+  bool has_work = false;
 };
 
 struct Placed {
@@ -42,6 +47,8 @@ class CoreModel final : public AllocatorModel {
 
   AllocateResult allocate(std::uint32_t id, Bytes size, std::uint8_t stream) override;
   void free(std::uint32_t id) override;
+  void set_time(std::uint32_t time_us) override { time_us_ = time_us; }
+  void finish_until(std::uint32_t time_us) override;
   Bytes reserved() const override { return allocator_->held(); }
   DriverCalls driver_calls() const override { return driver_->calls(); }
   std::uint64_t retries() const override;
@@ -67,13 +74,23 @@ class CoreModel final : public AllocatorModel {
     Stream stream = Stream::kDefault;
   };
 
+  // Work on a stream that is not over.
+  struct Work {
+    std::uint32_t time_us = 0;
+    Stream stream = Stream::kDefault;
+  };
+
   const CoreOptions options_;
+  const LastingStreams surroundings_;
   std::unique_ptr<Driver> driver_;
+  SimDriver* sim_ = nullptr;   // the same object, where work is simulated
   Bytewise* bytes_ = nullptr;  // the same object as driver_
   std::unique_ptr<DeviceAllocator> allocator_;
   std::vector<Held> blocks_;  // by id
   std::vector<Stream> streams_;
   std::uint64_t mismatches_ = 0;
+  std::uint32_t time_us_ = 0;
+  std::deque<Work> work_;
 };
 
 }  // namespace vramx::replay

@@ -1,7 +1,9 @@
 #include "replay/replay.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
+#include <deque>
 
 namespace vramx::replay {
 namespace {
@@ -9,6 +11,40 @@ namespace {
 constexpr Bytes kChunk{2 << 20};
 // Between two looks at the progress callback.
 constexpr std::size_t kSlice = 16384;
+
+// What streams have freed and the GPU has not finished with, by stream.
+class InFlightWork {
+ public:
+  explicit InFlightWork(std::uint32_t lag_us) : lag_us_(lag_us) {}
+
+  // Returns until when the GPU is done by now.
+  std::optional<std::uint32_t> go_to(std::uint32_t now_us) {
+    while (!frees_.empty() && frees_.front().time_us + std::uint64_t{lag_us_} <= now_us) {
+      by_stream_[frees_.front().stream] -= frees_.front().size;
+      sum_ -= frees_.front().size;
+      frees_.pop_front();
+    }
+    if (now_us < lag_us_) return {};
+    return now_us - lag_us_;
+  }
+  void add(const Event& free) {
+    frees_.push_back({free.time_us, free.stream, free.size});
+    by_stream_[free.stream] += free.size;
+    sum_ += free.size;
+  }
+  Bytes of_others(std::uint8_t stream) const { return sum_ - by_stream_[stream]; }
+
+ private:
+  struct Free {
+    std::uint32_t time_us = 0;
+    std::uint8_t stream = 0;
+    Bytes size;
+  };
+  const std::uint32_t lag_us_;
+  std::deque<Free> frees_;
+  std::array<Bytes, 256> by_stream_{};
+  Bytes sum_{};
+};
 
 // What no allocator can go below: holds the live bytes and nothing else.
 class LiveModel final : public AllocatorModel {
@@ -35,8 +71,9 @@ class LiveModel final : public AllocatorModel {
 
 Result<std::unique_ptr<AllocatorModel>> make_model(const Trace& trace, const RunOptions& options) {
   if (options.policy == Policy::kVramx) {
-    auto core = CoreModel::open({options.capacity, trace.id_count(), options.device,
-                                 options.ordinal, options.pattern_streams});
+    auto core =
+        CoreModel::open({options.capacity, trace.id_count(), options.device, options.ordinal,
+                         options.pattern_streams, options.gpu_lag_us.has_value()});
     if (!core.ok()) return core.status();
     return std::unique_ptr<AllocatorModel>(std::move(core.value()));
   }
@@ -56,7 +93,8 @@ class Run {
     for (std::size_t begin = 0; begin < events.size() && !is_over(); begin += kSlice) {
       const std::size_t end = std::min(begin + kSlice, events.size());
       const auto started = std::chrono::steady_clock::now();
-      options_.samples == 0 ? play<false>(begin, end) : play<true>(begin, end);
+      const bool is_watched = options_.samples != 0 || options_.gpu_lag_us.has_value();
+      is_watched ? play<true>(begin, end) : play<false>(begin, end);
       busy_ns_ += static_cast<double>(std::chrono::duration_cast<std::chrono::nanoseconds>(
                                           std::chrono::steady_clock::now() - started)
                                           .count());
@@ -69,27 +107,42 @@ class Run {
  private:
   bool is_over() const { return result_.is_out_of_memory || result_.is_stopped; }
 
-  template <bool kIsSampled>
+  template <bool kIsWatched>
   void play(std::size_t begin, std::size_t end) {
     const std::uint32_t half_us = trace_.span_us() / 2;
     for (std::size_t i = begin; i < end; ++i) {
       const Event& event = trace_.events()[i];
       if (!is_second_half_ && event.time_us > half_us) enter_second_half();
+      if constexpr (kIsWatched) go_to(event);
       if (event.kind == Event::Kind::kFree) {
         model_.free(event.id);
-        if constexpr (kIsSampled) live_ -= event.size;
+        if constexpr (kIsWatched) note_free(event);
       } else {
         if (model_.allocate(event.id, event.size, event.stream) != AllocateResult::kOk) {
           result_.is_out_of_memory = true;
           result_.out_of_memory_event = event.index;
           return;
         }
-        if constexpr (kIsSampled) live_ += event.size;
+        if constexpr (kIsWatched) note_allocation(event);
         result_.peak_reserved = max(result_.peak_reserved, model_.reserved());
       }
       ++done_;
-      if constexpr (kIsSampled) sample(i, event);
+      if constexpr (kIsWatched) sample(i, event);
     }
+  }
+
+  void go_to(const Event& event) {
+    if (!options_.gpu_lag_us) return;
+    model_.set_time(event.time_us);
+    if (const auto done_us = in_flight_.go_to(event.time_us)) model_.finish_until(*done_us);
+  }
+  void note_free(const Event& event) {
+    live_ -= event.size;
+    if (options_.gpu_lag_us) in_flight_.add(event);
+  }
+  void note_allocation(const Event& event) {
+    live_ += event.size;
+    result_.peak_in_use = max(result_.peak_in_use, live_ + in_flight_.of_others(event.stream));
   }
 
   void enter_second_half() {
@@ -98,6 +151,7 @@ class Run {
   }
 
   void sample(std::size_t i, const Event& event) {
+    if (options_.samples == 0) return;
     Timeline& line = result_.timeline;
     const std::size_t bucket = i * options_.samples / trace_.events().size();
     if (bucket >= line.time_us.size()) {
@@ -118,6 +172,7 @@ class Run {
     result_.retries = model_.retries();
     if (const auto* core = dynamic_cast<const CoreModel*>(&model_)) {
       result_.mismatches = core->mismatches();
+      result_.waits = static_cast<std::uint64_t>(core->stats().num_cross_stream);
       result_.host_bytes = static_cast<std::uint64_t>(core->stats().host_bytes);
     }
   }
@@ -127,6 +182,7 @@ class Run {
   AllocatorModel& model_;
   RunResult result_;
   Bytes live_{};
+  InFlightWork in_flight_{options_.gpu_lag_us.value_or(0)};
   std::uint64_t done_ = 0;
   double busy_ns_ = 0.0;
   bool is_second_half_ = false;

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,8 @@ struct RunOptions {
   CoreOptions::Device device = CoreOptions::Device::kSimulated;
   int ordinal = 0;
   std::uint32_t pattern_streams = 0;
+  // How long after a free the simulated GPU is done with the work before it; without one at once.
+  std::optional<std::uint32_t> gpu_lag_us{};
   std::size_t samples = 0;  // of the timeline; 0 takes none
   Progress progress;
 };
@@ -51,6 +54,10 @@ struct RunResult {
   std::uint64_t calls_second_half = 0;
   std::uint64_t retries = 0;
   std::uint64_t mismatches = 0;
+  std::uint64_t waits = 0;  // of one stream for another, made by the allocator
+  // The highest sum of live bytes and those in flight: what other streams than that of the
+  // allocation have freed and the GPU has not finished with.
+  Bytes peak_in_use{};
   std::uint64_t host_bytes = 0;  // of the core's books at the end, when they are largest
   Timeline timeline;
 };

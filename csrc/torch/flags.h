@@ -1,4 +1,4 @@
-// One word that says whether a request needs more than the core: the hot path reads it and nothing
+// One word that says whether a call needs more than the core: the hot path reads it and nothing
 // else. Lock-free; a bit is changed by the part that it belongs to, under that part's own lock.
 #pragma once
 
@@ -8,10 +8,10 @@
 namespace vramx {
 
 enum class Flag : std::uint32_t {
-  kDisabled = 1,     // caching is switched off: torch's own allocator serves everything
-  kPools = 2,        // some requests belong to a CUDA graph or a memory pool
-  kRecording = 4,    // a history is kept, or a tracker listens
-  kNativeHolds = 8,  // torch's own allocator has held memory: peaks are joint. Never cleared.
+  kDisabled = 1,   // caching is switched off: torch's own allocator serves everything
+  kPools = 2,      // some requests belong to a CUDA graph or a memory pool
+  kRecording = 4,  // a history is kept, or a tracker listens
+  kLate = 8,       // blocks from before a late installation may be freed without passing here
 };
 
 class Flags {

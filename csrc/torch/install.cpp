@@ -23,13 +23,12 @@ bool is_torchs_own(const std::string& name) {
   return name == "native" || name == "cudaMallocAsync";
 }
 
-std::string refusal(const CoreTable* table, CUDAAllocator* current, bool is_late) {
-  if (table == nullptr || table->version != CoreTable::kVersion ||
-      table->size_bytes != sizeof(CoreTable)) {
+std::string refusal(const AllocatorsHandle* core, CUDAAllocator* current, bool is_late) {
+  if (core == nullptr || !core->fits()) {
     return "the shim and the core were built from different versions of vramx";
   }
   if (Shim::installed() != nullptr) return "vramx is already installed in this process";
-  if (table->is_in_child(table->self)) return "vramx cannot be installed in a forked child";
+  if (core->allocators->is_in_child()) return "vramx cannot be installed in a forked child";
   if (current == nullptr) return "this torch has no CUDA allocator";
   if (!is_torchs_own(current->name())) {
     return "another CUDA allocator is installed in torch already: " + current->name();
@@ -43,9 +42,9 @@ std::string refusal(const CoreTable* table, CUDAAllocator* current, bool is_late
   return {};
 }
 
-void install(const CoreTable& table, CUDAAllocator& native) {
+void install(Allocators& core, CUDAAllocator& native) {
   const bool is_initialized = native.initialized();
-  const auto shim = std::make_shared<Shim>(table, native);
+  const auto shim = std::make_shared<Shim>(core, native);
   // A reference that is never given up: torch's own is gone before the last tensor is.
   new std::shared_ptr<Shim>(shim);
   Shim::connect(*shim);
@@ -63,12 +62,12 @@ void install(const CoreTable& table, CUDAAllocator& native) {
 
 VRAMX_EXPORT const char* vramx_torch_built_for() { return TORCH_VERSION; }
 
-VRAMX_EXPORT int vramx_torch_install(const vramx::CoreTable* table, int is_late) {
+VRAMX_EXPORT int vramx_torch_install(const vramx::AllocatorsHandle* core, int is_late) {
   try {
     vramx::CUDAAllocator* const current = vramx::torch_cuda::get();
-    const std::string refused = vramx::refusal(table, current, is_late != 0);
+    const std::string refused = vramx::refusal(core, current, is_late != 0);
     if (!refused.empty()) return vramx::fail_with(refused);
-    vramx::install(*table, *current);
+    vramx::install(*core->allocators, *current);
     return 0;
   } catch (const c10::Error& error) {
     return vramx::fail_with(error.what_without_backtrace());

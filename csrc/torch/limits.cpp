@@ -16,7 +16,7 @@ std::uint64_t rest(std::uint64_t limit, std::uint64_t taken) {
 
 }  // namespace
 
-JointLimits::JointLimits(const Core& core, CUDAAllocator& native, const JointStatistics& statistics)
+JointLimits::JointLimits(Allocators& core, CUDAAllocator& native, const JointStatistics& statistics)
     : core_(core), native_(native), statistics_(statistics) {
   for (auto& limit : limits_) limit.store(kNoLimit);
 }
@@ -26,7 +26,7 @@ void JointLimits::set(int device, std::uint64_t bytes) {
   const int last = device < 0 ? static_cast<int>(kMaxDevices) - 1 : device;
   const int count = native_.initialized() ? c10::cuda::device_count() : 0;
   for (int i = first; i <= last && i < static_cast<int>(kMaxDevices); ++i) limit(i).store(bytes);
-  core_.set_limit(device, bytes);
+  core_.set_limit(device, Bytes{bytes});
   for (int i = first; i <= last && i < count; ++i) {
     const auto index = static_cast<DeviceIndex>(i);
     bytes == kNoLimit ? lift(index) : rebalance(index);
@@ -63,21 +63,21 @@ void JointLimits::start(DeviceIndex device) {
 void JointLimits::rebalance(DeviceIndex device) {
   const std::uint64_t limit = get(device);
   if (limit == kNoLimit) return;
-  core_.set_limit(device, rest(limit, statistics_.native_held(device)));
+  core_.set_limit(device, Bytes{rest(limit, statistics_.native_held(device))});
   if (!native_.initialized()) return;
-  const auto left = static_cast<double>(rest(limit, core_.held(device)));
+  const auto left = static_cast<double>(rest(limit, core_.held(device).count));
   native_.setMemoryFraction(std::min(1.0, left / total_bytes(device)), device);
 }
 
 void JointLimits::lift(DeviceIndex device) {
-  core_.set_limit(device, kNoLimit);
+  core_.set_limit(device, Bytes{kNoLimit});
   native_.setMemoryFraction(1.0, device);
 }
 
 std::uint64_t JointLimits::room(DeviceIndex device) const {
   const std::uint64_t limit = get(device);
   if (limit == kNoLimit) return kNoLimit;
-  return rest(limit, core_.held(device) + statistics_.native_held(device));
+  return rest(limit, core_.held(device).count + statistics_.native_held(device));
 }
 
 }  // namespace vramx

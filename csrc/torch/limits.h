@@ -20,7 +20,7 @@ constexpr std::uint64_t kNoLimit = UINT64_MAX;
 
 class JointLimits {
  public:
-  JointLimits(const Core& core, CUDAAllocator& native, const JointStatistics& statistics);
+  JointLimits(Allocators& core, CUDAAllocator& native, const JointStatistics& statistics);
 
   // Before CUDA is initialised too: torch's allocator is told when it is. -1 means every device.
   void set(int device, std::uint64_t bytes);
@@ -43,7 +43,7 @@ class JointLimits {
   }
   void lift(DeviceIndex device);
 
-  const Core& core_;
+  Allocators& core_;
   CUDAAllocator& native_;
   const JointStatistics& statistics_;
   std::array<std::atomic<std::uint64_t>, kMaxDevices> limits_;

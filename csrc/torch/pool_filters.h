@@ -1,12 +1,20 @@
 // Which requests belong to a CUDA graph or a memory pool now, and so to torch's own allocator.
 //
-// It knows nothing of the pools themselves, which torch's allocator keeps. Thread-safe. A filter
-// runs under the lock, as it does in torch's allocator: it asks CUDA about a stream or compares
-// thread ids, and what it captured lives only until its removal. A request that reaches match()
-// while some filter is active costs a lock and a call for each.
+// It knows nothing of the pools themselves, which torch's allocator keeps. A pool's filter stays
+// until its end is told. A capture that fails is never told to have ended (torch up to 2.12 where
+// cudaStreamEndCapture fails, all where cudaStreamBeginCapture does or nobody calls capture_end;
+// pytorch#180395, #190308), and its filter refers to a graph that may be gone. So the stream of a
+// capture is remembered and asked: once it captures no more, the capture is over.
+//
+// Thread-safe. A filter runs under the lock, as it does in torch's allocator: it asks CUDA about a
+// stream or compares thread ids. A request that reaches match() while some filter is active on its
+// device costs a lock and a call for each; on other devices one read.
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include "torch/flags.h"
@@ -16,25 +24,69 @@ namespace vramx {
 
 class PoolFilters {
  public:
+  // A capture that was over without an end. `is_certain`: no end can follow any more.
+  struct Abandoned {
+    DeviceIndex device;
+    MempoolId_t pool;
+    bool is_certain;
+  };
+  enum class Removal : std::uint8_t { kDone, kWasAbandoned, kUnknown };
+
   explicit PoolFilters(Flags& flags) : flags_(flags) {}
 
+  // To be called on the thread that is about to capture, on its current stream, before the capture
+  // begins, as torch does. May raise what the filter raises; nothing is added then.
   void add(DeviceIndex device, MempoolId_t pool, StreamFilter filter);
-  void remove(DeviceIndex device, MempoolId_t pool);
+  Removal remove(DeviceIndex device, MempoolId_t pool);
+  // Forgets the captures that are over without an end, and returns them. Costs a call of CUDA for
+  // each capture. `beginning` is a stream on which the caller is about to begin one.
+  std::vector<Abandoned> take_abandoned(cudaStream_t beginning = nullptr);
+  // Whether to look for those: now and then, since nothing tells when a capture fails.
+  bool is_look_due() { return looks_.fetch_add(1, std::memory_order_relaxed) % kLookPeriod == 0; }
 
   bool match(DeviceIndex device, cudaStream_t stream) const;
-  bool has_any(DeviceIndex device) const;
+  // Whether a filter is active whose capture is not over. Without a lock where none is active.
+  bool is_filling(DeviceIndex device) const;
+  // Without a lock; right once those that were abandoned have been taken.
+  bool has_any(DeviceIndex device) const { return count(device).load() > 0; }
   bool has_any() const { return flags_.has(Flag::kPools); }
 
  private:
+  // An eager program gets back to the fast way after so many requests; captures of other threads
+  // meanwhile are asked at one request in as many.
+  static constexpr std::uint32_t kLookPeriod = 16;
+
+  // Where a capture takes place; no stream for a pool that is filled without one.
+  struct Capture {
+    cudaStream_t stream = nullptr;
+    std::thread::id thread;
+    bool is_kept = false;   // torch never destroys the stream
+    bool was_seen = false;  // it has begun
+  };
   struct Entry {
     DeviceIndex device;
     MempoolId_t pool;
     StreamFilter filter;
+    Capture capture;
+
+    bool is(DeviceIndex other, MempoolId_t id) const { return device == other && pool == id; }
   };
 
-  Flags& flags_;  // kPools is set while entries_ is not empty
+  static Capture capture_of(DeviceIndex device, const StreamFilter& filter);
+  // May set was_seen.
+  static bool is_over(Entry& entry, cudaStream_t beginning);
+
+  const std::atomic<int>& count(DeviceIndex device) const {
+    return counts_[static_cast<std::size_t>(device)];
+  }
+  void change_count(DeviceIndex device, int by);  // under the lock
+
+  Flags& flags_;                                        // kPools is set while entries_ is not empty
+  std::array<std::atomic<int>, kMaxDevices> counts_{};  // of entries_ by device
+  std::atomic<std::uint32_t> looks_{0};
   mutable std::mutex mutex_;
-  std::vector<Entry> entries_;
+  mutable std::vector<Entry> entries_;
+  std::vector<Abandoned> abandoned_;  // whose end may still be told
 };
 
 }  // namespace vramx

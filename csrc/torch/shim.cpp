@@ -19,14 +19,19 @@ thread_local const Context* served_context = nullptr;
 
 }  // namespace
 
-Shim::Shim(const CoreTable& table, CUDAAllocator& native)
+Shim::Shim(Allocators& core, CUDAAllocator& native)
     // The base calls none of these: every member that would is overridden.
     : CUDAPluggableAllocator(nullptr, nullptr),
-      core_(table),
+      core_(core),
       native_(native),
       is_uncached_(c10::utils::check_env("PYTORCH_NO_CUDA_MEMORY_CACHING") == true) {
   flags_.set(Flag::kDisabled, is_uncached_ || !native_.isEnabled());
   remember_native_deleter();
+}
+
+bool Shim::is_of_core(const void* pointer) const {
+  CoreBlock block;
+  return core_.find(address_of(pointer), &block) == CoreCode::kOk;
 }
 
 // --- allocate ---------------------------------------------------------------------------------
@@ -61,10 +66,8 @@ void* Shim::raw_alloc_with_stream(size_t size, cudaStream_t stream) {
   return serve({size, current_device(), stream});
 }
 
-// Nothing is special, and nobody watches who watches all threads.
-inline bool Shim::is_ordinary() const {
-  return !flags_.any() && c10::impl::GPUTrace::get_trace() == nullptr;
-}
+// Nobody looks on who looks at all threads.
+inline bool is_traced() { return c10::impl::GPUTrace::get_trace() != nullptr; }
 
 // Torch keeps each thread's profiler behind five calls of functions, 8 ns together on an H200's
 // host, where a call of ours takes some 80. So half of them is left out here, and a free asks for
@@ -75,15 +78,18 @@ inline bool is_in_profiler() {
 
 inline void* Shim::serve(const Request& request) {
   check_size(request.size);
-  if (!is_ordinary() || is_in_profiler()) return serve_observed(request);
-  void* pointer = nullptr;
-  const CoreCode code = core_.allocate(request.device, request.size, request.stream, &pointer);
-  return code == CoreCode::kOk ? pointer : serve_refused(request, code, nullptr);
+  if (flags_.any() || is_traced() || is_in_profiler()) return serve_observed(request);
+  Address address;
+  const CoreCode code =
+      core_.allocate(request.device, Bytes{request.size}, stream_of(request.stream), &address);
+  return code == CoreCode::kOk ? pointer_to(address) : serve_refused(request, code, nullptr);
 }
 
-bool Shim::goes_native(const Request& request) const {
+bool Shim::goes_native(const Request& request) {
   // Inside native a request is for a segment of a pool that was given us as its allocator.
   if (NativeScope::is_active()) return false;
+  if (!filters_.has_any(request.device)) return false;
+  if (filters_.is_look_due()) end_abandoned_captures();
   return filters_.match(request.device, request.stream);
 }
 
@@ -91,10 +97,12 @@ void* Shim::serve_observed(const Request& request) {
   if (core_.is_in_child() || goes_native(request)) return serve_from_native(request);
   const Context context = history_.gather(RecordContext::STATE);
   served_context = &context;
-  void* pointer = nullptr;
-  const CoreCode code = core_.allocate(request.device, request.size, request.stream, &pointer);
+  Address address;
+  const CoreCode code =
+      core_.allocate(request.device, Bytes{request.size}, stream_of(request.stream), &address);
   served_context = nullptr;
   if (code != CoreCode::kOk) return serve_refused(request, code, context);
+  void* const pointer = pointer_to(address);
   note_allocated(request, pointer, context);
   return pointer;
 }
@@ -121,7 +129,7 @@ void* Shim::serve_from_native(const Request& request) {
 }
 
 void Shim::note_allocated(const Request& request, void* pointer, const Context& context) {
-  if (flags_.has(Flag::kNativeHolds)) statistics_.note_allocation(request.device);
+  if (flags_.has(Flag::kLate)) statistics_.note_allocation(request.device);
   if (flags_.has(Flag::kRecording)) {
     history_.remember(pointer, context);
     history_.record({TraceEntry::ALLOC, request.device, reinterpret_cast<std::size_t>(pointer),
@@ -131,7 +139,7 @@ void Shim::note_allocated(const Request& request, void* pointer, const Context& 
   if (c10::memoryProfilingEnabled()) {
     note_profiler();
     CoreBlock block;
-    core_.find(pointer, &block);
+    core_.find(address_of(pointer), &block);
     report_usage(pointer, static_cast<std::int64_t>(block.size.count), request.device);
   }
   if (const auto* trace = c10::impl::GPUTrace::get_trace(); trace != nullptr) {
@@ -141,12 +149,15 @@ void Shim::note_allocated(const Request& request, void* pointer, const Context& 
 
 // --- free ---------------------------------------------------------------------------------------
 
+// Whose memory it is, the core tells without a lock, so it is asked first: pools, graphs and late
+// installations cost a free of the core's memory nothing.
 void Shim::release(void* pointer) {
   if (pointer == nullptr) return;
   Shim& self = *installed_;
   const bool may_be_profiled = self.has_profiled_.load(std::memory_order_relaxed);
-  const bool is_watched = !self.is_ordinary() || (may_be_profiled && is_in_profiler());
-  if (!is_watched && self.core_.free(pointer) == CoreCode::kOk) return;
+  const bool is_watched =
+      self.flags_.has(Flag::kRecording) || is_traced() || (may_be_profiled && is_in_profiler());
+  if (!is_watched && self.core_.free(address_of(pointer), nullptr) == CoreCode::kOk) return;
   self.free_observed(pointer);
 }
 
@@ -154,7 +165,7 @@ void Shim::release(void* pointer) {
 // whether caching is on now.
 void Shim::raw_delete(void* pointer) {
   if (pointer == nullptr) return;
-  if (flags_.has(Flag::kDisabled) && !core_.owns(pointer)) {
+  if (flags_.has(Flag::kDisabled) && !is_of_core(pointer)) {
     native_.raw_delete(pointer);
     return;
   }
@@ -165,7 +176,7 @@ void Shim::raw_delete(void* pointer) {
 void Shim::free_observed(void* pointer) {
   if (core_.is_in_child()) return;
   CoreBlock block;
-  if (core_.find(pointer, &block) != CoreCode::kOk) {
+  if (core_.find(address_of(pointer), &block) != CoreCode::kOk) {
     free_native(pointer);
     return;
   }
@@ -174,7 +185,7 @@ void Shim::free_observed(void* pointer) {
     (*trace)->trace_gpu_memory_deallocation(c10::kCUDA, reinterpret_cast<uintptr_t>(pointer));
   }
   if (flags_.has(Flag::kRecording)) note_freed(block, context);
-  core_.free(pointer);
+  core_.free(block.address, nullptr);
   if (c10::memoryProfilingEnabled()) {
     report_usage(pointer, -static_cast<std::int64_t>(block.size.count),
                  static_cast<DeviceIndex>(block.device));
@@ -184,14 +195,13 @@ void Shim::free_observed(void* pointer) {
 // The core takes a block back at once and remembers which streams it waits for, so the free is
 // complete when it is asked for.
 void Shim::note_freed(const CoreBlock& block, const Context& context) {
-  const auto* pointer = reinterpret_cast<const void*>(block.address.value);
+  const void* const pointer = pointer_to(block.address);
   const Context shown = context != nullptr ? context : history_.context_of(pointer);
   history_.forget(pointer);
   for (const auto action : {TraceEntry::FREE_REQUESTED, TraceEntry::FREE_COMPLETED}) {
-    history_.record(
-        {action, static_cast<DeviceIndex>(block.device), block.address.value, block.requested.count,
-         reinterpret_cast<cudaStream_t>(static_cast<std::uintptr_t>(block.stream))},
-        shown);
+    history_.record({action, static_cast<DeviceIndex>(block.device), block.address.value,
+                     block.requested.count, cuda_stream(block.stream)},
+                    shown);
   }
 }
 
@@ -209,8 +219,8 @@ void Shim::remember_native_deleter() {
 
 void Shim::report_usage(void* pointer, std::int64_t change, DeviceIndex device) {
   c10::reportMemoryUsageToProfiler(
-      pointer, change, core_.allocated(device) + statistics_.native_allocated(device),
-      core_.held(device) + statistics_.native_held(device), cuda_device(device));
+      pointer, change, core_.allocated(device).count + statistics_.native_allocated(device),
+      core_.held(device).count + statistics_.native_held(device), cuda_device(device));
 }
 
 void Shim::note_mapping(const CoreEvent& event) {
@@ -231,7 +241,10 @@ void Shim::recordStream(const c10::DataPtr& data, c10::cuda::CUDAStream stream) 
     native_.recordStream(data, stream);
     return;
   }
-  if (core_.record_stream(data.get(), stream.stream()) != CoreCode::kNotOurs) return;
+  const StreamName name{stream_of(stream.stream()), stream.device_index()};
+  if (core_.record_stream(address_of(data.get()), name, is_kept_by_torch(stream)) !=
+      CoreCode::kNotOurs)
+    return;
   c10::DataPtr as_native(data.get(), data.get(), native_deleter_.load(), data.device());
   native_.recordStream(as_native, stream);
   as_native.release_context();
@@ -240,10 +253,9 @@ void Shim::recordStream(const c10::DataPtr& data, c10::cuda::CUDAStream stream) 
 void Shim::init(int device_count) {
   const bool is_late = native_.initialized();
   native_.init(device_count);
+  if (is_late) statistics_.start_late(device_count);
   for (int i = device_count_.load(); i < device_count; ++i) {
-    const auto device = static_cast<DeviceIndex>(i);
-    if (is_late) statistics_.refresh(device);
-    limits_.start(device);
+    limits_.start(static_cast<DeviceIndex>(i));
   }
   if (device_count > device_count_.load()) device_count_.store(device_count);
 }

@@ -29,12 +29,13 @@
 #include "torch/pool_filters.h"
 #include "torch/statistics.h"
 #include "torch/torch_api.h"
+#include "torch/torch_streams.h"
 
 namespace vramx {
 
 class Shim final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator {
  public:
-  Shim(const CoreTable& table, CUDAAllocator& native);
+  Shim(Allocators& core, CUDAAllocator& native);
 
   // Makes `self` the one in this process: what frees memory is connected both ways. Once.
   static void connect(Shim& self);
@@ -169,9 +170,9 @@ class Shim final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllo
     return {pointer, pointer, &release, cuda_device(device)};
   }
 
+  bool is_of_core(const void* pointer) const;
   DeviceIndex current_device() const;
-  bool is_ordinary() const;
-  bool goes_native(const Request& request) const;
+  bool goes_native(const Request& request);
   void* serve(const Request& request);
   void* serve_observed(const Request& request);
   void* serve_refused(const Request& request, CoreCode code, const Context& context);
@@ -183,6 +184,10 @@ class Shim final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllo
   void report_usage(void* pointer, std::int64_t change, DeviceIndex device);
   void remember_native_deleter();
 
+  // Ends, in torch's stead, the captures that are over without an end; `beginning` as for
+  // PoolFilters::take_abandoned. Not from inside native.
+  void end_abandoned_captures(cudaStream_t beginning = nullptr);
+  void end_abandoned(const PoolFilters::Abandoned& capture);
   // After a call that may have changed what native holds on a device.
   void settle(DeviceIndex device);
   void check_device(DeviceIndex device) const;
@@ -198,7 +203,7 @@ class Shim final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllo
 
   inline static Shim* installed_ = nullptr;
 
-  const Core core_;
+  Allocators& core_;
   CUDAAllocator& native_;
   const bool is_uncached_;  // torch was told to ask CUDA for every tensor
   std::atomic<int> device_count_{0};
@@ -208,6 +213,7 @@ class Shim final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllo
 
   Flags flags_;
   PoolFilters filters_{flags_};
+  const TorchStreams streams_{filters_};
   JointStatistics statistics_{core_, native_, flags_};
   JointLimits limits_{core_, native_, statistics_};
   History history_{flags_};

@@ -95,6 +95,7 @@ void Shim::connect(Shim& self) {
   };
   self.core_.add_relief(relieve, &self);
   self.core_.set_observer(observe, &self);
+  self.core_.set_surroundings(&self.streams_);
   const auto create = [] { return std::make_unique<FreeCoreMemory>(); };
   c10::FreeCudaMemoryCallbacksRegistry()->Register(kCallback, create);
 }
@@ -108,6 +109,7 @@ void Shim::emptyCache(MempoolId_t pool) {
 void Shim::emptyCache() {
   const bool is_whole = true;
 #endif
+  end_abandoned_captures();
   // As native does: while a graph or a pool is being filled on a device, its cache stays, because
   // giving back waits for the device.
   for (int i = 0; is_whole && i < device_count(); ++i) {
@@ -134,6 +136,7 @@ void Shim::relieve(DeviceIndex device) {
   // Native waits for the core with its lock held, runs its callbacks and empties its cache itself.
   if (NativeScope::is_active() || core_.is_in_child()) return;
   run_free_memory_callbacks();
+  end_abandoned_captures();
   try {
     statistics_.refresh(device);
     const bool has_unused = statistics_.native_held(device) > statistics_.native_allocated(device);
@@ -148,9 +151,9 @@ void Shim::relieve(DeviceIndex device) {
 
 bool Shim::reclaim_for_native() {
   const DeviceIndex device = c10::cuda::current_device();
-  if (!NativeScope::is_active() || core_.held(device) == 0 || is_capturing()) return false;
+  if (!NativeScope::is_active() || !core_.held(device) || is_capturing()) return false;
   if (!lacks_memory(device, NativeScope::request())) return false;
-  const std::uint64_t before = core_.held(device);
+  const Bytes before = core_.held(device);
   core_.trim(device);
   limits_.rebalance(device);
   return core_.held(device) < before;
@@ -184,7 +187,7 @@ void Shim::cacheInfo(DeviceIndex device, size_t* largest) {
   check_device(device);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device).stream();
   const std::uint64_t obtainable =
-      goes_native({0, device, stream}) ? 0 : core_.largest_obtainable(device);
+      goes_native({0, device, stream}) ? 0 : core_.largest_obtainable(device).count;
   if (obtainable == 0) {
     native_.cacheInfo(device, largest);
   } else {
@@ -217,8 +220,8 @@ void Shim::fail(const Request& request, const Context& context) {
                   context);
   c10::reportOutOfMemoryToProfiler(
       static_cast<std::int64_t>(request.size),
-      core_.allocated(request.device) + statistics_.native_allocated(request.device),
-      core_.held(request.device) + statistics_.native_held(request.device),
+      core_.allocated(request.device).count + statistics_.native_allocated(request.device),
+      core_.held(request.device).count + statistics_.native_held(request.device),
       cuda_device(request.device));
   std::unique_lock lock(observers_mutex_);
   const auto observers = observers_;

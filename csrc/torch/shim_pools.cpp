@@ -6,15 +6,42 @@
 namespace vramx {
 
 // Native first, so that no request is sent there that it would not put into the pool; and for the
-// same reason the other way round at the end.
+// same reason the other way round at the end. On the stream of a capture that begins no other is
+// under way any more, whatever torch has told.
 void Shim::beginAllocateToPool(DeviceIndex device, MempoolId_t pool, StreamFilter filter) {
+  end_abandoned_captures(c10::cuda::getCurrentCUDAStream(device).stream());
   native_.beginAllocateToPool(device, pool, filter);
   filters_.add(device, pool, std::move(filter));
 }
 
+// What is not known here began before a late installation.
 void Shim::endAllocateToPool(DeviceIndex device, MempoolId_t pool) {
-  filters_.remove(device, pool);
+  if (filters_.remove(device, pool) == PoolFilters::Removal::kWasAbandoned) return;
   native_.endAllocateToPool(device, pool);
+}
+
+void Shim::end_abandoned_captures(cudaStream_t beginning) {
+  if (!filters_.has_any() || core_.is_in_child()) return;
+  for (const PoolFilters::Abandoned& each : filters_.take_abandoned(beginning)) {
+    // What cannot be ended stays as torch left it, and is no business of who happened to look.
+    try {
+      end_abandoned(each);
+    } catch (...) {
+    }
+  }
+}
+
+// Up to 2.13 torch also keeps the graph's share of the pool for good, and with it the pool's
+// memory; later releases give it up with the graph. A pool that a program named itself, and that
+// nobody else has a share in, stays: the next capture may name it again.
+void Shim::end_abandoned(const PoolFilters::Abandoned& capture) {
+  native_.endAllocateToPool(capture.device, capture.pool);
+#if VRAMX_TORCH < 214
+  const bool is_named = capture.pool.first == 0;
+  if (!capture.is_certain) return;
+  if (is_named && native_.getPoolUseCount(capture.device, capture.pool) < 2) return;
+  releasePool(capture.device, capture.pool);
+#endif
 }
 
 void Shim::releasePool(DeviceIndex device, MempoolId_t pool) {

@@ -49,7 +49,7 @@ torch_cuda::SnapshotInfo Shim::join_snapshot(torch_cuda::SnapshotInfo info, bool
       Trace& trace = info.device_traces[i];
       trace = join_traces(history_.entries(device), std::move(trace), to_nanoseconds);
     }
-    const std::size_t active = core_.allocated(device) + statistics_.native_allocated(device);
+    const std::size_t active = core_.allocated(device).count + statistics_.native_allocated(device);
     history_.record({TraceEntry::SNAPSHOT, device, 0, active}, nullptr);
   }
   return info;
@@ -110,14 +110,14 @@ std::string Shim::getUserMetadata() { return native_.getUserMetadata(); }
 
 #if VRAMX_TORCH >= 212
 Context Shim::getContextForPointer(const void* pointer) {
-  return core_.owns(pointer) ? history_.context_of(pointer) : native_.getContextForPointer(pointer);
+  return is_of_core(pointer) ? history_.context_of(pointer) : native_.getContextForPointer(pointer);
 }
 #endif
 
 #if VRAMX_TORCH >= 214
 void Shim::annotateMemory(const void* pointer, const std::string& metadata) {
   CoreBlock block;
-  if (core_.find(pointer, &block) != CoreCode::kOk) {
+  if (core_.find(address_of(pointer), &block) != CoreCode::kOk) {
     native_.annotateMemory(pointer, metadata);
     return;
   }

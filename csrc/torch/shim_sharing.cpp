@@ -5,13 +5,14 @@ namespace vramx {
 
 void* Shim::getBaseAllocation(void* pointer, size_t* size) {
   CoreBlock block;
-  if (core_.find(pointer, &block) != CoreCode::kOk) return native_.getBaseAllocation(pointer, size);
+  if (core_.find(address_of(pointer), &block) != CoreCode::kOk)
+    return native_.getBaseAllocation(pointer, size);
   if (size != nullptr) *size = block.size.count;
   return pointer;
 }
 
 torch_cuda::ShareableHandle Shim::shareIpcHandle(void* pointer) {
-  TORCH_CHECK(!core_.owns(pointer),
+  TORCH_CHECK(!is_of_core(pointer),
               "vramx: this tensor's memory cannot be shared with another process, because it is "
               "put together from pieces. Allocate what is to be shared inside "
               "`with torch.cuda.use_mem_pool(torch.cuda.MemPool()):`; that memory can be shared.");
@@ -38,7 +39,7 @@ void Shim::enablePeerAccess(DeviceIndex device, DeviceIndex accessed) {
 cudaError_t Shim::memcpyAsync(void* to, int to_device, const void* from, int from_device,
                               size_t count, cudaStream_t stream, bool p2p_enabled) {
   const bool is_plain = p2p_enabled || to_device == from_device ||
-                        (core_.held(to_device) == 0 && core_.held(from_device) == 0);
+                        (!core_.held(to_device) && !core_.held(from_device));
   if (!is_plain) return cudaMemcpyPeerAsync(to, to_device, from, from_device, count, stream);
   return native_.memcpyAsync(to, to_device, from, from_device, count, stream, p2p_enabled);
 }

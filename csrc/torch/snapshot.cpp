@@ -6,10 +6,6 @@
 namespace vramx {
 namespace {
 
-cudaStream_t stream_of(const CoreBlock& block) {
-  return reinterpret_cast<cudaStream_t>(static_cast<std::uintptr_t>(block.stream));
-}
-
 // The core knows neither pools nor streams' own memory, and maps piece by piece: so a segment is
 // large and expandable.
 torch_cuda::SegmentInfo empty_segment(DeviceIndex device, const CorePiece& piece) {
@@ -26,7 +22,7 @@ torch_cuda::SegmentInfo empty_segment(DeviceIndex device, const CorePiece& piece
 bool fits(const CorePiece& piece, const torch_cuda::SegmentInfo& segment) {
   if (piece.begins_segment) return false;
   return !piece.block.address || segment.allocated_size == 0 ||
-         segment.stream == stream_of(piece.block);
+         segment.stream == cuda_stream(piece.block.stream);
 }
 
 torch_cuda::BlockInfo block_of(const CorePiece& piece, const History& history) {
@@ -36,8 +32,7 @@ torch_cuda::BlockInfo block_of(const CorePiece& piece, const History& history) {
   block.requested_size = piece.block.requested.count;
   block.allocated = true;
   block.active = true;
-  block.context_when_allocated =
-      history.context_of(reinterpret_cast<const void*>(piece.block.address.value));
+  block.context_when_allocated = history.context_of(pointer_to(piece.block.address));
   return block;
 }
 
@@ -53,7 +48,7 @@ void append(const torch_cuda::BlockInfo& block, torch_cuda::SegmentInfo* segment
 
 }  // namespace
 
-void append_segments(const Core& core, const History& history, DeviceIndex device,
+void append_segments(const Allocators& core, const History& history, DeviceIndex device,
                      Segments* segments) {
   // Taken first and looked at after: a visit runs under the device's lock.
   std::vector<CorePiece> pieces;
@@ -67,7 +62,7 @@ void append_segments(const Core& core, const History& history, DeviceIndex devic
       segments->push_back(empty_segment(device, piece));
     }
     is_open = true;
-    if (piece.block.address) segments->back().stream = stream_of(piece.block);
+    if (piece.block.address) segments->back().stream = cuda_stream(piece.block.stream);
     append(block_of(piece, history), &segments->back());
   }
 }

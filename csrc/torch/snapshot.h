@@ -16,7 +16,7 @@ using ToUnixTime = std::function<c10::time_t(c10::approx_time_t)>;
 
 // A run of contiguous pieces whose live blocks are of one stream is a segment. Each live block is
 // found at the address that its owner has; the sizes add up to what the core holds.
-void append_segments(const Core& core, const History& history, DeviceIndex device,
+void append_segments(const Allocators& core, const History& history, DeviceIndex device,
                      Segments* segments);
 
 // Joins two traces of a device in order of time. Those of `core` still have the approximate clock's

@@ -60,21 +60,16 @@ DeviceStats torch_stats(const AllocatorStats& core) {
   return stats;
 }
 
-// Peaks apart, which do not add up: whichever is higher.
 void add(Stat& sum, const Stat& other) {
   sum.current += other.current;
   sum.allocated += other.allocated;
   sum.freed += other.freed;
-  sum.peak = std::max({sum.peak, other.peak, sum.current});
 }
 
-}  // namespace
-
 // What only torch's allocator has - oversize blocks, pools, what later releases add - stays as it
-// is in `native`.
-DeviceStats JointStatistics::joint(DeviceIndex device, const DeviceStats& native) const {
+// is in `native`; peaks are not added.
+DeviceStats sum_of(const DeviceStats& core, const DeviceStats& native) {
   DeviceStats sum = native;
-  const DeviceStats core = torch_stats(core_.stats(device));
   for (const auto array : kArrays) {
     for (std::size_t kind = 0; kind < sum.allocation.size(); ++kind) {
       add((sum.*array)[kind], (core.*array)[kind]);
@@ -88,29 +83,48 @@ DeviceStats JointStatistics::joint(DeviceIndex device, const DeviceStats& native
   return sum;
 }
 
-void JointStatistics::raise(Device& state, const DeviceStats& now) {
+}  // namespace
+
+void JointStatistics::raise(Device& state, const DeviceStats& core, const DeviceStats& native) {
+  const bool is_late = flags_.has(Flag::kLate);
   for (std::size_t i = 0; i < kStatArrays; ++i) {
-    for (std::size_t kind = 0; kind < now.allocation.size(); ++kind) {
+    for (std::size_t kind = 0; kind < core.allocation.size(); ++kind) {
+      const Stat& own = (core.*kArrays[i])[kind];
+      const std::int64_t now = (native.*kArrays[i])[kind].current;
+      std::int64_t& before = state.native[i][kind];
+      const std::int64_t constant = is_late ? std::min(before, now) : before;
       std::int64_t& peak = state.peaks[i][kind];
-      peak = std::max(peak, (now.*kArrays[i])[kind].current);
+      peak = std::max({peak, own.peak + constant, own.current + now});
+      before = now;
     }
   }
-  state.peak_allocated.store(state.peaks[kAllocatedBytes][0], std::memory_order_relaxed);
-  state.peak_held.store(state.peaks[kReservedBytes][0], std::memory_order_relaxed);
+}
+
+void JointStatistics::publish(Device& state) {
+  const auto publish = [](std::int64_t value, std::atomic<std::uint64_t>& where) {
+    where.store(static_cast<std::uint64_t>(value), std::memory_order_relaxed);
+  };
+  publish(state.peaks[kAllocatedBytes][0], state.peak_allocated);
+  publish(state.peaks[kReservedBytes][0], state.peak_held);
+  publish(state.native[kAllocatedBytes][0], state.native_allocated);
+  publish(state.native[kReservedBytes][0], state.native_held);
+  if (flags_.has(Flag::kLate) && !has_native_blocks()) flags_.set(Flag::kLate, false);
+}
+
+// What is known is never too low.
+bool JointStatistics::has_native_blocks() const {
+  return std::any_of(devices_.begin(), devices_.end(),
+                     [](const Device& each) { return each.native_allocated.load() > 0; });
 }
 
 DeviceStats JointStatistics::observe(DeviceIndex device) {
   static_assert(std::size(kArrays) == kStatArrays);
   Device& state = this->state(device);
   const DeviceStats native = native_.getDeviceStats(device);
-  const auto held = static_cast<std::uint64_t>(native.reserved_bytes[0].current);
-  state.native_allocated.store(static_cast<std::uint64_t>(native.allocated_bytes[0].current),
-                               std::memory_order_relaxed);
-  state.native_held.store(held, std::memory_order_relaxed);
-  if (held > 0 && !flags_.has(Flag::kNativeHolds)) flags_.set(Flag::kNativeHolds, true);
-  DeviceStats now = joint(device, native);
-  if (flags_.has(Flag::kNativeHolds)) raise(state, now);
-  return now;
+  const DeviceStats core = torch_stats(core_.take_interval_stats(device));
+  raise(state, core, native);
+  publish(state);
+  return sum_of(core, native);
 }
 
 DeviceStats JointStatistics::read(DeviceIndex device) {
@@ -119,16 +133,17 @@ DeviceStats JointStatistics::read(DeviceIndex device) {
   DeviceStats now = observe(device);
   for (std::size_t i = 0; i < kStatArrays; ++i) {
     for (std::size_t kind = 0; kind < now.allocation.size(); ++kind) {
-      Stat& stat = (now.*kArrays[i])[kind];
-      stat.peak = std::max(stat.peak, state.peaks[i][kind]);
+      (now.*kArrays[i])[kind].peak = state.peaks[i][kind];
     }
   }
   return now;
 }
 
+// Observed before as well, so that what torch's allocator had in the past counts no more.
 void JointStatistics::reset_peaks(DeviceIndex device) {
   Device& state = this->state(device);
   const std::lock_guard lock(state.mutex);
+  observe(device);
   core_.reset_peak_stats(device);
   native_.resetPeakStats(device);
   state.peaks = {};
@@ -153,13 +168,15 @@ void JointStatistics::refresh_held(int device_count) {
   }
 }
 
-// What is known of torch's allocator may be out of date, and then too high: tensors from before a
-// late installation are freed without passing here. So the sum only says when to look.
+void JointStatistics::start_late(int device_count) {
+  for (int i = 0; i < device_count; ++i) refresh(static_cast<DeviceIndex>(i));
+  flags_.set(Flag::kLate, has_native_blocks());
+}
+
 void JointStatistics::note_allocation(DeviceIndex device) {
   const Device& state = this->state(device);
-  const auto allocated =
-      static_cast<std::int64_t>(core_.allocated(device) + native_allocated(device));
-  const auto held = static_cast<std::int64_t>(core_.held(device) + native_held(device));
+  const std::uint64_t allocated = core_.allocated(device).count + native_allocated(device);
+  const std::uint64_t held = core_.held(device).count + native_held(device);
   if (allocated > state.peak_allocated.load(std::memory_order_relaxed) ||
       held > state.peak_held.load(std::memory_order_relaxed)) {
     refresh(device);

@@ -1,12 +1,18 @@
 // What torch.cuda.memory_stats reports: the core and torch's own allocator behind it, as one.
 //
 // Counts and sums are the two sides added up at the moment of asking. A sum of two peaks would
-// overstate the peak of the sum, so once torch's allocator has held memory the joint peaks are
-// raised here: after everything that it did, and whenever the core's allocation leads past the
-// highest joint sum so far. Before that the core's own peaks are the joint ones.
+// overstate the peak of the sum. But torch's allocator changes only where it is called, which is
+// through the shim: from one such call to the next its part is a constant, and the peak of the sum
+// in between is the core's own peak of that interval plus the constant. So the core is asked for
+// the peaks of an interval after every call of torch's allocator, and its own calls cost nothing.
+// What the core does on other threads during such a call counts with the part before it.
+//
+// Blocks from before a late installation are freed without passing here. While there are any, the
+// constant may be too high, so an interval counts with what is left of it, and an allocation of the
+// core that seems to lead past the highest sum so far is looked at, for two atomic reads below it.
 //
 // Thread-safe, one lock a device, held while torch's allocator is asked and never asked for from
-// inside it (torch/native_scope.h). note_allocation() costs two atomic reads below the peak.
+// inside it (torch/native_scope.h).
 #pragma once
 
 #include <array>
@@ -21,7 +27,7 @@ namespace vramx {
 
 class JointStatistics {
  public:
-  JointStatistics(const Core& core, CUDAAllocator& native, Flags& flags)
+  JointStatistics(Allocators& core, CUDAAllocator& native, Flags& flags)
       : core_(core), native_(native), flags_(flags) {}
 
   DeviceStats read(DeviceIndex device);
@@ -32,7 +38,9 @@ class JointStatistics {
   void refresh(DeviceIndex device);
   // The same for all devices where it held memory, for a change whose device is not known.
   void refresh_held(int device_count);
-  // After the core has allocated, while torch's allocator holds memory.
+  // After CUDA was initialised, with torch's allocator in use already.
+  void start_late(int device_count);
+  // After the core has allocated, while kLate is set.
   void note_allocation(DeviceIndex device);
 
   // Of torch's own allocator, as of the last refresh.
@@ -41,28 +49,30 @@ class JointStatistics {
 
  private:
   static constexpr std::size_t kStatArrays = 9;
-  using Peaks = std::array<std::array<std::int64_t, 3>, kStatArrays>;
+  using Figures = std::array<std::array<std::int64_t, 3>, kStatArrays>;
 
   struct Device {
     std::mutex mutex;
-    Peaks peaks{};
-    std::atomic<std::int64_t> peak_allocated{0};  // of peaks, to be read without the lock
-    std::atomic<std::int64_t> peak_held{0};
+    Figures peaks{};                               // of the sum, up to the last refresh
+    Figures native{};                              // what torch's allocator had then
+    std::atomic<std::uint64_t> peak_allocated{0};  // of peaks, to be read without the lock
+    std::atomic<std::uint64_t> peak_held{0};
     std::atomic<std::uint64_t> native_allocated{0};
     std::atomic<std::uint64_t> native_held{0};
   };
 
+  bool has_native_blocks() const;
   // Each under the device's lock.
   DeviceStats observe(DeviceIndex device);
-  DeviceStats joint(DeviceIndex device, const DeviceStats& native) const;
-  void raise(Device& state, const DeviceStats& now);
+  void raise(Device& state, const DeviceStats& core, const DeviceStats& native);
+  void publish(Device& state);
 
   Device& state(DeviceIndex device) { return devices_[static_cast<std::size_t>(device)]; }
   const Device& state(DeviceIndex device) const {
     return devices_[static_cast<std::size_t>(device)];
   }
 
-  const Core& core_;
+  Allocators& core_;
   CUDAAllocator& native_;
   Flags& flags_;
   std::array<Device, kMaxDevices> devices_;

@@ -1,12 +1,12 @@
-// Puts torch's CPU tensors on a CoreTable, so that real models train through the core without a
+// Puts torch's CPU tensors on the core, so that real models train through the core without a
 // GPU.
 //
 // It replaces torch's allocator for the CPU and links libc10 alone. Tensors made before it was
 // installed go back to the allocator that made them, since a tensor carries its deleter; tensors
-// made while it was installed go back to the table, which has to outlive them. It can poison memory
+// made while it was installed go back to the core, which has to outlive them. It can poison memory
 // and plant the defects that a comparison of two runs has to notice. All work of the CPU is
 // immediate, so everything is on device 0 and the default stream. Thread-safe. Poison costs two
-// writes of each block, the rest what the table costs.
+// writes of each block, the rest what the core costs.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
@@ -17,7 +17,7 @@
 #include <mutex>
 #include <utility>
 
-#include "process/core_table.h"
+#include "process/allocators.h"
 
 namespace vramx::cpu_torch {
 namespace {
@@ -39,10 +39,9 @@ struct Counts {
   std::uint64_t defects = 0;  // planted
 };
 
-class TableAllocator final : public c10::Allocator {
+class CoreAllocator final : public c10::Allocator {
  public:
-  TableAllocator(const CoreTable& table, bool has_poison)
-      : table_(table), has_poison_(has_poison) {}
+  CoreAllocator(Allocators& core, bool has_poison) : core_(core), has_poison_(has_poison) {}
 
   c10::DataPtr allocate(std::size_t size) override;
   c10::DeleterFnPtr raw_deleter() const override { return &give_back; }
@@ -65,7 +64,7 @@ class TableAllocator final : public c10::Allocator {
   }
   c10::DataPtr allocate_wrongly(std::size_t size);
 
-  const CoreTable& table_;
+  Allocators& core_;
   const bool has_poison_;
   std::atomic<std::uint64_t> blocks_{0};
   std::atomic<std::uint64_t> bytes_{0};
@@ -82,18 +81,18 @@ class TableAllocator final : public c10::Allocator {
   std::size_t latest_size_ = 0;
 };
 
-// Never destroyed: torch keeps the pointer, and a deleter knows no other way back to the table.
-TableAllocator* installed = nullptr;
+// Never destroyed: torch keeps the pointer, and a deleter knows no other way back to the core.
+CoreAllocator* installed = nullptr;
 
 Address address_of(void* data) { return {reinterpret_cast<std::uint64_t>(data)}; }
 
-c10::DataPtr TableAllocator::allocate(std::size_t size) {
+c10::DataPtr CoreAllocator::allocate(std::size_t size) {
   if (size == 0) return wrap(nullptr, &give_back);
   if (has_defect_) return allocate_wrongly(size);
   return wrap(take(size), &give_back);
 }
 
-c10::DataPtr TableAllocator::allocate_wrongly(std::size_t size) {
+c10::DataPtr CoreAllocator::allocate_wrongly(std::size_t size) {
   if (size < kSmallestVictim) return wrap(take(size), &give_back);
   const std::scoped_lock lock(mutex_);
   const bool is_due = ++candidates_ % period_ == 0;
@@ -109,13 +108,12 @@ c10::DataPtr TableAllocator::allocate_wrongly(std::size_t size) {
   return wrap(std::exchange(latest_, nullptr), &leave_alone);
 }
 
-void* TableAllocator::take(std::size_t size) {
+void* CoreAllocator::take(std::size_t size) {
   Address address{};
-  const CoreCode code = table_.allocate(table_.self, 0, {size}, Stream::kDefault, &address);
+  const CoreCode code = core_.allocate(0, {size}, Stream::kDefault, &address);
   if (code != CoreCode::kOk) {
-    TORCH_CHECK_WITH(OutOfMemoryError, code != CoreCode::kOutOfMemory,
-                     table_.out_of_memory_text(table_.self));
-    TORCH_CHECK(false, table_.failure_text(table_.self));
+    TORCH_CHECK_WITH(OutOfMemoryError, code != CoreCode::kOutOfMemory, core_.out_of_memory_text());
+    TORCH_CHECK(false, core_.failure_text());
   }
   void* const data = reinterpret_cast<void*>(address.value);
   if (has_poison_) std::memset(data, kPoison, size);
@@ -124,16 +122,16 @@ void* TableAllocator::take(std::size_t size) {
   return data;
 }
 
-void TableAllocator::free(void* data) {
+void CoreAllocator::free(void* data) {
   CoreBlock block;
-  if (has_poison_ && table_.find(table_.self, address_of(data), &block) == CoreCode::kOk) {
+  if (has_poison_ && core_.find(address_of(data), &block) == CoreCode::kOk) {
     std::memset(data, kPoison, block.size.count);
   }
-  const CoreCode code = table_.free(table_.self, address_of(data), nullptr);
+  const CoreCode code = core_.free(address_of(data), nullptr);
   ++(code == CoreCode::kOk ? frees_ : refused_frees_);
 }
 
-void TableAllocator::give_back(void* data) {
+void CoreAllocator::give_back(void* data) {
   if (data == nullptr) return;
   if (installed->has_defect_) {
     const std::scoped_lock lock(installed->mutex_);
@@ -142,34 +140,32 @@ void TableAllocator::give_back(void* data) {
   installed->free(data);
 }
 
-void TableAllocator::plant(Defect defect, std::uint64_t period) {
+void CoreAllocator::plant(Defect defect, std::uint64_t period) {
   const std::scoped_lock lock(mutex_);
   defect_ = defect;
   period_ = period;
   has_defect_ = defect != Defect::kNone;
 }
 
-Counts TableAllocator::counts() const {
-  return {blocks_, bytes_, frees_, refused_frees_, defects_};
-}
+Counts CoreAllocator::counts() const { return {blocks_, bytes_, frees_, refused_frees_, defects_}; }
 
 }  // namespace
 }  // namespace vramx::cpu_torch
 
 extern "C" {
 
-// Once in a process, before other threads allocate. 0: done; 1: there is one already; 2: the table
+// Once in a process, before other threads allocate. 0: done; 1: there is one already; 2: the core
 // is of another version.
-int vramx_cpu_install(const vramx::CoreTable* table, int has_poison) {
+int vramx_cpu_install(const vramx::AllocatorsHandle* core, int has_poison) {
   using vramx::cpu_torch::installed;
   if (installed != nullptr) return 1;
-  if (table->version != vramx::CoreTable::kVersion || table->size_bytes != sizeof(*table)) return 2;
-  installed = new vramx::cpu_torch::TableAllocator(*table, has_poison != 0);
+  if (!core->fits()) return 2;
+  installed = new vramx::cpu_torch::CoreAllocator(*core->allocators, has_poison != 0);
   c10::SetAllocator(c10::kCPU, installed, vramx::cpu_torch::kPriority);
   return 0;
 }
 
-// New tensors are torch's own again; those that are there still go back to the table.
+// New tensors are torch's own again; those that are there still go back to the core.
 void vramx_cpu_leave() {
   c10::SetAllocator(c10::kCPU, c10::GetDefaultCPUAllocator(), vramx::cpu_torch::kPriority);
 }

@@ -1,6 +1,6 @@
-"""Loads the library that puts torch's CPU tensors on a core's table; see cpu_allocator.cpp.
+"""Loads the library that puts torch's CPU tensors on a core; see cpu_allocator.cpp.
 
-One process can install it once, and keeps it: the table has to outlive every tensor. The library is
+One process can install it once, and keeps it: the core has to outlive every tensor. The library is
 compiled for the torch that is imported, in two seconds, and kept (see benchmarks/native/build.py).
 """
 
@@ -14,7 +14,7 @@ import torch
 from benchmarks.native.build import load_library
 
 DEFECTS = {"early_free": 1, "shared_address": 2}
-_INSTALL_ERRORS = {1: "there is an allocator on a table already", 2: "the table's version differs"}
+_INSTALL_ERRORS = {1: "there is an allocator on a core already", 2: "the core's version differs"}
 
 
 class Counts(ctypes.Structure):
@@ -30,16 +30,16 @@ class Counts(ctypes.Structure):
 
 
 class CpuAllocator:
-    """torch's allocator for the CPU, on a table of the core; constructing it installs it.
+    """torch's allocator for the CPU, on the core; constructing it installs it.
 
     Args:
-        table_address: of a CoreTable whose device 0 is used.
+        handle_address: of an AllocatorsHandle; its device 0 is used.
         poison: overwrite blocks with not-a-number when they are handed out and when they are freed.
     """
 
-    def __init__(self, table_address: int, poison: bool = True) -> None:
+    def __init__(self, handle_address: int, poison: bool = True) -> None:
         self._library = _load()
-        code = self._library.vramx_cpu_install(ctypes.c_void_p(table_address), int(poison))
+        code = self._library.vramx_cpu_install(ctypes.c_void_p(handle_address), int(poison))
         if code:
             raise RuntimeError(_INSTALL_ERRORS[code])
 

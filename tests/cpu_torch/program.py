@@ -65,7 +65,7 @@ def train_both(model: str, mode: str, folder: Path) -> None:
     has_defect = mode in DEFECTS
     plain = Trained([], []) if has_defect else train(model, STEPS)
     devices = _core.open_simulated(1, CAPACITY_BYTES, GRANULARITY_BYTES)
-    allocator = CpuAllocator(devices.table_address)
+    allocator = CpuAllocator(devices.handle_address)
     report: dict[str, Any] = {}
     if has_defect:
         allocator.plant(mode, DEFECT_PERIOD)

@@ -205,3 +205,48 @@ def test_each_replay_of_a_captured_step_draws_new_noise() -> None:
     assert not torch.equal(*replays)
     for replay in replays:
         assert 0 < relative_error(replay, exact) < 0.02
+
+
+def _packed_by_hooks(x: Any, weight: Any) -> Any:
+    from vramx.compression.hooks import compress
+
+    with compress(min_bytes=0):
+        return x * weight
+
+
+def _fused(x: Any, weight: Any) -> Any:
+    from vramx.nn.functional import rms_norm
+
+    return rms_norm(x, weight, eps=0.0).y
+
+
+def _checkpointed(x: Any, weight: Any) -> Any:
+    import vramx
+
+    return vramx.checkpoint(lambda each: each * weight, x)
+
+
+@pytest.mark.parametrize("layer", [_packed_by_hooks, _fused, _checkpointed])
+def test_on_a_side_stream_a_dropped_input_lives_until_it_is_read(layer: Any) -> None:
+    """The side stream is late; what the program allocates next must not take the input's place."""
+    import torch
+
+    side = torch.cuda.Stream()
+    rows, width = 1 << 14, 1024
+    weight = torch.ones(width, device="cuda", requires_grad=True)
+    for _ in range(2):  # the first round compiles kernels, and is late for that
+        source = torch.ones(rows, width, device="cuda", requires_grad=True)
+        x = source * 1.0
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(100_000_000)
+            y = layer(x, weight)
+        del x
+        others = [torch.full((rows, width), value, device="cuda") for value in (7.0, 9.0)]
+        torch.cuda.synchronize()
+        weight.grad = None
+        y.sum().backward()
+        torch.cuda.synchronize()
+        assert torch.allclose(y, torch.ones_like(y), atol=1e-3)
+        assert torch.allclose(weight.grad, torch.full_like(weight, rows), rtol=0.01)
+        del others

@@ -7,6 +7,7 @@ import gc
 import inspect
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,21 @@ def test_pools_nest() -> None:
     assert holds_address(outer.snapshot(), third.data_ptr())
     pools = [pool for pool in (outer, inner) if holds_address(pool.snapshot(), second.data_ptr())]
     assert len(pools) == 1
+
+
+def test_a_pool_that_is_being_filled_takes_no_requests_of_other_threads() -> None:
+    import torch
+
+    cached = block(SIZE)
+    held = torch.cuda.memory_reserved()
+    taken = []
+    with torch.cuda.use_mem_pool(new_pool()):
+        del cached
+        thread = threading.Thread(target=lambda: taken.append(block(SIZE)))
+        thread.start()
+        thread.join()
+    assert len(taken) == 1
+    assert torch.cuda.memory_reserved() == held
 
 
 def test_a_tensor_may_outlive_its_pool() -> None:

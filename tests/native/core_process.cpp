@@ -1,4 +1,4 @@
-// The device allocators of a process, and the tables of C functions in front of them: one claim a
+// The device allocators of a process, and the interface in front of them: one claim a
 // check. Prints one line a check and a closing count. The checks are in process/. Needs no device;
 // a second or two.
 //
@@ -11,7 +11,7 @@
 int main() {
   namespace checks = vramx::process_checks;
   checks::check_devices();
-  checks::check_table();
+  checks::check_allocators();
   checks::check_plain();
   checks::check_forks();
   checks::check_threads();

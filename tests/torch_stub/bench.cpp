@@ -3,10 +3,17 @@
 
 #include <algorithm>
 
+#include "recording_core.h"
+
 namespace vramx::stub {
 namespace {
 
 struct EmptyState final : torch_cuda::AllocatorState {};
+
+RecordingCore& recording_core() {
+  static auto* core = new RecordingCore;
+  return *core;
+}
 
 c10::DataPtr data_of(void* pointer) {
   return {pointer, pointer, current().raw_deleter(), cuda_device(machine().device)};
@@ -51,6 +58,9 @@ BENCH void bench_set_native_fraction(double fraction, int device) {
   native().setMemoryFraction(fraction, static_cast<DeviceIndex>(device));
 }
 BENCH void* bench_native_allocate(std::size_t size) { return native().raw_alloc(size); }
+// As a tensor from before an installation is freed.
+BENCH void bench_native_free(void* pointer) { native().raw_deleter()(pointer); }
+BENCH int bench_native_stats_reads() { return native().stats_reads; }
 BENCH void bench_rename_native(const char* name) { native().rename(name); }
 BENCH void bench_segment_source() { native().segment_source = &current(); }
 
@@ -95,6 +105,27 @@ BENCH void bench_record_stream(void* pointer, std::uintptr_t stream) {
     data.release_context();
   });
 }
+// --- a core that notes what it is told of streams ---
+
+BENCH std::uintptr_t bench_recording_core() {
+  return reinterpret_cast<std::uintptr_t>(&recording_core().handle);
+}
+BENCH const char* bench_recorded() {
+  std::string lines;
+  for (const std::string& line : recording_core().journal) lines += line + "\n";
+  return keep(lines);
+}
+BENCH int bench_finds() { return recording_core().finds; }
+BENCH int bench_is_lasting(std::uintptr_t stream, int device) {
+  return recording_core().surroundings->is_lasting({Stream{stream}, device});
+}
+BENCH int bench_is_current(std::uintptr_t stream, int device) {
+  return recording_core().surroundings->is_current({Stream{stream}, device});
+}
+BENCH int bench_is_capturing(int device) {
+  return recording_core().surroundings->is_capturing(device);
+}
+
 BENCH void bench_enable(int value) { current().enable(value != 0); }
 // ns for one allocation and one free, the least of `repeats` rounds.
 BENCH double bench_nanoseconds(std::size_t size, int rounds, int repeats) {
@@ -143,6 +174,40 @@ BENCH void bench_begin_pool(int device, unsigned long long pool, std::uintptr_t 
 BENCH void bench_end_pool(int device, unsigned long long pool) {
   guarded([&] { current().endAllocateToPool(static_cast<DeviceIndex>(device), {0, pool}); });
 }
+// --- captures, in the steps of torch's CUDAGraph ---
+
+// On the current stream, with the graph's own pool or one that the program has named.
+BENCH void bench_capture_begin(int device, unsigned long long own, unsigned long long named) {
+  guarded([&] {
+    const cudaStream_t stream = machine().stream;
+    current().beginAllocateToPool(static_cast<DeviceIndex>(device), {own, named},
+                                  [=](cudaStream_t asked) {
+                                    const auto found = machine().captures.find(asked);
+                                    return asked == stream && found != machine().captures.end() &&
+                                           found->second == cudaStreamCaptureStatusActive;
+                                  });
+    machine().captures[stream] = cudaStreamCaptureStatusActive;
+  });
+}
+// From now on it can only be ended, and that fails.
+BENCH void bench_capture_invalidate(std::uintptr_t stream) {
+  machine().captures[reinterpret_cast<cudaStream_t>(stream)] = cudaStreamCaptureStatusInvalidated;
+}
+// What cudaStreamEndCapture does, without what torch does after it.
+BENCH void bench_capture_stop(std::uintptr_t stream) {
+  machine().captures.erase(reinterpret_cast<cudaStream_t>(stream));
+}
+BENCH void bench_capture_tell_end(int device, unsigned long long own, unsigned long long named) {
+  guarded([&] { current().endAllocateToPool(static_cast<DeviceIndex>(device), {own, named}); });
+}
+BENCH void bench_release_pool(int device, unsigned long long own, unsigned long long named) {
+  guarded([&] { current().releasePool(static_cast<DeviceIndex>(device), {own, named}); });
+}
+
+BENCH int bench_pool_use_count(unsigned long long named) {
+  return native().getPoolUseCount(0, {0, named});
+}
+
 BENCH void bench_use_in_need([[maybe_unused]] int device,
                              [[maybe_unused]] unsigned long long pool) {
   guarded([&] {

@@ -14,6 +14,12 @@ void change(Stat& stat, std::int64_t by) {
          : stat.decrease(static_cast<std::size_t>(-by));
 }
 
+// A graph's own pool is told from one that a program named by its first number.
+std::string name_of(MempoolId_t pool) {
+  const bool is_named = pool.first == 0;
+  return (is_named ? "" : "graph ") + std::to_string(is_named ? pool.second : pool.first);
+}
+
 // The deleters of cached and of uncached tensors, told apart by their addresses.
 void delete_cached(void* pointer) { native().raw_delete(pointer); }
 void delete_uncached(void* pointer) {
@@ -168,17 +174,28 @@ void Native::resetPeakStats(DeviceIndex device) {
   at(device).stats.reserved_bytes[0].reset_peak();
 }
 
-void Native::beginAllocateToPool(DeviceIndex, MempoolId_t pool, StreamFilter) {
-  note("begin " + std::to_string(pool.second));
+void Native::beginAllocateToPool(DeviceIndex, MempoolId_t id, StreamFilter) {
+  note("begin " + name_of(id));
+  const bool is_known = pools_.contains(id);
+  Pool& pool = pools_[id];
+  TORCH_CHECK(!is_known || pool.use_count > 0, "a pool that is gone");
+  TORCH_CHECK(!pool.is_filling, "already recording to mempool_id");
+  ++pool.use_count;
+  pool.is_filling = true;
 }
 
-void Native::endAllocateToPool(DeviceIndex, MempoolId_t pool) {
-  note("end " + std::to_string(pool.second));
+void Native::endAllocateToPool(DeviceIndex, MempoolId_t id) {
+  note("end " + name_of(id));
+  TORCH_CHECK(pools_[id].is_filling, "not currently recording to mempool_id");
+  pools_[id].is_filling = false;
 }
 
-void Native::releasePool(DeviceIndex, MempoolId_t pool) {
-  note("release " + std::to_string(pool.second));
+void Native::releasePool(DeviceIndex, MempoolId_t id) {
+  note("release " + name_of(id));
+  TORCH_CHECK(--pools_[id].use_count >= 0, "released too often");
 }
+
+int Native::getPoolUseCount(DeviceIndex, MempoolId_t id) { return pools_[id].use_count; }
 
 std::shared_ptr<void> Native::getIpcDevPtr(std::string handle) {
   note("open " + handle);

@@ -19,6 +19,7 @@ class Native final : public Pluggable {
   Native() : Pluggable(nullptr, nullptr) {}
 
   std::vector<std::string> journal;
+  int stats_reads = 0;
   // A pool that gets its segments from this allocator, as MemPool(allocator) asks for.
   CUDAAllocator* segment_source = nullptr;
 
@@ -38,12 +39,16 @@ class Native final : public Pluggable {
   void cacheInfo(DeviceIndex device, size_t* largest) override;
   void* getBaseAllocation(void* pointer, size_t* size) override;
   void recordStream(const c10::DataPtr& data, c10::cuda::CUDAStream stream) override;
-  DeviceStats getDeviceStats(DeviceIndex device) override { return at(device).stats; }
+  DeviceStats getDeviceStats(DeviceIndex device) override {
+    ++stats_reads;
+    return at(device).stats;
+  }
   void resetAccumulatedStats(DeviceIndex device) override;
   void resetPeakStats(DeviceIndex device) override;
   void beginAllocateToPool(DeviceIndex device, MempoolId_t pool, StreamFilter filter) override;
   void endAllocateToPool(DeviceIndex device, MempoolId_t pool) override;
   void releasePool(DeviceIndex device, MempoolId_t pool) override;
+  int getPoolUseCount(DeviceIndex device, MempoolId_t pool) override;
   std::shared_ptr<void> getIpcDevPtr(std::string handle) override;
   torch_cuda::ShareableHandle shareIpcHandle(void* pointer) override;
   void attachOutOfMemoryObserver(torch_cuda::OutOfMemoryObserver observer) override;
@@ -91,6 +96,11 @@ class Native final : public Pluggable {
     std::vector<TraceEntry> trace;
   };
 
+  struct Pool {
+    int use_count = 0;
+    bool is_filling = false;
+  };
+
   Device& at(DeviceIndex device) { return devices_.at(static_cast<std::size_t>(device)); }
   void note(std::string text) { journal.push_back(std::move(text)); }
   void* from_cache(std::size_t size, DeviceIndex device);
@@ -102,6 +112,7 @@ class Native final : public Pluggable {
 
   std::vector<Device> devices_;
   std::map<void*, Block> blocks_;
+  std::map<MempoolId_t, Pool> pools_;
   c10::ApproximateClockToUnixTimeConverter clock_;
   std::string name_ = "native";
   bool is_enabled_ = true;

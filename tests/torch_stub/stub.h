@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 
 #include "torch/torch_api.h"
 
@@ -18,9 +19,10 @@ struct Machine {
   cudaStream_t stream = nullptr;
   std::size_t total_bytes = std::size_t{1} << 30;
   std::size_t free_bytes = std::size_t{1} << 30;
-  bool is_capturing = false;
-  bool is_broken = false;  // an earlier error sticks
-  int peer_copies = 0;     // calls of cudaMemcpyPeerAsync
+  bool is_capturing = false;                                 // every stream
+  std::map<cudaStream_t, cudaStreamCaptureStatus> captures;  // those that are capturing
+  bool is_broken = false;                                    // an earlier error sticks
+  int peer_copies = 0;                                       // calls of cudaMemcpyPeerAsync
 };
 
 Machine& machine();

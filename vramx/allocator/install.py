@@ -170,7 +170,7 @@ def _install(torch: ModuleType, options: Options, strict: bool, late: bool) -> I
 
 def _install_shim(torch: ModuleType, options: Options, late: bool, shim: Shim) -> Installation:
     devices = open_devices(options)
-    shim.install(devices.table_address, late)
+    shim.install(devices.handle_address, late)
     profiler_start.watch(shim.note_profiler)
     memory = torch.cuda.memory
     # Its __init__ would load a library by path; the shim is loaded, and torch has it already.

@@ -2,8 +2,12 @@
 
 torch ships an allocator that calls functions by address. vramx._core exports such functions, so
 this needs no compiler and no headers, and serves every torch. It also lacks what torch's class
-lacks; the warning that comes with it lists that (see MISSING). Safe all the same: streams are
-recorded, the cache can be emptied, and a CUDA graph is refused rather than corrupted.
+lacks; the warning that comes with it lists that (see MISSING). Safe all the same: the cache can be
+emptied, a CUDA graph is refused rather than corrupted, and Tensor.record_stream() reaches the core.
+Without that last hook torch would ignore record_stream, and memory that another stream still reads
+would be given to the next tensor; so a torch that lacks it is refused. What the hook does not tell
+is the stream's device and whose stream it is: one of another GPU than the tensor's is not waited
+for, as it is with the shim.
 """
 
 from __future__ import annotations

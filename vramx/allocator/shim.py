@@ -54,13 +54,13 @@ class Shim:
         library.vramx_torch_is_installed.restype = ctypes.c_int
         library.vramx_torch_is_installed.argtypes = []
 
-    def install(self, table_address: int, late: bool) -> None:
+    def install(self, handle_address: int, late: bool) -> None:
         """Put the core behind torch.
 
         Raises:
             ShimError: torch refused it; the text is the shim's.
         """
-        if self._library.vramx_torch_install(table_address, int(late)):
+        if self._library.vramx_torch_install(handle_address, int(late)):
             raise ShimError(self._text(self._library.vramx_torch_error()) or "torch refused it")
 
     def set_limit(self, device: int, limit_bytes: int) -> None:

@@ -27,7 +27,7 @@ from vramx.config import Config
 from vramx.errors import ShimError
 
 # What the shim may include of ours, and so what a change of makes another shim.
-SOURCE_PATTERNS = ("core/*.h", "process/core_table.h", "torch/*.h", "torch/*.cpp")
+SOURCE_PATTERNS = ("core/*.h", "process/allocators.h", "torch/*.h", "torch/*.cpp")
 _COMMAND_LIMIT_S = 900.0
 _LAST_LINES = 12
 

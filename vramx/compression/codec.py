@@ -36,6 +36,7 @@ from torch import Tensor
 
 from vramx.compression import random, reference
 from vramx.compression.config import MASK_BITS, MASK_FORMAT, Format
+from vramx.compression.lifetime import outlive
 from vramx.errors import InvalidValueError
 from vramx.kernels.layout import Layout
 
@@ -166,6 +167,7 @@ def unpack(packed: Packed) -> Tensor:
         tensor([ True, False])
     """
     buffer = packed.buffer
+    outlive(buffer)  # backward may read it on another stream than the one that packed it
     if packed.format.bits != MASK_BITS:
         return decoded(buffer, packed.numel, packed.dtype, packed.format)
     launch = _launch(buffer.device)

@@ -18,6 +18,7 @@ import torch
 
 from vramx.compression.config import Format
 from vramx.compression.geometry import Geometry, restore
+from vramx.compression.lifetime import current_stream, outlive
 from vramx.errors import ModifiedInPlaceError
 
 
@@ -121,6 +122,7 @@ class Restored:
         if not isinstance(payload, Copy):
             return restore(decoded_copies.take(self), self.geometry)
         check_version(payload.elements, payload.version)
+        outlive(payload.elements)
         elements = payload.elements if self.shared else payload.elements.clone()
         return restore(elements, self.geometry)
 
@@ -212,12 +214,3 @@ class DecodedCopies:
 
 
 decoded_copies = DecodedCopies()
-
-
-def current_stream(tensor: torch.Tensor) -> int:
-    """Return a number for the stream that work on a tensor's device goes to now; 0 on the host."""
-    return int(_raw_stream(tensor.get_device())) if tensor.is_cuda else 0
-
-
-# Looked up once: a build without CUDA has none, and no tensor to ask it for.
-_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)

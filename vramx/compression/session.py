@@ -21,6 +21,7 @@ from vramx.compression import policy, random
 from vramx.compression.compiler import run_uncompiled
 from vramx.compression.config import MASK_BITS, Compression, Format
 from vramx.compression.geometry import Geometry, covered_bytes, describe, flat
+from vramx.compression.lifetime import current_stream, outlive
 from vramx.compression.operations import PLAIN, STRIDED, Operation, OperationMode
 from vramx.compression.policy import Rules
 from vramx.compression.saved import (
@@ -30,7 +31,6 @@ from vramx.compression.saved import (
     Payload,
     Reference,
     Restored,
-    current_stream,
 )
 from vramx.compression.signs import SignCodec
 from vramx.compression.stats import CompressionStats
@@ -155,6 +155,7 @@ class Session:
         if self._table.find(id(storage), storage) is not None:
             self._stats.record(operation.name, policy.HELD, 0, 0, shared_bytes=nbytes)
             return Reference(tensor)
+        outlive(tensor)
         form, values = self._formats.get(bits) or self._format(bits)
         place = (values, current_stream(tensor))
         key = _range_key(tensor, geometry, storage, place)
@@ -249,6 +250,7 @@ class Session:
             self._table.add(id(storage), storage, reference)
             self._stats.record(name, reason, nbytes, nbytes)
             return reference
+        outlive(tensor)
         key = _range_key(tensor, geometry, storage, current_stream(tensor))
         holding = self._table.find(key, storage)
         if holding is None:

@@ -24,6 +24,7 @@ from torch._C import (
 )
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from vramx.compression.lifetime import outlive_all
 from vramx.nn.keeping import PLAIN_TENSORS, Spec
 
 # Anything else among arguments may mean more than it holds: subclasses, proxies, symbolic numbers.
@@ -52,7 +53,7 @@ class Operator:
     def __init__(self, name: str, schema: str, implementation: Callable[..., Any]) -> None:
         self.__doc__ = implementation.__doc__
         self._name = name
-        self.implementation = implementation
+        self.implementation = implementation = _reading_in_time(implementation)
         self._definition: Any = torch.library.custom_op(
             name, _without_none(implementation), mutates_args=(), schema=schema
         )
@@ -106,6 +107,17 @@ class Operator:
 def operator(name: str, *, schema: str) -> Callable[[Callable[..., Any]], Operator]:
     """Make an Operator of the function that follows, which changes none of its arguments."""
     return lambda implementation: Operator(name, schema, implementation)
+
+
+def _reading_in_time(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep what an operator reads until its stream has read it: the graph may hold a copy only."""
+
+    @wraps(implementation)
+    def reading(*args: Any) -> Any:
+        outlive_all(args)
+        return implementation(*args)
+
+    return reading
 
 
 def _without_none(implementation: Callable[..., Any]) -> Callable[..., Any]:

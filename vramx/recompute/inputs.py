@@ -20,6 +20,7 @@ from vramx.compression import offload, random
 from vramx.compression.codec import Packed, pack, unpack
 from vramx.compression.config import Compression
 from vramx.compression.geometry import Geometry, describe, flat, restore
+from vramx.compression.lifetime import outlive
 from vramx.compression.policy import Rules
 from vramx.compression.saved import Reference
 
@@ -60,6 +61,7 @@ def packed_inputs(compression: Compression | None, share: str | float | None) ->
         known = seen.get(id(tensor))
         if known is not None and known[0]() is tensor:
             return known[1]
+        outlive(tensor)
         saved = _save(tensor, compression, share)
         seen[id(tensor)] = (weakref.ref(tensor), saved)
         return saved

@@ -17,8 +17,8 @@ constexpr Bytes kPiece = 8_MiB;
 
 void a_device_is_started_by_its_first_allocation(Fixture& fixture) {
   EXPECT(fixture.source.opened == 0 && fixture.devices.started(1) == nullptr);
-  EXPECT(fixture.table.held(fixture.table.self, 1) == Bytes{});
-  EXPECT(fixture.table.stats(fixture.table.self, 1).num_device_alloc == 0);
+  EXPECT(fixture.core.held(1) == Bytes{});
+  EXPECT(fixture.core.stats(1).num_device_alloc == 0);
   EXPECT(static_cast<bool>(fixture.take(1, kPiece)));
   EXPECT(static_cast<bool>(fixture.take(1, kPiece)));
   EXPECT(fixture.source.opened == 1 && fixture.devices.started(1) != nullptr);
@@ -65,10 +65,10 @@ void an_address_leads_to_its_device(Fixture& fixture) {
   const Address on_0 = fixture.take(0, kPiece);
   REQUIRE(on_5 && on_0);
   CoreBlock block;
-  REQUIRE(fixture.table.find(fixture.table.self, on_5, &block) == CoreCode::kOk);
+  REQUIRE(fixture.core.find(on_5, &block) == CoreCode::kOk);
   EXPECT(block.device == 5 && block.address == on_5 && block.size == Bytes{1024});
   CoreBlock freed;
-  REQUIRE(fixture.table.free(fixture.table.self, on_5, &freed) == CoreCode::kOk);
+  REQUIRE(fixture.core.free(on_5, &freed) == CoreCode::kOk);
   EXPECT(freed.device == 5 && freed.requested == Bytes{1000});
   EXPECT(fixture.devices.started(5)->allocated() == Bytes{});
   EXPECT(fixture.devices.started(0)->allocated() == kPiece);
@@ -84,7 +84,7 @@ void a_block_in_an_alias_is_found(Fixture& fixture) {
   const Address stitched = fixture.take(0, kPiece * 2);
   REQUIRE(fixture.devices.started(0)->stats().alias_count == 1);
   CoreBlock block;
-  EXPECT(fixture.table.find(fixture.table.self, stitched, &block) == CoreCode::kOk);
+  EXPECT(fixture.core.find(stitched, &block) == CoreCode::kOk);
   EXPECT(fixture.free(stitched) == CoreCode::kOk);
 }
 
@@ -96,9 +96,8 @@ void an_address_of_nobody_is_not_ours(Fixture& fixture) {
   CoreBlock found;
   for (const Address address : {foreign, Address{}, block + kBlockUnit, block + 2_GiB}) {
     EXPECT(fixture.free(address) == CoreCode::kNotOurs);
-    EXPECT(fixture.table.find(fixture.table.self, address, &found) == CoreCode::kNotOurs);
-    EXPECT(fixture.table.record_stream(fixture.table.self, address, Stream{3}) ==
-           CoreCode::kNotOurs);
+    EXPECT(fixture.core.find(address, &found) == CoreCode::kNotOurs);
+    EXPECT(fixture.core.record_stream(address, {Stream{3}}, false) == CoreCode::kNotOurs);
   }
   EXPECT(fixture.free(block) == CoreCode::kOk);
   EXPECT(fixture.free(block) == CoreCode::kNotOurs);
@@ -107,10 +106,10 @@ void an_address_of_nobody_is_not_ours(Fixture& fixture) {
 // --- before the start ---------------------------------------------------------------------------
 
 void a_limit_is_kept_for_a_device_to_come(Fixture& fixture) {
-  fixture.table.set_limit(fixture.table.self, 1, kPiece);
+  fixture.core.set_limit(1, kPiece);
   EXPECT(!fixture.take(1, kPiece * 2) && fixture.take(1, kPiece));
   EXPECT(static_cast<bool>(fixture.take(0, kPiece * 2)));
-  fixture.table.set_limit(fixture.table.self, -1, 16_MiB);
+  fixture.core.set_limit(-1, 16_MiB);
   EXPECT(static_cast<bool>(fixture.take(1, kPiece)));
   EXPECT(!fixture.take(0, kPiece) && !fixture.take(1, kPiece) && !fixture.take(2, kPiece * 3));
 }
@@ -123,8 +122,8 @@ void the_configured_limit_is_every_devices(Fixture&) {
 void relief_comes_to_every_device(Fixture& fixture) {
   REQUIRE(static_cast<bool>(fixture.take(0, kPiece)));
   std::vector<int> relieved;
-  fixture.table.add_relief(
-      fixture.table.self,
+  fixture.core.add_relief(
+
       [](void* context, std::int32_t device) {
         static_cast<std::vector<int>*>(context)->push_back(device);
       },
@@ -136,8 +135,8 @@ void relief_comes_to_every_device(Fixture& fixture) {
 void the_observer_sees_every_device(Fixture& fixture) {
   REQUIRE(static_cast<bool>(fixture.take(0, kPiece)));
   std::vector<CoreEvent> events;
-  fixture.table.set_observer(
-      fixture.table.self,
+  fixture.core.set_observer(
+
       [](void* context, const CoreEvent& event) {
         static_cast<std::vector<CoreEvent>*>(context)->push_back(event);
       },
@@ -148,29 +147,29 @@ void the_observer_sees_every_device(Fixture& fixture) {
   EXPECT(events[0].begin <= on_6 && on_6 < events[0].begin + events[0].size);
   EXPECT(events[1].device == 0);
   fixture.free(on_6);
-  fixture.table.trim(fixture.table.self, -1);
+  fixture.core.trim(-1);
   EXPECT(events.size() > 2 && events.back().kind == CoreEventKind::kUnmapped);
   const std::size_t seen = events.size();
-  fixture.table.set_observer(fixture.table.self, nullptr, nullptr);
+  fixture.core.set_observer(nullptr, nullptr);
   EXPECT(fixture.take(6, kPiece) && fixture.take(7, kPiece) && events.size() == seen);
 }
 
 void a_peer_is_let_in_before_and_after_the_start(Fixture& fixture) {
-  const CoreTable& table = fixture.table;
-  EXPECT(table.allow_peer(table.self, 0, 1) == CoreCode::kOk && fixture.source.opened == 0);
+  Allocators& core = fixture.core;
+  EXPECT(core.allow_peer(0, 1) == CoreCode::kOk && fixture.source.opened == 0);
   REQUIRE(static_cast<bool>(fixture.take(0, kPiece)));
   const SimDriver& sim = *fixture.source.drivers[0];
   EXPECT(sim.live_mappings() > 0 && sim.mappings_open_to(1) == sim.live_mappings());
-  EXPECT(table.allow_peer(table.self, 0, 2) == CoreCode::kOk);
+  EXPECT(core.allow_peer(0, 2) == CoreCode::kOk);
   EXPECT(sim.mappings_open_to(2) == sim.live_mappings());
-  EXPECT(table.allow_peer(table.self, 0, -1) == CoreCode::kUnavailable);
+  EXPECT(core.allow_peer(0, -1) == CoreCode::kUnavailable);
   EXPECT(fixture.failure().find("GPU -1 cannot be given access to GPU 0") == 0);
 }
 
 // Its memory would be unreachable for copies that were promised to work.
 void a_device_whose_peer_is_refused_at_its_start_is_unavailable(Fixture& fixture) {
   fixture.source.refuses_peers = true;
-  EXPECT(fixture.table.allow_peer(fixture.table.self, 0, 1) == CoreCode::kOk);
+  EXPECT(fixture.core.allow_peer(0, 1) == CoreCode::kOk);
   Address address;
   EXPECT(fixture.allocate(0, kPiece, &address) == CoreCode::kUnavailable);
   EXPECT(fixture.allocate(1, kPiece, &address) == CoreCode::kOk);

@@ -15,35 +15,35 @@ constexpr unsigned kChildLimitS = 20;  // then the child is killed by its alarm
 
 // The number of the first thing that is wrong, or zero.
 int blocks_are_inert(Fixture& fixture, Address live) {
-  const CoreTable& table = fixture.table;
+  Allocators& core = fixture.core;
   Address address;
   CoreBlock block;
-  if (!table.is_in_child(table.self)) return 1;
+  if (!core.is_in_child()) return 1;
   if (fixture.allocate(0, 1_MiB, &address) != CoreCode::kForked) return 2;
   if (fixture.allocate(1, 1_MiB, &address) != CoreCode::kForked) return 3;
-  if (table.free(table.self, live, &block) != CoreCode::kForked) return 4;
-  if (table.record_stream(table.self, live, Stream{1}) != CoreCode::kForked) return 5;
-  if (table.find(table.self, live, &block) != CoreCode::kForked) return 6;
-  if (table.allow_peer(table.self, 0, 1) != CoreCode::kForked) return 7;
+  if (core.free(live, &block) != CoreCode::kForked) return 4;
+  if (core.record_stream(live, {Stream{1}}, false) != CoreCode::kForked) return 5;
+  if (core.find(live, &block) != CoreCode::kForked) return 6;
+  if (core.allow_peer(0, 1) != CoreCode::kForked) return 7;
   return 0;
 }
 
-int the_rest_is_inert(const CoreTable& table) {
+int the_rest_is_inert(Allocators& core) {
   int pieces = 0;
-  table.trim(table.self, -1);
-  table.set_limit(table.self, -1, 1_MiB);
-  table.set_limit(table.self, 0, 1_MiB);
-  table.add_relief(table.self, [](void*, std::int32_t) {}, nullptr);
-  table.set_observer(table.self, [](void*, const CoreEvent&) {}, nullptr);
-  table.reset_peak_stats(table.self, 0);
-  table.reset_accumulated_stats(table.self, 0);
-  table.for_each_piece(
-      table.self, 0, [](void* context, const CorePiece&) { ++*static_cast<int*>(context); },
-      &pieces);
-  if (table.defragment(table.self, -1).released || pieces != 0) return 8;
-  if (table.held(table.self, 0) || table.allocated(table.self, 0)) return 9;
-  if (table.largest_obtainable(table.self, 0)) return 10;
-  if (table.stats(table.self, 0).num_device_alloc != 0) return 11;
+  core.trim(-1);
+  core.set_limit(-1, 1_MiB);
+  core.set_limit(0, 1_MiB);
+  core.add_relief([](void*, std::int32_t) {}, nullptr);
+  core.set_observer([](void*, const CoreEvent&) {}, nullptr);
+  core.reset_peak_stats(0);
+  core.reset_accumulated_stats(0);
+  core.for_each_piece(
+      0, [](void* context, const CorePiece&) { ++*static_cast<int*>(context); }, &pieces);
+  if (core.defragment(-1).released || pieces != 0) return 8;
+  if (core.held(0) || core.allocated(0)) return 9;
+  if (core.largest_obtainable(0)) return 10;
+  if (core.stats(0).num_device_alloc != 0) return 11;
+  if (core.take_interval_stats(0).num_device_alloc != 0) return 15;
   return 0;
 }
 
@@ -54,7 +54,7 @@ int failure_in_child(Fixture& fixture, Address live) {
   if (child == 0) {
     alarm(kChildLimitS);
     int wrong = blocks_are_inert(fixture, live);
-    if (wrong == 0) wrong = the_rest_is_inert(fixture.table);
+    if (wrong == 0) wrong = the_rest_is_inert(fixture.core);
     if (wrong == 0 && fixture.devices.capacity(0)) wrong = 12;
     if (wrong == 0 && fixture.source.drivers[0]->call_count() != calls) wrong = 13;
     if (wrong == 0 && fixture.source.opened != opened) wrong = 14;
@@ -82,7 +82,7 @@ void a_child_does_not_wait_for_a_start_of_its_parent(Fixture& fixture) {
   // Nor does the parent, where the device is there already.
   EXPECT(static_cast<bool>(fixture.take(0, 1_MiB)));
   EXPECT(fixture.free(live) == CoreCode::kOk);
-  fixture.table.set_limit(fixture.table.self, 0, kCapacity);
+  fixture.core.set_limit(0, kCapacity);
   fixture.source.open_gate();
   starting.join();
 }

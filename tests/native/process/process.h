@@ -1,5 +1,5 @@
 // What the checks of the process layer share: a source of simulated devices that counts what it is
-// asked, fails on request and can be held up; and the devices on it, behind their table.
+// asked, fails on request and can be held up; and the devices on it, behind their interface.
 //
 // Expectations and the tally are the contract suite's.
 #pragma once
@@ -79,36 +79,36 @@ struct Fixture {
       : Fixture(std::make_unique<TestSource>(), options) {}
 
   CoreCode allocate(int device, Bytes size, Address* address) {
-    return table.allocate(table.self, device, size, kStream, address);
+    return core.allocate(device, size, kStream, address);
   }
   Address take(int device, Bytes size) {
     Address address;
     return allocate(device, size, &address) == CoreCode::kOk ? address : Address{};
   }
-  CoreCode free(Address address) { return table.free(table.self, address, nullptr); }
-  std::string failure() const { return table.failure_text(table.self); }
-  std::string out_of_memory() const { return table.out_of_memory_text(table.self); }
+  CoreCode free(Address address) { return core.free(address, nullptr); }
+  std::string failure() const { return core.failure_text(); }
+  std::string out_of_memory() const { return core.out_of_memory_text(); }
 
   TestSource& source;
   Devices devices;
-  const CoreTable& table;
+  Allocators& core;
 
  private:
   Fixture(std::unique_ptr<TestSource> owned, DevicesOptions options)
       : source(*owned),
         devices(std::move(owned), with_few_addresses(std::move(options))),
-        table(devices.table()) {}
+        core(devices) {}
   static DevicesOptions with_few_addresses(DevicesOptions options) {
     options.config.alias_addresses = 4_GiB;
     return options;
   }
 };
 
-void check_devices();  // devices.cpp
-void check_table();    // table.cpp
-void check_threads();  // threads.cpp
-void check_forks();    // forks.cpp
-void check_plain();    // plain.cpp
+void check_devices();     // devices.cpp
+void check_allocators();  // allocators.cpp
+void check_threads();     // threads.cpp
+void check_forks();       // forks.cpp
+void check_plain();       // plain.cpp
 
 template <std::size_t kCount>
 void run_checks(const char* subject, const Check<Fixture> (&checks)[kCount]) {

@@ -25,7 +25,7 @@ void work(Fixture& fixture, int number, std::atomic<int>& broken) {
     if (held.size() > 24 || (!held.empty() && random.percent(45))) {
       const std::size_t which = random.below(held.size());
       CoreBlock freed;
-      broken += fixture.table.free(fixture.table.self, held[which].first, &freed) != CoreCode::kOk;
+      broken += fixture.core.free(held[which].first, &freed) != CoreCode::kOk;
       broken += freed.device != held[which].second;
       held.erase(held.begin() + static_cast<std::ptrdiff_t>(which));
       continue;
@@ -33,7 +33,7 @@ void work(Fixture& fixture, int number, std::atomic<int>& broken) {
     const int device = static_cast<int>(random.below(kDevices));
     // Each device's peer comes while it is in use.
     if (step >= kSteps / 4 && step < kSteps / 4 + 4 * kDevices) {
-      fixture.table.allow_peer(fixture.table.self, step % kDevices, kPeer);
+      fixture.core.allow_peer(step % kDevices, kPeer);
     }
     const Bytes size{random.log_uniform(1 << 20)};
     if (const Address made = fixture.take(device, size)) held.emplace_back(made, device);
@@ -42,16 +42,16 @@ void work(Fixture& fixture, int number, std::atomic<int>& broken) {
 }
 
 void look(Fixture& fixture, const std::atomic<bool>& is_over) {
-  const CoreTable& table = fixture.table;
+  Allocators& core = fixture.core;
   for (int turn = 0; turn < kTurns || !is_over; ++turn) {
     const int device = turn % kDevices;
-    static_cast<void>(table.held(table.self, -1));
-    static_cast<void>(table.stats(table.self, device));
-    static_cast<void>(table.largest_obtainable(table.self, device));
-    table.set_limit(table.self, turn % 8 == 0 ? -1 : device, kCapacity);
-    table.allow_peer(table.self, device, kPeer + turn % 3);
-    if (turn % 16 == 0) table.trim(table.self, device);
-    if (turn % 16 == 8) table.defragment(table.self, -1);
+    static_cast<void>(core.held(-1));
+    static_cast<void>(core.stats(device));
+    static_cast<void>(core.largest_obtainable(device));
+    core.set_limit(turn % 8 == 0 ? -1 : device, kCapacity);
+    core.allow_peer(device, kPeer + turn % 3);
+    if (turn % 16 == 0) core.trim(device);
+    if (turn % 16 == 8) core.defragment(-1);
     std::this_thread::yield();
   }
 }
@@ -60,8 +60,8 @@ void threads_may_start_and_use_devices_at_once(Fixture& fixture) {
   std::atomic<int> broken{0};
   std::atomic<bool> is_over{false};
   std::atomic<std::int64_t> balance{0};
-  fixture.table.set_observer(
-      fixture.table.self,
+  fixture.core.set_observer(
+
       [](void* context, const CoreEvent& event) {
         const auto size = static_cast<std::int64_t>(event.size.count);
         *static_cast<std::atomic<std::int64_t>*>(context) +=
@@ -77,8 +77,8 @@ void threads_may_start_and_use_devices_at_once(Fixture& fixture) {
   is_over = true;
   looking.join();
   EXPECT(broken == 0 && fixture.source.opened == kDevices);
-  EXPECT(balance == static_cast<std::int64_t>(fixture.table.held(fixture.table.self, -1).count));
-  EXPECT(fixture.table.allocated(fixture.table.self, -1) == Bytes{});
+  EXPECT(balance == static_cast<std::int64_t>(fixture.core.held(-1).count));
+  EXPECT(fixture.core.allocated(-1) == Bytes{});
   for (int device = 0; device < kDevices; ++device) {
     REQUIRE(fixture.devices.started(device) != nullptr);
     EXPECT(fixture.devices.started(device)->check().empty());

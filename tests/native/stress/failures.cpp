@@ -19,7 +19,7 @@ using enum StepKind;
 // 1 MiB, below which the core prefers to grow.
 Scenario every_path() {
   constexpr std::uint64_t kUnit = 256 << 10;
-  return {.setup = {.capacity = Bytes{16 << 20}},
+  return {.setup = {.capacity = Bytes{16 << 20}, .cross_stream = CrossStream::kAlways},
           .steps = {
               {kAllocate, 1, 1, kUnit},
               {kAllocate, 2, 1, 3 * kUnit},
@@ -35,8 +35,16 @@ Scenario every_path() {
               {kAllocate, 7, 2, 5 * kUnit},  // the alias again
               {kFree, 7, 0, 0},
               {kAllocate, 8, 3, 7 * kUnit},  // holes and growth
+              {kAllocate, 11, 2, 4 * kUnit},
+              {kAllocate, 12, 1, kUnit},
+              {kAllocate, 13, 1, 5 * kUnit},
+              {kAllocate, 14, 1, kUnit},
+              {kSubmit, 0, 1, 1},
+              {kFree, 11, 0, 0},
+              {kFree, 13, 0, 0},
+              {kAllocate, 15, 3, 11 * kUnit},  // holes, behind both streams, and growth
               {kFree, 1, 0, 0},
-              {kReplaceStream, 0, 1, 1},
+              {kReplaceStream, 0, 3, 1},
               {kFree, 8, 0, 0},
               {kDefragment, 0, 0, 0},
               {kAllocate, 9, 1, 2 * kUnit},
@@ -130,7 +138,7 @@ void the_scenario_takes_every_path(const Options&) {
   for (const CallKind kind :
        {CallKind::kCreateChunk, CallKind::kMap, CallKind::kSetAccess, CallKind::kUnmap,
         CallKind::kReleaseChunk, CallKind::kCreateEvent, CallKind::kRecordEvent,
-        CallKind::kWaitEvent, CallKind::kQueryEvent, CallKind::kSynchronize}) {
+        CallKind::kWaitEvent, CallKind::kQueryEvent, CallKind::kSynchronize, CallKind::kStreamId}) {
     EXPECT(world.sim().call_count(kind) > 0);
   }
   world.finish();

@@ -22,10 +22,6 @@ bool equal(const PoolCounters& a, const PoolCounters& b) {
                     [](const Counter& x, const Counter& y) { return equal(x, y); });
 }
 
-// As types.h says it of neighbours: extents of different streams are merged before memory is said
-// to be out, unless they wait for more streams than this.
-constexpr std::size_t kMergedStreams = 4;
-
 }  // namespace
 
 void World::count(Bytes requested, Bytes size, std::int64_t sign) {
@@ -101,22 +97,7 @@ bool World::aliases_are_ample() {
       blocks_.begin(), blocks_.end(),
       [&](const auto& entry) { return (driver_->relative(entry.second.address) >> 56) != 0; });
   return !has_block_in_alias && all_work_is_done() &&
-         driver_->chunks().size() + setup_.capacity / kGranularity / 4 <= setup_.alias_mappings;
-}
-
-// The whole chunks under free memory that the policy may put together.
-Bytes World::stitchable(const std::vector<SpanInfo>& layout) const {
-  if (lives_.size() <= kMergedStreams) return shadow_->unowned_chunks(driver_->chunks());
-  Bytes sum{};
-  for (const auto& [handle, chunk] : driver_->chunks()) {
-    const bool is_in_one_extent =
-        std::any_of(layout.begin(), layout.end(), [&, &c = chunk](const SpanInfo& span) {
-          return span.state == SpanState::kFree && span.address <= c.canonical &&
-                 c.canonical + c.size <= span.address + span.size;
-        });
-    if (is_in_one_extent) sum += chunk.size;
-  }
-  return sum;
+         driver_->chunks().size() + setup_.capacity / kGranularity <= setup_.alias_mappings;
 }
 
 void World::judge_out_of_memory(Bytes requested) {
@@ -132,7 +113,8 @@ void World::judge_out_of_memory(Bytes requested) {
   const Bytes below_limit = limit_ > held ? limit_ - held : Bytes{};
   const Bytes room = min(gap, min(below_limit, device.value().free));
   const bool may_share = setup_.cross_stream != CrossStream::kNever || all_work_is_done();
-  const Bytes whole = may_share && aliases_are_ample() ? stitchable(layout) : Bytes{};
+  const Bytes whole =
+      may_share && aliases_are_ample() ? shadow_->unowned_chunks(driver_->chunks()) : Bytes{};
   const Bytes size = rounded(requested);
   const Bytes deficit = size > whole ? size - whole : Bytes{};
   if (round_up(deficit, kGranularity) <= room) {

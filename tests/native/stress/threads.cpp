@@ -16,6 +16,9 @@ namespace {
 constexpr std::uint32_t kThreads = 4;
 constexpr Bytes kCapacity{24 << 20};
 
+// Apart from the handles that mean something to CUDA.
+Stream stream_of(std::uint64_t thread) { return Stream{16 + thread}; }
+
 struct Held {
   Address address;
   Bytes size;
@@ -73,7 +76,7 @@ void allocate_one(Arena& arena, std::vector<Held>& held, Random& random, Stream 
 void work(Arena& arena, std::uint32_t number, std::int64_t steps) {
   Random random(number);
   std::vector<Held> held;
-  const Stream own{number};
+  const Stream own = stream_of(number);
   for (std::int64_t i = 0; i < steps; ++i) {
     const std::uint64_t roll = random.below(100);
     if (roll < 48 || held.empty()) {
@@ -81,9 +84,10 @@ void work(Arena& arena, std::uint32_t number, std::int64_t steps) {
     } else if (roll < 90) {
       free_one(arena, held, random.below(held.size()));
     } else {
-      const Stream other{random.between(1, kThreads)};
+      const Stream other = stream_of(random.between(1, kThreads));
       arena.require(
-          arena.allocator.record_stream(held[random.below(held.size())].address, other).ok());
+          arena.allocator.record_stream(held[random.below(held.size())].address, {other}, true)
+              .ok());
       arena.require(arena.sim.submit(other).ok());
     }
   }
@@ -111,10 +115,13 @@ void maintain(Arena& arena) {
 void threads_never_share_bytes(const Options& options) {
   const auto sim = contract::open_sim({.capacity = kCapacity, .granularity = kGranularity});
   REQUIRE(sim != nullptr);
-  auto created =
-      DeviceAllocator::create(*sim, {.alias_addresses = kCapacity * 64, .trace_events = 64});
+  auto created = DeviceAllocator::create(*sim, {.alias_addresses = kCapacity * 64,
+                                                .patience = std::chrono::milliseconds{20},
+                                                .trace_events = 64});
   REQUIRE(created.ok());
   DeviceAllocator& allocator = *created.value();
+  const LastingStreams surroundings;
+  allocator.set_surroundings(&surroundings);
   std::atomic<int> reliefs{0};
   allocator.add_relief([&] {
     ++reliefs;

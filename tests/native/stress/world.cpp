@@ -4,10 +4,42 @@
 #include <algorithm>
 
 namespace vramx::stress {
+namespace {
+
+// Streams of this number and above come and go, and the allocator is told nothing of them.
+constexpr std::uint32_t kFirstPassing = 2;
+// A mark takes an event, perhaps a new one, and, of a stream that may have ended, its number; one
+// that is refused, the end of the event.
+constexpr std::uint64_t kCallsOfMark = 4;
+
+// Apart from the handles that mean something to CUDA.
+Stream name_of(std::uint64_t number) { return Stream{number == 0 ? 0 : 16 + number}; }
+
+}  // namespace
+
+bool World::Known::is_lasting(StreamName stream) const {
+  const auto& lives = world_.lives_;
+  return std::any_of(lives.begin(), lives.end(), [&](const Life& life) {
+    return life.is_lasting && life.name == stream.handle;
+  });
+}
+
+bool World::Known::is_current(StreamName stream) const {
+  const Life& life = world_.lives_[world_.used_last_];
+  return !life.is_over && life.name == stream.handle;
+}
+
+bool World::Known::is_capturing(int) const {
+  const auto& lives = world_.lives_;
+  return std::any_of(lives.begin(), lives.end(),
+                     [](const Life& life) { return life.is_capturing; });
+}
+
 World::World(const Setup& setup) : setup_(setup) {
   for (std::uint32_t stream = 0; stream < kStreams; ++stream) {
     current_[stream] = stream;
-    lives_.push_back({.name = Stream{stream == 0 ? 0 : next_stream_name_++}});
+    const bool is_lasting = stream < kFirstPassing;
+    lives_.push_back({.name = name_of(stream), .is_lasting = is_lasting});
   }
   open();
 }
@@ -28,9 +60,11 @@ void World::open() {
       DeviceAllocator::create(*driver_, {.cross_stream = setup_.cross_stream,
                                          .repeats_placements = setup_.repeats_placements,
                                          .alias_addresses = setup_.capacity * setup_.alias_factor,
-                                         .alias_mappings = setup_.alias_mappings});
+                                         .alias_mappings = setup_.alias_mappings,
+                                         .patience = {}});
   if (!created.ok()) return fail("setup: the allocator is not created");
   allocator_ = std::move(created.value());
+  allocator_->set_surroundings(&known_);
   if (setup_.relief_blocks != 0) allocator_->add_relief([this] { return relieve(); });
 }
 
@@ -118,8 +152,8 @@ void World::allocate(const Step& step) {
   const Bytes requested{step.amount};
   const Bytes held = allocator_->held();
   const std::size_t live = blocks_.size();
+  used_last_ = current_[step.stream];
   const Result<Address> made = allocator_->allocate(requested, name(step.stream));
-  life(step.stream).is_known = true;
   require(allocator_->held() <= max(held, limit_), "limit: the arena grew beyond it");
   if (made.ok()) return adopt(made.value(), step);
   ++seen_.ooms;
@@ -176,9 +210,12 @@ void World::free_block(std::uint32_t number) {
   check_stamps(block, number);
   shadow_->give_back(block.pieces, block.address, block.size, use_of(block));
   count(block.requested, block.size, -1);
-  const std::uint64_t calls = driver_->counts().calls;
+  const ObservedDriver::Counts before = driver_->counts();
   require(allocator_->free(block.address).ok(), "status: free");
-  require(driver_->counts().calls == calls, "cost: a free made a driver call");
+  const ObservedDriver::Counts& after = driver_->counts();
+  require(after.calls - before.calls <= kCallsOfMark * block.lives.size(),
+          "cost: a free made more driver calls than marks take");
+  require(after.waits == before.waits, "cost: a free made a stream wait");
   require(allocator_->free(block.address).code == StatusCode::kInvalidValue,
           "misuse: a block was freed twice");
 }
@@ -206,24 +243,24 @@ void World::record_stream(const Step& step) {
   const auto found = blocks_.find(step.block);
   if (found == blocks_.end()) return;
   std::vector<std::uint32_t>& lives = found->second.lives;
-  require(allocator_->record_stream(found->second.address, name(step.stream)).ok(),
+  used_last_ = current_[step.stream];
+  const Life& user = life(step.stream);
+  require(allocator_->record_stream(found->second.address, {user.name}, user.is_lasting).ok(),
           "status: record_stream");
-  life(step.stream).is_known = true;
   if (std::find(lives.begin(), lives.end(), current_[step.stream]) == lives.end()) {
     lives.push_back(current_[step.stream]);
   }
   require(sim_->submit(name(step.stream)).ok(), "device: submit");
 }
 
-// Forgotten, destroyed, and another one made in its place, which may get the same name.
+// Destroyed, without a word to the allocator, and another one made in its place, which may get the
+// same name.
 void World::replace_stream(const Step& step) {
   Life& old = life(step.stream);
-  if (step.stream == 0 || old.is_capturing) return;
+  if (old.is_lasting || old.is_capturing) return;
   const Result<StreamPoint> last = sim_->submit(old.name, 0);
   if (!last.ok()) return fail("device: submit");
-  if (!allocator_->forget_stream(old.name).ok()) {
-    return require(sim_->faults_fired() != faults_before_step_, "status: forget_stream");
-  }
+  if (used_last_ == current_[step.stream]) used_last_ = 0;
   require(sim_->destroy_stream(old.name).ok(), "device: destroy_stream");
   old.last = last.value();
   old.is_over = true;
@@ -231,7 +268,7 @@ void World::replace_stream(const Step& step) {
   if (step.amount == 1) {
     require(sim_->revive_stream(made).ok(), "device: revive_stream");
   } else {
-    made = Stream{kStreams + next_stream_name_++};
+    made = name_of(next_stream_++);
   }
   current_[step.stream] = static_cast<std::uint32_t>(lives_.size());
   lives_.push_back({.name = made});
@@ -240,7 +277,7 @@ void World::replace_stream(const Step& step) {
 
 void World::begin_capture(const Step& step) {
   Life& of = life(step.stream);
-  if (step.stream == 0 || of.is_capturing || !of.is_known) return;
+  if (step.stream == 0 || of.is_capturing) return;
   require(sim_->begin_capture(of.name).ok(), "device: begin_capture");
   of.is_capturing = true;
   ++seen_.captures;

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "core/device_allocator.h"
+#include "core/surroundings.h"
 #include "driver/sim_driver.h"
 #include "stress/layered_driver.h"
 #include "stress/scenario.h"
@@ -95,7 +96,18 @@ class World final : private ObservedDriver::Listener {
     StreamPoint last{};  // all of its work, once it is over
     bool is_over = false;
     bool is_capturing = false;
-    bool is_known = false;  // to the allocator, which knows of no capture on any other
+    bool is_lasting = false;  // it is never replaced, and the allocator is told so
+  };
+  // What a program knows of these streams. Its thread works on the stream that it used last.
+  class Known final : public Surroundings {
+   public:
+    explicit Known(const World& world) : world_(world) {}
+    bool is_lasting(StreamName stream) const override;
+    bool is_current(StreamName stream) const override;
+    bool is_capturing(int device) const override;
+
+   private:
+    const World& world_;
   };
   struct Expected {
     PoolCounters allocation, allocated_bytes, requested_bytes;
@@ -133,7 +145,6 @@ class World final : private ObservedDriver::Listener {
   void check_books();
   void judge_out_of_memory(Bytes requested);
   bool may_judge() const;
-  Bytes stitchable(const std::vector<SpanInfo>& layout) const;
   bool all_work_is_done();
   bool aliases_are_ample();
   void count(Bytes requested, Bytes size, std::int64_t sign);
@@ -152,7 +163,9 @@ class World final : private ObservedDriver::Listener {
   std::map<std::uint32_t, Block> blocks_;  // by number, hence oldest first
   std::vector<Life> lives_;
   std::array<std::uint32_t, kStreams> current_{};
-  std::uint64_t next_stream_name_ = 3;  // after CUDA's own names
+  std::uint32_t used_last_ = 0;  // into lives_
+  const Known known_{*this};
+  std::uint64_t next_stream_ = kStreams;
   Bytes limit_{UINT64_MAX};
   Bytes live_bytes_{};
   Expected expected_;

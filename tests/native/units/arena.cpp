@@ -27,7 +27,7 @@ TagSet of_both() {
 void a_new_arena_is_one_unmapped_span(Fixture& fixture) {
   EXPECT(fixture.arena.span_count() == 1);
   EXPECT(fixture.arena.span(fixture.arena.first()).size == kPage * 64);
-  EXPECT(fixture.arena.best_fit_of_any(kBlockUnit) == kNoId);
+  EXPECT(fixture.best_fit(kBlockUnit) == kNoId);
   EXPECT(fixture.arena.check().empty());
 }
 
@@ -35,18 +35,17 @@ void a_stream_finds_its_own_extents_and_those_without_a_tag(Fixture& fixture) {
   const Address at = fixture.map({kPage, kPage});
   fixture.take(at, kPage * 2);
   fixture.free(at, kOfStream0);
-  EXPECT(fixture.arena.best_fit(kPage, 0) == fixture.arena.span_at(at));
-  EXPECT(fixture.arena.best_fit(kPage, 1) == kNoId);
-  EXPECT(fixture.arena.best_fit_of_any(kPage) == fixture.arena.span_at(at));
+  EXPECT(fixture.best_fit(kPage, 0) == fixture.arena.span_at(at));
+  EXPECT(fixture.best_fit(kPage, 1) == kNoId);
 }
 
 void an_extent_with_tags_of_two_streams_is_neither_streams_own(Fixture& fixture) {
   const Address at = fixture.map({kPage});
   fixture.take(at, kPage);
   fixture.free(at, of_both());
-  EXPECT(fixture.arena.best_fit(kPage, 0) == kNoId);
-  EXPECT(fixture.arena.best_fit(kPage, 1) == kNoId);
-  EXPECT(fixture.arena.best_fit_of_any(kPage) != kNoId);
+  EXPECT(fixture.best_fit(kPage, 0) == kNoId);
+  EXPECT(fixture.best_fit(kPage, 1) == kNoId);
+  EXPECT(fixture.arena.best_run(kPage, kAnyExtent).begin == at);
 }
 
 // Each stream's extents lie in an index of their own: what comes out is one order.
@@ -57,7 +56,7 @@ void extents_of_equal_size_come_lowest_first_whatever_their_streams(Fixture& fix
     const TagSet tags = page == 5 ? TagSet() : TagSet(Tag{static_cast<StreamIndex>(page % 3), 1});
     fixture.free(at + kPage * page, tags);
   }
-  const auto all = fixture.arena.stitchable(kBlockUnit, 9, Arena::kAnyStream);
+  const auto all = fixture.arena.stitchable(kBlockUnit, 9, kAnyExtent);
   REQUIRE(all.size() == 6);
   for (std::uint64_t i = 0; i < 6; ++i) {
     EXPECT(all[i].begin == at + kPage * (2 * i + 1));
@@ -68,13 +67,13 @@ void the_largest_extents_come_first_and_no_more_than_asked_for(Fixture& fixture)
   const Address at = fixture.map(std::vector<Bytes>(9, kPage));
   fixture.take(at + kPage, kPage);      // leaves 1 page free before it
   fixture.take(at + kPage * 5, kPage);  // 3 pages between the two, and 3 behind
-  const auto all = fixture.arena.stitchable(kBlockUnit, 9, Arena::kAnyStream);
+  const auto all = fixture.arena.stitchable(kBlockUnit, 9, kAnyExtent);
   REQUIRE(all.size() == 3);
   EXPECT(all[0].begin == at + kPage * 2);
   EXPECT(all[1].begin == at + kPage * 6);
   EXPECT(all[2].begin == at);
-  EXPECT(fixture.arena.stitchable(kBlockUnit, 2, Arena::kAnyStream).size() == 2);
-  EXPECT(fixture.arena.stitchable(kPage * 2, 9, Arena::kAnyStream).size() == 2);
+  EXPECT(fixture.arena.stitchable(kBlockUnit, 2, kAnyExtent).size() == 2);
+  EXPECT(fixture.arena.stitchable(kPage * 2, 9, kAnyExtent).size() == 2);
 }
 
 // The first extent leaves a used page of its chunk on either side; the second ends with the chunk.
@@ -82,9 +81,9 @@ void what_lies_inside_a_chunk_is_not_stitchable(Fixture& fixture) {
   const Address at = fixture.map({kPage * 4, kPage});
   for (std::uint64_t page = 0; page < 5; ++page) fixture.take(at + kPage * page, kPage);
   fixture.free(at + kPage);
-  EXPECT(fixture.arena.stitchable(kBlockUnit, 9, Arena::kAnyStream).empty());
+  EXPECT(fixture.arena.stitchable(kBlockUnit, 9, kAnyExtent).empty());
   fixture.free(at + kPage * 3);
-  const auto all = fixture.arena.stitchable(kBlockUnit, 9, Arena::kAnyStream);
+  const auto all = fixture.arena.stitchable(kBlockUnit, 9, kAnyExtent);
   REQUIRE(all.size() == 1);
   EXPECT(all[0].begin == at + kPage * 3);
 }
@@ -165,94 +164,6 @@ void a_merged_extent_carries_the_later_tag_of_a_stream(Fixture& fixture) {
   EXPECT((tags.size() == 1 && tags[0] == Tag{0, 5}));
 }
 
-// Frees the two halves of a page on two streams; returns where it begins.
-Address freed_on_two_streams(Fixture& fixture) {
-  const Address at = fixture.map({kPage});
-  fixture.take(at, 1_MiB);
-  fixture.take(at + 1_MiB, 1_MiB);
-  fixture.free(at, kOfStream0);
-  fixture.free(at + 1_MiB, kOfStream1);
-  return at;
-}
-
-void extents_of_different_streams_stay_apart(Fixture& fixture) {
-  freed_on_two_streams(fixture);
-  EXPECT(fixture.arena.extent_count() == 2);
-  EXPECT(fixture.arena.check().empty());
-}
-
-void merging_on_request_unites_their_tags(Fixture& fixture) {
-  const Address at = freed_on_two_streams(fixture);
-  EXPECT(fixture.arena.merge_neighbours(Arena::Merging::kAll));
-  EXPECT(fixture.arena.extent_count() == 1);
-  EXPECT(fixture.arena.tags_of(fixture.arena.span_at(at)).size() == 2);
-  EXPECT(!fixture.arena.merge_neighbours(Arena::Merging::kAll));
-  EXPECT(fixture.arena.check().empty());
-}
-
-void every_run_of_neighbours_is_merged(Fixture& fixture) {
-  const Address at = fixture.map({kPage});
-  const Address behind = at + kPage - 512_KiB;
-  const std::pair<Address, Bytes> freed[] = {
-      {at, 256_KiB}, {at + 256_KiB, 512_KiB}, {behind, 384_KiB}, {behind + 384_KiB, 128_KiB}};
-  for (const auto& [begin, size] : freed) fixture.take(begin, size);
-  fixture.take(at + 768_KiB, behind - (at + 768_KiB));
-  fixture.free(freed[3].first, kOfStream0);
-  fixture.free(freed[0].first, kOfStream0);
-  fixture.free(freed[2].first, kOfStream1);
-  fixture.free(freed[1].first, kOfStream1);
-  EXPECT(fixture.arena.merge_neighbours(Arena::Merging::kAll));
-  EXPECT(fixture.arena.extent_count() == 2);
-  EXPECT(fixture.arena.span(fixture.arena.span_at(at)).size == 768_KiB);
-  EXPECT(fixture.arena.span(fixture.arena.span_at(behind)).size == 512_KiB);
-  EXPECT(fixture.arena.check().empty());
-}
-
-void merging_what_is_alike_leaves_what_differs(Fixture& fixture) {
-  freed_on_two_streams(fixture);
-  EXPECT(!fixture.arena.merge_neighbours(Arena::Merging::kAlike));
-  EXPECT(fixture.arena.extent_count() == 2);
-}
-
-void what_differs_is_merged_on_request_after_what_is_alike(Fixture& fixture) {
-  const auto none = [](const Tag&) { return false; };
-  freed_on_two_streams(fixture);
-  fixture.arena.merge_neighbours(Arena::Merging::kAlike);
-  fixture.arena.drop_tags_and_merge([](StreamIndex) { return true; }, none);
-  EXPECT(fixture.arena.merge_neighbours(Arena::Merging::kAll));
-  EXPECT(fixture.arena.extent_count() == 1);
-}
-
-void dropped_tags_let_neighbours_merge(Fixture& fixture) {
-  const Address at = freed_on_two_streams(fixture);
-  fixture.arena.drop_tags([](StreamIndex) { return true; },
-                          [](const Tag& tag) { return tag.stream == 1; });
-  EXPECT(fixture.arena.tags_of(fixture.arena.span_at(at + 1_MiB)).empty());
-  EXPECT(fixture.arena.merge_neighbours(Arena::Merging::kAlike));
-  const TagSet left = fixture.arena.tags_of(fixture.arena.span_at(at));
-  EXPECT((left.size() == 1 && left[0] == Tag{0, 1}));
-}
-
-void what_loses_its_tags_merges_with_its_neighbours_at_once(Fixture& fixture) {
-  const Address at = freed_on_two_streams(fixture);
-  fixture.arena.drop_tags_and_merge([](StreamIndex stream) { return stream == 1; },
-                                    [](const Tag& tag) { return tag.stream == 1; });
-  EXPECT(fixture.arena.extent_count() == 1);
-  const TagSet left = fixture.arena.tags_of(fixture.arena.span_at(at));
-  EXPECT((left.size() == 1 && left[0] == Tag{0, 1}));
-  EXPECT(fixture.arena.check().empty());
-}
-
-void what_lost_its_tags_before_merges_with_the_next_that_does(Fixture& fixture) {
-  const auto all = [](StreamIndex) { return true; };
-  freed_on_two_streams(fixture);
-  fixture.arena.drop_tags(all, [](const Tag& tag) { return tag.stream == 1; });
-  EXPECT(fixture.arena.extent_count() == 2);
-  fixture.arena.drop_tags_and_merge(all, [](const Tag&) { return false; });
-  EXPECT(fixture.arena.extent_count() == 1);
-  EXPECT(fixture.arena.check().empty());
-}
-
 // --- map and unmap -------------------------------------------------------------------------------
 
 void new_chunks_merge_with_the_extent_before_them(Fixture& fixture) {
@@ -263,10 +174,11 @@ void new_chunks_merge_with_the_extent_before_them(Fixture& fixture) {
 }
 
 void mapped_memory_is_its_builders_until_given_back(Fixture& fixture) {
-  const SpanId building = fixture.arena.begin_building(fixture.arena.gap_for(kPage), kPage);
+  const SpanId building =
+      fixture.arena.begin_building(fixture.arena.gap_for(Zone::kLarge, kPage), kPage);
   fixture.arena.finish_mapped(building, {{kPage, ChunkHandle{1}}});
   EXPECT(fixture.arena.span(building).state == SpanState::kUsed);
-  EXPECT(fixture.arena.best_fit_of_any(kBlockUnit) == kNoId);
+  EXPECT(fixture.best_fit(kBlockUnit) == kNoId);
   EXPECT(fixture.arena.check().empty());
 }
 
@@ -281,12 +193,13 @@ void the_end_of_a_used_span_is_given_back_alone(Fixture& fixture) {
 }
 
 void a_span_that_is_being_built_is_neither_free_nor_a_gap(Fixture& fixture) {
-  const SpanId building = fixture.arena.begin_building(fixture.arena.gap_for(kPage), kPage);
-  EXPECT(fixture.arena.best_fit_of_any(kBlockUnit) == kNoId);
-  EXPECT(fixture.arena.gap_for(kPage * 64) == kNoId);
+  const SpanId building =
+      fixture.arena.begin_building(fixture.arena.gap_for(Zone::kLarge, kPage), kPage);
+  EXPECT(fixture.best_fit(kBlockUnit) == kNoId);
+  EXPECT(fixture.arena.gap_for(Zone::kLarge, kPage * 64) == kNoId);
   EXPECT(fixture.arena.check().empty());
   fixture.arena.finish_unmapped(building);
-  EXPECT(fixture.arena.gap_for(kPage * 64) != kNoId);
+  EXPECT(fixture.arena.gap_for(Zone::kLarge, kPage * 64) != kNoId);
   EXPECT(fixture.arena.span_count() == 1);
 }
 
@@ -334,17 +247,6 @@ constexpr Check<Fixture> kChecks[] = {
     {"a freed block merges with both neighbours", a_freed_block_merges_with_both_neighbours},
     {"a merged extent carries the later tag of a stream",
      a_merged_extent_carries_the_later_tag_of_a_stream},
-    {"extents of different streams stay apart", extents_of_different_streams_stay_apart},
-    {"merging on request unites their tags", merging_on_request_unites_their_tags},
-    {"every run of neighbours is merged", every_run_of_neighbours_is_merged},
-    {"merging what is alike leaves what differs", merging_what_is_alike_leaves_what_differs},
-    {"what differs is merged on request after what is alike",
-     what_differs_is_merged_on_request_after_what_is_alike},
-    {"dropped tags let neighbours merge", dropped_tags_let_neighbours_merge},
-    {"what loses its tags merges with its neighbours at once",
-     what_loses_its_tags_merges_with_its_neighbours_at_once},
-    {"what lost its tags before merges with the next that does",
-     what_lost_its_tags_before_merges_with_the_next_that_does},
     {"new chunks merge with the extent before them", new_chunks_merge_with_the_extent_before_them},
     {"mapped memory is its builder's until given back",
      mapped_memory_is_its_builders_until_given_back},

@@ -15,22 +15,14 @@
 
 namespace vramx::units {
 
-struct Aliases {
-  friend auto member(Aliases);
-};
 struct Blocks {
   friend auto member(Blocks);
 };
-struct Stats {
-  friend auto member(Stats);
+struct State {
+  friend auto member(State);
 };
-struct TheArena {
-  friend auto member(TheArena);
-};
-template struct Reveal<Aliases, &DeviceAllocator::aliases_>;
 template struct Reveal<Blocks, &DeviceAllocator::blocks_>;
-template struct Reveal<Stats, &DeviceAllocator::stats_>;
-template struct Reveal<TheArena, &DeviceAllocator::arena_>;
+template struct Reveal<State, &DeviceAllocator::state_>;
 
 namespace device_allocator_claims {
 namespace {
@@ -156,35 +148,35 @@ void a_sound_allocator_names_nothing(Fixture& fixture) {
 
 void block_1_is_named_where_allocated_bytes_are_off(Fixture& fixture) {
   fixture.take(kPage);
-  (*fixture.allocator.*member(Stats{})).allocated_bytes[0].current += 512;
+  ((*fixture.allocator).*member(State{})).stats.allocated_bytes[0].current += 512;
   EXPECT(starts_with(fixture.allocator->check(), "block 1"));
 }
 
 void block_2_is_named_where_a_span_has_two_blocks(Fixture& fixture) {
   const Address block = fixture.take(kPage);
-  BlockTable& blocks = *fixture.allocator.*member(Blocks{});
-  const Arena& arena = *fixture.allocator.*member(TheArena{});
-  blocks.insert(block + kBlockUnit, arena.span_at(block));
+  BlockBook& blocks = (*fixture.allocator).*member(Blocks{});
+  const Arena& arena = ((*fixture.allocator).*member(State{})).arena;
+  blocks.insert({block + kBlockUnit, arena.span_at(block), kNoId});
   EXPECT(starts_with(fixture.allocator->check(), "block 2: a span belongs"));
 }
 
 void block_2_is_named_where_a_blocks_span_is_not_used(Fixture& fixture) {
   const Address block = fixture.take(kPage);
-  Arena& arena = *fixture.allocator.*member(TheArena{});
+  Arena& arena = ((*fixture.allocator).*member(State{})).arena;
   arena.give_back(arena.span_at(block), TagSet());
   EXPECT(starts_with(fixture.allocator->check(), "block 2"));
 }
 
 void block_2_is_named_where_spans_do_not_add_up(Fixture& fixture) {
   const Address block = fixture.take(kPage);
-  Arena& arena = *fixture.allocator.*member(TheArena{});
+  Arena& arena = ((*fixture.allocator).*member(State{})).arena;
   arena.used(arena.span_at(block)).requested = kBlockUnit;
   EXPECT(starts_with(fixture.allocator->check(), "block 2: the spans"));
 }
 
 void alias_3_is_named_where_a_blocks_alias_is_not_pinned(Fixture& fixture) {
   fixture.take_stitched();
-  AliasCache& aliases = *fixture.allocator.*member(Aliases{});
+  AliasCache& aliases = ((*fixture.allocator).*member(State{})).aliases;
   REQUIRE(aliases.count() == 1);
   const AliasId alias = aliases.all()[0];
   aliases.unpin(alias, aliases[alias].pinned, TagSet());

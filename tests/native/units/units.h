@@ -30,15 +30,19 @@ void check_free_index();
 void check_chunk_table();
 void check_arena();
 void check_arena_invariants();
+void check_arena_tags();
+void check_zones();
+void check_tag_table();
 void check_stitch_plan();
 void check_alias_cache();
 void check_recurrence();
 void check_lifetimes();
 void check_tables();
-void check_stream_clocks();
+void check_streams();
+void check_stream_order();
 void check_mapper();
 void check_device_allocator();
-void check_stream_order();
+void check_handed_over();
 void check_holdings();
 void check_peers();
 
@@ -71,7 +75,7 @@ struct ArenaFixture {
       all += size;
       chunks.push_back({size, ChunkHandle{next_handle++}});
     }
-    const SpanId building = arena.begin_building(arena.gap_for(all), all);
+    const SpanId building = arena.begin_building(arena.gap_for(Zone::kLarge, all), all);
     const Address at = arena.span(building).begin;
     arena.finish_mapped(building, chunks);
     arena.give_back(building, TagSet());
@@ -82,7 +86,13 @@ struct ArenaFixture {
   }
   void free(Address begin, const TagSet& tags = {}) { arena.give_back(arena.span_at(begin), tags); }
   ChunkId chunk_at(Address address) const { return arena.chunks().at(address); }
+  SpanId best_fit(Bytes size, StreamIndex stream = 0) const {
+    return arena.best_fit(Zone::kLarge, size, stream);
+  }
 };
+
+// For what anybody may have.
+constexpr auto kAnyExtent = [](SpanId) { return true; };
 
 // Reveals a private member to the check that has to break it, by the one way that the language
 // leaves open: an explicit instantiation may name it.

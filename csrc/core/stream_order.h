@@ -1,0 +1,226 @@
+// Whose memory is over: streams and their identity, the marks that frees leave on them, and what
+// is known of both.
+//
+// A free is ordered by what its stream had queued *at the free*. So it leaves a mark there, an
+// event with a number, and the memory's tag names it. An event recorded later, when somebody wants
+// the memory, would cover all that the stream has queued since, and one stream would run behind
+// another for nothing.
+//
+//   free n   large: records mark n            tag (S, n): over once mark n is
+//   free     small: none, up to a mebibyte    tag (S, n + 1): over once the next mark is
+//   mark     recorded without a free          right as "over"; to wait for it is to wait too long
+//
+// A program of one stream has no marks at all: its stream's own order is enough.
+//
+// A handle is not a stream: handles of other libraries are destroyed, and lent to new streams, and
+// kPerThread is another stream in each thread. Streams that last are found by their handle; all
+// others by the number that the driver has for them, asked for while they are in use and hence
+// exist. On a free they are recorded on only where the thread works on them at that moment. What
+// they leave uncovered is over when the device is, as a whole (`device_marks_`).
+//
+// Guarded by the allocator's lock, which the methods that take it let go for driver calls. An entry
+// of a stream that may be destroyed is given to another once nothing depends on it.
+#pragma once
+
+#include <array>
+#include <bit>
+#include <deque>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "core/adaptive_mutex.h"
+#include "core/driver.h"
+#include "core/event_pool.h"
+#include "core/fork_guard.h"
+#include "core/surroundings.h"
+#include "core/types.h"
+
+namespace vramx {
+
+// Work queued on the reader from now on has to run behind the donor's mark.
+struct StreamWait {
+  StreamIndex donor = kNoId;
+  std::uint64_t number = 0;
+  Event event = Event::kNone;
+};
+
+class StreamOrder {
+ public:
+  explicit StreamOrder(Driver& driver)
+      : driver_(driver), device_(driver.ordinal()), events_(driver) {}
+  ~StreamOrder();
+  StreamOrder(const StreamOrder&) = delete;
+  StreamOrder& operator=(const StreamOrder&) = delete;
+
+  void set_surroundings(const Surroundings* surroundings) { surroundings_ = surroundings; }
+
+  // --- streams ----------------------------------------------------------------------------------
+  // Of a stream of this device that the calling thread is about to use.
+  StreamIndex index_of(Stream stream) {
+    const Recent& recent = recent_[slot_of(stream)];
+    return recent.index != kNoId && recent.handle == stream ? recent.index : look_up(stream);
+  }
+  StreamIndex index_of(StreamName name, bool is_lasting);
+  Stream handle_of(StreamIndex index) const { return streams_[index].name.handle; }
+  StreamName name_of(StreamIndex index) const { return streams_[index].name; }
+  // Whether all memory was used on one stream so far: then nothing is ever waited for.
+  bool is_single() const { return streams_.size() <= 1; }
+  std::size_t count() const { return streams_.size(); }
+  // A block depends on the stream's entry, which is not given to another stream. Those of the
+  // first stream are not counted while it is the only one.
+  void hold(StreamIndex index) {
+    if (!is_single()) ++streams_[index].blocks;
+  }
+  void let_go(StreamIndex index) {
+    if (!is_single()) --streams_[index].blocks;
+  }
+
+  // --- frees ------------------------------------------------------------------------------------
+  // The tag of memory of `size` bytes that is freed without a mark: what may be.
+  Tag stamp(StreamIndex index) {
+    streams_[index].has_uncovered = true;
+    return {index, streams_[index].next};
+  }
+  // Whether this free is to be marked; counts it. In a program of one stream none is.
+  bool wants_mark(StreamIndex index, Bytes size) {
+    if (is_single()) [[likely]] {
+      return false;
+    }
+    State& state = streams_[index];
+    state.uncovered += max(size, kSmallest);
+    return state.uncovered >= kMarked || !state.is_lasting;
+  }
+  // Records a mark on each stream where that can be, and returns the tags of what is freed now.
+  TagSet mark(const std::vector<StreamIndex>& streams, Lock& lock);
+  TagSet mark(StreamIndex stream, Lock& lock);
+
+  // --- questions without a driver call ----------------------------------------------------------
+  // Whether work that `reader` queues from now on runs after `tag`.
+  bool is_ordered(const Tag& tag, StreamIndex reader) const;
+  bool is_ordered(const TagSet& tags, StreamIndex reader) const;
+  // Whether the work has run, as far as the host has seen.
+  bool is_over(const Tag& tag) const { return streams_[tag.stream].over >= tag.number; }
+  bool is_over(const TagSet& tags) const;
+  // Whether tags of the stream may be over that were not at the last note_told().
+  bool has_news(StreamIndex index) const { return streams_[index].told != streams_[index].over; }
+  void note_told();
+  // Whether the reader can be made to wait for all of them.
+  bool has_marks(const TagSet& tags, StreamIndex reader) const;
+  // Adds what the reader has to wait for.
+  void add_waits(const TagSet& tags, StreamIndex reader, std::vector<StreamWait>* waits) const;
+
+  // Whether some memory waits for a mark, and how many marks were found to be over so far.
+  bool has_unfinished() const;
+  std::size_t finished() const { return finished_; }
+
+  // --- learning ---------------------------------------------------------------------------------
+  // Asks the marks, without blocking, which are over, and marks what none covers on streams that
+  // last.
+  void ask(Lock& lock);
+  // Marks what no mark covers yet.
+  void cover(Lock& lock);
+  // Blocks the host until everything freed so far is over. Only for what the user asks for; where
+  // a graph is being captured it asks only.
+  void settle(Lock& lock);
+  // Between the two no event of a wait that is under way stands for anything else.
+  void begin_waits() { events_.pin(); }
+  void end_waits() { events_.unpin(); }
+  void note_waited(StreamIndex reader, const StreamWait& wait);
+
+  std::size_t host_bytes() const;
+  // Recomputes order 1 of these tags, or order 2 and 3 of types.h.
+  std::string check(const TagSet& tags) const;
+  std::string check() const;
+
+ private:
+  struct Mark {
+    std::uint64_t number = 0;
+    Event event = Event::kNone;
+  };
+  struct State {
+    StreamName name;
+    std::uint64_t id = 0;  // the driver's number for it; of one that may end
+    bool is_lasting = false;
+    bool has_uncovered = false;  // some tag has the number of the next mark
+    Bytes uncovered{};           // about as many bytes of them
+    std::uint64_t blocks = 0;    // that were allocated or recorded on it, since the second came
+    std::uint64_t next = 1;      // number of the next mark
+    std::uint64_t over = 0;      // up to this number all is over
+    std::uint64_t told = 0;      // what was over at the last note_told()
+    std::deque<Mark> marks{};    // recorded and not known to be over, upwards
+    std::vector<std::uint64_t> known{};  // by stream: the mark that its work comes behind
+
+    // All that was freed on it is over.
+    bool is_quiet() const { return !has_uncovered && over + 1 >= next; }
+  };
+  // Everything that streams of one device had queued.
+  struct DeviceMark {
+    int device = 0;
+    Event event = Event::kNone;
+    std::vector<std::uint64_t> numbers;  // by stream
+  };
+  // A mark that is about to be recorded, or asked about, without the lock.
+  struct Pending {
+    StreamIndex stream = kNoId;
+    StreamName name;
+    Mark mark;
+    bool is_recorded = false;
+  };
+  struct Recent {
+    Stream handle = Stream::kDefault;
+    StreamIndex index = kNoId;
+  };
+  // A program has a few streams, and torch gives it 32 of each priority at most.
+  static constexpr std::size_t kRecent = 32;
+  // A mark costs a fifth of a microsecond or more. Small frees count for as many bytes as bring
+  // one mark to some hundred of them.
+  static constexpr Bytes kMarked{1 << 20};
+  static constexpr Bytes kSmallest{4 << 10};
+  // A stream that has more is far behind: every second of them is enough then.
+  static constexpr std::size_t kMostMarks = 1024;
+  // Entries of streams that may have been destroyed: where there are more, the device is marked.
+  static constexpr std::size_t kMostPassing = 64;
+
+  static std::size_t slot_of(Stream stream) {
+    constexpr int kShift = 64 - std::countr_zero(kRecent);
+    return static_cast<std::uint64_t>(stream) * 0x9E3779B97F4A7C15ull >> kShift;
+  }
+  static std::uint64_t key_of(StreamName name) {
+    return static_cast<std::uint64_t>(name.handle) ^ std::uint64_t(unsigned(name.device)) << 56;
+  }
+  StreamIndex look_up(Stream stream);
+  StreamIndex find_lasting(StreamName name);
+  StreamIndex find_passing(StreamName name);
+  StreamIndex enter(StreamName name, bool is_lasting);
+  StreamIndex vacant_entry() const;
+  void cover_now(StreamIndex index);
+  bool may_record(const State& state) const;
+  Pending begin_mark(StreamIndex index);
+  void record(Pending& pending);
+  void finish_mark(const Pending& pending);
+  void thin_out(State& state);
+  void note_over(StreamIndex index, std::uint64_t number);
+  std::vector<std::uint64_t> close_numbers(int device);
+  bool may_touch_device(int device) const;
+  void cover_streams(Lock& lock);
+  bool has_unknown() const;
+  void cover_device(Lock& lock);
+  void ask_device_marks(Lock& lock);
+  Mark mark_for(const Tag& tag) const;
+
+  Driver& driver_;
+  const int device_;
+  const ForkGuard fork_guard_;
+  const Surroundings* surroundings_ = nullptr;
+  EventPool events_;
+  std::vector<State> streams_;
+  std::unordered_map<std::uint64_t, StreamIndex> by_handle_;  // those that last
+  std::unordered_map<std::uint64_t, StreamIndex> by_id_;      // the others
+  std::vector<DeviceMark> device_marks_;                      // oldest first
+  std::array<Recent, kRecent> recent_{};  // the last that were looked up, by slot
+  std::size_t finished_ = 0;
+  std::uint64_t unknown_ids_ = ~std::uint64_t{0};  // downwards: of streams that have no number
+};
+
+}  // namespace vramx

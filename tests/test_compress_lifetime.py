@@ -1,0 +1,116 @@
+"""The memory of a tensor whose place a copy takes lives until the stream that reads it is done.
+
+On a stand-in for streams: tensors of the host, whose memory is noted when a stream is recorded.
+tests/gpu/test_compress_gpu.py shows the same on real streams, with kernels that are late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from compress_tools import input_of
+
+import vramx
+from vramx.compression import lifetime
+from vramx.compression.codec import pack, unpack
+from vramx.compression.config import MASK_FORMAT, Format
+from vramx.compression.hooks import compress
+from vramx.nn.linear import linears
+from vramx.nn.norm import rms_norm
+
+STREAM = "the stream that is current"
+WEIGHT = torch.nn.Parameter(torch.ones(64, 64))
+
+
+@pytest.fixture(name="recorded")
+def _recorded(monkeypatch: Any) -> set[int]:
+    """Give the addresses of the memory that the current stream was recorded on."""
+    found: set[int] = set()
+
+    def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+        assert stream == STREAM
+        found.add(tensor.untyped_storage().data_ptr())
+
+    monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
+    monkeypatch.setattr(lifetime, "_has_streams", lambda _tensor: True)
+    monkeypatch.setattr(lifetime, "_current_stream", lambda _device: STREAM)
+    return found
+
+
+def address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+LETTING_GO: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a factor": lambda x: x * WEIGHT,
+    "a view": lambda x: functional.linear(x.view(8, 8, 64), WEIGHT),
+    "a view with holes": lambda x: x[:, ::2] * WEIGHT[:, :32],
+    "signs": lambda x: functional.relu(x, inplace=True),
+    "a part of what is kept": lambda x: x[:4].abs(),
+    "a mask": lambda x: WEIGHT.masked_fill(x, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", LETTING_GO)
+def test_what_a_hook_lets_go_of_is_recorded(name: str, recorded: set[int]) -> None:
+    x = input_of(64, 64)
+    if name == "a mask":
+        x = x > 0
+    with compress(min_bytes=64):
+        LETTING_GO[name](x)
+    assert address(x) in recorded
+
+
+def test_a_second_operation_on_what_is_packed_records_it_as_well(recorded: set[int]) -> None:
+    x = input_of(64, 64)
+    with compress(min_bytes=64):
+        first = x * WEIGHT
+        recorded.clear()
+        second = x * WEIGHT
+    assert address(x) in recorded
+    del first, second
+
+
+def test_what_is_kept_is_not_recorded(recorded: set[int]) -> None:
+    x = input_of(64, 64)
+    with compress(min_bytes=64):
+        x.exp().div(x)
+    assert recorded == set()
+
+
+@pytest.mark.parametrize("compress", [8, 4])
+def test_the_input_of_a_checkpoint_is_recorded(compress: int, recorded: set[int]) -> None:
+    x = torch.randn(1024, 512, requires_grad=True) * 1.0
+    vramx.checkpoint(torch.tanh, x, compress=compress)
+    assert address(x) in recorded
+
+
+def test_a_packed_buffer_is_recorded_where_it_is_read(recorded: set[int]) -> None:
+    for data, form in ((torch.ones(256), Format()), (torch.ones(256) > 0, MASK_FORMAT)):
+        packed = pack(data, form)
+        unpack(packed)
+        assert address(packed.buffer) in recorded
+
+
+FUSED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "norm": rms_norm,
+    "linears": lambda x: linears(x, [WEIGHT, WEIGHT]),
+    "silu": vramx.nn.functional.silu,
+    "relu": vramx.nn.functional.relu,
+    "dropout": lambda x: vramx.nn.functional.dropout(x, 0.5),
+}
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["called directly", "through torch.library"])
+@pytest.mark.parametrize("name", FUSED)
+def test_the_input_of_a_fused_operation_is_recorded(
+    name: str, watched: bool, recorded: set[int]
+) -> None:
+    x = input_of(64, 64)
+    with compress(enabled=watched, min_bytes=1 << 30):
+        FUSED[name](x)
+    assert address(x) in recorded
