@@ -13,7 +13,10 @@ constexpr Bytes kSmallBlock{1 << 20};
 }  // namespace
 
 Arena::Arena(Address base, Bytes size, Bytes granularity, Bytes small_zone)
-    : base_(base), size_(size), chunks_(base, granularity), indexes_(base + small_zone) {
+    : base_(base),
+      size_(size),
+      chunks_(base, granularity),
+      indexes_(base + (small_zone > granularity ? small_zone : Bytes{})) {
   first_ = spans_.create();
   spans_[first_].begin = base;
   spans_[first_].size = size;
