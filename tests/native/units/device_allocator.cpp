@@ -33,8 +33,11 @@ constexpr Stream kC{13};
 constexpr Bytes kPiece = 8_MiB;
 
 std::unique_ptr<DeviceAllocator> open(SimDriver& sim) {
-  auto made = DeviceAllocator::create(sim, {.alias_addresses = 1_GiB});
-  return made.ok() ? std::move(made.value()) : nullptr;
+  auto made = DeviceAllocator::create(sim, {.alias_addresses = 1_GiB, .patience = {}});
+  if (!made.ok()) return nullptr;
+  static const LastingStreams kStreams;  // as torch's own
+  made.value()->set_surroundings(&kStreams);
+  return std::move(made.value());
 }
 
 // A device of 64 MiB and its allocator.

@@ -31,7 +31,8 @@ class Program {
         random_(seed),
         sim_(contract::open_sim(
             {.capacity = 16_MiB, .granularity = kGranularity, .mode = SimMode::kAccounting})) {
-    auto made = DeviceAllocator::create(*sim_, {.cross_stream = mode, .alias_addresses = 1_GiB});
+    auto made = DeviceAllocator::create(
+        *sim_, {.cross_stream = mode, .alias_addresses = 1_GiB, .patience = {}});
     if (made.ok()) allocator_ = std::move(made.value());
   }
 
