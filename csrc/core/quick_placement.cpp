@@ -14,9 +14,8 @@ bool is_slack(Bytes extent, Bytes size) { return extent * 2 >= size * 3; }
 
 }  // namespace
 
-bool QuickPlacement::is_kept_waiting(Bytes size, StreamIndex stream) {
+bool QuickPlacement::is_kept_waiting(Bytes size, StreamIndex stream) const {
   if (state_.order.is_single() || !recurrence_.is_running()) return false;
-  if (pause_ != 0) return --pause_, false;
   const Recurrence::Place place = recurrence_.expect(size, stream);
   const auto is_free = [](SpanId) { return true; };
   const auto may_take = [&](SpanId id) { return is_at_once(id, stream); };
@@ -27,7 +26,6 @@ bool QuickPlacement::is_kept_waiting(Bytes size, StreamIndex stream) {
     if (!state_.arena.is_run(piece.begin, piece.size, is_free)) return false;
     is_waiting = is_waiting || !state_.arena.is_run(piece.begin, piece.size, may_take);
   }
-  if (is_waiting) pause_ = kPause;
   return is_waiting;
 }
 

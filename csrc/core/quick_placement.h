@@ -24,9 +24,11 @@ class QuickPlacement {
         recurrence_(state.grounds.arena.begin) {}
 
   // Whether the request's counterpart went where memory is free, but not known to be over for this
-  // stream: it would take the place of another, and so on, until one needs a stitch. True once in
-  // kPause calls.
-  bool is_kept_waiting(Bytes size, StreamIndex stream);
+  // stream: it would take the place of another, and so on, until one needs a stitch.
+  bool is_kept_waiting(Bytes size, StreamIndex stream) const;
+  // Whether the streams may be asked now; after a question in vain, kPause requests later.
+  bool may_ask() { return pause_ == 0 || --pause_ == 0; }
+  void note_asked_in_vain() { pause_ = kPause; }
 
   // No address where nothing fits.
   Placement take(Bytes size, StreamIndex stream) {

@@ -111,10 +111,10 @@ void an_alias_of_a_capturing_stream_does_not_stop_a_stitch(Fixture& fixture) {
   const Address in_alias = fixture.take(18_MiB, kA);
   REQUIRE(fixture.allocator->stats().alias_count == 1);
   REQUIRE(fixture.sim->submit(kA).ok() && fixture.sim->submit(kC).ok());
+  REQUIRE(fixture.sim->begin_capture(kA).ok());
   for (const Address block : {in_alias, pieces[3], pieces[4]}) {
     fixture.allocator->free(block).ignore();
   }
-  REQUIRE(fixture.sim->begin_capture(kA).ok());
   EXPECT(static_cast<bool>(fixture.take(18_MiB, kB)));
   EXPECT(fixture.allocator->stats().alias_count == 2);
   EXPECT(fixture.allocator->check().empty());

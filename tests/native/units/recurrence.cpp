@@ -155,8 +155,8 @@ void a_run_of_what_was_not_so_is_named(Fixture& fixture) {
 
 // --- a program ----------------------------------------------------------------------------------
 
-// A training step of fixed shapes, again and again. Two small blocks of each, as logged metrics
-// are, live until the next step has made its own: they lie elsewhere each time.
+// A training step of fixed shapes, again and again. A few blocks of each, too large for the zone of
+// small chunks, live until the next step has made its own: they lie elsewhere each time.
 class Program {
  public:
   Program(std::uint32_t seed, bool repeats_placements)
@@ -184,7 +184,7 @@ class Program {
         live.erase(leaving);
       }
       live.push_back(take(sizes_[n]));
-      if (n % 150 == 8) metrics_.push_back(take(kBlockUnit * (1 + n % 5)));
+      if (n % 150 == 8) metrics_.push_back(take(128_KiB + kBlockUnit * (1 + n % 5)));
     }
     while (!live.empty()) {
       allocator_->free(live.back()).ignore();
@@ -235,6 +235,8 @@ std::uint64_t memory_calls_on_streams(std::uint32_t seed) {
   const auto sim = contract::open_sim({.capacity = 64_GiB, .mode = SimMode::kAccounting});
   const auto allocator =
       std::move(DeviceAllocator::create(*sim, {.alias_addresses = 64_GiB}).value());
+  const LastingStreams surroundings;  // as torch's own streams
+  allocator->set_surroundings(&surroundings);
   std::uint64_t settled = 0;
   for (int step = 0; step < 40; ++step) {
     if (step == 30) settled = sim->calls().total();
