@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from vramx.errors import InvalidValueError
 from vramx.memory.replay import (
@@ -54,7 +55,7 @@ class Extent:
     size_bytes: int
     kind: str
     shade: int
-    address: int  # of the whole extent, from the arena's start
+    address: int  # of the whole extent, in mapped bytes from the arena's start
     extent_bytes: int  # of the whole extent, which may go on in the next row
 
 
@@ -93,19 +94,19 @@ def take_picture(
     options = replace(options or ReplayOptions(), samples=_SAMPLES)
     results = replay(trace, check_policies(policies), options=options)
     layout = open_replay(trace).layout()
-    start = min((piece["address"] for piece in layout), default=0)
-    end = max((piece["address"] + piece["size"] for piece in layout), default=0)
-    row_bytes = max(-(-(end - start) // (_MAP_ROWS * _CHUNK_BYTES)), 1) * _CHUNK_BYTES
+    # One after the other: what no memory is mapped to, as between the zones, is left out.
+    layout = sorted(layout, key=lambda piece: piece["address"])
+    ends = [0, *accumulate(piece["size"] for piece in layout)]
+    row_bytes = max(-(-ends[-1] // (_MAP_ROWS * _CHUNK_BYTES)), 1) * _CHUNK_BYTES
     pieces = [
-        (piece["address"] - start, piece["size"], piece["kind"])
-        for piece in sorted(layout, key=lambda piece: piece["address"])
+        (begin, piece["size"], piece["kind"]) for begin, piece in zip(ends, layout, strict=False)
     ]
     return Picture(
         title=f"{trace.name}: {results[0].events:,} events",
         results=results,
         extents=_wrap(pieces, row_bytes),
         row_bytes=row_bytes,
-        rows=max(-(-(end - start) // row_bytes), 1),
+        rows=max(-(-ends[-1] // row_bytes), 1),
     )
 
 
