@@ -34,7 +34,7 @@ Scenario every_path() {
               {kFree, 6, 0, 0},
               {kAllocate, 7, 2, 5 * kUnit},  // the alias again
               {kFree, 7, 0, 0},
-              {kAllocate, 8, 3, 7 * kUnit},  // holes and growth
+              {kAllocate, 8, 2, 7 * kUnit},  // the stream's own holes, and growth
               {kAllocate, 11, 2, 4 * kUnit},
               {kAllocate, 12, 1, kUnit},
               {kAllocate, 13, 1, 5 * kUnit},
@@ -42,7 +42,8 @@ Scenario every_path() {
               {kSubmit, 0, 1, 1},
               {kFree, 11, 0, 0},
               {kFree, 13, 0, 0},
-              {kAllocate, 15, 3, 11 * kUnit},  // holes, behind both streams, and growth
+              {kAllocate, 16, 2, 5 * kUnit},  // the other stream's, ordered
+              {kAllocate, 15, 3, 11 * kUnit},
               {kFree, 1, 0, 0},
               {kReplaceStream, 0, 3, 1},
               {kFree, 8, 0, 0},
