@@ -140,8 +140,9 @@ void Arena::unlist(SpanId id) {
 
 // --- take and give back ---
 
-// Which end to cut from: the one that leaves more whole free chunks, since only they can be
-// stitched; where neither does better, small blocks go high and large ones low.
+// Which end to cut from: the one that leaves more whole free chunks, or a rest that a chunk bound
+// touches, since only they can be stitched; where neither does better, small blocks go high and
+// large ones low.
 bool Arena::fits_low(const Span& extent, Bytes size) const {
   if (chunks_.is_inside_page(extent.begin, extent.end())) return size > kSmallBlock;
   const Address cut_low = extent.begin + size;
@@ -154,6 +155,10 @@ bool Arena::fits_low(const Span& extent, Bytes size) const {
     const Bytes after_high = whole(first, chunks_.round_down(cut_high));
     if (after_low != after_high) return after_low > after_high;
   }
+  // Of an extent inside one chunk `last` comes before `first`, and neither end is touched.
+  const bool touches_after_low = first <= last && cut_low <= last;
+  const bool touches_after_high = first <= last && cut_high >= first;
+  if (touches_after_low != touches_after_high) return touches_after_low;
   return size > kSmallBlock;
 }
 

@@ -3,27 +3,23 @@
 namespace vramx {
 namespace {
 
-constexpr std::uint64_t kChunksOfMemory = 448;
+constexpr std::uint64_t kChunksOfMemory = 512;
 constexpr std::uint64_t kChunksOfRequest = 32;
-constexpr std::uint64_t kChunksOfRoom = 2048;
-// In units of the granularity, 2 MiB on today's devices: 8 MiB and 36 MiB. Below the first a device
+constexpr std::uint64_t kChunksOfRoom = 3072;
+// In units of the granularity, 2 MiB on today's devices: 6 MiB and 24 MiB. Below the first a device
 // spends more time on mappings than their bytes are worth; above the second the heads and tails
 // that stitching leaves behind outgrow what fewer mappings save.
-constexpr std::uint64_t kSmallestUnits = 4;
-constexpr std::uint64_t kLargestUnits = 18;
+constexpr std::uint64_t kSmallestUnits = 3;
+constexpr std::uint64_t kLargestUnits = 12;
 
 }  // namespace
 
-Bytes usual_chunk(Bytes held, Bytes granularity) {
-  const Bytes share{held.count / kChunksOfMemory};
-  return min(max(share, granularity * kSmallestUnits), granularity * kLargestUnits);
-}
-
 std::vector<Bytes> chunk_sizes(const ChunkDemand& demand, Bytes granularity) {
-  const Bytes of_memory = usual_chunk(demand.held + demand.bytes, granularity);
+  const Bytes share{(demand.held + demand.bytes).count / kChunksOfMemory};
   const Bytes of_request{demand.request.count / kChunksOfRequest};
   const Bytes of_room{demand.room.count / kChunksOfRoom};
-  const Bytes in_proportion = min(max(of_memory, of_request), granularity * kLargestUnits);
+  const Bytes wanted = max(max(share, of_request), granularity * kSmallestUnits);
+  const Bytes in_proportion = min(wanted, granularity * kLargestUnits);
   const Bytes largest = max(min(in_proportion, of_room), granularity);
   const std::uint64_t pieces = (demand.bytes.count + largest.count - 1) / largest.count;
   if (pieces == 0) return {};

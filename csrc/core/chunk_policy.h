@@ -23,7 +23,4 @@ struct ChunkDemand {
 };
 std::vector<Bytes> chunk_sizes(const ChunkDemand& demand, Bytes granularity);
 
-// How large they are while memory is plenty, of growth for small requests.
-Bytes usual_chunk(Bytes held, Bytes granularity);
-
 }  // namespace vramx

@@ -2,15 +2,12 @@
 
 #include <algorithm>
 
-#include "core/chunk_policy.h"
-
 namespace vramx {
 namespace {
 
 // An extent of so many times a block's size, or more, is no good fit: what is left of it would be a
-// hole for other sizes. That of one and a half is none for a block that has a better place.
+// hole for other sizes.
 constexpr std::uint64_t kLoose = 5;
-bool is_slack(Bytes extent, Bytes size) { return extent * 2 >= size * 3; }
 
 }  // namespace
 
@@ -78,20 +75,14 @@ SpanId QuickPlacement::take_run(const Piece& run) {
 
 // A large block that stays splits what it is put into for as long as it lives. Where it fits badly
 // it goes beside its kin, blocks that live about as long: what comes together mostly goes together,
-// and leaves an extent as large as it found. All the more one smaller than two chunks, which alone
-// may leave no whole chunk. Where its kin have no room, the largest extent takes them up.
+// and leaves an extent as large as it found. Where its kin have no room, the largest extent takes
+// them up.
 SpanId QuickPlacement::take_large(SpanId best, Bytes size, StreamIndex stream) {
-  const Bytes fit = state_.arena.span(best).size;
-  const bool is_loose = fit >= size * kLoose;
-  const bool may_join =
-      is_loose || (is_slack(fit, size) &&
-                   size < usual_chunk(state_.arena.mapped_bytes(), state_.granularity) * 2);
-  if (!may_join) return state_.arena.take(best, size);
+  if (state_.arena.span(best).size < size * kLoose) return state_.arena.take(best, size);
   const std::uint32_t kin = lifetimes_.kin_of(size);
   if (Lifetimes::is_brief(kin)) return state_.arena.take(best, size);
   SpanId extent = state_.arena.extent_over(kin_ends_[kin], size);
   if (extent == kNoId || !is_at_once(extent, stream)) {
-    if (!is_loose) return state_.arena.take(best, size);
     extent = state_.arena.largest_extent(Zone::kLarge, stream);
   }
   const Address at = state_.arena.span(extent).begin;

@@ -122,6 +122,21 @@ void a_block_is_cut_where_whole_chunks_are_spared(Fixture& fixture) {
   EXPECT(fixture.arena.is_whole_free(fixture.chunk_at(at + kPage)));
 }
 
+// What a chunk bound touches can be the first or the last piece of a stitch; what none touches
+// cannot be stitched at all.
+void a_block_is_cut_where_the_rest_touches_a_chunk_bound(Fixture& fixture) {
+  const Address at = fixture.map({kPage * 2, kPage * 2});
+  fixture.take(at, 1_MiB);
+  fixture.take(at + 4_MiB, 3_MiB);
+  fixture.take(at + 7_MiB, 1_MiB);
+  const SpanId small = fixture.arena.take(fixture.arena.span_at(at + 1_MiB), kBlockUnit);
+  EXPECT(fixture.arena.span(small).begin == at + 1_MiB);
+  fixture.take(at + 1_MiB + kBlockUnit, 3_MiB - kBlockUnit);
+  fixture.free(at + 4_MiB, {});
+  const SpanId large = fixture.arena.take(fixture.arena.span_at(at + 4_MiB), 2_MiB);
+  EXPECT(fixture.arena.span(large).end() == at + 7_MiB);
+}
+
 void an_extent_may_be_cut_in_the_middle(Fixture& fixture) {
   const Address at = fixture.map({kPage});
   const SpanId used = fixture.take(at + 1_MiB, 4_KiB);
@@ -242,6 +257,8 @@ constexpr Check<Fixture> kChecks[] = {
     {"an extent behind many small spans of its page is not searched for",
      an_extent_behind_many_small_spans_of_its_page_is_not_searched_for},
     {"a block is cut where whole chunks are spared", a_block_is_cut_where_whole_chunks_are_spared},
+    {"a block is cut where the rest touches a chunk bound",
+     a_block_is_cut_where_the_rest_touches_a_chunk_bound},
     {"an extent may be cut in the middle", an_extent_may_be_cut_in_the_middle},
     {"what is left of an extent keeps its tags", what_is_left_of_an_extent_keeps_its_tags},
     {"a freed block merges with both neighbours", a_freed_block_merges_with_both_neighbours},
