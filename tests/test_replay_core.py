@@ -32,6 +32,7 @@ MIB, GIB = 1 << 20, 1 << 30
 # program's time.
 RESERVED_OVER_LIVE = 1.01
 CAPACITY_OVER_LIVE = 1.01
+RECORDED_CAPACITY_OVER_LIVE = 1.005
 DRIVER_TIME_SHARE = 0.01
 DRIVER_MODEL_FACTOR = 1.5
 
@@ -161,6 +162,52 @@ def test_the_layout_at_the_peak_holds_the_live_bytes(name: str) -> None:
     # Each block is its request rounded up to 512 bytes.
     over_bytes = sum(blocks.values()) - program(name).peak_live_bytes
     assert 0 <= over_bytes < 512 * len(blocks)
+
+
+# --- programs recorded on an H100 with benchmarks.record_traces ----------------------------------
+
+RECORDED = sorted(
+    path for path in (ROOT / "tests/traces").glob("*.npz") if path.stem not in PROGRAMS
+)
+SHORT_US, SHORT_DRIVER_TIME_SHARE = 20e6, 0.02
+# Every block of its every step is a little larger than any before, so that each alias is new.
+ALWAYS_GROWS = "growing_graph"
+
+every_recorded = pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+
+
+@cache
+def recorded(path: Path) -> Replay:
+    return open_replay(load_trace(path).arrays())
+
+
+@every_recorded
+@pytest.mark.parametrize("gpu_lag_us", [0, 10_000])
+def test_little_more_is_reserved_than_what_is_in_use(path: Path, gpu_lag_us: int) -> None:
+    run = recorded(path).run("vramx", gpu_lag_us=gpu_lag_us)
+    in_use_bytes = run["peak_in_use_bytes"]
+    assert in_use_bytes >= recorded(path).peak_live_bytes
+    assert run["peak_reserved_bytes"] <= RESERVED_OVER_LIVE * in_use_bytes
+    assert run["waits"] == 0
+
+
+@every_recorded
+def test_a_recorded_program_runs_in_little_more_than_what_is_live(path: Path) -> None:
+    capacity_bytes = recorded(path).min_capacity("vramx")
+    assert capacity_bytes <= RECORDED_CAPACITY_OVER_LIVE * recorded(path).peak_live_bytes
+
+
+@every_recorded
+def test_the_driver_takes_a_small_part_of_a_recorded_programs_time(path: Path) -> None:
+    if path.stem == ALWAYS_GROWS:
+        pytest.xfail("no alias is used twice by a program whose blocks grow with every step")
+    run, program_us = recorded(path).run("vramx"), recorded(path).trace_us
+    share = SHORT_DRIVER_TIME_SHARE if program_us < SHORT_US else DRIVER_TIME_SHARE
+    assert run["driver_us"] <= share * program_us
+
+
+def test_every_kind_of_program_was_recorded() -> None:
+    assert len(RECORDED) >= 10
 
 
 # --- programs made up here ------------------------------------------------------------------------
