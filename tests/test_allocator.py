@@ -109,8 +109,8 @@ def test_a_large_block_that_fits_loosely_joins_its_kin_if_they_have_room() -> No
     device, best, largest = open_with_two_extents()
     first = device.allocate(MIB)
     assert first == largest.start
-    assert device.allocate(2 * MIB) == first + MIB
-    assert device.allocate(8 * MIB) == best.start  # fits, and is no smaller than a chunk
+    assert device.allocate(3 * MIB // 2) == first + MIB
+    assert device.allocate(2 * MIB) in best  # which is less than five times its size
 
 
 def test_a_large_block_whose_like_was_brief_takes_the_best_fit() -> None:

@@ -142,6 +142,7 @@ class DeviceAllocator {
   Result<Placement> try_within(Request request, Lock& lock);
   void ask_streams(Lock& lock);
   void relieve(Lock& lock);
+  void learn_all(Lock& lock);
   bool wait_for_others(Deadline deadline, Lock& lock);
   bool wait_for_streams(Deadline deadline, Lock& lock);
 

@@ -4,7 +4,8 @@
 //   1  ask the streams; memory that is over, or the stream's own, and growth
 //   2  memory that the stream waits for, on the device
 //   3  relief: callbacks, marks for what none covers yet; then 1 and 2 again
-//   4  what other threads have set aside, and what streams may finish soon
+//   4  the same where captures of other libraries were met that may still go on
+//   5  what other threads have set aside, and what streams may finish soon
 //
 // Of cross_stream "always" 2 comes before growth; with "never" it is left out, and a stream has its
 // own memory alone until memory would be out.
@@ -31,6 +32,11 @@ Result<Placement> DeviceAllocator::place_slowly(Bytes size, StreamIndex stream, 
   relieve(lock);
   ++state_.stats.num_alloc_retries;
   placed = try_all(size, stream, lock);
+  // Most captures are over soon, and memory would be out otherwise.
+  if (!placed.ok() && state_.order.forget_captures()) {
+    learn_all(lock);
+    placed = try_all(size, stream, lock);
+  }
   const Deadline deadline = std::chrono::steady_clock::now() + state_.config.patience;
   while (!placed.ok() && (wait_for_others(deadline, lock) || wait_for_streams(deadline, lock))) {
     placed = try_all(size, stream, lock);
@@ -107,6 +113,10 @@ void DeviceAllocator::relieve(Lock& lock) {
   lock.unlock();
   for (const auto& callback : callbacks) callback();
   lock.lock();
+  learn_all(lock);
+}
+
+void DeviceAllocator::learn_all(Lock& lock) {
   state_.order.cover(lock);
   state_.order.ask(lock);
   state_.drop_tags_over();

@@ -42,19 +42,40 @@ StreamIndex StreamOrder::find_lasting(StreamName name) {
 }
 
 // It is in use by this thread now, so it may be asked, and what was freed on it before may be
-// covered. Where the driver cannot say which one it is, it is another one each time.
+// covered.
 StreamIndex StreamOrder::find_passing(StreamName name) {
-  const Result<std::uint64_t> asked = driver_.stream_id(name);
-  const std::uint64_t id = asked.ok() ? asked.value() : unknown_ids_--;
-  const auto found = by_id_.find(id);
+  const Result<std::uint64_t> id = driver_.stream_id(name);
+  if (!id.ok()) return find_captured(name);
+  std::erase_if(captured_, [&](const Captured& each) {
+    return each.name == name && each.thread == std::this_thread::get_id();
+  });
+  const auto found = by_id_.find(id.value());
   if (found == by_id_.end()) {
     const StreamIndex index = enter(name, false);
-    streams_[index].id = id;
-    by_id_[id] = index;
+    streams_[index].id = id.value();
+    by_id_[id.value()] = index;
     return index;
   }
   if (!is_single() && streams_[found->second].has_uncovered) cover_now(found->second);
   return found->second;
+}
+
+// The driver answers no question about a stream that is captured. Which one it was is not known, so
+// until the handle can be asked about again it has an entry of its own.
+StreamIndex StreamOrder::find_captured(StreamName name) {
+  const std::thread::id thread = std::this_thread::get_id();
+  for (const Captured& each : captured_) {
+    if (each.name == name && each.thread == thread) return each.index;
+  }
+  const StreamIndex index = enter(name, false);
+  streams_[index].id = 0;  // no stream's
+  captured_.push_back({name, thread, index});
+  return index;
+}
+
+bool StreamOrder::is_captured(StreamIndex index) const {
+  return std::any_of(captured_.begin(), captured_.end(),
+                     [&](const Captured& each) { return each.index == index; });
 }
 
 // When the second stream comes, what was freed on the first before has no mark yet.
@@ -78,9 +99,8 @@ StreamIndex StreamOrder::enter(StreamName name, bool is_lasting) {
 StreamIndex StreamOrder::vacant_entry() const {
   for (StreamIndex index = 1; index < streams_.size(); ++index) {
     const State& state = streams_[index];
-    if (!state.is_lasting && state.blocks == 0 && state.is_quiet() && state.told == state.over) {
-      return index;
-    }
+    const bool is_needed = state.is_lasting || state.blocks != 0 || is_captured(index);
+    if (!is_needed && state.is_quiet() && state.told == state.over) return index;
   }
   return static_cast<StreamIndex>(streams_.size());
 }

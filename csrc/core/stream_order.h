@@ -26,7 +26,9 @@
 #include <bit>
 #include <deque>
 #include <string>
+#include <thread>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "core/adaptive_mutex.h"
@@ -120,6 +122,9 @@ class StreamOrder {
   void ask(Lock& lock);
   // Marks what no mark covers yet.
   void cover(Lock& lock);
+  // Devices on which other libraries' captures were met may be marked again. Says whether there
+  // were any.
+  bool forget_captures() { return !std::exchange(captured_, {}).empty(); }
   // Blocks the host until everything freed so far is over. Only for what the user asks for; where
   // a graph is being captured it asks only.
   void settle(Lock& lock);
@@ -167,6 +172,12 @@ class StreamOrder {
     Mark mark;
     bool is_recorded = false;
   };
+  // A stream that the driver would not number: a graph is being captured on it.
+  struct Captured {
+    StreamName name;
+    std::thread::id thread;  // kPerThread is another stream in each
+    StreamIndex index = kNoId;
+  };
   struct Recent {
     Stream handle = Stream::kDefault;
     StreamIndex index = kNoId;
@@ -192,6 +203,8 @@ class StreamOrder {
   StreamIndex look_up(Stream stream);
   StreamIndex find_lasting(StreamName name);
   StreamIndex find_passing(StreamName name);
+  StreamIndex find_captured(StreamName name);
+  bool is_captured(StreamIndex index) const;
   StreamIndex enter(StreamName name, bool is_lasting);
   StreamIndex vacant_entry() const;
   void cover_now(StreamIndex index);
@@ -203,9 +216,11 @@ class StreamOrder {
   void note_over(StreamIndex index, std::uint64_t number);
   std::vector<std::uint64_t> close_numbers(int device);
   bool may_touch_device(int device) const;
+  template <class Is>
+  std::vector<int> devices_where(Is is) const;
   void cover_streams(Lock& lock);
-  bool has_unknown() const;
-  void cover_device(Lock& lock);
+  void cover_devices(Lock& lock);
+  void cover_device(int device, Lock& lock);
   void ask_device_marks(Lock& lock);
   Mark mark_for(const Tag& tag) const;
 
@@ -217,10 +232,10 @@ class StreamOrder {
   std::vector<State> streams_;
   std::unordered_map<std::uint64_t, StreamIndex> by_handle_;  // those that last
   std::unordered_map<std::uint64_t, StreamIndex> by_id_;      // the others
-  std::vector<DeviceMark> device_marks_;                      // oldest first
+  std::vector<Captured> captured_;
+  std::vector<DeviceMark> device_marks_;  // oldest first
   std::array<Recent, kRecent> recent_{};  // the last that were looked up, by slot
   std::size_t finished_ = 0;
-  std::uint64_t unknown_ids_ = ~std::uint64_t{0};  // downwards: of streams that have no number
 };
 
 }  // namespace vramx

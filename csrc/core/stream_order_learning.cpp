@@ -41,7 +41,7 @@ void StreamOrder::ask(Lock& lock) {
     std::uint64_t over = 0;
   };
   cover_streams(lock);
-  if (streams_.size() > kMostPassing && has_unknown()) cover_device(lock);
+  if (streams_.size() > kMostPassing) cover_devices(lock);
   std::vector<Question> questions;
   for (StreamIndex index = 0; index < streams_.size(); ++index) {
     const std::deque<Mark>& marks = streams_[index].marks;
@@ -88,6 +88,16 @@ void StreamOrder::ask_device_marks(Lock& lock) {
   }
 }
 
+template <class Is>
+std::vector<int> StreamOrder::devices_where(Is is) const {
+  std::vector<int> devices;
+  for (const State& state : streams_) {
+    const auto known = std::find(devices.begin(), devices.end(), state.name.device);
+    if (is(state) && known == devices.end()) devices.push_back(state.name.device);
+  }
+  return devices;
+}
+
 // What is freed on streams of the device from now on has a higher number. Zero for other streams.
 std::vector<std::uint64_t> StreamOrder::close_numbers(int device) {
   std::vector<std::uint64_t> numbers(streams_.size());
@@ -101,6 +111,8 @@ std::vector<std::uint64_t> StreamOrder::close_numbers(int device) {
   return numbers;
 }
 
+// A device as a whole is neither marked nor waited for while a graph is captured on it: that would
+// spoil the capture.
 bool StreamOrder::may_touch_device(int device) const {
   return surroundings_ == nullptr || !surroundings_->is_capturing(device);
 }
@@ -111,42 +123,44 @@ void StreamOrder::cover_streams(Lock& lock) {
   }
 }
 
-bool StreamOrder::has_unknown() const {
-  return std::any_of(streams_.begin(), streams_.end(),
-                     [](const State& state) { return state.has_uncovered && !state.is_lasting; });
-}
-
 void StreamOrder::cover(Lock& lock) {
   cover_streams(lock);
-  if (has_unknown()) cover_device(lock);
+  cover_devices(lock);
 }
 
-// Where the driver cannot mark a device, only settle() brings such memory back.
-void StreamOrder::cover_device(Lock& lock) {
-  if (!may_touch_device(device_)) return;
-  DeviceMark mark{device_, events_.take(device_), close_numbers(device_)};
+// Of the devices that have streams which may be gone, and on them what no mark covers.
+void StreamOrder::cover_devices(Lock& lock) {
+  for (const int device :
+       devices_where([](const State& state) { return state.has_uncovered && !state.is_lasting; })) {
+    cover_device(device, lock);
+  }
+}
+
+// Not where another library's capture was met that may still go on. Where the driver cannot mark a
+// device, only settle() brings such memory back.
+void StreamOrder::cover_device(int device, Lock& lock) {
+  const bool has_captured =
+      std::any_of(captured_.begin(), captured_.end(),
+                  [&](const Captured& each) { return each.name.device == device; });
+  if (has_captured || !may_touch_device(device)) return;
+  DeviceMark mark{device, events_.take(device), close_numbers(device)};
   lock.unlock();
-  if (mark.event == Event::kNone) mark.event = events_.create(device_);
+  if (mark.event == Event::kNone) mark.event = events_.create(device);
   const bool is_recorded =
-      mark.event != Event::kNone && driver_.record_device(mark.event, device_).ok();
+      mark.event != Event::kNone && driver_.record_device(mark.event, device).ok();
   lock.lock();
   if (is_recorded) {
     device_marks_.push_back(std::move(mark));
     return;
   }
-  events_.give_back(mark.event, device_);
+  events_.give_back(mark.event, device);
   for (StreamIndex index = 0; index < mark.numbers.size(); ++index) {
     streams_[index].has_uncovered |= streams_[index].over < mark.numbers[index];
   }
 }
 
 void StreamOrder::settle(Lock& lock) {
-  std::vector<int> devices;
-  for (const State& state : streams_) {
-    const auto known = std::find(devices.begin(), devices.end(), state.name.device);
-    if (!state.is_quiet() && known == devices.end()) devices.push_back(state.name.device);
-  }
-  for (const int device : devices) {
+  for (const int device : devices_where([](const State& state) { return !state.is_quiet(); })) {
     if (!may_touch_device(device)) continue;
     const std::vector<std::uint64_t> numbers = close_numbers(device);
     lock.unlock();

@@ -15,7 +15,8 @@
 namespace vramx::stress {
 namespace {
 
-// Fills are queued here, apart from the streams whose order is under test.
+// Fills are queued here, apart from the streams whose order is under test, and have run at once: a
+// mark of the whole device covers them too.
 constexpr Stream kWriter{~std::uint64_t{1}};
 constexpr std::uint64_t kLastWord = kBlockUnit.count / sizeof(std::uint64_t) - 1;
 
@@ -44,6 +45,7 @@ void World::stamp(const Block& block, std::uint32_t number) {
     if (!sim_->fill(at, kBlockUnit, number, kWriter).ok()) return fail("access: not granted");
     mapped += piece.size;
   }
+  sim_->advance(kWriter, block.pieces.size());
   for (Bytes at{}; at < block.size; at = next_stamp(number, block.address, block.size, at)) {
     volatile std::uint64_t* unit = words(block.address + at);
     unit[0] = pattern(number, at);

@@ -51,6 +51,19 @@ void memory_that_does_not_return_is_found(const Options& options) {
   expect_found(options, Defect::kReleaseDoesNothing, "books|end");
 }
 
+// The three rules of order between streams that are easily got wrong.
+void an_event_at_the_take_is_found(const Options& options) {
+  expect_found(options, Defect::kEventAtTheTake, "order");
+}
+
+void streams_by_their_handles_are_found(const Options& options) {
+  expect_found(options, Defect::kStreamsByHandle, "stream safety");
+}
+
+void a_missing_device_is_found(const Options& options) {
+  expect_found(options, Defect::kDeviceMissing, "stream safety|unmapped in use|released in use");
+}
+
 }  // namespace
 
 std::span<const Check> defect_checks() {
@@ -60,6 +73,9 @@ std::span<const Check> defect_checks() {
       {"an alias of the wrong chunk is found", an_alias_of_the_wrong_chunk_is_found},
       {"access that is not granted is found", access_that_is_not_granted_is_found},
       {"memory that does not return is found", memory_that_does_not_return_is_found},
+      {"an event at the take is found", an_event_at_the_take_is_found},
+      {"streams by their handles are found", streams_by_their_handles_are_found},
+      {"a missing device is found", a_missing_device_is_found},
   };
   return kChecks;
 }

@@ -33,7 +33,9 @@ void World::finish() {
 }
 
 void World::finish_live_blocks() {
-  for (std::uint32_t stream = 0; stream < kStreams; ++stream) end_capture(stream);
+  for (std::uint32_t stream = 0; stream < kStreams; ++stream) {
+    require(streams_->end_capture(stream), "capture: invalidated by the allocator");
+  }
   while (!blocks_.empty()) free_block(blocks_.begin()->first);
   allocator_->set_limit(Bytes{UINT64_MAX});
   limit_ = Bytes{UINT64_MAX};
@@ -87,6 +89,8 @@ constexpr std::array kPaths = {
 
 Coverage World::coverage() const {
   Coverage seen = seen_;
+  seen.captures = streams_->captures();
+  seen.streams_replaced = streams_->replaced();
   if (allocator_ == nullptr) return seen;
   const AllocatorStats stats = allocator_->stats();
   seen.retries = stats.num_alloc_retries;

@@ -4,6 +4,13 @@
 #include <array>
 
 namespace vramx::stress {
+namespace {
+
+// More would seldom meet.
+constexpr std::uint64_t kMostStreams = 4;
+
+}  // namespace
+
 Setup draw_setup(std::uint64_t seed) {
   Random random(seed ^ 0x5E7);
   constexpr std::array<std::uint64_t, 6> kMebibytes = {2, 4, 4, 8, 8, 16};
@@ -23,7 +30,8 @@ Setup draw_setup(std::uint64_t seed) {
 Generator::Generator(std::uint64_t seed, const Setup& setup)
     : random_(seed),
       capacity_(setup.capacity),
-      streams_(random_.between(1, kStreams)),
+      streams_(random_.between(1, kMostStreams)),
+      first_stream_(random_.below(kStreams)),
       largest_(setup.capacity.count >> random_.between(1, 5)),
       has_faults_(random_.one_in(2)),
       has_captures_(random_.one_in(3)),

@@ -31,11 +31,15 @@ class Generator {
   std::uint64_t odd_size(const World& world);
   std::uint32_t any_block(const World& world);
   std::uint32_t block_to_free(const World& world);
-  std::uint32_t any_stream() { return static_cast<std::uint32_t>(random_.below(streams_)); }
+  // One of some neighbours among the streams, so that each mixture of origins comes.
+  std::uint32_t any_stream() {
+    return static_cast<std::uint32_t>((first_stream_ + random_.below(streams_)) % kStreams);
+  }
 
   Random random_;
   const Bytes capacity_;
   const std::uint64_t streams_;
+  const std::uint64_t first_stream_;
   const std::uint64_t largest_;  // of the usual sizes
   const bool has_faults_;
   const bool has_captures_;

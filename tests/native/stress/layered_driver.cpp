@@ -32,6 +32,20 @@ Status DefectiveDriver::set_access(Address at, Bytes size) {
   return inner_.set_access(at, size);
 }
 
+Status DefectiveDriver::record_event(Event event, StreamName stream) {
+  if (defect_ == Defect::kDeviceMissing) stream = {Stream::kDefault, inner_.ordinal()};
+  recorded_on_[static_cast<std::uint64_t>(event)] = stream;
+  return inner_.record_event(event, stream);
+}
+
+Status DefectiveDriver::record_device(Event event, int device) {
+  recorded_on_.erase(static_cast<std::uint64_t>(event));
+  if (defect_ != Defect::kDeviceMissing || device == inner_.ordinal()) {
+    return inner_.record_device(event, device);
+  }
+  return inner_.record_event(event, {Stream::kDefault, device});
+}
+
 Result<bool> DefectiveDriver::query_event(Event event) {
   if (defect_ == Defect::kQueryIsHasty) return true;
   return inner_.query_event(event);
@@ -39,7 +53,17 @@ Result<bool> DefectiveDriver::query_event(Event event) {
 
 Status DefectiveDriver::wait_event(StreamName stream, Event event) {
   if (defect_ == Defect::kWaitDoesNothing) return ok_status();
+  const auto found = recorded_on_.find(static_cast<std::uint64_t>(event));
+  if (defect_ == Defect::kEventAtTheTake && found != recorded_on_.end()) {
+    inner_.record_event(event, found->second).ignore();
+  }
   return inner_.wait_event(stream, event);
+}
+
+Result<std::uint64_t> DefectiveDriver::stream_id(StreamName stream) {
+  if (defect_ != Defect::kStreamsByHandle) return inner_.stream_id(stream);
+  const Result<std::uint64_t> id = inner_.stream_id(stream);
+  return id.ok() ? static_cast<std::uint64_t>(stream.handle) : id;
 }
 
 // --- the book
@@ -137,11 +161,11 @@ Result<Event> ObservedDriver::create_event(int device) {
 }
 
 Status ObservedDriver::record_event(Event event, StreamName stream) {
-  return ++counts_.calls, inner_.record_event(event, stream);
+  return ++counts_.marks, ++counts_.calls, inner_.record_event(event, stream);
 }
 
 Status ObservedDriver::record_device(Event event, int device) {
-  return ++counts_.calls, inner_.record_device(event, device);
+  return ++counts_.marks, ++counts_.calls, inner_.record_device(event, device);
 }
 
 Result<bool> ObservedDriver::query_event(Event event) {

@@ -65,11 +65,15 @@ class DefectiveDriver final : public ForwardingDriver {
   Status release_chunk(ChunkHandle chunk) override;
   Status map(Address at, Bytes size, ChunkHandle chunk) override;
   Status set_access(Address at, Bytes size) override;
+  Status record_event(Event event, StreamName stream) override;
+  Status record_device(Event event, int device) override;
   Result<bool> query_event(Event event) override;
   Status wait_event(StreamName stream, Event event) override;
+  Result<std::uint64_t> stream_id(StreamName stream) override;
 
  private:
   const Defect defect_;
+  std::unordered_map<std::uint64_t, StreamName> recorded_on_;  // by event
   std::unordered_map<std::uint64_t, ChunkHandle> last_of_size_;
   std::unordered_map<std::uint64_t, bool> is_mapped_;
 };
@@ -96,6 +100,7 @@ class ObservedDriver final : public ForwardingDriver {
     std::uint64_t calls = 0;  // all that may fail
     std::uint64_t created = 0;
     std::uint64_t released = 0;
+    std::uint64_t marks = 0;       // recorded
     std::uint64_t waits = 0;       // of a stream
     std::uint64_t host_waits = 0;  // for the device
     std::uint64_t failed_growths = 0;

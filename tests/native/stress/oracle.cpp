@@ -73,22 +73,18 @@ void World::check_books() {
 }
 
 bool World::may_judge() const {
-  const bool is_capturing =
-      std::any_of(lives_.begin(), lives_.end(), [](const Life& life) { return life.is_capturing; });
-  return !is_capturing && sim_->faults_fired() == faults_before_step_ &&
+  return !streams_->any_captures() && sim_->faults_fired() == faults_before_step_ &&
          driver_->counts().failed_returns == 0 && setup_.mapping_ceiling == Setup{}.mapping_ceiling;
 }
 
-bool World::all_work_is_done() {
-  return std::all_of(lives_.begin(), lives_.end(), [&](const Life& of) {
-    if (of.is_over) return shadow_->is_done({of.last});
-    const Result<StreamPoint> point = sim_->submit(of.name, 0);
-    return point.ok() && shadow_->is_done({point.value()});
-  });
+bool World::all_work_is_done() const {
+  const std::vector<Streams::Life>& lives = streams_->all();
+  return std::all_of(lives.begin(), lives.end(),
+                     [&](const Streams::Life& of) { return shadow_->is_done({of.newest}); });
 }
 
 // A block in an alias keeps addresses and mappings; without one, all aliases can be collected.
-bool World::aliases_are_ample() {
+bool World::aliases_are_ample() const {
   const Setup usual;
   if (setup_.alias_mappings == usual.alias_mappings && setup_.alias_factor == usual.alias_factor) {
     return true;
@@ -100,27 +96,59 @@ bool World::aliases_are_ample() {
          driver_->chunks().size() + setup_.capacity / kGranularity <= setup_.alias_mappings;
 }
 
-void World::judge_out_of_memory(Bytes requested) {
+// By which the arena may grow.
+Bytes World::room() const {
   const Result<MemoryInfo> device = sim_->memory_info();
-  if (!may_judge() || !device.ok() || requested > setup_.capacity * 2) return;
-  ++seen_.judged_ooms;
-  const std::vector<SpanInfo> layout = allocator_->layout();
+  if (!device.ok()) return {};
   Bytes gap{};
-  for (const SpanInfo& span : layout) {
+  for (const SpanInfo& span : allocator_->layout()) {
     if (span.state == SpanState::kUnmapped) gap = max(gap, span.size);
   }
   const Bytes held = allocator_->held();
   const Bytes below_limit = limit_ > held ? limit_ - held : Bytes{};
-  const Bytes room = min(gap, min(below_limit, device.value().free));
+  return min(gap, min(below_limit, device.value().free));
+}
+
+void World::judge_out_of_memory(Bytes requested) {
+  if (!may_judge() || requested > setup_.capacity * 2) return;
+  ++seen_.judged_ooms;
   const bool may_share = setup_.cross_stream != CrossStream::kNever || all_work_is_done();
   const Bytes whole =
       may_share && aliases_are_ample() ? shadow_->unowned_chunks(driver_->chunks()) : Bytes{};
   const Bytes size = rounded(requested);
   const Bytes deficit = size > whole ? size - whole : Bytes{};
-  if (round_up(deficit, kGranularity) <= room) {
+  if (round_up(deficit, kGranularity) <= room()) {
     fail("out of memory: for " + std::to_string(size.count) + " bytes, with " +
          std::to_string(whole.count) + " in whole chunks and room for " +
-         std::to_string(room.count));
+         std::to_string(room().count));
+  }
+}
+
+// What other streams have queued since a mark of any stream may have covered it, and what does not
+// come before this one's next work anyway.
+std::vector<StreamPoint> World::later_work(const Step& step) const {
+  std::vector<StreamPoint> later;
+  for (const Streams::Life& of : streams_->all()) {
+    if (of.newest.position != of.covered.position &&
+        !sim_->happens_before(of.newest, name(step.stream))) {
+      later.push_back(of.newest);
+    }
+  }
+  return later;
+}
+
+// No stream waits while there is room to grow, and a wait is for what was queued when memory was
+// freed: what came after may itself wait for the work that the memory is taken for.
+void World::judge_waits(const Step& step, Bytes room, const std::vector<StreamPoint>& later) {
+  const ObservedDriver::Counts& now = driver_->counts();
+  if (now.waits == counts_before_step_.waits) return;
+  const Bytes grown = round_up(rounded(Bytes{step.amount}), kGranularity);
+  require(!may_judge() || setup_.cross_stream != CrossStream::kUnderPressure || grown > room,
+          "policy: a stream was made to wait where there was room");
+  if (now.marks != counts_before_step_.marks) return;
+  for (const StreamPoint& point : later) {
+    require(!sim_->happens_before(point, name(step.stream)),
+            "order: a wait is for work that was queued after the free");
   }
 }
 

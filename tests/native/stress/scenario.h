@@ -18,7 +18,7 @@
 namespace vramx::stress {
 
 constexpr Bytes kGranularity{64 << 10};
-constexpr std::uint32_t kStreams = 4;  // number 0 is the default stream
+constexpr std::uint32_t kStreams = 7;  // of every origin: streams.h
 
 // What is broken on purpose, to prove that the checks see it. All but kNone misbehave in the
 // driver, below what the checks take for granted.
@@ -29,8 +29,11 @@ enum class Defect : std::uint8_t {
   kAliasOfWrongChunk,   // a second mapping shows another chunk
   kAccessNotGranted,    // set_access grants nothing
   kReleaseDoesNothing,  // release_chunk keeps the memory
+  kEventAtTheTake,      // an event stands for what is queued when it is waited for
+  kStreamsByHandle,     // a stream is known by its handle, whoever has it now
+  kDeviceMissing,       // what another device's stream does is recorded on this one
 };
-constexpr std::uint8_t kDefects = 6;
+constexpr std::uint8_t kDefects = 9;
 
 struct Setup {
   Bytes capacity{4 << 20};

@@ -9,7 +9,7 @@ namespace vramx::stress {
 namespace {
 
 // A name that no stream has: nothing is queued before it, so only work that has run precedes it.
-constexpr Stream kNoStream{~std::uint64_t{0}};
+constexpr StreamName kNoStream{Stream{~std::uint64_t{0}}};
 
 }  // namespace
 
@@ -24,7 +24,7 @@ void Shadow::for_each_unit(const std::vector<PhysicalPiece>& pieces, Visit visit
   }
 }
 
-bool Shadow::comes_before(const Use& use, Stream stream) const {
+bool Shadow::comes_before(const Use& use, StreamName stream) const {
   return std::all_of(use.begin(), use.end(),
                      [&](const StreamPoint& point) { return sim_.happens_before(point, stream); });
 }
@@ -32,7 +32,7 @@ bool Shadow::comes_before(const Use& use, Stream stream) const {
 bool Shadow::is_done(const Use& use) const { return comes_before(use, kNoStream); }
 
 std::string Shadow::claim(const std::vector<PhysicalPiece>& pieces, std::uint32_t owner,
-                          Stream stream) {
+                          StreamName stream) {
   std::uint32_t taken_from = kNobody;
   std::uint32_t too_early = 0;
   std::uint32_t last_seen = 0;

@@ -27,7 +27,8 @@ class Shadow {
   explicit Shadow(const SimDriver& sim) : sim_(sim) { uses_.emplace_back(); }
 
   // Each returns what is broken, or nothing.
-  std::string claim(const std::vector<PhysicalPiece>& pieces, std::uint32_t owner, Stream stream);
+  std::string claim(const std::vector<PhysicalPiece>& pieces, std::uint32_t owner,
+                    StreamName stream);
   std::string on_unmap(Address at, Bytes size);
   std::string on_chunk_gone(ChunkHandle chunk);
 
@@ -51,7 +52,7 @@ class Shadow {
 
   template <class Visit>
   void for_each_unit(const std::vector<PhysicalPiece>& pieces, Visit visit);
-  bool comes_before(const Use& use, Stream stream) const;
+  bool comes_before(const Use& use, StreamName stream) const;
   void drop_finished_trails();
 
   const SimDriver& sim_;

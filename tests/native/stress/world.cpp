@@ -6,43 +6,13 @@
 namespace vramx::stress {
 namespace {
 
-// Streams of this number and above come and go, and the allocator is told nothing of them.
-constexpr std::uint32_t kFirstPassing = 2;
 // A mark takes an event, perhaps a new one, and, of a stream that may have ended, its number; one
 // that is refused, the end of the event.
 constexpr std::uint64_t kCallsOfMark = 4;
 
-// Apart from the handles that mean something to CUDA.
-Stream name_of(std::uint64_t number) { return Stream{number == 0 ? 0 : 16 + number}; }
-
 }  // namespace
 
-bool World::Known::is_lasting(StreamName stream) const {
-  const auto& lives = world_.lives_;
-  return std::any_of(lives.begin(), lives.end(), [&](const Life& life) {
-    return life.is_lasting && life.name == stream.handle;
-  });
-}
-
-bool World::Known::is_current(StreamName stream) const {
-  const Life& life = world_.lives_[world_.used_last_];
-  return !life.is_over && life.name == stream.handle;
-}
-
-bool World::Known::is_capturing(int) const {
-  const auto& lives = world_.lives_;
-  return std::any_of(lives.begin(), lives.end(),
-                     [](const Life& life) { return life.is_capturing; });
-}
-
-World::World(const Setup& setup) : setup_(setup) {
-  for (std::uint32_t stream = 0; stream < kStreams; ++stream) {
-    current_[stream] = stream;
-    const bool is_lasting = stream < kFirstPassing;
-    lives_.push_back({.name = name_of(stream), .is_lasting = is_lasting});
-  }
-  open();
-}
+World::World(const Setup& setup) : setup_(setup) { open(); }
 
 // The allocator still talks to the listener on its way out.
 World::~World() { allocator_.reset(); }
@@ -64,7 +34,8 @@ void World::open() {
                                          .patience = {}});
   if (!created.ok()) return fail("setup: the allocator is not created");
   allocator_ = std::move(created.value());
-  allocator_->set_surroundings(&known_);
+  streams_ = std::make_unique<Streams>(*sim_);
+  allocator_->set_surroundings(streams_.get());
   if (setup_.relief_blocks != 0) allocator_->add_relief([this] { return relieve(); });
 }
 
@@ -93,9 +64,10 @@ void World::apply(const Step& step) {
   if (!failure_.empty()) return;
   ++seen_.steps;
   faults_before_step_ = sim_->faults_fired();
-  const ObservedDriver::Counts before = driver_->counts();
-  dispatch(step);
+  const ObservedDriver::Counts before = counts_before_step_ = driver_->counts();
+  streams_->on_thread_of(step.stream, [&] { dispatch(step); });
   const ObservedDriver::Counts& after = driver_->counts();
+  if (after.marks != before.marks) streams_->note_mark();
   const bool may_wait = step.kind == StepKind::kTrim || step.kind == StepKind::kDefragment;
   require(may_wait || after.host_waits == before.host_waits, "cost: the host waited");
   require(may_wait || after.released - before.released <= after.created - before.created,
@@ -117,17 +89,17 @@ void World::dispatch(const Step& step) {
     case StepKind::kRecordStream:
       return record_stream(step);
     case StepKind::kSubmit:
-      return require(sim_->submit(name(step.stream), step.amount).ok(), "device: submit");
+      return require(streams_->submit(step.stream, step.amount), "device: submit");
     case StepKind::kAdvance:
       return static_cast<void>(sim_->advance(name(step.stream), step.amount));
     case StepKind::kAdvanceAll:
       return sim_->advance_all();
     case StepKind::kReplaceStream:
-      return replace_stream(step);
+      return require(streams_->replace(step.stream, step.amount == 1), "device: replace");
     case StepKind::kBeginCapture:
-      return begin_capture(step);
+      return require(streams_->begin_capture(step.stream), "device: begin_capture");
     case StepKind::kEndCapture:
-      return end_capture(step.stream);
+      return require(streams_->end_capture(step.stream), "capture: invalidated by the allocator");
     case StepKind::kTrim:
     case StepKind::kDefragment:
       return give_memory_back(step);
@@ -149,11 +121,15 @@ void World::dispatch(const Step& step) {
 // ---------------------------------------------------------------------------------------
 
 void World::allocate(const Step& step) {
+  if (step.stream == kForeignDevice) return;
   const Bytes requested{step.amount};
   const Bytes held = allocator_->held();
   const std::size_t live = blocks_.size();
-  used_last_ = current_[step.stream];
-  const Result<Address> made = allocator_->allocate(requested, name(step.stream));
+  streams_->use(step.stream);
+  const Bytes had_room = room();
+  const std::vector<StreamPoint> later = later_work(step);
+  const Result<Address> made = allocator_->allocate(requested, name(step.stream).handle);
+  judge_waits(step, had_room, later);
   require(allocator_->held() <= max(held, limit_), "limit: the arena grew beyond it");
   if (made.ok()) return adopt(made.value(), step);
   ++seen_.ooms;
@@ -171,7 +147,7 @@ void World::adopt(Address address, const Step& step) {
               .requested = Bytes{step.amount},
               .size = rounded(Bytes{step.amount}),
               .pieces = driver_->pieces(address, rounded(Bytes{step.amount})),
-              .lives = {current_[step.stream]}};
+              .lives = {streams_->number_of(step.stream)}};
   require(address.value % kBlockUnit.count == 0, "address: not aligned");
   require(allocator_->owns(address), "address: not owned");
   if (block.pieces.empty()) return fail("address: not mapped for all of the block");
@@ -182,23 +158,14 @@ void World::adopt(Address address, const Step& step) {
   placement_hash_ = (placement_hash_ ^ driver_->relative(address)) * 0x100000001B3;
   count(block.requested, block.size, +1);
   stamp(block, step.block);
-  require(sim_->submit(name(step.stream)).ok(), "device: submit");
+  require(streams_->submit(step.stream, 1), "device: submit");
   blocks_.emplace(step.block, std::move(block));
 }
 
 // The work that may touch the block: everything queued on its streams until now.
-Use World::use_of(const Block& block) {
+Use World::use_of(const Block& block) const {
   Use use;
-  for (const std::uint32_t number : block.lives) {
-    const Life& of = lives_[number];
-    if (of.is_over) {
-      use.push_back(of.last);
-      continue;
-    }
-    const Result<StreamPoint> point = sim_->submit(of.name, 0);
-    require(point.ok(), "device: submit");
-    if (point.ok()) use.push_back(point.value());
-  }
+  for (const std::uint32_t number : block.lives) use.push_back((*streams_)[number].newest);
   return use;
 }
 
@@ -236,58 +203,17 @@ bool World::relieve() {
   return true;
 }
 
-// --- streams
-// --------------------------------------------------------------------------------------
-
 void World::record_stream(const Step& step) {
   const auto found = blocks_.find(step.block);
   if (found == blocks_.end()) return;
   std::vector<std::uint32_t>& lives = found->second.lives;
-  used_last_ = current_[step.stream];
-  const Life& user = life(step.stream);
-  require(allocator_->record_stream(found->second.address, {user.name}, user.is_lasting).ok(),
+  streams_->use(step.stream);
+  const Streams::Life& user = streams_->current(step.stream);
+  require(allocator_->record_stream(found->second.address, user.name, user.is_lasting).ok(),
           "status: record_stream");
-  if (std::find(lives.begin(), lives.end(), current_[step.stream]) == lives.end()) {
-    lives.push_back(current_[step.stream]);
-  }
-  require(sim_->submit(name(step.stream)).ok(), "device: submit");
-}
-
-// Destroyed, without a word to the allocator, and another one made in its place, which may get the
-// same name.
-void World::replace_stream(const Step& step) {
-  Life& old = life(step.stream);
-  if (old.is_lasting || old.is_capturing) return;
-  const Result<StreamPoint> last = sim_->submit(old.name, 0);
-  if (!last.ok()) return fail("device: submit");
-  if (used_last_ == current_[step.stream]) used_last_ = 0;
-  require(sim_->destroy_stream(old.name).ok(), "device: destroy_stream");
-  old.last = last.value();
-  old.is_over = true;
-  Stream made = old.name;
-  if (step.amount == 1) {
-    require(sim_->revive_stream(made).ok(), "device: revive_stream");
-  } else {
-    made = name_of(next_stream_++);
-  }
-  current_[step.stream] = static_cast<std::uint32_t>(lives_.size());
-  lives_.push_back({.name = made});
-  ++seen_.streams_replaced;
-}
-
-void World::begin_capture(const Step& step) {
-  Life& of = life(step.stream);
-  if (step.stream == 0 || of.is_capturing) return;
-  require(sim_->begin_capture(of.name).ok(), "device: begin_capture");
-  of.is_capturing = true;
-  ++seen_.captures;
-}
-
-void World::end_capture(std::uint32_t stream) {
-  Life& of = life(stream);
-  if (!of.is_capturing) return;
-  of.is_capturing = false;
-  require(sim_->end_capture(of.name).ok(), "capture: invalidated by the allocator");
+  const std::uint32_t number = streams_->number_of(step.stream);
+  if (std::find(lives.begin(), lives.end(), number) == lives.end()) lives.push_back(number);
+  require(streams_->submit(step.stream, 1), "device: submit");
 }
 
 // --- memory

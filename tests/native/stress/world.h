@@ -10,7 +10,6 @@
 // thread-safe. A step costs a few microseconds plus a memory access for each 512 bytes of a block.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -18,11 +17,11 @@
 #include <vector>
 
 #include "core/device_allocator.h"
-#include "core/surroundings.h"
 #include "driver/sim_driver.h"
 #include "stress/layered_driver.h"
 #include "stress/scenario.h"
 #include "stress/shadow.h"
+#include "stress/streams.h"
 
 namespace vramx::stress {
 
@@ -90,25 +89,6 @@ class World final : private ObservedDriver::Listener {
     std::vector<PhysicalPiece> pieces;
     std::vector<std::uint32_t> lives;  // of the streams that use it, the allocation's first
   };
-  // One life of a stream's name.
-  struct Life {
-    Stream name = Stream::kDefault;
-    StreamPoint last{};  // all of its work, once it is over
-    bool is_over = false;
-    bool is_capturing = false;
-    bool is_lasting = false;  // it is never replaced, and the allocator is told so
-  };
-  // What a program knows of these streams. Its thread works on the stream that it used last.
-  class Known final : public Surroundings {
-   public:
-    explicit Known(const World& world) : world_(world) {}
-    bool is_lasting(StreamName stream) const override;
-    bool is_current(StreamName stream) const override;
-    bool is_capturing(int device) const override;
-
-   private:
-    const World& world_;
-  };
   struct Expected {
     PoolCounters allocation, allocated_bytes, requested_bytes;
   };
@@ -125,15 +105,11 @@ class World final : private ObservedDriver::Listener {
   void free_block(std::uint32_t number);
   void free_nothing(const Step& step);
   bool relieve();
-  Use use_of(const Block& block);
+  Use use_of(const Block& block) const;
   void record_stream(const Step& step);
-  void replace_stream(const Step& step);
-  void begin_capture(const Step& step);
-  void end_capture(std::uint32_t stream);
   void give_memory_back(const Step& step);
   void inject(const Step& step);
-  Life& life(std::uint32_t stream) { return lives_[current_[stream]]; }
-  Stream name(std::uint32_t stream) { return life(stream).name; }
+  StreamName name(std::uint32_t stream) const { return streams_->current(stream).name; }
   void dispatch(const Step& step);
 
   // bytes.cpp
@@ -145,8 +121,11 @@ class World final : private ObservedDriver::Listener {
   void check_books();
   void judge_out_of_memory(Bytes requested);
   bool may_judge() const;
-  bool all_work_is_done();
-  bool aliases_are_ample();
+  bool all_work_is_done() const;
+  bool aliases_are_ample() const;
+  Bytes room() const;
+  std::vector<StreamPoint> later_work(const Step& step) const;
+  void judge_waits(const Step& step, Bytes room, const std::vector<StreamPoint>& later);
   void count(Bytes requested, Bytes size, std::int64_t sign);
 
   // finish.cpp
@@ -158,19 +137,16 @@ class World final : private ObservedDriver::Listener {
   std::unique_ptr<DefectiveDriver> defective_;
   std::unique_ptr<ObservedDriver> driver_;
   std::unique_ptr<Shadow> shadow_;
+  std::unique_ptr<Streams> streams_;
   std::unique_ptr<DeviceAllocator> allocator_;
 
   std::map<std::uint32_t, Block> blocks_;  // by number, hence oldest first
-  std::vector<Life> lives_;
-  std::array<std::uint32_t, kStreams> current_{};
-  std::uint32_t used_last_ = 0;  // into lives_
-  const Known known_{*this};
-  std::uint64_t next_stream_ = kStreams;
   Bytes limit_{UINT64_MAX};
   Bytes live_bytes_{};
   Expected expected_;
   Coverage seen_;  // what the allocator's own statistics do not count
   std::uint64_t faults_before_step_ = 0;
+  ObservedDriver::Counts counts_before_step_;
   std::uint64_t placement_hash_ = 0;
   std::string failure_;
 };

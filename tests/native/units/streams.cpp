@@ -61,15 +61,15 @@ void a_recorded_stream_that_is_said_to_last_does_so_from_then_on(Fixture& fixtur
   EXPECT(fixture.enter(pooled) == index && fixture.count(CallKind::kStreamId) == 0);
 }
 
-void a_stream_without_a_number_is_another_one_each_time(Fixture& fixture) {
+// The driver numbers no stream that is captured.
+void a_captured_stream_has_an_entry_of_its_own(Fixture& fixture) {
   const Stream foreign = fixture.sim->create_stream(0);
-  StreamIndex seen[2];
-  for (StreamIndex& index : seen) {
-    fixture.sim->fail_call(CallKind::kStreamId, 1, StatusCode::kNotSupported);
-    index = fixture.enter_foreign(foreign);
-    fixture.order.stamp(index);
-  }
-  EXPECT(seen[0] != seen[1]);
+  const StreamIndex before = fixture.enter_foreign(foreign);
+  REQUIRE(fixture.sim->begin_capture(foreign).ok());
+  const StreamIndex during = fixture.enter_foreign(foreign);
+  EXPECT(during != before && fixture.enter_foreign(foreign) == during);
+  REQUIRE(fixture.sim->end_capture(foreign).ok());
+  EXPECT(fixture.enter_foreign(foreign) == before);
 }
 
 // --- marks --------------------------------------------------------------------------------------
@@ -171,6 +171,44 @@ void what_is_freed_in_a_capture_is_covered_by_the_first_mark_after_it(Two& fixtu
   EXPECT(fixture.order.is_over(tag));
 }
 
+// --- devices ------------------------------------------------------------------------------------
+
+// A free on a stream that the thread does not work on, so that only its device can be marked.
+Tag free_from_afar(Fixture& fixture, StreamIndex index) {
+  fixture.known.current = Stream::kDefault;
+  return fixture.free(index);
+}
+
+void what_another_devices_stream_uses_is_over_when_that_device_is(Fixture& fixture) {
+  fixture.enter(fixture.on_a);
+  const Stream there = fixture.sim->create_stream(1);
+  const StreamIndex index = fixture.order.index_of({there, 1}, false);
+  REQUIRE(fixture.sim->submit(StreamName{there, 1}).ok());
+  const Tag tag = free_from_afar(fixture, index);
+  fixture.order.cover(fixture.lock);
+  fixture.order.ask(fixture.lock);
+  EXPECT(!fixture.order.is_over(tag) &&
+         fixture.order.has_marks(TagSet(tag), fixture.enter(fixture.on_a)));
+  fixture.sim->advance_all();
+  fixture.order.ask(fixture.lock);
+  EXPECT(fixture.order.is_over(tag));
+}
+
+void a_capture_of_another_library_is_not_spoiled_until_it_must_be(Fixture& fixture) {
+  fixture.enter(fixture.on_a);
+  const Stream foreign = fixture.sim->create_stream(0);
+  const Tag tag = free_from_afar(fixture, fixture.enter_foreign(foreign));
+  REQUIRE(fixture.sim->begin_capture(foreign).ok());
+  fixture.enter_foreign(foreign);
+  fixture.order.cover(fixture.lock);
+  EXPECT(fixture.count(CallKind::kRecordDevice) == 0);
+  REQUIRE(fixture.sim->end_capture(foreign).ok());
+  EXPECT(fixture.order.forget_captures() && !fixture.order.forget_captures());
+  fixture.order.cover(fixture.lock);
+  fixture.order.ask(fixture.lock);
+  EXPECT(fixture.order.is_over(tag));
+}
+
 constexpr Check<Fixture> kIdentity[] = {
     {"the default stream has one entry under both its names",
      the_default_stream_has_one_entry_under_both_its_names},
@@ -183,8 +221,11 @@ constexpr Check<Fixture> kIdentity[] = {
     {"a revived handle has another entry", a_revived_handle_has_another_entry},
     {"a recorded stream that is said to last does so from then on",
      a_recorded_stream_that_is_said_to_last_does_so_from_then_on},
-    {"a stream without a number is another one each time",
-     a_stream_without_a_number_is_another_one_each_time},
+    {"a captured stream has an entry of its own", a_captured_stream_has_an_entry_of_its_own},
+    {"what another device's stream uses is over when that device is",
+     what_another_devices_stream_uses_is_over_when_that_device_is},
+    {"a capture of another library is not spoiled until it must be",
+     a_capture_of_another_library_is_not_spoiled_until_it_must_be},
     {"a program of one stream makes no driver call", a_program_of_one_stream_makes_no_driver_call},
     {"the second stream has the first one marked once",
      the_second_stream_has_the_first_one_marked_once},
