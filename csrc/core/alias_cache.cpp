@@ -49,12 +49,6 @@ void AliasCache::remove(AliasId id, Arena& arena) {
   vacant_.push_back(id);
 }
 
-AliasFit AliasCache::fit_in(AliasId id, const Arena& arena, Bytes size) const {
-  if (id >= aliases_.size()) return {};
-  const std::optional<Bytes> begin = find_run(aliases_[id], arena, size);
-  return begin ? fit_at(id, arena, *begin, size) : AliasFit{};
-}
-
 AliasFit AliasCache::fit_at(AliasId id, const Arena& arena, Bytes begin, Bytes size) const {
   AliasFit fit{id, aliases_[id].base + begin, {}};
   Bytes at{};

@@ -47,9 +47,6 @@ class AliasCache {
   template <class Accept>
   AliasFit find(const Arena& arena, Bytes size, Accept accept) const;
 
-  // Whether this one has such a run; also for an alias that is gone.
-  AliasFit fit_in(AliasId id, const Arena& arena, Bytes size) const;
-
   // A block of so many bytes moves in, or out: what its memory then waits for.
   void pin(AliasId id, Bytes size) {
     ++aliases_[id].pins;

@@ -8,13 +8,6 @@
 namespace vramx {
 namespace {
 
-// Below this a block is not worth an alias while the arena may grow. What a page is worth depends
-// on what is held.
-Bytes smallest_stitched(Bytes held) {
-  constexpr std::uint64_t kShare = 2048;
-  return min(max(Bytes{held.count / kShare}, Bytes{1 << 20}), Bytes{4 << 20});
-}
-
 // Extents below this have no part in a stitch.
 constexpr Bytes kSmallestPiece{64 << 10};
 // A stitch spares more than this part of the block.
@@ -43,10 +36,6 @@ bool Planner::may_take(const TagSet& tags, const Request& request) const {
 
 Plan Planner::find(const Request& request) const {
   Plan plan = run(request);
-  if (!plan && request.size < smallest_stitched(state_.arena.mapped_bytes())) {
-    plan = alias(request);
-    if (!plan) plan = growth(request, Zone::kLarge);
-  }
   if (!plan) plan = stitch(request);
   if (!plan) plan = growth(request, Zone::kLarge);
   if (!plan) plan = growth(request, Zone::kSmall);

@@ -6,8 +6,7 @@
 //   C  a new alias over free pieces
 //   D  growth: by a contiguous block, or by what the pieces of an alias lack
 //
-// A small block grows before it is stitched: the chunk that it opens takes more like it. Which
-// memory is free to the request is the reach's to say. Looks at every extent at worst.
+// Which memory is free to the request is the reach's to say. Looks at every extent at worst.
 #pragma once
 
 #include <optional>

@@ -1,7 +1,5 @@
 #include "core/quick_placement.h"
 
-#include <algorithm>
-
 namespace vramx {
 namespace {
 
@@ -13,49 +11,19 @@ constexpr std::uint64_t kLoose = 5;
 
 bool QuickPlacement::is_kept_waiting(Bytes size, StreamIndex stream) const {
   if (state_.order.is_single() || !recurrence_.is_running()) return false;
-  const Recurrence::Place place = recurrence_.expect(size, stream);
+  const Address place = recurrence_.expect(size, stream);
   const auto is_free = [](SpanId) { return true; };
   const auto may_take = [&](SpanId id) { return is_at_once(id, stream); };
-  std::vector<Piece> pieces{{place.address, size}};
-  if (place.alias != kNoId) pieces = state_.aliases.fit_in(place.alias, state_.arena, size).pieces;
-  bool is_waiting = false;
-  for (const Piece& piece : pieces) {
-    if (!state_.arena.is_run(piece.begin, piece.size, is_free)) return false;
-    is_waiting = is_waiting || !state_.arena.is_run(piece.begin, piece.size, may_take);
-  }
-  return is_waiting;
+  return place && state_.arena.is_run(place, size, is_free) &&
+         !state_.arena.is_run(place, size, may_take);
 }
 
 // Where the request's counterpart went; no address where that is not to be had at once.
 Placement QuickPlacement::take_as_before(Bytes size, StreamIndex stream) {
-  const Recurrence::Place place = recurrence_.expect(size, stream);
-  if (place.alias != kNoId) return take_alias(place.alias, size, stream);
-  if (!place.address) return {};
+  const Address place = recurrence_.expect(size, stream);
   const auto may_take = [&](SpanId id) { return is_at_once(id, stream); };
-  if (!state_.arena.is_run(place.address, size, may_take)) return {};
-  return {place.address, take_run({place.address, size}), kNoId};
-}
-
-// Among many aliases that would do a search may never come to the one that the other requests leave
-// free.
-Placement QuickPlacement::take_alias(AliasId alias, Bytes size, StreamIndex stream) {
-  const AliasFit fit = state_.aliases.fit_in(alias, state_.arena, size);
-  if (fit.alias == kNoId) return {};
-  const auto may_take = [&](SpanId id) { return is_at_once(id, stream); };
-  const bool is_free = std::all_of(fit.pieces.begin(), fit.pieces.end(), [&](const Piece& piece) {
-    return state_.arena.is_run(piece.begin, piece.size, may_take);
-  });
-  if (!is_free) return {};
-  state_.aliases.pin(alias, size);
-  ++state_.stats.num_alias_hits;
-  SpanId first = kNoId;
-  SpanId last = kNoId;
-  for (const Piece& piece : fit.pieces) {
-    const SpanId begin = take_run(piece);
-    (first == kNoId ? first : state_.arena.used(last).next) = begin;
-    for (last = begin; state_.arena.used(last).next != kNoId;) last = state_.arena.used(last).next;
-  }
-  return {fit.address, first, alias};
+  if (!place || !state_.arena.is_run(place, size, may_take)) return {};
+  return {place, take_run({place, size}), kNoId};
 }
 
 // The run's parts, as a chain.

@@ -47,7 +47,7 @@ class QuickPlacement {
   // Where a request of this thread went, by whatever way.
   void note(const Placement& placement, Bytes size, StreamIndex stream) {
     if (size >= Recurrence::kSmallest && state_.config.repeats_placements) {
-      recurrence_.note(size, stream, placement.address, placement.alias);
+      recurrence_.note(size, stream, placement.address);
     }
     if (size < Lifetimes::kSmallest) return;
     const Lifetimes::Request request = lifetimes_.note_request(size);
@@ -75,7 +75,6 @@ class QuickPlacement {
   static constexpr std::uint32_t kPause = 64;
 
   Placement take_as_before(Bytes size, StreamIndex stream);
-  Placement take_alias(AliasId alias, Bytes size, StreamIndex stream);
   SpanId take_large(SpanId best, Bytes size, StreamIndex stream);
   SpanId take_run(const Piece& run);
 

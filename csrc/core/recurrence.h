@@ -3,8 +3,8 @@
 //
 // A program of fixed shapes asks for the same sizes each step, but a few blocks that live across
 // the step's end shift a little, and best fit then permutes all others: each step puts new blocks
-// together from new pieces. Placed where their counterparts went, requests find the free ranges,
-// and the aliases over them, that the last step left.
+// together from new pieces. Placed where their counterparts went, requests find the free ranges
+// that the last step left.
 //
 //   requests   ... A B C D E F A B C D E F A B ?      distance 6, run 8:
 //                              └─────────────┘        the next was C, and went where it says
@@ -22,6 +22,7 @@
 //   recurrence 2   each remembered request of the run is as the one a distance before it
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <string>
 #include <vector>
@@ -46,25 +47,20 @@ class Recurrence {
 
   // Whether requests may have a counterpart at all.
   bool is_running() const { return run_ >= needed_; }
-  // Where a request went: to an address of the arena, or into an alias. Neither: nowhere.
-  struct Place {
-    Address address;
-    AliasId alias = kNoId;
-  };
-  // Where the counterpart of this request went.
-  Place expect(Bytes size, StreamIndex stream) const {
+  // Where in the arena the counterpart of this request went; no address where it has none or went
+  // elsewhere.
+  Address expect(Bytes size, StreamIndex stream) const {
     if (!is_running() || size < kSmallest) return {};
     const Request& last = past(count_ - distance_);
     if (last.place == kNowhere || last.key != key_of(mix(size, stream))) return {};
-    if (last.place < kFirstAlias) return {base_ + kBlockUnit * last.place};
-    return {{}, last.place - kFirstAlias};
+    return base_ + kBlockUnit * last.place;
   }
 
-  // The request was served at `address`, which lies in the alias, if any, and else in the arena.
-  void note(Bytes size, StreamIndex stream, Address address, AliasId alias = kNoId) {
+  // The request was served at `address`, of the arena or not.
+  void note(Bytes size, StreamIndex stream, Address address) {
     const std::uint64_t mixed = mix(size, stream);
     if (distance_ != 0) follow(key_of(mixed));
-    past(count_) = {key_of(mixed), alias != kNoId ? place_of(alias) : place_of(address)};
+    past(count_) = {key_of(mixed), place_of(address)};
     ++count_;
     window_ = (window_ << kWindowShift) + mixed;
     Seen& seen = seen_[window_ >> kSlotShift];
@@ -96,10 +92,8 @@ class Recurrence {
     std::uint32_t tag = 0;
     std::uint32_t position = 0;
   };
-  // A place is an offset from the base in block units, which a terabyte of arena is addressed by,
-  // or the number of an alias.
+  // A place is an offset from the base in block units, which two terabytes are addressed by.
   static constexpr std::uint32_t kNowhere = ~std::uint32_t{0};
-  static constexpr std::uint32_t kFirstAlias = std::uint32_t{1} << 31;
   // Requests that are remembered from the first recurrence on, which is mostly that of a layer: the
   // step, when it recurs, is then often there already.
   static constexpr std::uint32_t kFewest = 1 << 10;
@@ -122,10 +116,7 @@ class Recurrence {
   // Below the base the difference wraps round to what is out of range too.
   std::uint32_t place_of(Address address) const {
     const std::uint64_t units = (address - base_) / kBlockUnit;
-    return units < kFirstAlias ? static_cast<std::uint32_t>(units) : kNowhere;
-  }
-  static std::uint32_t place_of(AliasId alias) {
-    return alias < kNowhere - kFirstAlias ? kFirstAlias + alias : kNowhere;
+    return static_cast<std::uint32_t>(std::min<std::uint64_t>(units, kNowhere));
   }
   Request& past(std::uint32_t position) { return past_[position & mask_]; }
   const Request& past(std::uint32_t position) const { return past_[position & mask_]; }

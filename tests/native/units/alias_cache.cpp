@@ -82,14 +82,23 @@ void a_search_finds_every_run_there_is(Fixture& fixture) {
   const Bytes all = fixture.cache[id].size;
   std::size_t found = 0;
   std::size_t missed = 0;
-  for (Bytes used{}; used < all; used += 1_MiB) {
-    fixture.take(at + used, kBlockUnit);
-    for (Bytes size = 1_MiB; size <= all; size += 1_MiB) {
-      const AliasFit fit = fixture.cache.fit_in(id, fixture.arena, size);
-      EXPECT(fixture.find(size).address == fit.address);
-      ++(fit.alias != kNoId ? found : missed);
+  Bytes before{};  // of the alias, in front of the chunk
+  for (const ChunkId chunk : chunks) {
+    const Chunk in_arena = fixture.arena.chunks()[chunk];
+    for (Bytes used{}; used < in_arena.size; used += 1_MiB) {
+      fixture.take(in_arena.begin + used, kBlockUnit);
+      const Bytes first_run = before + used;
+      const Bytes second_run = all - first_run - kBlockUnit;
+      for (Bytes size = 1_MiB; size <= all; size += 1_MiB) {
+        Address expected;
+        if (second_run >= size) expected = kAliasBase + first_run + kBlockUnit;
+        if (first_run >= size) expected = kAliasBase;
+        EXPECT(fixture.find(size).address == expected);
+        ++(expected ? found : missed);
+      }
+      fixture.free(in_arena.begin + used);
     }
-    fixture.free(at + used);
+    before += in_arena.size;
   }
   EXPECT(found > 0 && missed > 0);
 }

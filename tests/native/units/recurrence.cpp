@@ -39,7 +39,7 @@ struct Fixture {
   std::uint32_t repeat(std::uint32_t period = kStep) {
     std::uint32_t expected = 0;
     for (std::uint32_t n = 0; n < period; ++n) {
-      const Address place = recurrence.expect(size_of(n), 0).address;
+      const Address place = recurrence.expect(size_of(n), 0);
       if (place) EXPECT(place == place_of(n));
       expected += place ? 1 : 0;
       recurrence.note(size_of(n), 0, place_of(n));
@@ -77,14 +77,14 @@ void a_short_period_is_not_expected_before_layers_would_be_over(Fixture& fixture
 
 void a_small_request_is_not_expected_anywhere(Fixture& fixture) {
   for (int time = 0; time < 5; ++time) fixture.repeat();
-  EXPECT(static_cast<bool>(fixture.recurrence.expect(size_of(0), 0).address));
-  EXPECT(!fixture.recurrence.expect(Recurrence::kSmallest - kBlockUnit, 0).address);
+  EXPECT(static_cast<bool>(fixture.recurrence.expect(size_of(0), 0)));
+  EXPECT(!fixture.recurrence.expect(Recurrence::kSmallest - kBlockUnit, 0));
 }
 
 void the_same_size_on_another_stream_is_another_request(Fixture& fixture) {
   for (int time = 0; time < 5; ++time) fixture.repeat();
-  EXPECT(fixture.recurrence.expect(size_of(0), 0).address == place_of(0));
-  EXPECT(!fixture.recurrence.expect(size_of(0), 1).address);
+  EXPECT(fixture.recurrence.expect(size_of(0), 0) == place_of(0));
+  EXPECT(!fixture.recurrence.expect(size_of(0), 1));
 }
 
 void one_request_more_ends_it_until_the_period_has_come_again(Fixture& fixture) {
@@ -100,17 +100,7 @@ void the_last_place_counts(Fixture& fixture) {
   for (int time = 0; time < 5; ++time) fixture.repeat();
   fixture.recurrence.note(size_of(0), 0, place_of(7));
   for (std::uint32_t n = 1; n < kStep; ++n) fixture.recurrence.note(size_of(n), 0, place_of(n));
-  EXPECT(fixture.recurrence.expect(size_of(0), 0).address == place_of(7));
-}
-
-void an_alias_is_expected_where_the_counterpart_got_one(Fixture& fixture) {
-  for (int time = 0; time < 5; ++time) fixture.repeat();
-  fixture.recurrence.note(size_of(0), 0, place_of(0), AliasId{5});
-  for (std::uint32_t n = 1; n < kStep; ++n) fixture.recurrence.note(size_of(n), 0, place_of(n));
-  EXPECT(fixture.recurrence.expect(size_of(0), 0).alias == 5);
-  EXPECT(!fixture.recurrence.expect(size_of(0), 0).address);
-  fixture.recurrence.note(size_of(0), 0, place_of(0), AliasId{5});
-  EXPECT(fixture.recurrence.expect(size_of(1), 0).alias == kNoId);
+  EXPECT(fixture.recurrence.expect(size_of(0), 0) == place_of(7));
 }
 
 void a_place_that_is_no_arena_address_is_not_expected(Fixture& fixture) {
@@ -118,7 +108,7 @@ void a_place_that_is_no_arena_address_is_not_expected(Fixture& fixture) {
     Recurrence& recurrence = fixture.recurrence;
     for (std::uint32_t n = 0; n < 5 * kStep; ++n) recurrence.note(size_of(n % kStep), 0, outside);
     EXPECT(recurrence.is_running());
-    EXPECT(!recurrence.expect(size_of(0), 0).address);
+    EXPECT(!recurrence.expect(size_of(0), 0));
   }
 }
 
@@ -279,8 +269,6 @@ constexpr Check<Fixture> kChecks[] = {
     {"one request more ends it until the period has come again",
      one_request_more_ends_it_until_the_period_has_come_again},
     {"the last place counts", the_last_place_counts},
-    {"an alias is expected where the counterpart got one",
-     an_alias_is_expected_where_the_counterpart_got_one},
     {"a place that is no arena address is not expected",
      a_place_that_is_no_arena_address_is_not_expected},
     {"a period beyond the longest is not followed", a_period_beyond_the_longest_is_not_followed},
