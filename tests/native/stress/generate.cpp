@@ -3,6 +3,8 @@
 
 #include <array>
 
+#include "stress/streams.h"
+
 namespace vramx::stress {
 namespace {
 
@@ -92,7 +94,8 @@ Step Generator::rare_step(const World& world) {
 }
 
 Step Generator::allocation(const World& world) {
-  return {StepKind::kAllocate, next_block_++, any_stream(), size(world)};
+  const std::uint32_t stream = any_stream();
+  return {StepKind::kAllocate, next_block_++, stream == kForeignDevice ? 0 : stream, size(world)};
 }
 
 std::uint64_t Generator::size(const World& world) {
