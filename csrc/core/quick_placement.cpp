@@ -26,17 +26,18 @@ Placement QuickPlacement::take_as_before(Bytes size, StreamIndex stream) {
   return {place, take_run({place, size}), kNoId};
 }
 
-// The run's parts, as a chain.
+// The run's parts, as a chain. From one extent to the next, for a search by address may give up.
 SpanId QuickPlacement::take_run(const Piece& run) {
   SpanId first = kNoId;
   SpanId last = kNoId;
+  SpanId extent = state_.arena.extent_at(run.begin);
   for (Address at = run.begin; at < run.end();) {
-    const SpanId extent = state_.arena.extent_at(at);
     const Bytes size = min(run.end() - at, state_.arena.span(extent).end() - at);
     const SpanId part = state_.arena.take_at(extent, at, size);
     (first == kNoId ? first : state_.arena.used(last).next) = part;
     last = part;
     at = at + size;
+    extent = state_.arena.span(part).next;
   }
   return first;
 }
