@@ -22,6 +22,7 @@ int main() {
   units::check_stitch_plan();
   units::check_alias_cache();
   units::check_recurrence();
+  units::check_quick_placement();
   units::check_lifetimes();
   units::check_tables();
   units::check_streams();

@@ -36,6 +36,7 @@ void check_tag_table();
 void check_stitch_plan();
 void check_alias_cache();
 void check_recurrence();
+void check_quick_placement();
 void check_lifetimes();
 void check_tables();
 void check_streams();

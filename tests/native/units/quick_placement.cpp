@@ -1,0 +1,98 @@
+// The fast path where a request goes to the place of its counterpart.
+#include "core/quick_placement.h"
+
+#include "driver/sim_driver.h"
+#include "units/units.h"
+
+namespace vramx::units {
+namespace quick_placement_claims {
+namespace {
+
+constexpr StreamIndex kStream = 0;
+// Longer than a layer may be, so that one recurrence is enough.
+constexpr std::uint64_t kPeriod = 300;
+constexpr Bytes kHalf = 256_KiB;
+
+struct Fixture {
+  std::unique_ptr<SimDriver> sim =
+      contract::open_sim({.capacity = kPage * 64, .mode = SimMode::kAccounting});
+  DeviceState state{*sim, {}, {kPage * 64, {kBase, kPage * 64}, {kBase + kPage * 128, kPage * 64}}};
+  QuickPlacement quick{state};
+  Address page;
+
+  Fixture() {
+    EXPECT(state.order.index_of(Stream::kDefault) == kStream);
+    state.arena.tell_streams_apart();
+    const SpanId building =
+        state.arena.begin_building(state.arena.gap_for(Zone::kLarge, kPage), kPage);
+    page = state.arena.span(building).begin;
+    state.arena.finish_mapped(building, {{kPage, ChunkHandle{1}}});
+    state.arena.give_back(building, TagSet());
+  }
+  SpanId take(Address at, Bytes size) {
+    return state.arena.take_at(state.arena.span_at(at), at, size);
+  }
+  // Two extents that touch and wait for different work, each half a run; the rest of the page is
+  // used.
+  Address free_two_extents(Address at) {
+    const Address end = page + kPage;
+    take(at, kHalf);
+    take(at + kHalf, kHalf);
+    take(at + kHalf * 2, end - (at + kHalf * 2));
+    state.arena.give_back(state.arena.span_at(at + kHalf), TagSet(Tag{kStream, 1}));
+    state.arena.give_back(state.arena.span_at(at), TagSet());
+    return at;
+  }
+  // A program that repeats itself, up to where the next request is as the one that went to `place`.
+  void repeat_until(Bytes size, Address place) {
+    const auto request = [&](std::uint64_t n) {
+      const bool is_it = n % kPeriod == 0;
+      quick.note({is_it ? place : page}, is_it ? size : size + kBlockUnit * (n % kPeriod), kStream);
+    };
+    for (std::uint64_t n = 0; n < kPeriod * 4; ++n) request(n);
+  }
+};
+
+void a_run_of_two_extents_serves_the_counterpart(Fixture& fixture) {
+  const Address at = fixture.free_two_extents(fixture.page);
+  fixture.repeat_until(kHalf * 2, at);
+  const Placement placement = fixture.quick.take(kHalf * 2, kStream);
+  EXPECT(placement.address == at);
+  EXPECT(fixture.state.arena.used(placement.first_span).next != kNoId);
+  EXPECT(fixture.state.arena.check().empty());
+}
+
+// A search by address gives up behind many spans of a page, where it may find the run's first
+// extent and not the second.
+void a_run_behind_many_small_blocks_is_taken_whole_or_left(Nothing&) {
+  bool was_taken = false;
+  bool was_left = false;
+  for (std::uint64_t blocks = 0; blocks < 64; ++blocks) {
+    Fixture fresh;
+    for (std::uint64_t n = 0; n < blocks; ++n) fresh.take(fresh.page + kBlockUnit * n, kBlockUnit);
+    const Address at = fresh.free_two_extents(fresh.page + kBlockUnit * blocks);
+    fresh.repeat_until(kHalf * 2, at);
+    const Placement placement = fresh.quick.take(kHalf * 2, kStream);
+    (placement.address == at ? was_taken : was_left) = true;
+    EXPECT(fresh.state.arena.check().empty());
+  }
+  EXPECT(was_taken && was_left);
+}
+
+constexpr Check<Fixture> kChecks[] = {
+    {"a run of two extents serves the counterpart", a_run_of_two_extents_serves_the_counterpart},
+};
+constexpr Check<Nothing> kFreshChecks[] = {
+    {"a run behind many small blocks is taken whole or left",
+     a_run_behind_many_small_blocks_is_taken_whole_or_left},
+};
+
+}  // namespace
+}  // namespace quick_placement_claims
+
+void check_quick_placement() {
+  run_checks("quick placement", quick_placement_claims::kChecks);
+  run_checks("quick placement behind small blocks", quick_placement_claims::kFreshChecks);
+}
+
+}  // namespace vramx::units
