@@ -37,12 +37,19 @@ double nanoseconds_since(std::chrono::steady_clock::time_point start) {
   return passed.count();
 }
 
-// What C++ code does that keeps a pointer: the stream is named, the caller frees.
+// What C++ code does that keeps a pointer: the stream is named, the caller frees. Each stream was
+// current before, as those of a program are.
 class RawCalls {
  public:
   explicit RawCalls(const Trace& trace)
       : allocator_(*c10::cuda::CUDACachingAllocator::get()), blocks_(trace.id_count) {
-    for (const c10::cuda::CUDAStream& stream : trace.streams) streams_.push_back(stream.stream());
+    const c10::cuda::CUDAStream before = c10::cuda::getCurrentCUDAStream();
+    for (const c10::cuda::CUDAStream& stream : trace.streams) {
+      c10::cuda::setCurrentCUDAStream(stream);
+      allocator_.raw_delete(allocator_.raw_alloc_with_stream(1, stream.stream()));
+      streams_.push_back(stream.stream());
+    }
+    c10::cuda::setCurrentCUDAStream(before);
   }
   ~RawCalls() {
     for (void* block : blocks_) {
@@ -116,17 +123,16 @@ thread_local std::string error;
 #define VRAMX_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Replays `events` `pass_count` times and writes each pass's time. `is_tensor` chooses TensorCalls.
-// `streams` are cudaStream_t of `device`, null for the default stream. 0 if all went well.
+// `streams` are torch's ids of its own streams of `device`. 0 if all went well.
 VRAMX_EXPORT int vramx_calls_replay(const Event* events, std::size_t event_count,
-                                    std::size_t id_count, void* const* streams,
+                                    std::size_t id_count, const std::int64_t* streams,
                                     std::size_t stream_count, int device, int is_tensor,
                                     double* pass_ns, std::size_t pass_count) noexcept try {
   Trace trace{{events, event_count}, id_count, {}};
   const auto index = static_cast<c10::DeviceIndex>(device);
-  for (void* stream : std::span(streams, stream_count)) {
-    trace.streams.push_back(stream == nullptr ? c10::cuda::getDefaultCUDAStream(index)
-                                              : c10::cuda::getStreamFromExternal(
-                                                    static_cast<cudaStream_t>(stream), index));
+  for (const std::int64_t id : std::span(streams, stream_count)) {
+    const c10::Stream stream(c10::Stream::UNSAFE, {c10::DeviceType::CUDA, index}, id);
+    trace.streams.emplace_back(stream);
   }
   for (double& ns : std::span(pass_ns, pass_count)) {
     ns = is_tensor != 0 ? time_pass<TensorCalls>(trace) : time_pass<RawCalls>(trace);

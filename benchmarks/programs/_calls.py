@@ -89,7 +89,8 @@ def replay(library: ctypes.CDLL, trace: Trace, way: str, passes: int) -> list[fl
     """
     events = events_of(trace)
     made = [torch.cuda.Stream() for _ in range(int(trace.stream.max()))]
-    streams = (ctypes.c_void_p * (len(made) + 1))(None, *(stream.cuda_stream for stream in made))
+    used = [torch.cuda.default_stream(), *made]
+    streams = (ctypes.c_int64 * len(used))(*(stream.stream_id for stream in used))
     pass_ns = np.zeros(passes)
     failed = library.vramx_calls_replay(
         *(events.ctypes.data, len(events), int(trace.id.max()) + 1),
