@@ -23,6 +23,7 @@ int main() {
   units::check_alias_cache();
   units::check_recurrence();
   units::check_quick_placement();
+  units::check_planner();
   units::check_lifetimes();
   units::check_tables();
   units::check_streams();

@@ -37,6 +37,7 @@ void check_stitch_plan();
 void check_alias_cache();
 void check_recurrence();
 void check_quick_placement();
+void check_planner();
 void check_lifetimes();
 void check_tables();
 void check_streams();
