@@ -2,7 +2,8 @@
 
 This file only names what is public. Each name is imported from its module on first use, so that
 `import vramx` costs a millisecond, imports neither torch nor numpy, and never touches CUDA. Where
-torch is imported already it has the initialisation of CUDA watched (see allocator/cuda_init).
+torch is imported already it has the initialisation of CUDA watched (see allocator/cuda_init); not
+where torch is only being imported, which then is who imports this, and the program did not ask.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ __all__ = [
     "uncompress",
 ]
 
-if "torch" in sys.modules:
+if "torch" in sys.modules and not getattr(sys.modules["torch"].__spec__, "_initializing", False):
     from vramx.allocator import cuda_init
 
     cuda_init.watch()
