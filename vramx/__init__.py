@@ -19,11 +19,7 @@ if TYPE_CHECKING:
     from vramx.allocator.limits import DefragmentReport, defragment, set_limit
     from vramx.allocator.stats import AllocatorStats, allocator_stats
     from vramx.compression.config import Compression
-    from vramx.compression.decorator import (
-        compressed_activations,
-        compression_stats,
-        uncompress,
-    )
+    from vramx.compression.decorator import compressed_activations, compression_stats
     from vramx.compression.graph import compressed_graphs
     from vramx.compression.hooks import compress
     from vramx.compression.offload import offload_report
@@ -31,10 +27,11 @@ if TYPE_CHECKING:
     from vramx.compression.stats import CompressionStats
     from vramx.memory.replay import replay
     from vramx.memory.trace import load_trace
-    from vramx.nn.optimize import OptimizeReport, optimize, restore
+    from vramx.nn.optimize import OptimizeReport, optimize
+    from vramx.patch.report import Report, report, restore
     from vramx.planning.plan import Plan, plan
     from vramx.recompute.call import checkpoint
-    from vramx.recompute.modules import checkpoint_modules, uncheckpoint
+    from vramx.recompute.modules import checkpoint_modules
 
 __version__ = "0.1.0"
 
@@ -46,6 +43,7 @@ _LAZY = {
     "DefragmentReport": "vramx.allocator.limits",
     "OptimizeReport": "vramx.nn.optimize",
     "Plan": "vramx.planning.plan",
+    "Report": "vramx.patch.report",
     "allocator_installed": "vramx.allocator.install",
     "allocator_stats": "vramx.allocator.stats",
     "checkpoint": "vramx.recompute.call",
@@ -62,10 +60,9 @@ _LAZY = {
     "optimize": "vramx.nn.optimize",
     "plan": "vramx.planning.plan",
     "replay": "vramx.memory",
-    "restore": "vramx.nn.optimize",
+    "report": "vramx.patch.report",
+    "restore": "vramx.patch.report",
     "set_limit": "vramx.allocator.limits",
-    "uncheckpoint": "vramx.recompute.modules",
-    "uncompress": "vramx.compression.decorator",
 }
 
 __all__ = [
@@ -75,6 +72,7 @@ __all__ = [
     "DefragmentReport",
     "OptimizeReport",
     "Plan",
+    "Report",
     "VramxError",
     "__version__",
     "allocator_installed",
@@ -93,10 +91,9 @@ __all__ = [
     "optimize",
     "plan",
     "replay",
+    "report",
     "restore",
     "set_limit",
-    "uncheckpoint",
-    "uncompress",
 ]
 
 if "torch" in sys.modules and not getattr(sys.modules["torch"].__spec__, "_initializing", False):
