@@ -11,7 +11,8 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
@@ -220,22 +221,38 @@ def _compute(module: Fused, settings: Settings, call: dict[str, Any]) -> Any:
         if not compiles:
             warnings.warn(UNCACHED, VramxWarning, stacklevel=4)
     function = module.vramx_recomputed()
-    region = function if compiles else _Recomputed(function)
+    region = function if compiles else _Recomputed(module, function)
     return checkpoint(region, x, compress=None if settings.compares else settings.keep, **others)
 
 
 class _Recomputed:
     """What a checkpoint calls: first for the block's result, and then for what it saves alone."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, module: Any, function: Callable[..., Any]) -> None:
+        self._module = module
+        self._fusing = find(module, Fusing)
         self._function = function
         self._has_run = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         word = passes.SECOND if self._has_run else passes.FIRST
         self._has_run = True
-        with passes.running(word):
+        with passes.running(word), self._swapped():
             return self._function(*args, **kwargs)
+
+    @contextmanager
+    def _swapped(self) -> Iterator[None]:
+        """Have the module as it was in the forward pass: it may have been restored since."""
+        fusing: Any = self._fusing
+        module = self._module
+        is_restored = fusing is not None and find(module, Fusing) is None
+        if is_restored:
+            put(module, fusing)
+        try:
+            yield
+        finally:
+            if is_restored:
+                remove(module, fusing)
 
 
 def _verified(module: Any, fusing: Fusing, call: dict[str, Any]) -> bool:
