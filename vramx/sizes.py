@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 
-from vramx.errors import InvalidValueError
+from vramx.errors import InvalidValueError, brief
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -48,7 +48,7 @@ def parse_size(size: int | str) -> int:
         (1536, 1536, 1500)
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise InvalidValueError(f"size {size!r} is of type {type(size).__name__}; {_ACCEPTED}")
+        raise InvalidValueError(f"size {brief(size)} is of type {type(size).__name__}; {_ACCEPTED}")
     size_bytes = size if isinstance(size, int) else _parse_text(size)
     if not 0 <= size_bytes <= _MAX_BYTES:
         raise InvalidValueError(f"size {size!r} is out of range; accepted are 0 to 4194304TiB")

@@ -9,13 +9,14 @@ the device.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
 
+from vramx.compression.asked import options_of
 from vramx.compression.config import Compression
 from vramx.errors import InvalidValueError, brief
 from vramx.nn.families import family_of
@@ -133,7 +134,7 @@ def optimize(
         >>> [row.name for row in optimize(model, bits=8).swapped]
         ['0']
     """
-    keep = _compression(keep, options)
+    keep = options_of(keep, options, "keep")
     chosen = _levels(level, keep)
     if not isinstance(model, nn.Module):
         raise InvalidValueError(
@@ -231,20 +232,6 @@ def _changed(part: nn.Module) -> str | None:
     return None
 
 
-def _compression(keep: Compression | None, options: dict[str, Any]) -> Compression:
-    if keep is not None and not isinstance(keep, Compression):
-        raise InvalidValueError(
-            f"keep {brief(keep)} is not accepted; accepted are a Compression, None"
-        )
-    try:
-        return replace(keep or Compression(), **options)
-    except TypeError:
-        accepted = ", ".join(field.name for field in fields(Compression))
-        raise InvalidValueError(
-            f"options {sorted(options)} are not accepted; accepted are {accepted}"
-        ) from None
-
-
 def _levels(level: str | Mapping[str, str] | None, keep: Compression) -> dict[str, str]:
     """Return levels by patterns of names."""
     if level is None:
@@ -253,7 +240,7 @@ def _levels(level: str | Mapping[str, str] | None, keep: Compression) -> dict[st
     for word in levels.values():
         if word not in LEVELS:
             raise InvalidValueError(
-                f"level {word!r} is not accepted; accepted are {', '.join(map(repr, LEVELS))}"
+                f"level {brief(word)} is not accepted; accepted are {', '.join(map(repr, LEVELS))}"
             )
     return levels
 

@@ -1,6 +1,7 @@
 """The one way in which vramx changes a model, and undoes it.
 
     change      what is done around the calls of one module or function
+    subclass    the class of a changed module, and its record
     module      the changes of a module, recorded on the module itself
     function    the same for functions and for classes of modules
     report      restore() and report(), which read the records

@@ -10,17 +10,15 @@ own record, and what others put over a forward later stays where it is:
 
 Parameters, names, hooks and state_dict stay, isinstance() holds, and the subclass bears the name of
 its class. A class that others put over ours (FSDP2's, parametrize's) stays as well: without a
-record, our forward is that of the class. Changing a module is not thread-safe; a call costs a
-microsecond, and reads a record that is never written to.
+record, our forward is that of the class. Changing a module is not thread-safe; it costs
+microseconds, and some hundred more for a class that is met first.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -28,84 +26,11 @@ from torch import nn
 
 from vramx.errors import InvalidValueError
 from vramx.patch.change import Change
+from vramx.patch.subclass import ORIGINAL, RECORD, Patch, Patched, is_ours, patched_class
 
-# In the __dict__ of a changed module, its record; in that of our classes, the class below them.
-RECORD, _ORIGINAL = "_vramx", "_vramx_original"
 # What may be looked at to find our forward below those of others.
 _MOST_LINKS = 256
 Kind = TypeVar("Kind", bound=Change)
-
-
-@dataclass(frozen=True, eq=False)
-class Patch:
-    """What was done to a module: the changes, the innermost first, and the forward it had."""
-
-    changes: tuple[Change, ...] = ()
-    inner: Any = None
-
-
-class Patched:
-    """What our classes have before the original one: how copies are made."""
-
-    _vramx: Patch | None = None
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        # Ours is no subclass that the original's author wrote: registries are not told of it.
-        if _ORIGINAL not in vars(cls):
-            super().__init_subclass__(**options)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(max(int(protocol), 2))
-        make, args, *rest = reduced
-        state, *others = rest or (None,)
-        cls = type(self)
-        if _ORIGINAL in vars(cls):
-            # The class has no name to be found by: it is made again from the original one.
-            names = vars(cls)
-            args = tuple(names[_ORIGINAL] if value is cls else value for value in args)
-            make = names[_ORIGINAL] if make is cls else make
-            make, args = _make, (names[_ORIGINAL], names["_vramx_mixins"], make, args)
-        return make, args, (state, self.__dict__.get(RECORD)), *others
-
-    def __setstate__(self, states: tuple[Any, Patch | None]) -> None:
-        state, patch = states
-        if state is not None:
-            super().__setstate__(state)  # type: ignore[misc]
-        if patch is None:
-            return
-        inner = patch.inner
-        if state is None:  # it was made anew, and with it the forward that it has
-            inner = self.__dict__.pop("forward", None)
-        elif is_ours(inner):  # a method is pickled by its name, which finds ours
-            inner = None
-        self.__dict__[RECORD] = replace(patch, inner=inner)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        patch = self.__dict__.get(RECORD) if name == "forward" else None
-        if patch is not None and value == _class_forward(self):
-            # Who had another forward set before ours gives the class's back, to what is below ours.
-            self.__dict__[RECORD] = replace(patch, inner=None)
-            self.__dict__.pop("forward", None)
-        else:
-            super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        patch = self.__dict__.get(RECORD) if name == "forward" else None
-        if patch is not None and patch.inner is not None and "forward" not in self.__dict__:
-            self.__dict__[RECORD] = replace(patch, inner=None)
-        else:
-            super().__delattr__(name)
-
-
-def _class_forward(module: Any) -> Any:
-    original = next(vars(cls)[_ORIGINAL] for cls in type(module).__mro__ if _ORIGINAL in vars(cls))
-    return MethodType(original.forward, module)
-
-
-def _make(original: Any, mixins: Any, make: Any, args: Any) -> Any:
-    made = make(*args)
-    object.__setattr__(made, "__class__", _patched_class(original, mixins))
-    return made
 
 
 def patch_of(module: nn.Module) -> Patch | None:
@@ -134,7 +59,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
         <class 'torch.nn.modules.linear.Linear'>
     """
     cls = type(module)
-    original: type[nn.Module] = vars(cls).get(_ORIGINAL, cls)
+    original: type[nn.Module] = vars(cls).get(ORIGINAL, cls)
     return original
 
 
@@ -209,16 +134,11 @@ def clear(module: nn.Module) -> tuple[Change, ...]:
         module.__dict__.pop(RECORD, None)
     if top is None and patch.inner is not None:
         module.__dict__["forward"] = patch.inner
-    if _ORIGINAL in vars(type(module)):
+    if ORIGINAL in vars(type(module)):
         object.__setattr__(module, "__class__", original_class(module))
     for change in patch.changes:
         change.undone()
     return patch.changes
-
-
-def is_ours(forward: Any) -> bool:
-    """Tell whether a forward is ours itself, and not something around it."""
-    return getattr(getattr(forward, "__func__", forward), "__code__", None) is _CODE
 
 
 def reaches(module: nn.Module) -> bool:
@@ -264,53 +184,14 @@ def _linked(found: Any) -> Iterator[Any]:
 def _set_class(module: nn.Module, changes: tuple[Change, ...]) -> None:
     mixins = tuple(change.mixin for change in changes if change.mixin is not None)
     cls = type(module)
-    if issubclass(cls, Patched) and _ORIGINAL not in vars(cls):
+    if issubclass(cls, Patched) and ORIGINAL not in vars(cls):
         return  # others' class is over ours, which reads the record all the same
     try:
         original: Any = original_class(module)  # mypy finds that a class of Modules has no hash
-        wanted = _patched_class(original, mixins)
+        wanted = patched_class(original, mixins)
         if cls is not wanted:
             object.__setattr__(module, "__class__", wanted)
     except (AttributeError, TypeError, RuntimeError) as error:
         raise InvalidValueError(
             f"a {cls.__name__} cannot be changed: {' '.join(str(error).split())}"
         ) from None
-
-
-@functools.cache
-def _patched_class(original: Any, mixins: tuple[type, ...]) -> Any:
-    names = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "forward": _forward_of(original),
-        _ORIGINAL: original,
-        "_vramx_mixins": mixins,
-    }
-    metaclass: Any = type(original)
-    # Named as the original: what looks for a module by its class's name must find it.
-    return metaclass(original.__name__, (Patched, *mixins, original), names)
-
-
-def _forward_of(original: Any) -> Callable[..., Any]:
-    def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        # What others keep of ours outlives the record, and the class.
-        patch = getattr(self, "_vramx", None)
-        call: Any = None if patch is None else patch.inner
-        if call is None:
-            call = functools.partial(original.forward, self)
-        for change in () if patch is None else patch.changes:
-            call = functools.partial(change.run, self, call)
-        return call(*args, **kwargs)
-
-    known = original.forward
-    for name in ("__name__", "__qualname__", "__module__", "__doc__", "__annotations__"):
-        if hasattr(known, name):
-            setattr(forward, name, getattr(known, name))
-    # And no __wrapped__: who looks for a forward below others' wrappers must stop at ours.
-    with contextlib.suppress(TypeError, ValueError):  # it has none
-        forward.__signature__ = inspect.signature(known)  # type: ignore[attr-defined]
-    return forward
-
-
-_CODE = _forward_of(nn.Identity).__code__

@@ -15,7 +15,7 @@ from torch import nn
 from vramx.errors import InvalidValueError, brief
 from vramx.patch import function, module
 from vramx.patch.change import Change
-from vramx.patch.module import Patched
+from vramx.patch.subclass import Patched
 from vramx.patch.table import table
 
 _ACCEPTED = "accepted are a Module, a class of Modules and a function"
@@ -151,9 +151,8 @@ def _rows(name: str, part: nn.Module) -> Iterator[ReportRow]:
         note = "" if module.reaches(part) else _AWAY
         yield ReportRow(name, word, _done(patch.changes), _effect(patch.changes), note)
     for cls, change in class_changes(type(part)):
-        effect = f"{change.effect()} in all" if change.effect() else ""
-        note = f"by its class: restore({cls.__name__}) undoes it"
-        yield ReportRow(name, word, str(change), effect, note)
+        note = f"by its class, as of all instances: restore({cls.__name__}) undoes it"
+        yield ReportRow(name, word, str(change), change.effect(), note)
 
 
 def _row_of(target: Any, change: Change) -> ReportRow:

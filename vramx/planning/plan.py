@@ -327,8 +327,8 @@ def _budget_bytes(budget: Budget, device: torch.device) -> int | None:
         return parse_size(budget)
     if device.type != "cuda" or not 0 < budget <= 1:
         raise InvalidValueError(
-            f"budget {budget!r} is not accepted on {device.type}; accepted are bytes, text such as "
-            "24GiB, and on a GPU the fraction of its memory, above 0.0 and up to 1.0"
+            f"budget {brief(budget)} is not accepted on {device.type}; accepted are bytes, text "
+            "such as 24GiB, and on a GPU the fraction of its memory, above 0.0 and up to 1.0"
         )
     return int(budget * torch.cuda.get_device_properties(device).total_memory)
 

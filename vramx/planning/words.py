@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from vramx.compression.decorator import compressed_activations
-from vramx.errors import InvalidValueError
+from vramx.errors import InvalidValueError, brief
 from vramx.nn.optimize import LEFT, LEVELS, optimize
 from vramx.patch.change import Change
 from vramx.patch.module import patch_of, remove
@@ -45,7 +45,7 @@ def words_for(block: Block, device: torch.device, chosen: Collection[str] | None
     for word in chosen or ():
         if word not in WORDS:
             accepted = ", ".join(map(repr, WORDS))
-            raise InvalidValueError(f"level {word!r} is not accepted; accepted are {accepted}")
+            raise InvalidValueError(f"level {brief(word)} is not accepted; accepted are {accepted}")
     found = [
         word
         for word in WORDS

@@ -103,7 +103,9 @@ def checkpoint_modules(
         2
     """
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise InvalidValueError(f"every {every!r} is not accepted; accepted is a number from 1 up")
+        raise InvalidValueError(
+            f"every {brief(every)} is not accepted; accepted is a number from 1 up"
+        )
     settings = _module_settings(compress, dict(options))
     matches = _matches(model, where)[::every]
     for module in matches:

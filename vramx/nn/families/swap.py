@@ -23,7 +23,8 @@ from vramx.compression.config import Compression
 from vramx.errors import VramxWarning
 from vramx.nn import passes
 from vramx.patch.change import Change
-from vramx.patch.module import Patch, find, patch_of, put, remove
+from vramx.patch.module import find, patch_of, put, remove
+from vramx.patch.subclass import Patch
 from vramx.recompute.call import checkpoint
 
 RECOMPUTE_ALL, RECOMPUTE_MLP = "recompute_all", "recompute_mlp"
