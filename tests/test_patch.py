@@ -190,7 +190,22 @@ def test_model_dies_without_the_collector(ours: str) -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("others", ["prepared", "wrapped", "sharded"])
+@pytest.mark.parametrize("ours", ["packed", "recomputed"])
+@pytest.mark.parametrize("others", OTHERS)
+def test_change_may_be_made_undone_and_made_again_below_others(ours: str, others: str) -> None:
+    net = model()
+    exact = gradients(net)
+    OURS[ours](net)
+    OTHERS[others](net)
+    for _ in range(2):
+        assert len(vramx.restore(net)) == 2
+        assert is_equal(gradients(net), exact)
+        OURS[ours](net)
+        assert [row.note for row in vramx.report(net).rows] == ["", ""]
+        assert not is_equal(gradients(net), exact)
+
+
+@pytest.mark.parametrize("others", ["prepared", "wrapped", "timed", "sharded"])
 def test_new_options_replace_old_ones_below_others(others: str) -> None:
     net = model()
     pack(net)

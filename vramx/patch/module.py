@@ -167,6 +167,8 @@ def _within(callable_: Any, module: nn.Module) -> Iterator[Any]:
 def _linked(found: Any) -> Iterator[Any]:
     if isinstance(found, MethodType):
         yield found.__func__
+        if not isinstance(found.__self__, (nn.Module, type)):
+            yield from getattr(found.__self__, "__dict__", {}).values()
     elif isinstance(found, functools.partial):
         yield from (found.func, *found.args, *found.keywords.values())
     elif isinstance(found, FunctionType):
