@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 from patch_tools import OPTIONS, Plain, inputs, model, train
 from torch import nn
+from torch.multiprocessing.reductions import reduce_tensor
 
 import vramx
 from vramx.errors import InvalidValueError, VramxError, VramxWarning
@@ -200,6 +203,15 @@ def test_restored_module_is_not_told_of() -> None:
         warnings.simplefilter("error")
         train(module)
     assert all(not p._backward_hooks for p in module.parameters())
+
+
+def test_packed_module_is_shared_and_saved_without_a_word() -> None:
+    module = vramx.compressed_activations(Plain(), **OPTIONS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reduce_tensor(next(module.parameters()))
+        pickle.dumps(module)
+        copy.deepcopy(module)
 
 
 def test_class_is_restored_with_its_training_step() -> None:

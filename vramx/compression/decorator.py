@@ -18,6 +18,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
+from torch.utils.hooks import unserializable_hook
 
 from vramx.compression.compiler import compile_only_callees
 from vramx.compression.config import Compression
@@ -107,6 +108,7 @@ class Packing(Change):
         first = next((p for p in learning if not nn.parameter.is_lazy(p)), None)
         name, packing = type(module).__name__, weakref.ref(self)
 
+        @unserializable_hook  # or sharing the parameter with a process would warn
         def see(_: torch.Tensor) -> None:
             self = packing()
             if self is not None:
