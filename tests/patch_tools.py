@@ -44,6 +44,26 @@ def train(net: nn.Module) -> None:
     net(inputs()).square().mean().backward()
 
 
+def states(net: nn.Module) -> list[tuple[type, dict[str, Any]]]:
+    return [(type(part), dict(part.__dict__)) for part in net.modules()]
+
+
+def gradients(net: nn.Module) -> list[torch.Tensor]:
+    net.zero_grad()
+    train(net)
+    return [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+
+def error(found: list[Any], expected: list[Any]) -> float:
+    """Return the error of all gradients together, relative to their norm."""
+    both = [torch.cat([gradient.flatten() for gradient in each]) for each in (found, expected)]
+    return float((both[0] - both[1]).norm() / both[1].norm())
+
+
+def is_equal(one: list[Any], other: list[Any]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 # -- Our ways --------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import types
 import weakref
 from typing import Any
 
@@ -18,13 +17,17 @@ from patch_tools import (
     OURS,
     Plain,
     Wrapper,
+    error,
+    gradients,
     hook,
     inputs,
+    is_equal,
     model,
     pack,
     prepare,
     recompute,
     shard,
+    states,
     train,
     unhook,
 )
@@ -43,26 +46,6 @@ PAIRS = [*itertools.permutations(OURS, 2)]
 def seed() -> None:
     torch.manual_seed(0)
     vramx.manual_seed(0, rank=0)
-
-
-def states(net: nn.Module) -> list[tuple[type, dict[str, Any]]]:
-    return [(type(part), dict(part.__dict__)) for part in net.modules()]
-
-
-def gradients(net: nn.Module) -> list[torch.Tensor]:
-    net.zero_grad()
-    train(net)
-    return [p.grad.clone() for p in net.parameters() if p.grad is not None]
-
-
-def error(found: list[Any], expected: list[Any]) -> float:
-    """Return the error of all gradients together, relative to their norm."""
-    both = [torch.cat([gradient.flatten() for gradient in each]) for each in (found, expected)]
-    return float((both[0] - both[1]).norm() / both[1].norm())
-
-
-def is_equal(one: list[Any], other: list[Any]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("ways", [*[(way,) for way in OURS], *PAIRS, tuple(OURS)], ids="+".join)
@@ -258,89 +241,6 @@ def test_compiled_module_may_set_attributes() -> None:
     assert block.calls >= 2
 
 
-def test_counts_of_a_model_are_of_all_that_is_packed_in_it() -> None:
-    net = model()
-    pack(net)
-    train(net)
-    parts = [vramx.compression_stats(block) for block in net]
-    whole = vramx.compression_stats(Wrapper(net))
-    assert whole.packed.tensors == sum(part.packed.tensors for part in parts) > 0
-    assert whole.saved_bytes == sum(part.saved_bytes for part in parts)
-    assert set(whole.operations) == {name for part in parts for name in part.operations}
-
-
-def test_report_says_what_each_module_does() -> None:
-    net = model()
-    assert str(vramx.report(net)) == f"{len(list(net.modules()))} modules, none of them changed"
-    vramx.optimize(net, "int8")
-    vramx.compressed_activations(net[0], **OPTIONS)
-    recompute(net)
-    vramx.compressed_activations(net, bits=4)
-    train(net)
-    rows = {row.name: row for row in vramx.report(net).rows}
-    assert {name: row.done for name, row in rows.items()} == {
-        "": "packed in int4",
-        "0": "packed in int8; recomputed, input in int8",
-        "1": "fused, int8, as EncoderLayer; recomputed, input in int8",
-    }
-    assert vramx.report(net).unchanged == len(list(net.modules())) - 3
-
-
-def test_equal_rows_of_a_report_are_one_line() -> None:
-    net = nn.Sequential(*(Plain() for _ in range(3)))
-    recompute(net)
-    assert "\n3        *     Plain  recomputed, input in int8" in str(vramx.report(net))
-
-
-def test_class_that_was_decorated_is_named_and_not_undone_for_one_model() -> None:
-    @vramx.compressed_activations(**OPTIONS)
-    class Decorated(Plain):
-        pass
-
-    net = nn.Sequential(Decorated(), Plain())
-    (row,) = vramx.report(net).rows
-    assert row.done == "packed in int8"
-    assert "restore(Decorated)" in row.note
-    assert len(vramx.restore(net)) == 0
-    assert len(vramx.report(net)) == 1
-    assert len(vramx.restore(Decorated)) == 1
-    assert len(vramx.report(net)) == 0
-
-
-def decorated(function: Any) -> Any:
-    @functools.wraps(function)
-    def around(*args: Any) -> Any:
-        return function(*args) + 0
-
-    return around
-
-
-@pytest.mark.parametrize(
-    "over",
-    [
-        decorated,
-        functools.partial,
-        functools.lru_cache,
-        lambda function: types.MethodType(lambda _, x: function(x), 0),
-    ],
-    ids=["wraps", "partial", "lru_cache", "unknown"],
-)
-def test_function_is_restored_below_decorators(over: Any, request: Any) -> None:
-    @vramx.compressed_activations(**OPTIONS)
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return x.tanh()
-
-    outer, counts = over(function), vramx.compression_stats(function)
-    if "unknown" in request.node.name:
-        assert len(vramx.restore(outer)) == 0
-        assert len(vramx.restore(function)) == 1
-    else:
-        assert len(vramx.report(outer)) == len(vramx.restore(outer)) == 1
-    outer(inputs().requires_grad_())
-    assert counts.tensors == 0
-    assert len(vramx.report(function)) == 0
-
-
 def test_plan_is_undone_alone_or_with_all_else() -> None:
     net = nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 32) for _ in range(2)), nn.Tanh())
     vramx.compressed_activations(net[2], **OPTIONS)
@@ -376,13 +276,6 @@ def test_forward_of_ours_that_others_kept_is_the_modules_own_after_restoring() -
     assert len(vramx.restore(net)) == 2
     assert is_equal(gradients(net), exact)
     assert [patch_of(block).changes for block in net] == [(), ()]  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("target", [3, "model", int, [nn.Linear(2, 2)]])
-@pytest.mark.parametrize("ask", [vramx.restore, vramx.report])
-def test_anything_else_is_refused(ask: Any, target: Any) -> None:
-    with pytest.raises(InvalidValueError, match="accepted are a Module, a class of Modules"):
-        ask(target)
 
 
 def test_module_whose_class_cannot_be_followed_is_named_and_unchanged() -> None:

@@ -11,23 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from patch_tools import OPTIONS, OURS, Plain, inputs, model, train
+from patch_tools import OPTIONS, OURS, Plain, gradients, inputs, is_equal, model, train
 from torch import nn
 from torch.nn.utils import parametrize
 
 import vramx
 from vramx.errors import VramxWarning
-
-
-def gradients(net: nn.Module) -> list[torch.Tensor]:
-    net.zero_grad()
-    train(net)
-    return [p.grad.clone() for p in net.parameters() if p.grad is not None]
-
-
-def is_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
 
 # -- accelerate ------------------------------------------------------------------------------------
 
