@@ -33,12 +33,13 @@ PYTHON_PARTS = {
     "sizes": {"errors"},
     "config": {"errors", "sizes"},
     "kernels": set[str](),
+    "patch": {"errors"},
     "allocator": {*BASE, "_core"},
-    "compression": {*BASE, "kernels"},
-    "nn": {*BASE, "compression", "kernels", "recompute"},
-    "recompute": {*BASE, "compression"},
+    "compression": {*BASE, "kernels", "patch"},
+    "nn": {*BASE, "compression", "kernels", "patch", "recompute"},
+    "recompute": {*BASE, "compression", "patch"},
     "memory": {*BASE, "_core"},
-    "planning": {*BASE, "compression", "nn", "recompute"},
+    "planning": {*BASE, "compression", "nn", "patch", "recompute"},
 }
 EVERY_PART = {*PYTHON_PARTS, "_core"}
 PYTHON_PARTS["_autoload"] = {"allocator", "config", "errors"}

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from vramx.nn.families import FAMILIES
 from vramx.nn.families.norms import RmsNorm
-from vramx.nn.families.swap import Fused
+from vramx.nn.families.swap import Fused, Fusing
+from vramx.patch.module import find
 
 HIDDEN, TOKENS, LAYERS = 64, 24, 2
 # float32: a block rounds about twenty times in a row, each by half a step, and sums of some
@@ -153,7 +154,7 @@ def fused_calls() -> Iterator[list[str]]:
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         def count(self: Any, *args: Any, **kwargs: Any) -> Any:
-            calls.append(type(self)._vramx_family.__name__)
+            calls.append(find(self, Fusing).family.__name__)
             return function(self, *args, **kwargs)
 
         return count

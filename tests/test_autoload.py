@@ -30,6 +30,16 @@ def _autoload():
     with open(os.environ["CALLS"], "a") as file:
         file.write(f"{os.getpid()} {os.environ.get('LOCAL_RANK', '-')}\\n")
 """
+GIVEN_CUDA = """
+import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch.cuda" and "torch._C" in sys.modules:
+            native = sys.modules["torch._C"]
+            if not hasattr(native, "_cuda_init"):
+                native._cuda_init = lambda: None
+sys.meta_path.insert(0, Finder())
+"""
 SPAWN = """
 import multiprocessing, torch
 def work():
@@ -78,12 +88,14 @@ def test_the_programs_own_call_comes_first(cuda: FakeCuda) -> None:
     assert [devices.options["cross_stream"] for devices in cuda.opened] == ["never"]
 
 
-def test_without_the_variable_nothing_is_installed_and_the_line_is_known(cuda: FakeCuda) -> None:
+def test_without_the_variable_nothing_is_changed(cuda: FakeCuda) -> None:
     cuda.configure(enabled=False)
+    before = torch._C._cuda_init
     _autoload._autoload()
+    assert torch._C._cuda_init is before
     cuda.initialise()
     assert not vramx.allocator_installed()
-    assert "fake_cuda.py" in str(cuda_init.first_site())
+    assert cuda_init.first_site() is None
 
 
 def test_a_forked_child_installs_for_itself(cuda: FakeCuda) -> None:
@@ -132,7 +144,8 @@ def test_any_exception_stays_inside_the_hook(
     monkeypatch.setattr(config, "config", broken)
     with pytest.warns(VramxWarning, match="VRAMX_LIMIT='x'"):
         _autoload._autoload()
-    monkeypatch.setattr(cuda_init, "watch", lambda: 1 / 0)
+    monkeypatch.setattr(cuda_init, "run_before", lambda _: 1 / 0)
+    monkeypatch.setattr(config, "config", lambda: Config(enabled=True))
     with pytest.warns(VramxWarning, match="division by zero"):
         _autoload._autoload()
 
@@ -217,6 +230,26 @@ def test_a_bad_variable_is_one_line_and_the_import_of_torch_succeeds(tmp_path: P
     assert (done.returncode, done.stdout) == (0, "2.0\n")
     assert len(done.stderr.splitlines()) == 1
     assert "the allocator is not installed, torch's own stays: VRAMX_DEVICES: 'x'" in done.stderr
+
+
+@pytest.mark.parametrize("value", [None, "", "0", "1"])
+def test_only_a_process_that_asks_has_anything_changed(tmp_path: Path, value: str | None) -> None:
+    """As it is after `pip install`: every import of torch finds the entry point."""
+    folder = entry_folder.make(Config(cache_dir=tmp_path / "cache"))
+    code = (
+        "import sys, torch; print('vramx._autoload' in sys.modules,"
+        " 'vramx.allocator.cuda_init' in sys.modules,"
+        " 'cuda_init' in torch._C._cuda_init.__code__.co_filename)"
+    )
+    # A torch without CUDA has no initialisation to wrap: it is given one.
+    setup = tmp_path / "site" / "sitecustomize.py"
+    setup.parent.mkdir()
+    setup.write_text(GIVEN_CUDA)
+    path = f"{folder}{os.pathsep}{setup.parent}"
+    variables = {} if value is None else {"VRAMX": value}
+    done = python(tmp_path, path, "-c", code, **variables)
+    asked = value == "1"
+    assert done.stdout.split() == ["True", str(asked), str(asked)], done.stderr
 
 
 def test_importing_vramx_beside_torch_starts_the_watch(tmp_path: Path) -> None:

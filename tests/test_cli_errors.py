@@ -75,7 +75,7 @@ def test_files_of_other_kinds_are_refused(
     [
         (["--capacity", "1MiB"], "capacity 1.00 MiB is less than one chunk; 2 MiB or more"),
         (["--capacity", "0"], "less than one chunk"),
-        (["--capacity", "24GB"], "KiB, MiB, GiB or TiB"),
+        (["--capacity", "24Gi"], "KiB, MiB, GiB or TiB"),
         (["--capacity", "-1GiB"], "--capacity"),
         (["--policy", "jemalloc"], "accepted are live, native, expandable, vramx"),
         (["--policy", ""], "accepted are live, native, expandable, vramx"),

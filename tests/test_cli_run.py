@@ -73,7 +73,7 @@ def test_options_become_variables_that_are_read_back(
         ([], "what to run is missing"),
         (["-m"], "what to run is missing"),
         (["--"], "what to run is missing"),
-        (["--limit", "24GB", "a.py"], "KiB, MiB, GiB or TiB"),
+        (["--limit", "24Gi", "a.py"], "KiB, MiB, GiB or TiB"),
         (["--limit", "1.5", "a.py"], "--limit"),
         (["--cross-stream", "now", "a.py"], "'never', 'under_pressure', 'always'"),
         (["--devices", "a", "a.py"], "no list of device numbers"),

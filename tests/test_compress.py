@@ -302,7 +302,7 @@ def test_deterministic_noise_depends_on_the_order_of_steps_only(monkeypatch: Any
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"bit": 4}, "option 'bit' is not known; accepted are bits"),
+        ({"bit": 4}, r"option 'bit' is not known \(did you mean 'bits'.*accepted are bits"),
         ({"bits": 5}, "bits 5"),
     ],
 )

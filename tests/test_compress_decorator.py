@@ -103,19 +103,18 @@ def test_a_bound_method_is_wrapped_and_its_object_is_not() -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_uncompress_restores_an_instance(times: int) -> None:
+def test_an_instance_is_restored(times: int) -> None:
     module = Plain()
     before = dict(vars(module))
     for _ in range(times):
         vramx.compressed_activations(module, **OPTIONS)
-    assert vramx.uncompress(module) is module
+    assert len(vramx.restore(module)) == 1
     assert vars(module) == before
-    vramx.compressed_activations(module)
-    module.uncompress()
-    assert vars(module) == before
+    assert type(module) is Plain
+    assert not any(p._backward_hooks for p in module.parameters())
 
 
-def test_uncompress_restores_a_forward_that_somebody_else_had_set() -> None:
+def test_restoring_gives_back_a_forward_that_somebody_else_had_set() -> None:
     module = Plain()
 
     def own(x: torch.Tensor) -> torch.Tensor:
@@ -124,10 +123,11 @@ def test_uncompress_restores_a_forward_that_somebody_else_had_set() -> None:
     module.forward = own  # type: ignore[method-assign]
     vramx.compressed_activations(module, **OPTIONS)(input_of(8, 64))
     assert vramx.compression_stats(module).operations["tanh"].tensors == 1
-    assert vramx.uncompress(module).forward is own
+    vramx.restore(module)
+    assert module.forward is own
 
 
-def test_uncompress_restores_a_class() -> None:
+def test_a_class_is_restored() -> None:
     class Own(Plain):
         def forward(self, x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
             return x
@@ -138,17 +138,20 @@ def test_uncompress_restores_a_class() -> None:
     own = Own.forward
     for target in (Own, Inherits):
         vramx.compressed_activations(vramx.compressed_activations(target), bits=4)
-        vramx.uncompress(target)
+        assert len(vramx.restore(target)) == 1
     assert Own.forward is own
     assert "forward" not in vars(Inherits)
 
 
-def test_uncompress_restores_a_function() -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    twice = vramx.compressed_activations(vramx.compressed_activations(function), bits=4)
-    assert vramx.uncompress(twice) is function
+def test_a_function_is_restored() -> None:
+    function = vramx.compressed_activations(torch.tanh, **OPTIONS)
+    function(input_of(8, 64))
+    counts = vramx.compression_stats(function)
+    assert vramx.compressed_activations(function, bits=4) is function
+    assert len(vramx.restore(function)) == 1
+    function(input_of(8, 64))
+    assert counts.packed.tensors == 1
+    assert len(vramx.restore(function)) == 0
 
 
 def test_decorating_again_replaces_the_options() -> None:
@@ -163,8 +166,9 @@ def test_what_others_see_of_a_module_does_not_change() -> None:
     plain, module = Plain(), Plain()
     module.load_state_dict(plain.state_dict())
     vramx.compressed_activations(module, **OPTIONS)
-    assert type(module) is Plain
-    assert module.__class__ is Plain
+    assert isinstance(module, Plain)
+    assert type(module).__name__ == "Plain"
+    assert type(module).__module__ == Plain.__module__
     assert repr(module) == repr(plain)
     assert list(module.state_dict()) == list(plain.state_dict())
     assert [n for n, _ in module.named_parameters()] == [n for n, _ in plain.named_parameters()]
@@ -212,9 +216,9 @@ def test_a_copy_is_compressed_and_runs_its_own_weights(how: str) -> None:
         twin.layer.weight.zero_(), twin.layer.bias.zero_()
     assert not bool(twin(x).any())
     assert packed(twin) == 1  # counts of its own
-    twin.uncompress()
-    assert "forward" not in vars(twin)
-    assert "forward" in vars(module)
+    assert len(vramx.restore(twin)) == 1
+    assert type(twin) is Plain
+    assert packed(module) == 1
 
 
 def test_a_compressed_module_dies_without_the_collector() -> None:
@@ -256,11 +260,10 @@ def test_anything_else_is_refused(target: Any) -> None:
         vramx.compressed_activations(target)
 
 
-@pytest.mark.parametrize("ask", [vramx.uncompress, vramx.compression_stats])
 @pytest.mark.parametrize("target", [nn.Linear(2, 2), nn.Linear, len, 3])
-def test_what_is_not_compressed_is_refused(ask: Any, target: Any) -> None:
+def test_what_is_not_compressed_has_no_counts(target: Any) -> None:
     with pytest.raises(InvalidValueError, match="is not compressed"):
-        ask(target)
+        vramx.compression_stats(target)
 
 
 def test_a_wrong_option_is_refused_before_there_is_a_target() -> None:

@@ -31,7 +31,7 @@ MISTAKES: list[tuple[type[Any], dict[str, Any], str]] = [
     (Compression, {"rounding": None}, "rounding None .* 'stochastic' and 'nearest'"),
     (Compression, {"symmetric": 1}, "symmetric 1 .* True, False and None"),
     (Compression, {"min_bytes": -1}, "min_bytes: size -1"),
-    (Compression, {"min_bytes": "1MB"}, "min_bytes: size '1MB'"),
+    (Compression, {"min_bytes": "1Mi"}, "min_bytes: size '1Mi'"),
     (Compression, {"offload": "gpu"}, "offload 'gpu' .* 'cpu' and a fraction"),
     (Compression, {"offload": "CPU"}, "did you mean 'cpu'"),
     (Compression, {"offload": 1.5}, r"offload 1\.5"),

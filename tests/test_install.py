@@ -54,7 +54,7 @@ def test_a_limit_is_bytes_or_a_fraction(limit: Any, expected: Any) -> None:
     assert type(parsed) is type(expected)
 
 
-@pytest.mark.parametrize("limit", [0.0, 1.5, -0.1, "24GB", "x", True, [1], 1, "1", 0, float("nan")])
+@pytest.mark.parametrize("limit", [0.0, 1.5, -0.1, "24Gi", "x", True, [1], 1, "1", 0, float("nan")])
 def test_a_limit_that_is_neither_is_refused(limit: Any) -> None:
     with pytest.raises(InvalidValueError, match="accepted are"):
         parse_limit(limit)
@@ -227,7 +227,7 @@ def test_cuda_initialised_too_early_is_refused_with_the_line_that_did_it(cuda: F
 
 def test_a_late_installation_is_possible_on_request(cuda: FakeCuda) -> None:
     torch.cuda.init()
-    with pytest.raises(InstallError, match=r"before vramx was imported.*late=True"):
+    with pytest.raises(InstallError, match=r"was not there to see it.*late=True"):
         vramx.install_allocator()
     vramx.install_allocator(late=True)
     assert vramx.allocator_installed()

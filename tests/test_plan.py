@@ -245,7 +245,7 @@ class WithCache(Stack):
     [
         (lambda model: None, {"levels": ("int9",)}, "'int9' is not accepted"),
         (lambda model: None, {"levels": ("keep",)}, "none of levels"),
-        (lambda model: None, {"budget": "24GB"}, "24GB"),
+        (lambda model: None, {"budget": "24Gi"}, "24Gi"),
         (lambda model: None, {"budget": 0.5}, "on cpu"),
         (lambda model: None, {"sample": 3}, "sample 3"),
         (lambda model: None, {"sample": lambda model: torch.ones(())}, "requires_grad=False"),

@@ -1,4 +1,4 @@
-"""Sizes in text and back: binary units only, exact, one clear line for everything else."""
+"""Sizes in text and back: each unit means what it says, exact, one clear line for the rest."""
 
 from __future__ import annotations
 
@@ -23,6 +23,16 @@ from vramx.sizes import format_gib, format_size, parse_size
         ("1.5MiB", 3 << 19),
         (".5TiB", 1 << 39),
         ("0.1KiB", 102),
+        ("3G", 3 << 30),
+        ("3g", 3 << 30),
+        ("1.5K", 1536),
+        ("16M", 16 << 20),
+        ("2T", 2 << 40),
+        ("24GB", 24 * 10**9),
+        ("24gb", 24 * 10**9),
+        ("1kB", 1000),
+        ("0.5 MB", 500_000),
+        ("1TB", 10**12),
         ("4194304TiB", 1 << 62),
     ],
 )
@@ -36,7 +46,21 @@ def test_an_int_is_bytes() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "GiB", "24GB", "24G", "24 Gi B", "-1GiB", "1e9", "inf", "nan", "0x10", "1,5GiB", "٣GiB"],
+    [
+        "",
+        "GiB",
+        "24Gi",
+        "24GBytes",
+        "24P",
+        "24 G B",
+        "-1GiB",
+        "1e9",
+        "inf",
+        "nan",
+        "0x10",
+        "1,5GiB",
+        "٣GiB",
+    ],
 )
 def test_other_text_is_refused_and_the_units_named(text: str) -> None:
     with pytest.raises(InvalidValueError, match="KiB, MiB, GiB or TiB"):

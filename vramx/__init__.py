@@ -2,7 +2,8 @@
 
 This file only names what is public. Each name is imported from its module on first use, so that
 `import vramx` costs a millisecond, imports neither torch nor numpy, and never touches CUDA. Where
-torch is imported already it has the initialisation of CUDA watched (see allocator/cuda_init).
+torch is imported already it has the initialisation of CUDA watched (see allocator/cuda_init); not
+where torch is only being imported, which then is who imports this, and the program did not ask.
 """
 
 from __future__ import annotations
@@ -18,11 +19,7 @@ if TYPE_CHECKING:
     from vramx.allocator.limits import DefragmentReport, defragment, set_limit
     from vramx.allocator.stats import AllocatorStats, allocator_stats
     from vramx.compression.config import Compression
-    from vramx.compression.decorator import (
-        compressed_activations,
-        compression_stats,
-        uncompress,
-    )
+    from vramx.compression.decorator import compressed_activations, compression_stats
     from vramx.compression.graph import compressed_graphs
     from vramx.compression.hooks import compress
     from vramx.compression.offload import offload_report
@@ -30,10 +27,11 @@ if TYPE_CHECKING:
     from vramx.compression.stats import CompressionStats
     from vramx.memory.replay import replay
     from vramx.memory.trace import load_trace
-    from vramx.nn.optimize import OptimizeReport, optimize, restore
+    from vramx.nn.optimize import OptimizeReport, optimize
+    from vramx.patch.report import Report, report, restore
     from vramx.planning.plan import Plan, plan
     from vramx.recompute.call import checkpoint
-    from vramx.recompute.modules import checkpoint_modules, uncheckpoint
+    from vramx.recompute.modules import checkpoint_modules
 
 __version__ = "0.1.0"
 
@@ -45,6 +43,7 @@ _LAZY = {
     "DefragmentReport": "vramx.allocator.limits",
     "OptimizeReport": "vramx.nn.optimize",
     "Plan": "vramx.planning.plan",
+    "Report": "vramx.patch.report",
     "allocator_installed": "vramx.allocator.install",
     "allocator_stats": "vramx.allocator.stats",
     "checkpoint": "vramx.recompute.call",
@@ -61,10 +60,9 @@ _LAZY = {
     "optimize": "vramx.nn.optimize",
     "plan": "vramx.planning.plan",
     "replay": "vramx.memory",
-    "restore": "vramx.nn.optimize",
+    "report": "vramx.patch.report",
+    "restore": "vramx.patch.report",
     "set_limit": "vramx.allocator.limits",
-    "uncheckpoint": "vramx.recompute.modules",
-    "uncompress": "vramx.compression.decorator",
 }
 
 __all__ = [
@@ -74,6 +72,7 @@ __all__ = [
     "DefragmentReport",
     "OptimizeReport",
     "Plan",
+    "Report",
     "VramxError",
     "__version__",
     "allocator_installed",
@@ -92,13 +91,12 @@ __all__ = [
     "optimize",
     "plan",
     "replay",
+    "report",
     "restore",
     "set_limit",
-    "uncheckpoint",
-    "uncompress",
 ]
 
-if "torch" in sys.modules:
+if "torch" in sys.modules and not getattr(sys.modules["torch"].__spec__, "_initializing", False):
     from vramx.allocator import cuda_init
 
     cuda_init.watch()

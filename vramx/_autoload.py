@@ -1,10 +1,9 @@
 """What torch calls at the end of every `import torch`, through the entry point torch.backends.
 
-With VRAMX=1 it arranges for the allocator to be installed just before CUDA is initialised; without,
-it only arranges for that moment to be remembered, so that an install_allocator that comes too late
-can say who was first. An exception here would break `import torch` for everybody, so none gets out:
-a failure is one warning and the program goes on with torch's own allocator. Costs one look-up of a
-variable, and one attribute of torch._C replaced; once a process, however often it is called.
+With VRAMX=1 it arranges for the allocator to be installed just before CUDA is initialised, once a
+process, however often it is called; without, it does nothing but look the variable up. An exception
+here would break `import torch` for everybody, so none gets out: a failure is one warning and the
+program goes on with torch's own allocator.
 """
 
 from __future__ import annotations
@@ -13,16 +12,13 @@ import logging
 import warnings
 
 from vramx import config
-from vramx.allocator import cuda_init
 from vramx.errors import VramxWarning
 
 
 def _autoload() -> None:
     """Install the allocator before CUDA is initialised, where VRAMX=1 asks for it."""
-    enabled = config.is_enabled()
     try:
-        cuda_init.watch()
-        if enabled:
+        if config.is_enabled():
             _prepare()
     except Exception as error:
         _warn(error)
@@ -31,6 +27,8 @@ def _autoload() -> None:
 def _prepare() -> None:
     settings = config.config()  # a bad value is told now, not at the first use of CUDA
     if settings.enabled:
+        from vramx.allocator import cuda_init
+
         cuda_init.run_before(_install)
 
 

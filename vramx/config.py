@@ -28,6 +28,8 @@ from vramx.errors import InvalidValueError
 CROSS_STREAM = ("never", "under_pressure", "always")
 # What tells torch not to call the entry points of other packages, vramx's among them.
 TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+# How many processes of a job a launcher (torchrun, Open MPI) started on this host.
+_LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _SWITCH = {"": None, "0": False, "1": True}
 # The process that `vramx run` becomes; its children find another number there than their own.
 _ROOT_PROCESS = "VRAMX_ROOT_PID"
@@ -57,6 +59,12 @@ class Config:
 def is_enabled() -> bool:
     """Tell whether VRAMX asks for anything; one look-up, for it runs at every `import torch`."""
     return os.environ.get("VRAMX", "0") not in ("", "0")
+
+
+def local_ranks() -> int:
+    """Return how many processes of this job are on this host, as far as its launcher says."""
+    texts = [os.environ.get(name, "") for name in _LOCAL_RANKS]
+    return max([1, *(int(text) for text in texts if text.isascii() and text.isdigit())])
 
 
 @lru_cache(maxsize=1)

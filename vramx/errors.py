@@ -8,6 +8,8 @@ memory is not here: it is torch's own torch.OutOfMemoryError.
 
 from __future__ import annotations
 
+_MOST_CHARACTERS = 80
+
 
 class VramxError(Exception):
     """Base class of every error that vramx raises on purpose."""
@@ -63,3 +65,16 @@ class UnsupportedTorchError(VramxError, RuntimeError):
 
 class VramxWarning(UserWarning):
     """What vramx has to say without stopping the program."""
+
+
+def brief(value: object) -> str:
+    """Return a value's repr where that is short, else what it is: no error prints a whole model.
+
+    Example:
+        >>> brief(8), brief(list(range(100)))
+        ('8', 'a list')
+    """
+    text = repr(value)
+    if "\n" not in text and len(text) <= _MOST_CHARACTERS:
+        return text
+    return f"a {type(value).__qualname__}"

@@ -1,7 +1,7 @@
 """Byte counts as people write them: "24GiB" to 25769803776 and back.
 
-Only binary units are accepted. "24GB" is refused rather than guessed at: it is 1.6 GiB less than
-"24GiB", which is more than the differences this package measures. Pure functions, no state.
+Each unit means what it says, as for GNU dd and head: GiB and G are 2**30 bytes, GB is 10**9, which
+is 1.6 GiB less at 24. What is written back is in binary units. Pure functions, no state.
 """
 
 from __future__ import annotations
@@ -9,17 +9,26 @@ from __future__ import annotations
 import math
 import re
 
-from vramx.errors import InvalidValueError
+from vramx.errors import InvalidValueError, brief
 
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 TIB = 1 << 40
 
-_UNITS = {"b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB}
+_BINARY = {"k": KIB, "m": MIB, "g": GIB, "t": TIB}
+_UNITS = {
+    "b": 1,
+    **_BINARY,
+    **{f"{letter}ib": factor for letter, factor in _BINARY.items()},
+    **{f"{letter}b": int(1000**power) for power, letter in enumerate(_BINARY, 1)},
+}
 _NAMES = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
-_ACCEPTED = "accepted are a number of bytes or a number with B, KiB, MiB, GiB or TiB, as in 24GiB"
+_ACCEPTED = (
+    "accepted are a number of bytes or a number with B, KiB, MiB, GiB or TiB, as in 24GiB; G is "
+    "GiB, GB is 10**9 bytes, and so on"
+)
 # Beyond this a size is a mistake, and further on it would no longer fit the core's arithmetic.
 _MAX_BYTES = 1 << 62
 
@@ -28,18 +37,18 @@ def parse_size(size: int | str) -> int:
     """Turn a size into bytes.
 
     Args:
-        size: bytes, or text with a binary unit in any letter case; a fraction of a byte is
-            rounded down.
+        size: bytes, or text with a unit in any letter case: KiB or K for 1024 bytes, KB for
+            1000, and so for M, G and T; a fraction of a byte is rounded down.
 
     Raises:
         InvalidValueError: the text has no such form, or the size is negative or above 2**62.
 
     Example:
-        >>> parse_size("1.5KiB")
-        1536
+        >>> parse_size("1.5KiB"), parse_size("1.5K"), parse_size("1.5KB")
+        (1536, 1536, 1500)
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise InvalidValueError(f"size {size!r} is of type {type(size).__name__}; {_ACCEPTED}")
+        raise InvalidValueError(f"size {brief(size)} is of type {type(size).__name__}; {_ACCEPTED}")
     size_bytes = size if isinstance(size, int) else _parse_text(size)
     if not 0 <= size_bytes <= _MAX_BYTES:
         raise InvalidValueError(f"size {size!r} is out of range; accepted are 0 to 4194304TiB")

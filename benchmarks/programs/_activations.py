@@ -79,7 +79,7 @@ def compressed(workload: Workload, **options: Any) -> Iterator[list[Any]]:
         yield [vramx.compression_stats(target) for target in workload.targets]
     finally:
         for target in workload.targets:
-            vramx.uncompress(target)
+            vramx.restore(target)
 
 
 @contextmanager

@@ -167,7 +167,7 @@ def test_restored_model_is_the_original_to_the_bit(name: str, level: str) -> Non
     original, inputs = on_gpu(name)
     model = optimised(original, name, level)
     changed = outcome(model, inputs, name)
-    assert vramx.restore(model) >= BLOCKS.get(name, LAYERS)
+    assert len(vramx.restore(model)) >= BLOCKS.get(name, LAYERS)
     for found, expected in zip(model.modules(), original.modules(), strict=True):
         assert type(found) is type(expected)
         assert found.__dict__.keys() == expected.__dict__.keys()
@@ -210,7 +210,7 @@ def test_saved_model_is_an_ordinary_one(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     # Its buffers are cast as the original's were, from float32.
     loaded = type(model).from_pretrained(tmp_path, dtype=torch.float32).to(GPU, torch.bfloat16)
-    assert vramx.restore(loaded) == 0
+    assert len(vramx.restore(loaded)) == 0
     assert list(loaded.state_dict()) == list(original.state_dict())
     expected = evaluated(original, inputs, name)
     assert torch.equal(evaluated(loaded, inputs, name), expected)
@@ -249,4 +249,4 @@ def test_adapters_train_on_top_and_merge(name: str) -> None:
     before = error(evaluated(model, inputs, name), value)
     merged = model.merge_and_unload()
     assert error(evaluated(merged, inputs, name), value) < 2 * before
-    assert vramx.restore(merged) >= BLOCKS.get(name, LAYERS)
+    assert len(vramx.restore(merged)) >= BLOCKS.get(name, LAYERS)

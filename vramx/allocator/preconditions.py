@@ -68,7 +68,7 @@ def _check_time(torch: ModuleType) -> None:
     if not torch.cuda.is_initialized():
         return
     site = cuda_init.first_site()
-    culprit = f"at {site}" if site else "before vramx was imported"
+    culprit = f"at {site}" if site else "where vramx was not there to see it"
     raise InstallError(
         f"CUDA was initialised already, {culprit}; call install_allocator() before that, or with "
         "late=True, which leaves the tensors that exist to torch's own allocator"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 
-from vramx.errors import InvalidValueError
+from vramx.errors import InvalidValueError, brief
 from vramx.sizes import parse_size
 
 Action = str | int
@@ -214,7 +214,7 @@ def _pairs(policy: Policy | None) -> Iterable[tuple[str, Action]]:
     if isinstance(policy, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in policy):
         return policy
     raise InvalidValueError(
-        f'policy {policy!r} is not a mapping such as {{"linear": 8, "dropout:mask": 1}}'
+        f'policy {brief(policy)} is not a mapping such as {{"linear": 8, "dropout:mask": 1}}'
     )
 
 
@@ -239,7 +239,7 @@ def _parse_rule(key: str, action: Action) -> Rule:
     match = _KEY.fullmatch(key) if isinstance(key, str) else None
     if match is None:
         raise InvalidValueError(
-            f"policy key {key!r} is not understood; accepted are an operation, and one with "
+            f"policy key {brief(key)} is not understood; accepted are an operation, and one with "
             "argument positions or its masks: linear, mul:0,1, dropout:mask"
         )
     what = match["what"]
@@ -255,7 +255,7 @@ def _check_action(key: str, action: object, accepted: tuple[Action, ...]) -> Non
         return
     words = ", ".join(map(repr, accepted[:-1])) + f" and {accepted[-1]!r}"
     raise InvalidValueError(
-        f"policy {key!r}: action {action!r} is not accepted{_nearest(action, (KEEP,))}; "
+        f"policy {key!r}: action {brief(action)} is not accepted{_nearest(action, (KEEP,))}; "
         f"accepted are {words}"
     )
 
@@ -277,7 +277,7 @@ def _parse_min_bytes(size: object) -> int:
 def _check_integer(name: str, value: object, accepted: Iterable[int], words: str) -> None:
     # True == 1, and bits=True is a mistake.
     if not isinstance(value, int) or isinstance(value, bool) or value not in accepted:
-        raise InvalidValueError(f"{name} {value!r} is not accepted; accepted are {words}")
+        raise InvalidValueError(f"{name} {brief(value)} is not accepted; accepted are {words}")
 
 
 def _check_group_size(value: object) -> None:
@@ -286,14 +286,15 @@ def _check_group_size(value: object) -> None:
 
 def _check_bool(name: str, value: object, words: str = "True and False") -> None:
     if not isinstance(value, bool):
-        raise InvalidValueError(f"{name} {value!r} is not accepted; accepted are {words}")
+        raise InvalidValueError(f"{name} {brief(value)} is not accepted; accepted are {words}")
 
 
 def _check_word(name: str, value: object, accepted: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in accepted:
         words = " and ".join(map(repr, accepted))
         raise InvalidValueError(
-            f"{name} {value!r} is not accepted{_nearest(value, accepted)}; accepted are {words}"
+            f"{name} {brief(value)} is not accepted{_nearest(value, accepted)}; "
+            f"accepted are {words}"
         )
 
 
@@ -303,7 +304,7 @@ def _check_offload(value: object) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not 0 <= value <= 1:  # type: ignore[operator]
         raise InvalidValueError(
-            f"offload {value!r} is not accepted{_nearest(value, ('cpu',))}; "
+            f"offload {brief(value)} is not accepted{_nearest(value, ('cpu',))}; "
             "accepted are None, 'cpu' and a fraction from 0 to 1"
         )
 

@@ -1,8 +1,8 @@
 """compressed_activations: compression around the calls of a module, a class of them or a function.
 
-Wraps `forward`, and changes nothing else: names, parameters, hooks, classes and state_dicts stay,
-and uncompress() restores what was there. What happens inside a call is hooks.py's. Calls may come
-from any thread; decorating may not. Some twenty microseconds a call, one or two under no_grad.
+A module records it as patch/ does, and vramx.restore() undoes it. What happens inside a call is
+hooks.py's. Calls may come from any thread; decorating may not. Some twenty microseconds a call, one
+or two under no_grad.
 
 torch.compile ends its graph at a wrapped call and compiles the forward within as a graph of its
 own, whose saved tensors are packed: what compiling block by block does. `fullgraph=True` raises
@@ -11,23 +11,29 @@ with that advice.
 
 from __future__ import annotations
 
-import copy
-import functools
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, overload
 
 import torch
+from torch import nn
+from torch.utils.hooks import unserializable_hook
 
 from vramx.compression.compiler import compile_only_callees
 from vramx.compression.config import Compression
 from vramx.compression.hooks import CompressionContext, compress
 from vramx.compression.stats import CompressionStats
-from vramx.errors import InvalidValueError
+from vramx.errors import InvalidValueError, VramxWarning, brief
+from vramx.patch.change import Change
+from vramx.patch.function import check_runs_at_once, holder_of, wrap, wrap_method
+from vramx.patch.module import find, put
+from vramx.patch.report import changes_of, class_changes
 
 Target = TypeVar("Target", bound=Callable[..., Any])
-_ATTRIBUTE = "_vramx_compression"
 _ACCEPTED = "accepted are a Module, a class of Modules, and a function"
+# What trainers call in place of a module's own call.
+_STEP = "training_step"
 
 
 @overload
@@ -40,21 +46,23 @@ def compressed_activations(target: Any = None, /, **options: Any) -> Any:
     """Keep what every call of a module or a function saves for backward in fewer bits.
 
     Args:
-        target: a Module (the same object is returned, its forward wrapped), a class of Modules
-            (every instance; a subclass with a forward of its own only where that calls super), a
-            function or a bound method (a wrapped function is returned). Without one, or with a
-            Compression, a decorator is returned.
+        target: a Module (the same object is returned), a class of Modules (every instance; a
+            subclass with a forward of its own only where that calls super), a function or a bound
+            method (a wrapped function is returned). Without one, or with a Compression, a decorator
+            is returned.
         **options: fields of Compression.
 
     Returns:
         The target, or the wrapped function, or the decorator.
 
     Raises:
-        InvalidValueError: the target is none of these, or an option is not accepted.
+        InvalidValueError: the target is none of these, it makes a generator or a coroutine, or an
+            option is not accepted.
 
     Memory, Sync, Error bound: as compress(). compression_stats(target) gives the counts, summed
-    over all calls. Decorating again replaces the options. Replicas of torch.nn.DataParallel need
-    the class decorated rather than the instance.
+    over all calls. Decorating again replaces the options, also where others have wrapped the target
+    since; vramx.restore(target) undoes it. A module that learns though its own forward is never
+    called, as where a trainer calls its training_step, is told of by a warning: nothing is packed.
 
     Example:
         >>> layer = compressed_activations(torch.nn.Linear(8, 8), bits=8, min_bytes=0)
@@ -68,193 +76,160 @@ def compressed_activations(target: Any = None, /, **options: Any) -> Any:
     return _wrap(target, compress(**options))
 
 
-def _wrap(target: Any, context: CompressionContext) -> Any:
-    if isinstance(target, torch.nn.Module):
-        return _wrap_instance(target, context)
-    if isinstance(target, type):
-        if not issubclass(target, torch.nn.Module):
-            raise InvalidValueError(f"{target!r} cannot be compressed; {_ACCEPTED}")
-        return _wrap_class(target, context)
-    if not callable(target):
-        raise InvalidValueError(f"{target!r} cannot be compressed; {_ACCEPTED}")
-    return _wrapper(_original(target), context, method=False)
+class Packing(Change):
+    """What is saved for backward within the calls is packed."""
 
+    def __init__(self, context: CompressionContext) -> None:
+        self.context = context
+        self.was_called = False
+        self._handle: Any = None  # of the hook on a parameter
 
-def _original(function: Any) -> Any:
-    """Return what a wrapper of ours wraps; anything else is its own original."""
-    return function.__wrapped__ if hasattr(function, _ATTRIBUTE) else function
-
-
-def _wrapper(function: Any, context: CompressionContext, *, method: bool) -> Any:
-    """Return `function` inside the context; a method's first argument is the module that runs."""
-
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        context.enter(args[0] if method else None)
+    def run(self, module: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        context = self.context
+        context.enter(module)
+        self.was_called = True
         try:
-            return function(*args, **kwargs)
+            return forward(*args, **kwargs)
         finally:
             context.__exit__()
 
-    compile_only_callees(wrapped)
-    setattr(wrapped, _ATTRIBUTE, context)
-    return wrapped
+    def __str__(self) -> str:
+        options = self.context.options
+        if not options.enabled:
+            return "not packed"
+        return f"packed in int{options.bits}{' on the host' if options.offload else ''}"
+
+    def effect(self) -> str:
+        return str(self.context.stats).split(";")[0] if self.was_called else "never called"
+
+    def watch(self, module: nn.Module) -> None:
+        """Warn if the module learns without a call of its forward, at its first gradient."""
+        learning = (p for p in module.parameters() if p.requires_grad)
+        first = next((p for p in learning if not nn.parameter.is_lazy(p)), None)
+        name, packing = type(module).__name__, weakref.ref(self)
+
+        @unserializable_hook  # or sharing the parameter with a process would warn
+        def see(_: torch.Tensor) -> None:
+            self = packing()
+            if self is not None:
+                self.undone()
+                if not self.was_called:
+                    _warn_of_no_call(name)
+
+        self._handle = None if first is None else first.register_hook(see)
+
+    def undone(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Packing, (self.context,)  # a copy has counts of its own
 
 
-def _wrap_class(target: type[torch.nn.Module], context: CompressionContext) -> Any:
-    own = target.__dict__.get("forward")
-    inherited = own is None
-    function = _original(target.forward if inherited else own)
-    wrapped = _wrapper(function, context, method=True)
-    wrapped._vramx_inherited = inherited or getattr(own, "_vramx_inherited", False)
-    target.forward = wrapped
+compile_only_callees(Packing.run)
+
+
+class _Step(Change):
+    """The same for the instances of a class, by a step of their trainer."""
+
+    def __init__(self, packing: Packing) -> None:
+        self._packing = packing
+        self._was_told = False
+
+    def run(self, module: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        result = forward(*args, **kwargs)
+        if not (self._packing.was_called or self._was_told) and torch.is_grad_enabled():
+            self._was_told = True
+            _warn_of_no_call(type(module).__name__)
+        return result
+
+    def __str__(self) -> str:
+        return ""
+
+
+def _warn_of_no_call(name: str) -> None:
+    warnings.warn(
+        f"compressed_activations of {name} has packed nothing: it learns, and its forward is never "
+        f"called. Decorate what is called: a part of it, its blocks, or the method ({_STEP}, say)",
+        VramxWarning,
+        stacklevel=3,
+    )
+
+
+def _wrap(target: Any, context: CompressionContext) -> Any:
+    if isinstance(target, nn.Module):
+        return _pack_module(target, context)
+    if isinstance(target, type):
+        if not issubclass(target, nn.Module):
+            raise InvalidValueError(f"{target!r} cannot be compressed; {_ACCEPTED}")
+        return _pack_class(target, context)
+    if not callable(target):
+        raise InvalidValueError(f"{brief(target)} cannot be compressed; {_ACCEPTED}")
+    holder = holder_of(target)
+    if holder is None:
+        return wrap(target, Packing(context))
+    holder.change = Packing(context)
     return target
 
 
-class _Bound:
-    """A callable in the __dict__ of a module that does not keep the module alive.
-
-    A method would make a cycle, and memory on a device would wait for the garbage collector.
-    Copies and pickles go with the module that they are in.
-    """
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = weakref.ref(module)
-
-    @property
-    def __self__(self) -> torch.nn.Module:
-        module = self._module()
-        if module is None:
-            raise ReferenceError("the module of this compressed forward no longer exists")
-        return module
-
-    def _parts(self) -> tuple[Any, ...]:
-        return ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.__self__, *self._parts())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Bound:
-        return type(self)(*copy.deepcopy((self.__self__, *self._parts()), memo))
-
-
-class _Forward(_Bound):
-    """The forward of one compressed module; `previous` is what was in its __dict__ before."""
-
-    def __init__(
-        self, module: torch.nn.Module, context: CompressionContext, previous: Any = None
-    ) -> None:
-        super().__init__(module)
-        self._vramx_compression = context
-        self.previous = previous
-
-    def _parts(self) -> tuple[Any, ...]:
-        return self._vramx_compression, self.previous
-
-    @property
-    def __wrapped__(self) -> Any:
-        module = self.__self__
-        if self.previous is not None:
-            return self.previous
-        return type(module).forward.__get__(module, type(module))
-
-    @property
-    def __code__(self) -> Any:
-        return self.__wrapped__.__code__  # torch.export tells the arguments' names by it
-
-    @property
-    def __name__(self) -> str:
-        return "forward"
-
-    @property
-    def __doc__(self) -> str | None:  # type: ignore[override]
-        return str(self.__wrapped__.__doc__)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        context = self._vramx_compression
-        context.enter(self._module())
-        try:
-            return self.__wrapped__(*args, **kwargs)
-        finally:
-            context.__exit__()
-
-
-class _Uncompress(_Bound):
-    """`module.uncompress()`."""
-
-    def __call__(self) -> Any:
-        return uncompress(self.__self__)
-
-
-def _wrap_instance(module: torch.nn.Module, context: CompressionContext) -> torch.nn.Module:
-    previous = module.__dict__.get("forward")
-    if isinstance(previous, _Forward):
-        previous = previous.previous
-    module.__dict__["forward"] = _Forward(module, context, previous)
-    if not hasattr(module, "uncompress"):
-        module.__dict__["uncompress"] = _Uncompress(module)
+def _pack_module(module: nn.Module, context: CompressionContext) -> nn.Module:
+    check_runs_at_once(module.forward)
+    place = _decorated_within(module)
+    packing = Packing(context)
+    put(place, packing)
+    packing.watch(place)
     return module
 
 
-def uncompress(target: Any) -> Any:
-    """Undo compressed_activations.
+def _decorated_within(module: nn.Module) -> nn.Module:
+    """Return the module that was decorated, below wrappers; the given one where none was."""
+    found = module
+    while find(found, Packing) is None:
+        children = list(found.children())
+        if len(children) != 1 or next(found.parameters(recurse=False), None) is not None:
+            return module
+        found = children[0]
+    return found
 
-    Args:
-        target: what was decorated: a Module, a class of Modules, or the wrapped function.
 
-    Returns:
-        The target itself, or the function that was wrapped.
-
-    Raises:
-        InvalidValueError: the target is not compressed.
-
-    Example:
-        >>> layer = compressed_activations(torch.nn.Linear(8, 8))
-        >>> "forward" in vars(layer), "forward" in vars(uncompress(layer))
-        (True, False)
-    """
-    _context_of(target, own=True)
-    if isinstance(target, torch.nn.Module):
-        previous = target.__dict__.pop("forward").previous
-        if previous is not None:
-            target.__dict__["forward"] = previous
-        if isinstance(target.__dict__.get("uncompress"), _Uncompress):
-            del target.__dict__["uncompress"]
-        return target
-    if not isinstance(target, type):
-        return target.__wrapped__
-    wrapped = target.__dict__["forward"]
-    if wrapped._vramx_inherited:
-        del target.forward  # type: ignore[attr-defined]
-    else:
-        target.forward = wrapped.__wrapped__  # type: ignore[attr-defined]
+def _pack_class(target: type[nn.Module], context: CompressionContext) -> Any:
+    packing = Packing(context)
+    wrap_method(target, "forward", packing)
+    if hasattr(target, _STEP):
+        wrap_method(target, _STEP, _Step(packing))
     return target
 
 
 def compression_stats(target: Any) -> CompressionStats:
     """Return the counts of a compressed module, class or function, summed over all its calls.
 
-    A module that is not compressed itself gives those of its class.
+    Of a module these are of all that is compressed in it, below whatever wraps it, and of classes
+    that were decorated. Of one, the counts themselves; of several, their sum as it is now.
 
     Raises:
-        InvalidValueError: the target is not compressed.
+        InvalidValueError: nothing of the target is compressed.
 
     Example:
         >>> print(compression_stats(compressed_activations(torch.nn.Linear(8, 8))))
         saved 0 B -> 0 B (1.00x); 0 % shared; params 0 B
     """
-    return _context_of(target, own=False).stats
+    found = {id(packing): packing.context.stats for packing in _packings(target)}
+    if not found:
+        raise InvalidValueError(
+            f"{brief(target)} is not compressed; accepted is a decorated target"
+        )
+    stats = list(found.values())
+    return stats[0] if len(stats) == 1 else CompressionStats.sum(stats)
 
 
-def _context_of(target: Any, *, own: bool) -> CompressionContext:
-    """Return the context of a decorated target; `own`: not one that it has from its class."""
-    holder = target
-    if isinstance(target, (torch.nn.Module, type)):
-        holder = vars(target).get("forward") if own else getattr(target, "forward", None)
-    context = getattr(holder, _ATTRIBUTE, None)
-    if not isinstance(context, CompressionContext):
-        raise InvalidValueError(f"{target!r} is not compressed; accepted is a decorated target")
-    return context
-
-
-compile_only_callees(_Forward.__call__)
+def _packings(target: Any) -> Iterator[Packing]:
+    changes: list[Any] = []
+    if isinstance(target, nn.Module):
+        for module in target.modules():
+            changes.append(find(module, Packing))
+            changes += [change for _, change in class_changes(type(module))]
+    elif isinstance(target, type):
+        changes += [change for _, change in class_changes(target)]
+    elif callable(target):
+        changes += changes_of(target)
+    return (change for change in changes if isinstance(change, Packing))

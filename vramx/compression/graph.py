@@ -20,7 +20,6 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor, fx
 
 from vramx.compression import random, reference
+from vramx.compression.asked import options_of
 from vramx.compression.config import Compression, Format
 from vramx.compression.graph_policy import is_exact
 from vramx.errors import UnsupportedTorchError
@@ -272,7 +272,7 @@ def compressed_graphs(
         ...     y = model(torch.randn(8, 64))
         >>> y.sum().backward()
     """
-    base = replace(options or Compression(), **changes)
+    base = options_of(options, changes)
     if not base.enabled:
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(*hooks(base))

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import threading
 import warnings
-from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from vramx.compression import enclosing, random
+from vramx.compression.asked import options_of
 from vramx.compression.compiler import run_uncompiled
 from vramx.compression.config import Compression
 from vramx.compression.operations import OperationMode
 from vramx.compression.saved import Codec
 from vramx.compression.session import PlainCodec, Session
 from vramx.compression.stats import CompressionStats
-from vramx.errors import InvalidValueError, VramxWarning
+from vramx.errors import VramxWarning
 
 
 class CompressionContext:
@@ -174,7 +174,7 @@ def compress(options: Compression | None = None, /, **changes: Any) -> Compressi
         A context manager that gives CompressionStats.
 
     Raises:
-        InvalidValueError: an option has no such name or value.
+        InvalidValueError: an option has no such name or value, or the policy names no operation.
 
     Memory: 1.016 bytes an element at 8 bits; in backward one decoded tensor at a time, and one a
     device that is kept for the next that needs it. A tensor that the caller holds until backward
@@ -195,11 +195,4 @@ def compress(options: Compression | None = None, /, **changes: Any) -> Compressi
         >>> stats.packed.tensors
         1
     """
-    if options is not None and not isinstance(options, Compression):
-        raise InvalidValueError(f"options {options!r}; accepted are a Compression, or its fields")
-    base = Compression() if options is None else options
-    unknown = sorted(set(changes) - {f.name for f in fields(Compression)})
-    if unknown:
-        names = ", ".join(f.name for f in fields(Compression))
-        raise InvalidValueError(f"option {unknown[0]!r} is not known; accepted are {names}")
-    return CompressionContext(replace(base, **changes) if changes else base)
+    return CompressionContext(options_of(options, changes))

@@ -11,7 +11,6 @@ a device without a link, the CPU, nothing moves. Thread-safe. Nothing here waits
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 from dataclasses import dataclass
 
@@ -23,6 +22,7 @@ from vramx.compression import forecast, random
 from vramx.compression.budget import Share
 from vramx.compression.codec import Packed
 from vramx.compression.config import Compression, Format
+from vramx.compression.host_memory import bytes_of_a_rank
 from vramx.compression.pinned import HostPool
 from vramx.compression.stash import Stash, Ticket
 from vramx.compression.transport import CudaTransport, Lane
@@ -205,12 +205,13 @@ class _Link:
 
     def __init__(self, device: torch.device) -> None:
         self.transport = CudaTransport(device)
-        limit = _host_bytes() // (2 * max(1, torch.cuda.device_count()))
-        self.pool = HostPool(self.transport.pin, limit)
+        self.pool = HostPool(self.transport.pin, bytes_of_a_rank() // 2, _pools)
+        _pools.append(self.pool)
         self.lock = threading.Lock()
 
 
 _links: dict[int, _Link] = {}
+_pools: list[HostPool] = []  # together up to half of what this process has of the host
 _stashes: dict[tuple[int, Share], Stash] = {}
 _registry_lock = threading.Lock()
 
@@ -231,10 +232,6 @@ def stash_of(device: torch.device, share: Share) -> Stash | None:
         link = _links[index]
         made = Stash(share, link.transport, link.pool, link.lock)
         return _stashes.setdefault((index, share), made)
-
-
-def _host_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _close() -> None:

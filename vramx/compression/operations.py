@@ -272,7 +272,7 @@ def _opened(func: Callable[..., Any]) -> Callable[..., Any]:
 @lru_cache(maxsize=1024)
 def _identity(func: Callable[..., Any]) -> tuple[str, bool]:
     """Return the name of an operation, and whether it is a custom one."""
-    return _name(func), _is_foreign(func)
+    return operation_name(func), _is_foreign(func)
 
 
 def _is_foreign(func: Callable[..., Any]) -> bool:
@@ -283,7 +283,7 @@ def _is_foreign(func: Callable[..., Any]) -> bool:
     return name.split("::")[0] not in ("aten", "prims")
 
 
-def _name(func: Callable[..., Any]) -> str:
+def operation_name(func: Callable[..., Any]) -> str:
     """Return the name of an operation as a policy writes it: `mul` for `Tensor.__imul__` too."""
     name = getattr(func, "__name__", type(func).__name__).split(".")[0].strip("_")
     return _OPERATORS.get(name, name)

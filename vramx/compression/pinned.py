@@ -10,7 +10,7 @@ the sizes of a training step repeat.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -74,11 +74,19 @@ class HostPool:
     Args:
         pin: returns that many bytes of pinned memory as a uint8 tensor, or raises RuntimeError.
         limit_bytes: never to hold more than this.
+        pools: those that share the limit, this one among them: none holds more than an even part
+            of it. None: this one alone.
     """
 
-    def __init__(self, pin: Callable[[int], Tensor], limit_bytes: int) -> None:
+    def __init__(
+        self,
+        pin: Callable[[int], Tensor],
+        limit_bytes: int,
+        pools: Sequence[HostPool] | None = None,
+    ) -> None:
         self._pin = pin
         self._limit_bytes = limit_bytes
+        self._pools = pools
         self._slabs: list[Slab] = []
         self.used_bytes = 0
 
@@ -130,13 +138,20 @@ class HostPool:
         self.used_bytes += size_bytes
         return Slot(slab, start, size_bytes, slab.memory[start : start + nbytes])
 
+    def _room_bytes(self, held: int) -> int:
+        pools = self._pools
+        if pools is None:
+            return self._limit_bytes - held
+        held_by_all = sum(pool.held_bytes for pool in pools)
+        return min(self._limit_bytes // len(pools) - held, self._limit_bytes - held_by_all)
+
     def _grow(self, size_bytes: int) -> Slab | None:
         """Add a slab of a power of two, so that torch's cache rounds nothing; larger each time."""
         held = self.held_bytes
         wanted = min(max(held, _SMALLEST_SLAB_BYTES), _LARGEST_SLAB_BYTES)
         for size in (max(wanted, size_bytes), size_bytes):
             rounded = 1 << (size - 1).bit_length()
-            if held + rounded > self._limit_bytes:
+            if rounded > self._room_bytes(held):
                 continue
             try:
                 slab = Slab(self._pin(rounded))

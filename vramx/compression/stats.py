@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from vramx.sizes import format_size
@@ -33,6 +33,12 @@ class Tally:
         self.tensors += count
         self.seen_bytes += count * seen_bytes
         self.kept_bytes += count * kept_bytes
+
+    def include(self, other: Tally) -> None:
+        """Count all that another one has."""
+        self.tensors += other.tensors
+        self.seen_bytes += other.seen_bytes
+        self.kept_bytes += other.kept_bytes
 
 
 @dataclass
@@ -58,6 +64,15 @@ class _Sums:
         self.saved_bytes += count * seen_bytes
         self.kept_bytes += count * kept_bytes
         self.operations.setdefault(operation, Tally()).add(count, seen_bytes, kept_bytes)
+
+    def include(self, other: _Sums) -> None:
+        """Add all of another's counts."""
+        for name in ("tensors", "saved_bytes", "kept_bytes", "shared_bytes"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.packed.include(other.packed)
+        for mine, others in ((self.kept, other.kept), (self.operations, other.operations)):
+            for name, tally in others.items():
+                mine.setdefault(name, Tally()).include(tally)
 
 
 class CompressionStats:
@@ -154,6 +169,19 @@ class CompressionStats:
                 for note, count in found.items():
                     self._sums.add(note, count)
         return self._sums
+
+    @classmethod
+    def sum(cls, several: Iterable[CompressionStats]) -> CompressionStats:
+        """Return the sum of several as they are now.
+
+        Example:
+            >>> CompressionStats.sum([CompressionStats()]) == CompressionStats()
+            True
+        """
+        made = cls()
+        for stats in several:
+            made._sums.include(stats._summed())
+        return made
 
     def reset(self) -> None:
         """Start all counts anew.

@@ -19,7 +19,7 @@ from torch import Tensor
 from vramx.compression import random
 from vramx.compression.codec import bytes_of, decoded, encoded, layout_of
 from vramx.compression.config import Compression, Format, format_of
-from vramx.errors import InvalidValueError
+from vramx.errors import InvalidValueError, brief
 from vramx.kernels import elementwise_launch
 from vramx.kernels.layout import Layout
 from vramx.nn import passes
@@ -115,7 +115,9 @@ def spec_of(keep: Compression | None, bits: int | None = None) -> Spec:
     if keep is None:
         return _DEFAULT
     if not isinstance(keep, Compression):
-        raise InvalidValueError(f"keep {keep!r} is not accepted; accepted are a Compression, None")
+        raise InvalidValueError(
+            f"keep {brief(keep)} is not accepted; accepted are a Compression, None"
+        )
     if not keep.enabled:
         return _RAW
     bits = keep.bits if bits is None else bits

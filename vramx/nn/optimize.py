@@ -1,37 +1,43 @@
 """optimize: swap the blocks of a model for ones that keep less, and say what was done.
 
-A block that is understood gets a subclass of its class (families/swap.py) whose forward shares what
-its parts keep; nothing is copied, added or renamed, and restore() undoes it. What a block computes
-is its family's. Not thread-safe; costs milliseconds, touches no tensor, never waits for the device.
+A block that is understood is computed as its family does (families/swap.py), which shares what its
+parts keep; nothing is copied, added or renamed, and vramx.restore() undoes it. What a block
+computes is its family's. Not thread-safe; costs milliseconds, touches no tensor, never waits for
+the device.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
 
+from vramx.compression.asked import options_of
 from vramx.compression.config import Compression
-from vramx.errors import InvalidValueError
+from vramx.errors import InvalidValueError, brief
 from vramx.nn.families import family_of
 from vramx.nn.families.attention import KNOWN
 from vramx.nn.families.parts import terms_of, terms_of_all
 from vramx.nn.families.swap import (
     RECOMPUTE_ALL,
     RECOMPUTE_MLP,
+    Fusing,
     Settings,
     part_of,
     swap,
     unswap,
     untouched,
 )
+from vramx.patch.module import find, patch_of
+from vramx.patch.table import table
 from vramx.recompute.modules import compares
 
 LEFT = "left"
+_MOST_NAMES = 3  # of an error
 LEVELS = ("keep", "int8", "int4", RECOMPUTE_MLP, RECOMPUTE_ALL, LEFT)
 
 
@@ -72,17 +78,8 @@ class OptimizeReport:
         return tuple(row for row in self.rows if row.done == LEFT)
 
     def __str__(self) -> str:
-        counts: dict[tuple[str, ...], int] = {}
-        for row in self.rows:
-            name = re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", row.name) or "(model)"
-            key = (name, row.module, row.done, row.reason)
-            counts[key] = counts.get(key, 0) + 1
-        lines: list[tuple[str, ...]] = [("modules", "name", "class", "done", "reason")]
-        lines += [(str(count), *key) for key, count in counts.items()]
-        widths = [max(len(line[i]) for line in lines) for i in range(4)]
-        return "\n".join(
-            "  ".join([*map(str.ljust, line[:4], widths), line[4]]).rstrip() for line in lines
-        )
+        rows = [(row.name, row.module, row.done, row.reason) for row in self.rows]
+        return table(("name", "class", "done", "reason"), rows)
 
 
 def optimize(
@@ -119,10 +116,12 @@ def optimize(
         options: fields of Compression, over those of `keep`: bits=4, rounding="nearest".
 
     Returns:
-        The report. The model itself is changed in place; optimising again starts from restore().
+        The report. The model itself is changed in place, and vramx.restore() undoes it; optimising
+        again first undoes what optimising did.
 
     Raises:
-        InvalidValueError: a level or an option is not accepted; nothing was changed.
+        InvalidValueError: a level or an option is not accepted, or a pattern matches no module;
+            nothing was changed.
 
     Memory: int8 keeps about a quarter of what a Llama of transformers does without, recompute_mlp
         an eighth.
@@ -132,14 +131,19 @@ def optimize(
 
     Example:
         >>> model = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32), nn.Linear(16, 2))
-        >>> len(optimize(model, bits=8).swapped), restore(model)
-        (1, 1)
+        >>> [row.name for row in optimize(model, bits=8).swapped]
+        ['0']
     """
-    keep = _compression(keep, options)
+    keep = options_of(keep, options, "keep")
     chosen = _levels(level, keep)
     if not isinstance(model, nn.Module):
-        raise InvalidValueError(f"model {model!r} is not accepted; accepted is a torch.nn.Module")
-    restore(model)
+        raise InvalidValueError(
+            f"model {brief(model)} is not accepted; accepted is a torch.nn.Module"
+        )
+    if isinstance(level, Mapping):
+        _check_patterns(chosen, model)
+    for module in model.modules():
+        unswap(module)
     rows = []
     for name, module, found in _visit(model):
         family, word = family_of(module), _word_for(chosen, name)
@@ -154,16 +158,6 @@ def optimize(
         rows.append(OptimizeRow(name, type(module).__name__, *_done(module, word)))
         rows += _changed_parts(name, module)
     return OptimizeReport(tuple(rows))
-
-
-def restore(model: nn.Module) -> int:
-    """Give every block that optimize() swapped its class back; return how many there were.
-
-    Example:
-        >>> restore(nn.Linear(2, 2))
-        0
-    """
-    return sum(unswap(module) for module in model.modules())
 
 
 def _visit(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
@@ -185,7 +179,9 @@ def _visit(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
 
 def _why_not(module: nn.Module) -> str | None:
     forward = type(module).forward
-    if "forward" in module.__dict__ or forward.__module__ != type(module).__module__:
+    patch = patch_of(module)
+    set_by_others = "forward" in module.__dict__ or (patch is not None and patch.inner is not None)
+    if set_by_others or forward.__module__ != type(module).__module__:
         return "its forward was replaced"
     family = family_of(module)
     return None if family is None else family.why_not(module)
@@ -193,7 +189,9 @@ def _why_not(module: nn.Module) -> str | None:
 
 def _done(block: Any, word: str) -> tuple[str, str]:
     """Return the level that a swapped module has now, and as what it is computed."""
-    reason = f"as {type(block)._vramx_family.__name__}"
+    fusing = find(block, Fusing)
+    assert fusing is not None
+    reason = f"as {fusing.family.__name__}"
     if word != RECOMPUTE_MLP:
         return word, reason
     part = block.vramx_feed_forward()
@@ -201,7 +199,7 @@ def _done(block: Any, word: str) -> tuple[str, str]:
         return word, reason
     if block.RECOMPUTES:
         reason += "; its feed-forward part is not understood: not recomputed"
-    keep = block._vramx.keep
+    keep = fusing.settings.keep
     return f"int{keep.bits}" if keep.enabled else "keep", reason
 
 
@@ -234,18 +232,6 @@ def _changed(part: nn.Module) -> str | None:
     return None
 
 
-def _compression(keep: Compression | None, options: dict[str, Any]) -> Compression:
-    if keep is not None and not isinstance(keep, Compression):
-        raise InvalidValueError(f"keep {keep!r} is not accepted; accepted are a Compression, None")
-    try:
-        return replace(keep or Compression(), **options)
-    except TypeError:
-        accepted = ", ".join(field.name for field in fields(Compression))
-        raise InvalidValueError(
-            f"options {sorted(options)} are not accepted; accepted are {accepted}"
-        ) from None
-
-
 def _levels(level: str | Mapping[str, str] | None, keep: Compression) -> dict[str, str]:
     """Return levels by patterns of names."""
     if level is None:
@@ -254,9 +240,20 @@ def _levels(level: str | Mapping[str, str] | None, keep: Compression) -> dict[st
     for word in levels.values():
         if word not in LEVELS:
             raise InvalidValueError(
-                f"level {word!r} is not accepted; accepted are {', '.join(map(repr, LEVELS))}"
+                f"level {brief(word)} is not accepted; accepted are {', '.join(map(repr, LEVELS))}"
             )
     return levels
+
+
+def _check_patterns(patterns: Iterable[str], model: nn.Module) -> None:
+    names = [name for name, _ in model.named_modules()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            close = get_close_matches(pattern, names, n=_MOST_NAMES, cutoff=0)
+            raise InvalidValueError(
+                f"level for {pattern!r}: no module's name matches; closest are "
+                f"{', '.join(map(repr, close))}"
+            )
 
 
 def _word_for(levels: dict[str, str], name: str) -> str:

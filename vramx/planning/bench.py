@@ -88,7 +88,7 @@ class Bench:
         """Return what is known of a model whose blocks can have these words."""
         blocks = list(words)
         base = {block: cheapest(words[block]) for block in blocks}
-        undo = apply_words(self._model, base)
+        undo = apply_words(self._model, base).undo
         try:
             trace, captured, step_ms = self._trace(blocks)
         finally:
@@ -117,7 +117,7 @@ class Bench:
         found: dict[str, Cost] = {}
         beside = busy_without_block(captured, self._meter)
         for word in words:
-            undo = apply_words(self._model, {captured.block: word})
+            undo = apply_words(self._model, {captured.block: word}).undo
             try:
                 cost = measure_block(captured, self._meter, beside)
             finally:
@@ -134,7 +134,7 @@ class Bench:
 
     def peak_bytes(self, words: Mapping[Block, str]) -> int:
         """Return the peak of a step with these words."""
-        undo = apply_words(self._model, words)
+        undo = apply_words(self._model, words).undo
         try:
             return self._peak_bytes()
         finally:
@@ -155,7 +155,7 @@ class Bench:
         if known is not None:
             return known
         predicted = found.peak_bytes + error
-        undo = apply_words(self._model, measured.words(found))
+        undo = apply_words(self._model, measured.words(found)).undo
         try:
             peak = self._peak_bytes()
             known = Run(found, predicted, peak, self._meter.time_ms(self._step))

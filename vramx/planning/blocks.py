@@ -9,6 +9,7 @@ is run or changed for good; costs milliseconds.
 
 from __future__ import annotations
 
+import glob
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ from torch import nn
 
 from vramx.errors import InvalidValueError
 from vramx.nn.families import family_of
-from vramx.nn.optimize import optimize, restore
+from vramx.nn.families.swap import Fusing, unswap
+from vramx.nn.optimize import optimize
+from vramx.patch.module import find, patch_of
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -41,7 +44,7 @@ def find_blocks(model: nn.Module) -> tuple[Block, ...]:
         >>> [block.name for block in find_blocks(nn.Sequential(nn.TransformerEncoderLayer(8, 2)))]
         ['0']
     """
-    if any("_vramx_original" in vars(type(module)) for module in model.modules()):
+    if any(find(module, Fusing) is not None for module in model.modules()):
         raise InvalidValueError("the model is optimised already; call vramx.restore(model) first")
     found = list(_outermost(model, _member_of_a_list(model))) or list(_outermost(model))
     if not found:
@@ -49,8 +52,16 @@ def find_blocks(model: nn.Module) -> tuple[Block, ...]:
             f"{type(model).__name__} has no repeated blocks: modules with children, of a class "
             "that occurs more than once"
         )
-    report = optimize(model, dict.fromkeys((name for name, _ in found), "int8"))
-    restore(model)
+    for name, block in found:
+        changes = [c for part in block.modules() if (p := patch_of(part)) for c in p.changes]
+        if changes:
+            raise InvalidValueError(
+                f"{name} is changed already ({changes[0]}); call vramx.restore(model) first"
+            )
+    names = [glob.escape(name) for name, _ in found]
+    report = optimize(model, dict.fromkeys(names, "int8"))
+    for module in model.modules():
+        unswap(module)
     known = {row.name for row in report.swapped}
     return tuple(Block(name, module, name in known) for name, module in found)
 

@@ -8,7 +8,7 @@ before.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramx.errors import InvalidValueError
+from vramx.errors import InvalidValueError, brief
 from vramx.planning.bench import Bench, Measured, Run
 from vramx.planning.blocks import find_blocks
 from vramx.planning.choice import smallest
 from vramx.planning.meters import meter_of
 from vramx.planning.steps import Step, first_of, sample_size, unchanged
-from vramx.planning.words import apply_words, words_for
+from vramx.planning.words import Applied, apply_words, words_for
 from vramx.sizes import format_size, parse_size
 
 Budget = int | str | float | None
@@ -48,10 +48,11 @@ class PlanRow:
 class Plan:
     """What plan() chose for a model: a word for each block; text by str().
 
-    apply() makes it and undo() restores the model. Bytes are peaks of a step's forward and
-    backward pass, with every gradient allocated and what was reserved; `predicted_bytes` was
-    predicted before the chosen arrangement was run, `measured_bytes` is what the run had. A plan
-    holds the model, and neither the sample nor any activation.
+    apply() makes it and undo() takes that back; vramx.restore(model) undoes all else as well. Bytes
+    are peaks of a step's forward and backward pass, with every gradient allocated and what was
+    reserved; `predicted_bytes` was predicted before the chosen arrangement was run,
+    `measured_bytes` is what the run had. A plan holds the model, and neither the sample nor any
+    activation.
 
     Example:
         >>> import torch, vramx
@@ -67,7 +68,7 @@ class Plan:
         self._measured = measured
         self._run = run
         self._reserve = reserve
-        self._undo: Callable[[], None] | None = None
+        self._applied: Applied | None = None
         self.budget_bytes = budget_bytes
 
     @property
@@ -159,17 +160,16 @@ class Plan:
         Raises:
             InvalidValueError: it is applied already, or a block was changed since.
         """
-        if self._undo is not None:
+        if self._is_applied():
             raise InvalidValueError("the plan is applied already")
         measured = self._measured
-        self._undo = apply_words(measured.model, measured.words(self._run.arrangement))
+        self._applied = apply_words(measured.model, measured.words(self._run.arrangement))
         return self
 
     def undo(self) -> None:
-        """Restore the model; where the plan is not applied, do nothing."""
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
+        """Undo what apply() did, and no more; where the plan is not applied, do nothing."""
+        if self._applied is not None:
+            self._applied.undo()
 
     def with_budget(self, sample: Any, budget: Budget) -> Plan:
         """Return a plan for another budget from the same measurements; only the choice is run.
@@ -213,8 +213,11 @@ class Plan:
             return bench.peak_bytes(self._measured.words(self._run.arrangement))
 
     def _check_not_applied(self) -> None:
-        if self._undo is not None:
+        if self._is_applied():
             raise InvalidValueError("the plan is applied; call its undo() first")
+
+    def _is_applied(self) -> bool:
+        return self._applied is not None and self._applied.is_there()
 
 
 def plan(
@@ -269,7 +272,9 @@ def plan(
         True
     """
     if not isinstance(model, nn.Module):
-        raise InvalidValueError(f"model {model!r} is not accepted; accepted is a torch.nn.Module")
+        raise InvalidValueError(
+            f"model {brief(model)} is not accepted; accepted is a torch.nn.Module"
+        )
     device = _device_of(model)
     _budget_bytes(budget, device)  # a mistake is raised before anything is measured
     reserve_bytes = parse_size(reserve)
@@ -322,8 +327,8 @@ def _budget_bytes(budget: Budget, device: torch.device) -> int | None:
         return parse_size(budget)
     if device.type != "cuda" or not 0 < budget <= 1:
         raise InvalidValueError(
-            f"budget {budget!r} is not accepted on {device.type}; accepted are bytes, text such as "
-            "24GiB, and on a GPU the fraction of its memory, above 0.0 and up to 1.0"
+            f"budget {brief(budget)} is not accepted on {device.type}; accepted are bytes, text "
+            "such as 24GiB, and on a GPU the fraction of its memory, above 0.0 and up to 1.0"
         )
     return int(budget * torch.cuda.get_device_properties(device).total_memory)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vramx.compression import random
-from vramx.errors import InvalidValueError
+from vramx.errors import InvalidValueError, brief
 
 _ACCEPTED = (
     "accepted are a tensor, a tuple of arguments, a mapping of keyword arguments, and a function "
@@ -28,7 +28,7 @@ class Step:
 
     def __init__(self, model: nn.Module, sample: Any) -> None:
         if not (isinstance(sample, (Tensor, tuple, Mapping)) or callable(sample)):
-            raise InvalidValueError(f"sample {sample!r} is not accepted; {_ACCEPTED}")
+            raise InvalidValueError(f"sample {brief(sample)} is not accepted; {_ACCEPTED}")
         self._model = model
         self._sample = sample
 

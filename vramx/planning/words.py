@@ -7,21 +7,22 @@
     int8_offload                    what the block's operations save, packed, moves to the host
     recompute_all_offload           that input moves to the host
 
-Blocks are changed in place and restored by undo(). Not thread-safe; costs milliseconds.
+Blocks are changed in place, as patch/ records it. Not thread-safe; costs milliseconds.
 """
 
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from vramx.compression.decorator import compressed_activations, uncompress
-from vramx.errors import InvalidValueError
-from vramx.nn.optimize import LEFT, LEVELS, optimize, restore
+from vramx.compression.decorator import compressed_activations
+from vramx.errors import InvalidValueError, brief
+from vramx.nn.optimize import LEFT, LEVELS, optimize
+from vramx.patch.change import Change
+from vramx.patch.module import patch_of, remove
 from vramx.planning.blocks import Block
 from vramx.recompute.modules import checkpoint_modules, compares
 
@@ -44,7 +45,7 @@ def words_for(block: Block, device: torch.device, chosen: Collection[str] | None
     for word in chosen or ():
         if word not in WORDS:
             accepted = ", ".join(map(repr, WORDS))
-            raise InvalidValueError(f"level {word!r} is not accepted; accepted are {accepted}")
+            raise InvalidValueError(f"level {brief(word)} is not accepted; accepted are {accepted}")
     found = [
         word
         for word in WORDS
@@ -62,25 +63,44 @@ def cheapest(words: Collection[str]) -> str:
     return max((w for w in words if w not in _OFFLOADS), key=WORDS.index, default=min(words))
 
 
-def apply_words(model: nn.Module, words: Mapping[Block, str]) -> Callable[[], None]:
-    """Do with each block what its word says; return what undoes it."""
-    undo: list[Callable[[], Any]] = []
+class Applied:
+    """What apply_words() did to a model, which can be undone alone."""
+
+    def __init__(self, changes: Sequence[tuple[nn.Module, Change]]) -> None:
+        self._changes = changes
+
+    def is_there(self) -> bool:
+        """Tell whether any of it is still there: vramx.restore() undoes it as well."""
+        return any(change in _changes_of(module) for module, change in self._changes)
+
+    def undo(self) -> None:
+        for module, change in self._changes:
+            remove(module, change)
+
+
+def apply_words(model: nn.Module, words: Mapping[Block, str]) -> Applied:
+    """Do with each block what its word says."""
+    before = [change for module in model.modules() for change in _changes_of(module)]
+
+    def made() -> Applied:
+        pairs = [(module, c) for module in model.modules() for c in _changes_of(module)]
+        return Applied([pair for pair in pairs if pair[1] not in before])
+
     try:
-        # It restores the model first, so that all of its words must come at once.
+        # It undoes what it did to the model first, so that all of its words must come at once.
         levels = {
             glob.escape(block.name): _level(word)
             for block, word in words.items()
             if block.known and word != INT8_OFFLOAD and word != LEFT
         }
         if levels:
-            undo.append(lambda: restore(model))
             optimize(model, levels)
         for block, word in words.items():
-            undo += _wrap(block, word)
+            _wrap(block, word)
     except BaseException:
-        _undo_all(undo)
+        made().undo()
         raise
-    return lambda: _undo_all(undo)
+    return made()
 
 
 def _level(word: str) -> str:
@@ -88,22 +108,19 @@ def _level(word: str) -> str:
     return "int8" if word == RECOMPUTE_ALL_OFFLOAD else word
 
 
-def _wrap(block: Block, word: str) -> list[Callable[[], Any]]:
-    """Change a block without vramx.optimize where its word asks for it; return what undoes it."""
+def _wrap(block: Block, word: str) -> None:
+    """Change a block without vramx.optimize where its word asks for it."""
     module = block.module
     offload = 1.0 if word in _OFFLOADS else None
     if word == RECOMPUTE_ALL_OFFLOAD or (word == RECOMPUTE_ALL and not block.known):
         compress = None if compares(module) else 8
-        handle = checkpoint_modules(
+        checkpoint_modules(
             module, lambda found: found is module, compress=compress, offload=offload
         )
-        return [handle.remove]
     if word == INT8_OFFLOAD or (word in _BITS and not block.known):
         compressed_activations(module, bits=_BITS.get(word, 8), offload=offload)
-        return [lambda: uncompress(module)]
-    return []
 
 
-def _undo_all(undo: list[Callable[[], Any]]) -> None:
-    while undo:
-        undo.pop()()
+def _changes_of(module: nn.Module) -> tuple[Change, ...]:
+    patch = patch_of(module)
+    return patch.changes if patch is not None else ()

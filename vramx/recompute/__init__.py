@@ -1,7 +1,7 @@
 """Recomputation whose kept inputs are compressed.
 
     call       checkpoint: one call
-    modules    checkpoint_modules, uncheckpoint: every call of some modules
+    modules    checkpoint_modules: every call of some modules
     inputs     the hooks that pack what a call keeps
     structure  arguments as flat leaves, and back
 

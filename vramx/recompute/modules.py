@@ -1,14 +1,14 @@
-"""Checkpointing every call of some modules of a model, and undoing it.
+"""Checkpointing every call of some modules of a model.
 
-Wraps `forward` on the instance; names, parameters, hooks, state_dict and classes stay. A copy made
-with copy.deepcopy is checkpointed too; one that was pickled is not. Not thread-safe while it wraps;
-a wrapped call costs what vramx.checkpoint does.
+A module records it as patch/ does, so that copies of any kind are checkpointed too, and
+vramx.restore() undoes it. Not thread-safe while it changes modules; a call costs what
+vramx.checkpoint does.
 """
 
 from __future__ import annotations
 
 import functools
-import types
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +17,17 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from vramx.compression.config import Compression
-from vramx.errors import InvalidValueError
+from vramx.errors import InvalidValueError, brief
+from vramx.patch.change import Change
+from vramx.patch.function import check_runs_at_once
+from vramx.patch.module import find, put_all
+from vramx.patch.report import Report, report_on
 from vramx.recompute.call import TORCH_OPTIONS, Settings, run, settings_of
 
 Where = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
 
-_MARK = "_vramx_checkpoint"
+# Of an error's list of classes.
+_MOST_NAMES = 12
 # Their gradients jump where an argument crosses a bound, or where another becomes the largest.
 _COMPARING = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.Threshold, nn.Hardtanh),
@@ -52,23 +57,19 @@ def _functions(module: nn.Module) -> list[Any]:
     return [value for value in vars(module).values() if callable(value)]
 
 
-class CheckpointHandle:
-    """The modules that one checkpoint_modules() wrapped; remove() restores them."""
+class Recomputing(Change):
+    """Calls are checkpointed."""
 
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self._modules = modules
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
 
-    def __len__(self) -> int:
-        return len(self._modules)
+    def run(self, _: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return run(forward, args, kwargs, self.settings)
 
-    def remove(self) -> None:
-        """Restore the modules; a second time does nothing.
-
-        Raises:
-            InvalidValueError: the forward of one of them was replaced again since; nothing changed.
-        """
-        _restore_all([module for module in self._modules if _is_wrapped(module)])
-        self._modules = []
+    def __str__(self) -> str:
+        compression, offload = self.settings.compression, self.settings.offload
+        form = "exact" if compression is None else f"in int{compression.bits}"
+        return f"recomputed, input {form}{' on the host' if offload else ''}"
 
 
 def checkpoint_modules(
@@ -77,7 +78,7 @@ def checkpoint_modules(
     every: int = 1,
     compress: int | Compression | None = 8,
     **options: Any,
-) -> CheckpointHandle:
+) -> Report:
     """Checkpoint every call of the modules that match, with inputs kept as `compress` says.
 
     Args:
@@ -86,8 +87,7 @@ def checkpoint_modules(
         options: what vramx.checkpoint takes: offload, preserve_rng_state, context_fn and so on.
 
     Returns:
-        A handle whose remove() undoes it, as vramx.uncheckpoint(model) does; len() is the number of
-        modules.
+        What was done; len() is the number of modules. vramx.restore(model) undoes it.
 
     Raises:
         InvalidValueError: nothing matches, a match is checkpointed already, or an option is not
@@ -96,42 +96,27 @@ def checkpoint_modules(
     Example:
         >>> import torch, vramx
         >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
-        >>> handle = vramx.checkpoint_modules(model, where=torch.nn.Linear, every=2)
-        >>> len(handle)
+        >>> len(vramx.checkpoint_modules(model, where=torch.nn.Linear, every=2))
         2
-        >>> model(torch.ones(2, 8)).sum().backward(); handle.remove()
+        >>> model(torch.ones(2, 8)).sum().backward()
+        >>> len(vramx.restore(model))
+        2
     """
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise InvalidValueError(f"every {every!r} is not accepted; accepted is a number from 1 up")
+        raise InvalidValueError(
+            f"every {brief(every)} is not accepted; accepted is a number from 1 up"
+        )
     settings = _module_settings(compress, dict(options))
     matches = _matches(model, where)[::every]
     for module in matches:
-        if _is_wrapped(module):
+        if find(module, Recomputing) is not None:
             raise InvalidValueError(
                 f"a {type(module).__name__} of this model is checkpointed already; "
-                "call vramx.uncheckpoint(model) first"
+                "call vramx.restore(model) first"
             )
-    for module in matches:
-        _wrap(module, settings)
-    return CheckpointHandle(matches)
-
-
-def uncheckpoint(model: nn.Module) -> int:
-    """Undo every checkpoint_modules() on a model; return how many modules were restored.
-
-    Raises:
-        InvalidValueError: the forward of one of them was replaced again since; nothing changed.
-
-    Example:
-        >>> import torch, vramx
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
-        >>> _ = vramx.checkpoint_modules(model, where=torch.nn.Linear)
-        >>> vramx.uncheckpoint(model)
-        1
-    """
-    modules = [module for module in model.modules() if _is_wrapped(module)]
-    _restore_all(modules)
-    return len(modules)
+        check_runs_at_once(module.forward)
+    put_all([(module, Recomputing(settings)) for module in matches])
+    return report_on(model, matches)
 
 
 def _module_settings(compress: int | Compression | None, options: dict[str, Any]) -> Settings:
@@ -151,64 +136,23 @@ def _matches(model: nn.Module, where: Where) -> list[nn.Module]:
         predicate = functools.partial(_is_instance, where)
     elif not callable(where):
         raise InvalidValueError(
-            f"where {where!r} is not accepted; accepted are a module class, a tuple of them and a "
-            "predicate of a module"
+            f"where {brief(where)} is not accepted; accepted are a module class, a tuple of them "
+            "and a predicate of a module"
         )
     matches = [module for module in model.modules() if predicate(module)]
     if not matches:
-        classes = sorted({type(module).__name__ for module in model.modules()})
-        raise InvalidValueError(f"where {where!r} matches no module; the model has {classes}")
+        raise InvalidValueError(
+            f"where {brief(where)} matches no module; the model has {_classes(model)}"
+        )
     return matches
+
+
+def _classes(model: nn.Module) -> str:
+    """Name the classes of a model, those that it has most often first."""
+    names = Counter(type(module).__name__ for module in model.modules())
+    found = [name for name, _ in names.most_common(_MOST_NAMES)]
+    return ", ".join(found) + (" and others" if len(names) > len(found) else "")
 
 
 def _is_instance(classes: Any, module: nn.Module) -> bool:
     return isinstance(module, classes)
-
-
-class _Wrapping:
-    """What a wrapped forward is known by: functools.wraps hands it on to what is put over ours."""
-
-    def __init__(self, before: Any, own: Callable[..., Any] | None) -> None:
-        self.before = before  # what the instance had for a forward; None: that of its class
-        self.own = own  # the function of it, where it was a method of the instance
-        self.function: Callable[..., Any] | None = None
-
-    def forward_of(self, module: nn.Module) -> Callable[..., Any]:
-        # Bound anew, for a deep copy must call its own forward; by what dynamo can trace.
-        if self.own is not None:
-            return functools.partial(self.own, module)
-        return self.before or functools.partial(type(module).forward, module)
-
-
-def _wrap(module: nn.Module, settings: Settings) -> None:
-    before: Any = module.__dict__.get("forward")
-    is_method = isinstance(before, types.MethodType) and before.__self__ is module
-    wrapping = _Wrapping(before, before.__func__ if is_method else None)
-
-    @functools.wraps(module.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return run(wrapping.forward_of(self), args, kwargs, settings)
-
-    wrapping.function = forward
-    setattr(forward, _MARK, wrapping)
-    module.__dict__["forward"] = types.MethodType(forward, module)
-
-
-def _is_wrapped(module: nn.Module) -> bool:
-    return hasattr(module.__dict__.get("forward"), _MARK)
-
-
-def _restore_all(modules: list[nn.Module]) -> None:
-    for module in modules:
-        forward = module.__dict__["forward"]
-        if getattr(forward, "__func__", None) is not getattr(forward, _MARK).function:
-            raise InvalidValueError(
-                f"the forward of a {type(module).__name__} was replaced after it was checkpointed; "
-                "undo that first"
-            )
-    for module in modules:
-        wrapping = getattr(module.__dict__.pop("forward"), _MARK)
-        if wrapping.own is not None:
-            module.__dict__["forward"] = types.MethodType(wrapping.own, module)
-        elif wrapping.before is not None:
-            module.__dict__["forward"] = wrapping.before

@@ -110,10 +110,10 @@ class BertLayer(Fused):
         if not all_untouched([output]):
             return output(attended.y, x)  # type: ignore[no-any-return]
         parts = (project_out(attended, output.dense), x)
-        return add_normalise(output.dropout, output.LayerNorm, parts, self._vramx.keep)[0]
+        return add_normalise(output.dropout, output.LayerNorm, parts, self.vramx_settings.keep)[0]
 
     def _heads(self, x: Tensor, options: dict[str, Any]) -> Attended:
-        attention, keep = self.attention.self, self._vramx.keep
+        attention, keep = self.attention.self, self.vramx_settings.keep
         options.pop("past_key_values", None)
         mask = options.pop("attention_mask", None)
         linears = [attention.query, attention.key, attention.value]
@@ -129,8 +129,10 @@ class BertLayer(Fused):
         if part is None:
             result: Tensor = output(self.intermediate(y), y)
             return result
-        narrow = feed_forward(source, part, self._vramx)(None)
-        return add_normalise(output.dropout, output.LayerNorm, (narrow, y), self._vramx.keep)[0]
+        narrow = feed_forward(source, part, self.vramx_settings)(None)
+        return add_normalise(
+            output.dropout, output.LayerNorm, (narrow, y), self.vramx_settings.keep
+        )[0]
 
     def vramx_feed_forward(self) -> FeedForward | None:
         """Return the Linears of intermediate and output."""

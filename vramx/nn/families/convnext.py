@@ -40,7 +40,7 @@ class ConvNext(Fused):
 
     def vramx_branch(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Return the scaled branch plus a residual."""
-        settings, (convolution, norm, scale) = self._vramx, self._vramx_parts()
+        settings, (convolution, norm, scale) = self.vramx_settings, self._vramx_parts()
         part = self.vramx_feed_forward()
         terms = None if part is None else terms_of_all(part)
         y = convolve(convolution, x, settings.keep).permute(0, 2, 3, 1)

@@ -105,7 +105,7 @@ class DecoderLayer(Fused):
         return self._feed_forward(self._attend(x, others), x)
 
     def _attend(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        attention, keep = self.self_attn, self._vramx.keep
+        attention, keep = self.self_attn, self.vramx_settings.keep
         source, _ = normalise(self.input_layernorm, x, None, keep)
         if not all_untouched([attention]) or implementation(attention) is None:
             result: Tensor = attention(hidden_states=tensor_of(source), **kwargs)[0]
@@ -134,7 +134,7 @@ class DecoderLayer(Fused):
         return {}
 
     def _feed_forward(self, attended: Tensor, residual: Tensor) -> Tensor:
-        settings = self._vramx
+        settings = self.vramx_settings
         norm = self.post_attention_layernorm
         source, residual = normalise(norm, attended, residual, settings.keep)
         part = self.vramx_feed_forward()
@@ -191,7 +191,7 @@ class Qwen3Layer(Qwen2Layer):
     def _normalise(self, norm: Any, heads: Tensor) -> Tensor:
         # As they lie in memory, (batch, tokens, heads, size): no copy.
         rows = heads.transpose(1, 2)
-        return tensor_of(normalise(norm, rows, None, self._vramx.keep)[0]).transpose(1, 2)
+        return tensor_of(normalise(norm, rows, None, self.vramx_settings.keep)[0]).transpose(1, 2)
 
 
 def _is_own(layer: type, part: Any, suffix: str) -> bool:

@@ -54,7 +54,7 @@ class EncoderLayer(Fused):
         """Return the layer's result."""
         masks = _canonical(x, others)
         causal = others.get("is_causal", False)
-        keep, none = self._vramx.keep, _NO_DROPOUT
+        keep, none = self.vramx_settings.keep, _NO_DROPOUT
         if self.norm_first:
             source, residual = normalise(self.norm1, x, None, keep)
             attended = self._sa_block(tensor_of(source), *masks, is_causal=causal)
@@ -68,9 +68,9 @@ class EncoderLayer(Fused):
         return tensor_of(add_normalise(self.dropout2, self.norm2, parts, keep)[0])
 
     def _feed_forward(self, source: Source) -> Finish:
-        part, keep = self.vramx_feed_forward(), self._vramx.keep
+        part, keep = self.vramx_feed_forward(), self.vramx_settings.keep
         if part is not None:
-            return feed_forward(source, part, self._vramx)
+            return feed_forward(source, part, self.vramx_settings)
         (wide,) = project(source, [self.linear1], keep)
         (narrow,) = project(self.dropout(self.activation(wide)), [self.linear2], keep)
         return lambda residual: narrow if residual is None else narrow + residual

@@ -100,7 +100,7 @@ class Gpt2Block(Fused):
 
     def _attend(self, x: Tensor, options: dict[str, Any]) -> tuple[Tensor, Any]:
         """Return the projected result, and the dropout that is still to be applied to it."""
-        attention, keep = self.attn, self._vramx.keep
+        attention, keep = self.attn, self.vramx_settings.keep
         source, _ = normalise(self.ln_1, x, None, keep)
         word = implementation(attention)
         upcast = word == "eager" and attention.reorder_and_upcast_attn
@@ -121,11 +121,11 @@ class Gpt2Block(Fused):
         return project_out(attended, attention.c_proj), attention.resid_dropout
 
     def _feed_forward(self, dropout: Any, parts: tuple[Tensor, Tensor]) -> Tensor:
-        source, residual = add_normalise(dropout, self.ln_2, parts, self._vramx.keep)
+        source, residual = add_normalise(dropout, self.ln_2, parts, self.vramx_settings.keep)
         part = self.vramx_feed_forward()
         if part is None:
             return residual + self.mlp(tensor_of(source))  # type: ignore[no-any-return]
-        finish = feed_forward(source, part, self._vramx)
+        finish = feed_forward(source, part, self.vramx_settings)
         del source
         return feed_forward_add(finish, self.mlp.dropout, residual)
 

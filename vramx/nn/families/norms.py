@@ -30,7 +30,7 @@ class RmsNorm(Fused):
 
     def vramx_fused(self, x: Tensor, /, **_others: Any) -> Tensor:
         """Return the norm's result."""
-        normed = normed_by(self, x, None, self._vramx.keep)
+        normed = normed_by(self, x, None, self.vramx_settings.keep)
         assert normed is not None
         return normed.y
 

@@ -75,7 +75,7 @@ class Residual(Fused):
         return partial(self._vramx_block, _Calls())
 
     def _vramx_block(self, calls: _Calls, x: Tensor) -> Tensor:
-        keep, updates = self._vramx.keep, calls.next() == 0
+        keep, updates = self.vramx_settings.keep, calls.next() == 0
         # Shared by the first convolution and the shortcut's.
         kept = keep_input(x, keep)
         shortcut = self._vramx_shortcut(x, kept, updates)
@@ -95,7 +95,9 @@ class Residual(Fused):
     ) -> ChannelNormed:
         word = word_of(getattr(self, stage[2]))
         assert word is not None
-        return normed_by(getattr(self, stage[1]), x, residual, word, self._vramx.keep, updates)
+        return normed_by(
+            getattr(self, stage[1]), x, residual, word, self.vramx_settings.keep, updates
+        )
 
     def _vramx_shortcut(self, x: Tensor, kept: Kept | None, updates: bool) -> Tensor:
         found = _projection(self.downsample)
@@ -108,7 +110,7 @@ class Residual(Fused):
         *before, convolution, norm = found
         for module in before:
             x, kept = module(x), None
-        keep: Compression = self._vramx.keep
+        keep: Compression = self.vramx_settings.keep
         projected = convolved_by(convolution, x, keep, kept)
         return normed_by(norm, projected, None, "none", keep, updates).y
 

@@ -1,10 +1,9 @@
-"""Giving a module another class, and giving it its own back.
+"""Computing a block as a family of fused ones does, and which calls are left to the original.
 
-A swapped module is of a subclass of its class, made once for each: parameters, names, hooks, device
-and state_dict stay as they are, isinstance() holds, and copies and pickles carry the class. A
-family is a mixin over Fused that says which calls it understands and how it computes them; every
-other call is the original's. Optimising and restoring are not thread-safe; calls are, but for the
-first call of a module that is to be verified. A call costs some microseconds for the questions.
+A swapped module has the change Fusing, and its family, a mixin over Fused, before its class
+(patch/ says how): a family says which calls it understands and how it computes them; every other
+call is the original's. Optimising and restoring are not thread-safe; calls are, but for the first
+call of a module that is to be verified. A call costs some microseconds for the questions.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
@@ -22,6 +22,9 @@ from torch import Tensor, nn
 from vramx.compression.config import Compression
 from vramx.errors import VramxWarning
 from vramx.nn import passes
+from vramx.patch.change import Change
+from vramx.patch.module import find, patch_of, put, remove
+from vramx.patch.subclass import Patch
 from vramx.recompute.call import checkpoint
 
 RECOMPUTE_ALL, RECOMPUTE_MLP = "recompute_all", "recompute_mlp"
@@ -61,10 +64,17 @@ class Fused:
     # Whether the levels that recompute say something to it.
     RECOMPUTES: ClassVar[bool] = True
 
+    _vramx: Patch
     _vramx_original: ClassVar[type[nn.Module]]
-    _vramx_family: ClassVar[type[Fused]]
-    _vramx: Settings
     training: bool
+
+    @property
+    def vramx_settings(self) -> Settings:
+        """How it is computed."""
+        # The innermost change, where there is one; without a loop, as this is traced often.
+        fusing: Any = self._vramx.changes[0]
+        settings: Settings = fusing.settings
+        return settings
 
     @classmethod
     def why_not(cls, module: nn.Module) -> str | None:
@@ -100,63 +110,44 @@ class Fused:
         """Return what a call that is recomputed calls, now and again in backward."""
         return self.vramx_fused
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the fused way, or the original's where that is not understood."""
-        if not isinstance(self, Fused):  # restored since: what recomputes may hold this function
-            return self.forward(*args, **kwargs)  # type: ignore[unreachable]
-        call = dict(zip(self.ARGUMENTS, args, strict=False)) | kwargs
-        fused = len(args) <= len(self.ARGUMENTS) and _learns(self, call)
-        if fused and self.vramx_understands(call):
-            if self._vramx.unverified and not _verified(self, call):
-                return self.forward(*args, **kwargs)  # it is restored
-            return _compute(self, self._vramx, call)
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class has no name to be found by: it is made again from the original's.
-        reduced: Any = super().__reduce_ex__(max(int(protocol), 2))
-        make, args, *rest = reduced
-        if args and args[0] is type(self):
-            cls = type(self)
-            return _new, (cls._vramx_original, cls._vramx_family, make, args[1:]), *rest
-        return make, args, *rest
+class Fusing(Change):
+    """Calls are computed as a family does, where it understands them."""
 
+    INNERMOST = True
 
-_CLASSES: dict[tuple[type, type], type] = {}
+    def __init__(self, family: type[Fused], settings: Settings) -> None:
+        self.family = family
+        self.settings = settings
 
+    @property
+    def mixin(self) -> type:
+        return self.family
 
-def swapped_class(original: type[nn.Module], family: type[Fused]) -> type:
-    """Return the subclass of a class that computes as a family does; the same one every time."""
-    made = _CLASSES.get((original, family))
-    if made is None:
-        # Named as the original: what looks for a block by its class's name must find it.
-        names = {
-            "__module__": original.__module__,
-            "__qualname__": original.__qualname__,
-            "__doc__": original.__doc__,
-            "_vramx_original": original,
-            "_vramx_family": family,
-        }
-        metaclass: Any = type(original)
-        made = metaclass(original.__name__, (family, original), names)
-        _CLASSES[(original, family)] = made
-    return made
+    def run(self, module: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(module, Fused):  # restored since: what recomputes may hold this function
+            return forward(*args, **kwargs)
+        call = dict(zip(module.ARGUMENTS, args, strict=False)) | kwargs
+        fused = len(args) <= len(module.ARGUMENTS) and _learns(module, call)
+        if fused and module.vramx_understands(call):
+            if self.settings.unverified and not _verified(module, self, call):
+                return forward(*args, **kwargs)  # it is restored
+            return _compute(module, self.settings, call)
+        return forward(*args, **kwargs)
+
+    def __str__(self) -> str:
+        return f"fused, {self.settings.level}, as {self.family.__name__}"
 
 
 def swap(module: nn.Module, family: type[Fused], settings: Settings) -> None:
-    """Give a module the class of a family."""
-    module.__dict__["_vramx"] = settings
-    module.__class__ = swapped_class(type(module), family)
+    """Have a module computed as a family does."""
+    put(module, Fusing(family, settings))
 
 
 def unswap(module: nn.Module) -> bool:
-    """Give a swapped module its class back; return whether it was swapped."""
-    original: Any = type(module).__dict__.get("_vramx_original")
-    if original is None:
-        return False
-    module.__class__ = original
-    del module.__dict__["_vramx"]
-    return True
+    """Have a swapped module computed as its class does; return whether it was swapped."""
+    fusing = find(module, Fusing)
+    return fusing is not None and remove(module, fusing)
 
 
 def class_name(cls: type) -> str:
@@ -174,6 +165,7 @@ def untouched(module: Any) -> bool:
     state = module.__dict__
     return not (
         "forward" in state
+        or patch_of(module) is not None
         or state["_forward_hooks"]
         or state["_forward_pre_hooks"]
         or state["_backward_hooks"]
@@ -198,10 +190,6 @@ def part_of(module: Any, path: str) -> Any:
 def names_of(module: Any) -> Any:
     """Return the Python module that a module's class is from, where its functions are found."""
     return sys.modules[type(module).__module__]
-
-
-def _new(original: Any, family: Any, make: Any, args: Any) -> Any:
-    return make(swapped_class(original, family), *args)
 
 
 def _parameters(module: Any) -> tuple[str, ...]:
@@ -234,35 +222,51 @@ def _compute(module: Fused, settings: Settings, call: dict[str, Any]) -> Any:
         if not compiles:
             warnings.warn(UNCACHED, VramxWarning, stacklevel=4)
     function = module.vramx_recomputed()
-    region = function if compiles else _Recomputed(function)
+    region = function if compiles else _Recomputed(module, function)
     return checkpoint(region, x, compress=None if settings.compares else settings.keep, **others)
 
 
 class _Recomputed:
     """What a checkpoint calls: first for the block's result, and then for what it saves alone."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, module: Any, function: Callable[..., Any]) -> None:
+        self._module = module
+        self._fusing = find(module, Fusing)
         self._function = function
         self._has_run = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         word = passes.SECOND if self._has_run else passes.FIRST
         self._has_run = True
-        with passes.running(word):
+        with passes.running(word), self._swapped():
             return self._function(*args, **kwargs)
 
+    @contextmanager
+    def _swapped(self) -> Iterator[None]:
+        """Have the module as it was in the forward pass: it may have been restored since."""
+        fusing: Any = self._fusing
+        module = self._module
+        is_restored = fusing is not None and find(module, Fusing) is None
+        if is_restored:
+            put(module, fusing)
+        try:
+            yield
+        finally:
+            if is_restored:
+                remove(module, fusing)
 
-def _verified(module: Any, call: dict[str, Any]) -> bool:
+
+def _verified(module: Any, fusing: Fusing, call: dict[str, Any]) -> bool:
     """Compare a module's first call with its original's; one that differs is restored."""
     from vramx.nn.families.verify import difference
 
     if call.get("past_key_values") is not None or torch.compiler.is_compiling():
         return True  # it cannot be made twice: a later call is the first
-    module._vramx.unverified = False
+    fusing.settings.unverified = False
     found = difference(module, call)
     if found is None:
         return True
     name = class_name(type(module))
-    unswap(module)
+    remove(module, fusing)
     warnings.warn(f"{name} is left as it was: {found}", VramxWarning, stacklevel=4)
     return False

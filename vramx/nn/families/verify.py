@@ -19,6 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from vramx.compression.config import Compression
+from vramx.nn.families.swap import Fusing
+from vramx.patch.module import find, original_class
 
 # A block rounds some twenty times in a row; errors of one sign would add up to 64 halves of a step
 # of the type with a margin of three. Wrong formulas are off by more than a tenth.
@@ -31,17 +33,19 @@ EXACT = Compression(enabled=False)
 
 def difference(module: Any, call: dict[str, Any]) -> str | None:
     """Return how the results or the gradients differ, with figures; None: by rounding only."""
-    settings = module._vramx
-    original = type(module)._vramx_original.forward
+    fusing = find(module, Fusing)
+    assert fusing is not None
+    settings = fusing.settings
+    original = original_class(module).forward
     # An enclosing checkpoint or compression must not see what is saved here.
     as_it_is = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with _dropout_off(module), torch.enable_grad(), as_it_is:
         expected = _run(partial(original, module), module, call)
-        module.__dict__["_vramx"] = replace(settings, keep=EXACT)
+        fusing.settings = replace(settings, keep=EXACT)
         try:
             found = _run(partial(_fused, module), module, call)
         finally:
-            module.__dict__["_vramx"] = settings
+            fusing.settings = settings
     bound = _bound(expected[0])
     for i, what in enumerate(("result", "gradient")):
         error = _error(found[i], expected[i])

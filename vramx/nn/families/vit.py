@@ -73,7 +73,7 @@ class VitLayer(Fused):
         return self._feed_forward(self._attend(x, dict(others)), x)
 
     def _attend(self, x: Tensor, options: dict[str, Any]) -> Tensor:
-        attention, keep = self.attention, self._vramx.keep
+        attention, keep = self.attention, self.vramx_settings.keep
         source, _ = normalise(self.layernorm_before, x, None, keep)
         mask = options.pop("attention_mask", None)
         if not all_untouched([attention]) or implementation(attention) is None:
@@ -89,12 +89,12 @@ class VitLayer(Fused):
         return project_out(attend(attention, heads, mask, options, keep), attention.o_proj)
 
     def _feed_forward(self, attended: Tensor, residual: Tensor) -> Tensor:
-        parts, keep = (attended, residual), self._vramx.keep
+        parts, keep = (attended, residual), self.vramx_settings.keep
         source, residual = add_normalise(self.dropout, self.layernorm_after, parts, keep)
         part = self.vramx_feed_forward()
         if part is None:
             return add(self.dropout, self.mlp(tensor_of(source)), residual)
-        finish = feed_forward(source, part, self._vramx)
+        finish = feed_forward(source, part, self.vramx_settings)
         del source
         return feed_forward_add(finish, self.dropout, residual)
 
@@ -148,10 +148,10 @@ class TimmBlock(Fused):
         attended = self.drop_path1(self.ls1(self._attend(x, others)))
         part = self.vramx_feed_forward()
         into = () if part is None else part.inner
-        source, residual = normalise(self.norm2, attended, x, self._vramx.keep, into)
+        source, residual = normalise(self.norm2, attended, x, self.vramx_settings.keep, into)
         if part is None:
             return self._add(self.mlp(tensor_of(source)), residual)
-        finish = feed_forward(source, part, self._vramx)
+        finish = feed_forward(source, part, self.vramx_settings)
         del source
         if all(map(_nothing, (self.mlp.drop2, self.ls2, self.drop_path2))):
             return finish(residual)
@@ -166,11 +166,11 @@ class TimmBlock(Fused):
         fused = attention.fused_attn and getattr(attention, "gate", None) is None
         fused = fused and all_untouched([attention, attention.attn_drop])
         into = [attention.qkv] if fused else []
-        source, _ = normalise(self.norm1, x, None, self._vramx.keep, into)
+        source, _ = normalise(self.norm1, x, None, self.vramx_settings.keep, into)
         if not fused:
             result: Tensor = attention(tensor_of(source), **options)
             return result
-        (projected,) = project(source, [attention.qkv], self._vramx.keep)
+        (projected,) = project(source, [attention.qkv], self.vramx_settings.keep)
         del source
         q, k, v = projected.unflatten(-1, (3, attention.num_heads, attention.head_dim)).permute(
             2, 0, 3, 1, 4
@@ -180,7 +180,7 @@ class TimmBlock(Fused):
             "dropout_p": attention.attn_drop.p if attention.training else 0.0,
             "is_causal": options.get("is_causal", False),
         }
-        attended = packed(heads, options.get("attn_mask"), how, self._vramx.keep)
+        attended = packed(heads, options.get("attn_mask"), how, self.vramx_settings.keep)
         if type(attention.norm) is not nn.Identity:
             attended = Attended(attention.norm(attended.y), None)
         return attention.proj_drop(project_out(attended, attention.proj))  # type: ignore[no-any-return]

@@ -1,0 +1,140 @@
+"""The class of a changed module, and its record: what runs the changes, and how copies are made.
+
+A subclass of the module's class, made once for each, that bears its name. Its forward reads the
+record in the module's __dict__; without one it is that of the class. Pure but for the classes that
+are kept; any thread. A call costs a microsecond, and reads a record that is never written to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from vramx.patch.change import Change
+
+# In the __dict__ of a changed module, its record; in that of our classes, the class below them.
+RECORD, ORIGINAL = "_vramx", "_vramx_original"
+
+
+@dataclass(frozen=True, eq=False)
+class Patch:
+    """What was done to a module: the changes, the innermost first, and the forward it had."""
+
+    changes: tuple[Change, ...] = ()
+    inner: Any = None
+
+
+class Patched:
+    """What our classes have before the original one: how copies are made."""
+
+    _vramx: Patch | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        # Ours is no subclass that the original's author wrote: registries are not told of it.
+        if ORIGINAL not in vars(cls):
+            super().__init_subclass__(**options)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(max(int(protocol), 2))
+        make, args, *rest = reduced
+        state, *others = rest or (None,)
+        cls = type(self)
+        if ORIGINAL in vars(cls):
+            # The class has no name to be found by: it is made again from the original one.
+            names = vars(cls)
+            args = tuple(names[ORIGINAL] if value is cls else value for value in args)
+            make = names[ORIGINAL] if make is cls else make
+            make, args = _make, (names[ORIGINAL], names["_vramx_mixins"], make, args)
+        return make, args, (state, self.__dict__.get(RECORD)), *others
+
+    def __setstate__(self, states: tuple[Any, Patch | None]) -> None:
+        state, patch = states
+        if state is not None:
+            super().__setstate__(state)  # type: ignore[misc]
+        if patch is None:
+            return
+        inner = patch.inner
+        if state is None:  # it was made anew, and with it the forward that it has
+            inner = self.__dict__.pop("forward", None)
+        elif is_ours(inner):  # a method is pickled by its name, which finds ours
+            inner = None
+        self.__dict__[RECORD] = replace(patch, inner=inner)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        patch = self.__dict__.get(RECORD) if name == "forward" else None
+        if patch is not None and value == _class_forward(self):
+            # Who had another forward set before ours gives the class's back, to what is below ours.
+            self.__dict__[RECORD] = replace(patch, inner=None)
+            self.__dict__.pop("forward", None)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        patch = self.__dict__.get(RECORD) if name == "forward" else None
+        if patch is not None and patch.inner is not None and "forward" not in self.__dict__:
+            self.__dict__[RECORD] = replace(patch, inner=None)
+        else:
+            super().__delattr__(name)
+
+
+def _class_forward(module: Any) -> Any:
+    original = next(vars(cls)[ORIGINAL] for cls in type(module).__mro__ if ORIGINAL in vars(cls))
+    return MethodType(original.forward, module)
+
+
+def _make(original: Any, mixins: Any, make: Any, args: Any) -> Any:
+    made = make(*args)
+    object.__setattr__(made, "__class__", patched_class(original, mixins))
+    return made
+
+
+def is_ours(forward: Any) -> bool:
+    """Tell whether a forward is ours itself, and not something around it."""
+    return getattr(getattr(forward, "__func__", forward), "__code__", None) is _CODE
+
+
+@functools.cache
+def patched_class(original: Any, mixins: tuple[type, ...]) -> Any:
+    """Return our subclass of a class, with mixins before it."""
+    names = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "forward": _forward_of(original),
+        ORIGINAL: original,
+        "_vramx_mixins": mixins,
+    }
+    metaclass: Any = type(original)
+    # Named as the original: what looks for a module by its class's name must find it.
+    return metaclass(original.__name__, (Patched, *mixins, original), names)
+
+
+def _forward_of(original: Any) -> Callable[..., Any]:
+    def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        # What others keep of ours outlives the record, and the class.
+        patch = getattr(self, "_vramx", None)
+        call: Any = None if patch is None else patch.inner
+        if call is None:
+            call = functools.partial(original.forward, self)
+        for change in () if patch is None else patch.changes:
+            call = functools.partial(change.run, self, call)
+        return call(*args, **kwargs)
+
+    known = original.forward
+    for name in ("__name__", "__qualname__", "__module__", "__doc__", "__annotations__"):
+        if hasattr(known, name):
+            setattr(forward, name, getattr(known, name))
+    # And no __wrapped__: who looks for a forward below others' wrappers must stop at ours.
+    with contextlib.suppress(TypeError, ValueError):  # it has none
+        forward.__signature__ = inspect.signature(known)  # type: ignore[attr-defined]
+    return forward
+
+
+_CODE = _forward_of(nn.Identity).__code__
