@@ -1,8 +1,8 @@
-"""Buffers that a region changes: the recomputation finds them as the first run did, and leaves them.
+"""Buffers that a region changes: a recomputation finds them as the first run did, and leaves them.
 
-Running statistics of a batch norm move once a step, not twice; the vectors of a power iteration, an
-average, or a counter as well. What a region writes is told by versions; what a module wrote once, it
-is taken to write in each call. For a recomputation its modules have copies for buffers.
+Running statistics of a batch norm move once a step, not twice; so do the vectors of a power
+iteration, an average, or a counter. What a region writes is told by versions; what a module wrote
+once, it is taken to write in each call. For a recomputation its modules have copies for buffers.
 
 A region is recomputed by one thread at a time. A call costs a look at each buffer of its modules
 and a copy of those that it writes, which are small.
@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -59,11 +58,11 @@ class Buffers:
         for module, names in moved.items():
             known = _written.setdefault(module, set())
             known |= names
-            if isinstance(module, _NormBase) and _moves(module, names):
-                # Their kernels write statistics without a new version.
-                names = set(module._buffers)
+            # The kernels of norms write statistics without a new version.
+            all_moved = isinstance(module, _NormBase) and _moves(module, names)
             self._kept += [
-                _Kept(module, name, self._copies.get((id(module), name))) for name in names
+                _Kept(module, name, self._copies.get((id(module), name)))
+                for name in (module._buffers if all_moved else names)
             ]
         self._seen, self._copies = [], {}
 

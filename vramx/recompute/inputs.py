@@ -1,9 +1,9 @@
 """The hooks that see a checkpoint's inputs: each is packed once, or kept as it is.
 
 Whether they may be packed is known when the region has run: until then they are held, as the caller
-of the region holds them. Not responsible for what the region itself saves: torch's checkpoint has its own hooks for that. A
-pair of hooks belongs to one call, and so to one thread. A tensor costs one kernel; nothing waits
-for the device.
+of the region holds them. Not responsible for what the region itself saves: torch's checkpoint has
+its own hooks for that. A pair of hooks belongs to one call, and so to one thread. A tensor costs
+one kernel; nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from vramx.compression import offload, random
 from vramx.compression.codec import Packed, pack, unpack
-from vramx.compression.config import Compression
+from vramx.compression.config import KEEP, Compression
 from vramx.compression.geometry import Geometry, describe, flat, restore
 from vramx.compression.lifetime import outlive
 from vramx.compression.policy import Rules
@@ -81,6 +81,12 @@ class Inputs:
         """Whether the values of an input can differ from what they were."""
         return self._compression is not None and bool(self._slots)
 
+    @property
+    def allowed(self) -> frozenset[str]:
+        """The operations that a policy gives bits to: their user says that they are smooth."""
+        options = self._compression
+        return frozenset() if options is None else _named(options) - _named(Compression())
+
     @contextlib.contextmanager
     def collected(self) -> Iterator[None]:
         """Note what torch's checkpoint saves while this context is entered."""
@@ -105,6 +111,11 @@ class Inputs:
                 slot.settle(compression, self._share)
         # The graph keeps the hooks; it must not keep through them what it has let go.
         self._slots = {}
+
+
+@lru_cache(maxsize=16)
+def _named(options: Compression) -> frozenset[str]:
+    return frozenset(r.operation for r in options.rules if r.action != KEEP and not r.mask)
 
 
 @lru_cache(maxsize=16)

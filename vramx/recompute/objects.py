@@ -33,7 +33,7 @@ _SHARED = (
 _LARGEST = 10_000
 
 
-class _TooLarge(Exception):
+class _TooLargeError(Exception):
     """There are more values than an argument of a layer has."""
 
 
@@ -69,7 +69,7 @@ class Before:
 
 
 def as_before(leaf: Any) -> Any:
-    """Return what stands for an argument until it is recomputed from: itself, if nothing can change.
+    """Return what stands for an argument in the meantime: itself, if nothing in it can change.
 
     Example:
         >>> as_before(3), type(as_before(types.SimpleNamespace(items=[]))).__name__
@@ -79,7 +79,7 @@ def as_before(leaf: Any) -> Any:
         return leaf
     try:
         return Before(leaf)
-    except _TooLarge:
+    except _TooLargeError:
         return leaf
 
 
@@ -125,7 +125,7 @@ class _Copier:
         if id(value) in self._copies:
             return self._copies[id(value)]
         if len(self._copies) >= _LARGEST:
-            raise _TooLarge
+            raise _TooLargeError
         return self._copied(value)
 
     def _copied(self, value: Any) -> Any:

@@ -41,6 +41,7 @@ class Region:
         self._structure = structure
         self._arguments: tuple[Any, Any] | None = arguments
         self._inputs = inputs
+        self._allowed: frozenset[str] = frozenset() if inputs is None else inputs.allowed
         self._is_packed = False
         self._key: Hashable | None = None
         self._buffers: Buffers | None = None
@@ -67,10 +68,10 @@ class Region:
         return result
 
     def _run_to_pack(self, args: Any, kwargs: Any, leaves: tuple[Any, ...]) -> Any:
-        self._key = verdicts.key_of(self._function, leaves)
+        self._key = verdicts.key_of(self._function, leaves, self._allowed)
         rough = verdicts.known(self._key)
         if rough is None:
-            watch = Watch()
+            watch = Watch(self._allowed)
             with watch.running():
                 result = self._function(*args, **kwargs)
             watch.look_at(result, leaves)
@@ -88,7 +89,7 @@ class Region:
         with self._buffers.restored():
             if not self._is_packed:
                 return self._function(*args, **kwargs)
-            with Operators(self._refuse):
+            with Operators(self._refuse, self._allowed):
                 return self._function(*args, **kwargs)
 
     def _refuse(self, rough: str) -> None:

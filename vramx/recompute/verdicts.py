@@ -1,4 +1,4 @@
-"""Which calls may be recomputed from packed inputs, as far as is known from calls that were watched.
+"""Which calls may be recomputed from packed inputs, as calls that were watched have shown.
 
 A call is known by what runs, the parts of the function that can be told apart, and by what it is
 given: shapes and types of tensors, other values as they are, the state of autocast. A call that
@@ -28,15 +28,15 @@ _VALUES = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, 
 _rough: dict[Hashable, str] = {}
 
 
-class _Unknown(Exception):
+class _UnknownError(Exception):
     """Something has no lasting identity."""
 
 
-def key_of(function: Any, leaves: Sequence[Any]) -> Hashable | None:
+def key_of(function: Any, leaves: Sequence[Any], allowed: frozenset[str]) -> Hashable | None:
     """Return what a call is known by; None: it cannot be told from others."""
     try:
-        return (_identity(function), tuple(map(_described, leaves)), *_modes(leaves))
-    except (_Unknown, TypeError):
+        return (_identity(function), allowed, tuple(map(_described, leaves)), *_modes(leaves))
+    except (_UnknownError, TypeError):
         return None
 
 
@@ -75,17 +75,18 @@ def _warn(name: str, rough: str) -> None:
     """Say it once a function and operation."""
     warnings.warn(
         f"vramx.checkpoint keeps the inputs of {name} exactly, as compress=None does: {rough} is "
-        "not known to be smooth, so that a recomputation from packed inputs may choose otherwise",
+        "not known to be smooth, so that a recomputation from packed inputs may choose otherwise; "
+        "a policy that gives its bits, as in Compression(policy={...}), says that it is",
         VramxWarning,
         stacklevel=7,
     )
 
 
-def _identity(value: Any) -> Hashable:
+def _identity(value: Any) -> Any:
     if isinstance(value, nn.Module):
         return weakref.ref(value), value.training
     if isinstance(value, _VALUES):
-        return type(value), value
+        return type(value), value  # True == 1, and is another argument
     if isinstance(value, (types.MethodType, functools.partial, list, tuple)):
         return type(value), *map(_identity, parts_of(value))
     if isinstance(value, types.FunctionType):
@@ -95,16 +96,16 @@ def _identity(value: Any) -> Hashable:
         return value
     own = getattr(value, "recomputed_function", None)
     if own is None:
-        raise _Unknown
+        raise _UnknownError
     return type(value), _identity(own)
 
 
-def _described(leaf: Any) -> Hashable:
+def _described(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return type(leaf), tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad
     if isinstance(leaf, nn.Module):
         return _identity(leaf)
-    return (type(leaf), leaf) if isinstance(leaf, _VALUES) else type(leaf)
+    return _identity(leaf) if isinstance(leaf, _VALUES) else type(leaf)
 
 
 def _modes(leaves: Sequence[Any]) -> tuple[Hashable, ...]:

@@ -1,4 +1,4 @@
-"""Seeing what a region does: whether a small change of its input makes a small change of its result.
+"""Seeing what a region does: whether small changes of its input make small changes of its result.
 
 Modes on this thread's stacks see every operator of the dispatcher, and functions that read values
 without one; the graph tells of autograd.Functions, whose backward may be anything. What these do
@@ -30,13 +30,14 @@ _UNSEEN = "memory that no operation of torch fills"
 
 
 class Operators(TorchDispatchMode):
-    """Call `on_rough` with the name of each operation that is not smooth."""
+    """Call `on_rough` with the name of each operation that is not smooth, nor in `allowed`."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, on_rough: Callable[[str], None]) -> None:
+    def __init__(self, on_rough: Callable[[str], None], allowed: frozenset[str]) -> None:
         super().__init__()
         self._on_rough = on_rough
+        self._allowed = allowed
         # Memory that was just made: what fills it comes next, as in dropout, or is not seen.
         self._unfilled: Tensor | None = None
 
@@ -56,7 +57,9 @@ class Operators(TorchDispatchMode):
         if self._unfilled is not None:
             self._check_filled((*args[:1], *kwargs.values()))
         if not is_smooth(func, args, kwargs):
-            self._on_rough(name_of(func))
+            name = name_of(func)
+            if name.split("::")[-1] not in self._allowed:
+                self._on_rough(name)
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and leaves_unfilled(func, result):
             self._unfilled = result
@@ -93,23 +96,27 @@ class _Reads(TorchFunctionMode):
 
 
 class Watch:
-    """What one run of a region showed: `rough` names the first operation that is not smooth."""
+    """What one run of a region showed: `rough` names the first operation that is not smooth.
 
-    def __init__(self) -> None:
+    Those in `allowed` are, as their user says.
+    """
+
+    def __init__(self, allowed: frozenset[str]) -> None:
         self.rough = ""
+        self._allowed = allowed
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Watch what runs on this thread meanwhile."""
-        operators = Operators(self._note)
+        operators = Operators(self._note, self._allowed)
         with _Reads(self._note), operators:
             yield
         operators.finish()
 
     def look_at(self, result: Any, leaves: Sequence[Any]) -> None:
         """Look for autograd.Functions between a region's result and the leaves of its arguments."""
-        seen = {leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)} | {None}
-        nodes = [leaf.grad_fn for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+        seen: set[Any] = {leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)} | {None}
+        nodes: list[Any] = [leaf.grad_fn for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
         if not nodes:
             self._note(f"a result without tensors, {type(result).__name__}")
         while nodes:
@@ -119,7 +126,7 @@ class Watch:
             seen.add(node)
             if isinstance(node, torch.autograd.function.BackwardCFunction):
                 name = type(node).__name__.removesuffix("Backward")
-                if not name.startswith(_KNOWN_FUNCTIONS):
+                if name not in self._allowed and not name.startswith(_KNOWN_FUNCTIONS):
                     self._note(f"autograd.Function {name}")
             nodes += [following for following, _ in node.next_functions]
 
