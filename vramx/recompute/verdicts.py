@@ -82,22 +82,32 @@ def _warn(name: str, rough: str) -> None:
     )
 
 
-def _identity(value: Any) -> Any:
+def _identity(value: Any, around: tuple[Any, ...] = ()) -> Any:
     if isinstance(value, nn.Module):
         return weakref.ref(value), value.training
     if isinstance(value, _VALUES):
         return type(value), value  # True == 1, and is another argument
     if isinstance(value, (types.MethodType, functools.partial, list, tuple)):
-        return type(value), *map(_identity, parts_of(value))
+        return type(value), *(_identity(part, around) for part in parts_of(value))
     if isinstance(value, types.FunctionType):
-        # A lambda is a new function in each step, of the same code.
-        return value.__code__, *map(_identity, parts_of(value))
+        return _identity_of_function(value, around)
     if isinstance(value, (types.BuiltinFunctionType, type)):
         return value
     own = getattr(value, "recomputed_function", None)
     if own is None:
         raise _UnknownError
     return type(value), _identity(own)
+
+
+def _identity_of_function(function: types.FunctionType, around: tuple[Any, ...]) -> Any:
+    if any(function is outer for outer in around):  # it calls itself
+        return function.__code__
+    inside = (*around, function)
+    try:
+        # A lambda is a new function in each step, of the same code.
+        return function.__code__, *(_identity(part, inside) for part in parts_of(function))
+    except _UnknownError:
+        return weakref.ref(function)
 
 
 def _described(leaf: Any) -> Any:
