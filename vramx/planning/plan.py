@@ -229,7 +229,7 @@ def plan(
 
     Works on any model with repeated blocks. Those that vramx.optimize knows can have each of its
     levels; others can be left, have what they save packed ("int8", "int4") or be recomputed from
-    their input ("recompute_all"), which is packed unless they have ReLUs. On a GPU, either can be
+    their input ("recompute_all"), packed where what they do is smooth. On a GPU, either can be
     moved to the host ("int8_offload", "recompute_all_offload"). The model is as before when this
     returns; apply() changes it. Plan before DDP, FSDP or torch.compile wrap the model.
 
@@ -241,8 +241,7 @@ def plan(
         budget: the most that a step may have allocated: bytes, or text such as "24GiB", or the
             fraction of the GPU's memory as a float; None is the fastest step, and "smallest" the
             one of the smallest peak.
-        levels: the words to choose among; None is all. "int4" has the noisiest gradients; one that
-            recomputes updates a batch norm's statistics twice a step.
+        levels: the words to choose among; None is all. "int4" has the noisiest gradients.
         reserve: bytes to leave free of the budget for what does not exist yet, above all the
             optimizer's states: for Adam, twice the bytes of the parameters that it trains. States
             that exist are counted as they are, and so are all gradients, whether or not they exist.

@@ -40,6 +40,8 @@ class Settings:
     compression: Compression | None
     offload: str | float | None
     torch_options: Mapping[str, Any]
+    # Whether the writer of the function vouches for it: it is smooth, and need not be watched.
+    vouched: bool = False
 
 
 def checkpoint(
@@ -157,7 +159,7 @@ def run(
         region = Region(function, structure, (args, kwargs), None)
         return _torch_checkpoint(region, region.leaves_of(leaves), {}, settings.torch_options)
     inputs = Inputs(settings.compression, settings.offload)
-    region = Region(function, structure, (args, kwargs), inputs)
+    region = Region(function, structure, (args, kwargs), inputs, vouched=settings.vouched)
     with inputs.collected():
         result = _torch_checkpoint(region, region.leaves_of(leaves), {}, settings.torch_options)
     inputs.settle(exact=bool(region.rough))

@@ -35,6 +35,8 @@ class Region:
         structure: Structure,
         arguments: tuple[Any, Any],
         inputs: Inputs | None,
+        *,
+        vouched: bool = False,
     ) -> None:
         self.rough = ""
         self._function = function
@@ -42,7 +44,8 @@ class Region:
         self._arguments: tuple[Any, Any] | None = arguments
         self._inputs = inputs
         self._allowed: frozenset[str] = frozenset() if inputs is None else inputs.allowed
-        self._is_packed = False
+        self._vouched = vouched
+        self._is_watched = False
         self._key: Hashable | None = None
         self._buffers: Buffers | None = None
 
@@ -57,7 +60,7 @@ class Region:
         self._arguments = None
         inputs, self._inputs = self._inputs, None
         self._buffers = Buffers(modules_of(self._function, leaves))
-        if inputs is not None and inputs.may_pack:
+        if inputs is not None and inputs.may_pack and not self._vouched:
             result = self._run_to_pack(args, kwargs, leaves)
         else:
             result = self._function(*args, **kwargs)
@@ -79,7 +82,7 @@ class Region:
             verdicts.remember(self._key, self._function, rough)
         else:
             result = self._function(*args, **kwargs)
-        self.rough, self._is_packed = rough, not rough
+        self.rough, self._is_watched = rough, not rough
         return result
 
     def _recompute(self, leaves: tuple[Any, ...]) -> Any:
@@ -87,7 +90,7 @@ class Region:
         args, kwargs = self._structure.rebuild(found)
         assert self._buffers is not None
         with self._buffers.restored():
-            if not self._is_packed:
+            if not self._is_watched:
                 return self._function(*args, **kwargs)
             with Operators(self._refuse, self._allowed):
                 return self._function(*args, **kwargs)

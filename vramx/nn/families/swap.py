@@ -13,7 +13,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from vramx.compression.config import Compression
 from vramx.errors import VramxWarning
 from vramx.nn import passes
-from vramx.recompute.call import checkpoint
+from vramx.recompute.call import run, settings_of
 
 RECOMPUTE_ALL, RECOMPUTE_MLP = "recompute_all", "recompute_mlp"
 
@@ -235,7 +235,8 @@ def _compute(module: Fused, settings: Settings, call: dict[str, Any]) -> Any:
             warnings.warn(UNCACHED, VramxWarning, stacklevel=4)
     function = module.vramx_recomputed()
     region = function if compiles else _Recomputed(function)
-    return checkpoint(region, x, compress=None if settings.compares else settings.keep, **others)
+    kept = settings_of(None if settings.compares else settings.keep, None, None, {})
+    return run(region, (x,), others, replace(kept, vouched=True))
 
 
 class _Recomputed:
