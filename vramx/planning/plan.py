@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointError
 
-from vramx.errors import InvalidValueError
+from vramx.errors import InvalidValueError, RecomputationError
 from vramx.planning.bench import Bench, Measured, Run
 from vramx.planning.blocks import find_blocks
 from vramx.planning.choice import smallest
@@ -252,7 +253,8 @@ def plan(
 
     Raises:
         InvalidValueError: a value is not accepted; no arrangement fits the budget (the text names
-            the smallest budget); the model has no repeated blocks or cannot be planned as it is.
+            the smallest budget); the model has no repeated blocks or cannot be planned as it is; a
+            block is not the same when it is recomputed.
         torch.OutOfMemoryError: a step is too much for the device however little it keeps.
 
     Memory: at most a step that keeps least, or one block more than nothing; then the chosen step.
@@ -285,6 +287,12 @@ def _ready(model: nn.Module, sample: Any) -> Iterator[Bench]:
         meter = meter_of(device, model)
         try:
             yield Bench(model, Step(model, sample), meter)
+        except (CheckpointError, RecomputationError) as error:
+            raise InvalidValueError(
+                f"a block of {type(model).__name__} does not do again what it did when it is "
+                "recomputed; plan with levels that recompute nothing, such as "
+                f"levels=('left', 'int8'): {str(error).splitlines()[0]}"
+            ) from error
         finally:
             meter.settle()  # nothing of the last step stays on the device
 
