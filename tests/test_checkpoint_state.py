@@ -386,6 +386,18 @@ def test_buffers_are_the_modules_own_after_an_early_stop() -> None:
     assert norm.num_batches_tracked == 1
 
 
+GLOBAL_NORM = nn.BatchNorm1d(WIDTH)
+
+
+def normed(x: Tensor) -> Tensor:
+    return GLOBAL_NORM(x).sin()
+
+
+def test_buffers_of_a_module_that_a_function_names_move_once() -> None:
+    vramx.checkpoint(normed, activation(), compress=SMALL).sum().backward()
+    assert GLOBAL_NORM.num_batches_tracked == 1
+
+
 def test_buffers_within_another_checkpoint_move_once() -> None:
     norm = nn.BatchNorm1d(WIDTH)
 

@@ -238,8 +238,7 @@ skip_frames(OperationMode.__torch_function__)
 def _custom_function(frame: FrameType | None) -> Operation | None:
     """Return the autograd.Function whose `apply` is this frame; no mode sees those.
 
-    A checkpoint of torch, which saves its inputs itself or by a Function, counts as an operation
-    that is not smooth: what it recomputes may compare them.
+    A checkpoint of torch is no smooth operation: what it recomputes may compare its inputs.
     """
     if frame is None:
         return None

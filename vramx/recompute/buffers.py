@@ -89,7 +89,7 @@ def _moves(module: Any, names: set[str]) -> bool:
 def modules_of(function: Any, leaves: Iterable[Any]) -> list[nn.Module]:
     """Return the modules that a call can be seen to reach, with all of their parts.
 
-    Seen are the function itself, what it is bound to or closes over, and the arguments.
+    Seen are the function itself, what it is bound to, closes over or names, and the arguments.
 
     Example:
         >>> norm = nn.BatchNorm1d(2)
@@ -112,7 +112,7 @@ def _add_roots(roots: dict[int, nn.Module], value: Any, depth: int = 4) -> None:
 
 
 def parts_of(value: Any) -> tuple[Any, ...]:
-    """Return what a callable is made of: what it is bound to, closes over, or was given."""
+    """Return what a callable is made of: what it is bound to, closes over, names, or was given."""
     if isinstance(value, types.MethodType):
         return value.__self__, value.__func__
     if isinstance(value, functools.partial):
@@ -120,7 +120,10 @@ def parts_of(value: Any) -> tuple[Any, ...]:
     if isinstance(value, types.FunctionType):
         cells = value.__closure__ or ()
         contents = tuple(cell.cell_contents for cell in cells if _is_full(cell))
-        return *contents, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()
+        named = (value.__globals__.get(name) for name in value.__code__.co_names)
+        modules = tuple(each for each in named if isinstance(each, nn.Module))
+        defaults = *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()
+        return *contents, *modules, *defaults
     return tuple(value) if isinstance(value, (list, tuple)) else ()
 
 
