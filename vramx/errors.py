@@ -47,6 +47,10 @@ class ModifiedInPlaceError(VramxError, RuntimeError):
     """A tensor that backward needs was changed in place after it had been saved."""
 
 
+class RecomputationError(VramxError, RuntimeError):
+    """A checkpointed region cannot be run again as it ran, from what was kept of its arguments."""
+
+
 class FirstDerivativeOnlyError(VramxError, RuntimeError):
     """A derivative of a derivative was asked of a function that has none."""
 

@@ -238,18 +238,21 @@ skip_frames(OperationMode.__torch_function__)
 def _custom_function(frame: FrameType | None) -> Operation | None:
     """Return the autograd.Function whose `apply` is this frame; no mode sees those.
 
-    A checkpoint saves its inputs itself in newer releases; any use may be made of them.
+    A checkpoint of torch is no smooth operation: what it recomputes may compare its inputs.
     """
     if frame is None:
         return None
-    if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-        return Operation("checkpoint", (), {}, custom=True)
+    if frame.f_globals.get("__name__") == _CHECKPOINT:
+        return Operation("checkpoint", (), {})
     if frame.f_code is not _APPLY_CODE:
         return None
     values = frame.f_locals
+    if values["cls"].__module__ == _CHECKPOINT:
+        return Operation("checkpoint", values["args"], values["kwargs"])
     return Operation(values["cls"].__name__, values["args"], values["kwargs"], custom=True)
 
 
+_CHECKPOINT = "torch.utils.checkpoint"
 _APPLY_CODE = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 # Functions that save nothing themselves, but call operations with policies of their own.
 _COMPOSITES = frozenset({functional.multi_head_attention_forward})

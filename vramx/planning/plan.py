@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointError
 
-from vramx.errors import InvalidValueError, brief
+from vramx.errors import InvalidValueError, RecomputationError, brief
 from vramx.planning.bench import Bench, Measured, Run
 from vramx.planning.blocks import find_blocks
 from vramx.planning.choice import smallest
@@ -232,7 +233,7 @@ def plan(
 
     Works on any model with repeated blocks. Those that vramx.optimize knows can have each of its
     levels; others can be left, have what they save packed ("int8", "int4") or be recomputed from
-    their input ("recompute_all"), which is packed unless they have ReLUs. On a GPU, either can be
+    their input ("recompute_all"), packed where what they do is smooth. On a GPU, either can be
     moved to the host ("int8_offload", "recompute_all_offload"). The model is as before when this
     returns; apply() changes it. Plan before DDP, FSDP or torch.compile wrap the model.
 
@@ -244,8 +245,7 @@ def plan(
         budget: the most that a step may have allocated: bytes, or text such as "24GiB", or the
             fraction of the GPU's memory as a float; None is the fastest step, and "smallest" the
             one of the smallest peak.
-        levels: the words to choose among; None is all. "int4" has the noisiest gradients; one that
-            recomputes updates a batch norm's statistics twice a step.
+        levels: the words to choose among; None is all. "int4" has the noisiest gradients.
         reserve: bytes to leave free of the budget for what does not exist yet, above all the
             optimizer's states: for Adam, twice the bytes of the parameters that it trains. States
             that exist are counted as they are, and so are all gradients, whether or not they exist.
@@ -256,7 +256,8 @@ def plan(
 
     Raises:
         InvalidValueError: a value is not accepted; no arrangement fits the budget (the text names
-            the smallest budget); the model has no repeated blocks or cannot be planned as it is.
+            the smallest budget); the model has no repeated blocks or cannot be planned as it is; a
+            block is not the same when it is recomputed.
         torch.OutOfMemoryError: a step is too much for the device however little it keeps.
 
     Memory: at most a step that keeps least, or one block more than nothing; then the chosen step.
@@ -291,6 +292,12 @@ def _ready(model: nn.Module, sample: Any) -> Iterator[Bench]:
         meter = meter_of(device, model)
         try:
             yield Bench(model, Step(model, sample), meter)
+        except (CheckpointError, RecomputationError) as error:
+            raise InvalidValueError(
+                f"a block of {type(model).__name__} does not do again what it did when it is "
+                "recomputed; plan with levels that recompute nothing, such as "
+                f"levels=('left', 'int8'): {str(error).splitlines()[0]}"
+            ) from error
         finally:
             meter.settle()  # nothing of the last step stays on the device
 

@@ -2,8 +2,8 @@
 
     the levels of vramx.optimize    for blocks that it knows
     left, int8, int4                for others: as they are, or what their operations save packed
-    recompute_all                   for others: their input kept, packed unless they compare, and
-                                    the rest recomputed
+    recompute_all                   for others: their input kept, packed where what they do is
+                                    smooth, and the rest recomputed
     int8_offload                    what the block's operations save, packed, moves to the host
     recompute_all_offload           that input moves to the host
 
@@ -24,7 +24,7 @@ from vramx.nn.optimize import LEFT, LEVELS, optimize
 from vramx.patch.change import Change
 from vramx.patch.module import patch_of, remove
 from vramx.planning.blocks import Block
-from vramx.recompute.modules import checkpoint_modules, compares
+from vramx.recompute.modules import checkpoint_modules
 
 RECOMPUTE_ALL = "recompute_all"
 INT8_OFFLOAD, RECOMPUTE_ALL_OFFLOAD = "int8_offload", "recompute_all_offload"
@@ -113,10 +113,7 @@ def _wrap(block: Block, word: str) -> None:
     module = block.module
     offload = 1.0 if word in _OFFLOADS else None
     if word == RECOMPUTE_ALL_OFFLOAD or (word == RECOMPUTE_ALL and not block.known):
-        compress = None if compares(module) else 8
-        checkpoint_modules(
-            module, lambda found: found is module, compress=compress, offload=offload
-        )
+        checkpoint_modules(module, lambda found: found is module, offload=offload)
     if word == INT8_OFFLOAD or (word in _BITS and not block.known):
         compressed_activations(module, bits=_BITS.get(word, 8), offload=offload)
 

@@ -2,7 +2,13 @@
 
     call       checkpoint: one call
     modules    checkpoint_modules: every call of some modules
+    region     the function as torch calls it: first, and to recompute
     inputs     the hooks that pack what a call keeps
+    watch      what runs in a region: whether packing its input is safe
+    smooth     the operations under which it is
+    verdicts   what watched calls have shown
+    objects    arguments that change, such as caches, as they were
+    buffers    buffers that change, as they were
     structure  arguments as flat leaves, and back
 
 Not named checkpoint: the module would take the place of the function vramx.checkpoint, whichever of

@@ -13,30 +13,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointError, set_checkpoint_early_stop
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from vramx.compression import enclosing
 from vramx.compression.config import Compression
 from vramx.errors import InvalidValueError
-from vramx.recompute.inputs import packed_inputs
-from vramx.recompute.structure import Structure, flatten
+from vramx.recompute.inputs import Inputs
+from vramx.recompute.region import Region
+from vramx.recompute.structure import flatten
 
 _TORCH_PARAMETERS = inspect.signature(torch_checkpoint).parameters
 # What torch's checkpoint takes for itself, in any release; every other keyword is the function's.
 TORCH_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
-_HINT = (
-    "vramx.checkpoint recomputed this region from compressed inputs, which differ a little from "
-    "those of the forward pass. Where shapes depend on values (top-k routing of experts, boolean "
-    "indexing) a choice may have flipped: pass compress=None for this region, or keep the choice "
-    "with a selective policy (CheckpointPolicy.MUST_SAVE for aten.topk)."
-)
 
 
 @dataclass(frozen=True)
@@ -46,6 +40,8 @@ class Settings:
     compression: Compression | None
     offload: str | float | None
     torch_options: Mapping[str, Any]
+    # Whether the writer of the function vouches for it: it is smooth, and need not be watched.
+    vouched: bool = False
 
 
 def checkpoint(
@@ -78,11 +74,18 @@ def checkpoint(
 
     Raises:
         InvalidValueError: use_reentrant=True; or `compress` or `offload` is not accepted.
+        RecomputationError: the function writes into a tensor of an argument that is an object; or,
+            in backward, it comes to an operation that no call of its kind had, from packed inputs.
+
+    The first call of a function with arguments of some shapes is watched, operation by operation.
+    Objects among the arguments, such as a cache, and buffers of modules, such as the statistics of
+    a batch norm, are changed by the forward pass only: a recomputation works on copies.
 
     Memory: 1.016 bytes kept for an element of an input at 8 bits, 0.56 at 4, instead of 2 or 4.
     Error bound: the codec's, on the inputs of the recomputation only; the forward pass is exact.
-        Where a region compares (several ReLUs, max pooling), a gradient jumps with an input that
-        moves a little: compress=None, then.
+        Where a gradient may jump with an input that moves a little (the region compares, chooses,
+        sorts or rounds, or does what is not known), inputs are kept exactly, and a warning names
+        the operation once. A policy that gives an operation bits says that it is smooth.
     Sync: never waits for the device.
 
     Within another checkpoint, under torch.no_grad(), and where torch.compile traces the call, this
@@ -149,15 +152,21 @@ def run(
     settings: Settings,
 ) -> Any:
     # While it traces, dynamo must meet torch's own function first: that one it knows.
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not _is_packed(settings):
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return _torch_checkpoint(function, args, kwargs, settings.torch_options)
     leaves, structure = flatten((args, kwargs))
-    region = _Region(function, structure, (args, kwargs))
-    with packed_inputs(settings.compression, settings.offload):
-        return _torch_checkpoint(region, leaves, {}, settings.torch_options)
+    if not _keeps_inputs(settings):
+        region = Region(function, structure, (args, kwargs), None)
+        return _torch_checkpoint(region, region.leaves_of(leaves), {}, settings.torch_options)
+    inputs = Inputs(settings.compression, settings.offload)
+    region = Region(function, structure, (args, kwargs), inputs, vouched=settings.vouched)
+    with inputs.collected():
+        result = _torch_checkpoint(region, region.leaves_of(leaves), {}, settings.torch_options)
+    inputs.settle(exact=bool(region.rough))
+    return result
 
 
-def _is_packed(settings: Settings) -> bool:
+def _keeps_inputs(settings: Settings) -> bool:
     """Tell whether the inputs need hooks of ours; within a region, that region keeps them."""
     if enclosing.in_checkpoint():
         return False
@@ -177,62 +186,3 @@ def _torch_checkpoint(
             stopping = set_checkpoint_early_stop(False)
     with stopping:
         return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
-
-
-class _Region:
-    """The function as torch calls it: with flat leaves, first in forward, then to recompute.
-
-    The first call hands on the arguments themselves, later ones rebuild them; so containers keep
-    their identity where it can matter, and nothing here holds a tensor once the region has run.
-    """
-
-    def __init__(
-        self, function: Callable[..., Any], structure: Structure, arguments: tuple[Any, Any]
-    ) -> None:
-        self._function = function
-        self._structure = structure
-        self._arguments: tuple[Any, Any] | None = arguments
-
-    def __call__(self, *leaves: Any) -> Any:
-        if self._arguments is None:
-            return self._recompute(leaves)
-        args, kwargs = self._arguments
-        self._arguments = None
-        _explain_mismatches()
-        return self._function(*args, **kwargs)
-
-    def _recompute(self, leaves: tuple[Any, ...]) -> Any:
-        args, kwargs = self._structure.rebuild(leaves)
-        try:
-            return self._function(*args, **kwargs)
-        except CheckpointError as error:  # more tensors were saved than in forward
-            raise _with_hint(error) from error
-
-
-def _with_hint(error: CheckpointError) -> CheckpointError:
-    return error if _HINT in str(error) else CheckpointError(f"{error}\n{_HINT}")
-
-
-def _explain_mismatches() -> None:
-    """Have the frame of the region that runs now say what compression can do to shapes.
-
-    The frame is a local of torch's hook. Where that is not to be had, nothing is explained.
-    """
-    hook: Any = enclosing.top_hook()
-    if not enclosing.name_of(hook).startswith(enclosing.FORWARD_HOOK):
-        return
-    cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=False))
-    frame: Any = cells["frame"].cell_contents if "frame" in cells else None
-    check = getattr(type(frame), "check_recomputed_tensors_match", None)
-    if check is None:
-        return
-    # Weak: a cycle through the frame would keep its inputs until the next collection.
-    frame_ref = weakref.ref(frame)
-
-    def check_and_explain(*args: Any) -> None:
-        try:
-            check(frame_ref(), *args)
-        except CheckpointError as error:
-            raise _with_hint(error) from error
-
-    frame.check_recomputed_tensors_match = check_and_explain

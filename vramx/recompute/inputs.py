@@ -1,14 +1,14 @@
 """The hooks that see a checkpoint's inputs: each is packed once, or kept as it is.
 
-Not responsible for what the region itself saves: torch's checkpoint has its own hooks for that. A
-pair of hooks belongs to one call, and so to one thread. A tensor costs one kernel; nothing waits
-for the device.
+Whether they may be packed is known when the region has run: until then they are held, as the caller
+of the region holds them. Not responsible for what the region itself saves: torch's checkpoint has
+its own hooks for that. A pair of hooks belongs to one call, and so to one thread. A tensor costs
+one kernel; nothing waits for the device.
 """
 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,11 +18,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from vramx.compression import offload, random
 from vramx.compression.codec import Packed, pack, unpack
-from vramx.compression.config import Compression
+from vramx.compression.config import KEEP, Compression
 from vramx.compression.geometry import Geometry, describe, flat, restore
 from vramx.compression.lifetime import outlive
 from vramx.compression.policy import Rules
 from vramx.compression.saved import Reference
+from vramx.errors import ModifiedInPlaceError
 
 
 class _Saved(NamedTuple):
@@ -40,38 +41,81 @@ class _Saved(NamedTuple):
         )
 
 
-@contextlib.contextmanager
-def packed_inputs(compression: Compression | None, share: str | float | None) -> Iterator[None]:
-    """Pack what torch's checkpoint saves while this context is entered.
+class _Slot:
+    """What the graph holds for an input: exactly what it is, until it is known how to keep it."""
+
+    __slots__ = ("__weakref__", "held")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.held: Reference | _Saved = Reference(tensor)
+
+    def settle(self, compression: Compression | None, share: str | float | None) -> None:
+        try:
+            tensor = self.held.open()
+        except (
+            ModifiedInPlaceError
+        ):  # by the region; torch refuses it in backward, and so does this
+            return
+        outlive(tensor)
+        self.held = _save(tensor, compression, share) or self.held
+
+
+class Inputs:
+    """The inputs of one call, kept as a checkpoint says once it is known what ran on them.
 
     Args:
         compression: the format, and the options that decide what is packed; None keeps the values
             exact, and moves to the host what else would be packed.
         share: "cpu" or the fraction of the bytes that moves to the host; None: nothing does.
     """
-    exact = compression is None and share is None
-    rules = _rules(compression or Compression())
-    seen: dict[int, tuple[weakref.ref[Tensor], Reference | _Saved]] = {}
 
-    def save(tensor: Tensor) -> Reference | _Saved:
-        # What needs no gradient is an index, a mask or data that its owner holds anyway.
-        if exact or not tensor.requires_grad or not rules.choose(tensor, None).bits:
-            return Reference(tensor)
-        # One tensor may be several arguments. Its number is given to another only once it has died.
-        known = seen.get(id(tensor))
-        if known is not None and known[0]() is tensor:
-            return known[1]
-        outlive(tensor)
-        saved = _save(tensor, compression, share)
-        seen[id(tensor)] = (weakref.ref(tensor), saved)
-        return saved
+    def __init__(self, compression: Compression | None, share: str | float | None) -> None:
+        self._compression = compression
+        self._share = share
+        self._rules = _rules(compression or Compression())
+        # One tensor may be several arguments.
+        self._slots: dict[int, _Slot] = {}
 
-    try:
-        with saved_tensors_hooks(save, _open):
+    @property
+    def may_pack(self) -> bool:
+        """Whether the values of an input can differ from what they were."""
+        return self._compression is not None and bool(self._slots)
+
+    @property
+    def allowed(self) -> frozenset[str]:
+        """The operations that a policy gives bits to: their user says that they are smooth."""
+        options = self._compression
+        return frozenset() if options is None else _named(options) - _named(Compression())
+
+    @contextlib.contextmanager
+    def collected(self) -> Iterator[None]:
+        """Note what torch's checkpoint saves while this context is entered."""
+        with saved_tensors_hooks(self._save, _open):
             yield
-    finally:
+
+    def _save(self, tensor: Tensor) -> Reference | _Slot:
+        nothing = self._compression is None and self._share is None
+        # What needs no gradient is an index, a mask or data that its owner holds anyway.
+        if nothing or not tensor.requires_grad or not self._rules.choose(tensor, None).bits:
+            return Reference(tensor)
+        slot = self._slots.get(id(tensor))
+        if slot is None:
+            slot = self._slots[id(tensor)] = _Slot(tensor)
+        return slot
+
+    def settle(self, exact: bool) -> None:
+        """Pack the inputs, or move them to the host; `exact`: with the values that they have."""
+        compression = None if exact else self._compression
+        if compression is not None or self._share is not None:
+            for slot in self._slots.values():
+                slot.settle(compression, self._share)
         # The graph keeps the hooks; it must not keep through them what it has let go.
-        seen.clear()
+        self._slots = {}
+
+
+@lru_cache(maxsize=16)
+def _named(options: Compression) -> frozenset[str]:
+    return frozenset(r.operation for r in options.rules if r.action != KEEP and not r.mask)
 
 
 @lru_cache(maxsize=16)
@@ -81,18 +125,18 @@ def _rules(options: Compression) -> Rules:
 
 def _save(
     tensor: Tensor, compression: Compression | None, share: str | float | None
-) -> Reference | _Saved:
+) -> _Saved | None:
     geometry = describe(tensor)
     elements = flat(tensor, geometry)
     if compression is None:
         assert share is not None
         moved = offload.put_exact(elements, share)
-        return Reference(tensor) if moved is None else _Saved(moved, geometry)
+        return None if moved is None else _Saved(moved, geometry)
     if compression.rounding == "stochastic":
         random.renew_on_replay(tensor.device)
     packed = pack(elements, compression.format())
     return _Saved(packed if share is None else offload.put(packed, share), geometry)
 
 
-def _open(saved: Reference | _Saved) -> Tensor:
-    return saved.open()
+def _open(saved: Reference | _Slot) -> Tensor:
+    return saved.held.open() if isinstance(saved, _Slot) else saved.open()

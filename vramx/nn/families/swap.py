@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +25,7 @@ from vramx.nn import passes
 from vramx.patch.change import Change
 from vramx.patch.module import find, patch_of, put, remove
 from vramx.patch.subclass import Patch
-from vramx.recompute.call import checkpoint
+from vramx.recompute.call import run, settings_of
 
 RECOMPUTE_ALL, RECOMPUTE_MLP = "recompute_all", "recompute_mlp"
 
@@ -223,7 +223,8 @@ def _compute(module: Fused, settings: Settings, call: dict[str, Any]) -> Any:
             warnings.warn(UNCACHED, VramxWarning, stacklevel=4)
     function = module.vramx_recomputed()
     region = function if compiles else _Recomputed(module, function)
-    return checkpoint(region, x, compress=None if settings.compares else settings.keep, **others)
+    kept = settings_of(None if settings.compares else settings.keep, None, None, {})
+    return run(region, (x,), others, replace(kept, vouched=True))
 
 
 class _Recomputed:

@@ -1,0 +1,298 @@
+"""What a region chooses, it chooses again: regions that compare keep their inputs exactly.
+
+Each of the regions here takes another way, or has another slope, where an input moves a little. The
+input lies on the edge, so that a packed one would fall on the other side: a test shows that it
+does. What is not known counts as such a region, and is named once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_tools import SMALL, WIDTH, Packs, activation, packs, seeds
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import vramx
+from vramx.compression import codec
+from vramx.errors import RecomputationError, VramxWarning
+from vramx.recompute import inputs, region, verdicts, watch
+
+__all__ = ["packs", "seeds"]
+pytestmark = pytest.mark.usefixtures("seeds", "_forgotten", "_quiet")
+
+
+@pytest.fixture
+def _forgotten() -> None:
+    """Forget what calls of other tests have shown."""
+    verdicts._rough.clear()
+    verdicts._warn.cache_clear()
+
+
+@pytest.fixture
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", VramxWarning)
+        yield
+
+
+def route(x: Tensor) -> Tensor:
+    """Send each row to the expert of its largest column, as a mixture of experts does."""
+    chosen = x.topk(1).indices.flatten()
+    rows = [(x[chosen == expert] * (expert + 1.0)).sin() for expert in range(x.shape[1])]
+    return torch.cat(rows)
+
+
+def branch(x: Tensor) -> Tensor:
+    return x.sin() if x.sum() > 0 else x.cos() * 2
+
+
+def read(x: Tensor) -> Tensor:
+    return x.sin() * float(x.detach().flatten().tolist()[0] > 0)
+
+
+class Rounded(torch.autograd.Function):
+    """Passes the gradient where the value is positive, which its forward does not show."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * (x > 0)
+
+
+def unseen(x: Tensor) -> Tensor:
+    """Fill memory as a kernel does that is launched on its address."""
+    mask = torch.empty(x.shape)
+    mask.numpy()[...] = x.detach().numpy() > 0
+    return x.sin() * mask
+
+
+ROUGH: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": lambda x: F.relu(x) * x,
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.3).sin(),
+    "prelu": lambda x: F.prelu(x, torch.full((1,), 0.3)).sin(),
+    "relu in place": lambda x: (x * 1.0).relu_().sin(),
+    "hardtanh": lambda x: F.hardtanh(x, 0.0, 2.0).sin(),
+    "clamp": lambda x: x.clamp(min=0).sin(),
+    "threshold": lambda x: F.threshold(x, 0.0, 0.0).sin(),
+    "abs": lambda x: x.abs().sin(),
+    "sign": lambda x: x.sign() * x.sin(),
+    "floor": lambda x: x.floor() * x.sin(),
+    "round": lambda x: (x + 0.5).round() * x.sin(),
+    "whole numbers": lambda x: (x + 1.0).long() * x.sin(),
+    "remainder": lambda x: x.remainder(1.0).sin(),
+    "where": lambda x: torch.where(x > 0, x.sin(), x.cos()),
+    "masked_fill": lambda x: x.sin().masked_fill(x < 0, 0.0),
+    "maximum": lambda x: torch.maximum(x, torch.zeros(())).sin(),
+    "max": lambda x: x.max(1).values.sin(),
+    "amax": lambda x: x.amax(1).sin(),
+    "max_pool": lambda x: F.max_pool1d(x[None], 4).sin(),
+    "adaptive_max_pool": lambda x: F.adaptive_max_pool1d(x[None], 4).sin(),
+    "sort": lambda x: x.sort(1).values * torch.arange(x.shape[1]),
+    "argmax": lambda x: x.sin() * x.argmax(1, keepdim=True),
+    "topk": route,
+    "median": lambda x: x.median(1).values.sin(),
+    "bucketize": lambda x: x.sin() * torch.bucketize(x.detach(), torch.zeros(1)),
+    "boolean index": lambda x: x[x.sum(1) > 0].sin(),
+    "nonzero": lambda x: x.sin()[(x > 0).nonzero(as_tuple=True)],
+    "branch": branch,
+    "read past the dispatcher": read,
+    "chances": lambda x: x.sin() * torch.bernoulli((x.detach() > 0).float()),
+    "bits": lambda x: x.sin() * (x.detach().view(torch.int32) >= 0),
+    "quotient": lambda x: x / (x.sum(1, keepdim=True) + 1e-6),
+    "own function": lambda x: Rounded.apply(x).sin(),
+    "own kernel": unseen,
+    "nested checkpoint": lambda x: torch_checkpoint(F.relu, x, use_reentrant=False).sin(),
+    "l1_loss": lambda x: F.l1_loss(x, torch.zeros_like(x)),
+    "vmap": torch.vmap(lambda row: row.clamp(min=0.0).sin()),
+}
+
+
+def on_the_edge() -> Tensor:
+    """Return rows whose sums, and a third of whose elements, packing moves across zero."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 16)
+    x[:, 5:10] = torch.randn(64, 5) * 1e-5
+    x[:, 0] -= x.sum(1) - 1e-6
+    return x.requires_grad_()
+
+
+def gradient(function: Callable[[Tensor], Tensor]) -> Tensor:
+    leaf = on_the_edge()
+    torch.manual_seed(1)
+    function(leaf * 1.0).sum().backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+@pytest.mark.parametrize("name", ROUGH)
+def test_a_region_that_compares_has_the_exact_gradient(name: str, packs: Packs) -> None:
+    function = ROUGH[name]
+    expected = gradient(function)
+    # The first call is watched; the others go by what it has shown.
+    for _ in range(2):
+        found = gradient(lambda x: vramx.checkpoint(function, x, compress=SMALL))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert packs.sizes == []
+
+
+@pytest.mark.parametrize("name", ["leaky_relu", "clamp", "where", "own function", "bits"])
+def test_the_edge_is_one_that_packing_crosses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defect that the test above finds: nothing of what runs counts as a comparison."""
+    monkeypatch.setattr(watch.Watch, "_note", lambda *_: None)
+    monkeypatch.setattr(region.Region, "_refuse", lambda *_: None)
+    function = ROUGH[name]
+    expected = gradient(function)
+    found = gradient(lambda x: vramx.checkpoint(function, x, compress=SMALL))
+    # One step of 8 bits is 1/127 of the largest of a group; slopes here are below 4.
+    assert (found - expected).abs().max() > 0.3
+
+
+SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
+    "attention": lambda x: F.scaled_dot_product_attention(*(x[None, None],) * 3, is_causal=True),
+    "norm by hand": lambda x: x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt(),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "gelu": lambda x: F.gelu(x) * F.silu(x) * torch.sigmoid(x),
+    "dropout": lambda x: F.dropout(x.sin(), 0.5),
+    "convolution": lambda x: F.conv1d(x[None], torch.ones(3, 64, 5), padding=2).tanh(),
+    "average pooling": lambda x: F.avg_pool1d(x[None], 4).sin(),
+    "given positions": lambda x: x[torch.arange(0, 64, 2)].sin(),
+    "a causal mask of its own": lambda x: x.sin().masked_fill(
+        torch.arange(16) > torch.arange(64)[:, None], 0.0
+    ),
+    "rotation": lambda x: torch.cat((-x[:, 8:], x[:, :8]), 1) * torch.arange(16).float().cos(),
+    "half precision": lambda x: (x.bfloat16() @ x.bfloat16().t()).float().softmax(-1),
+    "scaled": lambda x: (x / 8).square() - x.mean(),
+    "cross entropy": lambda x: F.cross_entropy(x, torch.arange(64) % 16),
+    "lists": lambda x: torch.stack([part.sin() for part in x.chunk(4, 1)], 0),
+    "noise": lambda x: x.sin() + torch.randn_like(x),
+}
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_a_smooth_region_is_packed(name: str, packs: Packs) -> None:
+    for _ in range(2):
+        gradient(lambda x: vramx.checkpoint(SMOOTH[name], x, compress=SMALL))
+    assert packs.sizes == [64 * 16] * 2
+
+
+def test_what_keeps_inputs_exact_is_named_once() -> None:
+    def chosen(x: Tensor) -> Tensor:
+        return F.relu(x).sin()
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for rows in (4, 8, 8):
+            vramx.checkpoint(chosen, activation(rows, 16), compress=SMALL)
+    texts = [str(warning.message) for warning in seen if warning.category is VramxWarning]
+    assert len(texts) == 1
+    assert "keeps the inputs of test_what_keeps" in texts[0]
+    assert "aten::relu is not known to be smooth" in texts[0]
+
+
+class Switch(nn.Module):
+    """Takes another way when a counter says so, which no argument shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compares = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (F.relu(x) if self.compares else F.gelu(x)).sin()
+
+
+def test_a_comparison_that_was_not_there_before_is_an_error_once(packs: Packs) -> None:
+    switch = Switch()
+
+    def step() -> Tensor:
+        return gradient(lambda x: vramx.checkpoint(switch, x, compress=SMALL))
+
+    step()
+    switch.compares = True
+    with pytest.raises(RecomputationError, match=r"Switch .* aten::relu.*kept exactly"):
+        step()
+    torch.testing.assert_close(step(), gradient(switch), rtol=0, atol=0)
+    assert packs.sizes == [64 * 16] * 2
+
+
+def test_training_and_evaluation_are_known_apart(packs: Packs) -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (F.gelu(x) if self.training else F.relu(x)).sin()
+
+    net = Net()
+    for training in (True, False, True):
+        net.train(training)
+        found = gradient(lambda x: vramx.checkpoint(net, x, compress=SMALL))
+        if not training:
+            torch.testing.assert_close(found, gradient(net), rtol=0, atol=0)
+    assert len(packs.sizes) == 2
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_values_of_arguments_are_known_apart(flag: bool, packs: Packs) -> None:
+    def either(x: Tensor, smooth: bool) -> Tensor:
+        return F.gelu(x).sin() if smooth else F.relu(x).sin()
+
+    for smooth in (flag, not flag, flag):
+        found = gradient(lambda x, s=smooth: vramx.checkpoint(either, x, s, compress=SMALL))
+        exact = gradient(lambda x, s=smooth: either(x, s))
+        assert torch.equal(found, exact) != smooth
+    assert len(packs.sizes) == (2 if flag else 1)
+
+
+def test_functions_over_other_modules_are_known_apart(packs: Packs) -> None:
+    """One lambda stands in a loop for every block."""
+    for block in (nn.GELU(), nn.ReLU(), nn.GELU()):
+        gradient(lambda x, b=block: vramx.checkpoint(lambda y: b(y).sin(), x, compress=SMALL))
+    assert len(packs.sizes) == 2
+
+
+def test_an_input_that_would_be_packed_moves_to_the_host_exactly(
+    packs: Packs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = []
+    monkeypatch.setattr(inputs.offload, "put_exact", lambda x, share: moved.append((len(x), share)))
+    vramx.checkpoint(ROUGH["relu"], activation(8, 16), compress=SMALL, offload="cpu").sum()
+    assert (moved, packs.sizes) == ([(128, "cpu")], [])
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_torchs_checkpoint_within_a_context_has_its_choices_again(use_reentrant: bool) -> None:
+    def run(x: Tensor) -> Tensor:
+        with vramx.compress(min_bytes=0):
+            return torch_checkpoint(ROUGH["relu"], x, use_reentrant=use_reentrant)
+
+    torch.testing.assert_close(gradient(run), gradient(ROUGH["relu"]), rtol=0, atol=0)
+
+
+def test_a_region_without_anything_to_pack_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise AssertionError("watched")
+
+    monkeypatch.setattr(watch.Watch, "__init__", refused)
+    large = vramx.Compression(min_bytes=1 << 20)
+    vramx.checkpoint(F.relu, activation(), compress=large).sum().backward()
+    vramx.checkpoint(F.relu, activation(), compress=None).sum().backward()
+    with contextlib.suppress(AssertionError):
+        vramx.checkpoint(F.relu, activation(), compress=SMALL)
+        pytest.fail("the region with an input to pack was not watched")
+
+
+def test_what_is_packed_is_what_the_codec_gives() -> None:
+    """So that the tests above compare with a packed input, and not with an exact one."""
+    x = on_the_edge().detach()
+    back = codec.unpack(codec.pack(x.flatten(), SMALL.format())).view_as(x)
+    assert ((back > 0) != (x > 0)).any()
+    assert WIDTH > 0

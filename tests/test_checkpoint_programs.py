@@ -1,0 +1,172 @@
+"""Programs of others, in small: each gives under vramx.checkpoint what it gives without.
+
+Generators, autocast, branches on data, changes in place, nested results, keywords, results that are
+no tensors. Exact, or within the noise of 8 bits where the region is smooth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_tools import SMALL, seeds
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+
+import vramx
+from vramx.errors import VramxWarning
+
+__all__ = ["seeds"]
+pytestmark = pytest.mark.usefixtures("seeds", "_quiet")
+
+
+@pytest.fixture
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", VramxWarning)
+        yield
+
+
+@dataclasses.dataclass
+class Result:
+    y: Tensor
+    steps: int
+    others: dict[str, Any]
+
+
+def until_small(x: Tensor) -> Tensor:
+    """Iterate as often as the values ask for, as an equilibrium model does."""
+    while x.norm() > 10:
+        x = x * 0.7
+    return x.sin()
+
+
+def halting(x: Tensor) -> Tensor:
+    """Give each row as many steps as it asks for, as adaptive computation does."""
+    running = torch.ones(len(x), dtype=torch.bool)
+    for _ in range(3):
+        running = running & (x.mean(1) < 0.1)
+        x = torch.where(running[:, None], x + x.cos(), x)
+    return x
+
+
+def sparse_attention(x: Tensor) -> Tensor:
+    scores = x @ x.t()
+    kept = scores >= scores.topk(4, -1).values[:, -1:]
+    return scores.masked_fill(~kept, float("-inf")).softmax(-1) @ x
+
+
+def straight_through(x: Tensor) -> Tensor:
+    """Quantize to a codebook, with the gradient passed on, as vector quantization does."""
+    codes = torch.linspace(-2, 2, 9)
+    nearest = codes[(x[..., None] - codes).square().argmin(-1)]
+    return (x + (nearest - x).detach()).square()
+
+
+def drop_path(x: Tensor) -> Tensor:
+    keep = torch.rand(len(x), 1).add(0.5).floor()
+    return x.sin() * keep
+
+
+def noisy_router(x: Tensor) -> Tensor:
+    chosen = (x + torch.randn_like(x)).argmax(-1)
+    return x.sin() * F.one_hot(chosen, x.shape[1])
+
+
+def own_in_place(x: Tensor) -> Tensor:
+    y = x * 1.0
+    y[:, ::2].mul_(2)
+    y += 1
+    return y.tanh_()
+
+
+def in_low_precision(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = x @ torch.ones(16, 16)
+        assert y.dtype == torch.bfloat16
+    return F.relu(y.float()).sin()
+
+
+def quiet_statistics(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = x.abs().amax()
+    return (x / scale).tanh()
+
+
+def with_inner_gradient(x: Tensor) -> Tensor:
+    (slope,) = torch.autograd.grad(x.sin().sum(), x, create_graph=True)
+    return slope * x
+
+
+PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
+    each.__name__: each
+    for each in (
+        until_small, halting, sparse_attention, straight_through, drop_path, noisy_router,
+        own_in_place, in_low_precision, quiet_statistics, with_inner_gradient,
+    )
+}  # fmt: skip
+# Of those, what is smooth: its gradient has the noise of 8 bits.
+SMOOTH = {"own_in_place", "with_inner_gradient"}
+
+
+def gradient(function: Callable[[Tensor], Tensor]) -> Tensor:
+    torch.manual_seed(0)
+    leaf = torch.randn(32, 16, requires_grad=True)
+    function(leaf * 1.0).sum().backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_has_its_gradient(name: str) -> None:
+    expected = gradient(PROGRAMS[name])
+    for _ in range(2):
+        found = gradient(lambda x: vramx.checkpoint(PROGRAMS[name], x, compress=SMALL))
+        if name in SMOOTH:
+            assert F.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.999
+        else:
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_results_of_any_form_come_back() -> None:
+    def region(x: Tensor, *, scale: float, names: tuple[str, ...]) -> Result:
+        return Result(x.sin() * scale, len(names), {"rest": [x.cos(), None, names[0]]})
+
+    def run(x: Tensor, call: Callable[..., Result]) -> Tensor:
+        result = call(x, scale=2.0, names=("a", "b"))
+        assert (result.steps, result.others["rest"][1:]) == (2, [None, "a"])
+        return result.y + result.others["rest"][0]
+
+    expected = gradient(lambda x: run(x, region))
+    found = gradient(
+        lambda x: run(x, lambda *a, **k: vramx.checkpoint(region, *a, compress=SMALL, **k))
+    )
+    assert F.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.999
+
+
+def test_an_input_that_the_region_changes_is_refused_as_in_torch() -> None:
+    def region(x: Tensor) -> Tensor:
+        return x.mul_(2).sin()
+
+    for compress in (SMALL, None):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradient(lambda x, c=compress: vramx.checkpoint(region, x, compress=c))
+
+
+def test_a_layer_is_its_own_on_every_call_of_a_recurrence() -> None:
+    cell = nn.Sequential(nn.Linear(16, 16), nn.Hardtanh())
+
+    def run(x: Tensor, call: Callable[..., Tensor]) -> Tensor:
+        for _ in range(4):
+            x = call(cell, x)
+        return x
+
+    exact = gradient(lambda x: run(x, lambda f, y: f(y)))
+    found = gradient(
+        lambda x: run(x, lambda f, y: vramx.checkpoint(f, y, compress=SMALL)),
+    )
+    torch.testing.assert_close(found, exact, rtol=0, atol=0)

@@ -1,0 +1,135 @@
+"""Buffers that a region changes: a recomputation finds them as the first run did, and leaves them.
+
+Running statistics of a batch norm move once a step, not twice; so do the vectors of a power
+iteration, an average, or a counter. What a region writes is told by versions; what a module wrote
+once, it is taken to write in each call. For a recomputation its modules have copies for buffers.
+
+A region is recomputed by one thread at a time. A call costs a look at each buffer of its modules
+and a copy of those that it writes, which are small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+
+class _Kept(NamedTuple):
+    module: nn.Module
+    name: str
+    value: Tensor | None  # as it was before; None: what it is now will do
+
+
+# Names of the buffers that a module writes; absent: not known yet.
+_written: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+
+
+class Buffers:
+    """The buffers of a region's modules, for one run of it and for those that recompute it."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._seen: list[tuple[nn.Module, str, Tensor, int]] = []
+        self._copies: dict[tuple[int, str], Tensor] = {}
+        self._kept: list[_Kept] = []
+        for module in modules:
+            written = _written.get(module)
+            for name, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
+                self._seen.append((module, name, buffer, buffer._version))
+                # A norm in training does not read its statistics.
+                if not isinstance(module, _NormBase) and (written is None or name in written):
+                    self._copies[id(module), name] = buffer.detach().clone()
+
+    def settle(self) -> None:
+        """Note what the first run wrote."""
+        moved: dict[nn.Module, set[str]] = {}
+        for module, name, buffer, version in self._seen:
+            names = moved.setdefault(module, set())
+            if module._buffers.get(name) is not buffer or buffer._version != version:
+                names.add(name)
+        for module, names in moved.items():
+            known = _written.setdefault(module, set())
+            known |= names
+            # The kernels of norms write statistics without a new version.
+            all_moved = isinstance(module, _NormBase) and _moves(module, names)
+            self._kept += [
+                _Kept(module, name, self._copies.get((id(module), name)))
+                for name in (module._buffers if all_moved else names)
+            ]
+        self._seen, self._copies = [], {}
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Have the modules write into copies meanwhile."""
+        own = [(each, each.module._buffers.get(each.name)) for each in self._kept]
+        for each, now in own:
+            source = now if each.value is None else each.value
+            copy = None if source is None else source.detach().clone()
+            each.module._buffers[each.name] = copy
+        try:
+            yield
+        finally:
+            for each, now in own:
+                each.module._buffers[each.name] = now
+
+
+def _moves(module: Any, names: set[str]) -> bool:
+    # A batch norm counts its calls; an instance norm does not.
+    return bool(names) or (module.training and module.track_running_stats)
+
+
+def modules_of(function: Any, leaves: Iterable[Any]) -> list[nn.Module]:
+    """Return the modules that a call can be seen to reach, with all of their parts.
+
+    Seen are the function itself, what it is bound to, closes over or names, and the arguments.
+
+    Example:
+        >>> norm = nn.BatchNorm1d(2)
+        >>> modules_of(lambda x: norm(x), ()) == [norm]
+        True
+    """
+    roots: dict[int, nn.Module] = {}
+    for value in (function, *leaves):
+        _add_roots(roots, value)
+    parts = {id(part): part for root in roots.values() for part in root.modules() if part._buffers}
+    return list(parts.values())
+
+
+def _add_roots(roots: dict[int, nn.Module], value: Any, depth: int = 4) -> None:
+    if isinstance(value, nn.Module):
+        roots[id(value)] = value
+    elif depth and not isinstance(value, Tensor):
+        for part in parts_of(value):
+            _add_roots(roots, part, depth - 1)
+
+
+def parts_of(value: Any) -> tuple[Any, ...]:
+    """Return what a callable is made of: what it is bound to, closes over, names, or was given."""
+    if isinstance(value, types.MethodType):
+        return value.__self__, value.__func__
+    if isinstance(value, functools.partial):
+        return value.func, *value.args, *value.keywords.values()
+    if isinstance(value, types.FunctionType):
+        cells = value.__closure__ or ()
+        contents = tuple(cell.cell_contents for cell in cells if _is_full(cell))
+        named = (value.__globals__.get(name) for name in value.__code__.co_names)
+        modules = tuple(each for each in named if isinstance(each, nn.Module))
+        defaults = *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()
+        return *contents, *modules, *defaults
+    return tuple(value) if isinstance(value, (list, tuple)) else ()
+
+
+def _is_full(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - it raises where the name has no value yet
+    except ValueError:
+        return False
+    return True

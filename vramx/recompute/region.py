@@ -1,0 +1,104 @@
+"""The function of a checkpoint as torch calls it: first in forward, then to recompute.
+
+In forward it gets the caller's arguments, in a recomputation new containers around decoded tensors,
+objects as they were before the call, and buffers that it may write into. The first call of a kind
+is watched (watch.py): what ran decides how the inputs are kept. A recomputation from packed inputs
+is watched too, for it may take a way that the watched call did not take.
+
+One thread at a time. Nothing here holds a tensor of the region once it has run, but for buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from vramx.errors import RecomputationError
+from vramx.recompute import verdicts
+from vramx.recompute.buffers import Buffers, modules_of
+from vramx.recompute.inputs import Inputs
+from vramx.recompute.objects import Before, as_before
+from vramx.recompute.structure import Structure
+from vramx.recompute.watch import Operators, Watch
+
+
+class Region:
+    """One call of a function.
+
+    `rough` is known once it has run: the first of its operations under which a small change of the
+    input need not be one of the gradient; empty if there is none, or if no input is to be packed.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        structure: Structure,
+        arguments: tuple[Any, Any],
+        inputs: Inputs | None,
+        *,
+        vouched: bool = False,
+    ) -> None:
+        self.rough = ""
+        self._function = function
+        self._structure = structure
+        self._arguments: tuple[Any, Any] | None = arguments
+        self._inputs = inputs
+        self._allowed: frozenset[str] = frozenset() if inputs is None else inputs.allowed
+        self._vouched = vouched
+        self._is_watched = False
+        self._key: Hashable | None = None
+        self._buffers: Buffers | None = None
+
+    def leaves_of(self, leaves: list[Any]) -> list[Any]:
+        """Return the leaves for torch to keep: objects as they are now."""
+        return list(map(as_before, leaves))
+
+    def __call__(self, *leaves: Any) -> Any:
+        if self._arguments is None:
+            return self._recompute(leaves)
+        args, kwargs = self._arguments
+        self._arguments = None
+        inputs, self._inputs = self._inputs, None
+        self._buffers = Buffers(modules_of(self._function, leaves))
+        if inputs is not None and inputs.may_pack and not self._vouched:
+            result = self._run_to_pack(args, kwargs, leaves)
+        else:
+            result = self._function(*args, **kwargs)
+        self._buffers.settle()
+        for leaf in leaves:
+            if isinstance(leaf, Before):
+                leaf.check()
+        return result
+
+    def _run_to_pack(self, args: Any, kwargs: Any, leaves: tuple[Any, ...]) -> Any:
+        self._key = verdicts.key_of(self._function, leaves, self._allowed)
+        rough = verdicts.known(self._key)
+        if rough is None:
+            watch = Watch(self._allowed)
+            with watch.running():
+                result = self._function(*args, **kwargs)
+            watch.look_at(result, leaves)
+            rough = watch.rough
+            verdicts.remember(self._key, self._function, rough)
+        else:
+            result = self._function(*args, **kwargs)
+        self.rough, self._is_watched = rough, not rough
+        return result
+
+    def _recompute(self, leaves: tuple[Any, ...]) -> Any:
+        found = [leaf.again() if isinstance(leaf, Before) else leaf for leaf in leaves]
+        args, kwargs = self._structure.rebuild(found)
+        assert self._buffers is not None
+        with self._buffers.restored():
+            if not self._is_watched:
+                return self._function(*args, **kwargs)
+            with Operators(self._refuse, self._allowed):
+                return self._function(*args, **kwargs)
+
+    def _refuse(self, rough: str) -> None:
+        verdicts.remember(self._key, self._function, rough)
+        raise RecomputationError(
+            f"{verdicts.name_of(self._function)} was recomputed from packed inputs and came to "
+            f"{rough}, which is not known to be smooth; an earlier call of the same kind did not. "
+            "From now on its inputs are kept exactly; compress=None keeps them so from the start"
+        )

@@ -1,0 +1,127 @@
+"""Which calls may be recomputed from packed inputs, as calls that were watched have shown.
+
+A call is known by what runs, the parts of the function that can be told apart, and by what it is
+given: shapes and types of tensors, other values as they are, the state of autocast. A call that
+cannot be told from others is watched each time. Thread-safe: a look-up costs some microseconds.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+import warnings
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vramx.errors import VramxWarning
+from vramx.recompute.buffers import parts_of
+
+# Two of them hold some megabytes of keys. What is dropped is watched again.
+_MOST = 4096
+_VALUES = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
+
+_rough: dict[Hashable, str] = {}
+
+
+class _UnknownError(Exception):
+    """Something has no lasting identity."""
+
+
+def key_of(function: Any, leaves: Sequence[Any], allowed: frozenset[str]) -> Hashable | None:
+    """Return what a call is known by; None: it cannot be told from others."""
+    try:
+        return (_identity(function), allowed, tuple(map(_described, leaves)), *_modes(leaves))
+    except (_UnknownError, TypeError):
+        return None
+
+
+def known(key: Hashable | None) -> str | None:
+    """Return the operation that is not smooth, empty where all are; None: not watched yet."""
+    return None if key is None else _rough.get(key)
+
+
+def remember(key: Hashable | None, function: Any, rough: str) -> None:
+    """Keep what a watched call showed, and name what is not smooth once a function."""
+    if key is not None:
+        if len(_rough) >= _MOST:
+            _rough.pop(next(iter(_rough)), None)
+        _rough[key] = rough
+    if rough:
+        _warn(name_of(function), rough)
+
+
+def name_of(function: Any) -> str:
+    """Return how a region is named to its user.
+
+    Example:
+        >>> name_of(functools.partial(nn.Linear.forward, nn.Linear(2, 2)))
+        'Linear'
+    """
+    if isinstance(function, functools.partial):
+        owner = function.args[0] if function.args else None
+        return name_of(owner if isinstance(owner, nn.Module) else function.func)
+    if isinstance(function, types.MethodType) and isinstance(function.__self__, nn.Module):
+        return type(function.__self__).__name__
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+@functools.lru_cache(maxsize=256)
+def _warn(name: str, rough: str) -> None:
+    """Say it once a function and operation."""
+    warnings.warn(
+        f"vramx.checkpoint keeps the inputs of {name} exactly, as compress=None does: {rough} is "
+        "not known to be smooth, so that a recomputation from packed inputs may choose otherwise; "
+        "a policy that gives its bits, as in Compression(policy={...}), says that it is",
+        VramxWarning,
+        stacklevel=7,
+    )
+
+
+def _identity(value: Any, around: tuple[Any, ...] = ()) -> Any:
+    if isinstance(value, nn.Module):
+        return weakref.ref(value), value.training
+    if isinstance(value, _VALUES):
+        return type(value), value  # True == 1, and is another argument
+    if isinstance(value, (types.MethodType, functools.partial, list, tuple)):
+        return type(value), *(_identity(part, around) for part in parts_of(value))
+    if isinstance(value, types.FunctionType):
+        return _identity_of_function(value, around)
+    if isinstance(value, (types.BuiltinFunctionType, type)):
+        return value
+    own = getattr(value, "recomputed_function", None)
+    if own is None:
+        raise _UnknownError
+    return type(value), _identity(own)
+
+
+def _identity_of_function(function: types.FunctionType, around: tuple[Any, ...]) -> Any:
+    if any(function is outer for outer in around):  # it calls itself
+        return function.__code__
+    inside = (*around, function)
+    try:
+        # A lambda is a new function in each step, of the same code.
+        return function.__code__, *(_identity(part, inside) for part in parts_of(function))
+    except _UnknownError:
+        return weakref.ref(function)
+
+
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return type(leaf), tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad
+    if isinstance(leaf, nn.Module):
+        return _identity(leaf)
+    return _identity(leaf) if isinstance(leaf, _VALUES) else type(leaf)
+
+
+def _modes(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
+    kinds = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in sorted(kinds)
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    )

@@ -1,0 +1,134 @@
+"""Seeing what a region does: whether small changes of its input make small changes of its result.
+
+Modes on this thread's stacks see every operator of the dispatcher, and functions that read values
+without one; the graph tells of autograd.Functions, whose backward may be anything. What these do
+not see, such as a kernel that is launched on a pointer, is seen by the memory that it fills. Some
+microseconds an operation while a region is watched; nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vramx.recompute.smooth import holds_floats, is_smooth, leaves_unfilled, name_of
+from vramx.recompute.structure import flatten
+
+# Ours; and what torch.library makes for an operator, which the dispatcher shows itself.
+_KNOWN_FUNCTIONS = ("_Rotation", "_Attach", "GeneratedBackwardFor_")
+_READS = frozenset(
+    getattr(Tensor, name)
+    for name in ("tolist", "numpy", "__array__", "data_ptr", "untyped_storage", "__dlpack__")
+)
+_UNSEEN = "memory that no operation of torch fills"
+
+
+class Operators(TorchDispatchMode):
+    """Call `on_rough` with the name of each operation that is not smooth, nor in `allowed`."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, on_rough: Callable[[str], None], allowed: frozenset[str]) -> None:
+        super().__init__()
+        self._on_rough = on_rough
+        self._allowed = allowed
+        # Memory that was just made: what fills it comes next, as in dropout, or is not seen.
+        self._unfilled: Tensor | None = None
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Have compiled functions run as they are: passed over once, they would stay so."""
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._unfilled is not None:
+            self._check_filled((*args[:1], *kwargs.values()))
+        if not is_smooth(func, args, kwargs):
+            name = name_of(func)
+            if name.split("::")[-1] not in self._allowed:
+                self._on_rough(name)
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and leaves_unfilled(func, result):
+            self._unfilled = result
+        return result
+
+    def _check_filled(self, targets: Sequence[Any]) -> None:
+        unfilled, self._unfilled = self._unfilled, None
+        if not any(target is unfilled for target in targets):
+            self._on_rough(_UNSEEN)
+
+    def finish(self) -> None:
+        """Say that no operation follows."""
+        if self._unfilled is not None:
+            self._check_filled(())
+
+
+class _Reads(TorchFunctionMode):
+    """The same for functions that read the values of a tensor past the dispatcher."""
+
+    def __init__(self, on_rough: Callable[[str], None]) -> None:
+        super().__init__()
+        self._on_rough = on_rough
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if not torch.compiler.is_compiling() and func in _READS and holds_floats(args):
+            self._on_rough(f"Tensor.{func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+class Watch:
+    """What one run of a region showed: `rough` names the first operation that is not smooth.
+
+    Those in `allowed` are, as their user says.
+    """
+
+    def __init__(self, allowed: frozenset[str]) -> None:
+        self.rough = ""
+        self._allowed = allowed
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Watch what runs on this thread meanwhile."""
+        operators = Operators(self._note, self._allowed)
+        with _Reads(self._note), operators:
+            yield
+        operators.finish()
+
+    def look_at(self, result: Any, leaves: Sequence[Any]) -> None:
+        """Look for autograd.Functions between a region's result and the leaves of its arguments."""
+        seen: set[Any] = {leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)} | {None}
+        nodes: list[Any] = [leaf.grad_fn for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+        if not nodes:
+            self._note(f"a result without tensors, {type(result).__name__}")
+        while nodes:
+            node = nodes.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                name = type(node).__name__.removesuffix("Backward")
+                if name not in self._allowed and not name.startswith(_KNOWN_FUNCTIONS):
+                    self._note(f"autograd.Function {name}")
+            nodes += [following for following, _ in node.next_functions]
+
+    def _note(self, name: str) -> None:
+        self.rough = self.rough or name
