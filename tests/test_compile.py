@@ -315,12 +315,12 @@ def test_noise_is_uniform() -> None:
 # -- Block by block -------------------------------------------------------------------------------
 
 
-def test_compiled_blocks_within_compress_are_packed() -> None:
+def test_compiled_blocks_within_compress_are_packed_if_a_policy_says_so() -> None:
     model, x = nn.Sequential(net(), net()), torch.randn(64, WIDTH)
     exact = gradients(model, model, x)
     for block in model:
         block.compile(backend="aot_eager")
-    with vramx.compress(min_bytes=0) as stats:
+    with vramx.compress(min_bytes=0, policy={"CompiledFunction": 8}) as stats:
         y = model(x)
     assert stats.packed.tensors > 0
     model.zero_grad()

@@ -18,12 +18,14 @@ import torch
 
 from vramx.compression import codec as plain_codec
 from vramx.compression import policy, random
+from vramx.compression.calls import PLAIN, STRIDED, Operation
 from vramx.compression.compiler import run_uncompiled
 from vramx.compression.config import MASK_BITS, Compression, Format
 from vramx.compression.geometry import Geometry, covered_bytes, describe, flat
 from vramx.compression.lifetime import current_stream, outlive
-from vramx.compression.operations import PLAIN, STRIDED, Operation, OperationMode
-from vramx.compression.policy import Rules
+from vramx.compression.notices import tell_of_unknown
+from vramx.compression.operations import OperationMode
+from vramx.compression.policy import SavePolicy
 from vramx.compression.saved import (
     Codec,
     Copy,
@@ -124,7 +126,7 @@ class Session:
         self._options = options
         self._stats = stats
         self._mode = mode
-        self._rules = Rules(options, module)
+        self._rules = SavePolicy(options, module)
         self._codec = PlainCodec() if codec is None else codec
         self._sign_codec = SignCodec(self._codec)
         self._table = _thread.table
@@ -136,9 +138,17 @@ class Session:
     def pack(self, tensor: torch.Tensor) -> Reference | Restored:
         """Take what an operation saves; called by torch, through C++, in the operation's frame."""
         operation = self._mode.current(1)
+        if operation.custom:  # whose frame the mode is active in
+            with torch._C.DisableTorchFunction():
+                return self._take(tensor, operation)
+        return self._take(tensor, operation)
+
+    def _take(self, tensor: torch.Tensor, operation: Operation) -> Reference | Restored:
         bits, reason = self._rules.choose(tensor, operation)
         if bits:
             return self._compress(tensor, operation, bits)
+        if reason == policy.UNKNOWN:
+            tell_of_unknown(operation)
         return self._keep(tensor, operation, reason)
 
     @staticmethod
@@ -264,7 +274,7 @@ class Session:
 
 
 # Kept for what they are, not for whose memory they lie in: a look at the storage may save memory.
-_EXAMINED = frozenset({policy.SMALL, policy.POLICY, policy.STATISTIC})
+_EXAMINED = frozenset({policy.SMALL, policy.POLICY, policy.STATISTIC, policy.UNKNOWN})
 
 
 def _range_key(

@@ -71,7 +71,8 @@ class CompressionStats:
         shared_bytes: bytes of tensors that were found to be kept already, and cost nothing.
         packed: the tensors that were packed.
         kept: those that were kept as they are, by reason: small, integer, policy, statistic (a
-            result much smaller than its argument), held (memory that another kept tensor holds),
+            result much smaller than its argument), unknown (nothing is known of the operation's
+            backward), held (memory that another kept tensor holds),
             dtype, layout, subclass, device, leaf, parameter, disabled.
         operations: all but parameters and leaves, by operation.
 

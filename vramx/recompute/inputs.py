@@ -21,7 +21,7 @@ from vramx.compression.codec import Packed, pack, unpack
 from vramx.compression.config import Compression
 from vramx.compression.geometry import Geometry, describe, flat, restore
 from vramx.compression.lifetime import outlive
-from vramx.compression.policy import Rules
+from vramx.compression.policy import SavePolicy
 from vramx.compression.saved import Reference
 
 
@@ -75,8 +75,8 @@ def packed_inputs(compression: Compression | None, share: str | float | None) ->
 
 
 @lru_cache(maxsize=16)
-def _rules(options: Compression) -> Rules:
-    return Rules(options)
+def _rules(options: Compression) -> SavePolicy:
+    return SavePolicy(options)
 
 
 def _save(
