@@ -9,7 +9,7 @@ keeps, headers of a buffer): the two agree within 3 %.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -38,10 +38,6 @@ Way = Callable[[], AbstractContextManager[Any]]
 def _nothing_is_left() -> Iterator[None]:
     yield
     check_that_nothing_is_left()
-
-
-# It is nobody's that compression knows.
-POLICY = {"FusedRmsNorm": 8}
 
 
 class FusedRmsNorm(torch.autograd.Function):
@@ -96,8 +92,10 @@ def run(blocks: list[nn.Module], x: torch.Tensor, way: Way, runs: Any) -> torch.
     return x
 
 
-def packed(**options: Any) -> Way:
-    return lambda: vramx.compress(min_bytes=1024, policy=POLICY, **options)
+def packed(bits: int = 8, policy: Mapping[str, str | int] | None = None) -> Way:
+    """Compress; the norm is no operation that compression knows by itself."""
+    policy = {"FusedRmsNorm": bits, **(policy or {})}
+    return lambda: vramx.compress(min_bytes=1024, bits=bits, policy=policy)
 
 
 def gated(element: float, q_and_k: float = 2 * 2.0) -> float:

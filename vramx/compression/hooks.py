@@ -43,9 +43,14 @@ class CompressionContext:
 
     @run_uncompiled
     def enter(self, module: torch.nn.Module | None) -> None:
-        """Push the hooks, unless there is nothing to do; `module` is whose forward runs."""
+        """Push the hooks, unless there is nothing to do; `module` is whose forward runs.
+
+        A module that is not training is left alone: what is asked of it then are its values, and
+        gradients that are such values, rather than a step.
+        """
         active = None
-        if torch.is_grad_enabled() and _may_push(self.options):
+        idle = module is not None and not module.training
+        if not idle and torch.is_grad_enabled() and _may_push(self.options):
             active = _Active(self._session(module))
             active.push()
         self._entered.stack.append(active)

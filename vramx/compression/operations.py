@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from types import FrameType, FunctionType
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as functional
@@ -21,7 +22,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from vramx.compression import third_party
-from vramx.compression.calls import UNKNOWN, Operation
+from vramx.compression.calls import PLAIN, STRIDED, UNKNOWN, Operation
 from vramx.compression.compiler import caller, skip_frames
 
 
@@ -32,6 +33,7 @@ class OperationMode(TorchFunctionMode):
         super().__init__()
         self._call: tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]] | None = None
         self._operation: Operation | None = None
+        self._made: WeakSet[torch.UntypedStorage] = WeakSet()
 
     def __torch_function__(
         self,
@@ -53,10 +55,33 @@ class OperationMode(TorchFunctionMode):
         outer = self._call
         self._call = (func, args, kwargs)
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
         finally:
             self._call = outer
             self._operation = None
+        if type(result) is torch.Tensor and not result.requires_grad:
+            self._note_made(result, args)
+        return result
+
+    def _note_made(self, result: torch.Tensor, args: tuple[Any, ...]) -> None:
+        """Note memory that a call made, which is not the memory of what it was given."""
+        if not result.is_floating_point() or result.layout is not STRIDED:
+            return
+        storage = result.untyped_storage()
+        for value in args:
+            given = type(value) in PLAIN and value.layout is STRIDED
+            if given and value.untyped_storage() is storage:
+                return
+        self._made.add(storage)
+
+    def is_given(self, tensor: torch.Tensor, operation: Operation) -> bool:
+        """Tell whether a tensor without a gradient is memory of the program's own.
+
+        It is an argument of the operation, and no call made its memory since the mode was entered.
+        """
+        if tensor.requires_grad or tensor.grad_fn is not None or operation.match(tensor) is None:
+            return False
+        return tensor.untyped_storage() not in self._made
 
     def current(self, frame_depth: int) -> Operation:
         """Return the call that is saving; `frame_depth` counts the frames up to the hook's.

@@ -29,6 +29,7 @@ INTEGER = "integer"
 SMALL = "small"
 PARAMETER = "parameter"
 LEAF = "leaf"
+INPUT = "input"
 SUBCLASS = "subclass"
 LAYOUT = "layout"
 DEVICE = "device"
@@ -41,7 +42,7 @@ DISABLED = "disabled"
 # What `strict` refuses: data that would have been compressed if that were possible.
 UNSUPPORTED = frozenset({SUBCLASS, LAYOUT, DEVICE, DTYPE})
 # Kept by reference without a further look: memory that lives as long as the graph in any case.
-OWNED_ELSEWHERE = frozenset({PARAMETER, LEAF})
+OWNED_ELSEWHERE = frozenset({PARAMETER, LEAF, INPUT})
 
 _PACKED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _DATA = _PACKED_DTYPES | {torch.bool}

@@ -145,6 +145,8 @@ class Session:
 
     def _take(self, tensor: torch.Tensor, operation: Operation) -> Reference | Restored:
         bits, reason = self._rules.choose(tensor, operation)
+        if bits > MASK_BITS and self._mode.is_given(tensor, operation):
+            return self._keep(tensor, operation, policy.INPUT)
         if bits:
             return self._compress(tensor, operation, bits)
         if reason == policy.UNKNOWN:
