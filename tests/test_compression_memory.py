@@ -9,7 +9,7 @@ keeps, headers of a buffer): the two agree within 3 %.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any

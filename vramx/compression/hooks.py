@@ -18,6 +18,7 @@ import torch
 from vramx.compression import enclosing, random
 from vramx.compression.compiler import run_uncompiled
 from vramx.compression.config import Compression
+from vramx.compression.derivatives import Derivatives, Unpacking
 from vramx.compression.operations import OperationMode
 from vramx.compression.saved import Codec
 from vramx.compression.session import PlainCodec, Session
@@ -34,6 +35,7 @@ class CompressionContext:
     def __init__(self, options: Compression, stats: CompressionStats | None = None) -> None:
         self.options = options
         self.stats = CompressionStats() if stats is None else stats
+        self._derivatives = Derivatives()
         self._entered = _Entered()
 
     @run_uncompiled
@@ -51,14 +53,17 @@ class CompressionContext:
         active = None
         idle = module is not None and not module.training
         if not idle and torch.is_grad_enabled() and _may_push(self.options):
-            active = _Active(self._session(module))
+            unpacking = Unpacking(self._derivatives, module)
+            active = _Active(self._session(module), unpacking)
             active.push()
         self._entered.stack.append(active)
 
     def _session(self, module: torch.nn.Module | None) -> tuple[Session, OperationMode]:
         mode = OperationMode()
         codec = _codec_of(self.options, self._entered)
-        return Session(self.options, self.stats, mode, module, codec), mode
+        only_weights = self._derivatives.higher
+        session = Session(self.options, self.stats, mode, module, codec, only_weights=only_weights)
+        return session, mode
 
     @run_uncompiled
     def __exit__(self, *error: object) -> None:
@@ -102,10 +107,10 @@ _PLAIN_CODEC = PlainCodec()
 class _Active:
     """One pair of hooks and one mode on this thread's stacks."""
 
-    def __init__(self, parts: tuple[Session, OperationMode]) -> None:
+    def __init__(self, parts: tuple[Session, OperationMode], unpacking: Unpacking) -> None:
         session, self._mode = parts
         self._pack = session.pack
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, Session.unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpacking.unpack)
 
     def push(self) -> None:
         self._hooks.__enter__()
@@ -185,6 +190,8 @@ def compress(options: Compression | None = None, /, **changes: Any) -> Compressi
     device that is kept for the next that needs it. A tensor that the caller holds until backward
     takes its packed bytes in addition.
     Sync: none; the first use of a device waits for it once.
+    A backward pass with create_graph=True is warned of once, and from the next forward on only
+    inputs of layers with weights are packed: no gradient of a gradient reads those.
     Error bound: codec.py states it for one tensor. With stochastic rounding the gradient of a layer
     that is linear in what it saved is unbiased.
 

@@ -21,7 +21,12 @@ from vramx.compression.calls import GRAPH, PLAIN, STRIDED, Operation
 from vramx.compression.config import KEEP, MASK_BITS, Action, Compression, Rule
 from vramx.compression.exactness import NORMS, SIGN_ONLY
 from vramx.compression.geometry import covered_elements
-from vramx.compression.weights import derives_from_parameter, is_parameter, is_weight
+from vramx.compression.weights import (
+    derives_from_parameter,
+    is_parameter,
+    is_read_for_a_weight,
+    is_weight,
+)
 from vramx.errors import UnsupportedTensorError
 
 # Reasons for which a tensor is kept, as CompressionStats counts them.
@@ -37,6 +42,7 @@ DTYPE = "dtype"
 POLICY = "policy"
 STATISTIC = "statistic"
 UNKNOWN = "unknown"
+DERIVATIVE = "derivative"
 HELD = "held"
 DISABLED = "disabled"
 # What `strict` refuses: data that would have been compressed if that were possible.
@@ -64,31 +70,27 @@ class Choice(NamedTuple):
 
 
 _CHOICES = {bits: Choice(bits, "") for bits in range(1, 9)}
-_KEPT = {
-    reason: Choice(0, reason)
-    for reason in (
-        INTEGER,
-        SMALL,
-        PARAMETER,
-        LEAF,
-        POLICY,
-        STATISTIC,
-        UNKNOWN,
-        DISABLED,
-        *UNSUPPORTED,
-    )
-}
+_REASONS = (INTEGER, SMALL, PARAMETER, LEAF, POLICY, STATISTIC, UNKNOWN, DERIVATIVE, DISABLED)
+_KEPT = {reason: Choice(0, reason) for reason in (*_REASONS, *UNSUPPORTED)}
 
 
 class SavePolicy:
     """Answer for one Compression what is kept of a tensor: packed with how many bits, or itself.
 
     Asked by hooks for what operations save, and by checkpoints for what they compute with again.
-    The `module` is the one whose forward runs, where there is one.
+    The `module` is the one whose forward runs, where there is one. With `only_weights` packed is
+    only what the gradient of a weight alone reads.
     """
 
-    def __init__(self, options: Compression, module: torch.nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        options: Compression,
+        module: torch.nn.Module | None = None,
+        *,
+        only_weights: bool = False,
+    ) -> None:
         self._options = options
+        self._only_weights = only_weights
         self._enabled = options.enabled
         self._module = module
         self.min_bytes = max(1, int(options.min_bytes))
@@ -158,6 +160,8 @@ class SavePolicy:
             return _CHOICES[MASK_BITS]  # a bit holds all of it
         if operation is None:
             return _CHOICES[self._options.bits]
+        if self._only_weights and not is_read_for_a_weight(tensor, operation):
+            return _KEPT[DERIVATIVE]
         if operation.custom:
             return self._third_party(operation)
         if operation.name in SIGN_ONLY:

@@ -1,4 +1,4 @@
-"""The pair of saved-tensor hooks: what is packed, what is kept, what is found to be kept already.
+"""The pack hook: what is packed, what is kept, what is found to be kept already.
 
 policy decides, codec packs, saved.py stands for it in the graph, and a Table finds data that a
 graph keeps already. Nothing outlives the graphs that use it. A Session belongs to one thread; a
@@ -9,10 +9,8 @@ saved tensor costs 2 to 4 microseconds of host time where it is kept and 6 to 13
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Hashable
 from dataclasses import astuple
-from typing import Any
 
 import torch
 
@@ -34,6 +32,7 @@ from vramx.compression.saved import (
     Reference,
     Restored,
 )
+from vramx.compression.sharing import Table
 from vramx.compression.signs import SignCodec
 from vramx.compression.stats import CompressionStats
 
@@ -54,46 +53,6 @@ class PlainCodec:
         return plain_codec.unpack(payload)
 
 
-class _Entry(weakref.ref[Any]):
-    """Weakly, what is kept under a key, and the storage that the key speaks of."""
-
-    __slots__ = ("key", "storage")
-
-    key: Hashable
-    storage: weakref.ref[torch.UntypedStorage]
-
-
-class Table:
-    """Find what is kept already, by the live memory that it was made from.
-
-    A key names a storage by the id of its Python object, which lives, and is the same one, as long
-    as the storage does (torch keeps it alive): an entry whose weak reference gives another object,
-    or none, speaks of memory that is gone. An entry goes with the last user of what it finds.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[Hashable, _Entry] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def find(self, key: Hashable, storage: torch.UntypedStorage) -> Any:
-        entry = self._entries.get(key)
-        if entry is None or entry.storage() is not storage:
-            return None
-        return entry()
-
-    def add(self, key: Hashable, storage: torch.UntypedStorage, kept: Any) -> None:
-        entry = _Entry(kept, self._drop)
-        entry.key = key
-        entry.storage = weakref.ref(storage)
-        self._entries[key] = entry
-
-    def _drop(self, entry: _Entry) -> None:
-        if self._entries.get(entry.key) is entry:
-            del self._entries[entry.key]
-
-
 class _Thread(threading.local):
     """What a thread has in common for all its contexts."""
 
@@ -105,7 +64,7 @@ _thread = _Thread()
 
 
 class Session:
-    """One entry into a context, on one thread: a pair of saved-tensor hooks.
+    """One entry into a context, on one thread: its pack hook.
 
     Args:
         options: what to do.
@@ -113,6 +72,7 @@ class Session:
         mode: tells which operation is saving; must be active while the hooks are.
         module: whose forward runs, so that its buffers are known; may be None.
         codec: where packed data is put; None is the codec as it is.
+        only_weights: pack only what the gradients of weights alone read.
     """
 
     def __init__(
@@ -122,11 +82,13 @@ class Session:
         mode: OperationMode,
         module: torch.nn.Module | None = None,
         codec: Codec | None = None,
+        *,
+        only_weights: bool = False,
     ) -> None:
         self._options = options
         self._stats = stats
         self._mode = mode
-        self._rules = SavePolicy(options, module)
+        self._rules = SavePolicy(options, module, only_weights=only_weights)
         self._codec = PlainCodec() if codec is None else codec
         self._sign_codec = SignCodec(self._codec)
         self._table = _thread.table
@@ -152,12 +114,6 @@ class Session:
         if reason == policy.UNKNOWN:
             tell_of_unknown(operation)
         return self._keep(tensor, operation, reason)
-
-    @staticmethod
-    @run_uncompiled
-    def unpack(saved: Reference | Restored) -> torch.Tensor:
-        """Give back what was taken; called by torch in backward, any number of times."""
-        return saved.open()
 
     def _compress(
         self, tensor: torch.Tensor, operation: Operation, bits: int
@@ -223,7 +179,7 @@ class Session:
         payload = codec.encode(flat(tensor, geometry), format)
         nbytes = geometry.covered * tensor.element_size()
         self._stats.record(operation.name, "", nbytes, payload.nbytes)
-        return Holding(payload, codec)
+        return Holding(payload, codec, format)
 
     def _keep(
         self, tensor: torch.Tensor, operation: Operation, reason: str
@@ -276,7 +232,9 @@ class Session:
 
 
 # Kept for what they are, not for whose memory they lie in: a look at the storage may save memory.
-_EXAMINED = frozenset({policy.SMALL, policy.POLICY, policy.STATISTIC, policy.UNKNOWN})
+_EXAMINED = frozenset(
+    {policy.SMALL, policy.POLICY, policy.STATISTIC, policy.UNKNOWN, policy.DERIVATIVE}
+)
 
 
 def _range_key(

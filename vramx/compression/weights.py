@@ -30,6 +30,10 @@ _WEIGHTS: dict[str, frozenset[int]] = {
         for dims in (1, 2, 3)
     },
 }
+# Layers: products of data with a weight, whose gradient alone reads the data.
+_LAYERS = frozenset(
+    {"linear", "matmul", "mm", "addmm"} | {name for name in _WEIGHTS if name.startswith("conv")}
+)
 _WEIGHT_NAMES = frozenset({"weight", "bias", "running_mean", "running_var"})
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 # Views and casts through which a weight is still that weight.
@@ -105,3 +109,14 @@ def _is_flat_weights(
     if operation.name not in _RECURRENT or tensor.dim() != 1:
         return False
     return tensor.numel() >= sum(p.numel() for p in parameters) > 0
+
+
+def is_read_for_a_weight(tensor: torch.Tensor, operation: Operation) -> bool:
+    """Whether only the gradient of a weight reads the tensor: it is the data of a layer."""
+    if operation.custom or operation.name not in _LAYERS:
+        return False
+    match = operation.match(tensor)
+    if match is None:
+        return False
+    others = [t for t in operation.tensors if t is not match.argument.tensor]
+    return any(is_parameter(t) or derives_from_parameter(t) for t in others if t.dim() > 1)
