@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from vramx.compression import third_party
 from vramx.compression.calls import PLAIN, STRIDED, UNKNOWN, Operation
 from vramx.compression.compiler import caller, skip_frames
+from vramx.compression.writes import may_write, note_call
 
 
 class OperationMode(TorchFunctionMode):
@@ -52,6 +53,8 @@ class OperationMode(TorchFunctionMode):
         if func in _COMPOSITES:
             with self:
                 return _opened(func)(*args, **kwargs)
+        if may_write(func):
+            note_call(func, (*args, *kwargs.values()))
         outer = self._call
         self._call = (func, args, kwargs)
         try:

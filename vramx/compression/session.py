@@ -15,7 +15,7 @@ from dataclasses import astuple
 import torch
 
 from vramx.compression import codec as plain_codec
-from vramx.compression import policy, random
+from vramx.compression import policy, random, third_party, writes
 from vramx.compression.calls import PLAIN, STRIDED, Operation
 from vramx.compression.compiler import run_uncompiled
 from vramx.compression.config import MASK_BITS, Compression, Format
@@ -106,6 +106,8 @@ class Session:
         return self._take(tensor, operation)
 
     def _take(self, tensor: torch.Tensor, operation: Operation) -> Reference | Restored:
+        if operation.position == 0 and not third_party.is_known(operation.library, operation.name):
+            writes.note(operation.tensors)  # its forward may have written into them
         bits, reason = self._rules.choose(tensor, operation)
         if bits > MASK_BITS and self._mode.is_given(tensor, operation):
             return self._keep(tensor, operation, policy.INPUT)
@@ -214,9 +216,10 @@ class Session:
             self._stats.record(name, policy.PARAMETER, nbytes, nbytes)
             return Reference(tensor)
         if range_bytes >= _MOST * storage.nbytes():
+            packed = self._is_packed(tensor, geometry, storage)
             reference = Reference(tensor)
             self._table.add(id(storage), storage, reference)
-            self._stats.record(name, reason, nbytes, nbytes)
+            self._stats.record(name, reason, 0 if packed else nbytes, nbytes)
             return reference
         outlive(tensor)
         key = _range_key(tensor, geometry, storage, current_stream(tensor))
@@ -230,6 +233,17 @@ class Session:
             self._stats.record(name, reason, 0, 0, shared_bytes=nbytes)
         return Restored(holding, geometry, shared=not operation.custom)
 
+    def _is_packed(
+        self, tensor: torch.Tensor, geometry: Geometry, storage: torch.UntypedStorage
+    ) -> bool:
+        """Tell whether the data is packed already: torch would have held it once."""
+        stream = current_stream(tensor)
+        keys = [
+            _range_key(tensor, geometry, storage, (values, stream))
+            for _, values in self._formats.values()
+        ]
+        return any(self._table.find(key, storage) is not None for key in keys)
+
 
 # Kept for what they are, not for whose memory they lie in: a look at the storage may save memory.
 _EXAMINED = frozenset(
@@ -240,11 +254,12 @@ _EXAMINED = frozenset(
 def _range_key(
     tensor: torch.Tensor, geometry: Geometry, storage: torch.UntypedStorage, place: Hashable
 ) -> Hashable:
-    """Name the elements that a tensor has now; in-place changes give it another version."""
+    """Name the elements that a tensor has now; known and possible writes give it another name."""
     _, _, span, whole, _ = geometry
     start = tensor.storage_offset()
     views = None if whole else (geometry.size, tensor.stride())
-    return (place, id(storage), tensor.dtype, start, span, tensor._version, views)
+    version = (tensor._version, writes.epoch(storage))
+    return (place, id(storage), tensor.dtype, start, span, version, views)
 
 
 def _cast_source(

@@ -55,5 +55,5 @@ def is_packed(library: str, name: str, position: int) -> bool:
 
 
 def is_known(library: str, name: str) -> bool:
-    """Tell whether what an operation saves has been read up."""
-    return library == OURS or (library, name) in PACKED
+    """Tell whether an operation is torch's or ours, or its source has been read."""
+    return library in ("", OURS) or (library, name) in PACKED
