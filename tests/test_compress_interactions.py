@@ -137,15 +137,6 @@ def test_where_hooks_are_forbidden_it_does_nothing() -> None:
     assert stats.tensors == 0
 
 
-def test_transforms_of_torch_func_run_inside_a_compressed_function() -> None:
-    @vramx.compressed_activations(min_bytes=0)
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return x.sin().sum()
-
-    x = torch.randn(8, 8)
-    assert torch.allclose(torch.func.grad(function)(x), x.cos())
-
-
 # Scaling, accumulation, sharing
 
 

@@ -133,8 +133,8 @@ def _may_push(options: Compression) -> bool:
     """Whether hooks may be pushed here and now, and would do something."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state():
         return False
-    if not _hooks_are_enabled():
-        return False
+    if not _hooks_are_enabled() or torch._C._are_functorch_transforms_active():
+        return False  # tensors of torch.func's transforms stand for others
     if enclosing.in_checkpoint():
         # Kept here, the checkpoint would keep everything and recompute nothing.
         if options.enabled:

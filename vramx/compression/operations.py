@@ -53,6 +53,8 @@ class OperationMode(TorchFunctionMode):
         if func in _COMPOSITES:
             with self:
                 return _opened(func)(*args, **kwargs)
+        if _transforms_are_active():
+            return self._call_transformed(func, args, kwargs)
         if may_write(func):
             note_call(func, (*args, *kwargs.values()))
         outer = self._call
@@ -65,6 +67,20 @@ class OperationMode(TorchFunctionMode):
         if type(result) is torch.Tensor and not result.requires_grad:
             self._note_made(result, args)
         return result
+
+    def _call_transformed(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call within a transform of torch.func, whose tensors stand for others and have no memory.
+
+        What is saved there is kept, and nothing is asked of the arguments.
+        """
+        outer, operation = self._call, self._operation
+        self._call, self._operation = (transformed, (), {}), None
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._call, self._operation = outer, operation
 
     def _note_made(self, result: torch.Tensor, args: tuple[Any, ...]) -> None:
         """Note memory that a call made, which is not the memory of what it was given."""
@@ -105,6 +121,11 @@ class OperationMode(TorchFunctionMode):
         return self._operation
 
 
+def transformed() -> None:
+    """Stand for every operation within a transform of torch.func."""
+
+
+_transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 skip_frames(OperationMode.__torch_function__)
 
 

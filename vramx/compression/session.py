@@ -13,6 +13,7 @@ from collections.abc import Hashable
 from dataclasses import astuple
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from vramx.compression import codec as plain_codec
 from vramx.compression import policy, random, third_party, writes
@@ -22,7 +23,7 @@ from vramx.compression.config import MASK_BITS, Compression, Format
 from vramx.compression.geometry import Geometry, covered_bytes, describe, flat
 from vramx.compression.lifetime import current_stream, outlive
 from vramx.compression.notices import tell_of_unknown
-from vramx.compression.operations import OperationMode
+from vramx.compression.operations import OperationMode, transformed
 from vramx.compression.policy import SavePolicy
 from vramx.compression.saved import (
     Codec,
@@ -36,6 +37,7 @@ from vramx.compression.sharing import Table
 from vramx.compression.signs import SignCodec
 from vramx.compression.stats import CompressionStats
 
+_TRANSFORMED = transformed.__name__
 # A view that covers less of its storage than this is kept as a copy: the rest can be freed.
 _MOST = 0.75
 
@@ -100,6 +102,8 @@ class Session:
     def pack(self, tensor: torch.Tensor) -> Reference | Restored:
         """Take what an operation saves; called by torch, through C++, in the operation's frame."""
         operation = self._mode.current(1)
+        if operation.name == _TRANSFORMED or is_functorch_wrapped_tensor(tensor):
+            return Reference(tensor)
         if operation.custom:  # whose frame the mode is active in
             with torch._C.DisableTorchFunction():
                 return self._take(tensor, operation)
