@@ -167,14 +167,18 @@ def compress(options: Compression | None = None, /, **changes: Any) -> Compressi
     Parameters, integers, small tensors and what the policy keeps stay as they are; everything else
     is packed once, however many operations saved it. Contexts nest: the innermost decides, and
     `compress(enabled=False)` opts out. Under no_grad, read on entry, it does nothing. The region of
-    an enclosing torch.utils.checkpoint is left to it. Of a torch.compile'd callable inside, packed
-    is what its graph saves: policies by operation do not see into a graph, so leave a softmax that
-    is no fused attention, and the loss, outside of it.
+    an enclosing torch.utils.checkpoint is left to it.
+
+    What is not known is kept, and named in one warning: autograd.Functions and operators of other
+    libraries (third_party.py lists the exceptions), TorchScript, what a checkpoint computes with
+    again, and what a torch.compile'd callable saves (compressed_graphs() packs within its graph).
+    The policy may name one's own: {"MyFunction": 8}, or {"MyFunction:0": 8} for an argument. Data
+    of the program's own that no gradient is asked of, such as the batch, is kept by reference.
 
     Of torch's operations those are packed whose backward is smooth in what it saves (exactness.py
-    lists them); TorchScript is kept, as its operations are not seen. Queries and keys of attention
-    that is written out cannot be told from other factors of a matmul, and are packed: call
-    scaled_dot_product_attention, which keeps them, or give the policy {"matmul": "keep"}.
+    lists them). Queries and keys of attention that is written out cannot be told from other factors
+    of a matmul, and are packed: call scaled_dot_product_attention, which keeps them, or give the
+    policy {"matmul": "keep"}.
 
     Args:
         options: a Compression; None for the defaults.
@@ -196,7 +200,8 @@ def compress(options: Compression | None = None, /, **changes: Any) -> Compressi
     that is linear in what it saved is unbiased.
 
     A change in place of a packed tensor is no error and does not change the gradient; of one that
-    is kept it raises, as in torch. Writes through `tensor.data` are seen by neither.
+    is kept it raises, as in torch. Writes through `tensor.data` are no error in either; of packed data the operations before
+    such a write have the old values, and those after it the new ones.
 
     Example:
         >>> layer = torch.nn.Linear(64, 64)
