@@ -199,8 +199,8 @@ def compress(options: Compression | None = None, /, **changes: Any) -> Compressi
     that is linear in what it saved is unbiased.
 
     A change in place of a packed tensor is no error and does not change the gradient; of one that
-    is kept it raises, as in torch. Writes through `tensor.data` are no error in either; of packed data the
-    operations before such a write have the old values, and those after it the new ones.
+    is kept it raises, as in torch. Writes through `tensor.data` are no error in either: of packed
+    data the operations before such a write have the old values, and those after it the new ones.
 
     Example:
         >>> layer = torch.nn.Linear(64, 64)
