@@ -173,6 +173,12 @@ def backward_graph(function: Any) -> fx.Node:
         (lambda x: x / 3.0, False),
         (lambda x: torch.ones(4, 4) @ x, False),
         (lambda x: x.sigmoid() * x, False),
+        (lambda x: torch.cat([x, x]).exp(), True),
+        (lambda x: torch.cat([x, x]) * 2.0, False),
+        (lambda x: x.atan(), True),  # nothing is known of it here
+        (lambda x: (x**2).sum(), False),
+        (lambda x: x**0.5, True),
+        (lambda x: x[0].unsqueeze(0).expand(3, 4).t().clone().view(12).log(), True),
     ],
 )
 def test_what_an_error_would_be_multiplied_in_is_exact(function: Any, expected: bool) -> None:
@@ -315,12 +321,12 @@ def test_noise_is_uniform() -> None:
 # -- Block by block -------------------------------------------------------------------------------
 
 
-def test_compiled_blocks_within_compress_are_packed() -> None:
+def test_compiled_blocks_within_compress_are_packed_if_a_policy_says_so() -> None:
     model, x = nn.Sequential(net(), net()), torch.randn(64, WIDTH)
     exact = gradients(model, model, x)
     for block in model:
         block.compile(backend="aot_eager")
-    with vramx.compress(min_bytes=0) as stats:
+    with vramx.compress(min_bytes=0, policy={"CompiledFunction": 8}) as stats:
         y = model(x)
     assert stats.packed.tensors > 0
     model.zero_grad()

@@ -284,3 +284,24 @@ def test_a_pipeline_of_compressed_blocks_trains() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("how", ["instance", "class"])
+def test_a_module_packs_while_it_is_training(how: str) -> None:
+    class Own(Block):
+        pass
+
+    module, x = Own(), input_of(4, 16, 64)
+    exact = gradient(module.eval(), x)
+    target = vramx.compressed_activations(module if how == "instance" else Own, min_bytes=0)
+    assert torch.equal(gradient(module, x), exact)
+    assert vramx.compression_stats(target).tensors == 0
+    gradient(module.train(), x)
+    assert vramx.compression_stats(target).packed.tensors > 0
+
+
+def test_in_eval_an_enclosing_context_still_packs() -> None:
+    module = vramx.compressed_activations(Block().eval(), min_bytes=0)
+    context = vramx.compress(min_bytes=0)
+    gradient(module, input_of(4, 16, 64), context)
+    assert context.stats.packed.tensors > 0

@@ -65,7 +65,7 @@ def test_an_autograd_function_has_the_name_of_its_class() -> None:
             return grad * y, grad * x
 
     x, y = input_of(32, 64), input_of(32, 64) * 2
-    with compress(min_bytes=0, policy={"Doubled:0": "keep"}) as stats:
+    with compress(min_bytes=0, policy={"Doubled": 8, "Doubled:0": "keep"}) as stats:
         Doubled.apply(x, y)
     assert set(stats.operations) == {"Doubled"}
     assert stats.kept["policy"].tensors == stats.packed.tensors == 1
@@ -77,10 +77,10 @@ def test_what_no_mode_sees_is_kept() -> None:
         return 1.0 / (x * 2.0).exp()
 
     x = input_of(64, 64)
-    assert set(saved_reason(lambda: function(x))) == {"policy"}
+    assert set(saved_reason(lambda: function(x))) == {"unknown"}
 
 
-def test_operators_of_other_libraries_are_packed() -> None:
+def test_operators_of_other_libraries_are_kept_unless_a_policy_names_them() -> None:
     with torch.library._scoped_library("vramx_test", "FRAGMENT") as library:
         library.define("scaled_by(Tensor x, Tensor y) -> Tensor")
         library.impl("scaled_by", lambda x, y: x.detach() * y.detach(), "CPU")
@@ -90,9 +90,12 @@ def test_operators_of_other_libraries_are_packed() -> None:
             setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
             lib=library,
         )
-        assert saved_reason(lambda: torch.ops.vramx_test.scaled_by(input_of(8, 8), input_of(8, 8)))[
-            "packed"
-        ]
+
+        def call() -> torch.Tensor:
+            return torch.ops.vramx_test.scaled_by(input_of(8, 8), input_of(8, 8))
+
+        assert saved_reason(call) == {"unknown": 2}
+        assert saved_reason(call, policy={"scaled_by:1": 8}) == {"unknown": 1, "packed": 1}
 
 
 # Where backward needs exact values

@@ -9,7 +9,7 @@ keeps, headers of a buffer): the two agree within 3 %.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -93,8 +93,10 @@ def run(blocks: list[nn.Module], x: torch.Tensor, way: Way, runs: Any) -> torch.
     return x
 
 
-def packed(**options: Any) -> Way:
-    return lambda: vramx.compress(min_bytes=1024, **options)
+def packed(bits: int = 8, policy: Mapping[str, str | int] | None = None) -> Way:
+    """Compress; the norm is no operation that compression knows by itself."""
+    policy = {"FusedRmsNorm": bits, **(policy or {})}
+    return lambda: vramx.compress(min_bytes=1024, bits=bits, policy=policy)
 
 
 def gated(element: float, q_and_k: float = 2 * 2.0) -> float:

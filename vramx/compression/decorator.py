@@ -45,6 +45,8 @@ def compressed_activations(
 def compressed_activations(target: Any = None, /, **options: Any) -> Any:
     """Keep what every call of a module or a function saves for backward in fewer bits.
 
+    A module packs while it is `training`, and runs as it was in eval(); a function always packs.
+
     Args:
         target: a Module (the same object is returned), a class of Modules (every instance; a
             subclass with a forward of its own only where that calls super), a function or a bound

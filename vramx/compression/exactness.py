@@ -25,7 +25,7 @@ NORMS = frozenset(
     }
 )
 
-_PRODUCTS = frozenset(
+PRODUCTS = frozenset(
     {
         *("mul", "multiply", "square", "addcmul", "lerp", "matmul", "mm", "bmm", "mv", "dot"),
         *("vdot", "inner", "outer", "ger", "addmm", "addmv", "addr", "addbmm", "baddbmm", "kron"),
@@ -40,7 +40,7 @@ _PRODUCTS = frozenset(
 )
 # Their slopes change by about as much as their argument, or their result, where that is saved. Of
 # attention, policy says which of the tensors.
-_SMOOTH = frozenset(
+SMOOTH = frozenset(
     {
         *("sigmoid", "tanh", "tanhshrink", "gelu", "silu", "mish", "glu"),
         *("lstm", "gru", "rnn_tanh", "lstm_cell", "gru_cell", "rnn_tanh_cell"),
@@ -60,9 +60,9 @@ _SIZE_ONLY = frozenset(
         ),
     }
 )
-_PACKED = _PRODUCTS | _SMOOTH | _SIZE_ONLY | NORMS
+_PACKED = PRODUCTS | SMOOTH | _SIZE_ONLY | NORMS
 # Powers whose slope is a product; between, and below 1, it has a root or a pole at zero.
-_POWERS = frozenset({1, 2, 3, 4})
+POWERS = frozenset({1, 2, 3, 4})
 # At 1, the slope does not jump and changes by no more than the argument does.
 _UNIT = {"elu": "alpha", "celu": "alpha", "softplus": "beta"}
 # Sums need no values; products divide, and the largest is compared with its arguments.
@@ -81,7 +81,7 @@ def needs_exact(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         return False
     if name == "pow":
         exponent = _argument(args, kwargs, 1, "exponent")
-        return not isinstance(exponent, (int, float)) or exponent not in _POWERS
+        return not isinstance(exponent, (int, float)) or exponent not in POWERS
     if name in _UNIT:
         return bool(_argument(args, kwargs, 1, _UNIT[name], 1.0) != 1.0)
     if name in _REDUCE:

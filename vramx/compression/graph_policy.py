@@ -1,4 +1,4 @@
-"""Which saved nodes of a compiled graph backward needs the exact value of.
+"""Which saved nodes of a compiled graph backward may need the exact value of.
 
 The counterpart, for graphs that torch.compile traced and perhaps decomposed, of what policy.py and
 exactness.py say about operations in eager code. Pure functions of an fx graph; a few steps from a
@@ -11,22 +11,29 @@ from typing import Any
 
 from torch import fx
 
-# Of what they read, or divide by, an error is multiplied, or flips a choice.
-_EXACT = frozenset(
-    {
-        *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "reciprocal", "rsqrt", "sqrt"),
-        *("le", "lt", "ge", "gt", "eq", "ne", "sign", "sgn"),
-        *("_softmax_backward_data", "_log_softmax_backward_data", "nll_loss_backward"),
-        *("threshold_backward", "hardtanh_backward", "hardsigmoid_backward", "hardswish_backward"),
-        *("leaky_relu_backward", "flex_attention_backward"),
-    }
+from vramx.compression import exactness
+
+# What is not named here needs exact values: it may compare, divide, or take an exponential. These
+# are products of exactness.py and smooth functions, their backward, and what is saved for its size.
+_BACKWARD = frozenset(
+    f"{name}_backward"
+    for name in (
+        *("convolution", "gelu", "silu", "sigmoid", "tanh", "mish", "glu", "native_dropout"),
+        *("native_layer_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm"),
+        *("_fused_rms_norm", "batch_norm", "max_pool2d_with_indices", "_adaptive_avg_pool2d"),
+        *("avg_pool2d", "upsample_nearest2d", "upsample_bilinear2d"),
+    )
 )
+# Sums, and functions whose slope is bounded and changes by as much as the argument does.
+_SUMS = frozenset({"sum", "mean", "neg", "rsub", "erf"})
+_HARMLESS = exactness.PRODUCTS | exactness.SMOOTH | _BACKWARD | _SUMS
 # What gives the same data, moved or shifted: a softmax is the exponential of a difference.
 _PASSES = frozenset(
     {
         *("_to_copy", "convert_element_type", "view", "_unsafe_view", "reshape", "unsqueeze"),
         *("squeeze", "expand", "permute", "transpose", "t", "clone", "alias", "slice", "select"),
-        *("sub", "add", "where"),
+        *("sub", "add", "where", "cat", "stack", "split", "split_with_sizes", "unbind", "getitem"),
+        *("constant_pad_nd", "unfold", "squeeze_", "detach", "_reshape_alias"),
     }
 )
 # Arguments of the backward of attention that an exponential is taken of.
@@ -35,30 +42,32 @@ _DEPTH = 8
 
 
 def is_exact(saved: fx.Node) -> bool:
-    """Tell whether the backward graph needs a placeholder's exact value."""
+    """Tell whether the backward graph may need a placeholder's exact value."""
     seen, front = {saved}, [saved]
     for _ in range(_DEPTH):
         below = []
         for node in front:
             for user in node.users:
-                if _needs_exact(user, node):
-                    return True
-                if user not in seen and _passes(user):
+                if user.op == "output" or user in seen:
+                    continue
+                if _passes(user):
                     seen.add(user)
                     below.append(user)
+                elif not _is_harmless(user, node):
+                    return True
         front = below
-    return False
+    return bool(front)  # what comes after has not been looked at
 
 
-def _needs_exact(user: fx.Node, argument: fx.Node) -> bool:
+def _is_harmless(user: fx.Node, argument: fx.Node) -> bool:
     name = _name(user)
-    if name in _EXACT:
-        return True
     if name == "div":
-        return user.args[1] is argument
+        return user.args[1] is not argument
+    if name == "pow":
+        return user.args[0] is argument and user.args[1] in exactness.POWERS
     if "scaled_dot_product" in name or "efficient_attention" in name:
-        return argument in _arguments(user, _LOGITS)
-    return False
+        return argument not in _arguments(user, _LOGITS)
+    return name in _HARMLESS
 
 
 def _passes(user: fx.Node) -> bool:

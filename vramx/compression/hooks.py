@@ -18,6 +18,7 @@ from vramx.compression import enclosing, random
 from vramx.compression.asked import options_of
 from vramx.compression.compiler import run_uncompiled
 from vramx.compression.config import Compression
+from vramx.compression.derivatives import Derivatives, Unpacking
 from vramx.compression.operations import OperationMode
 from vramx.compression.saved import Codec
 from vramx.compression.session import PlainCodec, Session
@@ -34,6 +35,7 @@ class CompressionContext:
     def __init__(self, options: Compression, stats: CompressionStats | None = None) -> None:
         self.options = options
         self.stats = CompressionStats() if stats is None else stats
+        self._derivatives = Derivatives()
         self._entered = _Entered()
 
     @run_uncompiled
@@ -43,17 +45,25 @@ class CompressionContext:
 
     @run_uncompiled
     def enter(self, module: torch.nn.Module | None) -> None:
-        """Push the hooks, unless there is nothing to do; `module` is whose forward runs."""
+        """Push the hooks, unless there is nothing to do; `module` is whose forward runs.
+
+        A module that is not training is left alone: what is asked of it then are its values, and
+        gradients that are such values, rather than a step.
+        """
         active = None
-        if torch.is_grad_enabled() and _may_push(self.options):
-            active = _Active(self._session(module))
+        idle = module is not None and not module.training
+        if not idle and torch.is_grad_enabled() and _may_push(self.options):
+            unpacking = Unpacking(self._derivatives, module)
+            active = _Active(self._session(module), unpacking)
             active.push()
         self._entered.stack.append(active)
 
     def _session(self, module: torch.nn.Module | None) -> tuple[Session, OperationMode]:
         mode = OperationMode()
         codec = _codec_of(self.options, self._entered)
-        return Session(self.options, self.stats, mode, module, codec), mode
+        only_weights = self._derivatives.higher
+        session = Session(self.options, self.stats, mode, module, codec, only_weights=only_weights)
+        return session, mode
 
     @run_uncompiled
     def __exit__(self, *error: object) -> None:
@@ -97,10 +107,10 @@ _PLAIN_CODEC = PlainCodec()
 class _Active:
     """One pair of hooks and one mode on this thread's stacks."""
 
-    def __init__(self, parts: tuple[Session, OperationMode]) -> None:
+    def __init__(self, parts: tuple[Session, OperationMode], unpacking: Unpacking) -> None:
         session, self._mode = parts
         self._pack = session.pack
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, Session.unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpacking.unpack)
 
     def push(self) -> None:
         self._hooks.__enter__()
@@ -123,8 +133,8 @@ def _may_push(options: Compression) -> bool:
     """Whether hooks may be pushed here and now, and would do something."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state():
         return False
-    if not _hooks_are_enabled():
-        return False
+    if not _hooks_are_enabled() or torch._C._are_functorch_transforms_active():
+        return False  # tensors of torch.func's transforms stand for others
     if enclosing.in_checkpoint():
         # Kept here, the checkpoint would keep everything and recompute nothing.
         if options.enabled:
@@ -142,8 +152,7 @@ def _warn_of_checkpoint() -> None:
     """Say it once a process."""
     warnings.warn(
         "vramx.compress() inside torch.utils.checkpoint does nothing: a checkpoint keeps only the "
-        "inputs of its region. To compress those, put the checkpoint inside the context, or use "
-        "vramx.checkpoint",
+        "inputs of its region. To compress those, use vramx.checkpoint",
         VramxWarning,
         stacklevel=4,
     )
@@ -157,14 +166,18 @@ def compress(options: Compression | None = None, /, **changes: Any) -> Compressi
     Parameters, integers, small tensors and what the policy keeps stay as they are; everything else
     is packed once, however many operations saved it. Contexts nest: the innermost decides, and
     `compress(enabled=False)` opts out. Under no_grad, read on entry, it does nothing. The region of
-    an enclosing torch.utils.checkpoint is left to it. Of a torch.compile'd callable inside, packed
-    is what its graph saves: policies by operation do not see into a graph, so leave a softmax that
-    is no fused attention, and the loss, outside of it.
+    an enclosing torch.utils.checkpoint is left to it.
+
+    What is not known is kept, and named in one warning: autograd.Functions and operators of other
+    libraries (third_party.py lists the exceptions), TorchScript, what a checkpoint computes with
+    again, and what a torch.compile'd callable saves (compressed_graphs() packs within its graph).
+    The policy may name one's own: {"MyFunction": 8}, or {"MyFunction:0": 8} for an argument. Data
+    of the program's own that no gradient is asked of, such as the batch, is kept by reference.
 
     Of torch's operations those are packed whose backward is smooth in what it saves (exactness.py
-    lists them); TorchScript is kept, as its operations are not seen. Queries and keys of attention
-    that is written out cannot be told from other factors of a matmul, and are packed: call
-    scaled_dot_product_attention, which keeps them, or give the policy {"matmul": "keep"}.
+    lists them). Queries and keys of attention that is written out cannot be told from other factors
+    of a matmul, and are packed: call scaled_dot_product_attention, which keeps them, or give the
+    policy {"matmul": "keep"}.
 
     Args:
         options: a Compression; None for the defaults.
@@ -180,11 +193,14 @@ def compress(options: Compression | None = None, /, **changes: Any) -> Compressi
     device that is kept for the next that needs it. A tensor that the caller holds until backward
     takes its packed bytes in addition.
     Sync: none; the first use of a device waits for it once.
+    A backward pass with create_graph=True is warned of once, and from the next forward on only
+    inputs of layers with weights are packed: no gradient of a gradient reads those.
     Error bound: codec.py states it for one tensor. With stochastic rounding the gradient of a layer
     that is linear in what it saved is unbiased.
 
     A change in place of a packed tensor is no error and does not change the gradient; of one that
-    is kept it raises, as in torch. Writes through `tensor.data` are seen by neither.
+    is kept it raises, as in torch. Writes through `tensor.data` are no error in either: of packed
+    data the operations before such a write have the old values, and those after it the new ones.
 
     Example:
         >>> layer = torch.nn.Linear(64, 64)

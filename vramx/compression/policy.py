@@ -1,24 +1,32 @@
 """What is done with a tensor that an operation saves: how many bits, or kept and why.
 
+What is not known is kept: an operation is packed only where exactness.py (torch's own) or
+third_party.py (those of other libraries) names it, or the user's policy does.
+
 The rules are asked in one order and the first that speaks decides. This file only decides; hooks
-carries it out. A Rules object is immutable but for a cache and belongs to one thread. A decision
+carries it out. A SavePolicy is immutable but for a cache and belongs to one thread. A decision
 costs half a microsecond for what is small and 3 to 9 for what is large enough to matter; no rule
 looks at the elements of a tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from torch.nn import Parameter
 
+from vramx.compression import third_party
+from vramx.compression.calls import GRAPH, PLAIN, STRIDED, Operation
 from vramx.compression.config import KEEP, MASK_BITS, Action, Compression, Rule
 from vramx.compression.exactness import NORMS, SIGN_ONLY
 from vramx.compression.geometry import covered_elements
-from vramx.compression.operations import PLAIN, STRIDED, Operation
+from vramx.compression.weights import (
+    derives_from_parameter,
+    is_parameter,
+    is_read_for_a_weight,
+    is_weight,
+)
 from vramx.errors import UnsupportedTensorError
 
 # Reasons for which a tensor is kept, as CompressionStats counts them.
@@ -26,64 +34,32 @@ INTEGER = "integer"
 SMALL = "small"
 PARAMETER = "parameter"
 LEAF = "leaf"
+INPUT = "input"
 SUBCLASS = "subclass"
 LAYOUT = "layout"
 DEVICE = "device"
 DTYPE = "dtype"
 POLICY = "policy"
 STATISTIC = "statistic"
+UNKNOWN = "unknown"
+DERIVATIVE = "derivative"
 HELD = "held"
 DISABLED = "disabled"
 # What `strict` refuses: data that would have been compressed if that were possible.
 UNSUPPORTED = frozenset({SUBCLASS, LAYOUT, DEVICE, DTYPE})
 # Kept by reference without a further look: memory that lives as long as the graph in any case.
-OWNED_ELSEWHERE = frozenset({PARAMETER, LEAF})
+OWNED_ELSEWHERE = frozenset({PARAMETER, LEAF, INPUT})
 
 _PACKED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _DATA = _PACKED_DTYPES | {torch.bool}
-# Arguments that are weights by what the operation does with them, and so never data: also where
-# they are computed from parameters (weight norm, an adapter merged into its base).
-_WEIGHTS: dict[str, frozenset[int]] = {
-    "linear": frozenset({1, 2}),
-    "bilinear": frozenset({2, 3}),
-    "embedding": frozenset({0, 1}),
-    "layer_norm": frozenset({2, 3}),
-    "rms_norm": frozenset({2}),
-    "group_norm": frozenset({2, 3}),
-    "batch_norm": frozenset({1, 2, 3, 4}),
-    "instance_norm": frozenset({1, 2, 3, 4}),
-    "prelu": frozenset({1}),
-    **{
-        f"conv{transposed}{dims}d": frozenset({1, 2})
-        for transposed in ("", "_transpose")
-        for dims in (1, 2, 3)
-    },
-}
-_WEIGHT_NAMES = frozenset({"weight", "bias", "running_mean", "running_var"})
 _ATTENTION = "scaled_dot_product_attention"
 _VALUE = 2  # its position
 _FUSED = "ScaledDotProduct"  # in the name of the node of each fused kernel, whose result has it
-# The autograd.Function that runs what torch.compile made.
-_GRAPH = "CompiledFunction"
-_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 # A result with this many elements fewer than the largest argument is a statistic of it, such as the
 # logsumexp of attention or the reciprocal deviation of a norm: nothing to gain and much to lose.
 _STATISTIC_RATIO = 16
 # The same for a result of fewer dimensions: attention has heads of 8, too.
 _REDUCED_RATIO = 4
-# Views and casts through which a weight is still that weight.
-_DERIVED = frozenset(
-    f"{name}Backward{version}"
-    for name in (
-        "View", "UnsafeView", "ReshapeAlias", "T", "Transpose", "Permute", "ToCopy", "Expand",
-        "Slice", "Select", "Split", "SplitWithSizes", "Unbind", "Unsqueeze", "Squeeze", "Alias",
-        "AsStrided", "Clone", "Narrow", "Unflatten", "Flatten",
-    )
-    for version in range(3)
-)  # fmt: skip
-# Of a tensor that was overwritten as a whole, as a recurrent network's weights are under autocast.
-_COPY = "torch::autograd::CopyBackwards"
-_WALK = 16
 
 
 class Choice(NamedTuple):
@@ -94,17 +70,27 @@ class Choice(NamedTuple):
 
 
 _CHOICES = {bits: Choice(bits, "") for bits in range(1, 9)}
-_KEPT = {
-    reason: Choice(0, reason)
-    for reason in (INTEGER, SMALL, PARAMETER, LEAF, POLICY, STATISTIC, DISABLED, *UNSUPPORTED)
-}
+_REASONS = (INTEGER, SMALL, PARAMETER, LEAF, POLICY, STATISTIC, UNKNOWN, DERIVATIVE, DISABLED)
+_KEPT = {reason: Choice(0, reason) for reason in (*_REASONS, *UNSUPPORTED)}
 
 
-class Rules:
-    """The rules of one Compression, and of the module whose forward it wraps where there is one."""
+class SavePolicy:
+    """Answer for one Compression what is kept of a tensor: packed with how many bits, or itself.
 
-    def __init__(self, options: Compression, module: torch.nn.Module | None = None) -> None:
+    Asked by hooks for what operations save, and by checkpoints for what they compute with again.
+    The `module` is the one whose forward runs, where there is one. With `only_weights` packed is
+    only what the gradient of a weight alone reads.
+    """
+
+    def __init__(
+        self,
+        options: Compression,
+        module: torch.nn.Module | None = None,
+        *,
+        only_weights: bool = False,
+    ) -> None:
         self._options = options
+        self._only_weights = only_weights
         self._enabled = options.enabled
         self._module = module
         self.min_bytes = max(1, int(options.min_bytes))
@@ -122,6 +108,8 @@ class Rules:
         reason = self._reason(tensor, operation)
         if reason is None:
             action = self._action(tensor, operation)
+            if action is None:
+                return self._default(tensor, operation)
             return _KEPT[POLICY] if action == KEEP else _CHOICES[int(action)]
         if self._options.strict and reason in UNSUPPORTED:
             raise UnsupportedTensorError(_refusal(tensor, operation, reason))
@@ -134,7 +122,7 @@ class Rules:
         dtype = tensor.dtype
         if dtype not in _DATA and not dtype.is_floating_point and not dtype.is_complex:
             return INTEGER
-        if _is_parameter(tensor):
+        if is_parameter(tensor):
             return PARAMETER
         if tensor.numel() * dtype.itemsize < self.min_bytes:
             return SMALL
@@ -152,10 +140,11 @@ class Rules:
             return PARAMETER
         return STATISTIC if operation is not None and _is_statistic(tensor, operation) else None
 
-    def _action(self, tensor: torch.Tensor, operation: Operation | None) -> Action:
+    def _action(self, tensor: torch.Tensor, operation: Operation | None) -> Action | None:
+        """Return what the user's policy says, None where it says nothing."""
         rules = None if operation is None else self._by_operation.get(_canonical(operation.name))
         if operation is None or not rules:
-            return self._default(tensor, operation)
+            return None
         mask = tensor.dtype == torch.bool
         match = operation.match(tensor)
         position = None if match is None else match.argument.position
@@ -163,31 +152,40 @@ class Rules:
             fits = rule.arguments is None or position in rule.arguments
             if fits and (rule.mask == mask or (mask and rule.action == KEEP)):
                 return rule.action
-        return self._default(tensor, operation)
+        return None
 
-    def _default(self, tensor: torch.Tensor, operation: Operation | None) -> Action:
+    def _default(self, tensor: torch.Tensor, operation: Operation | None) -> Choice:
+        """Pack what is named as harmless, and keep all else."""
         if tensor.dtype == torch.bool:
-            return MASK_BITS
-        if operation is None or operation.custom:
-            return self._options.bits
+            return _CHOICES[MASK_BITS]  # a bit holds all of it
+        if operation is None:
+            return _CHOICES[self._options.bits]
+        if self._only_weights and not is_read_for_a_weight(tensor, operation):
+            return _KEPT[DERIVATIVE]
+        if operation.custom:
+            return self._third_party(operation)
         if operation.name in SIGN_ONLY:
-            return MASK_BITS
-        if operation.needs_exact:
-            return KEEP
-        if _canonical(operation.name) == _ATTENTION and not _is_smooth_in_attention(
-            tensor, operation
-        ):
-            return KEEP
-        return self._options.bits
+            return _CHOICES[MASK_BITS]
+        exact = operation.needs_exact or (
+            _canonical(operation.name) == _ATTENTION
+            and not _is_smooth_in_attention(tensor, operation)
+        )
+        return _KEPT[POLICY] if exact else _CHOICES[self._options.bits]
+
+    def _third_party(self, operation: Operation) -> Choice:
+        library, name = operation.library, operation.name
+        if third_party.is_packed(library, name, operation.position):
+            return _CHOICES[self._options.bits]
+        return _KEPT[POLICY if third_party.is_known(library, name) else UNKNOWN]
 
     def is_parameter(self, tensor: torch.Tensor, operation: Operation | None) -> bool:
         """Whether a plain tensor is a parameter or buffer, a view or a cast of one, or a weight."""
         base = tensor._base
-        if base is not None and _is_parameter(base):
+        if base is not None and is_parameter(base):
             return True
-        if _derives_from_parameter(tensor):
+        if derives_from_parameter(tensor):
             return True
-        if operation is not None and _is_weight(tensor, operation):
+        if operation is not None and is_weight(tensor, operation):
             return True
         # Last, because it is the only rule that is not cheap: it looks at the whole module, once.
         if self._module is None:
@@ -200,11 +198,6 @@ class Rules:
             tensors = [*module.parameters(), *module.buffers()]
             self._owned = frozenset(t.untyped_storage()._cdata for t in tensors if type(t) in PLAIN)
         return self._owned
-
-
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    """isinstance(tensor, Parameter), without what its metaclass takes for a plain tensor."""
-    return type(tensor) is not torch.Tensor and isinstance(tensor, Parameter)
 
 
 @lru_cache(maxsize=1024)
@@ -225,68 +218,13 @@ def _unsupported(tensor: torch.Tensor) -> str | None:
     return DTYPE
 
 
-def _derives_from_parameter(tensor: torch.Tensor) -> bool:
-    """Walk up through views and casts; a chain that ends in a Parameter's gradient is a weight."""
-    node = tensor.grad_fn
-    for _ in range(_WALK):
-        if node is None:
-            return False
-        name = node.name()
-        if name not in _DERIVED and name != _COPY:
-            variable = getattr(node, "variable", None)
-            return variable is not None and _is_parameter(variable)
-        # What is copied comes last, behind what it overwrites.
-        node = node.next_functions[-1 if name == _COPY else 0][0]
-    return False
-
-
-def _is_weight(tensor: torch.Tensor, operation: Operation) -> bool:
-    """Whether the operation uses the tensor as a weight, itself or through a view or a cast."""
-    match = operation.match(tensor)
-    if match is not None:
-        argument = match.argument
-        positions = _WEIGHTS.get(operation.name)
-        return _is_parameter(argument.tensor) or (
-            positions is not None
-            and (argument.position in positions or argument.keyword in _WEIGHT_NAMES)
-        )
-    if tensor.grad_fn is not None or tensor.requires_grad:
-        return False
-    parameters = [t for t in operation.tensors if _is_parameter(t)]
-    # Of what a graph computed within it keeps no history either, of trained weights neither.
-    untold = [p for p in parameters if operation.name == _GRAPH or not p.requires_grad]
-    return _is_untold_cast(tensor, untold) or _is_flat_weights(tensor, operation, parameters)
-
-
-def _is_untold_cast(tensor: torch.Tensor, parameters: Sequence[torch.Tensor]) -> bool:
-    """Autocast's copy of a frozen weight has no history: only its shape and dtype tell it.
-
-    The input's copy cannot be taken for it: it is saved only for the gradient of this weight, and
-    a frozen weight has none.
-    """
-    shape = tuple(tensor.shape)
-    return any(
-        p.dtype != tensor.dtype and (shape == tuple(p.shape) or shape == tuple(p.shape)[::-1])
-        for p in parameters
-    )
-
-
-def _is_flat_weights(
-    tensor: torch.Tensor, operation: Operation, parameters: Sequence[torch.Tensor]
-) -> bool:
-    """cuDNN saves the weights of a recurrent network as one flat buffer."""
-    if operation.name not in _RECURRENT or tensor.dim() != 1:
-        return False
-    return tensor.numel() >= sum(p.numel() for p in parameters) > 0
-
-
 def _is_statistic(tensor: torch.Tensor, operation: Operation) -> bool:
     # A graph is many operations: what it saves is no statistic of what it was given.
-    if tensor.dtype == torch.bool or operation.name == _GRAPH:
+    if tensor.dtype == torch.bool or operation.name == GRAPH:
         return False
     if operation.match(tensor) is not None:
         return False
-    data = [t for t in operation.tensors if not _is_parameter(t)]
+    data = [t for t in operation.tensors if not is_parameter(t)]
     if not data:
         return False
     largest = max([t.numel() for t in data])

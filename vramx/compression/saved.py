@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from vramx.compression.config import Format
+from vramx.compression.config import MASK_BITS, Format
 from vramx.compression.geometry import Geometry, restore
 from vramx.compression.lifetime import current_stream, outlive
 from vramx.errors import ModifiedInPlaceError
@@ -83,11 +83,12 @@ class Codec(Protocol):
 class Holding:
     """One payload and its users. A table may find it while a user lives; it holds neither."""
 
-    __slots__ = ("__weakref__", "_users", "codec", "payload")
+    __slots__ = ("__weakref__", "_users", "codec", "format", "payload")
 
-    def __init__(self, payload: Payload, codec: Codec | None) -> None:
+    def __init__(self, payload: Payload, codec: Codec | None, format: Format | None = None) -> None:
         self.payload = payload
         self.codec = codec
+        self.format = format
         self._users: list[weakref.ref[Restored]] = []
 
     def add(self, user: Restored) -> None:
@@ -116,6 +117,11 @@ class Restored:
         self.geometry = geometry
         self.shared = shared
         holding.add(self)
+
+    @property
+    def is_approximate(self) -> bool:
+        """Whether what is given back may differ from what was saved."""
+        return self.holding.format is not None and self.holding.format.bits != MASK_BITS
 
     def open(self) -> torch.Tensor:
         payload = self.holding.payload

@@ -1,4 +1,4 @@
-"""The pair of saved-tensor hooks: what is packed, what is kept, what is found to be kept already.
+"""The pack hook: what is packed, what is kept, what is found to be kept already.
 
 policy decides, codec packs, saved.py stands for it in the graph, and a Table finds data that a
 graph keeps already. Nothing outlives the graphs that use it. A Session belongs to one thread; a
@@ -9,21 +9,22 @@ saved tensor costs 2 to 4 microseconds of host time where it is kept and 6 to 13
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Hashable
 from dataclasses import astuple
-from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from vramx.compression import codec as plain_codec
-from vramx.compression import policy, random
+from vramx.compression import policy, random, third_party, writes
+from vramx.compression.calls import PLAIN, STRIDED, Operation
 from vramx.compression.compiler import run_uncompiled
 from vramx.compression.config import MASK_BITS, Compression, Format
 from vramx.compression.geometry import Geometry, covered_bytes, describe, flat
 from vramx.compression.lifetime import current_stream, outlive
-from vramx.compression.operations import PLAIN, STRIDED, Operation, OperationMode
-from vramx.compression.policy import Rules
+from vramx.compression.notices import tell_of_unknown
+from vramx.compression.operations import OperationMode, transformed
+from vramx.compression.policy import SavePolicy
 from vramx.compression.saved import (
     Codec,
     Copy,
@@ -32,9 +33,11 @@ from vramx.compression.saved import (
     Reference,
     Restored,
 )
+from vramx.compression.sharing import Table
 from vramx.compression.signs import SignCodec
 from vramx.compression.stats import CompressionStats
 
+_TRANSFORMED = transformed.__name__
 # A view that covers less of its storage than this is kept as a copy: the rest can be freed.
 _MOST = 0.75
 
@@ -52,46 +55,6 @@ class PlainCodec:
         return plain_codec.unpack(payload)
 
 
-class _Entry(weakref.ref[Any]):
-    """Weakly, what is kept under a key, and the storage that the key speaks of."""
-
-    __slots__ = ("key", "storage")
-
-    key: Hashable
-    storage: weakref.ref[torch.UntypedStorage]
-
-
-class Table:
-    """Find what is kept already, by the live memory that it was made from.
-
-    A key names a storage by the id of its Python object, which lives, and is the same one, as long
-    as the storage does (torch keeps it alive): an entry whose weak reference gives another object,
-    or none, speaks of memory that is gone. An entry goes with the last user of what it finds.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[Hashable, _Entry] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def find(self, key: Hashable, storage: torch.UntypedStorage) -> Any:
-        entry = self._entries.get(key)
-        if entry is None or entry.storage() is not storage:
-            return None
-        return entry()
-
-    def add(self, key: Hashable, storage: torch.UntypedStorage, kept: Any) -> None:
-        entry = _Entry(kept, self._drop)
-        entry.key = key
-        entry.storage = weakref.ref(storage)
-        self._entries[key] = entry
-
-    def _drop(self, entry: _Entry) -> None:
-        if self._entries.get(entry.key) is entry:
-            del self._entries[entry.key]
-
-
 class _Thread(threading.local):
     """What a thread has in common for all its contexts."""
 
@@ -103,7 +66,7 @@ _thread = _Thread()
 
 
 class Session:
-    """One entry into a context, on one thread: a pair of saved-tensor hooks.
+    """One entry into a context, on one thread: its pack hook.
 
     Args:
         options: what to do.
@@ -111,6 +74,7 @@ class Session:
         mode: tells which operation is saving; must be active while the hooks are.
         module: whose forward runs, so that its buffers are known; may be None.
         codec: where packed data is put; None is the codec as it is.
+        only_weights: pack only what the gradients of weights alone read.
     """
 
     def __init__(
@@ -120,11 +84,13 @@ class Session:
         mode: OperationMode,
         module: torch.nn.Module | None = None,
         codec: Codec | None = None,
+        *,
+        only_weights: bool = False,
     ) -> None:
         self._options = options
         self._stats = stats
         self._mode = mode
-        self._rules = Rules(options, module)
+        self._rules = SavePolicy(options, module, only_weights=only_weights)
         self._codec = PlainCodec() if codec is None else codec
         self._sign_codec = SignCodec(self._codec)
         self._table = _thread.table
@@ -136,16 +102,24 @@ class Session:
     def pack(self, tensor: torch.Tensor) -> Reference | Restored:
         """Take what an operation saves; called by torch, through C++, in the operation's frame."""
         operation = self._mode.current(1)
+        if operation.name == _TRANSFORMED or is_functorch_wrapped_tensor(tensor):
+            return Reference(tensor)
+        if operation.custom:  # whose frame the mode is active in
+            with torch._C.DisableTorchFunction():
+                return self._take(tensor, operation)
+        return self._take(tensor, operation)
+
+    def _take(self, tensor: torch.Tensor, operation: Operation) -> Reference | Restored:
+        if operation.position == 0 and not third_party.is_known(operation.library, operation.name):
+            writes.note(operation.tensors)  # its forward may have written into them
         bits, reason = self._rules.choose(tensor, operation)
+        if bits > MASK_BITS and self._mode.is_given(tensor, operation):
+            return self._keep(tensor, operation, policy.INPUT)
         if bits:
             return self._compress(tensor, operation, bits)
+        if reason == policy.UNKNOWN:
+            tell_of_unknown(operation)
         return self._keep(tensor, operation, reason)
-
-    @staticmethod
-    @run_uncompiled
-    def unpack(saved: Reference | Restored) -> torch.Tensor:
-        """Give back what was taken; called by torch in backward, any number of times."""
-        return saved.open()
 
     def _compress(
         self, tensor: torch.Tensor, operation: Operation, bits: int
@@ -211,7 +185,7 @@ class Session:
         payload = codec.encode(flat(tensor, geometry), format)
         nbytes = geometry.covered * tensor.element_size()
         self._stats.record(operation.name, "", nbytes, payload.nbytes)
-        return Holding(payload, codec)
+        return Holding(payload, codec, format)
 
     def _keep(
         self, tensor: torch.Tensor, operation: Operation, reason: str
@@ -246,9 +220,10 @@ class Session:
             self._stats.record(name, policy.PARAMETER, nbytes, nbytes)
             return Reference(tensor)
         if range_bytes >= _MOST * storage.nbytes():
+            packed = self._is_packed(tensor, geometry, storage)
             reference = Reference(tensor)
             self._table.add(id(storage), storage, reference)
-            self._stats.record(name, reason, nbytes, nbytes)
+            self._stats.record(name, reason, 0 if packed else nbytes, nbytes)
             return reference
         outlive(tensor)
         key = _range_key(tensor, geometry, storage, current_stream(tensor))
@@ -262,19 +237,33 @@ class Session:
             self._stats.record(name, reason, 0, 0, shared_bytes=nbytes)
         return Restored(holding, geometry, shared=not operation.custom)
 
+    def _is_packed(
+        self, tensor: torch.Tensor, geometry: Geometry, storage: torch.UntypedStorage
+    ) -> bool:
+        """Tell whether the data is packed already: torch would have held it once."""
+        stream = current_stream(tensor)
+        keys = [
+            _range_key(tensor, geometry, storage, (values, stream))
+            for _, values in self._formats.values()
+        ]
+        return any(self._table.find(key, storage) is not None for key in keys)
+
 
 # Kept for what they are, not for whose memory they lie in: a look at the storage may save memory.
-_EXAMINED = frozenset({policy.SMALL, policy.POLICY, policy.STATISTIC})
+_EXAMINED = frozenset(
+    {policy.SMALL, policy.POLICY, policy.STATISTIC, policy.UNKNOWN, policy.DERIVATIVE}
+)
 
 
 def _range_key(
     tensor: torch.Tensor, geometry: Geometry, storage: torch.UntypedStorage, place: Hashable
 ) -> Hashable:
-    """Name the elements that a tensor has now; in-place changes give it another version."""
+    """Name the elements that a tensor has now; known and possible writes give it another name."""
     _, _, span, whole, _ = geometry
     start = tensor.storage_offset()
     views = None if whole else (geometry.size, tensor.stride())
-    return (place, id(storage), tensor.dtype, start, span, tensor._version, views)
+    version = (tensor._version, writes.epoch(storage))
+    return (place, id(storage), tensor.dtype, start, span, version, views)
 
 
 def _cast_source(

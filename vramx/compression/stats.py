@@ -81,14 +81,16 @@ class CompressionStats:
     Attributes:
         tensors: saved tensors that were seen, parameters included.
         saved_bytes: what torch alone would have kept for them; memory that several of them share
-            counts once, parameters and leaves not at all.
+            counts once, parameters, leaves and inputs not at all.
         kept_bytes: what is kept instead.
         shared_bytes: bytes of tensors that were found to be kept already, and cost nothing.
         packed: the tensors that were packed.
         kept: those that were kept as they are, by reason: small, integer, policy, statistic (a
-            result much smaller than its argument), held (memory that another kept tensor holds),
-            dtype, layout, subclass, device, leaf, parameter, disabled.
-        operations: all but parameters and leaves, by operation.
+            result much smaller than its argument), unknown (nothing is known of the operation's
+            backward), derivative (a gradient of a gradient may read it), held (memory that another
+            kept tensor holds), dtype, layout, subclass, device, leaf, input (data of the program's
+            own that no gradient is asked of), parameter, disabled.
+        operations: all but parameters, leaves and inputs, by operation.
 
     Sync: none. The numbers are sums over forward passes, not what is held now: divide by the steps.
 
@@ -250,7 +252,7 @@ class CompressionStats:
 
 
 # Memory that lives in any case: neither saved by torch nor kept by us.
-_NOT_COUNTED = frozenset({"parameter", "leaf"})
+_NOT_COUNTED = frozenset({"parameter", "leaf", "input"})
 _HEAD = "{:<20}  tensors        saved         kept"
 
 

@@ -21,7 +21,7 @@ from vramx.compression.codec import Packed, pack, unpack
 from vramx.compression.config import KEEP, Compression
 from vramx.compression.geometry import Geometry, describe, flat, restore
 from vramx.compression.lifetime import outlive
-from vramx.compression.policy import Rules
+from vramx.compression.policy import SavePolicy
 from vramx.compression.saved import Reference
 from vramx.errors import ModifiedInPlaceError
 
@@ -119,8 +119,8 @@ def _named(options: Compression) -> frozenset[str]:
 
 
 @lru_cache(maxsize=16)
-def _rules(options: Compression) -> Rules:
-    return Rules(options)
+def _rules(options: Compression) -> SavePolicy:
+    return SavePolicy(options)
 
 
 def _save(

@@ -1,0 +1,104 @@
+"""Gradients of gradients: told once, and exact from the next forward on."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from compress_tools import input_of
+from torch import nn
+
+import vramx
+from vramx.compression import notices
+from vramx.compression.derivatives import Unpacking
+from vramx.errors import VramxWarning
+
+
+class Energy(nn.Module):
+    """A sum over pairs of exponentials of squared distances, as force fields have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 1)
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        distances = (positions[:, None] - positions[None]).square().sum(-1)
+        waves = torch.exp(-((distances[..., None] - torch.linspace(0, 4, 16)) ** 2))
+        return self.second(nn.functional.softplus(self.first(waves))).sum()
+
+
+def forces_and_gradient(net: nn.Module, atoms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the forces, and the gradient of a loss of them."""
+    net.zero_grad()
+    positions = atoms.detach().requires_grad_()
+    (forces,) = torch.autograd.grad(net(positions), positions, create_graph=True)
+    forces.square().sum().backward()
+    found = [p.grad.flatten() for p in net.parameters() if p.grad is not None]
+    return forces.detach(), torch.cat(found)
+
+
+@pytest.fixture
+def _told_nothing() -> None:
+    notices.forget()
+
+
+@pytest.mark.usefixtures("_told_nothing")
+def test_the_step_after_the_first_is_exact_and_still_packs() -> None:
+    torch.manual_seed(0)
+    net, atoms = Energy(), torch.rand(24, 3) * 2
+    forces, gradient = forces_and_gradient(net, atoms)
+    vramx.compressed_activations(net, min_bytes=0)
+    with pytest.warns(VramxWarning, match=r"Energy.*enabled=False"):
+        first, _ = forces_and_gradient(net, atoms)
+    assert not torch.equal(first, forces)
+    stats = vramx.compression_stats(net)
+    stats.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found, found_gradient = forces_and_gradient(net, atoms)
+    assert torch.equal(found, forces)
+    assert torch.allclose(found_gradient, gradient, rtol=1e-5, atol=1e-6 * gradient.abs().max())
+    assert stats.packed.tensors == 1  # of the second layer; exp holds the data of the first
+    assert stats.kept["derivative"].tensors > 3
+
+
+@pytest.mark.usefixtures("_told_nothing")
+def test_a_gradient_penalty_through_a_context_is_told() -> None:
+    layer, x = nn.Linear(64, 64), input_of(8, 64)
+    context = vramx.compress(min_bytes=0)
+    for expected in (1, 0):
+        context.stats.reset()
+        with context:
+            y = layer(x).tanh()
+        if expected:
+            with pytest.warns(VramxWarning, match="create_graph=True"):
+                torch.autograd.grad(y.sum(), x, create_graph=True)
+        assert context.stats.packed.tensors == 1 + expected
+        assert "tanh" in context.stats.operations
+
+
+@pytest.mark.usefixtures("_told_nothing")
+def test_a_plain_backward_changes_nothing() -> None:
+    layer, x = nn.Linear(64, 64), input_of(8, 64)
+    context = vramx.compress(min_bytes=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            context.stats.reset()
+            with context:
+                y = layer(x).tanh()
+            torch.autograd.grad(y.sum(), x, retain_graph=True)
+            assert context.stats.packed.tensors == 2
+
+
+@pytest.mark.usefixtures("_told_nothing")
+def test_without_the_notice_the_second_step_would_be_off(monkeypatch: Any) -> None:
+    monkeypatch.setattr(Unpacking, "_note", lambda *_: None)
+    torch.manual_seed(0)
+    net, atoms = Energy(), torch.rand(24, 3) * 2
+    forces, _ = forces_and_gradient(net, atoms)
+    vramx.compressed_activations(net, min_bytes=0)
+    forces_and_gradient(net, atoms)
+    assert not torch.equal(forces_and_gradient(net, atoms)[0], forces)

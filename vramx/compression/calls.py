@@ -1,0 +1,183 @@
+"""One call of an operation that saves tensors, and which of its arguments a saved tensor is.
+
+operations.py finds the call; policy.py decides by it. An Operation lives as long as its call and
+belongs to one thread; its arguments are looked at only when something is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from vramx.compression import exactness
+
+# Views and copies that autograd records: what they give is the same data.
+_ORDER_KEPT = frozenset(
+    f"{name}Backward{version}"
+    for name in ("View", "UnsafeView", "_ReshapeAlias", "ReshapeAlias", "T", "Transpose", "Permute")
+    for version in (0,)
+) | frozenset(f"{name}Backward{v}" for name in ("Unsqueeze", "Squeeze") for v in range(3))
+_COPIES = frozenset({"ToCopyBackward0"})
+_REARRANGED = frozenset(
+    {"CloneBackward0", "ConstantPadNdBackward0", "ExpandBackward0", "AliasBackward0"}
+)
+# The name of what no mode sees and no frame tells.
+UNKNOWN = "unknown"
+# The autograd.Function that runs what torch.compile made.
+GRAPH = "CompiledFunction"
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+STRIDED = torch.strided
+# Enough for every chain that torch builds inside one operation; a bound, so that a walk is cheap.
+_WALK = 8
+# The position of an argument that is usually given by name.
+_KEYWORDS: dict[str, tuple[str, ...]] = {
+    "scaled_dot_product_attention": ("query", "key", "value", "attn_mask"),
+    "cross_entropy": ("input", "target", "weight"),
+}
+_COMMON_KEYWORDS = ("input", "weight", "bias")
+
+
+# A tensor among the arguments as an Argument says it, in a form that is faster to make.
+_Given = tuple[int | None, str | None, torch.Tensor]
+_NO_TENSORS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
+
+
+class Argument(NamedTuple):
+    """A tensor that was given to the operation: its position, None where only a name is known."""
+
+    position: int | None
+    keyword: str | None
+    tensor: torch.Tensor
+
+
+class Match(NamedTuple):
+    """The argument whose data a saved tensor holds.
+
+    `memory`: it is the same memory. `cast`: it is a copy in another dtype with the elements in the
+    same order, so that equal arguments give equal copies.
+    """
+
+    argument: Argument
+    memory: bool
+    cast: bool
+
+
+class Operation:
+    """One call of a torch function, or of one that torch does not know (`custom`).
+
+    The latter are autograd.Functions, and operators and functions of other libraries: `library` is
+    whose, empty for torch's own. `position` is the one, among all that the call saves, of the
+    tensor that it is saving now.
+    """
+
+    __slots__ = (
+        *("_answer", "_args", "_asked", "_found", "_kwargs"),
+        *("custom", "library", "name", "position"),
+    )
+
+    def __init__(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], library: str = ""
+    ) -> None:
+        self.name = name
+        self.library = library
+        self.custom = library != ""
+        self.position = 0
+        self._args = args
+        self._kwargs = kwargs
+        self._found: list[_Given] | None = None
+        self._asked: torch.Tensor | None = None
+        self._answer: Match | None = None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among the arguments."""
+        return [tensor for _, _, tensor in self._given()]
+
+    def _given(self) -> list[_Given]:
+        """Return the tensors with their places; those in a list have the place of the list."""
+        if self._found is None:
+            found: list[_Given] = []
+            for position, value in enumerate(self._args):
+                if type(value) in PLAIN:
+                    found.append((position, None, value))
+                elif type(value) not in _NO_TENSORS:  # isinstance asks torch, which takes longer
+                    _add_tensors(found, value, position, None)
+            keywords = _KEYWORDS.get(self.name, _COMMON_KEYWORDS) if self._kwargs else ()
+            for keyword, value in self._kwargs.items():
+                place = keywords.index(keyword) if keyword in keywords else None
+                _add_tensors(found, value, place, keyword)
+            self._found = found
+        return self._found
+
+    @property
+    def needs_exact(self) -> bool:
+        """Whether backward needs exact values of what the operation saves."""
+        return not self.custom and exactness.needs_exact(self.name, self._args, self._kwargs)
+
+    def match(self, tensor: torch.Tensor) -> Match | None:
+        """Return the argument that a saved tensor is, views and casts of it; None for all else."""
+        # The rules ask for one tensor several times; what is asked for is alive while they do.
+        if self._asked is not tensor:
+            self._answer = self._find(tensor)
+            self._asked = tensor
+        return self._answer
+
+    def _find(self, tensor: torch.Tensor) -> Match | None:
+        for position, value in enumerate(self._args):
+            if value is tensor:
+                return Match(Argument(position, None, tensor), True, False)
+        given = self._given()
+        for place in given:
+            if place[2] is tensor:
+                return Match(Argument(*place), True, False)
+        numel, dtype = tensor.numel(), tensor.dtype
+        for place in given:
+            other = place[2]
+            if other.numel() == numel and other.dtype == dtype and _same_memory(other, tensor):
+                return Match(Argument(*place), True, False)
+        return None if tensor.grad_fn is None else self._match_copy(tensor)
+
+    def _match_copy(self, tensor: torch.Tensor) -> Match | None:
+        node: Any = tensor.grad_fn
+        output: Any = tensor.output_nr
+        cast = True
+        copied = False
+        for _ in range(_WALK):
+            if copied:
+                argument = self._made_by(node, output)
+                if argument is not None:
+                    return Match(argument, memory=False, cast=cast)
+            name = "" if node is None else node.name()
+            if name not in _ORDER_KEPT and name not in _COPIES and name not in _REARRANGED:
+                return None
+            cast = cast and name not in _REARRANGED
+            copied = copied or name not in _ORDER_KEPT
+            node, output = node.next_functions[0]
+        return None
+
+    def _made_by(self, node: Any, output: int) -> Argument | None:
+        for place in self._given():
+            tensor = place[2]
+            if tensor.grad_fn is None:
+                if tensor.requires_grad and getattr(node, "variable", None) is tensor:
+                    return Argument(*place)
+            elif tensor.grad_fn is node and tensor.output_nr == output:
+                return Argument(*place)
+        return None
+
+
+def _add_tensors(
+    found: list[_Given], value: Any, position: int | None, keyword: str | None
+) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append((position, keyword, value))
+    elif isinstance(value, (list, tuple)):
+        found += [(position, keyword, item) for item in value if isinstance(item, torch.Tensor)]
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors of as many elements and one dtype are the same ones, in whatever shape."""
+    # Both live now, so that equal addresses are the same memory.
+    return type(one) in PLAIN and one.layout is STRIDED and one.data_ptr() == other.data_ptr()

@@ -1,0 +1,54 @@
+"""What compression says once a process: which operation it does not know, and what to do.
+
+Thread-safe; a set look-up where a thing has been said.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+from vramx.compression.calls import GRAPH, UNKNOWN, Operation
+from vramx.errors import VramxWarning
+
+_told: set[str] = set()
+_lock = threading.Lock()
+# There is a better way to pack what these save than a policy that names them.
+_WAYS = {
+    GRAPH: "a graph of torch.compile; vramx.compressed_graphs() around the call packs within it",
+    "checkpoint": "a checkpoint's inputs are computed with again; vramx.checkpoint() packs them",
+    "CheckpointFunction": "a checkpoint's inputs are computed with again; vramx.checkpoint() "
+    "packs them",
+    UNKNOWN: "TorchScript, a backward pass within, or C++ that is no operator of torch; it can be "
+    "kept only",
+}
+
+
+def tell_of_unknown(operation: Operation) -> None:
+    """Name an operation whose tensors are kept because nothing is known of its backward."""
+    name = operation.name
+    way = _WAYS.get(name)
+    if way is None:
+        way = (
+            f'a policy such as {{"{name}": 8}}, or {{"{name}:0": 8}} for its first argument, packs '
+            "what its backward is linear or smooth in"
+        )
+    tell(
+        f"{operation.library}.{name}",
+        f"{name} is not known to compression, and what it saves is kept exactly: {way}",
+    )
+
+
+def tell(what: str, text: str) -> None:
+    """Warn once a process of one thing."""
+    with _lock:
+        if what in _told:
+            return
+        _told.add(what)
+    warnings.warn(text, VramxWarning, stacklevel=2)
+
+
+def forget() -> None:
+    """Say everything once more."""
+    with _lock:
+        _told.clear()

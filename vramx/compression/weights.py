@@ -1,0 +1,122 @@
+"""Whether a tensor that is saved is a weight: a parameter, a view or cast of one, or used as one.
+
+Weights are never packed: their memory lives in any case. Pure functions; a walk of a few nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import Parameter
+
+from vramx.compression.calls import GRAPH, Operation
+
+# Arguments that are weights by what the operation does with them, and so never data: also where
+# they are computed from parameters (weight norm, an adapter merged into its base).
+_WEIGHTS: dict[str, frozenset[int]] = {
+    "linear": frozenset({1, 2}),
+    "bilinear": frozenset({2, 3}),
+    "embedding": frozenset({0, 1}),
+    "layer_norm": frozenset({2, 3}),
+    "rms_norm": frozenset({2}),
+    "group_norm": frozenset({2, 3}),
+    "batch_norm": frozenset({1, 2, 3, 4}),
+    "instance_norm": frozenset({1, 2, 3, 4}),
+    "prelu": frozenset({1}),
+    **{
+        f"conv{transposed}{dims}d": frozenset({1, 2})
+        for transposed in ("", "_transpose")
+        for dims in (1, 2, 3)
+    },
+}
+# Layers: products of data with a weight, whose gradient alone reads the data.
+_LAYERS = frozenset(
+    {"linear", "matmul", "mm", "addmm"} | {name for name in _WEIGHTS if name.startswith("conv")}
+)
+_WEIGHT_NAMES = frozenset({"weight", "bias", "running_mean", "running_var"})
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+# Views and casts through which a weight is still that weight.
+_DERIVED = frozenset(
+    f"{name}Backward{version}"
+    for name in (
+        "View", "UnsafeView", "ReshapeAlias", "T", "Transpose", "Permute", "ToCopy", "Expand",
+        "Slice", "Select", "Split", "SplitWithSizes", "Unbind", "Unsqueeze", "Squeeze", "Alias",
+        "AsStrided", "Clone", "Narrow", "Unflatten", "Flatten",
+    )
+    for version in range(3)
+)  # fmt: skip
+# Of a tensor that was overwritten as a whole, as a recurrent network's weights are under autocast.
+_COPY = "torch::autograd::CopyBackwards"
+_WALK = 16
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """isinstance(tensor, Parameter), without what its metaclass takes for a plain tensor."""
+    return type(tensor) is not torch.Tensor and isinstance(tensor, Parameter)
+
+
+def derives_from_parameter(tensor: torch.Tensor) -> bool:
+    """Walk up through views and casts; a chain that ends in a Parameter's gradient is a weight."""
+    node = tensor.grad_fn
+    for _ in range(_WALK):
+        if node is None:
+            return False
+        name = node.name()
+        if name not in _DERIVED and name != _COPY:
+            variable = getattr(node, "variable", None)
+            return variable is not None and is_parameter(variable)
+        # What is copied comes last, behind what it overwrites.
+        node = node.next_functions[-1 if name == _COPY else 0][0]
+    return False
+
+
+def is_weight(tensor: torch.Tensor, operation: Operation) -> bool:
+    """Whether the operation uses the tensor as a weight, itself or through a view or a cast."""
+    match = operation.match(tensor)
+    if match is not None:
+        argument = match.argument
+        positions = _WEIGHTS.get(operation.name)
+        return is_parameter(argument.tensor) or (
+            positions is not None
+            and (argument.position in positions or argument.keyword in _WEIGHT_NAMES)
+        )
+    if tensor.grad_fn is not None or tensor.requires_grad:
+        return False
+    parameters = [t for t in operation.tensors if is_parameter(t)]
+    # Of what a graph computed within it keeps no history either, of trained weights neither.
+    untold = [p for p in parameters if operation.name == GRAPH or not p.requires_grad]
+    return _is_untold_cast(tensor, untold) or _is_flat_weights(tensor, operation, parameters)
+
+
+def _is_untold_cast(tensor: torch.Tensor, parameters: Sequence[torch.Tensor]) -> bool:
+    """Autocast's copy of a frozen weight has no history: only its shape and dtype tell it.
+
+    The input's copy cannot be taken for it: it is saved only for the gradient of this weight, and
+    a frozen weight has none.
+    """
+    shape = tuple(tensor.shape)
+    return any(
+        p.dtype != tensor.dtype and (shape == tuple(p.shape) or shape == tuple(p.shape)[::-1])
+        for p in parameters
+    )
+
+
+def _is_flat_weights(
+    tensor: torch.Tensor, operation: Operation, parameters: Sequence[torch.Tensor]
+) -> bool:
+    """cuDNN saves the weights of a recurrent network as one flat buffer."""
+    if operation.name not in _RECURRENT or tensor.dim() != 1:
+        return False
+    return tensor.numel() >= sum(p.numel() for p in parameters) > 0
+
+
+def is_read_for_a_weight(tensor: torch.Tensor, operation: Operation) -> bool:
+    """Whether only the gradient of a weight reads the tensor: it is the data of a layer."""
+    if operation.custom or operation.name not in _LAYERS:
+        return False
+    match = operation.match(tensor)
+    if match is None:
+        return False
+    others = [t for t in operation.tensors if t is not match.argument.tensor]
+    return any(is_parameter(t) or derives_from_parameter(t) for t in others if t.dim() > 1)

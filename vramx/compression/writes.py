@@ -1,0 +1,77 @@
+"""How often memory may have been written without its version moving, as far as calls tell.
+
+Two operations share one pack of what they save only while the data is the same. In-place operations
+move the version of a tensor; writes through `.data`, through an address or an array, by collectives
+and by other libraries do not. Each call that can lead to one counts for the memory it is given, and
+a pack made before it is not found again. Memory that an array shares is never shared between packs,
+for the array may be written at any later time. Counts are a thread's own: what another thread
+writes, or C++ that no mode sees, is not known here. A tenth of a microsecond a call; no wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterable
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from vramx.compression.calls import PLAIN, STRIDED
+
+# Gives a tensor of the same memory with a version of its own.
+_DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+# Gives an address, which a kernel is started with at once.
+_ADDRESSES = frozenset({"data_ptr", "const_data_ptr", "mutable_data_ptr"})
+# Gives an object that others keep.
+_ARRAYS = frozenset({"numpy", "__array__", "__dlpack__", "share_memory_"})
+_FOR_GOOD = -1
+
+
+class _Counts(threading.local):
+    def __init__(self) -> None:
+        self.of: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
+
+
+_counts = _Counts()
+
+
+@lru_cache(maxsize=2048)
+def may_write(func: Callable[..., Any]) -> bool:
+    """Tell whether a call may lead to a write that the version of its arguments does not show.
+
+    Example:
+        >>> may_write(torch.Tensor.mul_), may_write(torch.Tensor.mul)
+        (True, False)
+    """
+    name = str(getattr(func, "__name__", ""))
+    if func == _DATA or name in _ADDRESSES or name in _ARRAYS:
+        return True
+    if name.endswith("_") and not name.endswith("__"):
+        return True  # its argument may be an alias that `.data` gave
+    module = str(getattr(func, "__module__", None) or "torch")
+    return module.startswith("torch.distributed") or module.split(".")[0] != "torch"
+
+
+def note_call(func: Callable[..., Any], values: Iterable[Any]) -> None:
+    """Count a call that may write for the memory of each tensor among its arguments."""
+    note(values, for_good=getattr(func, "__name__", "") in _ARRAYS)
+
+
+def note(values: Iterable[Any], *, for_good: bool = False) -> None:
+    """Count a possible write to the memory of tensors, and of those in lists."""
+    for value in values:
+        kind = type(value)
+        if kind in PLAIN and value.layout is STRIDED:
+            storage = value.untyped_storage()
+            count = _counts.of.get(storage, 0)
+            _counts.of[storage] = _FOR_GOOD if for_good or count == _FOR_GOOD else count + 1
+        elif kind is list or kind is tuple:
+            note(value, for_good=for_good)
+
+
+def epoch(storage: torch.UntypedStorage) -> Hashable:
+    """Return what is equal for two moments only if no write in between is known to be possible."""
+    count = _counts.of.get(storage, 0)
+    return object() if count == _FOR_GOOD else count
