@@ -3,7 +3,7 @@
 Where a gradient is itself a result (forces, gradient penalties), the error of a packed factor is an
 error of that result, and not one more in a sum over a batch. Of a layer with a weight only the
 weight's own gradient reads the packed input, so that these are packed all the same. Thread-safe: a
-flag that is only ever set. A tenth of a microsecond an unpacked tensor.
+flag that is only ever set. A look at the grad mode for each unpacked tensor.
 """
 
 from __future__ import annotations

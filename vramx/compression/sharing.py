@@ -1,6 +1,6 @@
 """What is kept already, found by the live memory that it was made from.
 
-Decides nothing. A Table belongs to one thread; a look-up takes half a microsecond.
+Decides nothing. A Table belongs to one thread.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ move the version of a tensor; writes through `.data`, through an address or an a
 and by other libraries do not. Each call that can lead to one counts for the memory it is given, and
 a pack made before it is not found again. Memory that an array shares is never shared between packs,
 for the array may be written at any later time. Counts are a thread's own: what another thread
-writes, or C++ that no mode sees, is not known here. A tenth of a microsecond a call; no wait.
+writes, or C++ that no mode sees, is not known here. A cached look-up a call; no wait.
 """
 
 from __future__ import annotations
