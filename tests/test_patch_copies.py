@@ -187,7 +187,7 @@ def test_class_with_a_reduction_of_its_own_is_copied_by_it() -> None:
     hook(nn.Sequential(block))
     twin = copy.deepcopy(block)
     assert not twin.training
-    train(twin)
+    train(twin.train())
     assert vramx.compression_stats(twin).packed.tensors > 0
     assert len(vramx.restore(twin)) == 1
     assert type(twin) is Reduced

@@ -198,7 +198,7 @@ def test_parametrized_weight_comes_and_goes_over_ours() -> None:
 
     layer = vramx.compressed_activations(nn.Linear(16, 16), **OPTIONS)
     parametrize.register_parametrization(layer, "weight", Doubled())
-    train(layer)
+    train(nn.Sequential(nn.Linear(16, 16), layer))
     assert vramx.compression_stats(layer).packed.tensors > 0
     parametrize.remove_parametrizations(layer, "weight")
     assert len(vramx.restore(layer)) == 1
