@@ -211,7 +211,8 @@ def test_core_asks_for_every_load_it_names(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_real_benchmarks_run(name: str, tmp_path: Path) -> None:
     pytest.importorskip("vramx._core", reason="the compiled core is not built")
     target = tmp_path / f"{name}.csv"
-    done = bench(ROOT, name, "--quick", "-o", str(target))
+    few = ["--traces", str(ROOT / "vramx/demo")] if name == "traces" else []
+    done = bench(ROOT, name, "--quick", *few, "-o", str(target))
     assert done.returncode == 0, done.stderr
     rows = rows_of(target)
     assert {row["status"] for row in rows} == {"ok"}

@@ -70,10 +70,7 @@ Result<Address> DeviceAllocator::allocate(Bytes requested, Stream stream, OutOfM
   }
   const Bytes size = size_of(requested);
   const StreamIndex index = state_.order.index_of(stream);
-  if (!state_.order.is_single() && quick_.may_ask() && quick_.is_kept_waiting(size, index)) {
-    ask_streams(lock);
-    if (quick_.is_kept_waiting(size, index)) quick_.note_asked_in_vain();
-  }
+  if (!state_.order.is_single()) ask_now_and_then(size, index, lock);
   if (const Placement quick = quick_.take(size, index); quick.address) {
     return publish(quick, requested, size, index);
   }

@@ -141,6 +141,7 @@ class DeviceAllocator {
   Result<Placement> try_all(Bytes size, StreamIndex stream, Lock& lock);
   Result<Placement> try_within(Request request, Lock& lock);
   void ask_streams(Lock& lock);
+  void ask_now_and_then(Bytes size, StreamIndex stream, Lock& lock);
   void relieve(Lock& lock);
   void learn_all(Lock& lock);
   bool wait_for_others(Deadline deadline, Lock& lock);
@@ -163,6 +164,10 @@ class DeviceAllocator {
   const Planner planner_{state_};
   Executor executor_{state_};
   Reclaimer reclaimer_{state_, planner_, executor_};
+  // Between streams memory that is over becomes one with its neighbours once that is known, so they
+  // are asked now and then. A question takes a microsecond or more.
+  static constexpr std::uint32_t kRequestsUnasked = 64;
+  std::uint32_t requests_unasked_ = 0;
   std::atomic<std::uint64_t> allocated_{0};
   AllocatorStats earlier_peaks_;  // of the intervals before; the rest of it is nothing
   OutOfMemory last_out_of_memory_;

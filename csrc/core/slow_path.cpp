@@ -102,9 +102,19 @@ Result<Placement> DeviceAllocator::try_within(Request request, Lock& lock) {
 void DeviceAllocator::ask_streams(Lock& lock) {
   const bool has_many_aliases = state_.aliases.mappings() * 2 >= state_.config.alias_mappings ||
                                 state_.aliases.bytes() * 4 >= state_.config.alias_addresses;
+  requests_unasked_ = 0;
   if (state_.order.is_single() && !has_many_aliases) return;
   state_.order.ask(lock);
   if (state_.config.cross_stream != CrossStream::kNever) state_.drop_tags_over();
+}
+
+// Before the fast path: where the request's counterpart went waits for a stream, or nothing was
+// asked for a while.
+void DeviceAllocator::ask_now_and_then(Bytes size, StreamIndex stream, Lock& lock) {
+  const bool is_waiting = quick_.may_ask() && quick_.is_kept_waiting(size, stream);
+  if (!is_waiting && ++requests_unasked_ < kRequestsUnasked) return;
+  ask_streams(lock);
+  if (is_waiting && quick_.is_kept_waiting(size, stream)) quick_.note_asked_in_vain();
 }
 
 // What frees memory without a wait of the host.
