@@ -166,7 +166,7 @@ class DeviceAllocator {
   Reclaimer reclaimer_{state_, planner_, executor_};
   // Between streams memory that is over becomes one with its neighbours once that is known, so they
   // are asked now and then. A question takes a microsecond or more.
-  static constexpr std::uint32_t kRequestsUnasked = 64;
+  static constexpr std::uint32_t kRequestsUnasked = 256;
   std::uint32_t requests_unasked_ = 0;
   std::atomic<std::uint64_t> allocated_{0};
   AllocatorStats earlier_peaks_;  // of the intervals before; the rest of it is nothing

@@ -165,7 +165,7 @@ def test_compiled_blocks_inside_a_context_are_one_graph() -> None:
     compiled = torch.compile(block)
     exact = gradient(block, x)
     for _ in range(2):
-        context = compress()
+        context = compress(policy={"CompiledFunction": 8})
         found = gradient(compiled, x, context)
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 1
