@@ -1,6 +1,7 @@
 #include "core/executor.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace vramx {
 namespace {
@@ -262,26 +263,18 @@ void Executor::note_leftovers(const MapOutcome& outcome, const Piece& range, Spa
   state_.unreleased.insert(state_.unreleased.end(), outcome.unreleased.begin(),
                            outcome.unreleased.end());
   if (outcome.status.ok()) return;
-  if (outcome.left_mapped) {
-    state_.leftovers.push_back({range, outcome.left_mapped, building});
-  } else {
-    give_up_range(range, building);
-  }
+  if (!outcome.left_mapped) return give_up_range(range, building);
+  state_.leftovers.push_back({range, outcome.left_mapped, building});
 }
 
 void Executor::give_up_range(const Piece& range, SpanId building) {
-  if (building != kNoId) {
-    state_.arena.finish_unmapped(building);
-  } else {
-    state_.alias_addresses.give_back(range.begin, range.size);
-  }
+  if (building != kNoId) return state_.arena.finish_unmapped(building);
+  state_.alias_addresses.give_back(range.begin, range.size);
 }
 
 void Executor::retry_leftovers(Lock& lock) {
-  std::vector<Leftover> ranges;
-  std::vector<ChunkHandle> chunks;
-  ranges.swap(state_.leftovers);
-  chunks.swap(state_.unreleased);
+  const std::vector<Leftover> ranges = std::exchange(state_.leftovers, {});
+  const std::vector<ChunkHandle> chunks = std::exchange(state_.unreleased, {});
   for (const Leftover& leftover : ranges) {
     lock.unlock();
     const Status unmapped = state_.driver.unmap(leftover.range.begin, leftover.mapped);

@@ -263,38 +263,31 @@ std::vector<CallRecord> SimDriver::journal() const {
 }
 
 std::size_t SimDriver::live_reservations() const {
-  const std::lock_guard lock(mutex_);
-  return memory_.live_reservations();
+  return locked([&] { return memory_.live_reservations(); });
 }
 
 std::size_t SimDriver::live_chunks() const {
-  const std::lock_guard lock(mutex_);
-  return memory_.live_chunks();
+  return locked([&] { return memory_.live_chunks(); });
 }
 
 std::size_t SimDriver::live_mappings() const {
-  const std::lock_guard lock(mutex_);
-  return memory_.live_mappings();
+  return locked([&] { return memory_.live_mappings(); });
 }
 
 std::size_t SimDriver::mappings_open_to(int peer) const {
-  const std::lock_guard lock(mutex_);
-  return memory_.mappings_open_to(peer);
+  return locked([&] { return memory_.mappings_open_to(peer); });
 }
 
 std::size_t SimDriver::live_events() const {
-  const std::lock_guard lock(mutex_);
-  return streams_.live_events();
+  return locked([&] { return streams_.live_events(); });
 }
 
 Bytes SimDriver::used() const {
-  const std::lock_guard lock(mutex_);
-  return memory_.used();
+  return locked([&] { return memory_.used(); });
 }
 
 Bytes SimDriver::resident() const {
-  const std::lock_guard lock(mutex_);
-  return memory_.resident();
+  return locked([&] { return memory_.resident(); });
 }
 
 std::string SimDriver::check() const {

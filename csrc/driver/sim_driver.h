@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -100,6 +101,11 @@ class SimDriver final : public Driver, public Bytewise {
   SimDriver(const SimOptions& options, std::unique_ptr<SimPages> pages);
   Status admit_bytes(Address address, Bytes size, const char* call) const;
   StreamName here(Stream stream) const { return {stream, ordinal_}; }
+  template <class Ask>
+  auto locked(Ask ask) const {
+    const std::lock_guard lock(mutex_);
+    return ask();
+  }
 
   const int ordinal_;
   const Bytes granularity_;
