@@ -86,7 +86,7 @@ Address DeviceAllocator::publish(const Placement& placement, Bytes requested, By
   block.requested = requested;
   if (!state_.order.is_single()) {
     state_.order.hold(stream);
-    state_.arena.tell_streams_apart();
+    state_.arena.note_several_streams();
   }
   blocks_.insert(placement);
   quick_.note(placement, size, stream);
@@ -177,7 +177,7 @@ Status DeviceAllocator::record_stream(Address address, StreamName stream, bool i
   const StreamIndex user = state_.order.index_of(stream, is_lasting);
   if (!blocks_.add_user(found.span, user)) return ok_status();
   state_.order.hold(user);
-  state_.arena.tell_streams_apart();
+  state_.arena.note_several_streams();
   state_.trace.add(TraceKind::kRecordStream, address, state_.arena.used(found.span).requested,
                    stream.handle);
   return ok_status();
