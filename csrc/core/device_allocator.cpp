@@ -130,7 +130,7 @@ Status DeviceAllocator::free(Address address, LiveBlock* freed) {
   note_allocated();
   state_.trace.add(TraceKind::kFree, address, requested, state_.order.handle_of(stream));
   const bool is_plain = (block.details & block.next) == kNoId;  // both are
-  const bool is_marked = state_.order.wants_mark(stream, size);
+  const bool is_marked = state_.order.wants_mark(stream, size, state_.arena.tells_apart());
   if (is_plain && !is_marked) [[likely]] {
     state_.order.let_go(stream);
     state_.arena.give_back(first, state_.order.stamp(stream));
