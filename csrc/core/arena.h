@@ -156,6 +156,8 @@ class Arena {
   void note_pages(SpanId id, Address begin, Address end);
   void note_pages(SpanId id) { note_pages(id, spans_[id].begin, spans_[id].end()); }
   static constexpr int kMostSteps = 32;
+  // What a free may tie to itself that was over: a buffer of this size is wanted by another stream.
+  static constexpr Bytes kMostTied{16 << 20};
   void merge_unmapped(SpanId id);
   template <class MayTake, class Visit>
   void for_each_run(MayTake may_take, Visit visit) const;

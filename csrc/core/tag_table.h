@@ -43,7 +43,7 @@ class TagTable {
   }
   // Of two that are alike; the kept one gets the tags of both.
   void unite(FreeSpan& kept, const FreeSpan& gone) {
-    if (kept.tag_set != kNoId) return unite_sets(kept, gone);
+    if (kept.tag_set != kNoId) return drop(gone.tag_set);  // the two are equal
     if (kept.tag_stream == kNoId) kept.tag_stream = gone.tag_stream;
     if (kept.tag_number < gone.tag_number) kept.tag_number = gone.tag_number;
   }
@@ -83,7 +83,6 @@ class TagTable {
   static constexpr int kGroupShift = 7;
 
   bool sets_are_alike(const FreeSpan& a, const FreeSpan& b) const;
-  void unite_sets(FreeSpan& kept, const FreeSpan& gone);
 
   bool has_several_ = false;
   bool is_apart_ = false;
