@@ -168,11 +168,9 @@ class SavePolicy:
             return self._third_party(operation)
         if operation.name in SIGN_ONLY:
             return _CHOICES[MASK_BITS]
-        if operation.needs_exact:
-            return _KEPT[POLICY]
         if _canonical(operation.name) == _ATTENTION:
             return self._attention(tensor, operation)
-        return _CHOICES[self._options.bits]
+        return _KEPT[POLICY] if operation.needs_exact else _CHOICES[self._options.bits]
 
     def _attention(self, tensor: torch.Tensor, operation: Operation) -> Choice:
         if not _is_smooth_in_attention(tensor, operation):
