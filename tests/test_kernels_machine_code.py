@@ -112,7 +112,7 @@ def compiled(plan: launch.Plan, element: str, aligned: bool) -> bytes:
     binary = triton.compile(
         source,
         target=triton.backends.compiler.GPUTarget("cuda", *SM_90),
-        options={"num_warps": plan.constants["num_warps"]},
+        options={name: plan.constants.get(name) for name in ("num_warps", "maxnreg")},
     )
     cubin: bytes = binary.asm["cubin"]
     return cubin
