@@ -142,6 +142,7 @@ class DeviceAllocator {
   Result<Placement> try_within(Request request, Lock& lock);
   void ask_streams(Lock& lock);
   void ask_now_and_then(Bytes size, StreamIndex stream, Lock& lock);
+  void note_asker(StreamIndex stream);
   void relieve(Lock& lock);
   void learn_all(Lock& lock);
   bool wait_for_others(Deadline deadline, Lock& lock);
@@ -168,6 +169,11 @@ class DeviceAllocator {
   // are asked now and then. A question takes a microsecond or more.
   static constexpr std::uint32_t kRequestsUnasked = 256;
   std::uint32_t requests_unasked_ = 0;
+  // The stream that came to the slow path last, and how many requests were made since it was
+  // another one. A step of most programs makes fewer than kRequestsAlone.
+  static constexpr std::uint32_t kRequestsAlone = 1 << 14;
+  StreamIndex last_asker_ = kNoId;
+  std::uint32_t requests_alone_ = 0;
   std::atomic<std::uint64_t> allocated_{0};
   AllocatorStats earlier_peaks_;  // of the intervals before; the rest of it is nothing
   OutOfMemory last_out_of_memory_;

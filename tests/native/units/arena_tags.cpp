@@ -21,7 +21,7 @@ TagSet on_both(std::uint64_t first, std::uint64_t second) {
 const TagSet kOver;
 
 struct Fixture : ArenaFixture {
-  Fixture() { arena.tell_streams_apart(); }
+  Fixture() { arena.note_several_streams(); }
 
   struct Part {
     Bytes size;
@@ -218,6 +218,16 @@ void a_stitch_is_made_of_runs(Fixture& fixture) {
   EXPECT(runs[0].begin == begin && runs[0].size == kPage);
 }
 
+// The first is the larger, so that no free ties it.
+void while_one_stream_asks_its_memory_is_one(Fixture& fixture) {
+  const Address begin = fixture.lay({{1_MiB, on(0, 1)}, {kPart, on(0, 100)}}, {0, 1});
+  EXPECT(fixture.arena.extent_count() == 2);
+  fixture.arena.let_mix();
+  EXPECT(fixture.arena.extent_count() == 1);
+  EXPECT(fixture.arena.check().empty());
+  EXPECT(fixture.tags_at(begin)[0] == (Tag{0, 100}));
+}
+
 // Its request comes before the streams are told apart.
 void the_first_request_of_a_second_stream_stitches_nothing_of_the_first(Nothing&) {
   ArenaFixture fixture;
@@ -243,6 +253,7 @@ constexpr Check<Nothing> kRules[] = {
 
 constexpr Check<Fixture> kChecks[] = {
     {"what was tied waits for the free", what_was_tied_waits_for_the_free},
+    {"while one stream asks its memory is one", while_one_stream_asks_its_memory_is_one},
     {"a free ties no more on both sides together", a_free_ties_no_more_on_both_sides_together},
     {"what is alike already ties nothing", what_is_alike_already_ties_nothing},
     {"memory that waits for nothing ties nothing", memory_that_waits_for_nothing_ties_nothing},
