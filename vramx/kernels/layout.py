@@ -17,7 +17,7 @@ its missing elements with code 0. `code_bytes` is a multiple of 16, so what foll
            first, wherever it occurs in the group, and 127 for the second; the others have codes of
            -126 to 126, and the scale is theirs. So a channel or two of 1000 times the rest cost the
            rest nothing, and no index is kept. Four bits have too few codes to give two of them
-           away, and the word would be an eighth of the buffer.
+           away, and the word would be a ninth of the buffer.
 Other widths exist in the reference only, a byte a code, without outliers. Immutable; a
 property costs a few additions.
 """
