@@ -64,11 +64,12 @@ def test_a_stream_prefers_its_own_memory_to_a_better_fit(device: SimulatedDevice
     assert device.waits() == 0
 
 
-def test_a_stream_that_asks_alone_has_its_memory_in_one_piece(device: SimulatedDevice) -> None:
+def test_a_stream_that_asks_alone_has_its_memory_in_one_piece() -> None:
+    device = open_device(256 * MIB, has_bytes=False)
     device.free(device.allocate(MIB, 8))
 
     def free_extents() -> int:
-        blocks = [device.allocate(size, 7) for size in [PIECE, *[MIB] * 20]]
+        blocks = [device.allocate(MIB, 7) for _ in range(200)]
         device.submit(7)
         for block in blocks:
             device.free(block)

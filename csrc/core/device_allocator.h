@@ -166,8 +166,10 @@ class DeviceAllocator {
   Executor executor_{state_};
   Reclaimer reclaimer_{state_, planner_, executor_};
   // Between streams memory that is over becomes one with its neighbours once that is known, so they
-  // are asked now and then. A question takes a microsecond or more.
+  // are asked now and then; more rarely while one of them alone asks for memory, which has its own as
+  // it is. A question takes a microsecond or more.
   static constexpr std::uint32_t kRequestsUnasked = 256;
+  static constexpr std::uint32_t kRequestsUnaskedAlone = 4096;
   std::uint32_t requests_unasked_ = 0;
   // The stream that came to the slow path last, and how many requests were made since it was
   // another one. A step of most programs makes fewer than kRequestsAlone.

@@ -113,11 +113,12 @@ void DeviceAllocator::ask_streams(Lock& lock) {
 // Before the fast path: where the request's counterpart went waits for a stream, or nothing was
 // asked for a while.
 void DeviceAllocator::ask_now_and_then(Bytes size, StreamIndex stream, Lock& lock) {
-  const bool is_waiting =
-      state_.arena.tells_apart() && quick_.may_ask() && quick_.is_kept_waiting(size, stream);
-  if (!is_waiting && ++requests_unasked_ < kRequestsUnasked) return;
+  const bool is_apart = state_.arena.tells_apart();
+  const bool is_waiting = is_apart && quick_.may_ask() && quick_.is_kept_waiting(size, stream);
+  const std::uint32_t most = is_apart ? kRequestsUnasked : kRequestsUnaskedAlone;
+  if (!is_waiting && ++requests_unasked_ < most) return;
   ask_streams(lock);
-  if (requests_alone_ >= kRequestsAlone && state_.arena.tells_apart()) state_.arena.let_mix();
+  if (is_apart && requests_alone_ >= kRequestsAlone) state_.arena.let_mix();
   if (is_waiting && quick_.is_kept_waiting(size, stream)) quick_.note_asked_in_vain();
 }
 

@@ -80,7 +80,7 @@ class TagTable {
  private:
   // Marks of one group. With none, a stream's own memory is in as many pieces as it frees large
   // blocks; with far more, others find it over later.
-  static constexpr int kGroupShift = 4;
+  static constexpr int kGroupShift = 7;
 
   bool sets_are_alike(const FreeSpan& a, const FreeSpan& b) const;
   void unite_sets(FreeSpan& kept, const FreeSpan& gone);
