@@ -190,7 +190,7 @@ def compress(options: Compression | None = None, /, **changes: Any) -> Compressi
     Raises:
         InvalidValueError: an option has no such name or value, or the policy names no operation.
 
-    Memory: 1.016 bytes an element at 8 bits; in backward one decoded tensor at a time, and one a
+    Memory: 1.047 bytes an element at 8 bits; in backward one decoded tensor at a time, and one a
     device that is kept for the next that needs it. A tensor that the caller holds until backward
     takes its packed bytes in addition.
     Sync: none; the first use of a device waits for it once.
