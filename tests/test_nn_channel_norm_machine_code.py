@@ -105,7 +105,7 @@ def compiled(name: str, channels: Channels) -> bytes:
     binary = triton.compile(
         source,
         target=triton.backends.compiler.GPUTarget("cuda", *SM_90),
-        options={"num_warps": constants["num_warps"]},
+        options={n: constants[n] for n in ("num_warps", "maxnreg") if n in constants},
     )
     cubin: bytes = binary.asm["cubin"]
     return cubin

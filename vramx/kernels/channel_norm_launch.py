@@ -22,6 +22,7 @@ from vramx.kernels.layout import Layout
 from vramx.kernels.start import start
 
 _WARPS = 4
+_PACKING_REGISTERS = 128  # of a thread
 _ELEMENTS = 16  # of a thread: one access of 16 bytes of codes
 TILE = 32 * _WARPS * _ELEMENTS
 _WIDEST_GROUP = 128  # where the format does not say
@@ -245,6 +246,9 @@ def _plan(
         "SYMMETRIC": symmetric,
         "num_warps": _WARPS,
     }
+    if name == "channel_norm" and bits == 8:
+        # Told nothing, the assembler keeps a word of some tiles in local memory.
+        constants["maxnreg"] = _PACKING_REGISTERS
     backward = name in ("channel_norm_gradient", "channel_norm_input")
     module = channel_norm_backward if backward else channel_norm
     return Plan(getattr(module, f"{name}_kernel"), TILE, constants)
