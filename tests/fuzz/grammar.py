@@ -1,0 +1,480 @@
+"""The steps that programs are made of, and programs of them.
+
+A step writes lines that take a value and give one; most are one line, in a table. `smooth` are
+those of which vramx promises to pack what they save. Steps that change what they were given make a
+value of their own first, so that each program is right in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import hypothesis.strategies as st
+import torch
+from tests.fuzz.settings import STYLES, Setting
+from tests.fuzz.writer import BATCH, TOKENS, WIDTHS, Value, Writer
+
+Step = Callable[[Writer, Value], Value]
+STEPS: dict[str, Step] = {}
+SMOOTH: set[str] = set()
+# What dynamo cannot trace, or is not to: it would be tested as a break of a graph only.
+EAGER: set[str] = set()
+DEPTH = 2  # of regions in regions
+
+# Elementwise: {0} is the value. The first group is what exactness.py packs.
+_SMOOTH_LINES = {
+    "gelu": "F.gelu({0})",
+    "silu": "F.silu({0})",
+    "tanh": "torch.tanh({0})",
+    "sigmoid": "torch.sigmoid({0})",
+    "mish": "F.mish({0})",
+    "relu": "F.relu({0})",
+    "leaky": "F.leaky_relu({0}, 0.1)",
+    "elu": "F.elu({0})",
+    "softplus": "F.softplus({0})",
+    "square": "{0}.square()",
+    "cube": "({0} * 0.5).pow(3)",
+    "dropout": "F.dropout({0}, 0.2, self.training)",
+    "self_product": "{0} * {0}",
+    "rms": "F.rms_norm({0}, ({0}.shape[-1],))",
+    "lerp": "torch.lerp({0}, {0}.tanh(), 0.3)",
+}
+_LINES = {
+    "exp": "({0} * 0.5).exp()",
+    "log": "(1 + {0}.abs()).log()",
+    "sqrt": "({0}.square() + 0.01).sqrt()",
+    "ratio": "{0} / ({0}.square() + 0.1)",
+    "quotient": "{0} / {0}.norm(dim=-1, keepdim=True)",
+    "reciprocal": "(1.5 + {0}.tanh()).reciprocal()",
+    "sin": "({0} * 9).sin()",
+    "cos": "torch.cos({0} * 3)",
+    "atan": "torch.atan({0} * 4)",
+    "log_softmax": "{0}.log_softmax(-1)",
+    "softmax": "({0} * 4).softmax(-1)",
+    "logsumexp": "{0} - {0}.logsumexp(-1, keepdim=True)",
+    "abs": "{0}.abs()",
+    "clamp": "{0}.clamp(-0.5, 0.7)",
+    "hardtanh": "F.hardtanh({0})",
+    "hardswish": "F.hardswish({0})",
+    "threshold": "F.threshold({0}, 0.1, 0.0)",
+    "softshrink": "F.softshrink({0}, 0.1)",
+    "relu6": "F.relu6({0} * 3)",
+    "prelu_like": "torch.where({0} > 0, {0}, 0.25 * {0})",
+    "maximum": "torch.maximum({0}, {0}.flip(1))",
+    "minimum": "torch.minimum({0}, {0}.roll(1, 2))",
+    "round_through": "{0} + ({0}.round() - {0}).detach()",
+    "floor_mixed": "{0} * (1 + {0}.detach().floor().remainder(2))",
+    "sign": "{0} * {0}.sign()",
+    "masked": "{0}.masked_fill({0} < 0.2, 0.0)",
+    "sort": "{0}.sort(-1).values",
+    "topk": "{0} + {0}.topk(3, -1).values.sum(-1, keepdim=True)",
+    "cummax": "{0}.cummax(1).values",
+    "cumsum": "{0}.cumsum(1) * 0.3",
+    "cumprod": "(1 + 0.2 * {0}.tanh()).cumprod(1)",
+    "prod": "{0} + (1 + 0.1 * {0}.tanh()).prod(-1, keepdim=True)",
+    "amax": "{0} - {0}.amax(-1, keepdim=True)",
+    "argmax_gather": "{0} + {0}.gather(-1, {0}.argmax(-1, keepdim=True))",
+    "median": "{0} - {0}.median(1, keepdim=True).values",
+    "std": "{0} / (0.1 + {0}.std(-1, keepdim=True))",
+    "var": "{0} + {0}.var(-1, keepdim=True)",
+    "normalize": "F.normalize({0}, dim=-1)",
+    "cdist": "{0} + torch.cdist({0}, {0}).mean(-1, keepdim=True)",
+    "cosine": "{0} + F.cosine_similarity({0}, {0}.flip(1), dim=-1).unsqueeze(-1)",
+    "prod_pairs": "{0} * {0}.flip(1)",
+    "index": "{0}[:, torch.arange({0}.shape[1] - 1, -1, -1)]",
+    "expand": "{0} + {0}[:, :1].expand_as({0}) * {0}[..., :1]",
+    "strided": "{0} + F.gelu({0}[:, ::2]).repeat_interleave(2, 1)",
+    "narrow": "torch.cat([{0}.narrow(1, 0, 5).tanh(), {0}.narrow(1, 5, 11)], 1)",
+    "transposed": "{0}.transpose(1, 2).tanh().transpose(1, 2)",
+    "unfolded": "{0} + ({0}.unfold(1, 3, 1).square().mean(-1)).mean(1, keepdim=True)",
+    "chunked": "torch.cat([a * b for a, b in [{0}.chunk(2, -1)]] * 2, -1)",
+    "unbound": "torch.stack([row.tanh() for row in {0}.unbind(1)], 1)",
+    "detached": "{0} * {0}.detach().sigmoid()",
+    "pooled": "F.max_pool1d({0}, 3, 1, 1)",
+    "averaged": "F.avg_pool1d({0}, 3, 1, 1)",
+    "adaptive": "{0} + F.adaptive_max_pool1d({0}, 1)",
+    "interpolated": "F.interpolate({0}, scale_factor=2, mode='linear')[..., ::2]",
+    "einsum": "{0} + torch.einsum('btc,bsc->bts', {0}, {0}).softmax(-1) @ {0}",
+    "complex": "torch.fft.rfft({0}.float(), dim=1).abs().mean(1, keepdim=True) * 0.1 + {0}",
+    "foreign_bend": "torch.ops.fuzz.bend({0})",
+    "foreign_comb": "torch.ops.fuzz.comb({0})",
+    "function": "pieces.Smooth.apply({0})",
+    "function_compares": "pieces.Compares.apply({0})",
+    "function_divides": "pieces.Divides.apply({0})",
+    "function_overwrites": "pieces.Overwrites.apply({0}) + {0}.tanh()",
+    "function_positions": "pieces.Positions.apply({0}, {0}.detach() * 3 + 6)",
+    "vmapped": "torch.vmap(lambda row: row * row.tanh())({0})",
+    "scripted": "pieces.scripted({0})",
+}
+# Those that an inner context, or a write, needs several lines for.
+_WRITES = {
+    "mul_": ["{1} = {0} * 1.5", "{1}.mul_(0.7)"],
+    "write_after": ["{1} = {0} * 1.5", "{1} = {1} + 1 * {1}.add_(0.3)"],
+    "relu_": ["{1} = {0} - 0.1", "F.relu_({1})"],
+    "dropout_": ["{1} = {0} * 1.0", "{1} = F.dropout({1}, 0.2, self.training, True)"],
+    "write_row": ["{1} = {0}.clone()", "{1}[:, 0] = {1}[:, 1] * 2"],
+    "write_column": ["{1} = {0}.clone()", "{1}[..., ::2] *= 0.5"],
+    "masked_": ["{1} = {0} * 1.0", "{1}.masked_fill_({1} > 1, 1.0)"],
+    "foreign_write": ["{1} = {0} * 1.5", "torch.ops.fuzz.damp({1})"],
+    "exact_part": ["with pieces.api.exact():", "    {1} = F.gelu({0}) * {0}"],
+    "no_grad": ["with torch.no_grad():", "    {1} = {0}.sigmoid()", "{1} = {0} * {1}"],
+    "branch": [
+        "{1} = {0}.tanh() if {0}.detach().float().mean() > 0.02 else F.relu({0}) * 2",
+    ],
+    "row_branch": [
+        "{1} = torch.stack([r.exp() if r.detach().sum() > 0 else r * r for r in {0} * 0.3])"
+    ],
+}
+# After {1} is saved it is changed past autograd: the first layer has the old values.
+_HIDDEN = {
+    "data_write": "{1}.data.mul_(0.5)",
+    "alias_write": "{1}.detach().data.add_(0.5)",
+    "array_write": "{1}.detach().numpy()[...] *= 0.5",
+}
+
+
+def step(name: str, *, smooth: bool = False, eager: bool = False) -> Callable[[Step], Step]:
+    """Add a step to the grammar."""
+
+    def add(function: Step) -> Step:
+        STEPS[name] = function
+        SMOOTH.update([name] if smooth else [])
+        EAGER.update([name] if eager else [])
+        return function
+
+    return add
+
+
+def _of_line(text: str) -> Step:
+    return lambda w, h: w.let(text.format(h), h.width)
+
+
+def _of_lines(lines: list[str]) -> Step:
+    def write(w: Writer, h: Value) -> Value:
+        result = w.let(f"{h}", h.width)
+        for line in lines:
+            w.line(line.format(h, result))
+        return result
+
+    return write
+
+
+def _of_hidden_write(text: str) -> Step:
+    def write(w: Writer, h: Value) -> Value:
+        if w.kinds:  # a region that runs again would have the new values in both layers
+            return linear(w, h)
+        w.overwrites = True
+        first, second = (w.module(f"nn.Linear({h.width}, {h.width})") for _ in range(2))
+        fresh = w.let(f"{h} * 1.5", h.width)
+        before = w.let(f"{first}({fresh})", h.width)
+        w.line(text.format(h, fresh))
+        return w.let(f"{before} + {second}({fresh})", h.width)
+
+    return write
+
+
+for _name, _text in (_SMOOTH_LINES | _LINES).items():
+    step(_name, smooth=_name in _SMOOTH_LINES, eager=_name in ("scripted", "vmapped"))(
+        _of_line(_text)
+    )
+for _name, _texts in _WRITES.items():
+    step(_name, eager=True)(_of_lines(_texts))
+for _name, _text in _HIDDEN.items():
+    step(_name, eager=True)(_of_hidden_write(_text))
+
+
+@step("linear", smooth=True)
+def linear(w: Writer, h: Value) -> Value:
+    width, bias = w.choose(WIDTHS), w.choose((True, False))
+    layer = w.module(f"nn.Linear({h.width}, {width}, bias={bias})")
+    return w.let(f"{layer}({h})", width)
+
+
+@step("mlp", smooth=True)
+def mlp(w: Writer, h: Value) -> Value:
+    up, down = w.module(f"nn.Linear({h.width}, 128)"), w.module(f"nn.Linear(64, {h.width})")
+    wide = w.let(f"{up}({h})", 128)
+    gate = w.let(f"F.silu({wide}[..., :64]) * {wide}[..., 64:]", 64)
+    return w.let(f"{h} + {down}({gate})", h.width)
+
+
+@step("norm", smooth=True)
+def norm(w: Writer, h: Value) -> Value:
+    kind = w.choose(("LayerNorm", "RMSNorm"))
+    return w.let(f"{w.module(f'nn.{kind}({h.width})')}({h})", h.width)
+
+
+@step("channel_norm", smooth=True)
+def channel_norm(w: Writer, h: Value) -> Value:
+    kinds = (
+        f"nn.BatchNorm1d({h.width})",
+        f"nn.GroupNorm(4, {h.width})",
+        f"nn.InstanceNorm1d({h.width}, affine=True, track_running_stats=True)",
+    )
+    return w.let(f"{w.module(w.choose(kinds))}({h}.transpose(1, 2)).transpose(1, 2)", h.width)
+
+
+@step("conv1d", smooth=True)
+def conv1d(w: Writer, h: Value) -> Value:
+    width = w.choose(WIDTHS)
+    options = w.choose(("padding=1", "padding=2, dilation=2", "padding=1, groups=4"))
+    layer = w.module(f"nn.Conv1d({h.width}, {width}, 3, {options})")
+    return w.let(f"{layer}({h}.transpose(1, 2)).transpose(1, 2)", width)
+
+
+@step("conv2d", smooth=True)
+def conv2d(w: Writer, h: Value) -> Value:
+    kinds = (f"nn.Conv2d({h.width}, 16, 3, padding=1)", f"nn.ConvTranspose2d({h.width}, 16, 1)")
+    layer = w.module(w.choose(kinds))
+    image = f"{h}.transpose(1, 2).unflatten(2, (4, 4))"
+    return w.let(f"{layer}({image}).flatten(2).transpose(1, 2)", 16)
+
+
+@step("convolution_block")
+def convolution_block(w: Writer, h: Value) -> Value:
+    """Convolution, batch norm, ReLU, pooling, as in image models."""
+    layer = w.module(f"nn.Conv2d({h.width}, 32, 3, padding=1, bias=False)")
+    statistics, relu = w.module("nn.BatchNorm2d(32)"), w.module("nn.ReLU(inplace=True)")
+    image = w.let(f"{h}.transpose(1, 2).unflatten(2, (4, 4))", h.width)
+    made = w.let(f"{relu}({statistics}({layer}({image})))", 32)
+    pool = w.choose(("F.max_pool2d({0}, 3, 1, 1)", "F.avg_pool2d({0}, 3, 1, 1)"))
+    return w.let(f"{pool.format(made)}.flatten(2).transpose(1, 2)", 32)
+
+
+@step("recurrent")
+def recurrent(w: Writer, h: Value) -> Value:
+    kind = w.choose(("LSTM", "GRU", "RNN"))
+    layer = w.module(f"nn.{kind}({h.width}, 16, batch_first=True)")
+    return w.let(f"{layer}({h})[0]", 16)
+
+
+@step("cell")
+def cell(w: Writer, h: Value) -> Value:
+    """A recurrent network that is written out, step by step."""
+    layer = w.module(f"nn.{w.choose(('GRUCell', 'RNNCell'))}({h.width}, 16)")
+    state = w.let(f"{h}.new_zeros({h}.shape[0], 16)", 16)
+    rows = w.let("[]", 16)
+    w.line(f"for row in {h}.unbind(1)[:6]:")
+    w.line(f"    {state} = {layer}(row, {state}.to(row.dtype))")
+    w.line(f"    {rows}.append({state})")
+    return w.let(f"torch.stack({rows} + [{state}] * {TOKENS - 6}, 1)", 16)
+
+
+def _heads(w: Writer, h: Value) -> list[str]:
+    layer = w.module(f"nn.Linear({h.width}, {3 * h.width})")
+    parts = w.let(f"{layer}({h}).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)", h.width)
+    return [f"{parts}[{i}]" for i in range(3)]
+
+
+@step("attention")
+def attention(w: Writer, h: Value) -> Value:
+    query, key, value = _heads(w, h)
+    causal = w.choose((True, False))
+    if w.double:  # the fused kernels have no second derivative
+        w.line("with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):")
+        mixed = w.let(f"F.scaled_dot_product_attention({query}, {key}, {value})", h.width)
+        # The call stands in the context.
+        w.indent_last()
+    else:
+        mixed = w.let(
+            f"F.scaled_dot_product_attention({query}, {key}, {value}, is_causal={causal})", h.width
+        )
+    out = w.module(f"nn.Linear({h.width}, {h.width})")
+    return w.let(f"{h} + {out}({mixed}.transpose(1, 2).flatten(2))", h.width)
+
+
+@step("written_attention")
+def written_attention(w: Writer, h: Value) -> Value:
+    query, key, value = _heads(w, h)
+    weights = w.let(f"({query} @ {key}.transpose(-1, -2) * 0.3).softmax(-1)", h.width)
+    mixed = w.let(f"F.dropout({weights}, 0.1, self.training) @ {value}", h.width)
+    return w.let(f"{h} + {mixed}.transpose(1, 2).flatten(2)", h.width)
+
+
+@step("torch_attention")
+def torch_attention(w: Writer, h: Value) -> Value:
+    layer = w.module(f"nn.MultiheadAttention({h.width}, 2, batch_first=True)")
+    weights = True if w.double else w.choose((True, False))
+    return w.let(f"{h} + {layer}({h}, {h}, {h}, need_weights={weights})[0]", h.width)
+
+
+@step("experts")
+def experts(w: Writer, h: Value) -> Value:
+    """Each token goes to the expert that a router chooses."""
+    router = w.module(f"nn.Linear({h.width}, 4)")
+    layers = w.module(f"nn.ModuleList(nn.Linear({h.width}, {h.width}) for _ in range(4))")
+    chance = w.let(f"{router}({h}).softmax(-1).max(-1)", 4)
+    result = w.let(f"torch.zeros_like({h})", h.width)
+    w.line(f"for number, expert in enumerate({layers}):")
+    w.line(f"    mine = {chance}.indices == number")
+    w.line(
+        f"    {result} = {result}.masked_scatter(mine.unsqueeze(-1), "
+        f"(expert({h}[mine]) * {chance}.values[mine].unsqueeze(-1)).to({result}.dtype))"
+    )
+    return w.let(f"{h} + {result}", h.width)
+
+
+@step("embedding")
+def embedding(w: Writer, h: Value) -> Value:
+    table = w.module(f"nn.Embedding(16, {h.width})")
+    return w.let(f"{h} + {table}({h}[..., :16].argmax(-1))", h.width)
+
+
+@step("shared_layer", smooth=True)
+def shared_layer(w: Writer, h: Value) -> Value:
+    layer = w.module(f"nn.Linear({h.width}, {h.width})")
+    return w.let(f"{layer}(torch.tanh({layer}({h}))) + {layer}({h})", h.width)
+
+
+@step("tied_weight", smooth=True)
+def tied_weight(w: Writer, h: Value) -> Value:
+    layer = w.module(f"nn.Linear({h.width}, 64, bias=False)")
+    return w.let(f"F.linear({layer}({h}), {layer}.weight.t())", h.width)
+
+
+@step("weight_norm")
+def weight_norm(w: Writer, h: Value) -> Value:
+    kind = w.choose(("weight_norm", "spectral_norm"))
+    layer = w.module(f"nn.utils.parametrizations.{kind}(nn.Linear({h.width}, {h.width}))")
+    return w.let(f"{layer}({h})", h.width)
+
+
+@step("gain", smooth=True)
+def gain(w: Writer, h: Value) -> Value:
+    scale = w.module(f"nn.Parameter(torch.randn({h.width}) * 0.1 + 1)")
+    return w.let(f"{h} * {scale}", h.width)
+
+
+@step("skip", smooth=True)
+def skip(w: Writer, h: Value) -> Value:
+    other = w.earlier(h.width)
+    return h if other is None else w.let(f"{h} + {other}", h.width)
+
+
+@step("product", smooth=True)
+def product(w: Writer, h: Value) -> Value:
+    other = w.earlier(h.width)
+    return h if other is None else w.let(f"{h} * {other}", h.width)
+
+
+@step("side_stream")
+def side_stream(w: Writer, h: Value) -> Value:
+    layer = w.module(f"nn.Linear({h.width}, {h.width})")
+    return w.let(f"pieces.on_side_stream({layer}, {h})", h.width)
+
+
+# How a region is called, by its kind: {0} is the module, {1} the value.
+_REGIONS = {
+    "plain": "{0}({1})",
+    "decorated": "{0}({1})",
+    "checkpoint": "pieces.api.checkpoint({0}, {1})",
+    "checkpoint_modules": "{0}({1})",
+    "torch_checkpoint": "checkpoint({0}, {1}, use_reentrant=False)",
+    "torch_reentrant": "checkpoint({0}, {1}, use_reentrant=True)",
+    "compiled": "{0}({1})",
+    "compiled_graphs": "{0}({1})",
+}
+_BASES = {"decorated": "pieces.Decorated", "checkpoint_modules": "pieces.Recomputed"}
+
+
+def region(kind: str) -> Step:
+    """Return the step that has a module of its own, which is called in the way of `kind`."""
+
+    def write(w: Writer, h: Value) -> Value:
+        compiled = kind.startswith("compiled")
+        if len(w.kinds) >= DEPTH or (compiled and w.kinds) or (w.double and compiled):
+            return linear(w, h)
+        if any(outer.startswith("compiled") for outer in w.kinds):
+            return linear(w, h)
+        w.open(kind, _BASES.get(kind, "nn.Module"))
+        inside = Value("x", h.width)
+        w.remember(inside)
+        for name in w.draw_names(region_steps(compiled), 4):
+            inside = take(w, inside, name)
+        name = w.close(inside)
+        made = f"torch.compile({name}(), backend='aot_eager')" if compiled else f"{name}()"
+        call = _REGIONS[kind].format(w.module(made), h)
+        w.packs = w.packs or "api" in _REGIONS[kind] or kind == "compiled_graphs"
+        if kind == "compiled_graphs":
+            result = w.let(f"{h}", inside.width)
+            w.line("with pieces.api.graphs():")
+            w.line(f"    {result} = {call}")
+            return result
+        return w.let(call, inside.width)
+
+    return write
+
+
+def region_steps(compiled: bool) -> list[str]:
+    names = [name for name in STEPS if name not in ("side_stream",)]
+    return [n for n in names if n not in EAGER and n not in _REGIONS] if compiled else names
+
+
+for _name in _REGIONS:
+    step(_name, smooth=_name in ("plain", "decorated"))(region(_name))
+
+
+def take(w: Writer, h: Value, name: str) -> Value:
+    """Write one step."""
+    result = STEPS[name](w, h)
+    w.smooth = w.smooth and name in SMOOTH
+    w.remember(result)
+    return result
+
+
+# What more programs should have than its share in the list gives.
+_OFTEN = {"linear": 12, "norm": 4, "skip": 4, "attention": 4, "checkpoint": 8, "mlp": 3,
+          "checkpoint_modules": 4, "plain": 2, "channel_norm": 4, "torch_checkpoint": 2}  # fmt: skip
+
+
+def usual_names() -> list[str]:
+    """Return the steps, those more than once that are to be drawn more often."""
+    has_cuda = torch.cuda.is_available()
+    names = [name for name in STEPS if has_cuda or name != "side_stream"]
+    if has_cuda:
+        names.remove("array_write")
+    return [name for name in names for _ in range(_OFTEN.get(name, 1))]
+
+
+def left_out() -> list[str]:
+    """Name the steps that this machine cannot run, and why."""
+    return [] if torch.cuda.is_available() else ["side_stream (no CUDA device)"]
+
+
+@st.composite
+def programs(draw: Any, names: Collection[str] | None = None) -> tuple[str, Setting]:
+    """Draw the source of a program, and a setting; `names` are the steps that it may have."""
+    double = draw(st.integers(0, 7)) == 7
+    only_smooth = names is None and draw(st.integers(0, 5)) == 5
+    w = Writer(draw, double=double)
+    steps = list(names or usual_names())
+    if only_smooth:
+        steps = [name for name in steps if name in SMOOTH and name not in ("plain", "decorated")]
+    h = Value("x", 32)
+    w.remember(h)
+    for name in w.draw_names(steps, 8):
+        h = take(w, h, name)
+    style = draw(st.sampled_from(STYLES))
+    training = draw(st.integers(0, 9)) != 9
+    options = {
+        "min_bytes": draw(st.sampled_from((0, 1024))),
+        "rounding": draw(st.sampled_from(("stochastic", "nearest"))),
+        "deterministic": draw(st.booleans()),
+    }
+    learns_input = double or not w.learns or draw(st.booleans())
+    setting = Setting(
+        style=style,
+        options=options,
+        training=training,
+        exact=not training and style in ("module", "none") and not w.packs,
+        autocast=not double and draw(st.integers(0, 5)) == 5,
+        double=double,
+        learns_input=learns_input,
+        raw=not learns_input and draw(st.booleans()),
+        retain=not double and draw(st.integers(0, 5)) == 5,
+        smooth=w.smooth,
+        overwrites=w.overwrites,
+        seed=draw(st.integers(0, 999)),
+    )
+    return w.source(h), setting
