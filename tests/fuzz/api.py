@@ -33,6 +33,9 @@ class Plain:
         """Return the call of a program."""
         return program.__call__
 
+    def seed(self, seed: int) -> None:
+        """Have the noise of packing repeat."""
+
     def undo(self, program: nn.Module) -> None:
         """Have the program be what it was."""
 
@@ -72,6 +75,9 @@ class Packed(Plain):
             self.stats = context.stats
             return lambda x: _within(context, program, x)
         return call
+
+    def seed(self, seed: int) -> None:
+        vramx.manual_seed(seed)
 
     def undo(self, program: nn.Module) -> None:
         vramx.restore(program)

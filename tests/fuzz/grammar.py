@@ -1,5 +1,8 @@
 """The steps that programs are made of, and programs of them.
 
+Values stay near one, and tanh and sigmoid are given no more: where they saturate the slope vanishes,
+and the error of a packed result, which is absolute, does not.
+
 A step writes lines that take a value and give one; most are one line, in a table. `smooth` are
 those of which vramx promises to pack what they save. Steps that change what they were given make a
 value of their own first, so that each program is right in torch.
@@ -34,14 +37,14 @@ _SMOOTH_LINES = {
     "elu": "F.elu({0})",
     "softplus": "F.softplus({0})",
     "square": "{0}.square()",
-    "cube": "({0} * 0.5).pow(3)",
+    "cube": "{0}.tanh().pow(3)",
     "dropout": "F.dropout({0}, 0.2, self.training)",
-    "self_product": "{0} * {0}",
+    "self_product": "{0} * {0}.tanh()",
     "rms": "F.rms_norm({0}, ({0}.shape[-1],))",
     "lerp": "torch.lerp({0}, {0}.tanh(), 0.3)",
 }
 _LINES = {
-    "exp": "({0} * 0.5).exp()",
+    "exp": "{0}.tanh().exp()",
     "log": "(1 + {0}.abs()).log()",
     "sqrt": "({0}.square() + 0.01).sqrt()",
     "ratio": "{0} / ({0}.square() + 0.1)",
@@ -68,7 +71,7 @@ _LINES = {
     "sign": "{0} * {0}.sign()",
     "masked": "{0}.masked_fill({0} < 0.2, 0.0)",
     "sort": "{0}.sort(-1).values",
-    "topk": "{0} + {0}.topk(3, -1).values.sum(-1, keepdim=True)",
+    "topk": "{0} + 0.2 * {0}.topk(3, -1).values.sum(-1, keepdim=True)",
     "cummax": "{0}.cummax(1).values",
     "cumsum": "{0}.cumsum(1) * 0.3",
     "cumprod": "(1 + 0.2 * {0}.tanh()).cumprod(1)",
@@ -81,7 +84,7 @@ _LINES = {
     "normalize": "F.normalize({0}, dim=-1)",
     "cdist": "{0} + torch.cdist({0}, {0}).mean(-1, keepdim=True)",
     "cosine": "{0} + F.cosine_similarity({0}, {0}.flip(1), dim=-1).unsqueeze(-1)",
-    "prod_pairs": "{0} * {0}.flip(1)",
+    "prod_pairs": "{0} * {0}.flip(1).sigmoid()",
     "index": "{0}[:, torch.arange({0}.shape[1] - 1, -1, -1)]",
     "expand": "{0} + {0}[:, :1].expand_as({0}) * {0}[..., :1]",
     "strided": "{0} + F.gelu({0}[:, ::2]).repeat_interleave(2, 1)",
@@ -123,7 +126,7 @@ _WRITES = {
         "{1} = {0}.tanh() if {0}.detach().float().mean() > 0.02 else F.relu({0}) * 2",
     ],
     "row_branch": [
-        "{1} = torch.stack([r.exp() if r.detach().sum() > 0 else r * r for r in {0} * 0.3])"
+        "{1} = torch.stack([r.exp() if r.detach().sum() > 0 else r * r for r in {0}.tanh()])"
     ],
 }
 # After {1} is saved it is changed past autograd: the first layer has the old values.
@@ -162,7 +165,7 @@ def _of_lines(lines: list[str]) -> Step:
 
 def _of_hidden_write(text: str) -> Step:
     def write(w: Writer, h: Value) -> Value:
-        if w.kinds:  # a region that runs again would have the new values in both layers
+        if w.kinds or not w.keeps_values:  # a region that runs again would have the new values in both layers
             return linear(w, h)
         w.overwrites = True
         first, second = (w.module(f"nn.Linear({h.width}, {h.width})") for _ in range(2))
@@ -355,7 +358,7 @@ def skip(w: Writer, h: Value) -> Value:
 @step("product", smooth=True)
 def product(w: Writer, h: Value) -> Value:
     other = w.earlier(h.width)
-    return h if other is None else w.let(f"{h} * {other}", h.width)
+    return h if other is None else w.let(f"{h} * {other}.sigmoid()", h.width)
 
 
 @step("side_stream")
@@ -445,34 +448,37 @@ def left_out() -> list[str]:
 @st.composite
 def programs(draw: Any, names: Collection[str] | None = None) -> tuple[str, Setting]:
     """Draw the source of a program, and a setting; `names` are the steps that it may have."""
-    double = draw(st.integers(0, 7)) == 7
-    only_smooth = names is None and draw(st.integers(0, 5)) == 5
-    w = Writer(draw, double=double)
-    steps = list(names or usual_names())
-    if only_smooth:
-        steps = [name for name in steps if name in SMOOTH and name not in ("plain", "decorated")]
-    h = Value("x", 32)
+    one_in = lambda n: draw(st.integers(0, n - 1)) == n - 1  # noqa: E731 - rare is not simple
+    style, training = draw(st.sampled_from(STYLES)), not one_in(10)
+    raw = one_in(5)
+    double = not raw and one_in(7)
+    keeps_values = style in ("context", "function") or (style == "module" and training)
+    w = Writer(draw, double=double, keeps_values=keeps_values)
+    h = Value("x", WIDTHS[0])
+    if raw:
+        h = w.let(f"{w.module(f'nn.BatchNorm1d({h.width})')}(x.transpose(1, 2)).transpose(1, 2)", 64)
     w.remember(h)
+    steps = list(names or usual_names())
+    if names is None and one_in(6):
+        steps = [name for name in steps if name in SMOOTH and name not in _REGIONS]
     for name in w.draw_names(steps, 8):
         h = take(w, h, name)
-    style = draw(st.sampled_from(STYLES))
-    training = draw(st.integers(0, 9)) != 9
     options = {
         "min_bytes": draw(st.sampled_from((0, 1024))),
+        "group_size": draw(st.sampled_from((32, 64))),
         "rounding": draw(st.sampled_from(("stochastic", "nearest"))),
         "deterministic": draw(st.booleans()),
     }
-    learns_input = double or not w.learns or draw(st.booleans())
     setting = Setting(
         style=style,
         options=options,
         training=training,
         exact=not training and style in ("module", "none") and not w.packs,
-        autocast=not double and draw(st.integers(0, 5)) == 5,
+        autocast=not double and one_in(6),
         double=double,
-        learns_input=learns_input,
-        raw=not learns_input and draw(st.booleans()),
-        retain=not double and draw(st.integers(0, 5)) == 5,
+        learns_input=not raw and (double or not w.learns or draw(st.booleans())),
+        raw=raw,
+        retain=not double and one_in(6),
         smooth=w.smooth,
         overwrites=w.overwrites,
         seed=draw(st.integers(0, 999)),

@@ -14,7 +14,7 @@ import torch
 from tests.fuzz import pieces
 from tests.fuzz.api import Plain
 from tests.fuzz.settings import Setting
-from tests.fuzz.writer import BATCH, TOKENS
+from tests.fuzz.writer import BATCH, TOKENS, WIDTHS
 from torch import Tensor, nn
 
 STEPS = 2
@@ -54,6 +54,7 @@ def run(
         model = program().to(DEVICE)
     inputs = [_input(setting) for _ in range(STEPS)]
     pieces.api = api
+    api.seed(setting.seed)
     model.to(dtype).train(setting.training)
     call = api.prepare(model)
     with warnings.catch_warnings():
@@ -64,9 +65,9 @@ def run(
 
 
 def _input(setting: Setting) -> Tensor:
-    x = torch.randn(BATCH, TOKENS, 32)
+    x = torch.randn(BATCH, TOKENS, WIDTHS[0])
     if setting.raw:
-        x = x * torch.logspace(-2, 2, 32) + 1
+        x = x * torch.logspace(-2, 2, WIDTHS[0]) + 1
     return x.to(DEVICE)
 
 

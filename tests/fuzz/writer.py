@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 
-BATCH, TOKENS = 4, 16
-WIDTHS = (16, 32, 64)
+BATCH, TOKENS = 2, 16
+# None is less than a group of packed elements: rows of different scale do not share one.
+WIDTHS = (64, 128)
 HEADER = """\
 import torch
 import torch.nn.functional as F
@@ -60,15 +61,17 @@ class Writer:
         learns: whether there are modules, most of which have parameters.
         packs: whether a call in the program itself packs, in eval() too.
         double: whether gradients are to be differentiated.
+        keeps_values: what is saved has the values of that moment, whatever is written later.
         kinds: of the regions that surround what is written.
     """
 
-    def __init__(self, draw: Callable[..., Any], *, double: bool = False) -> None:
+    def __init__(self, draw: Callable[..., Any], *, double: bool, keeps_values: bool) -> None:
         self.smooth = True
         self.overwrites = False
         self.learns = False
         self.packs = False
         self.double = double
+        self.keeps_values = keeps_values
         self.kinds: list[str] = []
         self._draw = draw
         self._scopes = [Scope("Program")]
