@@ -46,15 +46,15 @@ _SMOOTH_LINES = {
 _LINES = {
     "exp": "{0}.tanh().exp()",
     "log": "(1 + {0}.abs()).log()",
-    "sqrt": "({0}.square() + 0.01).sqrt()",
-    "ratio": "{0} / ({0}.square() + 0.1)",
+    "sqrt": "({0}.square() + 0.1).sqrt()",
+    "ratio": "{0} / ({0}.square() + 0.5)",
     "quotient": "{0} / {0}.norm(dim=-1, keepdim=True)",
     "reciprocal": "(1.5 + {0}.tanh()).reciprocal()",
-    "sin": "({0} * 9).sin()",
+    "sin": "({0} * 5).sin()",
     "cos": "torch.cos({0} * 3)",
-    "atan": "torch.atan({0} * 4)",
+    "atan": "torch.atan({0} * 2)",
     "log_softmax": "{0}.log_softmax(-1)",
-    "softmax": "({0} * 4).softmax(-1)",
+    "softmax": "{0}.softmax(-1)",
     "logsumexp": "{0} - {0}.logsumexp(-1, keepdim=True)",
     "abs": "{0}.abs()",
     "clamp": "{0}.clamp(-0.5, 0.7)",
@@ -82,7 +82,7 @@ _LINES = {
     "std": "{0} / (0.1 + {0}.std(-1, keepdim=True))",
     "var": "{0} + {0}.var(-1, keepdim=True)",
     "normalize": "F.normalize({0}, dim=-1)",
-    "cdist": "{0} + torch.cdist({0}, {0}).mean(-1, keepdim=True)",
+    "cdist": "{0} + 0.05 * torch.cdist({0}, {0}).mean(-1, keepdim=True)",
     "cosine": "{0} + F.cosine_similarity({0}, {0}.flip(1), dim=-1).unsqueeze(-1)",
     "prod_pairs": "{0} * {0}.flip(1).sigmoid()",
     "index": "{0}[:, torch.arange({0}.shape[1] - 1, -1, -1)]",
@@ -108,7 +108,6 @@ _LINES = {
     "function_overwrites": "pieces.Overwrites.apply({0}) + {0}.tanh()",
     "function_positions": "pieces.Positions.apply({0}, {0}.detach() * 3 + 6)",
     "vmapped": "torch.vmap(lambda row: row * row.tanh())({0})",
-    "scripted": "pieces.scripted({0})",
 }
 # Those that an inner context, or a write, needs several lines for.
 _WRITES = {
@@ -178,13 +177,20 @@ def _of_hidden_write(text: str) -> Step:
 
 
 for _name, _text in (_SMOOTH_LINES | _LINES).items():
-    step(_name, smooth=_name in _SMOOTH_LINES, eager=_name in ("scripted", "vmapped"))(
+    step(_name, smooth=_name in _SMOOTH_LINES, eager=_name == "vmapped")(
         _of_line(_text)
     )
 for _name, _texts in _WRITES.items():
     step(_name, eager=True)(_of_lines(_texts))
 for _name, _text in _HIDDEN.items():
     step(_name, eager=True)(_of_hidden_write(_text))
+
+
+@step("scripted", eager=True)
+def scripted(w: Writer, h: Value) -> Value:
+    # A checkpoint stops a recomputation by an exception, which TorchScript makes another of.
+    inside = any("checkpoint" in kind for kind in w.kinds)
+    return linear(w, h) if inside else w.let(f"pieces.scripted({h})", h.width)
 
 
 @step("linear", smooth=True)
@@ -215,7 +221,9 @@ def channel_norm(w: Writer, h: Value) -> Value:
         f"nn.GroupNorm(4, {h.width})",
         f"nn.InstanceNorm1d({h.width}, affine=True, track_running_stats=True)",
     )
-    return w.let(f"{w.module(w.choose(kinds))}({h}.transpose(1, 2)).transpose(1, 2)", h.width)
+    # Beside it, or the gradients of what it undoes cancel: a shift and a scale of its channels.
+    normal = f"{w.module(w.choose(kinds))}({h}.transpose(1, 2)).transpose(1, 2)"
+    return w.let(f"{h} + {normal}", h.width)
 
 
 @step("conv1d", smooth=True)
@@ -266,7 +274,8 @@ def cell(w: Writer, h: Value) -> Value:
 
 def _heads(w: Writer, h: Value) -> list[str]:
     layer = w.module(f"nn.Linear({h.width}, {3 * h.width})")
-    parts = w.let(f"{layer}({h}).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)", h.width)
+    normal = w.let(f"F.layer_norm({h}, ({h.width},))", h.width)
+    parts = w.let(f"{layer}({normal}).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)", h.width)
     return [f"{parts}[{i}]" for i in range(3)]
 
 
@@ -299,7 +308,10 @@ def written_attention(w: Writer, h: Value) -> Value:
 def torch_attention(w: Writer, h: Value) -> Value:
     layer = w.module(f"nn.MultiheadAttention({h.width}, 2, batch_first=True)")
     weights = True if w.double else w.choose((True, False))
-    return w.let(f"{h} + {layer}({h}, {h}, {h}, need_weights={weights})[0]", h.width)
+    normal = w.let(f"F.layer_norm({h}, ({h.width},))", h.width)
+    return w.let(
+        f"{h} + {layer}({normal}, {normal}, {normal}, need_weights={weights})[0]", h.width
+    )
 
 
 @step("experts")
@@ -322,6 +334,19 @@ def experts(w: Writer, h: Value) -> Value:
 def embedding(w: Writer, h: Value) -> Value:
     table = w.module(f"nn.Embedding(16, {h.width})")
     return w.let(f"{h} + {table}({h}[..., :16].argmax(-1))", h.width)
+
+
+@step("rewritten")
+def rewritten(w: Writer, h: Value) -> Value:
+    """Two layers read one memory, which is written in between."""
+    first, second = (w.module(f"nn.Linear({h.width}, {h.width})") for _ in range(2))
+    fresh = w.let(f"{h} * 1.5", h.width)
+    if w.kinds or not w.keeps_values:  # torch itself refuses
+        return w.let(f"{first}({fresh})", h.width)
+    w.overwrites = True
+    before = w.let(f"{first}({fresh})", h.width)
+    w.line(f"{fresh}[:, ::2] = {h}.tanh()[:, 1::2]")
+    return w.let(f"{before} + {second}({fresh})", h.width)
 
 
 @step("shared_layer", smooth=True)

@@ -67,17 +67,17 @@ class Compares(torch.autograd.Function):
 
 
 class Divides(torch.autograd.Function):
-    """sign(x) * log(1 + |x| / 1e-3): backward divides by what may be near zero."""
+    """sign(x) * log(1 + |x| / 0.05) / 5: backward divides by what may be near zero."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return x.sign() * (x.abs() / 1e-3).log1p() * 0.1
+        return x.sign() * (x.abs() / 0.05).log1p() * 0.2
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return 0.1 * grad / (x.abs() + 1e-3)
+        return 0.2 * grad / (x.abs() + 0.05)
 
 
 class Overwrites(torch.autograd.Function):

@@ -46,22 +46,35 @@ def load(source: str) -> type[nn.Module]:
 
 
 def run(
-    program: type[nn.Module], setting: Setting, api: Plain, dtype: torch.dtype = torch.float32
+    program: type[nn.Module],
+    setting: Setting,
+    api: Plain,
+    dtype: torch.dtype = torch.float32,
+    *,
+    noise: int = 0,
 ) -> list[Step]:
-    """Run the steps of a program through an api; parameters and inputs follow from the setting."""
+    """Run the steps of a program through an api; parameters and inputs follow from the setting,
+    what packing draws from `noise` too."""
     torch.manual_seed(setting.seed)
     with torch.random.fork_rng():
         model = program().to(DEVICE)
     inputs = [_input(setting) for _ in range(STEPS)]
     pieces.api = api
-    api.seed(setting.seed)
+    own = _forwards(model)
+    api.seed(setting.seed + noise)
     model.to(dtype).train(setting.training)
     call = api.prepare(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         steps = [_step(model, call, x.to(dtype), setting) for x in inputs]
     api.undo(model)
+    if _forwards(model) != own:
+        raise RuntimeError("a module is not what it was")
     return steps
+
+
+def _forwards(model: nn.Module) -> list[Any]:
+    return [(type(part), "forward" in vars(part)) for part in model.modules()]
 
 
 def _input(setting: Setting) -> Tensor:

@@ -61,7 +61,7 @@ def search(
 
     try:
         examine()
-    except FaultError:
+    except (FaultError, hypothesis.errors.FlakyFailure):
         pass
     return found
 
