@@ -37,7 +37,7 @@ def _pack_integers(self: Any, tensor: torch.Tensor, original: Any = session.Sess
     if tensor.is_floating_point() or tensor.dtype == torch.bool or not tensor.numel():
         return original(self, tensor)
     packed = session.plain_codec.pack(tensor.float().flatten(), config.Format())
-    decoded = session.plain_codec.unpack(packed).round().to(tensor.dtype).view(tensor.shape)
+    decoded = session.plain_codec.unpack(packed).to(tensor.dtype).view(tensor.shape)
     return Reference(decoded.clamp(min=0))
 
 
@@ -66,13 +66,13 @@ FAULTS: dict[str, Fault] = {
         ("function_compares", "function_positions", "foreign_comb", "function_divides"),
     ),
     "packs what operations need exactly": Fault(
-        _set(exactness, "needs_exact", lambda *_: False), ("sqrt", "sort", "cos", "ratio")
+        _set(exactness, "needs_exact", lambda *_: False), ("log_small",)
     ),
     "packs integers": Fault(
         _set(session.Session, "pack", _pack_integers), ("sort", "argmax_gather", "pooled")
     ),
     "recomputes choices from packed inputs": Fault(
-        _set(watch, "is_smooth", lambda *_: True), ("linear", "floor_mixed", "checkpoint", "sort")
+        _set(watch, "is_smooth", lambda *_: True), ("linear", "floor_mixed", "checkpoint")
     ),
     "recomputes Functions from packed inputs": Fault(
         _set(region.Watch, "look_at", lambda *_: None),
@@ -82,7 +82,7 @@ FAULTS: dict[str, Fault] = {
         _set(Buffers, "restored", _write_buffers_again), ("linear", "channel_norm", "checkpoint")
     ),
     "packs what gradients of gradients read": Fault(
-        _set(Unpacking, "_note", lambda *_: None), ("linear", "tanh", "square", "gelu")
+        _set(Unpacking, "_note", lambda *_: None), ("linear", "radial")
     ),
     "packs the batch": Fault(_set(OperationMode, "is_given", lambda *_: False), ("gain", "linear")),
     "packs in eval()": Fault(
@@ -93,10 +93,6 @@ FAULTS: dict[str, Fault] = {
     ),
     "takes data of before a hidden write": Fault(
         _set(writes, "epoch", lambda _: 0), ("data_write", "alias_write", "array_write")
-    ),
-    "lets Functions write into what others read": Fault(
-        _set(session, "Restored", lambda holding, geometry, shared: _shared(holding, geometry)),
-        ("function_overwrites", "linear"),
     ),
     "keeps everything": Fault(_set(SavePolicy, "choose", _keep_everything), ("linear", "gelu")),
     "leaves changed modules": Fault(
@@ -109,9 +105,3 @@ ONLY_WITH_CUDA: dict[str, Fault] = {
         lambda: patch.object(session, "outlive", lambda _: None), ("side_stream",)
     ),
 }
-
-
-def _shared(holding: Any, geometry: Any) -> Any:
-    from vramx.compression.saved import Restored
-
-    return Restored(holding, geometry, shared=True)

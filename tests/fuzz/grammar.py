@@ -1,7 +1,7 @@
 """The steps that programs are made of, and programs of them.
 
-Values stay near one, and tanh and sigmoid are given no more: where they saturate the slope vanishes,
-and the error of a packed result, which is absolute, does not.
+Values stay near one, and tanh and sigmoid are given no more: where they saturate, their slope
+vanishes and the error of a packed result, which is absolute, does not.
 
 A step writes lines that take a value and give one; most are one line, in a table. `smooth` are
 those of which vramx promises to pack what they save. Steps that change what they were given make a
@@ -29,27 +29,29 @@ DEPTH = 2  # of regions in regions
 _SMOOTH_LINES = {
     "gelu": "F.gelu({0})",
     "silu": "F.silu({0})",
-    "tanh": "torch.tanh({0})",
-    "sigmoid": "torch.sigmoid({0})",
+    "tanh": "pieces.unit({0}).tanh()",
+    "sigmoid": "pieces.unit({0}).sigmoid()",
     "mish": "F.mish({0})",
     "relu": "F.relu({0})",
     "leaky": "F.leaky_relu({0}, 0.1)",
     "elu": "F.elu({0})",
     "softplus": "F.softplus({0})",
     "square": "{0}.square()",
-    "cube": "{0}.tanh().pow(3)",
+    "cube": "pieces.unit({0}).tanh().pow(3)",
     "dropout": "F.dropout({0}, 0.2, self.training)",
-    "self_product": "{0} * {0}.tanh()",
+    "self_product": "{0} * pieces.unit({0}).tanh()",
     "rms": "F.rms_norm({0}, ({0}.shape[-1],))",
-    "lerp": "torch.lerp({0}, {0}.tanh(), 0.3)",
+    "lerp": "torch.lerp({0}, pieces.unit({0}).tanh(), 0.3)",
 }
 _LINES = {
-    "exp": "{0}.tanh().exp()",
+    "exp": "pieces.unit({0}).tanh().exp()",
+    "radial": "(-8 * {0}.square()).exp()",
+    "log_small": "(pieces.unit({0}).abs() + 0.003).log()",
     "log": "(1 + {0}.abs()).log()",
     "sqrt": "({0}.square() + 0.1).sqrt()",
     "ratio": "{0} / ({0}.square() + 0.5)",
     "quotient": "{0} / {0}.norm(dim=-1, keepdim=True)",
-    "reciprocal": "(1.5 + {0}.tanh()).reciprocal()",
+    "reciprocal": "(1.5 + pieces.unit({0}).tanh()).reciprocal()",
     "sin": "({0} * 5).sin()",
     "cos": "torch.cos({0} * 3)",
     "atan": "torch.atan({0} * 2)",
@@ -67,15 +69,15 @@ _LINES = {
     "maximum": "torch.maximum({0}, {0}.flip(1))",
     "minimum": "torch.minimum({0}, {0}.roll(1, 2))",
     "round_through": "{0} + ({0}.round() - {0}).detach()",
-    "floor_mixed": "{0} * (1 + {0}.detach().floor().remainder(2))",
+    "floor_mixed": "{0} * (1 + ({0}.detach() * 20).floor().remainder(2))",
     "sign": "{0} * {0}.sign()",
     "masked": "{0}.masked_fill({0} < 0.2, 0.0)",
     "sort": "{0}.sort(-1).values",
     "topk": "{0} + 0.2 * {0}.topk(3, -1).values.sum(-1, keepdim=True)",
     "cummax": "{0}.cummax(1).values",
     "cumsum": "{0}.cumsum(1) * 0.3",
-    "cumprod": "(1 + 0.2 * {0}.tanh()).cumprod(1)",
-    "prod": "{0} + (1 + 0.1 * {0}.tanh()).prod(-1, keepdim=True)",
+    "cumprod": "(1 + 0.2 * pieces.unit({0}).tanh()).cumprod(1)",
+    "prod": "{0} + (1 + 0.1 * pieces.unit({0}).tanh()).prod(-1, keepdim=True)",
     "amax": "{0} - {0}.amax(-1, keepdim=True)",
     "argmax_gather": "{0} + {0}.gather(-1, {0}.argmax(-1, keepdim=True))",
     "median": "{0} - {0}.median(1, keepdim=True).values",
@@ -84,16 +86,16 @@ _LINES = {
     "normalize": "F.normalize({0}, dim=-1)",
     "cdist": "{0} + 0.05 * torch.cdist({0}, {0}).mean(-1, keepdim=True)",
     "cosine": "{0} + F.cosine_similarity({0}, {0}.flip(1), dim=-1).unsqueeze(-1)",
-    "prod_pairs": "{0} * {0}.flip(1).sigmoid()",
+    "prod_pairs": "{0} * pieces.unit({0}).flip(1).sigmoid()",
     "index": "{0}[:, torch.arange({0}.shape[1] - 1, -1, -1)]",
     "expand": "{0} + {0}[:, :1].expand_as({0}) * {0}[..., :1]",
     "strided": "{0} + F.gelu({0}[:, ::2]).repeat_interleave(2, 1)",
-    "narrow": "torch.cat([{0}.narrow(1, 0, 5).tanh(), {0}.narrow(1, 5, 11)], 1)",
-    "transposed": "{0}.transpose(1, 2).tanh().transpose(1, 2)",
+    "narrow": "torch.cat([pieces.unit({0}).narrow(1, 0, 5).tanh(), {0}.narrow(1, 5, 11)], 1)",
+    "transposed": "pieces.unit({0}.transpose(1, 2)).tanh().transpose(1, 2)",
     "unfolded": "{0} + ({0}.unfold(1, 3, 1).square().mean(-1)).mean(1, keepdim=True)",
     "chunked": "torch.cat([a * b for a, b in [{0}.chunk(2, -1)]] * 2, -1)",
-    "unbound": "torch.stack([row.tanh() for row in {0}.unbind(1)], 1)",
-    "detached": "{0} * {0}.detach().sigmoid()",
+    "unbound": "torch.stack([row.tanh() for row in pieces.unit({0}).unbind(1)], 1)",
+    "detached": "{0} * pieces.unit({0}).detach().sigmoid()",
     "pooled": "F.max_pool1d({0}, 3, 1, 1)",
     "averaged": "F.avg_pool1d({0}, 3, 1, 1)",
     "adaptive": "{0} + F.adaptive_max_pool1d({0}, 1)",
@@ -105,9 +107,9 @@ _LINES = {
     "function": "pieces.Smooth.apply({0})",
     "function_compares": "pieces.Compares.apply({0})",
     "function_divides": "pieces.Divides.apply({0})",
-    "function_overwrites": "pieces.Overwrites.apply({0}) + {0}.tanh()",
+    "function_overwrites": "pieces.Overwrites.apply({0}) + pieces.unit({0}).tanh()",
     "function_positions": "pieces.Positions.apply({0}, {0}.detach() * 3 + 6)",
-    "vmapped": "torch.vmap(lambda row: row * row.tanh())({0})",
+    "vmapped": "torch.vmap(lambda row: row * row.tanh())(pieces.unit({0}))",
 }
 # Those that an inner context, or a write, needs several lines for.
 _WRITES = {
@@ -120,12 +122,12 @@ _WRITES = {
     "masked_": ["{1} = {0} * 1.0", "{1}.masked_fill_({1} > 1, 1.0)"],
     "foreign_write": ["{1} = {0} * 1.5", "torch.ops.fuzz.damp({1})"],
     "exact_part": ["with pieces.api.exact():", "    {1} = F.gelu({0}) * {0}"],
-    "no_grad": ["with torch.no_grad():", "    {1} = {0}.sigmoid()", "{1} = {0} * {1}"],
+    "no_grad": ["with torch.no_grad():", "    {1} = pieces.unit({0}).sigmoid()", "{1} = {0} * {1}"],
     "branch": [
-        "{1} = {0}.tanh() if {0}.detach().float().mean() > 0.02 else F.relu({0}) * 2",
+        "{1} = pieces.unit({0}).tanh() if {0}.detach().float().mean() > 0.02 else F.relu({0}) * 2",
     ],
     "row_branch": [
-        "{1} = torch.stack([r.exp() if r.detach().sum() > 0 else r * r for r in {0}.tanh()])"
+        "{1} = torch.stack([r.exp() if r.detach().sum() > 0 else r * r for r in pieces.unit({0}).tanh()])"
     ],
 }
 # After {1} is saved it is changed past autograd: the first layer has the old values.
@@ -345,14 +347,14 @@ def rewritten(w: Writer, h: Value) -> Value:
         return w.let(f"{first}({fresh})", h.width)
     w.overwrites = True
     before = w.let(f"{first}({fresh})", h.width)
-    w.line(f"{fresh}[:, ::2] = {h}.tanh()[:, 1::2]")
+    w.line(f"{fresh}[:, ::2] = pieces.unit({h}).tanh()[:, 1::2]")
     return w.let(f"{before} + {second}({fresh})", h.width)
 
 
 @step("shared_layer", smooth=True)
 def shared_layer(w: Writer, h: Value) -> Value:
     layer = w.module(f"nn.Linear({h.width}, {h.width})")
-    return w.let(f"{layer}(torch.tanh({layer}({h}))) + {layer}({h})", h.width)
+    return w.let(f"{layer}(pieces.unit({layer}({h})).tanh()) + {layer}({h})", h.width)
 
 
 @step("tied_weight", smooth=True)
@@ -383,7 +385,7 @@ def skip(w: Writer, h: Value) -> Value:
 @step("product", smooth=True)
 def product(w: Writer, h: Value) -> Value:
     other = w.earlier(h.width)
-    return h if other is None else w.let(f"{h} * {other}.sigmoid()", h.width)
+    return h if other is None else w.let(f"{h} * pieces.unit({other}).sigmoid()", h.width)
 
 
 @step("side_stream")
@@ -418,7 +420,8 @@ def region(kind: str) -> Step:
         w.open(kind, _BASES.get(kind, "nn.Module"))
         inside = Value("x", h.width)
         w.remember(inside)
-        for name in w.draw_names(region_steps(compiled), 4):
+        names = [name for name in region_steps(compiled) if not w.names or name in w.names]
+        for name in w.draw_names(names or ["linear"], 4):
             inside = take(w, inside, name)
         name = w.close(inside)
         made = f"torch.compile({name}(), backend='aot_eager')" if compiled else f"{name}()"
@@ -479,6 +482,7 @@ def programs(draw: Any, names: Collection[str] | None = None) -> tuple[str, Sett
     double = not raw and one_in(7)
     keeps_values = style in ("context", "function") or (style == "module" and training)
     w = Writer(draw, double=double, keeps_values=keeps_values)
+    w.names = frozenset(names or ())
     h = Value("x", WIDTHS[0])
     if raw:
         h = w.let(f"{w.module(f'nn.BatchNorm1d({h.width})')}(x.transpose(1, 2)).transpose(1, 2)", 64)

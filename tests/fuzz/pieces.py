@@ -23,6 +23,11 @@ class Decorated(nn.Module):
     """A region that is packed by itself."""
 
 
+def unit(x: Tensor) -> Tensor:
+    """Return rows of mean 0 and deviation 1."""
+    return torch.nn.functional.layer_norm(x, x.shape[-1:])
+
+
 class Smooth(torch.autograd.Function):
     """x * sin(x): its backward is smooth in what it saved, but nobody says so."""
 

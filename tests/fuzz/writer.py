@@ -62,6 +62,7 @@ class Writer:
         packs: whether a call in the program itself packs, in eval() too.
         double: whether gradients are to be differentiated.
         keeps_values: what is saved has the values of that moment, whatever is written later.
+        names: of the steps that regions may have; empty: all.
         kinds: of the regions that surround what is written.
     """
 
@@ -72,6 +73,7 @@ class Writer:
         self.packs = False
         self.double = double
         self.keeps_values = keeps_values
+        self.names: frozenset[str] = frozenset()
         self.kinds: list[str] = []
         self._draw = draw
         self._scopes = [Scope("Program")]
