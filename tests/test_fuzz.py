@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from tests.fuzz.faults import FAULTS
 from tests.fuzz.search import search
 

@@ -7,6 +7,7 @@ import random
 import sys
 
 import torch
+
 from tests.fuzz.faults import FAULTS, ONLY_WITH_CUDA
 from tests.fuzz.grammar import left_out
 from tests.fuzz.search import search

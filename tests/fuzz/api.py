@@ -9,10 +9,11 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor, nn
+
 import vramx
 from tests.fuzz.pieces import Decorated, Recomputed
 from tests.fuzz.settings import Setting
-from torch import Tensor, nn
 
 
 class Plain:

@@ -71,8 +71,8 @@ FAULTS: dict[str, Fault] = {
     "packs integers": Fault(
         _set(session.Session, "pack", _pack_integers), ("sort", "argmax_gather", "pooled")
     ),
-    "recomputes choices from packed inputs": Fault(
-        _set(watch, "is_smooth", lambda *_: True), ("linear", "floor_mixed", "checkpoint")
+    "recomputes what is not smooth from packed inputs": Fault(
+        _set(watch, "is_smooth", lambda *_: True), ("linear", "log_small", "checkpoint")
     ),
     "recomputes Functions from packed inputs": Fault(
         _set(region.Watch, "look_at", lambda *_: None),
@@ -82,7 +82,7 @@ FAULTS: dict[str, Fault] = {
         _set(Buffers, "restored", _write_buffers_again), ("linear", "channel_norm", "checkpoint")
     ),
     "packs what gradients of gradients read": Fault(
-        _set(Unpacking, "_note", lambda *_: None), ("linear", "radial")
+        _set(Unpacking, "_note", lambda *_: None), ("linear", "gelu", "square")
     ),
     "packs the batch": Fault(_set(OperationMode, "is_given", lambda *_: False), ("gain", "linear")),
     "packs in eval()": Fault(

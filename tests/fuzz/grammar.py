@@ -15,8 +15,9 @@ from typing import Any
 
 import hypothesis.strategies as st
 import torch
+
 from tests.fuzz.settings import STYLES, Setting
-from tests.fuzz.writer import BATCH, TOKENS, WIDTHS, Value, Writer
+from tests.fuzz.writer import TOKENS, WIDTHS, Value, Writer
 
 Step = Callable[[Writer, Value], Value]
 STEPS: dict[str, Step] = {}
@@ -166,7 +167,9 @@ def _of_lines(lines: list[str]) -> Step:
 
 def _of_hidden_write(text: str) -> Step:
     def write(w: Writer, h: Value) -> Value:
-        if w.kinds or not w.keeps_values:  # a region that runs again would have the new values in both layers
+        if (
+            w.kinds or not w.keeps_values
+        ):  # a region that runs again would have the new values in both layers
             return linear(w, h)
         w.overwrites = True
         first, second = (w.module(f"nn.Linear({h.width}, {h.width})") for _ in range(2))
@@ -179,9 +182,7 @@ def _of_hidden_write(text: str) -> Step:
 
 
 for _name, _text in (_SMOOTH_LINES | _LINES).items():
-    step(_name, smooth=_name in _SMOOTH_LINES, eager=_name == "vmapped")(
-        _of_line(_text)
-    )
+    step(_name, smooth=_name in _SMOOTH_LINES, eager=_name == "vmapped")(_of_line(_text))
 for _name, _texts in _WRITES.items():
     step(_name, eager=True)(_of_lines(_texts))
 for _name, _text in _HIDDEN.items():
@@ -311,9 +312,7 @@ def torch_attention(w: Writer, h: Value) -> Value:
     layer = w.module(f"nn.MultiheadAttention({h.width}, 2, batch_first=True)")
     weights = True if w.double else w.choose((True, False))
     normal = w.let(f"F.layer_norm({h}, ({h.width},))", h.width)
-    return w.let(
-        f"{h} + {layer}({normal}, {normal}, {normal}, need_weights={weights})[0]", h.width
-    )
+    return w.let(f"{h} + {layer}({normal}, {normal}, {normal}, need_weights={weights})[0]", h.width)
 
 
 @step("experts")
@@ -426,6 +425,7 @@ def region(kind: str) -> Step:
         name = w.close(inside)
         made = f"torch.compile({name}(), backend='aot_eager')" if compiled else f"{name}()"
         call = _REGIONS[kind].format(w.module(made), h)
+        w.recomputes = w.recomputes or "checkpoint" in kind
         w.packs = w.packs or "api" in _REGIONS[kind] or kind == "compiled_graphs"
         if kind == "compiled_graphs":
             result = w.let(f"{h}", inside.width)
@@ -485,7 +485,9 @@ def programs(draw: Any, names: Collection[str] | None = None) -> tuple[str, Sett
     w.names = frozenset(names or ())
     h = Value("x", WIDTHS[0])
     if raw:
-        h = w.let(f"{w.module(f'nn.BatchNorm1d({h.width})')}(x.transpose(1, 2)).transpose(1, 2)", 64)
+        h = w.let(
+            f"{w.module(f'nn.BatchNorm1d({h.width})')}(x.transpose(1, 2)).transpose(1, 2)", 64
+        )
     w.remember(h)
     steps = list(names or usual_names())
     if names is None and one_in(6):
@@ -505,6 +507,7 @@ def programs(draw: Any, names: Collection[str] | None = None) -> tuple[str, Sett
         exact=not training and style in ("module", "none") and not w.packs,
         autocast=not double and one_in(6),
         double=double,
+        forces=double and not w.recomputes,
         learns_input=not raw and (double or not w.learns or draw(st.booleans())),
         raw=raw,
         retain=not double and one_in(6),

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-
 # Through which a program calls vramx; run.py sets it before each run.
 api: Any = None
 

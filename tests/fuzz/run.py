@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from tests.fuzz import pieces
 from tests.fuzz.api import Plain
 from tests.fuzz.settings import Setting
 from tests.fuzz.writer import BATCH, TOKENS, WIDTHS
-from torch import Tensor, nn
 
 STEPS = 2
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,7 +41,7 @@ def load(source: str) -> type[nn.Module]:
     name = f"<program {next(_numbers)}>"
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
     names: dict[str, Any] = {"__name__": "tests.fuzz.program"}
-    exec(compile(source, name, "exec"), names)  # noqa: S102 - a program of our own grammar
+    exec(compile(source, name, "exec"), names)
     program: type[nn.Module] = names["Program"]
     return program
 
@@ -94,15 +95,17 @@ def _step(model: nn.Module, call: Any, x: Tensor, setting: Setting) -> Step:
         raise UnusableError("nothing learns")
     weights = torch.randn(y.shape).to(y.device)
     loss = (y.float() * weights).mean()
+    slopes: dict[str, Tensor | None] = {}
     if setting.double:
         (slope,) = torch.autograd.grad(loss, x, create_graph=True)
         loss = loss + slope.float().square().sum() * 100
+        slopes["slope"] = slope
     if setting.retain:
         loss.backward(retain_graph=True)
         model.zero_grad()
         x.grad = None
     loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
+    gradients = slopes | {name: p.grad for name, p in model.named_parameters()}
     gradients |= {"input": x.grad} if setting.learns_input else {}
     return Step(
         y.detach().clone(),

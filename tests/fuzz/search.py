@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import hypothesis
 from hypothesis import HealthCheck, Phase
+
 from tests.fuzz.compare import FaultError, check
 from tests.fuzz.grammar import programs
 from tests.fuzz.run import UnusableError

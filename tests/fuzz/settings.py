@@ -21,6 +21,7 @@ class Setting:
         exact: only modules pack, and after eval() they do not.
         autocast: run the forward pass in bfloat16 where autocast does.
         double: add a penalty on the gradient of the input to the loss.
+        forces: that gradient is exact, from the second step on.
         learns_input: the input requires a gradient; else it is a batch of data.
         raw: the columns of the input differ in scale by up to 10,000.
         retain: run backward twice through one graph, and keep the second gradient.
@@ -35,6 +36,7 @@ class Setting:
     exact: bool = False
     autocast: bool = False
     double: bool = False
+    forces: bool = False
     learns_input: bool = True
     raw: bool = False
     retain: bool = False

@@ -60,6 +60,7 @@ class Writer:
         overwrites: whether a step writes past autograd.
         learns: whether there are modules, most of which have parameters.
         packs: whether a call in the program itself packs, in eval() too.
+        recomputes: whether a region is recomputed.
         double: whether gradients are to be differentiated.
         keeps_values: what is saved has the values of that moment, whatever is written later.
         names: of the steps that regions may have; empty: all.
@@ -70,7 +71,7 @@ class Writer:
         self.smooth = True
         self.overwrites = False
         self.learns = False
-        self.packs = False
+        self.packs = self.recomputes = False
         self.double = double
         self.keeps_values = keeps_values
         self.names: frozenset[str] = frozenset()
