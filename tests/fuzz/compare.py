@@ -1,6 +1,6 @@
 """What is a fault: a result that is not equal, a gradient that is too far off, too much kept.
 
-A gradient is right if it has a cosine of COSINE with the exact one and its length, within a quarter.
+A gradient is right if its cosine with the exact one is COSINE and its length is within a quarter.
 Or if its error is within three times the one that the whole program has in bfloat16, as where a sum
 cancels: no format of half the bits could promise more. A gradient that is smaller than that error,
 as of a weight before a norm that undoes it, is zero as far as bfloat16 can tell, and has no

@@ -72,11 +72,11 @@ FAULTS: dict[str, Fault] = {
         _set(session.Session, "pack", _pack_integers), ("sort", "argmax_gather", "pooled")
     ),
     "recomputes what is not smooth from packed inputs": Fault(
-        _set(watch, "is_smooth", lambda *_: True), ("linear", "log_small", "checkpoint")
+        _set(watch, "is_smooth", lambda *_: True), ("linear", "experts", "checkpoint")
     ),
     "recomputes Functions from packed inputs": Fault(
         _set(region.Watch, "look_at", lambda *_: None),
-        ("linear", "function_compares", "checkpoint_modules"),
+        ("linear", "function_compares", "checkpoint"),
     ),
     "moves statistics twice": Fault(
         _set(Buffers, "restored", _write_buffers_again), ("linear", "channel_norm", "checkpoint")

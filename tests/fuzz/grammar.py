@@ -92,7 +92,7 @@ _LINES = {
     "expand": "{0} + {0}[:, :1].expand_as({0}) * {0}[..., :1]",
     "strided": "{0} + F.gelu({0}[:, ::2]).repeat_interleave(2, 1)",
     "narrow": "torch.cat([pieces.unit({0}).narrow(1, 0, 5).tanh(), {0}.narrow(1, 5, 11)], 1)",
-    "transposed": "pieces.unit({0}.transpose(1, 2)).tanh().transpose(1, 2)",
+    "transposed": "F.gelu({0}.transpose(1, 2)).transpose(1, 2)",
     "unfolded": "{0} + ({0}.unfold(1, 3, 1).square().mean(-1)).mean(1, keepdim=True)",
     "chunked": "torch.cat([a * b for a, b in [{0}.chunk(2, -1)]] * 2, -1)",
     "unbound": "torch.stack([row.tanh() for row in pieces.unit({0}).unbind(1)], 1)",
@@ -128,7 +128,8 @@ _WRITES = {
         "{1} = pieces.unit({0}).tanh() if {0}.detach().float().mean() > 0.02 else F.relu({0}) * 2",
     ],
     "row_branch": [
-        "{1} = torch.stack([r.exp() if r.detach().sum() > 0 else r * r for r in pieces.unit({0}).tanh()])"
+        "rows = pieces.unit({0}).tanh()",
+        "{1} = torch.stack([r.exp() if r.detach().sum() > 0 else r * r for r in rows])",
     ],
 }
 # After {1} is saved it is changed past autograd: the first layer has the old values.
@@ -455,8 +456,10 @@ def take(w: Writer, h: Value, name: str) -> Value:
 
 
 # What more programs should have than its share in the list gives.
-_OFTEN = {"linear": 12, "norm": 4, "skip": 4, "attention": 4, "checkpoint": 8, "mlp": 3,
-          "checkpoint_modules": 4, "plain": 2, "channel_norm": 4, "torch_checkpoint": 2}  # fmt: skip
+_OFTEN = {
+    **{"linear": 12, "norm": 4, "skip": 4, "attention": 4, "mlp": 3, "channel_norm": 4},
+    **{"checkpoint": 8, "checkpoint_modules": 4, "torch_checkpoint": 2, "plain": 2},
+}
 
 
 def usual_names() -> list[str]:

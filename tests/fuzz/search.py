@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -60,10 +61,8 @@ def search(
             raise
         found.checked += 1
 
-    try:
+    with contextlib.suppress(FaultError, hypothesis.errors.FlakyFailure):
         examine()
-    except (FaultError, hypothesis.errors.FlakyFailure):
-        pass
     return found
 
 
