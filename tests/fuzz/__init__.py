@@ -8,6 +8,7 @@ Read in this order:
     api        vramx's public API, and what stands for it in the run without
     pieces     Functions and operators that vramx does not know, and marks for regions
     writer     a program while it is written: modules, lines, regions
+    lines      steps of a line or a few
     grammar    the steps that a program is made of; hypothesis draws them
     run        two steps of training, and their results
     compare    which differences are faults

@@ -16,6 +16,7 @@ from typing import Any
 import hypothesis.strategies as st
 import torch
 
+from tests.fuzz.lines import HIDDEN, LINES, SMOOTH_LINES, WRITES
 from tests.fuzz.settings import STYLES, Setting
 from tests.fuzz.writer import TOKENS, WIDTHS, Value, Writer
 
@@ -25,119 +26,6 @@ SMOOTH: set[str] = set()
 # What dynamo cannot trace, or is not to: it would be tested as a break of a graph only.
 EAGER: set[str] = set()
 DEPTH = 2  # of regions in regions
-
-# Elementwise: {0} is the value. The first group is what exactness.py packs.
-_SMOOTH_LINES = {
-    "gelu": "F.gelu({0})",
-    "silu": "F.silu({0})",
-    "tanh": "pieces.unit({0}).tanh()",
-    "sigmoid": "pieces.unit({0}).sigmoid()",
-    "mish": "F.mish({0})",
-    "relu": "F.relu({0})",
-    "leaky": "F.leaky_relu({0}, 0.1)",
-    "elu": "F.elu({0})",
-    "softplus": "F.softplus({0})",
-    "square": "{0}.square()",
-    "cube": "pieces.unit({0}).tanh().pow(3)",
-    "dropout": "F.dropout({0}, 0.2, self.training)",
-    "self_product": "{0} * pieces.unit({0}).tanh()",
-    "rms": "F.rms_norm({0}, ({0}.shape[-1],))",
-    "lerp": "torch.lerp({0}, pieces.unit({0}).tanh(), 0.3)",
-}
-_LINES = {
-    "exp": "pieces.unit({0}).tanh().exp()",
-    "radial": "(-8 * {0}.square()).exp()",
-    "log_small": "(pieces.unit({0}).abs() + 0.003).log()",
-    "log": "(1 + {0}.abs()).log()",
-    "sqrt": "({0}.square() + 0.1).sqrt()",
-    "ratio": "{0} / ({0}.square() + 0.5)",
-    "quotient": "{0} / {0}.norm(dim=-1, keepdim=True)",
-    "reciprocal": "(1.5 + pieces.unit({0}).tanh()).reciprocal()",
-    "sin": "({0} * 5).sin()",
-    "cos": "torch.cos({0} * 3)",
-    "atan": "torch.atan({0} * 2)",
-    "log_softmax": "{0}.log_softmax(-1)",
-    "softmax": "{0}.softmax(-1)",
-    "logsumexp": "{0} - {0}.logsumexp(-1, keepdim=True)",
-    "abs": "{0}.abs()",
-    "clamp": "{0}.clamp(-0.5, 0.7)",
-    "hardtanh": "F.hardtanh({0})",
-    "hardswish": "F.hardswish({0})",
-    "threshold": "F.threshold({0}, 0.1, 0.0)",
-    "softshrink": "F.softshrink({0}, 0.1)",
-    "relu6": "F.relu6({0} * 3)",
-    "prelu_like": "torch.where({0} > 0, {0}, 0.25 * {0})",
-    "maximum": "torch.maximum({0}, {0}.flip(1))",
-    "minimum": "torch.minimum({0}, {0}.roll(1, 2))",
-    "round_through": "{0} + ({0}.round() - {0}).detach()",
-    "floor_mixed": "{0} * (1 + ({0}.detach() * 20).floor().remainder(2))",
-    "sign": "{0} * {0}.sign()",
-    "masked": "{0}.masked_fill({0} < 0.2, 0.0)",
-    "sort": "{0}.sort(-1).values",
-    "topk": "{0} + 0.2 * {0}.topk(3, -1).values.sum(-1, keepdim=True)",
-    "cummax": "{0}.cummax(1).values",
-    "cumsum": "{0}.cumsum(1) * 0.3",
-    "cumprod": "(1 + 0.2 * pieces.unit({0}).tanh()).cumprod(1)",
-    "prod": "{0} + (1 + 0.1 * pieces.unit({0}).tanh()).prod(-1, keepdim=True)",
-    "amax": "{0} - {0}.amax(-1, keepdim=True)",
-    "argmax_gather": "{0} + {0}.gather(-1, {0}.argmax(-1, keepdim=True))",
-    "median": "{0} - {0}.median(1, keepdim=True).values",
-    "std": "{0} / (0.1 + {0}.std(-1, keepdim=True))",
-    "var": "{0} + {0}.var(-1, keepdim=True)",
-    "normalize": "F.normalize({0}, dim=-1)",
-    "cdist": "{0} + 0.05 * torch.cdist({0}, {0}).mean(-1, keepdim=True)",
-    "cosine": "{0} + F.cosine_similarity({0}, {0}.flip(1), dim=-1).unsqueeze(-1)",
-    "prod_pairs": "{0} * pieces.unit({0}).flip(1).sigmoid()",
-    "index": "{0}[:, torch.arange({0}.shape[1] - 1, -1, -1)]",
-    "expand": "{0} + {0}[:, :1].expand_as({0}) * {0}[..., :1]",
-    "strided": "{0} + F.gelu({0}[:, ::2]).repeat_interleave(2, 1)",
-    "narrow": "torch.cat([pieces.unit({0}).narrow(1, 0, 5).tanh(), {0}.narrow(1, 5, 11)], 1)",
-    "transposed": "F.gelu({0}.transpose(1, 2)).transpose(1, 2)",
-    "unfolded": "{0} + ({0}.unfold(1, 3, 1).square().mean(-1)).mean(1, keepdim=True)",
-    "chunked": "torch.cat([a * b for a, b in [{0}.chunk(2, -1)]] * 2, -1)",
-    "unbound": "torch.stack([row.tanh() for row in pieces.unit({0}).unbind(1)], 1)",
-    "detached": "{0} * pieces.unit({0}).detach().sigmoid()",
-    "pooled": "F.max_pool1d({0}, 3, 1, 1)",
-    "averaged": "F.avg_pool1d({0}, 3, 1, 1)",
-    "adaptive": "{0} + F.adaptive_max_pool1d({0}, 1)",
-    "interpolated": "F.interpolate({0}, scale_factor=2, mode='linear')[..., ::2]",
-    "einsum": "{0} + torch.einsum('btc,bsc->bts', {0}, {0}).softmax(-1) @ {0}",
-    "complex": "torch.fft.rfft({0}.float(), dim=1).abs().mean(1, keepdim=True) * 0.1 + {0}",
-    "foreign_bend": "torch.ops.fuzz.bend({0})",
-    "foreign_comb": "torch.ops.fuzz.comb({0})",
-    "function": "pieces.Smooth.apply({0})",
-    "function_compares": "pieces.Compares.apply({0})",
-    "function_divides": "pieces.Divides.apply({0})",
-    "function_overwrites": "pieces.Overwrites.apply({0}) + pieces.unit({0}).tanh()",
-    "function_positions": "pieces.Positions.apply({0}, {0}.detach() * 3 + 6)",
-    "vmapped": "torch.vmap(lambda row: row * row.tanh())(pieces.unit({0}))",
-}
-# Those that an inner context, or a write, needs several lines for.
-_WRITES = {
-    "mul_": ["{1} = {0} * 1.5", "{1}.mul_(0.7)"],
-    "write_after": ["{1} = {0} * 1.5", "{1} = {1} + 1 * {1}.add_(0.3)"],
-    "relu_": ["{1} = {0} - 0.1", "F.relu_({1})"],
-    "dropout_": ["{1} = {0} * 1.0", "{1} = F.dropout({1}, 0.2, self.training, True)"],
-    "write_row": ["{1} = {0}.clone()", "{1}[:, 0] = {1}[:, 1] * 2"],
-    "write_column": ["{1} = {0}.clone()", "{1}[..., ::2] *= 0.5"],
-    "masked_": ["{1} = {0} * 1.0", "{1}.masked_fill_({1} > 1, 1.0)"],
-    "foreign_write": ["{1} = {0} * 1.5", "torch.ops.fuzz.damp({1})"],
-    "exact_part": ["with pieces.api.exact():", "    {1} = F.gelu({0}) * {0}"],
-    "no_grad": ["with torch.no_grad():", "    {1} = pieces.unit({0}).sigmoid()", "{1} = {0} * {1}"],
-    "branch": [
-        "{1} = pieces.unit({0}).tanh() if {0}.detach().float().mean() > 0.02 else F.relu({0}) * 2",
-    ],
-    "row_branch": [
-        "rows = pieces.unit({0}).tanh()",
-        "{1} = torch.stack([r.exp() if r.detach().sum() > 0 else r * r for r in rows])",
-    ],
-}
-# After {1} is saved it is changed past autograd: the first layer has the old values.
-_HIDDEN = {
-    "data_write": "{1}.data.mul_(0.5)",
-    "alias_write": "{1}.detach().data.add_(0.5)",
-    "array_write": "{1}.detach().numpy()[...] *= 0.5",
-}
 
 
 def step(name: str, *, smooth: bool = False, eager: bool = False) -> Callable[[Step], Step]:
@@ -182,11 +70,11 @@ def _of_hidden_write(text: str) -> Step:
     return write
 
 
-for _name, _text in (_SMOOTH_LINES | _LINES).items():
-    step(_name, smooth=_name in _SMOOTH_LINES, eager=_name == "vmapped")(_of_line(_text))
-for _name, _texts in _WRITES.items():
+for _name, _text in (SMOOTH_LINES | LINES).items():
+    step(_name, smooth=_name in SMOOTH_LINES, eager=_name == "vmapped")(_of_line(_text))
+for _name, _texts in WRITES.items():
     step(_name, eager=True)(_of_lines(_texts))
-for _name, _text in _HIDDEN.items():
+for _name, _text in HIDDEN.items():
     step(_name, eager=True)(_of_hidden_write(_text))
 
 
@@ -457,8 +345,16 @@ def take(w: Writer, h: Value, name: str) -> Value:
 
 # What more programs should have than its share in the list gives.
 _OFTEN = {
-    **{"linear": 12, "norm": 4, "skip": 4, "attention": 4, "mlp": 3, "channel_norm": 4},
-    **{"checkpoint": 8, "checkpoint_modules": 4, "torch_checkpoint": 2, "plain": 2},
+    "linear": 12,
+    "norm": 4,
+    "skip": 4,
+    "attention": 4,
+    "mlp": 3,
+    "channel_norm": 4,
+    "checkpoint": 8,
+    "checkpoint_modules": 4,
+    "torch_checkpoint": 2,
+    "plain": 2,
 }
 
 
