@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from simulated import CAPACITY, MIB, PIECE, fill_up, held, open_device
+from simulated import CAPACITY, MIB, PIECE, UNIT, fill_up, held, open_device
 
 if TYPE_CHECKING:
     from vramx._core import SimulatedDevice
@@ -62,6 +62,23 @@ def test_a_stream_prefers_its_own_memory_to_a_better_fit(device: SimulatedDevice
     device.free(own)
     assert own <= device.allocate(MIB, 8) < own + 3 * MIB
     assert device.waits() == 0
+
+
+def test_a_stream_that_asks_alone_has_its_memory_in_one_piece() -> None:
+    device = open_device(256 * MIB, has_bytes=False)
+    device.free(device.allocate(MIB, 8))
+
+    def free_extents() -> int:
+        blocks = [device.allocate(MIB, 7) for _ in range(200)]
+        device.submit(7)
+        for block in blocks:
+            device.free(block)
+        return sum(span["state"] == "free" and span["size"] > PIECE / 2 for span in device.layout())
+
+    assert free_extents() == 2  # newer apart from older, for the other stream
+    for _ in range(1 << 14):
+        device.free(device.allocate(UNIT, 7))
+    assert free_extents() == 1
 
 
 def test_a_second_theft_needs_no_wait_until_the_stream_frees_again(device: SimulatedDevice) -> None:

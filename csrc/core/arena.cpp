@@ -236,6 +236,13 @@ void Arena::merge_and_list(SpanId id) {
   list(id);
 }
 
+void Arena::let_mix() {
+  tags_.let_mix();
+  std::vector<SpanId> extents;
+  for_each_extent([&](SpanId id) { extents.push_back(id); });
+  merge_around(std::move(extents));
+}
+
 // Only what lost tags may have come to be like its neighbours. The runs of neighbouring extents
 // have nothing to do with each other, so their order is no matter.
 void Arena::merge_around(std::vector<SpanId> extents) {

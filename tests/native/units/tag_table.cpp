@@ -36,7 +36,7 @@ void with_one_stream_what_is_over_is_like_what_is_not(Fixture& fixture) {
   const FreeSpan over = fixture.extent(TagSet());
   const FreeSpan waiting = fixture.extent(TagSet(Tag{0, 40}));
   EXPECT(fixture.table.are_alike(over, waiting));
-  fixture.table.tell_apart();
+  fixture.table.note_several();
   EXPECT(!fixture.table.are_alike(over, waiting));
 }
 
@@ -45,7 +45,7 @@ void two_streams_are_never_alike(Fixture& fixture) {
   const FreeSpan first = fixture.extent(TagSet(Tag{0, 1}));
   const FreeSpan second = fixture.extent(TagSet(Tag{1, 1}));
   EXPECT(!fixture.table.are_alike(first, second));
-  fixture.table.tell_apart();
+  fixture.table.note_several();
   EXPECT(!fixture.table.are_alike(first, second));
 }
 
