@@ -133,3 +133,19 @@ def test_a_wrapper_over_ours_stays(model: nn.Sequential, packs: Packs) -> None:
 def test_mistakes_are_named(model: nn.Sequential, options: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidValueError, match=words):
         vramx.checkpoint_modules(model, **options)
+
+
+def test_a_module_that_is_not_training_is_recomputed_from_exact_inputs() -> None:
+    def gradient(*, training: bool, checkpointed: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).train(training)
+        if checkpointed:
+            options = vramx.Compression(min_bytes=0)
+            vramx.checkpoint_modules(model[1], where=nn.Linear, compress=options)
+        model(torch.randn(8, 64)).square().sum().backward()
+        return model[1].weight.grad
+
+    exact = gradient(training=True, checkpointed=False)
+
+    assert not torch.equal(gradient(training=True, checkpointed=True), exact)
+    assert torch.equal(gradient(training=False, checkpointed=True), exact)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,9 +63,11 @@ class Recomputing(Change):
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self._exact = replace(settings, compression=None)
 
-    def run(self, _: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        return run(forward, args, kwargs, self.settings)
+    def run(self, module: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        # What is asked of a module that is not training is a result, and not a step.
+        return run(forward, args, kwargs, self.settings if module.training else self._exact)
 
     def __str__(self) -> str:
         compression, offload = self.settings.compression, self.settings.offload
@@ -80,6 +83,8 @@ def checkpoint_modules(
     **options: Any,
 ) -> Report:
     """Checkpoint every call of the modules that match, with inputs kept as `compress` says.
+
+    A module that is not `training` is recomputed from exact inputs.
 
     Args:
         where: a class, a tuple of classes, or a predicate that is given each module.

@@ -1,0 +1,165 @@
+"""What is a fault: a result that is not equal, a gradient that is too far off, too much kept.
+
+A gradient is right if its cosine with the exact one is COSINE and its length is within a quarter.
+Or if its error is within three times the one that the whole program has in bfloat16, as where a sum
+cancels: no format of half the bits could promise more. A gradient that is smaller than that error,
+as of a weight before a norm that undoes it, is zero as far as bfloat16 can tell, and has no
+direction to compare. Where a sum cancels partly, a draw of the noise may be past the limit by
+chance: then the mean of DRAWS must be within, and one that is far off is a fault in any case.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.fuzz.api import Packed, Plain
+from tests.fuzz.run import Step, UnusableError, load, run, saved_bytes
+from tests.fuzz.settings import Setting
+
+COSINE = 0.99
+LENGTH = 1.25
+TIMES_BFLOAT16 = 3
+RATIO = 1.6
+DRAWS = 8
+# Of float32, with sums in another order.
+EQUAL = 1e-4
+# Of one draw whose noise may be averaged: that of the mean of DRAWS is as many times less squared.
+_FAR_OFF = 0.93
+# With less, statistics and small tensors decide.
+_SAVED_BYTES = 32 << 10
+
+
+class FaultError(AssertionError):
+    """A program whose result is not right."""
+
+
+def check(program: type[nn.Module] | str, setting: Setting) -> None:
+    """Run a program without packing and with, and compare.
+
+    Raises:
+        FaultError: they differ by more than they may.
+        UnusableError: there is nothing to compare.
+    """
+    if isinstance(program, str):
+        program = load(program)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    expected = _exact(program, setting)
+    packed = Packed(setting)
+    try:
+        found = run(program, setting, packed)
+    except Exception as error:
+        raise FaultError(f"{type(error).__name__}: {error}") from error
+    for number, (exact, step) in enumerate(zip(expected, found, strict=True)):
+        _check_forward(number, exact, step)
+    checked = range(len(expected))
+    # The first gradient of a gradient is told of, and not more.
+    for number in checked[1:] if setting.double else checked:
+        _check_gradients(program, setting, number, expected[number], found[number])
+    if setting.smooth and setting.style != "none" and setting.training and not setting.double:
+        _check_ratio(program, setting, packed.stats)
+
+
+def _exact(program: type[nn.Module], setting: Setting) -> list[Step]:
+    try:
+        steps = run(program, setting, Plain())
+    except (RuntimeError, NotImplementedError) as error:
+        raise UnusableError(str(error)) from error
+    for step in steps:
+        if not all(g is None or g.isfinite().all() for g in step.gradients.values()):
+            raise UnusableError("not finite")
+    return steps
+
+
+def _check_forward(number: int, exact: Step, found: Step) -> None:
+    if not torch.equal(exact.output, found.output):
+        raise FaultError(f"step {number}: the forward pass gave another result")
+    for name, buffer in exact.buffers.items():
+        if not torch.equal(buffer, found.buffers[name]):
+            raise FaultError(f"step {number}: the buffer {name} is another")
+
+
+def _check_gradients(
+    program: type[nn.Module], setting: Setting, number: int, exact: Step, found: Step
+) -> None:
+    allowed: dict[str, float] | None = None
+    for name, gradient in exact.gradients.items():
+        other = found.gradients[name]
+        if (gradient is None) != (other is None):
+            raise FaultError(f"step {number}: the gradient of {name} is {other}")
+        if gradient is None or other is None:
+            continue
+        error = _error(other, gradient)
+        if setting.exact and error > 0:
+            raise FaultError(f"step {number}: after eval() {name} has an error of {error:.3g}")
+        if name == "slope" and setting.forces and error > EQUAL:
+            raise FaultError(f"step {number}: the first gradient has an error of {error:.3g}")
+        if _is_alike(other, gradient):
+            continue
+        if allowed is None:
+            allowed = _errors_of_bfloat16(program, setting, number, exact)
+        own = allowed.get(name, 0.0)
+        if own >= 1 or error <= TIMES_BFLOAT16 * own:
+            continue
+        cosine = _cosine(other, gradient)
+        if cosine > _FAR_OFF and _is_alike(_mean(program, setting, number, name), gradient):
+            continue
+        raise FaultError(
+            f"step {number}: the gradient of {name} has an error of {error:.3g} "
+            f"(cosine {cosine:.3f}), {own:.3g} in bfloat16"
+        )
+
+
+def _mean(program: type[nn.Module], setting: Setting, number: int, name: str) -> Tensor:
+    """Return the mean of a gradient over draws of the noise."""
+    options = {**setting.options, "rounding": "stochastic"}
+    setting = replace(setting, options=options)
+    drawn = [run(program, setting, Packed(setting), noise=1 + i)[number] for i in range(DRAWS)]
+    found = [step.gradients[name] for step in drawn]
+    return torch.stack([g for g in found if g is not None]).mean(0)
+
+
+def _is_alike(found: Tensor, exact: Tensor) -> bool:
+    if torch.equal(found, exact):
+        return True
+    length = float(exact.double().norm())
+    near = length / LENGTH <= float(found.double().norm()) <= length * LENGTH
+    return near and _cosine(found, exact) >= COSINE
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    difference = float((found.double() - exact.double()).norm())
+    return 0.0 if difference == 0 else difference / max(float(exact.double().norm()), 1e-300)
+
+
+def _cosine(found: Tensor, exact: Tensor) -> float:
+    return float(torch.cosine_similarity(found.double().flatten(), exact.double().flatten(), 0))
+
+
+def _errors_of_bfloat16(
+    program: type[nn.Module], setting: Setting, number: int, exact: Step
+) -> dict[str, float]:
+    try:
+        steps = run(program, setting, Plain(), torch.bfloat16)
+    except (RuntimeError, NotImplementedError, TypeError):  # numpy has no bfloat16
+        return {}
+    gradients = steps[number].gradients
+    return {
+        name: _error(g, exact.gradients[name])
+        for name, g in gradients.items()
+        if g is not None and exact.gradients[name] is not None
+    }
+
+
+def _check_ratio(program: type[nn.Module], setting: Setting, stats: Any) -> None:
+    torch_bytes = saved_bytes(program, setting)
+    if torch_bytes < _SAVED_BYTES:
+        return
+    kept = stats.kept_bytes / 2  # of two steps
+    if torch_bytes < RATIO * kept:
+        raise FaultError(f"torch saves {torch_bytes} bytes, and packed {kept:.0f} are kept")
