@@ -23,6 +23,7 @@ from vramx.errors import InvalidValueError
 from vramx.planning.blocks import Block
 from vramx.planning.meters import Meter
 from vramx.planning.steps import Step
+from vramx.recompute.objects import is_cache
 
 
 class Event(Enum):
@@ -246,8 +247,8 @@ def _check(block: Block, kwargs: dict[str, Any]) -> None:
             f"{block.name} is checkpointed by its library; call "
             "model.gradient_checkpointing_disable(): a plan decides what is recomputed"
         )
-    for name in ("past_key_values", "past_key_value"):
-        if kwargs.get(name) is not None:
+    for name, value in kwargs.items():
+        if is_cache(value):
             raise InvalidValueError(
                 f"{block.name} is given {name}, a cache that training has no use for; set "
                 "model.config.use_cache = False, or give the sample use_cache=False"
