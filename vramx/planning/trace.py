@@ -236,6 +236,10 @@ class _Tracer:
         return hook
 
 
+# What calls without a cache's methods have it as.
+_CACHES = ("past_key_values", "past_key_value")
+
+
 def _autocast_dtype(module: nn.Module) -> torch.dtype | None:
     device = next(module.parameters()).device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -248,7 +252,7 @@ def _check(block: Block, kwargs: dict[str, Any]) -> None:
             "model.gradient_checkpointing_disable(): a plan decides what is recomputed"
         )
     for name, value in kwargs.items():
-        if is_cache(value):
+        if is_cache(value) or (name in _CACHES and value is not None):
             raise InvalidValueError(
                 f"{block.name} is given {name}, a cache that training has no use for; set "
                 "model.config.use_cache = False, or give the sample use_cache=False"
