@@ -61,7 +61,7 @@ def fuse(net: Any) -> None:
 
 
 def plan(net: Any) -> None:
-    vramx.plan(net, batch(), budget="smallest").apply()
+    vramx.plan(net, batch(), budget="smallest", levels=["int8"]).apply()
 
 
 OURS = {"packed": pack, "recomputed": recompute, "fused": fuse, "planned": plan}
