@@ -40,8 +40,12 @@ def main(release: str) -> int:
     if not stamp.exists() or stamp.read_text() != wanted:
         say(f"making {folder.relative_to(ROOT)} with {', '.join((*RELEASES[release], *alone))}")
         make(folder)
-        if not install(str(python), ["-c", str(PINS), *RELEASES[release]] if release == "newest"
-                       else list(RELEASES[release])):
+        if not install(
+            str(python),
+            ["-c", str(PINS), *RELEASES[release]]
+            if release == "newest"
+            else list(RELEASES[release]),
+        ):
             return fail("the libraries could not be installed; pip's words are above")
         if alone and not install(str(python), ["--no-deps", *alone]):
             say(f"going on without {', '.join(alone)}: their tests are skipped")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from optimize_tools import INT8_NOISE, decoder
+from optimize_tools import INT8_NOISE, LAYERS, decoder
 from torch import Tensor, nn
 
 import vramx
@@ -183,6 +183,10 @@ TOLD = {
 }
 
 
+# Where a library's graphs are kept exactly, as a VramxWarning says once a process.
+EXACT = {("packed", "compile")}
+
+
 @pytest.fixture
 def one_process(tmp_path: Path) -> Iterator[None]:
     if not dist.is_available() or not dist.is_gloo_available():
@@ -235,10 +239,11 @@ def test_cell_works_or_says_why(ours: str, theirs: str, first: str, tmp_path: Pa
         assert TOLD[ours, theirs] in lines[0]
     found = gradients(outer, step)
     assert distance(found, exact) < INT8_NOISE
+    changed = len(vramx.report(outer).rows)
     if not is_told:
-        assert distance(found, exact) > 0
-        assert len(vramx.report(outer).rows) >= 2
-        assert len(vramx.restore(outer)) >= 2
+        assert changed >= LAYERS
+        assert (distance(found, exact) > 0) == ((ours, theirs) not in EXACT)
+    assert len(vramx.restore(outer)) == changed
     torch.compiler.reset()
     assert all(map(torch.equal, gradients(outer, step), exact))
     assert not vramx.report(outer).rows
