@@ -76,7 +76,7 @@ def cache_word(model: nn.Module) -> str:
 
 
 def hugging_face(transformers: Any, name: str, dropout: float = 0.0) -> tuple[nn.Module, Inputs]:
-    """Return a small model and its inputs; skip one whose blocks this release has of another kind."""
+    """Return a small model and its inputs; skip one whose blocks are not known in this release."""
     if name in NEW_IN_5 and transformers.__version__.startswith("4."):
         pytest.skip(f"the block of {name} in transformers {transformers.__version__} is not known")
     return any_model(transformers, name, dropout)

@@ -14,9 +14,9 @@ from norm_tools import held_bytes
 from optimize_tools import (
     DECODERS,
     HUGGING_FACE,
-    NEW_IN_5,
     INT8_NOISE,
     LAYERS,
+    NEW_IN_5,
     ROUNDING,
     any_model,
     cache_word,

@@ -59,9 +59,10 @@ class OptimizeRow:
 class OptimizeReport:
     """What optimize() did: a row a module, as model.named_modules() has them; text by str().
 
-    Rows are of swapped blocks, of parts of them that are called as they are, of known blocks that were
-    left, and of modules outside of swapped blocks that have no children. What single calls do is not in it: a swapped block does
-    as the original without grad mode, in eval mode, and for arguments that it does not know.
+    Rows are of swapped blocks, of parts of them that are called as they are, of known blocks that
+    were left, and of modules outside of swapped blocks that have no children. What single calls do
+    is not in it: a swapped block does as the original without grad mode, in eval mode, and for
+    arguments that it does not know.
 
     Example:
         >>> report = optimize(nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32)))
@@ -99,13 +100,12 @@ def optimize(
     Known are the blocks of Llama, Mistral, Qwen2, Qwen3, Gemma, GPT-2, BERT and ViT of
     transformers, the RMS norms of these outside of blocks, the blocks of timm's vision
     transformers, ConvNeXts and ResNets and of torchvision's ResNets, and
-    torch.nn.TransformerEncoderLayer. Parts of a block that are changed (a LoRA, quantised weights,
-    hooks, another attention) are called as they are. A class is swapped only where a small module of
-    it, made by the installed release and run on the CPU once, computes the same both ways: another
-    release is recognised by what it does, and what is of a known class and left is named in a
-    VramxWarning. Optimise before FSDP wraps the model; adapters
-    may come before or after. What torch.jit.script is to compile must be restored first, as what
-    runs under torch.func's transforms.
+    torch.nn.TransformerEncoderLayer. A class is swapped only where a small module of it, made by
+    the installed release and run on the CPU once, computes the same both ways; what is of a known
+    class and left is named in a VramxWarning. Parts of a block that are changed (a LoRA, quantised
+    weights, hooks, another attention) are called as they are. Optimise before FSDP wraps the model;
+    adapters may come before or after. What torch.jit.script is to compile must be restored first,
+    as what runs under torch.func's transforms.
 
     Args:
         level: "int8" or "int4": what is kept is packed; "keep": fused and exact; "recompute_mlp":
