@@ -5,6 +5,7 @@
 #   make test       every test that needs no GPU, the build included
 #   make test-models  the tests of the libraries whose models it trains, a release after the other
 #   make test-gpu   every test that needs a GPU; without one they fail
+#   make stress     ten million random steps of the allocator's core, from other seeds than the tests'
 #   make lint       formatting, style, types, and the C++ compiler's warnings as errors
 #   make bench      every benchmark, into benchmarks/results/*.csv
 #   make clean      remove what was built; .venv stays
@@ -13,7 +14,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := demo
-.PHONY: build demo test test-models test-gpu lint bench clean
+.PHONY: build demo test test-models test-gpu stress lint bench clean
 
 # $(call prepare,GROUPS) sets $python for the recipe's one shell, or ends it with a line that says why.
 prepare = python="$$(python3 .ci/environment.py $(1))"
@@ -73,6 +74,13 @@ test-gpu:
 	"$${tests[@]}" -m "gpu and not alone" $$side_by_side "$${native[@]}" || failed=1
 	"$${tests[@]}" -m "gpu and alone" "$${native[@]}" || failed=1
 	exit $$failed
+
+stress:
+	@$(call prepare,run test)
+	"$$python" -c 'import sys; sys.path.insert(0, "tests"); import native_build as native
+	program = next(each for each in native.programs() if each.name == "core_stress")
+	native.build(program, "plain")'
+	build/native/plain/core_stress 10000000 1000000
 
 lint:
 	@$(call prepare,run test dev)

@@ -4,8 +4,9 @@ Each case (benchmarks/programs/_streams.py) is a process under each allocator; t
 take a round after the other, so that what slows the machine slows all of them. Each round tells the
 seconds with buffers that come and go, with buffers that were there before, and with all on one
 stream. The goals: vramx takes no more than 1.05 of the time of torch's faster allocator, and
-reserves no more than the more frugal of the two. A run takes about 4 minutes on an H100, a quick
-one less than a minute.
+reserves no more than the more frugal of the two, but where the host runs away from the GPU: there
+whose host is slower reserves less. A run takes about 5 minutes on an H100, a quick one less than a
+minute.
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "programs of several streams, by allocator: time, overlap, memory (GPU)"
 
-CASES = ("prefetch", "offload", "optimizer_states", "four_streams", "small_job")
+CASES = ("prefetch", "runaway", "offload", "optimizer_states", "four_streams", "small_job")
 QUICK = ("prefetch", "small_job")
 CHILD = PROGRAMS / "_streams.py"
 REPEATS = 7
 LIMIT_S = 180.0
 # The most that a metric may be, in what the better of torch's allocators has.
 GOALS = {"seconds": 1.05, "peak_reserved_bytes": 1.0}
+# In these it is not asked how much is reserved.
+TIMED_ONLY = ("runaway",)
 OURS = "vramx"
 BATCH = 2  # cases whose processes import at once
 # By their names in a report.
@@ -134,7 +137,12 @@ def measurements(outcome: Outcome) -> list[Measurement]:
 
 def judge(cases: Iterable[str], figures: Figures) -> list[Verdict]:
     """Compare vramx with the better of torch's allocators; what was not measured is not met."""
-    return [_verdict(case, metric, figures) for case in cases for metric in GOALS]
+    return [
+        _verdict(case, metric, figures)
+        for case in cases
+        for metric in GOALS
+        if metric == "seconds" or case not in TIMED_ONLY
+    ]
 
 
 def _verdict(case: str, metric: str, figures: Figures) -> Verdict:

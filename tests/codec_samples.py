@@ -2,6 +2,7 @@
 
 An element x between two codes is rounded up with probability f, the fraction of x / s, so that its
 error has variance v = f (1 - f) s**2. The steps s are computed here in float64, not read back.
+Outliers are exact: they count as zeros, which are so too.
 
 At 4 bits the probability is P = round(256 f) / 256. Beside the statistics made of these variances
 that is nothing: a mean of N draws is off by (P - f) s, of mean square s**2 2**-18 / 3 over f, which
@@ -24,17 +25,22 @@ NUMEL = 4096
 
 
 def gaussian() -> Tensor:
-    return torch.randn(NUMEL)
+    return as_bfloat16(torch.randn(NUMEL))
 
 
 def student_t5() -> Tensor:
-    return torch.distributions.StudentT(5.0).sample((NUMEL,))
+    return as_bfloat16(torch.distributions.StudentT(5.0).sample((NUMEL,)))
 
 
 def outlier_channels() -> Tensor:
     x = torch.randn(NUMEL // 64, 64)
     x[:, [5, 40]] *= 50
-    return x.view(-1)
+    return as_bfloat16(x.view(-1))
+
+
+def as_bfloat16(x: Tensor) -> Tensor:
+    """Return numbers that are exact as outliers: of others the rounding to bfloat16 is no noise."""
+    return x.bfloat16().float()
 
 
 def images() -> Tensor:
@@ -46,7 +52,7 @@ def images() -> Tensor:
 
 
 class Step(NamedTuple):
-    """Of each element: its step, the lower neighbour's offset, and the fraction between the two."""
+    """Of each element: its step, and the fraction of one that it lies above a code."""
 
     size: Tensor
     fraction: Tensor
@@ -59,15 +65,25 @@ class Step(NamedTuple):
 def step_of(x: Tensor, format: Format) -> Step:
     """Return the steps that the codec must use, from the group's extremes in float64."""
     groups = x.double().view(-1, format.group_size)
+    has_outliers = format.bits == 8 and format.symmetric
+    groups = without_outliers(groups) if has_outliers else groups
     low = torch.zeros(len(groups), 1).double()
     peak = groups.abs().amax(1, keepdim=True)
-    levels = 2 ** (format.bits - 1) - 1
+    levels = 2 ** (format.bits - 1) - (2 if has_outliers else 1)
     if not format.symmetric:
         low = bfloat16_towards(groups.amin(1, keepdim=True), -math.inf)
         peak, levels = groups.amax(1, keepdim=True) - low, 2**format.bits - 1
     size = bfloat16_towards(peak * ((1 + 2.0**-20) / levels), math.inf).clamp_min(2.0**-126)
     place = (groups - low) / size
     return Step(size.expand_as(groups).reshape(-1), (place - place.floor()).reshape(-1))
+
+
+def without_outliers(groups: Tensor) -> Tensor:
+    """Return groups with 0 for their two different numbers of the largest magnitudes."""
+    for _ in range(2):
+        top = groups.gather(1, groups.abs().argmax(1, keepdim=True))
+        groups = torch.where(groups == top, 0.0, groups)
+    return groups
 
 
 def bfloat16_towards(value: Tensor, limit: float) -> Tensor:

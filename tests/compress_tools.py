@@ -18,12 +18,17 @@ from vramx.compression.session import PlainCodec, Session
 
 
 class Attention(nn.Module):
-    """Three projections of one input, heads that are transposed views, an output projection."""
+    """Three projections of one input, heads that are transposed views, an output projection.
+
+    Keys have no bias, so that what attention keeps may be packed.
+    """
 
     def __init__(self, width: int = 64, heads: int = 4) -> None:
         super().__init__()
         self.heads = heads
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.q, self.k, self.v, self.o = (
+            nn.Linear(width, width, bias=each != "k") for each in "qkvo"
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         def split(y: torch.Tensor) -> torch.Tensor:

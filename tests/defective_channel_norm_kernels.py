@@ -11,12 +11,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from vramx.kernels import channel_norm, channel_norm_backward, channel_norm_tables, headers
+from vramx.kernels import channel_norm, channel_norm_backward, channel_norm_tables, tiles
 from vramx.kernels.tiles import tile_offsets
 
 _right_position = channel_norm.position_of
 _right_values = channel_norm.channel_values
-_right_scale = headers.load_scale
+_right_groups = tiles.unpack_groups
 _right_move = channel_norm_tables._move
 
 
@@ -80,8 +80,10 @@ def _bits_of_the_next_byte(
 
 
 @triton.jit
-def _scales_of_the_first_group(header_ptr, offsets, mask, SYMMETRIC: tl.constexpr):
-    return _right_scale(header_ptr, offsets * 0, mask, SYMMETRIC)
+def _headers_of_the_first_group(
+    codes, buffer_ptr, numel, first, groups, filled, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr
+):
+    return _right_groups(codes, buffer_ptr, numel, first, groups * 0, filled, GROUP, SYMMETRIC)
 
 
 @triton.jit
@@ -98,10 +100,10 @@ DEFECTS: dict[str, tuple[ModuleType, str, Any]] = {
     "channels that begin anew in each tile": (channel_norm, "position_of", _from_the_first_channel),
     "channels of what is beyond the end": (channel_norm, "position_of", _beyond_the_end),
     "bits of the neighbouring byte": (channel_norm_backward, "load_bits", _bits_of_the_next_byte),
-    "scales of the first group": (
+    "headers of the first group": (
         channel_norm_backward,
-        "load_scale",
-        _scales_of_the_first_group,
+        "unpack_groups",
+        _headers_of_the_first_group,
     ),
     "a slope for all channels": (channel_norm_backward, "channel_values", _one_value_for_all),
     "momentum of the old statistics": (

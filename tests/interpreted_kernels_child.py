@@ -17,7 +17,7 @@ import triton.language as tl
 from interpreted_kernels import _GUARD_BYTES, Noise, _poisoned, mask_bytes
 from torch import Tensor
 
-from vramx.kernels import headers, launch, quantize, quantize4
+from vramx.kernels import headers, launch, quantize4, tiles
 from vramx.kernels import noise as noise_functions
 from vramx.kernels.layout import Layout
 
@@ -80,6 +80,9 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
+_right_header = headers.outlier_header
+
+
 @triton.jit
 def _scale_to_nearest(peak, LEVELS: tl.constexpr):
     bits = (peak * (1.00000095367431640625 / LEVELS)).to(tl.int32, bitcast=True)
@@ -118,17 +121,39 @@ def _fixed_point_cut(quotient):
 
 
 @triton.jit
-def _decode_shifted(codes, scale, low, SYMMETRIC: tl.constexpr):
-    return codes * scale + low + scale * 0.0078125
+def _always_finite(magnitude):
+    return magnitude < 0
+
+
+@triton.jit
+def _decode_shifted(codes, scale, first, second):
+    return (codes.to(tl.float32) + 0.0078125) * scale
+
+
+@triton.jit
+def _first_for_both(codes, scale, first, second):
+    x = codes.to(tl.float32) * scale
+    return tl.where((codes == 127) | (codes == -128), first, x)
+
+
+@triton.jit
+def _outliers_in_the_scale(key):
+    first = tl.max(key, 1)
+    second, word, _, _ = _right_header(key)
+    scale = headers._scale_bits((first >> 1).to(tl.float32, bitcast=True), 126)
+    return second, word, scale, tl.div_rn(1.0, scale.to(tl.float32, bitcast=True))
 
 
 _DEFECTS: dict[str, tuple[tuple[ModuleType, ...], str, Any]] = {
     "scale rounded to nearest": ((headers,), "_scale_bits", _scale_to_nearest),
     "NaN not kept": ((headers,), "_scale_bits", _scale_loses_nan),
-    "half rounded away": ((quantize, quantize4), "code_bits", _round_half_away),
+    "NaN of an outlier not kept": ((headers,), "not_finite", _always_finite),
+    "half rounded away": ((tiles, quantize4), "code_bits", _round_half_away),
     "noise added to a cut quotient": ((quantize4,), "fixed_point_bits", _fixed_point_cut),
     "six rounds of Philox": ((noise_functions,), "philox", _philox_of_six_rounds),
-    "decoded with an offset": ((quantize, quantize4), "decode", _decode_shifted),
+    "decoded with an offset": ((tiles,), "decode_with_outliers", _decode_shifted),
+    "one outlier for both": ((tiles,), "decode_with_outliers", _first_for_both),
+    "outliers in the scale": ((tiles,), "outlier_header", _outliers_in_the_scale),
 }
 
 

@@ -58,7 +58,7 @@ def step_of(x: Tensor, group: int = 128) -> Tensor:
     flat = x.double().reshape(-1)
     missing = -flat.numel() % group
     rows = torch.cat([flat, flat.new_zeros(missing)]).view(-1, group)
-    step = rows.abs().amax(1, keepdim=True) / 127 * 1.0079
+    step = rows.abs().amax(1, keepdim=True) / 126 * 1.0079
     return step.expand_as(rows).reshape(-1)[: flat.numel()].view(x.shape)
 
 

@@ -14,7 +14,7 @@ INT8 = Compression()
 NEAREST = Compression(rounding="nearest")
 INT4 = Compression(bits=4)
 # A step of int8 is at most this part of the greatest magnitude of its group (codec.py).
-INT8_STEP = 1.0079 / 127
+INT8_STEP = 1.0079 / 126
 
 Outputs = Sequence[Tensor]
 

@@ -16,9 +16,9 @@ from vramx.compression.hooks import compress
 
 
 class SelfAttention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, bias: bool = True) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+        self.attention = nn.MultiheadAttention(64, 4, bias=bias, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.attention(x, x, x, need_weights=False)[0]

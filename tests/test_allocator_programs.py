@@ -121,27 +121,3 @@ def test_a_growth_that_fails_once_is_tried_again() -> None:
         device.fail_nth_call(nth)
         device.fill(device.allocate(MIB), MIB, nth)
         assert device.check() == ""
-
-
-def test_a_failure_at_any_driver_call_leaves_a_sound_allocator() -> None:
-    device = run_with_failure(nth=0)
-    # A wait comes with up to four further calls on events and captures.
-    calls = device.driver_calls() + 5 * device.waits()
-    assert calls > 400, "the program is too tame to mean anything"
-    assert device.stats()["num_stitches"] > 1, "as above"
-    for nth in range(1, calls + 1):
-        run_with_failure(nth)
-
-
-def run_with_failure(nth: int) -> SimulatedDevice:
-    """Run a program whose nth driver call fails, or none if 0, to its end; return its device."""
-    program = RandomProgram(small_device(), seed=47)
-    if nth:
-        program.device.fail_nth_call(nth)
-    for number in range(150):
-        program.step(number)
-        assert program.device.check() == "", nth
-    for address in list(program.blocks):
-        program.free(address)
-    assert live(program.device) == 0, nth
-    return program.device

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from simulated import CAPACITY, MIB, PIECE, fill_up, held, open_device
+from simulated import CAPACITY, MIB, PIECE, UNIT, fill_up, held, open_device
 
 if TYPE_CHECKING:
     from vramx._core import SimulatedDevice
@@ -62,6 +62,23 @@ def test_a_stream_prefers_its_own_memory_to_a_better_fit(device: SimulatedDevice
     device.free(own)
     assert own <= device.allocate(MIB, 8) < own + 3 * MIB
     assert device.waits() == 0
+
+
+def test_a_stream_that_asks_alone_has_its_memory_in_one_piece() -> None:
+    device = open_device(256 * MIB, has_bytes=False)
+    device.free(device.allocate(MIB, 8))
+
+    def free_extents() -> int:
+        blocks = [device.allocate(MIB, 7) for _ in range(200)]
+        device.submit(7)
+        for block in blocks:
+            device.free(block)
+        return sum(span["state"] == "free" and span["size"] > PIECE / 2 for span in device.layout())
+
+    assert free_extents() == 2  # newer apart from older, for the other stream
+    for _ in range(1 << 14):
+        device.free(device.allocate(UNIT, 7))
+    assert free_extents() == 1
 
 
 def test_a_second_theft_needs_no_wait_until_the_stream_frees_again(device: SimulatedDevice) -> None:
@@ -146,3 +163,30 @@ def test_recording_a_stream_twice_is_one_wait(device: SimulatedDevice) -> None:
 def test_a_stream_is_recorded_on_live_blocks_only(device: SimulatedDevice) -> None:
     with pytest.raises(ValueError, match="not a live block"):
         device.record_stream(4096, 7)
+
+
+def test_a_buffer_that_was_handed_over_is_had_again_when_its_own_reader_is_done(
+    device: SimulatedDevice,
+) -> None:
+    """Batches are copied on a stream beside the main one, which reads them; one is under way."""
+    for _ in range(8):
+        batch = device.allocate(PIECE, 7)
+        device.advance_all()  # what was queued before
+        device.submit(7)
+        device.record_stream(batch, 0)
+        device.submit(0)
+        device.free(batch)
+    assert held(device) == 2 * PIECE
+    assert device.waits() == 0
+
+
+def test_a_free_takes_no_large_buffer_of_another_streams_with_it() -> None:
+    device = open_device(512 * MIB, has_bytes=False)
+    large = 64 * MIB
+    first, second = (device.allocate(large, 7) for _ in range(2))
+    device.free(first)
+    device.allocate(UNIT, 8)  # asks the streams: the first is over
+    device.submit(7)
+    device.free(second)
+    assert device.allocate(large, 8) == first
+    assert device.waits() == 0

@@ -117,6 +117,16 @@ def test_the_better_of_torchs_allocators_is_the_measure_of_each_goal(
     assert [found.ratio for found in verdicts] == pytest.approx([ours[0], ours[1] / 100])
 
 
+def test_where_the_host_runs_away_its_time_alone_has_a_goal() -> None:
+    verdicts = streams.judge(["runaway", "prefetch"], {})
+    judged = [(each.case, each.metric) for each in verdicts]
+    assert judged == [
+        ("runaway", "seconds"),
+        ("prefetch", "seconds"),
+        ("prefetch", "peak_reserved_bytes"),
+    ]
+
+
 def test_the_verdicts_are_rows_and_a_line_each(writer: RowWriter, tmp_path: Path) -> None:
     figures = figures_of(native=(1.0, 100.0), vramx=(1.5, 90.0))
     verdicts = streams.judge(["prefetch", "offload"], figures)
@@ -167,7 +177,7 @@ def test_a_ring_hands_out_the_buffer_that_came_back_first(monkeypatch: pytest.Mo
 
 
 def test_an_unknown_case_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match="accepted are prefetch, offload"):
+    with pytest.raises(InvalidValueError, match="accepted are prefetch, runaway, offload"):
         streams.run_all(Options(), Request(only=("x",)), None)  # type: ignore[arg-type]
 
 

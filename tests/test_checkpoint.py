@@ -42,14 +42,14 @@ pytestmark = pytest.mark.usefixtures("seeds")
 # -- What is kept ---------------------------------------------------------------------------------
 
 
-def test_input_is_kept_in_at_most_0_52_of_its_bytes(packs: Packs) -> None:
+def test_input_is_kept_in_at_most_0_525_of_its_bytes(packs: Packs) -> None:
     x = activation(256, WIDTH).bfloat16()
     nbytes = x.numel() * x.element_size()
     storage = weakref.ref(x.untyped_storage())
     y = vramx.checkpoint(torch.sin, x, compress=SMALL)
     del x
     assert storage() is None, "the input itself is still alive"
-    assert packs.bytes <= 0.52 * nbytes  # 8 bits and a 16-bit scale for 128 elements: 0.508
+    assert packs.bytes <= 0.525 * nbytes  # 8 bits, and 6 bytes for 128 elements: 0.523
     assert y.grad_fn is not None
 
 

@@ -117,14 +117,35 @@ def step_bits(peak: np.float32, levels: int) -> int:
     return (bits_of(max(scale, np.float32(2.0**-126))) + 0xFFFF) & 0xFFFF0000
 
 
+def largest_numbers(group: np.ndarray) -> list[np.float32]:
+    """Return the three different numbers of the largest magnitudes, the negative of two first.
+
+    Where there are fewer, the third is the first, and of one the second is that.
+    """
+    found = sorted(set(map(float, group)), key=lambda value: (-abs(value), value))
+    values = [found[0], found[min(1, len(found) - 1)], abs(found[2 if len(found) > 2 else 0])]
+    return [np.float32(value) for value in values]
+
+
+def bfloat16_bytes(value: np.float32) -> bytes:
+    bits = torch.tensor(float(value)).bfloat16().view(torch.int16)
+    return (int(bits) & 0xFFFF).to_bytes(2, "little")
+
+
 def bytes_of(x: np.ndarray, format: Format, state: Tensor, stream: int) -> bytes:
     """Return the packed buffer of finite float32 numbers."""
     size, bits = format.group_size, format.bits
-    codes, headers = [], b""
+    codes, outliers, headers = [], b"", b""
     for start in range(0, len(x), size):
         group = x[start : start + size]
-        low = np.float32(0)
-        if format.symmetric:
+        low, marks = np.float32(0), {}
+        if format.symmetric and bits == 8:
+            first, second, peak = largest_numbers(group)
+            marks = {bits_of(first): 128, bits_of(second): 127}
+            outliers += b"".join(bfloat16_bytes(value) for value in (first, second))
+            scale = step_bits(peak, 126)
+            headers += (scale >> 16).to_bytes(2, "little")
+        elif format.symmetric:
             scale = step_bits(np.abs(group).max(), 2 ** (bits - 1) - 1)
             headers += (scale >> 16).to_bytes(2, "little")
         else:
@@ -136,7 +157,8 @@ def bytes_of(x: np.ndarray, format: Format, state: Tensor, stream: int) -> bytes
         inverse = np.float32(1) / float_of(scale)
         for i, value in enumerate(group):
             t = np.float32(np.float32(value - low) * inverse)
-            codes.append(code_of(t, start + i, format, state, stream) % 2**bits)
+            code = code_of(t, start + i, format, state, stream) % 2**bits
+            codes.append(marks.get(bits_of(value), code))
         codes += [0] * (size - len(group))
     if bits == 4:
         half = size // 2
@@ -145,7 +167,7 @@ def bytes_of(x: np.ndarray, format: Format, state: Tensor, stream: int) -> bytes
             for g in range(0, len(codes), size)
             for j in range(half)
         ]
-    return bytes(codes) + bytes(-len(codes) % 16) + headers
+    return bytes(codes) + bytes(-len(codes) % 16) + outliers + headers
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=repr)

@@ -14,13 +14,21 @@ import torch
 import torch.nn.functional as functional
 from compress_tools import input_of, recorded_packs
 from policy_tools import SelfAttention
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from vramx.compression import policy
 from vramx.compression.hooks import compress
 
 
+def heads_of(*shape: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a query, a key and a value that differ; the key is a product with a weight."""
+    weight = torch.nn.Parameter(2 * torch.eye(shape[-1]))
+    return input_of(*shape), input_of(*shape) @ weight, input_of(*shape) * 3
+
+
 def test_q_and_k_are_kept_and_v_is_packed() -> None:
-    q, k, v = (input_of(2, 4, 16, 8) * i for i in (1, 2, 3))
+    q, k, v = heads_of(2, 4, 16, 8)
     attention = functional.scaled_dot_product_attention
     with compress(min_bytes=0) as stats:
         attention(q, k, v)
@@ -32,14 +40,14 @@ def test_q_and_k_are_kept_and_v_is_packed() -> None:
 
 
 def test_q_and_k_are_kept_where_autocast_casts_them() -> None:
-    q, k, v = (input_of(2, 4, 16, 8) * i for i in (1, 2, 3))
+    q, k, v = heads_of(2, 4, 16, 8)
     with torch.autocast("cpu", torch.bfloat16), compress(min_bytes=0) as stats:
         functional.scaled_dot_product_attention(q, k, v)
     assert stats.kept["policy"].tensors == 2
 
 
 def test_q_and_k_are_kept_inside_of_multi_head_attention() -> None:
-    module, x = SelfAttention(), input_of(4, 16, 64)
+    module, x = SelfAttention(bias=False), input_of(4, 16, 64)
     with compress(min_bytes=0) as stats:
         module(x)
     assert stats.operations["scaled_dot_product_attention"].tensors >= 4
@@ -61,7 +69,8 @@ def test_q_and_k_are_kept_inside_of_multi_head_attention() -> None:
 def test_of_attention_by_products_only_the_value_is_packed(
     options: dict[str, Any], length: int, monkeypatch: Any
 ) -> None:
-    q, k, v = input_of(2, 4, 32, 16), input_of(2, 4, length, 16) * 2, input_of(2, 4, length, 16) * 3
+    q = input_of(2, 4, 32, 16)
+    _, k, v = heads_of(2, 4, length, 16)
     if "attn_mask" in options:
         options = {"attn_mask": options["attn_mask"][:, :length]}
     with (
@@ -76,7 +85,7 @@ def test_of_attention_by_products_only_the_value_is_packed(
 
 
 def test_queries_and_keys_that_attention_copies_are_kept_without_a_gradient_too() -> None:
-    q, k, v = (input_of(2, 4, 16, 16) * i for i in (1, 2, 3))
+    q, k, v = heads_of(2, 4, 16, 16)
     with sdpa_kernel(SDPBackend.MATH), compress(min_bytes=0) as stats:
         functional.scaled_dot_product_attention(q.detach(), k.detach(), v)
         functional.scaled_dot_product_attention(q, k.detach(), v.detach())
@@ -85,7 +94,7 @@ def test_queries_and_keys_that_attention_copies_are_kept_without_a_gradient_too(
 
 def test_a_float_mask_of_attention_is_kept() -> None:
     """It holds infinities, of which a whole group would become NaN."""
-    q, k, v = (input_of(2, 4, 32, 16) * i for i in (1, 2, 3))
+    q, k, v = heads_of(2, 4, 32, 16)
     mask = torch.zeros(32, 32).masked_fill(torch.rand(32, 32) > 0.5, -torch.inf)
     mask.fill_diagonal_(0)
     with compress(min_bytes=0) as stats:
@@ -104,8 +113,76 @@ def test_weights_of_attention_that_is_written_out_are_kept_once(monkeypatch: Any
 
 
 def test_the_logsumexp_of_attention_is_kept() -> None:
-    q, k, v = (input_of(2, 4, 16, 64) * i for i in (1, 2, 3))
+    q, k, v = heads_of(2, 4, 16, 64)
     with compress(min_bytes=0) as stats:
         functional.scaled_dot_product_attention(q, k, v)
     assert stats.kept["statistic"].tensors == 1
     assert stats.kept["statistic"].kept_bytes == 2 * 4 * 16 * 4
+
+
+class Biased(torch.nn.Module):
+    """Attention of heads of 16 that adds `bias` deviations to the keys, and may turn q and k."""
+
+    def __init__(self, bias: float | None, turns: bool) -> None:
+        super().__init__()
+        self.q, self.v = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        self.k = torch.nn.Linear(64, 64, bias=bias is not None)
+        self.out, self.turns = torch.nn.Linear(64, 64), turns
+        if bias is not None:
+            with torch.no_grad():
+                # 0.6: the deviation of what a Linear makes of standard numbers.
+                self.k.bias.normal_(0, 0.6 * bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            each(x).unflatten(-1, (4, 16)).transpose(1, 2) for each in (self.q, self.k, self.v)
+        )
+        if self.turns:
+            angles = torch.arange(x.shape[1])[:, None] / 100 ** (torch.arange(16) % 8 / 8)
+            q, k = (
+                y * angles.cos() + torch.cat((-y[..., 8:], y[..., :8]), -1) * angles.sin()
+                for y in (q, k)
+            )
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        result: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return result
+
+
+def worst_cosine(module: torch.nn.Module, x: Tensor) -> float:
+    """Return the least cosine of a weight's gradient, the mean of three draws."""
+    weights = [p for name, p in module.named_parameters() if name.endswith("weight")]
+    dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
+    exact = torch.autograd.grad(module(x), weights, dy)
+    draws = []
+    for _ in range(3):
+        with compress(min_bytes=0):
+            y = module(x)
+        draws.append(torch.autograd.grad(y, weights, dy))
+    return min(
+        sum(float(functional.cosine_similarity(g.flatten(), e.flatten(), 0)) for g in found) / 3
+        for e, *found in zip(exact, *draws, strict=True)
+    )
+
+
+@pytest.mark.parametrize("turns", [False, True], ids=["as they are", "turned"])
+def test_a_bias_of_the_keys_does_not_reach_the_gradients(turns: bool) -> None:
+    torch.manual_seed(0)
+    assert worst_cosine(Biased(100.0, turns), input_of(2, 32, 64)) >= 0.999
+
+
+def test_packed_values_under_a_bias_of_the_keys_are_found(monkeypatch: Any) -> None:
+    """The defect: keys are held for plain."""
+    monkeypatch.setattr(policy, "has_plain_keys", lambda operation: True)
+    torch.manual_seed(0)
+    assert worst_cosine(Biased(100.0, False), input_of(2, 32, 64)) < 0.999
+
+
+@pytest.mark.parametrize("turns", [False, True], ids=["as they are", "turned"])
+def test_values_and_result_are_packed_where_keys_have_no_bias(turns: bool) -> None:
+    x = input_of(2, 32, 64)
+    for bias, packed in ((None, 2), (1.0, 0)):
+        with compress(min_bytes=0, policy={"linear": "keep", "mul": "keep"}) as stats:
+            Biased(bias, turns)(x)
+        assert stats.packed.tensors == packed
+        kept = stats.kept["keys"].tensors if "keys" in stats.kept else 0
+        assert kept == 2 - packed

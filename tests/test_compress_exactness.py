@@ -15,17 +15,17 @@ from vramx.compression.exactness import needs_exact
 
 _CHILD = Path(__file__).with_name("operations_child.py")
 _LIMIT_S = 120
-# At 8 bits a value is off by less than a step, which is at most (1 + 2^-7) / 127 of the largest in
+# At 8 bits a value is off by less than a step, which is at most (1 + 2^-7) / 126 of the largest in
 # its group: scales are rounded up to 8 bits. Samples are uniform, so the largest is sqrt(3) times
 # the root of their mean square. Backward multiplies two saved values at most, and the slopes of
 # what it puts them through change by less than 1.13 times what they do (GELU's second derivative).
-BOUND = 2 * 1.13 * 3**0.5 * (1 + 2**-7) / 127
+BOUND = 2 * 1.13 * 3**0.5 * (1 + 2**-7) / 126
 # In 2.13 some 500 are differentiable by all their arguments; half of them save nothing.
 _AT_LEAST = 400
 
 
 # Whose gradients are not finite, or wrong, when they are packed.
-_NOT_FINITE = ["amax", "norm.inf", "scatter_reduce.amax"]
+_NOT_FINITE = ["norm.inf", "scatter_reduce.amax"]
 _WRONG = ["digamma", "log1p", "log", "nn.functional.normalize", "grid_sampler_2d"]
 
 

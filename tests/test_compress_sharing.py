@@ -208,10 +208,11 @@ def fused_projection_bytes() -> float:
     """Return the bytes that fused q, k (kept) and v (packed) take, over those of the storage."""
     x = input_of(4, 256, 3 * 64)
     x.sum()
+    weight = torch.nn.Parameter(torch.eye(3 * 64))
 
     def forward() -> torch.Tensor:
-        with compress(min_bytes=1024, policy={"linear": "keep"}):
-            q, k, v = (x * 1).view(4, 256, 3, 4, 16).permute(2, 0, 3, 1, 4).unbind()
+        with compress(min_bytes=1024, policy={"matmul": "keep"}):
+            q, k, v = (x @ weight).view(4, 256, 3, 4, 16).permute(2, 0, 3, 1, 4).unbind()
             return functional.scaled_dot_product_attention(q, k, v)
 
     taken, y = held_bytes(forward)

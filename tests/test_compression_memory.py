@@ -31,7 +31,7 @@ DROPOUT = 0.1
 TOLERANCE = 0.03
 # A packed element: its code and its part of a group's header, two bytes a group of 128 at 8 bits
 # and four bytes a group of 64 at 4 bits.
-INT8, INT4 = 1 + 2 / 128, 0.5 + 4 / 64
+INT8, INT4 = 1 + 6 / 128, 0.5 + 4 / 64
 Way = Callable[[], AbstractContextManager[Any]]
 
 

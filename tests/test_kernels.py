@@ -75,8 +75,13 @@ def differences(packed: Tensor, expected: Tensor, layout: Layout) -> int:
 
 
 def parts(buffer: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Return the headers, scale first, and the code bytes of a buffer, a row a group."""
-    headers = buffer[layout.code_bytes :].view(torch.bfloat16).view(layout.groups, -1)
+    """Return the headers, scale first, outliers last, and the code bytes, a row a group."""
+    sizes = [layout.code_bytes, layout.outlier_bytes, layout.header_bytes]
+    _, outliers, headers = buffer.split(sizes)
+    headers = headers.view(torch.bfloat16).view(layout.groups, -1)
+    if layout.has_outliers:
+        outliers = outliers.view(torch.bfloat16).view(layout.groups, 2)
+        headers = torch.cat([headers, outliers], 1)
     used = layout.groups * layout.group_size * layout.bits // 8
     return headers, buffer[:used].view(layout.groups, -1)
 
@@ -158,12 +163,14 @@ def test_minimum_of_minus_zero_is_stored_as_plus_zero(
 def test_ties_go_to_the_even_code(kernels: InterpretedKernels, kind: str, defect: str) -> None:
     """With a peak just below the largest code the scale is 1, and every half is a tie."""
     layout = layout_of(kind, 2048)
-    largest = 2 ** (layout.bits - layout.symmetric) - 1
+    largest = {"8sym": 126, "8asym": 255, "4sym": 7, "4asym": 15}[kind]
     lowest = 1 - largest if layout.symmetric else 0
     generator = torch.Generator().manual_seed(3)
     x = torch.randint(2 * lowest, 2 * largest - 1, (2048,), generator=generator) / 2
     x[::128] = largest * (1 - 2**-9)
     x[1::128] = lowest
+    if layout.has_outliers:
+        x[2::128], x[3::128] = 1000.0, -500.0
     packed = kernels.quantize(x, layout, defect=defect)
     assert (differences(packed, reference_of(x, layout, None), layout) > 0) == bool(defect)
 
@@ -212,6 +219,51 @@ def test_comparison_sees_a_defect_in_decoding(kernels: InterpretedKernels) -> No
     assert units_apart(decoded, reference.dequantize(packed, layout, torch.bfloat16)).max() > 1
 
 
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("signs", [(1, 1), (1, -1), (-1, -1)])
+def test_outliers_come_back_exactly_and_cost_the_rest_nothing(
+    kernels: InterpretedKernels, signs: tuple[int, int], ties: bool
+) -> None:
+    layout = layout_of("8sym", 1024)
+    x = sample(1024, 1 << 20).bfloat16().float()
+    rest = x.clone()
+    for at, sign in zip((5, 77), signs, strict=True):
+        x[at::128] = sign * (1000.0 if ties else 1000.0 + 8 * at)
+        rest[at::128] = 0
+    decoded = kernels.dequantize(kernels.quantize(x, layout), layout, torch.float32)
+    outliers = rest == 0
+    assert torch.equal(decoded[outliers], x[outliers])
+    peak = rest.view(-1, 128).abs().amax(1, keepdim=True)
+    # Half a step: rounded up, the step is 2**-7 more than a 126th of the peak at most.
+    assert ((decoded - x).view(-1, 128).abs() <= peak / 126 * (1 + 2**-7) / 2 * 1.001).all()
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("values", [(3.0,), (3.0, -3.0), (3.0, 1e-3), (0.0, 2.0), (-0.0, 0.0)])
+def test_groups_of_one_or_two_numbers_are_exact(
+    kernels: InterpretedKernels, values: tuple[float, ...], group: int
+) -> None:
+    layout = layout_of("8sym", 5 * group + 3, group)
+    x = torch.tensor(values).repeat(6 * group)[: layout.numel].bfloat16().float()
+    packed = kernels.quantize(x, layout)
+    assert differences(packed, reference_of(x, layout, None), layout) == 0
+    assert torch.equal(kernels.dequantize(packed, layout, torch.float32), x)
+
+
+def test_comparison_sees_outliers_in_the_scale(kernels: InterpretedKernels) -> None:
+    layout = layout_of("8sym", 2048)
+    x = sample(2048, 128)
+    packed = kernels.quantize(x, layout, defect="outliers in the scale")
+    assert differences(packed, reference_of(x, layout, None), layout) > 0
+
+
+def test_comparison_sees_one_outlier_for_both(kernels: InterpretedKernels) -> None:
+    layout = layout_of("8sym", 1000)
+    packed = reference.quantize(sample(1000, 128), layout)
+    decoded = kernels.dequantize(packed, layout, torch.bfloat16, "one outlier for both")
+    assert units_apart(decoded, reference.dequantize(packed, layout, torch.bfloat16)).max() > 1
+
+
 @every_kind
 @pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf, -torch.inf])
 def test_group_that_is_not_finite_decodes_to_nan_and_no_other_does(
@@ -236,7 +288,8 @@ def test_the_test_of_nan_sees_a_kernel_that_loses_them(
     layout = layout_of(kind, 128)
     x = torch.zeros(128)
     x[5] = torch.inf
-    packed = kernels.quantize(x, layout, defect="NaN not kept")
+    defect = "NaN of an outlier not kept" if layout.has_outliers else "NaN not kept"
+    packed = kernels.quantize(x, layout, defect=defect)
     assert not kernels.dequantize(packed, layout, torch.float32).isnan().any()
 
 
@@ -355,12 +408,13 @@ def test_not_supported_on_the_cpu_where_triton_compiles() -> None:
 @pytest.mark.parametrize("numel", [0, 1, 15, 16, 1000, 2**32 + 1])
 def test_layout_sizes_are_those_of_the_format(kind: str, group: int, numel: int) -> None:
     layout = layout_of(kind, numel, group)
-    bits, symmetric = KINDS[kind]
+    bits, _ = KINDS[kind]
     groups = (numel + group - 1) // group
     assert layout.groups == groups
     assert 0 <= layout.code_bytes - groups * group * bits // 8 < 16
     assert layout.code_bytes % 16 == 0
-    assert layout.buffer_bytes == layout.code_bytes + groups * (2 if symmetric else 4)
+    beside_the_codes = {"8sym": 6, "8asym": 4, "4sym": 2, "4asym": 4}[kind]
+    assert layout.buffer_bytes == layout.code_bytes + groups * beside_the_codes
 
 
 @pytest.mark.parametrize(("numel", "size"), [(0, 0), (1, 16), (128, 16), (129, 32)])

@@ -26,8 +26,8 @@ ALL_BUT_DEFECTS = ["regressions", "random", "repeats", "failures", "threads", "f
 ARGUMENTS = {
     ("driver_contract", "asan"): ["sim"],
     ("driver_contract", "tsan"): ["sim"],
-    ("core_stress", "asan"): ["60000", "1", *ALL_BUT_DEFECTS],
-    ("core_stress", "tsan"): ["20000", "1", "regressions", "random", "threads", "forks"],
+    ("core_stress", "asan"): ["15000", "1", *ALL_BUT_DEFECTS],
+    ("core_stress", "tsan"): ["10000", "1", "regressions", "random", "threads", "forks"],
 }
 
 

@@ -3,7 +3,8 @@
 On a CPU, on its fused kernel. The result and the gradient of v need nothing that is packed and must
 be torch's own. For those of q and k: P are the probabilities, dS = P (dy v^T - rowsum(dy y)),
 dq = scale dS k and dk = scale dS^T q. v and y are off by at most a step of their groups
-(vramx/compression/codec.py), so dS is off by at most P (|dy| step_v^T + rowsum(|dy| step_y)).
+(vramx/compression/codec.py), so dS is off by at most P (|dy| step_v^T + rowsum(|dy| step_y)). In
+backward k is less its mean over tokens, which exactly changes nothing, for the rows of dS sum to 0.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def tolerances(tensors: list[Tensor], call: dict[str, Any]) -> tuple[Tensor, Ten
     step_y = step_of(y.transpose(1, 2)).transpose(1, 2)
     off = dy @ step_v.transpose(2, 3) + (dy * step_y).sum(-1, keepdim=True)
     off = probabilities * off * call.get("scale", SIZE**-0.5)
-    of_q = off @ k.abs()
+    of_q = off @ (k - k.mean(2, keepdim=True)).abs()
     of_k = (off.transpose(2, 3) @ q.abs()).unflatten(1, (KEY_HEADS, -1)).sum(2)
     return of_q + 1e-4, of_k + 1e-4
 
@@ -113,6 +114,40 @@ def test_gradients_are_within_the_steps(call: dict[str, Any]) -> None:
         assert ((ours - theirs).abs() <= bound).all()
     # Sums of at most 24 terms of order 1.
     assert torch.allclose(found[2], exact[2], atol=1e-5)
+
+
+KEY_BIAS = 100.0  # deviations of the keys
+COSINE = 0.999
+
+
+def worst_cosine_under_a_bias(dtype: torch.dtype = torch.float32, **call: Any) -> float:
+    """Return the least cosine of dq, dk and dv, of keys with one large constant in each channel."""
+    q, k, v = inputs(dtype)
+    bias = sample(1, KEY_HEADS, 1, SIZE, seed=7, dtype=dtype).detach()
+    tensors = [q, (k.detach() + KEY_BIAS * bias).requires_grad_(), v]
+    dy = incoming().to(dtype)
+    exact = torch.autograd.grad(
+        torchs(*(wide := [x.detach().double().requires_grad_() for x in tensors]), **call),
+        wide,
+        dy.double(),
+    )
+    draws = [torch.autograd.grad(attend(*tensors, **call).y, tensors, dy) for _ in range(3)]
+    return min(
+        sum(float(functional.cosine_similarity(g.double().flatten(), e.flatten(), 0)) for g in gs)
+        / len(draws)
+        for e, *gs in zip(exact, *draws, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "scale", "bools", "keys only"])
+def test_a_constant_on_all_keys_does_not_reach_the_gradients(name: str) -> None:
+    assert worst_cosine_under_a_bias(**CALLS[name]) >= COSINE
+
+
+def test_keys_that_are_not_centred_are_found(monkeypatch: Any) -> None:
+    """The defect: dq gets the mean key times what is missing in rowsum(dy y)."""
+    monkeypatch.setattr(kernels, "_centred", lambda call, q, k, sums: (k, sums))
+    assert worst_cosine_under_a_bias() < COSINE
 
 
 def test_bound_of_the_steps_sees_four_bits() -> None:

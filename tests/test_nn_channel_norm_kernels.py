@@ -170,7 +170,7 @@ DEFECTS = {
     "channels of what is beyond the end": CASES[6],
     "bits of the neighbouring byte": CASES[0],
     "a slope for all channels": CASES[1],
-    "scales of the first group": CASES[0],
+    "headers of the first group": CASES[0],
 }
 
 

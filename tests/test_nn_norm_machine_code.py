@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton")
 # an H200 has time for 7.8 an element and byte moved (test_kernels_machine_code.py): 70 for the
 # forward pass with a residual (9 bytes), 54 for the backward pass with one (7), 23 for the output
 # (3).
-LIMITS = {"forward": 46.0, "backward": 26.0, "output": 13.0}
+LIMITS = {"forward": 46.0, "backward": 31.0, "output": 13.0}
 TYPES = {
     **dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "bias_ptr", "y_ptr"), "*bf16"),
     **dict.fromkeys(("sum_ptr", "dy_ptr", "dsum_ptr", "dx_ptr"), "*bf16"),

@@ -144,7 +144,7 @@ def test_llama_block_keeps_the_bytes_of_its_packs() -> None:
     assert bytes_kept() > 45
     vramx.optimize(block)
     assert 12 < bytes_kept() < 14.5
-    # 1.02 for each norm, 0.25 for v, 1.1 for the result of attention, 2.5 for q and k.
+    # 1.05 for each norm, 0.26 for v, 1.1 for the result of attention, 2.5 for q and k.
     vramx.optimize(block, "recompute_mlp")
     assert 5.5 < bytes_kept() < 6.5
 

@@ -2,10 +2,18 @@
 
     python _calls.py LIBRARY PASSES TRACE...
 
-Prints one line of JSON for each trace and way of calling as soon as it is measured, so that a crash
-takes only what comes after it; each is a step for which it waits for its turn, and at whose end it
-holds no memory. The first eight passes of each warm up and are not reported: of the recorded
-programs the slowest to settle took seven, by the time of its passes.
+Prints one line of JSON for each case as soon as it is measured, so that a crash takes only what
+comes after it; each is a step for which it waits for its turn, and at whose end it holds no memory.
+In this order:
+
+    NAME raw, NAME tensor       the programs of one stream, and torch.empty
+    NAME raw after a graph      the first of them, with a captured graph alive
+    NAME raw beside a pool      the same, with a MemPool alive
+    NAME raw on 3 streams       the programs of several streams, tensor too
+    NAME raw beside streams     those of one stream again: the others are idle
+
+The first eight passes of each warm up and are not reported: of the recorded programs the slowest to
+settle took seven, by the time of its passes.
 """
 
 from __future__ import annotations
@@ -40,15 +48,33 @@ def main(arguments: list[str]) -> None:
     passes = int(arguments[1])
     _turn.wait()
     torch.cuda.init()
-    for path in arguments[2:]:
-        trace = load_trace(path)
+    traces = {Path(path).stem: load_trace(path) for path in arguments[2:]}
+    of_one = [name for name, trace in traces.items() if not trace.stream.any()]
+
+    def measure(name: str, way: str, beside: str = "") -> None:
+        _turn.wait_for_step()
+        report(f"{name} {way}{beside}", replay(library, traces[name], way, passes))
+        torch.cuda.empty_cache()  # what one leaves behind is not the next one's
+
+    for name in of_one:
         for way in WAYS:
-            _turn.wait_for_step()
-            report(f"{Path(path).stem} {way}", replay(library, trace, way, passes))
-            torch.cuda.empty_cache()  # what one leaves behind is not the next one's
+            measure(name, way)
     for name, size_bytes in EMPTY_BYTES.items():
         _turn.wait_for_step()
         report(f"torch.empty {name}", [time_empty(size_bytes) for _ in range(passes)])
+    for name in of_one[:1]:
+        graph = captured_graph()
+        measure(name, "raw", " after a graph")
+        del graph
+        pool = torch.cuda.MemPool()
+        measure(name, "raw", " beside a pool")
+        del pool
+    for name, trace in traces.items():
+        if name not in of_one:
+            for way in WAYS:
+                measure(name, way, f" on {int(trace.stream.max()) + 1} streams")
+    for name in of_one:
+        measure(name, "raw", " beside streams")
 
 
 def open_library(path: Path) -> ctypes.CDLL:
@@ -100,6 +126,20 @@ def replay(library: ctypes.CDLL, trace: Trace, way: str, passes: int) -> list[fl
     if failed:
         raise RuntimeError(library.vramx_calls_error().decode(errors="replace"))
     return [float(ns) for ns in pass_ns]
+
+
+def captured_graph() -> torch.cuda.CUDAGraph:
+    """Capture a small program, warmed up on a side stream as torch's documentation has it."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.ones(1024, device="cuda").sum()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.ones(1024, device="cuda").sum()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
 
 
 def time_empty(size_bytes: int) -> float:

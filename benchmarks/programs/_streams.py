@@ -112,10 +112,16 @@ class Case:
 
 
 class Prefetch(Case):
-    """The next batches arrive while the main stream computes with this one."""
+    """The next batches arrive while the main stream computes with this one.
+
+    As in a loop that logs its loss, the host is no more than `ahead` rounds before the GPU.
+    """
+
+    ahead = 2
 
     def run(self, buffers: Buffers, side: Sequence[torch.cuda.Stream]) -> torch.cuda.Stream | None:
         main = torch.cuda.current_stream()
+        computed: deque[torch.cuda.Event] = deque()
         for _ in range(ROUNDS):
             with torch.cuda.stream(side[0]):
                 batch = buffers.take()
@@ -124,7 +130,19 @@ class Prefetch(Case):
             self.compute(batch)
             buffers.give_back(batch, main)
             del batch
+            computed.append(main.record_event())
+            if len(computed) > self.ahead:
+                computed.popleft().synchronize()
         return None
+
+
+class Runaway(Prefetch):
+    """The same with a host that waits for nothing.
+
+    How many batches are there at a time is then how far the host comes, and no merit of memory.
+    """
+
+    ahead = ROUNDS
 
 
 class Offload(Case):
@@ -225,6 +243,7 @@ class SmallJob(Case):
 
 CASES: dict[str, Callable[[], Case]] = {
     "prefetch": Prefetch,
+    "runaway": Runaway,
     "offload": Offload,
     "optimizer_states": OptimizerStates,
     "four_streams": FourStreams,

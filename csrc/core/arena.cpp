@@ -228,12 +228,19 @@ void Arena::give_back(SpanId used, Tag tag) {
 
 // Behind a neighbour that was tied another one may be that is alike.
 void Arena::merge_and_list(SpanId id) {
-  Bytes spare = spans_[id].size;
+  Bytes spare = min(spans_[id].size, kMostTied);
   spans_[id].state = SpanState::kFree;
-  free_bytes_ += spare;
+  free_bytes_ += spans_[id].size;
   for (SpanId with = id; with != kNoId; with = absorb(id, spans_[id].next, &spare)) id = with;
   for (SpanId with = id; with != kNoId; with = absorb(id, spans_[id].previous, &spare)) id = with;
   list(id);
+}
+
+void Arena::let_mix() {
+  tags_.let_mix();
+  std::vector<SpanId> extents;
+  for_each_extent([&](SpanId id) { extents.push_back(id); });
+  merge_around(std::move(extents));
 }
 
 // Only what lost tags may have come to be like its neighbours. The runs of neighbouring extents

@@ -69,8 +69,11 @@ class Arena {
     const FreeSpan& free = spans_[extent].free;
     return free.tag_set == kNoId && (free.tag_stream == stream || free.tag_stream == kNoId);
   }
-  // From now on there are several streams.
-  void tell_streams_apart() { tags_.tell_apart(); }
+  void note_several_streams() { tags_.note_several(); }
+  // Newer memory of a stream stays apart from older while several streams ask for memory.
+  bool tells_apart() const { return tags_.is_apart(); }
+  void tell_apart() { tags_.tell_apart(); }
+  void let_mix();
   // Drops from the extents the tags for which `is_over(tag)`, of which there are none but of the
   // streams for which `has_news(stream)`, and merges neighbours that are alike then.
   template <class HasNews, class IsOver>
@@ -153,6 +156,8 @@ class Arena {
   void note_pages(SpanId id, Address begin, Address end);
   void note_pages(SpanId id) { note_pages(id, spans_[id].begin, spans_[id].end()); }
   static constexpr int kMostSteps = 32;
+  // What a free may tie to itself that was over: a buffer of this size is wanted by another stream.
+  static constexpr Bytes kMostTied{16 << 20};
   void merge_unmapped(SpanId id);
   template <class MayTake, class Visit>
   void for_each_run(MayTake may_take, Visit visit) const;
@@ -213,13 +218,13 @@ Piece Arena::best_run(Bytes size, MayTake may_take) const {
   return best;
 }
 
-// While there is one stream a run is one extent, and the largest come first by themselves. The
-// first request of another stream, which has no block yet, may not have them all.
+// While there was one stream ever a run is one extent, and the largest come first by themselves.
+// The first request of another stream, which has no block yet, may not have them all.
 template <class MayTake>
 std::vector<Piece> Arena::stitchable(Bytes smallest, std::size_t count, MayTake may_take) const {
   std::vector<Piece> found;
   found.reserve(std::min(count, extent_count_));
-  if (tags_.is_apart()) {
+  if (tags_.has_several()) {
     for_each_run(may_take, [&](const Piece& run) {
       if (run.size >= smallest && chunks_.has_bound_in(run.begin, run.end())) found.push_back(run);
     });

@@ -86,7 +86,7 @@ Address DeviceAllocator::publish(const Placement& placement, Bytes requested, By
   block.requested = requested;
   if (!state_.order.is_single()) {
     state_.order.hold(stream);
-    state_.arena.tell_streams_apart();
+    state_.arena.note_several_streams();
   }
   blocks_.insert(placement);
   quick_.note(placement, size, stream);
@@ -130,7 +130,7 @@ Status DeviceAllocator::free(Address address, LiveBlock* freed) {
   note_allocated();
   state_.trace.add(TraceKind::kFree, address, requested, state_.order.handle_of(stream));
   const bool is_plain = (block.details & block.next) == kNoId;  // both are
-  const bool is_marked = state_.order.wants_mark(stream, size);
+  const bool is_marked = state_.order.wants_mark(stream, size, state_.arena.tells_apart());
   if (is_plain && !is_marked) [[likely]] {
     state_.order.let_go(stream);
     state_.arena.give_back(first, state_.order.stamp(stream));
@@ -177,7 +177,7 @@ Status DeviceAllocator::record_stream(Address address, StreamName stream, bool i
   const StreamIndex user = state_.order.index_of(stream, is_lasting);
   if (!blocks_.add_user(found.span, user)) return ok_status();
   state_.order.hold(user);
-  state_.arena.tell_streams_apart();
+  state_.arena.note_several_streams();
   state_.trace.add(TraceKind::kRecordStream, address, state_.arena.used(found.span).requested,
                    stream.handle);
   return ok_status();

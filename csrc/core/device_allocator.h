@@ -142,6 +142,7 @@ class DeviceAllocator {
   Result<Placement> try_within(Request request, Lock& lock);
   void ask_streams(Lock& lock);
   void ask_now_and_then(Bytes size, StreamIndex stream, Lock& lock);
+  void note_asker(StreamIndex stream);
   void relieve(Lock& lock);
   void learn_all(Lock& lock);
   bool wait_for_others(Deadline deadline, Lock& lock);
@@ -165,9 +166,16 @@ class DeviceAllocator {
   Executor executor_{state_};
   Reclaimer reclaimer_{state_, planner_, executor_};
   // Between streams memory that is over becomes one with its neighbours once that is known, so they
-  // are asked now and then. A question takes a microsecond or more.
+  // are asked now and then; more rarely while one of them alone asks for memory, which has its own
+  // as it is. A question takes a microsecond or more.
   static constexpr std::uint32_t kRequestsUnasked = 256;
+  static constexpr std::uint32_t kRequestsUnaskedAlone = 4096;
   std::uint32_t requests_unasked_ = 0;
+  // The stream that came to the slow path last, and how many requests were made since it was
+  // another one. A step of most programs makes fewer than kRequestsAlone.
+  static constexpr std::uint32_t kRequestsAlone = 1 << 14;
+  StreamIndex last_asker_ = kNoId;
+  std::uint32_t requests_alone_ = 0;
   std::atomic<std::uint64_t> allocated_{0};
   AllocatorStats earlier_peaks_;  // of the intervals before; the rest of it is nothing
   OutOfMemory last_out_of_memory_;

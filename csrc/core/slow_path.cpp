@@ -11,6 +11,7 @@
 // own memory alone until memory would be out.
 #include <algorithm>
 #include <thread>
+#include <utility>
 
 #include "core/device_allocator.h"
 
@@ -26,6 +27,7 @@ Status nothing_here() { return {StatusCode::kOutOfMemory, 0, "allocate"}; }
 }  // namespace
 
 Result<Placement> DeviceAllocator::place_slowly(Bytes size, StreamIndex stream, Lock& lock) {
+  note_asker(stream);
   ask_streams(lock);
   Result<Placement> placed = try_all(size, stream, lock);
   if (placed.ok()) return placed;
@@ -102,7 +104,7 @@ Result<Placement> DeviceAllocator::try_within(Request request, Lock& lock) {
 void DeviceAllocator::ask_streams(Lock& lock) {
   const bool has_many_aliases = state_.aliases.mappings() * 2 >= state_.config.alias_mappings ||
                                 state_.aliases.bytes() * 4 >= state_.config.alias_addresses;
-  requests_unasked_ = 0;
+  requests_alone_ += std::exchange(requests_unasked_, 0);
   if (state_.order.is_single() && !has_many_aliases) return;
   state_.order.ask(lock);
   if (state_.config.cross_stream != CrossStream::kNever) state_.drop_tags_over();
@@ -111,10 +113,22 @@ void DeviceAllocator::ask_streams(Lock& lock) {
 // Before the fast path: where the request's counterpart went waits for a stream, or nothing was
 // asked for a while.
 void DeviceAllocator::ask_now_and_then(Bytes size, StreamIndex stream, Lock& lock) {
-  const bool is_waiting = quick_.may_ask() && quick_.is_kept_waiting(size, stream);
-  if (!is_waiting && ++requests_unasked_ < kRequestsUnasked) return;
+  const bool is_apart = state_.arena.tells_apart();
+  const bool is_waiting = is_apart && quick_.may_ask() && quick_.is_kept_waiting(size, stream);
+  const std::uint32_t most = is_apart ? kRequestsUnasked : kRequestsUnaskedAlone;
+  if (!is_waiting && ++requests_unasked_ < most) return;
   ask_streams(lock);
+  if (is_apart && requests_alone_ >= kRequestsAlone) state_.arena.let_mix();
   if (is_waiting && quick_.is_kept_waiting(size, stream)) quick_.note_asked_in_vain();
+}
+
+// While one stream alone gets to the slow path nobody wants what it frees but itself, and in one
+// piece. Of another's first request that finds too little, all that is not over looks new.
+void DeviceAllocator::note_asker(StreamIndex stream) {
+  if (stream == last_asker_) return;
+  last_asker_ = stream;
+  requests_alone_ = 0;
+  if (!state_.order.is_single()) state_.arena.tell_apart();
 }
 
 // What frees memory without a wait of the host.

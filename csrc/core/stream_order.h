@@ -84,14 +84,15 @@ class StreamOrder {
     streams_[index].has_uncovered = true;
     return {index, streams_[index].next};
   }
-  // Whether this free is to be marked; counts it. In a program of one stream none is.
-  bool wants_mark(StreamIndex index, Bytes size) {
+  // Whether this free is to be marked; counts it. In a program of one stream none is, and hardly
+  // one while no other stream asks for memory: then ask() marks them.
+  bool wants_mark(StreamIndex index, Bytes size, bool do_others_ask) {
     if (is_single()) [[likely]] {
       return false;
     }
     State& state = streams_[index];
     state.uncovered += max(size, kSmallest);
-    return state.uncovered >= kMarked || !state.is_lasting;
+    return (do_others_ask && state.uncovered >= kMarked) || !state.is_lasting;
   }
   // Records a mark on each stream where that can be, and returns the tags of what is freed now.
   TagSet mark(const std::vector<StreamIndex>& streams, Lock& lock);

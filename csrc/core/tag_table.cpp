@@ -19,7 +19,8 @@ void TagTable::set(FreeSpan& extent, const TagSet& tags) {
   }
 }
 
-// The same streams, each in the same group.
+// The same marks: memory that waits for another stream than its own is a buffer that was handed
+// over, and the next one is wanted as soon as the oldest is over.
 bool TagTable::sets_are_alike(const FreeSpan& a, const FreeSpan& b) const {
   if (a.tag_set == kNoId || b.tag_set == kNoId) return false;
   const TagSet& left = sets_[a.tag_set];
@@ -27,9 +28,7 @@ bool TagTable::sets_are_alike(const FreeSpan& a, const FreeSpan& b) const {
   if (left.size() != right.size()) return false;
   const auto is_in_right = [&](const Tag& tag) {
     for (std::size_t i = 0; i < right.size(); ++i) {
-      if (right[i].stream == tag.stream) {
-        return right[i].number >> kGroupShift == tag.number >> kGroupShift;
-      }
+      if (right[i] == tag) return true;
     }
     return false;
   };
@@ -37,11 +36,6 @@ bool TagTable::sets_are_alike(const FreeSpan& a, const FreeSpan& b) const {
     if (!is_in_right(left[i])) return false;
   }
   return true;
-}
-
-void TagTable::unite_sets(FreeSpan& kept, const FreeSpan& gone) {
-  sets_[kept.tag_set].add(sets_[gone.tag_set]);
-  drop(gone.tag_set);
 }
 
 }  // namespace vramx

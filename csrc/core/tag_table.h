@@ -1,11 +1,11 @@
 // What extents wait for: the rule by which two of them are alike, and the sets of those that wait
 // for several streams, which are few and kept apart from the spans.
 //
-// Extents whose tags are alike may be one. While there is one stream all are. With several,
-// memory that is over stays apart from memory that is not, and newer from older: otherwise a tiny
-// block freed beside a large extent would make all of it wait for the newest free. Tags of one
-// stream are alike in groups of consecutive marks, so that what a stream frees in one go is one
-// extent to itself. Not thread-safe.
+// Extents whose tags are alike may be one. While one stream alone asks for memory, those of each
+// stream are. Where several ask, memory that is over stays apart from memory that is not, and newer
+// from older: otherwise a tiny block freed beside a large extent would make all of it wait for the
+// newest free. Tags of one stream are alike in groups of consecutive marks, so that what a stream
+// frees in one go is one extent to itself. Not thread-safe.
 #pragma once
 
 #include <vector>
@@ -16,8 +16,14 @@ namespace vramx {
 
 class TagTable {
  public:
-  // From now on there are several streams.
+  // From now on there is memory of several streams.
+  void note_several() {
+    if (!has_several_) has_several_ = is_apart_ = true;
+  }
+  bool has_several() const { return has_several_; }
+  // Several of them ask for memory now, or one alone does.
   void tell_apart() { is_apart_ = true; }
+  void let_mix() { is_apart_ = false; }
   bool is_apart() const { return is_apart_; }
 
   bool are_alike(const FreeSpan& a, const FreeSpan& b) const {
@@ -37,7 +43,7 @@ class TagTable {
   }
   // Of two that are alike; the kept one gets the tags of both.
   void unite(FreeSpan& kept, const FreeSpan& gone) {
-    if (kept.tag_set != kNoId) return unite_sets(kept, gone);
+    if (kept.tag_set != kNoId) return drop(gone.tag_set);  // the two are equal
     if (kept.tag_stream == kNoId) kept.tag_stream = gone.tag_stream;
     if (kept.tag_number < gone.tag_number) kept.tag_number = gone.tag_number;
   }
@@ -74,11 +80,11 @@ class TagTable {
  private:
   // Marks of one group. With none, a stream's own memory is in as many pieces as it frees large
   // blocks; with far more, others find it over later.
-  static constexpr int kGroupShift = 4;
+  static constexpr int kGroupShift = 7;
 
   bool sets_are_alike(const FreeSpan& a, const FreeSpan& b) const;
-  void unite_sets(FreeSpan& kept, const FreeSpan& gone);
 
+  bool has_several_ = false;
   bool is_apart_ = false;
   std::vector<TagSet> sets_;
   std::vector<std::uint32_t> vacant_;

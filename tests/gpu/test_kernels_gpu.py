@@ -83,7 +83,8 @@ def codes_of(buffer: Tensor, layout: Layout) -> Tensor:
 
 def headers_of(buffer: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Return the scale and the minimum of each element, padding included, as float32."""
-    words = buffer[layout.code_bytes :].view(torch.bfloat16).float().view(layout.groups, -1)
+    words = buffer[layout.code_bytes + layout.outlier_bytes :].view(torch.bfloat16)
+    words = words.float().view(layout.groups, -1)
     words = words.repeat_interleave(layout.group_size, 0)
     return words[:, 0], torch.zeros_like(words[:, 0]) if layout.symmetric else words[:, 1]
 

@@ -95,6 +95,11 @@ class Operation:
         """The tensors among the arguments."""
         return [tensor for _, _, tensor in self._given()]
 
+    def argument(self, position: int) -> torch.Tensor | None:
+        """Return the tensor that was given at a position, None if there is none or are several."""
+        found = [tensor for place, _, tensor in self._given() if place == position]
+        return found[0] if len(found) == 1 else None
+
     def _given(self) -> list[_Given]:
         """Return the tensors with their places; those in a list have the place of the list."""
         if self._found is None:

@@ -6,7 +6,9 @@ counter of the noise's streams; any thread. pack() and unpack() are a launch eac
 of host time) and never wait for the device.
 
 Let s be the step of an element's group, with amax = max |x| and L = 2**(bits - 1) - 1 (symmetric),
-or the range max x - min x in place of amax and L = 2**bits - 1 (asymmetric).
+or the range max x - min x in place of amax and L = 2**bits - 1 (asymmetric). Symmetric with 8 bits,
+the two different numbers of the largest magnitudes in a group are outliers: bfloat16, as precise
+as that rounds, |decoded - x| <= 2**-8 |x|; amax is of the others, and L = 126.
   s <= amax / L * (1 + 2**-20) * (1 + 2**-7) < 1.0079 amax / L
       from the margin against clipping and from rounding s up to a bfloat16, whose neighbours are
       2**-7 apart at most; the range first grows by what rounding min x down to a bfloat16 adds
@@ -60,11 +62,11 @@ class Packed:
         dtype: of the tensor.
         format: of the buffer.
 
-    Memory: nbytes; 1.016 bytes an element at 8 bits and 0.5625 at 4 with the formats by default.
+    Memory: nbytes; 1.047 bytes an element at 8 bits and 0.5625 at 4 with the formats by default.
 
     Example:
         >>> pack(torch.zeros(1 << 20, dtype=torch.bfloat16), Format())
-        Packed(1048576 x bfloat16 in 1064960 bytes, 8 bits, group 128, symmetric, stochastic, cpu)
+        Packed(1048576 x bfloat16 in 1097728 bytes, 8 bits, group 128, symmetric, stochastic, cpu)
     """
 
     __slots__ = ("__weakref__", "buffer", "dtype", "format", "numel")
@@ -94,7 +96,7 @@ def layout_of(numel: int, format: Format) -> Layout:
 
     Example:
         >>> layout_of(1 << 20, Format()).buffer_bytes
-        1064960
+        1097728
     """
     return _layout(numel, format.bits, format.group_size, format.symmetric)[0]
 
@@ -104,7 +106,7 @@ def bytes_of(numel: int, format: Format) -> int:
 
     Example:
         >>> bytes_of(1 << 20, Format())
-        1064960
+        1097728
     """
     return _layout(numel, format.bits, format.group_size, format.symmetric)[1]
 

@@ -31,6 +31,7 @@ from vramx.compression.asked import options_of
 from vramx.compression.config import Compression, Format
 from vramx.compression.graph_policy import is_exact
 from vramx.errors import UnsupportedTorchError
+from vramx.kernels.layout import has_outliers
 
 
 def _find_hook_context() -> Callable[[], Any] | None:
@@ -95,13 +96,18 @@ def hash_halves(numel: int, key: Tensor) -> Tensor:
 # -- The codec ------------------------------------------------------------------------------------
 
 
-def encode(rows: Tensor, format: Format, key: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return codes (uint8) and headers (int16, or int32 where asymmetric), a row a group.
+def encode(rows: Tensor, format: Format, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes (uint8), headers (int16, or int32 where asymmetric) and outliers (int32, empty
+    without), a row a group.
 
     The formulas are the reference's; see there.
     """
     x = rows.to(torch.float32)
-    if format.symmetric:
+    marks, outliers = None, x.new_empty(0, dtype=torch.int32)
+    if has_outliers(format.bits, format.symmetric):
+        marks, outliers, scale_bits = reference.split_outliers(x)
+        header = (scale_bits >> 16).to(torch.int16)
+    elif format.symmetric:
         scale_bits = reference._scale_bits(x.abs().amax(1), (1 << (format.bits - 1)) - 1)
         header = (scale_bits >> 16).to(torch.int16)
     else:
@@ -114,13 +120,17 @@ def encode(rows: Tensor, format: Format, key: Tensor | None) -> tuple[Tensor, Te
     if key is not None:
         t = t + reference._uniform(hash_halves(t.numel(), key)).view_as(t)
     values = (t + reference._MAGIC).view(torch.int32)
+    if marks is not None:
+        values = torch.where(marks != 0, marks, values)
     if format.bits == 4:
         half = format.group_size // 2
         values = (values[:, :half] & 15) | ((values[:, half:] & 15) << 4)
-    return (values & 0xFF).to(torch.uint8), header
+    return (values & 0xFF).to(torch.uint8), header, outliers
 
 
-def decode(codes: Tensor, header: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
+def decode(
+    codes: Tensor, header: Tensor, outliers: Tensor, format: Format, dtype: torch.dtype
+) -> Tensor:
     """Return the rows of groups again."""
     q = codes.to(torch.int32)
     if format.bits == 4:
@@ -128,7 +138,11 @@ def decode(codes: Tensor, header: Tensor, format: Format, dtype: torch.dtype) ->
     if format.symmetric:
         top = 1 << (format.bits - 1)
         x = torch.where(q >= top, q - 2 * top, q).to(torch.float32)
-        x = x * (header.to(torch.int32) << 16).view(torch.float32)[:, None]
+        scale = (header.to(torch.int32) << 16).view(torch.float32)[:, None]
+        if has_outliers(format.bits, format.symmetric):
+            x = reference.decode_with_outliers(x, scale, outliers)
+        else:
+            x = x * scale
     else:
         x = q.to(torch.float32) * (header << 16).view(torch.float32)[:, None]
         x = x + (header & reference._UPPER_HALF).view(torch.float32)[:, None]
@@ -158,17 +172,17 @@ class _Hooks:
         key = None
         if form.rounding == "stochastic":
             key = noise_key(next(self._slots), tensor.device)
-        codes, header = encode(dims.reshape(-1, form.group_size), form, key)
+        codes, header, outliers = encode(dims.reshape(-1, form.group_size), form, key)
         # Constants become part of the graphs; an object of ours could not.
         stored = (form.bits, form.group_size, form.symmetric)
-        return codes, header, stored, tensor.dtype, tuple(order), tuple(dims.shape)
+        return codes, header, outliers, stored, tensor.dtype, tuple(order), tuple(dims.shape)
 
     @staticmethod
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        codes, header, stored, dtype, order, size = packed
-        dims = decode(codes, header, Format(*stored), dtype).view(size)
+        codes, header, outliers, stored, dtype, order, size = packed
+        dims = decode(codes, header, outliers, Format(*stored), dtype).view(size)
         back = [0] * len(order)
         for position, dim in enumerate(order):
             back[dim] = position

@@ -177,7 +177,8 @@ def compress(options: Compression | None = None, /, **changes: Any) -> Compressi
     Of torch's operations those are packed whose backward is smooth in what it saves (exactness.py
     lists them). Queries and keys of attention that is written out cannot be told from other factors
     of a matmul, and are packed: call scaled_dot_product_attention, which keeps them, or give the
-    policy {"matmul": "keep"}.
+    policy {"matmul": "keep"}. Value and result of an attention are packed only where its keys are
+    known to have no bias, which would reach the gradient of the queries.
 
     Args:
         options: a Compression; None for the defaults.
@@ -189,7 +190,7 @@ def compress(options: Compression | None = None, /, **changes: Any) -> Compressi
     Raises:
         InvalidValueError: an option has no such name or value, or the policy names no operation.
 
-    Memory: 1.016 bytes an element at 8 bits; in backward one decoded tensor at a time, and one a
+    Memory: 1.047 bytes an element at 8 bits; in backward one decoded tensor at a time, and one a
     device that is kept for the next that needs it. A tensor that the caller holds until backward
     takes its packed bytes in addition.
     Sync: none; the first use of a device waits for it once.

@@ -21,6 +21,7 @@ from vramx.compression.calls import GRAPH, PLAIN, STRIDED, Operation
 from vramx.compression.config import KEEP, MASK_BITS, Action, Compression, Rule
 from vramx.compression.exactness import NORMS, SIGN_ONLY
 from vramx.compression.geometry import covered_elements
+from vramx.compression.keys import has_plain_keys
 from vramx.compression.weights import (
     derives_from_parameter,
     is_parameter,
@@ -44,6 +45,7 @@ STATISTIC = "statistic"
 UNKNOWN = "unknown"
 DERIVATIVE = "derivative"
 HELD = "held"
+KEYS = "keys"
 DISABLED = "disabled"
 # What `strict` refuses: data that would have been compressed if that were possible.
 UNSUPPORTED = frozenset({SUBCLASS, LAYOUT, DEVICE, DTYPE})
@@ -70,7 +72,7 @@ class Choice(NamedTuple):
 
 
 _CHOICES = {bits: Choice(bits, "") for bits in range(1, 9)}
-_REASONS = (INTEGER, SMALL, PARAMETER, LEAF, POLICY, STATISTIC, UNKNOWN, DERIVATIVE, DISABLED)
+_REASONS = (INTEGER, SMALL, PARAMETER, LEAF, POLICY, STATISTIC, UNKNOWN, DERIVATIVE, KEYS, DISABLED)
 _KEPT = {reason: Choice(0, reason) for reason in (*_REASONS, *UNSUPPORTED)}
 
 
@@ -166,11 +168,14 @@ class SavePolicy:
             return self._third_party(operation)
         if operation.name in SIGN_ONLY:
             return _CHOICES[MASK_BITS]
-        exact = operation.needs_exact or (
-            _canonical(operation.name) == _ATTENTION
-            and not _is_smooth_in_attention(tensor, operation)
-        )
-        return _KEPT[POLICY] if exact else _CHOICES[self._options.bits]
+        if _canonical(operation.name) == _ATTENTION:
+            return self._attention(tensor, operation)
+        return _KEPT[POLICY] if operation.needs_exact else _CHOICES[self._options.bits]
+
+    def _attention(self, tensor: torch.Tensor, operation: Operation) -> Choice:
+        if not _is_smooth_in_attention(tensor, operation):
+            return _KEPT[POLICY]
+        return _CHOICES[self._options.bits] if has_plain_keys(operation) else _KEPT[KEYS]
 
     def _third_party(self, operation: Operation) -> Choice:
         library, name = operation.library, operation.name

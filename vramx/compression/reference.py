@@ -31,6 +31,8 @@ _MAGIC_OF_256THS = 1.5 * 2**15  # the same, with a lowest bit that is worth 2**-
 _MARGIN = 1 + 2.0**-20
 _SMALLEST_NORMAL = 2.0**-126  # a smaller scale would have no reciprocal
 _NAN_BITS = 0x7FC00000
+_TWO_NANS = 0x7FC07FC0
+_SIGN_BIT = -0x80000000
 _UPPER_HALF = -0x10000  # 0xffff0000 as an int32
 _FLOAT16_MAX = 65504.0
 _WORD = 0xFFFFFFFF
@@ -113,10 +115,14 @@ def quantize(
     Example:
         >>> layout = Layout(numel=16, bits=8, group_size=16, symmetric=True)
         >>> quantize(torch.linspace(-1, 1, 16), layout)[:3]
-        tensor([130, 147, 164], dtype=torch.uint8)
+        tensor([128, 130, 150], dtype=torch.uint8)
     """
     x = _groups(flat.detach().to(torch.float32), layout)
-    if layout.symmetric:
+    marks = torch.empty(0)
+    if layout.has_outliers:
+        marks, outliers, scale_bits = split_outliers(x)
+        header = torch.cat([outliers.view(torch.int16), (scale_bits >> 16).to(torch.int16)])
+    elif layout.symmetric:
         scale_bits = _scale_bits(x.abs().amax(1), (1 << (layout.bits - 1)) - 1)
         header = (scale_bits >> 16).to(torch.int16)
     else:
@@ -135,8 +141,48 @@ def quantize(
     else:
         uniform = _uniform(noise_halves(t.numel(), noise, stream)).view_as(t)
         values = (t + uniform + _MAGIC).view(torch.int32)
+    if layout.has_outliers:
+        values = torch.where(marks != 0, marks, values)
     codes = _pack_codes(values, layout)
-    return torch.cat([_pad_to(codes, storage(layout).code_bytes), header.view(torch.uint8)])
+    return torch.cat([_pad_to(codes, layout.code_bytes), header.view(torch.uint8)])
+
+
+def split_outliers(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the marks, the words of outliers, and the scales of the others, of float32 groups.
+
+    The outliers of a group are its two different numbers of the largest magnitudes, of +a and -a
+    the negative one first. A mark is -128 where the first is, 127 where the second is, else 0; a
+    word is an int32 of both as bfloat16, the first in its low half; a scale is the bits of a
+    float32. If an element is not finite, the word and the scale are NaN.
+
+    Example:
+        >>> split_outliers(torch.tensor([[1.0, -1000.0, 0.5, 2000.0]]))[0]
+        tensor([[   0,  127,    0, -128]], dtype=torch.int32)
+    """
+    bits = x.view(torch.int32)
+    key = (bits << 1) | ((bits >> 31) & 1)  # unsigned, it compares as the magnitude does
+    first = _next_below(key, torch.zeros_like(key[:, 0]))
+    second = _next_below(key, first)
+    peak = ((_next_below(key, second) >> 1) & 0x7FFFFFFF).view(torch.float32)
+    marks = torch.where(key == first[:, None], -128, 0)
+    marks = torch.where(key == second[:, None], 127, marks).to(torch.int32)
+    finite = ((first >> 1) & 0x7FFFFFFF) < 0x7F800000
+    scale_bits = torch.where(finite, _scale_bits(peak, 126), _NAN_BITS)
+    words = ((_bfloat16_bits(first) >> 16) & 0xFFFF) | (_bfloat16_bits(second) & _UPPER_HALF)
+    return marks, torch.where(finite, words, _TWO_NANS).to(torch.int32), scale_bits.to(torch.int32)
+
+
+def decode_with_outliers(codes: Tensor, scale: Tensor, words: Tensor) -> Tensor:
+    """Return float32 of codes that are float32, a row a group; the words of outliers are int32.
+
+    Example:
+        >>> words = split_outliers(torch.tensor([[1.0, -1000.0, 0.5, 2000.0]]))[1]
+        >>> codes = torch.tensor([[4.0, 127.0, 2.0, -128.0]])
+        >>> decode_with_outliers(codes, torch.tensor(0.25), words)
+        tensor([[ 1.0000e+00, -1.0000e+03,  5.0000e-01,  2.0000e+03]])
+    """
+    x = torch.where(codes == 127, _float_of_upper_half(words & _UPPER_HALF), codes * scale)
+    return torch.where(codes == -128, _float_of_upper_half(words << 16), x)
 
 
 def dequantize(buffer: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
@@ -145,15 +191,20 @@ def dequantize(buffer: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
     A group that held a NaN or an infinity is NaN throughout. float16 is kept within its range.
 
     Example:
-        >>> layout = Layout(numel=3, bits=8, group_size=16, symmetric=True)
-        >>> buffer = quantize(torch.tensor([0.0, 127.0, -64.0]), layout)
+        >>> layout = Layout(numel=4, bits=8, group_size=16, symmetric=True)
+        >>> buffer = quantize(torch.tensor([1000.0, 127.0, -64.0, 31.0]), layout)
         >>> dequantize(buffer, layout, torch.float32)
-        tensor([  0.0000, 126.9844, -64.5000])
+        tensor([1000.0000,  127.0000,  -63.9648,   31.2148])
     """
-    packed, header = buffer.split([storage(layout).code_bytes, storage(layout).header_bytes])
+    packed, outliers, header = buffer.split(
+        [layout.code_bytes, layout.outlier_bytes, layout.header_bytes]
+    )
     codes = _unpack_codes(packed, layout)
     if layout.symmetric:
-        x = codes * _float_of_upper_half(header.view(torch.int16).to(torch.int32) << 16)
+        scale = _float_of_upper_half(header.view(torch.int16).to(torch.int32) << 16)
+        x = codes * scale
+        if layout.has_outliers:
+            x = decode_with_outliers(codes, scale, outliers.view(torch.int32))
     else:
         words = header.view(torch.int32)
         x = codes * _float_of_upper_half(words << 16) + _float_of_upper_half(words & _UPPER_HALF)
@@ -191,13 +242,6 @@ def unpack_mask(buffer: Tensor, numel: int) -> Tensor:
     return bits.to(torch.bool)
 
 
-def storage(layout: Layout) -> Layout:
-    """Return the layout that says where the bytes lie: that of 8 bits for widths other than 4."""
-    if layout.bits in (4, 8):
-        return layout
-    return Layout(layout.numel, 8, layout.group_size, layout.symmetric)
-
-
 def _groups(flat: Tensor, layout: Layout) -> Tensor:
     """Return the elements as one row a group; the last row is filled with the last element.
 
@@ -207,6 +251,21 @@ def _groups(flat: Tensor, layout: Layout) -> Tensor:
     if missing:
         flat = torch.cat([flat, flat[-1:].expand(missing)])
     return flat.view(-1, layout.group_size)
+
+
+def _next_below(key: Tensor, top: Tensor) -> Tensor:
+    """Return the greatest unsigned key below `top`, of 0 the greatest; or one above if none is.
+
+    A difference below zero wraps to the top, as in vramx/kernels/headers.py.
+    """
+    wrapped = (key - top[:, None]) ^ _SIGN_BIT
+    return (wrapped.amax(1) ^ _SIGN_BIT) + top
+
+
+def _bfloat16_bits(key: Tensor) -> Tensor:
+    """Return the bits of a key's number, rounded to bfloat16: in the upper half."""
+    bits = ((key >> 1) & 0x7FFFFFFF) | (key << 31)
+    return bits + (0x7FFF + ((bits >> 16) & 1))
 
 
 def _scale_bits(peak: Tensor, levels: int) -> Tensor:

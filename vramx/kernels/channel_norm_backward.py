@@ -15,8 +15,7 @@ import triton.language as tl
 
 from vramx.kernels.activation import kept_tile, value_and_slope
 from vramx.kernels.channel_norm import affine_tile, channel_values, load_bits, position_of
-from vramx.kernels.headers import decode, header_pointer, load_scale
-from vramx.kernels.tiles import load_tile, store_tile
+from vramx.kernels.tiles import load_tile, store_tile, unpack_groups
 
 
 @triton.jit(do_not_specialize=["numel", "inner", "channels", "leak"])
@@ -276,14 +275,8 @@ def channel_norm_sums_kernel(
         g = tl.load(dy_ptr + first + offsets, mask=inside, other=0.0).to(tl.float32)
         if BITS == 8:
             codes = tl.load(kept_ptr + first + offsets, mask=inside, other=0)
-            if SYMMETRIC:
-                codes = codes.to(tl.int8, bitcast=True)
-            header_ptr = header_pointer(kept_ptr, numel, first, GROUP, 8, SYMMETRIC)
-            scale, low = load_scale(header_ptr, lanes * (width // GROUP), filled, SYMMETRIC)
-            # What a masked load returns is any number, and its product with 0 may be NaN.
-            scale = tl.where(filled, scale, 0.0)[:, None]
-            low = tl.where(filled, low, 0.0)[:, None]
-            n = decode(codes.to(tl.float32), scale, low, SYMMETRIC)
+            groups = lanes * (width // GROUP)
+            n = unpack_groups(codes, kept_ptr, numel, first, groups, filled, GROUP, SYMMETRIC)
         else:
             n = tl.load(kept_ptr + first + offsets, mask=inside, other=0.0).to(tl.float32)
         if KIND == "leaky_relu":

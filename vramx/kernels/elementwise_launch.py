@@ -25,9 +25,9 @@ _THREADS = 32 * _WARPS
 _ELEMENTS = 16
 _ELEMENTS_WIDE = 32
 # What packs to 8 bits is limited in registers: without, the assembler takes so many that 16 warps
-# fit, too few for the latency of memory. Swept on an H200; fewer registers would be spilled.
+# fit, too few for the latency of memory. Fewer registers than these would be spilled.
 _PACKING_WARPS = 2
-_PACKING = {"activation": (32, 80), "glu": (16, 64)}  # elements and registers of a thread
+_PACKING = {"activation": (32, 96), "glu": (16, 72)}  # elements and registers of a thread
 _MASK_BYTES_OF_PROGRAM = 512
 _UNPACKED_GROUP = 128
 _DROPOUT_COLUMNS = 128

@@ -5,7 +5,7 @@
 
 Two streams of noise: with one for both, the errors of gate and up would be correlated, and what is
 a product of them biased. A program owns ROWS groups of each tensor; no two programs share a byte.
-fp32 in registers. Traffic an element in bf16 with 8 bits: 8.03 bytes forward, 8.03 backward, 10.03
+fp32 in registers. Traffic an element in bf16 with 8 bits: 8.09 bytes forward, 8.09 backward, 10.09
 with z.
 """
 

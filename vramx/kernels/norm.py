@@ -6,7 +6,7 @@ HIDDEN = GROUPS * GROUP, so that they follow each other in memory. What is kept 
 normalised form n (no weight, no bias) and one factor r = rstd: n either packed to 8 bits,
 symmetric, in the bytes of quantize.py (PACKED), or in the type of the input. The kernels are in
 norm_forward.py and norm_backward.py; here is pure device code without state, in float32. A packed
-tile costs 1 + 2 / GROUP bytes an element to read, and a sum over rows one reduction in registers.
+tile costs 1 + 6 / GROUP bytes an element to read, and a sum over rows one reduction in registers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vramx.kernels.headers import header_pointer
+from vramx.kernels.headers import (
+    decode_with_outliers,
+    header_pointer,
+    load_outliers,
+    outlier_pointer,
+)
 
 
 @triton.jit
@@ -134,7 +139,10 @@ def load_normalised(
     if PACKED:
         filled = is_filled(left, HIDDEN, GROUP, GROUPS, ROWS)
         scale = _load_scales(kept_ptr, rows, first, filled, HIDDEN, GROUP, ROWS * GROUPS)
-        return kept.to(tl.int8, bitcast=True).to(tl.float32) * scale[:, None]
+        outlier_ptr = outlier_pointer(kept_ptr, rows * HIDDEN, first, GROUP)
+        outlier, second = load_outliers(outlier_ptr + tl.arange(0, ROWS * GROUPS), filled)
+        codes = kept.to(tl.int8, bitcast=True)
+        return decode_with_outliers(codes, scale[:, None], outlier[:, None], second[:, None])
     else:  # noqa: RET505 - the compiler types what it sees
         return kept.to(tl.float32)
 

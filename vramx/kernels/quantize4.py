@@ -249,7 +249,7 @@ def unpack_halves(
     else:
         code_a, code_b = pairs & 15, pairs >> 4
     header_ptr = header_pointer(buffer_ptr, numel, first, GROUP, 4, SYMMETRIC)
-    scale, low = load_scale(header_ptr, rows, filled, SYMMETRIC)
+    scale, low = load_scale(header_ptr + rows, filled, SYMMETRIC)
     scale, low = scale[:, None], low[:, None]
     a = decode(code_a.to(tl.float32), scale, low, SYMMETRIC)
     return a, decode(code_b.to(tl.float32), scale, low, SYMMETRIC)

@@ -14,10 +14,14 @@ import triton.language as tl
 from vramx.kernels.headers import (
     asymmetric_header,
     decode,
-    greatest_magnitude,
+    decode_with_outliers,
     header_pointer,
+    load_outliers,
     load_scale,
-    symmetric_header,
+    mark_outliers,
+    outlier_header,
+    outlier_pointer,
+    signed_key,
 )
 from vramx.kernels.noise import code_bits, rounding_noise
 
@@ -66,9 +70,42 @@ def pack_tile(
     """
     rows = tl.arange(0, ROWS)
     filled = rows * GROUP < left if MASKED else None
+    codes = pack_groups(
+        x, buffer_ptr, seed_ptr, stream, numel, first, filled, ROWS, GROUP, SYMMETRIC, STOCHASTIC
+    )
+    offsets = tile_offsets(ROWS, GROUP)
+    if MASKED:
+        codes = tl.where(offsets < left, codes, 0)
+        mask = (rows * GROUP < left)[:, None]
+        tl.store(buffer_ptr + first + offsets, codes.to(tl.uint8), mask=mask)
+    else:
+        tl.store(buffer_ptr + first + offsets, codes.to(tl.uint8))
+
+
+@triton.jit
+def pack_groups(
+    x,
+    buffer_ptr,
+    seed_ptr,
+    stream,
+    numel,
+    first,
+    filled,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """Return the codes of a tile in the low bytes of int32, and write the rest of its groups.
+
+    filled: the mask of the groups that are written, or None. Others as pack_tile's.
+    """
+    rows = tl.arange(0, ROWS)
     header_ptr = header_pointer(buffer_ptr, numel, first, GROUP, 8, SYMMETRIC)
     if SYMMETRIC:
-        scale, inverse = symmetric_header(greatest_magnitude(x), 127)
+        key = signed_key(x)
+        second, word, scale, inverse = outlier_header(key)
+        tl.store(outlier_pointer(buffer_ptr, numel, first, GROUP) + rows, word, mask=filled)
         tl.store(header_ptr + rows, (scale >> 16).to(tl.int16), mask=filled)
     else:
         signed = x.to(tl.int32, bitcast=True)
@@ -82,13 +119,9 @@ def pack_tile(
     if STOCHASTIC:
         quotient += rounding_noise(seed_ptr, stream, first // 8, ROWS, GROUP)
     codes = code_bits(quotient)
-    offsets = tile_offsets(ROWS, GROUP)
-    if MASKED:
-        codes = tl.where(offsets < left, codes, 0)
-        mask = (rows * GROUP < left)[:, None]
-        tl.store(buffer_ptr + first + offsets, codes.to(tl.uint8), mask=mask)
-    else:
-        tl.store(buffer_ptr + first + offsets, codes.to(tl.uint8))
+    if SYMMETRIC:
+        codes = mark_outliers(codes, key, second)
+    return codes
 
 
 @triton.jit
@@ -108,8 +141,23 @@ def unpack_tile(
     inside = offsets < left if MASKED else None
     filled = rows * GROUP < left if MASKED else None
     codes = tl.load(buffer_ptr + first + offsets, mask=inside)
-    if SYMMETRIC:
-        codes = codes.to(tl.int8, bitcast=True)
+    return unpack_groups(codes, buffer_ptr, numel, first, rows, filled, GROUP, SYMMETRIC)
+
+
+@triton.jit
+def unpack_groups(
+    codes, buffer_ptr, numel, first, groups, filled, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr
+):
+    """Return fp32 of uint8 codes, a row a group; 0 of code 0 where `filled` is given and not set.
+
+    groups: int32, how many groups after that of element `first` (int64) each row's is.
+    """
     header_ptr = header_pointer(buffer_ptr, numel, first, GROUP, 8, SYMMETRIC)
-    scale, low = load_scale(header_ptr, rows, filled, SYMMETRIC)
-    return decode(codes.to(tl.float32), scale[:, None], low[:, None], SYMMETRIC)
+    scale, low = load_scale(header_ptr + groups, filled, SYMMETRIC)
+    if SYMMETRIC:
+        outlier_ptr = outlier_pointer(buffer_ptr, numel, first, GROUP)
+        outlier, second = load_outliers(outlier_ptr + groups, filled)
+        codes = codes.to(tl.int8, bitcast=True)
+        return decode_with_outliers(codes, scale[:, None], outlier[:, None], second[:, None])
+    else:  # noqa: RET505 - the compiler types what it sees: no dead return
+        return decode(codes.to(tl.float32), scale[:, None], low[:, None], SYMMETRIC)

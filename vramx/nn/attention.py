@@ -78,7 +78,7 @@ def scaled_dot_product_attention(
     Raises:
         FirstDerivativeOnlyError: in backward with create_graph=True after dropout.
 
-    Memory: keeps q, k, 4 bytes a row, and 1.016 bytes for an element of v and of y at 8 bits. In
+    Memory: keeps q, k, 4 bytes a row, and 1.047 bytes for an element of v and of y at 8 bits. In
         backward v and y are decoded. Fewer heads of k and v are repeated for the time of a call
         where the kernel wants as many as q has.
     Sync: none.

@@ -3,7 +3,7 @@
 The functions are in batch_norm.py and group_norm.py, the work is in operators_channel_norm.py. No
 state; any thread. A call is one operator of some tens of microseconds of host time.
 
-Memory, kept: 1.016 bytes an element at 8 bits in groups of 128, 0.125 more behind a ReLU, and 4
+Memory, kept: 1.047 bytes an element at 8 bits in groups of 128, 0.125 more behind a ReLU, and 4
 bytes a channel. The convolution that follows (convolution.py) keeps nothing more of y.
 Error bound: y as torch's own, and which gradients a ReLU passes. The normalised input is off by
 less than a step of its group in backward, unbiased if rounding is stochastic: the gradients of x

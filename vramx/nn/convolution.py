@@ -5,7 +5,7 @@ output, with weight, bias and activation, is decoded in backward for the gradien
 a tensor one pack is kept, which several convolutions of it share. Convolutions and their gradients
 are torch's own. No state but parameters; any thread.
 
-Memory, kept: of a norm's result nothing more; of a tensor 1.016 bytes an element at 8 bits.
+Memory, kept: of a norm's result nothing more; of a tensor 1.047 bytes an element at 8 bits.
 Temporary, in backward: the decoded input.
 """
 

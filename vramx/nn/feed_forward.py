@@ -6,7 +6,7 @@ work between two, and over the casts of weights. A scale of the result (a vision
 scale) is multiplied into the last Linear. Products are torch's own. No state; any thread; nothing
 waits for the device.
 
-Memory, kept: 1.016 bytes an element of the wide tensor at 8 bits; weights are referred to, and
+Memory, kept: 1.047 bytes an element of the wide tensor at 8 bits; weights are referred to, and
 their casts made again. Temporary: in forward two wide tensors; in backward two, and the input.
 """
 

@@ -1,7 +1,7 @@
 """Gated linear units that keep gate and up packed, alone or with the down projection.
 
 torch keeps gate, up, act(gate) and, for the Linear that follows, z = act(gate) * up: 8 bytes an
-element in bfloat16. `swiglu` and `geglu` keep gate and up at 1.016 bytes each; the Linear behind
+element in bfloat16. `swiglu` and `geglu` keep gate and up at 1.047 bytes each; the Linear behind
 them still keeps z. `glu_linear` is both in one operator: it keeps the two packed tensors only, and
 its backward kernel decodes them, makes dgate and dup, and z again for the weight's gradient, all in
 one pass. Each tensor has its own stream of noise. No state; any thread; nothing waits for the

@@ -176,7 +176,7 @@ def buffer_bytes(numel: int, dtype: torch.dtype, spec: Sequence[int]) -> int:
 
     Example:
         >>> buffer_bytes(1 << 20, torch.bfloat16, spec_of(None))
-        1064960
+        1097728
     """
     if spec[0] == NOTHING:
         return 0

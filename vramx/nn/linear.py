@@ -5,7 +5,7 @@ backward decodes the norm's output once, weight and bias applied in the same pas
 of all weights. Of a plain tensor they keep one pack. Products are torch's own. Here are also the
 operators: vramx::linears, and vramx::keep, which packs a plain tensor. No state; any thread.
 
-Memory, kept: of a norm's result nothing more; of a tensor 1.016 bytes an element at 8 bits.
+Memory, kept: of a norm's result nothing more; of a tensor 1.047 bytes an element at 8 bits.
 Temporary, in backward: the decoded input.
 """
 

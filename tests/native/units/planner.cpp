@@ -39,7 +39,7 @@ struct Fixture {
                {sim->reserve_address(kArena).value(), kArena}}),
         a((state.order.set_surroundings(&surroundings), state.order.index_of(kA))),
         b(state.order.index_of(kB)) {
-    state.arena.tell_streams_apart();
+    state.arena.note_several_streams();
   }
   ~Fixture() { EXPECT(state.arena.check().empty()); }
   Fixture(const Fixture&) = delete;

@@ -22,7 +22,7 @@ struct Fixture {
 
   Fixture() {
     EXPECT(state.order.index_of(Stream::kDefault) == kStream);
-    state.arena.tell_streams_apart();
+    state.arena.note_several_streams();
     const SpanId building =
         state.arena.begin_building(state.arena.gap_for(Zone::kLarge, kPage), kPage);
     page = state.arena.span(building).begin;

@@ -56,7 +56,7 @@ void each_zone_finds_its_own_extents(Fixture& fixture) {
 }
 
 void the_zones_hold_for_the_memory_of_every_stream(Fixture& fixture) {
-  fixture.arena.tell_streams_apart();
+  fixture.arena.note_several_streams();
   for (const Zone zone : {Zone::kSmall, Zone::kLarge}) {
     const Address at = fixture.map(zone, kPage);
     fixture.arena.give_back(fixture.arena.take_at(fixture.arena.span_at(at), at, kPage), Tag{3, 1});
@@ -67,7 +67,7 @@ void the_zones_hold_for_the_memory_of_every_stream(Fixture& fixture) {
 }
 
 void of_equal_extents_the_lower_is_taken_whatever_its_tag(Fixture& fixture) {
-  fixture.arena.tell_streams_apart();
+  fixture.arena.note_several_streams();
   const Address at = fixture.map(Zone::kLarge, kPage * 5);
   for (const std::uint64_t page : {0, 2, 4}) {
     fixture.arena.take_at(fixture.arena.span_at(at + kPage * page), at + kPage * page, kPage);

@@ -98,6 +98,17 @@ def turn(attention: Any, q: Tensor, k: Tensor, positions: tuple[Tensor, Tensor])
     return rotary(q, k, cos.unsqueeze(1), sin.unsqueeze(1))
 
 
+def cannot_centre(projection: nn.Module) -> bool:
+    """Tell whether keys that are turned by their positions may have a large constant before that.
+
+    Packed attention takes the keys' mean away, so that none of it reaches the gradient of the
+    queries. A bias that was turned is another one at each position, and its mean is not it. The
+    known case without is a Linear that has no bias; all else may have one.
+    """
+    terms = terms_of(projection)
+    return terms is None or terms[1] is not None
+
+
 def project_out(attended: Attended, module: nn.Module) -> Tensor:
     """Return an output projection, from what attention keeps if it keeps a pack."""
     terms = terms_of(module)

@@ -5,17 +5,19 @@ model's attention; the output projection; norm with the residual added; gate and
 the gated unit with the down projection, into which the residual goes. A call with a cache is
 computed so as well, the cache updated in its place. Kept at 8 bits, in bytes per token and hidden
 unit: 2.03 for the norms, 2.03 for a unit of the gated part unless that is computed again, and what
-attention keeps.
+attention keeps: its values and result exactly, as torch does, where keys have a bias (Qwen2).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from vramx.nn.families.attention import (
     attend,
+    cannot_centre,
     heads_of,
     implementation,
     is_in,
@@ -134,7 +136,10 @@ class DecoderLayer(Fused):
             "scaling": attention.scaling,
             **self._options(attention),
         }
-        return project_out(attend(attention, (q, k, v), mask, options, keep), attention.o_proj)
+        if cannot_centre(attention.k_proj):
+            keep = replace(keep, enabled=False)
+        attended = attend(attention, (q, k, v), mask, options, keep)
+        return project_out(attended, attention.o_proj)
 
     def _normalise_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q, k
