@@ -3,6 +3,7 @@
 #
 #   make demo       replay two recorded programs under four allocators, with a picture
 #   make test       every test that needs no GPU, the build included
+#   make test-models  the tests of the libraries whose models it trains, a release after the other
 #   make test-gpu   every test that needs a GPU; without one they fail
 #   make stress     ten million random steps of the allocator's core, from other seeds than the tests'
 #   make lint       formatting, style, types, and the C++ compiler's warnings as errors
@@ -13,7 +14,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := demo
-.PHONY: build demo test test-gpu stress lint bench clean
+.PHONY: build demo test test-models test-gpu stress lint bench clean
 
 # $(call prepare,GROUPS) sets $python for the recipe's one shell, or ends it with a line that says why.
 prepare = python="$$(python3 .ci/environment.py $(1))"
@@ -36,6 +37,27 @@ test:
 	side_by_side="$$("$$python" -c 'import importlib.util as u; print(
 	    "-n 2 --dist worksteal" if u.find_spec("xdist") else "")')"
 	"$$python" -m pytest -q $$side_by_side
+
+# Each file that has something to say of the libraries; the older releases of transformers run the
+# tests of its blocks.
+library_tests = tests/test_nn_optimize_models.py tests/test_plan_models.py
+all_library_tests = $(library_tests) tests/test_nn_optimize_convolutions.py \
+    tests/test_patch_libraries.py tests/test_patch_libraries_table.py tests/test_libraries.py \
+    tests/test_checkpoint_state.py
+
+test-models:
+	@$(call prepare,run test)
+	$(build)
+	side_by_side="$$("$$python" -c 'import importlib.util as u; print(
+	    "-n 2 --dist worksteal" if u.find_spec("xdist") else "")')"
+	failed=0
+	for release in newest 5.17 4; do
+	    files="$(library_tests)"
+	    if [ $$release = newest ]; then files="$(all_library_tests)"; fi
+	    libraries="$$("$$python" .ci/libraries.py $$release)"
+	    "$$libraries" -m pytest -q $$side_by_side $$files || failed=1
+	done
+	exit $$failed
 
 test-gpu:
 	@$(call prepare,run test)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from samples import small_trace
+from torchvision_operators import name_missing
 
 from vramx.cli.main import main
 from vramx.memory.trace import Trace, load_trace
@@ -24,6 +25,7 @@ TESTS = Path(__file__).resolve().parent
 # Where two workers share the machine, torch's own threads would wait for each other's processor.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+name_missing()
 # So much of a GPU for each of the tests that run beside others; those that need more are marked.
 GPU_BYTES_PER_WORKER = 10 << 30
 # The files that compile or train, the longest first, and those that mostly wait.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +40,8 @@ _DECODERS = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": 
 _DECODERS["gemma"] = "Gemma"
 DECODERS = tuple(_DECODERS)
 HUGGING_FACE = (*DECODERS, "gpt2", "bert", "vit")
+# Whose blocks transformers 4 has of another kind, which is left as it is.
+NEW_IN_5 = ("gpt2", "bert", "vit")
 CONVOLUTIONS = ("convnext", "resnet")
 EVERY_FAMILY = (*HUGGING_FACE, "timm_vit", "encoder", *CONVOLUTIONS)
 # Blocks of a model, where they are not LAYERS.
@@ -67,7 +70,19 @@ def decoder(transformers: Any, name: str = "llama", **options: Any) -> nn.Module
     return model.train()
 
 
+def cache_word(model: nn.Module) -> str:
+    """Return what a release calls the cache, in calls and in results."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def hugging_face(transformers: Any, name: str, dropout: float = 0.0) -> tuple[nn.Module, Inputs]:
+    """Return a small model and its inputs; skip one whose blocks are not known in this release."""
+    if name in NEW_IN_5 and transformers.__version__.startswith("4."):
+        pytest.skip(f"the block of {name} in transformers {transformers.__version__} is not known")
+    return any_model(transformers, name, dropout)
+
+
+def any_model(transformers: Any, name: str, dropout: float = 0.0) -> tuple[nn.Module, Inputs]:
     generator = torch.Generator().manual_seed(1)
     ids = {"input_ids": torch.randint(3, 50, (2, TOKENS), generator=generator)}
     if name in DECODERS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ from optimize_tools import (
     HUGGING_FACE,
     INT8_NOISE,
     LAYERS,
+    NEW_IN_5,
     ROUNDING,
+    any_model,
+    cache_word,
     decoder,
     error,
     fused_calls,
@@ -32,6 +36,9 @@ from vramx.errors import VramxWarning
 from vramx.nn.families import decoder as decoder_family
 
 transformers = pytest.importorskip("transformers")
+VERSION = transformers.__version__
+# What is of a known family, and of another kind in this release.
+UNKNOWN = [name for name in NEW_IN_5 if VERSION.startswith("4.")]
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +158,7 @@ def test_cache_in_training_is_filled_as_by_the_original() -> None:
     expected = original(**inputs, use_cache=True)
     assert len(calls) == LAYERS
     assert error(found[0], expected[0]) < ROUNDING
-    lengths = {out.past_key_values.get_seq_length() for out in (found, expected)}
+    lengths = {out[cache_word(original)].get_seq_length() for out in (found, expected)}
     assert lengths == {inputs["input_ids"].shape[1]}
 
 
@@ -162,15 +169,16 @@ def test_recomputed_blocks_leave_a_new_cache_empty_and_say_so(name: str) -> None
     vramx.optimize(model, "recompute_all")
     with pytest.warns(VramxWarning, match="use_cache=False"):
         found = model(**inputs, use_cache=True)
-    assert found.past_key_values.get_seq_length() == 0
+    word = cache_word(original)
+    assert found[word].get_seq_length() == 0
     assert error(found[0], original(**inputs)[0]) < ROUNDING
     # What a cache has already is part of the result: such a call is not recomputed.
     with torch.no_grad():
-        cache = original(**inputs, use_cache=True).past_key_values
+        cache = original(**inputs, use_cache=True)[word]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = model(**inputs, past_key_values=copy.deepcopy(cache))
-    assert error(found[0], original(**inputs, past_key_values=copy.deepcopy(cache))[0]) < ROUNDING
+        found = model(**inputs, **{word: copy.deepcopy(cache)})
+    assert error(found[0], original(**inputs, **{word: copy.deepcopy(cache)})[0]) < ROUNDING
 
 
 def test_generation_is_the_originals_to_the_token() -> None:
@@ -267,9 +275,67 @@ def test_block_of_a_release_with_other_arguments_is_left(monkeypatch: Any) -> No
 
     forward.__module__ = cls.__module__
     monkeypatch.setattr(cls, "forward", forward)
-    report = vramx.optimize(model)
+    with pytest.warns(VramxWarning, match=f"LlamaDecoderLayer of transformers {VERSION} is left"):
+        report = vramx.optimize(model)
     assert {row.module for row in report.swapped} == {"LlamaRMSNorm"}
     assert "its forward takes surprise: not known" in str(report)
+
+
+def test_cache_argument_may_have_any_name(monkeypatch: Any) -> None:
+    original, inputs = hugging_face(transformers, "llama")
+    model = twin(original)
+    cls = type(model.model.layers[0])
+    theirs, word = cls.forward, cache_word(model)
+
+    def forward(
+        self: Any, hidden_states: Any, attention_mask: Any = None, position_ids: Any = None,
+        memory: transformers.Cache | None = None, use_cache: Any = False,
+        position_embeddings: Any = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        given = {word: kwargs.pop(word, memory), "use_cache": use_cache}
+        others = {"attention_mask": attention_mask, "position_ids": position_ids, **given}
+        others["position_embeddings"] = position_embeddings
+        return theirs(self, hidden_states, **others, **kwargs)
+
+    forward.__module__ = cls.__module__
+    monkeypatch.setattr(cls, "forward", forward)
+    report = vramx.optimize(model, "keep")
+    assert [row.module for row in report.swapped].count(cls.__name__) == LAYERS
+    with fused_calls() as calls:
+        gradient = gradient_of(model, inputs)
+    assert len(calls) == LAYERS
+    assert error(gradient, gradient_of(original, inputs)) < ROUNDING
+
+
+@pytest.mark.parametrize("part", ["layer", "attention", "mlp", "norm"])
+def test_block_that_computes_something_else_is_left(part: str, monkeypatch: Any) -> None:
+    original, inputs = hugging_face(transformers, "llama")
+    model = twin(original)
+    layer = model.model.layers[0]
+    parts = {"layer": layer, "attention": layer.self_attn, "mlp": layer.mlp}
+    cls = type({**parts, "norm": layer.input_layernorm}[part])
+    theirs = cls.forward
+
+    @functools.wraps(theirs)  # its arguments, and its module
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = theirs(self, *args, **kwargs)
+        return (1.5 * found[0], *found[1:]) if isinstance(found, tuple) else 1.5 * found
+
+    monkeypatch.setattr(cls, "forward", forward)
+    with pytest.warns(VramxWarning, match="of a small one of its class, its result differs"):
+        report = vramx.optimize(model, "keep")
+    assert not [row for row in report.swapped if row.module == "LlamaDecoderLayer"]
+    assert error(result_of(model, inputs), result_of(original, inputs)) == 0
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_block_of_an_unknown_release_is_left_with_a_warning(name: str) -> None:
+    original, inputs = any_model(transformers, name)
+    model = twin(original)
+    with pytest.warns(VramxWarning, match=f"of transformers {VERSION} is left as it was"):
+        report = vramx.optimize(model)
+    assert not report.swapped
+    assert error(result_of(model, inputs), result_of(original, inputs)) == 0
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

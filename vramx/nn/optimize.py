@@ -2,12 +2,16 @@
 
 A block that is understood is computed as its family does (families/swap.py), which shares what its
 parts keep; nothing is copied, added or renamed, and vramx.restore() undoes it. What a block
-computes is its family's. Not thread-safe; costs milliseconds, touches no tensor, never waits for
-the device.
+computes is its family's. Not thread-safe; costs milliseconds, and some hundredths
+of a second for a class that is met first; touches no tensor of the model, never waits for the
+device.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -18,8 +22,8 @@ from torch import Tensor, nn
 
 from vramx.compression.asked import options_of
 from vramx.compression.config import Compression
-from vramx.errors import InvalidValueError, brief
-from vramx.nn.families import family_of
+from vramx.errors import InvalidValueError, VramxWarning, brief
+from vramx.nn.families import family_of, known_base, trial
 from vramx.nn.families.attention import KNOWN
 from vramx.nn.families.parts import terms_of, terms_of_all
 from vramx.nn.families.swap import (
@@ -32,7 +36,7 @@ from vramx.nn.families.swap import (
     unswap,
     untouched,
 )
-from vramx.patch.module import find, patch_of
+from vramx.patch.module import find, original_class, patch_of
 from vramx.patch.table import table
 from vramx.recompute.modules import compares
 
@@ -55,9 +59,10 @@ class OptimizeRow:
 class OptimizeReport:
     """What optimize() did: a row a module, as model.named_modules() has them; text by str().
 
-    Rows are of swapped blocks, of parts of them that are called as they are, and of modules outside
-    of swapped blocks that have no children. What single calls do is not in it: a swapped block does
-    as the original without grad mode, in eval mode, and for arguments that it does not know.
+    Rows are of swapped blocks, of parts of them that are called as they are, of known blocks that
+    were left, and of modules outside of swapped blocks that have no children. What single calls do
+    is not in it: a swapped block does as the original without grad mode, in eval mode, and for
+    arguments that it does not know.
 
     Example:
         >>> report = optimize(nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32)))
@@ -95,10 +100,12 @@ def optimize(
     Known are the blocks of Llama, Mistral, Qwen2, Qwen3, Gemma, GPT-2, BERT and ViT of
     transformers, the RMS norms of these outside of blocks, the blocks of timm's vision
     transformers, ConvNeXts and ResNets and of torchvision's ResNets, and
-    torch.nn.TransformerEncoderLayer. Parts of a block that are changed (a LoRA, quantised weights,
-    hooks, another attention) are called as they are. Optimise before FSDP wraps the model; adapters
-    may come before or after. What torch.jit.script is to compile must be restored first, as what
-    runs under torch.func's transforms.
+    torch.nn.TransformerEncoderLayer. A class is swapped only where a small module of it, made by
+    the installed release and run on the CPU once, computes the same both ways; what is of a known
+    class and left is named in a VramxWarning. Parts of a block that are changed (a LoRA, quantised
+    weights, hooks, another attention) are called as they are. Optimise before FSDP wraps the model;
+    adapters may come before or after. What torch.jit.script is to compile must be restored first,
+    as what runs under torch.func's transforms.
 
     Args:
         level: "int8" or "int4": what is kept is packed; "keep": fused and exact; "recompute_mlp":
@@ -144,12 +151,14 @@ def optimize(
         _check_patterns(chosen, model)
     for module in model.modules():
         unswap(module)
-    rows = []
+    rows, left = [], list[tuple[type[nn.Module], str]]()
     for name, module, found in _visit(model):
         family, word = family_of(module), _word_for(chosen, name)
         why_not = found or ("its level says so" if word == LEFT else None)
         if family is None or why_not is not None:
             rows.append(OptimizeRow(name, type(module).__name__, LEFT, why_not or ""))
+            if word != LEFT and (family or known_base(module)):
+                left.append((original_class(module), why_not or ""))
             continue
         settings = Settings(
             word, _kept_by(word, keep), unverified=verify, compares=compares(module)
@@ -157,7 +166,21 @@ def optimize(
         swap(module, family, settings)
         rows.append(OptimizeRow(name, type(module).__name__, *_done(module, word)))
         rows += _changed_parts(name, module)
+    _warn_of(left)
     return OptimizeReport(tuple(rows))
+
+
+def _warn_of(left: list[tuple[type[nn.Module], str]]) -> None:
+    """Name what was to be swapped and is of a known class, once a class and reason."""
+    for (cls, reason), count in Counter(left).items():
+        library = cls.__module__.partition(".")[0]
+        version = getattr(sys.modules.get(library), "__version__", "")
+        warnings.warn(
+            f"{cls.__name__} of {library} {version}".rstrip()
+            + f" is left as it was, {count} of this model: {reason}",
+            VramxWarning,
+            stacklevel=3,
+        )
 
 
 def _visit(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
@@ -168,7 +191,10 @@ def _visit(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
             continue
         family = family_of(module)
         if family is None:
-            if next(module.children(), None) is None:
+            base = known_base(module)
+            if base is not None:
+                yield name, module, f"its class is derived from {base.__name__}: not known"
+            elif next(module.children(), None) is None:
                 yield name, module, "it is of no known family"
             continue
         why_not = _why_not(module)
@@ -184,7 +210,7 @@ def _why_not(module: nn.Module) -> str | None:
     if set_by_others or forward.__module__ != type(module).__module__:
         return "its forward was replaced"
     family = family_of(module)
-    return None if family is None else family.why_not(module)
+    return None if family is None else trial.why_not(module, family)
 
 
 def _done(block: Any, word: str) -> tuple[str, str]:

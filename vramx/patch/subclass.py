@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -31,15 +31,27 @@ class Patch:
     inner: Any = None
 
 
+# Our forwards as what wraps the forward of each subclass has left them.
+_WRAPPED = set[FunctionType]()
+
+
 class Patched:
     """What our classes have before the original one: how copies are made."""
 
     _vramx: Patch | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
-        # Ours is no subclass that the original's author wrote: registries are not told of it.
-        if ORIGINAL not in vars(cls):
+        original = vars(cls).get(ORIGINAL)
+        if original is None:
             super().__init_subclass__(**options)
+            return
+        # Ours is no subclass that the original's author wrote: registries are not told of it. But
+        # what wraps the forward of each subclass, as checkpointing of transformers does, wants the
+        # outermost forward to be its own.
+        hook = _wrapping_hook(original)
+        if hook is not None:
+            hook(cls)
+            _WRAPPED.add(vars(cls)["forward"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(max(int(protocol), 2))
@@ -97,7 +109,20 @@ def _make(original: Any, mixins: Any, make: Any, args: Any) -> Any:
 
 def is_ours(forward: Any) -> bool:
     """Tell whether a forward is ours itself, and not something around it."""
-    return getattr(getattr(forward, "__func__", forward), "__code__", None) is _CODE
+    function = getattr(forward, "__func__", forward)
+    if getattr(function, "__code__", None) is _CODE:
+        return True
+    return isinstance(function, FunctionType) and function in _WRAPPED
+
+
+def _wrapping_hook(original: Any) -> Any:
+    """Return the __init_subclass__ that made a class's forward; None: it was not made by one."""
+    code = getattr(original.forward, "__code__", None)
+    for base in original.__mro__:
+        hook = getattr(vars(base).get("__init_subclass__"), "__func__", None)
+        if code is not None and code in getattr(getattr(hook, "__code__", None), "co_consts", ()):
+            return hook
+    return None
 
 
 @functools.cache

@@ -44,7 +44,7 @@ class Before:
         copier = _Copier()
         self._copy = copier.copy(value)
         self._name = type(value).__name__
-        self._is_cache = hasattr(value, "get_seq_length") and hasattr(value, "update")
+        self._is_cache = is_cache(value)
         self._tensors = [(tensor, tensor._version) for tensor in copier.tensors]
 
     def again(self) -> Any:
@@ -66,6 +66,23 @@ class Before:
         self._tensors = []
         if self._is_cache:
             _warn_of_cache(self._name)
+
+
+def is_cache(value: Any) -> bool:
+    """Tell whether a value is a cache of keys and values, by what it does and not by its name."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors that an object refers to, each as often as it does.
+
+    Example:
+        >>> len(tensors_in(types.SimpleNamespace(keys=[Tensor(), Tensor()])))
+        2
+    """
+    copier = _Copier()
+    copier.copy(value)
+    return copier.tensors
 
 
 def as_before(leaf: Any) -> Any:

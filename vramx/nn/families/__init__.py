@@ -36,3 +36,9 @@ def family_of(module: nn.Module) -> type[Fused] | None:
         'EncoderLayer'
     """
     return _BY_CLASS.get(class_name(type(module)))
+
+
+def known_base(module: nn.Module) -> type | None:
+    """Return the class of a family that a module's class is derived from; None: there is none."""
+    bases = type(module).__mro__[1:]
+    return next((base for base in bases if class_name(base) in _BY_CLASS), None)

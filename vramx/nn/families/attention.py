@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vramx.compression.config import Compression
 from vramx.nn.attention import Attended, scaled_dot_product_attention
 from vramx.nn.families.parts import terms_of
-from vramx.nn.families.swap import names_of
+from vramx.nn.families.swap import cache_of, names_of
 from vramx.nn.linear import linear
 from vramx.nn.rotary import rotary
 
@@ -49,7 +49,7 @@ def heads_of(projections: Sequence[Tensor], head_size: int) -> list[Tensor]:
 
 def takes_cache(call: dict[str, Any]) -> bool:
     """Tell whether a call has no cache, or one that wants nothing but keys and values."""
-    cache = call.get("past_key_values")
+    _, cache = cache_of(call)
     return cache is None or type(cache).__name__ == "DynamicCache"
 
 

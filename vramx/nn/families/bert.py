@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from vramx.nn.attention import Attended
 from vramx.nn.families.attention import (
@@ -26,7 +26,9 @@ from vramx.nn.families.parts import (
     project,
     tensor_of,
 )
-from vramx.nn.families.swap import Fused, all_untouched, class_name
+from vramx.nn.families.small import calls_of_transformers, layer_of_transformers
+from vramx.nn.families.swap import Fused, all_untouched, cache_of, class_name
+from vramx.patch.module import original_class
 
 _FILE = "transformers.models.bert.modeling_bert"
 _CLASSES = {
@@ -82,11 +84,17 @@ class BertLayer(Fused):
                 return f"{path} is a {type(part).__name__}"
         return found
 
+    @classmethod
+    def small(cls, module: Any) -> tuple[nn.Module, list[dict[str, Any]]]:
+        """Return a small module of a module's class, and calls of it."""
+        layer = layer_of_transformers(original_class(module), module)
+        return layer, calls_of_transformers(layer, cls.ARGUMENTS[0], None, False)
+
     def vramx_understands(self, call: dict[str, Any]) -> bool:
         """Tell whether a call has neither an encoder's states nor a cache, nor wants weights."""
         return (
             call.get("encoder_hidden_states") is None
-            and call.get("past_key_values") is None
+            and cache_of(call)[1] is None
             and not call.get("output_attentions")
         )
 
@@ -114,8 +122,8 @@ class BertLayer(Fused):
 
     def _heads(self, x: Tensor, options: dict[str, Any]) -> Attended:
         attention, keep = self.attention.self, self.vramx_settings.keep
-        options.pop("past_key_values", None)
         mask = options.pop("attention_mask", None)
+        options = {k: v for k, v in options.items() if v is not None}
         linears = [attention.query, attention.key, attention.value]
         heads = heads_of(project(x, linears, keep), attention.attention_head_size)
         options |= {

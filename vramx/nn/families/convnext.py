@@ -19,8 +19,10 @@ from vramx.nn.families.parts import (
     terms_of_all,
     whole_feed_forward,
 )
+from vramx.nn.families.small import WIDTH, images
 from vramx.nn.families.swap import Fused, all_untouched, class_name
 from vramx.nn.feed_forward import TwoLinears
+from vramx.patch.module import original_class
 
 
 class ConvNext(Fused):
@@ -80,6 +82,12 @@ class TimmConvNext(ConvNext):
             found = "its MLP is of convolutions"
         return found
 
+    @classmethod
+    def small(cls, module: Any) -> tuple[nn.Module, list[dict[str, Any]]]:
+        """Return a small module of a module's class, and calls of it."""
+        block: nn.Module = original_class(module)(WIDTH, ls_init_value=0.5)
+        return block, [{"x": images(2, WIDTH, 6, 6)}]
+
     def vramx_fused(self, x: Tensor, /, **_others: Any) -> Tensor:
         """Return the block's result."""
         if nothing(self.drop_path):
@@ -123,6 +131,12 @@ class TorchvisionConvNext(ConvNext):
         if found is None and names != _NAMES:
             found = f"its block is {', '.join(names)}"
         return found
+
+    @classmethod
+    def small(cls, module: Any) -> tuple[nn.Module, list[dict[str, Any]]]:
+        """Return a small module of a module's class, and calls of it."""
+        block: nn.Module = original_class(module)(WIDTH, 0.5, 0.0)
+        return block, [{"input": images(2, WIDTH, 6, 6)}]
 
     def vramx_understands(self, call: dict[str, Any]) -> bool:
         """Tell whether a call is of a batch, and the sequence has no hooks."""

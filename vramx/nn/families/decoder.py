@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from vramx.nn.families.attention import (
     attend,
@@ -32,7 +32,9 @@ from vramx.nn.families.parts import (
     project,
     tensor_of,
 )
-from vramx.nn.families.swap import Fused, all_untouched, class_name
+from vramx.nn.families.small import calls_of_transformers, layer_of_transformers
+from vramx.nn.families.swap import Fused, all_untouched, cache_name_of, cache_of, class_name
+from vramx.patch.module import original_class
 
 _HF = "transformers.models"
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -90,6 +92,12 @@ class DecoderLayer(Fused):
             return f"its attention is a {type(module.self_attn).__name__}"
         return missing
 
+    @classmethod
+    def small(cls, module: Any) -> tuple[nn.Module, list[dict[str, Any]]]:
+        """Return a small module of a module's class, and calls of it."""
+        layer = layer_of_transformers(original_class(module), module)
+        return layer, calls_of_transformers(layer, cls.ARGUMENTS[0], cache_name_of(layer), True)
+
     def vramx_understands(self, call: dict[str, Any]) -> bool:
         """Tell whether a call has positions and wants no attention weights."""
         return (
@@ -114,7 +122,8 @@ class DecoderLayer(Fused):
             return result
         options = dict(kwargs)
         positions, mask = options.pop("position_embeddings"), options.pop("attention_mask", None)
-        cache = options.pop("past_key_values", None)
+        cache_name, cache = cache_of(options)
+        options = {k: v for k, v in options.items() if k != cache_name and v is not None}
         projections = project(source, [attention.q_proj, attention.k_proj, attention.v_proj], keep)
         del source  # a norm's result is not needed while attention runs
         q, k, v = heads_of(projections, attention.head_dim)

@@ -21,6 +21,7 @@ from vramx.nn.families.parts import (
     project,
     tensor_of,
 )
+from vramx.nn.families.small import HEADS, INNER, TOKENS, WIDTH, images
 from vramx.nn.families.swap import Fused
 
 
@@ -45,6 +46,13 @@ class EncoderLayer(Fused):
     activation: Any
     norm_first: bool
     _sa_block: Any
+
+    @classmethod
+    def small(cls, module: Any) -> tuple[nn.Module, list[dict[str, Any]]]:
+        """Return a small module of a module's class, and calls of it."""
+        options = {"activation": module.activation, "norm_first": module.norm_first}
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, INNER, batch_first=True, **options)
+        return layer, [{"src": images(2, TOKENS, WIDTH)}]
 
     def vramx_understands(self, call: dict[str, Any]) -> bool:  # noqa: ARG002
         """Tell whether the layer's blocks are those of its class."""

@@ -27,7 +27,9 @@ from vramx.nn.families.parts import (
     project,
     tensor_of,
 )
-from vramx.nn.families.swap import Fused, all_untouched, class_name
+from vramx.nn.families.small import calls_of_transformers, layer_of_transformers
+from vramx.nn.families.swap import Fused, all_untouched, cache_name_of, cache_of, class_name
+from vramx.patch.module import original_class
 
 _FILE = "transformers.models.gpt2.modeling_gpt2"
 
@@ -80,6 +82,12 @@ class Gpt2Block(Fused):
             return f"its attention is a {type(module.attn).__name__}"
         return found
 
+    @classmethod
+    def small(cls, module: Any) -> tuple[nn.Module, list[dict[str, Any]]]:
+        """Return a small module of a module's class, and calls of it."""
+        layer = layer_of_transformers(original_class(module), module)
+        return layer, calls_of_transformers(layer, cls.ARGUMENTS[0], cache_name_of(layer), False)
+
     def vramx_understands(self, call: dict[str, Any]) -> bool:
         """Tell whether a call has no encoder's states and wants no attention weights."""
         return (
@@ -106,7 +114,8 @@ class Gpt2Block(Fused):
         upcast = word == "eager" and attention.reorder_and_upcast_attn
         if not all_untouched([attention, attention.attn_dropout]) or word is None or upcast:
             return attention(tensor_of(source), **options)[0], _NO_DROPOUT
-        cache, mask = options.pop("past_key_values", None), options.pop("attention_mask", None)
+        mask, (cache_name, cache) = options.pop("attention_mask", None), cache_of(options)
+        options = {k: v for k, v in options.items() if k != cache_name and v is not None}
         (projected,) = project(source, [attention.c_attn], keep)
         del source
         q, k, v = heads_of(projected.chunk(3, -1), attention.head_dim)

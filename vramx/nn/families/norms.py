@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from vramx.nn.families.parts import GEMMA_NORM, RMS_NORMS, normed_by, plain_tensor
+from vramx.nn.families.small import TOKENS, WIDTH, images
 from vramx.nn.families.swap import Fused
+from vramx.patch.module import original_class
 
 
 class RmsNorm(Fused):
@@ -22,6 +24,12 @@ class RmsNorm(Fused):
     RECOMPUTES = False
 
     weight: Any
+
+    @classmethod
+    def small(cls, module: Any) -> tuple[nn.Module, list[dict[str, Any]]]:
+        """Return a small module of a module's class, and calls of it."""
+        norm: nn.Module = original_class(module)(WIDTH)
+        return norm, [{cls.ARGUMENTS[0]: images(2, TOKENS, WIDTH)}]
 
     def vramx_understands(self, call: dict[str, Any]) -> bool:
         """Tell whether the weight is a plain tensor, and the result has the input's type."""

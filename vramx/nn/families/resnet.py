@@ -21,8 +21,10 @@ from vramx.nn.batch_norm import normed_by
 from vramx.nn.channel_norm import ChannelNormed
 from vramx.nn.convolution import convolved_by, keep_input
 from vramx.nn.families.convolutions import plain_convolution, word_of
+from vramx.nn.families.small import WIDTH, images
 from vramx.nn.families.swap import Fused, all_untouched
 from vramx.nn.keeping import Kept
+from vramx.patch.module import original_class
 
 Activation = str | tuple[str, float]
 
@@ -57,6 +59,13 @@ class Residual(Fused):
             if word_of(part) is None:
                 return f"its {activation} is a {type(part).__name__}"
         return None
+
+    @classmethod
+    def small(cls, module: Any) -> tuple[nn.Module, list[dict[str, Any]]]:
+        """Return a small module of a module's class, and calls of it."""
+        block_class: Any = original_class(module)
+        block: nn.Module = block_class(WIDTH, WIDTH // block_class.expansion)
+        return block, [{"x": images(2, WIDTH, 6, 6)}]
 
     def vramx_understands(self, call: dict[str, Any]) -> bool:
         """Tell whether a call is of a batch, and no part has been changed."""

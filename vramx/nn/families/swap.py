@@ -26,7 +26,10 @@ from vramx.patch.change import Change
 from vramx.patch.module import find, patch_of, put, remove
 from vramx.patch.subclass import Patch
 from vramx.recompute.call import run, settings_of
+from vramx.recompute.objects import is_cache
 
+# Stands for the parameter that takes a cache, which releases of transformers call otherwise.
+CACHE = "past_key_values"
 RECOMPUTE_ALL, RECOMPUTE_MLP = "recompute_all", "recompute_mlp"
 
 # Models of transformers make a cache in training too, unless they are told not to.
@@ -82,13 +85,18 @@ class Fused:
         for path in cls.PARTS:
             if part_of(module, path) is None:
                 return f"it has no {path}"
-        if _parameters(module)[: len(cls.ARGUMENTS)] != cls.ARGUMENTS:
+        if _roles(module)[: len(cls.ARGUMENTS)] != cls.ARGUMENTS:
             return f"its forward does not begin with {', '.join(cls.ARGUMENTS)}"
         for path, known in cls.PARAMETERS.items():
-            unknown = set(_parameters(part_of(module, path))) - known
+            unknown = set(_roles(part_of(module, path))) - known
             if unknown:
                 return f"{path or 'its forward'} takes {', '.join(sorted(unknown))}: not known"
         return None
+
+    @classmethod
+    def small(cls, module: Any) -> tuple[nn.Module, list[dict[str, Any]]]:
+        """Return a small module of a module's class, and calls of it, for a trial of the family."""
+        raise NotImplementedError
 
     def vramx_understands(self, call: dict[str, Any]) -> bool:
         """Tell whether vramx_fused() computes a call, given all of its arguments by name."""
@@ -116,9 +124,13 @@ class Fusing(Change):
 
     INNERMOST = True
 
-    def __init__(self, family: type[Fused], settings: Settings) -> None:
+    def __init__(
+        self, family: type[Fused], settings: Settings, arguments: tuple[str, ...] | None = None
+    ) -> None:
         self.family = family
         self.settings = settings
+        # What the original calls those that may be given by position.
+        self.arguments = family.ARGUMENTS if arguments is None else arguments
 
     @property
     def mixin(self) -> type:
@@ -127,8 +139,8 @@ class Fusing(Change):
     def run(self, module: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(module, Fused):  # restored since: what recomputes may hold this function
             return forward(*args, **kwargs)
-        call = dict(zip(module.ARGUMENTS, args, strict=False)) | kwargs
-        fused = len(args) <= len(module.ARGUMENTS) and _learns(module, call)
+        call = dict(zip(self.arguments, args, strict=False)) | kwargs
+        fused = len(args) <= len(self.arguments) and _learns(module, call)
         if fused and module.vramx_understands(call):
             if self.settings.unverified and not _verified(module, self, call):
                 return forward(*args, **kwargs)  # it is restored
@@ -141,7 +153,8 @@ class Fusing(Change):
 
 def swap(module: nn.Module, family: type[Fused], settings: Settings) -> None:
     """Have a module computed as a family does."""
-    put(module, Fusing(family, settings))
+    names = tuple(p.name for p in parameters_of(module))
+    put(module, Fusing(family, settings, names[: len(family.ARGUMENTS)]))
 
 
 def unswap(module: nn.Module) -> bool:
@@ -192,9 +205,30 @@ def names_of(module: Any) -> Any:
     return sys.modules[type(module).__module__]
 
 
-def _parameters(module: Any) -> tuple[str, ...]:
+def cache_of(call: dict[str, Any]) -> tuple[str, Any]:
+    """Return the name and the value of the cache that a call is given; "" and None: it has none."""
+    found = ((name, value) for name, value in call.items() if is_cache(value))
+    return next(found, ("", None))
+
+
+def parameters_of(module: Any) -> list[inspect.Parameter]:
+    """Return the parameters of a module's forward that have names."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
+    return [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+
+
+def cache_name_of(module: Any) -> str | None:
+    """Return the name of the parameter whose type is that of a cache; None: there is none."""
+    return next((p.name for p in parameters_of(module) if _takes_cache(p)), None)
+
+
+def _takes_cache(parameter: inspect.Parameter) -> bool:
+    return "Cache" in str(parameter.annotation)
+
+
+def _roles(module: Any) -> tuple[str, ...]:
+    """Return the names of parameters, and CACHE for one whose type is that of a cache."""
+    return tuple(CACHE if _takes_cache(p) else p.name for p in parameters_of(module))
 
 
 def _learns(module: Fused, call: dict[str, Any]) -> bool:
@@ -214,11 +248,11 @@ def _compute(module: Fused, settings: Settings, call: dict[str, Any]) -> Any:
     if inside and not compiles:
         with passes.running(passes.EITHER):
             return module.vramx_fused(x, **others)
-    cache = others.get("past_key_values")
+    name, cache = cache_of(others)
     if inside or not recomputes or (cache is not None and module.vramx_is_in(cache)):
         return module.vramx_fused(x, **others)
     if cache is not None:
-        others["past_key_values"] = None
+        others[name] = None
         if not compiles:
             warnings.warn(UNCACHED, VramxWarning, stacklevel=4)
     function = module.vramx_recomputed()
@@ -261,7 +295,7 @@ def _verified(module: Any, fusing: Fusing, call: dict[str, Any]) -> bool:
     """Compare a module's first call with its original's; one that differs is restored."""
     from vramx.nn.families.verify import difference
 
-    if call.get("past_key_values") is not None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return True  # it cannot be made twice: a later call is the first
     fusing.settings.unverified = False
     found = difference(module, call)

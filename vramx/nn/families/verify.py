@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from vramx.compression.config import Compression
 from vramx.nn.families.swap import Fusing
 from vramx.patch.module import find, original_class
+from vramx.recompute.objects import Before, is_cache, tensors_in
 
 # A block rounds some twenty times in a row; errors of one sign would add up to 64 halves of a step
 # of the type with a margin of three. Wrong formulas are off by more than a tenth.
@@ -63,16 +64,21 @@ def _run(
 ) -> tuple[list[Tensor], list[Any]]:
     """Return the results, and the gradients of a fixed weighting of them."""
     inputs: list[Tensor] = []
+    caches: list[Any] = []
 
     def fresh(leaf: Any) -> Any:
+        if is_cache(leaf):  # each run fills its own
+            caches.append(Before(leaf).again())
+            return caches[-1]
         # The call's own inputs stay out of it: a copy learns in their place.
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             leaf = leaf.detach().requires_grad_()
             inputs.append(leaf)
         return leaf
 
-    result = function(**pytree.tree_map(fresh, call))
+    result = function(**pytree.tree_map(fresh, call, is_leaf=is_cache))
     outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+    outputs += tensors_in(caches)
     learning = [t for t in outputs if t.requires_grad]
     inputs += [p for p in module.parameters() if p.requires_grad]
     if not learning or not inputs:

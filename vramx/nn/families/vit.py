@@ -28,7 +28,16 @@ from vramx.nn.families.parts import (
     project,
     tensor_of,
 )
+from vramx.nn.families.small import (
+    HEADS,
+    TOKENS,
+    WIDTH,
+    calls_of_transformers,
+    images,
+    layer_of_transformers,
+)
 from vramx.nn.families.swap import Fused, all_untouched, class_name
+from vramx.patch.module import original_class
 
 _VIT = "transformers.models.vit.modeling_vit"
 
@@ -63,6 +72,12 @@ class VitLayer(Fused):
             if found is None and class_name(type(getattr(module, path))) != f"{_VIT}.{name}":
                 found = f"{path} is a {type(getattr(module, path)).__name__}"
         return found
+
+    @classmethod
+    def small(cls, module: Any) -> tuple[nn.Module, list[dict[str, Any]]]:
+        """Return a small module of a module's class, and calls of it."""
+        layer = layer_of_transformers(original_class(module), module)
+        return layer, calls_of_transformers(layer, cls.ARGUMENTS[0], None, False)
 
     def vramx_understands(self, call: dict[str, Any]) -> bool:
         """Tell whether a call wants no attention weights."""
@@ -138,6 +153,12 @@ class TimmBlock(Fused):
         if found is None and class_name(type(module.attn)) != "timm.layers.attention.Attention":
             found = f"its attention is a {type(module.attn).__name__}"
         return found
+
+    @classmethod
+    def small(cls, module: Any) -> tuple[nn.Module, list[dict[str, Any]]]:
+        """Return a small module of a module's class, and calls of it."""
+        block: nn.Module = original_class(module)(WIDTH, HEADS, qkv_bias=True)
+        return block, [{"x": images(2, TOKENS, WIDTH)}]
 
     def vramx_understands(self, call: dict[str, Any]) -> bool:
         """Tell whether a call is (batch, tokens, hidden)."""

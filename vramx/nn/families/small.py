@@ -1,0 +1,75 @@
+"""Small modules of the families' classes, and calls of them, to see what an installed release does.
+
+They are made by the library's own class, on the CPU, with random weights in which an error of any
+part shows. What a family does with them is judged elsewhere (trial.py). Draws from generators of
+its own, and from torch's within a fork of its state. Milliseconds each.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WIDTH, INNER, HEADS, HEAD, TOKENS = 16, 24, 4, 8, 5
+Call = dict[str, Any]
+
+
+def layer_of_transformers(cls: Any, like: Any) -> nn.Module:
+    """Return a layer as `like` is, but for its sizes, by the config of its attention."""
+    config = copy.deepcopy(next(part.config for part in like.modules() if hasattr(part, "config")))
+    few = getattr(config, "num_key_value_heads", HEADS) != config.num_attention_heads
+    sizes = {
+        "hidden_size": WIDTH,
+        "intermediate_size": INNER,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS // 2 if few else HEADS,
+        "head_dim": HEAD,
+    }
+    for name, size in sizes.items():
+        if getattr(config, name, None) is not None:
+            setattr(config, name, size)
+    if getattr(config, "_attn_implementation", None) not in ("sdpa", "eager"):
+        config._attn_implementation = "eager"
+    numbered = "layer_idx" in inspect.signature(cls.__init__).parameters
+    # Numbered as the original: some of a model's layers have a window, say.
+    found = [i for part in like.modules() if (i := getattr(part, "layer_idx", None)) is not None]
+    layer: nn.Module = cls(config, layer_idx=(found or [0])[0]) if numbered else cls(config)
+    return layer
+
+
+def calls_of_transformers(layer: Any, first: str, cached: str | None, turned: bool) -> list[Call]:
+    """Return calls with and without a mask, and one with a cache if an argument takes it."""
+    generator = torch.Generator().manual_seed(0)
+    call: Call = {first: torch.randn(2, TOKENS, WIDTH, generator=generator).requires_grad_()}
+    if turned:
+        size = layer.self_attn.head_dim
+        angles = torch.randn(1, TOKENS, size // 2, generator=generator).repeat(1, 1, 2)
+        call["position_embeddings"] = (angles.cos(), angles.sin())
+    mask = torch.full((TOKENS, TOKENS), torch.finfo(torch.float32).min).triu(1)
+    calls = [{**call, "attention_mask": mask.repeat(2, 1, 1, 1)}, call]
+    if cached is not None:
+        cache: Any = sys.modules["transformers"].DynamicCache
+        calls.append({**call, cached: cache()})
+    return calls
+
+
+def images(*shape: int) -> Tensor:
+    """Return an input that learns."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+def randomised(module: nn.Module) -> nn.Module:
+    """Give a module weights among which none is neutral, and let it train."""
+    generator = torch.Generator().manual_seed(1)
+    module.float().train()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            # Vectors are weights and biases of norms among others, most of them near one.
+            parameter.copy_(noise * 0.3 + (parameter.dim() == 1))
+    return module
