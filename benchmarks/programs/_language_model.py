@@ -37,10 +37,10 @@ PERTURBATION = 2.0**-23
 WAYS: dict[str, dict[str, Any] | None] = {
     "exact": None,
     "exact_again": None,  # from perturbed weights
-    "int8_stochastic": {"bits": 8, "rounding": "stochastic"},
-    "int8_nearest": {"bits": 8, "rounding": "nearest"},
-    "int4_stochastic": {"bits": 4, "rounding": "stochastic"},
-    "int4_nearest": {"bits": 4, "rounding": "nearest"},
+    "int8_stochastic": {"level": "int8", "rounding": "stochastic"},
+    "int8_nearest": {"level": "int8", "rounding": "nearest"},
+    "int4_stochastic": {"level": "int4", "rounding": "stochastic"},
+    "int4_nearest": {"level": "int4", "rounding": "nearest"},
     "optimised_int8": None,  # swapped blocks instead
 }
 # The level that vramx.optimize is given, of models with blocks that it knows.
