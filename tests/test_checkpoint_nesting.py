@@ -40,7 +40,7 @@ def test_within_a_checkpoint_nothing_is_packed(outer: Callable[..., Any], packs:
     def region(x: torch.Tensor) -> torch.Tensor:
         return vramx.checkpoint(block, x.sin(), level=SMALL)
 
-    own = {"compress": SMALL} if outer is vramx.checkpoint else {}
+    own = {"level": SMALL} if outer is vramx.checkpoint else {}
     x = activation()
     outer(region, x, use_reentrant=False, **own).sum().backward()
     assert packs.sizes == ([x.numel()] if own else []), (

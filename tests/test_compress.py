@@ -302,8 +302,11 @@ def test_deterministic_noise_depends_on_the_order_of_steps_only(monkeypatch: Any
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"bit": 4}, r"option 'bit' is not known \(did you mean 'bits'.*accepted are bits"),
-        ({"bits": 5}, "bits 5"),
+        (
+            {"levels": "int4"},
+            r"option 'levels' is not known \(did you mean 'level'.*accepted are level",
+        ),
+        ({"level": "int5"}, "level 'int5' .* 'keep', 'int8' and 'int4'"),
     ],
 )
 def test_an_option_that_is_not_accepted_raises(options: dict[str, Any], words: str) -> None:
@@ -312,8 +315,11 @@ def test_an_option_that_is_not_accepted_raises(options: dict[str, Any], words: s
 
 
 def test_options_are_a_compression_or_nothing() -> None:
-    with pytest.raises(InvalidValueError, match="accepted are a Compression"):
-        compress("4 bits")  # type: ignore[arg-type]
+    with pytest.raises(
+        InvalidValueError,
+        match=r"level 4 is not accepted; accepted are .keep., .int8., .int4. and a",
+    ):
+        compress(4)  # type: ignore[arg-type]
 
 
 def test_the_summary_says_what_happened() -> None:

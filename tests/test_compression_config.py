@@ -106,7 +106,7 @@ def test_the_callers_mapping_is_not_kept() -> None:
     policy: dict[str, Any] = {"linear": "int8"}
     options = Compression(policy=policy)
     policy["linear"] = 4
-    assert Rule("linear", None, False, 8) in options.rules
+    assert Rule("linear", None, False, "int8") in options.rules
 
 
 def test_8_bits_are_symmetric_in_groups_of_128() -> None:

@@ -288,7 +288,7 @@ def test_unknown_level_is_an_error_and_changes_nothing(level: Any) -> None:
     assert len(vramx.restore(model)) == LAYERS
 
 
-@pytest.mark.parametrize("options", [{"bit": 8}, {"bits": 3}, {"keep": 8}])
+@pytest.mark.parametrize("options", [{"bit": 8}, {"level": "int3"}, {"keep": 8}])
 def test_unknown_option_is_an_error(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidValueError):
         vramx.optimize(encoder(), **options)
