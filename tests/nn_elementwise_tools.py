@@ -17,13 +17,13 @@ from vramx.compression.config import Compression
 
 CLOSE = 2.0**-20
 UNIT_OF_BFLOAT16 = 2.0**-7
-EXACT = Compression(enabled=False)
+EXACT = Compression(level="keep")
 FORMATS = {
     "int8": Compression(),
     "int8 asymmetric": Compression(symmetric=False),
     "int8 nearest": Compression(rounding="nearest"),
-    "int4": Compression(bits=4),
-    "int4 symmetric nearest": Compression(bits=4, symmetric=True, rounding="nearest"),
+    "int4": Compression(level="int4"),
+    "int4 symmetric nearest": Compression(level="int4", symmetric=True, rounding="nearest"),
     "groups of 32": Compression(group_size=32),
     "exact": EXACT,
 }

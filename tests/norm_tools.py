@@ -9,10 +9,10 @@ from torch import Tensor
 
 from vramx.compression.config import Compression
 
-EXACT = Compression(enabled=False)
+EXACT = Compression(level="keep")
 INT8 = Compression()
 NEAREST = Compression(rounding="nearest")
-INT4 = Compression(bits=4)
+INT4 = Compression(level="int4")
 # A step of int8 is at most this part of the greatest magnitude of its group (codec.py).
 INT8_STEP = 1.0079 / 126
 

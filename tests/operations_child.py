@@ -118,7 +118,7 @@ def exact_runs(operation: Any) -> list[tuple[Any, Run]]:
     try:
         found = operation.sample_inputs("cpu", torch.float32, requires_grad=False)
         samples = list(itertools.islice(found, _SAMPLES))
-        runs = [(sample, Run(operation, sample, compress(enabled=False))) for sample in samples]
+        runs = [(sample, Run(operation, sample, compress(level="keep"))) for sample in samples]
     except (RuntimeError, NotImplementedError):
         return []
     return [(sample, run) for sample, run in runs if run.results]

@@ -77,7 +77,7 @@ def pack(net: nn.Sequential) -> None:
 
 def recompute(net: nn.Sequential) -> None:
     small = vramx.Compression(**OPTIONS)
-    vramx.checkpoint_modules(net, where=(Plain, nn.TransformerEncoderLayer), compress=small)
+    vramx.checkpoint_modules(net, where=(Plain, nn.TransformerEncoderLayer), level=small)
 
 
 def fuse(net: nn.Sequential) -> None:

@@ -142,7 +142,7 @@ def test_a_region_that_compares_has_the_exact_gradient(name: str, packs: Packs) 
     expected = gradient(function)
     # The first call is watched; the others go by what it has shown.
     for _ in range(2):
-        found = gradient(lambda x: vramx.checkpoint(function, x, compress=SMALL))
+        found = gradient(lambda x: vramx.checkpoint(function, x, level=SMALL))
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert packs.sizes == []
 
@@ -154,7 +154,7 @@ def test_the_edge_is_one_that_packing_crosses(name: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(region.Region, "_refuse", lambda *_: None)
     function = ROUGH[name]
     expected = gradient(function)
-    found = gradient(lambda x: vramx.checkpoint(function, x, compress=SMALL))
+    found = gradient(lambda x: vramx.checkpoint(function, x, level=SMALL))
     # One step of 8 bits is 1/127 of the largest of a group; slopes here are below 4.
     assert (found - expected).abs().max() > 0.3
 
@@ -183,7 +183,7 @@ SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", SMOOTH)
 def test_a_smooth_region_is_packed(name: str, packs: Packs) -> None:
     for _ in range(2):
-        gradient(lambda x: vramx.checkpoint(SMOOTH[name], x, compress=SMALL))
+        gradient(lambda x: vramx.checkpoint(SMOOTH[name], x, level=SMALL))
     assert packs.sizes == [64 * 16] * 2
 
 
@@ -194,7 +194,7 @@ def test_what_keeps_inputs_exact_is_named_once() -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for rows in (4, 8, 8):
-            vramx.checkpoint(chosen, activation(rows, 16), compress=SMALL)
+            vramx.checkpoint(chosen, activation(rows, 16), level=SMALL)
     texts = [str(warning.message) for warning in seen if warning.category is VramxWarning]
     assert len(texts) == 1
     assert "keeps the inputs of test_what_keeps" in texts[0]
@@ -216,7 +216,7 @@ def test_a_comparison_that_was_not_there_before_is_an_error_once(packs: Packs) -
     switch = Switch()
 
     def step() -> Tensor:
-        return gradient(lambda x: vramx.checkpoint(switch, x, compress=SMALL))
+        return gradient(lambda x: vramx.checkpoint(switch, x, level=SMALL))
 
     step()
     switch.compares = True
@@ -234,7 +234,7 @@ def test_training_and_evaluation_are_known_apart(packs: Packs) -> None:
     net = Net()
     for training in (True, False, True):
         net.train(training)
-        found = gradient(lambda x: vramx.checkpoint(net, x, compress=SMALL))
+        found = gradient(lambda x: vramx.checkpoint(net, x, level=SMALL))
         if not training:
             torch.testing.assert_close(found, gradient(net), rtol=0, atol=0)
     assert len(packs.sizes) == 2
@@ -246,7 +246,7 @@ def test_values_of_arguments_are_known_apart(flag: bool, packs: Packs) -> None:
         return F.gelu(x).sin() if smooth else F.relu(x).sin()
 
     for smooth in (flag, not flag, flag):
-        found = gradient(lambda x, s=smooth: vramx.checkpoint(either, x, s, compress=SMALL))
+        found = gradient(lambda x, s=smooth: vramx.checkpoint(either, x, s, level=SMALL))
         exact = gradient(lambda x, s=smooth: either(x, s))
         assert torch.equal(found, exact) != smooth
     assert len(packs.sizes) == (2 if flag else 1)
@@ -255,7 +255,7 @@ def test_values_of_arguments_are_known_apart(flag: bool, packs: Packs) -> None:
 def test_functions_over_other_modules_are_known_apart(packs: Packs) -> None:
     """One lambda stands in a loop for every block."""
     for block in (nn.GELU(), nn.ReLU(), nn.GELU()):
-        gradient(lambda x, b=block: vramx.checkpoint(lambda y: b(y).sin(), x, compress=SMALL))
+        gradient(lambda x, b=block: vramx.checkpoint(lambda y: b(y).sin(), x, level=SMALL))
     assert len(packs.sizes) == 2
 
 
@@ -264,7 +264,7 @@ def test_an_input_that_would_be_packed_moves_to_the_host_exactly(
 ) -> None:
     moved = []
     monkeypatch.setattr(inputs.offload, "put_exact", lambda x, share: moved.append((len(x), share)))
-    vramx.checkpoint(ROUGH["relu"], activation(8, 16), compress=SMALL, offload="cpu").sum()
+    vramx.checkpoint(ROUGH["relu"], activation(8, 16), level=SMALL, offload="cpu").sum()
     assert (moved, packs.sizes) == ([(128, "cpu")], [])
 
 
@@ -283,10 +283,10 @@ def test_a_region_without_anything_to_pack_is_not_watched(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(watch.Watch, "__init__", refused)
     large = vramx.Compression(min_bytes=1 << 20)
-    vramx.checkpoint(F.relu, activation(), compress=large).sum().backward()
-    vramx.checkpoint(F.relu, activation(), compress=None).sum().backward()
+    vramx.checkpoint(F.relu, activation(), level=large).sum().backward()
+    vramx.checkpoint(F.relu, activation(), level="keep").sum().backward()
     with contextlib.suppress(AssertionError):
-        vramx.checkpoint(F.relu, activation(), compress=SMALL)
+        vramx.checkpoint(F.relu, activation(), level=SMALL)
         pytest.fail("the region with an input to pack was not watched")
 
 

@@ -40,7 +40,7 @@ def model() -> nn.Sequential:
 
 def test_modules_that_match_are_checkpointed(model: nn.Sequential, packs: Packs) -> None:
     before = gradients(model, model)
-    report = vramx.checkpoint_modules(model, where=Block, every=2, compress=SMALL)
+    report = vramx.checkpoint_modules(model, where=Block, every=2, level=SMALL)
     after = gradients(model, model)
     assert len(report) == 2
     assert packs.sizes == [32 * WIDTH] * 2
@@ -64,7 +64,7 @@ def test_removing_restores_the_instances_exactly(model: nn.Sequential) -> None:
 def test_a_forward_of_the_instance_is_called_and_restored(packs: Packs) -> None:
     block = Block()
     block.forward = own = functools.partial(torch.sin)
-    vramx.checkpoint_modules(block, where=Block, compress=SMALL)
+    vramx.checkpoint_modules(block, where=Block, level=SMALL)
     x = activation()
     assert torch.equal(block(x), x.sin())
     assert packs.sizes == [x.numel()]
@@ -73,7 +73,7 @@ def test_a_forward_of_the_instance_is_called_and_restored(packs: Packs) -> None:
 
 
 def test_a_deep_copy_runs_its_own_parameters(model: nn.Sequential) -> None:
-    vramx.checkpoint_modules(model, where=Block, compress=SMALL)
+    vramx.checkpoint_modules(model, where=Block, level=SMALL)
     clone = copy.deepcopy(model)
     clone(torch.randn(8, WIDTH)).sum().backward()
     assert all(p.grad is None for p in model.parameters())
@@ -98,7 +98,7 @@ def test_keywords_with_names_of_ours_reach_the_module() -> None:
             return x.sin() * compress * debug
 
     module = Odd()
-    vramx.checkpoint_modules(module, where=Odd, compress=SMALL)
+    vramx.checkpoint_modules(module, where=Odd, level=SMALL)
     assert module(activation(), compress=2, debug=True).grad_fn is not None
 
 
@@ -111,7 +111,7 @@ def test_modules_are_not_checkpointed_twice(model: nn.Sequential) -> None:
 
 def test_a_wrapper_over_ours_stays(model: nn.Sequential, packs: Packs) -> None:
     block = model[1]
-    vramx.checkpoint_modules(model, where=Block, compress=SMALL)
+    vramx.checkpoint_modules(model, where=Block, level=SMALL)
     ours = block.forward
     block.forward = theirs = functools.wraps(ours)(functools.partial(ours))
     assert len(vramx.restore(model)) == 4

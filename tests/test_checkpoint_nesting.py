@@ -38,9 +38,9 @@ def test_within_a_checkpoint_nothing_is_packed(outer: Callable[..., Any], packs:
     block = Block()
 
     def region(x: torch.Tensor) -> torch.Tensor:
-        return vramx.checkpoint(block, x.sin(), compress=SMALL)
+        return vramx.checkpoint(block, x.sin(), level=SMALL)
 
-    own = {"compress": SMALL} if outer is vramx.checkpoint else {}
+    own = {"level": SMALL} if outer is vramx.checkpoint else {}
     x = activation()
     outer(region, x, use_reentrant=False, **own).sum().backward()
     assert packs.sizes == ([x.numel()] if own else []), (
@@ -53,9 +53,9 @@ def test_nested_checkpoints_give_the_gradient() -> None:
     both = nn.Sequential(first, second)
 
     def region(x: torch.Tensor) -> torch.Tensor:
-        return vramx.checkpoint(second, vramx.checkpoint(first, x, compress=SMALL), compress=SMALL)
+        return vramx.checkpoint(second, vramx.checkpoint(first, x, level=SMALL), level=SMALL)
 
-    nested = gradients(lambda x: vramx.checkpoint(region, x, compress=SMALL), both)
+    nested = gradients(lambda x: vramx.checkpoint(region, x, level=SMALL), both)
     assert cosine(gradients(both, both), nested) > 0.999
 
 
@@ -64,8 +64,8 @@ def test_within_compress_inputs_are_packed_once_as_the_checkpoint_says(packs: Pa
     exact = gradients(block, block)
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        with vramx.compress(bits=4, min_bytes=0) as stats:
-            y = vramx.checkpoint(block, x, compress=SMALL)
+        with vramx.compress(level="int4", min_bytes=0) as stats:
+            y = vramx.checkpoint(block, x, level=SMALL)
         assert stats.packed.tensors == 0, "the context packed what the checkpoint keeps"
         return y
 
@@ -79,7 +79,7 @@ def test_within_compress_an_exact_checkpoint_is_exact(packs: Packs) -> None:
 
     def run(x: torch.Tensor) -> torch.Tensor:
         with vramx.compress(min_bytes=0):
-            return vramx.checkpoint(block, x, compress=None)
+            return vramx.checkpoint(block, x, level="keep")
 
     assert same(gradients(block, block), gradients(run, block))
     assert packs.sizes == []
@@ -93,7 +93,7 @@ def test_a_checkpoint_is_seen_by_its_frames_where_torch_does_not_tell(
     block = Block()
 
     def region(x: torch.Tensor) -> torch.Tensor:
-        return vramx.checkpoint(block, x.sin(), compress=SMALL)
+        return vramx.checkpoint(block, x.sin(), level=SMALL)
 
     torch_checkpoint(region, activation(), use_reentrant=False).sum().backward()
     assert packs.sizes == []

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("seeds")
 
 def test_without_compression_it_is_torch_bit_for_bit() -> None:
     block = Block()
-    ours = gradients(lambda x: vramx.checkpoint(block, x, compress=None), block)
+    ours = gradients(lambda x: vramx.checkpoint(block, x, level="keep"), block)
     theirs = gradients(lambda x: torch_checkpoint(block, x, use_reentrant=False), block)
     assert same(ours, theirs)
 
@@ -52,13 +52,15 @@ def test_outputs_are_exact_whatever_is_kept() -> None:
     torch.manual_seed(1)
     exact = block(x)
     torch.manual_seed(1)
-    assert torch.equal(vramx.checkpoint(block, x, compress=Compression(bits=4, min_bytes=0)), exact)
+    assert torch.equal(
+        vramx.checkpoint(block, x, level=Compression(level="int4", min_bytes=0)), exact
+    )
 
 
 def test_dropout_is_recomputed_with_the_same_mask() -> None:
     x = activation(64, WIDTH).abs() + 1  # so that only dropout makes zeros
     leaf = torch.ones(64, WIDTH, requires_grad=True)
-    y = vramx.checkpoint(lambda a, b: nn.functional.dropout(a * b, 0.5), x, leaf, compress=SMALL)
+    y = vramx.checkpoint(lambda a, b: nn.functional.dropout(a * b, 0.5), x, leaf, level=SMALL)
     y.sum().backward()
     assert torch.equal(leaf.grad != 0, y.detach() != 0)
 
@@ -69,7 +71,7 @@ def test_rng_state_is_not_restored_when_told_so() -> None:
     def region(x: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(x * leaf, 0.5)
 
-    y = vramx.checkpoint(region, activation(64, WIDTH), compress=SMALL, preserve_rng_state=False)
+    y = vramx.checkpoint(region, activation(64, WIDTH), level=SMALL, preserve_rng_state=False)
     torch.manual_seed(7)
     y.sum().backward()
     assert not torch.equal(leaf.grad != 0, y.detach() != 0)
@@ -85,7 +87,7 @@ def test_autocast_holds_in_the_recomputation() -> None:
         return y.float().sin()
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = vramx.checkpoint(region, activation(), compress=SMALL)
+        y = vramx.checkpoint(region, activation(), level=SMALL)
     y.sum().backward()
     assert dtypes == [torch.bfloat16, torch.bfloat16]
 
@@ -105,7 +107,7 @@ def count_calls(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_early_stop_is_honoured(early_stop: bool) -> None:
     region, calls = count_calls(Block())
-    y = vramx.checkpoint(region, activation(), compress=SMALL, early_stop=early_stop)
+    y = vramx.checkpoint(region, activation(), level=SMALL, early_stop=early_stop)
     y.sum().backward()
     assert len(calls) == (1 if early_stop else 2)
 
@@ -113,7 +115,7 @@ def test_early_stop_is_honoured(early_stop: bool) -> None:
 def test_the_context_for_early_stop_is_honoured() -> None:
     region, calls = count_calls(Block())
     with set_checkpoint_early_stop(False):
-        y = vramx.checkpoint(region, activation(), compress=SMALL)
+        y = vramx.checkpoint(region, activation(), level=SMALL)
     y.sum().backward()
     assert len(calls) == 2
 
@@ -129,7 +131,7 @@ def test_selective_policy_composes() -> None:
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     exact = gradients(block, block)
     packed = gradients(
-        lambda x: vramx.checkpoint(block, x, compress=SMALL, context_fn=contexts), block
+        lambda x: vramx.checkpoint(block, x, level=SMALL, context_fn=contexts), block
     )
     assert products, "the policy was never asked"
     assert cosine(exact, packed) > 0.999
@@ -138,17 +140,17 @@ def test_selective_policy_composes() -> None:
 def test_debug_is_refused_together_with_a_policy_as_in_torch() -> None:
     contexts = functools.partial(create_selective_checkpoint_contexts, [])
     with pytest.raises(ValueError, match="debug=True is incompatible"):
-        vramx.checkpoint(Block(), activation(), compress=SMALL, debug=True, context_fn=contexts)
+        vramx.checkpoint(Block(), activation(), level=SMALL, debug=True, context_fn=contexts)
 
 
 def test_an_unknown_determinism_check_is_refused_as_in_torch() -> None:
     with pytest.raises(ValueError, match="determinism_check should be one of"):
-        vramx.checkpoint(Block(), activation(), compress=SMALL, determinism_check="strong")
+        vramx.checkpoint(Block(), activation(), level=SMALL, determinism_check="strong")
 
 
 def test_retain_graph_recomputes_twice_and_gives_the_same() -> None:
     block, leaf = Block(), torch.randn(32, WIDTH, requires_grad=True)
-    y = vramx.checkpoint(block, leaf * 1.0, compress=SMALL).square().sum()
+    y = vramx.checkpoint(block, leaf * 1.0, level=SMALL).square().sum()
     (first,) = torch.autograd.grad(y, leaf, retain_graph=True)
     (second,) = torch.autograd.grad(y, leaf)
     assert torch.equal(first, second)
@@ -156,7 +158,7 @@ def test_retain_graph_recomputes_twice_and_gives_the_same() -> None:
 
 def test_an_input_changed_in_place_is_seen_where_it_was_kept() -> None:
     x = activation(8, 16)
-    y = vramx.checkpoint(torch.sin, x, compress=Compression(min_bytes=1 << 20))
+    y = vramx.checkpoint(torch.sin, x, level=Compression(min_bytes=1 << 20))
     with torch.no_grad():
         x.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -166,7 +168,7 @@ def test_an_input_changed_in_place_is_seen_where_it_was_kept() -> None:
 def test_an_input_changed_in_place_does_no_harm_where_it_was_packed() -> None:
     x = activation(8, 16)
     leaf = torch.zeros(8, 16, requires_grad=True)
-    y = vramx.checkpoint(torch.mul, x, leaf, compress=SMALL)
+    y = vramx.checkpoint(torch.mul, x, leaf, level=SMALL)
     expected = x.detach().clone()
     with torch.no_grad():
         x.fill_(float("nan"))
@@ -183,18 +185,18 @@ def test_arguments_in_forward_are_the_callers_own() -> None:
         seen.append(argument is given)
         return argument["x"].sin(), "text"
 
-    y, text = vramx.checkpoint(region, given, compress=SMALL)
+    y, text = vramx.checkpoint(region, given, level=SMALL)
     y.sum().backward()
     assert (seen, text) == ([True, False], "text")
 
 
 def test_region_without_gradient_in_its_inputs_trains_its_parameters() -> None:
     layer = nn.Linear(16, 16)
-    vramx.checkpoint(layer, torch.randn(8, 16), compress=SMALL).sum().backward()
+    vramx.checkpoint(layer, torch.randn(8, 16), level=SMALL).sum().backward()
     assert layer.weight.grad is not None
 
 
 def test_under_no_grad_it_is_a_plain_call(packs: Packs) -> None:
     with torch.no_grad():
-        y = vramx.checkpoint(torch.sin, activation(8, 16), compress=SMALL)
+        y = vramx.checkpoint(torch.sin, activation(8, 16), level=SMALL)
     assert (y.requires_grad, packs.sizes) == (False, [])

@@ -125,7 +125,7 @@ def gradient(function: Callable[[Tensor], Tensor]) -> Tensor:
 def test_a_program_has_its_gradient(name: str) -> None:
     expected = gradient(PROGRAMS[name])
     for _ in range(2):
-        found = gradient(lambda x: vramx.checkpoint(PROGRAMS[name], x, compress=SMALL))
+        found = gradient(lambda x: vramx.checkpoint(PROGRAMS[name], x, level=SMALL))
         if name in SMOOTH:
             assert F.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.999
         else:
@@ -143,7 +143,7 @@ def test_results_of_any_form_come_back() -> None:
 
     expected = gradient(lambda x: run(x, region))
     found = gradient(
-        lambda x: run(x, lambda *a, **k: vramx.checkpoint(region, *a, compress=SMALL, **k))
+        lambda x: run(x, lambda *a, **k: vramx.checkpoint(region, *a, level=SMALL, **k))
     )
     assert F.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.999
 
@@ -152,9 +152,9 @@ def test_an_input_that_the_region_changes_is_refused_as_in_torch() -> None:
     def region(x: Tensor) -> Tensor:
         return x.mul_(2).sin()
 
-    for compress in (SMALL, None):
+    for level in (SMALL, "keep"):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            gradient(lambda x, c=compress: vramx.checkpoint(region, x, compress=c))
+            gradient(lambda x, c=level: vramx.checkpoint(region, x, level=c))
 
 
 def test_a_layer_is_its_own_on_every_call_of_a_recurrence() -> None:
@@ -167,6 +167,6 @@ def test_a_layer_is_its_own_on_every_call_of_a_recurrence() -> None:
 
     exact = gradient(lambda x: run(x, lambda f, y: f(y)))
     found = gradient(
-        lambda x: run(x, lambda f, y: vramx.checkpoint(f, y, compress=SMALL)),
+        lambda x: run(x, lambda f, y: vramx.checkpoint(f, y, level=SMALL)),
     )
     torch.testing.assert_close(found, exact, rtol=0, atol=0)

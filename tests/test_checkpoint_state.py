@@ -161,21 +161,21 @@ CACHES: dict[str, tuple[Callable[[], Any], int]] = {
 
 
 @pytest.mark.parametrize("name", CACHES)
-@pytest.mark.parametrize("compress", [SMALL, None], ids=["int8", "exact"])
+@pytest.mark.parametrize("level", [SMALL, "keep"], ids=["int8", "exact"])
 def test_a_cache_is_filled_once_and_the_gradient_is_right(
-    name: str, compress: Compression | None, packs: Packs
+    name: str, level: str | Compression, packs: Packs
 ) -> None:
     make, tokens = CACHES[name]
     memory = torch.randn(2, tokens, WIDTH) if tokens else None
     model = Stack()
     expected = gradient(model, make(), memory)
-    vramx.checkpoint_modules(model, where=Decoder, compress=compress)
+    vramx.checkpoint_modules(model, where=Decoder, level=level)
     for _ in range(2):
         cache = make()
         found = gradient(model, cache, memory)
-        assert close(found, expected) if compress else torch.equal(found, expected)
+        assert close(found, expected) if level != "keep" else torch.equal(found, expected)
         assert cache.get_seq_length() == 8
-    assert len(packs.sizes) == (6 if compress else 0)
+    assert len(packs.sizes) == (6 if level != "keep" else 0)
 
 
 def test_tokens_from_before_are_in_the_recomputation() -> None:
@@ -192,20 +192,20 @@ def test_tokens_from_before_are_in_the_recomputation() -> None:
         return prefix.grad
 
     expected = run()
-    vramx.checkpoint_modules(model, where=Decoder, compress=None)
+    vramx.checkpoint_modules(model, where=Decoder, level="keep")
     torch.testing.assert_close(run(), expected)
 
 
 def test_a_cache_that_is_written_in_place_is_one_error() -> None:
     model = Stack()
-    vramx.checkpoint_modules(model.layers[0], where=Decoder, compress=SMALL)
+    vramx.checkpoint_modules(model.layers[0], where=Decoder, level=SMALL)
     with pytest.raises(RecomputationError, match=r"a FixedCache.*use_cache=False"):
         gradient(model, FixedCache(8))
 
 
 def test_a_cache_in_training_is_named_once() -> None:
     model = Stack()
-    vramx.checkpoint_modules(model, where=Decoder, compress=None)
+    vramx.checkpoint_modules(model, where=Decoder, level="keep")
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         gradient(model, Cache())
@@ -244,7 +244,7 @@ def test_a_cache_of_transformers_is_filled_once(kind: str) -> None:
 
     expected, _ = step()
     vramx.checkpoint_modules(
-        model, where=lambda module: type(module).__name__ == layer, compress=SMALL
+        model, where=lambda module: type(module).__name__ == layer, level=SMALL
     )
     found, cache = step()
     assert type(cache).__name__ == kind
@@ -268,7 +268,7 @@ def test_counters_and_lists_of_an_argument_move_once() -> None:
         calls=1, losses=[], by_name={}, link=types.SimpleNamespace(), lock=copy
     )
     x = torch.ones(4, 16, requires_grad=True)
-    vramx.checkpoint(counted, x * 1.0, state, compress=None).sum().backward()
+    vramx.checkpoint(counted, x * 1.0, state, level="keep").sum().backward()
     assert (state.calls, len(state.losses), state.by_name) == (2, 1, {"x": [2]})
     torch.testing.assert_close(x.grad, 2 * x.detach().cos())
 
@@ -283,7 +283,7 @@ def test_an_object_with_slots_is_as_it_was() -> None:
 
     slotted, x = Slotted(), torch.ones(4, 16, requires_grad=True)
     slotted.scale = 1
-    vramx.checkpoint(region, x * 1.0, slotted, compress=None).sum().backward()
+    vramx.checkpoint(region, x * 1.0, slotted, level="keep").sum().backward()
     assert slotted.scale == 2
     torch.testing.assert_close(x.grad, 2 * x.detach().cos())
 
@@ -295,7 +295,7 @@ def test_a_tensor_that_is_counted_up_in_an_argument_is_an_error() -> None:
 
     state = types.SimpleNamespace(count=torch.zeros(()))
     with pytest.raises(RecomputationError, match="writes into a tensor of its argument, a Simple"):
-        vramx.checkpoint(region, activation(), state, compress=None)
+        vramx.checkpoint(region, activation(), state, level="keep")
 
 
 def test_modules_and_generators_are_the_callers_own() -> None:
@@ -306,7 +306,7 @@ def test_modules_and_generators_are_the_callers_own() -> None:
         return module(x).sin()
 
     layer, generator = nn.Linear(WIDTH, WIDTH), torch.Generator()
-    vramx.checkpoint(region, activation(), layer, generator, compress=SMALL).sum().backward()
+    vramx.checkpoint(region, activation(), layer, generator, level=SMALL).sum().backward()
     assert [id(each) for each in seen] == [id(layer), id(generator)] * 2
 
 
@@ -350,17 +350,17 @@ MOVING: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", MOVING)
-@pytest.mark.parametrize("compress", [SMALL, None], ids=["int8", "exact"])
+@pytest.mark.parametrize("level", [SMALL, "keep"], ids=["int8", "exact"])
 @pytest.mark.parametrize("way", ["modules", "function", "lambda"])
-def test_buffers_move_once_a_step(name: str, compress: Compression | None, way: str) -> None:
+def test_buffers_move_once_a_step(name: str, level: str | Compression, way: str) -> None:
     ours = nn.Sequential(MOVING[name](), nn.Linear(WIDTH, WIDTH), nn.GELU())
     plain = copy.deepcopy(ours)
     run: Callable[[Tensor], Tensor] = ours
     if way == "modules":
-        vramx.checkpoint_modules(ours, where=nn.Sequential, compress=compress)
+        vramx.checkpoint_modules(ours, where=nn.Sequential, level=level)
     else:
         call = ours if way == "function" else lambda x: ours(x * 1.0)
-        run = functools.partial(vramx.checkpoint, call, compress=compress)
+        run = functools.partial(vramx.checkpoint, call, level=level)
     for step in range(3):
         pair = []
         for model, function in ((plain, plain), (ours, run)):
@@ -373,13 +373,13 @@ def test_buffers_move_once_a_step(name: str, compress: Compression | None, way: 
         for (key, found), expected in zip(ours.named_buffers(), plain.buffers(), strict=True):
             torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=f"{key} at {step}")
         cosine = F.cosine_similarity(pair[0].flatten(), pair[1].flatten(), dim=0)
-        assert cosine > 0.999 if compress else torch.equal(*pair)
+        assert cosine > 0.999 if level != "keep" else torch.equal(*pair)
 
 
 def test_buffers_are_the_modules_own_after_an_early_stop() -> None:
     norm = nn.BatchNorm1d(WIDTH)
     before = {name: id(buffer) for name, buffer in norm.named_buffers()}
-    y = vramx.checkpoint(norm, activation(), compress=SMALL, early_stop=True)
+    y = vramx.checkpoint(norm, activation(), level=SMALL, early_stop=True)
     y.sum().backward(retain_graph=True)
     y.sum().backward()
     assert {name: id(buffer) for name, buffer in norm.named_buffers()} == before
@@ -394,7 +394,7 @@ def normed(x: Tensor) -> Tensor:
 
 
 def test_buffers_of_a_module_that_a_function_names_move_once() -> None:
-    vramx.checkpoint(normed, activation(), compress=SMALL).sum().backward()
+    vramx.checkpoint(normed, activation(), level=SMALL).sum().backward()
     assert GLOBAL_NORM.num_batches_tracked == 1
 
 
@@ -402,7 +402,7 @@ def test_buffers_within_another_checkpoint_move_once() -> None:
     norm = nn.BatchNorm1d(WIDTH)
 
     def region(x: Tensor) -> Tensor:
-        return vramx.checkpoint(norm, x.sin(), compress=SMALL).sin()
+        return vramx.checkpoint(norm, x.sin(), level=SMALL).sin()
 
-    vramx.checkpoint(region, activation(), compress=SMALL).sum().backward()
+    vramx.checkpoint(region, activation(), level=SMALL).sum().backward()
     assert norm.num_batches_tracked == 1

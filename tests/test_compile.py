@@ -71,7 +71,7 @@ def saved_dtypes(y: torch.Tensor) -> list[torch.dtype]:
 def test_a_whole_graph_keeps_codes(bits: int, bound: float) -> None:
     model, x = net(), torch.randn(64, WIDTH)
     compiled = torch.compile(model, backend="aot_eager")
-    options = Compression(bits=bits, min_bytes=0)
+    options = Compression(level=f"int{bits}", min_bytes=0)
     exact = gradients(model, model, x)
     found = gradients(model, compiled, x, compressed_graphs(options))
     assert 0 < relative_error(found, exact) < bound
@@ -196,13 +196,13 @@ def test_operations_between_graphs_are_exact_and_leave_no_cycle() -> None:
 
 @inlines
 def test_hooks_of_equal_options_are_the_same_so_that_graphs_are_reused() -> None:
-    assert graph.hooks(Compression(bits=4)) is graph.hooks(Compression(bits=4))
+    assert graph.hooks(Compression(level="int4")) is graph.hooks(Compression(level="int4"))
 
 
 def test_a_torch_that_cannot_inline_hooks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "_hook_context", None)
     with pytest.raises(UnsupportedTorchError, match="block by block"):
-        compressed_graphs(bits=4, group_size=512)  # that no other test asks for
+        compressed_graphs(level="int4", group_size=512)  # that no other test asks for
 
 
 def test_a_torch_without_that_module_is_refused_in_words() -> None:
@@ -219,7 +219,7 @@ def test_a_torch_without_that_module_is_refused_in_words() -> None:
 
 def test_a_context_that_is_not_enabled_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "_hook_context", None)
-    with compressed_graphs(enabled=False):
+    with compressed_graphs(level="keep"):
         pass
 
 
@@ -240,7 +240,7 @@ def test_inductor_gives_the_gradient() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_codes_are_those_of_the_reference(bits: int, dtype: torch.dtype) -> None:
-    form = Compression(bits=bits, rounding="nearest").format()
+    form = Compression(level=f"int{bits}", rounding="nearest").format()
     rows = torch.randn(16, form.group_size).to(dtype)
     rows[0, 3], rows[1, 5] = float("inf"), float("nan")
     layout = Layout(rows.numel(), bits, form.group_size, form.symmetric)
@@ -327,7 +327,7 @@ def test_compiled_blocks_within_compress_are_packed_if_a_policy_says_so() -> Non
     exact = gradients(model, model, x)
     for block in model:
         block.compile(backend="aot_eager")
-    with vramx.compress(min_bytes=0, policy={"CompiledFunction": 8}) as stats:
+    with vramx.compress(min_bytes=0, policy={"CompiledFunction": "int8"}) as stats:
         y = model(x)
     assert stats.packed.tensors > 0
     model.zero_grad()
@@ -346,7 +346,7 @@ def test_a_checkpoint_of_a_compiled_block_keeps_its_input_exactly(
     model = net()
     compiled = torch.compile(model, backend="aot_eager")
     leaf = torch.randn(64, WIDTH, requires_grad=True)
-    found = gradients(model, lambda x: vramx.checkpoint(compiled, x * 1.0, compress=SMALL), leaf)
+    found = gradients(model, lambda x: vramx.checkpoint(compiled, x * 1.0, level=SMALL), leaf)
     assert packed == []
     torch.testing.assert_close(found, gradients(model, model, leaf))
 
@@ -356,7 +356,7 @@ def test_a_checkpoint_within_a_full_graph_is_torchs_own(wrapped: bool) -> None:
     model, x = net(), torch.randn(64, WIDTH, requires_grad=True)
     exact = gradients(model, model, x)
     if wrapped:
-        vramx.checkpoint_modules(model, where=nn.Sequential, compress=SMALL)
-    call = model if wrapped else lambda x: vramx.checkpoint(model, x, compress=SMALL)
+        vramx.checkpoint_modules(model, where=nn.Sequential, level=SMALL)
+    call = model if wrapped else lambda x: vramx.checkpoint(model, x, level=SMALL)
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(gradients(model, compiled, x), exact)

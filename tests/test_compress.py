@@ -67,7 +67,7 @@ def test_a_policy_that_keeps_everything_is_exact() -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_gradient_of_a_block_is_close(bits: int) -> None:
     block, x = Block(dropout=0.1), input_of(8, 32, 64)
-    found = gradient(block, x, compress(min_bytes=0, bits=bits, rounding="nearest"))
+    found = gradient(block, x, compress(min_bytes=0, level=f"int{bits}", rounding="nearest"))
     # A step of a group of Gaussian data is about 2.8 deviations / L, so that rounding to nearest
     # adds 2.8 / L / sqrt(12) of a deviation to each of the factors of a gradient, in several
     # layers; a tensor in the wrong place would be an error of order 1.
@@ -133,7 +133,7 @@ def test_double_backward_is_close() -> None:
         (inner,) = torch.autograd.grad(y, x, create_graph=True)
         return torch.autograd.grad(inner.square().sum(), x)[0]
 
-    exact = penalty(compress(enabled=False))
+    exact = penalty(compress(level="keep"))
     assert relative_error(penalty(compress(min_bytes=0)), exact) < 0.05
 
 
@@ -194,7 +194,7 @@ def test_operations_in_place_are_right() -> None:
         return torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
 
     # sigmoid' = y (1 - y) is within a step of y, at most 1 / 127; times 3 from the products.
-    exact = forward(compress(enabled=False))
+    exact = forward(compress(level="keep"))
     assert float((forward(compress(min_bytes=0)) - exact).abs().max()) < 3 * 1.01 / 127
 
 
@@ -220,7 +220,7 @@ def test_the_innermost_context_decides(is_told: bool, monkeypatch: pytest.Monkey
         x.tanh()
         with compress(min_bytes=0) as inner:
             x.sigmoid()
-        with compress(enabled=False) as off:
+        with compress(level="keep") as off:
             x.exp()
     assert set(outer.operations) == {"tanh"}
     assert set(inner.operations) == {"sigmoid"}
@@ -229,7 +229,7 @@ def test_the_innermost_context_decides(is_told: bool, monkeypatch: pytest.Monkey
 
 
 def test_opting_out_with_nothing_to_opt_out_of_pushes_nothing() -> None:
-    with compress(enabled=False):
+    with compress(level="keep"):
         assert not torch._C._is_torch_function_mode_enabled()
 
 
@@ -302,8 +302,11 @@ def test_deterministic_noise_depends_on_the_order_of_steps_only(monkeypatch: Any
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"bit": 4}, r"option 'bit' is not known \(did you mean 'bits'.*accepted are bits"),
-        ({"bits": 5}, "bits 5"),
+        (
+            {"levels": "int4"},
+            r"option 'levels' is not known \(did you mean 'level'.*accepted are level",
+        ),
+        ({"level": "int5"}, "level 'int5' .* 'keep', 'int8' and 'int4'"),
     ],
 )
 def test_an_option_that_is_not_accepted_raises(options: dict[str, Any], words: str) -> None:
@@ -312,8 +315,11 @@ def test_an_option_that_is_not_accepted_raises(options: dict[str, Any], words: s
 
 
 def test_options_are_a_compression_or_nothing() -> None:
-    with pytest.raises(InvalidValueError, match="accepted are a Compression"):
-        compress("4 bits")  # type: ignore[arg-type]
+    with pytest.raises(
+        InvalidValueError,
+        match=r"level 4 is not accepted; accepted are .keep., .int8., .int4. and a",
+    ):
+        compress(4)  # type: ignore[arg-type]
 
 
 def test_the_summary_says_what_happened() -> None:

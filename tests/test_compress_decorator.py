@@ -81,11 +81,11 @@ def test_bare_and_configured_forms() -> None:
     class Bare(Plain):
         pass
 
-    @vramx.compressed_activations(vramx.Compression(bits=4))
+    @vramx.compressed_activations(level=vramx.Compression(level="int4"))
     def function(x: torch.Tensor) -> torch.Tensor:
         return x.tanh()
 
-    @vramx.compressed_activations(bits=4, min_bytes=0)
+    @vramx.compressed_activations(level="int4", min_bytes=0)
     def configured(x: torch.Tensor) -> torch.Tensor:
         return x.tanh()
 
@@ -137,7 +137,7 @@ def test_a_class_is_restored() -> None:
 
     own = Own.forward
     for target in (Own, Inherits):
-        vramx.compressed_activations(vramx.compressed_activations(target), bits=4)
+        vramx.compressed_activations(vramx.compressed_activations(target), level="int4")
         assert len(vramx.restore(target)) == 1
     assert Own.forward is own
     assert "forward" not in vars(Inherits)
@@ -147,7 +147,7 @@ def test_a_function_is_restored() -> None:
     function = vramx.compressed_activations(torch.tanh, **OPTIONS)
     function(input_of(8, 64))
     counts = vramx.compression_stats(function)
-    assert vramx.compressed_activations(function, bits=4) is function
+    assert vramx.compressed_activations(function, level="int4") is function
     assert len(vramx.restore(function)) == 1
     function(input_of(8, 64))
     assert counts.packed.tensors == 1
@@ -157,7 +157,7 @@ def test_a_function_is_restored() -> None:
 def test_decorating_again_replaces_the_options() -> None:
     module, x = Plain(), input_of(8, 64)
     vramx.compressed_activations(module, **OPTIONS)
-    vramx.compressed_activations(module, min_bytes=0, bits=4)
+    vramx.compressed_activations(module, min_bytes=0, level="int4")
     module(x)
     assert vramx.compression_stats(module).packed.kept_bytes < 0.6 * x.numel()
 
@@ -267,8 +267,8 @@ def test_what_is_not_compressed_has_no_counts(target: Any) -> None:
 
 
 def test_a_wrong_option_is_refused_before_there_is_a_target() -> None:
-    with pytest.raises(InvalidValueError, match="bits"):
-        vramx.compressed_activations(bits=5)
+    with pytest.raises(InvalidValueError, match="level 'int5'"):
+        vramx.compressed_activations(level="int5")
 
 
 def test_a_pipeline_of_compressed_blocks_trains() -> None:

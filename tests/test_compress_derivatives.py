@@ -50,7 +50,7 @@ def test_the_step_after_the_first_is_exact_and_still_packs() -> None:
     net, atoms = Energy(), torch.rand(24, 3) * 2
     forces, gradient = forces_and_gradient(net, atoms)
     vramx.compressed_activations(net, min_bytes=0)
-    with pytest.warns(VramxWarning, match=r"Energy.*enabled=False"):
+    with pytest.warns(VramxWarning, match=r"Energy.*level='keep'"):
         first, _ = forces_and_gradient(net, atoms)
     assert not torch.equal(first, forces)
     stats = vramx.compression_stats(net)

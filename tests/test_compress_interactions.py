@@ -88,7 +88,7 @@ def test_around_a_checkpoint_its_input_is_packed_if_a_policy_says_so(
 ) -> None:
     module, x = Checkpointed(reentrant=reentrant), input_of(4, 16, 64)
     exact = gradient(module, x)
-    policy = {"checkpoint": 8, "CheckpointFunction": 8}
+    policy = {"checkpoint": "int8", "CheckpointFunction": "int8"}
     with recorded_packs(monkeypatch) as packed:
         found = gradient(module, x, compress(min_bytes=0, policy=policy))
     assert len(packed) == 1
@@ -105,7 +105,7 @@ def test_dropout_is_recomputed_alike() -> None:
 def test_a_context_within_a_checkpoint_within_a_context() -> None:
     hooks._warn_of_checkpoint()
     module, x = Checkpointed(inside=True), input_of(4, 16, 64)
-    outer = compress(min_bytes=0, policy={"checkpoint": 8})
+    outer = compress(min_bytes=0, policy={"checkpoint": "int8"})
     gradient(module, x, outer)
     assert outer.stats.packed.tensors == 1
     assert module.context.stats.tensors == 0
@@ -191,7 +191,7 @@ def breaks() -> int:
 
 
 # What the hooks see of a graph does not say what its backward does; a user may know.
-PACKED_GRAPHS = {"CompiledFunction": 8}
+PACKED_GRAPHS = {"CompiledFunction": "int8"}
 
 
 @pytest.mark.usefixtures("_fresh_compiler")

@@ -82,10 +82,10 @@ def test_what_is_kept_is_not_recorded(recorded: set[int]) -> None:
     assert recorded == set()
 
 
-@pytest.mark.parametrize("compress", [8, 4])
-def test_the_input_of_a_checkpoint_is_recorded(compress: int, recorded: set[int]) -> None:
+@pytest.mark.parametrize("level", ["int8", "int4"])
+def test_the_input_of_a_checkpoint_is_recorded(level: str, recorded: set[int]) -> None:
     x = torch.randn(1024, 512, requires_grad=True) * 1.0
-    vramx.checkpoint(torch.tanh, x, compress=compress)
+    vramx.checkpoint(torch.tanh, x, level=level)
     assert address(x) in recorded
 
 
@@ -111,6 +111,6 @@ def test_the_input_of_a_fused_operation_is_recorded(
     name: str, watched: bool, recorded: set[int]
 ) -> None:
     x = input_of(64, 64)
-    with compress(enabled=watched, min_bytes=1 << 30):
+    with compress("int8" if watched else "keep", min_bytes=1 << 30):
         FUSED[name](x)
     assert address(x) in recorded

@@ -28,7 +28,7 @@ from vramx.compression.operations import OperationMode
 
 def test_a_rule_for_a_position_goes_before_the_rule_of_its_operation() -> None:
     x, y = input_of(32, 64), input_of(32, 64) * 2
-    with compress(min_bytes=0, policy={"mul": "keep", "mul:1": 4}) as stats:
+    with compress(min_bytes=0, policy={"mul": "keep", "mul:1": "int4"}) as stats:
         x * y
     assert stats.kept["policy"].tensors == stats.packed.tensors == 1
     assert stats.packed.kept_bytes < 0.6 * x.numel()
@@ -65,7 +65,7 @@ def test_an_autograd_function_has_the_name_of_its_class() -> None:
             return grad * y, grad * x
 
     x, y = input_of(32, 64), input_of(32, 64) * 2
-    with compress(min_bytes=0, policy={"Doubled": 8, "Doubled:0": "keep"}) as stats:
+    with compress(min_bytes=0, policy={"Doubled": "int8", "Doubled:0": "keep"}) as stats:
         Doubled.apply(x, y)
     assert set(stats.operations) == {"Doubled"}
     assert stats.kept["policy"].tensors == stats.packed.tensors == 1
@@ -95,7 +95,7 @@ def test_operators_of_other_libraries_are_kept_unless_a_policy_names_them() -> N
             return torch.ops.vramx_test.scaled_by(input_of(8, 8), input_of(8, 8))
 
         assert saved_reason(call) == {"unknown": 2}
-        assert saved_reason(call, policy={"scaled_by:1": 8}) == {"unknown": 1, "packed": 1}
+        assert saved_reason(call, policy={"scaled_by:1": "int8"}) == {"unknown": 1, "packed": 1}
 
 
 # Where backward needs exact values
@@ -121,7 +121,7 @@ def test_leaky_relu_is_exact() -> None:
 
 def test_a_packed_relu_would_lose_gradients() -> None:
     x = input_of(64, 64)
-    with compress(min_bytes=0, policy={"relu": 8}):
+    with compress(min_bytes=0, policy={"relu": "int8"}):
         y = torch.relu(x)
     found = torch.autograd.grad(y.sum(), x)[0]
     assert bool(((found == 0) & (x > 0)).any())
@@ -204,8 +204,8 @@ def test_an_argument_is_found_through_views_and_casts() -> None:
 
 
 def test_rules_do_not_depend_on_the_order_of_a_policy() -> None:
-    one = Compression(policy={"mul": "keep", "mul:1": 4})
-    other = Compression(policy={"mul:1": 4, "mul": "keep"})
+    one = Compression(policy={"mul": "keep", "mul:1": "int4"})
+    other = Compression(policy={"mul:1": "int4", "mul": "keep"})
     assert one == other
     x, y = input_of(32, 64), input_of(32, 64) * 2
     for options in (one, other):

@@ -138,9 +138,9 @@ def test_a_function_in_python_that_offers_itself_to_modes_is_kept() -> None:
 def test_an_unknown_operation_is_named_once_with_the_way_out() -> None:
     function, x = function_of("theirs", "Splat"), input_of(16, 64)
     notices.forget()
-    with pytest.warns(VramxWarning, match=r'Splat is not known.*\{"Splat": 8\}'):
+    with pytest.warns(VramxWarning, match=r'Splat is not known.*\{"Splat": "int8"\}'):
         assert saved_reason(lambda: function.apply(x)) == {"unknown": 1}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         saved_reason(lambda: function.apply(x))
-    assert saved_reason(lambda: function.apply(x), policy={"Splat": 8}) == {"packed": 1}
+    assert saved_reason(lambda: function.apply(x), policy={"Splat": "int8"}) == {"packed": 1}

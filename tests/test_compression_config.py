@@ -20,9 +20,9 @@ from vramx.compression.config import (
 from vramx.errors import InvalidValueError
 
 MISTAKES: list[tuple[type[Any], dict[str, Any], str]] = [
-    (Compression, {"bits": 3}, "bits 3 .* 8 and 4"),
-    (Compression, {"bits": True}, "bits True"),
-    (Compression, {"bits": 8.0}, r"bits 8\.0"),
+    (Compression, {"level": "int3"}, "level 'int3' .* 'keep', 'int8' and 'int4'"),
+    (Compression, {"level": 8}, "level 8"),
+    (Compression, {"level": "Int8"}, "did you mean 'int8'"),
     (Compression, {"group_size": 100}, "group_size 100 .* powers of two from 16 to 1024"),
     (Compression, {"group_size": 8}, "group_size 8 "),
     (Compression, {"group_size": 2048}, "group_size 2048"),
@@ -38,15 +38,22 @@ MISTAKES: list[tuple[type[Any], dict[str, Any], str]] = [
     (Compression, {"offload": float("nan")}, "offload nan"),
     (Compression, {"offload": True}, "offload True"),
     (Compression, {"strict": 1}, "strict 1 .* True and False"),
-    (Compression, {"enabled": None}, "enabled None"),
     (Compression, {"deterministic": "no"}, "deterministic 'no'"),
     (Compression, {"policy": {"linear": "kep"}}, "'linear'.*did you mean 'keep'"),
-    (Compression, {"policy": {"linear": 1}}, "'linear': action 1 .* 'keep', 8 and 4"),
-    (Compression, {"policy": {"linear": True}}, "action True"),
-    (Compression, {"policy": {"dropout:mask": 8}}, "'dropout:mask': action 8 .* 'keep' and 1"),
-    (Compression, {"policy": {"linear:x": 8}}, "key 'linear:x' is not understood"),
-    (Compression, {"policy": {3: 8}}, "key 3 is not understood"),
-    (Compression, {"policy": {"mul:0,1": 8, "mul:1": 4}}, "'mul:1': 4 contradicts .* 8"),
+    (Compression, {"policy": {"linear": 1}}, "'linear': level 1 .* 'keep', 'int8' and 'int4'"),
+    (Compression, {"policy": {"linear": True}}, "level True"),
+    (
+        Compression,
+        {"policy": {"dropout:mask": "int8"}},
+        "'dropout:mask': level 'int8' .* 'keep' and 'int1'",
+    ),
+    (Compression, {"policy": {"linear:x": "int8"}}, "key 'linear:x' is not understood"),
+    (Compression, {"policy": {3: "int8"}}, "key 3 is not understood"),
+    (
+        Compression,
+        {"policy": {"mul:0,1": "int8", "mul:1": "int4"}},
+        "'mul:1': 'int4' contradicts .* 'int8'",
+    ),
     (Compression, {"policy": ["linear"]}, "policy .* is not a mapping"),
     (Format, {"bits": 0}, "bits 0"),
     (Format, {"bits": 9}, "bits 9"),
@@ -79,8 +86,8 @@ def test_a_size_may_be_text() -> None:
 
 
 def test_equal_options_are_equal_and_hash_alike() -> None:
-    first = Compression(policy={"linear": 8, "gelu": 4})
-    second = Compression(policy={"gelu": 4, "linear": 8})
+    first = Compression(policy={"linear": "int8", "gelu": "int4"})
+    second = Compression(policy={"gelu": "int4", "linear": "int8"})
     assert first == second
     assert hash(first) == hash(second)
 
@@ -91,23 +98,23 @@ def test_options_cannot_be_changed() -> None:
 
 
 def test_replace_keeps_the_policy() -> None:
-    options = Compression(policy={"softmax": 8, "mul:0": 4, "dropout:mask": 1})
-    assert dataclasses.replace(options, bits=4).rules == options.rules
+    options = Compression(policy={"softmax": "int8", "mul:0": "int4", "dropout:mask": "int1"})
+    assert dataclasses.replace(options, level="int4").rules == options.rules
 
 
 def test_the_callers_mapping_is_not_kept() -> None:
-    policy: dict[str, Any] = {"linear": 8}
+    policy: dict[str, Any] = {"linear": "int8"}
     options = Compression(policy=policy)
     policy["linear"] = 4
-    assert Rule("linear", None, False, 8) in options.rules
+    assert Rule("linear", None, False, "int8") in options.rules
 
 
 def test_8_bits_are_symmetric_in_groups_of_128() -> None:
     assert Compression().format() == Format(8, 128, True, "stochastic")
 
 
-def test_4_bits_are_asymmetric_in_groups_of_64() -> None:
-    assert Compression(bits=4).format() == Format(4, 64, False, "stochastic")
+def test_int4_is_asymmetric_in_groups_of_64() -> None:
+    assert Compression(level="int4").format() == Format(4, 64, False, "stochastic")
 
 
 def test_what_is_given_holds_for_every_width() -> None:
@@ -118,11 +125,11 @@ def test_what_is_given_holds_for_every_width() -> None:
 
 
 def test_masks_have_one_format() -> None:
-    assert Compression(bits=4).format(1) is MASK_FORMAT
+    assert Compression(level="int4").format(1) is MASK_FORMAT
 
 
 def test_a_format_is_of_the_options_own_width_by_default() -> None:
-    assert Compression(bits=4).format() == Compression(bits=4).format(4)
+    assert Compression(level="int4").format() == Compression(level="int4").format(4)
 
 
 @pytest.mark.parametrize("bits", [2, 6, True])
@@ -135,27 +142,27 @@ def test_the_defaults_keep_what_feeds_an_exp() -> None:
     rules = Compression().rules
     assert Rule("scaled_dot_product_attention", (0, 1), False, "keep") in rules
     assert {rule.operation for rule in rules} == {key.split(":")[0] for key in DEFAULT_POLICY}
-    assert all(rule.action == "keep" for rule in rules)
+    assert all(rule.level == "keep" for rule in rules)
 
 
 def test_a_rule_overrides_the_default_of_its_position_alone() -> None:
-    rules = Compression(policy={"scaled_dot_product_attention:0": 8}).rules
+    rules = Compression(policy={"scaled_dot_product_attention:0": "int8"}).rules
     mine = [rule for rule in rules if rule.operation == "scaled_dot_product_attention"]
     assert mine == [
-        Rule("scaled_dot_product_attention", (0,), False, 8),
+        Rule("scaled_dot_product_attention", (0,), False, "int8"),
         Rule("scaled_dot_product_attention", (1,), False, "keep"),
     ]
 
 
 def test_the_special_rules_of_an_operation_come_first() -> None:
-    rules = Compression(policy={"mul": 4, "mul:1": 8, "mul:mask": 1}).rules
+    rules = Compression(policy={"mul": "int4", "mul:1": "int8", "mul:mask": "int1"}).rules
     mine = [(rule.mask, rule.arguments) for rule in rules if rule.operation == "mul"]
     assert mine == [(True, None), (False, (1,)), (False, None)]
 
 
 def test_a_rule_writes_its_own_key() -> None:
     keys = {"linear", "mul:0,1", "dropout:mask"}
-    actions: dict[str, Any] = {"linear": 8, "mul:1,0": 4, "dropout:mask": 1}
+    actions: dict[str, Any] = {"linear": "int8", "mul:1,0": "int4", "dropout:mask": "int1"}
     assert keys <= {rule.key for rule in Compression(policy=actions).rules}
 
 

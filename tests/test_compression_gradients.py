@@ -90,7 +90,7 @@ BIAS_LIMIT = {8: 1e-3, 4: 1e-2}  # of the gradient's norm; expected are 6e-5 and
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("kind", ["gelu", "norm"])
 def test_the_gradient_of_a_whole_model_is_nearly_unbiased(kind: str, bits: int) -> None:
-    bias, noise = bias_and_noise(Problem(kind), bits=bits)
+    bias, noise = bias_and_noise(Problem(kind), level=f"int{bits}")
     assert noise > 9 * BIAS_LIMIT[bits]  # it was compressed
     assert bias < BIAS_LIMIT[bits]
 
@@ -98,7 +98,7 @@ def test_the_gradient_of_a_whole_model_is_nearly_unbiased(kind: str, bits: int) 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rounding_to_nearest_is_found_biased(bits: int) -> None:
     """The defect: its error is the same every time, so all of it is bias."""
-    bias, noise = bias_and_noise(Problem("gelu"), bits=bits, rounding="nearest")
+    bias, noise = bias_and_noise(Problem("gelu"), level=f"int{bits}", rounding="nearest")
     assert bias > BIAS_LIMIT[bits]
     assert bias == pytest.approx(noise, rel=1e-3)
 
@@ -115,13 +115,15 @@ def test_the_bias_is_of_second_order_in_the_step(fewer_bits: Callable[[int], Non
 
 
 def test_a_loss_inside_the_compression_adds_no_bias_by_default() -> None:
-    assert bias_and_noise(Problem("gelu", logits=16), bits=4)[0] < BIAS_LIMIT[4]
+    assert bias_and_noise(Problem("gelu", logits=16), level="int4")[0] < BIAS_LIMIT[4]
 
 
 def test_a_packed_log_softmax_is_found_biased() -> None:
     """The defect: backward takes its exp, and the mean of exp(error) is not one."""
     problem = Problem("gelu", logits=16)
-    assert bias_and_noise(problem, bits=4, policy={"cross_entropy": 4})[0] > BIAS_LIMIT[4]
+    assert (
+        bias_and_noise(problem, level="int4", policy={"cross_entropy": "int4"})[0] > BIAS_LIMIT[4]
+    )
 
 
 def mini_batch_noise(problem: Problem) -> float:
@@ -198,6 +200,6 @@ def test_attention_with_a_packed_value_and_result_is_nearly_as_good_as_bfloat16(
 
 def test_attention_with_packed_queries_and_keys_is_found_worse() -> None:
     """The defect: an error in a logit is multiplied by the exp behind it."""
-    policy = {"scaled_dot_product_attention:0,1": 8}
+    policy = {"scaled_dot_product_attention:0,1": "int8"}
     eager, packed = attention_error(DEVIATIONS[-1], policy=policy)
     assert packed > ATTENTION_LIMIT * eager

@@ -96,7 +96,7 @@ def run(blocks: list[nn.Module], x: torch.Tensor, way: Way, runs: Any) -> torch.
 def packed(bits: int = 8, policy: Mapping[str, str | int] | None = None) -> Way:
     """Compress; the norm is no operation that compression knows by itself."""
     policy = {"FusedRmsNorm": bits, **(policy or {})}
-    return lambda: vramx.compress(min_bytes=1024, bits=bits, policy=policy)
+    return lambda: vramx.compress(min_bytes=1024, level=f"int{bits}", policy=policy)
 
 
 def gated(element: float, q_and_k: float = 2 * 2.0) -> float:
@@ -119,10 +119,10 @@ def plain(element: float) -> float:
 ROWS = {
     "gated exact": (GatedBlock, contextlib.nullcontext, gated(2.0)),
     "gated int8": (GatedBlock, packed(), gated(INT8)),
-    "gated int4": (GatedBlock, packed(bits=4), gated(INT4)),
+    "gated int4": (GatedBlock, packed(level="int4"), gated(INT4)),
     "plain exact": (partial(Block, WIDTH, DROPOUT), contextlib.nullcontext, plain(2.0)),
     "plain int8": (partial(Block, WIDTH, DROPOUT), packed(), plain(INT8)),
-    "plain int4": (partial(Block, WIDTH, DROPOUT), packed(bits=4), plain(INT4)),
+    "plain int4": (partial(Block, WIDTH, DROPOUT), packed(level="int4"), plain(INT4)),
 }
 
 
@@ -134,11 +134,11 @@ def test_a_block_holds_what_it_has_to(row: str) -> None:
 
 # The state of the host's random numbers is 5056 bytes, and would count beside so small an input.
 # Nobody but its writer knows what is in the backward of the fused norm.
-SMOOTH = vramx.Compression(min_bytes=1024, policy={"FusedRmsNorm": 8})
+SMOOTH = vramx.Compression(min_bytes=1024, policy={"FusedRmsNorm": "int8"})
 CHECKPOINTS = {
     "torch": (partial(torch_checkpoint, use_reentrant=False), 2.0),
-    "int8": (partial(vramx.checkpoint, compress=SMOOTH), INT8),
-    "int4": (partial(vramx.checkpoint, compress=replace(SMOOTH, bits=4)), INT4),
+    "int8": (partial(vramx.checkpoint, level=SMOOTH), INT8),
+    "int4": (partial(vramx.checkpoint, level=replace(SMOOTH, level="int4")), INT4),
 }
 
 
@@ -156,7 +156,7 @@ def test_a_block_that_keeps_one_thing_twice_is_found(monkeypatch: pytest.MonkeyP
 
 
 def test_packed_queries_and_keys_are_found() -> None:
-    policy = {"scaled_dot_product_attention:0,1": 8}
+    policy = {"scaled_dot_product_attention:0,1": "int8"}
     found = of_block(GatedBlock, packed(policy=policy))
     assert found < (1 - TOLERANCE) * gated(INT8)
     assert found == pytest.approx(gated(INT8, 2 * INT8), rel=TOLERANCE)

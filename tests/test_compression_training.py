@@ -141,7 +141,7 @@ def test_a_language_model_learns_the_same_at_8_bits(
 def test_a_language_model_learns_nearly_the_same_at_4_bits(
     text: Text, exact_losses: list[float]
 ) -> None:
-    ours = train(text, compressed(bits=4))
+    ours = train(text, compressed(level="int4"))
     assert gaps(ours, exact_losses, INT4_MARGIN_NAT).is_shown
 
 
@@ -152,9 +152,9 @@ def test_a_language_model_with_misplaced_groups_is_found_different(
     assert not gaps(ours, exact_losses, INT4_MARGIN_NAT).is_shown
 
 
-def recomputed(compress: Compression | None) -> Prepare:
+def recomputed(level: str | Compression) -> Prepare:
     def prepare(models: Gpts) -> Callable[[Tensor], Tensor]:
-        vramx.checkpoint_modules(models, where=Block, compress=compress)
+        vramx.checkpoint_modules(models, where=Block, level=level)
         return models
 
     return prepare
@@ -178,9 +178,9 @@ def recomputed_cosine(text: Text) -> float:
         text[0], draw_starts(text[0], SEEDS, 1, SHAPE)[0], length=SHAPE.length
     )
 
-    def found(compress: Compression | None) -> Tensor:
+    def found(level: str | Compression) -> Tensor:
         models = Gpts(SEEDS, SHAPE)
-        forward = recomputed(compress)(models)
+        forward = recomputed(level)(models)
         loss = gradient(models, lambda: models.losses(forward(tokens), targets).sum())
         return loss.double()
 
@@ -243,7 +243,7 @@ def accuracies(context: Any) -> list[float]:
 
 @pytest.fixture(scope="module")
 def exact_accuracies() -> list[float]:
-    return accuracies(vramx.compress(enabled=False))
+    return accuracies(vramx.compress(level="keep"))
 
 
 def test_classifiers_are_as_accurate_at_8_bits(exact_accuracies: list[float]) -> None:

@@ -27,7 +27,7 @@ from vramx.nn.attention import Attended, scaled_dot_product_attention
 from vramx.nn.functional import linear
 
 BATCH, HEADS, KEY_HEADS, TOKENS, KEYS, SIZE = 2, 8, 2, 6, 9, 16
-PACKED_QUERIES = Compression(policy={"scaled_dot_product_attention:0,1": 8})
+PACKED_QUERIES = Compression(policy={"scaled_dot_product_attention:0,1": "int8"})
 
 
 def random_mask(*shape: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Batch, group and instance norm and convolutions on a CPU: results, gradients, how they are used.
 
 A CPU runs the plain torch implementation, which the kernels are compared with elsewhere. With
-enabled=False what is kept is exact, and gradients must be torch's own; packs are in
+level "keep" what is kept is exact, and gradients must be torch's own; packs are in
 test_nn_channel_norm_packs.py.
 """
 

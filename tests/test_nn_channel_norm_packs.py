@@ -163,7 +163,7 @@ def test_weight_gradient_is_unbiased_behind_a_relu() -> None:
     z = draws.mean(0) / (draws.std(0) / 64**0.5)
     assert z.abs().max() < 5
     # Rounding to nearest is what this must see.
-    off = gradient(Compression(bits=4, rounding="nearest")) - exact
+    off = gradient(Compression(level="int4", rounding="nearest")) - exact
     assert (off / (draws.std(0) / 64**0.5)).abs().max() > 5
 
 

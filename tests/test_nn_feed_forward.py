@@ -65,7 +65,7 @@ def test_derivatives_to_second_order_are_right() -> None:
     assert torch.autograd.gradgradcheck(call, (x, *vectors, *every[1:]))
 
 
-KEEPS = {"int8": NEAREST, "exact": EXACT, "int4": Compression(bits=4, rounding="nearest")}
+KEEPS = {"int8": NEAREST, "exact": EXACT, "int4": Compression(level="int4", rounding="nearest")}
 
 
 @pytest.mark.parametrize("keep", KEEPS.values(), ids=KEEPS)

@@ -322,7 +322,7 @@ def test_works_inside_a_checkpoint() -> None:
 
 def test_enclosing_compression_does_not_pack_packs() -> None:
     inputs, incoming = leaves(sample(64, 128), sample(64, 128, seed=1)), sample(64, 128, seed=2)
-    with compress(bits=4, min_bytes=1):
+    with compress(level="int4", min_bytes=1):
         inside = swiglu(*inputs, keep=NEAREST)
     found = torch.autograd.grad(inside, inputs, incoming)
     plain = gradients(lambda g, u: swiglu(g, u, keep=NEAREST), inputs, incoming)

@@ -292,7 +292,7 @@ def test_backward_may_run_twice() -> None:
 def test_enclosing_compression_leaves_the_gradients_alone() -> None:
     """They are kept where activations are, and must not be rounded as those are."""
     inputs = leaves(*inputs_of(torch.float32, tokens=64))
-    with compress(bits=4, min_bytes=1):
+    with compress(level="int4", min_bytes=1):
         inside = ours(*inputs, targets=targets_of(64))
     outside = ours(*inputs, targets=targets_of(64))
     for a, b in zip(

@@ -1,7 +1,7 @@
 """The norms on a CPU: what they return, their gradients, what they keep, and how they are used.
 
 A CPU runs the plain torch implementation, which the kernels are compared with elsewhere. With
-enabled=False what is kept is exact, and gradients must be torch's own; else they must be within
+level "keep" what is kept is exact, and gradients must be torch's own; else they must be within
 what the codec's step allows.
 """
 

@@ -37,7 +37,7 @@ from vramx.nn.relu import relu
 
 HIDDEN = 128
 NEAREST = Compression(rounding="nearest")
-EXACT = Compression(enabled=False)
+EXACT = Compression(level="keep")
 Function = Callable[[Tensor, Tensor], Tensor]
 
 

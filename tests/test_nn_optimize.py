@@ -72,7 +72,7 @@ def test_the_last_product_of_a_block_is_not_computed_again(monkeypatch: Any) -> 
 def test_bound_of_8_bits_is_too_narrow_for_coarser_codes() -> None:
     original = encoder(norm_first=True)
     model = twin(original)
-    vramx.optimize(model, bits=4, symmetric=True, group_size=1024)
+    vramx.optimize(model, level="int4", symmetric=True, group_size=1024)
     assert error(gradient_of(model, INPUTS), gradient_of(original, INPUTS)) > INT8_NOISE
 
 
@@ -268,7 +268,7 @@ def test_patterns_choose_levels_by_name() -> None:
 def test_optimising_again_replaces_what_was_done() -> None:
     model = encoder()
     vramx.optimize(model)
-    assert [row.done for row in vramx.optimize(model, bits=4).swapped] == ["int4"] * LAYERS
+    assert [row.done for row in vramx.optimize(model, level="int4").swapped] == ["int4"] * LAYERS
     assert len(vramx.restore(model)) == LAYERS
     assert len(vramx.restore(model)) == 0
 
@@ -288,7 +288,7 @@ def test_unknown_level_is_an_error_and_changes_nothing(level: Any) -> None:
     assert len(vramx.restore(model)) == LAYERS
 
 
-@pytest.mark.parametrize("options", [{"bit": 8}, {"bits": 3}, {"keep": 8}])
+@pytest.mark.parametrize("options", [{"bit": 8}, {"level": "int3"}, {"keep": 8}])
 def test_unknown_option_is_an_error(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidValueError):
         vramx.optimize(encoder(), **options)

@@ -210,7 +210,7 @@ def compressed(share: float | None) -> Callable[[nn.Module, torch.Tensor], torch
 
 
 def checkpointed(options: Any, share: float | None) -> Callable[..., torch.Tensor]:
-    return lambda model, x: vramx.checkpoint(model, x, compress=options, offload=share)
+    return lambda model, x: vramx.checkpoint(model, x, level=options, offload=share)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_gradients_are_those_without_offload(run: Any, linked: list[Stash]) -> N
 def test_an_exact_checkpoint_can_be_offloaded(linked: list[Stash]) -> None:
     leaf = torch.randn(512, 512, requires_grad=True)  # 1 MiB, from which on inputs are moved
     weight = torch.zeros(512, 512, requires_grad=True)
-    vramx.checkpoint(torch.mul, leaf * 1.0, weight, compress=None, offload=1.0).sum().backward()
+    vramx.checkpoint(torch.mul, leaf * 1.0, weight, level="keep", offload=1.0).sum().backward()
     assert linked[0].returned_bytes == 1 << 20
     assert torch.equal(weight.grad, leaf)
 

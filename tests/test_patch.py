@@ -194,7 +194,7 @@ def test_new_options_replace_old_ones_below_others(others: str) -> None:
     pack(net)
     OTHERS[others](net)
     for block in net:
-        vramx.compressed_activations(block, bits=4, **OPTIONS)
+        vramx.compressed_activations(block, level="int4", **OPTIONS)
     train(net)
     counts = vramx.compression_stats(net).packed
     # 16 codes of 4 bits, and a scale and a minimum of 32 bits, for at most 64 numbers of 32 bits.
@@ -208,7 +208,7 @@ def test_model_is_found_within_modules_around_it(wrap: Any) -> None:
     outer = wrap(inner)
     train(outer)
     assert vramx.compression_stats(outer).packed.tensors == 2  # the batch is kept
-    vramx.compressed_activations(outer, bits=4, **OPTIONS)
+    vramx.compressed_activations(outer, level="int4", **OPTIONS)
     assert [row.done for row in vramx.report(outer).rows] == ["packed in int4"]
     assert len(vramx.restore(outer)) == 1
     assert type(inner) is Plain

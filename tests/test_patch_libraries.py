@@ -50,7 +50,7 @@ def test_prepared_model_gets_new_options_and_keeps_them_unwrapped(accelerate: An
     net = accelerator.prepare(vramx.compressed_activations(Plain(), **OPTIONS))
     train(net)
     assert vramx.compression_stats(net).packed.tensors > 0
-    vramx.compressed_activations(net, bits=4, **OPTIONS)
+    vramx.compressed_activations(net, level="int4", **OPTIONS)
     net = accelerator.unwrap_model(net, keep_fp32_wrapper=False)
     train(net)
     assert vramx.compression_stats(net).packed.tensors > 0

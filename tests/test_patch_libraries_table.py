@@ -53,7 +53,7 @@ def pack(net: Any) -> None:
 
 
 def recompute(net: Any) -> None:
-    vramx.checkpoint_modules(net, where=layer(net), compress=SMALL)
+    vramx.checkpoint_modules(net, where=layer(net), level=SMALL)
 
 
 def fuse(net: Any) -> None:

@@ -32,7 +32,7 @@ def test_report_says_what_each_module_does() -> None:
     vramx.optimize(net, "int8")
     vramx.compressed_activations(net[0], **OPTIONS)
     recompute(net)
-    vramx.compressed_activations(net, bits=4)
+    vramx.compressed_activations(net, level="int4")
     train(net)
     rows = {row.name: row for row in vramx.report(net).rows}
     assert {name: row.done for name, row in rows.items()} == {

@@ -131,7 +131,7 @@ def by_the_class() -> Any:
 
 LATER: dict[str, Callable[[], Any]] = {
     "generator": lambda: vramx.compressed_activations(generates),
-    "coroutine": lambda: vramx.compressed_activations(bits=4)(waits),
+    "coroutine": lambda: vramx.compressed_activations(level="int4")(waits),
     "asynchronous": lambda: vramx.compressed_activations(generates_later),
     "method": lambda: vramx.compressed_activations(Generates().forward),
     "module": lambda: vramx.compressed_activations(Generates()),
@@ -228,7 +228,7 @@ LARGE = nn.Sequential(*(Plain() for _ in range(50)))
 MISTAKES: dict[str, Callable[[], Any]] = {
     "stats": lambda: vramx.compression_stats(LARGE),
     "options": lambda: vramx.compress(LARGE),  # type: ignore[arg-type]
-    "bits": lambda: vramx.compress(bits=LARGE),
+    "level of compress": lambda: vramx.compress(level=LARGE),
     "min_bytes": lambda: vramx.compress(min_bytes=LARGE),
     "policy": lambda: vramx.compress(policy=LARGE),
     "rounding": lambda: vramx.compress(rounding=LARGE),

@@ -41,7 +41,7 @@ SMALL_MIN_BYTES = sized(1 << 14, 1)
 MIN_BYTES = sized(1 << 20, 1)  # the default; all tensors of a tiny run are small
 LINK_BYTES = 256 * MIB
 
-PACKED_INPUTS = vramx.Compression(bits=8, min_bytes=MIN_BYTES)
+PACKED_INPUTS = vramx.Compression(level="int8", min_bytes=MIN_BYTES)
 
 Way = Callable[[Workload], AbstractContextManager[Any]]
 
@@ -99,14 +99,12 @@ WAYS: dict[str, dict[str, Way]] = {
     "": {
         "exact": exact,
         "int8": compressed,
-        "int4": partial(compressed, bits=4),
+        "int4": partial(compressed, level="int4"),
     },
     "checkpoint": {
         "exact": exact,
         "torch": partial(checkpointed, call=partial(torch_checkpoint, use_reentrant=False)),
-        "int8_inputs": partial(
-            checkpointed, call=partial(vramx.checkpoint, compress=PACKED_INPUTS)
-        ),
+        "int8_inputs": partial(checkpointed, call=partial(vramx.checkpoint, level=PACKED_INPUTS)),
     },
     "offload": {
         "exact": exact,

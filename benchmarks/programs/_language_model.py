@@ -37,10 +37,10 @@ PERTURBATION = 2.0**-23
 WAYS: dict[str, dict[str, Any] | None] = {
     "exact": None,
     "exact_again": None,  # from perturbed weights
-    "int8_stochastic": {"bits": 8, "rounding": "stochastic"},
-    "int8_nearest": {"bits": 8, "rounding": "nearest"},
-    "int4_stochastic": {"bits": 4, "rounding": "stochastic"},
-    "int4_nearest": {"bits": 4, "rounding": "nearest"},
+    "int8_stochastic": {"level": "int8", "rounding": "stochastic"},
+    "int8_nearest": {"level": "int8", "rounding": "nearest"},
+    "int4_stochastic": {"level": "int4", "rounding": "stochastic"},
+    "int4_nearest": {"level": "int4", "rounding": "nearest"},
     "optimised_int8": None,  # swapped blocks instead
 }
 # The level that vramx.optimize is given, of models with blocks that it knows.
@@ -71,7 +71,7 @@ class Trainer:
             self._models.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.1, fused=is_fused
         )
         # The tiny tensors of a tiny run are packed as well.
-        small = sized({}, {"min_bytes": 1})
+        small: dict[str, Any] = sized({}, {"min_bytes": 1})
         options = WAYS[way]
         self._context: Any = None if options is None else vramx.compress(**options, **small)
         self._device = device

@@ -50,26 +50,26 @@ class Packed(Plain):
         self._options = vramx.Compression(**setting.options)
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return vramx.checkpoint(function, *args, compress=self._options, **kwargs)
+        return vramx.checkpoint(function, *args, level=self._options, **kwargs)
 
     def exact(self) -> contextlib.AbstractContextManager[Any]:
-        return vramx.compress(enabled=False)
+        return vramx.compress(level="keep")
 
     def graphs(self) -> contextlib.AbstractContextManager[Any]:
         return vramx.compressed_graphs(self._options)
 
     def prepare(self, program: nn.Module) -> Callable[[Tensor], Tensor]:
         if any(isinstance(part, Recomputed) for part in program.modules()):
-            vramx.checkpoint_modules(program, where=Recomputed, compress=self._options)
+            vramx.checkpoint_modules(program, where=Recomputed, level=self._options)
         for part in list(program.modules()):
             if isinstance(part, Decorated):
-                vramx.compressed_activations(self._options)(part)
+                vramx.compressed_activations(level=self._options)(part)
         call = super().prepare(program)
         if self._style == "module":
-            vramx.compressed_activations(self._options)(program)
+            vramx.compressed_activations(level=self._options)(program)
             self.stats = vramx.compression_stats(program)
         elif self._style == "function":
-            call = vramx.compressed_activations(self._options)(call)
+            call = vramx.compressed_activations(level=self._options)(call)
             self.stats = vramx.compression_stats(call)
         elif self._style == "context":
             context = vramx.compress(self._options)

@@ -95,7 +95,7 @@ def test_without_compression_it_is_torch_bit_for_bit() -> None:
 
     model = stack()
     exact = gradient(model, through(model, torch_checkpoint))
-    ours = gradient(model, through(model, functools.partial(vramx.checkpoint, compress=None)))
+    ours = gradient(model, through(model, functools.partial(vramx.checkpoint, level="keep")))
     assert torch.equal(exact, ours)
 
 
@@ -110,7 +110,7 @@ def test_gradients_of_a_recomputed_block_take_the_place_of_what_was_made_again(
         WIDTH, 8, 16 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True
     )
     model = torch.nn.Sequential(block).to("cuda", torch.bfloat16).train()
-    vramx.optimize(model, "recompute_all", enabled=False)
+    vramx.optimize(model, "recompute_all", level="keep")
     x = torch.randn(4, ROWS // 4, WIDTH, device="cuda", dtype=torch.bfloat16)
 
     def peak_and_gradients() -> tuple[int, list[torch.Tensor]]:

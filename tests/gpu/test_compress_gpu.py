@@ -57,7 +57,7 @@ def test_the_gradient_of_a_block_is_close(bits: int) -> None:
     from vramx.compression.hooks import compress
 
     block, x = block_and_input()
-    found = gradient(block, x, compress(bits=bits))
+    found = gradient(block, x, compress(level=f"int{bits}"))
     assert 0 < relative_error(found, gradient(block, x)) < (0.05 if bits == 8 else 0.5)
 
 
@@ -165,7 +165,7 @@ def test_compiled_blocks_inside_a_context_are_one_graph() -> None:
     compiled = torch.compile(block)
     exact = gradient(block, x)
     for _ in range(2):
-        context = compress(policy={"CompiledFunction": 8})
+        context = compress(policy={"CompiledFunction": "int8"})
         found = gradient(compiled, x, context)
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 1

@@ -106,7 +106,7 @@ def test_results_and_gradients_are_as_good_as_torchs(
             for i, each in enumerate(found):
                 chance = 2 if each.numel() >= FEW else CHANCE_OF_FEW
                 bound = chance * error(theirs[i], exact[i]) + (noise if i else 0) + 2**-10
-                assert error(each, exact[i]) < bound, (word, keep.enabled, i)
+                assert error(each, exact[i]) < bound, (word, keep.packs, i)
 
 
 @every_order

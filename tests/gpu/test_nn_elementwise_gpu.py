@@ -95,7 +95,7 @@ def test_activations(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -
     assert ((found.double() - slope).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("keep", [Compression(), Compression(bits=4)], ids=["int8", "int4"])
+@pytest.mark.parametrize("keep", [Compression(), Compression(level="int4")], ids=["int8", "int4"])
 def test_down_projection_differentiates_at_what_was_decoded(keep: Compression) -> None:
     """dz, z and each result are rounded to bfloat16 once: 2**-9 of each element."""
     shapes = [(2048, 1024), (2048, 1024), (512, 1024), (512,)]

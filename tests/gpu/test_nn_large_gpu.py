@@ -204,7 +204,7 @@ def test_output_of_a_norm_again(keep: Compression) -> None:
 
     def run(x: Tensor) -> Tensor:
         kept = rms_norm(x, weight, keep=keep).kept
-        buffer, group = (kept.buffer, 128) if keep.enabled else (kept.buffer.view(x.dtype), 0)
+        buffer, group = (kept.buffer, 128) if keep.packs else (kept.buffer.view(x.dtype), 0)
         y = torch.empty_like(x)
         norm_launch.norm_output(
             norm_launch.Kept(buffer, None, group), norm_launch.Affine(weight, None), y

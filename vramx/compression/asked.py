@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from vramx.compression.config import DEFAULT_POLICY, Compression
+from vramx.compression.config import DEFAULT_POLICY, LEVELS, Compression
 from vramx.compression.operations import operation_name
 from vramx.errors import InvalidValueError, brief
 
@@ -25,21 +25,20 @@ from vramx.errors import InvalidValueError, brief
 _MOST_NAMES = 3
 
 
-def options_of(
-    options: Compression | None, changes: Mapping[str, Any], name: str = "options"
-) -> Compression:
-    """Return options with changes of fields.
+def options_of(level: object, changes: Mapping[str, Any], name: str = "level") -> Compression:
+    """Return the options that a level means, or given ones, with changes of fields.
 
     Raises:
         InvalidValueError: a field has no such name or value, or the policy names no operation.
 
     Example:
-        >>> options_of(None, {"bits": 4}).bits
-        4
+        >>> options_of("int4", {"min_bytes": "1KiB"}).min_bytes
+        1024
     """
-    if options is not None and not isinstance(options, Compression):
+    if not isinstance(level, (str, Compression)):
+        words = ", ".join(map(repr, LEVELS))
         raise InvalidValueError(
-            f"{name} {brief(options)} is not accepted; accepted are a Compression, or its fields"
+            f"{name} {brief(level)} is not accepted; accepted are {words} and a vramx.Compression"
         )
     accepted = [field.name for field in fields(Compression)]
     unknown = next((name for name in changes if name not in accepted), None)
@@ -48,7 +47,9 @@ def options_of(
             f"option {unknown!r} is not known{_hint(unknown, accepted)}; accepted are "
             f"{', '.join(accepted)}"
         )
-    chosen = replace(options or Compression(), **changes)
+    chosen = replace(
+        level if isinstance(level, Compression) else Compression(level=level), **changes
+    )
     check_operations(chosen)
     return chosen
 

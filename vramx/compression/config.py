@@ -17,18 +17,19 @@ from functools import lru_cache
 from vramx.errors import InvalidValueError, brief
 from vramx.sizes import parse_size
 
-Action = str | int
-Policy = Mapping[str, Action] | tuple[tuple[str, Action], ...]
+Policy = Mapping[str, str] | tuple[tuple[str, str], ...]
 
 ROUNDINGS = ("stochastic", "nearest")
-# What a Compression may be asked for; the formats of other widths are for experiments.
-BITS = (8, 4)
-MASK_BITS = 1
+# Bits an element of the words for what is packed; formats of other widths are for experiments.
+BITS = {"int8": 8, "int4": 4}
+MASK, MASK_BITS = "int1", 1
 GROUP_SIZES = tuple(1 << exponent for exponent in range(4, 11))
 KEEP = "keep"
+LEVELS = (KEEP, *BITS)
+WIDTHS = {**BITS, MASK: MASK_BITS}
 # q and k and whatever feeds an exp: an error there is multiplied, not averaged out. The bias of a
 # gradient through a compressed log-softmax was 330 % of it at 2 bits.
-DEFAULT_POLICY: dict[str, Action] = {
+DEFAULT_POLICY: dict[str, str] = {
     "scaled_dot_product_attention:0,1": KEEP,
     "cross_entropy": KEEP,
     "log_softmax": KEEP,
@@ -79,13 +80,13 @@ class Rule:
 
     `arguments` are the positions of the tensor arguments that it holds for, None all of them;
     `mask` is whether it holds for the bool tensors that the operation saves rather than for the
-    others; `action` is "keep" or a number of bits.
+    others; `level` is what is done.
     """
 
     operation: str
     arguments: tuple[int, ...] | None
     mask: bool
-    action: Action
+    level: str
 
     @property
     def key(self) -> str:
@@ -101,31 +102,31 @@ class Compression:
     """The options of compression, checked.
 
     Args:
-        bits: 8 or 4 bits an element.
-        group_size: elements that share a scale, a power of two from 16 to 1024; None is 128 at 8
-            bits and 64 at 4.
+        level: "int8" or "int4": what is packed has 8 or 4 bits an element; "keep": nothing is
+            packed, whatever the policy says, also within an enclosing compression.
+        group_size: elements that share a scale, a power of two from 16 to 1024; None is 128 at int8
+            and 64 at int4.
         rounding: "stochastic" is unbiased; "nearest" is faster and has half the largest error.
-        symmetric: None is True at 8 bits and False at 4, where symmetric codes can make a training
+        symmetric: None is True at int8 and False at int4, where symmetric codes can make a training
             run unstable.
         min_bytes: smaller tensors are kept as they are; bytes, or text such as "1MiB".
         policy: exceptions by operation, merged over DEFAULT_POLICY: "linear", "mul:0,1" (argument
-            positions) -> "keep", 8 or 4; "dropout:mask" (its bool tensors) -> "keep" or 1. A rule
-            for a position goes before the rule of its operation.
+            positions) -> "keep", "int8" or "int4"; "dropout:mask" (its bool tensors) -> "keep" or
+            "int1", a bit each. A rule for a position goes before the rule of its operation.
         offload: None, "cpu", or the fraction of the packed bytes that moves to host memory.
         strict: raise where a tensor cannot be compressed, instead of keeping it.
-        enabled: False opts out of an enclosing compression.
         deterministic: draw noise that depends on the seed, the step and the order of calls only.
 
     Raises:
         InvalidValueError: a value is not accepted; the text says which are.
 
     Example:
-        >>> options = Compression(bits=4, min_bytes="64KiB", policy={"linear": 8})
+        >>> options = Compression(level="int4", min_bytes="64KiB", policy={"linear": "int8"})
         >>> options.min_bytes, options.format().group_size, options.format(bits=8).symmetric
         (65536, 64, True)
     """
 
-    bits: int = 8
+    level: str = "int8"
     group_size: int | None = None
     rounding: str = "stochastic"
     symmetric: bool | None = None
@@ -133,36 +134,44 @@ class Compression:
     policy: Policy | None = None
     offload: str | float | None = None
     strict: bool = False
-    enabled: bool = True
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        _check_integer("bits", self.bits, BITS, "8 and 4")
+        _check_word("level", self.level, LEVELS)
         if self.group_size is not None:
             _check_group_size(self.group_size)
         _check_word("rounding", self.rounding, ROUNDINGS)
         if self.symmetric is not None:
             _check_bool("symmetric", self.symmetric, "True, False and None")
         _check_offload(self.offload)
-        for name in ("strict", "enabled", "deterministic"):
+        for name in ("strict", "deterministic"):
             _check_bool(name, getattr(self, name))
         # Stored as values that hash and compare, whatever form they came in.
         object.__setattr__(self, "min_bytes", _parse_min_bytes(self.min_bytes))
         object.__setattr__(self, "policy", _merge(DEFAULT_POLICY, self.policy))
 
     def format(self, bits: int | None = None) -> Format:
-        """Return the format of a tensor that is stored with `bits`, by default the options' own.
+        """Return the format of a tensor that is stored with `bits`, by default the level's.
 
         Raises:
-            InvalidValueError: `bits` is none of 8, 4 and 1 (for masks).
+            InvalidValueError: `bits` is none of 8, 4 and 1 (for masks), or the level is "keep".
 
         Example:
             >>> Compression(rounding="nearest").format(bits=4)
             Format(bits=4, group_size=64, symmetric=False, rounding='nearest')
         """
-        return format_of(
-            self.bits if bits is None else bits, self.group_size, self.rounding, self.symmetric
-        )
+        if bits is None:
+            if not self.packs:
+                raise InvalidValueError(
+                    "level 'keep' has no format; accepted are 'int8' and 'int4'"
+                )
+            bits = BITS[self.level]
+        return format_of(bits, self.group_size, self.rounding, self.symmetric)
+
+    @property
+    def packs(self) -> bool:
+        """Whether anything is packed: not at level "keep"."""
+        return self.level != KEEP
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -174,7 +183,7 @@ class Compression:
 @lru_cache(maxsize=256, typed=True)  # or True would find what was made for 1
 def format_of(bits: int, group_size: int | None, rounding: str, symmetric: bool | None) -> Format:
     """Return the format that these fields of a Compression mean."""
-    _check_integer("bits", bits, (*BITS, MASK_BITS), "8, 4, and 1 for masks")
+    _check_integer("bits", bits, (*WIDTHS.values(),), "8, 4, and 1 for masks")
     if bits == MASK_BITS:
         return MASK_FORMAT
     return Format(
@@ -185,57 +194,55 @@ def format_of(bits: int, group_size: int | None, rounding: str, symmetric: bool 
     )
 
 
-def _merge(defaults: Mapping[str, Action], policy: Policy | None) -> tuple[tuple[str, Action], ...]:
+def _merge(defaults: Mapping[str, str], policy: Policy | None) -> tuple[tuple[str, str], ...]:
     """Return both policies as one in canonical form, `policy` over `defaults` by position.
 
     Merging the result again changes nothing, so that dataclasses.replace() keeps a policy.
     """
     merged = _entries(defaults.items())
     merged |= _entries(_pairs(policy))
-    actions: dict[tuple[str, bool, Action], list[int]] = {}
+    levels: dict[tuple[str, bool, str], list[int]] = {}
     rules = []
-    for (operation, position, mask), action in merged.items():
+    for (operation, position, mask), level in merged.items():
         if position is None:
-            rules.append(Rule(operation, None, mask, action))
+            rules.append(Rule(operation, None, mask, level))
         else:
-            actions.setdefault((operation, mask, action), []).append(position)
+            levels.setdefault((operation, mask, level), []).append(position)
     rules += [
-        Rule(operation, tuple(sorted(positions)), mask, action)
-        for (operation, mask, action), positions in actions.items()
+        Rule(operation, tuple(sorted(positions)), mask, level)
+        for (operation, mask, level), positions in levels.items()
     ]
-    return tuple(sorted((rule.key, rule.action) for rule in rules))
+    return tuple(sorted((rule.key, rule.level) for rule in rules))
 
 
-def _pairs(policy: Policy | None) -> Iterable[tuple[str, Action]]:
+def _pairs(policy: Policy | None) -> Iterable[tuple[str, str]]:
     if policy is None:
         return ()
     if isinstance(policy, Mapping):
         return policy.items()
     if isinstance(policy, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in policy):
         return policy
-    raise InvalidValueError(
-        f'policy {brief(policy)} is not a mapping such as {{"linear": 8, "dropout:mask": 1}}'
-    )
+    raise InvalidValueError(f'policy {brief(policy)} is not a mapping such as {{"linear": "int8"}}')
 
 
 def _entries(
-    pairs: Iterable[tuple[str, Action]],
-) -> dict[tuple[str, int | None, bool], Action]:
-    """Split every key into single positions; the same one with two actions is a mistake."""
-    found: dict[tuple[str, int | None, bool], Action] = {}
-    for key, action in pairs:
-        rule = _parse_rule(key, action)
+    pairs: Iterable[tuple[str, str]],
+) -> dict[tuple[str, int | None, bool], str]:
+    """Split every key into single positions; the same one with two levels is a mistake."""
+    found: dict[tuple[str, int | None, bool], str] = {}
+    for key, level in pairs:
+        rule = _parse_rule(key, level)
         for position in (None,) if rule.arguments is None else rule.arguments:
             entry = (rule.operation, position, rule.mask)
-            if found.setdefault(entry, action) != action:
+            if found.setdefault(entry, level) != level:
                 raise InvalidValueError(
-                    f"policy {key!r}: {action!r} contradicts an earlier key, which gives "
-                    f"{found[entry]!r}; accepted is one action an argument"
+                    f"policy {key!r}: {level!r} contradicts an earlier key, which gives "
+                    f"{found[entry]!r}; accepted is one level an argument"
                 )
     return found
 
 
-def _parse_rule(key: str, action: Action) -> Rule:
+def _parse_rule(key: str, level: str) -> Rule:
     match = _KEY.fullmatch(key) if isinstance(key, str) else None
     if match is None:
         raise InvalidValueError(
@@ -244,26 +251,15 @@ def _parse_rule(key: str, action: Action) -> Rule:
         )
     what = match["what"]
     mask = what == "mask"
-    accepted: tuple[Action, ...] = (KEEP, MASK_BITS) if mask else (KEEP, *BITS)
-    _check_action(key, action, accepted)
+    _check_word(f"policy {key!r}: level", level, (KEEP, MASK) if mask else LEVELS)
     positions = None if what is None or mask else tuple(sorted({int(w) for w in what.split(",")}))
-    return Rule(match["operation"], positions, mask, action)
-
-
-def _check_action(key: str, action: object, accepted: tuple[Action, ...]) -> None:
-    if isinstance(action, (str, int)) and not isinstance(action, bool) and action in accepted:
-        return
-    words = ", ".join(map(repr, accepted[:-1])) + f" and {accepted[-1]!r}"
-    raise InvalidValueError(
-        f"policy {key!r}: action {brief(action)} is not accepted{_nearest(action, (KEEP,))}; "
-        f"accepted are {words}"
-    )
+    return Rule(match["operation"], positions, mask, level)
 
 
 @lru_cache(maxsize=256)
-def rules_of(policy: tuple[tuple[str, Action], ...]) -> tuple[Rule, ...]:
+def rules_of(policy: tuple[tuple[str, str], ...]) -> tuple[Rule, ...]:
     """Return a Compression's policy as rules; an operation's most special ones first."""
-    rules = [_parse_rule(key, action) for key, action in policy]
+    rules = [_parse_rule(key, level) for key, level in policy]
     return tuple(sorted(rules, key=lambda r: (r.operation, not r.mask, r.arguments is None, r.key)))
 
 
@@ -275,7 +271,7 @@ def _parse_min_bytes(size: object) -> int:
 
 
 def _check_integer(name: str, value: object, accepted: Iterable[int], words: str) -> None:
-    # True == 1, and bits=True is a mistake.
+    # True == 1, and is a mistake.
     if not isinstance(value, int) or isinstance(value, bool) or value not in accepted:
         raise InvalidValueError(f"{name} {brief(value)} is not accepted; accepted are {words}")
 
@@ -291,7 +287,7 @@ def _check_bool(name: str, value: object, words: str = "True and False") -> None
 
 def _check_word(name: str, value: object, accepted: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in accepted:
-        words = " and ".join(map(repr, accepted))
+        words = ", ".join(map(repr, accepted[:-1])) + f" and {accepted[-1]!r}"
         raise InvalidValueError(
             f"{name} {brief(value)} is not accepted{_nearest(value, accepted)}; "
             f"accepted are {words}"

@@ -37,12 +37,16 @@ _STEP = "training_step"
 
 
 @overload
-def compressed_activations(target: Target, /, **options: Any) -> Target: ...
+def compressed_activations(
+    target: Target, /, level: str | Compression = "int8", **options: Any
+) -> Target: ...
 @overload
 def compressed_activations(
-    target: Compression | None = None, /, **options: Any
+    target: None = None, /, level: str | Compression = "int8", **options: Any
 ) -> Callable[[Target], Target]: ...
-def compressed_activations(target: Any = None, /, **options: Any) -> Any:
+def compressed_activations(
+    target: Any = None, /, level: str | Compression = "int8", **options: Any
+) -> Any:
     """Keep what every call of a module or a function saves for backward in fewer bits.
 
     A module packs while it is `training`, and runs as it was in eval(); a function always packs.
@@ -50,9 +54,9 @@ def compressed_activations(target: Any = None, /, **options: Any) -> Any:
     Args:
         target: a Module (the same object is returned), a class of Modules (every instance; a
             subclass with a forward of its own only where that calls super), a function or a bound
-            method (a wrapped function is returned). Without one, or with a Compression, a decorator
-            is returned.
-        **options: fields of Compression.
+            method (a wrapped function is returned). Without one a decorator is returned.
+        level: "int8", "int4" or "keep", or a Compression.
+        **options: its other fields.
 
     Returns:
         The target, or the wrapped function, or the decorator.
@@ -67,15 +71,15 @@ def compressed_activations(target: Any = None, /, **options: Any) -> Any:
     called, as where a trainer calls its training_step, is told of by a warning: nothing is packed.
 
     Example:
-        >>> layer = compressed_activations(torch.nn.Linear(8, 8), bits=8, min_bytes=0)
+        >>> layer = compressed_activations(torch.nn.Linear(8, 8), level="int8", min_bytes=0)
         >>> y = layer(torch.randn(4, 8, requires_grad=True) * 2)
         >>> compression_stats(layer).packed.tensors
         1
     """
-    if target is None or isinstance(target, Compression):
-        context = compress(target, **options)  # a mistake in the options is raised here
+    context = compress(level, **options)  # a mistake in the options is raised here
+    if target is None:
         return lambda actual: _wrap(actual, CompressionContext(context.options))
-    return _wrap(target, compress(**options))
+    return _wrap(target, context)
 
 
 class Packing(Change):
@@ -97,9 +101,9 @@ class Packing(Change):
 
     def __str__(self) -> str:
         options = self.context.options
-        if not options.enabled:
+        if not options.packs:
             return "not packed"
-        return f"packed in int{options.bits}{' on the host' if options.offload else ''}"
+        return f"packed in {options.level}{' on the host' if options.offload else ''}"
 
     def effect(self) -> str:
         return str(self.context.stats).split(";")[0] if self.was_called else "never called"

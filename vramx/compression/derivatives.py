@@ -50,7 +50,7 @@ class Unpacking:
             f"create_graph=True differentiates gradients through packed activations of "
             f"{self._name}: those of this step may be some percent off. From the next forward on "
             "only inputs of its linear layers and convolutions are packed; to pack nothing, give "
-            "enabled=False",
+            "level='keep'",
         )
 
 

@@ -255,7 +255,7 @@ def hooks(options: Compression) -> tuple[fx.GraphModule, fx.GraphModule]:
 
 
 def compressed_graphs(
-    options: Compression | None = None, /, **changes: Any
+    level: str | Compression = "int8", **options: Any
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context in which compiled graphs keep what their backward needs in fewer bits.
 
@@ -267,10 +267,10 @@ def compressed_graphs(
     What runs between the graphs is kept as it is.
 
     Args:
-        options: a Compression; None for the defaults. Only `bits`, `group_size`, `symmetric`,
-            `rounding`, `min_bytes` and `enabled` count: the operations of a graph are not those
+        level: "int8", "int4" or "keep", or a Compression, of which only `level`, `group_size`,
+            `symmetric`, `rounding` and `min_bytes` count: the operations of a graph are not those
             that a policy names, and nothing is offloaded.
-        **changes: fields of Compression, applied to `options`.
+        **options: its other fields.
 
     Raises:
         UnsupportedTorchError: torch is too old; 2.11 is not.
@@ -286,8 +286,8 @@ def compressed_graphs(
         ...     y = model(torch.randn(8, 64))
         >>> y.sum().backward()
     """
-    base = options_of(options, changes)
-    if not base.enabled:
+    base = options_of(level, options)
+    if not base.packs:
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(*hooks(base))
 

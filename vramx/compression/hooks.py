@@ -137,10 +137,10 @@ def _may_push(options: Compression) -> bool:
         return False  # tensors of torch.func's transforms stand for others
     if enclosing.in_checkpoint():
         # Kept here, the checkpoint would keep everything and recompute nothing.
-        if options.enabled:
+        if options.packs:
             _warn_of_checkpoint()
         return False
-    return options.enabled or _is_ours(enclosing.top_hook())
+    return options.packs or _is_ours(enclosing.top_hook())
 
 
 def _is_ours(hook: Any) -> bool:
@@ -159,20 +159,21 @@ def _warn_of_checkpoint() -> None:
 
 
 @run_uncompiled
-def compress(options: Compression | None = None, /, **changes: Any) -> CompressionContext:
+def compress(level: str | Compression = "int8", **options: Any) -> CompressionContext:
     """Return a context in which what backward needs is kept in fewer bits.
 
     Enter it around the forward pass and leave the loss outside; backward may run anywhere.
     Parameters, integers, small tensors and what the policy keeps stay as they are; everything else
     is packed once, however many operations saved it. Contexts nest: the innermost decides, and
-    `compress(enabled=False)` opts out. Under no_grad, read on entry, it does nothing. The region of
+    `compress("keep")` opts out. Under no_grad, read on entry, it does nothing. The region of
     an enclosing torch.utils.checkpoint is left to it.
 
     What is not known is kept, and named in one warning: autograd.Functions and operators of other
     libraries (third_party.py lists the exceptions), TorchScript, what a checkpoint computes with
     again, and what a torch.compile'd callable saves (compressed_graphs() packs within its graph).
-    The policy may name one's own: {"MyFunction": 8}, or {"MyFunction:0": 8} for an argument. Data
-    of the program's own that no gradient is asked of, such as the batch, is kept by reference.
+    The policy may name one's own: {"MyFunction": "int8"}, or {"MyFunction:0": "int8"} for an
+    argument. Data of the program's own that no gradient is asked of, such as the batch, is kept by
+    reference.
 
     Of torch's operations those are packed whose backward is smooth in what it saves (exactness.py
     lists them). Queries and keys of attention that is written out cannot be told from other factors
@@ -181,8 +182,8 @@ def compress(options: Compression | None = None, /, **changes: Any) -> Compressi
     known to have no bias, which would reach the gradient of the queries.
 
     Args:
-        options: a Compression; None for the defaults.
-        **changes: fields of Compression, applied to `options`.
+        level: "int8" or "int4"; "keep" opts out; or a Compression.
+        **options: its other fields.
 
     Returns:
         A context manager that gives CompressionStats.
@@ -190,7 +191,7 @@ def compress(options: Compression | None = None, /, **changes: Any) -> Compressi
     Raises:
         InvalidValueError: an option has no such name or value, or the policy names no operation.
 
-    Memory: 1.047 bytes an element at 8 bits; in backward one decoded tensor at a time, and one a
+    Memory: 1.047 bytes an element at int8; in backward one decoded tensor at a time, and one a
     device that is kept for the next that needs it. A tensor that the caller holds until backward
     takes its packed bytes in addition.
     Sync: none; the first use of a device waits for it once.
@@ -212,4 +213,4 @@ def compress(options: Compression | None = None, /, **changes: Any) -> Compressi
         >>> stats.packed.tensors
         1
     """
-    return CompressionContext(options_of(options, changes))
+    return CompressionContext(options_of(level, options))

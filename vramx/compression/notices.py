@@ -30,8 +30,8 @@ def tell_of_unknown(operation: Operation) -> None:
     way = _WAYS.get(name)
     if way is None:
         way = (
-            f'a policy such as {{"{name}": 8}}, or {{"{name}:0": 8}} for its first argument, packs '
-            "what its backward is linear or smooth in"
+            f'a policy such as {{"{name}": "int8"}}, or {{"{name}:0": "int8"}} for its first '
+            "argument, packs what its backward is linear or smooth in"
         )
     tell(
         f"{operation.library}.{name}",

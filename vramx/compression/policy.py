@@ -18,7 +18,7 @@ import torch
 
 from vramx.compression import third_party
 from vramx.compression.calls import GRAPH, PLAIN, STRIDED, Operation
-from vramx.compression.config import KEEP, MASK_BITS, Action, Compression, Rule
+from vramx.compression.config import BITS, KEEP, MASK_BITS, WIDTHS, Compression, Rule
 from vramx.compression.exactness import NORMS, SIGN_ONLY
 from vramx.compression.geometry import covered_elements
 from vramx.compression.keys import has_plain_keys
@@ -93,7 +93,7 @@ class SavePolicy:
     ) -> None:
         self._options = options
         self._only_weights = only_weights
-        self._enabled = options.enabled
+        self._bits = BITS.get(options.level, 0)
         self._module = module
         self.min_bytes = max(1, int(options.min_bytes))
         self._by_operation: dict[str, list[Rule]] = {}
@@ -109,17 +109,17 @@ class SavePolicy:
         """
         reason = self._reason(tensor, operation)
         if reason is None:
-            action = self._action(tensor, operation)
-            if action is None:
+            level = self._level(tensor, operation)
+            if level is None:
                 return self._default(tensor, operation)
-            return _KEPT[POLICY] if action == KEEP else _CHOICES[int(action)]
+            return _KEPT[POLICY] if level == KEEP else _CHOICES[WIDTHS[level]]
         if self._options.strict and reason in UNSUPPORTED:
             raise UnsupportedTensorError(_refusal(tensor, operation, reason))
         return _KEPT[reason]
 
     def _reason(self, tensor: torch.Tensor, operation: Operation | None) -> str | None:
         """Return why the tensor is kept, None where nothing but the policy is against packing."""
-        if not self._enabled:
+        if not self._bits:
             return DISABLED
         dtype = tensor.dtype
         if dtype not in _DATA and not dtype.is_floating_point and not dtype.is_complex:
@@ -142,7 +142,7 @@ class SavePolicy:
             return PARAMETER
         return STATISTIC if operation is not None and _is_statistic(tensor, operation) else None
 
-    def _action(self, tensor: torch.Tensor, operation: Operation | None) -> Action | None:
+    def _level(self, tensor: torch.Tensor, operation: Operation | None) -> str | None:
         """Return what the user's policy says, None where it says nothing."""
         rules = None if operation is None else self._by_operation.get(_canonical(operation.name))
         if operation is None or not rules:
@@ -152,8 +152,8 @@ class SavePolicy:
         position = None if match is None else match.argument.position
         for rule in rules:
             fits = rule.arguments is None or position in rule.arguments
-            if fits and (rule.mask == mask or (mask and rule.action == KEEP)):
-                return rule.action
+            if fits and (rule.mask == mask or (mask and rule.level == KEEP)):
+                return rule.level
         return None
 
     def _default(self, tensor: torch.Tensor, operation: Operation | None) -> Choice:
@@ -161,7 +161,7 @@ class SavePolicy:
         if tensor.dtype == torch.bool:
             return _CHOICES[MASK_BITS]  # a bit holds all of it
         if operation is None:
-            return _CHOICES[self._options.bits]
+            return _CHOICES[self._bits]
         if self._only_weights and not is_read_for_a_weight(tensor, operation):
             return _KEPT[DERIVATIVE]
         if operation.custom:
@@ -170,17 +170,17 @@ class SavePolicy:
             return _CHOICES[MASK_BITS]
         if _canonical(operation.name) == _ATTENTION:
             return self._attention(tensor, operation)
-        return _KEPT[POLICY] if operation.needs_exact else _CHOICES[self._options.bits]
+        return _KEPT[POLICY] if operation.needs_exact else _CHOICES[self._bits]
 
     def _attention(self, tensor: torch.Tensor, operation: Operation) -> Choice:
         if not _is_smooth_in_attention(tensor, operation):
             return _KEPT[POLICY]
-        return _CHOICES[self._options.bits] if has_plain_keys(operation) else _KEPT[KEYS]
+        return _CHOICES[self._bits] if has_plain_keys(operation) else _KEPT[KEYS]
 
     def _third_party(self, operation: Operation) -> Choice:
         library, name = operation.library, operation.name
         if third_party.is_packed(library, name, operation.position):
-            return _CHOICES[self._options.bits]
+            return _CHOICES[self._bits]
         return _KEPT[POLICY if third_party.is_known(library, name) else UNKNOWN]
 
     def is_parameter(self, tensor: torch.Tensor, operation: Operation | None) -> bool:

@@ -32,7 +32,7 @@ def gelu(x: Tensor, approximate: str = "none", *, keep: Compression | None = Non
     Args:
         x: bfloat16, float16, float32 or float64, any shape.
         approximate: "none" or "tanh", as torch's.
-        keep: how x is kept: None is 8 bits; with enabled=False as it is.
+        keep: how x is kept: None is int8; with level "keep" as it is.
 
     Raises:
         InvalidValueError: `x` is no such tensor, or `approximate` no such word.
@@ -77,7 +77,7 @@ def gelu_linear(
         approximate: "none" or "tanh".
         residual: (..., outputs), added to the result; without a bias the sum is rounded once, where
             a product and an addition round twice. None is none.
-        keep: how x is kept: None is 8 bits; with enabled=False as it is.
+        keep: how x is kept: None is int8; with level "keep" as it is.
 
     Raises:
         InvalidValueError: a tensor's type or shape, or `approximate`, is not accepted.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
-from vramx.compression.config import Compression, rules_of
+from vramx.compression.config import BITS, Compression, rules_of
 from vramx.errors import FirstDerivativeOnlyError
 from vramx.nn import arguments, differentiation, keeping
 from vramx.nn import attention_kernels as kernels
@@ -61,8 +61,8 @@ def scaled_dot_product_attention(
         is_causal: as torch's.
         scale: as torch's.
         enable_gqa: as torch's.
-        keep: how v and y are kept: None is 8 bits; with enabled=False all is torch's own. q and k
-            are packed too where the policy says so: {"scaled_dot_product_attention:0,1": 8}.
+        keep: how v and y are kept: None is int8; with level "keep" all is torch's own. q and k
+            are packed too where the policy says so: {"scaled_dot_product_attention:0,1": "int8"}.
 
     Returns:
         Attended: y, and what linear(y.transpose(1, 2).flatten(2), ..., kept=kept) takes.
@@ -131,7 +131,7 @@ def _bits_of_argument(policy: Any, argument: int) -> int:
     for rule in rules_of(policy):
         here = rule.operation == _POLICY_KEY and not rule.mask
         if here and (rule.arguments is None or argument in rule.arguments):
-            return rule.action if isinstance(rule.action, int) else 0
+            return BITS.get(rule.level, 0)
     return 0
 
 

@@ -46,7 +46,7 @@ def batch_norm(
             slope).
         residual: of x's shape and type, or None.
         keep: how what backward needs is kept: bits, group_size, symmetric and rounding count, and
-            with enabled=False it is kept exactly, as x's type has it; None is int8.
+            with level "keep" it is kept exactly, as x's type has it; None is int8.
 
     Returns:
         ChannelNormed: y of x's type and memory format, and what conv2d() takes in its place; the

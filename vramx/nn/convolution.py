@@ -65,7 +65,7 @@ def conv2d(
         weight, bias, stride, padding, dilation, groups: as torch.nn.functional.conv2d has them;
             padding in numbers.
         keep: how a plain tensor is kept, as batch_norm()'s; of no meaning for a norm's result. With
-            enabled=False it is kept by torch, as torch's own would.
+            level "keep" it is kept by torch, as torch's own would.
         kept: what keep_input() kept of x, to be shared. None: x is packed here.
 
     Returns:

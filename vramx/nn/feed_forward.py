@@ -58,7 +58,7 @@ def two_linears(
         x: (..., inputs), a tensor, or the result of rms_norm() or layer_norm(), whose pack is used.
         terms: of the two Linears; the activation is "silu", "gelu" or "gelu_tanh".
         residual: (..., outputs), added to the result; None is none.
-        keep: how a plain tensor and what is between are kept; None is 8 bits; with enabled=False
+        keep: how a plain tensor and what is between are kept; None is int8; with level "keep"
             as they are.
 
     Raises:

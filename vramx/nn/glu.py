@@ -35,7 +35,7 @@ def swiglu(gate: Tensor, up: Tensor, *, keep: Compression | None = None) -> Tens
     Args:
         gate: bfloat16, float16, float32 or float64, any shape.
         up: the same shape.
-        keep: how both are kept: None is 8 bits; with enabled=False as they are.
+        keep: how both are kept: None is int8; with level "keep" as they are.
 
     Raises:
         InvalidValueError: the types or the shapes are not accepted.
@@ -96,7 +96,7 @@ def glu_linear(
         activation: "silu", "gelu" or "gelu_tanh".
         residual: (..., outputs), added to the result; without a bias the sum is rounded once, where
             a product and an addition round twice. None is none.
-        keep: how gate and up are kept: None is 8 bits; with enabled=False as they are.
+        keep: how gate and up are kept: None is int8; with level "keep" as they are.
 
     Raises:
         InvalidValueError: a type, a shape or `activation` is not accepted.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vramx.compression import random
 from vramx.compression.codec import bytes_of, decoded, encoded, layout_of
-from vramx.compression.config import Compression, Format, format_of
+from vramx.compression.config import BITS, Compression, Format, format_of
 from vramx.errors import InvalidValueError, brief
 from vramx.kernels import elementwise_launch
 from vramx.kernels.layout import Layout
@@ -100,16 +100,16 @@ _RAW = Spec(RAW, 0, 0, 0)
 
 
 def spec_of(keep: Compression | None, bits: int | None = None) -> Spec:
-    """Return how options want a tensor kept: RAW if they are not enabled, int8 if there are none.
+    """Return how options want a tensor kept: RAW at level "keep", int8 if there are none.
 
-    `bits` is instead of the options' own. min_bytes, policy, offload, strict and deterministic are
+    `bits` is instead of the level's. min_bytes, policy, offload, strict and deterministic are
     options of the hooks and not read here.
 
     Raises:
         InvalidValueError: `keep` is neither a Compression nor None.
 
     Example:
-        >>> spec_of(Compression(bits=4))
+        >>> spec_of(Compression(level="int4"))
         Spec(bits=4, group_size=64, symmetric=0, stochastic=1, order=0)
     """
     if keep is None:
@@ -118,9 +118,9 @@ def spec_of(keep: Compression | None, bits: int | None = None) -> Spec:
         raise InvalidValueError(
             f"keep {brief(keep)} is not accepted; accepted are a Compression, None"
         )
-    if not keep.enabled:
+    if not keep.packs:
         return _RAW
-    bits = keep.bits if bits is None else bits
+    bits = BITS[keep.level] if bits is None else bits
     return Spec(*_constant_spec(bits, keep.group_size, keep.rounding, keep.symmetric))
 
 
@@ -147,7 +147,7 @@ def spec_for(keep: Compression | None) -> Spec:
 def form_of(keep: Compression | None, *inputs: Tensor) -> list[int]:
     """Return how inputs are packed, for an operator; NOTHING: they are saved as they are.
 
-    That is where nothing is differentiated and where the options are not enabled.
+    That is where nothing is differentiated and where the level is "keep".
     """
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in inputs):
         return list(AS_IT_IS)

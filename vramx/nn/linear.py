@@ -76,7 +76,7 @@ def linears(
         weights: each [out, in].
         biases: as many, each [out] or None; None is none at all.
         keep: how a plain tensor is kept, as rms_norm()'s; of no meaning for a norm's result. With
-            enabled=False it is kept by torch, as torch.nn.functional.linear would.
+            level "keep" it is kept by torch, as torch.nn.functional.linear would.
         kept: what already is kept of a plain tensor, whose elements x must have in their order: as
             scaled_dot_product_attention() says. None: x is packed here.
 

@@ -41,8 +41,8 @@ def mlp(
         activation: "silu", "gelu" or "gelu_tanh".
         residual: (..., outputs of the last weight), added to the result; without a bias the sum is
             rounded once, where a product and an addition round twice. None is none.
-        keep: how a plain tensor is kept; None is 8 bits; of no meaning for a norm's result. With
-            enabled=False it is kept as it is.
+        keep: how a plain tensor is kept; None is int8; of no meaning for a norm's result. With
+            level "keep" it is kept as it is.
 
     Raises:
         InvalidValueError: a number of weights, a type, a shape or `activation` is not accepted.

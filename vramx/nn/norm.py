@@ -53,7 +53,7 @@ def rms_norm(
         eps: added to the mean square; None is the smallest step of the type that is computed in.
         residual: of the shape of x, added to it first; None is none.
         keep: how what backward needs is kept: bits, group_size, symmetric and rounding count, and
-            with enabled=False it is kept exactly, as x's type has it; None is int8.
+            with level "keep" it is kept exactly, as x's type has it; None is int8.
 
     Returns:
         Normed: y of x's type (float32 under autocast on a GPU, as torch's own); x + residual, or x;
@@ -178,7 +178,7 @@ class LayerNorm(torch.nn.LayerNorm):
 
     Example:
         >>> norm = LayerNorm(256)
-        >>> norm.keep = Compression(bits=4)
+        >>> norm.keep = Compression(level="int4")
         >>> norm.normed(torch.randn(4, 256)).kept.spec.bits
         4
     """

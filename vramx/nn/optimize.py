@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vramx.compression.asked import options_of
+from vramx.compression.config import LEVELS as PACKINGS
 from vramx.compression.config import Compression
 from vramx.errors import InvalidValueError, VramxWarning, brief
 from vramx.nn.families import family_of, known_base, trial
@@ -116,11 +117,11 @@ def optimize(
             then exactly; "left": not swapped. Or a mapping from
             patterns of names ("model.layers.1?") to such words: the first that matches counts, and
             what none matches is left. None is "int8" or "int4", as `keep` says.
-        keep: how tensors are packed; rounding, group_size and symmetric count as well as bits.
+        keep: how tensors are packed; rounding, group_size and symmetric count as well as level.
         verify: compare each block with its original on its first training call without a cache:
             results and gradients of one pass each, dropout off and everything kept exactly. A block
             that differs by more than rounding is restored, with a VramxWarning.
-        options: fields of Compression, over those of `keep`: bits=4, rounding="nearest".
+        options: fields of Compression, over those of `keep`: rounding="nearest".
 
     Returns:
         The report. The model itself is changed in place, and vramx.restore() undoes it; optimising
@@ -138,10 +139,10 @@ def optimize(
 
     Example:
         >>> model = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32), nn.Linear(16, 2))
-        >>> [row.name for row in optimize(model, bits=8).swapped]
+        >>> [row.name for row in optimize(model, "int8").swapped]
         ['0']
     """
-    keep = options_of(keep, options, "keep")
+    keep = options_of(Compression() if keep is None else keep, options, "keep")
     chosen = _levels(level, keep)
     if not isinstance(model, nn.Module):
         raise InvalidValueError(
@@ -226,7 +227,7 @@ def _done(block: Any, word: str) -> tuple[str, str]:
     if block.RECOMPUTES:
         reason += "; its feed-forward part is not understood: not recomputed"
     keep = fusing.settings.keep
-    return f"int{keep.bits}" if keep.enabled else "keep", reason
+    return keep.level, reason
 
 
 def _changed_parts(name: str, block: nn.Module) -> Iterator[OptimizeRow]:
@@ -261,7 +262,7 @@ def _changed(part: nn.Module) -> str | None:
 def _levels(level: str | Mapping[str, str] | None, keep: Compression) -> dict[str, str]:
     """Return levels by patterns of names."""
     if level is None:
-        level = f"int{keep.bits}" if keep.enabled else "keep"
+        level = keep.level
     levels = dict(level) if isinstance(level, Mapping) else {"*": level}
     for word in levels.values():
         if word not in LEVELS:
@@ -288,8 +289,4 @@ def _word_for(levels: dict[str, str], name: str) -> str:
 
 def _kept_by(word: str, keep: Compression) -> Compression:
     """Return how a level keeps tensors."""
-    if word == "keep":
-        return replace(keep, enabled=False)
-    if word in ("int8", "int4"):
-        return replace(keep, enabled=True, bits=int(word[3:]))
-    return keep
+    return replace(keep, level=word) if word in PACKINGS else keep

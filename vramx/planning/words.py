@@ -115,7 +115,7 @@ def _wrap(block: Block, word: str) -> None:
     if word == RECOMPUTE_ALL_OFFLOAD or (word == RECOMPUTE_ALL and not block.known):
         checkpoint_modules(module, lambda found: found is module, offload=offload)
     if word == INT8_OFFLOAD or (word in _BITS and not block.known):
-        compressed_activations(module, bits=_BITS.get(word, 8), offload=offload)
+        compressed_activations(module, level=word if word in _BITS else "int8", offload=offload)
 
 
 def _changes_of(module: nn.Module) -> tuple[Change, ...]:

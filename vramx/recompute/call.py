@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from vramx.compression import enclosing
+from vramx.compression.asked import options_of
 from vramx.compression.config import Compression
 from vramx.errors import InvalidValueError
 from vramx.recompute.inputs import Inputs
@@ -47,8 +48,8 @@ class Settings:
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,
-    compress: int | Compression | None = 8,
-    offload: bool | str | float | None = None,
+    level: str | Compression = "int8",
+    offload: str | float | None = None,
     use_reentrant: bool | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -60,11 +61,11 @@ def checkpoint(
     Args:
         function: may return anything. In the forward pass it gets its arguments themselves, in the
             recomputation new containers around decoded tensors.
-        compress: 8 or 4 bits an element, a Compression, or None: inputs are kept exactly. Packed
-            are inputs of a floating type that require grad and have at least Compression.min_bytes;
+        level: "int8" or "int4", a Compression, or "keep": inputs are kept exactly. Packed are
+            inputs of a floating type that require grad and have at least Compression.min_bytes;
             masks, integers, parameters and small ones are kept as they are.
-        offload: "cpu" (or True), or the fraction of the packed bytes, that moves to pinned host
-            memory until backward; None leaves it to `compress`, False forbids it.
+        offload: "cpu", or the fraction of the packed bytes, that moves to pinned host memory
+            until backward; None leaves it to `level`, 0 forbids it.
         use_reentrant: None or False.
         kwargs: preserve_rng_state, context_fn, determinism_check, debug and early_stop are torch's
             and mean what they mean there; all others go to the function.
@@ -73,7 +74,7 @@ def checkpoint(
         What the function returns.
 
     Raises:
-        InvalidValueError: use_reentrant=True; or `compress` or `offload` is not accepted.
+        InvalidValueError: use_reentrant=True; or `level` or `offload` is not accepted.
         RecomputationError: the function writes into a tensor of an argument that is an object; or,
             in backward, it comes to an operation that no call of its kind had, from packed inputs.
 
@@ -81,11 +82,11 @@ def checkpoint(
     Objects among the arguments, such as a cache, and buffers of modules, such as the statistics of
     a batch norm, are changed by the forward pass only: a recomputation works on copies.
 
-    Memory: 1.047 bytes kept for an element of an input at 8 bits, 0.56 at 4, instead of 2 or 4.
+    Memory: 1.047 bytes kept for an element of an input at int8, 0.56 at int4, instead of 2 or 4.
     Error bound: the codec's, on the inputs of the recomputation only; the forward pass is exact.
         Where a gradient may jump with an input that moves a little (the region compares, chooses,
         sorts or rounds, or does what is not known), inputs are kept exactly, and a warning names
-        the operation once. A policy that gives an operation bits says that it is smooth.
+        the operation once. A policy that gives an operation such a level says that it is smooth.
     Sync: never waits for the device.
 
     Within another checkpoint, under torch.no_grad(), and where torch.compile traces the call, this
@@ -95,20 +96,20 @@ def checkpoint(
         >>> import torch, vramx
         >>> layer = torch.nn.Linear(8, 8)
         >>> x = torch.randn(4, 8, requires_grad=True)
-        >>> vramx.checkpoint(layer, x, compress=8).sum().backward()
+        >>> vramx.checkpoint(layer, x, level="int8").sum().backward()
         >>> x.grad.shape
         torch.Size([4, 8])
     """
     torch_options = {name: kwargs.pop(name) for name in TORCH_OPTIONS if name in kwargs}
     if torch.compiler.is_compiling():
         return _torch_checkpoint(function, args, kwargs, torch_options)
-    settings = settings_of(compress, offload, use_reentrant, torch_options)
+    settings = settings_of(level, offload, use_reentrant, torch_options)
     return run(function, args, kwargs, settings)
 
 
 def settings_of(
-    compress: int | Compression | None,
-    offload: bool | str | float | None,
+    level: str | Compression,
+    offload: str | float | None,
     use_reentrant: bool | None,
     torch_options: Mapping[str, Any],
 ) -> Settings:
@@ -118,31 +119,23 @@ def settings_of(
             "of the graph, so that nested and keyword tensors cannot be packed; accepted are False "
             "and None"
         )
-    compression = _compression(compress)
+    compression = _compression(level)
     if offload is None:
         offload = compression.offload if compression is not None else None
-    elif isinstance(offload, bool):
-        offload = "cpu" if offload else None
     else:
         # Checked where all options are.
         offload = replace(compression or Compression(), offload=offload).offload
     return Settings(compression, offload or None, torch_options)
 
 
-def _compression(compress: int | Compression | None) -> Compression | None:
-    if isinstance(compress, Compression):
-        return compress if compress.enabled else None
-    return None if compress is None else _compression_of_bits(compress)
+def _compression(level: str | Compression) -> Compression | None:
+    options = _options_of_word(level) if isinstance(level, str) else options_of(level, {})
+    return options if options.packs else None
 
 
-@functools.lru_cache(maxsize=8, typed=True)  # typed: True == 1, and is a mistake
-def _compression_of_bits(bits: int) -> Compression:
-    try:
-        return Compression(bits=bits)
-    except InvalidValueError:
-        raise InvalidValueError(
-            f"compress {bits!r} is not accepted; accepted are 8, 4, None and a vramx.Compression"
-        ) from None
+@functools.lru_cache(maxsize=8)
+def _options_of_word(level: str) -> Compression:
+    return options_of(level, {})
 
 
 def run(

@@ -115,7 +115,7 @@ class Inputs:
 
 @lru_cache(maxsize=16)
 def _named(options: Compression) -> frozenset[str]:
-    return frozenset(r.operation for r in options.rules if r.action != KEEP and not r.mask)
+    return frozenset(r.operation for r in options.rules if r.level != KEEP and not r.mask)
 
 
 @lru_cache(maxsize=16)

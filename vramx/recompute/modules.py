@@ -71,7 +71,7 @@ class Recomputing(Change):
 
     def __str__(self) -> str:
         compression, offload = self.settings.compression, self.settings.offload
-        form = "exact" if compression is None else f"in int{compression.bits}"
+        form = "exact" if compression is None else f"in {compression.level}"
         return f"recomputed, input {form}{' on the host' if offload else ''}"
 
 
@@ -79,10 +79,10 @@ def checkpoint_modules(
     model: nn.Module,
     where: Where,
     every: int = 1,
-    compress: int | Compression | None = 8,
+    level: str | Compression = "int8",
     **options: Any,
 ) -> Report:
-    """Checkpoint every call of the modules that match, with inputs kept as `compress` says.
+    """Checkpoint every call of the modules that match, with inputs kept as `level` says.
 
     A module that is not `training` is recomputed from exact inputs.
 
@@ -111,7 +111,7 @@ def checkpoint_modules(
         raise InvalidValueError(
             f"every {brief(every)} is not accepted; accepted is a number from 1 up"
         )
-    settings = _module_settings(compress, dict(options))
+    settings = _module_settings(level, dict(options))
     matches = _matches(model, where)[::every]
     for module in matches:
         if find(module, Recomputing) is not None:
@@ -124,7 +124,7 @@ def checkpoint_modules(
     return report_on(model, matches)
 
 
-def _module_settings(compress: int | Compression | None, options: dict[str, Any]) -> Settings:
+def _module_settings(level: str | Compression, options: dict[str, Any]) -> Settings:
     torch_options = {name: options.pop(name) for name in TORCH_OPTIONS if name in options}
     offload, use_reentrant = options.pop("offload", None), options.pop("use_reentrant", None)
     if options:
@@ -132,7 +132,7 @@ def _module_settings(compress: int | Compression | None, options: dict[str, Any]
         raise InvalidValueError(
             f"option {next(iter(options))!r} is unknown; accepted are {accepted}"
         )
-    return settings_of(compress, offload, use_reentrant, torch_options)
+    return settings_of(level, offload, use_reentrant, torch_options)
 
 
 def _matches(model: nn.Module, where: Where) -> list[nn.Module]:

@@ -100,5 +100,5 @@ class Region:
         raise RecomputationError(
             f"{verdicts.name_of(self._function)} was recomputed from packed inputs and came to "
             f"{rough}, which is not known to be smooth; an earlier call of the same kind did not. "
-            "From now on its inputs are kept exactly; compress=None keeps them so from the start"
+            "From now on its inputs are kept exactly; level='keep' keeps them so from the start"
         )

@@ -74,9 +74,9 @@ def name_of(function: Any) -> str:
 def _warn(name: str, rough: str) -> None:
     """Say it once a function and operation."""
     warnings.warn(
-        f"vramx.checkpoint keeps the inputs of {name} exactly, as compress=None does: {rough} is "
+        f"vramx.checkpoint keeps the inputs of {name} exactly, as level='keep' does: {rough} is "
         "not known to be smooth, so that a recomputation from packed inputs may choose otherwise; "
-        "a policy that gives its bits, as in Compression(policy={...}), says that it is",
+        "a policy that names a level for it, as in Compression(policy={...}), says that it is",
         VramxWarning,
         stacklevel=7,
     )

@@ -82,7 +82,7 @@ def optimize(level: str) -> Callable[[nn.Module], int]:
 
 def checkpoint(model: nn.Module) -> int:
     options = vramx.Compression(min_bytes=0)
-    return len(vramx.checkpoint_modules(model, where=type(blocks_of(model)[0]), compress=options))
+    return len(vramx.checkpoint_modules(model, where=type(blocks_of(model)[0]), level=options))
 
 
 WAYS = {

@@ -67,7 +67,7 @@ def attend(
         function = names.eager_attention_forward
     else:
         function = names.ALL_ATTENTION_FUNCTIONS["sdpa"]
-        if keep.enabled and _is_plain(function, heads, mask, options):
+        if keep.packs and _is_plain(function, heads, mask, options):
             causal = options.get("is_causal")
             if causal is None:
                 causal = getattr(attention, "is_causal", True)

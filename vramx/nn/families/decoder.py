@@ -137,7 +137,7 @@ class DecoderLayer(Fused):
             **self._options(attention),
         }
         if cannot_centre(attention.k_proj):
-            keep = replace(keep, enabled=False)
+            keep = replace(keep, level="keep")
         attended = attend(attention, (q, k, v), mask, options, keep)
         return project_out(attended, attention.o_proj)
 

@@ -80,7 +80,7 @@ def normalise(
     `into`: the Linears that the result goes into, and nothing else; none where it may be read by
     others. Under autocast it then has the type that they compute in.
     """
-    if residual is not None and residual.dtype != x.dtype and keep.enabled:
+    if residual is not None and residual.dtype != x.dtype and keep.packs:
         # Under autocast: the sum has the type of the residual stream, and of the norm's weight.
         # Not worth another operator where nothing is packed.
         x, residual = x + residual, None
@@ -129,7 +129,7 @@ def _widens(weight: Tensor, x: Tensor, keep: Compression) -> bool:
     backward is not worth an operator.
     """
     half = x.dtype in HALVES and weight.dtype == torch.float32
-    packs = keep.enabled and not passes.saves_are_brief()
+    packs = keep.packs and not passes.saves_are_brief()
     return half and packs and torch.is_autocast_enabled(x.device.type)
 
 

@@ -257,7 +257,7 @@ def _compute(module: Fused, settings: Settings, call: dict[str, Any]) -> Any:
             warnings.warn(UNCACHED, VramxWarning, stacklevel=4)
     function = module.vramx_recomputed()
     region = function if compiles else _Recomputed(module, function)
-    kept = settings_of(None if settings.compares else settings.keep, None, None, {})
+    kept = settings_of("keep" if settings.compares else settings.keep, None, None, {})
     return run(region, (x,), others, replace(kept, vouched=True))
 
 

@@ -29,7 +29,7 @@ _ROUNDINGS = 64
 _LARGEST = 0.1
 # A gradient that is zero but for rounding, as that of a key's bias, is compared with the others.
 _FLOOR = 0.1
-EXACT = Compression(enabled=False)
+EXACT = Compression(level="keep")
 
 
 def difference(module: Any, call: dict[str, Any]) -> str | None:
