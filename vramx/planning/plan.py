@@ -276,6 +276,11 @@ def plan(
         raise InvalidValueError(
             f"model {brief(model)} is not accepted; accepted is a torch.nn.Module"
         )
+    if hasattr(model, "_orig_mod"):
+        raise InvalidValueError(
+            "model is compiled already, so that its blocks are not called; plan the model that "
+            "torch.compile() was given, and compile afterwards"
+        )
     device = _device_of(model)
     _budget_bytes(budget, device)  # a mistake is raised before anything is measured
     reserve_bytes = parse_size(reserve)
