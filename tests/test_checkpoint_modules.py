@@ -141,7 +141,7 @@ def test_a_module_that_is_not_training_is_recomputed_from_exact_inputs() -> None
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).train(training)
         if checkpointed:
             options = vramx.Compression(min_bytes=0)
-            vramx.checkpoint_modules(model[1], where=nn.Linear, compress=options)
+            vramx.checkpoint_modules(model[1], where=nn.Linear, level=options)
         model(torch.randn(8, 64)).square().sum().backward()
         return model[1].weight.grad
 

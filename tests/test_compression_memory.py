@@ -93,10 +93,10 @@ def run(blocks: list[nn.Module], x: torch.Tensor, way: Way, runs: Any) -> torch.
     return x
 
 
-def packed(bits: int = 8, policy: Mapping[str, str | int] | None = None) -> Way:
+def packed(level: str = "int8", policy: Mapping[str, str | int] | None = None) -> Way:
     """Compress; the norm is no operation that compression knows by itself."""
-    policy = {"FusedRmsNorm": bits, **(policy or {})}
-    return lambda: vramx.compress(min_bytes=1024, level=f"int{bits}", policy=policy)
+    policy = {"FusedRmsNorm": level, **(policy or {})}
+    return lambda: vramx.compress(min_bytes=1024, level=level, policy=policy)
 
 
 def gated(element: float, q_and_k: float = 2 * 2.0) -> float:

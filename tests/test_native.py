@@ -27,7 +27,7 @@ ARGUMENTS = {
     ("driver_contract", "asan"): ["sim"],
     ("driver_contract", "tsan"): ["sim"],
     ("core_stress", "asan"): ["15000", "1", *ALL_BUT_DEFECTS],
-    ("core_stress", "tsan"): ["10000", "1", "regressions", "random", "threads", "forks"],
+    ("core_stress", "tsan"): ["20000", "1", "regressions", "random", "threads", "forks"],
 }
 
 

@@ -87,8 +87,9 @@ def test_relu_passes_gradients_as_signs_say_not_as_packs_do() -> None:
     them."""
     x = image(0, (2, 1, 8, 8), dtype=torch.float32)
     with torch.no_grad():
-        x.mul_(1e-3)[0, 0, 0, 0] = 1.0
-    affine = torch.ones(1), torch.full((1,), 0.0888)  # less their mean, of what is normalised
+        x.mul_(1e-3)[0, 0, 0, :3] = torch.tensor([1.0, 1.01, 1.02])  # two are kept exactly
+    lower = (x.mean() / x.std(correction=0)).detach()  # where zero is, of what is normalised
+    affine = torch.ones(1), lower.reshape(1)
     residual = torch.zeros_like(x).requires_grad_()
     y = ours("batch", x, affine, activation="relu", residual=residual).y
     (passed,) = torch.autograd.grad(y, residual, torch.ones_like(y))
@@ -133,7 +134,7 @@ def test_norm_relu_and_convolution_keep_a_pack_and_a_bit(
     plain = held_bytes(
         lambda: functional.conv2d(torchs(kind, x, half).relu(), weight), *half, weight
     )
-    assert plain > 3.4 * held
+    assert plain > 3.3 * held
 
 
 def test_convolutions_share_one_pack_of_a_tensor() -> None:

@@ -105,7 +105,7 @@ def test_a_recomputed_block_packs_its_input_alone(monkeypatch: Any, norm_first: 
     monkeypatch.setattr(reference, "quantize", counted)
     original = encoder(norm_first=norm_first)
     model = twin(original)
-    vramx.optimize(model, "recompute_all", level="keep")
+    vramx.optimize(model, "recompute_all", keep=vramx.Compression(level="keep"))
     assert error(gradient_of(model, INPUTS), gradient_of(original, INPUTS)) < ROUNDING
     assert not packed
     vramx.optimize(model, "int8")

@@ -110,7 +110,7 @@ def test_gradients_of_a_recomputed_block_take_the_place_of_what_was_made_again(
         WIDTH, 8, 16 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True
     )
     model = torch.nn.Sequential(block).to("cuda", torch.bfloat16).train()
-    vramx.optimize(model, "recompute_all", level="keep")
+    vramx.optimize(model, "recompute_all", keep=vramx.Compression(level="keep"))
     x = torch.randn(4, ROWS // 4, WIDTH, device="cuda", dtype=torch.bfloat16)
 
     def peak_and_gradients() -> tuple[int, list[torch.Tensor]]:

@@ -87,6 +87,8 @@ def test_q_k_and_the_logsumexp_are_kept_in_every_kernel_of_attention() -> None:
         torch.randn(4, 16, 512, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) * 1.0
         for _ in range(3)
     )
+    # Keys to which no bias was added.
+    k = torch.bmm(k.flatten(0, 1), torch.randn(64, 64, 64, device="cuda").bfloat16()).view_as(k)
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
         with sdpa_kernel(backend), compress(min_bytes=1024) as stats:
             torch.nn.functional.scaled_dot_product_attention(q, k, v)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from vramx.compression.calls import GRAPH
 from vramx.compression.config import DEFAULT_POLICY, LEVELS, Compression
 from vramx.compression.operations import operation_name
 from vramx.errors import InvalidValueError, brief
@@ -95,6 +96,7 @@ def _known() -> Iterator[str]:
     names: Any = torch._C._dispatch_get_all_op_names()
     for name in names:
         yield name.split("::")[-1].split(".")[0]
+    yield GRAPH  # torch defines it when it compiles one
     waiting = [torch.autograd.Function]
     while waiting:
         subclasses = waiting.pop().__subclasses__()

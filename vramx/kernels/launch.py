@@ -15,18 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vramx.kernels.layout import Layout
+from vramx.kernels.layout import Layout, has_outliers
 from vramx.kernels.start import start
 
 _OLDEST_CAPABILITY = (8, 0)  # bfloat16 arithmetic
 _WARPS = 4
 _THREADS = 32 * _WARPS
 # Elements of a thread. More of them share what is done once a group, until the registers that they
-# take leave too few threads to cover the latency of memory: noise takes many.
+# take leave too few threads to cover the latency of memory: finding outliers takes many.
 _ELEMENTS = 64
-_ELEMENTS_WITH_NOISE = 32
+_ELEMENTS_WITH_OUTLIERS = 32
 # Registers of a thread there: on an H100 2.42 TB/s, without the limit 2.27, with 64 1.52.
-_REGISTERS_WITH_NOISE = 96
+_REGISTERS_WITH_OUTLIERS = 96
 _MASK_BYTES_OF_PROGRAM = 512
 
 
@@ -110,11 +110,11 @@ def quantize_plan(bits: int, symmetric: bool, group_size: int, stochastic: bool)
     from vramx.kernels.quantize import quantize_kernel
     from vramx.kernels.quantize4 import quantize4_kernel
 
-    noisy = stochastic and symmetric and bits == 8  # the others spend more on each group
-    rows = _rows(group_size, _ELEMENTS_WITH_NOISE if noisy else _ELEMENTS)
+    finds = has_outliers(bits, symmetric)
+    rows = _rows(group_size, _ELEMENTS_WITH_OUTLIERS if finds else _ELEMENTS)
     constants = _constants(group_size, rows, symmetric) | {"STOCHASTIC": stochastic}
-    if noisy:
-        constants["maxnreg"] = _REGISTERS_WITH_NOISE
+    if finds:
+        constants["maxnreg"] = _REGISTERS_WITH_OUTLIERS
     kernel = quantize_kernel if bits == 8 else quantize4_kernel
     return Plan(kernel, rows * group_size, constants)
 
