@@ -12,8 +12,8 @@ import pytest
 from test_native import run_program
 
 STEPS = 200_000
-# Failures and forks are done under the sanitizers (test_native.py), at no other size.
-PARTS = ("random", "repeats", "defects", "threads")
+# Forks are done under the sanitizers (test_native.py).
+PARTS = ("random", "repeats", "defects", "failures", "threads")
 
 
 @pytest.mark.slow

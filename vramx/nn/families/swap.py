@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +25,7 @@ from vramx.nn import passes
 from vramx.patch.change import Change
 from vramx.patch.module import find, patch_of, put, remove
 from vramx.patch.subclass import Patch
-from vramx.recompute.call import run, settings_of
+from vramx.recompute import call as recompute
 from vramx.recompute.objects import is_cache
 
 # Stands for the parameter that takes a cache, which releases of transformers call otherwise.
@@ -257,8 +257,10 @@ def _compute(module: Fused, settings: Settings, call: dict[str, Any]) -> Any:
             warnings.warn(UNCACHED, VramxWarning, stacklevel=4)
     function = module.vramx_recomputed()
     region = function if compiles else _Recomputed(module, function)
-    kept = settings_of("keep" if settings.compares else settings.keep, None, None, {})
-    return run(region, (x,), others, replace(kept, vouched=True))
+    exact = settings.compares or not settings.keep.packs
+    offload = None if exact else settings.keep.offload or None
+    asked = recompute.Settings(None if exact else settings.keep, offload, {}, vouched=True)
+    return recompute.run(region, (x,), others, asked)
 
 
 class _Recomputed:
