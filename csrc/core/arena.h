@@ -218,8 +218,8 @@ Piece Arena::best_run(Bytes size, MayTake may_take) const {
   return best;
 }
 
-// While there was one stream ever a run is one extent, and the largest come first by themselves.
-// The first request of another stream, which has no block yet, may not have them all.
+// As long as there was only one stream a run is one extent, and the largest come first by
+// themselves. The first request of another stream, which has no block yet, may not have them all.
 template <class MayTake>
 std::vector<Piece> Arena::stitchable(Bytes smallest, std::size_t count, MayTake may_take) const {
   std::vector<Piece> found;

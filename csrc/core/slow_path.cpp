@@ -122,8 +122,9 @@ void DeviceAllocator::ask_now_and_then(Bytes size, StreamIndex stream, Lock& loc
   if (is_waiting && quick_.is_kept_waiting(size, stream)) quick_.note_asked_in_vain();
 }
 
-// While one stream alone gets to the slow path nobody wants what it frees but itself, and in one
-// piece. Of another's first request that finds too little, all that is not over looks new.
+// While one stream alone comes to the slow path, nobody else wants what it frees, and the stream
+// wants it in one piece. The first request of another stream then finds little that is over: it
+// grows, or waits for a mark that may be kRequestsUnaskedAlone requests younger than the free.
 void DeviceAllocator::note_asker(StreamIndex stream) {
   if (stream == last_asker_) return;
   last_asker_ = stream;
