@@ -35,7 +35,7 @@ from torch import nn
 
 import vramx
 from vramx.errors import InvalidValueError
-from vramx.nn.optimize import LEVELS
+from vramx.nn.levels import LEVELS
 from vramx.patch.change import Change
 from vramx.patch.module import patch_of, put
 

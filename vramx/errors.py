@@ -55,6 +55,10 @@ class FirstDerivativeOnlyError(VramxError, RuntimeError):
     """A derivative of a derivative was asked of a function that has none."""
 
 
+class LogitsNotMadeError(VramxError, RuntimeError):
+    """Of logits that a step did without, something is asked that only made ones have."""
+
+
 class UnsupportedTensorError(VramxError, TypeError):
     """Under `strict`, an operation saved a tensor that cannot be compressed."""
 

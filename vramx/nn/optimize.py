@@ -12,23 +12,19 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from vramx.compression.asked import options_of
-from vramx.compression.config import LEVELS as PACKINGS
 from vramx.compression.config import Compression
 from vramx.errors import InvalidValueError, VramxWarning, brief
-from vramx.nn.families import family_of, known_base, trial
+from vramx.nn.families import family_of, head, known_base, trial
 from vramx.nn.families.attention import KNOWN
 from vramx.nn.families.parts import terms_of, terms_of_all
 from vramx.nn.families.swap import (
-    RECOMPUTE_ALL,
     RECOMPUTE_MLP,
     Fusing,
     Settings,
@@ -37,13 +33,10 @@ from vramx.nn.families.swap import (
     unswap,
     untouched,
 )
+from vramx.nn.levels import LEFT, check_patterns, kept_by, levels_of, word_for
 from vramx.patch.module import find, original_class, patch_of
 from vramx.patch.table import table
 from vramx.recompute.modules import compares
-
-LEFT = "left"
-_MOST_NAMES = 3  # of an error
-LEVELS = ("keep", "int8", "int4", RECOMPUTE_MLP, RECOMPUTE_ALL, LEFT)
 
 
 @dataclass(frozen=True)
@@ -143,27 +136,33 @@ def optimize(
         ['0']
     """
     keep = options_of(Compression() if keep is None else keep, options, "keep")
-    chosen = _levels(level, keep)
+    chosen = levels_of(level, keep)
     if not isinstance(model, nn.Module):
         raise InvalidValueError(
             f"model {brief(model)} is not accepted; accepted is a torch.nn.Module"
         )
     if isinstance(level, Mapping):
-        _check_patterns(chosen, model)
+        check_patterns(chosen, model)
     for module in model.modules():
         unswap(module)
     rows, left = [], list[tuple[type[nn.Module], str]]()
-    for name, module, found in _visit(model):
-        family, word = family_of(module), _word_for(chosen, name)
+    found_heads = {id(found.module): found for found in head.heads_of(model)}
+    for name, module, found in _visit(model, found_heads):
+        family, word = family_of(module), word_for(chosen, name)
+        of_head = found_heads.get(id(module))
         why_not = found or ("its level says so" if word == LEFT else None)
+        if why_not is None and of_head is not None:
+            head.swap_head(of_head)
+            rows.append(OptimizeRow(name, type(module).__name__, "keep", head.said_of(of_head)))
+            continue
         if family is None or why_not is not None:
             rows.append(OptimizeRow(name, type(module).__name__, LEFT, why_not or ""))
-            if word != LEFT and (family or known_base(module)):
+            if word != LEFT and of_head is not None and head.is_known(of_head.model):
+                left.append((original_class(of_head.model), why_not or ""))
+            elif word != LEFT and (family or known_base(module)):
                 left.append((original_class(module), why_not or ""))
             continue
-        settings = Settings(
-            word, _kept_by(word, keep), unverified=verify, compares=compares(module)
-        )
+        settings = Settings(word, kept_by(word, keep), unverified=verify, compares=compares(module))
         swap(module, family, settings)
         rows.append(OptimizeRow(name, type(module).__name__, *_done(module, word)))
         rows += _changed_parts(name, module)
@@ -184,11 +183,17 @@ def _warn_of(left: list[tuple[type[nn.Module], str]]) -> None:
         )
 
 
-def _visit(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
-    """Yield blocks of known families and modules without children, and why not to swap them."""
+def _visit(
+    model: nn.Module, heads: Mapping[int, head.Head]
+) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """Yield heads, blocks of known families, other leaves, and why not to swap them."""
     inside: list[str] = []
     for name, module in list(model.named_modules()):
         if any(name.startswith(block) for block in inside):
+            continue
+        if id(module) in heads:
+            inside.append(f"{name}.")
+            yield name, module, head.why_not(heads[id(module)])
             continue
         family = family_of(module)
         if family is None:
@@ -257,36 +262,3 @@ def _changed(part: nn.Module) -> str | None:
     if word is not None and word not in KNOWN:
         return f"its attention is {word!r}: called as it is"
     return None
-
-
-def _levels(level: str | Mapping[str, str] | None, keep: Compression) -> dict[str, str]:
-    """Return levels by patterns of names."""
-    if level is None:
-        level = keep.level
-    levels = dict(level) if isinstance(level, Mapping) else {"*": level}
-    for word in levels.values():
-        if word not in LEVELS:
-            raise InvalidValueError(
-                f"level {brief(word)} is not accepted; accepted are {', '.join(map(repr, LEVELS))}"
-            )
-    return levels
-
-
-def _check_patterns(patterns: Iterable[str], model: nn.Module) -> None:
-    names = [name for name, _ in model.named_modules()]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            close = get_close_matches(pattern, names, n=_MOST_NAMES, cutoff=0)
-            raise InvalidValueError(
-                f"level for {pattern!r}: no module's name matches; closest are "
-                f"{', '.join(map(repr, close))}"
-            )
-
-
-def _word_for(levels: dict[str, str], name: str) -> str:
-    return next((word for pattern, word in levels.items() if fnmatchcase(name, pattern)), LEFT)
-
-
-def _kept_by(word: str, keep: Compression) -> Compression:
-    """Return how a level keeps tensors."""
-    return replace(keep, level=word) if word in PACKINGS else keep

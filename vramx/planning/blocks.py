@@ -18,7 +18,7 @@ from torch import nn
 
 from vramx.errors import InvalidValueError
 from vramx.nn.families import family_of
-from vramx.nn.families.swap import Fusing, unswap
+from vramx.nn.families.swap import Swapped, unswap
 from vramx.nn.optimize import optimize
 from vramx.patch.module import find, patch_of
 
@@ -44,7 +44,7 @@ def find_blocks(model: nn.Module) -> tuple[Block, ...]:
         >>> [block.name for block in find_blocks(nn.Sequential(nn.TransformerEncoderLayer(8, 2)))]
         ['0']
     """
-    if any(find(module, Fusing) is not None for module in model.modules()):
+    if any(find(module, Swapped) is not None for module in model.modules()):
         raise InvalidValueError("the model is optimised already; call vramx.restore(model) first")
     found = list(_outermost(model, _member_of_a_list(model))) or list(_outermost(model))
     if not found:

@@ -7,6 +7,7 @@
     int8_offload                    what the block's operations save, packed, moves to the host
     recompute_all_offload           that input moves to the host
 
+The head of a language model makes no logits under any of them: that is exact, and costs nothing.
 Blocks are changed in place, as patch/ records it. Not thread-safe; costs milliseconds.
 """
 
@@ -20,7 +21,9 @@ from torch import nn
 
 from vramx.compression.decorator import compressed_activations
 from vramx.errors import InvalidValueError, brief
-from vramx.nn.optimize import LEFT, LEVELS, optimize
+from vramx.nn.families.head import heads_of, why_not
+from vramx.nn.levels import LEFT, LEVELS
+from vramx.nn.optimize import optimize
 from vramx.patch.change import Change
 from vramx.patch.module import patch_of, remove
 from vramx.planning.blocks import Block
@@ -93,6 +96,8 @@ def apply_words(model: nn.Module, words: Mapping[Block, str]) -> Applied:
             for block, word in words.items()
             if block.known and word != INT8_OFFLOAD and word != LEFT
         }
+        heads = (each for each in heads_of(model) if why_not(each) is None)
+        levels |= {glob.escape(each.name): "keep" for each in heads}
         if levels:
             optimize(model, levels)
         for block, word in words.items():

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-WIDTH, INNER, HEADS, HEAD, TOKENS = 16, 24, 4, 8, 5
+WIDTH, INNER, HEADS, HEAD, TOKENS, CLASSES = 16, 24, 4, 8, 5, 37
+# What a config of a kind that is not known may have left as large as it was.
+_MOST_WEIGHTS = 1 << 22
 Call = dict[str, Any]
 
 
-def layer_of_transformers(cls: Any, like: Any) -> nn.Module:
-    """Return a layer as `like` is, but for its sizes, by the config of its attention."""
-    config = copy.deepcopy(next(part.config for part in like.modules() if hasattr(part, "config")))
+def small_config(config: Any) -> Any:
+    """Return a copy of a config of transformers with other sizes."""
+    config = copy.deepcopy(config)
     few = getattr(config, "num_key_value_heads", HEADS) != config.num_attention_heads
     sizes = {
         "hidden_size": WIDTH,
@@ -35,11 +37,42 @@ def layer_of_transformers(cls: Any, like: Any) -> nn.Module:
             setattr(config, name, size)
     if getattr(config, "_attn_implementation", None) not in ("sdpa", "eager"):
         config._attn_implementation = "eager"
+    return config
+
+
+def layer_of_transformers(cls: Any, like: Any) -> nn.Module:
+    """Return a layer as `like` is, but for its sizes, by the config of its attention."""
+    config = small_config(next(part.config for part in like.modules() if hasattr(part, "config")))
     numbered = "layer_idx" in inspect.signature(cls.__init__).parameters
     # Numbered as the original: some of a model's layers have a window, say.
     found = [i for part in like.modules() if (i := getattr(part, "layer_idx", None)) is not None]
     layer: nn.Module = cls(config, layer_idx=(found or [0])[0]) if numbered else cls(config)
     return layer
+
+
+def language_model(cls: Any, like: Any) -> tuple[nn.Module, Call]:
+    """Return a model with one layer, as `like` is but for its sizes, and a call with labels.
+
+    Raises:
+        ValueError: it would not be small.
+    """
+    config = small_config(like.config)
+    sizes = {"num_hidden_layers": 1, "vocab_size": CLASSES, "pad_token_id": 0}
+    for name, size in sizes.items():
+        if getattr(config, name, None) is not None:
+            setattr(config, name, size)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        count = sum(p.numel() for p in cls(copy.deepcopy(config)).parameters())
+    if count > _MOST_WEIGHTS:
+        raise ValueError(f"of its config's other sizes, a small one has {count} weights")
+    ids = torch.arange(1, 2 * TOKENS + 1).view(2, TOKENS)
+    labels = ids.flip(0).clone()
+    labels[1, 2] = -100
+    return cls(config), {"input_ids": ids, "labels": labels}
 
 
 def calls_of_transformers(layer: Any, first: str, cached: str | None, turned: bool) -> list[Call]:

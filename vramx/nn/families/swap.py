@@ -119,10 +119,14 @@ class Fused:
         return self.vramx_fused
 
 
-class Fusing(Change):
-    """Calls are computed as a family does, where it understands them."""
+class Swapped(Change):
+    """What optimising does to a module."""
 
     INNERMOST = True
+
+
+class Fusing(Swapped):
+    """Calls are computed as a family does, where it understands them."""
 
     def __init__(
         self, family: type[Fused], settings: Settings, arguments: tuple[str, ...] | None = None
@@ -159,8 +163,8 @@ def swap(module: nn.Module, family: type[Fused], settings: Settings) -> None:
 
 def unswap(module: nn.Module) -> bool:
     """Have a swapped module computed as its class does; return whether it was swapped."""
-    fusing = find(module, Fusing)
-    return fusing is not None and remove(module, fusing)
+    swapped = find(module, Swapped)
+    return swapped is not None and remove(module, swapped)
 
 
 def class_name(cls: type) -> str:

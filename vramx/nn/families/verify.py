@@ -30,6 +30,8 @@ _LARGEST = 0.1
 # A gradient that is zero but for rounding, as that of a key's bias, is compared with the others.
 _FLOOR = 0.1
 EXACT = Compression(level="keep")
+# Results, and gradients for inputs and parameters.
+Run = tuple[list[Tensor], list[Any]]
 
 
 def difference(module: Any, call: dict[str, Any]) -> str | None:
@@ -41,12 +43,17 @@ def difference(module: Any, call: dict[str, Any]) -> str | None:
     # An enclosing checkpoint or compression must not see what is saved here.
     as_it_is = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with _dropout_off(module), torch.enable_grad(), as_it_is:
-        expected = _run(partial(original, module), module, call)
+        expected = run(partial(original, module), module, call)
         fusing.settings = replace(settings, keep=EXACT)
         try:
-            found = _run(partial(_fused, module), module, call)
+            found = run(partial(_fused, module), module, call)
         finally:
             fusing.settings = settings
+    return difference_of(found, expected)
+
+
+def difference_of(found: Run, expected: Run) -> str | None:
+    """Return how two runs differ; None: by rounding only."""
     bound = _bound(expected[0])
     for i, what in enumerate(("result", "gradient")):
         error = _error(found[i], expected[i])
@@ -59,9 +66,7 @@ def _fused(module: Any, **call: Any) -> Any:
     return module.vramx_fused(call.pop(module.ARGUMENTS[0]), **call)
 
 
-def _run(
-    function: Callable[..., Any], module: nn.Module, call: dict[str, Any]
-) -> tuple[list[Tensor], list[Any]]:
+def run(function: Callable[..., Any], module: nn.Module, call: dict[str, Any]) -> Run:
     """Return the results, and the gradients of a fixed weighting of them."""
     inputs: list[Tensor] = []
     caches: list[Any] = []

@@ -1,0 +1,239 @@
+"""The head and the loss of a language model of transformers: in training, no logits are made.
+
+Two changes: of the model, which sees whether a call has labels, and of its head, which during such
+a call returns a stand-in for the logits (logits.py). All between the two is the model's own
+forward: its arguments, its shift of the labels, its caps and its loss function. A class is known by
+what a small model of it does with the stand-in: its loss and gradients are the original's, and no
+logits were made. What is not so now (a head with an adapter, hooks or other weights, a loss of
+somebody's own, replicas of DataParallel) is the original's, call by call. Any thread; a call costs
+some tens of microseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vramx.compression import notices
+from vramx.errors import brief
+from vramx.nn.families.parts import plain_tensor
+from vramx.nn.families.small import language_model, randomised
+from vramx.nn.families.swap import Swapped, class_name, parameters_of
+from vramx.nn.families.verify import difference_of, run
+from vramx.nn.logits import Logits
+from vramx.patch.module import find, original_class, patch_of, put
+
+_KNOWN = "transformers.models."
+_LOSSES = "transformers.loss."
+_results: dict[Any, str | None] = {}
+
+
+class _Running(threading.local):
+    head: Any = None
+
+
+_running = _Running()
+
+
+class Head(NamedTuple):
+    """A head, by its name in what optimize() was given, and the language model that it is of."""
+
+    name: str
+    module: nn.Module
+    model: Any
+
+
+class LossWithoutLogits(Swapped):
+    """Of a language model: calls with labels are told to its head."""
+
+    def __init__(self, position: int, loss: Any) -> None:
+        self._position = position  # of the labels among the arguments
+        self._loss = loss
+
+    def run(self, module: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        labels = kwargs.get("labels", (*args, None)[min(self._position, len(args))])
+        if labels is None or not _learns(module):
+            return forward(*args, **kwargs)
+        head: Any = module.get_output_embeddings()
+        why_not = _head_is_changed(head) or _loss_is_changed(module, self._loss)
+        if why_not is not None:
+            name = type(module).__name__
+            notices.tell(f"logits of {name}: {why_not}", f"{name} makes its logits: {why_not}")
+            return forward(*args, **kwargs)
+        with _telling(head):
+            return forward(*args, **kwargs)
+
+    def __str__(self) -> str:
+        return "loss without logits"
+
+
+class NoLogits(Swapped):
+    """Of a head: what it returns to a language model that trains is a stand-in."""
+
+    def __init__(self, tells: bool = True) -> None:
+        self._tells = tells
+
+    def run(self, module: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        (x,) = args if len(args) == 1 and not kwargs else (None,)
+        is_asked = _running.head is module and torch.is_grad_enabled()
+        if not is_asked or type(x) is not Tensor or not x.is_floating_point():
+            return forward(*args, **kwargs)
+        return Logits.of(x, module.weight, module.bias, self._tells)
+
+    def __str__(self) -> str:
+        return "logits not made in training"
+
+
+def heads_of(model: nn.Module) -> list[Head]:
+    """Return the heads of the language models within a model, those of transformers or of others.
+
+    Example:
+        >>> heads_of(nn.Sequential(nn.Linear(8, 8)))
+        []
+    """
+    names = {id(module): name for name, module in reversed(list(model.named_modules()))}
+    found = []
+    for module in model.modules():
+        if not hasattr(type(module), "get_output_embeddings") or _labels_of(module) is None:
+            continue
+        head: Any = module.get_output_embeddings()
+        if isinstance(head, nn.Module) and id(head) in names:
+            found.append(Head(names[id(head)], head, module))
+    return found
+
+
+def is_known(model: nn.Module) -> bool:
+    """Tell whether a module is of a class of transformers, or of one derived from those."""
+    return any(class_name(base).startswith(_KNOWN) for base in type(model).__mro__)
+
+
+def said_of(head: Head) -> str:
+    """Say what is done with a head."""
+    return f"the loss of {type(head.model).__name__}, without logits"
+
+
+def why_not(head: Head) -> str | None:
+    """Return why logits are made as they were; None: they need not be."""
+    model = head.model
+    cls = original_class(model)
+    known = next((b for b in cls.__mro__[1:] if class_name(b).startswith(_KNOWN)), None)
+    if not class_name(cls).startswith(_KNOWN):
+        return "its model is not known" + (f": derived from {known.__name__}" if known else "")
+    loss = _loss_of(model)
+    if cls.forward.__module__ != cls.__module__ or "forward" in model.__dict__:
+        return "the forward of its model was replaced"
+    if not getattr(loss, "__module__", _LOSSES).startswith(_LOSSES):
+        return f"its model's loss, {brief(loss)}, is not known"
+    if type(head.module) is not nn.Linear or not _is_alone(head.module):
+        return "it is no plain Linear: the logits are made for its loss"
+    key = (cls, cls.forward, loss, repr(model.config))
+    if key not in _results:
+        _results[key] = _tried(model, loss)
+    return _results[key]
+
+
+def swap_head(head: Head, *, tells: bool = True) -> None:
+    """Have a language model's loss computed without logits."""
+    position = _labels_of(head.model)
+    assert position is not None
+    put(head.module, NoLogits(tells))
+    put(head.model, LossWithoutLogits(position, _loss_of(head.model)))
+
+
+@contextlib.contextmanager
+def _telling(head: Any) -> Iterator[None]:
+    before, _running.head = _running.head, head
+    try:
+        yield
+    finally:
+        _running.head = before
+
+
+def _learns(model: Any) -> bool:
+    compiles = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    is_replica = getattr(model, "_is_replica", False)  # whose results DataParallel joins
+    return bool(model.training) and torch.is_grad_enabled() and not (compiles or is_replica)
+
+
+def _labels_of(model: nn.Module) -> int | None:
+    names = [parameter.name for parameter in parameters_of(model)]
+    return names.index("labels") if "labels" in names else None
+
+
+def _loss_of(model: Any) -> Any:
+    """Return the loss function of a model; None: it has none that can be replaced."""
+    return getattr(model, "loss_function", None)
+
+
+def _loss_is_changed(model: Any, loss: Any) -> str | None:
+    return None if _loss_of(model) is loss else "its loss_function was replaced since"
+
+
+def _head_is_changed(head: Any) -> str | None:
+    if not isinstance(head, nn.Module) or find(head, NoLogits) is None:
+        return f"its head is a {type(head).__name__} since"
+    if original_class(head) is not nn.Linear or not _is_alone(head):
+        return "its head has hooks, another forward or a weight that is no plain tensor"
+    return None
+
+
+def _is_alone(head: Any) -> bool:
+    """Tell whether a call of a Linear is its product, and nothing is done around that."""
+    state, patch = head.__dict__, patch_of(head)
+    others = () if patch is None else (c for c in patch.changes if not isinstance(c, NoLogits))
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    watched = getattr(torch.nn.modules.module, "_has_any_global_hook", bool)()
+    return (
+        not (watched or "forward" in state or any(state[name] for name in hooks) or any(others))
+        and (patch is None or patch.inner is None)
+        and plain_tensor(head.weight)
+        and (head.bias is None or plain_tensor(head.bias))
+    )
+
+
+# -- The trial -------------------------------------------------------------------------------------
+
+
+def _tried(model: Any, loss: Any) -> str | None:
+    cls = original_class(model)
+    cpu = torch.device("cpu")
+    try:
+        with torch.random.fork_rng(devices=[]), cpu, torch.autocast("cpu", enabled=False):
+            small: Any
+            small, call = language_model(cls, model)
+            randomised(small).eval()
+            if _loss_of(small) is not loss:
+                return "its model's loss_function was replaced"
+            return _compared(small, call)
+    except Exception as error:  # of a class that is made or called otherwise, say
+        return f"a small one of its model cannot be tried: {type(error).__name__} {brief(error)}"
+
+
+def _compared(small: Any, call: dict[str, Any]) -> str | None:
+    small.training = True  # and no part of it: without dropout
+    made = []
+
+    def loss_of(**arguments: Any) -> Tensor:
+        result = small(**arguments)
+        logits = [x for x in result.values() if isinstance(x, Logits)]
+        made.append(not logits or any(each.is_made for each in logits))
+        loss: Tensor = result["loss"]
+        return loss
+
+    as_it_is = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.enable_grad(), as_it_is, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = run(partial(loss_of), small, call)
+        swap_head(Head("", small.get_output_embeddings(), small), tells=False)
+        found = run(partial(loss_of), small, call)
+    differs = difference_of(found, expected)
+    if differs is not None:
+        return f"of a small one of its model, {differs}"
+    return "its model's loss needs the logits themselves" if made[-1] else None
