@@ -30,8 +30,7 @@ from vramx.nn.families.verify import difference_of, run
 from vramx.nn.logits import Logits
 from vramx.patch.module import find, original_class, patch_of, put
 
-_KNOWN = "transformers.models."
-_LOSSES = "transformers.loss."
+_LIBRARY = "transformers."
 _results: dict[Any, str | None] = {}
 
 
@@ -100,7 +99,8 @@ def heads_of(model: nn.Module) -> list[Head]:
     """
     names = {id(module): name for name, module in reversed(list(model.named_modules()))}
     found = []
-    for module in model.modules():
+    modules: Any = model.modules()
+    for module in modules:
         if not hasattr(type(module), "get_output_embeddings") or _labels_of(module) is None:
             continue
         head: Any = module.get_output_embeddings()
@@ -111,7 +111,7 @@ def heads_of(model: nn.Module) -> list[Head]:
 
 def is_known(model: nn.Module) -> bool:
     """Tell whether a module is of a class of transformers, or of one derived from those."""
-    return any(class_name(base).startswith(_KNOWN) for base in type(model).__mro__)
+    return any(class_name(base).startswith(_LIBRARY) for base in type(model).__mro__)
 
 
 def said_of(head: Head) -> str:
@@ -123,16 +123,17 @@ def why_not(head: Head) -> str | None:
     """Return why logits are made as they were; None: they need not be."""
     model = head.model
     cls = original_class(model)
-    known = next((b for b in cls.__mro__[1:] if class_name(b).startswith(_KNOWN)), None)
-    if not class_name(cls).startswith(_KNOWN):
-        return "its model is not known" + (f": derived from {known.__name__}" if known else "")
+    known = next((b for b in cls.__mro__[1:] if class_name(b).startswith(_LIBRARY)), None)
+    if not class_name(cls).startswith(_LIBRARY):
+        base = "is not known" if known is None else f"is derived from {known.__name__}: not known"
+        return f"its model's class {base}"
     loss = _loss_of(model)
     if cls.forward.__module__ != cls.__module__ or "forward" in model.__dict__:
-        return "the forward of its model was replaced"
-    if not getattr(loss, "__module__", _LOSSES).startswith(_LOSSES):
-        return f"its model's loss, {brief(loss)}, is not known"
+        return "its forward was replaced"
+    if not getattr(loss, "__module__", _LIBRARY).startswith(_LIBRARY):
+        return f"its loss {getattr(loss, '__qualname__', brief(loss))} is not known"
     if type(head.module) is not nn.Linear or not _is_alone(head.module):
-        return "it is no plain Linear: the logits are made for its loss"
+        return "its head is no plain Linear"
     key = (cls, cls.forward, loss, repr(model.config))
     if key not in _results:
         _results[key] = _tried(model, loss)
@@ -178,7 +179,7 @@ def _loss_is_changed(model: Any, loss: Any) -> str | None:
 
 def _head_is_changed(head: Any) -> str | None:
     if not isinstance(head, nn.Module) or find(head, NoLogits) is None:
-        return f"its head is a {type(head).__name__} since"
+        return f"its head is a {class_name(type(head))} since"
     if original_class(head) is not nn.Linear or not _is_alone(head):
         return "its head has hooks, another forward or a weight that is no plain tensor"
     return None
@@ -210,10 +211,10 @@ def _tried(model: Any, loss: Any) -> str | None:
             small, call = language_model(cls, model)
             randomised(small).eval()
             if _loss_of(small) is not loss:
-                return "its model's loss_function was replaced"
+                return "its loss_function was replaced"
             return _compared(small, call)
     except Exception as error:  # of a class that is made or called otherwise, say
-        return f"a small one of its model cannot be tried: {type(error).__name__} {brief(error)}"
+        return f"a small one of its class cannot be tried: {type(error).__name__} {brief(error)}"
 
 
 def _compared(small: Any, call: dict[str, Any]) -> str | None:
@@ -235,5 +236,5 @@ def _compared(small: Any, call: dict[str, Any]) -> str | None:
         found = run(partial(loss_of), small, call)
     differs = difference_of(found, expected)
     if differs is not None:
-        return f"of a small one of its model, {differs}"
-    return "its model's loss needs the logits themselves" if made[-1] else None
+        return f"of a small one of its class, {differs}"
+    return "its loss needs the logits themselves" if made[-1] else None

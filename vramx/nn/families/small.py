@@ -57,7 +57,7 @@ def language_model(cls: Any, like: Any) -> tuple[nn.Module, Call]:
         ValueError: it would not be small.
     """
     config = small_config(like.config)
-    sizes = {"num_hidden_layers": 1, "vocab_size": CLASSES, "pad_token_id": 0}
+    sizes = {"num_hidden_layers": 1, "vocab_size": CLASSES, "pad_token_id": 0, "return_dict": True}
     for name, size in sizes.items():
         if getattr(config, name, None) is not None:
             setattr(config, name, size)

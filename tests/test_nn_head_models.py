@@ -1,0 +1,277 @@
+"""The loss of language models of transformers in vramx.optimize: no logits, in any loop."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from language_model_tools import CLASSES, call_of, largest_error, sizes_made
+from optimize_tools import DECODERS, ROUNDING, decoder, gradient_of, hugging_face
+
+import vramx
+from vramx.compression import notices
+from vramx.errors import VramxWarning
+from vramx.nn.logits import Logits
+from vramx.nn.operators_loss import chunk_tokens
+
+transformers = pytest.importorskip("transformers")
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "no option": {},
+    "number of items": {"num_items_in_batch": 17},
+    "tensor of items": {"num_items_in_batch": torch.tensor(17)},
+    "shifted": {"shift_labels": call_of()["input_ids"]},
+    "tokens": {"logits_to_keep": 4, "shift_labels": call_of()["input_ids"][:, :4].contiguous()},
+    "tuple": {"return_dict": False},
+}
+# Others have heads with a bias, a cap, a factor or none of their own weights, and other losses.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("Gemma2ForCausalLM", {"head_dim": 16, "final_logit_softcapping": 3.0}),
+    "phi": ("PhiForCausalLM", {}),
+    "granite": ("GraniteForCausalLM", {"logits_scaling": 4.0}),
+    "cohere": ("CohereForCausalLM", {}),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "output_router_logits": True}),
+    "tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "masked": ("BertForMaskedLM", {}),
+}
+
+
+@pytest.fixture(autouse=True)
+def told_anew() -> None:
+    notices.forget()
+    vramx.manual_seed(0, rank=0)
+
+
+def other(name: str) -> Any:
+    cls, options = OTHERS[name]
+    prefix = cls.removesuffix("ForCausalLM").removesuffix("ForMaskedLM")
+    config = getattr(transformers, f"{prefix}Config")(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=CLASSES, max_position_embeddings=64, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, **options
+    )  # fmt: skip
+    for rate in vars(config):
+        if rate.endswith(("dropout", "dropout_prob", "pdrop")):
+            setattr(config, rate, 0.0)
+    torch.manual_seed(0)
+    return getattr(transformers, cls)(config).train()
+
+
+def language_model(name: str) -> Any:
+    if name in OTHERS:
+        return other(name)
+    model: Any = decoder(transformers, name) if name in DECODERS else None
+    return hugging_face(transformers, name)[0] if model is None else model
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", [*DECODERS, "gpt2"])
+def test_loss_and_gradients_are_the_originals(name: str, option: str) -> None:
+    original, call = language_model(name), {**call_of(), **OPTIONS[option]}
+    model = copy.deepcopy(original)
+    vramx.optimize(model, "keep")
+    assert largest_error(model, original, call) < ROUNDING
+    result = model(**call)
+    logits = result[1] if isinstance(result, tuple) else result.logits
+    assert isinstance(logits, Logits)
+    assert not logits.is_made
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_heads_and_losses_are_the_originals(name: str) -> None:
+    original = language_model(name)
+    model = copy.deepcopy(original)
+    vramx.optimize(model, "keep")
+    assert largest_error(model, original, call_of()) < ROUNDING
+    assert not model(**call_of()).logits.is_made
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_no_tensor_is_as_large_as_the_logits(name: str) -> None:
+    model, call = language_model(name), call_of(44, 50)
+    tokens = 44 * 50
+    chunk = chunk_tokens(torch.empty(tokens, 64), model.lm_head.weight, 0)
+    assert chunk < tokens
+    # Attention, hidden states and the feed-forward part are larger than a small vocabulary's.
+    model.resize_token_embeddings(1000)
+    with sizes_made() as sizes:
+        model(**call).loss.backward()
+    assert tokens * 1000 in sizes
+    vramx.optimize(model, "keep")
+    with sizes_made() as sizes:
+        model(**call).loss.backward()
+    assert max(sizes) == chunk * 1000
+
+
+def test_resized_embeddings_make_a_head_that_is_named() -> None:
+    model = language_model("llama")
+    vramx.optimize(model, "keep")
+    model.resize_token_embeddings(CLASSES + 6)
+    with pytest.warns(VramxWarning, match="LlamaForCausalLM makes its logits"):
+        assert type(model(**call_of()).logits) is torch.Tensor
+
+
+@pytest.mark.parametrize("how", ["loss_function", "loss_type"])
+def test_loss_of_the_callers_own_is_left(how: str, monkeypatch: Any) -> None:
+    def own_loss(logits: Any, labels: Any, **_: Any) -> Any:
+        return logits.float().square().mean() + labels.float().mean()
+
+    model = language_model("llama")
+    if how == "loss_function":
+        model.loss_function = own_loss
+    else:
+        mapping = pytest.importorskip("transformers.loss.loss_utils").LOSS_MAPPING
+        monkeypatch.setitem(mapping, "own", own_loss)
+        model.loss_type = model.config.loss_type = "own"
+    with pytest.warns(VramxWarning, match=r"own_loss.* is not known"):
+        report = vramx.optimize(model, "keep")
+    assert [row.done for row in report.rows if row.name == "lm_head"] == ["left"]
+    assert type(model(**call_of()).logits) is torch.Tensor
+
+
+def test_generation_is_the_originals() -> None:
+    original = language_model("llama")
+    model = copy.deepcopy(original)
+    vramx.optimize(model)
+    for each in (model, original):
+        each.eval()
+    ids = call_of()["input_ids"]
+    found, expected = (
+        m.generate(ids, max_new_tokens=4, do_sample=False) for m in (model, original)
+    )
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("adapted", [["q_proj"], ["q_proj", "lm_head"]])
+@pytest.mark.parametrize("order", ["adapt", "optimise"])
+def test_adapters_train_as_on_the_original(adapted: list[str], order: str) -> None:
+    peft: Any = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=adapted, init_lora_weights=False)
+
+    def adapt(model: Any) -> Any:
+        torch.manual_seed(3)
+        return peft.get_peft_model(model, config)
+
+    original = adapt(language_model("llama"))
+    model = language_model("llama")
+    if order == "optimise":
+        vramx.optimize(model, "keep")
+    model = adapt(model)
+    if order == "adapt":
+        report = vramx.optimize(model, "keep")
+        (done,) = (r.done for r in report.rows if r.name.endswith("lm_head"))
+        assert done == ("left" if "lm_head" in adapted else "keep")
+    assert largest_error(model, original, call_of()) < ROUNDING
+    is_made = type(model(**call_of()).logits) is torch.Tensor
+    assert is_made == ("lm_head" in adapted)
+
+
+# -- Loops -----------------------------------------------------------------------------------------
+
+
+class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Rows of which as many tokens count as their number says: no mean of means."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        call = {name: value[1].clone() for name, value in call_of().items()}
+        call["input_ids"] = call["input_ids"].roll(index)
+        call["labels"][: 2 * index] = -100
+        return call
+
+
+def trained(model: Any, folder: Path, **options: Any) -> tuple[torch.Tensor, list[Any]]:
+    """Return the weights after some steps of Trainer, and what its losses were."""
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), max_steps=2, per_device_train_batch_size=2, save_strategy="no",
+        gradient_accumulation_steps=2, learning_rate=0.1, optim="sgd", logging_steps=1,
+        report_to=[], disable_tqdm=True, use_cpu=True, seed=0, **options
+    )  # fmt: skip
+    seen: list[Any] = []
+
+    def measure(found: Any) -> dict[str, float]:
+        seen.append(found.predictions.shape)
+        return {"mean": float(found.predictions.mean())}
+
+    trainer = transformers.Trainer(
+        model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows(),
+        compute_metrics=measure,
+    )  # fmt: skip
+    trainer.train()
+    trainer.evaluate()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert seen == [(8, 24, CLASSES)]
+    return weights, losses
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}, {"bf16": True}])
+def test_trainer_accumulates_as_with_the_original(options: Any, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    original = language_model("llama")
+    model = copy.deepcopy(original)
+    vramx.optimize(model, "keep")
+    start = torch.cat([p.detach().flatten() for p in model.parameters()])
+    stand_ins: list[Any] = []
+    of = Logits.of
+
+    def counted(*args: Any) -> Any:
+        stand_ins.append(of(*args))
+        return stand_ins[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Logits, "of", counted)
+        weights, losses = trained(model, tmp_path, **options)
+    # A step of two batches each; label smoothing wants the logits.
+    assert len(stand_ins) == (0 if "label_smoothing_factor" in options else 4)
+    assert not any(each.is_made for each in stand_ins)
+    expected, exact = trained(original, tmp_path, **options)
+    bound = 8 * torch.finfo(torch.bfloat16).eps if "bf16" in options else ROUNDING
+    assert losses == pytest.approx(exact, rel=bound)
+    assert (weights - expected).norm() < bound * (expected - start).norm()
+
+
+def test_lightning_trains_as_with_the_original(tmp_path: Path) -> None:
+    lightning: Any = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, _index: int) -> Any:
+            return dict(self.model(**batch))  # with all that it has
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    original = language_model("llama")
+    model = copy.deepcopy(original)
+    module = Module(model)
+    assert [row.name for row in vramx.optimize(module, "keep").swapped][-1] == "model.lm_head"
+    for each in (module, Module(original)):
+        trainer = lightning.Trainer(
+            max_steps=2, accumulate_grad_batches=2, accelerator="cpu", logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )  # fmt: skip
+        trainer.fit(each, torch.utils.data.DataLoader(Rows(), batch_size=2))
+        each.model.train()
+    found, expected = (
+        torch.cat([p.detach().flatten() for p in each.parameters()]) for each in (model, original)
+    )
+    assert (found - expected).norm() < ROUNDING * expected.norm()
+
+
+def test_a_loss_of_the_loops_own_has_logits() -> None:
+    model = language_model("llama")
+    inputs = {"input_ids": call_of()["input_ids"]}
+    expected = gradient_of(model, inputs)
+    vramx.optimize(model, {"lm_head": "keep"})
+    assert type(model(**inputs).logits) is torch.Tensor
+    assert torch.equal(gradient_of(model, inputs), expected)
