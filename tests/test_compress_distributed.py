@@ -5,74 +5,28 @@ The processes import this file: it imports nothing that takes long.
 
 from __future__ import annotations
 
-import os
-import time
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as distributed
-import torch.multiprocessing as processes
 from compress_tools import Block, gradient, relative_error
+from distributed_tools import SHARDS_ON_HOSTS, run_on_two
 from torch import nn
-from torch.torch_version import TorchVersion
 
 import vramx
-
-# Before torch 2.9 sharded gradients of hosts are added up and not averaged; 2.6 shards none there.
-_SHARDS_ON_HOSTS = TorchVersion(torch.__version__) >= (2, 9)
-# A process that waits for another one that died fails, and so does the test that waits for both.
-_LIMIT_S = 60
-
-
-def _join_the_group(rank: int, folder: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=_LIMIT_S / 2),
-    )
-
-
-def _leave(rank: int, folder: str, result: dict[str, Any]) -> None:
-    """Save the results and end, when the other process has ended its work too.
-
-    Without destructors: torch's, of the group and of what uses it, join threads that may wait for
-    the interpreter lock, which they hold (torch 2.13, one run in five on two cores).
-    """
-    torch.save(result, f"{folder}/{rank}.part")
-    os.rename(f"{folder}/{rank}.part", f"{folder}/{rank}.pt")
-    deadline = time.monotonic() + _LIMIT_S / 2
-    while not os.path.exists(f"{folder}/{1 - rank}.pt") and time.monotonic() < deadline:
-        time.sleep(0.01)
-    os._exit(0)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Run everything on two processes; return what each saved, by name."""
-    folder = tmp_path_factory.mktemp("distributed")
-    context = processes.spawn(_run, args=(str(folder),), nprocs=2, join=False)
-    try:
-        deadline = time.monotonic() + _LIMIT_S
-        while not context.join(timeout=1):
-            assert time.monotonic() < deadline, "the processes are still running"
-    finally:
-        for process in context.processes:
-            process.kill()
-    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+    return run_on_two(_run, tmp_path_factory.mktemp("distributed"))
 
 
-def _run(rank: int, folder: str) -> None:
-    _join_the_group(rank, folder)
+def _run(rank: int) -> dict[str, Any]:
     result: dict[str, Any] = {"replicas": _run_replicas(rank)}
-    if _SHARDS_ON_HOSTS:
+    if SHARDS_ON_HOSTS:
         result["sharded"] = _run_sharded()
-    _leave(rank, folder, result)
+    return result
 
 
 def _run_replicas(rank: int) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -112,7 +66,7 @@ def _run_sharded() -> tuple[torch.Tensor, torch.Tensor, int, int]:
     return found, exact, stats.packed.tensors, stats.kept["parameter"].tensors
 
 
-@pytest.mark.skipif(not _SHARDS_ON_HOSTS, reason="this torch's FSDP2 does not average on hosts")
+@pytest.mark.skipif(not SHARDS_ON_HOSTS, reason="this torch's FSDP2 does not average on hosts")
 def test_sharded_parameters_pass_by_reference(results: list[dict[str, Any]]) -> None:
     found, exact, packed, kept = results[0]["sharded"]
     assert packed > 0

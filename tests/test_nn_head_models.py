@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from language_model_tools import CLASSES, call_of, largest_error, sizes_made
-from optimize_tools import DECODERS, ROUNDING, decoder, gradient_of, hugging_face
+from optimize_tools import DECODERS, ROUNDING, any_model, gradient_of
 
 import vramx
 from vramx.compression import notices
@@ -63,8 +63,7 @@ def other(name: str) -> Any:
 def language_model(name: str) -> Any:
     if name in OTHERS:
         return other(name)
-    model: Any = decoder(transformers, name) if name in DECODERS else None
-    return hugging_face(transformers, name)[0] if model is None else model
+    return any_model(transformers, name)[0]
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -139,9 +139,10 @@ class Logits:
         make = functools.partial(_apply, self, found.function, found.args)
         return Logits(make, found.like, found.product, self._family)
 
-    def is_used_by(self, name: str, kwargs: Any) -> None:
-        """Say that a function, which may write them, needs the logits."""
+    def make_for(self, name: str, kwargs: Any) -> None:
+        """Make the logits for a function, which may write them, and say so once."""
         if not self.is_made and self._family.tells:
+            self.made()
             notices.tell(
                 f"logits.{name}",
                 f"{name} of a language model's logits in training: {tuple(self._like.shape)} were "
@@ -201,7 +202,7 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     name = getattr(function, "__name__", str(function))
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, Logits):
-            leaf.is_used_by(name, kwargs)
+            leaf.make_for(name, kwargs)
     args, kwargs = tree_map(lambda x: x.made() if isinstance(x, Logits) else x, (args, kwargs))
     return function(*args, **kwargs)
 

@@ -94,11 +94,14 @@ def optimize(
     Known are the blocks of Llama, Mistral, Qwen2, Qwen3, Gemma, GPT-2, BERT and ViT of
     transformers, the RMS norms of these outside of blocks, the blocks of timm's vision
     transformers, ConvNeXts and ResNets and of torchvision's ResNets, and
-    torch.nn.TransformerEncoderLayer. A class is swapped only where a small module of it, made by
+    torch.nn.TransformerEncoderLayer. Of language models of transformers, in training and with
+    labels, the loss is computed without logits, exactly; `logits` of the result are made where
+    something uses them, and a warning names that. A class is swapped only where a small module of it, made by
     the installed release and run on the CPU once, computes the same both ways; what is of a known
     class and left is named in a VramxWarning. Parts of a block that are changed (a LoRA, quantised
     weights, hooks, another attention) are called as they are. Optimise before FSDP wraps the model;
-    adapters may come before or after. What torch.jit.script is to compile must be restored first,
+    adapters may come before or after, and new embeddings before. In a graph of torch.compile a model
+    makes its logits: compile its blocks. What torch.jit.script is to compile must be restored first,
     as what runs under torch.func's transforms.
 
     Args:
@@ -108,8 +111,8 @@ def optimize(
             report says so); "recompute_all": only the block's input is kept, packed (exactly where
             the block has ReLUs, whose gradients jump), and the fused block recomputed in backward,
             then exactly; "left": not swapped. Or a mapping from
-            patterns of names ("model.layers.1?") to such words: the first that matches counts, and
-            what none matches is left. None is "int8" or "int4", as `keep` says.
+            patterns of names ("model.layers.1?", "lm_head") to such words: the first that matches
+            counts, and what none matches is left. None is "int8" or "int4", as `keep` says.
         keep: how tensors are packed; rounding, group_size and symmetric count as well as level.
         verify: compare each block with its original on its first training call without a cache:
             results and gradients of one pass each, dropout off and everything kept exactly. A block
