@@ -10,6 +10,7 @@ from optimize_tools import INT8_NOISE, LAYERS, decoder, error, hugging_face
 
 import vramx
 from vramx.errors import InvalidValueError
+from vramx.nn.logits import Logits
 
 transformers = pytest.importorskip("transformers")
 
@@ -35,6 +36,7 @@ def test_plan_of_a_model_trains_as_the_model(name: str) -> None:
     exact = gradient(model)
     plan = vramx.plan(model, batch(), budget="smallest", levels=["recompute_all"]).apply()
     assert list(plan.words.values()) == ["recompute_all"] * LAYERS
+    assert isinstance(model(**batch()).logits, Logits)  # its loss makes none
     assert error(gradient(model), exact) < INT8_NOISE
     plan.undo()
     assert torch.equal(gradient(model), exact)

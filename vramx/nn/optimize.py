@@ -96,13 +96,13 @@ def optimize(
     transformers, ConvNeXts and ResNets and of torchvision's ResNets, and
     torch.nn.TransformerEncoderLayer. Of language models of transformers, in training and with
     labels, the loss is computed without logits, exactly; `logits` of the result are made where
-    something uses them, and a warning names that. A class is swapped only where a small module of it, made by
-    the installed release and run on the CPU once, computes the same both ways; what is of a known
-    class and left is named in a VramxWarning. Parts of a block that are changed (a LoRA, quantised
-    weights, hooks, another attention) are called as they are. Optimise before FSDP wraps the model;
-    adapters may come before or after, and new embeddings before. In a graph of torch.compile a model
-    makes its logits: compile its blocks. What torch.jit.script is to compile must be restored first,
-    as what runs under torch.func's transforms.
+    something uses them, and a warning names that. A class is swapped only where a small module of
+    it, made by the installed release and run on the CPU once, computes the same both ways; what is
+    of a known class and left is named in a VramxWarning. Parts of a block that are changed (a LoRA,
+    quantised weights, hooks, another attention) are called as they are. Optimise before FSDP wraps
+    the model; adapters may come before or after, new embeddings before. In a graph of torch.compile
+    a model makes its logits: compile its blocks. What torch.jit.script is to compile must be
+    restored first, as what runs under torch.func's transforms.
 
     Args:
         level: "int8" or "int4": what is kept is packed; "keep": fused and exact; "recompute_mlp":
