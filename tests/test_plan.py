@@ -39,8 +39,8 @@ def rows(count: int = 512) -> Tensor:
 
 
 def peak_bytes(model: nn.Module, sample: Any) -> int:
-    """Return the peak of a second step, whose gradients exist, as a caller would have it."""
-    step = Step(model, sample)
+    """Return the peak of a second step, after zero_grad(), as a caller would have it."""
+    step = Step(model, sample, model.zero_grad)
     step()
     meter = HostMeter(model)
     with meter.watching():
@@ -81,7 +81,8 @@ def test_of_two_plans_the_one_that_ran_faster_is_chosen(monkeypatch: pytest.Monk
     runs = iter(range(1, 100))  # each run takes longer than the one before, whatever is predicted
     monkeypatch.setattr(HostMeter, "time_ms", lambda self, function: float(next(runs)))
     model, sample = Stack(2), rows()
-    smallest = vramx.plan(model, sample, "smallest", levels=LEVELS)
+    options: Any = {"levels": LEVELS, "gradients": "accumulated"}
+    smallest = vramx.plan(model, sample, "smallest", **options)
     fastest = smallest.with_budget(sample, None)
     assert set(smallest.words.values()) == {"recompute_all"}
     assert fastest.words == smallest.words

@@ -8,20 +8,27 @@ off. Not thread-safe; a run costs some steps, measuring some tens of passes a ki
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointError
 
-from vramx.errors import InvalidValueError
+from vramx.errors import InvalidValueError, RecomputationError
 from vramx.planning.assembly import assemble
 from vramx.planning.blocks import Block
+from vramx.planning.budget import device_of
 from vramx.planning.choice import Arrangement, fastest, smallest
 from vramx.planning.isolated import busy_without_block, free_garbage, measure_block
-from vramx.planning.meters import Meter, Spread
-from vramx.planning.steps import Step
+from vramx.planning.loop import Loop
+from vramx.planning.loop import Measured as MeasuredLoop
+from vramx.planning.meters import Meter, Spread, meter_of
+from vramx.planning.states import tensors_of
+from vramx.planning.steps import Step, check_sample, unchanged
 from vramx.planning.timeline import Cost, Timeline
 from vramx.planning.trace import Captured, Trace, trace_step
 from vramx.planning.words import apply_words, cheapest
@@ -75,12 +82,19 @@ class Measured:
 
 
 class Bench:
-    """A step of a model and what measures it."""
+    """A step of a model in its loop, and what measures it."""
 
-    def __init__(self, model: nn.Module, step: Step, meter: Meter) -> None:
+    def __init__(self, model: nn.Module, sample: Any, meter: Meter, loop: MeasuredLoop) -> None:
+        trained = [p for p in model.parameters() if p.requires_grad]
         self._model = model
-        self._step = step
+        self._step = Step(model, sample, lambda: loop.begin(trained))
         self._meter = meter
+        self._loop = loop
+
+    @property
+    def states_bytes(self) -> int:
+        """Bytes of optimizers' states that do not exist yet."""
+        return self._loop.states_bytes
 
     # -- Measuring ----------------------------------------------------------------------------
 
@@ -100,6 +114,10 @@ class Bench:
         costs = [kinds[call.kind] for call in trace.calls]
         base_words = [base[blocks[call.block]] for call in trace.calls]
         timeline = assemble(trace, costs, base_words, step_ms)
+        # The optimizers' step: all gradients are there, and nothing of any call.
+        optimizing = trace.marks[-1].level + self._loop.step_bytes
+        before = max(timeline.gaps[0], optimizing)
+        timeline = replace(timeline, gaps=(before, *timeline.gaps[1:]))
         return Measured(self._model, blocks, timeline, self._meter.spread)
 
     def _trace(self, blocks: Sequence[Block]) -> tuple[Trace, dict[Any, Captured], float]:
@@ -115,11 +133,11 @@ class Bench:
     def _costs(self, captured: Captured, words: Sequence[str]) -> dict[str, Cost]:
         """Return the costs of a call under each word that there is enough memory for."""
         found: dict[str, Cost] = {}
-        beside = busy_without_block(captured, self._meter)
+        beside = busy_without_block(captured, self._meter, self._loop.begin)
         for word in words:
             undo = apply_words(self._model, {captured.block: word}).undo
             try:
-                cost = measure_block(captured, self._meter, beside)
+                cost = measure_block(captured, self._meter, beside, self._loop.begin)
             finally:
                 undo()
             if cost is not None:
@@ -147,7 +165,9 @@ class Bench:
             self._meter.reset_peak()
             for _ in range(_PEAK_STEPS):
                 self._step()
-            return self._meter.peak_bytes()
+            peak = self._meter.peak_bytes()
+            self._meter.settle()
+            return max(peak, self._meter.allocated_bytes() + self._loop.step_bytes)
 
     def _run(self, measured: Measured, found: Arrangement, error: int = 0) -> Run:
         """Run an arrangement once and for all; `error` is what predictions were too low by."""
@@ -197,3 +217,29 @@ def _corrected(bound: float, limit_bytes: float, run: Run) -> float:
         return _LESS_AFTER_OUT_OF_MEMORY * min(bound, predicted)
     corrected = limit_bytes - (run.measured_bytes - predicted)
     return min(corrected, predicted - 1) if run.measured_bytes > limit_bytes else corrected
+
+
+@contextmanager
+def ready(model: nn.Module, sample: Any, loop: Loop) -> Iterator[Bench]:
+    """Have a model and its loop ready to be measured; put all back on leaving.
+
+    Raises:
+        InvalidValueError: the model cannot be measured, or a block cannot be recomputed.
+    """
+    check_sample(sample)
+    device = device_of(model)
+    gc.collect()  # what nothing refers to would count as the model's, until some step frees it
+    with unchanged(model, device, loop) as trained:
+        states = [tensor for each in loop.optimizers for tensor in tensors_of(each.state)]
+        meter = meter_of(device, model, states)
+        try:
+            with loop.measured(trained, meter) as measured:
+                yield Bench(model, sample, meter, measured)
+        except (CheckpointError, RecomputationError) as error:
+            raise InvalidValueError(
+                f"a block of {type(model).__name__} does not do again what it did when it is "
+                "recomputed; plan with levels that recompute nothing, such as "
+                f"levels=('left', 'int8'): {str(error).splitlines()[0]}"
+            ) from error
+        finally:
+            meter.settle()  # nothing of the last step stays on the device

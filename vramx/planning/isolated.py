@@ -9,18 +9,19 @@ thread-safe; takes some forty passes of a block.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vramx.planning.meters import Busy, Meter, NoMeter
 from vramx.planning.timeline import Cost
 from vramx.planning.trace import Captured, moving_tensors
 
 _CALLS = 3
+Begin = Callable[[Iterable[nn.Parameter]], None]
 
 
 class _Levels:
@@ -69,23 +70,34 @@ class _Sink(torch.autograd.Function):
         return None, *made
 
 
-def busy_without_block(captured: Captured, meter: Meter) -> Busy:
+def busy_without_block(captured: Captured, meter: Meter, begin: Begin) -> Busy:
     """Return what the functions beside a call take with no block between them."""
-    _run(captured, NoMeter(), tuple)
-    return meter.busy(lambda: _run(captured, NoMeter(), tuple), _CALLS)
+
+    def run() -> None:
+        begin(captured.block.module.parameters())
+        _run(captured, NoMeter(), tuple)
+
+    run()
+    return meter.busy(run, _CALLS)
 
 
-def measure_block(captured: Captured, meter: Meter, beside: Busy) -> Cost | None:
+def measure_block(captured: Captured, meter: Meter, beside: Busy, begin: Begin) -> Cost | None:
     """Return what a call costs as its block is now; None: the device has not enough memory.
 
     `beside` is taken off its times: the same for each word, so that they compare as measured.
+    `begin` does before a run with the block's gradients what the loop does before a step.
     """
+
+    def run(meter: Meter) -> Cost:
+        begin(captured.block.module.parameters())
+        return _run(captured, meter)
+
     try:
         with meter.watching():
-            _run(captured, meter)  # what is compiled or set up once is no cost of a step
+            run(meter)  # what is compiled or set up once is no cost of a step
             meter.settle()
-            cost = _run(captured, meter)
-        busy = meter.busy(lambda: _run(captured, NoMeter()), _CALLS)
+            cost: Cost | None = run(meter)
+        busy = meter.busy(lambda: run(NoMeter()), _CALLS)
     except torch.OutOfMemoryError:
         cost = None
     if cost is None:

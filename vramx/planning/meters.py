@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from math import ceil, floor
 from typing import Any, NamedTuple, Protocol
@@ -136,12 +136,15 @@ class CudaMeter:
 
 
 class HostMeter:
-    """Of the host: a model's parameters, buffers and gradients, and storages that appear."""
+    """Of the host: a model's parameters, buffers and gradients, and storages that appear.
+
+    `others` are tensors that count as well: an optimizer's states.
+    """
 
     spread = Spread()
 
-    def __init__(self, model: nn.Module) -> None:
-        tensors = [*model.parameters(), *model.buffers()]
+    def __init__(self, model: nn.Module, others: Iterable[Tensor] = ()) -> None:
+        tensors = [*model.parameters(), *model.buffers(), *others]
         tensors += [p.grad for p in model.parameters() if p.grad is not None]
         self._counted = _Storages()
         for tensor in tensors:
@@ -247,6 +250,6 @@ class _Watch(TorchDispatchMode):
                 self._storages.add(leaf, counts=counts)
 
 
-def meter_of(device: torch.device, model: nn.Module) -> Meter:
+def meter_of(device: torch.device, model: nn.Module, others: Iterable[Tensor] = ()) -> Meter:
     """Return what measures a device; gradients that count must exist."""
-    return CudaMeter(device) if device.type == "cuda" else HostMeter(model)
+    return CudaMeter(device) if device.type == "cuda" else HostMeter(model, others)

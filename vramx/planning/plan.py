@@ -7,27 +7,21 @@ before.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointError
 
-from vramx.errors import InvalidValueError, RecomputationError, brief
-from vramx.planning.bench import Bench, Measured, Run
+from vramx.errors import InvalidValueError, brief
+from vramx.planning.bench import Bench, Measured, Run, ready
 from vramx.planning.blocks import find_blocks
+from vramx.planning.budget import SMALLEST, Budget, budget_bytes_of, device_of
 from vramx.planning.choice import smallest
-from vramx.planning.meters import meter_of
-from vramx.planning.steps import Step, first_of, sample_size, unchanged
+from vramx.planning.loop import FRESH, Added, Loop
+from vramx.planning.steps import check_sample, first_of, sample_size
 from vramx.planning.words import Applied, apply_words, words_for
 from vramx.sizes import format_size, parse_size
-
-Budget = int | str | float | None
-SMALLEST = "smallest"
 
 
 @dataclass(frozen=True)
@@ -50,10 +44,10 @@ class Plan:
     """What plan() chose for a model: a word for each block; text by str().
 
     apply() makes it and undo() takes that back; vramx.restore(model) undoes all else as well. Bytes
-    are peaks of a step's forward and backward pass, with every gradient allocated and what was
-    reserved; `predicted_bytes` was predicted before the chosen arrangement was run,
-    `measured_bytes` is what the run had. A plan holds the model, and neither the sample nor any
-    activation.
+    are peaks of a step in its loop, with the optimizer's states and what was reserved, which are
+    `added_bytes`; `predicted_bytes` was predicted before the chosen arrangement was run,
+    `measured_bytes` is what the run had. A plan holds the model and the optimizer, and neither the
+    sample nor any activation.
 
     Example:
         >>> import torch, vramx
@@ -64,13 +58,18 @@ class Plan:
     """
 
     def __init__(
-        self, measured: Measured, run: Run, budget_bytes: int | None, reserve: int
+        self, measured: Measured, run: Run, budget_bytes: int | None, added: Added
     ) -> None:
         self._measured = measured
         self._run = run
-        self._reserve = reserve
+        self._added = added
         self._applied: Applied | None = None
         self.budget_bytes = budget_bytes
+
+    @property
+    def added_bytes(self) -> int:
+        """Bytes of what did not exist yet: the optimizer's states, and what was reserved."""
+        return self._added.nbytes
 
     @property
     def words(self) -> dict[str, str]:
@@ -80,7 +79,7 @@ class Plan:
     @property
     def predicted_bytes(self) -> int:
         """The peak that was predicted."""
-        return self._run.predicted_bytes + self._reserve
+        return self._run.predicted_bytes + self.added_bytes
 
     @property
     def predicted_ms(self) -> float:
@@ -91,7 +90,7 @@ class Plan:
     def measured_bytes(self) -> int:
         """The peak of a step that was run as planned."""
         assert self._run.measured_bytes is not None
-        return self._run.measured_bytes + self._reserve
+        return self._run.measured_bytes + self.added_bytes
 
     @property
     def needed_bytes(self) -> int:
@@ -100,7 +99,9 @@ class Plan:
         On a GPU 2 MiB and 0.25 % more than was measured: what torch's allocator has cached moves a
         peak.
         """
-        return self._measured.spread.above(self.measured_bytes - self._reserve) + self._reserve
+        return (
+            self._measured.spread.above(self.measured_bytes - self.added_bytes) + self.added_bytes
+        )
 
     @property
     def measured_ms(self) -> float:
@@ -110,7 +111,7 @@ class Plan:
     @property
     def smallest_bytes(self) -> int:
         """The smallest peak that an arrangement is predicted to have."""
-        return smallest(self._measured.timeline).peak_bytes + self._reserve
+        return smallest(self._measured.timeline).peak_bytes + self.added_bytes
 
     @property
     def rows(self) -> tuple[PlanRow, ...]:
@@ -150,7 +151,7 @@ class Plan:
         text.append(
             f"peak {format_size(self.predicted_bytes)} predicted, "
             f"{format_size(self.measured_bytes)} measured; budget {budget}, "
-            f"smallest {format_size(self.smallest_bytes)}"
+            f"smallest {format_size(self.smallest_bytes)}{self._added}"
         )
         text.append(f"step {self.predicted_ms:.1f} ms predicted, {self.measured_ms:.1f} measured")
         return "\n".join(text)
@@ -182,8 +183,8 @@ class Plan:
             InvalidValueError: as of plan(); or this plan is applied.
         """
         self._check_not_applied()
-        with _ready(self._measured.model, sample) as bench:
-            return _choose(self._measured, bench, budget, self._reserve)
+        with ready(self._measured.model, sample, self._added.loop) as bench:
+            return _choose(self._measured, bench, budget, self._added)
 
     def largest_batch(self, sample: Any) -> int:
         """Return how many rows a sample may have for a step to fit the budget with these words.
@@ -206,11 +207,11 @@ class Plan:
             )
         peaks = {n: self._peak_bytes(first_of(sample, n)) for n in (rows, rows // 2)}
         slope = (peaks[rows] - peaks[rows // 2]) / (rows - rows // 2)
-        room = self.budget_bytes - self._reserve - self._measured.spread.above(peaks[rows])
+        room = self.budget_bytes - self.added_bytes - self._measured.spread.above(peaks[rows])
         return max(0, rows + int(room // max(slope, 1.0)))
 
     def _peak_bytes(self, sample: Any) -> int:
-        with _ready(self._measured.model, sample) as bench:
+        with ready(self._measured.model, sample, self._added.loop) as bench:
             return bench.peak_bytes(self._measured.words(self._run.arrangement))
 
     def _check_not_applied(self) -> None:
@@ -228,6 +229,8 @@ def plan(
     *,
     levels: Collection[str] | None = None,
     reserve: int | str = 0,
+    optimizer: Any = None,
+    gradients: str = FRESH,
 ) -> Plan:
     """Choose what each repeated block of a model keeps, for the fastest step that fits a budget.
 
@@ -246,9 +249,14 @@ def plan(
             fraction of the GPU's memory as a float; None is the fastest step, and "smallest" the
             one of the smallest peak.
         levels: the words to choose among; None is all. "int4" has the noisiest gradients.
-        reserve: bytes to leave free of the budget for what does not exist yet, above all the
-            optimizer's states: for Adam, twice the bytes of the parameters that it trains. States
-            that exist are counted as they are, and so are all gradients, whether or not they exist.
+        reserve: bytes to leave free of the budget for what vramx cannot know of.
+        optimizer: the torch.optim.Optimizer of the training, or several of them. The bytes of
+            states that do not exist yet are added, and the peak of its own step counts. Both are
+            measured, by steps of copies of it for copies of one parameter of each shape.
+        gradients: "fresh": they are set to None before each step, as zero_grad() does;
+            "accumulated": they are there during the whole step, as with accumulation over steps, or
+            zero_grad(set_to_none=False); "stepped": a step in backward uses each as it comes, and
+            no two of them are there. Plan before the hooks for that are registered.
 
     Returns:
         A Plan, whose step was run and stayed within the budget; on a GPU with 2 MiB and 0.25 % to
@@ -262,8 +270,8 @@ def plan(
 
     Memory: at most a step that keeps least, or one block more than nothing; then the chosen step.
     Sync: waits for the device.
-    Error bound: the peak is of steps that were run, forward and backward; memory that the
-        optimizer's own step takes for a moment is not counted.
+    Error bound: the peak is of steps that were run, forward and backward; the optimizer's step is
+        taken for a parameter at a time, or for all at once where two at once take twice as much.
 
     Example:
         >>> import torch, vramx
@@ -281,74 +289,36 @@ def plan(
             "model is compiled already, so that its blocks are not called; plan the model that "
             "torch.compile() was given, and compile afterwards"
         )
-    device = _device_of(model)
-    _budget_bytes(budget, device)  # a mistake is raised before anything is measured
-    reserve_bytes = parse_size(reserve)
+    device = device_of(model)
+    budget_bytes_of(budget, device)  # a mistake is raised before anything is measured
+    added = Added(Loop(optimizer, gradients), parse_size(reserve))
+    check_sample(sample)
     words = {block: words_for(block, device, levels) for block in find_blocks(model)}
-    with _ready(model, sample) as bench:
-        return _choose(bench.measure(words), bench, budget, reserve_bytes)
+    with ready(model, sample, added.loop) as bench:
+        added = replace(added, states_bytes=bench.states_bytes)
+        return _choose(bench.measure(words), bench, budget, added)
 
 
-@contextmanager
-def _ready(model: nn.Module, sample: Any) -> Iterator[Bench]:
-    device = _device_of(model)
-    gc.collect()  # what nothing refers to would count as the model's, until some step frees it
-    with unchanged(model, device):
-        meter = meter_of(device, model)
-        try:
-            yield Bench(model, Step(model, sample), meter)
-        except (CheckpointError, RecomputationError) as error:
-            raise InvalidValueError(
-                f"a block of {type(model).__name__} does not do again what it did when it is "
-                "recomputed; plan with levels that recompute nothing, such as "
-                f"levels=('left', 'int8'): {str(error).splitlines()[0]}"
-            ) from error
-        finally:
-            meter.settle()  # nothing of the last step stays on the device
-
-
-def _choose(measured: Measured, bench: Bench, budget: Budget, reserve: int) -> Plan:
+def _choose(measured: Measured, bench: Bench, budget: Budget, added: Added) -> Plan:
     """Return the plan for a budget; what was run before is not run again.
 
     Raises:
         InvalidValueError: nothing fits.
     """
     if budget == SMALLEST:
-        return Plan(measured, bench.smallest(measured), None, reserve)
-    budget_bytes = _budget_bytes(budget, _device_of(measured.model))
-    room = float("inf") if budget_bytes is None else budget_bytes - reserve
-    limit = room if budget_bytes is None else measured.spread.below(budget_bytes - reserve)
+        return Plan(measured, bench.smallest(measured), None, added)
+    budget_bytes = budget_bytes_of(budget, device_of(measured.model))
+    room = float("inf") if budget_bytes is None else budget_bytes - added.nbytes
+    limit = room if budget_bytes is None else measured.spread.below(budget_bytes - added.nbytes)
     best = bench.fastest(measured, limit)
     if best is None:
         best = bench.smallest(measured)
         if best.measured_bytes is None or best.measured_bytes > limit:
             peak = best.measured_bytes or best.predicted_bytes
-            needed = measured.spread.above(peak) + reserve
+            needed = measured.spread.above(peak) + added.nbytes
             raise InvalidValueError(
                 f"the smallest budget that a step of this model can stay within is "
                 f"{format_size(needed)} ({needed} bytes); the budget is "
-                f"{format_size(room + reserve)}"
+                f"{format_size(room + added.nbytes)}{added}"
             )
-    return Plan(measured, best, budget_bytes, reserve)
-
-
-def _budget_bytes(budget: Budget, device: torch.device) -> int | None:
-    if budget is None or budget == SMALLEST:
-        return None
-    if not isinstance(budget, float):
-        return parse_size(budget)
-    if device.type != "cuda" or not 0 < budget <= 1:
-        raise InvalidValueError(
-            f"budget {brief(budget)} is not accepted on {device.type}; accepted are bytes, text "
-            "such as 24GiB, and on a GPU the fraction of its memory, above 0.0 and up to 1.0"
-        )
-    return int(budget * torch.cuda.get_device_properties(device).total_memory)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1:
-        raise InvalidValueError(
-            f"the model's parameters are on {sorted(map(str, devices))}; accepted is one device"
-        )
-    return devices.pop()
+    return Plan(measured, best, budget_bytes, added)

@@ -1,7 +1,8 @@
 """One step of training on a sample, and the state that measuring must leave as it was.
 
-A step is forward and backward; no optimizer runs. Its loss is the caller's if the sample is a
-function. Nothing of a step's graph outlives it. Not thread-safe.
+A step is forward and backward, and before it gradients are as in the loop; no optimizer runs. Its
+loss is the caller's if the sample is a function. Nothing of a step's graph outlives it. Not
+thread-safe.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from vramx.compression import random
 from vramx.errors import InvalidValueError, brief
+from vramx.planning.loop import Loop
 
 _ACCEPTED = (
     "accepted are a tensor, a tuple of arguments, a mapping of keyword arguments, and a function "
@@ -26,14 +28,17 @@ _ACCEPTED = (
 class Step:
     """Runs forward and backward of a model on a sample."""
 
-    def __init__(self, model: nn.Module, sample: Any) -> None:
-        if not (isinstance(sample, (Tensor, tuple, Mapping)) or callable(sample)):
-            raise InvalidValueError(f"sample {brief(sample)} is not accepted; {_ACCEPTED}")
+    def __init__(
+        self, model: nn.Module, sample: Any, begin: Callable[[], Any] = lambda: None
+    ) -> None:
+        check_sample(sample)
         self._model = model
         self._sample = sample
+        self._begin = begin
 
     def __call__(self, between: Callable[[], Any] = lambda: None) -> None:
         """Run one step; `between` is called before backward, with the loss still alive."""
+        self._begin()
         result = self._forward()  # it lives during backward, as in most programs
         loss = result if callable(self._sample) else loss_of(result)
         if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
@@ -51,6 +56,12 @@ class Step:
         if isinstance(sample, tuple):
             return self._model(*sample)
         return self._model(**sample) if isinstance(sample, Mapping) else sample(self._model)
+
+
+def check_sample(sample: Any) -> None:
+    """Raise unless a step can be taken on a sample."""
+    if not (isinstance(sample, (Tensor, tuple, Mapping)) or callable(sample)):
+        raise InvalidValueError(f"sample {brief(sample)} is not accepted; {_ACCEPTED}")
 
 
 def loss_of(result: Any) -> Any:
@@ -102,8 +113,8 @@ def _described(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Have a model ready to train, every gradient allocated; put all back on leaving.
+def unchanged(model: nn.Module, device: torch.device, loop: Loop) -> Iterator[list[nn.Parameter]]:
+    """Have a model ready for a loop's step; put all back on leaving. Yields what is trained.
 
     Gradients, buffers, the training flags, torch's random numbers and those of vramx are as before.
     Gradients that exist lie on the host in the meantime, for steps add to them where they are.
@@ -125,11 +136,10 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
         for parameter in trained:
             kept = None if parameter.grad is None else _on_host(parameter.grad)
             stack.callback(_put_back_gradient, parameter, parameter.grad, kept)
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        loop.prepare(trained)
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(random.restored_streams())
-        yield
+        yield trained
 
 
 def _check(trained: list[nn.Parameter]) -> None:
@@ -138,7 +148,7 @@ def _check(trained: list[nn.Parameter]) -> None:
     if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in trained):
         raise InvalidValueError(
             "a parameter has a hook that runs when its gradient is there, and may be an optimizer; "
-            "plan before it is registered"
+            "plan before it is registered, with gradients='stepped'"
         )
 
 

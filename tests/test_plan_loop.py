@@ -1,0 +1,225 @@
+"""Plans of a training loop on a host: with the optimizer's states and step, none is exceeded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from plan_tools import PACKED_ROWS, Stack, counted_time
+from torch import Tensor, nn
+
+import vramx
+from vramx.errors import InvalidValueError
+from vramx.planning.meters import HostMeter
+from vramx.planning.states import cost_of, tensors_of
+
+__all__ = ["counted_time"]
+pytestmark = pytest.mark.usefixtures("counted_time")
+
+# Predictions for a host are exact but for scalars of a few bytes.
+EXACT = 1e-3
+LEVELS = ("left", "int8", "recompute_all")
+STEPS = 3
+
+
+class Factored(torch.optim.Optimizer):
+    """Keeps a mean square of each row and column, and a momentum of one byte a weight."""
+
+    def __init__(self, parameters: Any, rate: float = 1e-3) -> None:
+        super().__init__(parameters, {"rate": rate})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group["rate"])
+
+    def _update(self, parameter: Tensor, rate: float) -> None:
+        state, square = self.state[parameter], parameter.grad.square()  # type: ignore[union-attr]
+        if not state:
+            state["means"] = [torch.zeros_like(m) for m in self._means(square)]
+            state["momentum"] = torch.zeros_like(parameter, dtype=torch.int8)
+        scale = torch.zeros_like(parameter)
+        for kept, mean in zip(state["means"], self._means(square), strict=True):
+            kept.lerp_(mean, 0.1)
+            scale += kept
+        parameter.sub_(parameter.grad * rate / scale.sqrt_().add_(1e-3))
+
+    def _means(self, square: Tensor) -> list[Tensor]:
+        return [square.mean(d, keepdim=True) for d in range(square.dim())]
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, 1e-3),
+    "momentum": lambda p: torch.optim.SGD(p, 1e-3, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, 1e-3),
+    "AdamW of all at once": lambda p: torch.optim.AdamW(p, 1e-3, foreach=True),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, 1e-3),
+    "factored": Factored,
+}
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+    vramx.manual_seed(0, rank=0)
+
+
+def model_and_rows(depth: int = 3, rows: int = PACKED_ROWS // 4) -> tuple[nn.Module, Tensor]:
+    return Stack(depth), torch.randn(rows, 8)
+
+
+def peak_of_loop(
+    model: nn.Module, sample: Tensor, make: Callable[[Any], torch.optim.Optimizer], gradients: str
+) -> int:
+    """Return the peak of some steps of a loop as a user writes it, the first among them."""
+    model = copy.deepcopy(model)
+    stepped = gradients == "stepped"
+    each = {p: make([p]) for p in model.parameters()} if stepped else {}
+    every = None if stepped else make(model.parameters())
+    meter = HostMeter(model)
+    for parameter in each:
+        parameter.register_post_accumulate_grad_hook(lambda p: _step_of(each[p]))
+    with meter.watching():
+        for _ in range(STEPS):
+            result = model(sample)
+            result.float().mean().backward()
+            if every is not None:
+                every.step()
+                every.zero_grad(set_to_none=gradients == "fresh")
+            del result
+    return meter.peak_bytes()
+
+
+def _step_of(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+LOOPS = [(name, "fresh") for name in OPTIMIZERS]
+LOOPS += [("AdamW", "accumulated"), ("AdamW", "stepped"), ("factored", "stepped")]
+
+
+@pytest.mark.parametrize(("name", "gradients"), LOOPS)
+def test_no_budget_is_exceeded_in_the_loop(name: str, gradients: str) -> None:
+    model, sample = model_and_rows()
+    make = OPTIMIZERS[name]
+    optimizer = make(model.parameters())
+    options: Any = {"levels": LEVELS, "optimizer": optimizer, "gradients": gradients}
+    widest = vramx.plan(model, sample, **options)
+    low = widest.with_budget(sample, "smallest").measured_bytes
+    assert not optimizer.state
+    for part in range(3):
+        budget = low + (widest.measured_bytes - low) * part // 2
+        plan = widest.with_budget(sample, budget).apply()
+        peak = peak_of_loop(model, sample, make, gradients)
+        plan.undo()
+        assert peak <= plan.measured_bytes * (1 + EXACT)
+        assert plan.measured_bytes <= budget
+        assert peak >= 0.97 * plan.measured_bytes  # what was counted is there
+
+
+def test_of_a_budget_all_but_a_block_is_used_where_that_is_faster() -> None:
+    model, sample = model_and_rows(8)
+    options: Any = {"levels": LEVELS, "optimizer": torch.optim.AdamW(model.parameters())}
+    widest = vramx.plan(model, sample, **options)
+    smallest = widest.with_budget(sample, "smallest")
+    for part in range(1, 4):
+        budget = smallest.measured_bytes
+        budget += (widest.measured_bytes - budget) * part // 4
+        plan = widest.with_budget(sample, budget)
+        assert plan.measured_bytes <= budget
+        assert plan.measured_bytes >= 0.97 * budget or plan.measured_ms == widest.measured_ms
+
+
+def test_gradients_that_come_as_activations_go_cost_less_than_those_that_stay() -> None:
+    model, sample = model_and_rows()
+    peaks = [
+        vramx.plan(model, sample, levels=("left",), gradients=word).measured_bytes
+        for word in ("stepped", "fresh", "accumulated")
+    ]
+    weights = sum(4 * p.numel() for p in model.parameters())
+    assert peaks == sorted(peaks)
+    assert peaks[2] - peaks[1] > weights / 2
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_are_those_that_steps_make(name: str) -> None:
+    model, sample = model_and_rows(2, 64)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    missing = vramx.plan(model, sample, levels=("left",), optimizer=optimizer).added_bytes
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    model(sample).mean().backward()
+    optimizer.step()
+    # But for counters of steps: numbers of the host, whatever the model is on.
+    states = [state for state in tensors_of(optimizer.state) if state.dim()]
+    assert missing == sum(t.untyped_storage().nbytes() for t in states)
+    values = [state.clone() for state in tensors_of(optimizer.state)]
+    stepped = {n: p.clone() for n, p in model.named_parameters()}
+    assert any(not torch.equal(stepped[n], before[n]) for n in before)
+    # Now they are there: counted as they are, and nothing is changed.
+    there = vramx.plan(model, sample, levels=("left",), optimizer=optimizer)
+    assert there.added_bytes == 0
+    assert all(map(torch.equal, values, tensors_of(optimizer.state)))
+    assert all(torch.equal(p, stepped[n]) for n, p in model.named_parameters())
+
+
+def test_schedulers_and_hooks_of_an_optimizer_are_not_run() -> None:
+    model, sample = model_and_rows(2, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.register_step_pre_hook(lambda *_: pytest.fail("a hook was run"))
+    before = [p.clone() for p in model.parameters()]
+    plan = vramx.plan(model, sample, levels=("left",), optimizer=optimizer)
+    assert plan.added_bytes >= 8 * sum(p.numel() for p in model.parameters())
+    assert not optimizer.state
+    assert all(map(torch.equal, before, model.parameters()))
+    assert scheduler.get_last_lr() == [1e-3]
+
+
+def test_states_of_frozen_parameters_are_none() -> None:
+    model, _ = model_and_rows(2, 64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for parameter in model.blocks.parameters():
+        parameter.requires_grad_(False)
+    meter = HostMeter(model)
+    trained = sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
+    assert cost_of(optimizer, meter).states_bytes == trained
+
+
+def test_what_was_counted_is_said() -> None:
+    model, sample = model_and_rows(2, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    options: Any = {"levels": ("left",), "optimizer": optimizer, "reserve": "1MiB"}
+    plan = vramx.plan(model, sample, **options)
+    said = r"counted are .* of states of AdamW that do not exist yet and 1\.00 MiB reserved"
+    assert plan.added_bytes > 1 << 20
+    with pytest.raises(InvalidValueError, match=said):
+        vramx.plan(model, sample, 1 << 20, **options)
+    assert "of states of AdamW" in str(plan)
+
+
+class Closed(torch.optim.SGD):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return closure()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"gradients": "none"}, "gradients 'none' is not accepted"),
+        ({"optimizer": 3}, "optimizer 3 is not accepted"),
+        ({"optimizer": ["AdamW"]}, "optimizer 'AdamW' is not accepted"),
+        ({"optimizer": Closed}, "Closed takes cannot be measured.*as reserve"),
+    ],
+)
+def test_mistakes_are_named(options: dict[str, Any], text: str) -> None:
+    model, sample = model_and_rows(2, 64)
+    if options.get("optimizer") is Closed:
+        options = {"optimizer": Closed(model.parameters(), 0.1)}
+    with pytest.raises(InvalidValueError, match=text):
+        vramx.plan(model, sample, levels=("left",), **options)

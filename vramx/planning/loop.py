@@ -1,0 +1,132 @@
+"""What a training loop has beside forward and backward: its gradients, and its optimizer.
+
+    fresh         zero_grad(set_to_none=True) before each step: gradients come as activations go
+    accumulated   gradients are there during the whole step, as with accumulation over steps
+    stepped       each gradient is used by a step in backward, and gone before the next one comes
+
+The optimizer's own step is never taken: what it costs is measured on copies (states.py). Not
+thread-safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from vramx.errors import InvalidValueError, brief
+from vramx.planning.meters import Meter
+from vramx.planning.states import OptimizerCost, cost_of, unwrapped
+from vramx.sizes import format_size
+
+FRESH, ACCUMULATED, STEPPED = GRADIENTS = ("fresh", "accumulated", "stepped")
+
+
+class Loop:
+    """What the caller said of a loop.
+
+    Raises:
+        InvalidValueError: a value is not accepted.
+    """
+
+    def __init__(self, optimizer: Any, gradients: str) -> None:
+        if gradients not in GRADIENTS:
+            accepted = ", ".join(map(repr, GRADIENTS))
+            raise InvalidValueError(
+                f"gradients {brief(gradients)} is not accepted; accepted are {accepted}"
+            )
+        several = () if optimizer is None else optimizer
+        self.optimizers = [unwrapped(optimizer)] if _is_one(optimizer) else list(several)
+        for each in self.optimizers:
+            if not isinstance(each, Optimizer):
+                raise InvalidValueError(
+                    f"optimizer {brief(each)} is not accepted; accepted are a "
+                    "torch.optim.Optimizer and several of them"
+                )
+        self.gradients = gradients
+
+    def prepare(self, trained: Iterable[nn.Parameter]) -> None:
+        """Have the gradients that are there before a step."""
+        for parameter in trained:
+            if self.gradients != ACCUMULATED:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    @contextlib.contextmanager
+    def measured(self, trained: Sequence[nn.Parameter], meter: Meter) -> Iterator[Measured]:
+        """Measure the optimizers; within the context, gradients go as they do in the loop."""
+        costs = [cost_of(each, meter) for each in self.optimizers]
+        handles = []
+        if self.gradients == STEPPED:
+            temporary = {key: n for cost in costs for key, n in cost.temporary_bytes.items()}
+            for parameter in trained:
+                hook = _Stepped(temporary.get(id(parameter), 0))
+                handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        try:
+            yield Measured(self, costs)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+@dataclass(frozen=True)
+class Added:
+    """The loop of a plan, and the bytes of what does not exist while it is measured."""
+
+    loop: Loop
+    reserved_bytes: int
+    states_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.reserved_bytes + self.states_bytes
+
+    def __str__(self) -> str:
+        """Say what was added, after the bytes that it was added to."""
+        names = " and ".join(dict.fromkeys(type(each).__name__ for each in self.loop.optimizers))
+        states = f"{format_size(self.states_bytes)} of states of {names} that do not exist yet"
+        parts = [states] if self.states_bytes else []
+        if self.reserved_bytes:
+            parts.append(f"{format_size(self.reserved_bytes)} reserved")
+        return f"; counted are {' and '.join(parts)}" if parts else ""
+
+
+class Measured:
+    """A loop whose optimizers were measured.
+
+    Attributes:
+        states_bytes: of states that do not exist yet.
+        step_bytes: what the optimizers' step takes for a moment, where it is taken after backward.
+    """
+
+    def __init__(self, loop: Loop, costs: Sequence[OptimizerCost]) -> None:
+        self._loop = loop
+        self.states_bytes = sum(cost.states_bytes for cost in costs)
+        after = loop.gradients != STEPPED
+        self.step_bytes = max((cost.step_bytes for cost in costs), default=0) if after else 0
+
+    def begin(self, trained: Iterable[nn.Parameter]) -> None:
+        """Do with gradients what the loop does before a step."""
+        if self._loop.gradients == FRESH:
+            self._loop.prepare(trained)
+
+
+class _Stepped:
+    """Stands for an optimizer's step in backward: takes its memory, and lets the gradient go."""
+
+    def __init__(self, temporary_bytes: int) -> None:
+        self._bytes = temporary_bytes
+
+    def __call__(self, parameter: Any) -> None:
+        torch.empty(self._bytes, dtype=torch.uint8, device=parameter.device)
+        parameter.grad = None
+
+
+def _is_one(optimizer: Any) -> bool:
+    return isinstance(optimizer, Optimizer) or not isinstance(optimizer, (Iterable, type(None)))

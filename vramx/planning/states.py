@@ -1,0 +1,148 @@
+"""What an optimizer's states and its step take, of any torch.optim.Optimizer: measured on copies.
+
+A copy of the optimizer takes two steps for a copy of one parameter of each kind (shape, type and
+group), and what it then holds counts for each parameter of the kind that has no states yet. So no
+optimizer is known by name. Neither the optimizer nor a parameter is changed. Not thread-safe; needs
+memory for one parameter more, its gradient and its states; some steps a kind.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from vramx.errors import InvalidValueError, brief
+from vramx.planning.meters import Meter
+
+# Of two parameters at once, against one: twice as much where their temporaries are there together.
+_TOGETHER = 1.5
+_GRADIENT = 1e-3
+
+
+@dataclass
+class OptimizerCost:
+    """What an optimizer takes.
+
+    Attributes:
+        states_bytes: of states that do not exist yet.
+        step_bytes: what a step of all parameters takes for a moment.
+        temporary_bytes: what a step of one of them does, by the parameter's id.
+    """
+
+    states_bytes: int = 0
+    step_bytes: int = 0
+    temporary_bytes: dict[int, int] = field(default_factory=dict)
+
+
+def cost_of(optimizer: Optimizer, meter: Meter) -> OptimizerCost:
+    """Measure an optimizer's states and step.
+
+    Raises:
+        InvalidValueError: a copy of it takes no step.
+    """
+    cost, found = OptimizerCost(), dict[Hashable, tuple[int, int]]()
+    for group, parameter in _trained(optimizer):
+        kind = _kind(group, parameter)
+        if kind not in found:
+            found[kind] = _measured(optimizer, group, [parameter], meter)
+        states, temporary = found[kind]
+        cost.temporary_bytes[id(parameter)] = temporary
+        if not has_states(optimizer, parameter):
+            cost.states_bytes += states
+    every = cost.temporary_bytes.values()
+    together = _are_together(optimizer, cost, meter)
+    cost.step_bytes = sum(every) if together else max(every, default=0)
+    return cost
+
+
+def has_states(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
+    """Tell whether an optimizer holds a tensor for a parameter."""
+    return parameter in optimizer.state and bool(tensors_of(optimizer.state[parameter]))
+
+
+def tensors_of(states: Any) -> list[Tensor]:
+    """Return the tensors among an optimizer's states."""
+    return [leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor)]
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer that others' wrappers (accelerate's) are around."""
+    inner = getattr(optimizer, "optimizer", None)
+    return unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
+
+
+def _trained(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                yield group, parameter
+
+
+def _kind(group: dict[str, Any], parameter: nn.Parameter) -> Hashable:
+    shape = (parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
+    return id(group), type(parameter), *shape
+
+
+def _are_together(optimizer: Optimizer, cost: OptimizerCost, meter: Meter) -> bool:
+    """Tell whether a step has the temporaries of several parameters at the same time."""
+    pairs = [(g, p) for g, p in _trained(optimizer) if cost.temporary_bytes[id(p)]]
+    if len(pairs) < 2:
+        return False
+    group, parameter = min(pairs, key=lambda pair: pair[1].numel())
+    both = _measured(optimizer, group, [parameter, parameter], meter)[1]
+    return both > _TOGETHER * cost.temporary_bytes[id(parameter)]
+
+
+def _measured(
+    optimizer: Optimizer, group: dict[str, Any], like: Sequence[nn.Parameter], meter: Meter
+) -> tuple[int, int]:
+    """Return the bytes of the states of copies of parameters, and of a step's temporaries."""
+    with meter.watching(), torch.no_grad():
+        copies = [nn.Parameter(parameter.detach().clone()) for parameter in like]
+        for copied in copies:
+            copied.grad = torch.full_like(copied, _GRADIENT)
+        copy = _copy_of(optimizer, {**group, "params": copies})
+        before = meter.allocated_bytes()
+        _step(copy)
+        meter.settle()
+        after = meter.allocated_bytes()
+        meter.reset_peak()
+        _step(copy)
+        meter.settle()
+        return max(0, after - before), max(0, meter.peak_bytes() - after)
+
+
+def _copy_of(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
+    """Return an optimizer of the same class and options, of other parameters and without states."""
+    copy: Optimizer = object.__new__(type(optimizer))
+    # What is bound to the original (a scheduler's wrapper of its step) would change it.
+    own = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name != "step" and getattr(value, "__self__", None) is not optimizer
+    }
+    hooks: dict[str, Any] = {name: OrderedDict() for name in own if name.endswith("_hooks")}
+    copy.__dict__.update(own | hooks)
+    copy.state, copy.param_groups = defaultdict(dict), [group]
+    return copy
+
+
+def _step(copy: Optimizer) -> None:
+    name = type(copy).__name__
+    try:
+        MethodType(type(copy).step, copy)()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of a class that is made or called otherwise
+        raise InvalidValueError(
+            f"what {name} takes cannot be measured ({type(error).__name__}: {brief(str(error))}); "
+            "plan without it, and give the bytes of its states as reserve"
+        ) from error
