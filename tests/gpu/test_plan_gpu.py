@@ -65,9 +65,8 @@ def bytes_at_rest() -> int:
 
 
 def peak_bytes(model: nn.Module, sample: Tensor) -> int:
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
     for _ in range(2):
+        model.zero_grad()  # gradients come as activations go
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
