@@ -181,6 +181,24 @@ def test_schedulers_and_hooks_of_an_optimizer_are_not_run() -> None:
     assert scheduler.get_last_lr() == [1e-3]
 
 
+class Wrapper(torch.optim.Optimizer):
+    """As accelerate's: an optimizer around another one, whose states and groups are its."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pytest.fail("it is not to be called")
+
+
+def test_wrapped_and_several_optimizers_are_counted() -> None:
+    model, sample = model_and_rows(2, 64)
+    head, rest = list(model.head.parameters()), list(model.embed.parameters())
+    several = [Wrapper(torch.optim.SGD(part, 0.1, momentum=0.9)) for part in (head, rest)]
+    plan = vramx.plan(model, sample, levels=("left",), optimizer=several)
+    assert plan.added_bytes == 4 * sum(p.numel() for p in (*head, *rest))
+
+
 def test_states_of_frozen_parameters_are_none() -> None:
     model, _ = model_and_rows(2, 64)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)

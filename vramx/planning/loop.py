@@ -41,7 +41,7 @@ class Loop:
                 f"gradients {brief(gradients)} is not accepted; accepted are {accepted}"
             )
         several = () if optimizer is None else optimizer
-        self.optimizers = [unwrapped(optimizer)] if _is_one(optimizer) else list(several)
+        self.optimizers = [unwrapped(x) for x in ([optimizer] if _is_one(optimizer) else several)]
         for each in self.optimizers:
             if not isinstance(each, Optimizer):
                 raise InvalidValueError(

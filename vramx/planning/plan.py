@@ -237,7 +237,8 @@ def plan(
     Works on any model with repeated blocks. Those that vramx.optimize knows can have each of its
     levels; others can be left, have what they save packed ("int8", "int4") or be recomputed from
     their input ("recompute_all"), packed where what they do is smooth. On a GPU, either can be
-    moved to the host ("int8_offload", "recompute_all_offload"). The model is as before when this
+    moved to the host ("int8_offload", "recompute_all_offload"). The loss of a language model makes
+    no logits under any of them, as vramx.optimize has it. The model is as before when this
     returns; apply() changes it. Plan before DDP, FSDP or torch.compile wrap the model.
 
     Args:
