@@ -6,9 +6,10 @@ Prints one line of JSON for each case as soon as it is measured, so that a crash
 comes after it; each is a step for which it waits for its turn, and at whose end it holds no memory.
 In this order:
 
-    NAME raw, NAME tensor       the programs of one stream, and torch.empty
-    NAME raw after a graph      the first of them, with a captured graph alive
+    NAME raw                    the first program of one stream
+    NAME raw after a graph      the same, with a captured graph alive
     NAME raw beside a pool      the same, with a MemPool alive
+    NAME raw, NAME tensor       the programs of one stream, the first as a tensor only; torch.empty
     NAME raw on 3 streams       the programs of several streams, tensor too
     NAME raw beside streams     those of one stream again: the others are idle
 
@@ -56,19 +57,20 @@ def main(arguments: list[str]) -> None:
         report(f"{name} {way}{beside}", replay(library, traces[name], way, passes))
         torch.cuda.empty_cache()  # what one leaves behind is not the next one's
 
-    for name in of_one:
-        for way in WAYS:
-            measure(name, way)
-    for name, size_bytes in EMPTY_BYTES.items():
-        _turn.wait_for_step()
-        report(f"torch.empty {name}", [time_empty(size_bytes) for _ in range(passes)])
     for name in of_one[:1]:
+        measure(name, "raw")
         graph = captured_graph()
         measure(name, "raw", " after a graph")
         del graph
         pool = torch.cuda.MemPool()
         measure(name, "raw", " beside a pool")
         del pool
+    for name in of_one:
+        for way in WAYS[1:] if name == of_one[0] else WAYS:
+            measure(name, way)
+    for name, size_bytes in EMPTY_BYTES.items():
+        _turn.wait_for_step()
+        report(f"torch.empty {name}", [time_empty(size_bytes) for _ in range(passes)])
     for name, trace in traces.items():
         if name not in of_one:
             for way in WAYS:
