@@ -13,8 +13,9 @@ In this order:
     NAME raw on 3 streams       the programs of several streams, tensor too
     NAME raw beside streams     those of one stream again: the others are idle
 
-The first eight passes of each warm up and are not reported: of the recorded programs the slowest to
-settle took seven, by the time of its passes.
+The first sixteen passes of each warm up and are not reported: of the recorded programs the slowest
+to settle stitched something new in the first twelve. All processes take their turns on one core,
+for two cores of a shared host can differ by three quarters.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -39,7 +41,7 @@ from vramx.sizes import KIB, MIB
 WAYS = ("raw", "tensor")  # by the value of the library's is_tensor
 EMPTY_BYTES = {"512 B": KIB // 2, "1 MiB": MIB, "64 MiB": 64 * MIB}
 EMPTY_PAIRS = 20_000
-WARM_UP = 8
+WARM_UP = 16
 # The layout of the library's Event.
 EVENT = np.dtype([("size", "<u8"), ("id", "<u4"), ("stream", "<u4")])
 
@@ -47,6 +49,7 @@ EVENT = np.dtype([("size", "<u8"), ("id", "<u4"), ("stream", "<u4")])
 def main(arguments: list[str]) -> None:
     library = open_library(Path(arguments[0]))
     passes = int(arguments[1])
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     _turn.wait()
     torch.cuda.init()
     traces = {Path(path).stem: load_trace(path) for path in arguments[2:]}
