@@ -199,6 +199,18 @@ def test_wrapped_and_several_optimizers_are_counted() -> None:
     assert plan.added_bytes == 4 * sum(p.numel() for p in (*head, *rest))
 
 
+def test_offloaded_optimizer_is_measured_and_left_alone() -> None:
+    model, sample = model_and_rows(2, 64)
+    plain = torch.optim.AdamW(model.parameters())
+    expected = vramx.plan(model, sample, levels=("left",), optimizer=plain).added_bytes
+    optimizer = vramx.offload_optimizer(torch.optim.AdamW(model.parameters()))
+    before = [p.clone() for p in model.parameters()]
+    plan = vramx.plan(model, sample, levels=("left",), optimizer=optimizer)
+    assert plan.added_bytes == expected
+    assert all(map(torch.equal, before, model.parameters()))
+    assert not optimizer.state
+
+
 def test_states_of_frozen_parameters_are_none() -> None:
     model, _ = model_and_rows(2, 64)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)

@@ -253,7 +253,8 @@ def plan(
         reserve: bytes to leave free of the budget for what vramx cannot know of.
         optimizer: the torch.optim.Optimizer of the training, or several of them. The bytes of
             states that do not exist yet are added, and the peak of its own step counts. Both are
-            measured, by steps of copies of it for copies of one parameter of each shape.
+            measured, by steps of copies of it for copies of one parameter of each shape. States
+            that wait on the host count as if they were on the GPU.
         gradients: "fresh": they are set to None before each step, as zero_grad() does;
             "accumulated": they are there during the whole step, as with accumulation over steps, or
             zero_grad(set_to_none=False); "stepped": a step in backward uses each as it comes, and

@@ -64,8 +64,12 @@ def cost_of(optimizer: Optimizer, meter: Meter) -> OptimizerCost:
 
 
 def has_states(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
-    """Tell whether an optimizer holds a tensor for a parameter."""
-    return parameter in optimizer.state and bool(tensors_of(optimizer.state[parameter]))
+    """Tell whether an optimizer holds tensors for a parameter that are where it is.
+
+    Those that wait on the host count as if they were not there: on the safe side.
+    """
+    states = tensors_of(optimizer.state[parameter]) if parameter in optimizer.state else []
+    return any(state.dim() and state.device == parameter.device for state in states)
 
 
 def tensors_of(states: Any) -> list[Tensor]:
@@ -122,12 +126,15 @@ def _measured(
 
 def _copy_of(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
     """Return an optimizer of the same class and options, of other parameters and without states."""
-    copy: Optimizer = object.__new__(type(optimizer))
-    # What is bound to the original (a scheduler's wrapper of its step) would change it.
+    # Without what is vramx's own, and what is bound to the original: both would change that.
+    cls: Any = getattr(type(optimizer), "_vramx_original", type(optimizer))
+    copy: Optimizer = object.__new__(cls)
     own = {
         name: value
         for name, value in vars(optimizer).items()
-        if name != "step" and getattr(value, "__self__", None) is not optimizer
+        if name != "step"
+        and not name.startswith("_vramx")
+        and getattr(value, "__self__", None) is not optimizer
     }
     hooks: dict[str, Any] = {name: OrderedDict() for name in own if name.endswith("_hooks")}
     copy.__dict__.update(own | hooks)
