@@ -80,7 +80,7 @@ def test_text_that_claims_more_than_the_file_is_refused(tmp_path: Path) -> None:
 def test_a_compressed_file_is_not_unpacked_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vramx.memory.snapshot_reader.MAX_FILE_BYTES", 1 << 20)
+    monkeypatch.setattr("vramx.memory.snapshot_file.MAX_FILE_BYTES", 1 << 20)
     path = tmp_path / "bomb.json.gz"
     path.write_bytes(gzip.compress(b" " * (2 << 20)))
     with pytest.raises(TraceError, match="larger than the 1 MiB accepted"):
@@ -142,7 +142,7 @@ def test_a_snapshot_with_changed_bytes_never_fails_otherwise(
         ({"segments": [], "device_traces": [[{"action": "alloc"}]]}, "event 0 has no 'addr'"),
         ({"segments": 17, "device_traces": [[event("alloc", 1, 1)]]}, "segments is int"),
         ({"segments": [17], "device_traces": [[event("alloc", 1, 1)]]}, "segment 0 is int"),
-        ({"segments": [], "device_traces": [[event("oom", 1, 1)]]}, "no allocation or free"),
+        ({"segments": [], "device_traces": [[event("snapshot", 1, 1)]]}, "no allocation or free"),
     ],
 )
 def test_other_data_is_refused(tmp_path: Path, snapshot: Any, what: str) -> None:
