@@ -35,6 +35,7 @@ _LIBRARY = re.compile(
     r"|^<(?:frozen|string|eval_with_key)"
 )
 _PYTHON = re.compile(r"\.pyw?$|^<")
+_OWN_IN_LINE = 2  # the line that asked, and who called it
 _INSTALLED = re.compile(r".*(?:site-packages|dist-packages)/")
 
 
@@ -102,16 +103,21 @@ def shown_frames(stack: Stack) -> Stack:
 
 
 def describe(stack: Stack) -> str:
-    """Say in one line where an allocation was made: the program's line, and what it called.
+    """Say in one line where an allocation was made: the program's lines, and what they called.
 
     Example:
         >>> describe((Frame("linear", "site-packages/torch/nn/functional.py", 9),
-        ...           Frame("forward", "train.py", 12)))
-        'train.py:12 forward (torch/nn/functional.py:9 linear)'
+        ...           Frame("forward", "model.py", 12), Frame("train", "train.py", 40)))
+        'model.py:12 forward < train.py:40 train (functional.py:9 linear)'
     """
     if not stack:
         return "(no stack recorded)"
-    own = next((frame for frame in stack if is_own_code(frame)), None)
-    if own is None or own == stack[0]:
+    shown = shown_frames(stack)
+    own = [frame for frame in shown if is_own_code(frame)][:_OWN_IN_LINE]
+    if not own:
         return str(stack[0])
-    return f"{own} ({stack[0]})"
+    lines = " < ".join(map(str, own))
+    if own[0] == stack[0]:
+        return lines
+    called = stack[0]
+    return f"{lines} ({called.filename.rpartition('/')[2]}:{called.line} {called.name})"
