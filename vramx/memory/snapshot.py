@@ -171,26 +171,15 @@ class Snapshot:
         regions = regions_at(self.segments, self.segment_events, event)
         return sorted(holes_in(regions, spans), key=lambda hole: -hole.size_bytes)
 
-    def until(self, failure: FailedRequest) -> Trace:
-        """Return the trace up to one failed request, which is its last row.
+    def rows_until(self, failure: FailedRequest) -> Ids:
+        """Return the rows of the trace up to that of one failed request, which is the last.
 
         Requests that failed before it are left out: the program went on without them.
         """
         trace = self.trace
         earlier = [other.id for other in self.failures if other.id != failure.id]
         kept = np.flatnonzero(~np.isin(trace.id, earlier))
-        last = np.flatnonzero(trace.id[kept] == failure.id)[0]
-        rows = kept[: last + 1]
-        return Trace(
-            name=trace.name,
-            op=trace.op[rows],
-            id=trace.id[rows],
-            size=trace.size[rows],
-            stream=trace.stream[rows],
-            time_us=trace.time_us[rows],
-            device=trace.device,
-            failed=(failure.id,),
-        )
+        return kept[: np.flatnonzero(trace.id[kept] == failure.id)[0] + 1]
 
     def _rows_until(self, event: int) -> int:
         return int(np.searchsorted(self.event, self.check_event(event), side="right"))

@@ -111,7 +111,7 @@ def describe(stack: Stack) -> str:
         'model.py:12 forward < train.py:40 train (functional.py:9 linear)'
     """
     if not stack:
-        return "(no stack recorded)"
+        return "(no stack recorded, as in backward)"
     shown = shown_frames(stack)
     own = [frame for frame in shown if is_own_code(frame)][:_OWN_IN_LINE]
     if not own:

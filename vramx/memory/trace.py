@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,17 @@ class Trace:
 
     def __len__(self) -> int:
         return len(self.op)
+
+    def part(self, rows: npt.NDArray[np.int64]) -> Trace:
+        """Return the trace of some of the rows, which are in order."""
+        return replace(
+            self,
+            op=self.op[rows],
+            id=self.id[rows],
+            size=self.size[rows],
+            stream=self.stream[rows],
+            time_us=self.time_us[rows],
+        )
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays under the names they have in a file."""
