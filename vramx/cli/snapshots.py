@@ -54,10 +54,15 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_output_arguments(parser, "write to FILE instead of stdout")
 
 
-def read_snapshot(args: argparse.Namespace) -> Snapshot:
-    """Load the snapshot of the arguments, once the output can be written."""
+def check_report(args: argparse.Namespace) -> None:
+    """Refuse an output that could not be written, before the work begins."""
     if args.output is not None:
         common.check_output(args.output, args.force)
+
+
+def read_snapshot(args: argparse.Namespace) -> Snapshot:
+    """Load the snapshot of the arguments, once the output can be written."""
+    check_report(args)
     return load_snapshot(args.snapshot, args.snapshot_device)
 
 

@@ -171,6 +171,11 @@ class Snapshot:
         regions = regions_at(self.segments, self.segment_events, event)
         return sorted(holes_in(regions, spans), key=lambda hole: -hole.size_bytes)
 
+    @property
+    def rows_of_allocation(self) -> Ids:
+        """The row of the trace in which each allocation was made, by its id."""
+        return self._lives[0]
+
     def rows_until(self, failure: FailedRequest) -> Ids:
         """Return the rows of the trace up to that of one failed request, which is the last.
 
