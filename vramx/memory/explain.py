@@ -227,11 +227,10 @@ def _fidelity(
     known = min(len(replayed), len(events))
     same = np.diff(replayed[:known], prepend=0) == change[:known]
     peak = _peak_until(snapshot, int(events[-1])) if len(events) else 0
-    failed = int(trace.id[result.oom_event]) in trace.failed if result.oom else False
     return Fidelity(
         policy=snapshot.recorded_policy,
         reproduced=int(count[:known][same].sum()),
         recorded=int(count.sum()),
         peak_error=result.peak_reserved_bytes / peak - 1 if peak else None,
-        fails_too=failed if trace.failed else None,
+        fails_too=result.oom_as_recorded if trace.failed else None,
     )

@@ -88,7 +88,8 @@ class ReplayResult:
     """What one policy did with one trace.
 
     ns_per_event is the time of the loop over the events, by their number; the median of several
-    runs where one takes a few milliseconds. oom_event is the event that did not fit, or -1.
+    runs where one takes a few milliseconds. oom_event is the event that did not fit, or -1;
+    oom_as_recorded says that this request failed when it was recorded as well.
     driver_us_second_half shows whether driver calls go on once a periodic program has settled.
     mismatches counts blocks whose bytes changed under their owner: anything but 0 is a defect.
     """
@@ -101,6 +102,7 @@ class ReplayResult:
     min_capacity_bytes: int | None
     oom: bool
     oom_event: int
+    oom_as_recorded: bool
     ns_per_event: float
     driver_calls: Mapping[str, int]
     driver_us: float
@@ -229,9 +231,13 @@ class _Replayer:
             peak_live_bytes=self._core.peak_live_bytes,
             min_capacity_bytes=minimum,
             trace_us=self._core.trace_us,
+            oom_as_recorded=figures["oom"] and self._failed_when_recorded(figures["oom_event"]),
             timeline=Timeline(**timeline) if timeline is not None else None,
             **figures,
         )
+
+    def _failed_when_recorded(self, event: int) -> bool:
+        return int(self._trace.id[event]) in self._trace.failed
 
     def _run(self, policy: str, capacity_bytes: int) -> dict[str, Any]:
         figures: dict[str, Any] = self._core.run(
