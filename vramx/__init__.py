@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vramx.compression.random import manual_seed
     from vramx.compression.stats import CompressionStats
     from vramx.memory.replay import replay
+    from vramx.memory.snapshot import Snapshot
     from vramx.memory.trace import load_trace
     from vramx.nn.optimize import OptimizeReport, optimize
     from vramx.patch.report import Report, report, restore
@@ -44,6 +45,7 @@ _LAZY = {
     "OptimizeReport": "vramx.nn.optimize",
     "Plan": "vramx.planning.plan",
     "Report": "vramx.patch.report",
+    "Snapshot": "vramx.memory.snapshot",
     "allocator_installed": "vramx.allocator.install",
     "allocator_stats": "vramx.allocator.stats",
     "checkpoint": "vramx.recompute.call",
@@ -73,6 +75,7 @@ __all__ = [
     "OptimizeReport",
     "Plan",
     "Report",
+    "Snapshot",
     "VramxError",
     "__version__",
     "allocator_installed",

@@ -144,16 +144,22 @@ def _remedies(why: Explanation) -> Any:
         verdict = [_verdict(remedy)] if why.capacity is not None else []
         name = _NAMES[remedy.policy] + (", as it was" if is_recorded else "")
         line = "" if is_recorded else _LINES[remedy.policy]
-        table.add_row(name, *verdict, format_gib(remedy.needs_bytes), line)
-        if is_recorded and why.capacity is not None and not remedy.fits:
+        table.add_row(name, *verdict, _needs(remedy), line)
+        if is_recorded and why.capacity is not None and not remedy.fits and remedy.needs_bytes:
             more = format_size(max(remedy.needs_bytes - why.capacity.low_bytes, 0))
-            table.add_row("a bigger card", "yes", format_gib(remedy.needs_bytes), f"{more} more")
+            table.add_row("a bigger card", "yes", _needs(remedy), f"{more} more")
     return table
+
+
+def _needs(remedy: Remedy) -> str:
+    if remedy.needs_bytes is None:
+        return "more than any GPU has"
+    return format_gib(remedy.needs_bytes)
 
 
 def _verdict(remedy: Remedy) -> str:
     if remedy.fits is None:
-        return f"from {format_gib(remedy.needs_bytes)} on"
+        return f"from {_needs(remedy)} on"
     return "yes" if remedy.fits else "no"
 
 

@@ -163,7 +163,9 @@ def summary(results: Sequence[ReplayResult]) -> str:
 
 def _need(result: ReplayResult) -> str:
     name = _NAMES[result.policy]
-    least = f"needs a GPU with {format_gib(result.min_capacity_bytes or 0)}"
+    if result.min_capacity_bytes is None:
+        return f"{name} needs more than any GPU has"
+    least = f"needs a GPU with {format_gib(result.min_capacity_bytes)}"
     if result.oom:
         return f"{name} {least}"
     return f"{name} takes {format_gib(result.peak_reserved_bytes)} and {least}"

@@ -56,7 +56,7 @@ class Remedy:
 
     policy: str
     fits: bool | None  # None where the capacity is not known well enough
-    needs_bytes: int
+    needs_bytes: int | None  # None where no device holds it
     peak_reserved_bytes: int  # where nothing limits it
 
 
@@ -196,11 +196,12 @@ def _remedy(
 ) -> Remedy:
     options = ReplayOptions(progress=progress)
     (free,) = replay(trace, policy, min_capacity=True, options=options)
-    needs = free.min_capacity_bytes or 0
+    needs = free.min_capacity_bytes
     fits = None
     if capacity is not None:
         (limited,) = replay(trace, policy, capacity=capacity.low_bytes, options=options)
-        fits = True if not limited.oom else None if needs < capacity.high_bytes else False
+        may_fit = needs is not None and needs < capacity.high_bytes
+        fits = True if not limited.oom else None if may_fit else False
     return Remedy(policy, fits, needs, free.peak_reserved_bytes)
 
 

@@ -89,7 +89,8 @@ class ReplayResult:
 
     ns_per_event is the time of the loop over the events, by their number; the median of several
     runs where one takes a few milliseconds. oom_event is the event that did not fit, or -1;
-    oom_as_recorded says that this request failed when it was recorded as well.
+    oom_as_recorded says that this request failed when it was recorded as well. min_capacity_bytes
+    is None where it was not asked for, and where the run is more than any device holds (4 TiB).
     driver_us_second_half shows whether driver calls go on once a periodic program has settled.
     mismatches counts blocks whose bytes changed under their owner: anything but 0 is a defect.
     """
@@ -260,7 +261,9 @@ class _Replayer:
             runs.append(float(again["ns_per_event"]))
         return statistics.median(runs)
 
-    def _min_capacity(self, policy: str) -> int:
+    def _min_capacity(self, policy: str) -> int | None:
+        if self._core.run(policy, driver="sim")["oom"]:  # a search would not end
+            return None
         minimum: int = self._core.min_capacity(policy, progress=self._progress(policy))
         return minimum
 

@@ -39,8 +39,6 @@ from vramx.memory.trace import ALLOCATE, FREE_COMPLETED, FREE_REQUESTED, Trace
 
 _MAX_STREAMS = 256
 _MAX_TIME_US = (1 << 32) - 1
-# A mistyped shape asks for more than the core's arithmetic holds; no device has this much either.
-_MOST_REPLAYED_BYTES = 1 << 42
 _MOST_BYTES = 1 << 48  # as in the core
 _BLOCK_UNIT = 512
 
@@ -152,7 +150,8 @@ class _Builder:
         self._append(ALLOCATE, self._live[address], record, position)
 
     def _fail(self, record: dict[str, Any], position: int) -> None:
-        size = min(number(record, "size", "event", position), _MOST_REPLAYED_BYTES)
+        # A mistyped shape may ask for more than the core counts, which no device has either.
+        size = min(number(record, "size", "event", position), _MOST_BYTES)
         request = self._new(record, 0, size, position)
         for op in (ALLOCATE, FREE_REQUESTED, FREE_COMPLETED):
             self._append(op, request, record, position)
