@@ -96,9 +96,10 @@ def _heading(snapshot: Snapshot, total: Totals) -> str:
 
 
 def _footing(total: Totals) -> str:
+    holes = "1 hole" if total.holes == 1 else f"{total.holes:,} holes"
     return (
         f"Beside them: rounding {format_size(total.rounding_bytes)}; free in the cache "
-        f"{format_size(total.free_bytes)} in {total.holes:,} holes, the largest of "
+        f"{format_size(total.free_bytes)} in {holes}, the largest of "
         f"{format_size(total.largest_hole_bytes)}."
     )
 

@@ -40,9 +40,10 @@ POLICIES = ("native", "expandable", "vramx")
 
 @dataclass(frozen=True)
 class Capacity:
-    """What the allocator could hold, as far as the recording tells: from `low` to below `high`.
+    """What the allocator could hold, as far as the recording tells: from `low` to `high`.
 
-    It held `low`, or was told that so much was there; with `high` it would have served the request.
+    They are one where the recording has it. Where it does not, the allocator once held `low`, and
+    with more than `high` it would have served the request.
     """
 
     low_bytes: int
@@ -121,7 +122,7 @@ def explain(
     given = check_capacity(capacity)
     request = snapshot.failures[-1] if snapshot.failures else None
     event = snapshot.peak_event if request is None else request.event
-    limit = Capacity(given, given + 1, "given") if given else _recorded_capacity(snapshot, request)
+    limit = Capacity(given, given, "given") if given else _recorded_capacity(snapshot, request)
     at = totals(snapshot, event)
     needed = -(-request.size_bytes // _BLOCK_UNIT) * _BLOCK_UNIT if request is not None else 0
     fitting = _fitting_hole(snapshot, request)
@@ -148,11 +149,13 @@ def _recorded_capacity(snapshot: Snapshot, request: FailedRequest | None) -> Cap
     if request is None:
         return None
     reserved = int(snapshot.reserved_bytes_at(request.event))
-    high = reserved + _segment_bytes(request.size_bytes)
+    refused = reserved + _segment_bytes(request.size_bytes)
     free = request.device_free_bytes
-    if free is not None and reserved + free < high:
-        return Capacity(max(reserved + free, CHUNK_BYTES), high, "device")
-    return Capacity(max(_peak_until(snapshot, request.event), CHUNK_BYTES), high, "limit")
+    if free is not None and reserved + free < refused:
+        there = max(reserved + free, CHUNK_BYTES)
+        return Capacity(there, there, "device")
+    held = max(_peak_until(snapshot, request.event), CHUNK_BYTES)
+    return Capacity(held, max(held, refused - 1), "limit")
 
 
 def _peak_until(snapshot: Snapshot, event: int) -> int:
@@ -188,7 +191,7 @@ def _cause(
         return ELSEWHERE
     if enough_from <= capacity.low_bytes:
         return FRAGMENTATION
-    return UNDECIDED if enough_from < capacity.high_bytes else SIZE
+    return UNDECIDED if enough_from <= capacity.high_bytes else SIZE
 
 
 def _remedy(
@@ -200,7 +203,7 @@ def _remedy(
     fits = None
     if capacity is not None:
         (limited,) = replay(trace, policy, capacity=capacity.low_bytes, options=options)
-        may_fit = needs is not None and needs < capacity.high_bytes
+        may_fit = needs is not None and needs <= capacity.high_bytes
         fits = True if not limited.oom else None if may_fit else False
     return Remedy(policy, fits, needs, free.peak_reserved_bytes)
 
