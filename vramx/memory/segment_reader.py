@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vramx.memory.segments import DEFAULT_POOL, Block, Segment, SegmentEvent
-from vramx.memory.snapshot_file import as_list, field, number, number_or
+from vramx.memory.snapshot_file import as_list, byte_count, field, number, number_or
 from vramx.memory.stacks import StackTable
 
 # Action -> whether memory is taken from the driver, and whether it is mapped page by page.
@@ -24,10 +24,12 @@ def read_segment(record: Any, index: int, stacks: StackTable) -> Segment:
     start = address = number(record, "address", "segment", index)
     blocks = []
     for each in as_list(field(record, "blocks", "segment", index), f"blocks of segment {index}"):
-        size = number(each, "size", "a block of segment", index)
+        size = byte_count(each, "size", "a block of segment", index)
         # Older snapshots leave an address to follow from the sizes before it.
         address = number_or(address, each, "address", "a block of segment", index)
-        requested = number_or(size, each, "requested_size", "a block of segment", index)
+        requested = size
+        if "requested_size" in each:
+            requested = byte_count(each, "requested_size", "a block of segment", index)
         is_live = each.get("state") in _LIVE_STATES
         stack = stacks.number(each.get("frames")) if is_live else 0
         blocks.append(Block(address, size, requested, is_live, stack))
@@ -35,7 +37,9 @@ def read_segment(record: Any, index: int, stacks: StackTable) -> Segment:
     held = sum(block.size_bytes for block in blocks)
     return Segment(
         address=start,
-        size_bytes=number_or(held, record, "total_size", "segment", index),
+        size_bytes=(
+            byte_count(record, "total_size", "segment", index) if "total_size" in record else held
+        ),
         stream=stream,
         pool=pool_of(record.get("segment_pool_id")) or DEFAULT_POOL,
         is_expandable=bool(record.get("is_expandable")),
@@ -51,7 +55,7 @@ def read_segment_event(record: dict[str, Any], action: str, position: int) -> Se
         is_growth=is_growth,
         is_mapping=is_mapping,
         address=number(record, "addr", "event", position),
-        size_bytes=number(record, "size", "event", position),
+        size_bytes=byte_count(record, "size", "event", position),
         stream=number_or(0, record, "stream", "event", position),
         pool=pool_of(record.get("pool_id")) or DEFAULT_POOL,
     )

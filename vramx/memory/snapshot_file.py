@@ -20,6 +20,7 @@ MAX_FILE_BYTES = 512 << 20
 _GZIP_MAGIC = b"\x1f\x8b"
 _NO_SNAPSHOT = "it is no torch memory snapshot"
 _END = 1 << 64
+MOST_BYTES = 1 << 48  # of one allocation, as in the core; no device has as much
 
 
 def read_snapshot_file(path: Path) -> dict[str, Any]:
@@ -124,3 +125,11 @@ def number(record: Any, key: str, what: str, index: int) -> int:
 def number_or(default: int, record: dict[str, Any], key: str, what: str, index: int) -> int:
     """Return a field that may be absent."""
     return number(record, key, what, index) if key in record else default
+
+
+def byte_count(record: Any, key: str, what: str, index: int) -> int:
+    """Return a field that must be a size which a device could have."""
+    size = number(record, key, what, index)
+    if size > MOST_BYTES:
+        raise TraceError(f"{what} {index} has {key} {size}; at most 2^48 is accepted")
+    return size

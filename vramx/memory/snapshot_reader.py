@@ -27,7 +27,9 @@ from vramx.memory.segment_reader import SEGMENT_ACTIONS, pool_of, read_segment, 
 from vramx.memory.segments import DEFAULT_POOL, Block, PoolNumbers, Segment, SegmentEvent
 from vramx.memory.snapshot import Allocations, FailedRequest, Snapshot
 from vramx.memory.snapshot_file import (
+    MOST_BYTES,
     as_list,
+    byte_count,
     events_of_device,
     field,
     number,
@@ -39,7 +41,6 @@ from vramx.memory.trace import ALLOCATE, FREE_COMPLETED, FREE_REQUESTED, Trace
 
 _MAX_STREAMS = 256
 _MAX_TIME_US = (1 << 32) - 1
-_MOST_BYTES = 1 << 48  # as in the core
 _BLOCK_UNIT = 512
 
 
@@ -112,7 +113,9 @@ class _Builder:
 
     def add(self, record: Any, position: int) -> None:
         self._events = position + 1
-        action = field(record, "action", "event", position)
+        action = record.get("action") if type(record) is dict else None
+        if action is None:
+            action = field(record, "action", "event", position)
         if action == "alloc":
             self._allocate(record, position)
         elif action == "free_requested":
@@ -145,13 +148,13 @@ class _Builder:
         address = number(record, "addr", "event", position)
         if address in self._live:  # its free was not recorded (skip_actions)
             self._complete_free(record, position)
-        size = _size(record, position)
+        size = byte_count(record, "size", "event", position)
         self._live[address] = self._new(record, address, size, position)
         self._append(ALLOCATE, self._live[address], record, position)
 
     def _fail(self, record: dict[str, Any], position: int) -> None:
         # A mistyped shape may ask for more than the core counts, which no device has either.
-        size = min(number(record, "size", "event", position), _MOST_BYTES)
+        size = min(number(record, "size", "event", position), MOST_BYTES)
         request = self._new(record, 0, size, position)
         for op in (ALLOCATE, FREE_REQUESTED, FREE_COMPLETED):
             self._append(op, request, record, position)
@@ -180,7 +183,9 @@ class _Builder:
         allocation = self._live.get(address)
         if allocation is None:  # allocated before the recording began
             stream = number_or(0, record, "stream", "event", position)
-            allocation = self._predating(address, _size(record, position), stream)
+            allocation = self._predating(
+                address, byte_count(record, "size", "event", position), stream
+            )
             allocation.pool = pool_of(record.get("pool_id"))
         return allocation
 
@@ -283,13 +288,6 @@ class _Builder:
             pool=np.array([pools.of(each.pool, each.address) for each in allocations], np.int64),
             pools=tuple(pools.numbers),
         )
-
-
-def _size(record: dict[str, Any], position: int) -> int:
-    size = number(record, "size", "event", position)
-    if size > _MOST_BYTES:
-        raise TraceError(f"event {position} has size {size}; at most 2^48 is accepted")
-    return size
 
 
 def _elapsed_us(times: list[int], start_us: int) -> npt.NDArray[np.uint32]:
