@@ -127,6 +127,13 @@ def test_a_name_that_looks_like_markup_is_printed_as_it_is(run: Any, tmp_path: P
         assert "[red].py:3 [bold]f[/]" in out
 
 
+def test_a_name_cannot_command_the_terminal(run: Any, tmp_path: Path) -> None:
+    recording = Recording()
+    recording.alloc(512, [{"name": "\x1b[2J\nf\ud800", "filename": "a.py", "line": 3}])
+    _, out, _ = run("stats", recording.save(tmp_path / "run.pickle"))
+    assert "a.py:3 \\x1b[2J\\nf\\ud800" in out
+
+
 def test_the_peak_of_a_real_snapshot_is_its_own(run: Any, snapshots: Path) -> None:
     _, out, _ = run("stats", snapshots / "oom.pickle", "--json")
     report = json.loads(out)

@@ -9,6 +9,7 @@ makes once (optimizer states in its first step, a cache) grows as well, but not 
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -120,10 +121,10 @@ def _kept(snapshot: Snapshot) -> dict[Stack, _Kept]:
 
 def _first_row_after(last: Snapshot, first: Snapshot) -> int:
     """Return where the last recording goes on after the end of the first; 0 if they share none."""
-    end_us = first.start_us + int(first.trace.time_us[-1])
-    return int(
-        np.searchsorted(last.start_us + last.trace.time_us.astype(np.int64), end_us, "right")
-    )
+    elapsed_us = first.start_us + int(first.trace.time_us[-1]) - last.start_us
+    if elapsed_us < 0:
+        return 0
+    return bisect.bisect_right(last.trace.time_us, elapsed_us, key=int)
 
 
 def _is_leak(series: Sequence[_Kept], between: range, steps: int | None) -> bool:

@@ -15,7 +15,7 @@ SEGMENT_ACTIONS = {
     "segment_map": (True, True),
     "segment_unmap": (False, True),
 }
-_LIVE_STATES = frozenset(("active_allocated", "active_pending_free"))
+_LIVE_STATES = ("active_allocated", "active_pending_free")
 
 
 def read_segment(record: Any, index: int, stacks: StackTable) -> Segment:

@@ -68,10 +68,16 @@ class StackTable:
 def _frame(record: dict[str, Any]) -> Frame:
     line = record.get("line")
     return Frame(
-        str(record.get("name", "?")),
-        str(record.get("filename", "?")),
+        _printable(record.get("name", "?")),
+        _printable(record.get("filename", "?")),
         line if type(line) is int else 0,
     )
+
+
+def _printable(value: Any) -> str:
+    """Return text that cannot move a terminal's cursor."""
+    text = str(value)
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
 def is_own_code(frame: Frame) -> bool:
