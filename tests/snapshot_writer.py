@@ -1,7 +1,7 @@
 """Writes torch memory snapshots with the keys of each release, from what a program does.
 
-A recording places blocks as torch's allocator does (best fit in the segments of a stream and pool,
-else a new segment), so that its segments, blocks and events agree with each other.
+A recording places blocks as torch's allocator does (best fit in the segments of a stream, a pool
+and a class of sizes, else a new segment), so that its segments, blocks and events agree.
 """
 
 from __future__ import annotations
@@ -56,6 +56,10 @@ class Segment:
     pool: tuple[int, int]
     blocks: list[Block] = field(default_factory=list)
 
+    @property
+    def is_small(self) -> bool:
+        return self.size == 2 * MIB
+
     def holes(self) -> list[tuple[int, int]]:
         """Return (size, address) of what is free."""
         holes, position = [], self.address
@@ -69,9 +73,10 @@ class Segment:
 class Recording:
     """A program's allocations, as torch 2.`minor` records them."""
 
-    def __init__(self, minor: int = 13, *, expandable: bool = False) -> None:
+    def __init__(self, minor: int = 13, *, expandable: bool = False, **settings: Any) -> None:
         self.minor = minor
         self.expandable = expandable
+        self.settings = settings
         self.segments: list[Segment] = []
         self.events: list[dict[str, Any]] = []
         self._next = 0x7F00_0000_0000
@@ -89,6 +94,7 @@ class Recording:
             (hole, segment)
             for segment in self.segments
             if (segment.stream, segment.pool) == (stream, pool)
+            and segment.is_small == (rounded <= MIB)
             for hole in segment.holes()
             if hole[0] >= rounded
         ]
@@ -219,7 +225,7 @@ class Recording:
             "active_size": live,
             "requested_size": sum(block.requested for block in segment.blocks),
             "stream": segment.stream,
-            "segment_type": "small" if segment.size == 2 * MIB else "large",
+            "segment_type": "small" if segment.is_small else "large",
             "segment_pool_id": segment.pool,
             "is_expandable": self.expandable,
             "frames": [],
@@ -238,4 +244,4 @@ class Recording:
             settings["graph_capture_record_stream_reuse"] = False
         if self.minor >= 13:
             settings |= {"max_round_threshold": 0, "max_cached_size": 0}
-        return settings
+        return settings | self.settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,44 @@ def test_a_free_block_of_another_stream_is_named(run: Any, tmp_path: Path) -> No
     report = explained(run, recording.save(tmp_path / "oom.pickle"))
     assert report["cause"] == "elsewhere"
     assert report["fitting_hole_bytes"] == 0
+
+
+@pytest.mark.parametrize(("taken", "asked"), [(40 * MIB, 600_000), (600_000, MIB + 512)])
+def test_a_free_block_for_other_sizes_does_not_fit(
+    run: Any, tmp_path: Path, taken: int, asked: int
+) -> None:
+    recording = Recording()
+    recording.free(recording.alloc(taken, KEPT))
+    recording.oom(asked)
+    report = explained(run, recording.save(tmp_path / "oom.pickle"))
+    assert (report["cause"], report["fitting_hole_bytes"]) == ("elsewhere", 0)
+
+
+def test_what_a_replay_leaves_out_is_said(run: Any, tmp_path: Path) -> None:
+    path = fragmented(tmp_path, 10 * MIB, max_split_size=256 * MIB)
+    assert explained(run, path)["fidelity"]["unmodelled"] == ["max_split_size"]
+    assert "Not replayed: max_split_size." in run("explain", path)[1]
+    assert "Not replayed" not in run("explain", fragmented(tmp_path, 10 * MIB))[1]
+
+
+def test_a_replay_that_differs_from_the_recording_is_said(
+    run: Any, snapshots: Path, tmp_path: Path
+) -> None:
+    snapshot = pickle.loads((snapshots / "train.pickle").read_bytes())
+    grown = [each for each in snapshot["device_traces"][0] if each["action"] == "segment_alloc"]
+    grown[3]["size"] += 2 * MIB  # as if torch had taken more for one request, less for the next
+    grown[4]["size"] -= 2 * MIB
+    path = tmp_path / "other.pickle"
+    path.write_bytes(pickle.dumps(snapshot))
+    fidelity = explained(run, path)["fidelity"]
+    assert (fidelity["reproduced"], fidelity["recorded"]) == (43, 45)
+
+
+def test_memory_that_vramx_mapped_is_known_as_its_own(run: Any, tmp_path: Path) -> None:
+    path = fragmented(tmp_path, 10 * MIB, expandable=True, expandable_segments=False)
+    report = explained(run, path)
+    assert report["recorded_policy"] == "vramx"
+    assert "vramx, as it was" in run("explain", path)[1]
 
 
 def test_the_last_failure_is_explained_without_those_before(run: Any, tmp_path: Path) -> None:

@@ -60,14 +60,14 @@ def test_json_has_the_totals_of_the_moment(run: Any, recorded: Path) -> None:
     assert {key: report[key] for key in report if key != "groups"} == {
         "schema": 1,
         "snapshot": "run.pickle",
-        "event": 9,
+        "event": 10,
         "live_bytes": 16 * MIB + 512,
         "tensors": 3,
         "rounding_bytes": 0,
-        "free_bytes": 30 * MIB + 16 * MIB - 512,
-        "holes": 2,
+        "free_bytes": 30 * MIB + 16 * MIB + 2 * MIB - 512,
+        "holes": 3,
         "largest_hole_bytes": 30 * MIB,
-        "reserved_bytes": 62 * MIB,
+        "reserved_bytes": 64 * MIB,
         "by": "stack",
     }
 
@@ -75,7 +75,7 @@ def test_json_has_the_totals_of_the_moment(run: Any, recorded: Path) -> None:
 def test_text_says_who_holds_how_much(run: Any, recorded: Path) -> None:
     code, out, _ = run("stats", recorded)
     assert code == 0
-    assert out.startswith("run.pickle: 0.045 GiB live in 3 tensors after event 5 of 10, 0.061 GiB")
+    assert out.startswith("run.pickle: 0.045 GiB live in 3 tensors after event 5 of 11, 0.061 GiB")
     assert "65.2%        1  30.00 MiB  train.py:52 keep < train.py:40 train\n" in out
     assert "free in the cache 16.00 MiB in 1 hole, the largest of 16.00 MiB." in out
 
@@ -101,7 +101,7 @@ def test_the_tree_has_the_programs_lines(run: Any, recorded: Path) -> None:
     ("arguments", "what"),
     [
         (["--at", "noon"], "'noon' is no moment; accepted are peak, end, oom and 0, 1, ..."),
-        (["--at", "10"], "event 10 is not in run.pickle; accepted are -1 to 9"),
+        (["--at", "11"], "event 11 is not in run.pickle; accepted are -1 to 10"),
         (["--by", "colour"], "invalid choice: 'colour'"),
         (["-n", "0"], "'0' is no number of lines"),
         (["--snapshot-device", "3"], "holds no events of device 3"),

@@ -164,6 +164,15 @@ def test_the_busiest_device_is_read_unless_one_is_named(tmp_path: Path) -> None:
     assert load_trace(path, device=0).size.tolist() == [77, 100]
 
 
+def test_the_device_that_ran_out_of_memory_comes_first(tmp_path: Path) -> None:
+    oom = {"action": "oom", "size": 512, "stream": 0, "time_us": 5, "device_free": 5}
+    busy = [event("alloc", 0x1000 * i, 300) for i in range(1, 9)]
+    path = tmp_path / "oom.pickle"
+    path.write_bytes(pickle.dumps({"segments": [], "device_traces": [busy, [oom], busy]}))
+    assert load_trace(path).device == 1
+    assert load_trace(path, device=2).device == 2
+
+
 @pytest.mark.parametrize("device", [2, 3, -1])
 def test_a_device_without_events_is_refused(tmp_path: Path, device: int) -> None:
     with pytest.raises(TraceError, match=f"no events of device {device}; it has them of 0, 1"):

@@ -110,7 +110,8 @@ def add_snapshot_device_argument(parser: argparse.ArgumentParser) -> None:
         "--snapshot-device",
         metavar="N",
         type=argument(index_argument),
-        help="of a snapshot of several devices, the one that is meant (default: the busiest)",
+        help="of a snapshot of several devices, the one that is meant (default: the one that ran "
+        "out of memory, else the busiest)",
     )
 
 

@@ -123,8 +123,8 @@ def _why(why: Explanation) -> str:
     own = format_size(why.fitting_hole_bytes)
     return {
         "fitting_block": f"not fragmentation: a free block of {own} would have held it",
-        "elsewhere": "what is free and large enough belongs to another stream or pool; the "
-        f"largest hole of its own has {own}",
+        "elsewhere": "what is free and large enough is of another stream or pool, or for requests "
+        f"of other sizes; the largest hole for this one has {own}",
         "fragmentation": "fragmentation: enough was free, in pieces too small "
         f"(without them {enough} would do)",
         "size": f"size, not fragmentation: even in one piece it takes {enough}",
@@ -171,6 +171,8 @@ def _fidelity(why: Explanation) -> str:
     )
     if fidelity.peak_error is not None:
         text += f", its reserved peak off by {fidelity.peak_error:.1%}"
-    if fidelity.fails_too is None:
-        return f"{text}."
-    return f"{text}, and {'fails' if fidelity.fails_too else 'does not fail'} at the same request."
+    if fidelity.fails_too is not None:
+        text += f", and {'fails' if fidelity.fails_too else 'does not fail'} at the same request"
+    if fidelity.unmodelled:
+        text += f". Not replayed: {', '.join(fidelity.unmodelled)}"
+    return f"{text}."

@@ -29,7 +29,7 @@ from vramx.sizes import MIB
 
 # Why the request was not served.
 FITTING_BLOCK = "fitting_block"  # a free block was large enough, and torch could have used it
-ELSEWHERE = "elsewhere"  # the free blocks large enough were of another stream or pool
+ELSEWHERE = "elsewhere"  # what was large enough was of another stream, pool or class of sizes
 FRAGMENTATION = "fragmentation"  # enough was free, in pieces too small
 SIZE = "size"  # too little was free, however it lay
 UNDECIDED = "fragmentation_or_size"  # which of them, the limit decides, and it is not recorded
@@ -69,6 +69,7 @@ class Fidelity:
     reproduced: int
     recorded: int  # events in which memory was taken from the driver or given back
     peak_error: float | None  # of its peak of reserved bytes, relative to one that was recorded
+    unmodelled: tuple[str, ...]  # what the recording has and a replay does not
     fails_too: bool | None  # whether its request fails at the recorded capacity; None if none did
 
 
@@ -175,9 +176,17 @@ def _segment_bytes(request_bytes: int) -> int:
 def _fitting_hole(snapshot: Snapshot, request: FailedRequest | None) -> int:
     if request is None:
         return 0
-    own = (request.stream, request.pool)
-    found = snapshot.holes_at(request.event)
-    return max((hole.size_bytes for hole in found if (hole.stream, hole.pool) == own), default=0)
+    has_classes = snapshot.recorded_policy != "vramx"
+    is_small = request.size_bytes <= MIB
+    return max(
+        (
+            hole.size_bytes
+            for hole in snapshot.holes_at(request.event)
+            if (hole.stream, hole.pool) == (request.stream, request.pool)
+            and (hole.is_small == is_small or not has_classes)
+        ),
+        default=0,
+    )
 
 
 def _cause(
@@ -236,5 +245,20 @@ def _fidelity(
         reproduced=int(count[:known][same].sum()),
         recorded=int(count.sum()),
         peak_error=result.peak_reserved_bytes / peak - 1 if peak else None,
+        unmodelled=_unmodelled(snapshot),
         fails_too=result.oom_as_recorded if trace.failed else None,
     )
+
+
+def _unmodelled(snapshot: Snapshot) -> tuple[str, ...]:
+    """Name what the models of torch's allocators leave out, where the recording has it."""
+    settings = snapshot.settings
+    divisions = settings.get("roundup_power2_divisions")
+    is_rounded = isinstance(divisions, dict) and any(divisions.values())
+    found = {
+        "max_split_size": settings.get("max_split_size", -1) != -1,
+        "garbage_collection_threshold": bool(settings.get("garbage_collection_threshold")),
+        "roundup_power2_divisions": is_rounded,
+        "memory pools": len(snapshot.allocations.pools) > 1,
+    }
+    return tuple(name for name, is_there in found.items() if is_there)

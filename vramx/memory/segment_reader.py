@@ -42,6 +42,7 @@ def read_segment(record: Any, index: int, stacks: StackTable) -> Segment:
         ),
         stream=stream,
         pool=pool_of(record.get("segment_pool_id")) or DEFAULT_POOL,
+        is_small=record.get("segment_type") == "small",
         is_expandable=bool(record.get("is_expandable")),
         blocks=tuple(blocks),
     )

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 PoolId = tuple[int, ...]
 DEFAULT_POOL: PoolId = (0, 0)
+SMALL_SEGMENT_BYTES = 2 << 20  # of torch's allocator
 
 
 class Block(NamedTuple):
@@ -33,6 +34,7 @@ class Segment:
     size_bytes: int
     stream: int
     pool: PoolId
+    is_small: bool  # for requests up to 1 MiB, and for no others; those have the rest
     is_expandable: bool
     blocks: tuple[Block, ...]
 
@@ -50,12 +52,13 @@ class SegmentEvent(NamedTuple):
 
 
 class Hole(NamedTuple):
-    """Free memory that one request could get: in one segment, of one stream and pool."""
+    """Free memory that one request could get: in one segment, of one stream, pool and class."""
 
     address: int
     size_bytes: int
     stream: int
     pool: PoolId
+    is_small: bool
 
 
 class Region(NamedTuple):
@@ -65,6 +68,7 @@ class Region(NamedTuple):
     end: int
     stream: int
     pool: PoolId
+    is_small: bool
 
 
 def regions_at(
@@ -72,7 +76,7 @@ def regions_at(
 ) -> list[Region]:
     """Return what was held after an event, in order of address."""
     regions = sorted(
-        Region(each.address, each.address + each.size_bytes, each.stream, each.pool)
+        Region(each.address, each.address + each.size_bytes, each.stream, each.pool, each.is_small)
         for each in segments
     )
     for change in reversed(events):
@@ -93,7 +97,10 @@ def _take_out(regions: list[Region], change: SegmentEvent) -> None:
 
 
 def _put_back(regions: list[Region], change: SegmentEvent) -> None:
-    region = Region(change.address, change.address + change.size_bytes, change.stream, change.pool)
+    begin, end = change.address, change.address + change.size_bytes
+    # An event does not name the class; but only that of small requests has segments of this size.
+    is_small = change.size_bytes <= SMALL_SEGMENT_BYTES
+    region = Region(begin, end, change.stream, change.pool, is_small)
     index = bisect.bisect_right(regions, region.address, key=lambda each: each.address)
     first = last = index
     if change.is_mapping:  # pages beside each other are one hole; segments never are
@@ -122,11 +129,11 @@ def holes_in(regions: Sequence[Region], blocks: Iterable[tuple[int, int]]) -> li
         position = region.address
         while block is not None and block[0] < region.end:
             if block[0] > position:
-                holes.append(Hole(position, block[0] - position, region.stream, region.pool))
+                holes.append(Hole(position, block[0] - position, *region[2:]))
             position = max(position, block[0] + block[1])
             block = next(remaining, None)
         if position < region.end:
-            holes.append(Hole(position, region.end - position, region.stream, region.pool))
+            holes.append(Hole(position, region.end - position, *region[2:]))
     return holes
 
 

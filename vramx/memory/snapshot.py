@@ -84,7 +84,7 @@ class Snapshot:
         Args:
             path: the file; its content decides what it is, not its name.
             device: of a snapshot of several devices, the one that is wanted; by default the one
-                with the most events.
+                that ran out of memory, else the one with the most events.
 
         Raises:
             TraceError: the file cannot be read, is damaged, asks for code, holds no events, or is
@@ -117,12 +117,14 @@ class Snapshot:
     @property
     def recorded_policy(self) -> str:
         """The policy, as replays name it, of the allocator that was recorded."""
-        if self.settings.get("expandable_segments") is True:
+        setting = self.settings.get("expandable_segments")
+        is_mapped = any(segment.is_expandable for segment in self.segments) or any(
+            change.is_mapping for change in self.segment_events
+        )
+        if setting is True or (setting is None and is_mapped):
             return "expandable"
-        # Torch's own has expandable segments by that setting alone; behind torch stands vramx.
-        if self.segments and all(segment.is_expandable for segment in self.segments):
-            return "vramx"
-        return "native"
+        # Torch's own maps by that setting alone; what does without it is vramx behind torch.
+        return "vramx" if is_mapped else "native"
 
     @cached_property
     def peak_event(self) -> int:

@@ -68,7 +68,11 @@ def _parse(data: bytes) -> Any:
 def events_of_device(
     snapshot: dict[str, Any], device: int | None
 ) -> tuple[int, list[Any] | tuple[Any, ...]]:
-    """Return a device's ordinal and its events: of the one asked for, or of the busiest.
+    """Return a device's ordinal and its events.
+
+    Args:
+        device: its ordinal; by default that of the device on which a request failed, and of the
+            one with the most events among those, or among all.
 
     Raises:
         TraceError: no device has events, or not the one asked for.
@@ -82,7 +86,7 @@ def events_of_device(
             "before the run to record them"
         )
     if device is None:
-        device = max(with_events, key=lambda i: counts[i])
+        device = max(with_events, key=lambda i: (_ran_out(traces[i]), counts[i]))
     if device not in with_events:
         listed = ", ".join(map(str, with_events))
         raise TraceError(
@@ -90,6 +94,10 @@ def events_of_device(
         )
     events: list[Any] | tuple[Any, ...] = traces[device]
     return device, events
+
+
+def _ran_out(events: list[Any] | tuple[Any, ...]) -> bool:
+    return any(type(event) is dict and event.get("action") == "oom" for event in events)
 
 
 def as_list(value: Any, what: str) -> list[Any] | tuple[Any, ...]:

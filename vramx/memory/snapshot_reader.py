@@ -48,7 +48,8 @@ def read_snapshot(path: Path, device: int | None = None) -> Snapshot:
     """Read a snapshot file: a pickle or JSON, either of them also gzipped.
 
     Args:
-        device: the ordinal whose events are wanted; by default that with the most events.
+        device: the ordinal whose events are wanted; by default that which ran out of memory,
+            else that with the most events.
 
     Raises:
         TraceError: the file is neither, is damaged, asks for code, or holds no events.

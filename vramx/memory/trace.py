@@ -106,7 +106,7 @@ def load_trace(path: str | os.PathLike[str], *, device: int | None = None) -> Tr
 
     Args:
         device: for a snapshot of several devices, the one whose events are wanted; by default the
-            one with the most events.
+            one that ran out of memory, else the one with the most events.
 
     Raises:
         TraceError: the file cannot be read or is neither; the text does not repeat its name.
