@@ -121,6 +121,22 @@ def test_what_a_replay_leaves_out_is_said(run: Any, tmp_path: Path) -> None:
     assert "Not replayed" not in run("explain", fragmented(tmp_path, 10 * MIB))[1]
 
 
+def test_a_recording_that_began_late_is_replayed_with_a_word_of_it(
+    run: Any, snapshots: Path, tmp_path: Path
+) -> None:
+    snapshot = pickle.loads((snapshots / "oom.pickle").read_bytes())
+    del snapshot["device_traces"][0][:6300]
+    path = tmp_path / "late.pickle"
+    path.write_bytes(pickle.dumps(snapshot))
+    report = explained(run, path)
+    whole = explained(run, snapshots / "oom.pickle")
+    for key in ("cause", "capacity", "enough_from_bytes", "fitting_hole_bytes"):
+        assert report[key] == whole[key]
+    assert report["at"] == {**whole["at"], "event": 42}
+    assert fitting(report)["native"] is False  # though its replay needs less than the limit may be
+    assert report["fidelity"]["unmodelled"] == ["where memory from before the recording lay"]
+
+
 def test_a_replay_that_differs_from_the_recording_is_said(
     run: Any, snapshots: Path, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from samples import SMALL, assert_one_line_refusal
-from snapshot_writer import KEPT, MIB, MODEL, Recording
+from snapshot_writer import KEPT, MIB, MINORS, MODEL, Recording
 
 pytest.importorskip("vramx._core", reason="the compiled core is not built")
 
@@ -125,6 +125,23 @@ def test_output_goes_to_the_file_instead(
     assert run(*arguments, "-o", output, "-f")[0] == code
     if form:
         assert json.loads(shown)["schema"] == 1
+
+
+@pytest.mark.parametrize("minor", MINORS)
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_snapshots_of_each_release_say_the_same(
+    run: Any, tmp_path: Path, verb: str, minor: int
+) -> None:
+    reports = []
+    for release in (minor, 13):
+        recording = Recording(release)
+        for _ in range(4):
+            recording.free(recording.alloc(30 * MIB))
+            recording.alloc(5 * MIB, KEPT, stream=7)
+        recording.oom(40 * MIB, device_free=MIB)
+        reports.append(run(*command(verb, recording.save(tmp_path / "run.pickle"))))
+    assert reports[0] == reports[1]
+    assert reports[0][0] == (1 if verb in ("explain", "check") else 0)
 
 
 @pytest.mark.parametrize("verb", VERBS)

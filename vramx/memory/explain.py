@@ -141,7 +141,10 @@ def explain(
         capacity=limit,
         holders=tuple(holders(snapshot, event)),
         recorded_policy=snapshot.recorded_policy,
-        remedies=tuple(_remedy(trace, policy, limit, progress) for policy in POLICIES),
+        remedies=tuple(
+            _remedy(trace, policy, limit, policy == snapshot.recorded_policy, progress)
+            for policy in POLICIES
+        ),
         fidelity=_fidelity(snapshot, rows, limit, progress),
     )
 
@@ -204,7 +207,11 @@ def _cause(
 
 
 def _remedy(
-    trace: Trace, policy: str, capacity: Capacity | None, progress: Progress | None
+    trace: Trace,
+    policy: str,
+    capacity: Capacity | None,
+    is_recorded: bool,
+    progress: Progress | None,
 ) -> Remedy:
     options = ReplayOptions(progress=progress)
     (free,) = replay(trace, policy, min_capacity=True, options=options)
@@ -214,6 +221,8 @@ def _remedy(
         (limited,) = replay(trace, policy, capacity=capacity.low_bytes, options=options)
         may_fit = needs is not None and needs <= capacity.high_bytes
         fits = True if not limited.oom else None if may_fit else False
+        if is_recorded and capacity.source != "given":
+            fits = False  # whatever the replay says: it is what failed
     return Remedy(policy, fits, needs, free.peak_reserved_bytes)
 
 
@@ -260,5 +269,6 @@ def _unmodelled(snapshot: Snapshot) -> tuple[str, ...]:
         "garbage_collection_threshold": bool(settings.get("garbage_collection_threshold")),
         "roundup_power2_divisions": is_rounded,
         "memory pools": len(snapshot.allocations.pools) > 1,
+        "where memory from before the recording lay": snapshot.live_bytes_at(-1) > 0,
     }
     return tuple(name for name, is_there in found.items() if is_there)
