@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import pickle
+import pickletools
 import zlib
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,47 @@ def test_a_memo_index_that_would_fill_memory_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"\x80\x04}r\xff\xff\xff\x7f.")  # LONG_BINPUT 2^31 - 1: a 32 GiB table
     with pytest.raises(TraceError, match="memo jumps to index 2147483647"):
         load_trace(path)
+
+
+def accepted_opcode_by_opcode(data: bytes) -> bool | None:
+    """Scan as _scan does, without its shortcut; None where an argument is damaged."""
+    try:
+        opcodes = list(pickletools.genops(data))
+    except Exception:
+        return None
+    names = {opcode.name for opcode, _, _ in opcodes}
+    puts = [(at, each) for opcode, each, at in opcodes if opcode.name in ("PUT", "LONG_BINPUT")]
+    return names <= plain_pickle._PLAIN and all(index <= position for position, index in puts)
+
+
+def accepted(data: bytes) -> bool:
+    try:
+        plain_pickle._scan(data)
+    except Exception:
+        return False
+    return True
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of pickletools, at damaged text
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_the_scan_in_runs_misses_nothing(protocol: int) -> None:
+    records = [event("alloc", 0x7F00_0000_0000 + i, 1 << i, i) for i in range(40)]
+    more = {"text": ["x" * length for length in range(20)], "numbers": [1.5, -1, 1 << 70, None]}
+    data = pickle.dumps([records, more, (), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)], protocol)
+    assert accepted(data)
+    rng = np.random.default_rng(protocol)
+    verdicts = []
+    calls = b"cRoibQ\x81\x82\x93"
+    for attempt in range(800):
+        changed = bytearray(data)
+        byte = calls[attempt % len(calls)] if attempt % 2 else rng.integers(256)
+        changed[rng.integers(len(data))] = byte
+        expected = accepted_opcode_by_opcode(bytes(changed))
+        if expected is not None:  # what is damaged is for the unpickler to refuse
+            verdicts.append(expected)
+            assert accepted(bytes(changed)) == expected
+    assert verdicts.count(True) > 20
+    assert verdicts.count(False) > 20
 
 
 def test_too_many_objects_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
