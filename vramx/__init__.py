@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from vramx.memory.trace import load_trace
     from vramx.memory.track import Tracked, track
     from vramx.nn.optimize import OptimizeReport, optimize
+    from vramx.optimizers.offload import offload_optimizer
     from vramx.patch.report import Report, report, restore
     from vramx.planning.plan import Plan, plan
     from vramx.recompute.call import checkpoint
@@ -60,6 +61,7 @@ _LAZY = {
     "install_allocator": "vramx.allocator.install",
     "load_trace": "vramx.memory",
     "manual_seed": "vramx.compression.random",
+    "offload_optimizer": "vramx.optimizers.offload",
     "offload_report": "vramx.compression.offload",
     "optimize": "vramx.nn.optimize",
     "plan": "vramx.planning.plan",
@@ -94,6 +96,7 @@ __all__ = [
     "install_allocator",
     "load_trace",
     "manual_seed",
+    "offload_optimizer",
     "offload_report",
     "optimize",
     "plan",
