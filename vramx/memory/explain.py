@@ -116,7 +116,8 @@ def explain(
         MissingDependencyError: vramx was installed without its compiled core.
 
     Example:
-        >>> why = explain(vramx.Snapshot.load("oom.pickle"))             # doctest: +SKIP
+        >>> snapshot = vramx.Snapshot.load("oom.pickle")                 # doctest: +SKIP
+        >>> why = explain(snapshot, capacity="3GiB")                     # doctest: +SKIP
         >>> why.cause, [each.policy for each in why.remedies if each.fits]     # doctest: +SKIP
         ('fragmentation', ['vramx'])
     """

@@ -94,7 +94,7 @@ class Snapshot:
             >>> snapshot = vramx.Snapshot.load("oom.pickle")         # doctest: +SKIP
             >>> request = snapshot.failures[-1]                      # doctest: +SKIP
             >>> request.size_bytes, snapshot.live_bytes_at(request.event)   # doctest: +SKIP
-            (536870912, 2717397380)
+            (536870912, 2638766084)
         """
         from vramx.memory.snapshot_reader import read_snapshot
 

@@ -8,7 +8,7 @@ failed (`oom`) is an allocation that is freed at once, so that whoever replays i
 Memory counts as reusable from `free_completed`.
 
 The reader is tolerant, because the format gains fields with every torch: unknown keys and unknown
-actions are passed over. About 0.3 s for 100 000 events.
+actions are passed over. About 1 s for 100 000 events, half of it the unpickling.
 """
 
 from __future__ import annotations
