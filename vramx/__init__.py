@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from vramx.compression.random import manual_seed
     from vramx.compression.stats import CompressionStats
     from vramx.memory.replay import replay
+    from vramx.memory.snapshot import Snapshot
     from vramx.memory.trace import load_trace
+    from vramx.memory.track import Tracked, track
     from vramx.nn.optimize import OptimizeReport, optimize
     from vramx.optimizers.offload import offload_optimizer
     from vramx.patch.report import Report, report, restore
@@ -45,6 +47,8 @@ _LAZY = {
     "OptimizeReport": "vramx.nn.optimize",
     "Plan": "vramx.planning.plan",
     "Report": "vramx.patch.report",
+    "Snapshot": "vramx.memory.snapshot",
+    "Tracked": "vramx.memory.track",
     "allocator_installed": "vramx.allocator.install",
     "allocator_stats": "vramx.allocator.stats",
     "checkpoint": "vramx.recompute.call",
@@ -65,6 +69,7 @@ _LAZY = {
     "report": "vramx.patch.report",
     "restore": "vramx.patch.report",
     "set_limit": "vramx.allocator.limits",
+    "track": "vramx.memory.track",
 }
 
 __all__ = [
@@ -75,6 +80,8 @@ __all__ = [
     "OptimizeReport",
     "Plan",
     "Report",
+    "Snapshot",
+    "Tracked",
     "VramxError",
     "__version__",
     "allocator_installed",
@@ -97,6 +104,7 @@ __all__ = [
     "report",
     "restore",
     "set_limit",
+    "track",
 ]
 
 if "torch" in sys.modules and not getattr(sys.modules["torch"].__spec__, "_initializing", False):
