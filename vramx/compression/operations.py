@@ -132,7 +132,7 @@ skip_frames(OperationMode.__torch_function__)
 def _custom_function(frame: FrameType | None) -> Operation | None:
     """Return the autograd.Function whose `apply` is this frame; no mode sees those.
 
-    A checkpoint saves its inputs itself in newer releases, and by a Function until torch 2.8; any
+    A checkpoint saves its inputs itself in newer releases, and by a Function in older ones; any
     use may be made of them. Our own operators call a Function without a frame of its own.
     """
     if frame is None:
