@@ -150,6 +150,25 @@ def test_keys_that_are_not_centred_are_found(monkeypatch: Any) -> None:
     assert worst_cosine_under_a_bias() < COSINE
 
 
+def worst_share_of_a_constant(**call: Any) -> float:
+    """Return what dk sums to over tokens, which is zero, as a share of its sizes' sum."""
+    tensors, dy = inputs(), incoming()
+    _, dk, _ = torch.autograd.grad(attend(*tensors, **call).y, tensors, dy)
+    return float((dk.sum(2).abs() / dk.abs().sum(2)).max())
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "scale", "bools", "keys only"])
+def test_what_all_tokens_have_in_common_has_no_gradient_through_the_keys(name: str) -> None:
+    """A channel that is constant and large would bring what is left into the weights of keys."""
+    # Of at most 24 terms, each off by half a unit of float32 of the largest partial sum.
+    assert worst_share_of_a_constant(**CALLS[name]) <= 24 * 2**-24
+
+
+def test_gradients_of_keys_that_have_a_sum_are_found(monkeypatch: Any) -> None:
+    monkeypatch.setattr(kernels, "_less_mean", lambda dk: dk)
+    assert worst_share_of_a_constant() > 1e-3
+
+
 def test_bound_of_the_steps_sees_four_bits() -> None:
     tensors, dy = inputs(), incoming()
     dq, _ = torch.autograd.grad(attend(*tensors, keep=INT4).y, tensors[:2], dy)
