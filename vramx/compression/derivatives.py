@@ -48,7 +48,7 @@ class Unpacking:
         tell(
             f"derivatives of {self._name}",
             f"create_graph=True differentiates gradients through packed activations of "
-            f"{self._name}: those of this step may be some percent off. From the next forward on "
+            f"{self._name}: those of this step may be far off. From the next forward on "
             "only inputs of its linear layers and convolutions are packed; to pack nothing, give "
             "level='keep'",
         )
