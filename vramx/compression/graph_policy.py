@@ -15,10 +15,11 @@ from vramx.compression import exactness
 
 # What is not named here needs exact values: it may compare, divide, or take an exponential. These
 # are products of exactness.py and smooth functions, their backward, and what is saved for its size.
+# Not among them are tanh and sigmoid, whose results hooks pack as angles: here they are kept.
 _BACKWARD = frozenset(
     f"{name}_backward"
     for name in (
-        *("convolution", "gelu", "silu", "sigmoid", "tanh", "mish", "glu", "native_dropout"),
+        *("convolution", "gelu", "silu", "mish", "glu", "native_dropout"),
         *("native_layer_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm"),
         *("_fused_rms_norm", "batch_norm", "max_pool2d_with_indices", "_adaptive_avg_pool2d"),
         *("avg_pool2d", "upsample_nearest2d", "upsample_bilinear2d"),
@@ -38,7 +39,13 @@ _PASSES = frozenset(
 )
 # Arguments of the backward of attention that an exponential is taken of.
 _LOGITS = frozenset({"query", "key", "logsumexp", "softmax_logsumexp"})
+_SATURATE = frozenset({"tanh", "sigmoid"})  # decomposed, their backward is one of products
 _DEPTH = 8
+
+
+def saturates(made: fx.Node) -> bool:
+    """Tell whether a node of the forward graph is a result whose slope vanishes at its ends."""
+    return _name(made) in _SATURATE
 
 
 def is_exact(saved: fx.Node) -> bool:

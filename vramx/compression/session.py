@@ -17,6 +17,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from vramx.compression import codec as plain_codec
 from vramx.compression import policy, random, third_party, writes
+from vramx.compression.angles import AngleCodec, function_of
 from vramx.compression.calls import PLAIN, STRIDED, Operation
 from vramx.compression.compiler import run_uncompiled
 from vramx.compression.config import MASK_BITS, Compression, Format
@@ -92,7 +93,6 @@ class Session:
         self._mode = mode
         self._rules = SavePolicy(options, module, only_weights=only_weights)
         self._codec = PlainCodec() if codec is None else codec
-        self._sign_codec = SignCodec(self._codec)
         self._table = _thread.table
         # By bits, and the same as plain values: those are faster to compare and to hash.
         self._formats: dict[int, tuple[Format, Hashable]] = {}
@@ -180,12 +180,17 @@ class Session:
         if format.rounding == "stochastic" and device not in self._devices:
             self._devices.add(device)
             random.renew_on_replay(tensor.device)
-        signs = format.bits == MASK_BITS and tensor.dtype != torch.bool
-        codec = self._sign_codec if signs else self._codec
+        codec = self._codec_for(tensor, operation, format)
         payload = codec.encode(flat(tensor, geometry), format)
         nbytes = geometry.covered * tensor.element_size()
         self._stats.record(operation.name, "", nbytes, payload.nbytes)
         return Holding(payload, codec, format)
+
+    def _codec_for(self, tensor: torch.Tensor, operation: Operation, format: Format) -> Codec:
+        if format.bits == MASK_BITS:
+            return self._codec if tensor.dtype == torch.bool else SignCodec(self._codec)
+        function = function_of(tensor, operation)
+        return AngleCodec(self._codec, function) if function else self._codec
 
     def _keep(
         self, tensor: torch.Tensor, operation: Operation, reason: str
