@@ -194,7 +194,6 @@ def backward(
     """Return the gradients of q, k and v; `tensors` are these and the result."""
     q, k, v, y = tensors
     sums, seed, offset = state
-    k, sums = _centred(call, q, k, sums)
     if call.dropout_p == 0:
         # Not read, but declared as tensors.
         seed = offset = q.new_empty(2, dtype=torch.uint64 if call.kernel == FLASH else torch.int64)
@@ -203,7 +202,7 @@ def backward(
             dy, q, k, v, y, sums, None, None, q.shape[2], k.shape[2], call.dropout_p, call.causal,
             seed, offset, scale=call.scale,
         )  # fmt: skip
-        return dq, _less_mean(dk), dv
+        return dq, dk, dv
     if call.kernel == CUDNN:
         seed = offset = q.new_empty((), dtype=torch.int64)
         # torch keeps what cuDNN planned by the layouts of q, k and v: y and dy must have the layout
@@ -213,7 +212,7 @@ def backward(
             dy, q, k, v, y, sums, seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0,
             call.causal, scale=call.scale,
         )  # fmt: skip
-        return dq, _less_mean(dk), dv
+        return dq, dk, dv
     mask = prepared_mask(mask, q, k)
     many_k, many_v = _repeated(k, q), _repeated(v, q)
     if call.kernel == EFFICIENT:
@@ -225,41 +224,7 @@ def backward(
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dy, q, many_k, many_v, y, sums, 0.0, call.causal, attn_mask=mask, scale=call.scale
         )
-    return dq, _less_mean(_summed(dk, k)), _summed(dv, v)
-
-
-def _centred(call: Call, q: Tensor, k: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys less their mean over tokens, and the logarithms of sums that go with them.
-
-    Any vector taken from all keys of a head leaves probabilities and exact gradients as they are.
-    Where v and y are decoded, rowsum(dy y) no longer is rowsum(P dP), so that the rows of dS have a
-    sum, and dq gets that sum times the mean key: with a large bias of the keys, more than all else.
-    """
-    mean = _mean(k)
-    scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
-    shift = (q * _repeated(mean, q).float()).sum(-1).mul_(scale)
-    sums = sums.clone()  # as it lies in memory; the efficient kernel's has rows to spare
-    part = sums.narrow(2, 0, q.shape[2])
-    part.sub_(shift.view(*shift.shape, *(1,) * (part.dim() - 3)))
-    return k - mean, sums
-
-
-def _mean(x: Tensor) -> Tensor:
-    """Return the mean over tokens; 0 where one is not finite, which is not to spoil the others."""
-    mean = x.mean(2, keepdim=True, dtype=torch.float32)
-    return mean.nan_to_num(0.0, 0.0, 0.0).to(x.dtype)
-
-
-def _less_mean(dk: Tensor) -> Tensor:
-    """Return the gradient of keys, which the kernel made, less its mean over tokens.
-
-    That is the derivative of _centred(), and the mean of the exact gradient is zero. What the rows
-    of dS have a sum of would reach the key projection times whatever all tokens have in common.
-    Tokens that no query sees have no gradient, and get none.
-    """
-    seen = (dk != 0).any(-1, keepdim=True)
-    share = seen.mean(2, keepdim=True, dtype=torch.float32).clamp_min_(1 / dk.shape[2])
-    return dk.sub_((_mean(dk) / share).to(dk.dtype) * seen)
+    return dq, _summed(dk, k), _summed(dv, v)
 
 
 def _laid_out_like(x: Tensor, q: Tensor) -> Tensor:
