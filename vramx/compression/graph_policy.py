@@ -7,8 +7,6 @@ node to its users.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import fx
 
 from vramx.compression import exactness
@@ -37,8 +35,6 @@ _PASSES = frozenset(
         *("constant_pad_nd", "unfold", "squeeze_", "detach", "_reshape_alias"),
     }
 )
-# Arguments of the backward of attention that an exponential is taken of.
-_LOGITS = frozenset({"query", "key", "logsumexp", "softmax_logsumexp"})
 _SATURATE = frozenset({"tanh", "sigmoid"})  # decomposed, their backward is one of products
 _DEPTH = 8
 
@@ -72,8 +68,6 @@ def _is_harmless(user: fx.Node, argument: fx.Node) -> bool:
         return user.args[1] is not argument
     if name == "pow":
         return user.args[0] is argument and user.args[1] in exactness.POWERS
-    if "scaled_dot_product" in name or "efficient_attention" in name:
-        return argument not in _arguments(user, _LOGITS)
     return name in _HARMLESS
 
 
@@ -86,12 +80,3 @@ def _passes(user: fx.Node) -> bool:
 def _name(node: fx.Node) -> str:
     packet = getattr(node.target, "overloadpacket", node.target)
     return str(getattr(packet, "__name__", ""))
-
-
-def _arguments(node: fx.Node, names: frozenset[str]) -> list[Any]:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return list(node.args)
-    positions = {argument.name: i for i, argument in enumerate(schema.arguments)}
-    places = [positions[name] for name in names if name in positions]
-    return [node.args[i] for i in places if i < len(node.args)]

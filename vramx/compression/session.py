@@ -15,9 +15,10 @@ from dataclasses import astuple
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from vramx.compression import attention, policy, random, third_party, writes
 from vramx.compression import codec as plain_codec
-from vramx.compression import policy, random, third_party, writes
 from vramx.compression.angles import AngleCodec, function_of
+from vramx.compression.attention import Result
 from vramx.compression.calls import PLAIN, STRIDED, Operation
 from vramx.compression.compiler import run_uncompiled
 from vramx.compression.config import MASK_BITS, Compression, Format
@@ -99,7 +100,7 @@ class Session:
         self._devices: set[int] = set()  # that noise was drawn on
 
     @run_uncompiled
-    def pack(self, tensor: torch.Tensor) -> Reference | Restored:
+    def pack(self, tensor: torch.Tensor) -> Reference | Restored | Result:
         """Take what an operation saves; called by torch, through C++, in the operation's frame."""
         operation = self._mode.current(1)
         if operation.name == _TRANSFORMED or is_functorch_wrapped_tensor(tensor):
@@ -109,7 +110,17 @@ class Session:
                 return self._take(tensor, operation)
         return self._take(tensor, operation)
 
-    def _take(self, tensor: torch.Tensor, operation: Operation) -> Reference | Restored:
+    def _take(self, tensor: torch.Tensor, operation: Operation) -> Reference | Restored | Result:
+        result = attention.result_of(tensor, operation)
+        if result is not None:
+            # What torch would have held of it counts with whatever reads it next.
+            self._stats.record(operation.name, "", 0, 0)
+            return result
+        saved = self._take_one(tensor, operation)
+        attention.note(tensor, operation, saved)
+        return saved
+
+    def _take_one(self, tensor: torch.Tensor, operation: Operation) -> Reference | Restored:
         if operation.position == 0 and not third_party.is_known(operation.library, operation.name):
             writes.note(operation.tensors)  # its forward may have written into them
         bits, reason = self._rules.choose(tensor, operation)
