@@ -18,8 +18,8 @@ import torch
 
 from vramx.compression import attention, third_party
 from vramx.compression.calls import GRAPH, PLAIN, STRIDED, Operation
-from vramx.compression.config import BITS, KEEP, MASK_BITS, WIDTHS, Compression, Rule
-from vramx.compression.exactness import NORMS, SIGN_ONLY
+from vramx.compression.config import BITS, GROUP_SIZES, KEEP, MASK_BITS, WIDTHS, Compression, Rule
+from vramx.compression.exactness import NORMS, SIGN_ONLY, norm_length
 from vramx.compression.geometry import covered_elements
 from vramx.compression.weights import (
     derives_from_parameter,
@@ -61,10 +61,14 @@ _REDUCED_RATIO = 4
 
 
 class Choice(NamedTuple):
-    """What is done with one tensor: `bits` to pack it with, 0 to keep it; `reason` it is kept."""
+    """What is done with one tensor: `bits` to pack it with, 0 to keep it; `reason` it is kept.
+
+    `most` is the size that its groups may have at most, whatever the options say; 0: any.
+    """
 
     bits: int
     reason: str
+    most: int = 0
 
 
 _CHOICES = {bits: Choice(bits, "") for bits in range(1, 9)}
@@ -167,7 +171,22 @@ class SavePolicy:
         if _canonical(operation.name) == _ATTENTION:
             packed = attention.is_value(tensor, operation) and attention.may_pack_value(operation)
             return _CHOICES[self._bits] if packed else _KEPT[POLICY]
+        if operation.name in NORMS:
+            return self._norm(tensor, operation)
         return _KEPT[POLICY] if operation.needs_exact else _CHOICES[self._bits]
+
+    def _norm(self, tensor: torch.Tensor, operation: Operation) -> Choice:
+        """Pack what has statistics of its own in groups of its own.
+
+        Backward divides by the deviation of each: in a group with a larger one's it would be lost.
+        """
+        length = norm_length(operation.name, tensor, operation.option)
+        if not length:
+            return _CHOICES[self._bits]
+        most = length & -length  # the largest power of two that divides it
+        if most < GROUP_SIZES[0] or not tensor.is_contiguous():
+            return _KEPT[POLICY]
+        return Choice(self._bits, "", min(most, GROUP_SIZES[-1]))
 
     def _third_party(self, operation: Operation) -> Choice:
         library, name = operation.library, operation.name
