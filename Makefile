@@ -4,6 +4,7 @@
 #   make demo       replay two recorded programs under four allocators, with a picture
 #   make test       every test that needs no GPU, the build included
 #   make test-models  the tests of the libraries whose models it trains, a release after the other
+#   make test-versions  the tests of hooks and checkpoints with older releases of torch
 #   make test-gpu   every test that needs a GPU; without one they fail
 #   make stress     ten million random steps of the allocator's core, from other seeds than the tests'
 #   make lint       formatting, style, types, and the C++ compiler's warnings as errors
@@ -14,7 +15,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := demo
-.PHONY: build demo test test-models test-gpu stress lint bench clean
+.PHONY: build demo test test-models test-versions test-gpu stress lint bench clean
 
 # $(call prepare,GROUPS) sets $python for the recipe's one shell, or ends it with a line that says why.
 prepare = python="$$(python3 .ci/environment.py $(1))"
@@ -56,6 +57,19 @@ test-models:
 	    if [ $$release = newest ]; then files="$(all_library_tests)"; fi
 	    libraries="$$("$$python" .ci/libraries.py $$release)"
 	    "$$libraries" -m pytest -q $$side_by_side $$files || failed=1
+	done
+	exit $$failed
+
+version_tests = $(wildcard tests/test_compress*.py tests/test_checkpoint*.py tests/test_patch*.py) \
+    tests/test_install.py tests/test_silence.py tests/test_optimizers_offload.py
+
+test-versions:
+	@$(call prepare,run test)
+	$(build)
+	failed=0
+	for release in 2.6 2.8 2.11; do
+	    version="$$("$$python" .ci/versions.py $$release)"
+	    "$$version" -m pytest -q -n 2 --dist worksteal $(version_tests) || failed=1
 	done
 	exit $$failed
 

@@ -48,7 +48,7 @@ SOURCE = Path(__file__).resolve().parent / "torch_calls.cpp"
 CHILD = PROGRAMS / "_calls.py"
 OURS = "vramx"
 REPEATS = 3
-PASSES = 14  # the first eight are not counted
+PASSES = 22  # the first sixteen are not counted
 LIMIT_S = 300.0
 # The most that a call may take, in native's, by how its case's name ends (programs/_calls.py); a
 # loop in Python has no goal, for most of its time is the interpreter's.
@@ -71,7 +71,7 @@ def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
     """
     traces = chosen(trace_files(options), request.only)
     gpu = visible_gpus(options.device, 1)[0]
-    passes = 10 if options.quick else PASSES
+    passes = 18 if options.quick else PASSES
     rounds = request.repeats or (1 if options.quick else REPEATS)
     with tempfile.TemporaryDirectory() as folder:
         library = compile_library(Path(folder))

@@ -140,12 +140,16 @@ class FakeLink:
             Operation(run=lambda: np.copyto(to, of), milliseconds=milliseconds)
         )
 
-    def used_by(self, memory: Tensor, stream: Stream) -> None:
+    def used_by(self, memory: Tensor, place: Any) -> None:
         if self._forgets != "used by":
-            self._users.setdefault(memory.storage_offset() // BLOCK_BYTES, []).append(stream)
+            users = self._users.setdefault(memory.storage_offset() // BLOCK_BYTES, [])
+            users.append(self.stream_of(place))
 
     def done(self, event: Event) -> bool:
         return event.time is not None
+
+    def synchronize(self, event: Event) -> None:
+        self.run()
 
     def milliseconds(self, start: Event, end: Event) -> float:
         assert start.timed

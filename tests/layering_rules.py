@@ -38,6 +38,7 @@ PYTHON_PARTS = {
     "compression": {*BASE, "kernels", "patch"},
     "nn": {*BASE, "compression", "kernels", "patch", "recompute"},
     "recompute": {*BASE, "compression", "patch"},
+    "optimizers": {*BASE, "compression", "patch"},
     "memory": {*BASE, "_core"},
     "planning": {*BASE, "compression", "nn", "patch", "recompute"},
 }

@@ -25,8 +25,11 @@ BUILD = ROOT / "build" / "native"
 LAYERS = ("core", "driver", "process")  # none of the programs replays a trace
 SANITIZERS = {"asan": "address,undefined", "tsan": "thread"}
 # How a program is built: with sanitizers, or plain, against the objects that users run.
+# The address sanitizer reports a null pointer by itself; to ask for one at each use of a member
+# takes a fifth of the time that the core takes to compile.
+CHECKS = "-g1 -fno-sanitize-recover=all -fno-sanitize=null"
 BUILDS = {
-    **{kind: f"-g1 -fsanitize={s} -fno-sanitize-recover=all" for kind, s in SANITIZERS.items()},
+    **{kind: f"-fsanitize={s} {CHECKS}" for kind, s in SANITIZERS.items()},
     "plain": "",
 }
 FLAGS = "-std=c++20 -fno-omit-frame-pointer -Wall -Wextra -Werror -Wshadow -Wundef -pthread"

@@ -16,7 +16,7 @@ from vramx.memory.trace import load_trace
 
 
 @pytest.mark.parametrize(
-    ("name", "rows_", "allocations"), [("train.pickle", 4120, 1478), ("oom.pickle", 6388, 2234)]
+    ("name", "rows_", "allocations"), [("train.pickle", 4120, 1478), ("oom.pickle", 6391, 2235)]
 )
 def test_real_snapshot_has_every_event(
     snapshots: Path, name: str, rows_: int, allocations: int
@@ -130,10 +130,9 @@ def test_more_streams_than_a_byte_numbers_are_refused(read: Any) -> None:
 
 
 def test_other_actions_and_unknown_fields_are_passed_over(read: Any) -> None:
-    oom = {"action": "oom", "size": 1 << 30, "stream": 0, "time_us": 5, "device_free": 5}
     newer = {**event("alloc", 0x1000, 100), "pool_id": (0, 0), "internal_metadata": {"a": 1}}
     trace = read(
-        event("segment_alloc", 0x1000, 2 << 20), oom, newer, {"action": "annotate", "text": "x"}
+        event("segment_alloc", 0x1000, 2 << 20), newer, {"action": "annotate", "text": "x"}
     )
     assert rows(trace) == [(0, 0, 100, 0, 0)]
 
@@ -163,6 +162,15 @@ def test_the_busiest_device_is_read_unless_one_is_named(tmp_path: Path) -> None:
     path = two_devices(tmp_path / "two.pickle")
     assert load_trace(path).size.tolist() == [88, 300, 400]
     assert load_trace(path, device=0).size.tolist() == [77, 100]
+
+
+def test_the_device_that_ran_out_of_memory_comes_first(tmp_path: Path) -> None:
+    oom = {"action": "oom", "size": 512, "stream": 0, "time_us": 5, "device_free": 5}
+    busy = [event("alloc", 0x1000 * i, 300) for i in range(1, 9)]
+    path = tmp_path / "oom.pickle"
+    path.write_bytes(pickle.dumps({"segments": [], "device_traces": [busy, [oom], busy]}))
+    assert load_trace(path).device == 1
+    assert load_trace(path, device=2).device == 2
 
 
 @pytest.mark.parametrize("device", [2, 3, -1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import pickle
+import pickletools
 import zlib
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,47 @@ def test_a_memo_index_that_would_fill_memory_is_refused(tmp_path: Path) -> None:
         load_trace(path)
 
 
+def accepted_opcode_by_opcode(data: bytes) -> bool | None:
+    """Scan as _scan does, without its shortcut; None where an argument is damaged."""
+    try:
+        opcodes = list(pickletools.genops(data))
+    except Exception:
+        return None
+    names = {opcode.name for opcode, _, _ in opcodes}
+    puts = [(at, each) for opcode, each, at in opcodes if opcode.name in ("PUT", "LONG_BINPUT")]
+    return names <= plain_pickle._PLAIN and all(index <= position for position, index in puts)
+
+
+def accepted(data: bytes) -> bool:
+    try:
+        plain_pickle._scan(data)
+    except Exception:
+        return False
+    return True
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of pickletools, at damaged text
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_the_scan_in_runs_misses_nothing(protocol: int) -> None:
+    records = [event("alloc", 0x7F00_0000_0000 + i, 1 << i, i) for i in range(40)]
+    more = {"text": ["x" * length for length in range(20)], "numbers": [1.5, -1, 1 << 70, None]}
+    data = pickle.dumps([records, more, (), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)], protocol)
+    assert accepted(data)
+    rng = np.random.default_rng(protocol)
+    verdicts = []
+    calls = b"cRoibQ\x81\x82\x93"
+    for attempt in range(800):
+        changed = bytearray(data)
+        byte = calls[attempt % len(calls)] if attempt % 2 else rng.integers(256)
+        changed[rng.integers(len(data))] = byte
+        expected = accepted_opcode_by_opcode(bytes(changed))
+        if expected is not None:  # what is damaged is for the unpickler to refuse
+            verdicts.append(expected)
+            assert accepted(bytes(changed)) == expected
+    assert verdicts.count(True) > 20
+    assert verdicts.count(False) > 20
+
+
 def test_too_many_objects_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain_pickle, "MAX_CONTAINERS", 1000)
     path = tmp_path / "many.pickle"
@@ -80,7 +122,7 @@ def test_text_that_claims_more_than_the_file_is_refused(tmp_path: Path) -> None:
 def test_a_compressed_file_is_not_unpacked_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vramx.memory.snapshot_reader.MAX_FILE_BYTES", 1 << 20)
+    monkeypatch.setattr("vramx.memory.snapshot_file.MAX_FILE_BYTES", 1 << 20)
     path = tmp_path / "bomb.json.gz"
     path.write_bytes(gzip.compress(b" " * (2 << 20)))
     with pytest.raises(TraceError, match="larger than the 1 MiB accepted"):
@@ -142,7 +184,7 @@ def test_a_snapshot_with_changed_bytes_never_fails_otherwise(
         ({"segments": [], "device_traces": [[{"action": "alloc"}]]}, "event 0 has no 'addr'"),
         ({"segments": 17, "device_traces": [[event("alloc", 1, 1)]]}, "segments is int"),
         ({"segments": [17], "device_traces": [[event("alloc", 1, 1)]]}, "segment 0 is int"),
-        ({"segments": [], "device_traces": [[event("oom", 1, 1)]]}, "no allocation or free"),
+        ({"segments": [], "device_traces": [[event("snapshot", 1, 1)]]}, "no allocation or free"),
     ],
 )
 def test_other_data_is_refused(tmp_path: Path, snapshot: Any, what: str) -> None:

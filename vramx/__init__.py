@@ -26,8 +26,11 @@ if TYPE_CHECKING:
     from vramx.compression.random import manual_seed
     from vramx.compression.stats import CompressionStats
     from vramx.memory.replay import replay
+    from vramx.memory.snapshot import Snapshot
     from vramx.memory.trace import load_trace
+    from vramx.memory.track import Tracked, track
     from vramx.nn.optimize import OptimizeReport, optimize
+    from vramx.optimizers.offload import offload_optimizer
     from vramx.patch.report import Report, report, restore
     from vramx.planning.plan import Plan, plan
     from vramx.recompute.call import checkpoint
@@ -44,6 +47,8 @@ _LAZY = {
     "OptimizeReport": "vramx.nn.optimize",
     "Plan": "vramx.planning.plan",
     "Report": "vramx.patch.report",
+    "Snapshot": "vramx.memory.snapshot",
+    "Tracked": "vramx.memory.track",
     "allocator_installed": "vramx.allocator.install",
     "allocator_stats": "vramx.allocator.stats",
     "checkpoint": "vramx.recompute.call",
@@ -56,6 +61,7 @@ _LAZY = {
     "install_allocator": "vramx.allocator.install",
     "load_trace": "vramx.memory",
     "manual_seed": "vramx.compression.random",
+    "offload_optimizer": "vramx.optimizers.offload",
     "offload_report": "vramx.compression.offload",
     "optimize": "vramx.nn.optimize",
     "plan": "vramx.planning.plan",
@@ -63,6 +69,7 @@ _LAZY = {
     "report": "vramx.patch.report",
     "restore": "vramx.patch.report",
     "set_limit": "vramx.allocator.limits",
+    "track": "vramx.memory.track",
 }
 
 __all__ = [
@@ -73,6 +80,8 @@ __all__ = [
     "OptimizeReport",
     "Plan",
     "Report",
+    "Snapshot",
+    "Tracked",
     "VramxError",
     "__version__",
     "allocator_installed",
@@ -87,6 +96,7 @@ __all__ = [
     "install_allocator",
     "load_trace",
     "manual_seed",
+    "offload_optimizer",
     "offload_report",
     "optimize",
     "plan",
@@ -94,6 +104,7 @@ __all__ = [
     "report",
     "restore",
     "set_limit",
+    "track",
 ]
 
 if "torch" in sys.modules and not getattr(sys.modules["torch"].__spec__, "_initializing", False):

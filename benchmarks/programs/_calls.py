@@ -6,14 +6,16 @@ Prints one line of JSON for each case as soon as it is measured, so that a crash
 comes after it; each is a step for which it waits for its turn, and at whose end it holds no memory.
 In this order:
 
-    NAME raw, NAME tensor       the programs of one stream, and torch.empty
-    NAME raw after a graph      the first of them, with a captured graph alive
+    NAME raw                    the first program of one stream
+    NAME raw after a graph      the same, with a captured graph alive
     NAME raw beside a pool      the same, with a MemPool alive
+    NAME raw, NAME tensor       the programs of one stream, the first as a tensor only; torch.empty
     NAME raw on 3 streams       the programs of several streams, tensor too
     NAME raw beside streams     those of one stream again: the others are idle
 
-The first eight passes of each warm up and are not reported: of the recorded programs the slowest to
-settle took seven, by the time of its passes.
+The first sixteen passes of each warm up and are not reported: of the recorded programs the slowest
+to settle stitched something new in the first twelve. All processes take their turns on one core,
+for two cores of a shared host can differ by three quarters.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -38,7 +41,7 @@ from vramx.sizes import KIB, MIB
 WAYS = ("raw", "tensor")  # by the value of the library's is_tensor
 EMPTY_BYTES = {"512 B": KIB // 2, "1 MiB": MIB, "64 MiB": 64 * MIB}
 EMPTY_PAIRS = 20_000
-WARM_UP = 8
+WARM_UP = 16
 # The layout of the library's Event.
 EVENT = np.dtype([("size", "<u8"), ("id", "<u4"), ("stream", "<u4")])
 
@@ -46,6 +49,7 @@ EVENT = np.dtype([("size", "<u8"), ("id", "<u4"), ("stream", "<u4")])
 def main(arguments: list[str]) -> None:
     library = open_library(Path(arguments[0]))
     passes = int(arguments[1])
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     _turn.wait()
     torch.cuda.init()
     traces = {Path(path).stem: load_trace(path) for path in arguments[2:]}
@@ -56,19 +60,20 @@ def main(arguments: list[str]) -> None:
         report(f"{name} {way}{beside}", replay(library, traces[name], way, passes))
         torch.cuda.empty_cache()  # what one leaves behind is not the next one's
 
-    for name in of_one:
-        for way in WAYS:
-            measure(name, way)
-    for name, size_bytes in EMPTY_BYTES.items():
-        _turn.wait_for_step()
-        report(f"torch.empty {name}", [time_empty(size_bytes) for _ in range(passes)])
     for name in of_one[:1]:
+        measure(name, "raw")
         graph = captured_graph()
         measure(name, "raw", " after a graph")
         del graph
         pool = torch.cuda.MemPool()
         measure(name, "raw", " beside a pool")
         del pool
+    for name in of_one:
+        for way in WAYS[1:] if name == of_one[0] else WAYS:
+            measure(name, way)
+    for name, size_bytes in EMPTY_BYTES.items():
+        _turn.wait_for_step()
+        report(f"torch.empty {name}", [time_empty(size_bytes) for _ in range(passes)])
     for name, trace in traces.items():
         if name not in of_one:
             for way in WAYS:

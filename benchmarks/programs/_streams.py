@@ -111,17 +111,29 @@ class Case:
         return timed(lambda: target.copy_(self.hosts[0], non_blocking=True))
 
 
-class Prefetch(Case):
-    """The next batches arrive while the main stream computes with this one.
+class Pace:
+    """Keeps the host no more than so many rounds before a stream, as a loop that logs its loss is.
 
-    As in a loop that logs its loss, the host is no more than `ahead` rounds before the GPU.
+    How much is in flight at a time is otherwise how far the host comes, and no merit of memory.
     """
+
+    def __init__(self, ahead: int) -> None:
+        self._ahead = ahead
+        self._queued: deque[torch.cuda.Event] = deque()
+
+    def round_is_queued(self, stream: torch.cuda.Stream) -> None:
+        self._queued.append(stream.record_event())
+        if len(self._queued) > self._ahead:
+            self._queued.popleft().synchronize()
+
+
+class Prefetch(Case):
+    """The next batches arrive while the main stream computes with this one."""
 
     ahead = 2
 
     def run(self, buffers: Buffers, side: Sequence[torch.cuda.Stream]) -> torch.cuda.Stream | None:
-        main = torch.cuda.current_stream()
-        computed: deque[torch.cuda.Event] = deque()
+        main, pace = torch.cuda.current_stream(), Pace(self.ahead)
         for _ in range(ROUNDS):
             with torch.cuda.stream(side[0]):
                 batch = buffers.take()
@@ -130,17 +142,12 @@ class Prefetch(Case):
             self.compute(batch)
             buffers.give_back(batch, main)
             del batch
-            computed.append(main.record_event())
-            if len(computed) > self.ahead:
-                computed.popleft().synchronize()
+            pace.round_is_queued(main)
         return None
 
 
 class Runaway(Prefetch):
-    """The same with a host that waits for nothing.
-
-    How many batches are there at a time is then how far the host comes, and no merit of memory.
-    """
+    """The same with a host that waits for nothing: only its time is judged."""
 
     ahead = ROUNDS
 
@@ -179,9 +186,11 @@ class OptimizerStates(Case):
     streams = 2
     buffers = 4
     copies = ROUNDS // 2
+    ahead = 3  # one on its way in each direction, one at work
 
     def run(self, buffers: Buffers, side: Sequence[torch.cuda.Stream]) -> torch.cuda.Stream | None:
         main, (bring, send) = torch.cuda.current_stream(), side
+        pace = Pace(self.ahead)
         for host in self.hosts:
             with torch.cuda.stream(bring):
                 state = buffers.take()
@@ -193,6 +202,7 @@ class OptimizerStates(Case):
                 host.copy_(state, non_blocking=True)
             buffers.give_back(state, send)
             del state
+            pace.round_is_queued(send)
         return None
 
 

@@ -33,6 +33,7 @@ AliasId AliasCache::add(Address base, const std::vector<ChunkId>& chunks, Arena&
   const Address under_middle = arena.chunks()[alias.chunks[middle]].begin;
   by_size_.insert(behind, {alias.size, before, under_middle, id});
   mappings_ += alias.chunks.size();
+  mappings_made_ += alias.chunks.size();
   bytes_ += alias.size;
   return id;
 }

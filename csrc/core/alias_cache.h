@@ -67,6 +67,7 @@ class AliasCache {
   std::vector<AliasId> all() const;
   std::size_t count() const { return by_size_.size(); }
   std::size_t mappings() const { return mappings_; }
+  std::uint64_t mappings_made() const { return mappings_made_; }
   Bytes bytes() const { return bytes_; }
   std::size_t host_bytes() const;
 
@@ -98,6 +99,7 @@ class AliasCache {
   std::vector<AliasId> vacant_;
   std::vector<Sized> by_size_;  // ascending; of equals the oldest first
   std::size_t mappings_ = 0;
+  std::uint64_t mappings_made_ = 0;  // by all aliases so far
   Bytes bytes_{};
   std::uint64_t clock_ = 0;
 };

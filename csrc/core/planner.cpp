@@ -198,7 +198,9 @@ Growth Planner::growth_by(Zone zone, Bytes bytes, const Request& request) const 
   if (gap == kNoId || bytes > min(state_.room(), request.most_growth)) return {};
   // The small zone grows by its own measure.
   const Bytes wanted = zone == Zone::kSmall ? Bytes{} : request.size;
-  const ChunkDemand demand{bytes, wanted, held, state_.room()};
+  const std::size_t chunks = std::max<std::size_t>(state_.arena.chunks().count(), 1);
+  const std::uint64_t mapped_again = state_.aliases.mappings_made() / chunks;
+  const ChunkDemand demand{bytes, wanted, held, state_.room(), mapped_again};
   return {gap, chunk_sizes(demand, state_.granularity), bytes};
 }
 

@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar
 from vramx.errors import InvalidValueError, OutputError, TraceError
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
 
     from vramx.memory.trace import Trace
 
@@ -101,11 +101,17 @@ def add_driver_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="the GPU of --driver cuda (default: 0)",
     )
+    add_snapshot_device_argument(parser)
+
+
+def add_snapshot_device_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --snapshot-device."""
     parser.add_argument(
         "--snapshot-device",
         metavar="N",
         type=argument(index_argument),
-        help="of a snapshot of several devices, the one to replay (default: the busiest)",
+        help="of a snapshot of several devices, the one that is meant (default: the one that ran "
+        "out of memory, else the busiest)",
     )
 
 
@@ -161,7 +167,7 @@ def _new_file_mode() -> int:
     return 0o666 & ~umask
 
 
-def render_text(*parts: Table | str, file: IO[str]) -> str:
+def render_text(*parts: RenderableType, file: IO[str]) -> str:
     """Lay out tables and lines as they look on `file`: coloured on a terminal, plain elsewhere."""
     from rich.console import Console
 
@@ -175,7 +181,7 @@ def render_text(*parts: Table | str, file: IO[str]) -> str:
     return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
 
 
-def print_parts(*parts: Table | str) -> None:
+def print_parts(*parts: RenderableType) -> None:
     """Lay out tables and lines on stdout."""
     if sys.stdout is not None:
         print_text(render_text(*parts, file=sys.stdout))

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from vramx.cli import common
 from vramx.cli.plot import picture_format
-from vramx.cli.replay import report_mismatches, table
+from vramx.cli.replay import report_mismatches, summary, table
 from vramx.errors import MissingDependencyError, VramxError
-from vramx.sizes import format_gib
 
 if TYPE_CHECKING:
     from vramx.memory.replay import ReplayResult
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         picture = _draw(traces[0], format_name, bar, required=args.output is not None)
     for index, results in enumerate(reports):
         on_gpu = measured[index] if measured else None
-        common.print_parts(table(results), summary(results, on_gpu), "")
+        common.print_parts(table(results), story(results, on_gpu), "")
     if picture is not None:
         common.write_output(output, picture, args.force)
         common.print_parts(f"The picture of {traces[0].name} is in {output}.")
@@ -66,18 +65,10 @@ def gpu_usable() -> bool:
     return bool(devices) and bool(devices[0]["vmm_supported"])
 
 
-def summary(results: list[ReplayResult], on_gpu: ReplayResult | None) -> str:
-    """Say in words what a trace's table shows."""
-    by_policy = {result.policy: result for result in results}
-    native, ours = by_policy["native"], by_policy["vramx"]
-    text = (
-        f"This is {PROGRAMS[ours.trace]}. Its tensors never take more than "
-        f"{format_gib(ours.peak_live_bytes)}; torch's allocator takes "
-        f"{format_gib(native.peak_reserved_bytes)} and needs a GPU with "
-        f"{format_gib(native.min_capacity_bytes or 0)} for it, vramx takes "
-        f"{format_gib(ours.peak_reserved_bytes)} and needs "
-        f"{format_gib(ours.min_capacity_bytes or 0)}."
-    )
+def story(results: list[ReplayResult], on_gpu: ReplayResult | None) -> str:
+    """Say in words what a trace's table shows, and what the GPU did with it."""
+    ours = next(result for result in results if result.policy == "vramx")
+    text = f"This is {PROGRAMS[ours.trace]}. {summary(results)}"
     if on_gpu is None:
         return text
     if on_gpu.oom:

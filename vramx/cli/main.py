@@ -25,6 +25,10 @@ VERBS = {
     "demo": "vramx.cli.demo",
     "doctor": "vramx.cli.doctor",
     "replay": "vramx.cli.replay",
+    "stats": "vramx.cli.stats",
+    "explain": "vramx.cli.explain",
+    "diff": "vramx.cli.diff",
+    "check": "vramx.cli.check",
     "plot": "vramx.cli.plot",
     "bench": "vramx.cli.bench",
 }

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vramx.memory.replay import ReplayResult
 
 SCHEMA = 1
+_NAMES = {"native": "torch's allocator", "vramx": "vramx"}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,7 +45,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--min-capacity",
         action="store_true",
-        help="also find the smallest memory under which the run still fits",
+        help="with --json, also find the smallest memory under which the run still fits; a table "
+        "has it always",
     )
     parser.add_argument(
         "--capacity",
@@ -74,13 +76,20 @@ def _render(args: argparse.Namespace, reports: list[list[ReplayResult]]) -> str:
     if args.json:
         return json.dumps(document(reports), indent=2) + "\n"
     out = None if args.output is not None else sys.stdout
-    return common.render_text(*map(table, reports), file=out or io.StringIO())
+    parts = [part for results in reports for part in ("", table(results), summary(results))]
+    return common.render_text(*parts[1:], file=out or io.StringIO())
 
 
 def _replay_all(args: argparse.Namespace) -> list[list[ReplayResult]]:
     from vramx.memory import ReplayOptions, replay
 
     traces = [(path, common.read_trace(path, args.snapshot_device)) for path in args.traces]
+    for path, trace in traces:
+        if trace.failed:
+            requests = "1 request" if len(trace.failed) == 1 else f"{len(trace.failed):,} requests"
+            common.note(
+                "replay", f"{path}: {requests} failed when recorded and must be served here"
+            )
     reports = []
     with common.ProgressBar() as bar:
         for path, trace in traces:
@@ -92,7 +101,7 @@ def _replay_all(args: argparse.Namespace) -> list[list[ReplayResult]]:
                     trace,
                     args.policy,
                     capacity=args.capacity,
-                    min_capacity=args.min_capacity,
+                    min_capacity=args.min_capacity or not args.json,
                     options=options,
                 )
             except VramxError as error:
@@ -145,6 +154,23 @@ def table(results: Sequence[ReplayResult]) -> Table:
     return rows
 
 
+def summary(results: Sequence[ReplayResult]) -> str:
+    """Say in words what a trace's table shows."""
+    needs = [_need(result) for result in results if result.policy in _NAMES]
+    live = f"Its tensors never take more than {format_gib(results[0].peak_live_bytes)}"
+    return f"{'; '.join([live, *needs])}."
+
+
+def _need(result: ReplayResult) -> str:
+    name = _NAMES[result.policy]
+    if result.min_capacity_bytes is None:
+        return f"{name} needs more than any GPU has"
+    least = f"needs a GPU with {format_gib(result.min_capacity_bytes)}"
+    if result.oom:
+        return f"{name} {least}"
+    return f"{name} takes {format_gib(result.peak_reserved_bytes)} and {least}"
+
+
 def _cells(result: ReplayResult, minimum: bool) -> list[str]:
     cells = [result.policy, *_size_cells(result.peak_reserved_bytes, result.peak_live_bytes)]
     if minimum:
@@ -170,6 +196,8 @@ def _size_cells(size_bytes: int | None, live_bytes: int) -> list[str]:
 def _outcome(result: ReplayResult) -> str:
     if result.mismatches:
         return f"{result.mismatches} blocks corrupted"
+    if result.oom_as_recorded:
+        return "out of memory, as when recorded"
     if result.oom:
         return f"out of memory, event {result.oom_event:,}"
     return f"ran, {result.retries:,} retries" if result.retries else "ran"

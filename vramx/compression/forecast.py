@@ -51,10 +51,13 @@ class Clock:
     def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:  # noqa: ARG002
         self._times[lane] += target.numel() / self._bytes_per_ms[lane]
 
-    def used_by(self, memory: Tensor, stream: None) -> None: ...
+    def used_by(self, memory: Tensor, place: None) -> None: ...
 
     def done(self, event: float) -> bool:
         return event <= self._seen_ms
+
+    def synchronize(self, event: float) -> None:
+        self._times[None] = self._seen_ms = max(self._seen_ms, event)
 
     def milliseconds(self, start: float, end: float) -> float:
         return end - start

@@ -200,8 +200,8 @@ def report_of(device: torch.device, stash: Stash) -> OffloadReport:
 # -- The stashes of this process ------------------------------------------------------------------
 
 
-class _Link:
-    """What the stashes of one device share."""
+class Link:
+    """What all that is offloaded from one device shares; the lock is the pool's."""
 
     def __init__(self, device: torch.device) -> None:
         self.transport = CudaTransport(device)
@@ -210,28 +210,44 @@ class _Link:
         self.lock = threading.Lock()
 
 
-_links: dict[int, _Link] = {}
+_links: dict[int, Link] = {}
 _pools: list[HostPool] = []  # together up to half of what this process has of the host
 _stashes: dict[tuple[int, Share], Stash] = {}
 _registry_lock = threading.Lock()
+
+
+def link_of(device: torch.device) -> Link | None:
+    """Return the link of a device to the host; None where it has none."""
+    if device.type != "cuda":
+        return None
+    with _registry_lock:
+        return _link_of(_index_of(device))
 
 
 def stash_of(device: torch.device, share: Share) -> Stash | None:
     """Return the stash for a device and a share; None on a device without a link to a host."""
     if device.type != "cuda":
         return None
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = _index_of(device)
     found = _stashes.get((index, share))
     if found is not None:
         return found
     with _registry_lock:
-        if not _links:
-            atexit.register(_close)
-        if index not in _links:
-            _links[index] = _Link(torch.device("cuda", index))
-        link = _links[index]
+        link = _link_of(index)
         made = Stash(share, link.transport, link.pool, link.lock)
         return _stashes.setdefault((index, share), made)
+
+
+def _index_of(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _link_of(index: int) -> Link:
+    if not _links:
+        atexit.register(_close)
+    if index not in _links:
+        _links[index] = Link(torch.device("cuda", index))
+    return _links[index]
 
 
 def _close() -> None:

@@ -132,8 +132,8 @@ skip_frames(OperationMode.__torch_function__)
 def _custom_function(frame: FrameType | None) -> Operation | None:
     """Return the autograd.Function whose `apply` is this frame; no mode sees those.
 
-    A checkpoint saves its inputs itself in newer releases; any use may be made of them. Our own
-    operators call a Function without a frame of its own.
+    A checkpoint saves its inputs itself in newer releases, and by a Function until torch 2.8; any
+    use may be made of them. Our own operators call a Function without a frame of its own.
     """
     if frame is None:
         return None
@@ -150,6 +150,8 @@ def _custom_function(frame: FrameType | None) -> Operation | None:
         known.position += 1
         return cast(Operation, known)
     function = values["cls"]
+    if function.__name__ == _CHECKPOINTS_FUNCTION:
+        return Operation("checkpoint", (), {}, function.__module__)
     library = function.__module__.split(".")[0]
     # Its frame is the one object that lives as long as the call does.
     values[_NOTE] = found = Operation(function.__name__, values["args"], values["kwargs"], library)
@@ -157,6 +159,7 @@ def _custom_function(frame: FrameType | None) -> Operation | None:
 
 
 _NOTE = "_vramx_operation"
+_CHECKPOINTS_FUNCTION = "_NoopSaveInputs"
 _OURS = f"{third_party.OURS}."
 _APPLY_CODE = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 # Functions that save nothing themselves, but call operations with policies of their own.

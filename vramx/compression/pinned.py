@@ -10,6 +10,7 @@ the sizes of a training step repeat.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -88,6 +89,7 @@ class HostPool:
         self._limit_bytes = limit_bytes
         self._pools = pools
         self._slabs: list[Slab] = []
+        self._retired: deque[Slot] = deque()
         self.used_bytes = 0
 
     @property
@@ -96,6 +98,7 @@ class HostPool:
 
     def take(self, nbytes: int) -> Slot | None:
         """Return a slot, or None where the limit or the host's memory is reached."""
+        self.collect()
         size_bytes = max(1, -(-nbytes // _ALIGNMENT_BYTES)) * _ALIGNMENT_BYTES
         for slab in self._slabs:
             start = slab.take(size_bytes)
@@ -111,6 +114,15 @@ class HostPool:
     def give_back(self, slot: Slot) -> None:
         slot.slab.give_back(slot.start, slot.size_bytes)
         self.used_bytes -= slot.size_bytes
+
+    def retire(self, slot: Slot) -> None:
+        """Give a slot back from a finalizer, which may run at any moment on any thread."""
+        self._retired.append(slot)
+
+    def collect(self) -> None:
+        """Take back what was retired."""
+        while self._retired:
+            self.give_back(self._retired.popleft())
 
     def close(self) -> None:
         """Let go of the slabs; slots that are out keep theirs alive."""

@@ -1,8 +1,9 @@
 """Streams, events and copies between a GPU and its host, as the stash needs them.
 
 The one place of offloading that calls CUDA. Transport is what a stash is given; CudaTransport is
-the real one. Nothing here waits on the host. One transport a device; its two lanes, one for each
-direction, are streams of their own that run their copies in order. A call costs some microseconds.
+the real one. The host waits in synchronize() alone. One transport a device; its two lanes, one for
+each direction, are streams of their own that run their copies in order. A call costs some
+microseconds.
 """
 
 from __future__ import annotations
@@ -45,11 +46,14 @@ class Transport(Protocol):
     def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         """Ask a lane for a copy."""
 
-    def used_by(self, memory: Tensor, stream: Any) -> None:
-        """Keep device memory from being given away before the work of a stream that reads it."""
+    def used_by(self, memory: Tensor, place: Any) -> None:
+        """Keep device memory from being given away before the work of a stream, or a lane."""
 
     def done(self, event: Any) -> bool:
         """Tell whether an event has happened, without waiting for it."""
+
+    def synchronize(self, event: Any) -> None:
+        """Have the host wait until an event has happened."""
 
     def milliseconds(self, start: Any, end: Any) -> float:
         """Return the device's time between two timed events that are done."""
@@ -95,11 +99,14 @@ class CudaTransport:
         finally:
             torch.cuda.set_stream(stream)
 
-    def used_by(self, memory: Tensor, stream: torch.cuda.Stream) -> None:
-        memory.record_stream(stream)
+    def used_by(self, memory: Tensor, place: Lane | torch.cuda.Stream) -> None:
+        memory.record_stream(self._stream_of(place))
 
     def done(self, event: torch.cuda.Event) -> bool:
         return bool(event.query())
+
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
 
     def milliseconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return float(start.elapsed_time(end))

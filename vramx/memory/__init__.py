@@ -7,6 +7,7 @@ module is reached as `from vramx.memory.replay import ...`.
 from __future__ import annotations
 
 from vramx.memory.replay import POLICIES, ReplayOptions, ReplayResult, replay
+from vramx.memory.snapshot import Snapshot
 from vramx.memory.trace import Trace, load_trace
 
-__all__ = ["POLICIES", "ReplayOptions", "ReplayResult", "Trace", "load_trace", "replay"]
+__all__ = ["POLICIES", "ReplayOptions", "ReplayResult", "Snapshot", "Trace", "load_trace", "replay"]

@@ -88,7 +88,9 @@ class ReplayResult:
     """What one policy did with one trace.
 
     ns_per_event is the time of the loop over the events, by their number; the median of several
-    runs where one takes a few milliseconds. oom_event is the event that did not fit, or -1.
+    runs where one takes a few milliseconds. oom_event is the event that did not fit, or -1;
+    oom_as_recorded says that this request failed when it was recorded as well. min_capacity_bytes
+    is None where it was not asked for, and where the run is more than any device holds (4 TiB).
     driver_us_second_half shows whether driver calls go on once a periodic program has settled.
     mismatches counts blocks whose bytes changed under their owner: anything but 0 is a defect.
     """
@@ -101,6 +103,7 @@ class ReplayResult:
     min_capacity_bytes: int | None
     oom: bool
     oom_event: int
+    oom_as_recorded: bool
     ns_per_event: float
     driver_calls: Mapping[str, int]
     driver_us: float
@@ -229,9 +232,13 @@ class _Replayer:
             peak_live_bytes=self._core.peak_live_bytes,
             min_capacity_bytes=minimum,
             trace_us=self._core.trace_us,
+            oom_as_recorded=figures["oom"] and self._failed_when_recorded(figures["oom_event"]),
             timeline=Timeline(**timeline) if timeline is not None else None,
             **figures,
         )
+
+    def _failed_when_recorded(self, event: int) -> bool:
+        return int(self._trace.id[event]) in self._trace.failed
 
     def _run(self, policy: str, capacity_bytes: int) -> dict[str, Any]:
         figures: dict[str, Any] = self._core.run(
@@ -254,7 +261,9 @@ class _Replayer:
             runs.append(float(again["ns_per_event"]))
         return statistics.median(runs)
 
-    def _min_capacity(self, policy: str) -> int:
+    def _min_capacity(self, policy: str) -> int | None:
+        if self._core.run(policy, driver="sim")["oom"]:  # a search would not end
+            return None
         minimum: int = self._core.min_capacity(policy, progress=self._progress(policy))
         return minimum
 

@@ -1,273 +1,297 @@
-"""Turns a torch memory snapshot (torch.cuda.memory._dump_snapshot) into a Trace.
+"""Turns the plain data of a torch memory snapshot into a Snapshot.
 
-A snapshot names memory by address and holds only the last events, so three things are put right:
+A snapshot names memory by address and holds only the last events, so four things are put right:
 addresses, which are reused, become allocation ids; memory that was allocated before the recording
 began (freed later without an allocation, or still alive at the end without one) is allocated at
-the start; streams, which are raw pointers, become 0, 1, ... in order of appearance. Memory counts
-as reusable from `free_completed`. Private pools are not told apart.
+the start; streams, which are raw pointers, become 0, 1, ... in order of appearance; a request that
+failed (`oom`) is an allocation that is freed at once, so that whoever replays it has to serve it.
+Memory counts as reusable from `free_completed`.
 
 The reader is tolerant, because the format gains fields with every torch: unknown keys and unknown
-actions are passed over. It never runs anything in the file. About 1 s for 100 000 events.
+actions are passed over. About 1 s for 100 000 events, half of it the unpickling.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
+import contextlib
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from vramx.errors import TraceError
-from vramx.memory.plain_pickle import PICKLE_MAGIC, load_plain_pickle
+from vramx.memory.segment_reader import SEGMENT_ACTIONS, pool_of, read_segment, read_segment_event
+from vramx.memory.segments import DEFAULT_POOL, Block, PoolNumbers, Segment, SegmentEvent
+from vramx.memory.snapshot import Allocations, FailedRequest, Snapshot
+from vramx.memory.snapshot_file import (
+    MOST_BYTES,
+    as_list,
+    byte_count,
+    events_of_device,
+    field,
+    number,
+    number_or,
+    read_snapshot_file,
+)
+from vramx.memory.stacks import StackTable
 from vramx.memory.trace import ALLOCATE, FREE_COMPLETED, FREE_REQUESTED, Trace
 
-# Eight million events; unpacked, for a compressed file.
-MAX_FILE_BYTES = 512 << 20
 _MAX_STREAMS = 256
 _MAX_TIME_US = (1 << 32) - 1
-_GZIP_MAGIC = b"\x1f\x8b"
-_LIVE_STATES = frozenset(("active_allocated", "active_pending_free"))
-_ROW = [("op", "u1"), ("key", "i8"), ("size", "u8"), ("stream", "u1"), ("time_us", "u8")]
-_NO_SNAPSHOT = "it is no torch memory snapshot"
+_BLOCK_UNIT = 512
 
 
-def load_snapshot_trace(path: Path, device: int | None = None) -> Trace:
+def read_snapshot(path: Path, device: int | None = None) -> Snapshot:
     """Read a snapshot file: a pickle or JSON, either of them also gzipped.
 
     Args:
-        device: the ordinal whose events are wanted; by default that with the most events.
+        device: the ordinal whose events are wanted; by default that which ran out of memory,
+            else that with the most events.
 
     Raises:
         TraceError: the file is neither, is damaged, asks for code, or holds no events.
     """
-    snapshot = _parse(_read_bytes(path))
-    if isinstance(snapshot, list):  # torch before 2.0, and memory_snapshot(include_traces=False)
-        snapshot = {"segments": snapshot, "device_traces": []}
-    if not isinstance(snapshot, dict) or "segments" not in snapshot:
-        raise TraceError(f"{_NO_SNAPSHOT}: no dictionary with 'segments' and 'device_traces'")
-    traces = _list(snapshot.get("device_traces", []), "device_traces")
-    chosen = _choose_device(traces, device)
-    builder = _Builder()
-    for position, entry in enumerate(traces[chosen]):
-        builder.add(_Entry(entry, position))
-    builder.add_survivors(_live_blocks(snapshot["segments"], chosen))
-    return builder.finish(path.name, chosen)
+    with _collector_paused():
+        snapshot = read_snapshot_file(path)
+        chosen, records = events_of_device(snapshot, device)
+        builder = _Builder()
+        for position, record in enumerate(records):
+            builder.add(record, position)
+        builder.add_segments(snapshot["segments"], chosen)
+        settings = snapshot.get("allocator_settings")
+        return builder.finish(path.name, chosen, settings if isinstance(settings, dict) else {})
 
 
-def _read_bytes(path: Path) -> bytes:
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keep the garbage collector from walking millions of new objects, none of them garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
-        with path.open("rb") as file:
-            zipped = file.read(2) == _GZIP_MAGIC
-        with gzip.open(path, "rb") if zipped else path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise TraceError(f"the gzip file is damaged or cut short ({error})") from None
-    except OSError as error:
-        raise TraceError(f"cannot be read: {error.strerror or error}") from None
-    if len(data) > MAX_FILE_BYTES:
-        raise TraceError(f"it is larger than the {MAX_FILE_BYTES >> 20} MiB accepted")
-    return data
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
-def _parse(data: bytes) -> Any:
-    if data.startswith(PICKLE_MAGIC):
-        return load_plain_pickle(data)
-    if data.lstrip()[:1] not in (b"{", b"["):
-        raise TraceError(
-            "it is neither a pickle nor JSON; a trace (.npz) or a torch snapshot is accepted"
-        )
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise TraceError(f"it is no complete JSON ({str(error)[:80]})") from None
+class _Allocation:
+    """An allocation while the events are read."""
 
+    __slots__ = ("address", "free_requested", "key", "pool", "size", "stack", "stream")
 
-def _choose_device(traces: list[Any], device: int | None) -> int:
-    counts = [len(_list(trace, f"device_traces[{i}]")) for i, trace in enumerate(traces)]
-    with_events = [i for i, count in enumerate(counts) if count]
-    if not with_events:
-        raise TraceError(
-            "the snapshot holds no events; start torch.cuda.memory._record_memory_history() "
-            "before the run to record them"
-        )
-    if device is None:
-        return max(with_events, key=lambda i: counts[i])
-    if device not in with_events:
-        listed = ", ".join(map(str, with_events))
-        raise TraceError(
-            f"the snapshot holds no events of device {device}; it has them of {listed}"
-        )
-    return device
-
-
-def _list(value: Any, what: str) -> list[Any]:
-    if not isinstance(value, (list, tuple)):
-        raise TraceError(f"{_NO_SNAPSHOT}: {what} is {type(value).__name__}, not a list")
-    return list(value)
-
-
-def _field(record: Any, key: str, where: str) -> Any:
-    if not isinstance(record, dict):
-        raise TraceError(f"{_NO_SNAPSHOT}: {where} is {type(record).__name__}, not a dictionary")
-    if key not in record:
-        raise TraceError(f"{where} has no {key!r}")
-    return record[key]
-
-
-def _number(record: Any, key: str, where: str) -> int:
-    value = _field(record, key, where)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 64:
-        shown = repr(value)[:40]
-        raise TraceError(f"{where} has {key} {shown}; an integer from 0 to 2^64 - 1 is accepted")
-    return value
-
-
-class _Entry:
-    """One event of a device's trace, its fields checked when they are asked for."""
-
-    def __init__(self, record: Any, position: int) -> None:
-        self._record = record
-        self._where = f"event {position}"
-        self.action = _field(record, "action", self._where)
-
-    def number(self, key: str) -> int:
-        return _number(self._record, key, self._where)
-
-    def number_or_zero(self, key: str) -> int:
-        return self.number(key) if key in self._record else 0
-
-
-class _Block:
-    """A live allocation while the events are read."""
-
-    __slots__ = ("free_requested", "key", "size", "stream")
-
-    def __init__(self, key: int, size: int, stream: int) -> None:
+    def __init__(self, key: int, address: int, size: int, stream: int) -> None:
         self.key = key
+        self.address = address
         self.size = size
         self.stream = stream
+        self.stack = 0
+        self.pool: tuple[int, ...] | None = None
         self.free_requested = False
 
 
 class _Builder:
-    """Follows the events by address and collects rows (op, key, size, stream, time).
+    """Follows the events by address and collects rows (op, key, time, position).
 
     Keys count up from 0 for allocations seen and down from -1 for those that predate the
     recording, whose number is known only at the end; finish() turns both into ids.
     """
 
     def __init__(self) -> None:
-        self._live: dict[int, _Block] = {}
-        self._rows: list[tuple[int, int, int, int, int]] = []  # as in _ROW
-        self._baseline: list[_Block] = []
+        self._live: dict[int, _Allocation] = {}
+        self._recorded: list[_Allocation] = []
+        self._baseline: list[_Allocation] = []
+        self._rows: list[tuple[int, int, int, int]] = []
+        self._failed: list[tuple[_Allocation, dict[str, Any], int]] = []  # with its event
         self._streams: dict[int, int] = {0: 0}
-        self._allocations = 0
+        self._stacks = StackTable()
+        self._segments: list[Segment] = []
+        self._block_bytes: dict[int, int] = {}  # by the address of a block alive at the end
+        self._segment_events: list[SegmentEvent] = []
+        self._events = 0
 
-    def add(self, entry: _Entry) -> None:
-        if entry.action == "alloc":
-            self._allocate(entry)
-        elif entry.action == "free_requested":
-            self._request_free(entry)
-        elif entry.action == "free_completed":
-            self._complete_free(entry)
+    def add(self, record: Any, position: int) -> None:
+        self._events = position + 1
+        action = record.get("action") if type(record) is dict else None
+        if action is None:
+            action = field(record, "action", "event", position)
+        if action == "alloc":
+            self._allocate(record, position)
+        elif action == "free_requested":
+            self._request_free(record, position)
+        elif action == "free_completed":
+            self._complete_free(record, position)
+        elif action == "oom":
+            self._fail(record, position)
+        elif isinstance(action, str) and action in SEGMENT_ACTIONS:
+            self._segment_events.append(read_segment_event(record, action, position))
 
-    def add_survivors(self, blocks: list[tuple[int, int, int]]) -> None:
-        """Take in the blocks alive at the end whose allocation was not recorded."""
-        for address, size, stream in blocks:
-            if address not in self._live:
-                self._live[address] = self._predating(size, stream)
+    def add_segments(self, segments: Any, device: int) -> None:
+        """Take in the segments, and the blocks in them whose allocation was not recorded."""
+        seen: set[int] = set()
+        for index, record in enumerate(as_list(segments, "segments")):
+            if isinstance(record, dict) and record.get("device", 0) != device:
+                continue
+            segment = read_segment(record, index, self._stacks)
+            self._segments.append(segment)
+            for block in segment.blocks:
+                if block.address in seen:
+                    raise TraceError(
+                        f"segment {index} holds a second block at address {block.address}"
+                    )
+                seen.add(block.address)
+                if block.is_live:
+                    self._add_survivor(block, segment)
 
-    def finish(self, name: str, device: int) -> Trace:
-        if not self._rows:
-            raise TraceError("the snapshot holds no allocation or free; at least one is needed")
-        start_us = self._rows[0][4]
-        seeds = [(ALLOCATE, b.key, b.size, b.stream, start_us) for b in self._baseline]
-        rows = np.array(seeds + self._rows, _ROW)
-        ids = np.where(rows["key"] < 0, -1 - rows["key"], rows["key"] + len(seeds))
-        # The clock may step back, and 32 bits hold 71 minutes: later events share the last moment.
-        elapsed_us = (rows["time_us"].astype(np.float64) - start_us).clip(0, _MAX_TIME_US)
-        return Trace(
-            name=name,
-            op=rows["op"].copy(),
-            id=ids.astype(np.uint32),
-            size=rows["size"].copy(),
-            stream=rows["stream"].copy(),
-            time_us=np.maximum.accumulate(elapsed_us).astype(np.uint32),
-            device=device,
-        )
-
-    def _allocate(self, entry: _Entry) -> None:
-        address = entry.number("addr")
+    def _allocate(self, record: dict[str, Any], position: int) -> None:
+        address = number(record, "addr", "event", position)
         if address in self._live:  # its free was not recorded (skip_actions)
-            self._complete_free(entry)
-        stream = self._stream_number(entry.number_or_zero("stream"))
-        block = _Block(self._allocations, entry.number("size"), stream)
-        self._allocations += 1
-        self._live[address] = block
-        self._append(ALLOCATE, block, entry)
+            self._complete_free(record, position)
+        size = byte_count(record, "size", "event", position)
+        self._live[address] = self._new(record, address, size, position)
+        self._append(ALLOCATE, self._live[address], record, position)
 
-    def _request_free(self, entry: _Entry) -> None:
-        block = self._block_of(entry)
-        if not block.free_requested:
-            block.free_requested = True
-            self._append(FREE_REQUESTED, block, entry)
+    def _fail(self, record: dict[str, Any], position: int) -> None:
+        # A mistyped shape may ask for more than the core counts, which no device has either.
+        size = min(number(record, "size", "event", position), MOST_BYTES)
+        request = self._new(record, 0, size, position)
+        for op in (ALLOCATE, FREE_REQUESTED, FREE_COMPLETED):
+            self._append(op, request, record, position)
+        self._failed.append((request, record, position))
 
-    def _complete_free(self, entry: _Entry) -> None:
-        self._request_free(entry)
-        self._append(FREE_COMPLETED, self._live.pop(entry.number("addr")), entry)
+    def _new(self, record: dict[str, Any], address: int, size: int, position: int) -> _Allocation:
+        stream = self._stream_number(number_or(0, record, "stream", "event", position))
+        allocation = _Allocation(len(self._recorded), address, size, stream)
+        allocation.stack = self._stacks.number(record.get("frames"))
+        allocation.pool = pool_of(record.get("pool_id"))
+        self._recorded.append(allocation)
+        return allocation
 
-    def _block_of(self, entry: _Entry) -> _Block:
-        address = entry.number("addr")
-        block = self._live.get(address)
-        if block is None:  # allocated before the recording began
-            block = self._predating(entry.number("size"), entry.number_or_zero("stream"))
-            self._live[address] = block
-        return block
+    def _request_free(self, record: dict[str, Any], position: int) -> None:
+        allocation = self._freed(record, position)
+        if not allocation.free_requested:
+            allocation.free_requested = True
+            self._append(FREE_REQUESTED, allocation, record, position)
 
-    def _predating(self, size: int, stream: int) -> _Block:
-        block = _Block(-1 - len(self._baseline), size, self._stream_number(stream))
-        self._baseline.append(block)
-        return block
+    def _complete_free(self, record: dict[str, Any], position: int) -> None:
+        self._request_free(record, position)
+        self._append(FREE_COMPLETED, self._live.pop(record["addr"]), record, position)
 
-    def _append(self, op: int, block: _Block, entry: _Entry) -> None:
-        self._rows.append(
-            (op, block.key, block.size, block.stream, entry.number_or_zero("time_us"))
-        )
+    def _freed(self, record: dict[str, Any], position: int) -> _Allocation:
+        address = number(record, "addr", "event", position)
+        allocation = self._live.get(address)
+        if allocation is None:  # allocated before the recording began
+            stream = number_or(0, record, "stream", "event", position)
+            allocation = self._predating(
+                address, byte_count(record, "size", "event", position), stream
+            )
+            allocation.pool = pool_of(record.get("pool_id"))
+        return allocation
+
+    def _predating(self, address: int, size: int, stream: int) -> _Allocation:
+        key = -1 - len(self._baseline)
+        allocation = _Allocation(key, address, size, self._stream_number(stream))
+        allocation.stack = 1
+        self._baseline.append(allocation)
+        self._live[address] = allocation
+        return allocation
+
+    def _add_survivor(self, block: Block, segment: Segment) -> None:
+        self._block_bytes[block.address] = block.size_bytes
+        if block.address not in self._live:
+            allocation = self._predating(block.address, block.requested_bytes, segment.stream)
+            allocation.pool = segment.pool
+            allocation.stack = block.stack or 1  # torch keeps it as long as the block lives
+
+    def _append(
+        self, op: int, allocation: _Allocation, record: dict[str, Any], position: int
+    ) -> None:
+        time_us = number_or(0, record, "time_us", "event", position)
+        self._rows.append((op, allocation.key, time_us, position))
 
     def _stream_number(self, stream: int) -> int:
-        number = self._streams.setdefault(stream, len(self._streams))
-        if number >= _MAX_STREAMS:
+        number_ = self._streams.setdefault(stream, len(self._streams))
+        if number_ >= _MAX_STREAMS:
             raise TraceError(f"the snapshot uses more than the {_MAX_STREAMS} streams accepted")
-        return number
+        return number_
+
+    def finish(self, name: str, device: int, settings: dict[str, Any]) -> Snapshot:
+        if not self._rows:
+            raise TraceError("the snapshot holds no allocation or free; at least one is needed")
+        allocations = self._baseline + self._recorded
+        before = len(self._baseline)
+        start_us = self._rows[0][2]
+        seeds = [(ALLOCATE, seed.key, start_us, -1) for seed in self._baseline]
+        op, keys, times, events = (list(column) for column in zip(*seeds, *self._rows, strict=True))
+        key = np.array(keys, np.int64)
+        ids = np.where(key < 0, -1 - key, key + before).astype(np.uint32)
+        size = np.array([allocation.size for allocation in allocations], np.uint64)
+        stream = np.array([allocation.stream for allocation in allocations], np.uint8)
+        failures = tuple(self._failure(*each) for each in self._failed)
+        trace = Trace(
+            name=name,
+            op=np.array(op, np.uint8),
+            id=ids,
+            size=size[ids],
+            stream=stream[ids],
+            time_us=_elapsed_us(times, start_us),
+            device=device,
+            failed=tuple(failure.id for failure in failures),
+        )
+        return Snapshot(
+            trace=trace,
+            event=np.array(events, np.int64),
+            event_count=self._events,
+            start_us=start_us,
+            allocations=self._columns(allocations, size, stream),
+            stacks=tuple(self._stacks.stacks),
+            streams=tuple(self._streams),
+            segments=tuple(self._segments),
+            segment_events=tuple(self._segment_events),
+            failures=failures,
+            settings=settings,
+        )
+
+    def _failure(
+        self, request: _Allocation, record: dict[str, Any], position: int
+    ) -> FailedRequest:
+        free = record.get("device_free")
+        return FailedRequest(
+            id=request.key + len(self._baseline),
+            event=position,
+            size_bytes=record["size"],
+            device_free_bytes=free if type(free) is int and free >= 0 else None,
+            stream=number_or(0, record, "stream", "event", position),
+            pool=request.pool or DEFAULT_POOL,
+            stack=self._stacks.stacks[request.stack],
+        )
+
+    def _columns(
+        self,
+        allocations: list[_Allocation],
+        size: npt.NDArray[np.uint64],
+        stream: npt.NDArray[np.uint8],
+    ) -> Allocations:
+        block_bytes = -(-size.astype(np.int64) // _BLOCK_UNIT) * _BLOCK_UNIT
+        for address, allocation in self._live.items():  # alive at the end: what it really takes
+            key = allocation.key
+            number_ = -1 - key if key < 0 else key + len(self._baseline)
+            block_bytes[number_] = self._block_bytes.get(address, block_bytes[number_])
+        pools = PoolNumbers(self._segments)
+        return Allocations(
+            address=np.array([each.address for each in allocations], np.uint64),
+            size=size.astype(np.int64),
+            block_bytes=block_bytes,
+            stream=stream,
+            stack=np.array([each.stack for each in allocations], np.int64),
+            pool=np.array([pools.of(each.pool, each.address) for each in allocations], np.int64),
+            pools=tuple(pools.numbers),
+        )
 
 
-def _live_blocks(segments: Any, device: int) -> list[tuple[int, int, int]]:
-    """Return (address, requested size, stream) of each block alive when the snapshot was taken."""
-    blocks = []
-    seen: set[int] = set()
-    for index, segment in enumerate(_list(segments, "segments")):
-        where = f"segment {index}"
-        if isinstance(segment, dict) and segment.get("device", 0) != device:
-            continue
-        stream = _number(segment, "stream", where)
-        address = _number(segment, "address", where)
-        for block in _list(_field(segment, "blocks", where), f"blocks of {where}"):
-            size = _number(block, "size", f"a block of {where}")
-            if "address" in block:  # older snapshots leave it to follow from the sizes before it
-                address = _number(block, "address", f"a block of {where}")
-            if address in seen:
-                raise TraceError(f"{where} holds a second block at address {address}")
-            seen.add(address)
-            if block.get("state") in _LIVE_STATES:
-                blocks.append((address, _requested_bytes(block, size, where), stream))
-            address += size
-    return blocks
-
-
-def _requested_bytes(block: dict[str, Any], size: int, where: str) -> int:
-    if "requested_size" not in block:
-        return size
-    return _number(block, "requested_size", f"a block of {where}")
+def _elapsed_us(times: list[int], start_us: int) -> npt.NDArray[np.uint32]:
+    # The clock may step back, and 32 bits hold 71 minutes: later events share the last moment.
+    elapsed_us = (np.array(times, np.float64) - start_us).clip(0, _MAX_TIME_US)
+    return np.maximum.accumulate(elapsed_us).astype(np.uint32)

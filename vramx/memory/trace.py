@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ class Trace:
     """The events of one run; arrays of one length, read-only.
 
     `name` is the file's name without its folder. `device` is the device of a snapshot's events.
+    `failed` has the ids of requests that ended in OutOfMemoryError when they were recorded: each is
+    allocated and freed at once, so that it has to be served in a replay.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Trace:
     stream: npt.NDArray[np.uint8]
     time_us: npt.NDArray[np.uint32]
     device: int | None = None
+    failed: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for array in (self.op, self.id, self.size, self.stream, self.time_us):
@@ -73,6 +76,17 @@ class Trace:
 
     def __len__(self) -> int:
         return len(self.op)
+
+    def part(self, rows: npt.NDArray[np.int64]) -> Trace:
+        """Return the trace of some of the rows, which are in order."""
+        return replace(
+            self,
+            op=self.op[rows],
+            id=self.id[rows],
+            size=self.size[rows],
+            stream=self.stream[rows],
+            time_us=self.time_us[rows],
+        )
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays under the names they have in a file."""
@@ -92,7 +106,7 @@ def load_trace(path: str | os.PathLike[str], *, device: int | None = None) -> Tr
 
     Args:
         device: for a snapshot of several devices, the one whose events are wanted; by default the
-            one with the most events.
+            one that ran out of memory, else the one with the most events.
 
     Raises:
         TraceError: the file cannot be read or is neither; the text does not repeat its name.
@@ -103,14 +117,23 @@ def load_trace(path: str | os.PathLike[str], *, device: int | None = None) -> Tr
         (123074, 'train.npz')
     """
     path = Path(path)
+    if is_trace_file(path):
+        return _load_npz(path)
+    from vramx.memory.snapshot_reader import read_snapshot
+
+    return read_snapshot(path, device).trace
+
+
+def is_trace_file(path: Path) -> bool:
+    """Say whether a file is an archive, as an .npz is, and not a snapshot.
+
+    Raises:
+        TraceError: it is empty, is no file, or cannot be read.
+    """
     magic = _first_bytes(path)
     if not magic:
         raise TraceError("the file is empty; a trace (.npz) or a torch snapshot is needed")
-    if magic == _ZIP_MAGIC:
-        return _load_npz(path)
-    from vramx.memory.snapshot_reader import load_snapshot_trace
-
-    return load_snapshot_trace(path, device)
+    return magic == _ZIP_MAGIC
 
 
 def _first_bytes(path: Path) -> bytes:

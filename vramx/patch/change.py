@@ -38,3 +38,15 @@ class Change:
 
     def undone(self) -> None:
         """Let go of what the change holds outside of the record."""
+
+
+class Restorable:
+    """What is no module and was changed: how restore() undoes that, and what report() says."""
+
+    def vramx_done(self) -> tuple[str, str]:
+        """Return what is done, in a few words, and what came of it so far."""
+        raise NotImplementedError
+
+    def vramx_restore(self) -> None:
+        """Undo it."""
+        raise NotImplementedError

@@ -14,11 +14,11 @@ from torch import nn
 
 from vramx.errors import InvalidValueError, brief
 from vramx.patch import function, module
-from vramx.patch.change import Change
+from vramx.patch.change import Change, Restorable
 from vramx.patch.subclass import Patched
 from vramx.patch.table import table
 
-_ACCEPTED = "accepted are a Module, a class of Modules and a function"
+_ACCEPTED = "accepted are a Module, a class of Modules, a function and an optimizer"
 _INERT = "a class that others made of ours stays, and does nothing of its own"
 _OVER = "what others put over the forward stays"
 _AWAY = "its forward was replaced since, by what does not call this"
@@ -58,7 +58,7 @@ class Report:
 
 
 def report(target: Any) -> Report:
-    """Return what vramx does with each module of a model, with a class of them, or a function.
+    """Return what vramx does with a model's modules, a class of them, a function or an optimizer.
 
     Raises:
         InvalidValueError: the target is none of these.
@@ -74,6 +74,8 @@ def report(target: Any) -> Report:
     """
     if isinstance(target, nn.Module):
         return report_on(target, target.modules())
+    if (held := _restorable(target)) is not None:
+        return _report_of_one(held)
     return Report(tuple(_row_of(target, change) for change in changes_of(target)))
 
 
@@ -85,7 +87,7 @@ def report_on(model: nn.Module, modules: Iterable[nn.Module]) -> Report:
 
 
 def restore(target: Any) -> Report:
-    """Undo everything that vramx did to a model, to a class of modules, or to a function.
+    """Undo everything that vramx did to a model, a class of modules, a function, or an optimizer.
 
     In whatever order it was done, and whatever wraps the model since. What others did stays; a
     function's wrapper stays where it is and does nothing. Of a model whose class, or one of whose
@@ -112,6 +114,10 @@ def restore(target: Any) -> Report:
                 note = _rest(part, before)
                 rows.append(ReportRow(name, type(part).__name__, _done(changes), note=note))
         return _report_of(rows, target)
+    if (held := _restorable(target)) is not None:
+        undone = _report_of_one(held)
+        held.vramx_restore()
+        return undone
     changes = changes_of(target)
     if isinstance(target, type):
         function.clear_class(target)
@@ -153,6 +159,20 @@ def _rows(name: str, part: nn.Module) -> Iterator[ReportRow]:
     for cls, change in class_changes(type(part)):
         note = f"by its class, as of all instances: restore({cls.__name__}) undoes it"
         yield ReportRow(name, word, str(change), change.effect(), note)
+
+
+def _restorable(target: Any) -> Restorable | None:
+    """Return what is changed and no module, in wrappers such as accelerate's of an optimizer."""
+    while not isinstance(target, Restorable):
+        target = getattr(target, "optimizer", None)
+        if target is None or isinstance(target, nn.Module):
+            return None
+    return target
+
+
+def _report_of_one(held: Restorable) -> Report:
+    done, effect = held.vramx_done()
+    return Report((ReportRow("", type(held).__name__, done, effect),))
 
 
 def _row_of(target: Any, change: Change) -> ReportRow:

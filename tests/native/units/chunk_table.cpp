@@ -177,8 +177,20 @@ void chunks_are_larger_for_a_larger_request(Nothing&) {
   EXPECT(chunk_sizes(large, kPage).size() < chunk_sizes(small, kPage).size());
 }
 
+void chunks_are_larger_the_more_often_they_were_stitched(Nothing&) {
+  ChunkDemand growth{.bytes = 960_MiB, .request = 8_MiB, .held = 1_GiB};
+  const std::size_t count = chunk_sizes(growth, kPage).size();
+  growth.mapped_again = 3;  // twice that of a settled program makes them twice as large
+  EXPECT(chunk_sizes(growth, kPage).size() == count);
+  growth.mapped_again = 4;
+  EXPECT(chunk_sizes(growth, kPage).size() == count / 2);
+  growth.mapped_again = 1000;
+  EXPECT(chunk_sizes(growth, kPage).size() == count / 4);
+}
+
 void chunks_are_finest_where_no_room_is_left(Nothing&) {
-  const ChunkDemand tight{.bytes = 64_MiB, .request = 2_GiB, .held = 80_GiB, .room = 64_MiB};
+  const ChunkDemand tight{
+      .bytes = 64_MiB, .request = 2_GiB, .held = 80_GiB, .room = 64_MiB, .mapped_again = 9};
   EXPECT(chunk_sizes(tight, kPage).size() == 64_MiB / kPage);
 }
 
@@ -215,6 +227,8 @@ constexpr Check<Nothing> kPolicyChecks[] = {
     {"the smallest growth is one chunk", the_smallest_growth_is_one_chunk},
     {"chunks are larger where more is held", chunks_are_larger_where_more_is_held},
     {"chunks are larger for a larger request", chunks_are_larger_for_a_larger_request},
+    {"chunks are larger the more often they were stitched",
+     chunks_are_larger_the_more_often_they_were_stitched},
     {"chunks are finest where no room is left", chunks_are_finest_where_no_room_is_left},
 };
 

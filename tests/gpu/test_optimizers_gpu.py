@@ -1,0 +1,112 @@
+"""offload_optimizer on a GPU: its streams, and what it takes of the device."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import vramx
+from vramx.sizes import MIB
+
+pytestmark = pytest.mark.gpu
+
+SIDE, LAYERS = 2048, 12  # 8 MiB of bfloat16 a layer
+MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-3),
+}
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = (nn.Linear(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS))
+    return nn.Sequential(*layers)
+
+
+def train(network: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(1)
+    for _ in range(steps):
+        x = torch.randn(64, SIDE, device="cuda", generator=generator).bfloat16()
+        optimizer.zero_grad()
+        network(x).float().square().mean().backward()
+        optimizer.step()
+
+
+def expect_alike(a: nn.Module, b: nn.Module) -> None:
+    for left, right in zip(a.parameters(), b.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("name", MAKERS)
+def test_streamed_states_are_the_unstreamed_ones(name: str, in_backward: bool) -> None:
+    plain, streamed = model(), model()
+    optimizer, offloaded = MAKERS[name](plain.parameters()), MAKERS[name](streamed.parameters())
+    vramx.offload_optimizer(offloaded, in_backward=in_backward, bucket="16MiB")
+    train(plain, optimizer, 8)
+    train(streamed, offloaded, 8)
+    expect_alike(plain, streamed)
+    expected, found = optimizer.state_dict()["state"], offloaded.state_dict()["state"]
+    for number, states in expected.items():
+        for key, value in states.items():
+            assert torch.equal(value.cpu(), found[number][key].cpu()), (number, key)
+
+
+def test_the_device_holds_three_slots_at_most() -> None:
+    network = model()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True)
+    vramx.offload_optimizer(optimizer, bucket="16MiB")
+    train(network, optimizer, 2)
+    torch.cuda.synchronize()
+    gradients = sum(p.numel() * 2 for p in network.parameters())
+    before = torch.cuda.memory_allocated()
+    assert before <= 2 * gradients + 32 * MIB  # parameters, gradients, workspaces: no states
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.step()
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= 3 * 32 * MIB + MIB  # Adam has two states a parameter
+
+
+def test_loading_never_has_all_states_on_the_device() -> None:
+    network = model()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True)
+    vramx.offload_optimizer(optimizer, bucket="16MiB")
+    train(network, optimizer, 2)
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, map_location="cpu")
+    other = model()
+    other.load_state_dict(network.state_dict())
+    resumed = torch.optim.AdamW(other.parameters(), lr=1e-3, fused=True)
+    vramx.offload_optimizer(resumed, bucket="16MiB")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    resumed.load_state_dict(saved)
+    assert torch.cuda.max_memory_allocated() - before < MIB
+    train(network, optimizer, 2)
+    train(other, resumed, 2)
+    expect_alike(network, other)
+
+
+def test_restore_brings_the_states_to_the_device() -> None:
+    plain, streamed = model(), model()
+    optimizer, offloaded = (
+        MAKERS["fused"](plain.parameters()),
+        MAKERS["fused"](streamed.parameters()),
+    )
+    vramx.offload_optimizer(offloaded, bucket="16MiB")
+    for each, network in ((optimizer, plain), (offloaded, streamed)):
+        train(network, each, 2)
+    vramx.restore(offloaded)
+    assert all(v.is_cuda for s in offloaded.state.values() for k, v in s.items() if k != "step")
+    for each, network in ((optimizer, plain), (offloaded, streamed)):
+        train(network, each, 2)
+    expect_alike(plain, streamed)

@@ -1,0 +1,566 @@
+"""offload_optimizer: what is computed and kept is what it was, to the bit.
+
+The link is one whose copies run as late as they may: one to the device when the main stream waits
+for it, one to the host when a copy to the device waits for it or the host does. So a wait that is
+missing reads or keeps what was there before, which is poison.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import vramx
+from vramx.compression import pinned
+from vramx.compression.transport import Lane
+from vramx.errors import InvalidValueError, OffloadError, VramxWarning
+from vramx.optimizers import offload, rounds, stream
+from vramx.optimizers.states import plain_tensors
+
+POISON = 0xDD
+
+
+class LateLink:
+    """A transport on the host. `forgets` names a wait that it drops."""
+
+    def __init__(self, forgets: str = "") -> None:
+        self.forgets = forgets
+        self.host_is_full = False
+        self.pending: dict[Lane, list[Callable[[], Any]]] = {lane: [] for lane in Lane}
+        self.done: dict[Lane, int] = dict.fromkeys(Lane, 0)
+        self.copies = 0
+        self.pool = pinned.HostPool(self.pin, 1 << 40)
+        self.transport = self
+        self.lock = threading.Lock()
+
+    def stream(self) -> str:
+        return "main"
+
+    def capturing(self) -> bool:
+        return False
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return torch.full((nbytes,), POISON, dtype=torch.uint8)
+
+    def pin(self, nbytes: int) -> Tensor:
+        if self.host_is_full:
+            raise RuntimeError("no more memory to pin")
+        return torch.full((nbytes,), POISON, dtype=torch.uint8)
+
+    def mark(self, place: Any, *, timed: bool = False) -> tuple[Any, int]:
+        of_lane = isinstance(place, Lane)
+        return place, self.done[place] + len(self.pending[place]) if of_lane else 0
+
+    def wait(self, place: Any, event: tuple[Any, int]) -> None:
+        name = f"{getattr(place, 'value', place)} after {getattr(event[0], 'value', event[0])}"
+        if name == self.forgets:
+            return
+        if place == "main":
+            self.synchronize(event)
+        elif event[0] != "main":
+            self.pending[place].append(lambda: self.synchronize(event))
+
+    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        self.copies += 1
+        self.pending[lane].append(lambda: target.copy_(source))
+
+    def used_by(self, memory: Tensor, place: Any) -> None: ...
+
+    def synchronize(self, event: tuple[Any, int]) -> None:
+        lane, count = event
+        while lane != "main" and self.done[lane] < count:
+            self.done[lane] += 1
+            self.pending[lane].pop(0)()
+
+
+def use(link: LateLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (offload, rounds):
+        monkeypatch.setattr(module, "link_of", lambda _: link)
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateLink]:
+    made = LateLink()
+    use(made, monkeypatch)
+    yield made
+    made.pool.check()
+
+
+OPTIONS: dict[str, Any] = {"bucket": 3000, "least": 64}  # counters stay
+
+
+class CountsInTheGroup(torch.optim.Optimizer):
+    """Momentum whose decay is of a count that stands in the group, as schedule-free ones have."""
+
+    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
+        super().__init__(parameters, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                mean.mul_(1 - 1 / group["count"]).add_(p.grad)
+                p.sub_(mean, alpha=group["lr"])
+
+
+class MakesStatesAnew(CountsInTheGroup):
+    """Its states are other tensors after each step, and one more after the second."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if "mean" in state:
+                    state["second"] = state["mean"] * 2
+                state["mean"] = state.get("mean", 0) * 0.9 + p.grad
+                p.sub_(state["mean"] + state.get("second", 0), alpha=group["lr"])
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adamw_one_by_one": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
+    "counts_in_the_group": CountsInTheGroup,
+    "makes_states_anew": MakesStatesAnew,
+}
+
+
+class SumsOverAll(CountsInTheGroup):
+    """Scales each step by the norm of all gradients together, as some adaptive ones do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        parameters = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for p in parameters:
+            p.sub_(p.grad / norm, alpha=0.01)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 24), nn.Conv2d(1, 4, 3), nn.Linear(22, 8)
+    )
+
+
+def parameters_of(network: nn.Module) -> list[nn.Parameter]:
+    conv = network[3]  # type: ignore[index]
+    conv.weight.data = conv.weight.data.to(memory_format=torch.channels_last)
+    return list(network.parameters())
+
+
+def give_gradients(
+    parameters: list[nn.Parameter], seed: int, *, without: int | None = None
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for number, parameter in enumerate(parameters):
+        gradient = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = None if number == without else gradient.reshape(parameter.shape)
+
+
+def values_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    states = sorted(optimizer.state_dict()["state"].items())
+    return [t.clone() for _, state in states for t in plain_tensors(state)]
+
+
+def expect_alike(a: Any, b: Any) -> None:
+    for left, right in zip(a, b, strict=True):
+        assert torch.equal(left, right)
+
+
+class Pair:
+    """Two trainings that are alike but for where the states are."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+        self.plain = parameters_of(model())
+        self.streamed = parameters_of(model())
+        self.optimizer = make(self.plain)
+        self.offloaded = make(self.streamed)
+
+    def step(self, seed: int, *, without: int | None = None) -> None:
+        give_gradients(self.plain, seed, without=without)
+        give_gradients(self.streamed, seed, without=without)
+        self.optimizer.step()
+        self.offloaded.step()
+
+    def expect_alike(self) -> None:
+        expect_alike(self.plain, self.streamed)
+        expect_alike(values_of(self.optimizer), values_of(self.offloaded))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_streamed_states_are_the_unstreamed_ones_to_the_bit(link: LateLink, name: str) -> None:
+    pair = Pair(OPTIMIZERS[name])
+    pair.step(0)  # it may have states already
+    assert vramx.offload_optimizer(pair.offloaded, **OPTIONS) is pair.offloaded
+    for seed in range(1, 6):
+        # Every other time a parameter has no gradient, and its bucket may have none at all.
+        pair.step(seed, without=4 if seed % 2 else None)
+    pair.expect_alike()
+    assert link.copies > 0
+    assert all(p.grad is not None for p in pair.streamed[:4])
+
+
+@pytest.mark.parametrize(
+    "forgotten", ["main after to the device", "to the device after to the host"]
+)
+def test_each_wait_is_needed(monkeypatch: pytest.MonkeyPatch, forgotten: str) -> None:
+    link = LateLink(forgotten)
+    use(link, monkeypatch)
+    pair = Pair(OPTIMIZERS["adamw"])
+    vramx.offload_optimizer(pair.offloaded, **OPTIONS)
+    for seed in range(5):
+        pair.step(seed)
+    with pytest.raises(AssertionError):
+        pair.expect_alike()
+
+
+def test_the_host_has_the_states_and_the_device_three_slots(link: LateLink) -> None:
+    pair = Pair(OPTIMIZERS["adamw"])
+    vramx.offload_optimizer(pair.offloaded, **OPTIONS)
+    pair.step(0)
+    slabs = {slab.memory.data_ptr(): slab.size_bytes for slab in link.pool._slabs}
+    for state in pair.offloaded.state.values():
+        for tensor in plain_tensors(state):
+            at = tensor.data_ptr()
+            is_small = tensor.numel() * tensor.element_size() < OPTIONS["least"]
+            assert is_small != any(start <= at < start + size for start, size in slabs.items())
+    held = link.pool.used_bytes
+    allocated: list[int] = []
+    allocate = link.allocate
+    link.allocate = lambda n: (allocated.append(n), allocate(n))[1]  # type: ignore[method-assign]
+    pair.step(1)
+    assert link.pool.used_bytes == held
+    buckets = pair.offloaded._vramx_rounds._streams  # type: ignore[attr-defined]
+    largest = max(bucket.nbytes for s in buckets.values() for bucket in s.buckets)
+    assert allocated == [largest] * stream.SLOTS
+
+
+def test_an_error_in_a_step_loses_nothing(link: LateLink) -> None:
+    pair = Pair(OPTIMIZERS["adamw_one_by_one"])
+    vramx.offload_optimizer(pair.offloaded, **OPTIONS)
+    for seed in range(2):
+        pair.step(seed)
+    give_gradients(pair.streamed, 2)
+    good = pair.streamed[4].grad
+    assert good is not None
+    pair.streamed[4].grad = good.to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        pair.offloaded.step()
+    assert all(p.grad is not None for p in pair.streamed)
+    # The two buckets before it were stepped, its own was not.
+    give_gradients(pair.plain, 2)
+    for p in pair.plain[3:]:
+        p.grad = None
+    pair.optimizer.step()
+    pair.expect_alike()
+    for p in pair.streamed[:3]:
+        p.grad = None
+    pair.streamed[4].grad = good
+    pair.offloaded.step()
+    give_gradients(pair.plain, 2)
+    for p in pair.plain[:3]:
+        p.grad = None
+    pair.optimizer.step()
+    pair.expect_alike()
+    assert link.copies
+
+
+def test_state_dict_resumes_on_both_sides(link: LateLink) -> None:
+    pair = Pair(OPTIMIZERS["adamw"])
+    vramx.offload_optimizer(pair.offloaded, **OPTIONS)
+    pair.step(0)
+    buffer = io.BytesIO()
+    torch.save(pair.offloaded.state_dict(), buffer)
+
+    def saved() -> Any:
+        buffer.seek(0)
+        return torch.load(buffer)
+
+    other = Pair(OPTIMIZERS["adamw"])
+    vramx.offload_optimizer(other.offloaded, **OPTIONS)
+    for ours, theirs in ((other.plain, pair.plain), (other.streamed, pair.plain)):
+        for p, q in zip(ours, theirs, strict=True):
+            p.data.copy_(q.data)
+    other.optimizer.load_state_dict(saved())
+    other.offloaded.load_state_dict(saved())
+    assert link.pool.used_bytes > 0
+    for seed in range(1, 4):
+        other.step(seed)
+        pair.step(seed)
+    other.expect_alike()
+    expect_alike(other.plain, pair.plain)
+
+
+def test_its_own_states_can_be_loaded(link: LateLink) -> None:
+    pair = Pair(OPTIMIZERS["adamw"])
+    vramx.offload_optimizer(pair.offloaded, **OPTIONS)
+    pair.step(0)
+    held = link.pool.used_bytes
+    pair.offloaded.load_state_dict(pair.offloaded.state_dict())
+    pair.step(1)
+    pair.expect_alike()
+    link.pool.collect()
+    assert link.pool.used_bytes == held
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_a_copy_trains_on_and_is_of_its_own(link: LateLink, copied: Callable[[Any], Any]) -> None:
+    pair = Pair(OPTIMIZERS["adamw"])
+    vramx.offload_optimizer(pair.offloaded, **OPTIONS)
+    pair.step(0)
+    other = copied(pair.offloaded)
+    parameters = [p for group in other.param_groups for p in group["params"]]
+    give_gradients(parameters, 1)
+    other.step()
+    pair.step(1)
+    expect_alike(parameters, pair.plain)
+    expect_alike(values_of(other), values_of(pair.optimizer))
+    assert type(other) is type(pair.offloaded)
+    assert link.copies
+
+
+@pytest.mark.parametrize("is_made_before", [False, True])
+def test_schedulers_and_hooks_see_one_step(link: LateLink, is_made_before: bool) -> None:
+    parameters = parameters_of(model())
+    optimizer = OPTIMIZERS["adamw"](parameters)
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    if not is_made_before:
+        vramx.offload_optimizer(optimizer, **OPTIONS)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    if is_made_before:
+        vramx.offload_optimizer(optimizer, **OPTIONS)
+    give_gradients(parameters, 0)
+    optimizer.step()
+    scheduler.step()  # warns, which is an error in tests, if it saw no step
+    assert seen == ["before", "after"]
+    assert optimizer.param_groups[0]["lr"] == 0.005
+    assert link.copies
+
+
+def test_a_closure_is_called_once(link: LateLink) -> None:
+    parameters = parameters_of(model())
+    optimizer = vramx.offload_optimizer(OPTIMIZERS["adamw"](parameters), **OPTIONS)
+    calls: list[bool] = []
+
+    def closure() -> float:
+        calls.append(torch.is_grad_enabled())
+        give_gradients(parameters, 0)
+        return 3.0
+
+    assert optimizer.step(closure) == 3.0
+    assert calls == [True]
+    assert link.copies
+
+
+def test_parameters_that_come_later_are_streamed_too(link: LateLink) -> None:
+    pair = Pair(OPTIMIZERS["adamw"])
+    vramx.offload_optimizer(pair.offloaded, **OPTIONS)
+    pair.step(0)
+    held = link.pool.used_bytes
+    for optimizer, parameters in (
+        (pair.optimizer, pair.plain),
+        (pair.offloaded, pair.streamed),
+    ):
+        parameters.append(nn.Parameter(torch.ones(7, 5)))
+        optimizer.add_param_group({"params": [parameters[-1]], "lr": 0.1})
+    pair.step(1)
+    pair.step(2)
+    pair.expect_alike()
+    assert link.pool.used_bytes > held
+
+
+def test_restore_brings_the_states_back(link: LateLink) -> None:
+    pair = Pair(OPTIMIZERS["adamw"])
+    vramx.offload_optimizer(pair.offloaded, **OPTIONS)
+    pair.step(0)
+    row = vramx.report(pair.offloaded).rows[0]
+    assert row.done == "states wait on the host"
+    assert "on the host" in row.effect
+    assert len(vramx.restore(pair.offloaded)) == 1
+    assert type(pair.offloaded) is torch.optim.AdamW
+    link.pool.collect()
+    assert link.pool.used_bytes == 0
+    copies = link.copies
+    pair.step(1)
+    pair.expect_alike()
+    assert link.copies == copies
+
+
+def test_a_full_host_leaves_states_where_they_are(link: LateLink) -> None:
+    pair = Pair(OPTIMIZERS["adamw"])
+    vramx.offload_optimizer(pair.offloaded, **OPTIONS)
+    link.host_is_full = True
+    with pytest.warns(VramxWarning, match="more to pin for an optimizer's states") as told:
+        pair.step(0)
+    assert len(told) == 1
+    pair.step(1)
+    pair.expect_alike()
+
+
+def test_an_optimizer_that_sums_over_all_parameters_is_refused(link: LateLink) -> None:
+    optimizer = SumsOverAll(parameters_of(model()))
+    with pytest.raises(InvalidValueError, match="does not treat each parameter by itself"):
+        vramx.offload_optimizer(optimizer)
+    with pytest.raises(InvalidValueError, match="as one vector"):
+        vramx.offload_optimizer(torch.optim.LBFGS(parameters_of(model())))
+    assert link.copies == 0
+
+
+def test_what_cannot_be_tried_is_refused(link: LateLink) -> None:
+    class Needs(CountsInTheGroup):
+        def __init__(self, parameters: Any, *, table: list[int]) -> None:
+            super().__init__(parameters)
+            self.table = table
+
+    with pytest.raises(InvalidValueError, match="cannot be tried on a small model"):
+        vramx.offload_optimizer(Needs(parameters_of(model()), table=[]))
+    assert link.copies == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((nn.Linear(2, 2),), "no torch.optim.Optimizer"),
+        ((3,), "no torch.optim.Optimizer"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(arguments: Any, said: str) -> None:
+    with pytest.raises(InvalidValueError, match=said):
+        vramx.offload_optimizer(*arguments)
+
+
+def test_bad_sizes_are_named() -> None:
+    optimizer = OPTIMIZERS["sgd"](parameters_of(model()))
+    with pytest.raises(InvalidValueError, match="bucket"):
+        vramx.offload_optimizer(optimizer, bucket="many")
+    assert type(optimizer) is torch.optim.SGD
+
+
+def test_a_step_of_its_own_is_refused(link: LateLink) -> None:
+    optimizer = OPTIMIZERS["sgd"](parameters_of(model()))
+    optimizer.step = lambda: None  # type: ignore[method-assign, assignment]
+    with pytest.raises(InvalidValueError, match="a step of its own"):
+        vramx.offload_optimizer(optimizer)
+    assert link.copies == 0
+
+
+def test_on_a_host_alone_nothing_moves() -> None:
+    pair = Pair(OPTIMIZERS["adamw"])
+    vramx.offload_optimizer(pair.offloaded, **OPTIONS)
+    for seed in range(3):
+        pair.step(seed)
+    pair.expect_alike()
+
+
+# --- in backward ----------------------------------------------------------------------------------
+
+
+class Deep(nn.Module):
+    """Layers of which one is skipped every other time, and a weight that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(6))
+        self.is_odd = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number != 3 or self.is_odd:
+                x = torch.tanh(layer(x))
+        return self.layers[0](x)  # type: ignore[no-any-return]
+
+
+def train(network: Deep, optimizer: torch.optim.Optimizer, steps: int) -> list[int]:
+    """Return how many parameters had a gradient when backward was over, of each step."""
+    generator = torch.Generator().manual_seed(2)
+    left = []
+    for step in range(steps):
+        network.is_odd = step % 2 == 1
+        optimizer.zero_grad()
+        network(torch.randn(5, 24, generator=generator)).square().sum().backward()
+        left.append(sum(p.grad is not None for p in network.parameters()))
+        optimizer.step()
+    return left
+
+
+@pytest.mark.parametrize("bucket", [1, 5000, 1 << 30])
+def test_steps_in_backward_are_the_same_steps(link: LateLink, bucket: int) -> None:
+    plain, streamed = Deep(), Deep()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    offloaded = torch.optim.AdamW(streamed.parameters(), lr=0.01)
+    vramx.offload_optimizer(offloaded, in_backward=True, bucket=bucket, least=64)
+    train(plain, optimizer, 6)
+    left = train(streamed, offloaded, 6)
+    expect_alike(plain.parameters(), streamed.parameters())
+    expect_alike(values_of(optimizer), values_of(offloaded))
+    if bucket == 1:
+        assert left == [0] * 6
+    assert link.copies
+
+
+def test_the_next_bucket_comes_while_one_is_stepped(link: LateLink) -> None:
+    network = Deep()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
+    vramx.offload_optimizer(optimizer, in_backward=True, bucket=1, least=64)
+    train(network, optimizer, 4)
+    events: list[str] = []
+    copied = link.copy
+    link.copy = lambda lane, *of: (events.append(lane.value), copied(lane, *of))  # type: ignore[assignment, method-assign]
+    train(network, optimizer, 2)
+    # Three come before the first leaves, and then one for each that leaves.
+    assert events[:5] == ["to the device"] * 3 + ["to the host", "to the device"]
+
+
+def test_a_second_backward_before_the_step_is_refused(link: LateLink) -> None:
+    network = Deep()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
+    vramx.offload_optimizer(optimizer, in_backward=True, bucket=1, least=64)
+    network(torch.ones(5, 24)).sum().backward()
+    with pytest.raises(OffloadError, match="gradients cannot accumulate"):
+        network(torch.ones(5, 24)).sum().backward()
+    train(network, optimizer, 2)  # zero_grad() begins anew
+    assert link.copies
+
+
+def test_nothing_keeps_the_optimizer_or_the_model_alive(link: LateLink) -> None:
+    network = Deep()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
+    vramx.offload_optimizer(optimizer, in_backward=True, least=64)
+    train(network, optimizer, 2)
+    of_model, of_optimizer = weakref.ref(network), weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert of_optimizer() is None
+    network(torch.ones(5, 24)).sum().backward()  # its hooks do nothing then
+    assert all(p.grad is not None for p in network.layers[1].parameters())
+    del network
+    gc.collect()
+    assert of_model() is None
+    link.pool.collect()
+    assert link.pool.used_bytes == 0

@@ -1,0 +1,178 @@
+"""`vramx explain`: why a run was out of memory, and what would have fitted."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from vramx.cli import common, snapshots
+from vramx.errors import VramxError
+from vramx.sizes import format_gib, format_size
+
+if TYPE_CHECKING:
+    from vramx.memory.explain import Capacity, Explanation, Remedy
+
+SCHEMA = 1
+_NAMES = {"native": "torch's allocator", "expandable": "expandable_segments", "vramx": "vramx"}
+_LINES = {
+    "native": "(the default)",
+    "expandable": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    "vramx": "vramx run SCRIPT, or vramx.install_allocator() at the start",
+}
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the verb's arguments."""
+    parser = subparsers.add_parser(
+        "explain",
+        help="why a run was out of memory, and what would have fitted",
+        description="Say of the last request that failed who held the memory, whether "
+        "fragmentation mattered, and which remedies, each of them replayed, would have served it. "
+        "Of a run in which none failed the same is said of its peak. Exits 1 where a request did.",
+    )
+    snapshots.add_snapshot_arguments(parser)
+    parser.add_argument(
+        "--capacity",
+        metavar="SIZE",
+        type=common.argument(common.capacity_argument),
+        help="what the allocator could hold, where it is known, as in 24GiB (default: as recorded)",
+    )
+    snapshots.add_count_argument(parser)
+    snapshots.add_report_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Explain; return 1 if there was a failure to explain."""
+    from vramx.memory.explain import explain
+
+    snapshot = snapshots.read_snapshot(args)
+    with common.ProgressBar() as bar:
+        try:
+            why = explain(
+                snapshot, capacity=args.capacity, progress=bar.reporter(snapshot.trace.name)
+            )
+        except VramxError as error:
+            raise VramxError(f"{args.snapshot}: {error}") from None
+    document = {"schema": SCHEMA, **why.to_dict()}
+    snapshots.report(args, document, *_parts(why, snapshot.event_count, args.count))
+    return 0 if why.request is None else 1
+
+
+def _parts(why: Explanation, events: int, count: int) -> list[Any]:
+    from vramx.memory.holders import cut
+
+    return [
+        _heading(why, events),
+        *_facts(why),
+        snapshots.holders_table("held by", cut(why.holders, count), why.at.live_bytes),
+        _remedies(why),
+        _fidelity(why),
+    ]
+
+
+def _heading(why: Explanation, events: int) -> str:
+    if why.request is None:
+        return f"{why.snapshot}: no request failed; this is the peak, after event {why.at.event:,}"
+    earlier = f"; {why.failures - 1:,} failed before it" if why.failures > 1 else ""
+    return f"{why.snapshot}: out of memory at event {why.at.event:,} of {events:,}{earlier}"
+
+
+def _facts(why: Explanation) -> list[str]:
+    from vramx.memory.stacks import describe
+
+    at = why.at
+    free = (
+        f"{format_size(at.free_bytes)} in {at.holes:,} holes of the cache, the largest of "
+        f"{format_size(at.largest_hole_bytes)}"
+    )
+    facts = {
+        "live": f"{format_gib(at.live_bytes)} in {at.tensors:,} tensors",
+        "reserved": format_gib(at.reserved_bytes),
+        "free": free,
+    }
+    if why.request is not None:
+        asked = f"{format_size(why.request.size_bytes)} at {describe(why.request.stack)}"
+        facts = {"asked": asked, **facts}
+    if why.capacity is not None:
+        facts["limit"] = _limit(why, why.capacity)
+    facts["why"] = _why(why)
+    return [f" {name:<9} {text}" for name, text in facts.items()]
+
+
+def _limit(why: Explanation, capacity: Capacity) -> str:
+    low = format_gib(capacity.low_bytes)
+    if capacity.source == "given":
+        return f"{low}, as given"
+    if capacity.source == "device":
+        return f"{low}: what was held and what the device had free"
+    free = why.request.device_free_bytes if why.request is not None else None
+    device = f"; the device had {format_gib(free)} free" if free is not None else ""
+    return (
+        f"between {low} and {format_gib(capacity.high_bytes)}: one of torch's own, whose value is "
+        f"not recorded{device}"
+    )
+
+
+def _why(why: Explanation) -> str:
+    if why.request is None:
+        wasted = why.at.reserved_bytes - why.at.live_bytes
+        if wasted < 0:
+            return "not known: the snapshot lacks segments"
+        return f"fragmentation and rounding cost {format_gib(wasted)} at the peak"
+    enough = format_gib(why.enough_from_bytes)
+    own = format_size(why.fitting_hole_bytes)
+    return {
+        "fitting_block": f"not fragmentation: a free block of {own} would have held it",
+        "elsewhere": "what is free and large enough is of another stream or pool, or for requests "
+        f"of other sizes; the largest hole for this one has {own}",
+        "fragmentation": "fragmentation: enough was free, in pieces too small "
+        f"(without them {enough} would do)",
+        "size": f"size, not fragmentation: even in one piece it takes {enough}",
+        "fragmentation_or_size": f"fragmentation, if the limit was {enough} or more; else size",
+    }.get(why.cause or "", "unknown")
+
+
+def _remedies(why: Explanation) -> Any:
+    table = snapshots.plain_table()
+    table.add_column("what would have fitted")
+    if why.capacity is not None:
+        table.add_column("would it?")
+    table.add_column("needs", justify="right")
+    table.add_column("to try it", overflow="fold")
+    for remedy in why.remedies:
+        is_recorded = remedy.policy == why.recorded_policy
+        verdict = [_verdict(remedy)] if why.capacity is not None else []
+        name = _NAMES[remedy.policy] + (", as it was" if is_recorded else "")
+        line = "" if is_recorded else _LINES[remedy.policy]
+        table.add_row(name, *verdict, _needs(remedy), line)
+        if is_recorded and why.capacity is not None and not remedy.fits and remedy.needs_bytes:
+            more = format_size(max(remedy.needs_bytes - why.capacity.low_bytes, 0))
+            table.add_row("a bigger card", "yes", _needs(remedy), f"{more} more")
+    return table
+
+
+def _needs(remedy: Remedy) -> str:
+    if remedy.needs_bytes is None:
+        return "more than any GPU has"
+    return format_gib(remedy.needs_bytes)
+
+
+def _verdict(remedy: Remedy) -> str:
+    if remedy.fits is None:
+        return f"from {_needs(remedy)} on"
+    return "yes" if remedy.fits else "no"
+
+
+def _fidelity(why: Explanation) -> str:
+    fidelity = why.fidelity
+    text = (
+        f"How far to believe it: the replay of {_NAMES[fidelity.policy]} reproduces "
+        f"{fidelity.reproduced:,} of {fidelity.recorded:,} recorded segment events"
+    )
+    if fidelity.peak_error is not None:
+        text += f", its reserved peak off by {fidelity.peak_error:.1%}"
+    if fidelity.fails_too is not None:
+        text += f", and {'fails' if fidelity.fails_too else 'does not fail'} at the same request"
+    if fidelity.unmodelled:
+        text += f". Not replayed: {', '.join(fidelity.unmodelled)}"
+    return f"{text}."

@@ -1,0 +1,116 @@
+"""What the verbs that read a snapshot share: arguments, loading, tables, reports."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vramx.cli import common
+from vramx.errors import InvalidValueError, TraceError
+from vramx.sizes import format_gib, format_size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from vramx.memory.holders import Holder
+    from vramx.memory.snapshot import Snapshot
+
+
+def add_snapshot_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the snapshot and its device."""
+    parser.add_argument(
+        "snapshot", metavar="FILE", type=Path, help="a torch memory snapshot (.pickle, .json, .gz)"
+    )
+    common.add_snapshot_device_argument(parser)
+
+
+def add_count_argument(parser: argparse.ArgumentParser) -> None:
+    """Add -n."""
+    parser.add_argument(
+        "-n",
+        "--count",
+        metavar="N",
+        type=common.argument(count_argument),
+        default=10,
+        help="how many lines to print (default: 10); JSON has all of them",
+    )
+
+
+def count_argument(text: str) -> int:
+    """Read a number of lines."""
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < 1:
+        raise InvalidValueError(f"{text!r} is no number of lines; accepted are 1, 2, ...")
+    return int(text)
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --json, -o and -f."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    common.add_output_arguments(parser, "write to FILE instead of stdout")
+
+
+def check_report(args: argparse.Namespace) -> None:
+    """Refuse an output that could not be written, before the work begins."""
+    if args.output is not None:
+        common.check_output(args.output, args.force)
+
+
+def read_snapshot(args: argparse.Namespace) -> Snapshot:
+    """Load the snapshot of the arguments, once the output can be written."""
+    check_report(args)
+    return load_snapshot(args.snapshot, args.snapshot_device)
+
+
+def load_snapshot(path: Path, device: int | None) -> Snapshot:
+    """Load a snapshot; an error names the file."""
+    from vramx.memory.snapshot import Snapshot
+
+    try:
+        return Snapshot.load(path, device=device)
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from None
+
+
+def report(args: argparse.Namespace, document: dict[str, Any], *parts: RenderableType) -> None:
+    """Put out a report, as JSON or as text, on stdout or in the file that was asked for."""
+    if args.json:
+        text = json.dumps(document, indent=2) + "\n"
+    else:
+        file = sys.stdout if args.output is None and sys.stdout is not None else io.StringIO()
+        text = common.render_text(*parts, file=file)
+    if args.output is None:
+        common.print_text(text)
+    else:
+        common.write_output(args.output, text.encode(errors="backslashreplace"), args.force)
+
+
+def plain_table(**options: Any) -> Any:
+    """Return an empty table in the one style of the command line."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), **options)
+
+
+def holders_table(by: str, found: Iterable[Holder], total_bytes: int) -> Any:
+    """Lay out who holds how much, as a share of all that is live."""
+    from rich.text import Text
+
+    table = plain_table()
+    for column in ("bytes", "share", "tensors", "largest"):
+        table.add_column(column, justify="right")
+    table.add_column(by, overflow="fold")
+    for each in found:
+        table.add_row(
+            format_gib(each.bytes),
+            f"{each.bytes / total_bytes:.1%}" if total_bytes else "-",
+            f"{each.tensors:,}",
+            format_size(each.largest_bytes),
+            Text(each.name),  # a file's name may hold what rich would take for markup
+        )
+    return table

@@ -1,0 +1,129 @@
+"""Stack traces of allocations: kept once each, and named by the line of the program's own code.
+
+Frames are innermost first, as torch records them. Torch shares one list among the events of a
+stack; the table finds it by identity then, and by its content where a format (JSON) has copied it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+
+class Frame(NamedTuple):
+    """One line of a stack trace."""
+
+    name: str
+    filename: str
+    line: int
+
+    def __str__(self) -> str:
+        if not self.filename:
+            return self.name
+        return f"{short_path(self.filename)}:{self.line} {self.name}"
+
+
+Stack = tuple[Frame, ...]
+
+NO_STACK: Stack = ()
+PREDATING: Stack = (Frame("(before the recording)", "", 0),)
+
+# Where installed code lies, and torch's own where it is built from source.
+_LIBRARY = re.compile(
+    r"(?:^|/)(?:site-packages|dist-packages|lib/python3[\d.]*)/"
+    r"|(?:^|/)torch/(?:_\w+|amp|autograd|cuda|distributed|fx|nn|optim|utils)(?:/|\.py$)"
+    r"|^<(?:frozen|string|eval_with_key)"
+)
+_PYTHON = re.compile(r"\.pyw?$|^<")
+_OWN_IN_LINE = 2  # the line that asked, and who called it
+_INSTALLED = re.compile(r".*(?:site-packages|dist-packages)/")
+
+
+class StackTable:
+    """Every different stack, by number; 0 is that of an event without one."""
+
+    def __init__(self) -> None:
+        self.stacks: list[Stack] = [NO_STACK, PREDATING]
+        self._by_content = {NO_STACK: 0, PREDATING: 1}
+        self._by_identity: dict[int, int] = {}
+
+    def number(self, frames: Any) -> int:
+        """Return the number of a record's frames, which must stay alive while the table is used."""
+        found = self._by_identity.get(id(frames))
+        if found is None:
+            found = self._number_of_content(frames)
+            self._by_identity[id(frames)] = found
+        return found
+
+    def _number_of_content(self, frames: Any) -> int:
+        if not isinstance(frames, (list, tuple)):
+            return 0
+        stack = tuple(_frame(record) for record in frames if isinstance(record, dict))
+        found = self._by_content.setdefault(stack, len(self.stacks))
+        if found == len(self.stacks):
+            self.stacks.append(stack)
+        return found
+
+
+def _frame(record: dict[str, Any]) -> Frame:
+    line = record.get("line")
+    return Frame(
+        _printable(record.get("name", "?")),
+        _printable(record.get("filename", "?")),
+        line if type(line) is int else 0,
+    )
+
+
+def _printable(value: Any) -> str:
+    """Return text that cannot move a terminal's cursor."""
+    text = str(value)
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
+
+
+def is_own_code(frame: Frame) -> bool:
+    """Say whether a frame is of the program, and not of a library or of C++."""
+    name = frame.filename.replace("\\", "/")
+    return bool(_PYTHON.search(name)) and not _LIBRARY.search(name)
+
+
+def short_path(filename: str) -> str:
+    """Return a file's path without what every path has: inside a package, or its last folder.
+
+    Example:
+        >>> short_path("/usr/lib/python3/dist-packages/torch/nn/functional.py")
+        'torch/nn/functional.py'
+        >>> short_path("/home/me/project/train.py")
+        'project/train.py'
+    """
+    path = filename.replace("\\", "/")
+    inside = _INSTALLED.sub("", path)
+    return inside if inside != path else "/".join(path.split("/")[-2:])
+
+
+def shown_frames(stack: Stack) -> Stack:
+    """Return the frames that tell an allocation apart: the program's own, and the innermost."""
+    own = tuple(frame for frame in stack if is_own_code(frame))
+    if not own:
+        return stack
+    return own if own[0] == stack[0] else (stack[0], *own)
+
+
+def describe(stack: Stack) -> str:
+    """Say in one line where an allocation was made: the program's lines, and what they called.
+
+    Example:
+        >>> describe((Frame("linear", "site-packages/torch/nn/functional.py", 9),
+        ...           Frame("forward", "model.py", 12), Frame("train", "train.py", 40)))
+        'model.py:12 forward < train.py:40 train (functional.py:9 linear)'
+    """
+    if not stack:
+        return "(no stack recorded, as in backward)"
+    shown = shown_frames(stack)
+    own = [frame for frame in shown if is_own_code(frame)][:_OWN_IN_LINE]
+    if not own:
+        return str(stack[0])
+    lines = " < ".join(map(str, own))
+    if own[0] == stack[0]:
+        return lines
+    called = stack[0]
+    return f"{lines} ({called.filename.rpartition('/')[2]}:{called.line} {called.name})"

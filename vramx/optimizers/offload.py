@@ -1,0 +1,254 @@
+"""offload_optimizer: the states of any optimizer wait in pinned host memory.
+
+The optimizer stays the object that it is, of a subclass of its class, made once for each, that
+bears its name. Its step goes through buckets of parameters (stream.py): the class's own step is
+called for each with the gradients of that bucket alone, so what is computed is what it computes.
+Not thread-safe, as no optimizer is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.optim import Optimizer
+
+from vramx.compression.offload import link_of
+from vramx.errors import InvalidValueError, OffloadError, brief
+from vramx.optimizers import separable
+from vramx.optimizers.rounds import HOLDER, ORIGINAL, Options, Rounds
+from vramx.optimizers.states import mapped, size_bytes
+from vramx.patch.change import Restorable
+from vramx.sizes import parse_size
+
+_BUCKET, _LEAST = "64MiB", "64KiB"
+
+
+def offload_optimizer(
+    optimizer: Optimizer,
+    *,
+    in_backward: bool = False,
+    bucket: int | str = _BUCKET,
+    least: int | str = _LEAST,
+) -> Optimizer:
+    """Let an optimizer's states wait in pinned host memory between its steps.
+
+    They stream through the GPU around the step of their parameters, some at a time, in both
+    directions at once. What a step computes is what it was, to the bit; schedulers, step hooks,
+    GradScaler, `state_dict()` and `load_state_dict()` go on working. Loading puts the states on the
+    host without having all of them on the GPU, unless the optimizer's class loads them in a way of
+    its own. An error in a step loses nothing: each parameter and its states are as before or after.
+
+    With `in_backward` a bucket is stepped as soon as backward has all its gradients, which are let
+    go of then: copies and steps are hidden behind backward, and there is never more than a few
+    buckets of gradients. `optimizer.step()` steps the rest and ends the round. That excludes what
+    needs all gradients at once, or more than one backward a step: clipping by the norm, GradScaler,
+    accumulation, which raises, and training on several GPUs, which is refused.
+
+    Args:
+        optimizer: any that treats each parameter by itself, as those of torch (but LBFGS), torchao
+            and bitsandbytes do; another one is tried on a small model first. It may be wrapped, as
+            by accelerate. Its parameters may be DTensors, as of FSDP2.
+        in_backward: step each bucket in backward.
+        bucket: bytes of the parameters that are stepped together.
+        least: state tensors below this stay on the GPU, as do counters.
+
+    Returns:
+        The same optimizer. vramx.restore(it) brings the states back for good.
+
+    Raises:
+        InvalidValueError: it is no optimizer, does not treat each parameter by itself, or its step
+            was replaced by a function that is not known; or `in_backward` beside other processes.
+        OffloadError: in backward, a second gradient comes before `step()`.
+
+    Memory: during a step three times the states of the largest bucket, on the GPU; on the host
+        what the states take, up to half of what this process may have: what is more than that stays
+        on the GPU, and a warning says so.
+    Sync: none, but where states are read: state_dict(), pickling and restore() wait for the
+        copies. Read `optimizer.state` itself after one of these only.
+
+    Example:
+        >>> model = torch.nn.Linear(8, 8)
+        >>> optimizer = offload_optimizer(torch.optim.AdamW(model.parameters()))
+        >>> model(torch.ones(1, 8)).sum().backward()
+        >>> optimizer.step()
+    """
+    inner = _unwrapped(optimizer)
+    if HOLDER in vars(inner):
+        return optimizer
+    options = Options(_bytes("bucket", bucket), _bytes("least", least), in_backward)
+    if in_backward and _has_others():
+        raise InvalidValueError(
+            "in_backward=True: gradients are not yet those of all processes when they come; "
+            "accepted is False beside other processes"
+        )
+    separable.check(inner)
+    _take_over(inner, options)
+    return optimizer
+
+
+# --- the class ------------------------------------------------------------------------------------
+
+
+class _Offloading(Restorable):
+    """What stands before an optimizer's own class. `_vramx_original` is that class."""
+
+    _vramx_original: Any
+    _vramx_rounds: Rounds
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._vramx_rounds.end_round()
+        self._vramx_original.zero_grad(self, set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        self._vramx_rounds.settle()
+        return self._vramx_original.state_dict(self)  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._vramx_rounds.settle()
+        load = self._vramx_original.load_state_dict
+        if load is Optimizer.load_state_dict:
+            _load_on_host(self, load, state_dict)
+        else:
+            load(self, state_dict)
+        self._vramx_rounds.adopt(self, is_anywhere=True)  # type: ignore[arg-type]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._vramx_rounds.settle()
+        reduced: Any = super().__reduce_ex__(max(int(protocol), 2))
+        make, args, state, *others = reduced
+        args = tuple(self._vramx_original if value is type(self) else value for value in args)
+        state = {key: value for key, value in state.items() if key != HOLDER}
+        return _make, (make, args, self._vramx_rounds.options), state, *others
+
+    def vramx_done(self) -> tuple[str, str]:
+        return "states wait on the host", str(self._vramx_rounds)
+
+    def vramx_restore(self) -> None:
+        self._vramx_rounds.undo(self)  # type: ignore[arg-type]
+        self.__class__ = self._vramx_original
+        del self.__dict__[HOLDER]
+
+
+def _make(make: Callable[..., Any], args: tuple[Any, ...], options: Options) -> Any:
+    """Make a copy, whose states, once it has them, go to the host at its first step."""
+    optimizer = make(*args)
+    cls: Any = type(optimizer)
+    optimizer.__class__ = _class_of(cls)
+    optimizer.__dict__[HOLDER] = Rounds(options)
+    return optimizer
+
+
+@functools.cache
+def _class_of(original: Any) -> Any:
+    """Return our subclass of an optimizer's class."""
+    inner = separable.inner_step(original)
+
+    def step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        self._opt_called = True  # what schedulers look at
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise OffloadError("an optimizer whose states wait on the host cannot be captured")
+        self._vramx_rounds.step(self, lambda: inner(self, *args, **kwargs))
+        return loss
+
+    hooked: Any = Optimizer.profile_hook_step(functools.wraps(inner)(step))
+    # torch's mark, that hooks are around it, and its schedulers', that the calls are counted.
+    hooked.hooked = hooked._wrapped_by_lr_sched = True
+    names = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        ORIGINAL: original,
+        "step": hooked,
+    }
+    return type(original)(original.__name__, (_Offloading, original), names)
+
+
+def _take_over(optimizer: Optimizer, options: Options) -> None:
+    own: Any = vars(optimizer).get("step")
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        raise InvalidValueError(
+            f"{brief(optimizer)} has a step of its own, {brief(own)}, which is not known: "
+            "offload the optimizer before that is put there"
+        )
+    vars(optimizer).pop("step", None)  # a scheduler's counter, which ours has in it
+    cls: Any = type(optimizer)
+    optimizer.__class__ = _class_of(cls)
+    states = Rounds(options)
+    vars(optimizer)[HOLDER] = states
+    # What an optimizer has on the host of itself is where it wants it.
+    states.adopt(optimizer, is_anywhere=False)
+
+
+def _load_on_host(optimizer: Any, load: Callable[..., None], state_dict: dict[str, Any]) -> None:
+    """Load as torch does, with stand-ins on the host for the parameters that are not there."""
+    groups = optimizer.param_groups
+    own = [list(group["params"]) for group in groups]
+
+    # A subclass, such as a DTensor, may have states that only it can move.
+    def stand_in(parameter: Tensor) -> Tensor:
+        if link_of(parameter.device) is None or type(parameter) not in (Tensor, torch.nn.Parameter):
+            return parameter
+        return torch.empty(0, dtype=parameter.dtype)
+
+    stands = [[stand_in(parameter) for parameter in parameters] for parameters in own]
+    try:
+        for group, parameters in zip(groups, stands, strict=True):
+            group["params"] = parameters
+        load(optimizer, state_dict)
+    finally:
+        groups = optimizer.param_groups
+        for group, parameters in zip(groups, own, strict=True):
+            group["params"] = parameters
+    least_bytes = optimizer._vramx_rounds.options.least_bytes
+    for group, parameters, standing in zip(groups, own, stands, strict=True):
+        for parameter, stand in zip(parameters, standing, strict=True):
+            if stand is not parameter and stand in optimizer.state:
+                values = optimizer.state.pop(stand)
+                optimizer.state[parameter] = _small_on(parameter.device, values, group, least_bytes)
+
+
+def _small_on(
+    device: torch.device, values: dict[Any, Any], group: dict[str, Any], least_bytes: int
+) -> dict[Any, Any]:
+    """Return a parameter's states with those that never wait where torch has them."""
+    counts_on_device = group.get("fused") or group.get("capturable")
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to(device) if size_bytes(tensor) < least_bytes else tensor
+
+    return {
+        key: value if key == "step" and not counts_on_device else mapped(value, moved)
+        for key, value in values.items()
+    }
+
+
+def _unwrapped(optimizer: Any) -> Optimizer:
+    """Return the optimizer in wrappers like accelerate's."""
+    found = optimizer
+    while isinstance(getattr(found, "optimizer", None), Optimizer):
+        found = found.optimizer
+    if not isinstance(found, Optimizer):
+        raise InvalidValueError(f"{brief(optimizer)} is no torch.optim.Optimizer")
+    return found
+
+
+def _has_others() -> bool:
+    """Tell whether this process trains beside others."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return False
+    return distributed.get_world_size() > 1
+
+
+def _bytes(name: str, size: int | str) -> int:
+    try:
+        return parse_size(size)
+    except InvalidValueError as error:
+        raise InvalidValueError(f"{name}: {error}") from None

@@ -1,0 +1,200 @@
+"""The states of one optimizer, and which of its parameters are stepped when.
+
+A round is all steps of buckets up to the end of the optimizer's step, or its zero_grad(). What has
+gradients is stepped in the order of the parameters; in backward, each bucket when it has all of
+them, and the buckets that came next in the round before are fetched meanwhile. Of each device the
+parameters have a stream (stream.py); those that have no link to a host are stepped as they are.
+Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from vramx.compression.offload import link_of
+from vramx.errors import OffloadError
+from vramx.optimizers import separable
+from vramx.optimizers.states import Bucket
+from vramx.optimizers.stream import StateStream
+from vramx.sizes import format_size
+
+# Of an optimizer, its Rounds; of our class, the one below it.
+HOLDER, ORIGINAL = "_vramx_rounds", "_vramx_original"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What offload_optimizer() was told."""
+
+    bucket_bytes: int
+    least_bytes: int
+    in_backward: bool
+
+
+class _Place(NamedTuple):
+    stream: StateStream
+    number: int  # of the bucket
+
+    @property
+    def bucket(self) -> Bucket:
+        return self.stream.buckets[self.number]
+
+
+class Rounds:
+    """The streams of one optimizer."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._streams: dict[torch.device, StateStream] = {}
+        self._elsewhere: list[Tensor] = []
+        self._places: dict[int, _Place] = {}  # of a parameter, by its id
+        self._hooks: list[Any] = []
+        self._known = 0
+        self._round: list[_Place] = []  # what was stepped in this round already, in backward
+        self._order: list[_Place] = []  # and in the one before
+
+    def step(self, optimizer: Optimizer, run: Callable[[], None]) -> None:
+        """Step what has gradients; `run` does that for those that have one then."""
+        if not self._known:  # a copy, whose states are still where they were copied to
+            self.adopt(optimizer, is_anywhere=True)
+        self._learn(optimizer)
+        parameters = parameters_of(optimizer)
+        due = {id(p) for p in parameters if p.grad is not None}
+        places = dict.fromkeys(self._places[p] for p in due if p in self._places)
+        try:
+            with _apart(optimizer) as run_some:
+                if not due or any(id(p) in due for p in self._elsewhere):
+                    run_some(self._elsewhere, run)
+                for stream in self._streams.values():
+                    wanted = sorted(place.number for place in places if place.stream is stream)
+                    for i, number in enumerate(wanted):
+                        stream.step(
+                            number,
+                            optimizer.state,
+                            lambda bucket: run_some(bucket.parameters, run),
+                            ahead=wanted[i + 1 :],
+                        )
+        finally:
+            self.end_round()
+
+    def step_in_backward(self, optimizer: Optimizer, parameter: Tensor) -> None:
+        """Step the bucket of a parameter that has got its gradient, if it is the last one."""
+        place = self._places[id(parameter)]
+        if place in self._round:
+            raise OffloadError(
+                "a parameter has got a second gradient before optimizer.step(): where steps are "
+                "taken in backward, gradients cannot accumulate"
+            )
+        if any(p.grad is None and p.requires_grad for p in place.bucket.parameters):
+            return
+        self._round.append(place)
+        inner = separable.inner_step(getattr(optimizer, ORIGINAL))
+        with _apart(optimizer) as run_some:
+            place.stream.step(
+                place.number,
+                optimizer.state,
+                lambda bucket: run_some(bucket.parameters, lambda: inner(optimizer)),
+                ahead=self._after(place),
+            )
+        for each in place.bucket.parameters:
+            each.grad = None
+
+    def end_round(self) -> None:
+        if self._round:
+            self._order, self._round = self._round, []
+        for stream in self._streams.values():
+            stream.close()
+
+    def adopt(self, optimizer: Optimizer, *, is_anywhere: bool) -> None:
+        """Put the states that are there where they wait, those that lie elsewhere too if so."""
+        self._learn(optimizer)
+        for stream in self._streams.values():
+            stream.adopt(optimizer.state, is_anywhere=is_anywhere)
+
+    def settle(self) -> None:
+        for stream in self._streams.values():
+            stream.settle()
+
+    def undo(self, optimizer: Optimizer) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for stream in self._streams.values():
+            stream.undo(optimizer.state)
+
+    def __str__(self) -> str:
+        pinned = sum(stream.pinned_bytes for stream in self._streams.values())
+        slots = sum(stream.device_bytes for stream in self._streams.values())
+        return f"{format_size(pinned)} on the host, {format_size(slots)} of a GPU during a step"
+
+    def _after(self, place: _Place) -> list[int]:
+        """Return what came after a bucket in the round before, on the same device."""
+        if place not in self._order:
+            return []
+        later = self._order[self._order.index(place) + 1 :]
+        return [each.number for each in later if each.stream is place.stream]
+
+    def _learn(self, optimizer: Optimizer) -> None:
+        """Give the parameters that were added since a bucket."""
+        new = parameters_of(optimizer)[self._known :]
+        self._known += len(new)
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for parameter in new:
+            by_device.setdefault(parameter.device, []).append(parameter)
+        for device, parameters in by_device.items():
+            link = link_of(device)
+            if link is None:
+                self._elsewhere += parameters
+                continue
+            stream = self._streams.get(device)
+            if stream is None:
+                sizes = self.options.bucket_bytes, self.options.least_bytes
+                stream = self._streams[device] = StateStream(device, link, *sizes)
+            known = len(stream.buckets)
+            stream.add(parameters)
+            for number in range(known, len(stream.buckets)):
+                place = _Place(stream, number)
+                self._places.update((id(p), place) for p in place.bucket.parameters)
+            if self.options.in_backward:
+                self._hooks += [_hook(optimizer, p) for p in parameters if p.requires_grad]
+
+
+@contextmanager
+def _apart(optimizer: Optimizer) -> Iterator[Callable[[list[Tensor], Callable[[], None]], None]]:
+    """Yield what runs a function while some parameters alone have their gradients."""
+    parameters = parameters_of(optimizer)
+    with (
+        separable.gradients_apart(parameters) as show,
+        separable.groups_as_before(optimizer) as take_back,
+    ):
+
+        def run_some(some: list[Tensor], run: Callable[[], None]) -> None:
+            show(some)
+            take_back()
+            run()
+
+        yield run_some
+
+
+def _hook(optimizer: Optimizer, parameter: Tensor) -> Any:
+    # A parameter that refers to its optimizer would keep both alive.
+    reference = weakref.ref(optimizer)
+
+    def hook(parameter: Tensor) -> None:
+        optimizer = reference()
+        if optimizer is not None:
+            vars(optimizer)[HOLDER].step_in_backward(optimizer, parameter)
+
+    return parameter.register_post_accumulate_grad_hook(hook)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return an optimizer's parameters, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,152 @@
+"""Whether an optimizer treats each parameter by itself: stepping some at a time is then the same.
+
+What torch, torchao and bitsandbytes have does, but for LBFGS. Another one is tried: a small model
+is trained with it twice, at once and one parameter at a time, and has to come out alike to the bit.
+One that cannot be made for that is not known, and so refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from vramx.errors import InvalidValueError
+
+# By the beginning of their class's module and name.
+KNOWN = ("torch.optim.", "torchao.", "bitsandbytes.")
+_SHAPES = ((64, 96), (96,), (64, 64))
+_STEPS = 3
+
+
+def check(optimizer: Optimizer) -> None:
+    """Raise where stepping some parameters at a time would not be what stepping all of them is.
+
+    Raises:
+        InvalidValueError: it would not, or that cannot be found out.
+    """
+    cls = type(optimizer)
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InvalidValueError(
+            f"{name} steps all parameters as one vector: its states cannot wait"
+        )
+    if name.startswith(KNOWN):
+        return
+    try:
+        at_once, apart = _train(optimizer, _step_at_once), _train(optimizer, _step_apart)
+    except Exception as error:
+        raise InvalidValueError(
+            f"{name} is not known, and cannot be tried on a small model: {error}"
+        ) from error
+    if not all(torch.equal(a, b) for a, b in zip(at_once, apart, strict=True)):
+        raise InvalidValueError(
+            f"{name} does not treat each parameter by itself: a small model that was stepped one "
+            "parameter at a time came out otherwise. Its states cannot wait on the host"
+        )
+
+
+def inner_step(cls: Any) -> Callable[..., Any]:
+    """Return a class's step without the hooks that torch puts around it."""
+    step: Callable[..., Any] = cls.step
+    return vars(step)["__wrapped__"] if hasattr(step, "hooked") else step
+
+
+@contextmanager
+def gradients_apart(parameters: Sequence[Tensor]) -> Iterator[Callable[[Sequence[Tensor]], None]]:
+    """Hide all gradients; the yielded function shows those of some parameters alone.
+
+    Optimizers pass over parameters without a gradient, so what they count or number by the places
+    of parameters in their groups stays right. In the end each has its own again, unless the
+    optimizer took it away.
+    """
+    held = {id(p): p.grad for p in parameters}
+    shown: list[Tensor] = []
+
+    def hide() -> None:
+        for parameter in shown:
+            held[id(parameter)], parameter.grad = parameter.grad, None
+        shown.clear()
+
+    def show(some: Sequence[Tensor]) -> None:
+        hide()
+        shown.extend(some)
+        for parameter in some:
+            parameter.grad = held[id(parameter)]
+
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield show
+    finally:
+        hide()
+        for parameter in parameters:
+            parameter.grad = held[id(parameter)]
+
+
+@contextmanager
+def groups_as_before(optimizer: Optimizer) -> Iterator[Callable[[], None]]:
+    """Let each part of a step find the groups' numbers as the first part did.
+
+    Some optimizers count steps there: the yielded function, called between two parts, takes back
+    what the part before has counted, and what the last part counts stays.
+    """
+    before = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+    def take_back() -> None:
+        for group, numbers in zip(optimizer.param_groups, before, strict=True):
+            group.update(numbers)
+
+    yield take_back
+
+
+def _train(optimizer: Optimizer, step: Callable[[Optimizer], None]) -> list[Tensor]:
+    known = optimizer.param_groups[0]["params"][0]
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator).to(known.device, known.dtype)
+
+    parameters = [torch.nn.Parameter(normal(shape)) for shape in _SHAPES]
+    small = _made_like(optimizer, parameters)
+    devices = [known.device] if known.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        for _ in range(_STEPS):
+            for parameter in parameters:
+                parameter.grad = normal(tuple(parameter.shape))
+            step(small)
+    return [parameter.detach() for parameter in parameters]
+
+
+def _made_like(optimizer: Optimizer, parameters: list[torch.nn.Parameter]) -> Optimizer:
+    """Return one of the same class and defaults; some of these are no arguments of the class."""
+    cls: Any = type(optimizer)
+    accepted = inspect.signature(cls).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
+    defaults = optimizer.defaults
+    made = cls(parameters, **{k: v for k, v in defaults.items() if takes_all or k in accepted})
+    for key, value in defaults.items():
+        made.param_groups[0].setdefault(key, value)
+    return made  # type: ignore[no-any-return]
+
+
+def _step_at_once(optimizer: Optimizer) -> None:
+    inner_step(type(optimizer))(optimizer)
+
+
+def _step_apart(optimizer: Optimizer) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    with gradients_apart(parameters) as show, groups_as_before(optimizer) as take_back:
+        for parameter in parameters:
+            show([parameter])
+            take_back()
+            inner_step(type(optimizer))(optimizer)

@@ -1,0 +1,167 @@
+"""The states of a few parameters as one range of bytes, and what an optimizer sees of them.
+
+A bucket's states lie in one range of pinned memory. While the optimizer steps they are in a slot of
+the device, laid out alike, so that one copy moves all of them. What the optimizer has in its
+`state` are views: of the range or of the slot, made once for each and set by show().
+
+    state[p]["exp_avg"]  ──►  view of the host's range   ◄── a copy each way ──►   view of the slot
+
+Small tensors, counters and what is no plain tensor stay where the optimizer has them. Knows nothing
+of streams. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
+from torch.utils._pytree import tree_map
+
+# Copies of aligned ranges run at the full speed of the link, and any dtype may be viewed there.
+_ALIGNMENT_BYTES = 512
+
+
+States = Mapping[Any, dict[Any, Any]]
+
+
+class Shown(NamedTuple):
+    """One value of the states: which it is, and the views that the optimizer has of it."""
+
+    parameter: Tensor
+    key: Any
+    value: Any
+
+
+class _Placed(NamedTuple):
+    shown: Shown
+    offsets: tuple[int | None, ...]  # of the plain tensors in the value; None: it does not move
+
+
+@dataclass
+class Bucket:
+    """Parameters that are stepped together, and where their states lie.
+
+    Attributes:
+        nbytes: of all states that move; 0 before any were placed.
+    """
+
+    parameters: list[Tensor]
+    nbytes: int = 0
+    _placed: list[_Placed] = field(default_factory=list)
+    _keys: list[tuple[Any, ...]] = field(default_factory=list)  # of each parameter's state
+
+    def place(self, state: States, moves: Callable[[Tensor], bool]) -> None:
+        """Lay out the states that are there now, as far as `moves` says so."""
+        self.nbytes, self._placed, self._keys = 0, [], self._keys_in(state)
+        for parameter in self.parameters:
+            for key, value in state.get(parameter, {}).items():
+                offsets = tuple(self._offset(t) if moves(t) else None for t in plain_tensors(value))
+                if any(offset is not None for offset in offsets):
+                    self._placed.append(_Placed(Shown(parameter, key, value), offsets))
+
+    def image(self, memory: Tensor) -> list[Shown]:
+        """Return the placed values as views of a range of bytes."""
+        return [
+            Shown(p, key, _viewed(value, offsets, memory))
+            for (p, key, value), offsets in self._placed
+        ]
+
+    def moving(self, image: Sequence[Shown]) -> Iterator[Tensor]:
+        """Yield each plain tensor of an image that moves, in the order of all images."""
+        for (_, _, value), (_, offsets) in zip(image, self._placed, strict=True):
+            tensors = zip(plain_tensors(value), offsets, strict=True)
+            yield from (tensor for tensor, offset in tensors if offset is not None)
+
+    def placed(self) -> list[Shown]:
+        """Return the values that were placed, or the image that stands for them."""
+        return [shown for shown, _ in self._placed]
+
+    def cloned(self) -> list[Shown]:
+        """Return the placed values with copies of what would have moved."""
+        self.nbytes = 0
+        return [Shown(p, key, mapped(value, torch.clone)) for (p, key, value), _ in self._placed]
+
+    def stand_for(self, image: Sequence[Shown]) -> None:
+        """Let an image stand for the values that were placed, which are let go of."""
+        pairs = zip(image, self._placed, strict=True)
+        self._placed = [_Placed(shown, offsets) for shown, (_, offsets) in pairs]
+
+    def is_shown(self, state: States, image: Sequence[Shown]) -> bool:
+        """Tell whether the optimizer still has an image's values, and no others beside them."""
+        return self._keys == self._keys_in(state) and all(
+            state[p].get(key) is value for p, key, value in image
+        )
+
+    def _offset(self, tensor: Tensor) -> int:
+        offset = self.nbytes
+        self.nbytes += -(-size_bytes(tensor) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return offset
+
+    def _keys_in(self, state: States) -> list[tuple[Any, ...]]:
+        return [tuple(state.get(parameter, ())) for parameter in self.parameters]
+
+
+def show(state: States, image: Sequence[Shown]) -> None:
+    """Let the optimizer have the values of an image."""
+    for parameter, key, value in image:
+        state[parameter][key] = value
+
+
+def plain_tensors(value: Any) -> list[Tensor]:
+    """Return the plain tensors in a state's value, those inside of tensor subclasses too.
+
+    Example:
+        >>> [t.shape[0] for t in plain_tensors({"a": torch.zeros(2), "b": [torch.zeros(3), 4]})]
+        [2, 3]
+    """
+    found: list[Tensor] = []
+
+    def note(leaf: Tensor) -> Tensor:
+        found.append(leaf)
+        return leaf
+
+    mapped(value, note)
+    return found
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Tell whether a tensor's elements fill a range of memory, each once, in any order of axes."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def size_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def _viewed(value: Any, offsets: Sequence[int | None], memory: Tensor) -> Any:
+    left = iter(offsets)
+
+    def view(tensor: Tensor) -> Tensor:
+        offset = next(left)
+        if offset is None:
+            return tensor
+        flat = memory[offset : offset + size_bytes(tensor)].view(tensor.dtype)
+        return flat.as_strided(tensor.size(), tensor.stride())
+
+    return mapped(value, view)
+
+
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a value with its plain tensors changed; what cannot be taken apart stays."""
+
+    def changed(leaf: Any) -> Any:
+        if is_traceable_wrapper_subclass(leaf):
+            return transform_subclass(leaf, lambda _, inner: changed(inner))
+        return change(leaf) if type(leaf) is Tensor else leaf
+
+    return tree_map(changed, value)

@@ -1,0 +1,249 @@
+"""States that go through a device around the step of their bucket, both directions at once.
+
+Three slots of the device, each as large as the largest bucket's states:
+
+    to the device   | 0 | 1 | 2 | 3 | 4 |           a bucket comes when its slot is empty,
+    step                | 0 | 1 | 2 | 3 | 4 |       is stepped when it is there,
+    to the host             | 0 | 1 | 2 | 3 | 4 |   and leaves when that is done
+
+All of it is ordered on the device; the host waits only in settle() and undo(). The slots are there
+from the first step of a bucket to close(). After an error the bucket that was being stepped leaves
+as it is then, and the others have never left the host. Not thread-safe, but the pool's lock is held
+where the pool is used.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vramx.compression.offload import Link
+from vramx.compression.pinned import Slot
+from vramx.compression.transport import Lane
+from vramx.errors import VramxWarning
+from vramx.optimizers.states import Bucket, Shown, States, is_dense, show, size_bytes
+from vramx.sizes import format_size
+
+SLOTS = 3
+
+
+@dataclass(eq=False)
+class _Rest:
+    """Where a bucket's states are between steps; the slot goes back to the pool with it.
+
+    Whatever is still being copied there is done before anyone else's copy, which is in the same
+    lane.
+    """
+
+    slot: Slot
+    image: list[Shown]
+    arrived: Any  # an event: all of them are there
+
+
+@dataclass(eq=False)
+class _Berth:
+    """A slot of the device."""
+
+    memory: Tensor
+    left: Any  # an event: nothing reads or writes what was in it before
+
+
+class StateStream:
+    """The buckets of one device.
+
+    Args:
+        link: to its host; its pool is used under its lock.
+        bucket_bytes: of parameters that are stepped together; one that is larger is alone.
+        least_bytes: a state tensor below this stays on the device.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        link: Link,
+        bucket_bytes: int,
+        least_bytes: int,
+    ) -> None:
+        self._device, self._link = device, link.transport
+        self._pool, self._lock = link.pool, link.lock
+        self._bucket_bytes, self._least_bytes = bucket_bytes, least_bytes
+        self.buckets: list[Bucket] = []
+        self._rests: dict[int, _Rest] = {}  # by the bucket's number
+        self._free: deque[_Berth] = deque()
+        self._coming: dict[int, tuple[_Berth, Any]] = {}  # and the event that all has arrived
+        self._has_warned = False
+
+    @property
+    def pinned_bytes(self) -> int:
+        """What the states take of the host."""
+        return sum(rest.slot.size_bytes for rest in self._rests.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """What the slots take of the device, during a step."""
+        return SLOTS * max((self.buckets[number].nbytes for number in self._rests), default=0)
+
+    def add(self, parameters: Sequence[Tensor]) -> None:
+        """Divide more parameters into buckets."""
+        filled = self._bucket_bytes
+        for parameter in parameters:
+            nbytes = size_bytes(parameter)
+            if filled + nbytes > self._bucket_bytes:
+                self.buckets.append(Bucket([]))
+                filled = 0
+            self.buckets[-1].parameters.append(parameter)
+            filled += nbytes
+
+    def step(
+        self, number: int, state: States, run: Callable[[Bucket], None], ahead: Sequence[int] = ()
+    ) -> None:
+        """Step a bucket, by its number; `run` does that.
+
+        `ahead` are those that are stepped next, if all goes well: these come meanwhile.
+        """
+        self._bring(number)
+        here = self._coming.pop(number, None)
+        for coming in ahead[: SLOTS - 1]:
+            self._bring(coming)
+        bucket = self.buckets[number]
+        if here is None:
+            run(bucket)
+            self._place(number, state)
+            return
+        berth, arrived = here
+        self._link.wait(self._link.stream(), arrived)
+        image = bucket.image(berth.memory)
+        show(state, image)
+        try:
+            run(bucket)
+        finally:
+            self._send(number, state, berth, image)
+
+    def close(self) -> None:
+        """Let go of the slots. What was on its way in vain is still on the host."""
+        for berth in self._berths():
+            for lane in Lane:
+                self._link.used_by(berth.memory, lane)
+        self._free.clear()
+        self._coming.clear()
+
+    def adopt(self, state: States, *, is_anywhere: bool) -> None:
+        """Put the optimizer's states on the host: those of the device, or all, as after loading."""
+        self.close()
+        self.settle()
+        before = dict(self._rests)  # what is loaded may be views of it
+        for number in range(len(self.buckets)):
+            self._place(number, state, is_anywhere=is_anywhere)
+        if before:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait, on the host, until what is at rest is what was computed."""
+        for rest in self._rests.values():
+            self._link.synchronize(rest.arrived)
+
+    def undo(self, state: States) -> None:
+        """Bring all states back to the device, for good."""
+        self.close()
+        for number, rest in self._rests.items():
+            bucket = self.buckets[number]
+            memory = self._link.allocate(bucket.nbytes)
+            self._link.wait(Lane.TO_DEVICE, self._link.mark(self._link.stream()))
+            self._link.wait(Lane.TO_DEVICE, rest.arrived)
+            self._link.copy(Lane.TO_DEVICE, memory, rest.slot.memory)
+            arrived = self._link.mark(Lane.TO_DEVICE)
+            self._link.wait(self._link.stream(), arrived)
+            show(state, bucket.image(memory))
+            self._link.synchronize(arrived)
+        self._rests.clear()
+
+    # -- one bucket -------------------------------------------------------------------------------
+
+    def _open(self, nbytes: int) -> None:
+        """Have slots of so many bytes at least; those of the step before, as a rule."""
+        if any(berth.memory.numel() >= nbytes for berth in self._berths()):
+            return
+        self.close()
+        nbytes = self.device_bytes // SLOTS
+        memories = [self._link.allocate(nbytes) for _ in range(SLOTS)]
+        now = self._link.mark(self._link.stream())  # who had the memory before is done by then
+        self._free.extend(_Berth(memory, now) for memory in memories)
+
+    def _berths(self) -> list[_Berth]:
+        return [*self._free, *(berth for berth, _ in self._coming.values())]
+
+    def _bring(self, number: int) -> None:
+        rest = self._rests.get(number)
+        if rest is None or number in self._coming:
+            return
+        nbytes = self.buckets[number].nbytes
+        self._open(nbytes)
+        if not self._free:  # one that came in vain, the first of them, makes room
+            in_vain = next(iter(self._coming))
+            self._free.append(self._coming.pop(in_vain)[0])
+        berth = self._free.popleft()
+        self._link.wait(Lane.TO_DEVICE, rest.arrived)
+        self._link.wait(Lane.TO_DEVICE, berth.left)
+        self._link.copy(Lane.TO_DEVICE, berth.memory[:nbytes], rest.slot.memory)
+        self._coming[number] = berth, self._link.mark(Lane.TO_DEVICE)
+
+    def _send(self, number: int, state: States, berth: _Berth, image: list[Shown]) -> None:
+        bucket, rest = self.buckets[number], self._rests[number]
+        if bucket.is_shown(state, image):
+            self._link.wait(Lane.TO_HOST, self._link.mark(self._link.stream()))
+            self._link.copy(Lane.TO_HOST, rest.slot.memory, berth.memory[: bucket.nbytes])
+            rest.arrived = self._link.mark(Lane.TO_HOST)
+            show(state, rest.image)
+        else:  # the optimizer has made some of its states anew, or has more of them
+            self._place(number, state)
+        berth.left = self._link.mark(Lane.TO_HOST)
+        self._free.append(berth)
+
+    def _place(self, number: int, state: States, *, is_anywhere: bool = False) -> None:
+        """Find the bucket's states a place on the host, and send them there."""
+        bucket = self.buckets[number]
+        self._rests.pop(number, None)
+
+        def moves(tensor: Tensor) -> bool:
+            is_here = is_anywhere or tensor.device == self._device
+            return is_here and size_bytes(tensor) >= self._least_bytes and is_dense(tensor)
+
+        bucket.place(state, moves)
+        with self._lock:
+            slot = self._pool.take(bucket.nbytes) if bucket.nbytes else None
+        if slot is not None:
+            image = bucket.image(slot.memory)
+            self._link.wait(Lane.TO_HOST, self._link.mark(self._link.stream()))
+            for source, target in zip(
+                bucket.moving(bucket.placed()), bucket.moving(image), strict=True
+            ):
+                self._link.copy(Lane.TO_HOST, target, source)
+                if source.device.type != "cpu":
+                    self._link.used_by(source, Lane.TO_HOST)
+            bucket.stand_for(image)
+            show(state, image)
+            rest = _Rest(slot, image, self._link.mark(Lane.TO_HOST))
+            self._rests[number] = rest
+            weakref.finalize(rest, self._pool.retire, slot)
+        elif bucket.nbytes:
+            self._keep(bucket, state)
+
+    def _keep(self, bucket: Bucket, state: States) -> None:
+        """Leave on the device what the host has no room for; no slot of a step may hold it."""
+        nbytes = bucket.nbytes
+        show(state, bucket.cloned())
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"the host has no {format_size(nbytes)} more to pin for an optimizer's states: "
+                "these stay on the device",
+                VramxWarning,
+                stacklevel=2,
+            )
