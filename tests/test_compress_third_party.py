@@ -46,11 +46,11 @@ def exact_positions(function: Any, count: int = 5) -> set[int]:
 
 
 FUNCTIONS = [
-    ("flash_attn.flash_attn_interface", "FlashAttnFunc", {2, 3}),
-    ("flash_attn.flash_attn_interface", "FlashAttnVarlenFunc", {2, 3}),
-    ("flash_attn_interface", "FlashAttnFunc", {2, 3}),
-    ("flash_attn_interface", "FlashAttnVarlenFunc", {2, 3}),
-    ("xformers.ops.fmha", "_fMHA", {2, 3}),
+    ("flash_attn.flash_attn_interface", "FlashAttnFunc", set()),
+    ("flash_attn.flash_attn_interface", "FlashAttnVarlenFunc", set()),
+    ("flash_attn_interface", "FlashAttnFunc", set()),
+    ("flash_attn_interface", "FlashAttnVarlenFunc", set()),
+    ("xformers.ops.fmha", "_fMHA", set()),
     ("liger_kernel.ops.swiglu", "LigerSiLUMulFunction", {0, 1}),
     ("liger_kernel.ops.geglu", "LigerGELUMulFunction", {0, 1}),
     ("liger_kernel.ops.rms_norm", "LigerRMSNormFunction", {0}),

@@ -1,8 +1,5 @@
 """The steps that programs are made of.
 
-Values stay near one, and tanh and sigmoid are given no more: where they saturate, their slope
-vanishes and the error of a packed result, which is absolute, does not.
-
 A step writes lines that take a value and give one; most are one line, in a table. `smooth` are
 those of which vramx promises to pack what they save. Steps that change what they were given make a
 value of their own first, so that each program is right in torch.
@@ -160,8 +157,7 @@ def cell(w: Writer, h: Value) -> Value:
 
 def _heads(w: Writer, h: Value) -> list[str]:
     layer = w.module(f"nn.Linear({h.width}, {3 * h.width})")
-    normal = w.let(f"F.layer_norm({h}, ({h.width},))", h.width)
-    parts = w.let(f"{layer}({normal}).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)", h.width)
+    parts = w.let(f"{layer}({h}).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)", h.width)
     return [f"{parts}[{i}]" for i in range(3)]
 
 
@@ -194,8 +190,7 @@ def written_attention(w: Writer, h: Value) -> Value:
 def torch_attention(w: Writer, h: Value) -> Value:
     layer = w.module(f"nn.MultiheadAttention({h.width}, 2, batch_first=True)")
     weights = True if w.double else w.choose((True, False))
-    normal = w.let(f"F.layer_norm({h}, ({h.width},))", h.width)
-    return w.let(f"{h} + {layer}({normal}, {normal}, {normal}, need_weights={weights})[0]", h.width)
+    return w.let(f"{h} + {layer}({h}, {h}, {h}, need_weights={weights})[0]", h.width)
 
 
 @step("experts")
@@ -229,14 +224,14 @@ def rewritten(w: Writer, h: Value) -> Value:
         return w.let(f"{first}({fresh})", h.width)
     w.overwrites = True
     before = w.let(f"{first}({fresh})", h.width)
-    w.line(f"{fresh}[:, ::2] = pieces.unit({h}).tanh()[:, 1::2]")
+    w.line(f"{fresh}[:, ::2] = {h}.tanh()[:, 1::2]")
     return w.let(f"{before} + {second}({fresh})", h.width)
 
 
 @step("shared_layer", smooth=True)
 def shared_layer(w: Writer, h: Value) -> Value:
     layer = w.module(f"nn.Linear({h.width}, {h.width})")
-    return w.let(f"{layer}(pieces.unit({layer}({h})).tanh()) + {layer}({h})", h.width)
+    return w.let(f"{layer}({layer}({h}).tanh()) + {layer}({h})", h.width)
 
 
 @step("tied_weight", smooth=True)
@@ -267,7 +262,7 @@ def skip(w: Writer, h: Value) -> Value:
 @step("product", smooth=True)
 def product(w: Writer, h: Value) -> Value:
     other = w.earlier(h.width)
-    return h if other is None else w.let(f"{h} * pieces.unit({other}).sigmoid()", h.width)
+    return h if other is None else w.let(f"{h} * {other}.sigmoid()", h.width)
 
 
 @step("side_stream")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import hypothesis.strategies as st
 
 BATCH, TOKENS = 2, 16
-# None is less than a group of packed elements: rows of different scale do not share one.
+# Rows that are no whole groups are tests/test_compress_norms.py's.
 WIDTHS = (64, 128)
 HEADER = """\
 import torch

@@ -50,7 +50,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _add_process_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the benchmarks take that compare whole processes on GPUs."""
     group = parser.add_argument_group(
-        "for torch_programs, torch_calls, streams, activations, fused, plan and language_model"
+        "for torch_programs, torch_calls, streams, activations, fused, plan, language_model and "
+        "real_weights"
     )
     group.add_argument("--only", metavar="NAME[,NAME...]", help="these of its programs or cases")
     group.add_argument("--repeats", metavar="N", type=count_argument, help="under each allocator")

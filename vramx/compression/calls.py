@@ -69,12 +69,13 @@ class Operation:
 
     The latter are autograd.Functions, and operators and functions of other libraries: `library` is
     whose, empty for torch's own. `position` is the one, among all that the call saves, of the
-    tensor that it is saving now.
+    tensor that it is saving now; `kept` is what is kept of arguments, by position, where something
+    else that the call saves depends on it.
     """
 
     __slots__ = (
         *("_answer", "_args", "_asked", "_found", "_kwargs"),
-        *("custom", "library", "name", "position"),
+        *("custom", "kept", "library", "name", "position"),
     )
 
     def __init__(
@@ -84,6 +85,7 @@ class Operation:
         self.library = library
         self.custom = library != ""
         self.position = 0
+        self.kept: dict[int, Any] = {}
         self._args = args
         self._kwargs = kwargs
         self._found: list[_Given] | None = None
@@ -99,6 +101,12 @@ class Operation:
         """Return the tensor that was given at a position, None if there is none or are several."""
         found = [tensor for place, _, tensor in self._given() if place == position]
         return found[0] if len(found) == 1 else None
+
+    def option(self, position: int, keyword: str, default: Any) -> Any:
+        """Return an argument that is no tensor, as it was given or by default."""
+        if position < len(self._args):
+            return self._args[position]
+        return self._kwargs.get(keyword, default)
 
     def _given(self) -> list[_Given]:
         """Return the tensors with their places; those in a list have the place of the list."""

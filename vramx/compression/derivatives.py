@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from vramx.compression.attention import Result
 from vramx.compression.compiler import run_uncompiled
 from vramx.compression.notices import tell
 from vramx.compression.saved import Reference, Restored
@@ -35,20 +36,20 @@ class Unpacking:
         self._name = "this vramx.compress()" if module is None else type(module).__name__
 
     @run_uncompiled
-    def unpack(self, saved: Reference | Restored) -> torch.Tensor:
+    def unpack(self, saved: Reference | Restored | Result) -> torch.Tensor:
         """Give back what was taken; called by torch in backward, any number of times."""
         if torch.is_grad_enabled() and not self._seen.higher and _in_backward():
             self._note(saved)
         return saved.open()
 
-    def _note(self, saved: Reference | Restored) -> None:
+    def _note(self, saved: Reference | Restored | Result) -> None:
         if not (isinstance(saved, Restored) and saved.is_approximate):
             return
         self._seen.higher = True
         tell(
             f"derivatives of {self._name}",
             f"create_graph=True differentiates gradients through packed activations of "
-            f"{self._name}: those of this step may be some percent off. From the next forward on "
+            f"{self._name}: those of this step may be far off. From the next forward on "
             "only inputs of its linear layers and convolutions are packed; to pack nothing, give "
             "level='keep'",
         )

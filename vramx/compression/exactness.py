@@ -11,7 +11,8 @@ look-up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 # Backward asks only whether the saved value is above zero: a bit holds all of it.
@@ -87,6 +88,28 @@ def needs_exact(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     if name in _REDUCE:
         return _argument(args, kwargs, 4, "reduce") not in _SUMS
     return True
+
+
+def norm_length(name: str, tensor: Any, option: Callable[[int, str, Any], Any]) -> int:
+    """Return how many elements in a row a norm divides by one deviation.
+
+    0 for a batch norm: those of a channel are not in a row, and channels are not as different as
+    rows are. `option` gives an argument by position and name.
+
+    Example:
+        >>> norm_length("layer_norm", None, lambda *_: (8,))
+        8
+    """
+    if name in _OF_LAST_DIMENSIONS:
+        return prod(option(1, "normalized_shape", ()))
+    if tensor.dim() < 2:
+        return 0
+    if name == "group_norm":
+        return int(tensor[0].numel()) // int(option(1, "num_groups", 1))
+    return int(tensor[0, 0].numel()) if name == "instance_norm" else 0
+
+
+_OF_LAST_DIMENSIONS = frozenset({"layer_norm", "rms_norm", "native_layer_norm", "fused_rms_norm"})
 
 
 def _argument(

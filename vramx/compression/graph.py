@@ -29,7 +29,7 @@ from torch import Tensor, fx
 from vramx.compression import random, reference
 from vramx.compression.asked import options_of
 from vramx.compression.config import Compression, Format
-from vramx.compression.graph_policy import is_exact
+from vramx.compression.graph_policy import is_exact, saturates
 from vramx.errors import UnsupportedTorchError
 from vramx.kernels.layout import has_outliers
 
@@ -263,7 +263,7 @@ def compressed_graphs(
     is compiled anew for it. Around one that is compiled block by block use vramx.compress().
 
     Packed are the intermediates that nothing else holds. Inputs, outputs and parameters are not,
-    nor what backward takes an exponential of, compares, or divides by, nor q and k of attention.
+    nor what backward takes an exponential of, compares, or divides by, nor what attention saves.
     What runs between the graphs is kept as it is.
 
     Args:
@@ -299,6 +299,8 @@ def _is_exact_here() -> bool:
     if context is None:
         return True
     saved = context["_node"].name
+    if saturates(context["_node"]):
+        return True
     for node in context["_bw_graph"].find_nodes(op="placeholder"):
         if node.name == saved:
             return is_exact(node)

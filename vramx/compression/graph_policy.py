@@ -7,18 +7,17 @@ node to its users.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import fx
 
 from vramx.compression import exactness
 
 # What is not named here needs exact values: it may compare, divide, or take an exponential. These
 # are products of exactness.py and smooth functions, their backward, and what is saved for its size.
+# Not among them are tanh and sigmoid, whose results hooks pack as angles: here they are kept.
 _BACKWARD = frozenset(
     f"{name}_backward"
     for name in (
-        *("convolution", "gelu", "silu", "sigmoid", "tanh", "mish", "glu", "native_dropout"),
+        *("convolution", "gelu", "silu", "mish", "glu", "native_dropout"),
         *("native_layer_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm"),
         *("_fused_rms_norm", "batch_norm", "max_pool2d_with_indices", "_adaptive_avg_pool2d"),
         *("avg_pool2d", "upsample_nearest2d", "upsample_bilinear2d"),
@@ -36,9 +35,13 @@ _PASSES = frozenset(
         *("constant_pad_nd", "unfold", "squeeze_", "detach", "_reshape_alias"),
     }
 )
-# Arguments of the backward of attention that an exponential is taken of.
-_LOGITS = frozenset({"query", "key", "logsumexp", "softmax_logsumexp"})
+_SATURATE = frozenset({"tanh", "sigmoid"})  # decomposed, their backward is one of products
 _DEPTH = 8
+
+
+def saturates(made: fx.Node) -> bool:
+    """Tell whether a node of the forward graph is a result whose slope vanishes at its ends."""
+    return _name(made) in _SATURATE
 
 
 def is_exact(saved: fx.Node) -> bool:
@@ -65,8 +68,6 @@ def _is_harmless(user: fx.Node, argument: fx.Node) -> bool:
         return user.args[1] is not argument
     if name == "pow":
         return user.args[0] is argument and user.args[1] in exactness.POWERS
-    if "scaled_dot_product" in name or "efficient_attention" in name:
-        return argument not in _arguments(user, _LOGITS)
     return name in _HARMLESS
 
 
@@ -79,12 +80,3 @@ def _passes(user: fx.Node) -> bool:
 def _name(node: fx.Node) -> str:
     packet = getattr(node.target, "overloadpacket", node.target)
     return str(getattr(packet, "__name__", ""))
-
-
-def _arguments(node: fx.Node, names: frozenset[str]) -> list[Any]:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return list(node.args)
-    positions = {argument.name: i for i, argument in enumerate(schema.arguments)}
-    places = [positions[name] for name in names if name in positions]
-    return [node.args[i] for i in places if i < len(node.args)]

@@ -178,8 +178,8 @@ def compress(level: str | Compression = "int8", **options: Any) -> CompressionCo
     Of torch's operations those are packed whose backward is smooth in what it saves (exactness.py
     lists them). Queries and keys of attention that is written out cannot be told from other factors
     of a matmul, and are packed: call scaled_dot_product_attention, which keeps them, or give the
-    policy {"matmul": "keep"}. Value and result of an attention are packed only where its keys are
-    known to have no bias, which would reach the gradient of the queries.
+    policy {"matmul": "keep"}. Of an attention without dropout the value is packed, and the result
+    is computed again in backward.
 
     Args:
         level: "int8" or "int4"; "keep" opts out; or a Compression.

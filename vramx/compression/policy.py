@@ -16,12 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from vramx.compression import third_party
+from vramx.compression import attention, third_party
 from vramx.compression.calls import GRAPH, PLAIN, STRIDED, Operation
-from vramx.compression.config import BITS, KEEP, MASK_BITS, WIDTHS, Compression, Rule
-from vramx.compression.exactness import NORMS, SIGN_ONLY
+from vramx.compression.config import BITS, GROUP_SIZES, KEEP, MASK_BITS, WIDTHS, Compression, Rule
+from vramx.compression.exactness import NORMS, SIGN_ONLY, norm_length
 from vramx.compression.geometry import covered_elements
-from vramx.compression.keys import has_plain_keys
 from vramx.compression.weights import (
     derives_from_parameter,
     is_parameter,
@@ -45,7 +44,6 @@ STATISTIC = "statistic"
 UNKNOWN = "unknown"
 DERIVATIVE = "derivative"
 HELD = "held"
-KEYS = "keys"
 DISABLED = "disabled"
 # What `strict` refuses: data that would have been compressed if that were possible.
 UNSUPPORTED = frozenset({SUBCLASS, LAYOUT, DEVICE, DTYPE})
@@ -55,8 +53,6 @@ OWNED_ELSEWHERE = frozenset({PARAMETER, LEAF, INPUT})
 _PACKED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _DATA = _PACKED_DTYPES | {torch.bool}
 _ATTENTION = "scaled_dot_product_attention"
-_VALUE = 2  # its position
-_FUSED = "ScaledDotProduct"  # in the name of the node of each fused kernel, whose result has it
 # A result with this many elements fewer than the largest argument is a statistic of it, such as the
 # logsumexp of attention or the reciprocal deviation of a norm: nothing to gain and much to lose.
 _STATISTIC_RATIO = 16
@@ -65,14 +61,18 @@ _REDUCED_RATIO = 4
 
 
 class Choice(NamedTuple):
-    """What is done with one tensor: `bits` to pack it with, 0 to keep it; `reason` it is kept."""
+    """What is done with one tensor: `bits` to pack it with, 0 to keep it; `reason` it is kept.
+
+    `most` is the size that its groups may have at most, whatever the options say; 0: any.
+    """
 
     bits: int
     reason: str
+    most: int = 0
 
 
 _CHOICES = {bits: Choice(bits, "") for bits in range(1, 9)}
-_REASONS = (INTEGER, SMALL, PARAMETER, LEAF, POLICY, STATISTIC, UNKNOWN, DERIVATIVE, KEYS, DISABLED)
+_REASONS = (INTEGER, SMALL, PARAMETER, LEAF, POLICY, STATISTIC, UNKNOWN, DERIVATIVE, DISABLED)
 _KEPT = {reason: Choice(0, reason) for reason in (*_REASONS, *UNSUPPORTED)}
 
 
@@ -169,13 +169,24 @@ class SavePolicy:
         if operation.name in SIGN_ONLY:
             return _CHOICES[MASK_BITS]
         if _canonical(operation.name) == _ATTENTION:
-            return self._attention(tensor, operation)
+            packed = attention.is_value(tensor, operation) and attention.may_pack_value(operation)
+            return _CHOICES[self._bits] if packed else _KEPT[POLICY]
+        if operation.name in NORMS:
+            return self._norm(tensor, operation)
         return _KEPT[POLICY] if operation.needs_exact else _CHOICES[self._bits]
 
-    def _attention(self, tensor: torch.Tensor, operation: Operation) -> Choice:
-        if not _is_smooth_in_attention(tensor, operation):
+    def _norm(self, tensor: torch.Tensor, operation: Operation) -> Choice:
+        """Pack what has statistics of its own in groups of its own.
+
+        Backward divides by the deviation of each: in a group with a larger one's it would be lost.
+        """
+        length = norm_length(operation.name, tensor, operation.option)
+        if not length:
+            return _CHOICES[self._bits]
+        most = length & -length  # the largest power of two that divides it
+        if most < GROUP_SIZES[0] or not tensor.is_contiguous():
             return _KEPT[POLICY]
-        return _CHOICES[self._bits] if has_plain_keys(operation) else _KEPT[KEYS]
+        return Choice(self._bits, "", min(most, GROUP_SIZES[-1]))
 
     def _third_party(self, operation: Operation) -> Choice:
         library, name = operation.library, operation.name
@@ -240,20 +251,6 @@ def _is_statistic(tensor: torch.Tensor, operation: Operation) -> bool:
         return False
     reduced = tensor.dim() < max([t.dim() for t in data])
     return reduced or elements * _STATISTIC_RATIO <= largest
-
-
-def _is_smooth_in_attention(tensor: torch.Tensor, operation: Operation) -> bool:
-    """Whether attention saves the value, or the result of a fused kernel.
-
-    Fused kernels (torch's flash, memory-efficient and cuDNN attention, and flash on the CPU) save
-    query, key, value, mask, result and logsumexp: backward is linear in the value and the result,
-    and has the rest in an exponential. The path of plain products saves copies of query and key
-    that it scaled, and the weights, which are results of a softmax; they are no arguments.
-    """
-    match = operation.match(tensor)
-    if match is not None:
-        return match.argument.position == _VALUE
-    return tensor.grad_fn is not None and _FUSED in tensor.grad_fn.name()
 
 
 def _refusal(tensor: torch.Tensor, operation: Operation | None, reason: str) -> str:

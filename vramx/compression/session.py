@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from vramx.compression import attention, policy, random, third_party, writes
 from vramx.compression import codec as plain_codec
-from vramx.compression import policy, random, third_party, writes
+from vramx.compression.angles import AngleCodec, function_of
+from vramx.compression.attention import Result
 from vramx.compression.calls import PLAIN, STRIDED, Operation
 from vramx.compression.compiler import run_uncompiled
 from vramx.compression.config import MASK_BITS, Compression, Format
@@ -25,14 +27,7 @@ from vramx.compression.lifetime import current_stream, outlive
 from vramx.compression.notices import tell_of_unknown
 from vramx.compression.operations import OperationMode, transformed
 from vramx.compression.policy import SavePolicy
-from vramx.compression.saved import (
-    Codec,
-    Copy,
-    Holding,
-    Payload,
-    Reference,
-    Restored,
-)
+from vramx.compression.saved import Codec, Copy, Holding, Payload, Reference, Restored
 from vramx.compression.sharing import Table
 from vramx.compression.signs import SignCodec
 from vramx.compression.stats import CompressionStats
@@ -92,14 +87,13 @@ class Session:
         self._mode = mode
         self._rules = SavePolicy(options, module, only_weights=only_weights)
         self._codec = PlainCodec() if codec is None else codec
-        self._sign_codec = SignCodec(self._codec)
         self._table = _thread.table
-        # By bits, and the same as plain values: those are faster to compare and to hash.
-        self._formats: dict[int, tuple[Format, Hashable]] = {}
+        # By bits and the most of a group; as plain values too, which are faster to compare.
+        self._formats: dict[tuple[int, int], tuple[Format, Hashable]] = {}
         self._devices: set[int] = set()  # that noise was drawn on
 
     @run_uncompiled
-    def pack(self, tensor: torch.Tensor) -> Reference | Restored:
+    def pack(self, tensor: torch.Tensor) -> Reference | Restored | Result:
         """Take what an operation saves; called by torch, through C++, in the operation's frame."""
         operation = self._mode.current(1)
         if operation.name == _TRANSFORMED or is_functorch_wrapped_tensor(tensor):
@@ -109,20 +103,30 @@ class Session:
                 return self._take(tensor, operation)
         return self._take(tensor, operation)
 
-    def _take(self, tensor: torch.Tensor, operation: Operation) -> Reference | Restored:
+    def _take(self, tensor: torch.Tensor, operation: Operation) -> Reference | Restored | Result:
+        result = attention.result_of(tensor, operation)
+        if result is not None:
+            # What torch would have held of it counts with whatever reads it next.
+            self._stats.record(operation.name, "", 0, 0)
+            return result
+        saved = self._take_one(tensor, operation)
+        attention.note(tensor, operation, saved)
+        return saved
+
+    def _take_one(self, tensor: torch.Tensor, operation: Operation) -> Reference | Restored:
         if operation.position == 0 and not third_party.is_known(operation.library, operation.name):
             writes.note(operation.tensors)  # its forward may have written into them
-        bits, reason = self._rules.choose(tensor, operation)
+        bits, reason, most = self._rules.choose(tensor, operation)
         if bits > MASK_BITS and self._mode.is_given(tensor, operation):
             return self._keep(tensor, operation, policy.INPUT)
         if bits:
-            return self._compress(tensor, operation, bits)
+            return self._compress(tensor, operation, (bits, most))
         if reason == policy.UNKNOWN:
             tell_of_unknown(operation)
         return self._keep(tensor, operation, reason)
 
     def _compress(
-        self, tensor: torch.Tensor, operation: Operation, bits: int
+        self, tensor: torch.Tensor, operation: Operation, how: tuple[int, int]
     ) -> Reference | Restored:
         storage, geometry = tensor.untyped_storage(), describe(tensor)
         nbytes = geometry.covered * tensor.element_size()
@@ -130,7 +134,7 @@ class Session:
             self._stats.record(operation.name, policy.HELD, 0, 0, shared_bytes=nbytes)
             return Reference(tensor)
         outlive(tensor)
-        form, values = self._formats.get(bits) or self._format(bits)
+        form, values = self._formats.get(how) or self._format(*how)
         place = (values, current_stream(tensor))
         key = _range_key(tensor, geometry, storage, place)
         holding = self._table.find(key, storage)
@@ -141,9 +145,11 @@ class Session:
             self._stats.record(operation.name, "", 0, 0, shared_bytes=nbytes)
         return Restored(holding, geometry, shared=not operation.custom)
 
-    def _format(self, bits: int) -> tuple[Format, Hashable]:
+    def _format(self, bits: int, most: int) -> tuple[Format, Hashable]:
         form = self._options.format(bits)
-        return self._formats.setdefault(bits, (form, astuple(form)))
+        if most and most < form.group_size:
+            form = replace(form, group_size=most)
+        return self._formats.setdefault((bits, most), (form, astuple(form)))
 
     def _pack_once(
         self,
@@ -180,12 +186,17 @@ class Session:
         if format.rounding == "stochastic" and device not in self._devices:
             self._devices.add(device)
             random.renew_on_replay(tensor.device)
-        signs = format.bits == MASK_BITS and tensor.dtype != torch.bool
-        codec = self._sign_codec if signs else self._codec
+        codec = self._codec_for(tensor, operation, format)
         payload = codec.encode(flat(tensor, geometry), format)
         nbytes = geometry.covered * tensor.element_size()
         self._stats.record(operation.name, "", nbytes, payload.nbytes)
         return Holding(payload, codec, format)
+
+    def _codec_for(self, tensor: torch.Tensor, operation: Operation, format: Format) -> Codec:
+        if format.bits == MASK_BITS:
+            return self._codec if tensor.dtype == torch.bool else SignCodec(self._codec)
+        function = function_of(tensor, operation)
+        return AngleCodec(self._codec, function) if function else self._codec
 
     def _keep(
         self, tensor: torch.Tensor, operation: Operation, reason: str

@@ -87,10 +87,9 @@ class CompressionStats:
         packed: the tensors that were packed.
         kept: those that were kept as they are, by reason: small, integer, policy, statistic (a
             result much smaller than its argument), unknown (nothing is known of the operation's
-            backward), derivative (a gradient of a gradient may read it), keys (value and result of
-            an attention whose keys may have a bias), held (memory that another kept tensor holds),
-            dtype, layout, subclass, device, leaf, input (data of the program's own that no gradient
-            is asked of), parameter, disabled.
+            backward), derivative (a gradient of a gradient may read it), held (memory that another
+            kept tensor holds), dtype, layout, subclass, device, leaf, input (data of the program's
+            own that no gradient is asked of), parameter, disabled.
         operations: all but parameters, leaves and inputs, by operation.
 
     Sync: none. The numbers are sums over forward passes, not what is held now: divide by the steps.

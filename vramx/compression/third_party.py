@@ -9,9 +9,9 @@ Data, no state.
 
 from __future__ import annotations
 
-# Fused attention: query, key, value, result, logsumexp; of an exponential are query, key and
-# logsumexp, while backward is linear in the value and in the result.
-_ATTENTION = frozenset({2, 3})
+# Fused attention: query, key, value, result, logsumexp. Backward needs all of it: an exponential is
+# taken of query, key and logsumexp, and value and result must be of each other (see attention.py).
+_ATTENTION: frozenset[int] = frozenset()
 # Both factors of a gated unit: backward multiplies by them, and by the slope of silu or gelu.
 _GATED = frozenset({0, 1})
 # Of a norm the input: its statistics are saved beside it, and are what backward divides by.
@@ -48,7 +48,7 @@ def is_packed(library: str, name: str, position: int) -> bool:
     """Tell whether backward is linear or smooth in what an operation saves at a position.
 
     Example:
-        >>> is_packed("xformers", "_fMHA", 2), is_packed("xformers", "_fMHA", 0)
+        >>> is_packed("torchvision", "deform_conv2d", 0), is_packed("xformers", "_fMHA", 0)
         (True, False)
     """
     return position in PACKED.get((library, name), ())

@@ -1,8 +1,11 @@
-"""Scaled dot product attention that keeps values and result packed.
+"""Scaled dot product attention that keeps values packed, and its result for the projection behind.
 
 torch keeps q, k, v, the result and a float a row; the output projection that follows shares the
-result. Here v and the result are packed, and the projection takes that pack (linear.py). q and k
-stay as they are: an error of theirs passes through an exponential. The kernels are torch's own,
+result. Here v is packed, and the result too, for the projection, which takes that pack (linear.py).
+q and k stay as they are: an error of theirs passes through an exponential. Backward takes
+rowsum(dy y) from dy v^T, and where attention is sharp next to nothing is left: y must be that of
+the very v that backward has. So it is computed again, from the decoded v. Dropout cannot be
+repeated: with it v and y are kept exactly. The kernels are torch's own,
 forward and backward, called by the names that its scaled_dot_product_attention calls; this file
 decides which of them takes a call, and what is kept. attention_kernels.py knows how they are
 called. No state; any thread; nothing waits for the device. A call is one operator, some tens of
@@ -78,12 +81,13 @@ def scaled_dot_product_attention(
     Raises:
         FirstDerivativeOnlyError: in backward with create_graph=True after dropout.
 
-    Memory: keeps q, k, 4 bytes a row, and 1.047 bytes for an element of v and of y at 8 bits. In
-        backward v and y are decoded. Fewer heads of k and v are repeated for the time of a call
-        where the kernel wants as many as q has.
+    Memory: keeps q, k, and 1.047 bytes for an element of v and of y at 8 bits. In backward v is
+        decoded and y computed again. With dropout v, y and 4 bytes a row are kept as they are.
+        Fewer heads of k and v are repeated for the time of a call where the kernel wants as many
+        as q has.
     Sync: none.
-    Error bound: y is torch's. In the gradients v and y are off by at most a step of their group
-        (vramx/compression/codec.py), unbiased if rounding is stochastic.
+    Error bound: y is torch's. The gradients are those of a v that is off by at most a step of its
+        group (vramx/compression/codec.py).
     Double backward: works, on what was decoded, by torch's formula in whole matrices.
 
     Example:
@@ -98,12 +102,14 @@ def scaled_dot_product_attention(
     if spec[0] != keeping.NOTHING:
         kernel = kernels.choose((q, k, v), attn_mask, call, enable_gqa)
         call = kernels.Call(kernel, dropout_p, is_causal, scale)
+    if dropout_p:
+        spec = list(keeping.EXACTLY)
     if call.kernel == kernels.NO_KERNEL:
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         return Attended(y, None)
-    of_queries = _form_of_queries(keep)
+    of_queries = list(keeping.AS_IT_IS) if dropout_p else _form_of_queries(keep)
     y, buffer, probe, *_ = _attention(q, k, v, attn_mask, *_as_arguments(call), spec, of_queries)
     return Attended(y, keeping.kept_tensor(buffer, probe, keeping.Spec(*spec)))
 
@@ -191,35 +197,54 @@ def _tokens_first(x: Tensor) -> Tensor:
 
 @operator(
     "vramx::attention_backward",
-    schema="(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor? mask, Tensor[] state, "
+    schema="(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor[] result, "
     "SymInt[] of_keys, int kernel, float dropout_p, bool causal, float? scale, int[] form, "
     "int[] of_queries) -> (Tensor, Tensor, Tensor)",
 )
 def _attention_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, mask: Tensor | None, *others: Any
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v; `of_keys` is the shape of k and v."""
-    state, of_keys, *call, form, of_queries = others
+    """Return the gradients of q, k and v; `of_keys` is the shape of k and v.
+
+    `result` is y and what the kernel kept with it; empty if these are to be computed again.
+    """
+    result, of_keys, *how, form, of_queries = others
+    call = kernels.Call(*how)
     decoded = (
         _decoded_heads(q, dy.shape, dy.dtype, of_queries),
         _decoded_heads(k, of_keys, dy.dtype, of_queries),
         _decoded_heads(v, of_keys, dy.dtype, form),
-        _decoded_heads(y, dy.shape, dy.dtype, form),
     )
-    return kernels.backward(kernels.Call(*call), dy, decoded, mask, state)
+    if result:
+        y, *state = result
+        y = _decoded_heads(y, dy.shape, dy.dtype, form)
+    else:
+        y, *state = _result_again(call, decoded, mask)
+    return kernels.backward(call, dy, (*decoded, y), mask, state)
+
+
+def _result_again(
+    call: kernels.Call, decoded: tuple[Tensor, Tensor, Tensor], mask: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Return the result that goes with decoded values, and what the kernel keeps with it."""
+    return kernels.forward(call, decoded, mask)
 
 
 @_attention_backward.register_fake
 def _(dy: Tensor, q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    k, _, _, mask, state, of_keys, *call, _, of_queries = others
+    k, _, mask, result, of_keys, *how, _, of_queries = others
+    call = kernels.Call(*how)
     as_it_is = of_queries[0] == keeping.NOTHING
     decoded = (
         q if as_it_is else _empty_heads(dy, dy.shape),
         k if as_it_is else _empty_heads(dy, of_keys),
         _empty_heads(dy, of_keys),
-        _empty_heads(dy, dy.shape),
     )
-    return kernels.backward(kernels.Call(*call), dy, decoded, mask, state)
+    if result:
+        y, state = _empty_heads(dy, dy.shape), result[1:]
+    else:
+        y, *state = kernels.forward(call, decoded, mask)
+    return kernels.backward(call, dy, (*decoded, y), mask, state)
 
 
 def _decoded_heads(
@@ -251,7 +276,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.mark_non_differentiable(buffer, *packs, *without, sums, seed, offset)
     if as_they_are:
         packs[:2] = q, k
-    ctx.save_for_backward(*packs, *probes, buffer, mask, sums, seed, offset)
+    result = (buffer, sums, seed, offset) if ctx.call[1] else ()
+    ctx.save_for_backward(*packs, *probes, mask, *result)
 
 
 def _differentiate(
@@ -264,15 +290,15 @@ def _differentiate(
         dy = of_y if dy is None else dy + of_y
     if dy is None:
         return *dprobes, *none
-    q, k, v, *probes, y, mask, sums, seed, offset = ctx.saved_tensors
+    q, k, v, *saved = ctx.saved_tensors
+    probes, mask, result = saved[:3], saved[3], saved[4:]
     gradients: tuple[Tensor | None, ...]
     if torch.is_grad_enabled():
         kept = tuple(zip((q, k, v), probes, strict=True))
         gradients = _differentiable_backward(ctx, kept, mask, dy)
     else:
-        state = [sums, seed, offset]
         gradients = _attention_backward(
-            dy, q, k, v, y, mask, state, ctx.of_keys, *ctx.call, ctx.form, ctx.of_queries
+            dy, q, k, v, mask, list(result), ctx.of_keys, *ctx.call, ctx.form, ctx.of_queries
         )
     return *map(differentiation.add, gradients, dprobes), *none
 

@@ -194,7 +194,6 @@ def backward(
     """Return the gradients of q, k and v; `tensors` are these and the result."""
     q, k, v, y = tensors
     sums, seed, offset = state
-    k, sums = _centred(call, q, k, sums)
     if call.dropout_p == 0:
         # Not read, but declared as tensors.
         seed = offset = q.new_empty(2, dtype=torch.uint64 if call.kernel == FLASH else torch.int64)
@@ -226,24 +225,6 @@ def backward(
             dy, q, many_k, many_v, y, sums, 0.0, call.causal, attn_mask=mask, scale=call.scale
         )
     return dq, _summed(dk, k), _summed(dv, v)
-
-
-def _centred(call: Call, q: Tensor, k: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys less their mean over tokens, and the logarithms of sums that go with them.
-
-    Any vector taken from all keys of a head leaves probabilities and exact gradients as they are.
-    Where v and y are decoded, rowsum(dy y) no longer is rowsum(P dP), so that the rows of dS have a
-    sum, and dq gets that sum times the mean key: with a large bias of the keys, more than all else.
-    """
-    mean = k.mean(2, keepdim=True, dtype=torch.float32)
-    # A key that is not finite may be masked: it is not to spoil the others.
-    mean = mean.nan_to_num(0.0, 0.0, 0.0).to(k.dtype)
-    scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
-    shift = (q * _repeated(mean, q).float()).sum(-1).mul_(scale)
-    sums = sums.clone()  # as it lies in memory; the efficient kernel's has rows to spare
-    part = sums.narrow(2, 0, q.shape[2])
-    part.sub_(shift.view(*shift.shape, *(1,) * (part.dim() - 3)))
-    return k - mean, sums
 
 
 def _laid_out_like(x: Tensor, q: Tensor) -> Tensor:

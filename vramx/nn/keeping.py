@@ -93,7 +93,7 @@ def _format(bits: int, group_size: int, symmetric: int, stochastic: int) -> Form
 
 
 AS_IT_IS = Spec(NOTHING, 0, 0, 0)
-_RAW = Spec(RAW, 0, 0, 0)
+EXACTLY = Spec(RAW, 0, 0, 0)
 
 
 # -- How -------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def spec_of(keep: Compression | None, bits: int | None = None) -> Spec:
             f"keep {brief(keep)} is not accepted; accepted are a Compression, None"
         )
     if not keep.packs:
-        return _RAW
+        return EXACTLY
     bits = BITS[keep.level] if bits is None else bits
     return Spec(*_constant_spec(bits, keep.group_size, keep.rounding, keep.symmetric))
 
@@ -141,7 +141,7 @@ def spec_for(keep: Compression | None) -> Spec:
     spec = spec_of(keep)
     if not torch.is_grad_enabled():
         return AS_IT_IS
-    return _RAW if passes.saves_are_brief() else spec
+    return EXACTLY if passes.saves_are_brief() else spec
 
 
 def form_of(keep: Compression | None, *inputs: Tensor) -> list[int]:

@@ -1,0 +1,124 @@
+"""Results of tanh and sigmoid are packed so that their slopes are right where they saturate.
+
+The slope, 1 - y**2 or y (1 - y), vanishes there, and the error of a y that is packed as any other
+number would not. The gradient is to be within three times what it is off in bfloat16, or within
+0.05 (a cosine of 0.9987).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import vramx
+from vramx.compression import angles, session
+
+TIMES_BFLOAT16, NEAR = 3, 0.05
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "tanh in place": lambda x: (x * 1).tanh_(),
+    "sigmoid in place": lambda x: (x * 1).sigmoid_(),
+    "Tanh": nn.Tanh(),
+    "tanhshrink": functional.tanhshrink,
+    "tanh of a part": lambda x: x[:, ::2].tanh(),
+    "logits": lambda x: x.sigmoid() * x.flip(0).sigmoid(),
+}
+# How wide the arguments are spread, and about what.
+PLACES = [(scale, shift * scale) for scale in (0.1, 1.0, 3.0, 10.0) for shift in (-4, 0, 4)]
+
+
+def error(function: Callable[[Tensor], Tensor], place: tuple[float, float]) -> tuple[float, float]:
+    """Return how far the gradient is off when packed, and in bfloat16."""
+    torch.manual_seed(0)
+    scale, shift = place
+    x = torch.randn(64, 256) * scale + shift
+
+    def gradient(dtype: torch.dtype) -> Tensor:
+        leaf = x.to(dtype).detach().requires_grad_()
+        y = function(leaf)
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype))
+        assert leaf.grad is not None
+        return leaf.grad.double()
+
+    exact = gradient(torch.float64)
+    with vramx.compress(min_bytes=0) as stats:
+        packed = gradient(torch.float32)
+    assert stats.packed.tensors > 0
+    off, own = (
+        float((found - exact).norm() / exact.norm()) for found in (packed, gradient(torch.bfloat16))
+    )
+    return off, own
+
+
+def is_right(packed: float, bfloat16: float) -> bool:
+    return packed <= max(NEAR, TIMES_BFLOAT16 * bfloat16)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_slope_that_vanishes_is_as_good_as_in_bfloat16(
+    name: str, place: tuple[float, float]
+) -> None:
+    found = error(FUNCTIONS[name], place)
+    assert is_right(*found), found
+
+
+@pytest.mark.parametrize("name", ["tanh", "sigmoid"])
+def test_results_that_are_packed_as_other_numbers_are_found(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "function_of", lambda *_: "")
+    assert not all(is_right(*error(FUNCTIONS[name], place)) for place in PLACES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["tanh", "sigmoid"])
+def test_saturated_elements_have_no_gradient_at_all(name: str, dtype: torch.dtype) -> None:
+    x = torch.tensor([-1e4, 1e4, 0.0, 1.0]).repeat(64).to(dtype).requires_grad_()
+    with vramx.compress(min_bytes=0):
+        y = FUNCTIONS[name](x)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == dtype
+    assert not x.grad.view(-1, 4)[:, :2].any()
+    assert x.grad.view(-1, 4)[:, 2:].all()
+
+
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.RNNCell])
+def test_gates_of_a_recurrent_network_are_packed_as_angles(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    original = angles.AngleCodec
+
+    def noted(codec: Any, function: str) -> Any:
+        made.append(function)
+        return original(codec, function)
+
+    monkeypatch.setattr(session, "AngleCodec", noted)
+    network = kind(64, 64)
+    with vramx.compress(min_bytes=0):
+        network(torch.randn(8, 64))
+    assert "TanhBackward0" in made
+
+
+def test_what_was_written_to_since_is_packed_as_other_numbers() -> None:
+    """A later reader of the memory sees what is there then, which need not be a sine."""
+    layer, x = nn.Linear(64, 64), torch.randn(32, 64, requires_grad=True)
+    with vramx.compress(min_bytes=0):
+        y = x.tanh()
+        y.data.mul_(3)
+        z = layer(y)
+    z.sum().backward()
+    assert layer.weight.grad is not None
+    assert x.grad is not None
+    slope = (1 - x.detach().tanh().square()) * layer.weight.detach().sum(0)
+    assert functional.cosine_similarity(x.grad.flatten(), slope.flatten(), 0) > 0.999
+    expected = 3 * x.detach().tanh().sum(0).expand(64, 64)
+    assert functional.cosine_similarity(layer.weight.grad.flatten(), expected.flatten(), 0) > 0.999

@@ -1,0 +1,92 @@
+"""The result of fused attention, which backward computes again from the values that it has.
+
+Backward takes rowsum(dy y) from dy v^T. Where attention is sharp next to nothing is left, and where
+keys have a bias what is left is multiplied by it: y must be that of the very v that backward has. A
+packed y is not, and neither is the exact one where v is packed. So where v is packed nothing is
+kept of y: it is computed from v, the query and the key, by torch's own function, when backward asks
+for it. Dropout cannot be repeated, nor can a call that is not torch's function: their v is kept.
+
+Pure but for what an Operation holds while it runs; one attention more in backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from vramx.compression.calls import Operation
+from vramx.compression.saved import Reference, Restored
+
+_NAME = "scaled_dot_product_attention"
+_QUERY, _KEY, _VALUE, _MASK, _DROPOUT = range(5)  # positions of its arguments
+_FUSED = "ScaledDotProduct"  # in the name of the node of each fused kernel, whose result has it
+
+
+class Result:
+    """Stands for a result: the arguments as backward has them, and how it was computed."""
+
+    __slots__ = ("__weakref__", "_arguments", "_causal", "_mask", "_scale")
+
+    def __init__(
+        self, arguments: list[Reference | Restored], mask: Reference | None, node: Any
+    ) -> None:
+        self._arguments = arguments
+        self._mask = mask
+        self._causal: bool = node._saved_is_causal
+        self._scale: float | None = node._saved_scale
+
+    @torch.no_grad()
+    def open(self) -> torch.Tensor:
+        q, k, v = (each.open() for each in self._arguments)
+        mask = None if self._mask is None else self._mask.open()
+        return functional.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=self._causal, scale=self._scale,
+            enable_gqa=q.shape[-3] != k.shape[-3],
+        )  # fmt: skip
+
+
+def may_pack_value(operation: Operation) -> bool:
+    """Tell whether the result of an attention could be computed again.
+
+    Example:
+        >>> may_pack_value(Operation("scaled_dot_product_attention", (), {"dropout_p": 0.1}))
+        False
+    """
+    return operation.name == _NAME and not operation.option(_DROPOUT, "dropout_p", 0.0)
+
+
+def is_value(tensor: torch.Tensor, operation: Operation) -> bool:
+    """Tell whether a saved tensor is the value of an attention."""
+    match = operation.match(tensor)
+    return match is not None and match.argument.position == _VALUE
+
+
+def note(tensor: torch.Tensor, operation: Operation, saved: Reference | Restored) -> None:
+    """Note what is kept of an argument of attention, for its result, which is saved last."""
+    if operation.name == _NAME and not operation.custom:
+        match = operation.match(tensor)
+        if match is not None and match.argument.position is not None:
+            operation.kept[match.argument.position] = saved
+
+
+def result_of(tensor: torch.Tensor, operation: Operation) -> Result | None:
+    """Return what stands for a saved tensor, if it is the result that goes with a packed value."""
+    value = operation.kept.get(_VALUE)
+    node = tensor.grad_fn
+    if not isinstance(value, Restored) or not value.is_approximate or node is None:
+        return None
+    if _FUSED not in node.name() or operation.match(tensor) is not None:
+        return None
+    arguments = [operation.kept.get(i) or _reference(operation, i) for i in (_QUERY, _KEY)]
+    mask = operation.argument(_MASK)
+    # A user of its own: what is decoded for one of the two is there for the other.
+    value = Restored(value.holding, value.geometry, shared=value.shared)
+    return Result([*arguments, value], None if mask is None else Reference(mask), node)
+
+
+def _reference(operation: Operation, position: int) -> Reference:
+    argument = operation.argument(position)
+    assert argument is not None, "attention without a query or a key"
+    return Reference(argument)
