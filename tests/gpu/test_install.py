@@ -263,7 +263,8 @@ def test_a_program_that_has_settled_calls_the_driver_no_more() -> None:
         del calls["time_us"]
         return calls
 
-    for _ in range(3):
+    # Where others left gaps behind, it finds its places within five steps (simulated).
+    for _ in range(8):
         step()
     settled = driver_calls()
     for _ in range(10):

@@ -134,10 +134,10 @@ def test_projection_shares_the_pack() -> None:
         attended = scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
         return linear(attended.y.transpose(1, 2).flatten(2), weight, kept=attended.kept)
 
-    rows = BATCH * HEADS * TOKENS
+    # The result, and each row's sum, are computed again from q, k and the value's pack.
     packs = sum(layout_of(x.numel(), Format()).buffer_bytes for x in (tensors[0], tensors[2]))
     held = held_bytes(block, *tensors, weight)
-    assert packs + 4 * rows <= held <= packs + 4 * rows + 64  # a probe and empty storages
+    assert packs <= held <= packs + 64  # a probe and empty storages
     dweight, dq = torch.autograd.grad(block().float().square().sum(), [weight, tensors[0]])
     assert dweight.isfinite().all()
     assert dq.isfinite().all()

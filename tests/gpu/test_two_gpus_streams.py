@@ -25,6 +25,11 @@ def on(device: int, value: int):
     return torch.full((SIZE,), value, dtype=torch.uint8, device=f"cuda:{device}")
 
 
+def let_in_gpu_1() -> None:
+    """Have torch let GPU 1 into memory of GPU 0: its copies are made by the GPU of the source."""
+    on(1, 1).to("cuda:0")
+
+
 def wait_for_both() -> None:
     import torch
 
@@ -58,7 +63,7 @@ def read_late(*, recorded: bool) -> bool:
     """Free a tensor of GPU 0 that GPU 1 still reads; say whether it read what was in it."""
     import torch
 
-    on(0, 1).to("cuda:1")  # lets GPU 1 in
+    let_in_gpu_1()
     stream = torch.cuda.Stream(device=1)
     source, result = on(0, 1), on(1, 0)
     wait_for_both()
@@ -95,7 +100,7 @@ def test_memory_that_the_other_gpu_read_is_used_again_afterwards() -> None:
 def test_the_owner_does_not_wait_for_the_other_gpu() -> None:
     import torch
 
-    on(0, 1).to("cuda:1")
+    let_in_gpu_1()
     stream = torch.cuda.Stream(device=1)
     source, result = on(0, 1), on(1, 0)
     wait_for_both()
