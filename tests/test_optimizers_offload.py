@@ -362,6 +362,24 @@ def test_schedulers_and_hooks_see_one_step(link: LateLink, is_made_before: bool)
     assert link.copies
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_skips_what_is_not_finite(link: LateLink, fused: bool) -> None:
+    pair = Pair(lambda p: torch.optim.AdamW(p, lr=0.01, fused=fused))
+    vramx.offload_optimizer(pair.offloaded, **OPTIONS)
+    for optimizer, parameters in ((pair.optimizer, pair.plain), (pair.offloaded, pair.streamed)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for seed in range(4):
+            give_gradients(parameters, seed)
+            if seed == 2:
+                parameters[4].grad = torch.full_like(parameters[4], torch.inf)
+            scaler.scale(torch.ones(()))  # what tells it its scale
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 2.0
+    pair.expect_alike()
+    assert link.copies
+
+
 def test_a_closure_is_called_once(link: LateLink) -> None:
     parameters = parameters_of(model())
     optimizer = vramx.offload_optimizer(OPTIMIZERS["adamw"](parameters), **OPTIONS)
