@@ -420,6 +420,7 @@ def test_restore_brings_the_states_back(link: LateLink) -> None:
     assert row.done == "states wait on the host"
     assert "on the host" in row.effect
     assert len(vramx.restore(pair.offloaded)) == 1
+    assert len(vramx.restore(pair.offloaded)) == len(vramx.report(pair.offloaded)) == 0
     assert type(pair.offloaded) is torch.optim.AdamW
     link.pool.collect()
     assert link.pool.used_bytes == 0

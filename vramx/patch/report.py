@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from vramx.errors import InvalidValueError, brief
@@ -76,6 +77,8 @@ def report(target: Any) -> Report:
         return report_on(target, target.modules())
     if (held := _restorable(target)) is not None:
         return _report_of_one(held)
+    if _is_as_it_was(target):
+        return Report(())
     return Report(tuple(_row_of(target, change) for change in changes_of(target)))
 
 
@@ -118,6 +121,8 @@ def restore(target: Any) -> Report:
         undone = _report_of_one(held)
         held.vramx_restore()
         return undone
+    if _is_as_it_was(target):
+        return Report(())
     changes = changes_of(target)
     if isinstance(target, type):
         function.clear_class(target)
@@ -170,9 +175,14 @@ def _restorable(target: Any) -> Restorable | None:
     return target
 
 
+def _is_as_it_was(target: Any) -> bool:
+    """Tell whether a target is accepted that is no module, and nothing was done to it."""
+    return isinstance(target, torch.optim.Optimizer)
+
+
 def _report_of_one(held: Restorable) -> Report:
     done, effect = held.vramx_done()
-    return Report((ReportRow("", type(held).__name__, done, effect),))
+    return Report((ReportRow("(optimizer)", type(held).__name__, done, effect),))
 
 
 def _row_of(target: Any, change: Change) -> ReportRow:
