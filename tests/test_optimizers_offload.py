@@ -1,100 +1,24 @@
-"""offload_optimizer: what is computed and kept is what it was, to the bit.
-
-The link is one whose copies run as late as they may: one to the device when the main stream waits
-for it, one to the host when a copy to the device waits for it or the host does. So a wait that is
-missing reads or keeps what was there before, which is poison.
-"""
+"""offload_optimizer: what is computed and kept is what it was, to the bit."""
 
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
-import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from optimizer_tools import LateLink, expect_alike, link, use, values_of
+from torch import nn
 
 import vramx
-from vramx.compression import pinned
-from vramx.compression.transport import Lane
-from vramx.errors import InvalidValueError, OffloadError, VramxWarning
-from vramx.optimizers import offload, rounds, stream
+from vramx.errors import InvalidValueError, VramxWarning
+from vramx.optimizers import stream
 from vramx.optimizers.states import plain_tensors
 
-POISON = 0xDD
-
-
-class LateLink:
-    """A transport on the host. `forgets` names a wait that it drops."""
-
-    def __init__(self, forgets: str = "") -> None:
-        self.forgets = forgets
-        self.host_is_full = False
-        self.pending: dict[Lane, list[Callable[[], Any]]] = {lane: [] for lane in Lane}
-        self.done: dict[Lane, int] = dict.fromkeys(Lane, 0)
-        self.copies = 0
-        self.pool = pinned.HostPool(self.pin, 1 << 40)
-        self.transport = self
-        self.lock = threading.Lock()
-
-    def stream(self) -> str:
-        return "main"
-
-    def capturing(self) -> bool:
-        return False
-
-    def allocate(self, nbytes: int) -> Tensor:
-        return torch.full((nbytes,), POISON, dtype=torch.uint8)
-
-    def pin(self, nbytes: int) -> Tensor:
-        if self.host_is_full:
-            raise RuntimeError("no more memory to pin")
-        return torch.full((nbytes,), POISON, dtype=torch.uint8)
-
-    def mark(self, place: Any, *, timed: bool = False) -> tuple[Any, int]:
-        of_lane = isinstance(place, Lane)
-        return place, self.done[place] + len(self.pending[place]) if of_lane else 0
-
-    def wait(self, place: Any, event: tuple[Any, int]) -> None:
-        name = f"{getattr(place, 'value', place)} after {getattr(event[0], 'value', event[0])}"
-        if name == self.forgets:
-            return
-        if place == "main":
-            self.synchronize(event)
-        elif event[0] != "main":
-            self.pending[place].append(lambda: self.synchronize(event))
-
-    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
-        self.copies += 1
-        self.pending[lane].append(lambda: target.copy_(source))
-
-    def used_by(self, memory: Tensor, place: Any) -> None: ...
-
-    def synchronize(self, event: tuple[Any, int]) -> None:
-        lane, count = event
-        while lane != "main" and self.done[lane] < count:
-            self.done[lane] += 1
-            self.pending[lane].pop(0)()
-
-
-def use(link: LateLink, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (offload, rounds):
-        monkeypatch.setattr(module, "link_of", lambda _: link)
-
-
-@pytest.fixture
-def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateLink]:
-    made = LateLink()
-    use(made, monkeypatch)
-    yield made
-    made.pool.check()
-
+__all__ = ["link"]
 
 OPTIONS: dict[str, Any] = {"bucket": 3000, "least": 64}  # counters stay
 
@@ -178,16 +102,6 @@ def give_gradients(
     for number, parameter in enumerate(parameters):
         gradient = torch.randn(parameter.shape, generator=generator)
         parameter.grad = None if number == without else gradient.reshape(parameter.shape)
-
-
-def values_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    states = sorted(optimizer.state_dict()["state"].items())
-    return [t.clone() for _, state in states for t in plain_tensors(state)]
-
-
-def expect_alike(a: Any, b: Any) -> None:
-    for left, right in zip(a, b, strict=True):
-        assert torch.equal(left, right)
 
 
 class Pair:
@@ -359,6 +273,10 @@ def test_schedulers_and_hooks_see_one_step(link: LateLink, is_made_before: bool)
     scheduler.step()  # warns, which is an error in tests, if it saw no step
     assert seen == ["before", "after"]
     assert optimizer.param_groups[0]["lr"] == 0.005
+    counts = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    vramx.restore(optimizer)
+    assert counts
+    assert hasattr(optimizer.step, "_wrapped_by_lr_sched") == is_made_before
     assert link.copies
 
 
@@ -451,14 +369,31 @@ def test_an_optimizer_that_sums_over_all_parameters_is_refused(link: LateLink) -
 
 
 def test_what_cannot_be_tried_is_refused(link: LateLink) -> None:
+    class HasThemTwice(CountsInTheGroup):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters)
+            self.all = {"of": list(self.param_groups[0]["params"])}
+
+    parameters = parameters_of(model())
+    before = [p.detach().clone() for p in parameters]
+    with pytest.raises(InvalidValueError, match=r"cannot be tried on a small model: .* in 'all'"):
+        vramx.offload_optimizer(HasThemTwice(parameters))
+    expect_alike(before, parameters)
+    assert link.copies == 0
+
+
+def test_one_that_is_made_in_a_way_of_its_own_is_tried(link: LateLink) -> None:
     class Needs(CountsInTheGroup):
-        def __init__(self, parameters: Any, *, table: list[int]) -> None:
+        def __init__(self, parameters: Any, *, table: tuple[int, ...]) -> None:
             super().__init__(parameters)
             self.table = table
 
-    with pytest.raises(InvalidValueError, match="cannot be tried on a small model"):
-        vramx.offload_optimizer(Needs(parameters_of(model()), table=[]))
-    assert link.copies == 0
+    pair = Pair(lambda p: Needs(p, table=(1, 2)))
+    vramx.offload_optimizer(pair.offloaded, **OPTIONS)
+    for seed in range(3):
+        pair.step(seed)
+    pair.expect_alike()
+    assert link.copies
 
 
 @pytest.mark.parametrize(
@@ -494,92 +429,3 @@ def test_on_a_host_alone_nothing_moves() -> None:
     for seed in range(3):
         pair.step(seed)
     pair.expect_alike()
-
-
-# --- in backward ----------------------------------------------------------------------------------
-
-
-class Deep(nn.Module):
-    """Layers of which one is skipped every other time, and a weight that is used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(6))
-        self.is_odd = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            if number != 3 or self.is_odd:
-                x = torch.tanh(layer(x))
-        return self.layers[0](x)  # type: ignore[no-any-return]
-
-
-def train(network: Deep, optimizer: torch.optim.Optimizer, steps: int) -> list[int]:
-    """Return how many parameters had a gradient when backward was over, of each step."""
-    generator = torch.Generator().manual_seed(2)
-    left = []
-    for step in range(steps):
-        network.is_odd = step % 2 == 1
-        optimizer.zero_grad()
-        network(torch.randn(5, 24, generator=generator)).square().sum().backward()
-        left.append(sum(p.grad is not None for p in network.parameters()))
-        optimizer.step()
-    return left
-
-
-@pytest.mark.parametrize("bucket", [1, 5000, 1 << 30])
-def test_steps_in_backward_are_the_same_steps(link: LateLink, bucket: int) -> None:
-    plain, streamed = Deep(), Deep()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    offloaded = torch.optim.AdamW(streamed.parameters(), lr=0.01)
-    vramx.offload_optimizer(offloaded, in_backward=True, bucket=bucket, least=64)
-    train(plain, optimizer, 6)
-    left = train(streamed, offloaded, 6)
-    expect_alike(plain.parameters(), streamed.parameters())
-    expect_alike(values_of(optimizer), values_of(offloaded))
-    if bucket == 1:
-        assert left == [0] * 6
-    assert link.copies
-
-
-def test_the_next_bucket_comes_while_one_is_stepped(link: LateLink) -> None:
-    network = Deep()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
-    vramx.offload_optimizer(optimizer, in_backward=True, bucket=1, least=64)
-    train(network, optimizer, 4)
-    events: list[str] = []
-    copied = link.copy
-    link.copy = lambda lane, *of: (events.append(lane.value), copied(lane, *of))  # type: ignore[assignment, method-assign]
-    train(network, optimizer, 2)
-    # Three come before the first leaves, and then one for each that leaves.
-    assert events[:5] == ["to the device"] * 3 + ["to the host", "to the device"]
-
-
-def test_a_second_backward_before_the_step_is_refused(link: LateLink) -> None:
-    network = Deep()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
-    vramx.offload_optimizer(optimizer, in_backward=True, bucket=1, least=64)
-    network(torch.ones(5, 24)).sum().backward()
-    with pytest.raises(OffloadError, match="gradients cannot accumulate"):
-        network(torch.ones(5, 24)).sum().backward()
-    train(network, optimizer, 2)  # zero_grad() begins anew
-    assert link.copies
-
-
-def test_nothing_keeps_the_optimizer_or_the_model_alive(link: LateLink) -> None:
-    network = Deep()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
-    vramx.offload_optimizer(optimizer, in_backward=True, least=64)
-    train(network, optimizer, 2)
-    of_model, of_optimizer = weakref.ref(network), weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    assert of_optimizer() is None
-    network(torch.ones(5, 24)).sum().backward()  # its hooks do nothing then
-    assert all(p.grad is not None for p in network.layers[1].parameters())
-    del network
-    gc.collect()
-    assert of_model() is None
-    link.pool.collect()
-    assert link.pool.used_bytes == 0

@@ -253,3 +253,11 @@ def test_mistakes_are_named(options: dict[str, Any], text: str) -> None:
         options = {"optimizer": Closed(model.parameters(), 0.1)}
     with pytest.raises(InvalidValueError, match=text):
         vramx.plan(model, sample, levels=("left",), **options)
+
+
+def test_an_optimizer_that_has_its_parameters_elsewhere_too_is_refused() -> None:
+    net = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(net.parameters(), 1.0)
+    optimizer.blocks = [{"of": parameter} for parameter in net.parameters()]  # type: ignore[attr-defined]
+    with pytest.raises(InvalidValueError, match=r"in 'blocks' .* give the bytes of its states"):
+        cost_of(optimizer, HostMeter(net))

@@ -13,13 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.optim import Optimizer
 
 from vramx.compression.offload import link_of
 from vramx.errors import InvalidValueError, OffloadError, brief
 from vramx.optimizers import separable
-from vramx.optimizers.rounds import HOLDER, ORIGINAL, Options, Rounds
+from vramx.optimizers.copies import HOLDER, ORIGINAL, unwrapped
+from vramx.optimizers.rounds import Options, Rounds, check_alone
 from vramx.optimizers.states import mapped, size_bytes
 from vramx.patch.change import Restorable
 from vramx.sizes import parse_size
@@ -46,7 +47,7 @@ def offload_optimizer(
     go of then: copies and steps are hidden behind backward, and there is never more than a few
     buckets of gradients. `optimizer.step()` steps the rest and ends the round. That excludes what
     needs all gradients at once, or more than one backward a step: clipping by the norm, GradScaler,
-    accumulation, which raises, and training on several GPUs, which is refused.
+    accumulation and training on several GPUs, which raise.
 
     Args:
         optimizer: any that treats each parameter by itself, as those of torch (but LBFGS), torchao
@@ -61,8 +62,9 @@ def offload_optimizer(
 
     Raises:
         InvalidValueError: it is no optimizer, does not treat each parameter by itself, or its step
-            was replaced by a function that is not known; or `in_backward` beside other processes.
-        OffloadError: in backward, a second gradient comes before `step()`.
+            was replaced by a function that is not known.
+        OffloadError: with `in_backward`, there are other processes, parameters are on several
+            devices, or a second gradient comes before `step()`.
 
     Memory: during a step three times the states of the largest bucket, on the GPU; on the host
         what the states take, up to half of what this process may have: what is more than that stays
@@ -76,15 +78,14 @@ def offload_optimizer(
         >>> model(torch.ones(1, 8)).sum().backward()
         >>> optimizer.step()
     """
-    inner = _unwrapped(optimizer)
+    inner = unwrapped(optimizer)
+    if not isinstance(inner, Optimizer):
+        raise InvalidValueError(f"{brief(optimizer)} is no torch.optim.Optimizer")
     if HOLDER in vars(inner):
         return optimizer
     options = Options(_bytes("bucket", bucket), _bytes("least", least), in_backward)
-    if in_backward and _has_others():
-        raise InvalidValueError(
-            "in_backward=True: gradients are not yet those of all processes when they come; "
-            "accepted is False beside other processes"
-        )
+    if in_backward:
+        check_alone()
     separable.check(inner)
     _take_over(inner, options)
     return optimizer
@@ -130,7 +131,9 @@ class _Offloading(Restorable):
     def vramx_restore(self) -> None:
         self._vramx_rounds.undo(self)  # type: ignore[arg-type]
         self.__class__ = self._vramx_original
-        del self.__dict__[HOLDER]
+        step_before = self.__dict__.pop(HOLDER).step_before
+        if step_before is not None:
+            self.__dict__["step"] = step_before
 
 
 def _make(make: Callable[..., Any], args: tuple[Any, ...], options: Options) -> Any:
@@ -178,13 +181,13 @@ def _take_over(optimizer: Optimizer, options: Options) -> None:
             f"{brief(optimizer)} has a step of its own, {brief(own)}, which is not known: "
             "offload the optimizer before that is put there"
         )
-    vars(optimizer).pop("step", None)  # a scheduler's counter, which ours has in it
+    rounds = Rounds(options, own)
+    # What an optimizer has on the host of itself is where it wants it.
+    rounds.adopt(optimizer, is_anywhere=False)
+    vars(optimizer).pop("step", None)  # ours counts for the scheduler, too
     cls: Any = type(optimizer)
     optimizer.__class__ = _class_of(cls)
-    states = Rounds(options)
-    vars(optimizer)[HOLDER] = states
-    # What an optimizer has on the host of itself is where it wants it.
-    states.adopt(optimizer, is_anywhere=False)
+    vars(optimizer)[HOLDER] = rounds
 
 
 def _load_on_host(optimizer: Any, load: Callable[..., None], state_dict: dict[str, Any]) -> None:
@@ -228,23 +231,6 @@ def _small_on(
         key: value if key == "step" and not counts_on_device else mapped(value, moved)
         for key, value in values.items()
     }
-
-
-def _unwrapped(optimizer: Any) -> Optimizer:
-    """Return the optimizer in wrappers like accelerate's."""
-    found = optimizer
-    while isinstance(getattr(found, "optimizer", None), Optimizer):
-        found = found.optimizer
-    if not isinstance(found, Optimizer):
-        raise InvalidValueError(f"{brief(optimizer)} is no torch.optim.Optimizer")
-    return found
-
-
-def _has_others() -> bool:
-    """Tell whether this process trains beside others."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return False
-    return distributed.get_world_size() > 1
 
 
 def _bytes(name: str, size: int | str) -> int:

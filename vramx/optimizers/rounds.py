@@ -17,17 +17,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch.optim import Optimizer
 
 from vramx.compression.offload import link_of
 from vramx.errors import OffloadError
 from vramx.optimizers import separable
+from vramx.optimizers.copies import HOLDER, ORIGINAL, parameters_of
 from vramx.optimizers.states import Bucket
 from vramx.optimizers.stream import StateStream
 from vramx.sizes import format_size
-
-# Of an optimizer, its Rounds; of our class, the one below it.
-HOLDER, ORIGINAL = "_vramx_rounds", "_vramx_original"
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,9 @@ class _Place(NamedTuple):
 class Rounds:
     """The streams of one optimizer."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, step: Any = None) -> None:
         self.options = options
+        self.step_before = step  # that the optimizer had of its own: a scheduler's counter
         self._streams: dict[torch.device, StateStream] = {}
         self._elsewhere: list[Tensor] = []
         self._places: dict[int, _Place] = {}  # of a parameter, by its id
@@ -87,6 +87,7 @@ class Rounds:
 
     def step_in_backward(self, optimizer: Optimizer, parameter: Tensor) -> None:
         """Step the bucket of a parameter that has got its gradient, if it is the last one."""
+        check_alone()
         place = self._places[id(parameter)]
         if place in self._round:
             raise OffloadError(
@@ -143,8 +144,11 @@ class Rounds:
 
     def _learn(self, optimizer: Optimizer) -> None:
         """Give the parameters that were added since a bucket."""
-        new = parameters_of(optimizer)[self._known :]
-        self._known += len(new)
+        every = parameters_of(optimizer)
+        new = every[self._known :]
+        if new and self.options.in_backward:
+            _check_one_device(every)
+        self._known = len(every)
         by_device: dict[torch.device, list[Tensor]] = {}
         for parameter in new:
             by_device.setdefault(parameter.device, []).append(parameter)
@@ -164,6 +168,32 @@ class Rounds:
                 self._places.update((id(p), place) for p in place.bucket.parameters)
             if self.options.in_backward:
                 self._hooks += [_hook(optimizer, p) for p in parameters if p.requires_grad]
+
+
+def check_alone() -> None:
+    """Raise where this process trains beside others.
+
+    Raises:
+        OffloadError: gradients are not yet those of all processes when they come.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise OffloadError(
+            "in_backward=True: beside other processes gradients are not yet those of all when they "
+            "come; accepted is False"
+        )
+
+
+def _check_one_device(parameters: list[Tensor]) -> None:
+    """Raise for several: autograd has a thread for each, and gradients are hidden in one of them.
+
+    Raises:
+        OffloadError: parameters are on several devices.
+    """
+    devices = sorted({str(parameter.device) for parameter in parameters})
+    if len(devices) > 1:
+        raise OffloadError(
+            f"in_backward=True: parameters are on {', '.join(devices)}; accepted is one device"
+        )
 
 
 @contextmanager
@@ -193,8 +223,3 @@ def _hook(optimizer: Optimizer, parameter: Tensor) -> Any:
             vars(optimizer)[HOLDER].step_in_backward(optimizer, parameter)
 
     return parameter.register_post_accumulate_grad_hook(hook)
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return an optimizer's parameters, in the order of its groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

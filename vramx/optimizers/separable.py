@@ -2,12 +2,11 @@
 
 What torch, torchao and bitsandbytes have does, but for LBFGS. Another one is tried: a small model
 is trained with it twice, at once and one parameter at a time, and has to come out alike to the bit.
-One that cannot be made for that is not known, and so refused.
+One that cannot be copied for that is not known, and so refused.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vramx.errors import InvalidValueError
+from vramx.optimizers.copies import copy_of, parameters_of
 
 # By the beginning of their class's module and name.
 KNOWN = ("torch.optim.", "torchao.", "bitsandbytes.")
@@ -116,7 +116,7 @@ def _train(optimizer: Optimizer, step: Callable[[Optimizer], None]) -> list[Tens
         return torch.randn(shape, generator=generator).to(known.device, known.dtype)
 
     parameters = [torch.nn.Parameter(normal(shape)) for shape in _SHAPES]
-    small = _made_like(optimizer, parameters)
+    small = copy_of(optimizer, {**optimizer.param_groups[0], "params": parameters})
     devices = [known.device] if known.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(0)
@@ -127,24 +127,12 @@ def _train(optimizer: Optimizer, step: Callable[[Optimizer], None]) -> list[Tens
     return [parameter.detach() for parameter in parameters]
 
 
-def _made_like(optimizer: Optimizer, parameters: list[torch.nn.Parameter]) -> Optimizer:
-    """Return one of the same class and defaults; some of these are no arguments of the class."""
-    cls: Any = type(optimizer)
-    accepted = inspect.signature(cls).parameters
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
-    defaults = optimizer.defaults
-    made = cls(parameters, **{k: v for k, v in defaults.items() if takes_all or k in accepted})
-    for key, value in defaults.items():
-        made.param_groups[0].setdefault(key, value)
-    return made  # type: ignore[no-any-return]
-
-
 def _step_at_once(optimizer: Optimizer) -> None:
     inner_step(type(optimizer))(optimizer)
 
 
 def _step_apart(optimizer: Optimizer) -> None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     with gradients_apart(parameters) as show, groups_as_before(optimizer) as take_back:
         for parameter in parameters:
             show([parameter])

@@ -81,8 +81,7 @@ class Bucket:
         return [shown for shown, _ in self._placed]
 
     def cloned(self) -> list[Shown]:
-        """Return the placed values with copies of what would have moved."""
-        self.nbytes = 0
+        """Return the placed values with copies of their tensors."""
         return [Shown(p, key, mapped(value, torch.clone)) for (p, key, value), _ in self._placed]
 
     def stand_for(self, image: Sequence[Shown]) -> None:

@@ -203,6 +203,8 @@ class StateStream:
             show(state, rest.image)
         else:  # the optimizer has made some of its states anew, or has more of them
             self._place(number, state)
+            if number not in self._rests:  # it stays on the device, but in no slot
+                show(state, bucket.cloned())
         berth.left = self._link.mark(Lane.TO_HOST)
         self._free.append(berth)
 
@@ -233,17 +235,16 @@ class StateStream:
             self._rests[number] = rest
             weakref.finalize(rest, self._pool.retire, slot)
         elif bucket.nbytes:
-            self._keep(bucket, state)
+            self._tell_of_want(bucket.nbytes)
+            bucket.nbytes = 0
 
-    def _keep(self, bucket: Bucket, state: States) -> None:
-        """Leave on the device what the host has no room for; no slot of a step may hold it."""
-        nbytes = bucket.nbytes
-        show(state, bucket.cloned())
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"the host has no {format_size(nbytes)} more to pin for an optimizer's states: "
-                "these stay on the device",
-                VramxWarning,
-                stacklevel=2,
-            )
+    def _tell_of_want(self, nbytes: int) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"the host has no {format_size(nbytes)} more to pin for an optimizer's states: "
+            "these stay on the device",
+            VramxWarning,
+            stacklevel=2,
+        )

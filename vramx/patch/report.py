@@ -77,7 +77,7 @@ def report(target: Any) -> Report:
         return report_on(target, target.modules())
     if (held := _restorable(target)) is not None:
         return _report_of_one(held)
-    if _is_as_it_was(target):
+    if isinstance(target, torch.optim.Optimizer):  # nothing was done to it
         return Report(())
     return Report(tuple(_row_of(target, change) for change in changes_of(target)))
 
@@ -121,7 +121,7 @@ def restore(target: Any) -> Report:
         undone = _report_of_one(held)
         held.vramx_restore()
         return undone
-    if _is_as_it_was(target):
+    if isinstance(target, torch.optim.Optimizer):  # nothing was done to it
         return Report(())
     changes = changes_of(target)
     if isinstance(target, type):
@@ -173,11 +173,6 @@ def _restorable(target: Any) -> Restorable | None:
         if target is None or isinstance(target, nn.Module):
             return None
     return target
-
-
-def _is_as_it_was(target: Any) -> bool:
-    """Tell whether a target is accepted that is no module, and nothing was done to it."""
-    return isinstance(target, torch.optim.Optimizer)
 
 
 def _report_of_one(held: Restorable) -> Report:

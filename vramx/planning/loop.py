@@ -20,8 +20,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from vramx.errors import InvalidValueError, brief
+from vramx.optimizers.copies import unwrapped
 from vramx.planning.meters import Meter
-from vramx.planning.states import OptimizerCost, cost_of, unwrapped
+from vramx.planning.states import OptimizerCost, cost_of
 from vramx.sizes import format_size
 
 FRESH, ACCUMULATED, STEPPED = GRADIENTS = ("fresh", "accumulated", "stepped")

@@ -8,7 +8,6 @@ memory for one parameter more, its gradient and its states; some steps a kind.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
@@ -20,11 +19,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from vramx.errors import InvalidValueError, brief
+from vramx.optimizers.copies import copy_of
 from vramx.planning.meters import Meter
 
 # Of two parameters at once, against one: twice as much where their temporaries are there together.
 _TOGETHER = 1.5
 _GRADIENT = 1e-3
+_WAY_OUT = "plan without it, and give the bytes of its states as reserve"
 
 
 @dataclass
@@ -77,12 +78,6 @@ def tensors_of(states: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor)]
 
 
-def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer that others' wrappers (accelerate's) are around."""
-    inner = getattr(optimizer, "optimizer", None)
-    return unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
-
-
 def _trained(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -125,21 +120,10 @@ def _measured(
 
 
 def _copy_of(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
-    """Return an optimizer of the same class and options, of other parameters and without states."""
-    # Without what is vramx's own, and what is bound to the original: both would change that.
-    cls: Any = getattr(type(optimizer), "_vramx_original", type(optimizer))
-    copy: Optimizer = object.__new__(cls)
-    own = {
-        name: value
-        for name, value in vars(optimizer).items()
-        if name != "step"
-        and not name.startswith("_vramx")
-        and getattr(value, "__self__", None) is not optimizer
-    }
-    hooks: dict[str, Any] = {name: OrderedDict() for name in own if name.endswith("_hooks")}
-    copy.__dict__.update(own | hooks)
-    copy.state, copy.param_groups = defaultdict(dict), [group]
-    return copy
+    try:
+        return copy_of(optimizer, group)
+    except InvalidValueError as error:
+        raise InvalidValueError(f"{error}; {_WAY_OUT}") from None
 
 
 def _step(copy: Optimizer) -> None:
@@ -151,5 +135,5 @@ def _step(copy: Optimizer) -> None:
     except Exception as error:  # of a class that is made or called otherwise
         raise InvalidValueError(
             f"what {name} takes cannot be measured ({type(error).__name__}: {brief(str(error))}); "
-            "plan without it, and give the bytes of its states as reserve"
+            f"{_WAY_OUT}"
         ) from error

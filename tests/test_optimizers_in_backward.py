@@ -1,0 +1,125 @@
+"""offload_optimizer with steps in backward: the same steps, each bucket as soon as it can be."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from optimizer_tools import LateLink, expect_alike, link, values_of
+from torch import Tensor, nn
+
+import vramx
+from vramx.errors import OffloadError
+
+__all__ = ["link"]
+
+
+class Deep(nn.Module):
+    """Layers of which one is skipped every other time, and a weight that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(6))
+        self.is_odd = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number != 3 or self.is_odd:
+                x = torch.tanh(layer(x))
+        return self.layers[0](x)  # type: ignore[no-any-return]
+
+
+def train(network: Deep, optimizer: torch.optim.Optimizer, steps: int) -> list[int]:
+    """Return how many parameters had a gradient when backward was over, of each step."""
+    generator = torch.Generator().manual_seed(2)
+    left = []
+    for step in range(steps):
+        network.is_odd = step % 2 == 1
+        optimizer.zero_grad()
+        network(torch.randn(5, 24, generator=generator)).square().sum().backward()
+        left.append(sum(p.grad is not None for p in network.parameters()))
+        optimizer.step()
+    return left
+
+
+@pytest.mark.parametrize("bucket", [1, 5000, 1 << 30])
+def test_steps_in_backward_are_the_same_steps(link: LateLink, bucket: int) -> None:
+    plain, streamed = Deep(), Deep()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    offloaded = torch.optim.AdamW(streamed.parameters(), lr=0.01)
+    vramx.offload_optimizer(offloaded, in_backward=True, bucket=bucket, least=64)
+    train(plain, optimizer, 6)
+    left = train(streamed, offloaded, 6)
+    expect_alike(plain.parameters(), streamed.parameters())
+    expect_alike(values_of(optimizer), values_of(offloaded))
+    if bucket == 1:
+        assert left == [0] * 6
+    assert link.copies
+
+
+def test_the_next_bucket_comes_while_one_is_stepped(link: LateLink) -> None:
+    network = Deep()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
+    vramx.offload_optimizer(optimizer, in_backward=True, bucket=1, least=64)
+    train(network, optimizer, 4)
+    events: list[str] = []
+    copied = link.copy
+    link.copy = lambda lane, *of: (events.append(lane.value), copied(lane, *of))  # type: ignore[assignment, method-assign]
+    train(network, optimizer, 2)
+    # Three come before the first leaves, and then one for each that leaves.
+    assert events[:5] == ["to the device"] * 3 + ["to the host", "to the device"]
+
+
+def test_a_second_backward_before_the_step_is_refused(link: LateLink) -> None:
+    network = Deep()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
+    vramx.offload_optimizer(optimizer, in_backward=True, bucket=1, least=64)
+    network(torch.ones(5, 24)).sum().backward()
+    with pytest.raises(OffloadError, match="gradients cannot accumulate"):
+        network(torch.ones(5, 24)).sum().backward()
+    train(network, optimizer, 2)  # zero_grad() begins anew
+    assert link.copies
+
+
+def test_nothing_keeps_the_optimizer_or_the_model_alive(link: LateLink) -> None:
+    network = Deep()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
+    vramx.offload_optimizer(optimizer, in_backward=True, least=64)
+    train(network, optimizer, 2)
+    of_model, of_optimizer = weakref.ref(network), weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert of_optimizer() is None
+    network(torch.ones(5, 24)).sum().backward()  # its hooks do nothing then
+    assert all(p.grad is not None for p in network.layers[1].parameters())
+    del network
+    gc.collect()
+    assert of_model() is None
+    link.pool.collect()
+    assert link.pool.used_bytes == 0
+
+
+def test_parameters_of_several_devices_are_refused(link: LateLink) -> None:
+    parameters = [nn.Parameter(torch.ones(64)), nn.Parameter(torch.ones(64, device="meta"))]
+    optimizer = torch.optim.AdamW(parameters)
+    with pytest.raises(OffloadError, match="parameters are on cpu, meta; accepted is one device"):
+        vramx.offload_optimizer(optimizer, in_backward=True)
+    assert type(optimizer) is torch.optim.AdamW
+    assert link.copies == 0
+
+
+def test_processes_that_come_later_are_noticed(
+    link: LateLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = Deep()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
+    vramx.offload_optimizer(optimizer, in_backward=True, least=64)
+    train(network, optimizer, 1)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(OffloadError, match="beside other processes"):
+        network(torch.ones(5, 24)).sum().backward()
+    assert link.copies
