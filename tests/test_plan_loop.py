@@ -244,6 +244,7 @@ class Closed(torch.optim.SGD):
         ({"gradients": "none"}, "gradients 'none' is not accepted"),
         ({"optimizer": 3}, "optimizer 3 is not accepted"),
         ({"optimizer": ["AdamW"]}, "optimizer 'AdamW' is not accepted"),
+        ({"optimizer": "adam"}, "optimizer 'adam' is not accepted"),
         ({"optimizer": Closed}, "Closed takes cannot be measured.*as reserve"),
     ],
 )

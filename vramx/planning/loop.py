@@ -130,4 +130,5 @@ class _Stepped:
 
 
 def _is_one(optimizer: Any) -> bool:
-    return isinstance(optimizer, Optimizer) or not isinstance(optimizer, (Iterable, type(None)))
+    is_several = isinstance(optimizer, Iterable) and not isinstance(optimizer, (Optimizer, str))
+    return optimizer is not None and not is_several
