@@ -121,6 +121,17 @@ def test_what_a_replay_leaves_out_is_said(run: Any, tmp_path: Path) -> None:
     assert "Not replayed" not in run("explain", fragmented(tmp_path, 10 * MIB))[1]
 
 
+def test_an_action_of_a_later_torch_is_named(run: Any, tmp_path: Path) -> None:
+    recording = Recording()
+    address = recording.alloc(4 * MIB, KEPT)
+    recording.events.append({"action": "move", "addr": address, "size": 1, "stream": 0})
+    recording.events[-1]["time_us"] = recording.events[-2]["time_us"]
+    recording.oom(8 * MIB, 2 * MIB)
+    report = explained(run, recording.save(tmp_path / "oom.pickle"))
+    said = ["events of an action that is not known, 'move'"]
+    assert report["fidelity"]["unmodelled"] == said
+
+
 def test_a_recording_that_began_late_is_replayed_with_a_word_of_it(
     run: Any, snapshots: Path, tmp_path: Path
 ) -> None:

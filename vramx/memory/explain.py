@@ -272,4 +272,7 @@ def _unmodelled(snapshot: Snapshot) -> tuple[str, ...]:
         "memory pools": len(snapshot.allocations.pools) > 1,
         "where memory from before the recording lay": snapshot.live_bytes_at(-1) > 0,
     }
-    return tuple(name for name, is_there in found.items() if is_there)
+    unknown = (
+        f"events of an action that is not known, {each}" for each in snapshot.unknown_actions
+    )
+    return (*(name for name, is_there in found.items() if is_there), *unknown)

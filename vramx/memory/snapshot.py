@@ -63,6 +63,7 @@ class Snapshot:
     segments, segment_events: what was held from the driver at the end, and how it came.
     failures: the requests that ended in OutOfMemoryError, in order.
     settings: torch's `allocator_settings`, unchecked.
+    unknown_actions: of events that are not known, and were passed over.
     """
 
     trace: Trace
@@ -76,6 +77,7 @@ class Snapshot:
     segment_events: tuple[SegmentEvent, ...]
     failures: tuple[FailedRequest, ...]
     settings: Mapping[str, Any]
+    unknown_actions: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, device: int | None = None) -> Snapshot:

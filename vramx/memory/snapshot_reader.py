@@ -8,7 +8,8 @@ failed (`oom`) is an allocation that is freed at once, so that whoever replays i
 Memory counts as reusable from `free_completed`.
 
 The reader is tolerant, because the format gains fields with every torch: unknown keys and unknown
-actions are passed over. About 1 s for 100 000 events, half of it the unpickling.
+actions are passed over, and the actions are noted. About 1 s for 100 000 events, half of it the
+unpickling.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vramx.errors import TraceError
+from vramx.errors import TraceError, brief
 from vramx.memory.segment_reader import SEGMENT_ACTIONS, pool_of, read_segment, read_segment_event
 from vramx.memory.segments import DEFAULT_POOL, Block, PoolNumbers, Segment, SegmentEvent
 from vramx.memory.snapshot import Allocations, FailedRequest, Snapshot
@@ -77,6 +78,10 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+# They are of no memory.
+_PASSED_OVER = frozenset({"snapshot", "annotate"})
+
+
 class _Allocation:
     """An allocation while the events are read."""
 
@@ -110,6 +115,7 @@ class _Builder:
         self._segments: list[Segment] = []
         self._block_bytes: dict[int, int] = {}  # by the address of a block alive at the end
         self._segment_events: list[SegmentEvent] = []
+        self._unknown: set[str] = set()
         self._events = 0
 
     def add(self, record: Any, position: int) -> None:
@@ -127,6 +133,8 @@ class _Builder:
             self._fail(record, position)
         elif isinstance(action, str) and action in SEGMENT_ACTIONS:
             self._segment_events.append(read_segment_event(record, action, position))
+        elif action not in _PASSED_OVER:
+            self._unknown.add(brief(action))
 
     def add_segments(self, segments: Any, device: int) -> None:
         """Take in the segments, and the blocks in them whose allocation was not recorded."""
@@ -252,6 +260,7 @@ class _Builder:
             segment_events=tuple(self._segment_events),
             failures=failures,
             settings=settings,
+            unknown_actions=tuple(sorted(self._unknown)),
         )
 
     def _failure(
