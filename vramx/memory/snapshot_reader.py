@@ -133,7 +133,7 @@ class _Builder:
             self._fail(record, position)
         elif isinstance(action, str) and action in SEGMENT_ACTIONS:
             self._segment_events.append(read_segment_event(record, action, position))
-        elif action not in _PASSED_OVER:
+        elif not isinstance(action, str) or action not in _PASSED_OVER:
             self._unknown.add(brief(action))
 
     def add_segments(self, segments: Any, device: int) -> None:
