@@ -27,8 +27,9 @@ from torch.nn import functional as F  # noqa: N812
 
 from vramx.compression.config import Compression
 from vramx.errors import InvalidValueError
-from vramx.nn.activation import gelu, gelu_linear, silu, silu_linear
+from vramx.nn.activation import gelu, silu
 from vramx.nn.relu import relu
+from vramx.nn.unit_linear import gelu_linear, silu_linear
 
 NEAREST = Compression(rounding="nearest")
 KINDS = [("silu", {}), ("gelu", {}), ("gelu", {"approximate": "tanh"})]
@@ -83,8 +84,8 @@ def test_kernel_is_right_far_from_zero(
 def test_kernel_of_the_linear_is_the_composite(kernels: Callable[..., Evaluated]) -> None:
     inputs = [sample(5, 77), sample(9, 77, seed=2), sample(9, seed=3)]
     for name in ("gelu_linear", "silu_linear"):
-        found = kernels(f"activation.{name}", inputs, sample(5, 9, seed=4), {})
-        expected = evaluate(f"activation.{name}", inputs, sample(5, 9, seed=4), {})
+        found = kernels(f"unit_linear.{name}", inputs, sample(5, 9, seed=4), {})
+        expected = evaluate(f"unit_linear.{name}", inputs, sample(5, 9, seed=4), {})
         assert differs(found.result, expected.result) <= 1
         for a, b in zip(found.gradients, expected.gradients, strict=True):
             assert differs(a, b) <= 1

@@ -18,9 +18,9 @@ from torch.nn import functional as F  # noqa: N812
 from vramx.compression.codec import layout_of
 from vramx.compression.config import Compression, Format
 from vramx.errors import InvalidValueError
-from vramx.nn.activation import gelu_linear, silu_linear
 from vramx.nn.feed_forward import TwoLinears, two_linears
 from vramx.nn.functional import layer_norm, linears, rms_norm
+from vramx.nn.unit_linear import gelu_linear, silu_linear
 
 INPUTS, INNER = 128, 256
 BFLOAT16_STEP = 2.0**-8

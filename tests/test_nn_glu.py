@@ -29,8 +29,8 @@ from vramx.compression import random
 from vramx.compression.config import Compression
 from vramx.compression.hooks import compress
 from vramx.errors import InvalidValueError
-from vramx.nn.activation import gelu_linear
-from vramx.nn.glu import geglu, glu_linear, swiglu
+from vramx.nn.glu import geglu, swiglu
+from vramx.nn.unit_linear import gelu_linear, glu_linear
 
 NEAREST = Compression(rounding="nearest")
 
@@ -97,8 +97,8 @@ def test_kernel_in_bfloat16_is_off_by_one_unit(kernels: Callable[..., Evaluated]
 def test_kernel_of_the_linear_is_the_composite(kernels: Callable[..., Evaluated]) -> None:
     inputs = [sample(5, 77), sample(5, 77, seed=1), sample(9, 77, seed=2), sample(9, seed=3)]
     incoming = sample(5, 9, seed=4)
-    found = kernels("glu.glu_linear", inputs, incoming, {})
-    expected = evaluate("glu.glu_linear", inputs, incoming, {})
+    found = kernels("unit_linear.glu_linear", inputs, incoming, {})
+    expected = evaluate("unit_linear.glu_linear", inputs, incoming, {})
     assert differs(found.result, expected.result) <= 1
     assert all(
         differs(*pair) <= 1 for pair in zip(found.gradients, expected.gradients, strict=True)

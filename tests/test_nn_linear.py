@@ -307,13 +307,11 @@ def test_operators_say_what_they_return() -> None:
     kept, probe = (tensor.detach() for tensor in torch.ops.vramx.keep(x, spec))
     weights, biases = parameters()
     none = torch.empty(0)
-    torch.library.opcheck(
-        torch.ops.vramx.linears.default,
-        (
-            *(x, weights, [none if bias is None else bias for bias in biases], kept, probe),
-            *(None, None, None, 0.0, False, x.dtype, spec),
-        ),
-    )
+    biases = [none if bias is None else bias for bias in biases]
+    side, key, levels = sample(2, HIDDEN, seed=9), torch.tensor([3, 4]), [65536] * len(weights)
+    for sides in (([], [], levels), ([side, side], [none, key], [*levels, 65536, 30000])):
+        how = (kept, probe, None, None, None, 0.0, False, x.dtype, spec)
+        torch.library.opcheck(torch.ops.vramx.linears.default, (x, weights, biases, *sides, *how))
 
 
 def test_module_takes_torchs_place_and_a_norm() -> None:

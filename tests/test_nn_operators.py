@@ -22,18 +22,19 @@ from torch.utils.checkpoint import (
 )
 
 from vramx.compression.config import Compression
-from vramx.nn.activation import gelu, gelu_linear
+from vramx.nn.activation import gelu
 from vramx.nn.attention import scaled_dot_product_attention
 from vramx.nn.convolution import conv2d
 from vramx.nn.dropout import dropout_add
 from vramx.nn.feed_forward import TwoLinears, two_linears
-from vramx.nn.glu import glu_linear, swiglu
+from vramx.nn.glu import swiglu
 from vramx.nn.linear import linear, linears
 from vramx.nn.loss import linear_cross_entropy
 from vramx.nn.mlp import mlp
 from vramx.nn.norm import layer_norm, rms_norm
 from vramx.nn.operators import Operator, _flattened, _grouped, operator
 from vramx.nn.relu import relu
+from vramx.nn.unit_linear import gelu_linear, glu_linear
 
 HIDDEN = 128
 NEAREST = Compression(rounding="nearest")
@@ -174,7 +175,7 @@ def test_selective_checkpoints_choose_operators_by_name() -> None:
     chosen: list[str] = []
 
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if func is torch.ops.vramx.activation_linear.default:
+        if func is torch.ops.vramx.unit_linear.default:
             chosen.append("recomputed" if context.is_recompute else "computed")
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE

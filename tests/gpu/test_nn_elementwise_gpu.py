@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from vramx.compression.config import Compression
-from vramx.nn.activation import gelu, gelu_linear, silu
+from vramx.nn.activation import gelu, silu
 from vramx.nn.dropout import dropout, dropout_add
-from vramx.nn.glu import geglu, glu_linear, swiglu
+from vramx.nn.glu import geglu, swiglu
 from vramx.nn.keeping import decode, spec_of
 from vramx.nn.loss import linear_cross_entropy
 from vramx.nn.relu import relu
+from vramx.nn.unit_linear import gelu_linear, glu_linear
 
 pytestmark = pytest.mark.gpu
 

@@ -35,9 +35,9 @@ from vramx.nn.keeping import (
     order_of,
     spec_for,
 )
-from vramx.nn.linear import keep_operator
 from vramx.nn.operators import operator
 from vramx.nn.operators_channel_norm import channel_norm_output, input_again, output_again
+from vramx.nn.operators_linear import keep_operator
 
 Sizes = int | Sequence[int]
 _NO_NORM = Norm(0, 0.0, "none", 0.0)

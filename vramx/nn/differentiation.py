@@ -84,9 +84,12 @@ def attached(ctx: Any, kept: Sequence[Tensor], probes: Sequence[Tensor]) -> list
 
 
 def differentiable_gradients(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor | None], gradient: Tensor
+    function: Callable[..., Any], inputs: Sequence[Tensor | None], gradient: Any
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of function(*inputs), themselves differentiable; None of a constant."""
+    """Return the gradients of function(*inputs), themselves differentiable; None of a constant.
+
+    Of several results `gradient` has as many.
+    """
     wanted = [x for x in inputs if x is not None and x.requires_grad]
     if not wanted:
         raise VramxError("no derivative of a derivative inside a compiled graph")

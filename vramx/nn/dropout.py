@@ -20,7 +20,8 @@ from vramx.nn import arguments, keeping
 from vramx.nn import reference_elementwise as reference
 from vramx.nn.operators import operator
 
-_LEVELS = 1 << 16
+# Values of an element's noise; as many are kept where nothing is dropped.
+ALL_KEPT = 1 << 16
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
@@ -44,7 +45,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     """
     arguments.check_floats(x=x)
     kept = levels_kept(p)
-    if not training or kept == _LEVELS:
+    if not training or kept == ALL_KEPT:
         return x
     y: Tensor = _dropout(x, None, new_key(x), kept)
     return y
@@ -68,7 +69,7 @@ def dropout_add(x: Tensor, residual: Tensor, p: float = 0.5, training: bool = Tr
     arguments.check_floats(x=x, residual=residual)
     arguments.check_same_shape("x", x, "residual", residual)
     kept = levels_kept(p)
-    if not training or kept == _LEVELS:
+    if not training or kept == ALL_KEPT:
         return x + residual
     x, residual = arguments.cast_to_common(x, residual)
     y: Tensor = _dropout(x, residual, new_key(x), kept)
@@ -85,13 +86,23 @@ def levels_kept(p: float) -> int:
     if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p <= 1:
         raise InvalidValueError(f"p {p!r} is not accepted; accepted are 0 to 1")
     if p in (0, 1):
-        return _LEVELS if p == 0 else 0
-    return min(max(round((1 - p) * _LEVELS), 1), _LEVELS - 1)
+        return ALL_KEPT if p == 0 else 0
+    return min(max(round((1 - p) * ALL_KEPT), 1), ALL_KEPT - 1)
 
 
 def new_key(x: Tensor) -> Tensor:
     """Draw a key from torch's generator of a tensor's device: int64[2]."""
     return torch.randint(-(1 << 63), (1 << 63) - 1, (2,), dtype=torch.int64, device=x.device)
+
+
+def drop_again(x: Tensor, key: Tensor, kept: int, residual: Tensor | None = None) -> Tensor:
+    """Return dropout(x) + residual with the mask of a key, for `kept` of 2**16 levels.
+
+    The mask belongs to the order of x's elements: of the same elements in another shape it is the
+    same. Where x is the gradient of what was dropped, the result is that of the input.
+    """
+    y: Tensor = _dropout(x, residual, key, kept)
+    return y
 
 
 @operator(

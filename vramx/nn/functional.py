@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from vramx.errors import FirstDerivativeOnlyError
-from vramx.nn.activation import gelu, gelu_linear, silu, silu_linear
+from vramx.nn.activation import gelu, silu
 from vramx.nn.attention import Attended, scaled_dot_product_attention
 from vramx.nn.batch_norm import batch_norm
 from vramx.nn.channel_norm import ChannelNormed
 from vramx.nn.convolution import conv2d
 from vramx.nn.dropout import dropout, dropout_add
-from vramx.nn.glu import geglu, glu_linear, swiglu
+from vramx.nn.glu import geglu, swiglu
 from vramx.nn.group_norm import group_norm, instance_norm
 from vramx.nn.linear import linear, linears
 from vramx.nn.loss import linear_cross_entropy
@@ -17,6 +17,7 @@ from vramx.nn.mlp import mlp
 from vramx.nn.norm import Normed, layer_norm, rms_norm
 from vramx.nn.relu import relu
 from vramx.nn.rotary import rotary
+from vramx.nn.unit_linear import gelu_linear, glu_linear, silu_linear
 
 __all__ = [
     "Attended",

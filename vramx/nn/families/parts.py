@@ -18,16 +18,15 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from vramx.compression.config import Compression
 from vramx.nn import passes
-from vramx.nn.activation import gelu_linear, silu_linear
 from vramx.nn.arguments import autocast_dtype
 from vramx.nn.dropout import dropout_add
 from vramx.nn.families.swap import RECOMPUTE_MLP, Settings, class_name, untouched
 from vramx.nn.feed_forward import TwoLinears, two_linears
-from vramx.nn.glu import glu_linear
 from vramx.nn.linear import linears
 from vramx.nn.mlp import mlp
 from vramx.nn.norm import Normed, rms_norm
 from vramx.nn.norm import norm as norm_as
+from vramx.nn.unit_linear import gelu_linear, glu_linear, silu_linear
 
 HALVES = (torch.bfloat16, torch.float16)
 # What goes into projections: a norm's result, or any tensor.
