@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from vramx.compression.asked import options_of
 from vramx.compression.config import Compression
 from vramx.errors import InvalidValueError, VramxWarning, brief
-from vramx.nn.families import family_of, head, known_base, trial
+from vramx.nn.families import family_of, head, known_base, projection, trial
 from vramx.nn.families.attention import KNOWN
-from vramx.nn.families.parts import terms_of, terms_of_all
+from vramx.nn.families.parts import terms_of_all
 from vramx.nn.families.swap import (
     RECOMPUTE_MLP,
     Fusing,
@@ -257,9 +257,8 @@ def _changed(part: nn.Module) -> str | None:
     if not untouched(part):
         return "it has hooks or another forward: called as it is"
     weight = getattr(part, "weight", None)
-    matrix = isinstance(weight, Tensor) and weight.dim() == 2
-    if matrix and terms_of(part) is None:
-        return "it is no plain Linear: called as it is"
+    if isinstance(weight, Tensor) and (weight.dim() == 2 or hasattr(part, "base_layer")):
+        return projection.why_not(part)
     config = getattr(part, "config", None)
     word = getattr(config, "_attn_implementation", None)
     if word is not None and word not in KNOWN:

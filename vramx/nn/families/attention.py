@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from vramx.compression.config import Compression
 from vramx.nn.attention import Attended, scaled_dot_product_attention
-from vramx.nn.families.parts import terms_of
+from vramx.nn.families.projection import project, projection_of
 from vramx.nn.families.swap import cache_of, names_of
-from vramx.nn.linear import linear
 from vramx.nn.rotary import rotary
 
 KNOWN = ("sdpa", "eager")
@@ -34,6 +33,7 @@ _UNDERSTOOD = frozenset(
 )
 
 Heads = Sequence[Tensor]
+_AS_IT_IS = Compression(level="keep")
 
 
 def implementation(attention: Any) -> str | None:
@@ -103,20 +103,15 @@ def cannot_centre(projection: nn.Module) -> bool:
 
     Packed attention takes the keys' mean away, so that none of it reaches the gradient of the
     queries. A bias that was turned is another one at each position, and its mean is not it. The
-    known case without is a Linear that has no bias; all else may have one.
+    known case without is a projection that has no bias; all else may have one.
     """
-    terms = terms_of(projection)
-    return terms is None or terms[1] is not None
+    return projection_of(projection).may_add
 
 
 def project_out(attended: Attended, module: nn.Module) -> Tensor:
     """Return an output projection, from what attention keeps if it keeps a pack."""
-    terms = terms_of(module)
-    if attended.kept is None or terms is None:
-        # The projection keeps what attention keeps, too.
-        y: Tensor = module(attended.y)
-        return y
-    return linear(attended.y, *terms, kept=attended.kept)
+    # Without a pack the projection keeps what attention keeps, too.
+    return project(attended.y, [module], _AS_IT_IS, attended.kept)[0]
 
 
 def _is_plain(

@@ -18,14 +18,8 @@ from vramx.nn.families.attention import (
     implementation,
     project_out,
 )
-from vramx.nn.families.parts import (
-    FeedForward,
-    Source,
-    add_normalise,
-    feed_forward,
-    project,
-    tensor_of,
-)
+from vramx.nn.families.parts import FeedForward, add_normalise, feed_forward
+from vramx.nn.families.projection import Source, project, tensor_of
 from vramx.nn.families.small import calls_of_transformers, layer_of_transformers
 from vramx.nn.families.swap import Fused, all_untouched, cache_of, class_name
 from vramx.patch.module import original_class

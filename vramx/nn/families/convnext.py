@@ -12,13 +12,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from vramx.nn.families.convolutions import convolve
-from vramx.nn.families.parts import (
-    FeedForward,
-    normalise,
-    tensor_of,
-    terms_of_all,
-    whole_feed_forward,
-)
+from vramx.nn.families.parts import FeedForward, normalise, terms_of_all, whole_feed_forward
+from vramx.nn.families.projection import tensor_of
 from vramx.nn.families.small import WIDTH, images
 from vramx.nn.families.swap import Fused, all_untouched, class_name
 from vramx.nn.feed_forward import TwoLinears

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vramx.compression.config import Compression
 from vramx.nn.convolution import convolved_by
-from vramx.nn.families.parts import plain_tensor
+from vramx.nn.families.projection import plain_tensor
 from vramx.nn.families.swap import untouched
 from vramx.nn.keeping import Kept
 

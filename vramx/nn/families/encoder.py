@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from vramx.nn.families.parts import (
     FeedForward,
     Finish,
-    Source,
     add_normalise,
     feed_forward,
     feed_forward_add,
     normalise,
-    project,
-    tensor_of,
 )
+from vramx.nn.families.projection import Source, project, tensor_of
 from vramx.nn.families.small import HEADS, INNER, TOKENS, WIDTH, images
 from vramx.nn.families.swap import Fused
 

@@ -24,9 +24,8 @@ from vramx.nn.families.parts import (
     feed_forward,
     feed_forward_add,
     normalise,
-    project,
-    tensor_of,
 )
+from vramx.nn.families.projection import project, tensor_of
 from vramx.nn.families.small import calls_of_transformers, layer_of_transformers
 from vramx.nn.families.swap import Fused, all_untouched, cache_name_of, cache_of, class_name
 from vramx.patch.module import original_class

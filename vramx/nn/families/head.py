@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from vramx.compression import notices
 from vramx.errors import brief
-from vramx.nn.families.parts import plain_tensor
+from vramx.nn.families.projection import plain_tensor
 from vramx.nn.families.small import language_model, randomised
 from vramx.nn.families.swap import Swapped, class_name, parameters_of
 from vramx.nn.families.verify import difference_of, run

@@ -1,9 +1,9 @@
 """The steps that blocks are made of, each on modules that are understood and on any others.
 
 A norm, projections, the feed-forward part and a residual addition take the modules of a block and
-compute them together. A module that is not understood - of another class, with hooks, with a
-forward of its own, with a weight that is no plain tensor - is called as it is, in its place. So a
-block with a LoRA at one projection is fused but for that one. No state; any thread.
+compute them together. What a Linear computes, with its adapters, is projection.py's. A module that
+is not understood - of another class, with hooks, with a forward of its own, with a weight that is
+no plain tensor - is called as it is, in its place. No state; any thread.
 """
 
 from __future__ import annotations
@@ -20,19 +20,25 @@ from vramx.compression.config import Compression
 from vramx.nn import passes
 from vramx.nn.arguments import autocast_dtype
 from vramx.nn.dropout import dropout_add
+from vramx.nn.families.projection import (
+    Source,
+    adapted,
+    plain_tensor,
+    probability_of,
+    project,
+    projection_of,
+    terms_of,
+)
 from vramx.nn.families.swap import RECOMPUTE_MLP, Settings, class_name, untouched
 from vramx.nn.feed_forward import TwoLinears, two_linears
 from vramx.nn.linear import linears
 from vramx.nn.mlp import mlp
 from vramx.nn.norm import Normed, rms_norm
 from vramx.nn.norm import norm as norm_as
-from vramx.nn.unit_linear import gelu_linear, glu_linear, silu_linear
+from vramx.nn.sides import can_join, joined
+from vramx.nn.unit_linear import Behind, unit_linear
 
 HALVES = (torch.bfloat16, torch.float16)
-# What goes into projections: a norm's result, or any tensor.
-Source = Normed | Tensor
-Terms = tuple[Tensor, Tensor | None]
-
 _HF = "transformers.models"
 RMS_NORMS = frozenset(
     f"{_HF}.{name}.modeling_{name}.{prefix}RMSNorm"
@@ -45,7 +51,6 @@ RMS_NORMS = frozenset(
 )
 GEMMA_NORM = f"{_HF}.gemma.modeling_gemma.GemmaRMSNorm"
 TIMM_NORM = "timm.layers.norm.LayerNorm"
-CONV1D = "transformers.pytorch_utils.Conv1D"
 # GELU's kinds by class; nn.GELU says its own.
 _KINDS = {
     "torch.nn.modules.activation.SiLU": "silu",
@@ -57,11 +62,6 @@ _KINDS = {
     "timm.layers.activations.GELU": "gelu",
     "timm.layers.activations.GELUTanh": "gelu_tanh",
 }
-
-
-def tensor_of(source: Source) -> Tensor:
-    """Return the tensor that a source stands for."""
-    return source.y if isinstance(source, Normed) else source
 
 
 # -- Norms -----------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def normed_by(
         if len(norm.normalized_shape) != 1 or not (_fits(weight, x) or _widens(weight, x, keep)):
             return None
         asks = into and torch.is_autocast_enabled(x.device.type)
-        asks = asks and all(terms_of(module) is not None for module in into)
+        asks = asks and all(projection_of(module).weight is not None for module in into)
         dtype = autocast_dtype(x) if asks else None
         return norm_as((x, residual), (weight, norm.bias), (norm.eps, True), keep, dtype)
     if name in RMS_NORMS and _fits(weight, x):
@@ -132,32 +132,7 @@ def _widens(weight: Tensor, x: Tensor, keep: Compression) -> bool:
     return half and packs and torch.is_autocast_enabled(x.device.type)
 
 
-# -- Linears ---------------------------------------------------------------------------------------
-
-
-def terms_of(module: Any) -> Terms | None:
-    """Return the weight (outputs, inputs) and the bias of a Linear; None if it is no plain one."""
-    transposed = type(module) is not nn.Linear
-    if transposed and class_name(type(module)) != CONV1D:
-        return None
-    weight, bias = module.weight, module.bias
-    plain = plain_tensor(weight) and (bias is None or plain_tensor(bias))
-    if not plain or not untouched(module):
-        return None
-    return weight.t() if transposed else weight, bias
-
-
-def project(source: Source, modules: Sequence[nn.Module], keep: Compression) -> list[Tensor]:
-    """Return what each of several Linears makes of one source, which they keep together."""
-    found = [terms_of(module) for module in modules]
-    ours = [terms for terms in found if terms is not None]
-    weights, biases = [weight for weight, _ in ours], [bias for _, bias in ours]
-    done = iter(linears(source, weights, biases, keep) if ours else ())
-    y = tensor_of(source)
-    return [
-        module(y) if terms is None else next(done)
-        for module, terms in zip(modules, found, strict=True)
-    ]
+# -- Activations ------------------------------------------------------------------------------------
 
 
 def kind_of(activation: Any) -> str | None:
@@ -215,12 +190,13 @@ def whole_feed_forward(
     if settings.level == RECOMPUTE_MLP:
         return mlp(source, weights, biases, activation=kind, residual=residual, keep=keep)
     (inside,) = linears(source, weights[:1], biases[:1], keep)
-    return _activated_linear(inside, kind, (weights[-1], biases[-1]), keep, residual)
+    behind = Behind(weights[-1], biases[-1], residual)
+    return unit_linear((inside,), kind, behind, keep)[0]
 
 
 def feed_forward_add(finish: Finish, dropout: Any, residual: Tensor) -> Tensor:
     """Return dropout(a feed-forward part's result) + residual."""
-    if _probability(dropout) == 0:
+    if probability_of(dropout) == 0:
         return finish(residual)
     return add(dropout, finish(None), residual)
 
@@ -238,24 +214,30 @@ def terms_of_all(part: FeedForward) -> tuple[list[Tensor], list[Tensor | None], 
 def _finish(
     inside: Sequence[Tensor], part: FeedForward, keep: Compression, residual: Tensor | None
 ) -> Tensor:
-    kind, terms = kind_of(part.activation), terms_of(part.outer)
-    first, *up = inside
-    if kind is None or terms is None:
-        value = part.activation(first)
-        y: Tensor = part.outer(value * up[0] if up else value)
+    kind, outer = kind_of(part.activation), projection_of(part.outer)
+    sides = [adapter.side for adapter in outer.adapters]
+    if kind is None or not can_join(sides):
+        value = _unit(inside, part.activation, kind, keep)
+        (y,) = project(value, [part.outer], keep)
         return y if residual is None else residual + y
-    if up:
-        return glu_linear(first, up[0], *terms, activation=kind, residual=residual, keep=keep)
-    return _activated_linear(first, kind, terms, keep, residual)
+    added = None if outer.weight is None else residual
+    behind = Behind(outer.weight, outer.bias, added, joined(sides))
+    y, product = unit_linear(inside, kind, behind, keep)
+    if outer.weight is None:
+        y = outer.base(y)
+    if product is not None:
+        ranks = [len(side.weight) for side in sides]
+        y = adapted(y, outer.adapters, product.split(ranks, -1))
+    return y if residual is None or added is residual else residual + y
 
 
-def _activated_linear(
-    x: Tensor, kind: str, terms: Terms, keep: Compression, residual: Tensor | None
-) -> Tensor:
-    if kind == "silu":
-        return silu_linear(x, *terms, residual=residual, keep=keep)
-    approximate = "tanh" if kind == "gelu_tanh" else "none"
-    return gelu_linear(x, *terms, approximate, residual=residual, keep=keep)
+def _unit(inside: Sequence[Tensor], activation: Any, kind: str | None, keep: Compression) -> Tensor:
+    """Return what goes into the last Linear."""
+    if kind is not None:
+        return unit_linear(inside, kind, Behind(), keep)[0]
+    first, *up = inside
+    value: Tensor = activation(first)
+    return value * up[0] if up else value
 
 
 # -- Residuals -------------------------------------------------------------------------------------
@@ -263,7 +245,7 @@ def _activated_linear(
 
 def add(dropout: Any, x: Tensor, residual: Tensor) -> Tensor:
     """Return dropout(x) + residual for a Dropout module, or any other one."""
-    p = _probability(dropout)
+    p = probability_of(dropout)
     return dropout(x) + residual if p is None else dropout_add(x, residual, p, p > 0)
 
 
@@ -272,23 +254,9 @@ def add_normalise(
 ) -> tuple[Source, Tensor]:
     """Return norm(dropout(x) + residual) and the sum, for `parts` = (x, residual)."""
     x, residual = parts
-    p = _probability(dropout)
+    p = probability_of(dropout)
     if p is None:
         return normalise(norm, dropout(x), residual, keep)
     if p > 0:
         return normalise(norm, dropout_add(x, residual, p), None, keep)
     return normalise(norm, x, residual, keep)
-
-
-def _probability(dropout: Any) -> float | None:
-    """Return the probability of a Dropout, 0 of what does nothing; None if it is neither."""
-    if type(dropout) is nn.Identity and untouched(dropout):
-        return 0.0
-    if type(dropout) is not nn.Dropout or not untouched(dropout):
-        return None
-    return float(dropout.p) if dropout.training else 0.0
-
-
-def plain_tensor(value: Any) -> bool:
-    """Tell whether a value is a tensor of no subclass: neither quantised nor distributed."""
-    return type(value) in (nn.Parameter, Tensor)

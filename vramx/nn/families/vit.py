@@ -25,9 +25,8 @@ from vramx.nn.families.parts import (
     feed_forward,
     feed_forward_add,
     normalise,
-    project,
-    tensor_of,
 )
+from vramx.nn.families.projection import project, tensor_of
 from vramx.nn.families.small import (
     HEADS,
     TOKENS,
