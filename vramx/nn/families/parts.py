@@ -132,7 +132,7 @@ def _widens(weight: Tensor, x: Tensor, keep: Compression) -> bool:
     return half and packs and torch.is_autocast_enabled(x.device.type)
 
 
-# -- Activations ------------------------------------------------------------------------------------
+# -- Activations ----------------------------------------------------------------------------------
 
 
 def kind_of(activation: Any) -> str | None:

@@ -1,0 +1,289 @@
+"""Weights of adapters beside a Linear's own: results, gradients, masks, bytes, errors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from norm_tools import EXACT, INT8_STEP, NEAREST, gradients, held_bytes, sample
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+
+from vramx.errors import InvalidValueError
+from vramx.nn import reference_elementwise as reference
+from vramx.nn.dropout import dropout
+from vramx.nn.linear import linears
+from vramx.nn.low_rank import add_low_rank
+from vramx.nn.norm import rms_norm
+from vramx.nn.sides import Side, joined
+from vramx.nn.unit_linear import Behind, unit_linear
+
+INPUTS, OUTPUTS, RANK = 128, 5, 3
+F64 = torch.float64
+# Sums of some hundred terms in another order, in float64.
+ORDER = 1e-12
+
+
+def close(found: Any, expected: Any) -> bool:
+    pairs = zip(found, expected, strict=True)
+    return all((a - b).norm() <= ORDER * b.norm() for a, b in pairs)
+
+
+def leaves(dtype: torch.dtype = F64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return an input, a frozen weight, and two sides."""
+    weight = sample(OUTPUTS, INPUTS, seed=1, dtype=dtype).detach()
+    sides = (sample(RANK, INPUTS, seed=2 + i, dtype=dtype) for i in range(2))
+    return sample(2, 4, INPUTS, dtype=dtype), weight, *sides
+
+
+def plain(x: Tensor, weight: Tensor, sides: list[Side]) -> list[Tensor]:
+    return [F.linear(x, weight), *(F.linear(dropout(x, s.p), s.weight) for s in sides)]
+
+
+@pytest.mark.parametrize("p", [0.0, 0.4])
+@pytest.mark.parametrize("normed", [True, False])
+def test_linears_with_sides_are_the_products_one_by_one(normed: bool, p: float) -> None:
+    x, weight, a, b = leaves()
+
+    def source() -> Any:
+        return rms_norm(x, keep=EXACT) if normed else x
+
+    def ours() -> Any:
+        torch.manual_seed(3)
+        return linears(source(), [weight], None, EXACT, sides=[Side(a), Side(b, p)])
+
+    def theirs() -> Any:
+        torch.manual_seed(3)
+        y = source()
+        return plain(y.y if normed else y, weight, [Side(a), Side(b, p)])
+
+    assert close(ours(), theirs())
+    assert close(gradients(ours, [x, a, b]), gradients(theirs, [x, a, b]))
+
+
+def test_masks_of_two_sides_are_independent_and_new_in_each_call() -> None:
+    x, weight, a, _ = leaves()
+    _, first, second = linears(x, [weight], sides=[Side(a, 0.5), Side(a, 0.5)])
+    _, third, _ = linears(x, [weight], sides=[Side(a, 0.5), Side(a, 0.5)])
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, third)
+
+
+def test_dropped_products_have_the_mean_of_whole_ones() -> None:
+    x, _, a, _ = leaves()
+    expected = F.linear(x, a)
+    count, p = 400, 0.25
+    torch.manual_seed(0)
+    with torch.no_grad():
+        made = torch.stack([linears(x, [], sides=[Side(a, p)])[0] for _ in range(count)])
+    # Each product is a sum of independent parts of variance p / (1 - p) (x a)^2.
+    variance = F.linear(x**2, a**2) * p / (1 - p)
+    z = (made.mean(0) - expected) / (variance / count).sqrt()
+    assert z.abs().max() < 4.5  # of 24 values: a chance of 2e-4
+    assert 0.8 < (made.var(0) / variance).mean() < 1.2
+
+
+def test_frozen_weights_keep_nothing_and_sides_share_the_norms_pack() -> None:
+    x = sample(64, INPUTS, dtype=torch.bfloat16)
+    weights = [sample(INPUTS, INPUTS, seed=i, dtype=torch.bfloat16).detach() for i in range(3)]
+    sides = [Side(sample(RANK, INPUTS, seed=9 + i, dtype=torch.bfloat16), 0.1) for i in range(3)]
+    apart = [x, *weights, *(side.weight for side in sides)]
+    norm = held_bytes(lambda: rms_norm(x), *apart)
+    three = held_bytes(lambda: linears(rms_norm(x), weights, sides=sides), *apart)
+    # The keys of three masks, 16 bytes each.
+    assert three - norm == 3 * 16
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_sides_of_another_type_are_computed_in_it(p: float) -> None:
+    x, weight, a, _ = leaves(torch.bfloat16)
+    wide = a.detach().float().requires_grad_()
+    torch.manual_seed(3)
+    base, h = linears(x, [weight], None, EXACT, sides=[Side(wide, p)])
+    torch.manual_seed(3)
+    expected = F.linear(dropout(x.float(), p), wide)
+    assert base.dtype == torch.bfloat16
+    assert h.dtype == torch.float32
+    assert torch.equal(h, expected)
+    (found,) = torch.autograd.grad(h.sum(), [wide], retain_graph=True)
+    (right,) = torch.autograd.grad(expected.sum(), [wide])
+    assert (found - right).norm() <= 64 * torch.finfo(torch.float32).eps * right.norm()
+
+
+def test_autocast_computes_sides_in_its_type() -> None:
+    x, weight, a, _ = leaves(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        base, h = linears(x, [weight], sides=[Side(a)])
+        y = add_low_rank(base, h, sample(OUTPUTS, RANK))
+    assert base.dtype == h.dtype == y.dtype == torch.bfloat16
+    h.sum().backward()
+    assert a.grad is not None
+    assert a.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_gradient_of_a_side_is_within_the_steps_of_a_pack(normed: bool) -> None:
+    x, weight, a, b = leaves()
+
+    def with_(keep: Any) -> Callable[[], Any]:
+        def made() -> Any:
+            source: Any = rms_norm(x, keep=keep) if normed else x
+            return linears(source, [weight], None, keep, sides=[Side(a), Side(b)])
+
+        return made
+
+    exact, found = (gradients(with_(keep), [a, b]) for keep in (EXACT, NEAREST))
+    for ours, right in zip(found, exact, strict=True):
+        # An element is off by half a step of at most 4 deviations.
+        assert 0 < (ours - right).norm() < INT8_STEP * 4 / 2 * right.norm()
+
+
+def test_linears_with_sides_have_second_derivatives() -> None:
+    x, weight, a, b = leaves()
+    weight = weight.requires_grad_()
+
+    def function(*tensors: Tensor) -> Any:
+        x, weight, a, b = tensors
+        torch.manual_seed(3)
+        y = rms_norm(x, keep=EXACT)
+        made = linears(y, [weight], None, EXACT, sides=[Side(a), Side(b, 0.5)])
+        return [each**2 for each in made]
+
+    inputs = [t.detach()[..., :16].requires_grad_() for t in (x[:1, :2], weight, a, b)]
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+# -- Units -----------------------------------------------------------------------------------------
+
+UNITS = [("silu", 2), ("gelu", 2), ("gelu_tanh", 1), ("silu", 1)]
+
+
+def plain_unit(inside: list[Tensor], kind: str, behind: Behind) -> list[Tensor]:
+    value = (
+        reference.glu(inside[0], inside[1], kind)
+        if len(inside) > 1
+        else reference.activation(inside[0], kind)
+    )
+    weight, bias, residual, side = behind
+    result = value if weight is None else F.linear(value, weight, bias)
+    made = [result if residual is None else result + residual]
+    return made if side is None else [*made, F.linear(dropout(value, side.p), side.weight)]
+
+
+def unit_inputs(count: int) -> list[Tensor]:
+    return [sample(2, 4, INPUTS, seed=20 + i, dtype=F64) for i in range(count)]
+
+
+@pytest.mark.parametrize("weighted", ["frozen", "learning", "none"])
+@pytest.mark.parametrize("p", [0.0, 0.4])
+@pytest.mark.parametrize(("kind", "count"), UNITS)
+def test_unit_with_a_side_is_the_composite(kind: str, count: int, p: float, weighted: str) -> None:
+    inside, (_, weight, a, _) = unit_inputs(count), leaves()
+    residual = sample(2, 4, OUTPUTS, seed=8, dtype=F64)
+    every = [*inside, a]
+    if weighted == "learning":
+        every.append(weight.requires_grad_())
+    behind = Behind(None, None, None, Side(a, p))
+    if weighted != "none":
+        behind = Behind(weight, None, residual, Side(a, p))
+
+    def run(function: Any) -> Any:
+        torch.manual_seed(3)
+        return function()
+
+    ours = functools.partial(run, lambda: unit_linear(inside, kind, behind, EXACT))
+    theirs = functools.partial(run, lambda: plain_unit(inside, kind, behind))
+    assert close(ours(), theirs())
+    assert close(gradients(ours, every), gradients(theirs, every))
+    if not p:
+        halves = [run(lambda: unit_linear(inside, kind, behind, EXACT))[i] for i in range(2)]
+        right = theirs()
+        for i in range(2):  # one of the two results alone
+            found = torch.autograd.grad(halves[i].sum(), inside, retain_graph=True)
+            assert close(found, torch.autograd.grad(right[i].sum(), inside, retain_graph=True))
+
+
+def test_unit_without_a_weight_keeps_packs_and_no_result() -> None:
+    gate, up = (sample(64, INPUTS, seed=i, dtype=torch.bfloat16) for i in range(2))
+    side = Side(sample(RANK, INPUTS, seed=5, dtype=torch.bfloat16), 0.1)
+    held = held_bytes(
+        lambda: unit_linear([gate, up], "silu", Behind(side=side), None), gate, up, side.weight
+    )
+    assert held < 2.2 * gate.numel()
+
+
+@pytest.mark.parametrize(("kind", "count"), UNITS)
+def test_unit_with_a_side_has_second_derivatives(kind: str, count: int) -> None:
+    inside = [t.detach()[:1, :2, :8].requires_grad_() for t in unit_inputs(count)]
+    weight, a = (t.detach()[:, :8].requires_grad_() for t in leaves()[1:3])
+
+    def function(*tensors: Tensor) -> Any:
+        *inside, weight, a = tensors
+        torch.manual_seed(3)
+        return unit_linear(inside, kind, Behind(weight, side=Side(a, 0.3)), EXACT)
+
+    assert torch.autograd.gradcheck(function, [*inside, weight, a])
+    assert torch.autograd.gradgradcheck(function, [*inside, weight, a])
+
+
+def test_operators_say_what_they_return() -> None:
+    (gate, up), (_, weight, a, _) = unit_inputs(2), leaves()
+    key, spec, none = torch.tensor([3, 4]), [8, 128, 1, 0], (None, None, 0)
+    operators = torch.ops.vramx
+    for up_or_not in (up, None):
+        for w, side in ((weight, (a, key, 3000)), (None, (a, None, 65536)), (weight, none)):
+            arguments = (gate, up_or_not, w, None, None, *side, "silu", spec)
+            torch.library.opcheck(
+                operators.unit_linear.default, arguments,
+                test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+            )  # fmt: skip
+    h, second = sample(2, RANK, dtype=F64), sample(OUTPUTS, RANK, seed=2, dtype=F64)
+    base, bias = sample(2, OUTPUTS, seed=3, dtype=F64), sample(OUTPUTS, seed=4, dtype=F64)
+    for last in (bias, None):
+        torch.library.opcheck(operators.add_low_rank.default, (base, h, second, last, 0.5))
+
+
+# -- The second weight -----------------------------------------------------------------------------
+
+
+def test_low_rank_product_is_added_and_keeps_the_narrow_tensor() -> None:
+    h, weight = sample(2, 4, RANK, dtype=F64), sample(OUTPUTS, RANK, seed=2, dtype=F64)
+    base, bias = sample(2, 4, OUTPUTS, seed=3, dtype=F64), sample(OUTPUTS, seed=4, dtype=F64)
+    for last in (bias, None):
+        expected = base + 1.5 * F.linear(h, weight, last)
+        assert close([add_low_rank(base, h, weight, last, 1.5)], [expected])
+        inputs = [base, h, weight, *([] if last is None else [last])]
+        check = functools.partial(add_low_rank, scale=1.5)
+        assert torch.autograd.gradcheck(check, inputs)
+        assert torch.autograd.gradgradcheck(check, inputs)
+    kept = held_bytes(lambda: add_low_rank(base, h * 2, weight), base, weight)
+    assert kept == h.nbytes
+
+
+def test_low_rank_product_of_another_type_is_added_before_it_is_rounded() -> None:
+    h, weight = sample(4, RANK), sample(OUTPUTS, RANK, seed=2)
+    base = sample(4, OUTPUTS, seed=3, dtype=torch.bfloat16)
+    y = add_low_rank(base, h, weight, None, 2.0)
+    assert torch.equal(y, (base.float() + 2.0 * F.linear(h, weight)).bfloat16())
+    found = torch.autograd.grad(y.float().sum(), [base, h, weight])
+    assert [g.dtype for g in found] == [torch.bfloat16, torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: linears(x, [], sides=[Side(x.new_ones(2, 3))]), "weight has shape"),
+        (lambda x: linears(x, [], sides=[Side(x.new_ones(2, 4), 1.5)]), "0 to 1"),
+        (lambda x: linears(x, []), "at least one weight"),
+        (lambda x: add_low_rank(x, x, x.new_ones(3, 4)), "base has shape"),
+        (lambda x: add_low_rank(x, x, x.new_ones(4, 3)), "weight has shape"),
+        (lambda x: joined([Side(x, 0.5), Side(x, 0.5)]), "not accepted as one"),
+    ],
+)
+def test_mistakes_are_named(call: Any, words: str) -> None:
+    with pytest.raises(InvalidValueError, match=words):
+        call(torch.ones(2, 4))
