@@ -232,7 +232,7 @@ def test_unit_with_a_side_has_second_derivatives(kind: str, count: int) -> None:
 
 def test_operators_say_what_they_return() -> None:
     (gate, up), (_, weight, a, _) = unit_inputs(2), leaves()
-    key, spec, none = torch.tensor([3, 4]), [8, 128, 1, 0], (None, None, 0)
+    key, spec, none = torch.tensor([3, 4]), [8, 128, 1, 0, 0], (None, None, 0)
     operators = torch.ops.vramx
     for up_or_not in (up, None):
         for w, side in ((weight, (a, key, 3000)), (None, (a, None, 65536)), (weight, none)):

@@ -100,6 +100,12 @@ class StandIn(nn.Module):
         return _weight_of(self.base_layer)
 
     @property
+    def bias(self) -> Tensor | None:
+        """The base's bias."""
+        bias: Tensor | None = getattr(self.base_layer, "bias", None)
+        return bias
+
+    @property
     def merged(self) -> bool:
         """Whether an adapter is in the base's weight."""
         return bool(self.merged_adapters)
