@@ -12,6 +12,8 @@ The goals, on the Llama stack, in bytes per token and hidden unit that a block k
 recompute_all 1.1 in the time of Liger with checkpoints. Gradients of 8 bits, of recomputation and
 of exact kernels have a cosine of 0.999 with eager's in every case, or lie no more than twice as far
 from eager's as those of Liger or of torch.compile, which round at other places than eager does.
+With adapters at every linear layer of frozen weights, in bfloat16 or in 4 bits, int8 keeps at least
+3.7 times less than eager and takes no more than its time.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "swapped blocks against Liger, checkpoints and torch.compile: memory, time (GPU)"
 
-CASES = ("llama", "gpt2", "vit", "convnext", "cnn")
+CASES = ("llama", "lora", "lora_undropped", "qlora", "gpt2", "vit", "convnext", "cnn")
 PROCESSES = Cases("_fused.py", CASES, quick=("llama",), limit_s=300.0)
 COSINE_GOAL = 0.999
 OURS = ("keep", "int8", "int8_nearest", "int4", "recompute_mlp", "recompute_all")
@@ -55,6 +57,11 @@ GOALS = (
     Goal("llama recompute_mlp", "step_ms", 1.17, "llama liger"),
     Goal("llama recompute_all", BLOCK, 1.1),
     Goal("llama recompute_all", "step_ms", 1.0, "llama liger_checkpoint"),
+    *(
+        Goal(f"{case} int8", metric, most, f"{case} eager")
+        for case in ("lora", "lora_undropped", "qlora")
+        for metric, most in ((BLOCK, 1 / 3.7), ("step_ms", 1.0))
+    ),
 )
 
 
@@ -114,7 +121,8 @@ def write_ratios(verdicts: Sequence[Verdict], writer: RowWriter) -> None:
     for goal, values, _ in verdicts:
         if goal.baseline is not None and values:
             name = f"{goal.case} against {goal.baseline.split()[1]}"
-            ratio = Measurement("step_ratio", "1", values)
+            metric = "step_ratio" if goal.metric == "step_ms" else f"{goal.metric}_ratio"
+            ratio = Measurement(metric, "1", values)
             writer.write(name, [ratio, Measurement("goal", "1", [goal.most])])
 
 
@@ -124,7 +132,9 @@ def summary(verdicts: Sequence[Verdict]) -> list[str]:
     for goal, values, is_met in verdicts:
         figure = f"{median(values):.4g}" if values else "not measured"
         bound = (
-            f"at least {goal.most:.4g}" if goal.metric == "gradient_cosine" else f"<= {goal.most}"
+            f"at least {goal.most:.4g}"
+            if goal.metric == "gradient_cosine"
+            else f"<= {goal.most:.4g}"
         )
         against = f" against {goal.baseline.split()[1]}" if goal.baseline else ""
         mark = "ok    " if is_met else "MISSED"

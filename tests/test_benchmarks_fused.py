@@ -290,7 +290,8 @@ def missed(*lines: dict[str, Any]) -> list[tuple[str, str]]:
 
 def test_good_figures_meet_every_goal() -> None:
     assert missed(*GOOD) == []
-    assert len(fused.judge(figures_of(*GOOD))) == len(fused.GOALS) + 1
+    of_llama = [goal for goal in fused.GOALS if goal.case.startswith("llama ")]
+    assert len(fused.judge(figures_of(*GOOD))) == len(of_llama) + 1
 
 
 @pytest.mark.parametrize(

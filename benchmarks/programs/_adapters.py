@@ -64,6 +64,28 @@ def adapt_without_peft(model: nn.Module, adapters: Adapters, dtype: torch.dtype)
     return model
 
 
+def quantise(model: nn.Module, targets: Sequence[str] = TARGETS) -> nn.Module:
+    """Return the model itself, with these linear layers in bitsandbytes' 4 bits (NF4).
+
+    Raises:
+        ImportError: bitsandbytes is not installed.
+    """
+    bitsandbytes: Any = importlib.import_module("bitsandbytes.nn")
+    for name, module in list(model.named_modules()):
+        parent, _, child = name.rpartition(".")
+        if child in targets and isinstance(module, nn.Linear):
+            weight = module.weight
+            narrow = bitsandbytes.Linear4bit(
+                module.in_features, module.out_features, bias=module.bias is not None,
+                compute_dtype=weight.dtype, quant_type="nf4", device=weight.device,
+            )  # fmt: skip
+            if not weight.is_meta:
+                narrow.load_state_dict(module.state_dict())
+                narrow.to(weight.device)  # which quantises
+            setattr(model.get_submodule(parent), child, narrow)
+    return model
+
+
 def _weight_of(module: Any) -> Tensor:
     weight: Tensor = module.weight
     return weight
@@ -144,8 +166,10 @@ class StandIn(nn.Module):
 
 
 def _shape_of(base: nn.Module) -> tuple[int, int]:
-    outputs, inputs = _weight_of(base).shape
-    return (outputs, inputs) if isinstance(base, nn.Linear) else (inputs, outputs)
+    if isinstance(base, nn.Linear):  # whose weight may be packed
+        return base.out_features, base.in_features
+    inputs, outputs = _weight_of(base).shape
+    return outputs, inputs
 
 
 # What vramx.optimize knows a class by.

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from benchmarks.models_workloads import Batch, Workload, build_by, cnn, convnext, gpt2, llama, vit
 from benchmarks.programs._activations import cosines, report
+from benchmarks.programs._adapters import Adapters, adapt, quantise
 from benchmarks.programs._fused_ways import COMPILED, WAYS, SkippedError, Subject
 from benchmarks.programs._report import Recorder, allocator_name, sized
 
@@ -47,6 +48,19 @@ def _hidden(model: Any, batch: Batch) -> Tensor:
 def _scores(model: Any, batch: Batch) -> Tensor:
     scores: Tensor = model(batch.inputs)
     return scores
+
+
+def _adapted(dropout: float, *, quantised: bool = False) -> Workload:
+    """Return the Llama with adapters at every linear layer of its blocks, all else frozen."""
+    workload = llama(sized(8, 2))
+    if quantised:
+        try:
+            quantise(workload.model)
+        except ImportError as error:
+            raise SkippedError(f"bitsandbytes cannot be imported: {error}") from None
+    adapters = Adapters(rank=sized(16, 2), dropout=dropout)
+    adapt(workload.model, adapters, torch.bfloat16)
+    return workload
 
 
 @dataclass(frozen=True)
@@ -67,6 +81,10 @@ _PLAIN = ("eager", "keep", "int8", "recompute_mlp", "recompute_all", "checkpoint
 # in benchmarks/activations.py, takes the host as long as the GPU: that would measure Python.
 CASES = {
     "llama": Case(lambda: llama(sized(8, 2)), "model", _hidden, tuple(WAYS)),
+    # A dropout of 0.05 before adapters is the usual, none is peft's default.
+    "lora": Case(lambda: _adapted(0.05), "model", _hidden, _PLAIN),
+    "lora_undropped": Case(lambda: _adapted(0.0), "model", _hidden, _PLAIN),
+    "qlora": Case(lambda: _adapted(0.05, quantised=True), "model", _hidden, _PLAIN),
     "gpt2": Case(lambda: gpt2(sized(32, 2)), "transformer", _hidden, _PLAIN),
     "vit": Case(lambda: vit(sized(256, 2)), "", _scores, _PLAIN),
     "convnext": Case(convnext, "", _scores, _PLAIN),
@@ -78,7 +96,7 @@ CASES = {
 class Arena:
     """One model, its batch, and a copy of it for each way.
 
-    The copies share parameters, and so gradients; buffers are each copy's own.
+    The copies share parameters, and so gradients, which those that learn have; buffers are each copy's own.
     """
 
     def __init__(self, case: Case, device: torch.device) -> None:
@@ -93,7 +111,8 @@ class Arena:
         self._blocks = [name for name, m in self._stack.named_modules() if id(m) in blocks]
         self.layers = len(self._blocks)
         self.elements = workload.elements // self.layers  # tokens x hidden
-        self.parameters = list(self._stack.parameters())
+        self._shared = {id(p): p for p in self._stack.parameters()}
+        self.parameters = [p for p in self._stack.parameters() if p.requires_grad]
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
         with torch.no_grad():
@@ -104,7 +123,7 @@ class Arena:
 
     def subject(self) -> Subject:
         """Return a copy of the model with the same parameters, as it was built."""
-        model = copy.deepcopy(self._stack, {id(p): p for p in self.parameters})
+        model = copy.deepcopy(self._stack, dict(self._shared))
         blocks = tuple(model.get_submodule(name) for name in self._blocks)
         return Subject(model, blocks, partial(self._autocast, self._forward))
 
@@ -184,8 +203,12 @@ def without_dropout(model: Any) -> Iterator[None]:
 
 def main(name: str) -> None:
     recorder = Recorder(deterministic=False)
-    with torch.device("meta"):  # imports the model's library ahead of the turn
-        CASES[name].build()
+    try:
+        with torch.device("meta"):  # imports the model's library ahead of the turn
+            CASES[name].build()
+    except SkippedError as error:
+        report_status(f"{name} eager", error)
+        return
     device = recorder.begin()
     arena = Arena(CASES[name], device)
     subjects = prepare(name, arena)
