@@ -19,12 +19,17 @@ _PEFT = "peft.tuners.lora.layer"
 
 
 class Adapters(NamedTuple):
-    """Which linear layers, by the ends of their names; the rank, the scale, and the dropout."""
+    """Which linear layers, by the ends of their names; the rank, the scale, and the dropout.
+
+    `size` is that of the second weights, as a part of torch's usual one. Adapters as large as what
+    they are added to make a model in which the rounding of bfloat16 grows from layer to layer.
+    """
 
     targets: tuple[str, ...] = TARGETS
     rank: int = 16
     alpha: float = 32.0
     dropout: float = 0.05
+    size: float = 1.0
 
 
 def adapt(model: nn.Module, adapters: Adapters, dtype: torch.dtype) -> nn.Module:
@@ -48,6 +53,8 @@ def adapt_with_peft(model: nn.Module, adapters: Adapters, dtype: torch.dtype) ->
         parameter.requires_grad_("lora_" in name)
         if "lora_" in name:
             parameter.data = parameter.data.to(dtype)
+        if "lora_B" in name:
+            parameter.data.mul_(adapters.size)
     return model
 
 
@@ -60,6 +67,8 @@ def adapt_without_peft(model: nn.Module, adapters: Adapters, dtype: torch.dtype)
             standing = StandIn(module, adapters).to(device=_weight_of(module).device)
             for part in (standing.lora_A, standing.lora_B):
                 part.to(dtype)
+            for parameter in standing.lora_B.parameters():
+                parameter.data.mul_(adapters.size)
             setattr(model.get_submodule(parent), child, standing)
     return model
 

@@ -58,7 +58,8 @@ def _adapted(dropout: float, *, quantised: bool = False) -> Workload:
             quantise(workload.model)
         except ImportError as error:
             raise SkippedError(f"bitsandbytes cannot be imported: {error}") from None
-    adapters = Adapters(rank=sized(16, 2), dropout=dropout)
+    rank = sized(16, 2)
+    adapters = Adapters(rank=rank, alpha=2 * rank, dropout=dropout, size=0.1)
     adapt(workload.model, adapters, torch.bfloat16)
     return workload
 
@@ -96,7 +97,8 @@ CASES = {
 class Arena:
     """One model, its batch, and a copy of it for each way.
 
-    The copies share parameters, and so gradients, which those that learn have; buffers are each copy's own.
+    The copies share parameters, and so gradients, which those that learn have; buffers are each
+    copy's own.
     """
 
     def __init__(self, case: Case, device: torch.device) -> None:
