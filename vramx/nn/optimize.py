@@ -98,9 +98,10 @@ def optimize(
     labels, the loss is computed without logits, exactly; `logits` of the result are made where
     something uses them, and a warning names that. A class is swapped only where a small module of
     it, made by the installed release and run on the CPU once, computes the same both ways; what is
-    of a known class and left is named in a VramxWarning. Parts of a block that are changed (a LoRA,
-    quantised weights, hooks, another attention) are called as they are. Optimise before FSDP wraps
-    the model; adapters may come before or after, new embeddings before. In a graph of torch.compile
+    of a known class and left is named in a VramxWarning. A Linear with peft's LoRA is part of its
+    block: frozen weights keep nothing, adapters share the packs, and quantised weights are their
+    own module's. Parts that are changed otherwise (DoRA, hooks, another attention) are called as
+    they are. Optimise before FSDP wraps the model; adapters may come before or after, new embeddings before. In a graph of torch.compile
     a model makes its logits: compile its blocks. What torch.jit.script is to compile must be
     restored first, as what runs under torch.func's transforms.
 
