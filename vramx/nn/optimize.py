@@ -101,9 +101,10 @@ def optimize(
     of a known class and left is named in a VramxWarning. A Linear with peft's LoRA is part of its
     block: frozen weights keep nothing, adapters share the packs, and quantised weights are their
     own module's. Parts that are changed otherwise (DoRA, hooks, another attention) are called as
-    they are. Optimise before FSDP wraps the model; adapters may come before or after, new embeddings before. In a graph of torch.compile
-    a model makes its logits: compile its blocks. What torch.jit.script is to compile must be
-    restored first, as what runs under torch.func's transforms.
+    they are. Optimise before FSDP wraps the model; adapters may come before or after, new
+    embeddings before. In a graph of torch.compile a model makes its logits: compile its blocks.
+    What torch.jit.script is to compile must be restored first, as what runs under torch.func's
+    transforms.
 
     Args:
         level: "int8" or "int4": what is kept is packed; "keep": fused and exact; "recompute_mlp":
