@@ -14,6 +14,7 @@ from optimize_tools import (
     LAYERS,
     ROUNDING,
     error,
+    family,
     fused_calls,
     gradient_of,
     hugging_face,
@@ -74,6 +75,17 @@ def test_adapters_of_every_family_learn_as_in_the_original(name: str, level: str
     assert error(result_of(model, inputs), result_of(original, inputs)) < ROUNDING
     bound = ROUNDING if level == "keep" else INT8_NOISE
     assert error(gradient, gradient_of(original, inputs)) < bound
+
+
+@pytest.mark.parametrize("level", ["keep", "int8"])
+def test_adapters_of_convolutional_blocks_learn_as_in_the_original(level: str) -> None:
+    original, inputs = family("convnext")
+    adapt_with_peft(original, Adapters(("fc1", "fc2"), 4, 8.0, 0.0), torch.float32)
+    model = twin(original)
+    vramx.optimize(model, level)
+    assert error(result_of(model, inputs), result_of(original, inputs)) < ROUNDING
+    bound = ROUNDING if level == "keep" else INT8_NOISE
+    assert error(gradient_of(model, inputs), gradient_of(original, inputs)) < bound
 
 
 @pytest.mark.parametrize("first", ["optimise", "adapt"])

@@ -12,7 +12,13 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from vramx.nn.families.convolutions import convolve
-from vramx.nn.families.parts import FeedForward, normalise, terms_of_all, whole_feed_forward
+from vramx.nn.families.parts import (
+    FeedForward,
+    feed_forward,
+    normalise,
+    terms_of_all,
+    whole_feed_forward,
+)
 from vramx.nn.families.projection import tensor_of
 from vramx.nn.families.small import WIDTH, images
 from vramx.nn.families.swap import Fused, all_untouched, class_name
@@ -45,7 +51,11 @@ class ConvNext(Fused):
         source, _ = normalise(norm, y, None, settings.keep, into)
         del y
         if part is None or terms is None:
-            result = self._vramx_mlp(tensor_of(source)).permute(0, 3, 1, 2)
+            if part is None:
+                result = self._vramx_mlp(tensor_of(source))
+            else:  # of Linears that have adapters, say
+                result = feed_forward(source, part, settings)(None)
+            result = result.permute(0, 3, 1, 2)
             result = result if scale is None else result.mul(scale.view(1, -1, 1, 1))
             return result if residual is None else result + residual
         added = None if residual is None else residual.permute(0, 2, 3, 1)
