@@ -96,6 +96,11 @@ class Bench:
         """Bytes of optimizers' states that do not exist yet."""
         return self._loop.states_bytes
 
+    @property
+    def slots_bytes(self) -> int:
+        """Bytes of the device that states on their way from the host take in backward."""
+        return self._loop.slots_bytes
+
     # -- Measuring ----------------------------------------------------------------------------
 
     def measure(self, words: Mapping[Block, Sequence[str]]) -> Measured:
@@ -229,7 +234,7 @@ def ready(model: nn.Module, sample: Any, loop: Loop) -> Iterator[Bench]:
     check_sample(sample)
     device = device_of(model)
     gc.collect()  # what nothing refers to would count as the model's, until some step frees it
-    with unchanged(model, device, loop) as trained:
+    with loop.without_steps(), unchanged(model, device, loop) as trained:
         states = [tensor for each in loop.optimizers for tensor in tensors_of(each.state)]
         meter = meter_of(device, model, states)
         try:
