@@ -9,6 +9,7 @@ program goes on with torch's own allocator.
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 
 from vramx import config
@@ -34,7 +35,7 @@ def _prepare() -> None:
 
 def _install() -> None:
     # Imported here: a process that never uses CUDA needs none of it.
-    from vramx.allocator import install
+    from vramx.allocator import install, oom_snapshot
 
     settings = config.config()
     try:
@@ -44,6 +45,8 @@ def _install() -> None:
             install.install_allocator(strict=settings.strict, late=True)
     except Exception as error:
         _warn(error)
+        # Failures are explained under torch's own allocator too.
+        oom_snapshot.watch(sys.modules["torch"], records=settings.record)
 
 
 def _warn(error: Exception) -> None:

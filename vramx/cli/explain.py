@@ -19,6 +19,10 @@ _LINES = {
     "expandable": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     "vramx": "vramx run SCRIPT, or vramx.install_allocator() at the start",
 }
+_NO_HISTORY = (
+    "How far to believe it: no history was recorded, so the remedies are tried on what was live at "
+    "the end alone, put into empty memory; they may need more. `vramx run --record` keeps one."
+)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -30,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "fragmentation mattered, and which remedies, each of them replayed, would have served it. "
         "Of a run in which none failed the same is said of its peak. Exits 1 where a request did.",
     )
-    snapshots.add_snapshot_arguments(parser)
+    snapshots.add_snapshot_arguments(parser, newest=True)
     parser.add_argument(
         "--capacity",
         metavar="SIZE",
@@ -45,7 +49,11 @@ def run(args: argparse.Namespace) -> int:
     """Explain; return 1 if there was a failure to explain."""
     from vramx.memory.explain import explain
 
-    snapshot = snapshots.read_snapshot(args)
+    snapshots.check_report(args)
+    if args.snapshot is None:
+        args.snapshot = snapshots.newest_failure()
+        common.note("explain", f"reading the newest snapshot of a failure, {args.snapshot}")
+    snapshot = snapshots.load_snapshot(args.snapshot, args.snapshot_device)
     with common.ProgressBar() as bar:
         try:
             why = explain(
@@ -66,7 +74,7 @@ def _parts(why: Explanation, events: int, count: int) -> list[Any]:
         *_facts(why),
         snapshots.holders_table("held by", cut(why.holders, count), why.at.live_bytes),
         _remedies(why),
-        _fidelity(why),
+        _fidelity(why) if events > why.failures else _NO_HISTORY,
     ]
 
 

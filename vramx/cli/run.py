@@ -103,7 +103,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         type=common.argument(_devices_text),
         help="the GPUs to serve (default: all)",
     )
-    parser.add_argument("--record", action="store_true", help="keep the allocator's last events")
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="keep the last events, which the snapshot of a request that fails then has",
+    )
     parser.add_argument(
         "--stats",
         metavar="FILE",
