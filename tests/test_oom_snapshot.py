@@ -19,7 +19,7 @@ from snapshot_writer import KEPT, MIB, Recording  # noqa: E402
 
 import vramx  # noqa: E402
 from vramx import _autoload, config  # noqa: E402
-from vramx.allocator import oom_document, oom_snapshot  # noqa: E402
+from vramx.allocator import oom_document, oom_snapshot, peaks  # noqa: E402
 from vramx.errors import ShimError, VramxWarning  # noqa: E402
 
 GIB = 1 << 30
@@ -327,3 +327,38 @@ def test_explain_reads_the_newest_and_says_which(program: Program, run: Any) -> 
 
 def test_explain_without_any_snapshot_is_one_line(program: Program, run: Any) -> None:
     assert_one_line_refusal(*run("explain"), f"left a snapshot in {program.folder}")
+
+
+def test_what_was_held_at_most_is_written_at_exit_also_where_counters_are_set_back(
+    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[Any] = []
+    held = {0: 5 * GIB, 1: 0}
+    cuda.patch.setattr(peaks.atexit, "register", at_exit.append)
+    cuda.patch.setattr(torch.cuda, "max_memory_reserved", lambda device: held[device])
+    set_back = "_cuda_resetPeakMemoryStats"
+    cuda.patch.setattr(torch._C, set_back, lambda device: held.update({device: 0}), raising=False)
+    cuda.configure(enabled=True, allocator="torch", peaks_dir=tmp_path, oom_snapshot=False)
+    monkeypatch.setattr(config, "is_enabled", lambda: True)
+    _autoload._autoload()
+    cuda.initialise()
+    assert not vramx.allocator_installed()
+    torch._C._cuda_resetPeakMemoryStats(0)
+    held[1] = GIB
+    for action in at_exit:
+        action()
+    assert peaks.read(tmp_path) == peaks.Held(5 * GIB, frozenset({"torch"}))
+
+
+def test_the_limit_holds_for_torchs_own_allocator(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fractions: list[tuple[float, int]] = []
+    cuda.patch.setattr(
+        torch._C, "_cuda_setMemoryFraction", lambda *how: fractions.append(how), raising=False
+    )
+    cuda.configure(enabled=True, allocator="torch", limit="20GiB", oom_snapshot=False)
+    monkeypatch.setattr(config, "is_enabled", lambda: True)
+    _autoload._autoload()
+    cuda.initialise()
+    assert fractions == [(0.25, 0), (0.25, 1)]

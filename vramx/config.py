@@ -13,6 +13,8 @@ allocator is decided in vramx/allocator. Pure but for the reads; thread-safe.
     VRAMX_CACHE_DIR       where the shim is kept
     VRAMX_VERBOSE=1       say on stderr what is done
     VRAMX_STATS           file that gets the statistics at exit, as JSON
+    VRAMX_PEAKS           folder that gets what each process held at most, at its exit
+    VRAMX_ALLOCATOR       torch: keep torch's own, and only watch; vramx by default
     VRAMX_OOM_DIR         where the snapshot of a request that failed goes
     VRAMX_OOM_SNAPSHOT=0  write none
 """
@@ -27,6 +29,7 @@ from pathlib import Path
 
 from vramx.errors import InvalidValueError
 
+ALLOCATORS = ("vramx", "torch")
 CROSS_STREAM = ("never", "under_pressure", "always")
 # What tells torch not to call the entry points of other packages, vramx's among them.
 TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -53,6 +56,8 @@ class Config:
     cache_dir: Path | None = None
     stats_file: Path | None = None
     root_pid: int | None = None
+    allocator: str = "vramx"
+    peaks_dir: Path | None = None
     oom_dir: Path | None = None
     oom_snapshot: bool = True
     # Not vramx's own, but read here as well.
@@ -109,6 +114,8 @@ def parse(environment: Mapping[str, str]) -> Config:
         verbose=_switch(environment, "VRAMX_VERBOSE", default=False),
         cache_dir=_path(environment, "VRAMX_CACHE_DIR"),
         stats_file=_path(environment, "VRAMX_STATS"),
+        allocator=_choice(environment, "VRAMX_ALLOCATOR", ALLOCATORS) or "vramx",
+        peaks_dir=_path(environment, "VRAMX_PEAKS"),
         oom_dir=_path(environment, "VRAMX_OOM_DIR"),
         oom_snapshot=_switch(environment, "VRAMX_OOM_SNAPSHOT", default=True),
         root_pid=int(environment.get(_ROOT_PROCESS, "0") or 0) or None,

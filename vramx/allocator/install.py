@@ -221,14 +221,14 @@ def _import_core() -> Any:
 
 def _finish(installed: Installation) -> None:
     """Do what needs the allocator in place."""
-    from vramx.allocator import exit_stats, limits, oom_snapshot
+    from vramx.allocator import exit_stats, limits, watching
 
     if installed.options.limit is not None:
         limits.apply(installed.options.limit, None)
     settings = config.config()
     if settings.stats_file is not None:
         exit_stats.write_at_exit(settings.stats_file, settings.root_pid)
-    oom_snapshot.watch(installed.torch, records=installed.options.record)
+    watching.start(installed.torch, records=installed.options.record)
 
 
 def _speak() -> None:

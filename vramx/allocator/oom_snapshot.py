@@ -32,7 +32,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from vramx import config
-from vramx.allocator import cuda_init, oom_document, shim_cache
+from vramx.allocator import oom_document, shim_cache
 from vramx.config import Config
 
 KIND = "oom"  # of files in the cache
@@ -43,7 +43,6 @@ _MOST_PENDING = 16  # failures whose exception is not made yet
 _NAME = re.compile(r"oom-\d{8}T\d{6}-rank\d+-pid\d+-\d+\.pickle")
 _ASKED = re.compile(r"Tried to allocate ([\d.]+) (bytes|B|KiB|MiB|GiB)\b")
 _UNITS = {"bytes": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-_HISTORY_EVENTS = 65_536
 _log = logging.getLogger("vramx")
 
 # What makes two failures the same: the device, the size and the lines that asked.
@@ -165,23 +164,11 @@ def newest(settings: Config) -> Path | None:
     return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
-def watch(torch: ModuleType, *, records: bool) -> None:
-    """Have failures of this process written, once torch has initialised CUDA.
-
-    Args:
-        records: keep torch's history of events as well, which a snapshot then has.
-    """
-    settings = config.config()
-    if settings.oom_snapshot:
-        cuda_init.run_after(functools.partial(_attach_once, torch, settings))
-    if records:
-        cuda_init.run_after(functools.partial(_record_history, torch))
-
-
 _attached: list[OomSnapshots] = []
 
 
-def _attach_once(torch: ModuleType, settings: Config) -> None:
+def attach(torch: ModuleType, settings: Config) -> None:
+    """Have failures of this process written from now on; once a process. CUDA is initialised."""
     if _attached:
         return
     snapshots = OomSnapshots(torch, settings)
@@ -204,12 +191,3 @@ def _say_where(error_type: Any, snapshots: OomSnapshots) -> None:
         original(error, *args)
 
     error_type.__init__ = with_line
-
-
-def _record_history(torch: ModuleType) -> None:
-    """Keep the last events with their lines of Python, unless the program does so itself."""
-    if torch._C._cuda_isHistoryEnabled():
-        return
-    torch.cuda.memory._record_memory_history(
-        context="alloc", stacks="python", max_entries=_HISTORY_EVENTS
-    )

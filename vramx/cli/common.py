@@ -36,6 +36,15 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
 
 
+def add_parser_of(subparsers: Any, kind: type[OneLineParser], name: str, **options: Any) -> Any:
+    """Add a verb whose parser is of a class of its own; a subparser's is its maker's to choose."""
+    usual, subparsers._parser_class = subparsers._parser_class, kind
+    try:
+        return subparsers.add_parser(name, **options)
+    finally:
+        subparsers._parser_class = usual
+
+
 def argument(check: Callable[[str], Value]) -> Callable[[str], Value]:
     """Turn a check that raises InvalidValueError into an argparse type with the same text."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from vramx.cli import common, snapshots
+from vramx.cli import common, confirm, snapshots
 from vramx.errors import VramxError
 from vramx.sizes import format_gib, format_size
 
@@ -25,14 +25,31 @@ _NO_HISTORY = (
 )
 
 
+class _ExplainParser(common.OneLineParser):
+    """Stops at `--`: what follows is the command to confirm with."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = list(args or ())
+        place = words.index("--") if "--" in words else len(words)
+        parsed, extra = super().parse_known_args(words[:place], namespace)
+        parsed.command = words[place + 1 :]
+        if parsed.confirm != bool(parsed.command):
+            self.error("--confirm and -- COMMAND need each other")
+        return parsed, extra
+
+
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the verb's arguments."""
-    parser = subparsers.add_parser(
+    parser = common.add_parser_of(
+        subparsers,
+        _ExplainParser,
         "explain",
         help="why a run was out of memory, and what would have fitted",
+        usage="vramx explain [options] [FILE] [--confirm -- COMMAND ...]",
         description="Say of the last request that failed who held the memory, whether "
         "fragmentation mattered, and which remedies, each of them replayed, would have served it. "
-        "Of a run in which none failed the same is said of its peak. Exits 1 where a request did.",
+        "Of a run in which none failed the same is said of its peak. Exits 1 where a request did; "
+        "with --confirm, where a remedy does not hold what was said.",
     )
     snapshots.add_snapshot_arguments(parser, newest=True)
     parser.add_argument(
@@ -40,6 +57,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="SIZE",
         type=common.argument(common.capacity_argument),
         help="what the allocator could hold, where it is known, as in 24GiB (default: as recorded)",
+    )
+    parser.add_argument(
+        "--confirm",
+        action="store_true",
+        help="run COMMAND once with each remedy that is advised, and compare what it held at most "
+        "with what is said of it",
     )
     snapshots.add_count_argument(parser)
     snapshots.add_report_arguments(parser)
@@ -62,8 +85,15 @@ def run(args: argparse.Namespace) -> int:
         except VramxError as error:
             raise VramxError(f"{args.snapshot}: {error}") from None
     document = {"schema": SCHEMA, **why.to_dict()}
-    snapshots.report(args, document, *_parts(why, snapshot.event_count, args.count))
-    return 0 if why.request is None else 1
+    parts = _parts(why, snapshot.event_count, args.count)
+    if not args.confirm:
+        snapshots.report(args, document, *parts)
+        return 0 if why.request is None else 1
+    found = confirm.confirm(why, args.command)
+    document["confirmed"] = [each.to_dict() for each in found]
+    tried = confirm.table(found, _NAMES) if found else "No remedy is advised, so none was tried."
+    snapshots.report(args, document, *parts, "", tried)
+    return 0 if found and all(each.ok for each in found) else 1
 
 
 def _parts(why: Explanation, events: int, count: int) -> list[Any]:

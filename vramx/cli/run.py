@@ -69,19 +69,15 @@ def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the verb's arguments."""
-    actions: Any = subparsers
-    # The one verb with a parser class of its own; a subparser's class is its maker's to choose.
-    usual, actions._parser_class = actions._parser_class, _RunParser
-    try:
-        parser = subparsers.add_parser(
-            "run",
-            help="run a program with the allocator",
-            usage="vramx run [options] SCRIPT ... | -m MODULE ... | -- COMMAND ...",
-            description="Run a program, and every process that it starts, with vramx's allocator.",
-            allow_abbrev=False,
-        )
-    finally:
-        actions._parser_class = usual
+    parser = common.add_parser_of(
+        subparsers,
+        _RunParser,
+        "run",
+        help="run a program with the allocator",
+        usage="vramx run [options] SCRIPT ... | -m MODULE ... | -- COMMAND ...",
+        description="Run a program, and every process that it starts, with vramx's allocator.",
+        allow_abbrev=False,
+    )
     _add_options(parser)
 
 

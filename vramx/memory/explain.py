@@ -59,6 +59,7 @@ class Remedy:
     fits: bool | None  # None where the capacity is not known well enough
     needs_bytes: int | None  # None where no device holds it
     peak_reserved_bytes: int  # where nothing limits it
+    expected_reserved_bytes: int  # the peak at the recorded capacity, where it fits
 
 
 @dataclass(frozen=True)
@@ -217,14 +218,15 @@ def _remedy(
     options = ReplayOptions(progress=progress)
     (free,) = replay(trace, policy, min_capacity=True, options=options)
     needs = free.min_capacity_bytes
-    fits = None
+    fits, expected = None, free.peak_reserved_bytes
     if capacity is not None:
         (limited,) = replay(trace, policy, capacity=capacity.low_bytes, options=options)
         may_fit = needs is not None and needs <= capacity.high_bytes
         fits = True if not limited.oom else None if may_fit else False
+        expected = expected if limited.oom else limited.peak_reserved_bytes
         if is_recorded and capacity.source != "given":
             fits = False  # whatever the replay says: it is what failed
-    return Remedy(policy, fits, needs, free.peak_reserved_bytes)
+    return Remedy(policy, fits, needs, free.peak_reserved_bytes, expected)
 
 
 def _fidelity(
