@@ -125,7 +125,7 @@ def explain(
     given = check_capacity(capacity)
     request = snapshot.failures[-1] if snapshot.failures else None
     event = snapshot.peak_event if request is None else request.event
-    limit = Capacity(given, given, "given") if given else _recorded_capacity(snapshot, request)
+    limit = Capacity(given, given, "given") if given else recorded_capacity(snapshot, request)
     at = totals(snapshot, event)
     needed = -(-request.size_bytes // _BLOCK_UNIT) * _BLOCK_UNIT if request is not None else 0
     fitting = _fitting_hole(snapshot, request)
@@ -151,7 +151,8 @@ def explain(
     )
 
 
-def _recorded_capacity(snapshot: Snapshot, request: FailedRequest | None) -> Capacity | None:
+def recorded_capacity(snapshot: Snapshot, request: FailedRequest | None) -> Capacity | None:
+    """Return what the allocator could hold when a request failed, as far as that is recorded."""
     if request is None:
         return None
     reserved = int(snapshot.reserved_bytes_at(request.event))
