@@ -40,6 +40,8 @@ PYTHON_PARTS = {
     "recompute": {*BASE, "compression", "patch"},
     "optimizers": {*BASE, "compression", "patch"},
     "memory": {*BASE, "_core"},
+    "testing": {*BASE, "memory"},
+    "callbacks": {*BASE, "memory"},
     "planning": {*BASE, "compression", "nn", "optimizers", "patch", "recompute"},
 }
 EVERY_PART = {*PYTHON_PARTS, "_core"}
