@@ -44,4 +44,4 @@ def test_limits_and_leaks(tmp_path: Path) -> None:
     assert "1 failed, 3 passed, 1 error" in done.stdout, done.stdout + done.stderr
     assert "9.00 MiB on cuda:0 at its peak" in done.stdout
     assert "3.00 MiB in 1 at" in done.stdout
-    assert "test_memory.py:10 take" in done.stdout
+    assert "test_memory.py:6 take" in done.stdout
