@@ -113,7 +113,7 @@ class OomSnapshots:
         data = oom_document.pickled(self._torch.cuda.memory._snapshot(), failure)
         stamp = time.strftime("%Y%m%dT%H%M%S")
         number = len(self._lines) + 1
-        path = folder / f"oom-{stamp}-rank{config.rank()}-pid{os.getpid()}-{number}.pickle"
+        path = folder / f"oom-{stamp}-rank{config.rank() or 0}-pid{os.getpid()}-{number}.pickle"
         _write_whole(path, data)
         for old in written(folder)[_MOST_KEPT:]:
             with contextlib.suppress(OSError):  # gone, by another rank's hand

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vramx.cli import common, confirm, snapshots
 from vramx.errors import VramxError
+from vramx.progress import ProgressBar
 from vramx.sizes import format_gib, format_size
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         args.snapshot = snapshots.newest_failure()
         common.note("explain", f"reading the newest snapshot of a failure, {args.snapshot}")
     snapshot = snapshots.load_snapshot(args.snapshot, args.snapshot_device)
-    with common.ProgressBar() as bar:
+    with ProgressBar() as bar:
         try:
             why = explain(
                 snapshot, capacity=args.capacity, progress=bar.reporter(snapshot.trace.name)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vramx.cli import common, snapshots
 from vramx.errors import InvalidValueError, TraceError, VramxError
+from vramx.progress import ProgressBar
 
 if TYPE_CHECKING:
     from vramx.memory.snapshot import Snapshot
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     common.check_output(args.output, args.force)
     source = _read(args.trace, args.snapshot_device)
     trace = source.trace if isinstance(source, Snapshot) else source
-    with common.ProgressBar() as bar:
+    with ProgressBar() as bar:
         options = ReplayOptions(
             driver=args.driver, device=args.device, progress=bar.reporter(trace.name)
         )
