@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from plan_tools import Stack, counted_time
 
+import vramx
 from vramx import progress
 from vramx.allocator import shim_build
 from vramx.progress import ProgressBar
+
+__all__ = ["counted_time"]
 
 
 class Terminal(io.StringIO):
@@ -96,13 +101,10 @@ def test_a_replay_shows_its_policies(run: Any, traces: Path, patch: pytest.Monke
     assert "offload_streams.npz live" in terminal.getvalue()
 
 
+@pytest.mark.usefixtures("counted_time")
 def test_a_plan_shows_what_it_measures(patch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
-    import vramx
-
-    layers = (torch.nn.TransformerEncoderLayer(16, 2, 32) for _ in range(2))
     terminal = terminal_of(patch, delay_s=0)
     patch.setattr(progress, "_INTERVAL_S", 0)
-    vramx.plan(torch.nn.Sequential(*layers), torch.randn(5, 4, 16), budget="1GiB")
+    vramx.plan(Stack(2), torch.randn(64, 8), budget="1GiB", levels=("left", "recompute_all"))
     assert "plan: measuring blocks" in terminal.getvalue()
     assert "plan: running what should be the fastest" in terminal.getvalue()
