@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +102,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 
 @pytest.fixture
-def outcome(pytester: pytest.Pytester) -> Any:
+def outcome(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Run tests and return pytest's result."""
+    # Where vramx is installed pytest would load the plugin a second time.
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makeini("[pytest]\naddopts = --strict-markers\n")
 
     def run(text: str, *options: str) -> pytest.RunResult:
@@ -275,3 +279,11 @@ def test_the_package_names_the_plugin() -> None:
     value = section.splitlines()[1].partition("= ")[2].strip('"')
     point = importlib.metadata.EntryPoint("vramx", value, "pytest11")
     assert point.load() is plugin
+
+
+def test_loading_it_loads_nothing_large() -> None:
+    code = (
+        "import sys, vramx.testing.plugin, vramx.testing.hooks\n"
+        "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +41,11 @@ def test_limits_and_leaks(tmp_path: Path) -> None:
     path = tmp_path / "test_memory.py"
     path.write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-p", "vramx.testing.plugin", "-q", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    # Where vramx is installed pytest would load the plugin a second time.
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert "1 failed, 3 passed, 1 error" in done.stdout, done.stdout + done.stderr
     assert "9.00 MiB on cuda:0 at its peak" in done.stdout
     assert "3.00 MiB in 1 at" in done.stdout
