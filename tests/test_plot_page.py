@@ -38,7 +38,7 @@ def page() -> Iterator[Page]:
 def picture_of(snapshots: Path) -> Picture:
     """A picture with all of its parts."""
     snapshot = Snapshot.load(snapshots / "oom.pickle")
-    names = ["", "parameters", "<b>activations</b>"]
+    names = ["", "parameters", "</script><b>activations</b>"]
     categories = np.arange(len(snapshot.allocations.size)) % len(names)
     layers = category_layers(snapshot.trace, categories, names, 500)
     picture = take_picture(snapshot)
