@@ -2,99 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from failing_program import GIB, Program, cuda, error_text, fail_with, program, shim
+from samples import assert_one_line_refusal
+from snapshot_writer import MIB
 
-torch = pytest.importorskip("torch")
+import vramx
+from vramx.allocator import oom_document, oom_snapshot
 
-from fake_cuda import FakeCuda, build_shim, fail_to_build  # noqa: E402
-from samples import assert_one_line_refusal  # noqa: E402
-from snapshot_writer import KEPT, MIB, Recording  # noqa: E402
-
-import vramx  # noqa: E402
-from vramx import _autoload, config  # noqa: E402
-from vramx.allocator import oom_document, oom_snapshot, peaks  # noqa: E402
-from vramx.errors import ShimError, VramxWarning  # noqa: E402
-
-GIB = 1 << 30
-
-
-class Program:
-    """A program under the allocator whose requests fail as torch's do: observers, then the error.
-
-    The error is made by Python's C interface from a text, as torch's translation of C++ errors
-    makes it.
-    """
-
-    def __init__(self, cuda: FakeCuda, folder: Path) -> None:
-        self.cuda = cuda
-        self.folder = folder
-        self.snapshots = 0
-        self.recording = Recording()
-        self.recording.alloc(40 * MIB, KEPT)
-        self.history = False
-        cuda.patch.setattr(torch.cuda.memory, "_snapshot", self._snapshot)
-        cuda.configure(oom_dir=folder)
-        # Undone after what the installation sets there.
-        cuda.patch.setattr(torch.OutOfMemoryError, "__init__", RuntimeError.__init__)
-
-    def start(self) -> None:
-        vramx.install_allocator()
-        self.cuda.initialise()
-
-    def _snapshot(self) -> dict[str, Any]:
-        self.snapshots += 1
-        return self.recording.snapshot(None if self.history else 0)
-
-    def observe(self, size: int) -> None:
-        for observer in self.cuda.observers:
-            observer(0, size, 2 * GIB, 123 * MIB)
-
-    def fail(self, size: int) -> str:
-        """Return the text of the error of a request for so many bytes."""
-        self.observe(size)
-        return error_text(size)
-
-    @property
-    def files(self) -> list[Path]:
-        return oom_snapshot.written(self.folder)
-
-
-def error_text(size: int) -> str:
-    text = f"CUDA out of memory. Tried to allocate {size / GIB:.2f} GiB. Try a smaller batch."
-    set_error = ctypes.pythonapi.PyErr_SetString
-    set_error.argtypes, set_error.restype = (ctypes.py_object, ctypes.c_char_p), None
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        set_error(torch.OutOfMemoryError, text.encode())
-    assert type(caught.value) is torch.OutOfMemoryError
-    assert len(caught.value.args) == 1
-    assert str(caught.value).startswith(text)
-    return str(caught.value).removeprefix(text)
-
-
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_shim(tmp_path_factory.mktemp("shim"))
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shim: Path) -> FakeCuda:
-    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    return FakeCuda(monkeypatch, tmp_path, shim)
-
-
-@pytest.fixture
-def program(cuda: FakeCuda, tmp_path: Path) -> Program:
-    started = Program(cuda, tmp_path / "oom")
-    started.start()
-    return started
+__all__ = ["cuda", "program", "shim"]
 
 
 def test_the_error_ends_in_the_name_of_a_snapshot_with_the_request(program: Program) -> None:
@@ -105,7 +27,8 @@ def test_the_error_ends_in_the_name_of_a_snapshot_with_the_request(program: Prog
     assert path.stat().st_mode & 0o077 == 0
     failure = vramx.Snapshot.load(path).failures[-1]
     assert (failure.size_bytes, failure.device_free_bytes) == (GIB, 123 * MIB)
-    assert failure.stack[0].filename == __file__
+    assert [frame.name for frame in failure.stack[:2]] == ["observe", "fail"]
+    assert failure.stack[2].filename == __file__
     assert vramx.Snapshot.load(path).live_bytes_at(-1) == 40 * MIB
 
 
@@ -176,11 +99,11 @@ def test_what_cannot_be_written_is_one_line_and_not_tried_again(
 ) -> None:
     if what == "no space":
         full = OSError(28, "No space left on device")
-        monkeypatch.setattr(oom_snapshot.os, "replace", lambda *_: _raise(full))
+        monkeypatch.setattr(oom_snapshot.os, "replace", lambda *_: fail_with(full))
     elif what == "no folder":
         program.folder.write_text("a file")
     elif what == "torch":
-        monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: _raise(RuntimeError("a\nb")))
+        monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: fail_with(RuntimeError("a\nb")))
     else:
         monkeypatch.setattr(oom_document, "MOST_BYTES", 100)
     texts = {program.fail(GIB) for _ in range(3)}
@@ -189,10 +112,6 @@ def test_what_cannot_be_written_is_one_line_and_not_tried_again(
     assert text.count("\n") == 1
     assert program.snapshots <= 1
     assert what == "no folder" or not list(program.folder.iterdir())
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 def test_many_events_are_cut_to_the_last_that_fit(
@@ -255,63 +174,6 @@ def test_a_failure_while_another_is_written_does_not_wait(
     assert len(program.files) == 1
 
 
-def test_without_a_folder_of_its_own_it_goes_to_the_cache(cuda: FakeCuda, tmp_path: Path) -> None:
-    program = Program(cuda, tmp_path / "cache" / "oom")
-    cuda.configure(oom_dir=None)
-    program.start()
-    assert program.fail(GIB).endswith(str(program.files[0]))
-    assert oom_snapshot.newest(cuda.settings) == program.files[0]
-
-
-def test_it_can_be_switched_off(cuda: FakeCuda, tmp_path: Path) -> None:
-    program = Program(cuda, tmp_path / "oom")
-    cuda.configure(oom_snapshot=False)
-    program.start()
-    assert not cuda.observers
-    assert program.fail(GIB) == ""
-
-
-def test_torchs_own_allocator_is_watched_where_it_stays(
-    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = Program(cuda, tmp_path / "oom")
-    cuda.configure(enabled=True, record=True)
-    monkeypatch.setattr(config, "is_enabled", lambda: True)
-    fail_to_build(monkeypatch, ShimError("no compiler"))
-    _autoload._autoload()
-    with pytest.warns(VramxWarning, match="not installed"):
-        cuda.initialise()
-    assert program.fail(GIB).endswith(str(program.files[0]))
-    assert len(cuda.observers) == len(cuda.histories) == 1
-
-
-def test_a_torch_without_observers_goes_on(cuda: FakeCuda, tmp_path: Path) -> None:
-    program = Program(cuda, tmp_path / "oom")
-    refuse = "_cuda_attach_out_of_memory_observer"
-    cuda.patch.setattr(torch._C, refuse, lambda _: _raise(RuntimeError("not supported")))
-    program.start()
-    assert vramx.allocator_installed()
-    assert program.fail(GIB) == ""
-
-
-def test_recording_starts_torchs_history_once_and_leaves_the_programs_own(
-    cuda: FakeCuda,
-) -> None:
-    vramx.install_allocator(record=True)
-    assert not cuda.histories  # starting it would initialise CUDA
-    cuda.initialise()
-    assert [each["max_entries"] for each in cuda.histories] == [65_536]
-
-
-def test_late_installation_is_watched_at_once(cuda: FakeCuda, tmp_path: Path) -> None:
-    program = Program(cuda, tmp_path / "oom")
-    cuda.initialise()
-    vramx.install_allocator(late=True)
-    assert program.fail(GIB).endswith(".pickle")
-    vramx.install_allocator(late=True)
-    assert len(cuda.observers) == 1
-
-
 def test_explain_reads_the_newest_and_says_which(program: Program, run: Any) -> None:
     program.fail(GIB)
     program.fail(2 * GIB)
@@ -327,38 +189,3 @@ def test_explain_reads_the_newest_and_says_which(program: Program, run: Any) -> 
 
 def test_explain_without_any_snapshot_is_one_line(program: Program, run: Any) -> None:
     assert_one_line_refusal(*run("explain"), f"left a snapshot in {program.folder}")
-
-
-def test_what_was_held_at_most_is_written_at_exit_also_where_counters_are_set_back(
-    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    at_exit: list[Any] = []
-    held = {0: 5 * GIB, 1: 0}
-    cuda.patch.setattr(peaks.atexit, "register", at_exit.append)
-    cuda.patch.setattr(torch.cuda, "max_memory_reserved", lambda device: held[device])
-    set_back = "_cuda_resetPeakMemoryStats"
-    cuda.patch.setattr(torch._C, set_back, lambda device: held.update({device: 0}), raising=False)
-    cuda.configure(enabled=True, allocator="torch", peaks_dir=tmp_path, oom_snapshot=False)
-    monkeypatch.setattr(config, "is_enabled", lambda: True)
-    _autoload._autoload()
-    cuda.initialise()
-    assert not vramx.allocator_installed()
-    torch._C._cuda_resetPeakMemoryStats(0)
-    held[1] = GIB
-    for action in at_exit:
-        action()
-    assert peaks.read(tmp_path) == peaks.Held(5 * GIB, frozenset({"torch"}))
-
-
-def test_the_limit_holds_for_torchs_own_allocator(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fractions: list[tuple[float, int]] = []
-    cuda.patch.setattr(
-        torch._C, "_cuda_setMemoryFraction", lambda *how: fractions.append(how), raising=False
-    )
-    cuda.configure(enabled=True, allocator="torch", limit="20GiB", oom_snapshot=False)
-    monkeypatch.setattr(config, "is_enabled", lambda: True)
-    _autoload._autoload()
-    cuda.initialise()
-    assert fractions == [(0.25, 0), (0.25, 1)]
