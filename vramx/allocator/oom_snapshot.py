@@ -12,7 +12,8 @@ allocator. So what was written is added where Python makes the exception of it: 
 is, and an error that C++ catches, as cuDNN's search for an algorithm does, is never made.
 
 At most four files a process, then one in ten minutes; one for each size, device and stack; sixteen
-in a folder; 64 MiB each. A failure that has its file already costs a walk up the stack, 20 us.
+in a folder; 64 MiB each. A failure that has its file already costs a microsecond a frame of its
+stack.
 """
 
 from __future__ import annotations
