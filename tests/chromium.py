@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import select
@@ -30,9 +31,16 @@ LIMIT_S = 60.0
 _LOCAL = ("file:", "data:", "blob:", "about:")
 
 
+@functools.cache
 def executable() -> str | None:
-    """Return the browser of this machine, if it has one."""
-    return next((found for name in NAMES if (found := shutil.which(name))), None)
+    """Return the browser of this machine, if it has one that starts."""
+    return next((found for name in NAMES if (found := shutil.which(name)) and _starts(found)), None)
+
+
+def _starts(program: str) -> bool:
+    # Some distributions have a script of the name that only says where to get one.
+    command = [program, "--version"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 class Page:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,8 +38,17 @@ class Recorders:
 
     def _record(self, path: Any, model: Any, optimizer: Any) -> Any:
         self.done.append((path, isinstance(model, nn.Module), optimizer is not None))
-        note = self.done.append
-        return SimpleNamespace(start=lambda: note("start"), stop=lambda: note("stop"))
+        return self._recording()
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[None]:
+        self.done.append("start")
+        try:
+            yield
+        except RuntimeError as error:
+            self.done.append(str(error))
+            raise
+        self.done.append("stop")
 
 
 @pytest.fixture
@@ -171,7 +182,7 @@ def test_lightning_writes_the_recording_of_a_run_that_fails(
     memory = callbacks.LightningMemory(record="run.pickle")
     with pytest.raises(RuntimeError, match="as planned"):
         fit(cuda, memory, tmp_path, [2, 0])
-    assert recorders.done[1:] == ["start", "stop"]
+    assert recorders.done[1:] == ["start", "as planned"]
     assert not track._regions
 
 

@@ -48,4 +48,4 @@ class LightningMemory(StepMemory, _Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Write the recording of a run that fails."""
-        self.end_run()
+        self.end_run(exception)

@@ -35,14 +35,18 @@ class StepMemory:
         if self._record is not None and self._recorder is None:
             record = importlib.import_module("vramx.memory.record").record
             self._recorder = record(self._record, model, optimizer)
-            self._recorder.start()
+            self._recorder.__enter__()
 
-    def end_run(self) -> None:
-        """End the step that is open and the recording, and write it."""
+    def end_run(self, error: BaseException | None = None) -> None:
+        """End the step that is open and the recording, and write it.
+
+        Args:
+            error: what ended the run; that a recording cannot be written is then only a warning.
+        """
         self.end_step()
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
-            recorder.stop()
+            recorder.__exit__(type(error) if error is not None else None, error, None)
 
     def begin_step(self) -> None:
         """Begin a step, and end the one before it if that is open."""
