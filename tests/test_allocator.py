@@ -240,7 +240,7 @@ def test_a_program_of_few_requests_settles_wherever_others_left_gaps(seed: int) 
 
 
 def leave_gaps(device: SimulatedDevice, order: random.Random) -> None:
-    """Leave what other programs of several streams left: free memory of all sizes between blocks."""
+    """Leave what programs of several streams left: free memory of all sizes between blocks."""
     sizes = [512, 4 * KIB, 70_000, 300_000, MIB, 3 * MIB, 8 * MIB, 33 * MIB, 100 * MIB]
     live: list[int] = []
     for _ in range(order.randrange(1, 8)):

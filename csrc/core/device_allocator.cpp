@@ -68,6 +68,7 @@ Result<Address> DeviceAllocator::allocate(Bytes requested, Stream stream, OutOfM
   const StreamIndex index = state_.order.index_of(stream);
   if (!state_.order.is_single()) ask_now_and_then(size, index, lock);
   if (const Placement quick = quick_.take(size, index); quick.address) {
+    if (quick.alias != kNoId) note_asker(index);  // no extent of its own would have served it
     return publish(quick, requested, size, index);
   }
   const Result<Placement> placed = place_slowly(size, index, lock);
