@@ -39,7 +39,7 @@ PYTHON_PARTS = {
     "nn": {*BASE, "compression", "kernels", "patch", "recompute"},
     "recompute": {*BASE, "compression", "patch"},
     "optimizers": {*BASE, "compression", "patch"},
-    "memory": {*BASE, "_core"},
+    "memory": {*BASE, "_core", "compression"},
     "planning": {*BASE, "compression", "nn", "optimizers", "patch", "recompute"},
 }
 EVERY_PART = {*PYTHON_PARTS, "_core"}

@@ -30,6 +30,8 @@ CROSS_STREAM = ("never", "under_pressure", "always")
 TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 # How many processes of a job a launcher (torchrun, Open MPI) started on this host.
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+# The number of this process among all of the job.
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK")
 _SWITCH = {"": None, "0": False, "1": True}
 # The process that `vramx run` becomes; its children find another number there than their own.
 _ROOT_PROCESS = "VRAMX_ROOT_PID"
@@ -65,6 +67,25 @@ def local_ranks() -> int:
     """Return how many processes of this job are on this host, as far as its launcher says."""
     texts = [os.environ.get(name, "") for name in _LOCAL_RANKS]
     return max([1, *(int(text) for text in texts if text.isascii() and text.isdigit())])
+
+
+def rank() -> int | None:
+    """Return this process's number among those of its job, as far as its launcher says."""
+    texts = (os.environ.get(name, "") for name in _RANKS)
+    return next((int(text) for text in texts if text.isascii() and text.isdigit()), None)
+
+
+def cublas_workspace_bytes() -> int | None:
+    """Return the bytes that CUBLAS_WORKSPACE_CONFIG asks for, None where it asks for none.
+
+    It has pairs of a size in KiB and a count, as in ":4096:2:16:8".
+    """
+    words = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "").strip(":").split(":")
+    if len(words) % 2 or not all(word.isascii() and word.isdigit() for word in words):
+        return None
+    numbers = [int(word) for word in words]
+    pairs = zip(numbers[::2], numbers[1::2], strict=True)
+    return sum(size_kib * count for size_kib, count in pairs) << 10
 
 
 @lru_cache(maxsize=1)

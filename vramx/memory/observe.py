@@ -1,0 +1,267 @@
+"""Sees whose memory is whose while a program trains, by hooks that are few and change nothing.
+
+Hooks of torch on every module's call and on every optimizer's step, and a function around the one
+that starts autograd's engine. They are process-wide: nothing is put on a module, a tensor or an
+optimizer, so that copies, pickles, fast paths and compiled code are what they were. Each makes a
+note of a few words; what the notes mean is found out afterwards, by categories.py. A call of a
+module costs some microseconds, a gradient or a state one. In a compiled region modules are not
+called, and its memory is the caller's. Notes are made from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from vramx.compression import packs
+from vramx.memory.categories import (
+    BACKWARD,
+    FORWARD,
+    GRADIENTS,
+    INPUTS,
+    OPTIMIZER,
+    PACKED,
+    PARAMETERS,
+    STEP,
+    Mark,
+    Seen,
+)
+from vramx.memory.history import HistorySource, Tick, clock_ns
+
+_ENGINE = "_engine_run_backward"
+# Between two ticks clocks drift apart by less than a microsecond.
+_TICK_NS = 50_000_000
+
+
+class Observer:
+    """The hooks, and what they noted: marks, what was seen, ticks. Times are `clock_ns`'s."""
+
+    def __init__(
+        self,
+        source: HistorySource,
+        model: nn.Module | None,
+        given: Iterable[torch.optim.Optimizer],
+        most_notes: int,
+    ) -> None:
+        self.marks: deque[Mark] = deque(maxlen=most_notes)
+        self.seen: deque[Seen] = deque(maxlen=most_notes)
+        self.ticks: list[Tick] = []
+        self._source = source
+        self._model = model
+        self._modules = list(model.modules()) if model is not None else []  # their ids stay
+        self._paths = _paths(model)
+        self._names = _names(model)
+        self._optimizers = {id(each): each for each in given}
+        self._states: dict[int, int] = {}  # of an optimizer, how many there were
+        self._handles: list[Any] = []
+        self._engine: Callable[..., Any] | None = None
+        self._backwards = 0
+        self._last_tick_ns = 0
+
+    def start(self) -> None:
+        """Begin to observe, with all that is there already."""
+        self._source.tick()  # the first takes memory from the driver, perhaps
+        self._tick(clock_ns())
+        self.see_all()
+        self._handles = [
+            modules.register_module_forward_pre_hook(self._enter),
+            modules.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
+            optimizers.register_optimizer_step_pre_hook(self._begin_step),
+            optimizers.register_optimizer_step_post_hook(self._end_step),
+        ]
+        self._wrap_engine()
+        packs.watchers.append(self._see_pack)
+
+    def stop(self) -> None:
+        """Take the hooks away; what is alive is seen once more."""
+        if self._see_pack in packs.watchers:
+            packs.watchers.remove(self._see_pack)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._unwrap_engine()
+        self.see_all()
+        self._last_tick_ns = 0
+        self._tick(clock_ns())
+
+    def see_all(self) -> None:
+        """See parameters, buffers, gradients and states, as they are now."""
+        for name, tensor in self._names.values():
+            self._see(tensor, PARAMETERS, name)
+        if self._model is not None:
+            for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+                self._see(tensor, PARAMETERS, name)
+        for optimizer in list(self._optimizers.values()):
+            for parameter in _parameters(optimizer):
+                self._see(parameter, PARAMETERS, self._name(parameter))
+            self._see_states(optimizer)
+        self._see_gradients(self._own_parameters())
+
+    # -- Modules ----------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        label = self._paths.get(id(module)) or f"({type(module).__name__})"
+        records = torch.is_grad_enabled()
+        self.marks.append(Mark(clock_ns(), FORWARD, True, threading.get_ident(), label, records))
+
+    # After a failure torch calls without the keyword arguments.
+    def _leave(self, module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
+        output = kwargs_and_output[-1]
+        if torch.compiler.is_compiling():
+            return
+        now_ns = clock_ns()
+        # Without a result the call has failed, as far as can be told.
+        self.marks.append(
+            Mark(now_ns, FORWARD, False, threading.get_ident(), "", output is not None)
+        )
+        if module is self._model:
+            for leaf in tree_leaves((args, kwargs_and_output[:-1])):
+                self._see(leaf, INPUTS)
+            self._tick(now_ns)
+
+    # -- Backward ---------------------------------------------------------------------------------
+
+    def _wrap_engine(self) -> None:
+        engine = getattr(torch.autograd.graph, _ENGINE, None)
+        if engine is None:  # this torch starts backward elsewhere
+            return
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            thread = threading.get_ident()
+            self.marks.append(Mark(clock_ns(), BACKWARD, True, thread))
+            self._backwards += 1
+            try:
+                return engine(*args, **kwargs)
+            finally:
+                self._backwards -= 1
+                self.marks.append(Mark(clock_ns(), BACKWARD, False, thread))
+                if not self._backwards:
+                    self._see_gradients(self._own_parameters())
+
+        self._engine, self._wrapper = engine, run_backward
+        for place in _engine_places():
+            setattr(place, _ENGINE, run_backward)
+
+    def _unwrap_engine(self) -> None:
+        if self._engine is None:
+            return
+        for place in _engine_places():
+            if getattr(place, _ENGINE) is self._wrapper:  # else another has wrapped this one
+                setattr(place, _ENGINE, self._engine)
+
+    # -- Optimizers -------------------------------------------------------------------------------
+
+    def _begin_step(self, optimizer: Any, *_arguments: Any) -> None:
+        self._optimizers.setdefault(id(optimizer), optimizer)
+        if self._backwards or self._model is None:  # stepped in backward, gradients end there
+            self._see_gradients(_parameters(optimizer))
+        now_ns = clock_ns()
+        self.marks.append(Mark(now_ns, STEP, True, threading.get_ident()))
+        if now_ns - self._last_tick_ns > _TICK_NS:
+            self._tick(now_ns)
+
+    def _end_step(self, optimizer: Any, *_arguments: Any) -> None:
+        self.marks.append(Mark(clock_ns(), STEP, False, threading.get_ident()))
+        count = len(optimizer.state)
+        if self._states.get(id(optimizer)) != count:
+            self._states[id(optimizer)] = count
+            self._see_states(optimizer)
+
+    # -- Tensors ----------------------------------------------------------------------------------
+
+    def _own_parameters(self) -> Iterator[Tensor]:
+        if self._model is not None:
+            yield from self._model.parameters()
+        else:
+            for optimizer in list(self._optimizers.values()):
+                yield from _parameters(optimizer)
+
+    def _name(self, parameter: Tensor) -> str:
+        return self._names.get(id(parameter), ("", parameter))[0]
+
+    def _see_gradients(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None:
+                self._see(gradient, GRADIENTS, self._name(parameter))
+
+    def _see_states(self, optimizer: Any) -> None:
+        for parameter, state in list(optimizer.state.items()):
+            name = self._name(parameter) if isinstance(parameter, Tensor) else ""
+            for key, value in state.items() if isinstance(state, dict) else ((parameter, state),):
+                label = f"{key} of {name}" if name else str(key)
+                for leaf in tree_leaves(value):
+                    self._see(leaf, OPTIMIZER, label)
+
+    def _see_pack(self, buffer: Tensor) -> None:
+        self._see(buffer, PACKED)
+
+    def _see(self, value: Any, category: str, label: str = "") -> None:
+        for tensor in _plain(value):
+            if tensor.device.type != self._source.device_type:
+                continue
+            try:
+                storage = tensor.untyped_storage()
+                address, size = storage.data_ptr(), storage.nbytes()
+            except (RuntimeError, NotImplementedError):
+                continue  # sparse, fake and the like have none
+            if size:
+                self.seen.append(Seen(clock_ns(), address, size, category, label))
+
+    def _tick(self, now_ns: int) -> None:
+        if now_ns - self._last_tick_ns < _TICK_NS:
+            return
+        tick = self._source.tick()
+        if tick is not None:
+            self.ticks.append(tick)
+            self._last_tick_ns = now_ns
+
+
+def _paths(model: nn.Module | None) -> dict[int, str]:
+    """Return the path of each module by its id."""
+    if model is None:
+        return {}
+    root = type(model).__name__
+    return {id(module): path or root for path, module in model.named_modules()}
+
+
+def _names(model: nn.Module | None) -> dict[int, tuple[str, Tensor]]:
+    if model is None:
+        return {}
+    return {id(parameter): (name, parameter) for name, parameter in model.named_parameters()}
+
+
+def _parameters(optimizer: Any) -> Iterator[Tensor]:
+    for group in getattr(optimizer, "param_groups", ()):
+        for parameter in group["params"]:
+            if isinstance(parameter, Tensor):
+                yield parameter
+
+
+def _plain(value: Any) -> Iterator[Tensor]:
+    """Yield the plain tensors of a value: itself, or those inside a subclass."""
+    if not isinstance(value, Tensor):
+        return
+    inner: Any = value
+    if is_traceable_wrapper_subclass(inner):
+        for name in inner.__tensor_flatten__()[0]:
+            yield from _plain(getattr(inner, name))
+    else:
+        yield value
+
+
+def _engine_places() -> list[Any]:
+    """Return the modules that have the function by name."""
+    places = (torch.autograd, torch.autograd.graph)
+    return [place for place in places if hasattr(place, _ENGINE)]
