@@ -193,7 +193,10 @@ class _Timeline:
             else:
                 ended = _close(mark, opened)
                 if ended is not None and ended.kind == FORWARD and ended.outer is None:
-                    last = ended if ended.records or last is None else last
+                    if not ended.completed:
+                        last = None
+                    elif ended.records or last is None:
+                        last = ended
                 elif mark.kind != FORWARD:
                     last = None
             self._times.append(mark.time)

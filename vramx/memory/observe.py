@@ -10,7 +10,9 @@ called, and its memory is the caller's. Notes are made from any thread.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -40,6 +42,8 @@ from vramx.memory.history import HistorySource, Tick, clock_ns
 _ENGINE = "_engine_run_backward"
 # Between two ticks clocks drift apart by less than a microsecond.
 _TICK_NS = 50_000_000
+# Of hooks that are process-wide; these pass compiled modules by.
+_WARNING_OF_COMPILER = r"Using `torch.compile\(module\)` when there are global hooks"
 
 
 class Observer:
@@ -63,6 +67,7 @@ class Observer:
         self._optimizers = {id(each): each for each in given}
         self._states: dict[int, int] = {}  # of an optimizer, how many there were
         self._handles: list[Any] = []
+        self._filter: Any = None
         self._engine: Callable[..., Any] | None = None
         self._backwards = 0
         self._last_tick_ns = 0
@@ -78,6 +83,8 @@ class Observer:
             optimizers.register_optimizer_step_pre_hook(self._begin_step),
             optimizers.register_optimizer_step_post_hook(self._end_step),
         ]
+        warnings.filterwarnings("ignore", message=_WARNING_OF_COMPILER)
+        self._filter = warnings.filters[0]
         self._wrap_engine()
         packs.watchers.append(self._see_pack)
 
@@ -88,6 +95,8 @@ class Observer:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        with contextlib.suppress(ValueError):  # also where the program has its own filters by now
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
         self._unwrap_engine()
         self.see_all()
         self._last_tick_ns = 0
@@ -200,7 +209,7 @@ class Observer:
         for parameter, state in list(optimizer.state.items()):
             name = self._name(parameter) if isinstance(parameter, Tensor) else ""
             for key, value in state.items() if isinstance(state, dict) else ((parameter, state),):
-                label = f"{key} of {name}" if name else str(key)
+                label = f"{name}.{key}" if name else str(key)
                 for leaf in tree_leaves(value):
                     self._see(leaf, OPTIMIZER, label)
 
