@@ -44,6 +44,8 @@ def hooks() -> list[Any]:
         *(list(getattr(modules, name)) for name in ("_global_forward_pre_hooks",)),
         list(modules._global_forward_hooks),
         list(modules._global_forward_hooks_always_called),
+        list(modules._global_forward_hooks_with_kwargs),
+        bool(modules._has_any_global_hook()),
         list(optimizers._global_optimizer_pre_hooks),
         list(optimizers._global_optimizer_post_hooks),
         list(packs.watchers),

@@ -39,6 +39,9 @@ from vramx.memory.categories import (
 )
 from vramx.memory.history import HistorySource, Tick, clock_ns
 
+# torch notes in them how a hook wants to be called, and some releases leave the note when it goes:
+# then every module would be called the long way for good.
+_MARKS_OF_HOOKS = ("_global_forward_hooks_with_kwargs", "_global_forward_hooks_always_called")
 _ENGINE = "_engine_run_backward"
 # Between two ticks clocks drift apart by less than a microsecond.
 _TICK_NS = 50_000_000
@@ -94,6 +97,8 @@ class Observer:
             packs.watchers.remove(self._see_pack)
         for handle in self._handles:
             handle.remove()
+            for table in _MARKS_OF_HOOKS:
+                getattr(modules, table, {}).pop(handle.id, None)
         self._handles = []
         with contextlib.suppress(ValueError):  # also where the program has its own filters by now
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
