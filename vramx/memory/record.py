@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from vramx import config
 from vramx.errors import InvalidValueError, OutputError, VramxError, brief
 from vramx.memory.attribution import add_categories
-from vramx.memory.categories import Log
+from vramx.memory.categories import Log, Mark, Seen
 from vramx.memory.history import TICK_BYTES, Clock, CudaHistory, HistorySource, clock_of
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class Recorder:
         self._max_entries, self._stacks = options
         self._source = source if source is not None else CudaHistory()
         self._observer: Observer | None = None
+        self._was_used = False
 
     def __enter__(self) -> Recorder:
         self.start()
@@ -83,6 +84,8 @@ class Recorder:
         """
         from vramx.memory.observe import Observer
 
+        if self._was_used:
+            raise VramxError("this recording is over; vramx.record makes another")
         _check_folder(self._path.parent)
         with _lock:
             if _active:
@@ -92,13 +95,14 @@ class Recorder:
             self._source.start(self._max_entries, self._stacks)
             _active.append(self)
         observer = Observer(self._source, self._model, self._optimizers, 4 * self._max_entries)
+        self._model, self._optimizers = None, ()  # what the program lets go of is to be gone
         try:
             observer.start()
         except BaseException:
             observer.stop()
             self._end()
             raise
-        self._observer = observer
+        self._observer, self._was_used = observer, True
 
     def stop(self) -> Path:
         """End the recording, write the file and return its path.
@@ -216,8 +220,8 @@ def _log_of(observer: Observer, snapshot: dict[str, Any]) -> Log:
     clock = _clock(observer, snapshot)
     to_us = clock.to_us
     return Log(
-        [mark._replace(time=to_us(mark.time)) for mark in observer.marks.copy()],
-        [seen._replace(time=to_us(seen.time)) for seen in observer.seen.copy()],
+        [Mark(to_us(each[0]), *each[1:]) for each in observer.marks.copy()],
+        [Seen(to_us(each[0]), *each[1:]) for each in observer.seen.copy()],
         clock.error_us,
     )
 
