@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from vramx.compression import packs
@@ -37,6 +36,7 @@ from vramx.memory.categories import (
     STEP,
 )
 from vramx.memory.history import HistorySource, Tick, clock_ns
+from vramx.memory.tensors import fingerprint, parameters_of, plain_tensors, states_of
 
 # torch notes in them how a hook wants to be called, and some releases leave the note when it goes:
 # then every module would be called the long way for good.
@@ -75,7 +75,8 @@ class Observer:
         self._paths = _paths(model)
         self._known: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # parameters, by their ids
         self._optimizers: dict[int, weakref.ref[Any]] = {}
-        self._states: dict[int, int] = {}  # of an optimizer, how many there were
+        self._states: dict[int, int] = {}  # of an optimizer, which they were
+        self._depths: dict[int, int] = {}  # of a thread, how many calls are open
         self._handles: list[Any] = []
         self._filter: Any = None
         self._engine: Callable[..., Any] | None = None
@@ -141,18 +142,21 @@ class Observer:
         reference, label = self._paths.get(id(module), _NO_PATH)
         if reference() is not module:
             label = f"({type(module).__name__})"
-        records = torch.is_grad_enabled()
-        self.marks.append((clock_ns(), FORWARD, True, get_ident(), label, records))
+        thread, records = get_ident(), torch.is_grad_enabled()
+        self._depths[thread] = self._depths.get(thread, 0) + 1
+        self.marks.append((clock_ns(), FORWARD, True, thread, label, records))
 
     # After a failure torch calls without the keyword arguments.
-    def _leave(self, module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
+    def _leave(self, _module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             return
-        now_ns = clock_ns()
+        now_ns, thread = clock_ns(), get_ident()
         # Without a result the call has failed, as far as can be told.
         completed = kwargs_and_output[-1] is not None
-        self.marks.append((now_ns, FORWARD, False, get_ident(), "", completed))
-        if module is self._model():
+        self.marks.append((now_ns, FORWARD, False, thread, "", completed))
+        depth = self._depths[thread] = self._depths.get(thread, 1) - 1
+        if depth <= 0:
+            del self._depths[thread]
             for leaf in tree_leaves((args, kwargs_and_output[:-1])):
                 self._see(leaf, INPUTS)
             self._tick(now_ns)
@@ -193,7 +197,7 @@ class Observer:
         if id(optimizer) not in self._optimizers:
             self._meet(optimizer)
         if self._backwards:  # stepped in backward, and its gradients go before that is over
-            for parameter in _parameters(optimizer):
+            for parameter in parameters_of(optimizer):
                 self._see(parameter.grad, GRADIENTS, self._name(parameter))
         now_ns = clock_ns()
         self.marks.append((now_ns, STEP, True, get_ident(), "", True))
@@ -201,15 +205,13 @@ class Observer:
 
     def _end_step(self, optimizer: Any, *_arguments: Any) -> None:
         self.marks.append((clock_ns(), STEP, False, get_ident(), "", True))
-        count = len(optimizer.state)
-        if self._states.get(id(optimizer)) != count:
-            self._states[id(optimizer)] = count
+        if self._states.get(id(optimizer)) != fingerprint(optimizer):
             self._see_states(optimizer)
 
     def _meet(self, optimizer: Any) -> None:
         with contextlib.suppress(TypeError):  # one that cannot be referred to is seen as it steps
             self._optimizers[id(optimizer)] = weakref.ref(optimizer)
-        self._know(("", parameter) for parameter in _parameters(optimizer))
+        self._know(("", parameter) for parameter in parameters_of(optimizer))
 
     def _met(self) -> Iterator[Any]:
         for reference in list(self._optimizers.values()):
@@ -236,19 +238,18 @@ class Observer:
                 self._see(parameter.grad, GRADIENTS, name)
 
     def _see_states(self, optimizer: Any) -> None:
-        for parameter, state in list(optimizer.state.items()):
+        self._states[id(optimizer)] = fingerprint(optimizer)
+        for parameter, key, value in states_of(optimizer):
             name = self._name(parameter) if isinstance(parameter, Tensor) else ""
-            for key, value in state.items() if isinstance(state, dict) else ((parameter, state),):
-                label = f"{name}.{key}" if name else str(key)
-                for leaf in tree_leaves(value):
-                    self._see(leaf, OPTIMIZER, label)
+            label = f"{name}.{key}" if name else str(key)
+            for leaf in tree_leaves(value):
+                self._see(leaf, OPTIMIZER, label)
 
     def _see_pack(self, buffer: Tensor) -> None:
         self._see(buffer, PACKED)
 
     def _see(self, value: Any, category: str, label: str = "") -> None:
-        plain = (value,) if type(value) in _TENSORS else _plain(value)
-        for tensor in plain:
+        for tensor in (value,) if type(value) in _TENSORS else plain_tensors(value):
             if tensor.device.type != self._source.device_type:
                 continue
             try:
@@ -274,25 +275,6 @@ def _paths(model: nn.Module | None) -> dict[int, tuple[Any, str]]:
         return {}
     root = type(model).__name__
     return {id(each): (weakref.ref(each), path or root) for path, each in model.named_modules()}
-
-
-def _parameters(optimizer: Any) -> Iterator[Tensor]:
-    for group in getattr(optimizer, "param_groups", ()):
-        for parameter in group["params"]:
-            if isinstance(parameter, Tensor):
-                yield parameter
-
-
-def _plain(value: Any) -> Iterator[Tensor]:
-    """Yield the plain tensors of a value: itself, or those inside a subclass."""
-    if not isinstance(value, Tensor):
-        return
-    inner: Any = value
-    if is_traceable_wrapper_subclass(inner):
-        for name in inner.__tensor_flatten__()[0]:
-            yield from _plain(getattr(inner, name))
-    else:
-        yield value
 
 
 def _engine_places() -> list[Any]:
