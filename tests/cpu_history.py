@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vramx.memory.history import TICK_BYTES, Tick, clock_ns
+from vramx.memory.tensors import plain_tensors
 
 FRAMES = [{"name": "step", "filename": "train.py", "line": 7}]
 
@@ -76,9 +77,11 @@ class CpuHistory(TorchDispatchMode):
         return result
 
     def _see(self, leaf: Any, *, is_new: bool) -> None:
-        if not isinstance(leaf, Tensor):
-            return
-        storage = leaf.untyped_storage()
+        for tensor in plain_tensors(leaf):
+            self._see_plain(tensor, is_new=is_new)
+
+    def _see_plain(self, tensor: Tensor, *, is_new: bool) -> None:
+        storage = tensor.untyped_storage()
         key, address, size = id(storage), storage.data_ptr(), storage.nbytes()
         if not size or key in self._refs:
             return

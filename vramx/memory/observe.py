@@ -249,14 +249,15 @@ class Observer:
         self._see(buffer, PACKED)
 
     def _see(self, value: Any, category: str, label: str = "") -> None:
-        for tensor in (value,) if type(value) in _TENSORS else plain_tensors(value):
+        is_plain = type(value) in _TENSORS and value.layout is torch.strided
+        for tensor in (value,) if is_plain else plain_tensors(value):
             if tensor.device.type != self._source.device_type:
                 continue
             try:
                 storage = tensor.untyped_storage()
                 address, size = storage.data_ptr(), storage.nbytes()
             except (RuntimeError, NotImplementedError):
-                continue  # sparse, fake and the like have none
+                continue  # fake ones and the like have none
             if size:
                 self.seen.append((clock_ns(), address, size, category, label))
 
