@@ -18,6 +18,7 @@ from record_tools import (
 )
 
 from vramx.memory import categories as names
+from vramx.memory.holders import category_tree
 from vramx.memory.snapshot import Snapshot
 from vramx.memory.trace import load_trace
 
@@ -111,3 +112,50 @@ def test_explain_says_what_memory_is_for(
     _, out, _ = run("explain", path)
     assert "is for" in out
     assert "optimizer" in out
+
+
+# --- files that others wrote ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        7,
+        {},
+        {"schema": 2, "labels": ["", "a"]},
+        {"schema": 1},
+        {"schema": 1, "labels": []},
+        {"schema": 1, "labels": [7, None], "devices": 7, "outside_bytes": {}},
+        {"schema": 1, "labels": ["", "a"], "devices": [7], "outside_bytes": ["x"]},
+        {"schema": 1, "labels": ["", "a"], "devices": [{"events": {}, "blocks": 9}]},
+        {"schema": 1, "labels": ["", "a"], "devices": [{"events": [9, -1, "x"], "blocks": [[1]]}]},
+        {"schema": 1, "labels": ["", "a"], "devices": [{"events": [], "blocks": [[{}, 1]]}]},
+    ],
+)
+def test_what_is_odd_in_a_file_is_passed_over(
+    own: Any, recorded: dict[str, Any], path: Path
+) -> None:
+    path.write_bytes(pickle.dumps({**recorded, "vramx": own}, protocol=4))
+    snapshot = Snapshot.load(path)
+    assert snapshot.outside_bytes is None
+    assert names.OPTIMIZER in snapshot.categories  # which stand on the events themselves
+    tree = category_tree(snapshot, snapshot.peak_event)
+    assert tree.bytes == snapshot.live_bytes_at(snapshot.peak_event)
+
+
+def test_categories_that_are_no_text_are_none(recorded: dict[str, Any], path: Path) -> None:
+    for entry in recorded["device_traces"][0]:
+        entry["category"] = 7
+    for segment in recorded["segments"]:
+        for block in segment["blocks"]:
+            block["category"] = [1]
+    path.write_bytes(pickle.dumps(recorded, protocol=4))
+    assert not Snapshot.load(path).has_categories
+
+
+def test_text_that_moves_the_cursor_is_made_harmless(recorded: dict[str, Any], path: Path) -> None:
+    recorded["device_traces"][0][0]["category"] = "\x1b[2J"
+    recorded["vramx"]["labels"][1] = "\x1b[2J"
+    path.write_bytes(pickle.dumps(recorded, protocol=4))
+    snapshot = Snapshot.load(path)
+    assert all(text.isprintable() for text in (*snapshot.categories, *snapshot.labels))
