@@ -69,8 +69,9 @@ class CpuHistory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            self._see(leaf, is_new=False)
+        if func is not torch.ops.aten.lift_fresh.default:  # of torch.tensor, which is new
+            for leaf in tree_leaves((args, kwargs)):
+                self._see(leaf, is_new=False)
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             self._see(leaf, is_new=True)
