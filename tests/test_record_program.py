@@ -27,6 +27,7 @@ from torch.nn.modules import module as modules
 
 import vramx
 from vramx.memory import categories as names
+from vramx.memory.history import TICK_BYTES, CudaHistory
 from vramx.memory.snapshot import Snapshot
 
 
@@ -224,3 +225,43 @@ def test_what_is_not_accepted_is_named(arguments: dict[str, Any], said: str, pat
 def test_a_folder_that_is_not_there_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(vramx.VramxError, match="is no folder"):
         recorder(tmp_path / "gone" / "run.pickle", CpuHistory()).start()
+
+
+def test_a_tick_that_finds_no_memory_is_no_failure_of_the_program(path: Path) -> None:
+    class Full(CpuHistory):
+        def tick(self) -> None:
+            self._log("oom", 0, TICK_BYTES)
+
+    model, source = residuals(), Full()
+    with recorder(path, source, model):
+        model(*features()[0])
+        source._log("oom", 0, 1 << 40)
+    snapshot = Snapshot.load(path)
+    assert [failure.size_bytes for failure in snapshot.failures] == [1 << 40]
+    assert names.PARAMETERS in snapshot.categories
+
+
+def test_torch_starts_a_history_with_the_words_that_it_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+
+    def older(
+        enabled: Any = "all",
+        context: Any = "all",
+        stacks: str = "all",
+        max_entries: int = 1,
+        device: Any = None,
+    ) -> None:
+        asked.append((enabled, context, stacks, max_entries))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: False, raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", older)
+    CudaHistory().start(77, "python")
+    assert asked == [("all", "alloc", "python", 77)]
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: True, raising=False)
+    with pytest.raises(vramx.VramxError, match="being recorded already"):
+        CudaHistory().start(77, "python")
+    assert len(asked) == 1

@@ -24,8 +24,9 @@ TICK_BYTES = 499
 # Of one whose time is not known better than to the day's clock, which may have been set meanwhile.
 _COARSE_ERROR_US = 200.0
 _KIB = 1024
-# What torch gives cuBLAS: bytes by the first generation of GPUs that has as much.
-_CUBLAS_BYTES = {0: (4096 * 2 + 16 * 8) * _KIB, 9: 4096 * 8 * _KIB}
+# What torch gives cuBLAS on GPUs before Hopper, on Hopper, and one or the other on those after it.
+_CUBLAS_BYTES = (4096 * 2 + 16 * 8) * _KIB, 4096 * 8 * _KIB
+_HOPPER = 9
 
 
 class Tick(NamedTuple):
@@ -117,12 +118,10 @@ class CudaHistory:
             return (asked,)
         devices = range(torch.cuda.device_count())
         generations = {torch.cuda.get_device_capability(device)[0] for device in devices}
-        return tuple(
-            {
-                _CUBLAS_BYTES[max(first for first in _CUBLAS_BYTES if first <= generation)]
-                for generation in generations
-            }
-        )
+        before, hopper = _CUBLAS_BYTES
+        has_before = any(generation != _HOPPER for generation in generations)
+        has_hopper = any(generation >= _HOPPER for generation in generations)
+        return (before,) * has_before + (hopper,) * has_hopper
 
     def outside_bytes(self) -> list[int]:
         import torch
@@ -148,12 +147,15 @@ def clock_of(ticks: Sequence[Tick], entries: Sequence[tuple[int, float]]) -> Clo
 
     Args:
         ticks: in order of time.
-        entries: address and time in us of the allocations of TICK_BYTES in the history.
+        entries: address and time in us of the history's allocations of TICK_BYTES, in order.
     """
+    by_address: dict[int, list[float]] = {}
+    for address, when_us in entries:
+        by_address.setdefault(address, []).append(when_us)
     pairs = [
-        ((tick.begin_ns + tick.end_ns) / 2, when_us + 0.5, (tick.end_ns - tick.begin_ns) / 2000)
+        ((tick.begin_ns + tick.end_ns) / 2, found_us + 0.5, (tick.end_ns - tick.begin_ns) / 2000)
         for tick in ticks
-        if (when_us := _entry_of(tick, entries)) is not None
+        for found_us in _nearest(by_address.get(tick.address, []), tick.epoch_ns / 1000)
     ]
     if not pairs:
         known = ticks or (Tick(clock_ns(), clock_ns(), time.time_ns(), 0),)
@@ -165,10 +167,11 @@ def clock_of(ticks: Sequence[Tick], entries: Sequence[tuple[int, float]]) -> Clo
     return Clock(_Line(begins, times), max(errors) + 1.0)  # the history has whole microseconds
 
 
-def _entry_of(tick: Tick, entries: Sequence[tuple[int, float]]) -> float | None:
-    expected_us = tick.epoch_ns / 1000
-    same = (when_us for address, when_us in entries if address == tick.address)
-    return min(same, key=lambda when_us: abs(when_us - expected_us), default=None)
+def _nearest(times_us: list[float], expected_us: float) -> list[float]:
+    """Return that of some times in order which is the nearest to one, if there are any."""
+    place = bisect_left(times_us, expected_us)
+    nearby = times_us[max(0, place - 1) : place + 1]
+    return sorted(nearby, key=lambda when_us: abs(when_us - expected_us))[:1]
 
 
 class _Line:

@@ -69,7 +69,7 @@ class Observer:
     ) -> None:
         self.marks: deque[tuple[int, str, bool, int, str, bool]] = deque(maxlen=most_notes)
         self.seen: deque[tuple[int, int, int, str, str]] = deque(maxlen=most_notes)
-        self.ticks: list[Tick] = []
+        self.ticks: deque[Tick] = deque(maxlen=most_notes)
         self._source = source
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self._paths = _paths(model)

@@ -233,7 +233,7 @@ def _clock(observer: Observer, snapshot: dict[str, Any]) -> Clock:
         for entry in trace
         if entry["action"] == "alloc" and entry["size"] == TICK_BYTES
     ]
-    return clock_of(observer.ticks, entries)
+    return clock_of(list(observer.ticks), sorted(entries, key=lambda entry: entry[1]))
 
 
 def _drop_own_failures(snapshot: dict[str, Any]) -> None:
