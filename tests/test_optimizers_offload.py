@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -357,6 +359,30 @@ def test_a_full_host_leaves_states_where_they_are(link: LateLink) -> None:
     assert len(told) == 1
     pair.step(1)
     pair.expect_alike()
+
+
+def test_the_slots_go_with_the_step_and_wait_for_no_collection_of_garbage(link: LateLink) -> None:
+    slots: list[weakref.ref[torch.Tensor]] = []
+    allocate = link.allocate
+
+    def noted(nbytes: int) -> torch.Tensor:
+        slot = allocate(nbytes)
+        slots.append(weakref.ref(slot))
+        return slot
+
+    link.allocate = noted  # type: ignore[method-assign]
+    network = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    optimizer = vramx.offload_optimizer(torch.optim.AdamW(network.parameters()), **OPTIONS)
+    gc.disable()
+    try:
+        for _ in range(2):
+            network(torch.ones(2, 16)).sum().backward()
+            optimizer.step()
+        optimizer.state_dict()  # all copies are done
+        assert len(slots) == stream.SLOTS
+        assert [slot() for slot in slots] == [None] * stream.SLOTS
+    finally:
+        gc.enable()
 
 
 def test_an_optimizer_that_sums_over_all_parameters_is_refused(link: LateLink) -> None:

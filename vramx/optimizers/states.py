@@ -12,6 +12,7 @@ of streams. Not thread-safe.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -157,10 +158,12 @@ def _viewed(value: Any, offsets: Sequence[int | None], memory: Tensor) -> Any:
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a value with its plain tensors changed; what cannot be taken apart stays."""
+    return tree_map(functools.partial(_changed, change), value)
 
-    def changed(leaf: Any) -> Any:
-        if is_traceable_wrapper_subclass(leaf):
-            return transform_subclass(leaf, lambda _, inner: changed(inner))
-        return change(leaf) if type(leaf) is Tensor else leaf
 
-    return tree_map(changed, value)
+# A function inside mapped() that calls itself would be a cycle, and keep until the next collection
+# of garbage what `change` holds: a slot of the device.
+def _changed(change: Callable[[Tensor], Tensor], leaf: Any) -> Any:
+    if is_traceable_wrapper_subclass(leaf):
+        return transform_subclass(leaf, lambda _, inner: _changed(change, inner))
+    return change(leaf) if type(leaf) is Tensor else leaf
