@@ -176,6 +176,28 @@ def test_packs_are_what_the_compression_keeps(path: Path) -> None:
     del given
 
 
+def test_packs_of_fused_modules_are_packed(path: Path) -> None:
+    import torch
+    from torch import nn
+
+    from vramx.nn import Linear, RMSNorm, SiLU
+
+    plain = nn.Sequential(nn.RMSNorm(512), nn.Linear(512, 512), nn.SiLU()).cuda()
+    fused = nn.Sequential(RMSNorm(512), Linear(512, 512), SiLU()).cuda()
+    x = torch.randn(4096, 512, device="cuda", dtype=torch.bfloat16)
+    kept = []
+    for model in (plain.bfloat16(), fused.bfloat16()):
+        with vramx.record(path, model):
+            out = model(x)
+            given = sign()
+            out.sum().backward()
+        snapshot = vramx.Snapshot.load(path)
+        kept.append(by_category(snapshot, event_of_sign(snapshot)))
+        del given
+    assert names.PACKED not in kept[0]
+    assert 0 < kept[1][names.PACKED] < kept[0][names.ACTIVATIONS]
+
+
 def test_a_workspace_of_cublas_is_told_apart(path: Path) -> None:
     import torch
 
