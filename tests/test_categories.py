@@ -189,6 +189,18 @@ def test_calls_of_several_threads_end_each_by_itself() -> None:
     assert found(25, 28, marks).label == "b"
 
 
+def test_a_module_that_calls_backward_itself_has_activations() -> None:
+    marks = [
+        *(begin(10, FORWARD, "trainer"), begin(12, FORWARD, "model"), end(20, FORWARD)),
+        *(begin(30, BACKWARD), end(40, BACKWARD), end(50, FORWARD)),
+    ]
+    assert found(15, 35, marks) == Found(ACTIVATIONS, "model")
+    assert found(25, 35, marks) == Found(ACTIVATIONS, "trainer")
+    assert found(15, 18, marks) == Found(TEMPORARIES, "model")
+    assert found(35, 38, marks) == Found(TEMPORARIES, "(backward)")
+    assert found(45, 48, marks) == Found(TEMPORARIES, "trainer")
+
+
 # --- addresses that are used again ----------------------------------------------------------------
 
 

@@ -7,8 +7,8 @@ names. Each allocation has exactly one category, by the first of these rules tha
 
     1  what it was seen to be: parameters, gradients, optimizer, packed
     2  workspaces: never freed, of the size of a library's workspace, and not made between calls
-    3  made in a module's forward: activations, if it outlives the outermost call and that call
-       recorded a graph; else temporaries
+    3  made in a module's forward: activations, if it outlives the outermost call (or is alive when
+       backward begins within that) and that call recorded a graph; else temporaries
     4  made in backward or in an optimizer's step: temporaries
     5  inputs, if it was seen as an argument of the model
     6  made between the forward and the backward that follows it: activations, if it is alive when
@@ -156,21 +156,11 @@ def _found(
     if never_freed and allocation.size_bytes in workspaces and (is_early or span is not None):
         return Found(WORKSPACES)
     if span is not None:
-        is_kept = span.kind == FORWARD and _outlives(allocation, span)
+        is_kept = span.kind == FORWARD and timeline.outlives(allocation, span)
         return Found(ACTIVATIONS if is_kept else TEMPORARIES, label)
     if INPUTS in seen:
         return Found(INPUTS, seen[INPUTS])
     return timeline.between(allocation)
-
-
-def _outlives(allocation: Allocation, span: _Span) -> bool:
-    """Say whether what was made in a call is there when the outermost call is over."""
-    outermost = span.outermost()
-    if not outermost.records:
-        return False
-    if not outermost.completed and not span.completed:
-        return False
-    return allocation.died > outermost.end or allocation.died == math.inf
 
 
 class _Timeline:
@@ -185,6 +175,7 @@ class _Timeline:
         self._marks = marks
         self._current: list[_Span | None] = []
         self._last_forward: list[_Span | None] = []  # outermost, the last that has ended
+        self._backwards = [m.time for m in marks if m.kind == BACKWARD and m.begins]
         opened: list[tuple[int, _Span]] = []
         last = None
         for mark in marks:
@@ -206,6 +197,21 @@ class _Timeline:
     def at(self, time: float) -> _Span | None:
         index = bisect_right(self._times, time) - 1
         return self._current[index] if index >= 0 else None
+
+    def outlives(self, allocation: Allocation, span: _Span) -> bool:
+        """Say whether what was made in a call is there when the outermost call is over.
+
+        Or when backward begins, where that is called within it.
+        """
+        outermost = span.outermost()
+        if not outermost.records:
+            return False
+        following = bisect_right(self._backwards, allocation.born)
+        if following < len(self._backwards) and self._backwards[following] < outermost.end:
+            return allocation.died > self._backwards[following]
+        if not outermost.completed and not span.completed:
+            return False
+        return allocation.died > outermost.end or allocation.died == math.inf
 
     def between(self, allocation: Allocation) -> Found:
         """Return what an allocation is that was made in no span."""
