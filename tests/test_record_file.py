@@ -74,6 +74,22 @@ def test_what_the_device_holds_outside_of_torch_is_in_the_file(
     assert Snapshot.load(path).outside_bytes == 12345
 
 
+def test_the_file_is_whole_or_not_there(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    path.write_bytes(b"before")
+    recording = recorder(path, CpuHistory())
+    recording.start()
+    torch.zeros(4)
+    monkeypatch.setattr(pickle, "dump", fail)
+    with pytest.raises(KeyboardInterrupt):
+        recording.stop()
+    assert [(file.name, file.read_bytes()) for file in path.parent.iterdir()] == [
+        ("run.pickle", b"before")
+    ]
+
+
 def test_each_rank_writes_its_own_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     with recorder(path, CpuHistory()):

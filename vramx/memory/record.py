@@ -15,7 +15,6 @@ import contextlib
 import logging
 import os
 import pickle
-import tempfile
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -267,17 +266,14 @@ def _check_folder(folder: Path) -> None:
 
 def _write(path: Path, snapshot: dict[str, Any]) -> None:
     """Write the file whole or not at all."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror or error}") from None
-    try:
-        with os.fdopen(handle, "wb") as file:
+        with part.open("wb") as file:
             pickle.dump(snapshot, file, protocol=_PICKLE_PROTOCOL)
-        os.replace(name, path)
+        os.replace(part, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            os.unlink(name)
+            part.unlink()
         if isinstance(error, OSError):
             raise OutputError(f"{path} cannot be written: {error.strerror or error}") from None
         raise
