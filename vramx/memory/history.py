@@ -149,13 +149,9 @@ def clock_of(ticks: Sequence[Tick], entries: Sequence[tuple[int, float]]) -> Clo
         ticks: in order of time.
         entries: address and time in us of the history's allocations of TICK_BYTES, in order.
     """
-    by_address: dict[int, list[float]] = {}
-    for address, when_us in entries:
-        by_address.setdefault(address, []).append(when_us)
     pairs = [
-        ((tick.begin_ns + tick.end_ns) / 2, found_us + 0.5, (tick.end_ns - tick.begin_ns) / 2000)
-        for tick in ticks
-        for found_us in _nearest(by_address.get(tick.address, []), tick.epoch_ns / 1000)
+        ((tick.begin_ns + tick.end_ns) / 2, when_us + 0.5, (tick.end_ns - tick.begin_ns) / 2000)
+        for tick, when_us in _matched(ticks, entries)
     ]
     if not pairs:
         known = ticks or (Tick(clock_ns(), clock_ns(), time.time_ns(), 0),)
@@ -167,11 +163,18 @@ def clock_of(ticks: Sequence[Tick], entries: Sequence[tuple[int, float]]) -> Clo
     return Clock(_Line(begins, times), max(errors) + 1.0)  # the history has whole microseconds
 
 
-def _nearest(times_us: list[float], expected_us: float) -> list[float]:
-    """Return that of some times in order which is the nearest to one, if there are any."""
-    place = bisect_left(times_us, expected_us)
-    nearby = times_us[max(0, place - 1) : place + 1]
-    return sorted(nearby, key=lambda when_us: abs(when_us - expected_us))[:1]
+def _matched(
+    ticks: Sequence[Tick], entries: Sequence[tuple[int, float]]
+) -> list[tuple[Tick, float]]:
+    """Return the ticks that the history still has, with their times: of each address the last."""
+    by_address: dict[int, list[float]] = {}
+    for address, when_us in entries:
+        by_address.setdefault(address, []).append(when_us)
+    matched = []
+    for tick in reversed(ticks):
+        if left := by_address.get(tick.address):
+            matched.append((tick, left.pop()))
+    return matched[::-1]
 
 
 class _Line:

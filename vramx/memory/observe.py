@@ -46,6 +46,7 @@ _TENSORS = (Tensor, nn.Parameter)
 _ENGINE = "_engine_run_backward"
 # Between two ticks clocks drift apart by less than a microsecond.
 _TICK_NS = 50_000_000
+_TRIES = 5
 # Of hooks that are process-wide; these pass compiled modules by.
 _WARNING_OF_COMPILER = r"Using `torch.compile\(module\)` when there are global hooks"
 
@@ -82,6 +83,7 @@ class Observer:
         self._engine: Callable[..., Any] | None = None
         self._backwards = 0
         self._last_tick_ns = 0
+        self._least_width_ns = 1 << 62
         if model is not None:
             self._know(model.named_parameters())
         for optimizer in given:
@@ -264,10 +266,16 @@ class Observer:
     def _tick(self, now_ns: int) -> None:
         if now_ns - self._last_tick_ns < _TICK_NS:
             return
-        tick = self._source.tick()
-        if tick is not None:
+        for _ in range(_TRIES):  # one that was interrupted tells little
+            tick = self._source.tick()
+            if tick is None:
+                return
             self.ticks.append(tick)
             self._last_tick_ns = now_ns
+            width_ns = tick.end_ns - tick.begin_ns
+            self._least_width_ns = min(self._least_width_ns, width_ns)
+            if len(self.ticks) >= _TRIES and width_ns <= 2 * self._least_width_ns:
+                return
 
 
 def _paths(model: nn.Module | None) -> dict[int, tuple[Any, str]]:
