@@ -106,7 +106,8 @@ def test_the_workspace_of_cublas_is_what_torch_takes_it_for(
 
 
 def test_a_rank_is_a_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
+    for name in ("RANK", "PMI_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "5")
     assert config.rank() == 5
     monkeypatch.setenv("RANK", "3")
@@ -115,3 +116,12 @@ def test_a_rank_is_a_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.rank() == 5
     monkeypatch.delenv("OMPI_COMM_WORLD_RANK")
     assert config.rank() is None
+
+
+def test_the_snapshots_of_failures_can_be_moved_and_switched_off() -> None:
+    moved = config.parse({"VRAMX_OOM_DIR": "~/dumps", "VRAMX_OOM_SNAPSHOT": "0"})
+    assert moved.oom_dir == Path("~/dumps").expanduser()
+    assert not moved.oom_snapshot
+    assert config.parse({}).oom_snapshot
+    with pytest.raises(InvalidValueError, match="VRAMX_OOM_SNAPSHOT='no'"):
+        config.parse({"VRAMX_OOM_SNAPSHOT": "no"})
