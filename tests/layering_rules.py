@@ -40,7 +40,7 @@ PYTHON_PARTS = {
     "nn": {*BASE, "compression", "kernels", "patch", "recompute"},
     "recompute": {*BASE, "compression", "patch"},
     "optimizers": {*BASE, "compression", "patch"},
-    "memory": {*BASE, "_core"},
+    "memory": {*BASE, "_core", "compression"},
     "testing": {*BASE, "memory"},
     "callbacks": {*BASE, "memory"},
     "planning": {*BASE, "compression", "nn", "optimizers", "patch", "recompute"},

@@ -78,10 +78,23 @@ def local_ranks() -> int:
     return max([1, *(int(text) for text in texts if text.isascii() and text.isdigit())])
 
 
-def rank() -> int:
-    """Return the number of this process in its job, 0 where no launcher gave it one."""
-    texts = [os.environ.get(name, "") for name in _RANKS]
-    return next((int(text) for text in texts if text.isascii() and text.isdigit()), 0)
+def rank() -> int | None:
+    """Return this process's number among those of its job, as far as its launcher says."""
+    texts = (os.environ.get(name, "") for name in _RANKS)
+    return next((int(text) for text in texts if text.isascii() and text.isdigit()), None)
+
+
+def cublas_workspace_bytes() -> int | None:
+    """Return the bytes that CUBLAS_WORKSPACE_CONFIG asks for, None where it asks for none.
+
+    It has pairs of a size in KiB and a count, as in ":4096:2:16:8".
+    """
+    words = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "").strip(":").split(":")
+    if len(words) % 2 or not all(word.isascii() and word.isdigit() for word in words):
+        return None
+    numbers = [int(word) for word in words]
+    pairs = zip(numbers[::2], numbers[1::2], strict=True)
+    return sum(size_kib * count for size_kib, count in pairs) << 10
 
 
 @lru_cache(maxsize=1)

@@ -103,6 +103,11 @@ def _parts(why: Explanation, events: int, count: int) -> list[Any]:
     return [
         _heading(why, events),
         *_facts(why),
+        *(
+            [snapshots.holders_table("is for", why.categories, why.at.live_bytes)]
+            if why.categories
+            else []
+        ),
         snapshots.holders_table("held by", cut(why.holders, count), why.at.live_bytes),
         _remedies(why),
         _fidelity(why) if events > why.failures else _NO_HISTORY,

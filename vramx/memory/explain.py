@@ -87,6 +87,7 @@ class Explanation:
     enough_from_bytes: int  # the capacity from which on enough was free, in whatever pieces
     capacity: Capacity | None
     holders: tuple[Holder, ...]
+    categories: tuple[Holder, ...]  # none where the file does not have them
     recorded_policy: str
     remedies: tuple[Remedy, ...]
     fidelity: Fidelity
@@ -95,6 +96,7 @@ class Explanation:
         """Return plain values under the keys of the JSON report."""
         report = dataclasses.asdict(self)
         report["holders"] = [each.to_dict() for each in self.holders]
+        report["categories"] = [each.to_dict() for each in self.categories]
         if self.request is not None:
             report["request"]["stack"] = [frame._asdict() for frame in self.request.stack]
         return report
@@ -142,6 +144,7 @@ def explain(
         enough_from_bytes=enough_from,
         capacity=limit,
         holders=tuple(holders(snapshot, event)),
+        categories=tuple(holders(snapshot, event, "category")) if snapshot.has_categories else (),
         recorded_policy=snapshot.recorded_policy,
         remedies=tuple(
             _remedy(trace, policy, limit, policy == snapshot.recorded_policy, progress)
