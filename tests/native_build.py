@@ -28,7 +28,8 @@ SANITIZERS = {"asan": "address,undefined", "tsan": "thread"}
 # The address sanitizer reports a null pointer by itself; to ask for one at each use of a member
 # takes a fifth of the time that the core takes to compile. Another fifth goes into the words for
 # undefined behaviour, so that it is an illegal instruction, of which the address sanitizer tells
-# the line (see OPTIONS in test_native.py).
+# the line (see OPTIONS in test_native.py). Of a call on an object of another type, which takes such
+# words, nothing is told.
 CHECKS = "-g1 -fno-sanitize-recover=all -fno-sanitize=null -fsanitize-undefined-trap-on-error"
 BUILDS = {
     **{kind: f"-fsanitize={s} {CHECKS}" for kind, s in SANITIZERS.items()},
