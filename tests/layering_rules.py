@@ -115,20 +115,53 @@ def includes_go_down(root: Path) -> list[str]:
 
 
 def core_stands_alone(root: Path) -> list[str]:
-    """Compile each header of the core by itself, with nothing but csrc to include from."""
-    headers = sorted(path.name for path in (root / "csrc" / "core").glob("*.h"))
+    """Compile each header of the core with nothing before it but what it includes itself."""
+    chains = _chains({path: text for path, text in cpp_files(root) if _is_core_header(path)})
     with ThreadPoolExecutor(max_workers=2) as pool:
-        outputs = pool.map(lambda name: _syntax_errors(root, f"core/{name}"), headers)
+        outputs = pool.map(lambda chain: _syntax_errors(root, chain), chains)
         return [
-            f"csrc/core/{name}: {text}" for name, text in zip(headers, outputs, strict=True) if text
+            f"csrc/{chain[-1]}: {text}" for chain, text in zip(chains, outputs, strict=True) if text
         ]
 
 
-def _syntax_errors(root: Path, header: str) -> str:
+def _is_core_header(path: str) -> bool:
+    return layer_of(path) == "core" and path.endswith(".h")
+
+
+def _chains(headers: dict[str, str]) -> list[list[str]]:
+    """Share headers out among lists in which each includes, also through others, those before it.
+
+    So that one compilation, in which they follow each other, serves for a list.
+    """
+    below = {path: _included(path, headers) for path in headers}
+    waiting = sorted(headers, key=lambda path: len(below[path]))
+    chains = []
+    while waiting:
+        chain = [waiting.pop()]
+        for path in reversed(waiting):
+            if path in below[chain[0]]:
+                chain.insert(0, path)
+        waiting = [path for path in waiting if path not in chain]
+        chains.append(chain)
+    return chains
+
+
+def _included(path: str, headers: dict[str, str]) -> set[str]:
+    """Return which of these headers one includes, also through others."""
+    found: set[str] = set()
+    reached = [path]
+    while reached:
+        names = {name for _, name in includes_of(headers[reached.pop()])}
+        reached += (names & headers.keys()) - found
+        found |= names & headers.keys()
+    return found
+
+
+def _syntax_errors(root: Path, headers: list[str]) -> str:
     command = ["g++", "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", f"-I{root / 'csrc'}"]
     done = subprocess.run(
         [*command, "-x", "c++", "-"],
-        input=f'#include "{header}"\n',
+        input="".join(f'#include "{header}"\n' for header in headers),
         env={"PATH": os.defpath, "LC_ALL": "C"},  # no CPATH that would bring other headers in
         capture_output=True,
         text=True,

@@ -1,23 +1,19 @@
-"""Builds torch's shim beside a stand-in for CUDA, and runs tests of it in processes of their own.
+"""Builds torch's shim beside a stand-in for CUDA, and calls it.
 
 The shim is the real one, compiled for the installed torch; libc10 is that torch's. tests/torch_stub
 supplies what a torch without CUDA lacks, and an allocator in the place of torch's own. Built once
-for the sources as they are, also where tests of several processes want it at the same time; a
-process that was started for a test installs it once, as any does.
+for the sources as they are, also where tests of several processes want it at the same time.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
-import importlib
 import importlib.util
 import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -274,26 +270,3 @@ def raises(start: str) -> Iterator[list[str]]:
         texts.append(str(error))
     assert texts, "nothing was raised"
     assert texts[0].startswith(start), texts[0]
-
-
-def in_own_process(test: Callable[[Bench], None]) -> Callable[[], None]:
-    """Run a test of a Bench in a process that nothing was installed in."""
-
-    # No functools.wraps: pytest would look for a fixture of the name of the test's parameter.
-    def run() -> None:
-        libraries()  # here, where compiling may take its time
-        command = [sys.executable, __file__, test.__module__, test.__name__]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}{done.stderr}"
-
-    functools.update_wrapper(run, test, assigned=("__module__", "__name__", "__doc__"))
-    run.test = test  # type: ignore[attr-defined]
-    del run.__wrapped__  # type: ignore[attr-defined]
-    return run
-
-
-if __name__ == "__main__":
-    sys.path.append(str(ROOT))  # where vramx is not installed
-    module = importlib.import_module(sys.argv[1])
-    bench = importlib.import_module("shim_build").Bench()  # the module that the test imports
-    getattr(module, sys.argv[2]).test(bench)

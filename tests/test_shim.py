@@ -19,7 +19,6 @@ from shim_build import (
     STREAM,
     Bench,
     has_cuda_libraries,
-    in_own_process,
     installed,
     libraries,
     missing,
@@ -27,6 +26,7 @@ from shim_build import (
     syntax_errors,
     torch_folder,
 )
+from shim_process import in_own_process
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"cannot compile the shim: {missing()}")
 

@@ -14,13 +14,13 @@ from shim_build import (
     SIDE_STREAM,
     STREAM,
     Bench,
-    in_own_process,
     in_pool,
     installed,
     missing,
     raises,
     stat,
 )
+from shim_process import in_own_process
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"cannot compile the shim: {missing()}")
 

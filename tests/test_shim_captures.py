@@ -16,10 +16,10 @@ from shim_build import (
     SIDE_STREAM,
     STREAM,
     Bench,
-    in_own_process,
     installed,
     missing,
 )
+from shim_process import in_own_process
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"cannot compile the shim: {missing()}")
 

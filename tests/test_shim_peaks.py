@@ -12,12 +12,12 @@ from shim_build import (
     POOL,
     SIDE_STREAM,
     Bench,
-    in_own_process,
     in_pool,
     installed,
     missing,
     stat,
 )
+from shim_process import in_own_process
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"cannot compile the shim: {missing()}")
 

@@ -12,11 +12,11 @@ from shim_build import (
     SIDE_STREAM,
     STREAM,
     Bench,
-    in_own_process,
     installed,
     missing,
     raises,
 )
+from shim_process import in_own_process
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"cannot compile the shim: {missing()}")
 

@@ -1,0 +1,71 @@
+"""Runs tests of the shim in processes of their own, because a process installs it once.
+
+The processes are forked from one that has imported what they need and installed nothing: a fork
+takes a tenth of the time that a start of Python takes with these imports.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from tempfile import TemporaryFile
+
+from shim_build import ROOT, Bench, libraries
+
+RUN_LIMIT_S = 120
+
+
+def in_own_process(test: Callable[[Bench], None]) -> Callable[[], None]:
+    """Run a test of a Bench in a process that nothing was installed in."""
+
+    # No functools.wraps: pytest would look for a fixture of the name of the test's parameter.
+    def run() -> None:
+        libraries()  # here, where compiling may take its time
+        server = _fork_server()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        print(test.__module__, test.__name__, file=server.stdin, flush=True)
+        code, said = json.loads(server.stdout.readline())
+        assert code == 0, f"exit {code}\n{said}"
+
+    functools.update_wrapper(run, test, assigned=("__module__", "__name__", "__doc__"))
+    run.test = test  # type: ignore[attr-defined]
+    del run.__wrapped__  # type: ignore[attr-defined]
+    return run
+
+
+@functools.cache
+def _fork_server() -> subprocess.Popen[str]:
+    """Start the process that tests are forked from; it ends with this one."""
+    command = [sys.executable, __file__]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def serve() -> None:
+    """Fork for each test that a line of stdin names; answer with its exit code and its output."""
+    importlib.import_module("vramx._core")
+    for line in sys.stdin:
+        module, name = line.split()
+        test = getattr(importlib.import_module(module), name).test
+        with TemporaryFile("w+") as output:
+            child = os.fork()
+            if child == 0:
+                signal.alarm(RUN_LIMIT_S)
+                for stream in (1, 2):
+                    os.dup2(output.fileno(), stream)
+                test(Bench())
+                return
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            output.seek(0)
+            print(json.dumps([code, output.read()]), flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.append(str(ROOT))  # where vramx is not installed
+    serve()
