@@ -40,7 +40,7 @@ PYTHON_PARTS = {
     "recompute": {*BASE, "compression", "patch"},
     "optimizers": {*BASE, "compression", "patch"},
     "memory": {*BASE, "_core"},
-    "planning": {*BASE, "compression", "nn", "optimizers", "patch", "recompute"},
+    "planning": {*BASE, "compression", "memory", "nn", "optimizers", "patch", "recompute"},
 }
 EVERY_PART = {*PYTHON_PARTS, "_core"}
 PYTHON_PARTS["_autoload"] = {"allocator", "config", "errors"}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from vramx.compression.config import Compression
+from vramx.compression.fakes import PLAIN
 from vramx.nn import passes
 from vramx.nn.activation import gelu_linear, silu_linear
 from vramx.nn.arguments import autocast_dtype
@@ -292,4 +293,4 @@ def _probability(dropout: Any) -> float | None:
 
 def plain_tensor(value: Any) -> bool:
     """Tell whether a value is a tensor of no subclass: neither quantised nor distributed."""
-    return type(value) in (nn.Parameter, Tensor)
+    return type(value) in PLAIN
