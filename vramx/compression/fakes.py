@@ -35,13 +35,15 @@ def fakes_are_plain() -> Iterator[None]:
     """Have torch's fake tensors packed as the tensors that they stand for."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    from vramx.compression import codec, random
+    from vramx.compression import codec, lifetime, random
 
     PLAIN.add(FakeTensor)
     try:
         with (
             mock.patch.object(codec, "_launch", lambda _: _NoLaunches),
             mock.patch.object(random, "state", lambda _: None),
+            mock.patch.object(lifetime, "_has_streams", lambda _: False),
+            mock.patch.object(lifetime, "_raw_stream", lambda _: 0),
         ):
             yield
     finally:

@@ -38,6 +38,7 @@ _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 _ANSWERS: dict[str, Any] = {
     "is_available": True,
     "is_bf16_supported": True,
+    "is_current_stream_capturing": False,
     "current_device": 0,
     "device_count": 1,
     "get_device_capability": (9, 0),

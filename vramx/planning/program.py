@@ -53,7 +53,8 @@ class Found:
         if id(value) in self._seen:
             return
         self._seen[id(value)] = value
-        value = unwrapped(value)
+        if isinstance(value, Optimizer):
+            value = unwrapped(value)
         if isinstance(value, Tensor):
             self.tensors.append(value)
         elif isinstance(value, nn.Module):
@@ -71,6 +72,7 @@ class Found:
                 self.visit(inner)
         elif _has_state(value):
             self.others.append(value)
+            self.visit(getattr(value, "optimizer", None))  # of a scheduler
         elif _is_of_the_program(value):
             for inner in vars(value).values():
                 self.visit(inner)

@@ -85,6 +85,7 @@ class Watch(TorchDispatchMode):
         return result
 
     def _see(self, tree: Any, *, counts: bool) -> None:
-        for leaf in tree_leaves(tree):
-            if isinstance(leaf, Tensor):
-                self._storages.add(leaf, counts=counts)
+        with torch._C.DisableTorchFunction():  # a mode of others would take it for the program's
+            for leaf in tree_leaves(tree):
+                if isinstance(leaf, Tensor):
+                    self._storages.add(leaf, counts=counts)
