@@ -18,7 +18,7 @@ import torch
 from vramx.errors import InvalidValueError, VramxError, brief
 from vramx.planning.meters import CudaMeter
 from vramx.planning.program import check_step, found_in
-from vramx.planning.ranks import Ranks
+from vramx.planning.ranks import FailedTogetherError, Ranks
 from vramx.planning.search import Search
 from vramx.planning.states_kept import KeptState
 from vramx.sizes import format_size, parse_size
@@ -301,9 +301,16 @@ class _Fitting:
         # The error is gone, and with it the frames that held tensors.
         self._kept.restore()
         self._clean()
-        failed, above = self._ranks.most(
-            [float(peak is None), None if peak is None else max(0, peak - self._base)]
-        )
+        mine = [float(peak is None), None if peak is None else max(0, peak - self._base)]
+        try:
+            failed, above = self._ranks.most(mine)
+        except VramxError as error:
+            if peak is not None:
+                raise
+            raise FailedTogetherError(
+                f"out of memory in {what} with a batch of {batch}, which other processes were in "
+                "and waited for this one: start again, with a smaller max"
+            ) from error
         self._attempts.append(Attempt(batch, None if failed else peak))
         return None if failed or above is None else int(above)
 

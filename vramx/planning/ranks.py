@@ -3,7 +3,8 @@
 They take the same batches in the same order: what each decides is agreed on, by a maximum over
 numbers, in a gloo group of its own, so that nothing waits for a GPU. A process that runs out of
 memory within a step, which others may be in with a collective, says so in the store; the others
-watch the store from a thread, end the step's group, and all of them raise. Without
+watch the store from a thread, end the step's group, and all of them raise. NCCL's groups can be
+ended so; those of gloo end by the timeout that they were made with. Without
 torch.distributed there is one process, and all of this does nothing. One search at a time.
 """
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from vramx.errors import VramxError
 
 _POLL_S = 0.1
+_GRACE_S = 5.0  # for what has no collective ahead, and ends by itself
 _NONE = float("-inf")  # of a number that a process has not
 # How often an attempt was made in this process: each has its own keys in the store.
 _attempts = 0
@@ -81,12 +83,12 @@ class Ranks:
             FailedTogetherError: another process failed where this one could not go on.
         """
         if not self._together:
-            yield _Attempt(None, "", self._timeout)
+            yield _Attempt(None, "")
             return
         global _attempts  # noqa: PLW0603 - as of the store, there is one a process
         _attempts += 1
         store = dist.distributed_c10d._get_default_store()
-        attempt = _Attempt(store, f"vramx/fit_batch/{_attempts}", self._timeout)
+        attempt = _Attempt(store, f"vramx/fit_batch/{_attempts}")
         watcher = threading.Thread(target=attempt.watch, daemon=True)
         watcher.start()
         try:
@@ -107,10 +109,9 @@ class Ranks:
 class _Attempt:
     """One step that all processes take; `aborted` where the group was ended for another one."""
 
-    def __init__(self, store: Any, key: str, timeout: timedelta) -> None:
+    def __init__(self, store: Any, key: str) -> None:
         self._store = store
         self._key = key
-        self._grace_s = min(10.0, timeout.total_seconds() / 4)
         self.done = threading.Event()
         self.aborted = False
 
@@ -125,7 +126,7 @@ class _Attempt:
             if not self._store.check([self._key]):
                 continue
             # A step without a collective ahead goes on to its end.
-            if self.done.wait(self._grace_s):
+            if self.done.wait(_GRACE_S):
                 return
             self.aborted = True
             dist.distributed_c10d._abort_process_group()
