@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from vramx.nn.optimize import OptimizeReport, optimize
     from vramx.optimizers.offload import offload_optimizer
     from vramx.patch.report import Report, report, restore
+    from vramx.planning.fit import BatchFit, fit_batch
     from vramx.planning.plan import Plan, plan
+    from vramx.planning.predict import predict
+    from vramx.planning.prediction import Prediction
     from vramx.recompute.call import checkpoint
     from vramx.recompute.modules import checkpoint_modules
 
@@ -41,11 +44,13 @@ __version__ = "0.1.0"
 # Public name -> the module that holds it.
 _LAZY = {
     "AllocatorStats": "vramx.allocator.stats",
+    "BatchFit": "vramx.planning.fit",
     "Compression": "vramx.compression.config",
     "CompressionStats": "vramx.compression.stats",
     "DefragmentReport": "vramx.allocator.limits",
     "OptimizeReport": "vramx.nn.optimize",
     "Plan": "vramx.planning.plan",
+    "Prediction": "vramx.planning.prediction",
     "Report": "vramx.patch.report",
     "Snapshot": "vramx.memory.snapshot",
     "Tracked": "vramx.memory.track",
@@ -58,6 +63,7 @@ _LAZY = {
     "compressed_graphs": "vramx.compression.graph",
     "compression_stats": "vramx.compression.decorator",
     "defragment": "vramx.allocator.limits",
+    "fit_batch": "vramx.planning.fit",
     "install_allocator": "vramx.allocator.install",
     "load_trace": "vramx.memory",
     "manual_seed": "vramx.compression.random",
@@ -65,6 +71,7 @@ _LAZY = {
     "offload_report": "vramx.compression.offload",
     "optimize": "vramx.nn.optimize",
     "plan": "vramx.planning.plan",
+    "predict": "vramx.planning.predict",
     "replay": "vramx.memory",
     "report": "vramx.patch.report",
     "restore": "vramx.patch.report",
@@ -74,11 +81,13 @@ _LAZY = {
 
 __all__ = [
     "AllocatorStats",
+    "BatchFit",
     "Compression",
     "CompressionStats",
     "DefragmentReport",
     "OptimizeReport",
     "Plan",
+    "Prediction",
     "Report",
     "Snapshot",
     "Tracked",
@@ -93,6 +102,7 @@ __all__ = [
     "compressed_graphs",
     "compression_stats",
     "defragment",
+    "fit_batch",
     "install_allocator",
     "load_trace",
     "manual_seed",
@@ -100,6 +110,7 @@ __all__ = [
     "offload_report",
     "optimize",
     "plan",
+    "predict",
     "replay",
     "report",
     "restore",

@@ -22,7 +22,9 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch import Tensor
+from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
+from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramx.errors import UntraceableError
@@ -64,7 +66,7 @@ class FakeGpu:
 
     def __init__(self, kind: str = "cuda") -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._is_cuda = kind == "cuda"
+        self.is_cuda = kind == "cuda"
         self._bases: dict[int, Tensor] = {}  # by storages that several tensors may share
         self.assumptions: dict[str, None] = {}
 
@@ -76,20 +78,21 @@ class FakeGpu:
         """Run what is within on the fake GPU."""
         engine = _Engine()
         with contextlib.ExitStack() as stack:
-            if self._is_cuda:
+            if self.is_cuda:
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 stack.enter_context(_answering())
+            stack.enter_context(_fakes_for_each())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", engine))
             stack.enter_context(self.mode)
             stack.enter_context(_Operations(self, engine))
-            if self._is_cuda:
+            if self.is_cuda:
                 stack.enter_context(_Calls(engine))
             yield
 
     def guarded(self) -> contextlib.AbstractContextManager[None]:
         """Have a guard for CUDA where torch has none, for as long as fake tensors are there."""
-        return _guarded() if self._is_cuda else contextlib.nullcontext()
+        return _guarded() if self.is_cuda else contextlib.nullcontext()
 
     def like(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Return a tensor without data that stands for one; tensors of one storage share one."""
@@ -153,6 +156,19 @@ def _answering() -> Iterator[None]:
                     mock.patch.object(torch.nn.functional, function.__name__, replacement)
                 )
         yield
+
+
+@contextlib.contextmanager
+def _fakes_for_each() -> Iterator[None]:
+    """Have optimizers take fake tensors all at once, as they do plain ones on a GPU."""
+    kinds = (_foreach_utils._foreach_supported_types, optimizer._foreach_supported_types)
+    for kind in kinds:
+        kind.append(FakeTensor)
+    try:
+        yield
+    finally:
+        for kind in kinds:
+            kind.remove(FakeTensor)
 
 
 def _constant(value: Any) -> Callable[..., Any]:
@@ -236,6 +252,11 @@ class _Operations(TorchDispatchMode):
             "meta",
         ):
             kwargs["device"] = GPU
+        if any(type(x) is torch.nn.Parameter for x in (*args, *kwargs.values())):
+            raise UntraceableError(
+                f"{func} meets a parameter of the program itself, of which predict has made no "
+                "copy: give predict the model, or a step that refers to it"
+            )
         limited = bounded(func, args, self._gpu.assume)
         return func(*args, **kwargs) if limited is NotImplemented else limited
 

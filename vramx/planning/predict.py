@@ -121,6 +121,30 @@ def predict(
     return Prediction(tuple(rows), tracer.beside(), tuple(tracer.assumptions))
 
 
+def predict_made(function: Callable[[], Any], **options: Any) -> Prediction:
+    """Predict what a function makes, on tensors without data; options are predict's.
+
+    It returns a step, or a model and a sample and perhaps an optimizer, in a tuple; where it
+    returns neither, it is a step itself.
+
+    Raises:
+        InvalidValueError, UntraceableError: as predict().
+    """
+    check_step(function)
+    kind = device_type_of(options.get("device", "cuda"))
+    gpu, recording = FakeGpu(kind), Recording(kind)
+    with gpu.guarded():
+        on_host = is_on_the_host(found_in(function))
+        copied = Copied(lambda x: _fake(gpu, recording, x, on_host), function)
+        with _named(recording), gpu.entered():
+            made = copied.values[0]()
+    if isinstance(made, tuple) and made and isinstance(made[0], nn.Module):
+        model, *rest = made
+        return predict(model, *rest[:1], **options, optimizer=rest[1] if len(rest) > 1 else None)
+    is_step = callable(made) and not isinstance(made, (type, nn.Module))
+    return predict(made if is_step else function, **options)
+
+
 class _Program:
     """A step and the values that it is made of, which a copy of it is made of as well."""
 
@@ -204,7 +228,7 @@ class _Tracer:
         name = AS_IT_IS if word is None else word
         gpu, recording = FakeGpu(self._kind), Recording(self._kind)
         with gpu.guarded(), fakes_are_plain():
-            copied = Copied(lambda tensor: self._fake(gpu, recording, tensor), *self._program.values)
+            copied = Copied(lambda x: _fake(gpu, recording, x, self._on_host), *self._program.values)
             try:
                 self._apply(copied.found.models, word)
             except InvalidValueError as error:
@@ -222,18 +246,6 @@ class _Tracer:
             peaks["live"] = recording.peak_bytes
         place = recording.place
         return PredictedRow(name, peaks, place.phase, place.module, before)
-
-    def _fake(self, gpu: FakeGpu, recording: Recording, tensor: Tensor) -> Tensor:
-        if tensor.is_sparse or tensor.is_nested or tensor.is_quantized:
-            raise UntraceableError(
-                f"a tensor of layout {tensor.layout} cannot be made without data; accepted are "
-                "strided tensors"
-            )
-        on_device = self._on_host or tensor.device.type != "cpu"
-        device = GPU if on_device and self._kind == "cuda" else torch.device("cpu")
-        made = gpu.like(tensor, device)
-        recording.storages.add(made, counts=True)
-        return made
 
     def _apply(self, models: Sequence[nn.Module], word: str | None) -> None:
         if word is None:
@@ -258,6 +270,19 @@ class _Tracer:
                 None
             )
         return {name: n for name, n in found.items() if n} | {"CUDA's context": CONTEXT_BYTES}
+
+
+def _fake(gpu: FakeGpu, recording: Recording, tensor: Tensor, on_host: bool) -> Tensor:
+    """Return what stands for a tensor of the program: on the GPU, or where the program puts it."""
+    if tensor.is_sparse or tensor.is_nested or tensor.is_quantized:
+        raise UntraceableError(
+            f"a tensor of layout {tensor.layout} cannot be made without data; accepted are strided "
+            "tensors"
+        )
+    on_device = gpu.is_cuda and (on_host or tensor.device.type != "cpu")
+    made = gpu.like(tensor, GPU if on_device else torch.device("cpu"))
+    recording.storages.add(made, counts=True)
+    return made
 
 
 @contextlib.contextmanager
