@@ -191,7 +191,7 @@ def _add_tensors(
 
 
 def _address(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor.untyped_storage()._cdata, tensor.storage_offset() * tensor.itemsize
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset()) * tensor.itemsize
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

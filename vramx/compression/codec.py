@@ -37,8 +37,8 @@ import torch
 from torch import Tensor
 
 from vramx.compression import random, reference
-from vramx.compression.fakes import PLAIN
 from vramx.compression.config import MASK_BITS, MASK_FORMAT, Format
+from vramx.compression.fakes import PLAIN
 from vramx.compression.lifetime import outlive
 from vramx.errors import InvalidValueError
 from vramx.kernels.layout import Layout

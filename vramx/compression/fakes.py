@@ -40,10 +40,10 @@ def fakes_are_plain() -> Iterator[None]:
     PLAIN.add(FakeTensor)
     try:
         with (
-            mock.patch.object(codec, "_launch", lambda _: _NoLaunches),
-            mock.patch.object(random, "state", lambda _: None),
-            mock.patch.object(lifetime, "_has_streams", lambda _: False),
-            mock.patch.object(lifetime, "_raw_stream", lambda _: 0),
+            mock.patch.object(codec, "_launch", return_value=_NoLaunches),
+            mock.patch.object(random, "state", return_value=None),
+            mock.patch.object(lifetime, "_has_streams", return_value=False),
+            mock.patch.object(lifetime, "_raw_stream", return_value=0),
         ):
             yield
     finally:

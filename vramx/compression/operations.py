@@ -22,8 +22,9 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from vramx.compression import third_party
-from vramx.compression.calls import PLAIN, STRIDED, UNKNOWN, Operation
+from vramx.compression.calls import STRIDED, UNKNOWN, Operation
 from vramx.compression.compiler import caller, skip_frames
+from vramx.compression.fakes import PLAIN
 from vramx.compression.writes import may_write, note_call
 
 

@@ -1,16 +1,16 @@
 """What torch decides in C++ where there is a GPU, decided here for tensors without data.
 
 Which kernel attention runs depends on a GPU: nn/attention_kernels.py has torch's rules, here for
-one of compute capability 9.0 where torch prefers flash to cuDNN, which take the same. Values are not known: a float that is read is
-taken for zero, results whose size depends on data for the largest, and other reads are an error
-that names the operation. Pure; any thread.
+one of compute capability 9.0 where torch prefers flash to cuDNN, which take the same. Values are
+not known: a float that is read is taken for zero, results whose size depends on data for the
+largest, and other reads are an error that names the operation. Pure; any thread.
 """
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -45,12 +45,13 @@ def attention(
     kernel = attention_kernels.choose((q, k, v), attn_mask, call, enable_gqa)
     if kernel == attention_kernels.FLASH:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(*padded, dropout_p, is_causal, scale=scale)[0][..., :width]
+        return cast(Tensor, flash(*padded, dropout_p, is_causal, scale=scale)[0])[..., :width]
     if kernel == attention_kernels.EFFICIENT and k.shape[1] == q.shape[1]:
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
         mask = attention_kernels.prepared_mask(attn_mask, q, k)
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        return efficient(*padded, mask, learns, dropout_p, is_causal, scale=scale)[0][..., :width]
+        found = efficient(*padded, mask, learns, dropout_p, is_causal, scale=scale)[0]
+        return cast(Tensor, found)[..., :width]
     options = (attn_mask, dropout_p, is_causal)
     return _attention(query, key, value, *options, scale=scale, enable_gqa=enable_gqa)
 

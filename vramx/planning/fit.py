@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from vramx.errors import InvalidValueError, VramxError, brief
-from vramx.planning.meters import CudaMeter
+from vramx.planning.batch_fit import Attempt, BatchFit, cut_evenly
+from vramx.planning.device_memory import Memory, cuda_memory, is_out_of_memory
 from vramx.planning.program import check_step, found_in
 from vramx.planning.ranks import FailedTogetherError, Ranks
 from vramx.planning.search import Search
@@ -26,76 +26,6 @@ from vramx.sizes import format_size, parse_size
 MARGIN = 0.1
 TIMEOUT_S = 600.0
 _STEPS = 2  # a trial: an optimizer's states are there from the second on
-# What libraries say that ask torch for memory through an interface without its error.
-_WORDS_OF_LIBRARIES = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "out of memory")
-
-
-class Memory(Protocol):
-    """A device's memory, as a trial sees it."""
-
-    def limit_bytes(self) -> int:
-        """Return the most that the process can have allocated."""
-
-    def allocated_bytes(self) -> int: ...
-    def peak_bytes(self) -> int: ...
-    def reset_peak(self) -> None: ...
-    def settle(self) -> None: ...
-    def release(self) -> None:
-        """Give cached memory back."""
-
-
-class CudaMemory(CudaMeter):
-    """Of one GPU, within the limits that are set for the process."""
-
-    def limit_bytes(self) -> int:
-        free, total = torch.cuda.mem_get_info(self._device)
-        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
-        within = free + torch.cuda.memory_reserved(self._device)
-        return min(within, int(total * fraction(self._device)))
-
-    def release(self) -> None:
-        torch.cuda.empty_cache()
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """A batch that was tried, and the peak of its steps; None is out of memory."""
-
-    batch: int
-    peak_bytes: int | None
-
-
-@dataclass(frozen=True)
-class BatchFit:
-    """The largest batch, and how it was found; text by str().
-
-    Attributes:
-        batch, peak_bytes: of one process; the peak of two steps with it, as torch counts it.
-        budget_bytes: what a peak had to stay within.
-        attempts: what was tried, in order.
-        evaluation_batch: the largest for `evaluate`; None without one.
-        micro_batch, accumulation: for a global batch, where one was asked for: so many steps of
-            forward and backward with so many rows a process before each step of the optimizer.
-    """
-
-    batch: int
-    peak_bytes: int
-    budget_bytes: int
-    attempts: tuple[Attempt, ...]
-    evaluation_batch: int | None = None
-    micro_batch: int | None = None
-    accumulation: int | None = None
-
-    def __str__(self) -> str:
-        text = (
-            f"batch {self.batch}: peak {format_size(self.peak_bytes)} of "
-            f"{format_size(self.budget_bytes)}, in {len(self.attempts)} trials"
-        )
-        if self.evaluation_batch is not None:
-            text += f"; evaluation {self.evaluation_batch}"
-        if self.micro_batch is not None:
-            text += f"; {self.accumulation} x {self.micro_batch} for the global batch"
-        return text
 
 
 def fit_batch(
@@ -167,7 +97,7 @@ def fit_batch(
         _check_size(name, value)
     if max is not None and start > max:
         raise InvalidValueError(f"start {start} is above max {max}")
-    memory = _cuda_memory(device) if memory is None else memory
+    memory = cuda_memory(device) if memory is None else memory
     found = found_in(*((step, evaluate) if state is None else (state,)))
     if state is None and not (found.models or found.optimizers):
         raise InvalidValueError(
@@ -195,13 +125,6 @@ def _check(step: Any, evaluate: Any, margin: float) -> None:
 def _check_size(name: str, value: Any) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise InvalidValueError(f"{name} {brief(value)} is not accepted; accepted is 1 or more")
-
-
-def _cuda_memory(device: Any) -> Memory:
-    if not torch.cuda.is_available():
-        raise InvalidValueError("fit_batch runs steps on a GPU, and there is none; see predict()")
-    return CudaMemory(torch.device("cuda", torch.cuda.current_device()) if device is None
-                      else torch.device(device))
 
 
 class _Fitting:
@@ -237,9 +160,10 @@ class _Fitting:
         attempts = tuple(self._attempts)
         evaluated = None
         if evaluate is not None:
-            self._states_bytes = self._bytes_of_states(step, sizes[0] if batch > sizes[0] else batch)
+            smallest = sizes[0] if sizes[0] < batch else batch
+            self._states_bytes = self._bytes_of_states(step, smallest)
             evaluated = self._largest(_without_grad(evaluate), sizes, "evaluation")
-        micro, accumulation = _cut(global_batch, batch, self._ranks.count)
+        micro, accumulation = cut_evenly(global_batch, batch, self._ranks.count)
         return BatchFit(
             batch=batch,
             peak_bytes=peaks[batch] or 0,
@@ -334,25 +258,9 @@ def _peak_of(step: Callable[[int], Any], batch: int, memory: Memory) -> int | No
     return memory.peak_bytes()
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error says that a GPU has no memory left."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(w in str(error) for w in _WORDS_OF_LIBRARIES)
-
-
 def _without_grad(evaluate: Callable[[int], Any]) -> Callable[[int], Any]:
     def run(batch: int) -> Any:
         with torch.no_grad():
             return evaluate(batch)
 
     return run
-
-
-def _cut(global_batch: int | None, batch: int, ranks: int) -> tuple[int | None, int | None]:
-    """Return micro-batch and accumulation of a global batch, as even as they can be."""
-    if global_batch is None:
-        return None, None
-    rows = -(-global_batch // ranks)
-    accumulation = -(-rows // batch)
-    return -(-rows // accumulation), accumulation

@@ -23,10 +23,9 @@ from torch._subclasses.fake_tensor import (
 from vramx.compression.fakes import fakes_are_plain
 from vramx.errors import InvalidValueError, UntraceableError, VramxError, brief
 from vramx.memory.replay import POLICIES, check_policies, replay
-from vramx.optimizers.copies import copy_of
 from vramx.planning.blocks import find_blocks
 from vramx.planning.fake_gpu import GPU, FakeGpu
-from vramx.planning.loop import FRESH, STEPPED, Loop
+from vramx.planning.loop import FRESH
 from vramx.planning.prediction import AS_IT_IS, PredictedRow, Prediction
 from vramx.planning.program import (
     Copied,
@@ -36,7 +35,7 @@ from vramx.planning.program import (
     is_on_the_host,
 )
 from vramx.planning.recording import CUBLAS, CUDNN, Recording
-from vramx.planning.steps import Step, check_sample
+from vramx.planning.step_programs import Program, program_of
 from vramx.planning.words import WORDS, apply_words, words_for
 from vramx.sizes import MIB
 
@@ -47,6 +46,7 @@ CUBLAS_BYTES = 32 * MIB
 # What a CUDA 13 process of torch takes of an H200 before its first tensor, and its kernels: 0.5 GiB
 # within a fifth, by nvidia-smi; it depends on driver and libraries.
 CONTEXT_BYTES = 512 * MIB
+_NO_WORKSPACES = "workspaces of cuDNN, which it chooses when it runs, are not counted"
 _UNSEEN = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -115,7 +115,7 @@ def predict(
         if word not in WORDS:
             accepted = ", ".join(map(repr, WORDS))
             raise InvalidValueError(f"level {brief(word)} is not accepted; accepted are {accepted}")
-    program = _program(step, arguments, optimizer, gradients)
+    program = program_of(step, arguments, optimizer, gradients)
     tracer = _Tracer(program, kind, steps)
     rows = [tracer.row(word, names) for word in (levels if levels is not None else [None])]
     return Prediction(tuple(rows), tracer.beside(), tuple(tracer.assumptions))
@@ -145,77 +145,10 @@ def predict_made(function: Callable[[], Any], **options: Any) -> Prediction:
     return predict(made if is_step else function, **options)
 
 
-class _Program:
-    """A step and the values that it is made of, which a copy of it is made of as well."""
-
-    def __init__(self, values: Sequence[Any], run: Callable[..., Callable[[], Any]]) -> None:
-        self.values = tuple(values)
-        self.run = run  # from copies of the values to what takes a step
-
-
-def _program(step: Any, arguments: Sequence[Any], optimizer: Any, gradients: str) -> _Program:
-    if not isinstance(step, nn.Module):
-        if optimizer is not None:
-            raise InvalidValueError("optimizer is for a model; a step calls its own optimizer")
-        check_step(step)
-        return _Program((step, *arguments), lambda step, *rest: lambda: step(*rest))
-    if len(arguments) != 1:
-        raise InvalidValueError(
-            f"a model is followed by one sample, not by {len(arguments)}; a tuple is for several "
-            "arguments"
-        )
-    check_sample(arguments[0])
-    loop = Loop(optimizer, gradients)
-
-    def run(model: nn.Module, sample: Any, optimizers: list[Any]) -> Callable[[], Any]:
-        return _LoopStep(model, sample, Loop(optimizers, gradients))
-
-    return _Program((step, arguments[0], loop.optimizers), run)
-
-
-class _LoopStep:
-    """A step of plan's loop, of which the optimizers are taken as well."""
-
-    def __init__(self, model: nn.Module, sample: Any, loop: Loop) -> None:
-        self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._loop = loop
-        self._first = True
-        if not model.training:
-            model.train()
-        if loop.gradients == STEPPED:
-            for each in loop.optimizers:
-                _step_in_backward(each)
-        self._step = Step(model, sample, self._begin)
-
-    def _begin(self) -> None:
-        if self._first or self._loop.gradients == FRESH:
-            self._loop.prepare(self._trained)
-        self._first = False
-
-    def __call__(self) -> None:
-        self._step()
-        if self._loop.gradients != STEPPED:
-            for each in self._loop.optimizers:
-                each.step()
-
-
-def _step_in_backward(optimizer: Any) -> None:
-    """Have each parameter stepped, by a copy of its optimizer, as soon as its gradient is there."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            own = copy_of(optimizer, {**group, "params": [parameter]})
-
-            def step(learned: Tensor, own: Any = own) -> None:
-                type(own).step(own)
-                learned.grad = None
-
-            parameter.register_post_accumulate_grad_hook(step)
-
-
 class _Tracer:
     """Traces a program at one level after the other."""
 
-    def __init__(self, program: _Program, kind: str, steps: int) -> None:
+    def __init__(self, program: Program, kind: str, steps: int) -> None:
         self._program = program
         self._kind = kind
         self._steps = steps
@@ -228,7 +161,8 @@ class _Tracer:
         name = AS_IT_IS if word is None else word
         gpu, recording = FakeGpu(self._kind), Recording(self._kind)
         with gpu.guarded(), fakes_are_plain():
-            copied = Copied(lambda x: _fake(gpu, recording, x, self._on_host), *self._program.values)
+            values = self._program.values
+            copied = Copied(lambda x: _fake(gpu, recording, x, self._on_host), *values)
             try:
                 self._apply(copied.found.models, word)
             except InvalidValueError as error:
@@ -266,9 +200,7 @@ class _Tracer:
         handles = len({in_backward for name, in_backward in self._kernels if name == CUBLAS})
         found = {"workspaces of cuBLAS (compute capability 9.0)": handles * CUBLAS_BYTES}
         if any(name == CUDNN for name, _ in self._kernels):
-            self.assumptions["workspaces of cuDNN, which it chooses when it runs, are not counted"] = (
-                None
-            )
+            self.assumptions[_NO_WORKSPACES] = None
         return {name: n for name, n in found.items() if n} | {"CUDA's context": CONTEXT_BYTES}
 
 

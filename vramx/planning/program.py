@@ -14,7 +14,7 @@ import functools
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -61,21 +61,24 @@ class Found:
             self.models.append(value)
         elif isinstance(value, Optimizer):
             self.optimizers.append(value)
-        elif is_followed(value):
-            for _, inner in references(value):
-                self.visit(inner)
+        else:
+            self._visit_within(value)
+
+    def _visit_within(self, value: Any) -> None:
+        inner: Iterable[Any] = ()
+        if is_followed(value):
+            inner = [each for _, each in references(value)]
         elif isinstance(value, Mapping):
-            for inner in value.values():
-                self.visit(inner)
+            inner = value.values()
         elif isinstance(value, _CONTAINERS):
-            for inner in value:
-                self.visit(inner)
+            inner = value
         elif _has_state(value):
             self.others.append(value)
-            self.visit(getattr(value, "optimizer", None))  # of a scheduler
+            inner = [getattr(value, "optimizer", None)]  # of a scheduler
         elif _is_of_the_program(value):
-            for inner in vars(value).values():
-                self.visit(inner)
+            inner = vars(value).values()
+        for each in inner:
+            self.visit(each)
 
 
 def is_followed(value: Any) -> bool:

@@ -71,7 +71,8 @@ class Ranks:
         except RuntimeError as error:
             raise VramxError(
                 f"another process did not answer within {self._timeout.total_seconds():.0f} s: "
-                f"all of them call fit_batch, with the same arguments ({str(error).splitlines()[0]})"
+                "all of them call fit_batch, with the same arguments "
+                f"({str(error).splitlines()[0]})"
             ) from None
         return [None if x == _NONE else x for x in mine.tolist()]
 

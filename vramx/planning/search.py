@@ -1,4 +1,4 @@
-"""Which batch is tried next, from the peaks of those that were: the largest that fits, in few steps.
+"""Which batch is tried next, from the peaks of those that were: the largest that fits, soon.
 
 Let above(n) be the peak of a step with a batch of n, less what is there without any step. It is the
 largest of some lines of n, one for each moment of the step, and none of them is below zero at 0:
@@ -94,7 +94,9 @@ class Search:
         if self.too_large == 1:
             return None
         known = dict(self.points).get(self.too_large)
-        wanted = self.too_large // 2 if known is None else self._by_proportion((self.too_large, known))
+        wanted = (
+            self.too_large // 2 if known is None else self._by_proportion((self.too_large, known))
+        )
         return max(1, min(wanted, self.too_large - 1))
 
     def _best_point(self) -> tuple[int, int] | None:

@@ -77,7 +77,9 @@ def _saved(tensor: Tensor) -> Undo:
 
 def _of_module(module: nn.Module) -> Undo:
     training = module.training
-    tables = [(table, dict(table)) for table in (module._parameters, module._buffers)]
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (table, dict(table)) for table in (module._parameters, module._buffers)
+    ]
     contents = [_saved(x) for _, kept in tables for x in kept.values() if x is not None]
 
     def undo() -> None:

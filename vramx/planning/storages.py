@@ -1,4 +1,4 @@
-"""Which storages live, seen from the operations that make them: the tracer of plans and predictions.
+"""Which storages live, seen from the operations that make them: the tracer of plan and predict.
 
 A dispatch mode shows each operation's arguments and results to a set of storages, which counts
 those that it sees for the first time among results, until they die. What operations use within
