@@ -9,7 +9,7 @@ thread-safe: predictions are made one at a time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
@@ -30,6 +30,11 @@ class _NoLaunches:
     def unpack_mask(*_: object, **__: object) -> None: ...
 
 
+def _answering(answer: object) -> Callable[..., object]:
+    """Return a function of one answer; a mock would keep the tensors that it is asked about."""
+    return lambda *_: answer
+
+
 @contextlib.contextmanager
 def fakes_are_plain() -> Iterator[None]:
     """Have torch's fake tensors packed as the tensors that they stand for."""
@@ -40,10 +45,10 @@ def fakes_are_plain() -> Iterator[None]:
     PLAIN.add(FakeTensor)
     try:
         with (
-            mock.patch.object(codec, "_launch", return_value=_NoLaunches),
-            mock.patch.object(random, "state", return_value=None),
-            mock.patch.object(lifetime, "_has_streams", return_value=False),
-            mock.patch.object(lifetime, "_raw_stream", return_value=0),
+            mock.patch.object(codec, "_launch", _answering(_NoLaunches)),
+            mock.patch.object(random, "state", _answering(None)),
+            mock.patch.object(lifetime, "_has_streams", _answering(False)),
+            mock.patch.object(lifetime, "_raw_stream", _answering(0)),
         ):
             yield
     finally:

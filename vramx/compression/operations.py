@@ -65,7 +65,7 @@ class OperationMode(TorchFunctionMode):
         finally:
             self._call = outer
             self._operation = None
-        if type(result) is torch.Tensor and not result.requires_grad:
+        if type(result) in PLAIN and not result.requires_grad:
             self._note_made(result, args)
         return result
 

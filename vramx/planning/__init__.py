@@ -35,5 +35,6 @@ The largest batch of a step that is run:
     device_memory.py  a device's memory, and out of memory
 
 They lie here and not in memory/, which imports no torch: predictions share the tracer, the loop
-and the words with plans. timeline.py, choice.py, search.py, batch_fit.py and prediction.py are arithmetic and import no torch.
+and the words with plans. timeline.py, choice.py, search.py, batch_fit.py and prediction.py are
+arithmetic and import no torch.
 """

@@ -254,8 +254,9 @@ def check_step(step: Any) -> None:
 
 
 def is_on_the_host(found: Found) -> bool:
-    """Tell whether the models that a program trains are on the CPU or on no device."""
+    """Tell whether all that a program refers to is on the CPU or on no device."""
     devices = {p.device.type for model in found.models for p in model.parameters()}
+    devices |= {tensor.device.type for tensor in found.tensors}
     return bool(devices) and "cuda" not in devices
 
 
