@@ -47,6 +47,7 @@ _ANSWERS: dict[str, Any] = {
     "synchronize": None,
     "empty_cache": None,
     "set_device": None,
+    "_lazy_init": None,
     "manual_seed_all": None,
     "reset_peak_memory_stats": None,
     "memory_allocated": 0,
@@ -54,6 +55,20 @@ _ANSWERS: dict[str, Any] = {
     "memory_reserved": 0,
     "max_memory_reserved": 0,
 }
+
+
+class _Idle:
+    """A stream or an event of the fake GPU: what it is asked for is done at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __enter__(self) -> _Idle:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _constant(0.0 if name == "elapsed_time" else True)
 
 
 class FakeGpu:
@@ -140,6 +155,8 @@ def _answering() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, answer in _ANSWERS.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, _constant(answer)))
+        for name in ("Stream", "Event", "stream", "current_stream", "default_stream"):
+            stack.enter_context(mock.patch.object(torch.cuda, name, _Idle))
         # Random states of a device are read and set by checkpoints.
         state = _constant(torch.zeros(16, dtype=torch.uint8))
         stack.enter_context(mock.patch.object(torch.cuda, "get_rng_state", state))
@@ -227,6 +244,8 @@ class _Calls(TorchFunctionMode):
         with self._engine.set(False):
             if func is torch.Tensor.cuda:
                 return args[0].to(GPU)
+            if func in (torch.Tensor.pin_memory, torch.Tensor.record_stream):
+                return args[0]
             return REPLACED.get(func, func)(*map(_indexed, args), **kwargs)
 
 
@@ -252,6 +271,10 @@ class _Operations(TorchDispatchMode):
             "meta",
         ):
             kwargs["device"] = GPU
+            known = getattr(args[0], "constant", None) if args else None
+            if known is not None:  # torch would compute with the number, on a GPU
+                dtype = kwargs.get("dtype") or args[0].dtype
+                return torch.empty(args[0].shape, dtype=dtype, device=GPU)
         if any(type(x) is torch.nn.Parameter for x in (*args, *kwargs.values())):
             raise UntraceableError(
                 f"{func} meets a parameter of the program itself, of which predict has made no "

@@ -21,6 +21,7 @@ from vramx.nn import attention_kernels
 
 _attention = functional.scaled_dot_product_attention
 _HEAD_MULTIPLE = 8  # elements
+_FUSED_OPTIMIZERS = ("aten::_fused_adam", "aten::_fused_sgd_", "aten::_fused_adagrad_")
 Assume = Callable[[str], None]
 
 
@@ -91,6 +92,8 @@ def bounded(func: Any, args: Any, assume: Assume) -> Any:
     NotImplemented for all others.
     """
     aten = torch.ops.aten
+    if func.name().startswith(_FUSED_OPTIMIZERS):
+        return None  # in place, and some of them have no fake kernel
     if func is aten.nonzero.default:
         assume("nonzero() is taken to find all elements")
         return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)

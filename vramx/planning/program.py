@@ -14,7 +14,7 @@ import functools
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -162,7 +162,9 @@ class Copied:
         self._memo: dict[int, Any] = {}
         self._functions: dict[int, Any] = {}
         self._kept: list[Any] = []  # whose ids are keys
-        self._prepare(found_in(*values))
+        found = found_in(*values)
+        self._prepare(found)
+        self._copy_optimizers(found.optimizers)
         self.values = tuple(self._copy(value) for value in values)
         self.found = found_in(*self.values)
 
@@ -183,6 +185,25 @@ class Copied:
         for tensor in found.tensors:
             self._stand_in(tensor)
 
+    def _copy_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Copy optimizers with all of their attributes; their own way leaves out some."""
+        for optimizer in optimizers:
+            self._remember(optimizer, object.__new__(type(optimizer)))
+        for optimizer in optimizers:
+            attributes = {
+                # A scheduler wraps the step of the original, by name.
+                name: self._copied_attribute(value)
+                for name, value in vars(optimizer).items()
+                if name != "step"
+            }
+            self._memo[id(optimizer)].__dict__.update(attributes)
+
+    def _copied_attribute(self, value: Any) -> Any:
+        try:
+            return copy.deepcopy(value, self._memo)
+        except Exception:  # what cannot be copied has no parameter
+            return value
+
     def _stand_in(self, tensor: Any) -> None:
         if not isinstance(tensor, Tensor) or id(tensor) in self._memo:
             return
@@ -199,6 +220,8 @@ class Copied:
             return self._remember(value, {key: self._copy(each) for key, each in value.items()})
         if type(value) in (list, tuple):
             return self._remember(value, type(value)(map(self._copy, value)))
+        if id(value) in self._memo:
+            return self._memo[id(value)]
         known = (Tensor, nn.Module, Optimizer)
         if isinstance(value, known) or _has_state(value) or _is_of_the_program(value):
             return self._deep_copy(value)
