@@ -487,7 +487,6 @@ ATTENTION = nn.MultiheadAttention(32, 4, dropout=0.1, batch_first=True)
 BAG = nn.EmbeddingBag(100, 16, sparse=True)
 SPARSE = torch.optim.SparseAdam(BAG.parameters())
 FUSED = torch.optim.Adam(LAYER.parameters(), fused=True, lr=torch.tensor(0.1))
-AVERAGE = torch.optim.swa_utils.AveragedModel(LAYER)
 COMPILED = torch.compile(LAYER)
 
 
@@ -517,7 +516,6 @@ def fused() -> None:
     LAYER(_inputs()).sum().backward()
     nn.utils.clip_grad_norm_(LAYER.parameters(), 1.0)
     FUSED.step()
-    AVERAGE.update_parameters(LAYER)
 
 
 def compiled() -> None:
