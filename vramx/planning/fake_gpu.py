@@ -132,7 +132,8 @@ class FakeGpu:
 @contextlib.contextmanager
 def _guarded() -> Iterator[None]:
     """Have a guard for CUDA where torch has none."""
-    torch._C._ensureCUDADeviceGuardSet()
+    # Of a CUDA build without a GPU; before torch 2.7 there is no such function.
+    getattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: None)()
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
         registry = (ctypes.c_void_p * _TYPES).in_dll(library, _REGISTRY)
