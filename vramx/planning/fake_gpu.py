@@ -2,8 +2,8 @@
 
 Within fake_gpu(), torch's FakeTensorMode computes shapes instead of values for tensors on "cuda:0",
 whether or not there is a GPU, and torch.cuda says what it says where there is one. Three things are
-not torch's own. Where the installed torch has no guard for CUDA (a CPU-only build), the guard of
-the meta device stands in for it, as torch itself does in a CUDA build without a GPU. Backward runs
+not torch's own. Where there is no GPU, the guard of the meta device, which asks no driver, stands
+in for the one of CUDA, which a CPU-only build of torch has not and others cannot use. Backward runs
 on the calling thread. And the engine, which asks for the device of each gradient to find its
 stream, is told "meta", which has none; all else, autocast and dropout say, is told "cuda".
 
@@ -131,9 +131,10 @@ class FakeGpu:
 
 @contextlib.contextmanager
 def _guarded() -> Iterator[None]:
-    """Have a guard for CUDA where torch has none."""
-    # Of a CUDA build without a GPU; before torch 2.7 there is no such function.
-    getattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: None)()
+    """Where there is no GPU, have a guard for CUDA that asks no driver."""
+    if torch.cuda.is_available():
+        yield
+        return
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
         registry = (ctypes.c_void_p * _TYPES).in_dll(library, _REGISTRY)
@@ -143,8 +144,7 @@ def _guarded() -> Iterator[None]:
             "Linux, or with device='cpu'"
         ) from None
     before = registry[_CUDA_TYPE]
-    if before is None:
-        registry[_CUDA_TYPE] = registry[_META_TYPE]
+    registry[_CUDA_TYPE] = registry[_META_TYPE]
     try:
         yield
     finally:
