@@ -85,3 +85,12 @@ def test_no_empty_entry_comes_onto_the_path(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("PYTHONPATH", raising=False)
     assert config.program_environment({}, Path("/entry"))["PYTHONPATH"] == "/entry"
     assert "PYTHONPATH" not in config.program_environment({})
+
+
+def test_the_snapshots_of_failures_can_be_moved_and_switched_off() -> None:
+    moved = config.parse({"VRAMX_OOM_DIR": "~/dumps", "VRAMX_OOM_SNAPSHOT": "0"})
+    assert moved.oom_dir == Path("~/dumps").expanduser()
+    assert not moved.oom_snapshot
+    assert config.parse({}).oom_snapshot
+    with pytest.raises(InvalidValueError, match="VRAMX_OOM_SNAPSHOT='no'"):
+        config.parse({"VRAMX_OOM_SNAPSHOT": "no"})
