@@ -43,7 +43,7 @@ PYTHON_PARTS = {
     "memory": {*BASE, "_core", "compression"},
     "testing": {*BASE, "memory"},
     "callbacks": {*BASE, "memory"},
-    "planning": {*BASE, "compression", "nn", "optimizers", "patch", "recompute"},
+    "planning": {*BASE, "compression", "memory", "nn", "optimizers", "patch", "recompute"},
 }
 EVERY_PART = {*PYTHON_PARTS, "_core"}
 PYTHON_PARTS["_autoload"] = {"allocator", "config", "errors"}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vramx.planning import meters
+from vramx.planning import meters, storages
 
 WIDTH = 64
 PACKED_ROWS = 4096  # of a hidden state of 1 MiB: less is not packed
@@ -115,13 +115,13 @@ def small_device(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that caps what the host meter lets be allocated."""
 
     def cap(limit_bytes: int) -> None:
-        add = meters._Storages.add
+        add = storages.Storages.add
 
         def capped(self: Any, tensor: Tensor, *, counts: bool) -> None:
             add(self, tensor, counts=counts)
             if self.live_bytes > limit_bytes:
                 raise torch.OutOfMemoryError(f"{self.live_bytes} bytes")
 
-        monkeypatch.setattr(meters._Storages, "add", capped)
+        monkeypatch.setattr(storages.Storages, "add", capped)
 
     return cap

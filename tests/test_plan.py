@@ -195,7 +195,7 @@ def test_the_largest_batch_fits_and_is_no_smaller_than_it_must_be() -> None:
     model, sample = Stack(2), rows()
     budget = vramx.plan(model, sample, levels=("left",)).measured_bytes * 3 // 2
     plan = vramx.plan(model, (sample,), budget, levels=("left",))
-    count = plan.largest_batch((sample,))
+    count = plan.fit_batch((sample,))
     assert count > 512
     assert peak_bytes(model, rows(count)) <= budget < peak_bytes(model, rows(count + count // 50))
 

@@ -33,7 +33,11 @@ if TYPE_CHECKING:
     from vramx.nn.optimize import OptimizeReport, optimize
     from vramx.optimizers.offload import offload_optimizer
     from vramx.patch.report import Report, report, restore
+    from vramx.planning.batch_fit import BatchFit
+    from vramx.planning.fit import fit_batch
     from vramx.planning.plan import Plan, plan
+    from vramx.planning.predict import predict
+    from vramx.planning.prediction import Prediction
     from vramx.recompute.call import checkpoint
     from vramx.recompute.modules import checkpoint_modules
 
@@ -42,11 +46,13 @@ __version__ = "0.1.0"
 # Public name -> the module that holds it.
 _LAZY = {
     "AllocatorStats": "vramx.allocator.stats",
+    "BatchFit": "vramx.planning.batch_fit",
     "Compression": "vramx.compression.config",
     "CompressionStats": "vramx.compression.stats",
     "DefragmentReport": "vramx.allocator.limits",
     "OptimizeReport": "vramx.nn.optimize",
     "Plan": "vramx.planning.plan",
+    "Prediction": "vramx.planning.prediction",
     "Recorder": "vramx.memory.record",
     "Report": "vramx.patch.report",
     "Snapshot": "vramx.memory.snapshot",
@@ -60,6 +66,7 @@ _LAZY = {
     "compressed_graphs": "vramx.compression.graph",
     "compression_stats": "vramx.compression.decorator",
     "defragment": "vramx.allocator.limits",
+    "fit_batch": "vramx.planning.fit",
     "install_allocator": "vramx.allocator.install",
     "load_trace": "vramx.memory",
     "manual_seed": "vramx.compression.random",
@@ -67,6 +74,7 @@ _LAZY = {
     "offload_report": "vramx.compression.offload",
     "optimize": "vramx.nn.optimize",
     "plan": "vramx.planning.plan",
+    "predict": "vramx.planning.predict",
     "record": "vramx.memory.record",
     "replay": "vramx.memory",
     "report": "vramx.patch.report",
@@ -77,11 +85,13 @@ _LAZY = {
 
 __all__ = [
     "AllocatorStats",
+    "BatchFit",
     "Compression",
     "CompressionStats",
     "DefragmentReport",
     "OptimizeReport",
     "Plan",
+    "Prediction",
     "Recorder",
     "Report",
     "Snapshot",
@@ -97,6 +107,7 @@ __all__ = [
     "compressed_graphs",
     "compression_stats",
     "defragment",
+    "fit_batch",
     "install_allocator",
     "load_trace",
     "manual_seed",
@@ -104,6 +115,7 @@ __all__ = [
     "offload_report",
     "optimize",
     "plan",
+    "predict",
     "record",
     "replay",
     "report",

@@ -63,6 +63,10 @@ class UnsupportedTensorError(VramxError, TypeError):
     """Under `strict`, an operation saved a tensor that cannot be compressed."""
 
 
+class UntraceableError(VramxError, RuntimeError):
+    """A step cannot be followed without data; the text names the operation that needs them."""
+
+
 class OffloadError(VramxError, RuntimeError):
     """A buffer that lies on the host was asked for where it cannot be copied back."""
 

@@ -24,6 +24,7 @@ VERBS = {
     "run": "vramx.cli.run",
     "demo": "vramx.cli.demo",
     "doctor": "vramx.cli.doctor",
+    "predict": "vramx.cli.predict",
     "replay": "vramx.cli.replay",
     "stats": "vramx.cli.stats",
     "explain": "vramx.cli.explain",

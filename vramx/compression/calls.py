@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vramx.compression import exactness
+from vramx.compression.fakes import PLAIN
 
 # Views and copies that autograd records: what they give is the same data.
 _ORDER_KEPT = frozenset(
@@ -27,7 +28,6 @@ _REARRANGED = frozenset(
 UNKNOWN = "unknown"
 # The autograd.Function that runs what torch.compile made.
 GRAPH = "CompiledFunction"
-PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 STRIDED = torch.strided
 # Enough for every chain that torch builds inside one operation; a bound, so that a walk is cheap.
 _WALK = 8
@@ -190,7 +190,11 @@ def _add_tensors(
         found += [(position, keyword, item) for item in value if isinstance(item, torch.Tensor)]
 
 
+def _address(tensor: torch.Tensor) -> tuple[int, int]:
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset()) * tensor.itemsize
+
+
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether tensors of as many elements and one dtype are the same ones, in whatever shape."""
     # Both live now, so that equal addresses are the same memory.
-    return type(one) in PLAIN and one.layout is STRIDED and one.data_ptr() == other.data_ptr()
+    return type(one) in PLAIN and one.layout is STRIDED and _address(one) == _address(other)

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from vramx.compression import packs, random, reference
 from vramx.compression.config import MASK_BITS, MASK_FORMAT, Format
+from vramx.compression.fakes import PLAIN
 from vramx.compression.lifetime import outlive
 from vramx.errors import InvalidValueError
 from vramx.kernels.layout import Layout
@@ -47,8 +48,6 @@ FLOAT_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32, torch.fl
 _MASK_DTYPES = frozenset((torch.bool,))
 _KERNEL_DTYPES = (FLOAT_DTYPES | _MASK_DTYPES) - {torch.float64}
 _KERNEL_BITS = (8, 4, MASK_BITS)
-# Of a subclass nobody knows what its memory means.
-_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -143,7 +142,7 @@ def pack(flat: Tensor, format: Format, streams: random.Streams | None = None) ->
     """
     mask = format.bits == MASK_BITS
     if (
-        type(flat) not in _TENSOR_TYPES
+        type(flat) not in PLAIN
         or flat.dtype not in (_MASK_DTYPES if mask else FLOAT_DTYPES)
         or flat.dim() != 1
         or flat.layout is not torch.strided
@@ -227,7 +226,7 @@ def _what_is_wrong(flat: object, mask: bool) -> str:
     accepted = "accepted is a contiguous 1-D tensor of " + (
         "bool" if mask else "bfloat16, float16, float32 or float64"
     )
-    if type(flat) not in _TENSOR_TYPES:
+    if type(flat) not in PLAIN:
         return f"cannot pack a {type(flat).__name__}; {accepted}"
     assert isinstance(flat, Tensor)
     if flat.is_nested:

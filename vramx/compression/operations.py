@@ -22,8 +22,9 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from vramx.compression import third_party
-from vramx.compression.calls import PLAIN, STRIDED, UNKNOWN, Operation
+from vramx.compression.calls import STRIDED, UNKNOWN, Operation
 from vramx.compression.compiler import caller, skip_frames
+from vramx.compression.fakes import PLAIN
 from vramx.compression.writes import may_write, note_call
 
 
@@ -64,7 +65,7 @@ class OperationMode(TorchFunctionMode):
         finally:
             self._call = outer
             self._operation = None
-        if type(result) is torch.Tensor and not result.requires_grad:
+        if type(result) in PLAIN and not result.requires_grad:
             self._note_made(result, args)
         return result
 

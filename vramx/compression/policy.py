@@ -17,9 +17,10 @@ from typing import NamedTuple
 import torch
 
 from vramx.compression import attention, third_party
-from vramx.compression.calls import GRAPH, PLAIN, STRIDED, Operation
+from vramx.compression.calls import GRAPH, STRIDED, Operation
 from vramx.compression.config import BITS, GROUP_SIZES, KEEP, MASK_BITS, WIDTHS, Compression, Rule
 from vramx.compression.exactness import NORMS, SIGN_ONLY, norm_length
+from vramx.compression.fakes import PLAIN
 from vramx.compression.geometry import covered_elements
 from vramx.compression.weights import (
     derives_from_parameter,

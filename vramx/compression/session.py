@@ -19,9 +19,10 @@ from vramx.compression import attention, policy, random, third_party, writes
 from vramx.compression import codec as plain_codec
 from vramx.compression.angles import AngleCodec, function_of
 from vramx.compression.attention import Result
-from vramx.compression.calls import PLAIN, STRIDED, Operation
+from vramx.compression.calls import STRIDED, Operation
 from vramx.compression.compiler import run_uncompiled
 from vramx.compression.config import MASK_BITS, Compression, Format
+from vramx.compression.fakes import PLAIN
 from vramx.compression.geometry import Geometry, covered_bytes, describe, flat
 from vramx.compression.lifetime import current_stream, outlive
 from vramx.compression.notices import tell_of_unknown

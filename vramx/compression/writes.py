@@ -18,7 +18,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from vramx.compression.calls import PLAIN, STRIDED
+from vramx.compression.calls import STRIDED
+from vramx.compression.fakes import PLAIN
 
 # Gives a tensor of the same memory with a version of its own.
 _DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]

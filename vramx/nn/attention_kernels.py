@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from vramx.nn.keeping import DTYPES, PLAIN_TENSORS
+from vramx.compression.fakes import PLAIN
+from vramx.nn.keeping import DTYPES
 
 NO_KERNEL, FLASH, EFFICIENT, HOST, CUDNN = range(5)
 _HALVES = (torch.bfloat16, torch.float16)
@@ -76,7 +77,7 @@ def _of_cuda(q: Tensor, k: Tensor, mask: Tensor | None, call: Call) -> int:
 
 def _fits(tensors: tuple[Tensor, Tensor, Tensor], shares_heads: bool) -> bool:
     q, k, v = tensors
-    if any(type(x) not in PLAIN_TENSORS or x.dim() != 4 or x.stride(-1) != 1 for x in tensors):
+    if any(type(x) not in PLAIN or x.dim() != 4 or x.stride(-1) != 1 for x in tensors):
         return False
     if k.shape != v.shape or 0 in (*q.shape, *k.shape) or q.dtype not in DTYPES:
         return False

@@ -9,11 +9,32 @@
     loop.py       what a training loop does with gradients, and its optimizers
     states.py     what an optimizer's states and its step take
     meters.py     bytes and milliseconds: of a GPU's allocator, or of storages seen on a host
+    storages.py   which storages live: the tracer
     trace.py      one step of the whole model: the levels at the blocks' borders
     isolated.py   one block by itself, for each word
     assembly.py   from what was measured to a timeline
     timeline.py   the predicted peak of an arrangement
     choice.py     the fastest arrangement within a budget
 
-timeline.py and choice.py are arithmetic and import no torch.
+The peak of a step that is not run:
+
+    predict.py    predict()
+    prediction.py what it returns
+    step_programs.py  a step, or the loop around a model
+    program.py    what a step refers to, and a copy of it without data
+    fake_gpu.py   a GPU that is not there; fake_kernels.py what torch would choose on it
+    recording.py  what is allocated, and where the program is
+
+The largest batch of a step that is run:
+
+    fit.py        fit_batch()
+    batch_fit.py  what it returns
+    search.py     which batch is tried next
+    states_kept.py  putting a training back as it was
+    ranks.py      processes that train together
+    device_memory.py  a device's memory, and out of memory
+
+They lie here and not in memory/, which imports no torch: predictions share the tracer, the loop
+and the words with plans. timeline.py, choice.py, search.py, batch_fit.py and prediction.py are
+arithmetic and import no torch.
 """

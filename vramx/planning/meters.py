@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from math import ceil, floor
@@ -17,10 +16,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from vramx.compression.offload import offload_report
+from vramx.planning.storages import Storages, Watch
 from vramx.sizes import MIB
 
 _SAMPLES = 7
@@ -146,12 +144,12 @@ class HostMeter:
     def __init__(self, model: nn.Module, others: Iterable[Tensor] = ()) -> None:
         tensors = [*model.parameters(), *model.buffers(), *others]
         tensors += [p.grad for p in model.parameters() if p.grad is not None]
-        self._counted = _Storages()
+        self._counted = Storages()
         for tensor in tensors:
             self._counted.add(tensor, counts=True)
 
     def watching(self) -> contextlib.AbstractContextManager[Any]:
-        return _Watch(self._counted)
+        return Watch(self._counted)
 
     def allocated_bytes(self) -> int:
         return self._counted.live_bytes
@@ -205,49 +203,6 @@ def _host_ms(function: Callable[[], Any], calls: int) -> float:
     for _ in range(calls):
         function()
     return 1e3 * (time.perf_counter() - start_s) / calls
-
-
-class _Storages:
-    """The storages that were seen and live; torch keeps their Python objects as long as them."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, weakref.ref[Any]] = {}
-        self.live_bytes = self.peak_bytes = 0
-
-    def add(self, tensor: Tensor, *, counts: bool) -> None:
-        try:
-            storage = tensor.untyped_storage()
-        except (RuntimeError, NotImplementedError):
-            return  # sparse and the like have none
-        key, nbytes = id(storage), storage.nbytes() if counts else 0
-        if key not in self._seen:
-            self._seen[key] = weakref.ref(storage, lambda _: self._forget(key, nbytes))
-            self.live_bytes += nbytes
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def _forget(self, key: int, nbytes: int) -> None:
-        del self._seen[key]
-        self.live_bytes -= nbytes
-
-
-class _Watch(TorchDispatchMode):
-    def __init__(self, storages: _Storages) -> None:
-        super().__init__()
-        self._storages = storages
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        # What was there before is no new memory, though a view of it comes out.
-        self._see((args, kwargs), counts=False)
-        result = func(*args, **(kwargs or {}))
-        self._see(result, counts=True)
-        return result
-
-    def _see(self, tree: Any, *, counts: bool) -> None:
-        for leaf in tree_leaves(tree):
-            if isinstance(leaf, Tensor):
-                self._storages.add(leaf, counts=counts)
 
 
 def meter_of(device: torch.device, model: nn.Module, others: Iterable[Tensor] = ()) -> Meter:

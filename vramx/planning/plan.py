@@ -19,6 +19,7 @@ from vramx.planning.blocks import find_blocks
 from vramx.planning.budget import SMALLEST, Budget, budget_bytes_of, device_of
 from vramx.planning.choice import smallest
 from vramx.planning.loop import FRESH, Added, Loop
+from vramx.planning.search import largest_on, line_of
 from vramx.planning.steps import check_sample, first_of, sample_size
 from vramx.planning.words import Applied, apply_words, words_for
 from vramx.sizes import format_size, parse_size
@@ -186,8 +187,10 @@ class Plan:
         with ready(self._measured.model, sample, self._added.loop) as bench:
             return _choose(self._measured, bench, budget, self._added)
 
-    def largest_batch(self, sample: Any) -> int:
+    def fit_batch(self, sample: Any) -> int:
         """Return how many rows a sample may have for a step to fit the budget with these words.
+
+        As vramx.fit_batch() finds for a step of your own, here of the plan and without a trial.
 
         A step's peak is taken to be linear in the rows; it is measured with the sample and with
         half of it. Another budget's plan may fit more: a plan for the smallest peak fits most.
@@ -206,9 +209,9 @@ class Plan:
                 f"the budget is {self.budget_bytes}, the rows are {rows}"
             )
         peaks = {n: self._peak_bytes(first_of(sample, n)) for n in (rows, rows // 2)}
-        slope = (peaks[rows] - peaks[rows // 2]) / (rows - rows // 2)
-        room = self.budget_bytes - self.added_bytes - self._measured.spread.above(peaks[rows])
-        return max(0, rows + int(room // max(slope, 1.0)))
+        room = self.budget_bytes - self.added_bytes
+        line = line_of([(n, self._measured.spread.above(peaks[n])) for n in (rows // 2, rows)])
+        return largest_on(line, room, rows)
 
     def _peak_bytes(self, sample: Any) -> int:
         with ready(self._measured.model, sample, self._added.loop) as bench:

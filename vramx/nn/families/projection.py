@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from vramx.compression.config import Compression
+from vramx.compression.fakes import PLAIN
 from vramx.nn.families.swap import class_name, untouched
 from vramx.nn.keeping import Kept
 from vramx.nn.linear import linears
@@ -159,7 +160,7 @@ def probability_of(dropout: Any) -> float | None:
 
 def plain_tensor(value: Any) -> bool:
     """Tell whether a value is a tensor of no subclass: neither quantised nor distributed."""
-    return type(value) in (nn.Parameter, Tensor)
+    return type(value) in PLAIN
 
 
 # -- LoRA ------------------------------------------------------------------------------------------

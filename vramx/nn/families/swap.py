@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from vramx.compression.config import Compression
+from vramx.compression.fakes import PLAIN
 from vramx.errors import VramxWarning
 from vramx.nn import passes
 from vramx.patch.change import Change
@@ -239,7 +240,7 @@ def _learns(module: Fused, call: dict[str, Any]) -> bool:
     if not (module.training and torch.is_grad_enabled()):
         return False
     x: Any = call.get(module.ARGUMENTS[0])
-    return type(x) in (Tensor, nn.Parameter) and x.is_floating_point() and not x.is_nested
+    return type(x) in PLAIN and x.is_floating_point() and not x.is_nested
 
 
 def _compute(module: Fused, settings: Settings, call: dict[str, Any]) -> Any:

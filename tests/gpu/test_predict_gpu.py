@@ -1,0 +1,123 @@
+"""vramx.predict on a GPU: what it foretells is what torch's allocator counts, within 3 %."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from budget_models import PROGRAMS, Language
+from torch import Tensor, nn
+
+import vramx
+from vramx.nn.optimize import optimize
+
+pytestmark = pytest.mark.gpu
+
+# The goal that vramx.predict is measured by.
+ERROR = 0.03
+BATCH = 16
+# torch rounds each block to 512 bytes, and hands out blocks of up to 1 MiB more than was asked.
+ROUNDING = 1 << 20
+
+
+def measured(step: object, *arguments: object) -> int:
+    """Return the peak of two steps in a process whose workspaces are there, less these."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        step(*arguments)  # type: ignore[operator]
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def workspaces() -> int:
+    """Have forward and backward make their workspaces; return the bytes of these."""
+    before = torch.cuda.memory_allocated()
+    weight = torch.zeros(64, 64, device="cuda", requires_grad=True)
+    (weight @ weight).sum().backward()
+    del weight
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated() - before
+
+
+@pytest.mark.parametrize("kind", [name for name in PROGRAMS if name != "recurrent"])
+def test_a_step_is_predicted_within_three_percent(kind: str) -> None:
+    torch.cuda.empty_cache()
+    others = torch.cuda.memory_allocated() + workspaces()
+    program = PROGRAMS[kind]()
+    predicted = vramx.predict(program.step, BATCH, policies="live").peak_bytes()
+    real = measured(program.step, BATCH) - others
+    assert abs(predicted - real) <= ERROR * real + ROUNDING, (predicted, real)
+
+
+def test_a_recurrent_step_is_predicted_by_torchs_own_kernels() -> None:
+    program = PROGRAMS["recurrent"]()
+    prediction = vramx.predict(program.step, BATCH, policies="live")
+    others = workspaces()
+    with torch.backends.cudnn.flags(enabled=False):
+        real = measured(program.step, BATCH) - others
+    assert abs(prediction.peak_bytes() - real) <= ERROR * real + ROUNDING
+
+
+@pytest.mark.parametrize("level", ["left", "int8", "int4", "recompute_all"])
+def test_levels_by_hooks_are_predicted_within_three_percent(level: str) -> None:
+    others = torch.cuda.memory_allocated() + workspaces()
+    model, words = Language().cuda(), torch.randint(0, 4096, (32, 256), device="cuda")
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(words)
+        loss.backward()
+        model.zero_grad()
+
+    predicted = vramx.predict(step, levels=(level,), policies="live").peak_bytes()
+    if level == "recompute_all":
+        vramx.checkpoint_modules(model, lambda each: each in list(model.blocks))
+    elif level != "left":
+        for block in model.blocks:
+            vramx.compressed_activations(block, level=level)
+    step()  # what is compiled or set up once is no cost of a step
+    real = measured(step) - others
+    assert abs(predicted - real) <= ERROR * real + ROUNDING, (predicted, real)
+
+
+@pytest.mark.parametrize("level", ["keep", "int8", "int4", "recompute_mlp", "recompute_all"])
+def test_levels_of_known_blocks_are_predicted_within_three_percent(level: str) -> None:
+    others = torch.cuda.memory_allocated() + workspaces()
+    layers = (nn.TransformerEncoderLayer(512, 8, 2048, batch_first=True) for _ in range(4))
+    model: nn.Module = nn.Sequential(*layers).cuda()
+    x = torch.randn(32, 256, 512, device="cuda", dtype=torch.bfloat16)
+    model = model.bfloat16()
+
+    def step() -> Tensor:
+        loss = model(x).float().square().mean()
+        loss.backward()
+        model.zero_grad()
+        return loss
+
+    predicted = vramx.predict(step, levels=(level,), policies="live").peak_bytes()
+    optimize(model, level)
+    step()
+    real = measured(step) - others
+    assert abs(predicted - real) <= ERROR * real + ROUNDING, (predicted, real)
+
+
+def test_workspaces_are_no_larger_than_what_is_said_to_be_beside() -> None:
+    program = PROGRAMS["transformer"]()
+    prediction = vramx.predict(program.step, 1, policies="live")
+    said = next(n for name, n in prediction.beside.items() if "cuBLAS" in name)
+    torch.cuda.synchronize()
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
+    assert 0 <= workspaces() <= said
+
+
+def test_a_prediction_leaves_the_gpu_alone() -> None:
+    program = PROGRAMS["autocast"]()
+    torch.cuda.synchronize()
+    before, state = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
+    vramx.predict(program.step, 4096, policies="live")
+    assert torch.cuda.memory_allocated() == before
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    program.step(1)

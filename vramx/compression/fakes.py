@@ -1,0 +1,55 @@
+"""Which types of tensors are plain, and tensors without data among them while a step is predicted.
+
+Hooks and the codec take a tensor of a type they do not know for one whose memory means something
+else, and keep it. A fake tensor of torch stands for a plain one: within fakes_are_plain() it is
+packed like one, into a buffer of the size that it would have, and no kernel is launched. Not
+thread-safe: predictions are made one at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import torch
+
+PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter}
+
+
+class _NoLaunches:
+    """Stands for the kernels' launchers: results are what they are given to write."""
+
+    @staticmethod
+    def quantize(*_: object, **__: object) -> None: ...
+    @staticmethod
+    def dequantize(*_: object, **__: object) -> None: ...
+    @staticmethod
+    def pack_mask(*_: object, **__: object) -> None: ...
+    @staticmethod
+    def unpack_mask(*_: object, **__: object) -> None: ...
+
+
+def _answering(answer: object) -> Callable[..., object]:
+    """Return a function of one answer; a mock would keep the tensors that it is asked about."""
+    return lambda *_: answer
+
+
+@contextlib.contextmanager
+def fakes_are_plain() -> Iterator[None]:
+    """Have torch's fake tensors packed as the tensors that they stand for."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    from vramx.compression import codec, lifetime, random
+
+    PLAIN.add(FakeTensor)
+    try:
+        with (
+            mock.patch.object(codec, "_launch", _answering(_NoLaunches)),
+            mock.patch.object(random, "state", _answering(None)),
+            mock.patch.object(lifetime, "_has_streams", _answering(False)),
+            mock.patch.object(lifetime, "_raw_stream", _answering(0)),
+        ):
+            yield
+    finally:
+        PLAIN.discard(FakeTensor)

@@ -1,0 +1,266 @@
+"""fit_batch(): the largest batch that a whole step of training has memory for, in few trials.
+
+search.py says which batch is tried, states_kept.py puts the training back as it was, and ranks.py
+has processes agree. Here a trial is run so that nothing of it is left: an error is dropped with its
+traceback, and the frames and tensors that hang on it, before caches are given back. Not
+thread-safe; takes two steps a trial, and at most log2(largest) + 3 trials.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vramx.errors import InvalidValueError, VramxError, brief
+from vramx.planning.batch_fit import Attempt, BatchFit, cut_evenly
+from vramx.planning.device_memory import Memory, cuda_memory, is_out_of_memory
+from vramx.planning.program import check_step, found_in
+from vramx.planning.ranks import FailedTogetherError, Ranks
+from vramx.planning.search import Search
+from vramx.planning.states_kept import KeptState
+from vramx.sizes import format_size, parse_size
+
+MARGIN = 0.1
+TIMEOUT_S = 600.0
+_STEPS = 2  # a trial: an optimizer's states are there from the second on
+
+
+def fit_batch(
+    step: Callable[[int], Any],
+    *,
+    start: int = 1,
+    max: int | None = None,
+    margin: float = MARGIN,
+    budget: int | str | None = None,
+    evaluate: Callable[[int], Any] | None = None,
+    global_batch: int | None = None,
+    state: Any = None,
+    device: Any = None,
+    timeout_s: float = TIMEOUT_S,
+    memory: Memory | None = None,
+) -> BatchFit:
+    """Find the largest batch that a whole step of training has memory for.
+
+    Each trial takes two steps, so that an optimizer's states are there in the second. Sizes are
+    chosen by the peaks of smaller ones, in proportion to what a step takes above the model, which
+    never runs out of memory where memory grows by a line; so trials are few, and out of memory is
+    the exception. Afterwards weights, buffers, gradients, optimizers, schedulers, scalers, training
+    flags and generators are bit for bit what they were. Where torch.distributed is initialised, all
+    processes call it together, also under DDP and FSDP2, and get the same answer.
+
+    Args:
+        step: called with a batch size (or a number of tokens, or whatever grows): a whole step of
+            training with the longest batch there is of that size: forward, backward, optimizer.
+        start: the size that is tried first.
+        max: the largest that is tried; it may be the answer.
+        margin: the share of the memory that is left free: caches that are cut in pieces take it,
+            as do lengths that vary. With vramx's allocator 0.02 is enough.
+        budget: bytes or text such as "24GiB" to stay within; by default all that the process may
+            have.
+        evaluate: called with a batch size, for evaluation: it has an answer of its own, and out of
+            memory in it does not make the training's smaller. Without grad mode, beside optimizer
+            states.
+        global_batch: rows of one optimizer step over all processes, to be cut into micro-batches.
+        state: models, optimizers and others with a state_dict(), to be put back as they were; by
+            default those that `step` and `evaluate` refer to. () puts nothing back but generators.
+        device: a CUDA device; by default the current one.
+        timeout_s: how long a process waits for the others.
+        memory: what is asked for peaks and limits, instead of torch's allocator.
+
+    Returns:
+        A BatchFit.
+
+    Raises:
+        InvalidValueError: a value is not accepted; not even a batch of one fits; or no model is
+            found that a trial would change.
+        VramxError: a batch that fitted does not any more, as where another program took memory; or
+            a process ran out of memory where others were waiting for it within a step, whose
+            process group is then at an end.
+
+    Memory: a copy of the state on the host.
+    Sync: waits for the device at the end of each trial.
+
+    Example:
+        >>> def step(batch):                                               # doctest: +SKIP
+        ...     loss = model(tokens(batch, longest)).mean()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> print(vramx.fit_batch(step, max=512, global_batch=1024))       # doctest: +SKIP
+        batch 88: peak 21.10 GiB of 21.34 GiB, in 4 trials; 12 x 86 for the global batch
+    """
+    _check(step, evaluate, margin)
+    for name, value in (("start", start), ("max", max), ("global_batch", global_batch)):
+        _check_size(name, value)
+    if max is not None and start > max:
+        raise InvalidValueError(f"start {start} is above max {max}")
+    memory = cuda_memory(device) if memory is None else memory
+    found = found_in(*((step, evaluate) if state is None else (state,)))
+    if state is None and not (found.models or found.optimizers):
+        raise InvalidValueError(
+            "step refers to no model and no optimizer that a trial could be put back from; give "
+            "state=(model, optimizer), or state=() if it changes nothing"
+        )
+    # Not before all that can be refused is: the processes wait for each other here.
+    fitting = _Fitting(memory, KeptState(found), Ranks(timeout_s), budget, margin)
+    try:
+        return fitting.run(step, evaluate, (start, max), global_batch)
+    finally:
+        fitting.close()
+
+
+def _check(step: Any, evaluate: Any, margin: float) -> None:
+    check_step(step)
+    if evaluate is not None:
+        check_step(evaluate)
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < 1:
+        raise InvalidValueError(
+            f"margin {brief(margin)} is not accepted; accepted is a share from 0.0 to below 1.0"
+        )
+
+
+def _check_size(name: str, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise InvalidValueError(f"{name} {brief(value)} is not accepted; accepted is 1 or more")
+
+
+class _Fitting:
+    """One call of fit_batch."""
+
+    def __init__(
+        self, memory: Memory, kept: KeptState, ranks: Ranks, budget: Any, margin: float
+    ) -> None:
+        self._memory = memory
+        self._kept = kept
+        self._ranks = ranks
+        self._attempts: list[Attempt] = []
+        self._clean()
+        self._states_bytes = 0
+        self._base = memory.allocated_bytes()
+        limit = memory.limit_bytes() if budget is None else parse_size(budget)
+        self.budget_bytes = int(limit * (1 - margin))
+
+    def close(self) -> None:
+        self._kept.close()
+        self._clean()
+        self._ranks.close()
+
+    def run(
+        self,
+        step: Callable[[int], Any],
+        evaluate: Callable[[int], Any] | None,
+        sizes: tuple[int, int | None],
+        global_batch: int | None,
+    ) -> BatchFit:
+        batch = self._largest(step, sizes, "a step")
+        peaks = {each.batch: each.peak_bytes for each in self._attempts}
+        attempts = tuple(self._attempts)
+        evaluated = None
+        if evaluate is not None:
+            smallest = sizes[0] if sizes[0] < batch else batch
+            self._states_bytes = self._bytes_of_states(step, smallest)
+            evaluated = self._largest(_without_grad(evaluate), sizes, "evaluation")
+        micro, accumulation = cut_evenly(global_batch, batch, self._ranks.count)
+        return BatchFit(
+            batch=batch,
+            peak_bytes=peaks[batch] or 0,
+            budget_bytes=self.budget_bytes,
+            attempts=attempts,
+            evaluation_batch=evaluated,
+            micro_batch=micro,
+            accumulation=accumulation,
+        )
+
+    def _bytes_of_states(self, step: Callable[[int], Any], batch: int) -> int:
+        """Return what a step leaves behind: states and gradients, which are there in evaluation."""
+        step(batch)
+        self._memory.settle()
+        gc.collect()
+        left = self._memory.allocated_bytes() - self._base
+        self._kept.restore()
+        self._clean()
+        return left
+
+    def _largest(self, step: Callable[[int], Any], sizes: tuple[int, int | None], what: str) -> int:
+        start, most = sizes
+        short = self._base + self._states_bytes - self.budget_bytes
+        room = -(self._ranks.most([short])[0] or 0)  # of the process that has least
+        search = Search(int(room), start, most)
+        while (batch := search.next()) is not None:
+            above = self._tried(step, batch, what)
+            if above is None and search.foretells(batch):
+                # It must fit, so that something else may have been there for a moment.
+                above = self._tried(step, batch, what)
+            search.note(batch, above)
+        if search.best is None:
+            raise InvalidValueError(
+                f"{what} with a batch of {search.too_large} does not fit in "
+                f"{format_size(max(0.0, room))}, which the budget of "
+                f"{format_size(self.budget_bytes)} has above what is allocated without any"
+            )
+        if search.too_large is not None and self._is_gone(step, search, what):
+            raise VramxError(
+                f"{what} with a batch of {search.best} ran out of memory after it had fitted: "
+                "another program or a leak takes memory of the device"
+            )
+        return search.best
+
+    def _is_gone(self, step: Callable[[int], Any], search: Search, what: str) -> bool:
+        """Tell whether what fitted before what ran out of memory does not any more."""
+        last = self._attempts[-1]
+        if last.peak_bytes is not None:
+            return False
+        assert search.best is not None
+        return self._tried(step, search.best, what) is None
+
+    def _tried(self, step: Callable[[int], Any], batch: int, what: str) -> int | None:
+        """Return the peak of a trial above what is there without, over all processes; None: OOM."""
+        with self._ranks.attempt(f"in {what} with a batch of {batch}") as attempt:
+            peak = _peak_of(step, batch, self._memory)
+            if peak is None:
+                attempt.fail()
+        # The error is gone, and with it the frames that held tensors.
+        self._kept.restore()
+        self._clean()
+        mine = [float(peak is None), None if peak is None else max(0, peak - self._base)]
+        try:
+            failed, above = self._ranks.most(mine)
+        except VramxError as error:
+            if peak is not None:
+                raise
+            raise FailedTogetherError(
+                f"out of memory in {what} with a batch of {batch}, which other processes were in "
+                "and waited for this one: start again, with a smaller max"
+            ) from error
+        self._attempts.append(Attempt(batch, None if failed else peak))
+        return None if failed or above is None else int(above)
+
+    def _clean(self) -> None:
+        gc.collect()
+        self._memory.settle()
+        self._memory.release()
+
+
+def _peak_of(step: Callable[[int], Any], batch: int, memory: Memory) -> int | None:
+    """Return the peak of a trial's steps; None: out of memory. Other errors are the caller's."""
+    memory.reset_peak()
+    try:
+        for _ in range(_STEPS):
+            step(batch)
+        memory.settle()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+    return memory.peak_bytes()
+
+
+def _without_grad(evaluate: Callable[[int], Any]) -> Callable[[int], Any]:
+    def run(batch: int) -> Any:
+        with torch.no_grad():
+            return evaluate(batch)
+
+    return run

@@ -1,0 +1,151 @@
+"""The state of a training that trials must leave as it was: taken once, put back as often as asked.
+
+Weights, buffers, gradients, optimizers' states and options, whatever else has a state_dict(), the
+training flags, and the generators of torch, Python, numpy and vramx. Copies are on the host. Put
+back is what the tensors hold, in place, so that who refers to them sees it. Not thread-safe; costs
+a copy of the model and of its states.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from vramx.compression.random import restored_streams
+from vramx.errors import InvalidValueError
+from vramx.optimizers.copies import HOLDER
+from vramx.planning.program import Found
+
+Undo = Callable[[], None]
+
+
+class KeptState:
+    """What was taken of models, optimizers and others; restore() puts it back.
+
+    Raises:
+        InvalidValueError: an optimizer cannot be put back.
+    """
+
+    def __init__(self, found: Found) -> None:
+        self._found = found
+        self._undo: list[Undo] = []
+        for model in found.models:
+            self._undo += [_of_module(module) for module in model.modules()]
+            self._undo += [_of_gradient(parameter) for parameter in model.parameters()]
+        self._undo += [_of_optimizer(each) for each in found.optimizers]
+        self._undo += [_of_other(each) for each in found.others]
+        self._undo += _of_generators()
+        self._streams = restored_streams()
+        self._streams.__enter__()
+
+    def restore(self) -> None:
+        """Put all back."""
+        with torch.no_grad():
+            for undo in self._undo:
+                undo()
+
+    def close(self) -> None:
+        """Put all back for the last time."""
+        self.restore()
+        self._streams.__exit__(None, None, None)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return a tensor's own memory: of a distributed one, what this process has of it."""
+    local = getattr(tensor, "to_local", None)
+    return (tensor if local is None else local()).detach()
+
+
+def _saved(tensor: Tensor) -> Undo:
+    own = _plain(tensor)
+    kept = own.to("cpu", copy=True)
+
+    def undo() -> None:
+        # Not through the tensor itself: its version would say that a graph's input was changed.
+        _plain(tensor).data.copy_(kept)
+
+    return undo
+
+
+def _of_module(module: nn.Module) -> Undo:
+    training = module.training
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (table, dict(table)) for table in (module._parameters, module._buffers)
+    ]
+    contents = [_saved(x) for _, kept in tables for x in kept.values() if x is not None]
+
+    def undo() -> None:
+        module.training = training
+        for table, kept in tables:
+            if any(table.get(name) is not each for name, each in kept.items()):
+                table.update(kept)
+        for content in contents:
+            content()
+
+    return undo
+
+
+def _of_gradient(parameter: nn.Parameter) -> Undo:
+    gradient = parameter.grad
+    content = None if gradient is None else _saved(gradient)
+
+    def undo() -> None:
+        parameter.grad = gradient
+        if content is not None:
+            content()
+
+    return undo
+
+
+def _of_optimizer(optimizer: Optimizer) -> Undo:
+    if HOLDER in vars(optimizer):
+        raise InvalidValueError(
+            f"the states of a {type(optimizer).__name__} wait on the host, from where trials could "
+            "not put them back; fit the batch before vramx.offload_optimizer, or give state=()"
+        )
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    groups = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else copy.copy(x), groups)
+    contents: list[Undo] = []
+
+    def keep(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            contents.append(_saved(value))
+        return value
+
+    states = {p: tree_map(keep, dict(state)) for p, state in optimizer.state.items()}
+
+    def undo() -> None:
+        for group, options in zip(optimizer.param_groups, groups, strict=True):
+            group.update(copy.copy(options))
+        optimizer.state.clear()
+        optimizer.state.update({p: dict(state) for p, state in states.items()})
+        for content in contents:
+            content()
+
+    return undo
+
+
+def _of_other(value: Any) -> Undo:
+    kept = copy.deepcopy(value.state_dict())
+    return lambda: value.load_state_dict(copy.deepcopy(kept))
+
+
+def _of_generators() -> list[Undo]:
+    host, python = torch.get_rng_state(), random.getstate()
+    found: list[Undo] = [lambda: torch.set_rng_state(host), lambda: random.setstate(python)]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        devices = torch.cuda.get_rng_state_all()
+        found.append(lambda: torch.cuda.set_rng_state_all(devices))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state = numpy.random.get_state()
+        found.append(lambda: numpy.random.set_state(state))
+    return found

@@ -1,0 +1,84 @@
+"""What predict() traces: a step as a program has it, or plan's loop around a model.
+
+A Program names the values that it is made of, so that a copy of it can be made of copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from vramx.errors import InvalidValueError
+from vramx.optimizers.copies import copy_of
+from vramx.planning.loop import FRESH, STEPPED, Loop
+from vramx.planning.program import check_step
+from vramx.planning.steps import Step, check_sample
+
+
+class Program:
+    """A step and the values that it is made of, which a copy of it is made of as well."""
+
+    def __init__(self, values: Sequence[Any], run: Callable[..., Callable[[], Any]]) -> None:
+        self.values = tuple(values)
+        self.run = run  # from copies of the values to what takes a step
+
+
+def program_of(step: Any, arguments: Sequence[Any], optimizer: Any, gradients: str) -> Program:
+    if not isinstance(step, nn.Module):
+        if optimizer is not None:
+            raise InvalidValueError("optimizer is for a model; a step calls its own optimizer")
+        check_step(step)
+        return Program((step, *arguments), lambda step, *rest: lambda: step(*rest))
+    if len(arguments) != 1:
+        raise InvalidValueError(
+            f"a model is followed by one sample, not by {len(arguments)}; a tuple is for several "
+            "arguments"
+        )
+    check_sample(arguments[0])
+    loop = Loop(optimizer, gradients)
+
+    def run(model: nn.Module, sample: Any, optimizers: list[Any]) -> Callable[[], Any]:
+        return _LoopStep(model, sample, Loop(optimizers, gradients))
+
+    return Program((step, arguments[0], loop.optimizers), run)
+
+
+class _LoopStep:
+    """A step of plan's loop, of which the optimizers are taken as well."""
+
+    def __init__(self, model: nn.Module, sample: Any, loop: Loop) -> None:
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._loop = loop
+        self._first = True
+        if not model.training:
+            model.train()
+        if loop.gradients == STEPPED:
+            for each in loop.optimizers:
+                _step_in_backward(each)
+        self._step = Step(model, sample, self._begin)
+
+    def _begin(self) -> None:
+        if self._first or self._loop.gradients == FRESH:
+            self._loop.prepare(self._trained)
+        self._first = False
+
+    def __call__(self) -> None:
+        self._step()
+        if self._loop.gradients != STEPPED:
+            for each in self._loop.optimizers:
+                each.step()
+
+
+def _step_in_backward(optimizer: Any) -> None:
+    """Have each parameter stepped, by a copy of its optimizer, as soon as its gradient is there."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            own = copy_of(optimizer, {**group, "params": [parameter]})
+
+            def step(learned: Tensor, own: Any = own) -> None:
+                type(own).step(own)
+                learned.grad = None
+
+            parameter.register_post_accumulate_grad_hook(step)
