@@ -89,7 +89,7 @@ FAULTS: dict[str, Fault] = {
         _set(hooks.CompressionContext, "enter", _never_idle), ("linear", "gelu")
     ),
     "takes data of before a write": Fault(
-        _set(session, "_range_key", _forget_versions), ("rewritten",)
+        _set(session, "range_key", _forget_versions), ("rewritten",)
     ),
     "takes data of before a hidden write": Fault(
         _set(writes, "epoch", lambda _: 0), ("data_write", "alias_write", "array_write")

@@ -70,6 +70,7 @@ def take(w: Writer, h: Value, name: str) -> Value:
     """Write one step."""
     result = STEPS[name](w, h)
     w.smooth = w.smooth and name in SMOOTH
+    w.spoils = w.spoils or name == "function_overwrites"
     w.remember(result)
     return result
 
@@ -140,7 +141,7 @@ def programs(draw: Any, names: Collection[str] | None = None) -> tuple[str, Sett
         forces=double and not w.recomputes,
         learns_input=not raw and (double or not w.learns or draw(st.booleans())),
         raw=raw,
-        retain=not double and one_in(6),
+        retain=not double and one_in(6) and not w.spoils,
         smooth=w.smooth,
         overwrites=w.overwrites,
         seed=draw(st.integers(0, 999)),

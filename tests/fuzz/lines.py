@@ -61,7 +61,7 @@ LINES = {
     "std": "{0} / (0.1 + {0}.std(-1, keepdim=True))",
     "var": "{0} + {0}.var(-1, keepdim=True)",
     "normalize": "F.normalize({0}, dim=-1)",
-    "cdist": "{0} + 0.05 * torch.cdist({0}, {0}).mean(-1, keepdim=True)",
+    "cdist": "{0} + 0.05 * torch.cdist({0}.float(), {0}.float()).mean(-1, keepdim=True)",
     "cosine": "{0} + F.cosine_similarity({0}, {0}.flip(1), dim=-1).unsqueeze(-1)",
     "prod_pairs": "{0} * {0}.flip(1).sigmoid()",
     "index": "{0}[:, torch.arange({0}.shape[1] - 1, -1, -1)]",
@@ -112,5 +112,5 @@ WRITES = {
 HIDDEN = {
     "data_write": "{1}.data.mul_(0.5)",
     "alias_write": "{1}.detach().data.add_(0.5)",
-    "array_write": "{1}.detach().numpy()[...] *= 0.5",
+    "array_write": "pieces.halve_array({1})",
 }

@@ -176,11 +176,12 @@ class SavePolicy:
         return _KEPT[POLICY] if operation.needs_exact else _CHOICES[self._bits]
 
     def _norm(self, tensor: torch.Tensor, operation: Operation) -> Choice:
-        """Pack what has statistics of its own in groups of its own.
+        """Pack rows that are divided by a norm of their own in groups of their own.
 
-        Backward divides by the deviation of each: in a group with a larger one's it would be lost.
+        In a group with a larger row a small one would be lost. Of norms that subtract a mean
+        normalised.py has the answer.
         """
-        length = norm_length(operation.name, tensor, operation.option)
+        length = norm_length(operation.name, operation.option)
         if not length:
             return _CHOICES[self._bits]
         most = length & -length  # the largest power of two that divides it
