@@ -95,12 +95,13 @@ class NormalCodec:
 class Waiting:
     """The input of a norm whose call goes on, and what the call has saved since.
 
-    `pack` is called when the call has ended and `statistics` are known; None: none were found.
+    `pack` is called with the operation when that has ended and `statistics` are known; None: none
+    were found.
     """
 
     __slots__ = ("_later", "_pack", "_tensor", "pending", "statistics")
 
-    def __init__(self, tensor: Tensor, pack: Callable[[Waiting], Reference | Restored]) -> None:
+    def __init__(self, tensor: Tensor, pack: Callable[[Operation], Reference | Restored]) -> None:
         self.pending = Pending(tensor)
         self.statistics: Statistics | None = None
         self._tensor = tensor
@@ -116,7 +117,7 @@ class Waiting:
         """Pack the input, now that the call has ended."""
         with torch.no_grad():
             self.statistics = _statistics(self._tensor, operation.name, self._later)
-        self.pending.held = self._pack(self)
+        self.pending.held = self._pack(operation)
 
 
 def _statistics(x: Tensor, name: str, later: list[Tensor]) -> Statistics | None:

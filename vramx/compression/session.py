@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable
 from dataclasses import astuple, replace
+from functools import partial
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -140,14 +141,15 @@ class Session:
         """Pack the input of a norm when its statistics are known, at the end of the call."""
         if operation.waiting is not None:  # which has its input already
             return self._keep(tensor, operation, policy.POLICY)
-
-        def pack(waiting: Waiting) -> Reference | Restored:
-            if waiting.statistics is None:
-                return self._keep(tensor, operation, policy.POLICY)
-            return self._compress(tensor, operation, (bits, 0))
-
-        operation.waiting = waiting = Waiting(tensor, pack)
+        operation.waiting = waiting = Waiting(tensor, partial(self._normalised, tensor, bits))
         return waiting.pending
+
+    def _normalised(
+        self, tensor: torch.Tensor, bits: int, operation: Operation
+    ) -> Reference | Restored:
+        if operation.waiting.statistics is None:
+            return self._keep(tensor, operation, policy.POLICY)
+        return self._compress(tensor, operation, (bits, 0))
 
     def _compress(
         self, tensor: torch.Tensor, operation: Operation, how: tuple[int, int]
