@@ -95,6 +95,9 @@ FAULTS: dict[str, Fault] = {
         _set(writes, "epoch", lambda _: 0), ("data_write", "alias_write", "array_write")
     ),
     "keeps everything": Fault(_set(SavePolicy, "choose", _keep_everything), ("linear", "gelu")),
+    "packs inputs of norms as other numbers": Fault(
+        _set(session, "MEAN_NORMS", frozenset()), ("uneven_norm",)
+    ),
     "leaves changed modules": Fault(
         lambda: patch("vramx.restore", lambda *_: None), ("linear", "gelu")
     ),

@@ -68,9 +68,11 @@ for _name in _REGIONS:
 
 def take(w: Writer, h: Value, name: str) -> Value:
     """Write one step."""
+    if name == "function_overwrites":
+        w.spoils = True
+        name = "linear" if w.double else name
     result = STEPS[name](w, h)
     w.smooth = w.smooth and name in SMOOTH
-    w.spoils = w.spoils or name == "function_overwrites"
     w.remember(result)
     return result
 

@@ -21,6 +21,9 @@ SMOOTH_LINES = {
     "lerp": "torch.lerp({0}, {0}.tanh(), 0.3)",
 }
 LINES = {
+    "cancels": "{0} * 20 - {0}.tanh() * 19.5",
+    "sharp": "({0} * 30).softmax(-1) * {0}",
+    "chain": "F.silu(F.gelu(F.silu(F.gelu(F.silu(F.gelu({0} * 2)))))) * 4",
     "exp": "{0}.tanh().exp()",
     "radial": "(-8 * {0}.square()).exp()",
     "log_small": "(pieces.unit({0}).abs() + 0.003).log()",

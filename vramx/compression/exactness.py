@@ -26,9 +26,11 @@ NORMS = frozenset(
     }
 )
 
-PRODUCTS = frozenset(
+# Products element by element, of tensors that may be expanded to each other.
+FACTORS = frozenset({"mul", "multiply", "addcmul", "lerp"})
+PRODUCTS = FACTORS | frozenset(
     {
-        *("mul", "multiply", "square", "addcmul", "lerp", "matmul", "mm", "bmm", "mv", "dot"),
+        *("square", "matmul", "mm", "bmm", "mv", "dot"),
         *("vdot", "inner", "outer", "ger", "addmm", "addmv", "addr", "addbmm", "baddbmm", "kron"),
         *("einsum", "tensordot", "chain_matmul", "cross", "linear", "bilinear", "embedding_bag"),
         *("linalg_matmul", "linalg_multi_dot", "linalg_vecdot", "linalg_cross", "grouped_mm"),

@@ -29,6 +29,7 @@ from vramx.compression.normalised import MEAN_NORMS, NormalCodec, Waiting
 from vramx.compression.notices import tell_of_unknown
 from vramx.compression.operations import OperationMode, transformed
 from vramx.compression.policy import SavePolicy
+from vramx.compression.roots import POWERS, RootCodec
 from vramx.compression.saved import Codec, Copy, Holding, Payload, Pending, Reference, Restored
 from vramx.compression.sharing import Table, cast_source, range_key
 from vramx.compression.signs import SignCodec
@@ -227,7 +228,9 @@ class Session:
         if operation.waiting is not None:
             return NormalCodec(self._codec, operation.waiting.statistics, describe(tensor))
         function = function_of(tensor, operation)
-        return AngleCodec(self._codec, function) if function else self._codec
+        if function:
+            return AngleCodec(self._codec, function)
+        return RootCodec(self._codec) if operation.name in POWERS else self._codec
 
     def _keep(
         self, tensor: torch.Tensor, operation: Operation, reason: str
