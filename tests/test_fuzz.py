@@ -10,10 +10,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.fuzz.faults import FAULTS
+from tests.fuzz.compare import FaultError, check
+from tests.fuzz.directed import PROGRAMS, program, setting
+from tests.fuzz.faults import FAULTS, ONLY_WITH_CUDA
 from tests.fuzz.search import search
+from vramx.compression import session
 
 SEED = 20
+HERE = FAULTS | (ONLY_WITH_CUDA if torch.cuda.is_available() else {})
 
 
 @pytest.fixture(autouse=True)
@@ -33,14 +37,13 @@ def test_random_programs_have_the_gradients_that_they_have_without_packing() -> 
 
 @pytest.mark.parametrize("name", HERE)
 def test_a_planted_fault_is_found(name: str) -> None:
-    program = PROGRAMS[name]
-    check(*program)
+    check(*PROGRAMS[name])
     with HERE[name].plant(), pytest.raises(FaultError):
-        check(*program)
+        check(*PROGRAMS[name])
 
 
-def test_each_fault_has_a_program() -> None:
-    assert set(PROGRAMS) == set(FAULTS) | set(ONLY_WITH_CUDA)
+def test_each_fault_has_aprogram() -> None:
+    assert set(PROGRAMS) == {*FAULTS, *ONLY_WITH_CUDA}
 
 
 def test_random_programs_find_a_fault_too() -> None:
@@ -56,11 +59,23 @@ def test_random_programs_find_a_fault_too() -> None:
 def test_a_mean_of_many_deviations_before_a_norm() -> None:
     """bfloat16 rounds the input of the norm, and normalises what it has rounded; a packed input
     was off by many deviations from the mean that the norm had saved."""
-    lines = ("h = self.a(x)", "h = self.b(h + 300)")
-    check(_program(("nn.Linear(64, 64)", "nn.LayerNorm(64)"), lines), _setting(rounding="nearest"))
+    lines = ("h = self.a(h) + 300", "h = h + self.b(h.transpose(1, 2)).transpose(1, 2)")
+    source = program(("nn.Linear(64, 64)", "nn.InstanceNorm1d(64, affine=True)"), lines)
+    check(source, setting())
+    with FAULTS["packs inputs of norms as other numbers"].plant(), pytest.raises(FaultError):
+        check(source, setting())
 
 
 def test_a_factor_that_is_repeated_over_columns() -> None:
     """In a group with the largest scale the smallest is next to nothing."""
-    lines = ("h = self.b(h * torch.logspace(-2, 2, 64).to(h))",)
-    check(_program(("nn.Linear(64, 64)", "nn.LayerNorm(64)"), lines), _setting())
+    lines = ("h = h * torch.logspace(-2, 2, 64).to(h)", "h = self.a(h.transpose(1, 2))")
+    check(program(("nn.BatchNorm1d(64)",), lines), setting())
+
+
+def test_a_power_of_a_power(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ("h = (self.a(h) * 2).square().square().square()", "h = pieces.Divides.apply(h)")
+    source = program(("nn.Linear(64, 64)",), lines)
+    check(source, setting())
+    monkeypatch.setattr(session, "POWERS", frozenset())
+    with pytest.raises(FaultError):
+        check(source, setting())

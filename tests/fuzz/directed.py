@@ -17,7 +17,8 @@ _OPTIONS = {"min_bytes": 0, "group_size": 64, "rounding": "stochastic", "determi
 _INTEGERS = "h = h.argsort(1).to(h.dtype) + (h - h.detach())"
 
 
-def _program(modules: Sequence[str], lines: Sequence[str], region: Sequence[str] = ()) -> str:
+def program(modules: Sequence[str], lines: Sequence[str], region: Sequence[str] = ()) -> str:
+    """Return a program with modules a, b, ... and lines that take h and give it."""
     made = [f"self.{chr(ord('a') + i)} = {module}" for i, module in enumerate(modules)]
     inside = _class("Region", (), region) if region else ""
     return "\n\n".join([HEADER, inside, _class("Program", made, lines)])
@@ -37,90 +38,92 @@ _REGION = "h = pieces.api.checkpoint(self.b, h)"
 _WRITE = ("fresh = h * 1.5", "h = self.a(fresh)", "{}", "h = h + self.b(fresh)")
 
 
-def _setting(**fields: object) -> Setting:
-    return Setting(**{"options": _OPTIONS, "seed": 1, **fields})  # type: ignore[arg-type]
+def setting(**fields: object) -> Setting:
+    """Return a setting whose noise repeats; `rounding` is an option, the others are fields."""
+    options = _OPTIONS | {key: fields.pop(key) for key in ("rounding",) if key in fields}
+    return Setting(**{"options": options, "seed": 1, **fields})  # type: ignore[arg-type]
 
 
 def _written(line: str) -> str:
-    return _program([_LINEAR, _LINEAR], [text.format(line) for text in _WRITE])
+    return program([_LINEAR, _LINEAR], [text.format(line) for text in _WRITE])
 
 
 PROGRAMS: dict[str, tuple[str, Setting]] = {
     "packs the tensors of unknown Functions": (
-        _program(
+        program(
             [_LINEAR],
             ["h = self.a(h)", "h = pieces.Positions.apply(h, h.argsort(1).to(h.dtype))"],
         ),
-        _setting(),
+        setting(),
     ),
     "packs what operations need exactly": (
-        _program(["nn.Parameter(torch.ones(64))"], ["h = (h * self.a).abs().log()"]),
-        _setting(),
+        program(["nn.Parameter(torch.ones(64))"], ["h = (h * self.a).abs().log()"]),
+        setting(),
     ),
     "packs integers": (
-        _program([_LINEAR], ["h = self.a(h)", "h = h.gather(-1, h.argsort(-1))"]),
-        _setting(),
+        program([_LINEAR], ["h = self.a(h)", "h = h.gather(-1, h.argsort(-1))"]),
+        setting(),
     ),
     "recomputes what is not smooth from packed inputs": (
-        _program(
+        program(
             [_LINEAR, "Region()"],
             ["h = self.a(h)", _INTEGERS, _REGION],
             ["h = h * (1 + h.detach().floor().remainder(2))"],
         ),
-        _setting(style="none"),
+        setting(style="none"),
     ),
     "recomputes Functions from packed inputs": (
-        _program(
+        program(
             [_LINEAR, "Region()"],
             ["h = self.a(h)", _INTEGERS, _REGION],
             ["h = pieces.Compares.apply(h)"],
         ),
-        _setting(style="none"),
+        setting(style="none"),
     ),
     "moves statistics twice": (
-        _program([_LINEAR, "nn.BatchNorm1d(16)"], ["h = self.a(h)", _REGION]),
-        _setting(style="none"),
+        program([_LINEAR, "nn.BatchNorm1d(16)"], ["h = self.a(h)", _REGION]),
+        setting(style="none"),
     ),
     "packs what gradients of gradients read": (
-        _program([_LINEAR], ["h = F.gelu(self.a(h)).square()"]),
-        _setting(double=True, forces=True),
+        program([_LINEAR], ["h = F.gelu(self.a(h)).square()"]),
+        setting(double=True, forces=True),
     ),
     "packs the batch": (
-        _program(
+        program(
             ["nn.Parameter(torch.logspace(2, -2, 64).log())"],
             ["h = h * self.a.exp()"],
         ),
-        _setting(raw=True, learns_input=False),
+        setting(raw=True, learns_input=False),
     ),
     "packs in eval()": (
-        _program([_LINEAR], ["h = F.gelu(self.a(h))"]),
-        _setting(style="module", training=False, exact=True),
+        program([_LINEAR], ["h = F.gelu(self.a(h))"]),
+        setting(style="module", training=False, exact=True),
     ),
     "takes data of before a write": (
         _written("fresh[:, ::2] = x.tanh()[:, 1::2]"),
-        _setting(overwrites=True),
+        setting(overwrites=True),
     ),
     "takes data of before a hidden write": (
         _written("fresh.data.mul_(0.5)"),
-        _setting(overwrites=True),
+        setting(overwrites=True),
     ),
     "keeps everything": (
-        _program([_LINEAR], ["h = self.a(h)", *["h = F.gelu(h)"] * 8]),
-        _setting(smooth=True),
+        program([_LINEAR], ["h = self.a(h)", *["h = F.gelu(h)"] * 8]),
+        setting(smooth=True),
     ),
     "leaves changed modules": (
-        _program([_LINEAR], ["h = F.gelu(self.a(h))"]),
-        _setting(style="module"),
+        program([_LINEAR], ["h = F.gelu(self.a(h))"]),
+        setting(style="module"),
     ),
     "packs inputs of norms as other numbers": (
-        _program(
+        program(
             ["nn.BatchNorm1d(64)"],
             ["h = h * torch.logspace(-2, 2, 64).to(h)", "h = self.a(h.transpose(1, 2))"],
         ),
-        _setting(),
+        setting(),
     ),
     "frees while a stream reads": (
-        _program([_LINEAR], ["h = pieces.on_side_stream(self.a, h)"]),
-        _setting(),
+        program([_LINEAR], ["h = pieces.on_side_stream(self.a, h)"]),
+        setting(),
     ),
 }
