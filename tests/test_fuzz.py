@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.fuzz import compare
 from tests.fuzz.compare import FaultError, check
 from tests.fuzz.directed import PROGRAMS, program, setting
 from tests.fuzz.faults import FAULTS, ONLY_WITH_CUDA
@@ -51,6 +52,13 @@ def test_random_programs_find_a_fault_too() -> None:
     with fault.plant():
         found = search(100, SEED, names=fault.names, shrink=False)
     assert found.fault, f"seed {SEED}: {found.checked} programs ran as if nothing were wrong"
+
+
+def test_gradients_that_are_short_have_a_cosine() -> None:
+    short = torch.tensor([3e-12, 4e-12])
+    assert compare._cosine(short, 2 * short) == pytest.approx(1)
+    assert compare._cosine(short, short.flip(0)) == pytest.approx(0.96)
+    assert compare._cosine(short, 0 * short) == 0
 
 
 # Programs that have failed, in their smallest form.
