@@ -75,7 +75,7 @@ class NormalCodec:
         self._statistics = statistics
         self._geometry = geometry
 
-    def encode(self, elements: Tensor, format: Format) -> Payload:
+    def encode(self, elements: Tensor, format: Format) -> Normalised:
         statistics, geometry = self._statistics, self._geometry
         numbers = torch.empty_like(elements, dtype=torch.float32)
         normal = statistics.of(numbers, geometry)

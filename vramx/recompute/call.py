@@ -155,7 +155,7 @@ def run(
     region = Region(function, structure, (args, kwargs), inputs, vouched=settings.vouched)
     with inputs.collected():
         result = _torch_checkpoint(region, region.leaves_of(leaves), {}, settings.torch_options)
-    inputs.settle(exact=bool(region.rough))
+    inputs.settle(region.norms, exact=bool(region.rough))
     return result
 
 
