@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import vramx
-from vramx.compression import normalised, session
+from vramx.compression import graph_policy, normalised, session
 from vramx.compression.policy import SavePolicy
 
 COSINE = 0.999
@@ -208,3 +208,36 @@ def test_norms_along_other_dimensions_do_not_share() -> None:
 def test_what_is_normalised_takes_no_more_bytes(options: dict[str, Any]) -> None:
     x, norm, layer = torch.randn(64, 128), nn.LayerNorm(128), nn.Linear(128, 128)
     assert kept(norm, x, **options)[1] == kept(layer, x, **options)[1]
+
+
+# Compiled graphs
+
+
+def graph_cosine(norm: nn.Module, x: Tensor) -> float:
+    def gradient(call: Any, context: Any) -> Tensor:
+        leaf = x.detach().requires_grad_()
+        with context:
+            y = call(leaf)
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))
+        assert leaf.grad is not None
+        return leaf.grad
+
+    def program(x: Tensor) -> Tensor:
+        return norm(x * 1.5).sin()
+
+    torch.compiler.reset()
+    found = gradient(
+        torch.compile(program, backend="aot_eager"), vramx.compressed_graphs(min_bytes=0)
+    )
+    exact = gradient(program, nullcontext())
+    return float(functional.cosine_similarity(found.flatten(), exact.flatten(), 0))
+
+
+def test_a_compiled_graph_keeps_what_a_mean_is_subtracted_from() -> None:
+    assert graph_cosine(nn.LayerNorm(96), far("layer", 1e4)) >= COSINE
+
+
+def test_a_graph_that_packs_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = graph_policy._HARMLESS | {"native_layer_norm_backward"}
+    monkeypatch.setattr(graph_policy, "_HARMLESS", packed)
+    assert graph_cosine(nn.LayerNorm(96), far("layer", 1e4)) < 0.99
