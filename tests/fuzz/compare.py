@@ -164,7 +164,10 @@ def _cosine(found: Tensor, exact: Tensor) -> float:
 def _errors_of_bfloat16(
     program: type[nn.Module], setting: Setting, number: int, exact: Step
 ) -> dict[str, float]:
-    gradients = run(program, setting, Plain(), torch.bfloat16)[number].gradients
+    try:
+        gradients = run(program, setting, Plain(), torch.bfloat16)[number].gradients
+    except RuntimeError as error:
+        raise UnusableError(f"in bfloat16: {error}") from error
     return {
         name: _error(g, exact.gradients[name])
         for name, g in gradients.items()
