@@ -24,6 +24,8 @@ from simulated import (
     take_stitched,
 )
 
+from vramx import _core
+
 if TYPE_CHECKING:
     from vramx._core import SimulatedDevice
 
@@ -217,6 +219,44 @@ def test_a_periodic_program_settles_within_three_steps() -> None:
         steps.append(device.driver_calls() - calls)
     assert steps[0] > 0
     assert steps[3:] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("seed", [46, 4, 28])
+def test_a_program_of_few_requests_settles_wherever_others_left_gaps(seed: int) -> None:
+    device = _core.SimulatedDevice(80 * 1024 * MIB, 2 * MIB, False)
+    leave_gaps(device, random.Random(seed))
+    steps = []
+    for _ in range(80):
+        calls = device.driver_calls()
+        kept = [device.allocate((1 + index * 7 % 13) * 3 * MIB) for index in range(40)]
+        for block in kept[::3]:
+            device.free(block)
+        del kept[::3]
+        for block in [*kept, device.allocate(200 * MIB)]:
+            device.free(block)
+        steps.append(device.driver_calls() - calls)
+    # A short period is believed after two thousand requests, which are 49 of these steps.
+    assert steps[52:] == [0] * 28
+
+
+def leave_gaps(device: SimulatedDevice, order: random.Random) -> None:
+    """Leave what programs of several streams left: free memory of all sizes between blocks."""
+    sizes = [512, 4 * KIB, 70_000, 300_000, MIB, 3 * MIB, 8 * MIB, 33 * MIB, 100 * MIB]
+    live: list[int] = []
+    for _ in range(order.randrange(1, 8)):
+        for _ in range(order.randrange(20, 200)):
+            stream = order.choice([0, 0, 0, 11, 12, 13])
+            size = order.choice([*sizes, order.randrange(1, 64 * MIB)])
+            live.append(device.allocate(size, stream))
+            if order.random() < 0.1:
+                device.record_stream(live[-1], order.choice([11, 12, 13]))
+        order.shuffle(live)
+        kept = order.randrange(0, 101)
+        for block in live[kept:]:
+            device.free(block)
+        del live[kept:]
+        if order.random() < 0.5:
+            device.advance_all()
 
 
 def run_step(device: SimulatedDevice, sizes: list[int]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +61,48 @@ class MakesStatesAnew(CountsInTheGroup):
                 p.sub_(state["mean"] + state.get("second", 0), alpha=group["lr"])
 
 
+class Mean:
+    """A state that is an object with a tensor, as FlashOptim's quantised ones are."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.name = "mean"
+        self.value: Any = torch.zeros_like(like)
+
+
+class HasObjects(CountsInTheGroup):
+    """Its states are objects. Each second step gives them other tensors, the first in place."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                mean = self.state[p].setdefault("mean", Mean(p))
+                if group["count"] % 2:
+                    mean.value.mul_(0.9).add_(p.grad)
+                else:
+                    mean.value = mean.value * 0.9 + p.grad
+                p.sub_(mean.value, alpha=group["lr"])
+
+
+class ReplacesInLists(CountsInTheGroup):
+    """Its states are lists, which stay, of tensors, which are others after each step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                means = self.state[p].setdefault("means", [torch.zeros_like(p)])
+                means[0] = means[0] * 0.9 + p.grad
+                p.sub_(means[0], alpha=group["lr"])
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "adamw_one_by_one": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False, amsgrad=True),
@@ -67,6 +111,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
     "counts_in_the_group": CountsInTheGroup,
     "makes_states_anew": MakesStatesAnew,
+    "has_objects": HasObjects,
+    "replaces_in_lists": ReplacesInLists,
 }
 
 
@@ -149,6 +195,25 @@ def test_each_wait_is_needed(monkeypatch: pytest.MonkeyPatch, forgotten: str) ->
         pair.step(seed)
     with pytest.raises(AssertionError):
         pair.expect_alike()
+
+
+def test_the_tensors_of_objects_are_on_the_host(link: LateLink) -> None:
+    pair = Pair(HasObjects)
+    vramx.offload_optimizer(pair.offloaded, **OPTIONS)
+    pair.step(0)
+    slabs = [slab.memory for slab in link.pool._slabs]
+    ranges = [(slab.data_ptr(), slab.data_ptr() + slab.numel()) for slab in slabs]
+    means = [state["mean"] for state in pair.offloaded.state.values()]
+    large = [each.value for each in means if each.value.numel() * 4 >= OPTIONS["least"]]
+    assert large
+    assert all(any(low <= t.data_ptr() < high for low, high in ranges) for t in large)
+    before = [id(mean) for mean in means]
+    vramx.restore(pair.offloaded)
+    assert [id(state["mean"]) for state in pair.offloaded.state.values()] == before
+    pair.step(1)
+    states = zip(pair.optimizer.state.values(), pair.offloaded.state.values(), strict=True)
+    for plain, streamed in states:
+        assert torch.equal(plain["mean"].value, streamed["mean"].value)
 
 
 def test_the_host_has_the_states_and_the_device_three_slots(link: LateLink) -> None:
@@ -357,6 +422,30 @@ def test_a_full_host_leaves_states_where_they_are(link: LateLink) -> None:
     assert len(told) == 1
     pair.step(1)
     pair.expect_alike()
+
+
+def test_the_slots_go_with_the_step_and_wait_for_no_collection_of_garbage(link: LateLink) -> None:
+    slots: list[weakref.ref[torch.Tensor]] = []
+    allocate = link.allocate
+
+    def noted(nbytes: int) -> torch.Tensor:
+        slot = allocate(nbytes)
+        slots.append(weakref.ref(slot))
+        return slot
+
+    link.allocate = noted  # type: ignore[method-assign]
+    network = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    optimizer = vramx.offload_optimizer(torch.optim.AdamW(network.parameters()), **OPTIONS)
+    gc.disable()
+    try:
+        for _ in range(2):
+            network(torch.ones(2, 16)).sum().backward()
+            optimizer.step()
+        optimizer.state_dict()  # all copies are done
+        assert len(slots) == stream.SLOTS
+        assert [slot() for slot in slots] == [None] * stream.SLOTS
+    finally:
+        gc.enable()
 
 
 def test_an_optimizer_that_sums_over_all_parameters_is_refused(link: LateLink) -> None:

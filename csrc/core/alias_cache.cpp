@@ -32,6 +32,7 @@ AliasId AliasCache::add(Address base, const std::vector<ChunkId>& chunks, Arena&
       by_size_.begin(), by_size_.end(), [&](const Sized& each) { return each.size <= alias.size; });
   const Address under_middle = arena.chunks()[alias.chunks[middle]].begin;
   by_size_.insert(behind, {alias.size, before, under_middle, id});
+  by_base_.emplace(base, id);
   mappings_ += alias.chunks.size();
   mappings_made_ += alias.chunks.size();
   bytes_ += alias.size;
@@ -43,11 +44,21 @@ void AliasCache::remove(AliasId id, Arena& arena) {
   auto entry = first_of(alias.size);
   while (entry->id != id) ++entry;
   by_size_.erase(entry);
+  by_base_.erase(alias.base);
   for (const ChunkId chunk : alias.chunks) --arena.chunks()[chunk].alias_count;
   mappings_ -= alias.chunks.size();
   bytes_ -= alias.size;
   alias = Alias{};
   vacant_.push_back(id);
+}
+
+AliasFit AliasCache::at(const Arena& arena, const Piece& range) const {
+  const auto behind = by_base_.upper_bound(range.begin);
+  if (behind == by_base_.begin()) return {};
+  const AliasId id = std::prev(behind)->second;
+  const Alias& alias = aliases_[id];
+  if (alias.is_leaving || range.end() > alias.base + alias.size) return {};
+  return fit_at(id, arena, range.begin - alias.base, range.size);
 }
 
 AliasFit AliasCache::fit_at(AliasId id, const Arena& arena, Bytes begin, Bytes size) const {

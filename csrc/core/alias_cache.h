@@ -9,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -46,6 +47,8 @@ class AliasCache {
   // The smallest alias with a free run of `size` bytes; accept(pieces) may turn it down.
   template <class Accept>
   AliasFit find(const Arena& arena, Bytes size, Accept accept) const;
+  // What lies under this range of an alias; no alias where none has it, or it is being unmapped.
+  AliasFit at(const Arena& arena, const Piece& range) const;
 
   // A block of so many bytes moves in, or out: what its memory then waits for.
   void pin(AliasId id, Bytes size) {
@@ -98,6 +101,7 @@ class AliasCache {
   std::vector<Alias> aliases_;  // an empty slot has no chunks
   std::vector<AliasId> vacant_;
   std::vector<Sized> by_size_;  // ascending; of equals the oldest first
+  std::map<Address, AliasId> by_base_;
   std::size_t mappings_ = 0;
   std::uint64_t mappings_made_ = 0;  // by all aliases so far
   Bytes bytes_{};

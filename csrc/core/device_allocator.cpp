@@ -23,15 +23,12 @@ Result<std::unique_ptr<DeviceAllocator>> DeviceAllocator::create(Driver& driver,
   if (!memory.ok()) return memory.status();
   const Bytes arena_size =
       round_up(memory.value().total * config.arena_factor, driver.granularity());
-  const Result<Address> arena = driver.reserve_address(arena_size);
-  if (!arena.ok()) return arena.status();
-  const Result<Address> aliases = driver.reserve_address(config.alias_addresses);
-  if (!aliases.ok()) {
-    driver.release_address(arena.value(), arena_size).ignore();
-    return aliases.status();
-  }
-  const DeviceState::Grounds grounds{
-      memory.value().total, {arena.value(), arena_size}, {aliases.value(), config.alias_addresses}};
+  // In one piece: an offset from the arena's begin says where a block lies, in an alias too.
+  const Result<Address> base = driver.reserve_address(arena_size + config.alias_addresses);
+  if (!base.ok()) return base.status();
+  const DeviceState::Grounds grounds{memory.value().total,
+                                     {base.value(), arena_size},
+                                     {base.value() + arena_size, config.alias_addresses}};
   return std::unique_ptr<DeviceAllocator>(new DeviceAllocator(driver, config, grounds));
 }
 
@@ -55,9 +52,8 @@ DeviceAllocator::~DeviceAllocator() {
     driver.unmap(leftover.range.begin, leftover.mapped).ignore();
   }
   for (const ChunkHandle chunk : state_.unreleased) driver.release_chunk(chunk).ignore();
-  for (const Piece& range : {alias_addresses(), arena_addresses()}) {
-    driver.release_address(range.begin, range.size).ignore();
-  }
+  const Piece arena = arena_addresses();
+  driver.release_address(arena.begin, arena.size + alias_addresses().size).ignore();
 }
 
 // --- allocate -----------------------------------------------------------------------------------
@@ -72,6 +68,7 @@ Result<Address> DeviceAllocator::allocate(Bytes requested, Stream stream, OutOfM
   const StreamIndex index = state_.order.index_of(stream);
   if (!state_.order.is_single()) ask_now_and_then(size, index, lock);
   if (const Placement quick = quick_.take(size, index); quick.address) {
+    if (quick.alias != kNoId) note_asker(index);  // no extent of its own would have served it
     return publish(quick, requested, size, index);
   }
   const Result<Placement> placed = place_slowly(size, index, lock);

@@ -13,29 +13,49 @@ bool QuickPlacement::is_kept_waiting(Bytes size, StreamIndex stream) const {
   if (state_.order.is_single() || !recurrence_.is_running()) return false;
   const Address place = recurrence_.expect(size, stream);
   const auto is_free = [](SpanId) { return true; };
-  const auto may_take = [&](SpanId id) { return is_at_once(id, stream); };
-  return place && state_.arena.is_run(place, size, is_free) &&
-         !state_.arena.is_run(place, size, may_take);
+  return place && state_.arena.is_run(place, size, is_free) && !may_take({place, size}, stream);
 }
 
 // Where the request's counterpart went; no address where that is not to be had at once.
 Placement QuickPlacement::take_as_before(Bytes size, StreamIndex stream) {
   const Address place = recurrence_.expect(size, stream);
-  const auto may_take = [&](SpanId id) { return is_at_once(id, stream); };
-  if (!place || !state_.arena.is_run(place, size, may_take)) return {};
-  return {place, take_run({place, size}), kNoId};
+  if (!place) return {};
+  if (place >= state_.grounds.aliases.begin) return take_alias(place, size, stream);
+  if (!may_take({place, size}, stream)) return {};
+  SpanId last = kNoId;
+  return {place, take_run({place, size}, &last), kNoId};
 }
 
-// The run's parts, as a chain. From one extent to the next, for a search by address may give up.
-SpanId QuickPlacement::take_run(const Piece& run) {
-  SpanId first = kNoId;
+Placement QuickPlacement::take_alias(Address place, Bytes size, StreamIndex stream) {
+  const AliasFit fit = state_.aliases.at(state_.arena, {place, size});
+  if (fit.alias == kNoId) return {};
+  for (const Piece& piece : fit.pieces) {
+    if (!may_take(piece, stream)) return {};
+  }
+  state_.aliases.pin(fit.alias, size);
+  ++state_.stats.num_alias_hits;
   SpanId last = kNoId;
+  const SpanId first = take_run(fit.pieces.front(), &last);
+  for (std::size_t i = 1; i < fit.pieces.size(); ++i) take_run(fit.pieces[i], &last);
+  return {place, first, fit.alias};
+}
+
+bool QuickPlacement::may_take(const Piece& run, StreamIndex stream) const {
+  const auto may_take = [&](SpanId id) { return is_at_once(id, stream); };
+  return state_.arena.is_run(run.begin, run.size, may_take);
+}
+
+// The run's parts, as a chain behind `last`, if there is one. From one extent to the next, for a
+// search by address may give up.
+SpanId QuickPlacement::take_run(const Piece& run, SpanId* last) {
+  SpanId first = kNoId;
   SpanId extent = state_.arena.extent_at(run.begin);
   for (Address at = run.begin; at < run.end();) {
     const Bytes size = min(run.end() - at, state_.arena.span(extent).end() - at);
     const SpanId part = state_.arena.take_at(extent, at, size);
-    (first == kNoId ? first : state_.arena.used(last).next) = part;
-    last = part;
+    if (first == kNoId) first = part;
+    if (*last != kNoId) state_.arena.used(*last).next = part;
+    *last = part;
     at = at + size;
     extent = state_.arena.span(part).next;
   }

@@ -75,8 +75,10 @@ class QuickPlacement {
   static constexpr std::uint32_t kPause = 64;
 
   Placement take_as_before(Bytes size, StreamIndex stream);
+  Placement take_alias(Address place, Bytes size, StreamIndex stream);
+  bool may_take(const Piece& run, StreamIndex stream) const;
   SpanId take_large(SpanId best, Bytes size, StreamIndex stream);
-  SpanId take_run(const Piece& run);
+  SpanId take_run(const Piece& run, SpanId* last);
 
   DeviceState& state_;
   const Bytes tiny_;

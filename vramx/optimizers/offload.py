@@ -129,7 +129,7 @@ class _Offloading(Restorable):
         return "states wait on the host", str(self._vramx_rounds)
 
     def vramx_restore(self) -> None:
-        self._vramx_rounds.undo(self)  # type: ignore[arg-type]
+        self._vramx_rounds.undo()
         self.__class__ = self._vramx_original
         step_before = self.__dict__.pop(HOLDER).step_before
         if step_before is not None:

@@ -124,11 +124,11 @@ class Rounds:
         for stream in self._streams.values():
             stream.settle()
 
-    def undo(self, optimizer: Optimizer) -> None:
+    def undo(self) -> None:
         for hook in self._hooks:
             hook.remove()
         for stream in self._streams.values():
-            stream.undo(optimizer.state)
+            stream.undo()
 
     def __str__(self) -> str:
         pinned = sum(stream.pinned_bytes for stream in self._streams.values())

@@ -6,12 +6,15 @@ the device, laid out alike, so that one copy moves all of them. What the optimiz
 
     state[p]["exp_avg"]  ──►  view of the host's range   ◄── a copy each way ──►   view of the slot
 
-Small tensors, counters and what is no plain tensor stay where the optimizer has them. Knows nothing
-of streams. Not thread-safe.
+The same goes for the attributes of an object that an optimizer has among its states. Small tensors,
+counters and what is no plain tensor stay where the optimizer has them. Knows nothing of streams.
+Not thread-safe.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -29,11 +32,27 @@ States = Mapping[Any, dict[Any, Any]]
 
 
 class Shown(NamedTuple):
-    """One value of the states: which it is, and the views that the optimizer has of it."""
+    """One value of the states: where the optimizer has it, and the views that are there.
 
-    parameter: Tensor
+    `holder` is the state of a parameter, or the attributes of an object in it. `tensors` are the
+    plain ones of the value: those in a list may be replaced where the list stays.
+    """
+
+    holder: dict[Any, Any]
     key: Any
     value: Any
+    tensors: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, holder: dict[Any, Any], key: Any, value: Any) -> Shown:
+        return cls(holder, key, value, tuple(plain_tensors(value)))
+
+    def is_there(self) -> bool:
+        """Tell whether the optimizer still has the value, with these tensors."""
+        if self.holder.get(self.key) is not self.value:
+            return False
+        now = plain_tensors(self.value)
+        return len(now) == len(self.tensors) and all(map(operator.is_, now, self.tensors))
 
 
 class _Placed(NamedTuple):
@@ -52,28 +71,29 @@ class Bucket:
     parameters: list[Tensor]
     nbytes: int = 0
     _placed: list[_Placed] = field(default_factory=list)
-    _keys: list[tuple[Any, ...]] = field(default_factory=list)  # of each parameter's state
+    _keys: list[tuple[Any, ...]] = field(default_factory=list)  # of each holder
 
     def place(self, state: States, moves: Callable[[Tensor], bool]) -> None:
         """Lay out the states that are there now, as far as `moves` says so."""
         self.nbytes, self._placed, self._keys = 0, [], self._keys_in(state)
-        for parameter in self.parameters:
-            for key, value in state.get(parameter, {}).items():
-                offsets = tuple(self._offset(t) if moves(t) else None for t in plain_tensors(value))
+        for holder in self._holders(state):
+            for key, value in holder.items():
+                shown = Shown.of(holder, key, value)
+                offsets = tuple(self._offset(t) if moves(t) else None for t in shown.tensors)
                 if any(offset is not None for offset in offsets):
-                    self._placed.append(_Placed(Shown(parameter, key, value), offsets))
+                    self._placed.append(_Placed(shown, offsets))
 
     def image(self, memory: Tensor) -> list[Shown]:
         """Return the placed values as views of a range of bytes."""
         return [
-            Shown(p, key, _viewed(value, offsets, memory))
-            for (p, key, value), offsets in self._placed
+            Shown.of(shown.holder, shown.key, _viewed(shown.value, offsets, memory))
+            for shown, offsets in self._placed
         ]
 
     def moving(self, image: Sequence[Shown]) -> Iterator[Tensor]:
         """Yield each plain tensor of an image that moves, in the order of all images."""
-        for (_, _, value), (_, offsets) in zip(image, self._placed, strict=True):
-            tensors = zip(plain_tensors(value), offsets, strict=True)
+        for shown, (_, offsets) in zip(image, self._placed, strict=True):
+            tensors = zip(shown.tensors, offsets, strict=True)
             yield from (tensor for tensor, offset in tensors if offset is not None)
 
     def placed(self) -> list[Shown]:
@@ -82,7 +102,10 @@ class Bucket:
 
     def cloned(self) -> list[Shown]:
         """Return the placed values with copies of their tensors."""
-        return [Shown(p, key, mapped(value, torch.clone)) for (p, key, value), _ in self._placed]
+        return [
+            Shown.of(shown.holder, shown.key, mapped(shown.value, torch.clone))
+            for shown, _ in self._placed
+        ]
 
     def stand_for(self, image: Sequence[Shown]) -> None:
         """Let an image stand for the values that were placed, which are let go of."""
@@ -91,23 +114,38 @@ class Bucket:
 
     def is_shown(self, state: States, image: Sequence[Shown]) -> bool:
         """Tell whether the optimizer still has an image's values, and no others beside them."""
-        return self._keys == self._keys_in(state) and all(
-            state[p].get(key) is value for p, key, value in image
-        )
+        return self._keys == self._keys_in(state) and all(shown.is_there() for shown in image)
 
     def _offset(self, tensor: Tensor) -> int:
         offset = self.nbytes
         self.nbytes += -(-size_bytes(tensor) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         return offset
 
+    def _holders(self, state: States) -> Iterator[dict[Any, Any]]:
+        """Yield what has the values of each parameter: its state, and objects in it."""
+        for parameter in self.parameters:
+            values = state.get(parameter, {})
+            yield values
+            yield from (value.__dict__ for value in values.values() if is_record(value))
+
     def _keys_in(self, state: States) -> list[tuple[Any, ...]]:
-        return [tuple(state.get(parameter, ())) for parameter in self.parameters]
+        return [(id(holder), *holder) for holder in self._holders(state)]
 
 
-def show(state: States, image: Sequence[Shown]) -> None:
+def show(image: Sequence[Shown]) -> None:
     """Let the optimizer have the values of an image."""
-    for parameter, key, value in image:
-        state[parameter][key] = value
+    for shown in image:
+        shown.holder[shown.key] = shown.value
+
+
+def is_record(value: Any) -> bool:
+    """Tell whether a state's value is an object of the optimizer's own that has tensors.
+
+    Such are FlashOptim's, which have a quantised tensor and its scales.
+    """
+    if isinstance(value, Tensor | type) or not hasattr(value, "__dict__"):
+        return False
+    return any(isinstance(held, Tensor) for held in vars(value).values())
 
 
 def plain_tensors(value: Any) -> list[Tensor]:
@@ -117,6 +155,8 @@ def plain_tensors(value: Any) -> list[Tensor]:
         >>> [t.shape[0] for t in plain_tensors({"a": torch.zeros(2), "b": [torch.zeros(3), 4]})]
         [2, 3]
     """
+    if type(value) is Tensor:
+        return [value]
     found: list[Tensor] = []
 
     def note(leaf: Tensor) -> Tensor:
@@ -157,10 +197,12 @@ def _viewed(value: Any, offsets: Sequence[int | None], memory: Tensor) -> Any:
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a value with its plain tensors changed; what cannot be taken apart stays."""
+    return tree_map(functools.partial(_changed, change), value)
 
-    def changed(leaf: Any) -> Any:
-        if is_traceable_wrapper_subclass(leaf):
-            return transform_subclass(leaf, lambda _, inner: changed(inner))
-        return change(leaf) if type(leaf) is Tensor else leaf
 
-    return tree_map(changed, value)
+# A function inside mapped() that calls itself would be a cycle, and keep until the next collection
+# of garbage what `change` holds: a slot of the device.
+def _changed(change: Callable[[Tensor], Tensor], leaf: Any) -> Any:
+    if is_traceable_wrapper_subclass(leaf):
+        return transform_subclass(leaf, lambda _, inner: _changed(change, inner))
+    return change(leaf) if type(leaf) is Tensor else leaf

@@ -120,7 +120,7 @@ class StateStream:
         berth, arrived = here
         self._link.wait(self._link.stream(), arrived)
         image = bucket.image(berth.memory)
-        show(state, image)
+        show(image)
         try:
             run(bucket)
         finally:
@@ -149,7 +149,7 @@ class StateStream:
         for rest in self._rests.values():
             self._link.synchronize(rest.arrived)
 
-    def undo(self, state: States) -> None:
+    def undo(self) -> None:
         """Bring all states back to the device, for good."""
         self.close()
         for number, rest in self._rests.items():
@@ -160,7 +160,7 @@ class StateStream:
             self._link.copy(Lane.TO_DEVICE, memory, rest.slot.memory)
             arrived = self._link.mark(Lane.TO_DEVICE)
             self._link.wait(self._link.stream(), arrived)
-            show(state, bucket.image(memory))
+            show(bucket.image(memory))
             self._link.synchronize(arrived)
         self._rests.clear()
 
@@ -200,11 +200,11 @@ class StateStream:
             self._link.wait(Lane.TO_HOST, self._link.mark(self._link.stream()))
             self._link.copy(Lane.TO_HOST, rest.slot.memory, berth.memory[: bucket.nbytes])
             rest.arrived = self._link.mark(Lane.TO_HOST)
-            show(state, rest.image)
+            show(rest.image)
         else:  # the optimizer has made some of its states anew, or has more of them
             self._place(number, state)
             if number not in self._rests:  # it stays on the device, but in no slot
-                show(state, bucket.cloned())
+                show(bucket.cloned())
         berth.left = self._link.mark(Lane.TO_HOST)
         self._free.append(berth)
 
@@ -230,7 +230,7 @@ class StateStream:
                 if source.device.type != "cpu":
                     self._link.used_by(source, Lane.TO_HOST)
             bucket.stand_for(image)
-            show(state, image)
+            show(image)
             rest = _Rest(slot, image, self._link.mark(Lane.TO_HOST))
             self._rests[number] = rest
             weakref.finalize(rest, self._pool.retire, slot)

@@ -79,8 +79,62 @@ void a_run_behind_many_small_blocks_is_taken_whole_or_left(Nothing&) {
   EXPECT(was_taken && was_left);
 }
 
+// A second mapping of the page.
+AliasId alias_of_page(Fixture& fixture) {
+  return fixture.state.aliases.add(fixture.state.grounds.aliases.begin,
+                                   {fixture.state.arena.chunks().at(fixture.page)},
+                                   fixture.state.arena);
+}
+
+void the_alias_of_the_counterpart_serves_it(Fixture& fixture) {
+  const AliasId alias = alias_of_page(fixture);
+  const Address place = fixture.state.aliases[alias].base + kHalf;
+  fixture.free_two_extents(fixture.page + kHalf);
+  fixture.repeat_until(kHalf * 2, place);
+  const Placement placement = fixture.quick.take(kHalf * 2, kStream);
+  EXPECT(placement.address == place && placement.alias == alias);
+  EXPECT(fixture.state.aliases[alias].pins == 1);
+  EXPECT(fixture.state.stats.num_alias_hits == 1);
+  const SpanId second = fixture.state.arena.used(placement.first_span).next;
+  EXPECT(second != kNoId && fixture.state.arena.used(second).next == kNoId);
+  EXPECT(fixture.state.arena.check().empty());
+}
+
+void an_alias_whose_memory_is_used_is_left(Fixture& fixture) {
+  const AliasId alias = alias_of_page(fixture);
+  fixture.free_two_extents(fixture.page);
+  fixture.repeat_until(kHalf * 2, fixture.state.aliases[alias].base + kHalf);
+  EXPECT(fixture.quick.take(kHalf * 2, kStream).alias == kNoId);
+  EXPECT(fixture.state.aliases[alias].pins == 0);
+}
+
+void an_alias_that_is_being_unmapped_is_left(Fixture& fixture) {
+  const AliasId alias = alias_of_page(fixture);
+  fixture.free_two_extents(fixture.page);
+  fixture.repeat_until(kHalf * 2, fixture.state.aliases[alias].base);
+  fixture.state.aliases.set_leaving(alias, true);
+  EXPECT(fixture.quick.take(kHalf * 2, kStream).alias == kNoId);
+  fixture.state.aliases.set_leaving(alias, false);
+  fixture.state.aliases.remove(alias, fixture.state.arena);
+  fixture.repeat_until(kHalf * 2, fixture.state.grounds.aliases.begin);
+  EXPECT(fixture.quick.take(kHalf * 2, kStream).alias == kNoId);
+}
+
+void an_alias_that_ends_before_the_request_is_left(Fixture& fixture) {
+  const AliasId alias = alias_of_page(fixture);
+  fixture.free_two_extents(fixture.page);
+  const Address near_end = fixture.state.aliases[alias].base + (kPage - kHalf);
+  fixture.repeat_until(kHalf * 2, near_end);
+  EXPECT(fixture.quick.take(kHalf * 2, kStream).alias == kNoId);
+}
+
 constexpr Check<Fixture> kChecks[] = {
     {"a run of two extents serves the counterpart", a_run_of_two_extents_serves_the_counterpart},
+    {"the alias of the counterpart serves it", the_alias_of_the_counterpart_serves_it},
+    {"an alias whose memory is used is left", an_alias_whose_memory_is_used_is_left},
+    {"an alias that is being unmapped is left", an_alias_that_is_being_unmapped_is_left},
+    {"an alias that ends before the request is left",
+     an_alias_that_ends_before_the_request_is_left},
 };
 constexpr Check<Nothing> kFreshChecks[] = {
     {"a run behind many small blocks is taken whole or left",

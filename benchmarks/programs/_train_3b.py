@@ -1,0 +1,221 @@
+"""The process that benchmarks/train_3b.py starts: it trains one model under a limit, in one way.
+
+    python _train_3b.py ROW
+
+Prints one line of JSON for each figure, or one with a status where memory ran out. All of what is
+trained is as a user would have it: transformers' model with its own loss, and one call of vramx or
+of Liger and transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import vramx
+from benchmarks.programs._report import SEED, Recorder, allocator_name, sized
+from benchmarks.train_3b import ROWS, Row
+from vramx.sizes import GIB
+
+# Hidden, layers, feed-forward, heads, heads of keys, vocabulary: 3.015 billion parameters, and
+# those of Llama 3.1 8B.
+SHAPES = {
+    "3b": sized((3072, 28, 8192, 24, 8, 32_000), (64, 4, 128, 4, 2, 300)),
+    "8b": sized((4096, 32, 14_336, 32, 8, 128_256), (64, 4, 128, 4, 2, 300)),
+}
+BATCH = sized((16, 512), (2, 32))
+WARM_UP, TIMED = sized(3, 1), sized(6, 2)
+RATE = 1e-5
+FLASH_BYTES = 25  # of eight parameters: two states and a correction of 8 bits, two scales for 32
+
+
+def main(name: str) -> None:
+    row = ROWS[name]
+    recorder = Recorder(deterministic=False)
+    import transformers  # noqa: F401  ahead of the turn: it takes seconds
+
+    device = recorder.begin()
+    limit_bytes = row.limit_gib * GIB
+    if device.type == "cuda":
+        share = limit_bytes / torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share))
+    try:
+        train(name, row, device, limit_bytes)
+    except torch.OutOfMemoryError:
+        line = {"case": name, "status": "out of memory", "allocator": allocator_name()}
+        print(json.dumps(line), flush=True)
+
+
+def train(name: str, row: Row, device: torch.device, limit_bytes: int) -> None:
+    model = build(row.model, device)
+    batches = text(device)
+    optimizer = optimizer_of(row.optimizer, model)
+    if row.way == "plan":
+        start_s = time.perf_counter()
+        plan_for(model, next(batches), row, limit_bytes, optimizer)
+        report(name, "plan_s", "s", [time.perf_counter() - start_s])
+    else:
+        checkpoint(model, float(row.way))
+    step_in_backward(row.optimizer, model, optimizer)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    losses, step_ms = [], []
+    for _ in range(WARM_UP + TIMED):
+        batch = next(batches)
+        _synchronize()
+        start_s = time.perf_counter()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        _synchronize()
+        step_ms.append(1000 * (time.perf_counter() - start_s))
+        losses.append(float(loss.detach()))
+    tokens = BATCH[0] * BATCH[1]
+    report(name, "step_ms", "ms", step_ms[WARM_UP:])
+    report(name, "tokens_per_s", "1/s", [1000 * tokens / ms for ms in step_ms[WARM_UP:]])
+    report(name, "loss", "nat", losses)
+    report(name, "limit_bytes", "B", [limit_bytes])
+    if device.type == "cuda":
+        report(name, "peak_reserved_bytes", "B", [torch.cuda.max_memory_reserved()])
+        report(name, "peak_allocated_bytes", "B", [torch.cuda.max_memory_allocated()])
+
+
+def build(name: str, device: torch.device) -> nn.Module:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    hidden, layers, inner, heads, key_heads, vocabulary = SHAPES[name]
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        max_position_embeddings=4096,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(SEED)
+    with device:
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model.train()
+
+
+def text(device: torch.device) -> Iterator[dict[str, Tensor]]:
+    """Yield batches of the standard library's sources, a token for each byte."""
+    rows, length = BATCH
+    root = Path(sysconfig.get_path("stdlib"))
+    held = bytearray()
+    while True:
+        for path in sorted(root.glob("*.py")):
+            held += path.read_bytes()
+            while len(held) >= rows * length:
+                tokens = torch.frombuffer(held[: rows * length], dtype=torch.uint8)
+                del held[: rows * length]
+                ids = tokens.view(rows, length).long().to(device)
+                yield {"input_ids": ids, "labels": ids}
+
+
+# --- ways ---------------------------------------------------------------------------------------
+
+
+def plan_for(model: Any, batch: Any, row: Row, limit_bytes: int, optimizer: Any) -> None:
+    """Plan for what the limit leaves beside CUDA's own and cuBLAS's workspaces."""
+    on_host = row.optimizer.endswith("offload")
+    plan = vramx.plan(
+        model,
+        batch,
+        limit_bytes,
+        levels=("keep", "int8", "recompute_mlp", "recompute_all"),
+        optimizer=None if on_host else optimizer,
+        reserve=slots_bytes(model) if on_host else 0,
+        gradients="stepped",
+    )
+    print(plan, file=sys.stderr)
+    plan.apply()
+
+
+def slots_bytes(model: nn.Module) -> int:
+    """What offload_optimizer takes of the GPU during a step: three slots of the largest states."""
+    return 3 * max(p.numel() for p in model.parameters()) * FLASH_BYTES // 8
+
+
+def checkpoint(model: Any, share: float) -> None:
+    """Liger's kernels and loss, and transformers' checkpoints around a share of the layers."""
+    if torch.cuda.is_available():
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(model=model)
+    if not share:
+        return
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    layers = model.model.layers
+    for layer in layers[round(share * len(layers)) :]:
+        layer.gradient_checkpointing = False
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+
+def optimizer_of(name: str, model: nn.Module) -> Any:
+    if not torch.cuda.is_available():
+        return torch.optim.AdamW(model.parameters(), lr=RATE)
+    if name == "torchao":
+        return PerParameter(model)
+    from flashoptim import FlashAdamW
+
+    return FlashAdamW(model.parameters(), lr=RATE)
+
+
+def step_in_backward(name: str, model: nn.Module, optimizer: Any) -> None:
+    if name == "flash_offload":
+        vramx.offload_optimizer(optimizer, in_backward=True)
+    elif name == "flash" and torch.cuda.is_available():
+        from flashoptim import enable_gradient_release
+
+        enable_gradient_release(model, optimizer)
+
+
+class PerParameter:
+    """torchao's AdamW8bit for each parameter by itself, stepped when its gradient is there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        from torchao.optim import AdamW8bit
+
+        def hook_of(optimizer: Any) -> Callable[[Tensor], None]:
+            def hook(_parameter: Tensor) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            return hook
+
+        for parameter in model.parameters():
+            one = AdamW8bit([parameter], lr=RATE, bf16_stochastic_round=True)
+            parameter.register_post_accumulate_grad_hook(hook_of(one))
+
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+
+def report(case: str, metric: str, unit: str, values: list[float]) -> None:
+    line = {"case": case, "metric": metric, "unit": unit, "values": values}
+    print(json.dumps({**line, "allocator": allocator_name()}), flush=True)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

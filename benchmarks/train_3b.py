@@ -1,0 +1,118 @@
+"""Three and eight billion parameters on a small GPU: tokens a second under a limit of memory.
+
+Each row is a model, a limit, how its step is made to fit and an optimizer, and a process of its own
+(benchmarks/programs/_train_3b.py) that trains on the standard library's text with the step taken in
+backward. The grid of what can be had without vramx is fixed here: Liger's kernels and its loss
+without logits, transformers' checkpointing of all, half, a quarter and none of the layers, and two
+optimizers with states of 8 bits. A row that runs out of memory says so. A row takes under a minute
+on an H200. Needs transformers, liger-kernel, flashoptim and torchao.
+
+The goals: vramx.plan alone reaches 29,000 tokens/s under 24 GiB and 1.1 times the best of the grid,
+24,000 under 12 GiB, and 8,500 with the shape of Llama 3.1 8B under 24 GiB.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from benchmarks.harness import Options
+from benchmarks.programs._cases import Cases, Figures, Findings, cells, lay_out, measure, names_in
+from benchmarks.programs._launch import ALLOCATORS, Started
+from benchmarks.programs._rows import Request, RowWriter
+from vramx.sizes import GIB, format_gib
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+DESCRIPTION = "training 3 and 8 billion parameters in 24 and 12 GiB, beside the best without (GPU)"
+
+
+class Row(NamedTuple):
+    """What one process trains, and how.
+
+    model: "3b" or "8b". way: "plan", or the share of layers that transformers checkpoints.
+    optimizer: "flash" has 24 bits of each weight, "flash_offload" too, with its states on the host;
+        "torchao" rounds weights stochastically to bfloat16.
+    """
+
+    model: str
+    limit_gib: int
+    way: str
+    optimizer: str
+
+    @property
+    def allocator(self) -> str:
+        """The better of torch's own for what is not ours."""
+        return "vramx" if self.way == "plan" else "expandable"
+
+
+ROWS = {
+    "3b_24_all": Row("3b", 24, "1", "flash"),
+    "3b_24_half": Row("3b", 24, "0.5", "flash"),
+    "3b_24_quarter": Row("3b", 24, "0.25", "flash"),
+    "3b_24_none": Row("3b", 24, "0", "flash"),
+    "3b_24_half_torchao": Row("3b", 24, "0.5", "torchao"),
+    "3b_24_plan": Row("3b", 24, "plan", "flash"),
+    "3b_12_all": Row("3b", 12, "1", "flash"),
+    "3b_12_plan": Row("3b", 12, "plan", "flash_offload"),
+    "8b_24_all": Row("8b", 24, "1", "flash"),
+    "8b_24_plan": Row("8b", 24, "plan", "flash_offload"),
+}
+GOALS = {"3b_24_plan": 29_000, "3b_12_plan": 24_000, "8b_24_plan": 8_500}
+OVER_THE_GRID = 1.1
+PROCESSES = Cases("_train_3b.py", tuple(ROWS), quick=("3b_24_plan",), limit_s=300.0, noun="row")
+SHOWN = ("tokens_per_s", "step_ms", "peak_reserved_bytes", "limit_bytes")
+
+
+def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
+    """Train each requested row, and judge the goals.
+
+    Raises:
+        UnavailableError: there is no GPU.
+        InvalidValueError: an unknown row.
+    """
+    rows = PROCESSES.chosen(PROCESSES.requested(options, request))
+    job = PROCESSES.job(options, request)
+    allocators = {each.name: each for each in ALLOCATORS}
+
+    def start(row: str) -> Started:
+        return Started(replace(job(row), allocator=allocators[ROWS[row].allocator]))
+
+    figures, has_failed = measure(rows, start, writer)
+    is_good = not has_failed and all(is_met for *_, is_met in goals(figures))
+    return [table(figures)], is_good
+
+
+def goals(figures: Figures) -> list[tuple[str, str, float, bool]]:
+    """Return row, metric, value and whether the goal is met, for what was measured."""
+    found = []
+    for name, least in GOALS.items():
+        speed = _speed(figures, name)
+        if speed is None:
+            continue
+        found.append((name, "tokens_per_s", speed, speed >= least))
+        row = ROWS[name]
+        peers = [
+            _speed(figures, other)
+            for other, peer in ROWS.items()
+            if (peer.model, peer.limit_gib) == (row.model, row.limit_gib) and peer.way != "plan"
+        ]
+        best = max((peer for peer in peers if peer is not None), default=None)
+        if best is not None:
+            found.append((name, "of_the_grid", speed / best, speed >= OVER_THE_GRID * best))
+        peak = max(figures[name, "peak_reserved_bytes"])
+        found.append((name, "peak_reserved_bytes", peak, peak <= row.limit_gib * GIB))
+    return found
+
+
+def _speed(figures: Figures, name: str) -> float | None:
+    values = figures.get((name, "tokens_per_s"))
+    return sorted(values)[len(values) // 2] if values else None
+
+
+def table(figures: Figures) -> Table:
+    """Lay the figures out, a line for each row that ran."""
+    lines = {name: cells(figures, name, SHOWN, size=format_gib) for name in names_in(figures)}
+    missed = [(name, metric) for name, metric, _, is_met in goals(figures) if not is_met]
+    return lay_out("training under a limit of memory", SHOWN, lines, missed)
