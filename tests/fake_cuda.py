@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from vramx.allocator import (
     cuda_init,
     install,
     limits,
+    oom_snapshot,
     preconditions,
     profiler_start,
     shim_build,
@@ -134,6 +136,8 @@ class FakeCuda:
     def __init__(self, patch: pytest.MonkeyPatch, tmp_path: Path, shim: Path) -> None:
         self.patch = patch
         self.opened: list[FakeDevices] = []
+        self.observers: list[Callable[..., None]] = []  # of requests that fail
+        self.histories: list[dict[str, Any]] = []
         self.initialised = 0
         self.settings = toolbox(tmp_path)
         self._fake_state()
@@ -161,6 +165,7 @@ class FakeCuda:
         self.patch.setattr(cuda_init, "_hook", cuda_init._Hook())
         self.patch.setattr(install, "_state", install._State())
         self.patch.setattr(limits, "_waiting", [])
+        self.patch.setattr(oom_snapshot, "_attached", [])
         self.patch.setattr(config, "config", lambda: self.settings)
 
     def _fake_torch(self) -> None:
@@ -169,6 +174,12 @@ class FakeCuda:
         patch.setattr(native, "_cuda_getAllocator", lambda: "the current allocator", raising=False)
         patch.setattr(native, "_cuda_init", self._count, raising=False)
         patch.setattr(native, "_cuda_getDeviceCount", lambda: 2, raising=False)
+        observe = "_cuda_attach_out_of_memory_observer"
+        patch.setattr(native, observe, self.observers.append, raising=False)
+        patch.setattr(native, "_cuda_isHistoryEnabled", lambda: bool(self.histories), raising=False)
+        record = "_record_memory_history"
+        patch.setattr(torch.cuda.memory, record, lambda **how: self.histories.append(how))
+        patch.setattr(torch.OutOfMemoryError, "__init__", torch.OutOfMemoryError.__init__)
         patch.setattr(torch.cuda, "_cudart", object())
         patch.setattr(torch.cuda, "_initialized", False)
         patch.setattr(torch.cuda, "_queued_calls", [])  # the real ones ask the driver

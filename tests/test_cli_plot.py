@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from samples import SMALL, assert_one_line_refusal
 
 from vramx.memory.plot import take_picture
-from vramx.memory.trace import load_trace
+from vramx.memory.plot_marks import category_layers, pauses_in, unused_share
+from vramx.memory.replay import Timeline
+from vramx.memory.snapshot import Snapshot
+from vramx.memory.trace import Trace, load_trace
 
 
 @pytest.mark.usefixtures("core")
@@ -93,3 +98,68 @@ def test_demo_without_matplotlib_goes_without_a_picture(
     assert "unet3d_patch.npz: " in out
     assert "no picture is drawn" in err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("core")
+def test_a_failure_and_the_capacity_are_marked(snapshots: Path, traces: Path) -> None:
+    snapshot = Snapshot.load(snapshots / "oom.pickle")
+    picture = take_picture(snapshot, ["live"])
+    (failure,) = snapshot.failures
+    assert [mark.text for mark in picture.failures] == ["out of memory: 512.00 MiB asked"]
+    row = int(np.flatnonzero(snapshot.trace.id == failure.id)[0])
+    assert picture.failures[0].at == snapshot.trace.time_us[row]
+    assert picture.limit is not None
+    assert "capacity between 2.785 GiB and 3.115 GiB" in picture.limit.text
+    given = take_picture(snapshot, ["live"], capacity="3GiB")
+    assert given.limit is not None
+    assert given.limit.at == 3 << 30
+    plain = take_picture(load_trace(traces / SMALL), ["live"])
+    assert (plain.failures, plain.limit, plain.layers) == ((), None, ())
+
+
+def trace_at(*times_us: int) -> Trace:
+    count = len(times_us)
+    zeros = np.zeros(count, np.uint8)
+    ids = np.arange(count, dtype=np.uint32)
+    sizes = np.full(count, 512, np.uint64)
+    return Trace("made", zeros, ids, sizes, zeros.copy(), np.array(times_us, np.uint32))
+
+
+def test_a_long_stretch_without_events_is_a_pause_and_a_short_one_is_none() -> None:
+    busy = [*range(100), *range(5000, 5100), *range(5200, 5300)]
+    assert [(each.begin_us, each.end_us) for each in pauses_in(trace_at(*busy))] == [(99, 5000)]
+    assert pauses_in(trace_at(*range(0, 3000, 10))) == ()
+    assert pauses_in(trace_at(0, 1, 1000)) == ()  # of so few events everything is one
+    assert pauses_in(trace_at(7, 7)) == ()
+
+
+def test_layers_add_up_to_what_is_live_when_the_most_is(snapshots: Path) -> None:
+    snapshot = Snapshot.load(snapshots / "train.pickle")
+    names = ["", "parameters", "activations"]
+    categories = np.arange(len(snapshot.allocations.size)) % len(names)
+    layers = category_layers(snapshot.trace, categories, names, 100)
+    assert [layer.name for layer in layers] == ["(not recorded)", "parameters", "activations"]
+    total = sum(layer.live_bytes for layer in layers)
+    assert total.max() == snapshot.live_bytes_at(snapshot.peak_event)
+    assert len(layers[0].time_us) == 100
+    assert min(int(layer.live_bytes.min()) for layer in layers) >= 0
+
+
+@pytest.mark.usefixtures("core")
+def test_unused_is_the_share_of_what_is_held_that_is_not_live(traces: Path) -> None:
+    (result,) = take_picture(load_trace(traces / SMALL), ["native"]).lines
+    live, held = np.array([0, 30, 100, 7], np.uint64), np.array([0, 40, 100, 5], np.uint64)
+    line = Timeline(np.arange(4.0), live, held)
+    # Nothing held is nothing unused; a bucket may have more live than a model holds.
+    assert unused_share(replace(result, timeline=line)).tolist() == [0, 25, 0, 0]
+
+
+@pytest.mark.usefixtures("core")
+def test_a_snapshot_is_drawn_as_png_with_what_it_marks(
+    run: Any, snapshots: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    target = tmp_path / "picture.png"
+    code, _, err = run("plot", snapshots / "oom.pickle", "--capacity", "4GiB", "-o", target)
+    assert (code, err) == (0, "")
+    assert target.read_bytes().startswith(b"\x89PNG")

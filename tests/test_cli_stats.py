@@ -68,6 +68,7 @@ def test_json_has_the_totals_of_the_moment(run: Any, recorded: Path) -> None:
         "holes": 3,
         "largest_hole_bytes": 30 * MIB,
         "reserved_bytes": 64 * MIB,
+        "outside_bytes": None,
         "by": "stack",
     }
 

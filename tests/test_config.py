@@ -85,3 +85,43 @@ def test_no_empty_entry_comes_onto_the_path(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("PYTHONPATH", raising=False)
     assert config.program_environment({}, Path("/entry"))["PYTHONPATH"] == "/entry"
     assert "PYTHONPATH" not in config.program_environment({})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (":4096:2:16:8", (4096 * 2 + 16 * 8) << 10),
+        (":16:8", 128 << 10),
+        (":0:0", 0),
+        ("", None),
+        (":4096", None),
+        ("much", None),
+    ],
+)
+def test_the_workspace_of_cublas_is_what_torch_takes_it_for(
+    text: str, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", text)
+    assert config.cublas_workspace_bytes() == expected
+
+
+def test_a_rank_is_a_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "PMI_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "5")
+    assert config.rank() == 5
+    monkeypatch.setenv("RANK", "3")
+    assert config.rank() == 3
+    monkeypatch.setenv("RANK", "first")
+    assert config.rank() == 5
+    monkeypatch.delenv("OMPI_COMM_WORLD_RANK")
+    assert config.rank() is None
+
+
+def test_the_snapshots_of_failures_can_be_moved_and_switched_off() -> None:
+    moved = config.parse({"VRAMX_OOM_DIR": "~/dumps", "VRAMX_OOM_SNAPSHOT": "0"})
+    assert moved.oom_dir == Path("~/dumps").expanduser()
+    assert not moved.oom_snapshot
+    assert config.parse({}).oom_snapshot
+    with pytest.raises(InvalidValueError, match="VRAMX_OOM_SNAPSHOT='no'"):
+        config.parse({"VRAMX_OOM_SNAPSHOT": "no"})

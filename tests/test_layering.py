@@ -59,6 +59,7 @@ INNOCENT = [
     ("parts_meet_in_api", "vramx/nn/x.py", "from vramx.kernels import quantize"),
     ("parts_meet_in_api", "vramx/memory/x.py", "from . import trace\nfrom vramx import _core"),
     ("only_the_command_line_prints", "vramx/cli/x.py", "print(1)"),
+    ("only_the_command_line_prints", "vramx/progress.py", "import sys\nsys.stderr.isatty()"),
     ("only_the_command_line_prints", "csrc/core/up.h", "auto n = snprintf(a, 1, b);"),
 ]
 

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from optimizer_tools import LateLink, link
 from plan_tools import PACKED_ROWS, Stack, counted_time
 from torch import Tensor, nn
 
 import vramx
 from vramx.errors import InvalidValueError
+from vramx.optimizers.stream import SLOTS
 from vramx.planning.meters import HostMeter
 from vramx.planning.states import cost_of, tensors_of
 
-__all__ = ["counted_time"]
+__all__ = ["counted_time", "link"]
 pytestmark = pytest.mark.usefixtures("counted_time")
 
 # Predictions for a host are exact but for scalars of a few bytes.
@@ -209,6 +211,34 @@ def test_offloaded_optimizer_is_measured_and_left_alone() -> None:
     assert plan.added_bytes == expected
     assert all(map(torch.equal, before, model.parameters()))
     assert not optimizer.state
+
+
+def test_of_states_that_wait_on_the_host_what_is_on_its_way_counts(link: LateLink) -> None:
+    model, sample = model_and_rows(2, 64)
+    optimizer = vramx.offload_optimizer(torch.optim.AdamW(model.parameters()), bucket=1, least=1)
+    cost = cost_of(optimizer, HostMeter(model))
+    largest = max(p.numel() for p in model.parameters())
+    states = 2 * 4 * largest  # AdamW's two
+    assert (cost.states_bytes, cost.slots_bytes) == (0, SLOTS * states)
+    # They come when activations are gone.
+    assert vramx.plan(model, sample, levels=("left",), optimizer=optimizer).added_bytes == 0
+
+
+def test_an_optimizer_that_steps_in_backward_says_so_and_steps_afterwards(link: LateLink) -> None:
+    model, sample = model_and_rows(2, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    vramx.offload_optimizer(optimizer, in_backward=True, bucket=1, least=1)
+    before = [p.detach().clone() for p in model.parameters()]
+    plan = vramx.plan(model, sample, "1GiB", levels=("left",), optimizer=optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
+    largest = max(p.numel() for p in model.parameters())
+    assert plan.added_bytes == SLOTS * 2 * 4 * largest
+    assert "for states on their way from the host" in str(plan)
+    model(sample).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(map(torch.equal, before, model.parameters()))
+    with pytest.raises(InvalidValueError, match="steps in backward"):
+        vramx.plan(model, sample, optimizer=optimizer, gradients="accumulated")
 
 
 def test_states_of_frozen_parameters_are_none() -> None:

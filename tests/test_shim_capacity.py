@@ -160,6 +160,21 @@ def test_out_of_memory_says_what_pools_hold(bench: Bench) -> None:
 
 
 @in_own_process
+def test_an_observer_may_wait_for_a_snapshot_and_an_allocation_of_another_thread(
+    bench: Bench,
+) -> None:
+    installed(bench, capacity_bytes=64 * MIB)
+    bench.attach_waiting_observer()
+    kept = [bench.allocate(16 * MIB)]
+    with raises("OutOfMemoryError: CUDA out of memory."):
+        bench.allocate(64 * MIB)
+    ((device, segments),) = bench.observed()
+    assert device == 0
+    assert segments >= 1
+    bench.free(kept.pop())
+
+
+@in_own_process
 def test_torchs_observers_hear_of_torchs_failures_once(bench: Bench) -> None:
     installed(bench)
     bench.attach_observer()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vramx.compression.offload import offload_report
     from vramx.compression.random import manual_seed
     from vramx.compression.stats import CompressionStats
+    from vramx.memory.record import Recorder, record
     from vramx.memory.replay import replay
     from vramx.memory.snapshot import Snapshot
     from vramx.memory.trace import load_trace
@@ -46,6 +47,7 @@ _LAZY = {
     "DefragmentReport": "vramx.allocator.limits",
     "OptimizeReport": "vramx.nn.optimize",
     "Plan": "vramx.planning.plan",
+    "Recorder": "vramx.memory.record",
     "Report": "vramx.patch.report",
     "Snapshot": "vramx.memory.snapshot",
     "Tracked": "vramx.memory.track",
@@ -65,6 +67,7 @@ _LAZY = {
     "offload_report": "vramx.compression.offload",
     "optimize": "vramx.nn.optimize",
     "plan": "vramx.planning.plan",
+    "record": "vramx.memory.record",
     "replay": "vramx.memory",
     "report": "vramx.patch.report",
     "restore": "vramx.patch.report",
@@ -79,6 +82,7 @@ __all__ = [
     "DefragmentReport",
     "OptimizeReport",
     "Plan",
+    "Recorder",
     "Report",
     "Snapshot",
     "Tracked",
@@ -100,6 +104,7 @@ __all__ = [
     "offload_report",
     "optimize",
     "plan",
+    "record",
     "replay",
     "report",
     "restore",

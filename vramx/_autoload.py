@@ -9,6 +9,7 @@ program goes on with torch's own allocator.
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 
 from vramx import config
@@ -34,16 +35,18 @@ def _prepare() -> None:
 
 def _install() -> None:
     # Imported here: a process that never uses CUDA needs none of it.
-    from vramx.allocator import install
+    from vramx.allocator import install, watching
 
     settings = config.config()
     try:
-        if not install.allocator_installed():
+        if settings.allocator == "vramx" and not install.allocator_installed():
             # Late, because torch's allocator may have been initialised behind torch.cuda's back, as
             # torch.cuda.memory._record_memory_history does.
             install.install_allocator(strict=settings.strict, late=True)
     except Exception as error:
         _warn(error)
+    if not install.allocator_installed():
+        watching.start(sys.modules["torch"], records=settings.record)
 
 
 def _warn(error: Exception) -> None:

@@ -8,11 +8,15 @@ allocator is decided in vramx/allocator. Pure but for the reads; thread-safe.
     VRAMX_LIMIT           24GiB, bytes, or a fraction of each device: 0.9
     VRAMX_CROSS_STREAM    never, under_pressure or always
     VRAMX_DEVICES         0,2: the devices to serve; all of them by default
-    VRAMX_RECORD=1        keep the allocator's last events
+    VRAMX_RECORD=1        keep the last events, the allocator's own and torch's history
     VRAMX_STRICT=0        make do with plain mode where the shim cannot be had
     VRAMX_CACHE_DIR       where the shim is kept
     VRAMX_VERBOSE=1       say on stderr what is done
     VRAMX_STATS           file that gets the statistics at exit, as JSON
+    VRAMX_PEAKS           folder that gets what each process held at most, at its exit
+    VRAMX_ALLOCATOR       torch: keep torch's own, and only watch; vramx by default
+    VRAMX_OOM_DIR         where the snapshot of a request that failed goes
+    VRAMX_OOM_SNAPSHOT=0  write none
 """
 
 from __future__ import annotations
@@ -25,11 +29,14 @@ from pathlib import Path
 
 from vramx.errors import InvalidValueError
 
+ALLOCATORS = ("vramx", "torch")
 CROSS_STREAM = ("never", "under_pressure", "always")
 # What tells torch not to call the entry points of other packages, vramx's among them.
 TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 # How many processes of a job a launcher (torchrun, Open MPI) started on this host.
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+# The number of this process in its job, as launchers give it.
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _SWITCH = {"": None, "0": False, "1": True}
 # The process that `vramx run` becomes; its children find another number there than their own.
 _ROOT_PROCESS = "VRAMX_ROOT_PID"
@@ -49,6 +56,10 @@ class Config:
     cache_dir: Path | None = None
     stats_file: Path | None = None
     root_pid: int | None = None
+    allocator: str = "vramx"
+    peaks_dir: Path | None = None
+    oom_dir: Path | None = None
+    oom_snapshot: bool = True
     # Not vramx's own, but read here as well.
     xdg_cache_home: Path | None = None
     compiler: str = "g++"
@@ -65,6 +76,25 @@ def local_ranks() -> int:
     """Return how many processes of this job are on this host, as far as its launcher says."""
     texts = [os.environ.get(name, "") for name in _LOCAL_RANKS]
     return max([1, *(int(text) for text in texts if text.isascii() and text.isdigit())])
+
+
+def rank() -> int | None:
+    """Return this process's number among those of its job, as far as its launcher says."""
+    texts = (os.environ.get(name, "") for name in _RANKS)
+    return next((int(text) for text in texts if text.isascii() and text.isdigit()), None)
+
+
+def cublas_workspace_bytes() -> int | None:
+    """Return the bytes that CUBLAS_WORKSPACE_CONFIG asks for, None where it asks for none.
+
+    It has pairs of a size in KiB and a count, as in ":4096:2:16:8".
+    """
+    words = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "").strip(":").split(":")
+    if len(words) % 2 or not all(word.isascii() and word.isdigit() for word in words):
+        return None
+    numbers = [int(word) for word in words]
+    pairs = zip(numbers[::2], numbers[1::2], strict=True)
+    return sum(size_kib * count for size_kib, count in pairs) << 10
 
 
 @lru_cache(maxsize=1)
@@ -97,6 +127,10 @@ def parse(environment: Mapping[str, str]) -> Config:
         verbose=_switch(environment, "VRAMX_VERBOSE", default=False),
         cache_dir=_path(environment, "VRAMX_CACHE_DIR"),
         stats_file=_path(environment, "VRAMX_STATS"),
+        allocator=_choice(environment, "VRAMX_ALLOCATOR", ALLOCATORS) or "vramx",
+        peaks_dir=_path(environment, "VRAMX_PEAKS"),
+        oom_dir=_path(environment, "VRAMX_OOM_DIR"),
+        oom_snapshot=_switch(environment, "VRAMX_OOM_SNAPSHOT", default=True),
         root_pid=int(environment.get(_ROOT_PROCESS, "0") or 0) or None,
         xdg_cache_home=_path(environment, "XDG_CACHE_HOME"),
         compiler=environment.get("CXX") or "g++",

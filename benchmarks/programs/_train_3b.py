@@ -34,7 +34,6 @@ SHAPES = {
 BATCH = sized((16, 512), (2, 32))
 WARM_UP, TIMED = sized(3, 1), sized(6, 2)
 RATE = 1e-5
-FLASH_BYTES = 25  # of eight parameters: two states and a correction of 8 bits, two scales for 32
 
 
 def main(name: str) -> None:
@@ -60,7 +59,7 @@ def train(name: str, row: Row, device: torch.device, limit_bytes: int) -> None:
     optimizer = optimizer_of(row.optimizer, model)
     if row.way == "plan":
         start_s = time.perf_counter()
-        plan_for(model, next(batches), row, limit_bytes, optimizer)
+        plan_for(model, next(batches), limit_bytes, optimizer)
         report(name, "plan_s", "s", [time.perf_counter() - start_s])
     else:
         checkpoint(model, float(row.way))
@@ -128,25 +127,18 @@ def text(device: torch.device) -> Iterator[dict[str, Tensor]]:
 # --- ways ---------------------------------------------------------------------------------------
 
 
-def plan_for(model: Any, batch: Any, row: Row, limit_bytes: int, optimizer: Any) -> None:
-    """Plan for what the limit leaves beside CUDA's own and cuBLAS's workspaces."""
-    on_host = row.optimizer.endswith("offload")
+def plan_for(model: Any, batch: Any, limit_bytes: int, optimizer: Any) -> None:
+    """Plan for the limit, at levels whose gradients have 8 bits at least."""
     plan = vramx.plan(
         model,
         batch,
         limit_bytes,
         levels=("keep", "int8", "recompute_mlp", "recompute_all"),
-        optimizer=None if on_host else optimizer,
-        reserve=slots_bytes(model) if on_host else 0,
+        optimizer=optimizer,
         gradients="stepped",
     )
     print(plan, file=sys.stderr)
     plan.apply()
-
-
-def slots_bytes(model: nn.Module) -> int:
-    """What offload_optimizer takes of the GPU during a step: three slots of the largest states."""
-    return 3 * max(p.numel() for p in model.parameters()) * FLASH_BYTES // 8
 
 
 def checkpoint(model: Any, share: float) -> None:
@@ -173,13 +165,12 @@ def optimizer_of(name: str, model: nn.Module) -> Any:
         return PerParameter(model)
     from flashoptim import FlashAdamW
 
-    return FlashAdamW(model.parameters(), lr=RATE)
+    optimizer = FlashAdamW(model.parameters(), lr=RATE)
+    return vramx.offload_optimizer(optimizer, in_backward=True) if "offload" in name else optimizer
 
 
 def step_in_backward(name: str, model: nn.Module, optimizer: Any) -> None:
-    if name == "flash_offload":
-        vramx.offload_optimizer(optimizer, in_backward=True)
-    elif name == "flash" and torch.cuda.is_available():
+    if name == "flash" and torch.cuda.is_available():
         from flashoptim import enable_gradient_release
 
         enable_gradient_release(model, optimizer)

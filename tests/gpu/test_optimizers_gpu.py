@@ -69,7 +69,7 @@ def test_the_device_holds_three_slots_at_most() -> None:
     torch.cuda.synchronize()
     gradients = sum(p.numel() * 2 for p in network.parameters())
     before = torch.cuda.memory_allocated()
-    # Parameters, gradients, and a workspace of 32 MiB for each of autograd's two threads: no states.
+    # Parameters, gradients, and a workspace of 32 MiB for each of two threads: no states.
     assert before - others <= 2 * gradients + 2 * 32 * MIB + 2 * MIB
     torch.cuda.reset_peak_memory_stats()
     optimizer.step()

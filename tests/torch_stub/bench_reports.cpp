@@ -1,6 +1,8 @@
 // torch's allocator interface as C functions: statistics, history, snapshots, as JSON.
 #include <c10/util/ThreadLocalDebugInfo.h>
 
+#include <thread>
+
 #include "bench.h"
 
 namespace vramx::stub {
@@ -231,6 +233,23 @@ BENCH void bench_attach_observer() {
   current().attachOutOfMemoryObserver(
       [](std::int64_t device, std::size_t size, std::size_t allowed, std::size_t free) {
         observed().push_back(list({number(device), number(size), number(allowed), number(free)}));
+      });
+}
+// One that asks and allocates on another thread and waits for it: with any of the allocator's locks
+// in its caller's hand neither would end.
+BENCH void bench_attach_waiting_observer() {
+  current().attachOutOfMemoryObserver(
+      [](std::int64_t device, std::size_t, std::size_t, std::size_t) {
+        std::thread([device] {
+#if VRAMX_TORCH >= 208
+          const auto info = current().snapshot({0, 0});
+#else
+          const auto info = current().snapshot();
+#endif
+          void* const pointer = current().raw_alloc(512);
+          current().raw_delete(pointer);
+          observed().push_back(list({number(device), number(info.segments.size())}));
+        }).join();
       });
 }
 BENCH const char* bench_observed() {

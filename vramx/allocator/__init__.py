@@ -11,6 +11,10 @@
     plain        what is left without a shim
     stats        allocator_stats
     limits       set_limit, defragment
+    watching     what is watched whoever serves: failures, the history, peaks
+    peaks        what was held at most, into a file when the process ends
+    oom_snapshot   a snapshot of a request that failed, when it fails
+    oom_document   what that snapshot says
     exit_stats   statistics into a file when the process ends
 
 Importing this costs nothing; each module is imported by whoever needs it. torch is imported by

@@ -7,8 +7,8 @@ of its own, so replacing the attribute _lazy_init would miss some). Nothing is i
 driver is touched before it, so a process that never uses CUDA pays for no allocator, and one that
 forks first may still use CUDA in its children.
 
-Not here: what runs before the initialisation; a callable is handed in. The wrapped function raises
-only what torch's own does. Runs once, under torch's initialisation lock.
+Not here: what runs before and after the initialisation; callables are handed in. The wrapped
+function raises only what torch's own does. Runs once, under torch's initialisation lock.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class _Hook:
     wrapper: Callable[..., Any] | None = None
     site: InitSite | None = None
     before: list[Callable[[], None]] = field(default_factory=list)
+    after: list[Callable[[], None]] = field(default_factory=list)
 
 
 _hook = _Hook()
@@ -77,6 +78,19 @@ def run_before(action: Callable[[], None]) -> bool:
     return True
 
 
+def run_after(action: Callable[[], None]) -> None:
+    """Have `action` called once CUDA is initialised: now, where it is; what it raises is logged.
+
+    It runs under torch's initialisation lock, like what `run_before` takes.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
+        _act([action], "after")
+        return
+    watch()
+    _hook.after.append(action)
+
+
 def first_site() -> InitSite | None:
     """Return who initialised CUDA, where this module was there to see it."""
     return _hook.site
@@ -89,7 +103,10 @@ def _wrap(native: ModuleType, original: Callable[..., Any]) -> Callable[..., Any
             native.__dict__["_cuda_init"] = original
         if _hook.site is None:  # else somebody kept the wrapper, and torch initialises again
             _note_and_act(sys._getframe(1))
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        actions, _hook.after = _hook.after, []
+        _act(actions, "after")
+        return result
 
     return initialise
 
@@ -101,11 +118,15 @@ def _note_and_act(frame: FrameType) -> None:
         _hook.site = InitSite("a line that cannot be told", "")
         _log.warning("vramx: who initialises CUDA cannot be told: %s", error)
     actions, _hook.before = _hook.before, []
+    _act(actions, "before")
+
+
+def _act(actions: list[Callable[[], None]], when: str) -> None:
     for action in actions:
         try:
             action()
         except Exception as error:
-            _log.warning("vramx: before the initialisation of CUDA: %s", error)
+            _log.warning("vramx: %s the initialisation of CUDA: %s", when, error)
 
 
 def site_of(frame: FrameType | None) -> InitSite:

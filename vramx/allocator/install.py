@@ -73,10 +73,14 @@ def install_allocator(
         devices: the GPUs to serve, as torch numbers them; the others keep torch's own allocator.
         cross_stream: when memory freed on one stream may go to another: "never",
             "under_pressure" (only when the device would have to grow otherwise), or "always".
-        record: keep the last 65,536 events of each device.
+        record: keep the last 65,536 events of each device, in torch's history too, with the lines
+            of Python behind them (some microseconds an allocation).
         strict: raise where the compiled part cannot be had. False: make do with plain mode, which
             has no statistics, CUDA graphs or memory pools, and warn once.
         late: accept that CUDA is initialised already; tensors that exist stay where they are.
+
+    A request that fails leaves a memory snapshot, which the last line of the error names and
+    `vramx explain` reads: in VRAMX_OOM_DIR, else in the cache folder. VRAMX_OOM_SNAPSHOT=0: none.
 
     What a call leaves at its default is taken from VRAMX_LIMIT, VRAMX_DEVICES, VRAMX_CROSS_STREAM
     and VRAMX_RECORD. A second call with the same options returns the same object.
@@ -217,13 +221,14 @@ def _import_core() -> Any:
 
 def _finish(installed: Installation) -> None:
     """Do what needs the allocator in place."""
-    from vramx.allocator import exit_stats, limits
+    from vramx.allocator import exit_stats, limits, watching
 
     if installed.options.limit is not None:
         limits.apply(installed.options.limit, None)
     settings = config.config()
     if settings.stats_file is not None:
         exit_stats.write_at_exit(settings.stats_file, settings.root_pid)
+    watching.start(installed.torch, records=installed.options.record)
 
 
 def _speak() -> None:

@@ -25,6 +25,7 @@ from vramx.allocator.toolchain import Compiler
 from vramx.allocator.torch_facts import TorchFacts, find_torch
 from vramx.config import Config
 from vramx.errors import ShimError
+from vramx.progress import ProgressBar
 
 # What the shim may include of ours, and so what a change of makes another shim.
 SOURCE_PATTERNS = ("core/*.h", "process/allocators.h", "torch/*.h", "torch/*.cpp")
@@ -179,8 +180,15 @@ def _run_all(commands: list[list[str]], log: Path) -> None:
     Raises:
         ShimError: one of them failed; the text ends with its last lines, the log has all.
     """
-    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
-        outcomes = list(pool.map(_run, commands))
+    outcomes = []
+    with (
+        ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool,
+        ProgressBar(delay_s=0) as bar,
+    ):
+        bar.show("compiling the allocator for this torch, once", 0, len(commands))
+        for outcome in pool.map(_run, commands):
+            outcomes.append(outcome)
+            bar.show("compiling the allocator for this torch, once", len(outcomes), len(commands))
     failed = [(command, text) for command, text in zip(commands, outcomes, strict=True) if text]
     if not failed:
         return

@@ -1,4 +1,4 @@
-"""What the verbs share: argument types, writing a file whole or not at all, tables, progress.
+"""What the verbs share: argument types, writing a file whole or not at all, tables.
 
 rich is imported on use, so that `vramx --help` stays quick.
 """
@@ -10,10 +10,8 @@ import contextlib
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from vramx.errors import InvalidValueError, OutputError, TraceError
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 _PLAIN_WIDTH = 120  # columns of a table that is not on a terminal
-_PROGRESS_DELAY_S = 1.0
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -34,6 +31,15 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
+
+
+def add_parser_of(subparsers: Any, kind: type[OneLineParser], name: str, **options: Any) -> Any:
+    """Add a verb whose parser is of a class of its own; a subparser's is its maker's to choose."""
+    usual, subparsers._parser_class = subparsers._parser_class, kind
+    try:
+        return subparsers.add_parser(name, **options)
+    finally:
+        subparsers._parser_class = usual
 
 
 def argument(check: Callable[[str], Value]) -> Callable[[str], Value]:
@@ -200,51 +206,3 @@ def print_text(text: str) -> None:
 def note(verb: str, text: str) -> None:
     """Tell the user something that is not a result."""
     print(f"vramx {verb}: {text}", file=sys.stderr)
-
-
-class ProgressBar:
-    """A bar on stderr, only on a terminal and only once the work has taken a second.
-
-    A reporter is called from the core's replay; being Python, it is also where Ctrl-C gets through.
-    """
-
-    def __init__(self) -> None:
-        self._start_s = time.monotonic()
-        self._shown = sys.stderr is not None and sys.stderr.isatty()
-        self._bar: Any = None
-        self._task: Any = None
-
-    def __enter__(self) -> ProgressBar:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def reporter(self, label: str) -> Callable[[str, int, int], None]:
-        """Return a callback for a replay of `label`, called with policy, events done and all."""
-        return lambda policy, done, total: self._report(f"{label} {policy}", done, total)
-
-    def _report(self, label: str, done: int, total: int) -> None:
-        if not self._shown or time.monotonic() - self._start_s < _PROGRESS_DELAY_S:
-            return
-        if self._bar is None:
-            self._open()
-        self._bar.update(self._task, description=label, completed=done, total=total)
-
-    def _open(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
-        description = TextColumn("{task.description}", markup=False)
-        console = Console(stderr=True)
-        self._bar = Progress(
-            description, BarColumn(), TaskProgressColumn(), console=console, transient=True
-        )
-        self._task = self._bar.add_task("", total=None)
-        self._bar.start()

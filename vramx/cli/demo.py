@@ -14,6 +14,7 @@ from vramx.cli import common
 from vramx.cli.plot import picture_format
 from vramx.cli.replay import report_mismatches, summary, table
 from vramx.errors import MissingDependencyError, VramxError
+from vramx.progress import ProgressBar
 
 if TYPE_CHECKING:
     from vramx.memory.replay import ReplayResult
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     output = DEFAULT_PICTURE if args.output is None else args.output
     format_name = picture_format(output)
     common.check_output(output, args.force)
-    with common.ProgressBar() as bar:
+    with ProgressBar() as bar:
         traces = [common.read_trace(_FOLDER / name) for name in PROGRAMS]
         reports = [_replay(trace, bar) for trace in traces]
         measured = [_replay_on_gpu(trace, bar) for trace in traces] if gpu_usable() else []
@@ -79,14 +80,14 @@ def story(results: list[ReplayResult], on_gpu: ReplayResult | None) -> str:
     )
 
 
-def _replay(trace: Trace, bar: common.ProgressBar) -> list[ReplayResult]:
+def _replay(trace: Trace, bar: ProgressBar) -> list[ReplayResult]:
     from vramx.memory import ReplayOptions, replay
 
     options = ReplayOptions(progress=bar.reporter(trace.name))
     return replay(trace, min_capacity=True, options=options)
 
 
-def _replay_on_gpu(trace: Trace, bar: common.ProgressBar) -> ReplayResult | None:
+def _replay_on_gpu(trace: Trace, bar: ProgressBar) -> ReplayResult | None:
     from vramx.memory import ReplayOptions, replay
 
     options = ReplayOptions(driver="cuda", progress=bar.reporter(f"{trace.name} on the GPU"))
@@ -97,7 +98,7 @@ def _replay_on_gpu(trace: Trace, bar: common.ProgressBar) -> ReplayResult | None
         return None
 
 
-def _draw(trace: Trace, format_name: str, bar: common.ProgressBar, required: bool) -> bytes | None:
+def _draw(trace: Trace, format_name: str, bar: ProgressBar, required: bool) -> bytes | None:
     """Return the picture, or None where nobody asked for it and the library is missing."""
     from vramx.memory.plot import render, take_picture
     from vramx.memory.replay import ReplayOptions

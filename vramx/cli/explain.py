@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from vramx.cli import common, snapshots
+from vramx.cli import common, confirm, snapshots
 from vramx.errors import VramxError
+from vramx.progress import ProgressBar
 from vramx.sizes import format_gib, format_size
 
 if TYPE_CHECKING:
@@ -19,23 +20,50 @@ _LINES = {
     "expandable": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     "vramx": "vramx run SCRIPT, or vramx.install_allocator() at the start",
 }
+_NO_HISTORY = (
+    "How far to believe it: no history was recorded, so the remedies are tried on what was live at "
+    "the end alone, put into empty memory; they may need more. `vramx run --record` keeps one."
+)
+
+
+class _ExplainParser(common.OneLineParser):
+    """Stops at `--`: what follows is the command to confirm with."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = list(args or ())
+        place = words.index("--") if "--" in words else len(words)
+        parsed, extra = super().parse_known_args(words[:place], namespace)
+        parsed.command = words[place + 1 :]
+        if parsed.confirm != bool(parsed.command):
+            self.error("--confirm and -- COMMAND need each other")
+        return parsed, extra
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the verb's arguments."""
-    parser = subparsers.add_parser(
+    parser = common.add_parser_of(
+        subparsers,
+        _ExplainParser,
         "explain",
         help="why a run was out of memory, and what would have fitted",
+        usage="vramx explain [options] [FILE] [--confirm -- COMMAND ...]",
         description="Say of the last request that failed who held the memory, whether "
         "fragmentation mattered, and which remedies, each of them replayed, would have served it. "
-        "Of a run in which none failed the same is said of its peak. Exits 1 where a request did.",
+        "Of a run in which none failed the same is said of its peak. Exits 1 where a request did; "
+        "with --confirm, where a remedy does not hold what was said.",
     )
-    snapshots.add_snapshot_arguments(parser)
+    snapshots.add_snapshot_arguments(parser, newest=True)
     parser.add_argument(
         "--capacity",
         metavar="SIZE",
         type=common.argument(common.capacity_argument),
         help="what the allocator could hold, where it is known, as in 24GiB (default: as recorded)",
+    )
+    parser.add_argument(
+        "--confirm",
+        action="store_true",
+        help="run COMMAND once with each remedy that is advised, and compare what it held at most "
+        "with what is said of it",
     )
     snapshots.add_count_argument(parser)
     snapshots.add_report_arguments(parser)
@@ -45,8 +73,12 @@ def run(args: argparse.Namespace) -> int:
     """Explain; return 1 if there was a failure to explain."""
     from vramx.memory.explain import explain
 
-    snapshot = snapshots.read_snapshot(args)
-    with common.ProgressBar() as bar:
+    snapshots.check_report(args)
+    if args.snapshot is None:
+        args.snapshot = snapshots.newest_failure()
+        common.note("explain", f"reading the newest snapshot of a failure, {args.snapshot}")
+    snapshot = snapshots.load_snapshot(args.snapshot, args.snapshot_device)
+    with ProgressBar() as bar:
         try:
             why = explain(
                 snapshot, capacity=args.capacity, progress=bar.reporter(snapshot.trace.name)
@@ -54,8 +86,15 @@ def run(args: argparse.Namespace) -> int:
         except VramxError as error:
             raise VramxError(f"{args.snapshot}: {error}") from None
     document = {"schema": SCHEMA, **why.to_dict()}
-    snapshots.report(args, document, *_parts(why, snapshot.event_count, args.count))
-    return 0 if why.request is None else 1
+    parts = _parts(why, snapshot.event_count, args.count)
+    if not args.confirm:
+        snapshots.report(args, document, *parts)
+        return 0 if why.request is None else 1
+    found = confirm.confirm(why, args.command)
+    document["confirmed"] = [each.to_dict() for each in found]
+    tried = confirm.table(found, _NAMES) if found else "No remedy is advised, so none was tried."
+    snapshots.report(args, document, *parts, "", tried)
+    return 0 if found and all(each.ok for each in found) else 1
 
 
 def _parts(why: Explanation, events: int, count: int) -> list[Any]:
@@ -64,9 +103,14 @@ def _parts(why: Explanation, events: int, count: int) -> list[Any]:
     return [
         _heading(why, events),
         *_facts(why),
+        *(
+            [snapshots.holders_table("is for", why.categories, why.at.live_bytes)]
+            if why.categories
+            else []
+        ),
         snapshots.holders_table("held by", cut(why.holders, count), why.at.live_bytes),
         _remedies(why),
-        _fidelity(why),
+        _fidelity(why) if events > why.failures else _NO_HISTORY,
     ]
 
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from vramx.cli import common
-from vramx.errors import InvalidValueError, VramxError
+from vramx.cli import common, snapshots
+from vramx.errors import InvalidValueError, TraceError, VramxError
+from vramx.progress import ProgressBar
+
+if TYPE_CHECKING:
+    from vramx.memory.snapshot import Snapshot
+    from vramx.memory.trace import Trace
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -14,8 +20,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "plot",
         help="draw memory over time and a map of the arena at its peak",
-        description="Draw live and reserved memory over time under each policy, and a map of the "
-        "arena when the most is live.",
+        description="Draw live and reserved memory over time under each policy, with failures, the "
+        "capacity and pauses; what it was for, where that is recorded; how much of it is unused; "
+        "and a map of the arena when the most is live.",
     )
     parser.add_argument(
         "trace",
@@ -24,6 +31,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="a trace (.npz) or a torch memory snapshot (.pickle, .json, .gz)",
     )
     common.add_policy_argument(parser)
+    parser.add_argument(
+        "--capacity",
+        metavar="SIZE",
+        type=common.argument(common.capacity_argument),
+        help="the capacity to draw, as in 24GiB (default: as recorded, where a request failed)",
+    )
     common.add_driver_arguments(parser)
     common.add_output_arguments(parser, "the picture: .png or .html")
 
@@ -32,22 +45,37 @@ def run(args: argparse.Namespace) -> int:
     """Replay, draw, write."""
     from vramx.memory.plot import render, take_picture
     from vramx.memory.replay import ReplayOptions
+    from vramx.memory.snapshot import Snapshot
 
     if args.output is None:
         raise InvalidValueError("-o FILE.png or -o FILE.html is needed")
     format_name = picture_format(args.output)
     common.check_output(args.output, args.force)
-    trace = common.read_trace(args.trace, args.snapshot_device)
-    with common.ProgressBar() as bar:
+    source = _read(args.trace, args.snapshot_device)
+    trace = source.trace if isinstance(source, Snapshot) else source
+    with ProgressBar() as bar:
         options = ReplayOptions(
             driver=args.driver, device=args.device, progress=bar.reporter(trace.name)
         )
         try:
-            picture = take_picture(trace, args.policy, options)
+            picture = take_picture(source, args.policy, options, capacity=args.capacity)
         except VramxError as error:
             raise VramxError(f"{args.trace}: {error}") from None
     common.write_output(args.output, render(picture, format_name), args.force)
     return 0
+
+
+def _read(path: Path, device: int | None) -> Snapshot | Trace:
+    """Read a snapshot as one, because it says more than its trace."""
+    from vramx.memory.trace import is_trace_file
+
+    try:
+        is_trace = is_trace_file(path)
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from None
+    if is_trace:
+        return common.read_trace(path, device)
+    return snapshots.load_snapshot(path, device)
 
 
 def picture_format(path: Path) -> str:

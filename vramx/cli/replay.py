@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vramx.cli import common
 from vramx.errors import VramxError
+from vramx.progress import ProgressBar
 from vramx.sizes import format_gib
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def _replay_all(args: argparse.Namespace) -> list[list[ReplayResult]]:
                 "replay", f"{path}: {requests} failed when recorded and must be served here"
             )
     reports = []
-    with common.ProgressBar() as bar:
+    with ProgressBar() as bar:
         for path, trace in traces:
             options = ReplayOptions(
                 driver=args.driver, device=args.device, progress=bar.reporter(trace.name)

@@ -69,19 +69,15 @@ def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the verb's arguments."""
-    actions: Any = subparsers
-    # The one verb with a parser class of its own; a subparser's class is its maker's to choose.
-    usual, actions._parser_class = actions._parser_class, _RunParser
-    try:
-        parser = subparsers.add_parser(
-            "run",
-            help="run a program with the allocator",
-            usage="vramx run [options] SCRIPT ... | -m MODULE ... | -- COMMAND ...",
-            description="Run a program, and every process that it starts, with vramx's allocator.",
-            allow_abbrev=False,
-        )
-    finally:
-        actions._parser_class = usual
+    parser = common.add_parser_of(
+        subparsers,
+        _RunParser,
+        "run",
+        help="run a program with the allocator",
+        usage="vramx run [options] SCRIPT ... | -m MODULE ... | -- COMMAND ...",
+        description="Run a program, and every process that it starts, with vramx's allocator.",
+        allow_abbrev=False,
+    )
     _add_options(parser)
 
 
@@ -103,7 +99,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         type=common.argument(_devices_text),
         help="the GPUs to serve (default: all)",
     )
-    parser.add_argument("--record", action="store_true", help="keep the allocator's last events")
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="keep the last events, which the snapshot of a request that fails then has",
+    )
     parser.add_argument(
         "--stats",
         metavar="FILE",

@@ -21,10 +21,17 @@ if TYPE_CHECKING:
     from vramx.memory.snapshot import Snapshot
 
 
-def add_snapshot_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the snapshot and its device."""
+def add_snapshot_arguments(parser: argparse.ArgumentParser, *, newest: bool = False) -> None:
+    """Add the snapshot and its device.
+
+    Args:
+        newest: whether the snapshot may be left out, for that of the last request that failed.
+    """
+    what = "a torch memory snapshot (.pickle, .json, .gz)"
+    if newest:
+        what += "; by default that of the last request that failed (see VRAMX_OOM_DIR)"
     parser.add_argument(
-        "snapshot", metavar="FILE", type=Path, help="a torch memory snapshot (.pickle, .json, .gz)"
+        "snapshot", metavar="FILE", type=Path, help=what, nargs="?" if newest else None
     )
     common.add_snapshot_device_argument(parser)
 
@@ -64,6 +71,24 @@ def read_snapshot(args: argparse.Namespace) -> Snapshot:
     """Load the snapshot of the arguments, once the output can be written."""
     check_report(args)
     return load_snapshot(args.snapshot, args.snapshot_device)
+
+
+def newest_failure() -> Path:
+    """Return the snapshot that the last request which failed left behind.
+
+    Raises:
+        TraceError: there is none; the text has the folders that were looked in.
+    """
+    from vramx.allocator import oom_snapshot
+    from vramx.config import config
+
+    found = oom_snapshot.newest(config())
+    if found is None:
+        folders = " or ".join(map(str, oom_snapshot.folders(config())))
+        raise TraceError(
+            f"no FILE is given, and no request that failed has left a snapshot in {folders}"
+        )
+    return found
 
 
 def load_snapshot(path: Path, device: int | None) -> Snapshot:

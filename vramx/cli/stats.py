@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vramx.memory.snapshot import Snapshot
 
 SCHEMA = 1
-TREE = "tree"
+TREE, CATEGORY, MODULE = "tree", "category", "module"
 _LEAST_SHARE = 0.01  # of the tree's total; smaller branches are counted, not shown
 
 
@@ -29,9 +29,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     snapshots.add_snapshot_arguments(parser)
     parser.add_argument(
         "--by",
-        choices=("stack", "size", "stream", "pool", TREE),
+        choices=("stack", CATEGORY, MODULE, "size", "stream", "pool", TREE),
         default="stack",
-        help="how to group; tree is the stacks as a tree of frames (default: stack)",
+        help="how to group; tree is the stacks as a tree of frames; category is what memory is "
+        "for and module a tree of whose it is, in files of vramx.record (default: stack)",
     )
     parser.add_argument(
         "--at",
@@ -55,21 +56,27 @@ def moment_argument(text: str) -> str | int:
 
 def run(args: argparse.Namespace) -> int:
     """Read, group, report."""
-    from vramx.memory.holders import cut, frame_tree, holders, totals
+    from vramx.memory.holders import category_tree, cut, frame_tree, holders, totals
 
     snapshot = snapshots.read_snapshot(args)
+    if args.by in (CATEGORY, MODULE) and not snapshot.has_categories:
+        raise InvalidValueError(
+            f"{snapshot.name} does not say what memory is for; a file of vramx.record does"
+        )
     event = _event(snapshot, args.at)
     total = totals(snapshot, event)
     report = {"schema": SCHEMA, "snapshot": snapshot.name, **dataclasses.asdict(total)}
-    if args.by == TREE:
-        tree = frame_tree(snapshot, event)
-        document = {**report, "by": TREE, "tree": tree.to_dict()}
+    report["outside_bytes"] = snapshot.outside_bytes
+    if args.by in (TREE, MODULE):
+        tree = (frame_tree if args.by == TREE else category_tree)(snapshot, event)
+        document = {**report, "by": args.by, "tree": tree.to_dict()}
         body: Any = _tree(tree, args.count)
     else:
         found = holders(snapshot, event, args.by)
         document = {**report, "by": args.by, "groups": [each.to_dict() for each in found]}
         body = snapshots.holders_table(args.by, cut(found, args.count), total.live_bytes)
-    snapshots.report(args, document, _heading(snapshot, total), body, _footing(total))
+    footing = _footing(total, snapshot.outside_bytes)
+    snapshots.report(args, document, _heading(snapshot, total), body, footing)
     return 0
 
 
@@ -95,12 +102,15 @@ def _heading(snapshot: Snapshot, total: Totals) -> str:
     )
 
 
-def _footing(total: Totals) -> str:
+def _footing(total: Totals, outside_bytes: int | None) -> str:
+    outside = ""
+    if outside_bytes is not None:
+        outside = f" Outside of torch, at the end, the device held {format_size(outside_bytes)}."
     holes = "1 hole" if total.holes == 1 else f"{total.holes:,} holes"
     return (
         f"Beside them: rounding {format_size(total.rounding_bytes)}; free in the cache "
         f"{format_size(total.free_bytes)} in {holes}, the largest of "
-        f"{format_size(total.largest_hole_bytes)}."
+        f"{format_size(total.largest_hole_bytes)}.{outside}"
     )
 
 

@@ -36,7 +36,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from vramx.compression import random, reference
+from vramx.compression import packs, random, reference
 from vramx.compression.config import MASK_BITS, MASK_FORMAT, Format
 from vramx.compression.lifetime import outlive
 from vramx.errors import InvalidValueError
@@ -200,20 +200,20 @@ def encoded(flat: Tensor, format: Format, streams: random.Streams | None = None)
     layout, nbytes = _layout(flat.numel(), bits, format.group_size, format.symmetric)
     launch = _launch(device) if flat.dtype in _KERNEL_DTYPES and bits in _KERNEL_BITS else None
     if launch is None:
-        return reference.quantize(flat, layout, noise=noise, stream=stream)
+        return packs.made(reference.quantize(flat, layout, noise=noise, stream=stream))
     buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
     launch.quantize(flat, buffer, layout, noise=noise, stream=stream)
-    return buffer
+    return packs.made(buffer)
 
 
 def _pack_mask(flat: Tensor) -> Tensor:
     launch = _launch(flat.device)
     if launch is None:
-        return reference.pack_mask(flat)
+        return packs.made(reference.pack_mask(flat))
     layout = layout_of(flat.numel(), MASK_FORMAT)
     buffer = torch.empty(layout.buffer_bytes, dtype=torch.uint8, device=flat.device)
     launch.pack_mask(flat, buffer)
-    return buffer
+    return packs.made(buffer)
 
 
 @lru_cache(maxsize=64)

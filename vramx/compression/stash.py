@@ -27,6 +27,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vramx.compression import packs
 from vramx.compression.budget import Budget, Share
 from vramx.compression.parcel import Parcel, State
 from vramx.compression.pinned import HostPool, Slot
@@ -266,7 +267,7 @@ class Stash:
         """Start the copy back, into memory of the current stream."""
         transport = self._transport
         assert parcel.slot is not None
-        buffer = transport.allocate(parcel.nbytes)
+        buffer = packs.made(transport.allocate(parcel.nbytes))
         left, parcel.stream = parcel.stream, transport.stream()
         transport.wait(Lane.TO_DEVICE, transport.mark(parcel.stream))
         if parcel.stream != left:  # which waited for the copy out when the buffer was freed

@@ -59,6 +59,7 @@ class Remedy:
     fits: bool | None  # None where the capacity is not known well enough
     needs_bytes: int | None  # None where no device holds it
     peak_reserved_bytes: int  # where nothing limits it
+    expected_reserved_bytes: int  # the peak at the recorded capacity, where it fits
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Explanation:
     enough_from_bytes: int  # the capacity from which on enough was free, in whatever pieces
     capacity: Capacity | None
     holders: tuple[Holder, ...]
+    categories: tuple[Holder, ...]  # none where the file does not have them
     recorded_policy: str
     remedies: tuple[Remedy, ...]
     fidelity: Fidelity
@@ -94,6 +96,7 @@ class Explanation:
         """Return plain values under the keys of the JSON report."""
         report = dataclasses.asdict(self)
         report["holders"] = [each.to_dict() for each in self.holders]
+        report["categories"] = [each.to_dict() for each in self.categories]
         if self.request is not None:
             report["request"]["stack"] = [frame._asdict() for frame in self.request.stack]
         return report
@@ -124,7 +127,7 @@ def explain(
     given = check_capacity(capacity)
     request = snapshot.failures[-1] if snapshot.failures else None
     event = snapshot.peak_event if request is None else request.event
-    limit = Capacity(given, given, "given") if given else _recorded_capacity(snapshot, request)
+    limit = Capacity(given, given, "given") if given else recorded_capacity(snapshot, request)
     at = totals(snapshot, event)
     needed = -(-request.size_bytes // _BLOCK_UNIT) * _BLOCK_UNIT if request is not None else 0
     fitting = _fitting_hole(snapshot, request)
@@ -141,6 +144,7 @@ def explain(
         enough_from_bytes=enough_from,
         capacity=limit,
         holders=tuple(holders(snapshot, event)),
+        categories=tuple(holders(snapshot, event, "category")) if snapshot.has_categories else (),
         recorded_policy=snapshot.recorded_policy,
         remedies=tuple(
             _remedy(trace, policy, limit, policy == snapshot.recorded_policy, progress)
@@ -150,7 +154,8 @@ def explain(
     )
 
 
-def _recorded_capacity(snapshot: Snapshot, request: FailedRequest | None) -> Capacity | None:
+def recorded_capacity(snapshot: Snapshot, request: FailedRequest | None) -> Capacity | None:
+    """Return what the allocator could hold when a request failed, as far as that is recorded."""
     if request is None:
         return None
     reserved = int(snapshot.reserved_bytes_at(request.event))
@@ -217,14 +222,15 @@ def _remedy(
     options = ReplayOptions(progress=progress)
     (free,) = replay(trace, policy, min_capacity=True, options=options)
     needs = free.min_capacity_bytes
-    fits = None
+    fits, expected = None, free.peak_reserved_bytes
     if capacity is not None:
         (limited,) = replay(trace, policy, capacity=capacity.low_bytes, options=options)
         may_fit = needs is not None and needs <= capacity.high_bytes
         fits = True if not limited.oom else None if may_fit else False
+        expected = expected if limited.oom else limited.peak_reserved_bytes
         if is_recorded and capacity.source != "given":
             fits = False  # whatever the replay says: it is what failed
-    return Remedy(policy, fits, needs, free.peak_reserved_bytes)
+    return Remedy(policy, fits, needs, free.peak_reserved_bytes, expected)
 
 
 def _fidelity(

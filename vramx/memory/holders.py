@@ -13,6 +13,9 @@ from vramx.memory.snapshot import Ids, Snapshot
 from vramx.memory.stacks import Frame, Stack, describe, shown_frames
 from vramx.sizes import format_size
 
+# Of allocations of which the file says nothing.
+NO_CATEGORY = "(not recorded)"
+
 
 @dataclass(frozen=True)
 class Holder:
@@ -53,7 +56,7 @@ class Totals:
 
 @dataclass
 class Node:
-    """A line of code and what it called, in the tree of all stacks."""
+    """A line of code and what it called, in the tree of all stacks; or a category, a module."""
 
     frame: Frame | None
     bytes: int = 0
@@ -95,7 +98,8 @@ def holders(snapshot: Snapshot, event: int, by: str = "stack") -> list[Holder]:
     """Group what was live after an event, the largest group first.
 
     Args:
-        by: "stack" of the allocation, requested "size", "stream" or memory "pool".
+        by: "stack" of the allocation, "category" of what it is for, requested "size", "stream" or
+            memory "pool".
 
     Raises:
         InvalidValueError: the event does not exist, or `by` is another.
@@ -136,6 +140,24 @@ def frame_tree(snapshot: Snapshot, event: int) -> Node:
     return root
 
 
+def category_tree(snapshot: Snapshot, event: int) -> Node:
+    """Return what was live after an event as a tree: categories, then modules and names by dots."""
+    root = Node(None)
+    allocations = snapshot.allocations
+    keys = allocations.category * len(snapshot.labels) + allocations.label
+    for key, sizes in _groups(snapshot, keys, snapshot.live_at(event)):
+        category, label = divmod(key, len(snapshot.labels))
+        text = snapshot.labels[label]
+        names = text.split(".") if text and " " not in text else [text] if text else []
+        node = root
+        for name in (None, snapshot.categories[category] or NO_CATEGORY, *names):
+            if name is not None:
+                node = node.children.setdefault(Frame(name, "", 0), Node(Frame(name, "", 0)))
+            node.bytes += int(sizes.sum())
+            node.tensors += len(sizes)
+    return root
+
+
 def _groups(snapshot: Snapshot, keys: Any, ids: Ids) -> Iterator[tuple[int, Any]]:
     """Yield each key among the allocations with their sizes."""
     order = ids[np.argsort(keys[ids], kind="stable")]
@@ -153,6 +175,10 @@ def _by_stack(snapshot: Snapshot) -> Keys:
     same = [first.setdefault(shown_frames(stack), i) for i, stack in enumerate(snapshot.stacks)]
     keys = np.array(same, np.int64)[snapshot.allocations.stack]
     return keys, lambda key: describe(snapshot.stacks[key])
+
+
+def _by_category(snapshot: Snapshot) -> Keys:
+    return snapshot.allocations.category, lambda key: snapshot.categories[key] or NO_CATEGORY
 
 
 def _by_size(snapshot: Snapshot) -> Keys:
@@ -179,6 +205,7 @@ GROUPINGS: dict[str, Callable[[Snapshot], Keys]] = {
     "size": _by_size,
     "stream": _by_stream,
     "pool": _by_pool,
+    "category": _by_category,
 }
 
 

@@ -1,4 +1,4 @@
-"""The picture of a replay: memory over time for each policy, and a map of the arena at its peak.
+"""The picture of a run: memory over time for each policy and category, and a map of the arena.
 
 This file decides what is drawn and collects it; plot_png.py and plot_html.py draw it, with
 matplotlib and with plotly, which are optional and imported on use. Rendering returns bytes and
@@ -12,14 +12,17 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from vramx.errors import InvalidValueError
+from vramx.memory.plot_marks import Layer, Mark, Pause, failures_in, layers_of, limit_of, pauses_in
 from vramx.memory.replay import (
     POLICIES,
     ReplayOptions,
     ReplayResult,
+    check_capacity,
     check_policies,
     open_replay,
     replay,
 )
+from vramx.memory.snapshot import Snapshot
 from vramx.memory.trace import Trace
 from vramx.sizes import MIB, format_gib
 
@@ -41,6 +44,23 @@ EXTENT_LABELS = {
     "alias": "block mapped a second time",
     "free": "free",
 }
+CATEGORY_COLOURS = (
+    *("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1"),
+    *("#76b7b2", "#edc948", "#9c755f", "#bab0ac", "#d37295"),
+)
+MARK_COLOUR, LIMIT_COLOUR, PAUSE_COLOUR = "#c5221f", "#5f6368", "#c9ced6"
+# One sentence below each part.
+TIMELINE_WORDS = (
+    "Live is what the tensors take, the lines are what each allocator holds for them; grey bands "
+    "are stretches of time in which nothing was allocated or freed."
+)
+CATEGORY_WORDS = "What the live memory was for; the layers add up to what is live."
+UNUSED_WORDS = (
+    "Of what each allocator holds, the share that is in no tensor: cache, fragmentation, rounding."
+)
+MAP_WORDS = (
+    "Rows follow each other as lines of text do; two shades of a colour only tell neighbours apart."
+)
 _SAMPLES = 1500  # more than a picture has columns; a bucket shows its maximum, so no peak is lost
 _MAP_ROWS = 24
 _CHUNK_BYTES = 2 * MIB
@@ -68,6 +88,15 @@ class Picture:
     extents: Sequence[Extent]
     row_bytes: int
     rows: int
+    failures: Sequence[Mark] = ()
+    limit: Mark | None = None
+    pauses: Sequence[Pause] = ()
+    layers: Sequence[Layer] = ()  # by category, where the recording has them
+
+    @property
+    def lines(self) -> list[ReplayResult]:
+        """The results of allocators, which hold more than is live."""
+        return [each for each in self.results if each.policy != "live"]
 
     @property
     def map_title(self) -> str:
@@ -80,9 +109,17 @@ class Picture:
 
 
 def take_picture(
-    trace: Trace, policies: Iterable[str] = POLICIES, options: ReplayOptions | None = None
+    source: Trace | Snapshot,
+    policies: Iterable[str] = POLICIES,
+    options: ReplayOptions | None = None,
+    *,
+    capacity: int | str | None = None,
 ) -> Picture:
-    """Replay a trace under each policy and collect what its picture shows.
+    """Replay a recording under each policy and collect what its picture shows.
+
+    Args:
+        source: a snapshot also shows the limit, and what memory was for where it has that.
+        capacity: the limit to draw, where it is known better than a snapshot tells it.
 
     Raises:
         InvalidValueError, TraceError, MissingDependencyError: as vramx.replay does.
@@ -91,6 +128,9 @@ def take_picture(
         >>> picture = take_picture(load_trace("train.npz"))     # doctest: +SKIP
         >>> Path("train.png").write_bytes(render(picture, "png"))    # doctest: +SKIP
     """
+    given_bytes = check_capacity(capacity)
+    snapshot = source if isinstance(source, Snapshot) else None
+    trace = source.trace if isinstance(source, Snapshot) else source
     options = replace(options or ReplayOptions(), samples=_SAMPLES)
     results = replay(trace, check_policies(policies), options=options)
     layout = open_replay(trace).layout()
@@ -107,6 +147,10 @@ def take_picture(
         extents=_wrap(pieces, row_bytes),
         row_bytes=row_bytes,
         rows=max(-(-ends[-1] // row_bytes), 1),
+        failures=failures_in(trace),
+        limit=limit_of(snapshot, given_bytes),
+        pauses=pauses_in(trace),
+        layers=layers_of(snapshot, _SAMPLES),
     )
 
 

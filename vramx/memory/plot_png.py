@@ -10,8 +10,24 @@ import io
 from typing import Any
 
 from vramx.errors import MissingDependencyError
-from vramx.memory.plot import COLOURS, EXTENT_COLOURS, EXTENT_LABELS, Picture
+from vramx.memory.plot import (
+    CATEGORY_COLOURS,
+    CATEGORY_WORDS,
+    COLOURS,
+    EXTENT_COLOURS,
+    EXTENT_LABELS,
+    LIMIT_COLOUR,
+    MAP_WORDS,
+    MARK_COLOUR,
+    PAUSE_COLOUR,
+    TIMELINE_WORDS,
+    UNUSED_WORDS,
+    Picture,
+)
+from vramx.memory.plot_marks import unused_share
 from vramx.sizes import GIB, MIB, format_gib
+
+_INCHES = {"timelines": 5.4, "categories": 4.0, "unused": 2.6, "map": 3.8}
 
 
 def render_png(picture: Picture) -> bytes:
@@ -27,15 +43,27 @@ def render_png(picture: Picture) -> bytes:
         raise MissingDependencyError(
             "a PNG needs matplotlib; install it with: pip install vramx[plot]"
         ) from None
-    figure = Figure(figsize=(12, 9), dpi=110, layout="constrained")
+    parts = {
+        "timelines": _draw_timelines,
+        **({"categories": _draw_categories} if picture.layers else {}),
+        **({"unused": _draw_unused} if picture.lines else {}),
+        "map": _draw_map,
+    }
+    heights = [_INCHES[name] for name in parts]
+    figure = Figure(figsize=(12, sum(heights)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    over_time, arena = figure.subplots(2, 1, height_ratios=(3, 2))
-    figure.suptitle(f"{picture.title}, memory over time")
-    _draw_timelines(over_time, picture)
-    _draw_map(arena, picture)
+    axes = figure.subplots(len(parts), 1, height_ratios=heights)
+    figure.suptitle(_plain(picture.title))
+    for each, draw in zip(axes, parts.values(), strict=True):
+        draw(each, picture)
     png = io.BytesIO()
     figure.savefig(png, format="png")
     return png.getvalue()
+
+
+def _plain(text: str) -> str:
+    """Return text in which nothing is taken for a formula."""
+    return text.replace("$", r"\$")
 
 
 def _draw_timelines(axes: Any, picture: Picture) -> None:
@@ -43,9 +71,8 @@ def _draw_timelines(axes: Any, picture: Picture) -> None:
     seconds = live.time_us / 1e6
     axes.fill_between(seconds, live.live_bytes / GIB, color=COLOURS["live"], alpha=0.35, lw=0)
     axes.plot(seconds, live.live_bytes / GIB, color=COLOURS["live"], lw=0.6, label="live")
-    for result in picture.results:
-        if result.policy == "live" or result.timeline is None:
-            continue
+    for result in picture.lines:
+        assert result.timeline is not None
         axes.plot(
             result.timeline.time_us / 1e6,
             result.timeline.reserved_bytes / GIB,
@@ -53,11 +80,59 @@ def _draw_timelines(axes: Any, picture: Picture) -> None:
             lw=1.4,
             label=f"{result.policy}: {format_gib(result.peak_reserved_bytes)} reserved",
         )
-    axes.set(xlabel="seconds", ylabel="GiB")
+    if picture.limit is not None:
+        axes.axhline(
+            picture.limit.at / GIB, color=LIMIT_COLOUR, lw=1.4, ls="--", label=picture.limit.text
+        )
+    _finish(axes, picture, "GiB", TIMELINE_WORDS)
+
+
+def _draw_categories(axes: Any, picture: Picture) -> None:
+    colours = [CATEGORY_COLOURS[i % len(CATEGORY_COLOURS)] for i in range(len(picture.layers))]
+    axes.stackplot(
+        picture.layers[0].time_us / 1e6,
+        *(layer.live_bytes / GIB for layer in picture.layers),
+        labels=[_plain(layer.name) for layer in picture.layers],
+        colors=colours,
+        lw=0,
+    )
+    _finish(axes, picture, "GiB live", CATEGORY_WORDS)
+
+
+def _draw_unused(axes: Any, picture: Picture) -> None:
+    for result in picture.lines:
+        assert result.timeline is not None
+        axes.plot(
+            result.timeline.time_us / 1e6,
+            unused_share(result),
+            color=COLOURS[result.policy],
+            lw=1,
+            label=result.policy,
+        )
+    _finish(axes, picture, "% of what is held", UNUSED_WORDS)
+
+
+def _finish(axes: Any, picture: Picture, unit: str, words: str) -> None:
+    """Draw what belongs to moments, then the axes and the words."""
+    for index, pause in enumerate(picture.pauses):
+        axes.axvspan(
+            pause.begin_us / 1e6,
+            pause.end_us / 1e6,
+            color=PAUSE_COLOUR,
+            alpha=0.4,
+            lw=0,
+            label="nothing allocated or freed" if not index else None,
+        )
+    for index, failure in enumerate(picture.failures):
+        is_last = index == len(picture.failures) - 1
+        label = failure.text if is_last else None
+        axes.axvline(failure.at / 1e6, color=MARK_COLOUR, lw=1.6, ls=":", label=label)
+    axes.set(ylabel=unit)
+    axes.set_xlabel(f"seconds\n{words}", fontsize=9)
     axes.set_ylim(bottom=0)
     axes.margins(x=0)
     axes.grid(alpha=0.25)
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False, fontsize=9)
 
 
 def _draw_map(axes: Any, picture: Picture) -> None:
@@ -75,7 +150,7 @@ def _draw_map(axes: Any, picture: Picture) -> None:
     axes.legend(
         handles=[Patch(color=EXTENT_COLOURS[kind][0], label=EXTENT_LABELS[kind]) for kind in kinds],
         loc="upper center",
-        bbox_to_anchor=(0.5, -0.16),
+        bbox_to_anchor=(0.5, -0.24),
         ncols=len(EXTENT_LABELS),
         frameon=False,
     )
@@ -83,4 +158,5 @@ def _draw_map(axes: Any, picture: Picture) -> None:
     axes.set_yticks(ticks, [f"{row * picture.row_bytes / GIB:.1f} GiB" for row in ticks])
     axes.set_ylim(picture.rows - 0.5, -0.5)
     axes.set_xlim(0, picture.row_bytes / MIB)
-    axes.set(xlabel="MiB from the start of the row", title=picture.map_title)
+    axes.set_xlabel(f"MiB from the start of the row\n{MAP_WORDS}", fontsize=9)
+    axes.set_title(picture.map_title)

@@ -32,7 +32,9 @@ def read_segment(record: Any, index: int, stacks: StackTable) -> Segment:
             requested = byte_count(each, "requested_size", "a block of segment", index)
         is_live = each.get("state") in _LIVE_STATES
         stack = stacks.number(each.get("frames")) if is_live else 0
-        blocks.append(Block(address, size, requested, is_live, stack))
+        category = each.get("category", "")
+        category = category if isinstance(category, str) else ""
+        blocks.append(Block(address, size, requested, is_live, stack, category))
         address += size
     held = sum(block.size_bytes for block in blocks)
     return Segment(

@@ -24,6 +24,7 @@ class Block(NamedTuple):
     requested_bytes: int
     is_live: bool  # in use, or freed and waited for by a stream
     stack: int
+    category: str = ""  # as the file names it
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ class Allocations:
     stack: npt.NDArray[np.int64]  # number in Snapshot.stacks
     pool: npt.NDArray[np.int64]  # number in pools
     pools: tuple[PoolId, ...]
+    category: npt.NDArray[np.int64]  # number in Snapshot.categories
+    label: npt.NDArray[np.int64]  # number in Snapshot.labels
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,9 @@ class Snapshot:
     failures: the requests that ended in OutOfMemoryError, in order.
     settings: torch's `allocator_settings`, unchecked.
     unknown_actions: of events that are not known, and were passed over.
+    categories, labels: what memory is for, and whose it is (a module, a tensor's name), where
+        vramx.record wrote the file; the first of each, "", is what nothing is said of.
+    outside_bytes: of the device, held by no allocator of the process; None where it is not known.
     """
 
     trace: Trace
@@ -78,6 +83,9 @@ class Snapshot:
     failures: tuple[FailedRequest, ...]
     settings: Mapping[str, Any]
     unknown_actions: tuple[str, ...] = ()
+    categories: tuple[str, ...] = ("",)
+    labels: tuple[str, ...] = ("",)
+    outside_bytes: int | None = None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, device: int | None = None) -> Snapshot:
@@ -127,6 +135,11 @@ class Snapshot:
             return "expandable"
         # Torch's own maps by that setting alone; what does without it is vramx behind torch.
         return "vramx" if is_mapped else "native"
+
+    @property
+    def has_categories(self) -> bool:
+        """Whether the file says what memory is for."""
+        return len(self.categories) > 1
 
     @cached_property
     def peak_event(self) -> int:

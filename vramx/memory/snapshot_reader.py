@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vramx.errors import TraceError, brief
+from vramx.memory.attribution import Attribution
 from vramx.memory.segment_reader import SEGMENT_ACTIONS, pool_of, read_segment, read_segment_event
 from vramx.memory.segments import DEFAULT_POOL, Block, PoolNumbers, Segment, SegmentEvent
 from vramx.memory.snapshot import Allocations, FailedRequest, Snapshot
@@ -58,7 +59,7 @@ def read_snapshot(path: Path, device: int | None = None) -> Snapshot:
     with _collector_paused():
         snapshot = read_snapshot_file(path)
         chosen, records = events_of_device(snapshot, device)
-        builder = _Builder()
+        builder = _Builder(Attribution.read(snapshot, chosen))
         for position, record in enumerate(records):
             builder.add(record, position)
         builder.add_segments(snapshot["segments"], chosen)
@@ -85,7 +86,10 @@ _PASSED_OVER = frozenset({"snapshot", "annotate"})
 class _Allocation:
     """An allocation while the events are read."""
 
-    __slots__ = ("address", "free_requested", "key", "pool", "size", "stack", "stream")
+    __slots__ = (
+        *("address", "category", "free_requested", "key", "label", "pool"),
+        *("size", "stack", "stream"),
+    )
 
     def __init__(self, key: int, address: int, size: int, stream: int) -> None:
         self.key = key
@@ -95,6 +99,7 @@ class _Allocation:
         self.stack = 0
         self.pool: tuple[int, ...] | None = None
         self.free_requested = False
+        self.category = self.label = 0
 
 
 class _Builder:
@@ -104,7 +109,8 @@ class _Builder:
     recording, whose number is known only at the end; finish() turns both into ids.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, attribution: Attribution) -> None:
+        self._attribution = attribution
         self._live: dict[int, _Allocation] = {}
         self._recorded: list[_Allocation] = []
         self._baseline: list[_Allocation] = []
@@ -174,6 +180,7 @@ class _Builder:
         allocation = _Allocation(len(self._recorded), address, size, stream)
         allocation.stack = self._stacks.number(record.get("frames"))
         allocation.pool = pool_of(record.get("pool_id"))
+        allocation.category, allocation.label = self._attribution.of_event(record, position)
         self._recorded.append(allocation)
         return allocation
 
@@ -196,6 +203,7 @@ class _Builder:
                 address, byte_count(record, "size", "event", position), stream
             )
             allocation.pool = pool_of(record.get("pool_id"))
+            allocation.category, allocation.label = self._attribution.of_event(record, position)
         return allocation
 
     def _predating(self, address: int, size: int, stream: int) -> _Allocation:
@@ -212,6 +220,9 @@ class _Builder:
             allocation = self._predating(block.address, block.requested_bytes, segment.stream)
             allocation.pool = segment.pool
             allocation.stack = block.stack or 1  # torch keeps it as long as the block lives
+            allocation.category, allocation.label = self._attribution.of_block(
+                block.category, block.address
+            )
 
     def _append(
         self, op: int, allocation: _Allocation, record: dict[str, Any], position: int
@@ -261,6 +272,9 @@ class _Builder:
             failures=failures,
             settings=settings,
             unknown_actions=tuple(sorted(self._unknown)),
+            categories=tuple(self._attribution.categories),
+            labels=tuple(self._attribution.labels),
+            outside_bytes=self._attribution.outside_bytes,
         )
 
     def _failure(
@@ -297,6 +311,8 @@ class _Builder:
             stack=np.array([each.stack for each in allocations], np.int64),
             pool=np.array([pools.of(each.pool, each.address) for each in allocations], np.int64),
             pools=tuple(pools.numbers),
+            category=np.array([each.category for each in allocations], np.int64),
+            label=np.array([each.label for each in allocations], np.int64),
         )
 
 

@@ -68,13 +68,13 @@ class StackTable:
 def _frame(record: dict[str, Any]) -> Frame:
     line = record.get("line")
     return Frame(
-        _printable(record.get("name", "?")),
-        _printable(record.get("filename", "?")),
+        printable(record.get("name", "?")),
+        printable(record.get("filename", "?")),
         line if type(line) is int else 0,
     )
 
 
-def _printable(value: Any) -> str:
+def printable(value: Any) -> str:
     """Return text that cannot move a terminal's cursor."""
     text = str(value)
     return text if text.isprintable() else text.encode("unicode_escape").decode()

@@ -88,6 +88,16 @@ class Trace:
             time_us=self.time_us[rows],
         )
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write an .npz, which is a tenth of a snapshot's size and says nothing of the program.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with open(path, "wb") as file:
+            arrays: dict[str, Any] = {"version": np.array(VERSION), **self.arrays()}
+            np.savez_compressed(file, **arrays)
+
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays under the names they have in a file."""
         return {

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vramx.compression import random
+from vramx.compression import packs, random
 from vramx.compression.codec import bytes_of, decoded, encoded, layout_of
 from vramx.compression.config import BITS, Compression, Format, format_of
 from vramx.errors import InvalidValueError, brief
@@ -187,7 +187,8 @@ def buffer_bytes(numel: int, dtype: torch.dtype, spec: Sequence[int]) -> int:
 
 def empty_buffer(x: Tensor, spec: Sequence[int]) -> Tensor:
     """Return a buffer for a tensor, to be written."""
-    return x.new_empty(buffer_bytes(x.numel(), x.dtype, spec), dtype=torch.uint8)
+    buffer = x.new_empty(buffer_bytes(x.numel(), x.dtype, spec), dtype=torch.uint8)
+    return buffer if spec[0] in (NOTHING, RAW) else packs.made(buffer)
 
 
 def dense_like(x: Tensor, order: int) -> Tensor:

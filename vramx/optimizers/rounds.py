@@ -120,6 +120,22 @@ class Rounds:
         for stream in self._streams.values():
             stream.adopt(optimizer.state, is_anywhere=is_anywhere)
 
+    def buckets(self) -> list[list[Tensor]]:
+        """Return the parameters whose states wait on the host, bucket by bucket."""
+        return [b.parameters for stream in self._streams.values() for b in stream.buckets]
+
+    @contextmanager
+    def without_steps(self, optimizer: Optimizer) -> Iterator[None]:
+        """Have gradients come without a step in backward."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, hooked = [], bool(self._hooks)
+        try:
+            yield
+        finally:
+            every = [p for bucket in self.buckets() for p in bucket] if hooked else []
+            self._hooks = [_hook(optimizer, p) for p in every if p.requires_grad]
+
     def settle(self) -> None:
         for stream in self._streams.values():
             stream.settle()

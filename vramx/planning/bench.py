@@ -32,6 +32,7 @@ from vramx.planning.steps import Step, check_sample, unchanged
 from vramx.planning.timeline import Cost, Timeline
 from vramx.planning.trace import Captured, Trace, trace_step
 from vramx.planning.words import apply_words, cheapest
+from vramx.progress import ProgressBar
 
 # How often a choice is run and, if it does not fit or leaves room, made again.
 _ROUNDS = 4
@@ -84,17 +85,30 @@ class Measured:
 class Bench:
     """A step of a model in its loop, and what measures it."""
 
-    def __init__(self, model: nn.Module, sample: Any, meter: Meter, loop: MeasuredLoop) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        sample: Any,
+        meter: Meter,
+        loop: MeasuredLoop,
+        bar: ProgressBar,
+    ) -> None:
         trained = [p for p in model.parameters() if p.requires_grad]
         self._model = model
         self._step = Step(model, sample, lambda: loop.begin(trained))
         self._meter = meter
         self._loop = loop
+        self._bar = bar
 
     @property
     def states_bytes(self) -> int:
         """Bytes of optimizers' states that do not exist yet."""
         return self._loop.states_bytes
+
+    @property
+    def slots_bytes(self) -> int:
+        """Bytes of the device that states on their way from the host take in backward."""
+        return self._loop.slots_bytes
 
     # -- Measuring ----------------------------------------------------------------------------
 
@@ -108,7 +122,8 @@ class Bench:
         finally:
             undo()
         kinds = {}
-        for kind, call in captured.items():
+        for number, (kind, call) in enumerate(captured.items()):
+            self._bar.show("plan: measuring blocks", number, len(captured))
             first = base[call.block]
             kinds[kind] = self._costs(call, sorted(words[call.block], key=lambda w: w != first))
         costs = [kinds[call.kind] for call in trace.calls]
@@ -195,7 +210,8 @@ class Bench:
         fastest is what was: where the two differ, the prediction is what is wrong.
         """
         bound = limit_bytes
-        for _ in range(_ROUNDS):
+        for number in range(_ROUNDS):
+            self._bar.show("plan: running what should be the fastest", number, _ROUNDS)
             found = fastest(measured.timeline, bound)
             fitting = (run.arrangement.step_ms for run in measured.within(limit_bytes))
             if found is None or min(fitting, default=float("inf")) <= found.step_ms:
@@ -229,12 +245,12 @@ def ready(model: nn.Module, sample: Any, loop: Loop) -> Iterator[Bench]:
     check_sample(sample)
     device = device_of(model)
     gc.collect()  # what nothing refers to would count as the model's, until some step frees it
-    with unchanged(model, device, loop) as trained:
+    with loop.without_steps(), unchanged(model, device, loop) as trained:
         states = [tensor for each in loop.optimizers for tensor in tensors_of(each.state)]
         meter = meter_of(device, model, states)
         try:
-            with loop.measured(trained, meter) as measured:
-                yield Bench(model, sample, meter, measured)
+            with loop.measured(trained, meter) as measured, ProgressBar() as bar:
+                yield Bench(model, sample, meter, measured, bar)
         except (CheckpointError, RecomputationError) as error:
             raise InvalidValueError(
                 f"a block of {type(model).__name__} does not do again what it did when it is "

@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 
 from vramx.errors import InvalidValueError, brief
 from vramx.optimizers.copies import unwrapped
+from vramx.optimizers.rounds import Rounds
 from vramx.planning.meters import Meter
-from vramx.planning.states import OptimizerCost, cost_of
+from vramx.planning.states import OptimizerCost, cost_of, rounds_of
 from vramx.sizes import format_size
 
 FRESH, ACCUMULATED, STEPPED = GRADIENTS = ("fresh", "accumulated", "stepped")
@@ -50,6 +51,25 @@ class Loop:
                     "torch.optim.Optimizer and several of them"
                 )
         self.gradients = gradients
+        if any(rounds.options.in_backward for rounds in self._rounds().values()):
+            if gradients == ACCUMULATED:
+                raise InvalidValueError(
+                    "gradients 'accumulated' is not accepted of an optimizer that steps in backward"
+                )
+            self.gradients = STEPPED
+
+    def _rounds(self) -> dict[Optimizer, Rounds]:
+        """Return what steps those whose states wait on the host."""
+        found = ((each, rounds_of(each)) for each in self.optimizers)
+        return {each: rounds for each, rounds in found if rounds is not None}
+
+    @contextlib.contextmanager
+    def without_steps(self) -> Iterator[None]:
+        """Have gradients come without a step in backward, where vramx takes these."""
+        with contextlib.ExitStack() as stack:
+            for optimizer, rounds in self._rounds().items():
+                stack.enter_context(rounds.without_steps(optimizer))
+            yield
 
     def prepare(self, trained: Iterable[nn.Parameter]) -> None:
         """Have the gradients that are there before a step."""
@@ -83,16 +103,19 @@ class Added:
     loop: Loop
     reserved_bytes: int
     states_bytes: int = 0
+    slots_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
-        return self.reserved_bytes + self.states_bytes
+        return self.reserved_bytes + self.states_bytes + self.slots_bytes
 
     def __str__(self) -> str:
         """Say what was added, after the bytes that it was added to."""
         names = " and ".join(dict.fromkeys(type(each).__name__ for each in self.loop.optimizers))
         states = f"{format_size(self.states_bytes)} of states of {names} that do not exist yet"
         parts = [states] if self.states_bytes else []
+        if self.slots_bytes:
+            parts.append(f"{format_size(self.slots_bytes)} for states on their way from the host")
         if self.reserved_bytes:
             parts.append(f"{format_size(self.reserved_bytes)} reserved")
         return f"; counted are {' and '.join(parts)}" if parts else ""
@@ -103,6 +126,7 @@ class Measured:
 
     Attributes:
         states_bytes: of states that do not exist yet.
+        slots_bytes: what states on their way from the host and back take while backward runs.
         step_bytes: what the optimizers' step takes for a moment, where it is taken after backward.
     """
 
@@ -110,7 +134,9 @@ class Measured:
         self._loop = loop
         self.states_bytes = sum(cost.states_bytes for cost in costs)
         after = loop.gradients != STEPPED
-        self.step_bytes = max((cost.step_bytes for cost in costs), default=0) if after else 0
+        self.slots_bytes = 0 if after else sum(cost.slots_bytes for cost in costs)
+        steps = [cost.step_bytes + cost.slots_bytes for cost in costs] if after else []
+        self.step_bytes = max(steps, default=0)
 
     def begin(self, trained: Iterable[nn.Parameter]) -> None:
         """Do with gradients what the loop does before a step."""

@@ -253,12 +253,13 @@ def plan(
         reserve: bytes to leave free of the budget for what vramx cannot know of.
         optimizer: the torch.optim.Optimizer of the training, or several of them. The bytes of
             states that do not exist yet are added, and the peak of its own step counts. Both are
-            measured, by steps of copies of it for copies of one parameter of each shape. States
-            that wait on the host count as if they were on the GPU.
+            measured, by steps of copies of it for copies of one parameter of each shape. Of states
+            that wait on the host (offload_optimizer) what is on its way counts.
         gradients: "fresh": they are set to None before each step, as zero_grad() does;
             "accumulated": they are there during the whole step, as with accumulation over steps, or
             zero_grad(set_to_none=False); "stepped": a step in backward uses each as it comes, and
-            no two of them are there. Plan before the hooks for that are registered.
+            no two of them are there. Plan before the hooks for that are registered, but for those
+            of offload_optimizer(in_backward=True), which say "stepped" of themselves.
 
     Returns:
         A Plan, whose step was run and stayed within the budget; on a GPU with 2 MiB and 0.25 % to
@@ -297,7 +298,7 @@ def plan(
     check_sample(sample)
     words = {block: words_for(block, device, levels) for block in find_blocks(model)}
     with ready(model, sample, added.loop) as bench:
-        added = replace(added, states_bytes=bench.states_bytes)
+        added = replace(added, states_bytes=bench.states_bytes, slots_bytes=bench.slots_bytes)
         return _choose(bench.measure(words), bench, budget, added)
 
 

@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from vramx.errors import InvalidValueError, brief
-from vramx.optimizers.copies import copy_of
+from vramx.optimizers.copies import HOLDER, copy_of
+from vramx.optimizers.rounds import Rounds
+from vramx.optimizers.stream import SLOTS
 from vramx.planning.meters import Meter
 
 # Of two parameters at once, against one: twice as much where their temporaries are there together.
@@ -34,11 +36,13 @@ class OptimizerCost:
 
     Attributes:
         states_bytes: of states that do not exist yet.
+        slots_bytes: what states that wait on the host take of the device while some are stepped.
         step_bytes: what a step of all parameters takes for a moment.
         temporary_bytes: what a step of one of them does, by the parameter's id.
     """
 
     states_bytes: int = 0
+    slots_bytes: int = 0
     step_bytes: int = 0
     temporary_bytes: dict[int, int] = field(default_factory=dict)
 
@@ -50,25 +54,35 @@ def cost_of(optimizer: Optimizer, meter: Meter) -> OptimizerCost:
         InvalidValueError: a copy of it takes no step.
     """
     cost, found = OptimizerCost(), dict[Hashable, tuple[int, int]]()
+    waiting: dict[int, int] = {}  # the bytes of states that wait on the host, by parameter
+    buckets = rounds.buckets() if (rounds := rounds_of(optimizer)) is not None else []
+    elsewhere = {id(parameter) for bucket in buckets for parameter in bucket}
     for group, parameter in _trained(optimizer):
         kind = _kind(group, parameter)
         if kind not in found:
             found[kind] = _measured(optimizer, group, [parameter], meter)
         states, temporary = found[kind]
         cost.temporary_bytes[id(parameter)] = temporary
-        if not has_states(optimizer, parameter):
+        if id(parameter) in elsewhere:
+            waiting[id(parameter)] = states
+        elif not has_states(optimizer, parameter):
             cost.states_bytes += states
+    of_buckets = (sum(waiting.get(id(p), 0) for p in bucket) for bucket in buckets)
+    cost.slots_bytes = SLOTS * max(of_buckets, default=0)
     every = cost.temporary_bytes.values()
     together = _are_together(optimizer, cost, meter)
     cost.step_bytes = sum(every) if together else max(every, default=0)
     return cost
 
 
-def has_states(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
-    """Tell whether an optimizer holds tensors for a parameter that are where it is.
+def rounds_of(optimizer: Optimizer) -> Rounds | None:
+    """Return what steps an optimizer whose states wait on the host."""
+    rounds: Rounds | None = vars(optimizer).get(HOLDER)
+    return rounds
 
-    Those that wait on the host count as if they were not there: on the safe side.
-    """
+
+def has_states(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
+    """Tell whether an optimizer holds tensors for a parameter that are where it is."""
     states = tensors_of(optimizer.state[parameter]) if parameter in optimizer.state else []
     return any(state.dim() and state.device == parameter.device for state in states)
 

@@ -1,0 +1,308 @@
+"""vramx.record on a GPU: torch's own history, under either allocator, to the byte.
+
+Run it under both: `--allocator native` records torch's allocator, and by default vramx's.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import vramx
+from gpu.tools import MIB, block, failure_of, room
+from vramx.memory import categories as names
+from vramx.memory import history
+
+if TYPE_CHECKING:
+    import torch
+
+    from vramx.memory.snapshot import Snapshot
+
+pytestmark = pytest.mark.gpu
+
+PROGRAMS = ("residuals", "convolutions", "checkpointed", "named")
+# Of a tensor that says, in the history, when something was.
+SIGN_BYTES = 777
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run.pickle"
+
+
+def program(name: str) -> tuple[Any, Any]:
+    """Return a model on the GPU, and what makes batches for it."""
+    import torch
+    from record_tools import PROGRAMS
+
+    torch.manual_seed(0)
+    make, batch = PROGRAMS[name]
+
+    def batch_on_gpu() -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = batch()
+        return tuple(x.cuda() for x in args), {key: x.cuda() for key, x in kwargs.items()}
+
+    return make().cuda(), batch_on_gpu
+
+
+def sign() -> torch.Tensor:
+    return block(SIGN_BYTES)
+
+
+def event_of_sign(snapshot: Snapshot) -> int:
+    """Return the event at which the sign was given."""
+    (number,) = (snapshot.allocations.size == SIGN_BYTES).nonzero()[0]
+    return int(snapshot.event[snapshot.rows_of_allocation[number]])
+
+
+def by_category(snapshot: Snapshot, event: int) -> dict[str, int]:
+    from vramx.memory.holders import holders
+
+    return {each.name: each.bytes for each in holders(snapshot, event, "category")}
+
+
+def block_bytes_at(snapshot: Snapshot, event: int) -> int:
+    return int(snapshot.allocations.block_bytes[snapshot.live_at(event)].sum())
+
+
+@pytest.mark.parametrize("amp", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_categories_sum_to_what_torch_counts(
+    name: str, amp: bool, path: Path, allocator: str
+) -> None:
+    import torch
+    from record_tools import loss_of
+
+    model, batch = program(name)
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.cuda.reset_peak_memory_stats()
+    with vramx.record(path, model, optimizer):
+        for _ in range(3):
+            args, kwargs = batch()
+            with torch.autocast("cuda", torch.bfloat16, enabled=amp):
+                loss = loss_of(model(*args, **kwargs))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    allocated, stats = torch.cuda.memory_allocated(), torch.cuda.memory_stats()
+    snapshot = vramx.Snapshot.load(path)
+    found = by_category(snapshot, snapshot.peak_event)
+    assert set(found) <= set(names.CATEGORIES)
+    assert sum(found.values()) == stats["requested_bytes.all.peak"]
+    assert (
+        sum(by_category(snapshot, snapshot.end_event).values())
+        == (stats["requested_bytes.all.current"])
+    )
+    assert block_bytes_at(snapshot, snapshot.end_event) == allocated
+    if allocator == "vramx":  # torch's own may hand out more of a block, and does not record it
+        assert block_bytes_at(snapshot, snapshot.peak_event) == stats["allocated_bytes.all.peak"]
+
+
+@pytest.mark.parametrize("amp", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_moment_before_backward_holds_what_is_counted_there(
+    name: str, amp: bool, path: Path
+) -> None:
+    import torch
+    from record_tools import Kept, loss_of, storage_bytes
+
+    model, batch = program(name)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with vramx.record(path, model, optimizer):
+        args, kwargs = batch()
+        loss_of(model(*args, **kwargs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        args, kwargs = batch()
+        kept = Kept(model)
+        with kept.watching(), torch.autocast("cuda", torch.bfloat16, enabled=amp):
+            out = model(*args, **kwargs)
+            loss = loss_of(out)
+        given = sign()
+        on_gpu = [s for s in kept.storages.values() if s.device.type == "cuda"]
+        kept.storages = {s.data_ptr(): s for s in on_gpu}
+        inputs = [*args, *kwargs.values()]
+        activation_bytes = kept.bytes(out, loss, *inputs) - storage_bytes(inputs)
+        del on_gpu
+        kept.storages.clear()
+        loss.backward()
+        del loss, out
+    snapshot = vramx.Snapshot.load(path)
+    found = by_category(snapshot, event_of_sign(snapshot))
+    states = [t for state in optimizer.state.values() for t in state.values()]
+    assert found[names.PARAMETERS] == storage_bytes(model.state_dict().values())
+    assert found[names.OPTIMIZER] == storage_bytes(t for t in states if t.is_cuda)
+    assert found[names.INPUTS] == storage_bytes(inputs)
+    assert found[names.ACTIVATIONS] == activation_bytes
+    assert names.GRADIENTS not in found
+    del given
+
+
+def test_gradients_are_those_of_the_parameters(path: Path) -> None:
+    import torch
+    from record_tools import loss_of, storage_bytes
+
+    model, batch = program("residuals")
+    optimizer = torch.optim.AdamW(model.parameters())
+    with vramx.record(path, model, optimizer):
+        loss_of(model(*batch()[0])).backward()
+        expected = storage_bytes(p.grad for p in model.parameters())
+        given = sign()
+        optimizer.step()
+        optimizer.zero_grad()
+    snapshot = vramx.Snapshot.load(path)
+    assert by_category(snapshot, event_of_sign(snapshot))[names.GRADIENTS] == expected
+    del given
+
+
+def test_packs_are_what_the_compression_keeps(path: Path) -> None:
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).cuda()
+    x = torch.randn(1024, 512, device="cuda")
+    with vramx.record(path, model):
+        with vramx.compress(min_bytes=0) as stats:
+            out = model(x)
+        given = sign()
+        out.sum().backward()
+    snapshot = vramx.Snapshot.load(path)
+    found = by_category(snapshot, event_of_sign(snapshot))
+    assert stats.packed.kept_bytes > 0
+    assert found[names.PACKED] == stats.packed.kept_bytes
+    del given
+
+
+def test_packs_of_fused_modules_are_packed(path: Path) -> None:
+    import torch
+    from torch import nn
+
+    from vramx.nn import Linear, RMSNorm, SiLU
+
+    plain = nn.Sequential(nn.RMSNorm(512), nn.Linear(512, 512), nn.SiLU()).cuda()
+    fused = nn.Sequential(RMSNorm(512), Linear(512, 512), SiLU()).cuda()
+    x = torch.randn(4096, 512, device="cuda", dtype=torch.bfloat16)
+    kept = []
+    for model in (plain.bfloat16(), fused.bfloat16()):
+        with vramx.record(path, model):
+            out = model(x)
+            given = sign()
+            out.sum().backward()
+        snapshot = vramx.Snapshot.load(path)
+        kept.append(by_category(snapshot, event_of_sign(snapshot)))
+        del given
+    assert names.PACKED not in kept[0]
+    assert 0 < kept[1][names.PACKED] < kept[0][names.ACTIVATIONS]
+
+
+def test_a_workspace_of_cublas_is_told_apart(path: Path) -> None:
+    import torch
+
+    torch._C._cuda_clearCublasWorkspaces()
+    model, batch = program("residuals")
+    with vramx.record(path, model):
+        model(*batch()[0]).sum().backward()
+    snapshot = vramx.Snapshot.load(path)
+    sizes = history.CudaHistory().workspace_sizes()
+    found = by_category(snapshot, snapshot.end_event)
+    assert found[names.WORKSPACES] in {n * size for size in sizes for n in (1, 2, 3, 4)}
+
+
+def test_the_clock_is_that_of_the_history(path: Path) -> None:
+    model, batch = program("residuals")
+    with vramx.record(path, model):
+        model(*batch()[0])
+    assert pickle.loads(path.read_bytes())["vramx"]["clock_error_us"] < history._COARSE_ERROR_US
+
+
+def test_torchs_viewer_reads_the_file(path: Path) -> None:
+    import torch
+    from torch.cuda import _memory_viz as viz
+
+    model, batch = program("residuals")
+    with vramx.record(path, model):
+        model(*batch()[0]).sum().backward()
+    data = pickle.loads(path.read_bytes())
+    assert "<script" in viz.trace_plot(data)
+    assert "<script" in viz.segment_plot(data)
+    assert viz.segsum(data)
+    assert viz.trace(data)
+    trace = data["device_traces"][torch.cuda.current_device()]
+    assert "unknown" in {entry.get("category") for entry in trace}
+    assert any(entry.get("frames") for entry in trace if entry["action"] == "alloc")
+
+
+def test_out_of_memory_leaves_a_file_that_names_the_request(path: Path) -> None:
+    model, batch = program("residuals")
+
+    def run() -> None:
+        with vramx.record(path, model):
+            model(*batch()[0]).sum().backward()
+            with room(64 * MIB):
+                block(256 * MIB)
+
+    failure_of(run)
+    snapshot = vramx.Snapshot.load(path)
+    assert [failure.size_bytes for failure in snapshot.failures] == [256 * MIB]
+    found = by_category(snapshot, snapshot.failures[-1].event)
+    assert found[names.GRADIENTS] > 0
+
+
+def test_a_recording_ends_torchs_history(path: Path) -> None:
+    import torch
+
+    with vramx.record(path):
+        block(MIB)
+        assert torch._C._cuda_isHistoryEnabled()
+    assert not torch._C._cuda_isHistoryEnabled()
+
+
+def test_a_history_that_is_recorded_already_is_left_alone(path: Path) -> None:
+    import torch
+
+    torch.cuda.memory._record_memory_history(max_entries=100, stacks="python")
+    try:
+        with pytest.raises(vramx.VramxError, match="being recorded already"):
+            vramx.record(path).start()
+        assert torch._C._cuda_isHistoryEnabled()
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def test_a_graph_is_captured_while_recording(path: Path) -> None:
+    import torch
+    from record_tools import WIDTH
+
+    model, _ = program("residuals")
+    x = torch.randn(8, WIDTH, device="cuda")
+    with vramx.record(path, model), torch.no_grad():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            model(x)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = model(x)
+        graph.replay()
+        expected = model(x)
+    torch.testing.assert_close(out, expected)
+    assert vramx.Snapshot.load(path).has_categories
+
+
+def test_a_compiled_model_is_recorded(path: Path) -> None:
+    import torch
+    from record_tools import WIDTH
+
+    model, _ = program("residuals")
+    compiled = torch.compile(model)
+    torch.cuda.reset_peak_memory_stats()
+    with vramx.record(path, model):
+        for _ in range(2):
+            compiled(torch.randn(8, WIDTH, device="cuda")).sum().backward()
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    snapshot = vramx.Snapshot.load(path)
+    assert sum(by_category(snapshot, snapshot.peak_event).values()) == peak

@@ -1,0 +1,267 @@
+"""The rules by which an allocation has its category, one by one, on logs written by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from vramx.memory.categories import (
+    ACTIVATIONS,
+    BACKWARD,
+    FORWARD,
+    GRADIENTS,
+    INPUTS,
+    OPTIMIZER,
+    OUTSIDE_MODULES,
+    PACKED,
+    PARAMETERS,
+    STEP,
+    TEMPORARIES,
+    UNKNOWN,
+    WORKSPACES,
+    Allocation,
+    Found,
+    Log,
+    Mark,
+    Seen,
+    categorize,
+)
+from vramx.memory.history import TICK_BYTES, Tick, clock_of
+
+ADDRESS, SIZE = 4096, 1000
+MAIN, ENGINE = 1, 2
+
+
+def begin(time: float, kind: str, label: str = "", thread: int = MAIN, flag: bool = True) -> Mark:
+    return Mark(time, kind, True, thread, label, flag)
+
+
+def end(time: float, kind: str, thread: int = MAIN, flag: bool = True) -> Mark:
+    return Mark(time, kind, False, thread, "", flag)
+
+
+# A step: a model with one layer in it, backward on a thread of autograd's, an optimizer.
+STEP_OF_TRAINING = [
+    begin(10, FORWARD, "model"),
+    begin(20, FORWARD, "layer"),
+    end(30, FORWARD),
+    end(40, FORWARD),
+    begin(50, BACKWARD),
+    begin(60, FORWARD, "layer", ENGINE),
+    end(70, FORWARD, ENGINE),
+    end(80, BACKWARD),
+    begin(90, STEP),
+    end(100, STEP),
+]
+
+
+def found(
+    born: float, died: float, marks: list[Mark] = STEP_OF_TRAINING, *seen: Seen, size: int = SIZE
+) -> Found:
+    (only,) = categorize([Allocation(ADDRESS, size, born, died)], Log(marks, seen), [SIZE + 1])
+    return only
+
+
+def seen(time: float, category: str, label: str = "", size: int = SIZE) -> Seen:
+    return Seen(time, ADDRESS, size, category, label)
+
+
+@pytest.mark.parametrize(
+    ("born", "died", "expected"),
+    [
+        (25, 45, Found(ACTIVATIONS, "layer")),
+        (25, 55, Found(ACTIVATIONS, "layer")),
+        (25, math.inf, Found(ACTIVATIONS, "layer")),
+        (25, 28, Found(TEMPORARIES, "layer")),
+        (25, 35, Found(TEMPORARIES, "layer")),
+        (35, 55, Found(ACTIVATIONS, "model")),
+        (15, 35, Found(TEMPORARIES, "model")),
+        (45, 55, Found(ACTIVATIONS, OUTSIDE_MODULES)),
+        (45, 47, Found(TEMPORARIES, OUTSIDE_MODULES)),
+        (55, 75, Found(TEMPORARIES, "(backward)")),
+        (55, math.inf, Found(TEMPORARIES, "(backward)")),
+        (65, 75, Found(ACTIVATIONS, "layer")),
+        (65, 68, Found(TEMPORARIES, "layer")),
+        (75, 78, Found(TEMPORARIES, "(backward)")),
+        (95, 98, Found(TEMPORARIES, "(optimizer step)")),
+        (5, 45, Found(UNKNOWN)),
+        (85, 88, Found(UNKNOWN)),
+        (105, 108, Found(UNKNOWN)),
+        (-math.inf, math.inf, Found(UNKNOWN)),
+    ],
+)
+def test_the_moment_of_birth_and_the_end_decide(born: float, died: float, expected: Found) -> None:
+    assert found(born, died) == expected
+
+
+@pytest.mark.parametrize("category", [PARAMETERS, GRADIENTS, OPTIMIZER, PACKED])
+@pytest.mark.parametrize("born", [-math.inf, 5, 25, 55, 95])
+def test_what_memory_was_seen_to_be_goes_first(category: str, born: float) -> None:
+    assert found(born, 200, STEP_OF_TRAINING, seen(110, category, "name")) == Found(
+        category, "name"
+    )
+
+
+def test_what_is_seen_without_a_name_has_the_modules() -> None:
+    assert found(25, 60, STEP_OF_TRAINING, seen(26, PACKED)) == Found(PACKED, "layer")
+
+
+def test_of_two_categories_that_were_seen_the_first_goes_first() -> None:
+    both = seen(110, OPTIMIZER, "b"), seen(111, PARAMETERS, "a")
+    assert found(5, 200, STEP_OF_TRAINING, *both) == Found(PARAMETERS, "a")
+
+
+def test_an_argument_is_an_input_unless_a_forward_made_it() -> None:
+    assert found(5, 200, STEP_OF_TRAINING, seen(40, INPUTS)).category == INPUTS
+    assert found(25, 200, STEP_OF_TRAINING, seen(40, INPUTS)).category == ACTIVATIONS
+
+
+@pytest.mark.parametrize("born", [-math.inf, 25, 55])
+def test_what_has_a_workspaces_size_and_stays_is_one(born: float) -> None:
+    assert found(born, math.inf, size=SIZE + 1).category == WORKSPACES
+    assert found(born, 500, size=SIZE + 1).category != WORKSPACES
+    assert found(born, math.inf).category != WORKSPACES
+
+
+def test_what_a_program_makes_between_calls_is_no_workspace() -> None:
+    assert found(5, math.inf, size=SIZE + 1).category == UNKNOWN
+
+
+def test_without_a_graph_nothing_is_an_activation() -> None:
+    marks = [begin(10, FORWARD, "model", flag=False), begin(12, FORWARD, "layer")]
+    marks += [end(20, FORWARD), end(30, FORWARD)]
+    assert found(15, 100, marks) == Found(TEMPORARIES, "layer")
+    assert found(35, 100, marks) == Found(UNKNOWN)
+
+
+def test_a_region_without_a_graph_in_a_call_with_one_keeps_its_result() -> None:
+    marks = [begin(10, FORWARD, "model"), begin(12, FORWARD, "layer", flag=False)]
+    marks += [end(20, FORWARD), end(30, FORWARD)]
+    assert found(15, 100, marks) == Found(ACTIVATIONS, "layer")
+
+
+def test_a_call_that_failed_has_activations_of_the_calls_that_ended() -> None:
+    marks = [
+        begin(10, FORWARD, "model"),
+        *(begin(12, FORWARD, "first"), end(20, FORWARD)),
+        *(begin(22, FORWARD, "second"), end(30, FORWARD, flag=False)),
+        end(31, FORWARD, flag=False),
+    ]
+    assert found(15, 40, marks) == Found(ACTIVATIONS, "first")
+    assert found(15, 25, marks) == Found(TEMPORARIES, "first")
+    assert found(25, 40, marks) == Found(TEMPORARIES, "second")
+    assert found(35, 40, marks) == Found(UNKNOWN)
+
+
+def test_a_recording_that_ends_in_a_call_has_activations_too() -> None:
+    marks = [begin(10, FORWARD, "model"), begin(12, FORWARD, "first"), end(20, FORWARD)]
+    assert found(15, math.inf, marks) == Found(ACTIVATIONS, "first")
+    assert found(15, 18, marks) == Found(TEMPORARIES, "first")
+
+
+def test_a_recording_that_ends_before_backward_has_activations_outside_of_modules() -> None:
+    marks = [begin(10, FORWARD, "model"), end(20, FORWARD)]
+    assert found(25, math.inf, marks) == Found(ACTIVATIONS, OUTSIDE_MODULES)
+    assert found(25, 30, marks) == Found(TEMPORARIES, OUTSIDE_MODULES)
+
+
+def test_a_metric_without_a_graph_does_not_hide_the_forward_before_it() -> None:
+    marks = [begin(10, FORWARD, "model"), end(20, FORWARD)]
+    marks += [begin(22, FORWARD, "metric", flag=False), end(24, FORWARD)]
+    marks += [begin(30, BACKWARD), end(40, BACKWARD)]
+    assert found(26, 35, marks) == Found(ACTIVATIONS, OUTSIDE_MODULES)
+
+
+def test_a_forward_without_a_backward_leaves_what_follows_unknown() -> None:
+    marks = [begin(10, FORWARD, "model"), end(20, FORWARD), begin(30, STEP), end(40, STEP)]
+    assert found(25, 35, marks) == Found(UNKNOWN)
+
+
+def test_ends_whose_beginning_was_lost_are_passed_over() -> None:
+    marks = [end(2, FORWARD), end(4, BACKWARD), *STEP_OF_TRAINING]
+    assert found(25, 55, marks) == Found(ACTIVATIONS, "layer")
+
+
+def test_calls_of_several_threads_end_each_by_itself() -> None:
+    marks = [begin(10, FORWARD, "a", MAIN), begin(12, FORWARD, "b", ENGINE)]
+    marks += [end(20, FORWARD, MAIN), end(30, FORWARD, ENGINE)]
+    assert found(25, 28, marks).label == "b"
+
+
+def test_a_module_that_calls_backward_itself_has_activations() -> None:
+    marks = [
+        *(begin(10, FORWARD, "trainer"), begin(12, FORWARD, "model"), end(20, FORWARD)),
+        *(begin(30, BACKWARD), end(40, BACKWARD), end(50, FORWARD)),
+    ]
+    assert found(15, 35, marks) == Found(ACTIVATIONS, "model")
+    assert found(25, 35, marks) == Found(ACTIVATIONS, "trainer")
+    assert found(15, 18, marks) == Found(TEMPORARIES, "model")
+    assert found(35, 38, marks) == Found(TEMPORARIES, "(backward)")
+    assert found(45, 48, marks) == Found(TEMPORARIES, "trainer")
+
+
+# --- addresses that are used again ----------------------------------------------------------------
+
+
+def labels(lives: list[Allocation], log: Log) -> list[str]:
+    return [each.category for each in categorize(lives, log)]
+
+
+def test_memory_is_what_was_alive_when_it_was_seen() -> None:
+    lives = [Allocation(ADDRESS, SIZE, start, start + 10) for start in (0, 10, 20)]
+    assert labels(lives, Log((), [seen(15, GRADIENTS)])) == [UNKNOWN, GRADIENTS, UNKNOWN]
+
+
+def test_what_was_alive_when_no_event_is_left_of_it_is_no_other() -> None:
+    lives = [Allocation(ADDRESS, SIZE, 100, 200)]
+    assert labels(lives, Log((), [seen(50, GRADIENTS)], clock_error=3)) == [UNKNOWN]
+
+
+def test_clocks_that_are_a_little_off_find_the_one_of_the_size() -> None:
+    lives = [Allocation(ADDRESS, SIZE, 0, 10), Allocation(ADDRESS, 512, 11, 20)]
+    log = Log((), [seen(12, GRADIENTS)], clock_error=3)
+    assert labels(lives, log) == [GRADIENTS, UNKNOWN]
+
+
+def test_a_block_that_is_larger_than_the_storage_is_its() -> None:
+    lives = [Allocation(ADDRESS, 2 * SIZE, 0, 10)]
+    assert labels(lives, Log((), [seen(5, GRADIENTS)])) == [GRADIENTS]
+    assert labels(lives, Log((), [seen(5, GRADIENTS, size=3 * SIZE)])) == [UNKNOWN]
+
+
+# --- clocks ---------------------------------------------------------------------------------------
+
+
+def tick(at_us: float, width_us: float = 2.0, address: int = ADDRESS) -> Tick:
+    begin_ns = int((at_us - width_us / 2) * 1000)
+    return Tick(begin_ns, begin_ns + int(width_us * 1000), 10**15 + int(at_us * 1000), address)
+
+
+def test_ticks_tell_one_clock_by_the_other() -> None:
+    ticks = [tick(at) for at in (0, 1000, 3000)]
+    entries = [(ADDRESS, 10**12 + at) for at in (0, 1010, 3040)]
+    clock = clock_of(ticks, entries)
+    assert clock.to_us(2_000_000) == pytest.approx(10**12 + 2025.5)
+    assert clock.to_us(4_000_000) == pytest.approx(10**12 + 4040.5)
+    assert clock.to_us(-1_000_000) == pytest.approx(10**12 - 999.5)
+    assert clock.error_us == 2.0
+
+
+def test_a_tick_that_was_interrupted_is_left_out() -> None:
+    ticks = [tick(0), tick(1000, width_us=900), tick(3000)]
+    entries = [(ADDRESS, 10**12 + at) for at in (0, 700, 3000)]
+    assert clock_of(ticks, entries).to_us(1_000_000) == pytest.approx(10**12 + 1000.5)
+
+
+def test_the_programs_own_allocations_of_that_size_are_no_ticks() -> None:
+    entries = [(ADDRESS + 512, 10**12 - 5000.0), (ADDRESS, 10**12 + 0.0)]
+    assert clock_of([tick(0)], entries).to_us(0) == pytest.approx(10**12 + 0.5)
+
+
+def test_without_a_tick_in_the_history_the_days_time_is_what_is_known() -> None:
+    clock = clock_of([tick(0)], [])
+    assert clock.to_us(1000) == pytest.approx(10**12)
+    assert clock.error_us > 100
+    assert clock_of([], []).error_us > 100
+    assert TICK_BYTES % 8

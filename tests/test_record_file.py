@@ -1,0 +1,177 @@
+"""What vramx.record writes: read by torch's viewer, by replays and by the command line."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cpu_history import CpuHistory
+from record_tools import (
+    features,
+    recorder,
+    residuals,
+    train,
+)
+
+from vramx.memory import categories as names
+from vramx.memory.holders import category_tree
+from vramx.memory.snapshot import Snapshot
+from vramx.memory.trace import load_trace
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run.pickle"
+
+
+@pytest.fixture
+def recorded(path: Path) -> dict[str, Any]:
+    model, source = residuals(), CpuHistory()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with recorder(path, source, model, optimizer):
+        train(model, optimizer, features)
+    data: dict[str, Any] = pickle.loads(path.read_bytes())
+    return data
+
+
+def test_torchs_viewer_reads_the_file(recorded: dict[str, Any]) -> None:
+    from torch.cuda import _memory_viz as viz
+
+    assert "<script" in viz.trace_plot(recorded)
+    assert "<script" in viz.segment_plot(recorded)
+    assert viz.segsum(recorded)
+    assert viz.trace(recorded)
+
+
+def test_torchs_viewer_finds_an_entry_that_is_unknown(recorded: dict[str, Any]) -> None:
+    (trace,) = recorded["device_traces"]
+    assert "unknown" in {entry.get("category") for entry in trace}
+
+
+def test_blocks_have_categories(recorded: dict[str, Any]) -> None:
+    blocks = [block for segment in recorded["segments"] for block in segment["blocks"]]
+    assert blocks
+    assert {block["category"] for block in blocks} >= {names.PARAMETERS, names.OPTIMIZER}
+
+
+def test_a_replay_reads_the_file_and_a_trace_made_of_it(
+    recorded: dict[str, Any], path: Path
+) -> None:
+    trace = load_trace(path)
+    trace.save(path.with_suffix(".npz"))
+    again = load_trace(path.with_suffix(".npz"))
+    for name, array in trace.arrays().items():
+        assert (again.arrays()[name] == array).all()
+
+
+def test_what_the_device_holds_outside_of_torch_is_in_the_file(
+    recorded: dict[str, Any], path: Path
+) -> None:
+    assert Snapshot.load(path).outside_bytes == 12345
+
+
+def test_the_file_is_whole_or_not_there(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    path.write_bytes(b"before")
+    recording = recorder(path, CpuHistory())
+    recording.start()
+    torch.zeros(4)
+    monkeypatch.setattr(pickle, "dump", fail)
+    with pytest.raises(KeyboardInterrupt):
+        recording.stop()
+    assert [(file.name, file.read_bytes()) for file in path.parent.iterdir()] == [
+        ("run.pickle", b"before")
+    ]
+
+
+def test_each_rank_writes_its_own_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    with recorder(path, CpuHistory()):
+        torch.zeros(4)
+    assert [file.name for file in path.parent.iterdir()] == ["run.rank3.pickle"]
+
+
+def test_the_command_line_groups_by_category(
+    recorded: dict[str, Any], path: Path, run: Callable[..., Any]
+) -> None:
+    code, out, _ = run("stats", path, "--by", "category")
+    assert code == 0
+    assert "optimizer" in out
+    assert "Outside of torch" in out
+    code, out, _ = run("stats", path, "--by", "module", "--at", "end")
+    assert code == 0
+    assert "parameters" in out
+
+
+def test_the_command_line_refuses_categories_that_are_not_there(
+    path: Path, run: Callable[..., Any]
+) -> None:
+    from snapshot_writer import Recording
+
+    recording = Recording()
+    recording.alloc(512)
+    recording.save(path)
+    code, _, err = run("stats", path, "--by", "category")
+    assert code == 2
+    assert "vramx.record" in err
+
+
+def test_explain_says_what_memory_is_for(
+    recorded: dict[str, Any], path: Path, run: Callable[..., Any]
+) -> None:
+    _, out, _ = run("explain", path)
+    assert "is for" in out
+    assert "optimizer" in out
+
+
+# --- files that others wrote ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        7,
+        {},
+        {"schema": 2, "labels": ["", "a"]},
+        {"schema": 1},
+        {"schema": 1, "labels": []},
+        {"schema": 1, "labels": [7, None], "devices": 7, "outside_bytes": {}},
+        {"schema": 1, "labels": ["", "a"], "devices": [7], "outside_bytes": ["x"]},
+        {"schema": 1, "labels": ["", "a"], "devices": [{"events": {}, "blocks": 9}]},
+        {"schema": 1, "labels": ["", "a"], "devices": [{"events": [9, -1, "x"], "blocks": [[1]]}]},
+        {"schema": 1, "labels": ["", "a"], "devices": [{"events": [], "blocks": [[{}, 1]]}]},
+    ],
+)
+def test_what_is_odd_in_a_file_is_passed_over(
+    own: Any, recorded: dict[str, Any], path: Path
+) -> None:
+    path.write_bytes(pickle.dumps({**recorded, "vramx": own}, protocol=4))
+    snapshot = Snapshot.load(path)
+    assert snapshot.outside_bytes is None
+    assert names.OPTIMIZER in snapshot.categories  # which stand on the events themselves
+    tree = category_tree(snapshot, snapshot.peak_event)
+    assert tree.bytes == snapshot.live_bytes_at(snapshot.peak_event)
+
+
+def test_categories_that_are_no_text_are_none(recorded: dict[str, Any], path: Path) -> None:
+    for entry in recorded["device_traces"][0]:
+        entry["category"] = 7
+    for segment in recorded["segments"]:
+        for block in segment["blocks"]:
+            block["category"] = [1]
+    path.write_bytes(pickle.dumps(recorded, protocol=4))
+    assert not Snapshot.load(path).has_categories
+
+
+def test_text_that_moves_the_cursor_is_made_harmless(recorded: dict[str, Any], path: Path) -> None:
+    recorded["device_traces"][0][0]["category"] = "\x1b[2J"
+    recorded["vramx"]["labels"][1] = "\x1b[2J"
+    path.write_bytes(pickle.dumps(recorded, protocol=4))
+    snapshot = Snapshot.load(path)
+    assert all(text.isprintable() for text in (*snapshot.categories, *snapshot.labels))

@@ -1,0 +1,267 @@
+"""A program that is recorded is left as it was, and told what is wrong with its arguments."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cpu_history import CpuHistory
+from record_tools import (
+    PROGRAMS,
+    WIDTH,
+    Residual,
+    convolutions,
+    features,
+    recorder,
+    residuals,
+    train,
+)
+from torch import nn
+from torch.nn.modules import module as modules
+
+import vramx
+from vramx.memory import categories as names
+from vramx.memory.history import TICK_BYTES, CudaHistory
+from vramx.memory.snapshot import Snapshot
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run.pickle"
+
+
+def hooks() -> list[Any]:
+    from torch.optim import optimizer as optimizers
+
+    from vramx.compression import packs
+
+    return [
+        list(modules._global_forward_pre_hooks),
+        list(modules._global_forward_hooks),
+        list(modules._global_forward_hooks_always_called),
+        list(modules._global_forward_hooks_with_kwargs),
+        list(optimizers._global_optimizer_pre_hooks),
+        list(optimizers._global_optimizer_post_hooks),
+        list(packs.watchers),
+        torch.autograd._engine_run_backward,
+        torch.autograd.graph._engine_run_backward,
+    ]
+
+
+def test_a_failing_program_writes_its_file_and_leaves_no_hook(path: Path) -> None:
+    before = hooks()
+    model = residuals()
+
+    def fail() -> None:
+        with recorder(path, CpuHistory(), model):
+            model(*features()[0])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert hooks() == before
+    assert Snapshot.load(path).has_categories
+
+
+def test_a_module_that_fails_is_a_call_that_ends(path: Path) -> None:
+    class Failing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ZeroDivisionError
+
+    model, source = nn.Sequential(residuals(), Failing()), CpuHistory()
+    with recorder(path, source, model):
+        with pytest.raises(ZeroDivisionError):
+            model(*features()[0])
+        gc.collect()
+        late = torch.empty(100_003, dtype=torch.uint8)
+    snapshot = Snapshot.load(path)
+    (number,) = (snapshot.allocations.size == 100_003).nonzero()[0]
+    assert snapshot.categories[snapshot.allocations.category[number]] == names.UNKNOWN
+    del late
+
+
+def test_a_file_that_cannot_be_written_does_not_hide_the_error(tmp_path: Path, logged: Any) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+
+    def fail() -> None:
+        with recorder(folder / "run.pickle", CpuHistory()):
+            folder.rmdir()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert "was not written" in logged.getvalue()
+
+
+def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    recording = recorder(folder / "run.pickle", CpuHistory())
+    recording.start()
+    folder.rmdir()
+    with pytest.raises(vramx.VramxError, match="cannot be written"):
+        recording.stop()
+
+
+def test_results_are_the_same_while_recording(path: Path) -> None:
+    results = []
+    for records in (False, True):
+        torch.manual_seed(0)
+        model = convolutions()
+        optimizer = torch.optim.AdamW(model.parameters())
+        if records:
+            with recorder(path, CpuHistory(), model, optimizer):
+                train(model, optimizer, PROGRAMS["convolutions"][1])
+        else:
+            train(model, optimizer, PROGRAMS["convolutions"][1])
+        results.append([p.detach().clone() for p in model.parameters()])
+    for plain, watched in zip(*results, strict=True):
+        assert torch.equal(plain, watched)
+
+
+def test_models_are_copied_and_pickled_while_recording(path: Path) -> None:
+    model = residuals()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with recorder(path, CpuHistory(), model, optimizer):
+        copied = copy.deepcopy(model)
+        pickle.dumps(model)
+        copy.deepcopy(optimizer)
+    for part in (*model.modules(), *copied.modules()):
+        assert not part._forward_hooks
+        assert not part._forward_pre_hooks
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_compiled_modules_run_as_they_do(when: str, path: Path) -> None:
+    class Silent:
+        """A source without events, since no dispatch mode may stand before the compiler."""
+
+        device_type = "cpu"
+
+        def start(self, max_entries: int, stacks: str) -> None: ...
+        def tick(self) -> None: ...
+        def finish(self) -> dict[str, Any]:
+            return {"segments": [], "device_traces": [[]]}
+
+        def workspace_sizes(self) -> tuple[int, ...]:
+            return ()
+
+        def outside_bytes(self) -> list[int]:
+            return []
+
+    torch._dynamo.reset()
+    model = nn.Sequential(Residual(), Residual())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(4, WIDTH)
+    if when == "before":
+        compiled(x).sum().backward()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with recorder(path, Silent(), model):  # type: ignore[arg-type]
+            out = compiled(x)
+            out.sum().backward()
+    assert torch.equal(out, model(x))
+    made = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
+    assert made <= 1  # what was compiled before, torch 2.6 compiles once more for any hook
+
+
+def test_a_second_recording_is_refused(path: Path) -> None:
+    with recorder(path, CpuHistory()):
+        torch.zeros(4)
+        with pytest.raises(vramx.VramxError, match="is being recorded"):
+            recorder(path, CpuHistory()).start()
+    with recorder(path, CpuHistory()):  # the first has made room
+        torch.zeros(4)
+
+
+def test_start_and_stop_do_the_same(path: Path) -> None:
+    recording = recorder(path, CpuHistory())
+    recording.start()
+    torch.zeros(4)
+    assert recording.stop() == path
+    with pytest.raises(vramx.VramxError, match="is not being recorded"):
+        recording.stop()
+
+
+def test_the_history_gets_the_options(path: Path) -> None:
+    source = CpuHistory()
+    with recorder(path, source, max_entries=77):
+        torch.zeros(4)
+    assert source.options == (77, "python")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_nothing_to_record(path: Path) -> None:
+    with pytest.raises(vramx.VramxError, match="no CUDA device"), vramx.record(path):
+        pass
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"path": 7}, "path 7"),
+        ({"model": "resnet"}, "model 'resnet'"),
+        ({"optimizer": 0.1}, "optimizer 0.1"),
+        ({"optimizer": [0.1]}, "optimizer 0.1"),
+        ({"max_entries": 0}, "max_entries 0"),
+        ({"max_entries": True}, "max_entries True"),
+        ({"stacks": "c++"}, "accepted are python, all"),
+    ],
+)
+def test_what_is_not_accepted_is_named(arguments: dict[str, Any], said: str, path: Path) -> None:
+    with pytest.raises(vramx.VramxError, match=said):
+        vramx.record(**{"path": path, **arguments})
+
+
+def test_a_folder_that_is_not_there_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(vramx.VramxError, match="is no folder"):
+        recorder(tmp_path / "gone" / "run.pickle", CpuHistory()).start()
+
+
+def test_a_tick_that_finds_no_memory_is_no_failure_of_the_program(path: Path) -> None:
+    class Full(CpuHistory):
+        def tick(self) -> None:
+            self._log("oom", 0, TICK_BYTES)
+
+    model, source = residuals(), Full()
+    with recorder(path, source, model):
+        model(*features()[0])
+        source._log("oom", 0, 1 << 40)
+    snapshot = Snapshot.load(path)
+    assert [failure.size_bytes for failure in snapshot.failures] == [1 << 40]
+    assert names.PARAMETERS in snapshot.categories
+
+
+def test_torch_starts_a_history_with_the_words_that_it_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+
+    def older(
+        enabled: Any = "all",
+        context: Any = "all",
+        stacks: str = "all",
+        max_entries: int = 1,
+        device: Any = None,
+    ) -> None:
+        asked.append((enabled, context, stacks, max_entries))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: False, raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", older)
+    CudaHistory().start(77, "python")
+    assert asked == [("all", "alloc", "python", 77)]
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: True, raising=False)
+    with pytest.raises(vramx.VramxError, match="being recorded already"):
+        CudaHistory().start(77, "python")
+    assert len(asked) == 1

@@ -1,0 +1,286 @@
+"""What live memory is for: the category of each allocation of a run, from what was seen of it.
+
+Pure: a log of what a program did (calls of modules, backward passes, optimizer steps) and of whose
+memory was seen at which address, and the allocations with the times of their birth and death. Only
+the order of times counts, so they may be microseconds or numbers of events. Nothing is guessed from
+names. Each allocation has exactly one category, by the first of these rules that applies:
+
+    1  what it was seen to be: parameters, gradients, optimizer, packed
+    2  workspaces: never freed, of the size of a library's workspace, and not made between calls
+    3  made in a module's forward: activations, if it outlives the outermost call (or is alive when
+       backward begins within that) and that call recorded a graph; else temporaries
+    4  made in backward or in an optimizer's step: temporaries
+    5  inputs, if it was seen as an argument of the model
+    6  made between the forward and the backward that follows it: activations, if it is alive when
+       that backward begins; else temporaries
+    7  unknown
+
+A call that did not come to its end (out of memory, say) has activations as well: what outlives the
+innermost call, which ended, and is there when the outermost one fails. n log n in both.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+PARAMETERS = "parameters"  # and buffers
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer"
+PACKED = "packed"
+INPUTS = "inputs"
+WORKSPACES = "workspaces"
+ACTIVATIONS = "activations"
+TEMPORARIES = "temporaries"
+UNKNOWN = "unknown"  # torch's viewer wants one entry to have this very name
+CATEGORIES = (
+    *(PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, PACKED),
+    *(TEMPORARIES, INPUTS, WORKSPACES, UNKNOWN),
+)
+# Seen memory in this order: what has been seen as two of them is the first.
+_SEEN = (PARAMETERS, GRADIENTS, OPTIMIZER, PACKED)
+
+# What a mark is of.
+FORWARD, BACKWARD, STEP = "forward", "backward", "step"
+OUTSIDE_MODULES = "(outside modules)"
+_LABELS = {BACKWARD: "(backward)", STEP: "(optimizer step)"}
+
+
+class Mark(NamedTuple):
+    """A call, a backward pass or a step that begins or ends.
+
+    `label` is a module's path; `flag` says, of a forward that begins, whether a graph is recorded,
+    and of one that ends whether it came to its end.
+    """
+
+    time: float
+    kind: str
+    begins: bool
+    thread: int
+    label: str = ""
+    flag: bool = True
+
+
+class Seen(NamedTuple):
+    """Memory that was known to be alive and of a category; the label is the tensor's name."""
+
+    time: float
+    address: int
+    size_bytes: int
+    category: str
+    label: str = ""
+
+
+class Allocation(NamedTuple):
+    """An allocation: -inf and inf stand for times outside of what was recorded."""
+
+    address: int
+    size_bytes: int
+    born: float
+    died: float
+
+
+class Found(NamedTuple):
+    """What an allocation is for: its category, and whose it is (a module's path, a name)."""
+
+    category: str
+    label: str = ""
+
+
+@dataclass
+class Log:
+    """What was seen of a run, in order of time.
+
+    `clock_error` is by how much its times may be off from those of allocations.
+    """
+
+    marks: Sequence[Mark] = ()
+    seen: Sequence[Seen] = ()
+    clock_error: float = 0.0
+
+
+@dataclass
+class _Span:
+    kind: str
+    label: str
+    begin: float
+    records: bool
+    outer: _Span | None  # of a forward, the forward that it is part of
+    end: float = math.inf
+    completed: bool = False
+
+    def outermost(self) -> _Span:
+        span = self
+        while span.outer is not None:
+            span = span.outer
+        return span
+
+
+def categorize(
+    allocations: Sequence[Allocation], log: Log, workspace_sizes: Iterable[int] = ()
+) -> list[Found]:
+    """Return what each allocation is for.
+
+    Args:
+        allocations: in any order; of one address no two live at the same time.
+        log: marks in order of time; the seen in any order.
+        workspace_sizes: bytes that libraries take for their workspaces.
+
+    Example:
+        >>> log = Log([Mark(1, FORWARD, True, 0, "fc"), Mark(3, FORWARD, False, 0)])
+        >>> categorize([Allocation(512, 100, 2, 9), Allocation(1024, 100, 2, 2.5)], log)
+        [Found(category='activations', label='fc'), Found(category='temporaries', label='fc')]
+    """
+    seen = _seen_of(allocations, log)
+    timeline = _Timeline(log.marks)
+    sizes = frozenset(workspace_sizes)
+    return [
+        _found(allocation, seen.get(index, {}), timeline, sizes)
+        for index, allocation in enumerate(allocations)
+    ]
+
+
+def _found(
+    allocation: Allocation, seen: dict[str, str], timeline: _Timeline, workspaces: frozenset[int]
+) -> Found:
+    span = timeline.at(allocation.born)
+    label = span.label if span is not None else ""
+    for category in _SEEN:
+        if category in seen:
+            return Found(category, seen[category] or label)
+    is_early = allocation.born == -math.inf
+    never_freed = allocation.died == math.inf
+    if never_freed and allocation.size_bytes in workspaces and (is_early or span is not None):
+        return Found(WORKSPACES)
+    if span is not None:
+        is_kept = span.kind == FORWARD and timeline.outlives(allocation, span)
+        return Found(ACTIVATIONS if is_kept else TEMPORARIES, label)
+    if INPUTS in seen:
+        return Found(INPUTS, seen[INPUTS])
+    return timeline.between(allocation)
+
+
+class _Timeline:
+    """The spans of a log, and which of them is the innermost at any time.
+
+    That is the span that began last and is open, on whatever thread: autograd's own threads run
+    while the one that asked for backward waits.
+    """
+
+    def __init__(self, marks: Sequence[Mark]) -> None:
+        self._times: list[float] = []
+        self._marks = marks
+        self._current: list[_Span | None] = []
+        self._last_forward: list[_Span | None] = []  # outermost, the last that has ended
+        self._backwards = [m.time for m in marks if m.kind == BACKWARD and m.begins]
+        opened: list[tuple[int, _Span]] = []
+        last = None
+        for mark in marks:
+            if mark.begins:
+                opened.append((mark.thread, _opened(mark, opened)))
+            else:
+                ended = _close(mark, opened)
+                if ended is not None and ended.kind == FORWARD and ended.outer is None:
+                    if not ended.completed:
+                        last = None
+                    elif ended.records or last is None:
+                        last = ended
+                elif mark.kind != FORWARD:
+                    last = None
+            self._times.append(mark.time)
+            self._current.append(opened[-1][1] if opened else None)
+            self._last_forward.append(last)
+
+    def at(self, time: float) -> _Span | None:
+        index = bisect_right(self._times, time) - 1
+        return self._current[index] if index >= 0 else None
+
+    def outlives(self, allocation: Allocation, span: _Span) -> bool:
+        """Say whether what was made in a call is there when the outermost call is over.
+
+        Or when backward begins, where that is called within it.
+        """
+        outermost = span.outermost()
+        if not outermost.records:
+            return False
+        following = bisect_right(self._backwards, allocation.born)
+        if following < len(self._backwards) and self._backwards[following] < outermost.end:
+            return allocation.died > self._backwards[following]
+        if not outermost.completed and not span.completed:
+            return False
+        return allocation.died > outermost.end or allocation.died == math.inf
+
+    def between(self, allocation: Allocation) -> Found:
+        """Return what an allocation is that was made in no span."""
+        index = bisect_right(self._times, allocation.born)
+        before = self._last_forward[index - 1] if index else None
+        if before is None or not before.records:
+            return Found(UNKNOWN)
+        # What is called in between, such as a loss or a metric, is passed over.
+        after = next((mark for mark in self._marks[index:] if mark.kind != FORWARD), None)
+        if after is None or (after.kind == BACKWARD and after.begins):
+            is_kept = allocation.died > (math.inf if after is None else after.time)
+            is_kept = is_kept or allocation.died == math.inf
+            return Found(ACTIVATIONS if is_kept else TEMPORARIES, OUTSIDE_MODULES)
+        return Found(UNKNOWN)
+
+
+def _opened(mark: Mark, opened: list[tuple[int, _Span]]) -> _Span:
+    outer = opened[-1][1] if opened else None
+    if mark.kind != FORWARD or outer is None or outer.kind != FORWARD:
+        outer = None
+    label = _LABELS.get(mark.kind, mark.label)
+    return _Span(mark.kind, label, mark.time, mark.flag, outer)
+
+
+def _close(mark: Mark, opened: list[tuple[int, _Span]]) -> _Span | None:
+    """End the span that the mark is of; one whose beginning was not logged is passed over."""
+    for index in range(len(opened) - 1, -1, -1):
+        thread, span = opened[index]
+        if thread == mark.thread and span.kind == mark.kind:
+            span.end, span.completed = mark.time, mark.flag
+            del opened[index]
+            return span
+    return None
+
+
+def _seen_of(allocations: Sequence[Allocation], log: Log) -> dict[int, dict[str, str]]:
+    """Return, of each allocation that was seen, the categories it was seen in and its names."""
+    by_address: dict[int, list[tuple[float, int]]] = {}
+    for index, allocation in enumerate(allocations):
+        by_address.setdefault(allocation.address, []).append((allocation.born, index))
+    for lives in by_address.values():
+        lives.sort()
+    found: dict[int, dict[str, str]] = {}
+    for each in log.seen:
+        alive = _alive(allocations, by_address.get(each.address, []), each, log.clock_error)
+        if alive is not None:
+            names = found.setdefault(alive, {})
+            names[each.category] = names.get(each.category) or each.label
+    return found
+
+
+def _alive(
+    allocations: Sequence[Allocation],
+    lives: Sequence[tuple[float, int]],
+    seen: Seen,
+    clock_error: float,
+) -> int | None:
+    """Return the allocation of an address that was alive when memory was seen there.
+
+    Where the clocks leave it open, it is the one of the size, then the nearest, then the later.
+    """
+    place = bisect_right(lives, (seen.time, len(allocations)))
+    best: tuple[bool, float, float] | None = None
+    found = None
+    for _, index in lives[max(0, place - 2) : place + 1]:
+        each = allocations[index]
+        distance = max(each.born - seen.time, seen.time - each.died, 0.0)
+        rank = (each.size_bytes != seen.size_bytes, distance, -each.born)
+        is_possible = distance <= clock_error and each.size_bytes >= seen.size_bytes
+        if is_possible and (best is None or rank < best):
+            best, found = rank, index
+    return found
