@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("seeds", "_forgotten", "_quiet")
 @pytest.fixture
 def _forgotten() -> None:
     """Forget what calls of other tests have shown."""
-    verdicts._rough.clear()
+    verdicts._seen.clear()
     verdicts._warn.cache_clear()
 
 

@@ -1,8 +1,8 @@
-"""Rows of different scale are normalised each by its own deviation, and packed apart.
+"""What norms save is packed so that what they subtract and divide by costs no precision.
 
 In a group with a larger row a small one is next to nothing, and its gradient, which is divided by
-its deviation, would be noise. Rows differ by up to 10,000 times here; each gradient has a cosine
-of 0.999 with the exact one.
+its deviation, would be noise; so is all of it where the mean is many deviations. Rows and channels
+differ by up to 10,000 times here; each gradient has a cosine of 0.999 with the exact one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import vramx
+from vramx.compression import graph_policy, normalised, session
 from vramx.compression.policy import SavePolicy
 
 COSINE = 0.999
@@ -81,7 +82,162 @@ def test_rows_of_whole_groups_are_packed_as_ever() -> None:
     )
 
 
-@pytest.mark.parametrize("name", NORMS)
-def test_groups_that_span_rows_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_that_span_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SavePolicy, "_norm", lambda self, *_: (8, "", 0))
-    assert worst_cosine(NORMS[name](48), uneven(64, 48)) < 0.99
+    assert worst_cosine(nn.RMSNorm(48), uneven(64, 48)) < 0.99
+
+
+# What a norm subtracts, and divides by, is not in what is packed.
+
+MEAN_NORMS: dict[str, Any] = {
+    "layer": lambda: nn.LayerNorm(96),
+    "group": lambda: nn.GroupNorm(4, 48),
+    "batch": lambda: nn.BatchNorm1d(48),
+    "instance": lambda: nn.InstanceNorm1d(48, affine=True),
+    "running": lambda: nn.InstanceNorm1d(48, affine=True, track_running_stats=True),
+}
+MEANS = (1e2, 1e4)  # in deviations
+
+
+def far(name: str, mean: float) -> Tensor:
+    """Return what is far from zero, each part that has a mean of its own elsewhere."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 48, 96)
+    parts = {"layer": (8, 48, 1), "group": (8, 4, 1), "batch": (48, 1)}.get(name, (8, 48, 1))
+    means = torch.randn(parts) * mean
+    return x + (means.repeat_interleave(12, 1) if name == "group" else means)
+
+
+@pytest.mark.parametrize("mean", MEANS)
+@pytest.mark.parametrize("name", MEAN_NORMS)
+def test_a_mean_of_many_deviations_costs_no_precision(name: str, mean: float) -> None:
+    assert worst_cosine(MEAN_NORMS[name](), far(name, mean)) >= COSINE
+
+
+@pytest.mark.parametrize("name", MEAN_NORMS)
+def test_neither_does_it_where_channels_are_last_in_memory(name: str) -> None:
+    x = far(name, 1e4).transpose(1, 2).contiguous().transpose(1, 2)
+    assert not x.is_contiguous()
+    assert worst_cosine(MEAN_NORMS[name](), x) >= COSINE
+
+
+@pytest.mark.parametrize("name", ["batch", "running"])
+def test_an_evaluated_norm_subtracts_its_running_mean(name: str) -> None:
+    norm, x = MEAN_NORMS[name](), far("batch", 1e4)
+    for _ in range(40):  # until the running statistics are those of x
+        norm(x)
+    assert worst_cosine(norm.eval(), x) >= COSINE
+
+
+def test_a_norm_of_bfloat16_gives_bfloat16_back() -> None:
+    x = far("layer", 3.0).bfloat16().requires_grad_()
+    with vramx.compress(min_bytes=0):
+        y = functional.layer_norm(x * 1, (96,))
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("exponents", [(-3, 0), (0, 3), (-2, 2)], ids=str)
+@pytest.mark.parametrize("last", [False, True], ids=["planes", "channels last"])
+def test_channels_of_different_scale_may_share_a_group(
+    exponents: tuple[int, int], last: bool
+) -> None:
+    """8 elements a channel and an image: a group has 16 channels, or the channels of a point."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 48, 8) * torch.logspace(*exponents, 48)[:, None]
+    if last:
+        x = x.transpose(1, 2).contiguous().transpose(1, 2)
+    # Without epsilon, which would be the deviation of the smallest.
+    assert worst_cosine(nn.BatchNorm1d(48, eps=1e-12), x) >= COSINE
+
+
+@pytest.mark.parametrize("name", MEAN_NORMS)
+def test_inputs_of_norms_that_are_packed_as_other_numbers_are_found(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "MEAN_NORMS", frozenset())
+    assert worst_cosine(MEAN_NORMS[name](), far(name, 1e2)) < 0.99
+
+
+def test_without_its_statistics_the_input_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(normalised, "_statistics", lambda *_: None)
+    assert worst_cosine(nn.LayerNorm(96), far("layer", 1e4)) > 1 - 1e-6
+
+
+def test_numbers_without_a_deviation_stay_what_they_are() -> None:
+    x = torch.randn(32, 128)
+    x[1] = 5.0
+    x[2, 3] = torch.inf
+    norm = nn.LayerNorm(128, eps=0, elementwise_affine=False)
+    with vramx.compress(min_bytes=0):
+        y = norm(x.requires_grad_() * 1)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad[0].isfinite().all()
+    assert x.grad[3:].isfinite().all()
+    assert x.grad[2].isnan().all()
+
+
+def kept(module: Any, x: Tensor, **options: Any) -> tuple[int, int]:
+    """Return the packed tensors and the bytes of all that is kept of data."""
+    with vramx.compress(min_bytes=1024, **options) as stats:
+        y = module(x.requires_grad_() * 1)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+    return stats.packed.tensors - stats.shared_bytes // (4 * x.numel()), stats.packed.kept_bytes
+
+
+def test_norms_of_one_tensor_share_what_is_packed() -> None:
+    x, first, second = torch.randn(64, 128), nn.LayerNorm(128), nn.LayerNorm(128)
+    assert kept(lambda x: first(x) + second(x), x) == kept(first, x)
+
+
+def test_whoever_reads_it_after_the_norm_shares_it_too() -> None:
+    x, norm, layer = torch.randn(64, 128), nn.LayerNorm(128), nn.Linear(128, 128)
+    assert kept(lambda x: norm(x) + layer(x), x) == kept(norm, x)
+
+
+def test_norms_along_other_dimensions_do_not_share() -> None:
+    x, rows, groups = torch.randn(8, 64, 128), nn.LayerNorm(128), nn.GroupNorm(4, 64)
+    assert kept(lambda x: rows(x) + groups(x), x)[0] == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": "cpu"}, {"level": "int4"}], ids=str)
+def test_what_is_normalised_takes_no_more_bytes(options: dict[str, Any]) -> None:
+    x, norm, layer = torch.randn(64, 128), nn.LayerNorm(128), nn.Linear(128, 128)
+    assert kept(norm, x, **options)[1] == kept(layer, x, **options)[1]
+
+
+# Compiled graphs
+
+
+def graph_cosine(norm: nn.Module, x: Tensor) -> float:
+    def gradient(call: Any, context: Any) -> Tensor:
+        leaf = x.detach().requires_grad_()
+        with context:
+            y = call(leaf)
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))
+        assert leaf.grad is not None
+        return leaf.grad
+
+    def program(x: Tensor) -> Tensor:
+        return norm(x * 1.5).sin()
+
+    torch.compiler.reset()
+    found = gradient(
+        torch.compile(program, backend="aot_eager"), vramx.compressed_graphs(min_bytes=0)
+    )
+    exact = gradient(program, nullcontext())
+    return float(functional.cosine_similarity(found.flatten(), exact.flatten(), 0))
+
+
+def test_a_compiled_graph_keeps_what_a_mean_is_subtracted_from() -> None:
+    assert graph_cosine(nn.LayerNorm(96), far("layer", 1e4)) >= COSINE
+
+
+def test_a_graph_that_packs_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = graph_policy._HARMLESS | {"native_layer_norm_backward"}
+    monkeypatch.setattr(graph_policy, "_HARMLESS", packed)
+    assert graph_cosine(nn.LayerNorm(96), far("layer", 1e4)) < 0.99

@@ -122,3 +122,41 @@ def test_what_was_written_to_since_is_packed_as_other_numbers() -> None:
     assert functional.cosine_similarity(x.grad.flatten(), slope.flatten(), 0) > 0.999
     expected = 3 * x.detach().tanh().sum(0).expand(64, 64)
     assert functional.cosine_similarity(layer.weight.grad.flatten(), expected.flatten(), 0) > 0.999
+
+
+# Arguments of powers
+
+
+@pytest.mark.parametrize("power", [torch.square, lambda x: x.pow(2), lambda x: x**3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_arguments_of_powers_have_slopes_of_their_own(
+    power: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    """A step of the root is 1 / 126 of the largest root: of a hundredth of it, 2 x 10 / 126."""
+    signs = torch.tensor([1.0, -1.0]).repeat(32)
+    x = (torch.logspace(-2, 0, 64) * signs).to(dtype).requires_grad_()
+    with vramx.compress(min_bytes=0, group_size=64) as stats:
+        y = power(x * 1)
+    assert stats.packed.tensors == 1
+    (found,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    exact = torch.autograd.grad(power(x), x, torch.ones_like(y))[0]
+    assert torch.equal(found.sign(), exact.sign())
+    assert ((found - exact).abs() <= 2 * (2 * 10 / 126 + 2**-7) * exact.abs()).all()
+
+
+def test_a_power_of_nothing_and_of_infinity() -> None:
+    x = torch.zeros(128)
+    x[64], x[65] = torch.inf, torch.nan
+    x.requires_grad_()
+    with vramx.compress(min_bytes=0, group_size=64):
+        y = (x * 1).square()
+    y.sum().backward()
+    assert x.grad is not None
+    assert not x.grad[:64].any()
+    assert x.grad[64:].isnan().all()
+
+
+def test_powers_that_are_packed_as_other_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "POWERS", frozenset())
+    with pytest.raises(AssertionError):
+        test_small_arguments_of_powers_have_slopes_of_their_own(torch.square, torch.float32)

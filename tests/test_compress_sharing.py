@@ -106,7 +106,7 @@ def test_a_table_by_address_would_be_found_out(monkeypatch: Any) -> None:
         entry = self._entries.get(key)
         return None if entry is None else entry()
 
-    monkeypatch.setattr(session, "_range_key", by_address)
+    monkeypatch.setattr(session, "range_key", by_address)
     monkeypatch.setattr(session.Table, "find", find)
     assert not memory_used_again()
 
@@ -137,13 +137,13 @@ def test_a_change_in_place_makes_it_other_data(cast: bool) -> None:
 
 @pytest.mark.parametrize("cast", [False, True])
 def test_a_table_without_versions_would_be_found_out(monkeypatch: Any, cast: bool) -> None:
-    original = session._range_key
+    original = session.range_key
 
     def without_version(tensor: torch.Tensor, *others: Any) -> Any:
         key = original(tensor, *others)
         return (*key[:5], *key[6:])  # type: ignore[index]
 
-    monkeypatch.setattr(session, "_range_key", without_version)
+    monkeypatch.setattr(session, "range_key", without_version)
     assert not changed_between_saves(cast)
 
 
@@ -248,7 +248,7 @@ def test_an_expanded_tensor_counts_for_the_memory_that_it_covers(dtype: torch.dt
     with compress(min_bytes=0) as stats:
         factor = torch.ones(64, 1).expand(64, 60)
         x.gather(1, index) if dtype == torch.long else x * factor
-    tally = stats.kept["integer"] if dtype == torch.long else stats.packed
+    tally = stats.kept["integer" if dtype == torch.long else "statistic"]
     assert tally.seen_bytes == 64 * dtype.itemsize
 
 

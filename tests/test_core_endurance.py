@@ -11,7 +11,7 @@ import native_build
 import pytest
 from test_native import run_program
 
-STEPS = 100_000
+STEPS = 200_000
 # Forks are done under the sanitizers (test_native.py).
 PARTS = ("random", "repeats", "defects", "failures", "threads")
 

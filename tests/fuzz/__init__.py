@@ -1,7 +1,7 @@
 """Random programs, with packed activations and without: their gradients must agree.
 
     python -m tests.fuzz --programs 2000 --seed 1      fails with the smallest program, as Python
-    python -m tests.fuzz --faults                      plants each fault, and must fail with each
+    python -m tests.fuzz --faults                      plants each fault: its program must fail
 
 Read in this order:
     settings   what surrounds a program: autocast, double backward, how it is packed
@@ -13,6 +13,7 @@ Read in this order:
     run        two steps of training, and their results
     compare    which differences are faults
     faults     decisions of vramx that are taken wrongly on purpose
+    directed   a program for each of them, which shows it for certain
     search     programs until one fails, and then the smallest
 
 A program is Python source from the first, so that what is printed is what ran.

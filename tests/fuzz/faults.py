@@ -89,12 +89,15 @@ FAULTS: dict[str, Fault] = {
         _set(hooks.CompressionContext, "enter", _never_idle), ("linear", "gelu")
     ),
     "takes data of before a write": Fault(
-        _set(session, "_range_key", _forget_versions), ("rewritten",)
+        _set(session, "range_key", _forget_versions), ("rewritten",)
     ),
     "takes data of before a hidden write": Fault(
         _set(writes, "epoch", lambda _: 0), ("data_write", "alias_write", "array_write")
     ),
     "keeps everything": Fault(_set(SavePolicy, "choose", _keep_everything), ("linear", "gelu")),
+    "packs inputs of norms as other numbers": Fault(
+        _set(session, "MEAN_NORMS", frozenset()), ("uneven_norm",)
+    ),
     "leaves changed modules": Fault(
         lambda: patch("vramx.restore", lambda *_: None), ("linear", "gelu")
     ),

@@ -68,6 +68,9 @@ for _name in _REGIONS:
 
 def take(w: Writer, h: Value, name: str) -> Value:
     """Write one step."""
+    if name == "function_overwrites":
+        w.spoils = True
+        name = "linear" if w.double else name
     result = STEPS[name](w, h)
     w.smooth = w.smooth and name in SMOOTH
     w.remember(result)
@@ -140,7 +143,7 @@ def programs(draw: Any, names: Collection[str] | None = None) -> tuple[str, Sett
         forces=double and not w.recomputes,
         learns_input=not raw and (double or not w.learns or draw(st.booleans())),
         raw=raw,
-        retain=not double and one_in(6),
+        retain=not double and one_in(6) and not w.spoils,
         smooth=w.smooth,
         overwrites=w.overwrites,
         seed=draw(st.integers(0, 999)),

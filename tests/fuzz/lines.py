@@ -21,6 +21,9 @@ SMOOTH_LINES = {
     "lerp": "torch.lerp({0}, {0}.tanh(), 0.3)",
 }
 LINES = {
+    "cancels": "{0} * 20 - {0}.tanh() * 19.5",
+    "sharp": "({0} * 30).softmax(-1) * {0}",
+    "chain": "F.silu(F.gelu(F.silu(F.gelu(F.silu(F.gelu({0} * 2)))))) * 4",
     "exp": "{0}.tanh().exp()",
     "radial": "(-8 * {0}.square()).exp()",
     "log_small": "(pieces.unit({0}).abs() + 0.003).log()",
@@ -61,7 +64,7 @@ LINES = {
     "std": "{0} / (0.1 + {0}.std(-1, keepdim=True))",
     "var": "{0} + {0}.var(-1, keepdim=True)",
     "normalize": "F.normalize({0}, dim=-1)",
-    "cdist": "{0} + 0.05 * torch.cdist({0}, {0}).mean(-1, keepdim=True)",
+    "cdist": "{0} + 0.05 * torch.cdist({0}.float(), {0}.float()).mean(-1, keepdim=True).to({0})",
     "cosine": "{0} + F.cosine_similarity({0}, {0}.flip(1), dim=-1).unsqueeze(-1)",
     "prod_pairs": "{0} * {0}.flip(1).sigmoid()",
     "index": "{0}[:, torch.arange({0}.shape[1] - 1, -1, -1)]",
@@ -78,7 +81,7 @@ LINES = {
     "adaptive": "{0} + F.adaptive_max_pool1d({0}, 1)",
     "interpolated": "F.interpolate({0}, scale_factor=2, mode='linear')[..., ::2]",
     "einsum": "{0} + torch.einsum('btc,bsc->bts', {0}, {0}).softmax(-1) @ {0}",
-    "complex": "torch.fft.rfft({0}.float(), dim=1).abs().mean(1, keepdim=True) * 0.1 + {0}",
+    "complex": "{0} + 0.1 * torch.fft.rfft({0}.float(), dim=1).abs().mean(1, keepdim=True).to({0})",
     "foreign_bend": "torch.ops.fuzz.bend({0})",
     "foreign_comb": "torch.ops.fuzz.comb({0})",
     "function": "pieces.Smooth.apply({0})",
@@ -112,5 +115,5 @@ WRITES = {
 HIDDEN = {
     "data_write": "{1}.data.mul_(0.5)",
     "alias_write": "{1}.detach().data.add_(0.5)",
-    "array_write": "{1}.detach().numpy()[...] *= 0.5",
+    "array_write": "pieces.halve_array({1})",
 }

@@ -27,6 +27,13 @@ def unit(x: Tensor) -> Tensor:
     return torch.nn.functional.layer_norm(x, x.shape[-1:])
 
 
+def halve_array(x: Tensor) -> None:
+    """Write through an array of numpy, which has no bfloat16: as the integers of its bits."""
+    bits = torch.int16 if x.dtype == torch.bfloat16 else torch.int32
+    halves = (x.detach() * 0.5).view(bits).numpy()
+    x.detach().view(bits).numpy()[...] = halves
+
+
 class Smooth(torch.autograd.Function):
     """x * sin(x): its backward is smooth in what it saved, but nobody says so."""
 

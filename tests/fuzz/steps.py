@@ -99,14 +99,26 @@ def norm(w: Writer, h: Value) -> Value:
 
 @step("channel_norm", smooth=True)
 def channel_norm(w: Writer, h: Value) -> Value:
+    # Beside it, or the gradients of what it undoes cancel: a shift and a scale of its channels.
+    return w.let(f"{h} + {_normal(w, h)}", h.width)
+
+
+def _normal(w: Writer, h: Value) -> str:
     kinds = (
         f"nn.BatchNorm1d({h.width})",
         f"nn.GroupNorm(4, {h.width})",
         f"nn.InstanceNorm1d({h.width}, affine=True, track_running_stats=True)",
     )
-    # Beside it, or the gradients of what it undoes cancel: a shift and a scale of its channels.
-    normal = f"{w.module(w.choose(kinds))}({h}.transpose(1, 2)).transpose(1, 2)"
-    return w.let(f"{h} + {normal}", h.width)
+    return f"{w.module(w.choose(kinds))}({h}.transpose(1, 2)).transpose(1, 2)"
+
+
+@step("uneven_norm", smooth=True)
+def uneven_norm(w: Writer, h: Value) -> Value:
+    """A norm of columns that differ in scale, or that are far from zero, or both."""
+    columns = f"torch.linspace(-1.5, 1.5, {h.width}).to({h})"
+    scale, shift = w.choose(((1, 0), (0, 20), (1, 300)))
+    uneven = w.let(f"{h} * (10 ** ({scale} * {columns})) + {shift} * {columns}", h.width)
+    return w.let(f"{h} + {_normal(w, uneven)}", h.width)
 
 
 @step("conv1d", smooth=True)

@@ -58,6 +58,8 @@ class Writer:
     Attributes:
         smooth: whether all steps so far are.
         overwrites: whether a step writes past autograd.
+        spoils: whether a backward pass overwrites what it saved, so that torch's own second pass
+            through the graph has other gradients.
         learns: whether there are modules, most of which have parameters.
         packs: whether a call in the program itself packs, in eval() too.
         recomputes: whether a region is recomputed.
@@ -69,7 +71,7 @@ class Writer:
 
     def __init__(self, draw: Callable[..., Any], *, double: bool, keeps_values: bool) -> None:
         self.smooth = True
-        self.overwrites = False
+        self.overwrites = self.spoils = False
         self.learns = False
         self.packs = self.recomputes = False
         self.double = double

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from vramx.compression.calls import Operation
-from vramx.compression.saved import Reference, Restored
+from vramx.compression.saved import Pending, Reference, Restored
 
 _NAME = "scaled_dot_product_attention"
 _QUERY, _KEY, _VALUE, _MASK, _DROPOUT = range(5)  # positions of its arguments
@@ -63,7 +63,7 @@ def is_value(tensor: torch.Tensor, operation: Operation) -> bool:
     return match is not None and match.argument.position == _VALUE
 
 
-def note(tensor: torch.Tensor, operation: Operation, saved: Reference | Restored) -> None:
+def note(tensor: torch.Tensor, operation: Operation, saved: Reference | Restored | Pending) -> None:
     """Note what is kept of an argument of attention, for its result, which is saved last."""
     if operation.name == _NAME and not operation.custom:
         match = operation.match(tensor)

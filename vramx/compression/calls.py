@@ -70,12 +70,13 @@ class Operation:
     The latter are autograd.Functions, and operators and functions of other libraries: `library` is
     whose, empty for torch's own. `position` is the one, among all that the call saves, of the
     tensor that it is saving now; `kept` is what is kept of arguments, by position, where something
-    else that the call saves depends on it.
+    else that the call saves depends on it. `waiting` is told what else is saved, and of the end of
+    the call, where that decides how a tensor is kept.
     """
 
     __slots__ = (
         *("_answer", "_args", "_asked", "_found", "_kwargs"),
-        *("custom", "kept", "library", "name", "position"),
+        *("custom", "kept", "library", "name", "position", "waiting"),
     )
 
     def __init__(
@@ -86,6 +87,7 @@ class Operation:
         self.custom = library != ""
         self.position = 0
         self.kept: dict[int, Any] = {}
+        self.waiting: Any = None
         self._args = args
         self._kwargs = kwargs
         self._found: list[_Given] | None = None

@@ -13,7 +13,7 @@ import torch
 from vramx.compression.attention import Result
 from vramx.compression.compiler import run_uncompiled
 from vramx.compression.notices import tell
-from vramx.compression.saved import Reference, Restored
+from vramx.compression.saved import Pending, Reference, Restored
 
 
 class Derivatives:
@@ -36,13 +36,15 @@ class Unpacking:
         self._name = "this vramx.compress()" if module is None else type(module).__name__
 
     @run_uncompiled
-    def unpack(self, saved: Reference | Restored | Result) -> torch.Tensor:
+    def unpack(self, saved: Reference | Restored | Pending | Result) -> torch.Tensor:
         """Give back what was taken; called by torch in backward, any number of times."""
         if torch.is_grad_enabled() and not self._seen.higher and _in_backward():
             self._note(saved)
         return saved.open()
 
-    def _note(self, saved: Reference | Restored | Result) -> None:
+    def _note(self, saved: Reference | Restored | Pending | Result) -> None:
+        if isinstance(saved, Pending):
+            saved = saved.held
         if not (isinstance(saved, Restored) and saved.is_approximate):
             return
         self._seen.higher = True

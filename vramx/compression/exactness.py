@@ -26,9 +26,11 @@ NORMS = frozenset(
     }
 )
 
-PRODUCTS = frozenset(
+# Products element by element, of tensors that may be expanded to each other.
+FACTORS = frozenset({"mul", "multiply", "addcmul", "lerp"})
+PRODUCTS = FACTORS | frozenset(
     {
-        *("mul", "multiply", "square", "addcmul", "lerp", "matmul", "mm", "bmm", "mv", "dot"),
+        *("square", "matmul", "mm", "bmm", "mv", "dot"),
         *("vdot", "inner", "outer", "ger", "addmm", "addmv", "addr", "addbmm", "baddbmm", "kron"),
         *("einsum", "tensordot", "chain_matmul", "cross", "linear", "bilinear", "embedding_bag"),
         *("linalg_matmul", "linalg_multi_dot", "linalg_vecdot", "linalg_cross", "grouped_mm"),
@@ -90,26 +92,19 @@ def needs_exact(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     return True
 
 
-def norm_length(name: str, tensor: Any, option: Callable[[int, str, Any], Any]) -> int:
-    """Return how many elements in a row a norm divides by one deviation.
+def norm_length(name: str, option: Callable[[int, str, Any], Any]) -> int:
+    """Return how many elements in a row a norm divides by one root mean square; 0: other norms.
 
-    0 for a batch norm: those of a channel are not in a row, and channels are not as different as
-    rows are. `option` gives an argument by position and name.
+    `option` gives an argument by position and name.
 
     Example:
-        >>> norm_length("layer_norm", None, lambda *_: (8,))
-        8
+        >>> norm_length("rms_norm", lambda *_: (8,)), norm_length("layer_norm", lambda *_: (8,))
+        (8, 0)
     """
-    if name in _OF_LAST_DIMENSIONS:
-        return prod(option(1, "normalized_shape", ()))
-    if tensor.dim() < 2:
-        return 0
-    if name == "group_norm":
-        return int(tensor[0].numel()) // int(option(1, "num_groups", 1))
-    return int(tensor[0, 0].numel()) if name == "instance_norm" else 0
+    return prod(option(1, "normalized_shape", ())) if name in _OF_SQUARES else 0
 
 
-_OF_LAST_DIMENSIONS = frozenset({"layer_norm", "rms_norm", "native_layer_norm", "fused_rms_norm"})
+_OF_SQUARES = frozenset({"rms_norm", "fused_rms_norm"})
 
 
 def _argument(

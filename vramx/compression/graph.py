@@ -263,7 +263,8 @@ def compressed_graphs(
     is compiled anew for it. Around one that is compiled block by block use vramx.compress().
 
     Packed are the intermediates that nothing else holds. Inputs, outputs and parameters are not,
-    nor what backward takes an exponential of, compares, or divides by, nor what attention saves.
+    nor what backward takes an exponential of, compares, divides by, or subtracts a mean from, nor
+    what attention saves.
     What runs between the graphs is kept as it is.
 
     Args:

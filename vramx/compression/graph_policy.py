@@ -13,13 +13,13 @@ from vramx.compression import exactness
 
 # What is not named here needs exact values: it may compare, divide, or take an exponential. These
 # are products of exactness.py and smooth functions, their backward, and what is saved for its size.
-# Not among them are tanh and sigmoid, whose results hooks pack as angles: here they are kept.
+# Not among them are tanh and sigmoid, whose results hooks pack as angles, and norms that subtract a
+# mean, whose inputs hooks pack normalised: here both are kept.
 _BACKWARD = frozenset(
     f"{name}_backward"
     for name in (
         *("convolution", "gelu", "silu", "mish", "glu", "native_dropout"),
-        *("native_layer_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm"),
-        *("_fused_rms_norm", "batch_norm", "max_pool2d_with_indices", "_adaptive_avg_pool2d"),
+        *("_fused_rms_norm", "max_pool2d_with_indices", "_adaptive_avg_pool2d"),
         *("avg_pool2d", "upsample_nearest2d", "upsample_bilinear2d"),
     )
 )
@@ -73,6 +73,8 @@ def _is_harmless(user: fx.Node, argument: fx.Node) -> bool:
 
 def _passes(user: fx.Node) -> bool:
     name = _name(user)
+    if name == "sub" and all(isinstance(each, fx.Node) for each in user.args[:2]):
+        return False  # what is left of two that are nearly equal, as of a norm's input and its mean
     by_a_number = name in ("mul", "div") and not isinstance(user.args[1], fx.Node)
     return name in _PASSES or by_a_number
 

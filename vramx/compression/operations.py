@@ -62,6 +62,9 @@ class OperationMode(TorchFunctionMode):
         self._call = (func, args, kwargs)
         try:
             result = func(*args, **kwargs)
+            if self._operation is not None and self._operation.waiting is not None:
+                with torch._C.DisableTorchFunction():
+                    self._operation.waiting.end(self._operation)
         finally:
             self._call = outer
             self._operation = None

@@ -19,7 +19,7 @@ import torch
 from vramx.compression import attention, third_party
 from vramx.compression.calls import GRAPH, STRIDED, Operation
 from vramx.compression.config import BITS, GROUP_SIZES, KEEP, MASK_BITS, WIDTHS, Compression, Rule
-from vramx.compression.exactness import NORMS, SIGN_ONLY, norm_length
+from vramx.compression.exactness import FACTORS, NORMS, SIGN_ONLY, norm_length
 from vramx.compression.fakes import PLAIN
 from vramx.compression.geometry import covered_elements
 from vramx.compression.weights import (
@@ -55,7 +55,8 @@ _PACKED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _DATA = _PACKED_DTYPES | {torch.bool}
 _ATTENTION = "scaled_dot_product_attention"
 # A result with this many elements fewer than the largest argument is a statistic of it, such as the
-# logsumexp of attention or the reciprocal deviation of a norm: nothing to gain and much to lose.
+# logsumexp of attention or the reciprocal deviation of a norm: nothing to gain and much to lose. A
+# factor that is repeated over another's elements is one too: columns may differ by much in scale.
 _STATISTIC_RATIO = 16
 # The same for a result of fewer dimensions: attention has heads of 8, too.
 _REDUCED_RATIO = 4
@@ -177,11 +178,12 @@ class SavePolicy:
         return _KEPT[POLICY] if operation.needs_exact else _CHOICES[self._bits]
 
     def _norm(self, tensor: torch.Tensor, operation: Operation) -> Choice:
-        """Pack what has statistics of its own in groups of its own.
+        """Pack rows that are divided by a norm of their own in groups of their own.
 
-        Backward divides by the deviation of each: in a group with a larger one's it would be lost.
+        In a group with a larger row a small one would be lost. Of norms that subtract a mean
+        normalised.py has the answer.
         """
-        length = norm_length(operation.name, tensor, operation.option)
+        length = norm_length(operation.name, operation.option)
         if not length:
             return _CHOICES[self._bits]
         most = length & -length  # the largest power of two that divides it
@@ -239,7 +241,8 @@ def _is_statistic(tensor: torch.Tensor, operation: Operation) -> bool:
     # A graph is many operations: what it saves is no statistic of what it was given.
     if tensor.dtype == torch.bool or operation.name == GRAPH:
         return False
-    if operation.match(tensor) is not None:
+    is_factor = operation.name in FACTORS
+    if operation.match(tensor) is not None and not is_factor:
         return False
     data = [t for t in operation.tensors if not is_parameter(t)]
     if not data:
@@ -248,6 +251,8 @@ def _is_statistic(tensor: torch.Tensor, operation: Operation) -> bool:
     if operation.name in NORMS:  # also of a norm over a few elements: backward divides by it
         return covered_elements(tensor) < largest
     elements = covered_elements(tensor)
+    if is_factor:
+        return elements * _STATISTIC_RATIO <= largest
     if elements * _REDUCED_RATIO > largest:
         return False
     reduced = tensor.dim() < max([t.dim() for t in data])

@@ -1,8 +1,9 @@
 """What stands in a graph for a saved tensor, and how it becomes a tensor again.
 
 Three kinds: a Reference to memory that lives anyway, or is kept as it is; a Restored, which shares
-a payload (a packed buffer or a compact copy) with whoever saved the same data. Nothing here is
-changed after it was made, so that a graph may be run any number of times. Decides nothing.
+a payload (a packed buffer or a compact copy) with whoever saved the same data; a Pending, which
+becomes one of these when the call that saves it ends. Else nothing here is changed after it was
+made, so that a graph may be run any number of times. Decides nothing.
 
 DecodedCopies keeps one decoded copy a device between consecutive users of one payload, as q, k and
 v projections are in backward. Thread-safe: one lock, never held while something is decoded.
@@ -131,6 +132,18 @@ class Restored:
         outlive(payload.elements)
         elements = payload.elements if self.shared else payload.elements.clone()
         return restore(elements, self.geometry)
+
+
+class Pending:
+    """Stands for a tensor until it is known how it is kept, which is exactly, or else packed."""
+
+    __slots__ = ("__weakref__", "held")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.held: Reference | Restored = Reference(tensor)
+
+    def open(self) -> torch.Tensor:
+        return self.held.open()
 
 
 class _Slot:

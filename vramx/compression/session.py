@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable
 from dataclasses import astuple, replace
+from functools import partial
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -25,11 +26,13 @@ from vramx.compression.config import MASK_BITS, Compression, Format
 from vramx.compression.fakes import PLAIN
 from vramx.compression.geometry import Geometry, covered_bytes, describe, flat
 from vramx.compression.lifetime import current_stream, outlive
+from vramx.compression.normalised import MEAN_NORMS, NormalCodec, Waiting
 from vramx.compression.notices import tell_of_unknown
 from vramx.compression.operations import OperationMode, transformed
 from vramx.compression.policy import SavePolicy
-from vramx.compression.saved import Codec, Copy, Holding, Payload, Reference, Restored
-from vramx.compression.sharing import Table
+from vramx.compression.roots import POWERS, RootCodec
+from vramx.compression.saved import Codec, Copy, Holding, Payload, Pending, Reference, Restored
+from vramx.compression.sharing import Table, cast_source, range_key
 from vramx.compression.signs import SignCodec
 from vramx.compression.stats import CompressionStats
 
@@ -94,7 +97,7 @@ class Session:
         self._devices: set[int] = set()  # that noise was drawn on
 
     @run_uncompiled
-    def pack(self, tensor: torch.Tensor) -> Reference | Restored | Result:
+    def pack(self, tensor: torch.Tensor) -> Reference | Restored | Pending | Result:
         """Take what an operation saves; called by torch, through C++, in the operation's frame."""
         operation = self._mode.current(1)
         if operation.name == _TRANSFORMED or is_functorch_wrapped_tensor(tensor):
@@ -104,27 +107,51 @@ class Session:
                 return self._take(tensor, operation)
         return self._take(tensor, operation)
 
-    def _take(self, tensor: torch.Tensor, operation: Operation) -> Reference | Restored | Result:
+    def _take(
+        self, tensor: torch.Tensor, operation: Operation
+    ) -> Reference | Restored | Pending | Result:
         result = attention.result_of(tensor, operation)
         if result is not None:
             # What torch would have held of it counts with whatever reads it next.
             self._stats.record(operation.name, "", 0, 0)
             return result
+        if operation.waiting is not None:
+            operation.waiting.note(tensor)
         saved = self._take_one(tensor, operation)
         attention.note(tensor, operation, saved)
         return saved
 
-    def _take_one(self, tensor: torch.Tensor, operation: Operation) -> Reference | Restored:
+    def _take_one(
+        self, tensor: torch.Tensor, operation: Operation
+    ) -> Reference | Restored | Pending:
         if operation.position == 0 and not third_party.is_known(operation.library, operation.name):
             writes.note(operation.tensors)  # its forward may have written into them
         bits, reason, most = self._rules.choose(tensor, operation)
         if bits > MASK_BITS and self._mode.is_given(tensor, operation):
             return self._keep(tensor, operation, policy.INPUT)
+        if bits > MASK_BITS and operation.name in MEAN_NORMS and not operation.custom:
+            return self._normalise(tensor, operation, bits)
         if bits:
             return self._compress(tensor, operation, (bits, most))
         if reason == policy.UNKNOWN:
             tell_of_unknown(operation)
         return self._keep(tensor, operation, reason)
+
+    def _normalise(
+        self, tensor: torch.Tensor, operation: Operation, bits: int
+    ) -> Pending | Reference | Restored:
+        """Pack the input of a norm when its statistics are known, at the end of the call."""
+        if operation.waiting is not None:  # which has its input already
+            return self._keep(tensor, operation, policy.POLICY)
+        operation.waiting = waiting = Waiting(tensor, partial(self._normalised, tensor, bits))
+        return waiting.pending
+
+    def _normalised(
+        self, tensor: torch.Tensor, bits: int, operation: Operation
+    ) -> Reference | Restored:
+        if operation.waiting.statistics is None:
+            return self._keep(tensor, operation, policy.POLICY)
+        return self._compress(tensor, operation, (bits, 0))
 
     def _compress(
         self, tensor: torch.Tensor, operation: Operation, how: tuple[int, int]
@@ -136,12 +163,15 @@ class Session:
             return Reference(tensor)
         outlive(tensor)
         form, values = self._formats.get(how) or self._format(*how)
-        place = (values, current_stream(tensor))
-        key = _range_key(tensor, geometry, storage, place)
+        plain = (values, current_stream(tensor))
+        place = (*plain, operation.waiting.statistics.kind) if operation.waiting else plain
+        key = range_key(tensor, geometry, storage, place)
         holding = self._table.find(key, storage)
         if holding is None:
             holding = self._pack_once(tensor, geometry, operation, form, place)
             self._table.add(key, storage, holding)
+            # Whoever reads the same without a norm is served as well by it.
+            self._table.offer(range_key(tensor, geometry, storage, plain), storage, holding)
         else:
             self._stats.record(operation.name, "", 0, 0, shared_bytes=nbytes)
         return Restored(holding, geometry, shared=not operation.custom)
@@ -161,11 +191,11 @@ class Session:
         place: Hashable,
     ) -> Holding:
         """Pack memory that is new, unless it is a cast of memory whose cast is kept already."""
-        source = _cast_source(tensor, geometry, operation)
+        source = cast_source(tensor, geometry, operation)
         if source is None:
             return self._encode(tensor, geometry, operation, format)
         storage = source.untyped_storage()
-        key = (tensor.dtype, _range_key(source, describe(source), storage, place))
+        key = (tensor.dtype, range_key(source, describe(source), storage, place))
         holding = self._table.find(key, storage)
         if holding is None:
             holding = self._encode(tensor, geometry, operation, format)
@@ -196,8 +226,12 @@ class Session:
     def _codec_for(self, tensor: torch.Tensor, operation: Operation, format: Format) -> Codec:
         if format.bits == MASK_BITS:
             return self._codec if tensor.dtype == torch.bool else SignCodec(self._codec)
+        if operation.waiting is not None:
+            return NormalCodec(self._codec, operation.waiting.statistics, describe(tensor))
         function = function_of(tensor, operation)
-        return AngleCodec(self._codec, function) if function else self._codec
+        if function:
+            return AngleCodec(self._codec, function)
+        return RootCodec(self._codec) if operation.name in POWERS else self._codec
 
     def _keep(
         self, tensor: torch.Tensor, operation: Operation, reason: str
@@ -238,7 +272,7 @@ class Session:
             self._stats.record(name, reason, 0 if packed else nbytes, nbytes)
             return reference
         outlive(tensor)
-        key = _range_key(tensor, geometry, storage, current_stream(tensor))
+        key = range_key(tensor, geometry, storage, current_stream(tensor))
         holding = self._table.find(key, storage)
         if holding is None:
             copy = Copy(flat(tensor, geometry), compact=not geometry.whole)
@@ -255,7 +289,7 @@ class Session:
         """Tell whether the data is packed already: torch would have held it once."""
         stream = current_stream(tensor)
         keys = [
-            _range_key(tensor, geometry, storage, (values, stream))
+            range_key(tensor, geometry, storage, (values, stream))
             for _, values in self._formats.values()
         ]
         return any(self._table.find(key, storage) is not None for key in keys)
@@ -265,35 +299,3 @@ class Session:
 _EXAMINED = frozenset(
     {policy.SMALL, policy.POLICY, policy.STATISTIC, policy.UNKNOWN, policy.DERIVATIVE}
 )
-
-
-def _range_key(
-    tensor: torch.Tensor, geometry: Geometry, storage: torch.UntypedStorage, place: Hashable
-) -> Hashable:
-    """Name the elements that a tensor has now; known and possible writes give it another name."""
-    _, _, span, whole, _ = geometry
-    start = tensor.storage_offset()
-    views = None if whole else (geometry.size, tensor.stride())
-    version = (tensor._version, writes.epoch(storage))
-    return (place, id(storage), tensor.dtype, start, span, version, views)
-
-
-def _cast_source(
-    tensor: torch.Tensor, geometry: Geometry, operation: Operation
-) -> torch.Tensor | None:
-    """Return the argument of which a saved tensor is a cast that the operation itself made.
-
-    Autocast casts one input once for each layer that reads it. The argument is alive and given to
-    this very call, so that its storage, range and version name the data that was cast; the cast is
-    the whole of a fresh storage, in the order of its source.
-    """
-    if operation.custom or tensor.grad_fn is None or not geometry.whole:
-        return None
-    match = operation.match(tensor)
-    if match is None or not match.cast:
-        return None
-    if geometry.span * tensor.element_size() != tensor.untyped_storage().nbytes():
-        return None
-    source = match.argument.tensor
-    plain = type(source) in PLAIN and source.layout is STRIDED
-    return source if plain and source.numel() == geometry.span else None

@@ -1,4 +1,4 @@
-"""What is kept already, found by the live memory that it was made from.
+"""What is kept already, found by the live memory that it was made from, and how that is named.
 
 Decides nothing. A Table belongs to one thread.
 """
@@ -10,6 +10,10 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
+
+from vramx.compression import writes
+from vramx.compression.calls import PLAIN, STRIDED, Operation
+from vramx.compression.geometry import Geometry
 
 
 class _Entry(weakref.ref[Any]):
@@ -47,6 +51,43 @@ class Table:
         entry.storage = weakref.ref(storage)
         self._entries[key] = entry
 
+    def offer(self, key: Hashable, storage: torch.UntypedStorage, kept: Any) -> None:
+        """Add, unless something is found there already."""
+        if self.find(key, storage) is None:
+            self.add(key, storage, kept)
+
     def _drop(self, entry: _Entry) -> None:
         if self._entries.get(entry.key) is entry:
             del self._entries[entry.key]
+
+
+def range_key(
+    tensor: torch.Tensor, geometry: Geometry, storage: torch.UntypedStorage, place: Hashable
+) -> Hashable:
+    """Name the elements that a tensor has now; known and possible writes give it another name."""
+    _, _, span, whole, _ = geometry
+    start = tensor.storage_offset()
+    views = None if whole else (geometry.size, tensor.stride())
+    version = (tensor._version, writes.epoch(storage))
+    return (place, id(storage), tensor.dtype, start, span, version, views)
+
+
+def cast_source(
+    tensor: torch.Tensor, geometry: Geometry, operation: Operation
+) -> torch.Tensor | None:
+    """Return the argument of which a saved tensor is a cast that the operation itself made.
+
+    Autocast casts one input once for each layer that reads it. The argument is alive and given to
+    this very call, so that its storage, range and version name the data that was cast; the cast is
+    the whole of a fresh storage, in the order of its source.
+    """
+    if operation.custom or tensor.grad_fn is None or not geometry.whole:
+        return None
+    match = operation.match(tensor)
+    if match is None or not match.cast:
+        return None
+    if geometry.span * tensor.element_size() != tensor.untyped_storage().nbytes():
+        return None
+    source = match.argument.tensor
+    plain = type(source) in PLAIN and source.layout is STRIDED
+    return source if plain and source.numel() == geometry.span else None

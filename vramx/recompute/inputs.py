@@ -9,7 +9,7 @@ one kernel; nothing waits for the device.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,27 +18,43 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from vramx.compression import offload, random
 from vramx.compression.codec import Packed, pack, unpack
-from vramx.compression.config import KEEP, Compression
+from vramx.compression.config import KEEP, Compression, Format
 from vramx.compression.geometry import Geometry, describe, flat, restore
 from vramx.compression.lifetime import outlive
+from vramx.compression.normalised import NormalCodec, Normalised
 from vramx.compression.policy import SavePolicy
 from vramx.compression.saved import Reference
 from vramx.errors import ModifiedInPlaceError
+from vramx.recompute.norms import Norm
 
 
 class _Saved(NamedTuple):
     """A tensor whose elements are packed, on the host, or both, and how they lay."""
 
-    held: Packed | offload.Moved | offload.MovedExactly
+    held: Packed | offload.Moved | Normalised | offload.MovedExactly
     geometry: Geometry
 
     def open(self) -> Tensor:
         held = self.held
         if isinstance(held, offload.MovedExactly):
             return restore(held.get(), self.geometry)
-        return restore(
-            unpack(held.get() if isinstance(held, offload.Moved) else held), self.geometry
-        )
+        if isinstance(held, Normalised):
+            return restore(NormalCodec(_Codec(None), *held[1:3]).decode(held), self.geometry)
+        return restore(_Codec(None).decode(held), self.geometry)
+
+
+class _Codec:
+    """Packs, and lets the buffers leave as the share says."""
+
+    def __init__(self, share: str | float | None) -> None:
+        self._share = share
+
+    def encode(self, elements: Tensor, format: Format) -> Packed | offload.Moved:
+        packed = pack(elements, format)
+        return packed if self._share is None else offload.put(packed, self._share)
+
+    def decode(self, payload: Packed | offload.Moved) -> Tensor:
+        return unpack(payload.get() if isinstance(payload, offload.Moved) else payload)
 
 
 class _Slot:
@@ -49,7 +65,9 @@ class _Slot:
     def __init__(self, tensor: Tensor) -> None:
         self.held: Reference | _Saved = Reference(tensor)
 
-    def settle(self, compression: Compression | None, share: str | float | None) -> None:
+    def settle(
+        self, compression: Compression | None, share: str | float | None, norm: Norm | None
+    ) -> None:
         try:
             tensor = self.held.open()
         except (
@@ -57,7 +75,7 @@ class _Slot:
         ):  # by the region; torch refuses it in backward, and so does this
             return
         outlive(tensor)
-        self.held = _save(tensor, compression, share) or self.held
+        self.held = _save(tensor, compression, share, norm) or self.held
 
 
 class Inputs:
@@ -103,12 +121,17 @@ class Inputs:
             slot = self._slots[id(tensor)] = _Slot(tensor)
         return slot
 
-    def settle(self, exact: bool) -> None:
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What may be packed; settle() is told of norms by the numbers of these."""
+        return [slot.held.open() for slot in self._slots.values()]
+
+    def settle(self, norms: Mapping[int, Norm], *, exact: bool) -> None:
         """Pack the inputs, or move them to the host; `exact`: with the values that they have."""
         compression = None if exact else self._compression
         if compression is not None or self._share is not None:
-            for slot in self._slots.values():
-                slot.settle(compression, self._share)
+            for number, slot in enumerate(self._slots.values()):
+                slot.settle(compression, self._share, norms.get(number))
         # The graph keeps the hooks; it must not keep through them what it has let go.
         self._slots = {}
 
@@ -124,7 +147,10 @@ def _rules(options: Compression) -> SavePolicy:
 
 
 def _save(
-    tensor: Tensor, compression: Compression | None, share: str | float | None
+    tensor: Tensor,
+    compression: Compression | None,
+    share: str | float | None,
+    norm: Norm | None,
 ) -> _Saved | None:
     geometry = describe(tensor)
     elements = flat(tensor, geometry)
@@ -134,8 +160,10 @@ def _save(
         return None if moved is None else _Saved(moved, geometry)
     if compression.rounding == "stochastic":
         random.renew_on_replay(tensor.device)
-    packed = pack(elements, compression.format())
-    return _Saved(packed if share is None else offload.put(packed, share), geometry)
+    codec, form = _Codec(share), compression.format()
+    if norm is None:
+        return _Saved(codec.encode(elements, form), geometry)
+    return _Saved(NormalCodec(codec, *norm.of(tensor)).encode(elements, form), geometry)
 
 
 def _open(saved: Reference | _Slot) -> Tensor:

@@ -10,15 +10,19 @@ One thread at a time. Nothing here holds a tensor of the region once it has run,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from vramx.errors import RecomputationError
 from vramx.recompute import verdicts
 from vramx.recompute.buffers import Buffers, modules_of
 from vramx.recompute.inputs import Inputs
+from vramx.recompute.norms import Norm
 from vramx.recompute.objects import Before, as_before
 from vramx.recompute.structure import Structure
+from vramx.recompute.verdicts import Verdict
 from vramx.recompute.watch import Operators, Watch
 
 
@@ -27,6 +31,7 @@ class Region:
 
     `rough` is known once it has run: the first of its operations under which a small change of the
     input need not be one of the gradient; empty if there is none, or if no input is to be packed.
+    `norms` are those that read the inputs, by number.
     """
 
     def __init__(
@@ -39,6 +44,7 @@ class Region:
         vouched: bool = False,
     ) -> None:
         self.rough = ""
+        self.norms: Mapping[int, Norm] = {}
         self._function = function
         self._structure = structure
         self._arguments: tuple[Any, Any] | None = arguments
@@ -61,7 +67,7 @@ class Region:
         inputs, self._inputs = self._inputs, None
         self._buffers = Buffers(modules_of(self._function, leaves))
         if inputs is not None and inputs.may_pack and not self._vouched:
-            result = self._run_to_pack(args, kwargs, leaves)
+            result = self._run_to_pack(args, kwargs, leaves, inputs.tensors)
         else:
             result = self._function(*args, **kwargs)
         self._buffers.settle()
@@ -70,19 +76,22 @@ class Region:
                 leaf.check()
         return result
 
-    def _run_to_pack(self, args: Any, kwargs: Any, leaves: tuple[Any, ...]) -> Any:
+    def _run_to_pack(
+        self, args: Any, kwargs: Any, leaves: tuple[Any, ...], inputs: list[Tensor]
+    ) -> Any:
         self._key = verdicts.key_of(self._function, leaves, self._allowed)
-        rough = verdicts.known(self._key)
-        if rough is None:
-            watch = Watch(self._allowed)
+        verdict = verdicts.known(self._key)
+        if verdict is None:
+            watch = Watch(self._allowed, inputs)
             with watch.running():
                 result = self._function(*args, **kwargs)
             watch.look_at(result, leaves)
-            rough = watch.rough
-            verdicts.remember(self._key, self._function, rough)
+            verdict = Verdict(watch.rough, watch.norms)
+            verdicts.remember(self._key, self._function, verdict)
         else:
             result = self._function(*args, **kwargs)
-        self.rough, self._is_watched = rough, not rough
+        self.rough, self.norms = verdict
+        self._is_watched = not self.rough
         return result
 
     def _recompute(self, leaves: tuple[Any, ...]) -> Any:
@@ -96,7 +105,7 @@ class Region:
                 return self._function(*args, **kwargs)
 
     def _refuse(self, rough: str) -> None:
-        verdicts.remember(self._key, self._function, rough)
+        verdicts.remember(self._key, self._function, Verdict(rough))
         raise RecomputationError(
             f"{verdicts.name_of(self._function)} was recomputed from packed inputs and came to "
             f"{rough}, which is not known to be smooth; an earlier call of the same kind did not. "

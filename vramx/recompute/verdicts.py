@@ -12,20 +12,31 @@ import functools
 import types
 import warnings
 import weakref
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from vramx.errors import VramxWarning
 from vramx.recompute.buffers import parts_of
+from vramx.recompute.norms import Norm
 
 # Two of them hold some megabytes of keys. What is dropped is watched again.
 _MOST = 4096
 _VALUES = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 
-_rough: dict[Hashable, str] = {}
+
+class Verdict(NamedTuple):
+    """What a watched call showed: the operation that is not smooth, empty where all are; and the
+    norms that read its inputs, by the input's number."""
+
+    rough: str
+    norms: Mapping[int, Norm] = MappingProxyType({})
+
+
+_seen: dict[Hashable, Verdict] = {}
 
 
 class _UnknownError(Exception):
@@ -40,19 +51,19 @@ def key_of(function: Any, leaves: Sequence[Any], allowed: frozenset[str]) -> Has
         return None
 
 
-def known(key: Hashable | None) -> str | None:
-    """Return the operation that is not smooth, empty where all are; None: not watched yet."""
-    return None if key is None else _rough.get(key)
+def known(key: Hashable | None) -> Verdict | None:
+    """Return what a call of that key showed; None: it was not watched yet."""
+    return None if key is None else _seen.get(key)
 
 
-def remember(key: Hashable | None, function: Any, rough: str) -> None:
+def remember(key: Hashable | None, function: Any, verdict: Verdict) -> None:
     """Keep what a watched call showed, and name what is not smooth once a function."""
     if key is not None:
-        if len(_rough) >= _MOST:
-            _rough.pop(next(iter(_rough)), None)
-        _rough[key] = rough
-    if rough:
-        _warn(name_of(function), rough)
+        if len(_seen) >= _MOST:
+            _seen.pop(next(iter(_seen)), None)
+        _seen[key] = verdict
+    if verdict.rough:
+        _warn(name_of(function), verdict.rough)
 
 
 def name_of(function: Any) -> str:

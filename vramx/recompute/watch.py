@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vramx.recompute.norms import Norm, Readers
 from vramx.recompute.smooth import holds_floats, is_smooth, leaves_unfilled, name_of
 from vramx.recompute.structure import flatten
 
@@ -30,14 +31,23 @@ _UNSEEN = "memory that no operation of torch fills"
 
 
 class Operators(TorchDispatchMode):
-    """Call `on_rough` with the name of each operation that is not smooth, nor in `allowed`."""
+    """Call `on_rough` with the name of each operation that is not smooth, nor in `allowed`.
+
+    `readers` look at all of them.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self, on_rough: Callable[[str], None], allowed: frozenset[str]) -> None:
+    def __init__(
+        self,
+        on_rough: Callable[[str], None],
+        allowed: frozenset[str],
+        readers: Readers | None = None,
+    ) -> None:
         super().__init__()
         self._on_rough = on_rough
         self._allowed = allowed
+        self._readers = readers
         # Memory that was just made: what fills it comes next, as in dropout, or is not seen.
         self._unfilled: Tensor | None = None
 
@@ -63,6 +73,8 @@ class Operators(TorchDispatchMode):
             if name.split("::")[-1] not in self._allowed:
                 self._on_rough(name)
         result = func(*args, **kwargs)
+        if self._readers is not None:
+            self._readers.look_at(name_of(func), args, result)
         if isinstance(result, Tensor) and leaves_unfilled(func, result):
             self._unfilled = result
         return result
@@ -100,17 +112,22 @@ class _Reads(TorchFunctionMode):
 class Watch:
     """What one run of a region showed: `rough` names the first operation that is not smooth.
 
-    Those in `allowed` are, as their user says.
+    Those in `allowed` are, as their user says. `norms` read `inputs`, by number.
     """
 
-    def __init__(self, allowed: frozenset[str]) -> None:
+    def __init__(self, allowed: frozenset[str], inputs: Sequence[Tensor] = ()) -> None:
         self.rough = ""
         self._allowed = allowed
+        self._readers = Readers(inputs)
+
+    @property
+    def norms(self) -> dict[int, Norm]:
+        return self._readers.found
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Watch what runs on this thread meanwhile."""
-        operators = Operators(self._note, self._allowed)
+        operators = Operators(self._note, self._allowed, self._readers)
         with _Reads(self._note), operators:
             yield
         operators.finish()

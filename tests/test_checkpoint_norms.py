@@ -1,0 +1,141 @@
+"""The input of a checkpoint that a norm reads is packed as what is normalised.
+
+Means are up to 1,000 deviations here, rows and channels differ by 10,000 times in scale; each
+gradient has a cosine of 0.999 with the exact one, as in test_compress_norms.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import vramx
+from vramx.recompute import norms, verdicts
+
+COSINE = 0.999
+SMALL = vramx.Compression(min_bytes=0)
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "layer": lambda: nn.LayerNorm(96),
+    "two": lambda: nn.LayerNorm((48, 96)),
+    "group": lambda: nn.GroupNorm(4, 48),
+    "batch": lambda: nn.BatchNorm1d(48, eps=1e-12),
+    "instance": lambda: nn.InstanceNorm1d(48, affine=True),
+}
+# The shape of what has a mean of its own, and a scale.
+PARTS = {"layer": (8, 48, 1), "two": (8, 1, 1), "group": (8, 4, 1), "batch": (48, 1)}
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    verdicts._seen.clear()
+
+
+def uneven(name: str, mean: float, decades: float) -> Tensor:
+    torch.manual_seed(0)
+    shape = PARTS.get(name, (8, 48, 1))
+    means, scales = torch.randn(shape) * mean, 10 ** ((torch.rand(shape) - 0.5) * decades)
+    if name == "group":
+        means, scales = (part.repeat_interleave(12, 1) for part in (means, scales))
+    return (torch.randn(8, 48, 96) + means) * scales
+
+
+def gradients(
+    region: Callable[[Tensor], Tensor], parameters: list[Tensor], x: Tensor, level: Any
+) -> list[Tensor]:
+    leaf = x.detach().requires_grad_()
+    y = vramx.checkpoint(region, leaf * 1, level=level)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
+    return list(torch.autograd.grad(y, [leaf, *parameters], dy))
+
+
+def worst_cosine(norm: nn.Module, x: Tensor, region: Any = None, level: Any = SMALL) -> float:
+    def run(x: Tensor, level: Any) -> list[Tensor]:
+        return gradients(region or norm, list(norm.parameters()), x, level)
+
+    run(x, level)  # watched
+    found = run(x, level)
+    exact = run(x, "keep")
+    return min(
+        float(functional.cosine_similarity(a.double().flatten(), b.double().flatten(), 0))
+        for a, b in zip(found, exact, strict=True)
+    )
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["planes", "channels last"])
+@pytest.mark.parametrize(("mean", "decades"), [(1e3, 0), (1e2, 4)])
+@pytest.mark.parametrize("name", NORMS)
+def test_neither_mean_nor_scale_costs_precision(
+    name: str, mean: float, decades: float, last: bool
+) -> None:
+    x = uneven(name, mean, decades)
+    if last:
+        x = x.transpose(1, 2).contiguous().transpose(1, 2)
+    assert worst_cosine(NORMS[name](), x) >= COSINE
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_inputs_that_are_packed_as_other_numbers_are_found(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(norms.Readers, "look_at", lambda *_: None)
+    assert worst_cosine(NORMS[name](), uneven(name, 1e3, 0)) < 0.99
+
+
+def test_what_moves_to_the_host_is_normalised_too() -> None:
+    level = vramx.Compression(min_bytes=0, offload="cpu")
+    assert worst_cosine(nn.LayerNorm(96), uneven("layer", 1e3, 0), level=level) >= COSINE
+
+
+def test_four_bits_are_of_what_is_normalised() -> None:
+    """A step is a fifteenth of six deviations, the variance of an error a quarter of its square."""
+    level = vramx.Compression(level="int4", min_bytes=0)
+    least = (1 + (6 / 15) ** 2 / 4) ** -0.5
+    assert worst_cosine(nn.LayerNorm(96), uneven("layer", 1e3, 0), level=level) >= least
+
+
+def test_a_norm_of_a_view_or_of_a_copy_is_seen() -> None:
+    norm = nn.LayerNorm(96)
+    x = uneven("layer", 1e3, 0)
+    for region in (
+        lambda x: norm(x.view(-1, 96)),
+        lambda x: norm(x.clone()),
+        lambda x: norm(x.transpose(0, 1)).tanh() + x.transpose(0, 1),
+        lambda x: norm(x.double().float()),
+    ):
+        assert worst_cosine(norm, x, region) >= COSINE
+
+
+def test_a_norm_of_a_part_packs_as_ever() -> None:
+    norm, x = nn.LayerNorm(48), torch.randn(8, 48, 96)
+    assert worst_cosine(norm, x, lambda x: norm(x[..., :48])) >= COSINE
+
+
+def test_each_of_several_inputs_has_its_own_norm() -> None:
+    rows, channels = nn.LayerNorm(96), nn.BatchNorm1d(48)
+    one, other = uneven("layer", 1e3, 0), uneven("batch", 1e3, 0)
+
+    def gradient(level: Any) -> list[Tensor]:
+        leaves = [one.clone().requires_grad_(), other.clone().requires_grad_()]
+        y = vramx.checkpoint(
+            lambda a, b: channels(b) * rows(a), leaves[0] * 1, leaves[1] * 1, level=level
+        )
+        return list(torch.autograd.grad(y.square().sum(), leaves))
+
+    for found, exact in zip(gradient(SMALL), gradient("keep"), strict=True):
+        assert functional.cosine_similarity(found.flatten(), exact.flatten(), 0) >= COSINE
+
+
+def test_equal_numbers_and_infinities_stay_where_they_are() -> None:
+    x = torch.randn(32, 128)
+    x[1], x[2, 3] = 5.0, torch.inf
+    leaf = x.clone().requires_grad_()
+    norm = nn.LayerNorm(128)
+    vramx.checkpoint(norm, leaf * 1, level=SMALL).square().sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad[[0, 1, *range(3, 32)]].isfinite().all()
+    assert leaf.grad[2].isnan().all()

@@ -1,0 +1,148 @@
+"""Which norms read the inputs of a region: those inputs are packed as what is normalised.
+
+A region that is recomputed from a packed input takes mean and deviation of what it finds. Where the
+mean is many deviations, or rows and channels of different scale share a group, that is the noise of
+packing. A watched run shows which tensor a norm is given, and what is normalised together; the
+statistics are taken when an input is packed: two reductions over it. A norm that is written out is
+not seen.
+
+Pure but for what Readers note; any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vramx.compression.geometry import Geometry, describe
+from vramx.compression.normalised import Statistics
+
+_ROWS = frozenset({"aten::native_layer_norm", "aten::_fused_rms_norm"})
+_GROUPS = frozenset({"aten::native_group_norm"})
+_CHANNELS = frozenset(
+    {
+        *("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"),
+        *("aten::_native_batch_norm_legit", "aten::_batch_norm_with_update"),
+    }
+)
+_COPIES = frozenset({"aten::clone", "aten::_to_copy"})
+_GROUPS_AT = 6  # the position of their number among the arguments
+_SMALLEST = 1e-30  # variance of equal numbers
+
+
+class Norm(NamedTuple):
+    """How a norm sees an input: its sizes and strides, the sizes in groups, and what it reduces."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    split: tuple[int, ...]
+    dims: tuple[int, ...]
+
+    def of(self, tensor: Tensor) -> tuple[Statistics, Geometry]:
+        """Return the statistics of an input, and how the norm's view of it lies in memory."""
+        seen = tensor.detach().as_strided(self.size, self.stride, tensor.storage_offset())
+        variance, mean = torch.var_mean(
+            seen.view(self.split).float(), self.dims, correction=0, keepdim=True
+        )
+        deviation = (variance + _SMALLEST).sqrt()
+        usable = deviation.isfinite()
+        return Statistics(mean, torch.where(usable, deviation, 1.0), self.split), describe(seen)
+
+
+class _View(NamedTuple):
+    """Memory that has an input's elements: the input's number, and how the memory saw it."""
+
+    number: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    is_copy: bool
+
+
+class Readers:
+    """The first norm that reads each of some tensors, or a copy or cast of it, by number."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.found: dict[int, Norm] = {}
+        # By storage: memory that is used again is taken for what it was, and costs no precision.
+        self._views = {
+            _storage(x): _View(i, tuple(x.shape), x.stride(), is_copy=False)
+            for i, x in enumerate(tensors)
+            if _has_each_once(x)
+        }
+        self._offsets = [x.storage_offset() for x in tensors]
+
+    def look_at(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """Look at a call of the dispatcher."""
+        is_copy = name in _COPIES
+        if not is_copy and name not in _ROWS and name not in _GROUPS and name not in _CHANNELS:
+            return
+        view = self._view_of(args[0])
+        if view is None:
+            return
+        if not is_copy:
+            self._note(view, name, args)
+        elif result.is_contiguous() and result.is_floating_point():
+            # Elements in the order of the sizes, as what was copied has them.
+            self._views.setdefault(_storage(result), view._replace(is_copy=True))
+
+    def _view_of(self, x: Tensor) -> _View | None:
+        """Return what a tensor has of an input: all its elements, in some order; else None."""
+        view = self._views.get(_storage(x))
+        if view is None or x.numel() != prod(view.size) or not _has_each_once(x):
+            return None
+        if view.is_copy:
+            return view if x.is_contiguous() else None
+        if x.storage_offset() != self._offsets[view.number]:
+            return None
+        return view._replace(size=tuple(x.shape), stride=x.stride())
+
+    def _note(self, view: _View, name: str, args: tuple[Any, ...]) -> None:
+        size = tuple(args[0].shape)
+        if name in _CHANNELS and size[0] > 1:
+            parts = None if view.is_copy else (size, (0, *range(2, len(size))))
+        else:
+            parts = _parts(view.size, _length(name, args))
+        if parts is not None and view.number not in self.found:
+            self.found[view.number] = Norm(view.size, view.stride, *parts)
+
+
+def _length(name: str, args: tuple[Any, ...]) -> int:
+    """Return how many elements in the order of the sizes are normalised together."""
+    x: Tensor = args[0]
+    if name in _ROWS:
+        return prod(args[1])
+    return x.numel() // (x.shape[0] * int(args[_GROUPS_AT]) if name in _GROUPS else x.shape[1])
+
+
+def _parts(size: tuple[int, ...], length: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return sizes of which the last dimensions have that many elements, and those dimensions.
+
+    Example:
+        >>> _parts((2, 6, 4), 8)
+        ((2, 3, 2, 4), (2, 3))
+    """
+    covered = 1
+    for dim in reversed(range(len(size))):
+        if covered * size[dim] < length:
+            covered *= size[dim]
+            continue
+        inner = length // covered
+        if inner * covered != length or size[dim] % inner:
+            return None
+        split = (*size[:dim], size[dim] // inner, inner, *size[dim + 1 :])
+        return split, tuple(range(dim + 1, len(split)))
+    return None
+
+
+def _storage(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+def _has_each_once(x: Tensor) -> bool:
+    """Tell whether a tensor is a dense range of memory, in any order of dimensions."""
+    geometry = describe(x)
+    return geometry.whole and geometry.covered == x.numel() > 0
