@@ -50,10 +50,10 @@ def run_program(tmp_path: Path, text: str, *options: str, **variables: str) -> l
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("allocator", ALLOCATORS)
-def test_the_error_names_a_snapshot_that_has_what_was_live(tmp_path: Path, allocator: str) -> None:
+@pytest.mark.parametrize("served_by", ALLOCATORS)
+def test_the_error_names_a_snapshot_that_has_what_was_live(tmp_path: Path, served_by: str) -> None:
     text = "room(GIB)\nkept = planted()\nprint(ask(GIB))\nprint(torch.cuda.memory_allocated())\n"
-    *told, allocated = run_program(tmp_path, text, **ALLOCATORS[allocator])
+    *told, allocated = run_program(tmp_path, text, **ALLOCATORS[served_by])
     snapshot = vramx.Snapshot.load(told[-1])
     (failure,) = snapshot.failures
     assert failure.size_bytes == 1 << 30
@@ -61,10 +61,10 @@ def test_the_error_names_a_snapshot_that_has_what_was_live(tmp_path: Path, alloc
     assert snapshot.live_bytes_at(-1) == int(allocated) == 1 << 29
 
 
-@pytest.mark.parametrize("allocator", ALLOCATORS)
-def test_a_recorded_history_names_the_line(tmp_path: Path, allocator: str) -> None:
+@pytest.mark.parametrize("served_by", ALLOCATORS)
+def test_a_recorded_history_names_the_line(tmp_path: Path, served_by: str) -> None:
     text = "room(GIB)\nkept = planted()\nprint(ask(GIB))\n"
-    told = run_program(tmp_path, text, "--record", **ALLOCATORS[allocator])
+    told = run_program(tmp_path, text, "--record", **ALLOCATORS[served_by])
     snapshot = vramx.Snapshot.load(told[-1])
     (failure,) = snapshot.failures
     held = snapshot.live_at(failure.event)
@@ -72,8 +72,8 @@ def test_a_recorded_history_names_the_line(tmp_path: Path, allocator: str) -> No
     assert any(frame.name == "planted" for stack in stacks for frame in stack)
 
 
-@pytest.mark.parametrize("allocator", ALLOCATORS)
-def test_a_thousand_failures_leave_one_file_and_are_as_fast(tmp_path: Path, allocator: str) -> None:
+@pytest.mark.parametrize("served_by", ALLOCATORS)
+def test_a_thousand_failures_leave_one_file_and_are_as_fast(tmp_path: Path, served_by: str) -> None:
     text = """
 room(GIB // 4)
 ask(GIB)
@@ -82,14 +82,14 @@ told = {ask(GIB).splitlines()[-1] for _ in range(1000)}
 print(time.perf_counter() - started)
 print(len(told), len(os.listdir(os.environ["VRAMX_OOM_DIR"])))
 """
-    seconds, counts = run_program(tmp_path, text, **ALLOCATORS[allocator])
+    seconds, counts = run_program(tmp_path, text, **ALLOCATORS[served_by])
     assert counts == "1 2"  # of the two lines that asked, each has a file
     assert float(seconds) < 20  # a snapshot for each would take minutes
 
 
-@pytest.mark.parametrize("allocator", ALLOCATORS)
+@pytest.mark.parametrize("served_by", ALLOCATORS)
 def test_failures_in_backward_and_in_many_threads_do_not_hang(
-    tmp_path: Path, allocator: str
+    tmp_path: Path, served_by: str
 ) -> None:
     text = """
 import threading
@@ -115,7 +115,7 @@ threads = [threading.Thread(target=work) for _ in range(8)]
 [each.join() for each in threads]
 print("done")
 """
-    path, done = run_program(tmp_path, text, **ALLOCATORS[allocator])
+    path, done = run_program(tmp_path, text, **ALLOCATORS[served_by])
     assert Path(path).is_file()
     assert done == "done"
 

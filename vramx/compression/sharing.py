@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from vramx.compression import writes
-from vramx.compression.calls import PLAIN, STRIDED, Operation
+from vramx.compression.calls import STRIDED, Operation
+from vramx.compression.fakes import PLAIN
 from vramx.compression.geometry import Geometry
 
 
