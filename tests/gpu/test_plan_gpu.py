@@ -113,6 +113,7 @@ def test_garbage_of_before_is_no_part_of_a_peak() -> None:
         gc.enable()
 
 
+@pytest.mark.alone
 def test_a_device_is_busy_for_no_longer_because_the_host_is_slow() -> None:
     operand = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
 

@@ -169,8 +169,8 @@ def _answering() -> Iterator[None]:
         available = "is_flash_attention_available"
         stack.enter_context(mock.patch.object(torch.backends.cuda, available, _constant(True)))
         for function, replacement in REPLACED.items():
-            name = function.__name__
-            stack.enter_context(mock.patch.object(torch.nn.functional, name, replacement))
+            called = _heard(function, replacement)
+            stack.enter_context(mock.patch.object(torch.nn.functional, function.__name__, called))
         # Kernels of cuDNN without data are in no build; torch's own keep about as much.
         stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         yield
@@ -187,6 +187,19 @@ def _fakes_for_each() -> Iterator[None]:
     finally:
         for kind in kinds:
             kind.remove(FakeTensor)
+
+
+def _heard(function: Any, replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what is called for a function: itself where modes hear of calls, as _Calls does.
+
+    Hooks of compression know an operation by the function that was called.
+    """
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        heard = torch._C._len_torch_function_stack() > 0
+        return function(*args, **kwargs) if heard else replacement(*args, **kwargs)
+
+    return called
 
 
 def _constant(value: Any) -> Callable[..., Any]:
