@@ -17,8 +17,6 @@ from vramx.memory import categories as names
 from vramx.memory import history
 
 if TYPE_CHECKING:
-    import torch
-
     from vramx.memory.snapshot import Snapshot
 
 pytestmark = pytest.mark.gpu
@@ -48,8 +46,9 @@ def program(name: str) -> tuple[Any, Any]:
     return make().cuda(), batch_on_gpu
 
 
-def sign() -> torch.Tensor:
-    return block(SIGN_BYTES)
+def sign() -> None:
+    """Leave a mark in the history: memory that is freed at once, a temporary."""
+    block(SIGN_BYTES)
 
 
 def event_of_sign(snapshot: Snapshot) -> int:
@@ -121,7 +120,7 @@ def test_a_moment_before_backward_holds_what_is_counted_there(
         with kept.watching(), torch.autocast("cuda", torch.bfloat16, enabled=amp):
             out = model(*args, **kwargs)
             loss = loss_of(out)
-        given = sign()
+        sign()
         on_gpu = [s for s in kept.storages.values() if s.device.type == "cuda"]
         kept.storages = {s.data_ptr(): s for s in on_gpu}
         inputs = [*args, *kwargs.values()]
@@ -138,7 +137,6 @@ def test_a_moment_before_backward_holds_what_is_counted_there(
     assert found[names.INPUTS] == storage_bytes(inputs)
     assert found[names.ACTIVATIONS] == activation_bytes
     assert names.GRADIENTS not in found
-    del given
 
 
 def test_gradients_are_those_of_the_parameters(path: Path) -> None:
@@ -150,12 +148,11 @@ def test_gradients_are_those_of_the_parameters(path: Path) -> None:
     with vramx.record(path, model, optimizer):
         loss_of(model(*batch()[0])).backward()
         expected = storage_bytes(p.grad for p in model.parameters())
-        given = sign()
+        sign()
         optimizer.step()
         optimizer.zero_grad()
     snapshot = vramx.Snapshot.load(path)
     assert by_category(snapshot, event_of_sign(snapshot))[names.GRADIENTS] == expected
-    del given
 
 
 def test_packs_are_what_the_compression_keeps(path: Path) -> None:
@@ -167,13 +164,12 @@ def test_packs_are_what_the_compression_keeps(path: Path) -> None:
     with vramx.record(path, model):
         with vramx.compress(min_bytes=0) as stats:
             out = model(x)
-        given = sign()
+        sign()
         out.sum().backward()
     snapshot = vramx.Snapshot.load(path)
     found = by_category(snapshot, event_of_sign(snapshot))
     assert stats.packed.kept_bytes > 0
     assert found[names.PACKED] == stats.packed.kept_bytes
-    del given
 
 
 def test_packs_of_fused_modules_are_packed(path: Path) -> None:
@@ -189,11 +185,10 @@ def test_packs_of_fused_modules_are_packed(path: Path) -> None:
     for model in (plain.bfloat16(), fused.bfloat16()):
         with vramx.record(path, model):
             out = model(x)
-            given = sign()
+            sign()
             out.sum().backward()
         snapshot = vramx.Snapshot.load(path)
         kept.append(by_category(snapshot, event_of_sign(snapshot)))
-        del given
     assert names.PACKED not in kept[0]
     assert 0 < kept[1][names.PACKED] < kept[0][names.ACTIVATIONS]
 
