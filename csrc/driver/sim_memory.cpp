@@ -14,7 +14,7 @@ namespace vramx {
 namespace {
 
 // One cuMemAddressReserve of 2^46 bytes succeeds and one of 2^47 does not (H200, driver 580.159).
-constexpr Bytes kLargestReservation{1ULL << 46};
+constexpr Bytes kLargestReservation{1ULL << 47};
 // Room for most programs' mappings and chunks, so that it need not move.
 constexpr std::size_t kFew = 1024;
 
