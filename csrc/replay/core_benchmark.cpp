@@ -91,12 +91,15 @@ class Worker {
 
 CoreCost measure_core(const CoreBenchmark& benchmark) {
   const auto driver = SimDriver::open({.capacity = kMemory, .mode = SimMode::kAccounting});
+  if (!driver.ok()) return {.is_out_of_memory = true};
   const auto allocator = DeviceAllocator::create(*driver.value(), AllocatorConfig{});
+  if (!allocator.ok()) return {.is_out_of_memory = true};
   const std::vector<Bytes> sizes = draw_sizes(benchmark);
   std::vector<Worker> workers;
   for (std::uint32_t i = 0; i < benchmark.threads; ++i) {
     workers.emplace_back(*allocator.value(), sizes, i + 2);
-    if (!workers.back().fill(benchmark.live_blocks / benchmark.threads)) return {true};
+    if (!workers.back().fill(benchmark.live_blocks / benchmark.threads))
+      return {.is_out_of_memory = true};
   }
   const std::uint64_t pairs = benchmark.operations / benchmark.threads / 2;
   std::atomic<bool> is_out_of_memory{false};
