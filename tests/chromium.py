@@ -126,7 +126,9 @@ class Page:
 
     def _note(self, event: str, parameters: dict[str, Any]) -> None:
         if event == "Runtime.exceptionThrown":
-            self.complaints.append(json.dumps(parameters["exceptionDetails"])[:500])
+            details = parameters["exceptionDetails"]
+            said = details.get("exception", {}).get("description", "")
+            self.complaints.append(f"{details['text']} {said}"[:500])
         elif event == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning"):
             self.complaints.append(json.dumps(parameters["args"])[:500])
         elif event == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
