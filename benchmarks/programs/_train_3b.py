@@ -59,7 +59,7 @@ def train(name: str, row: Row, device: torch.device, limit_bytes: int) -> None:
     optimizer = optimizer_of(row.optimizer, model)
     if row.way == "plan":
         start_s = time.perf_counter()
-        plan_for(model, next(batches), limit_bytes, optimizer)
+        plan_for(model, next(text(device)), limit_bytes, optimizer)
         report(name, "plan_s", "s", [time.perf_counter() - start_s])
     else:
         checkpoint(model, float(row.way))
