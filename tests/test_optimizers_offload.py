@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -214,6 +215,39 @@ def test_the_tensors_of_objects_are_on_the_host(link: LateLink) -> None:
     states = zip(pair.optimizer.state.values(), pair.offloaded.state.values(), strict=True)
     for plain, streamed in states:
         assert torch.equal(plain["mean"].value, streamed["mean"].value)
+
+
+class InSlots:
+    __slots__ = ("value",)
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class HasSlots(CountsInTheGroup):
+    """Its states are objects that no attribute dictionary tells of."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.state[p].setdefault("mean", InSlots(torch.zeros_like(p)))
+                    mean.value.mul_(0.9).add_(p.grad)
+                    p.sub_(mean.value, alpha=group["lr"])
+
+
+def test_tensors_that_are_not_reached_stay_and_are_told_of_once(link: LateLink) -> None:
+    pair = Pair(HasSlots)
+    vramx.offload_optimizer(pair.offloaded, **OPTIONS)
+    with pytest.warns(VramxWarning, match="inside of InSlots are not reached") as told:
+        pair.step(0)
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", VramxWarning)
+        pair.step(1)
+    expect_alike(pair.plain, pair.streamed)
 
 
 def test_the_host_has_the_states_and_the_device_three_slots(link: LateLink) -> None:

@@ -14,6 +14,7 @@ Not thread-safe.
 from __future__ import annotations
 
 import functools
+import gc
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 # Copies of aligned ranges run at the full speed of the link, and any dtype may be viewed there.
 _ALIGNMENT_BYTES = 512
@@ -116,6 +117,11 @@ class Bucket:
         """Tell whether the optimizer still has an image's values, and no others beside them."""
         return self._keys == self._keys_in(state) and all(shown.is_there() for shown in image)
 
+    def unknown(self, state: States) -> list[str]:
+        """Return the classes of what has tensors that cannot be moved."""
+        values = (value for p in self.parameters for value in state.get(p, {}).values())
+        return sorted({type(value).__name__ for value in values if hides_tensors(value)})
+
     def _offset(self, tensor: Tensor) -> int:
         offset = self.nbytes
         self.nbytes += -(-size_bytes(tensor) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
@@ -146,6 +152,17 @@ def is_record(value: Any) -> bool:
     if isinstance(value, Tensor | type) or not hasattr(value, "__dict__"):
         return False
     return any(isinstance(held, Tensor) for held in vars(value).values())
+
+
+def hides_tensors(value: Any) -> bool:
+    """Tell whether a state's value has tensors that are not reached, as an object with slots."""
+    if isinstance(value, Tensor) or is_record(value):
+        return False
+    return any(
+        not isinstance(leaf, Tensor)
+        and any(isinstance(held, Tensor) for held in gc.get_referents(leaf))
+        for leaf in tree_leaves(value)
+    )
 
 
 def plain_tensors(value: Any) -> list[Tensor]:

@@ -29,7 +29,6 @@ from vramx.compression.pinned import Slot
 from vramx.compression.transport import Lane
 from vramx.errors import VramxWarning
 from vramx.optimizers.states import Bucket, Shown, States, is_dense, show, size_bytes
-from vramx.sizes import format_size
 
 SLOTS = 3
 
@@ -78,7 +77,7 @@ class StateStream:
         self._rests: dict[int, _Rest] = {}  # by the bucket's number
         self._free: deque[_Berth] = deque()
         self._coming: dict[int, tuple[_Berth, Any]] = {}  # and the event that all has arrived
-        self._has_warned = False
+        self._told: set[str] = set()
 
     @property
     def pinned_bytes(self) -> int:
@@ -218,6 +217,8 @@ class StateStream:
             return is_here and size_bytes(tensor) >= self._least_bytes and is_dense(tensor)
 
         bucket.place(state, moves)
+        if unknown := bucket.unknown(state):
+            self._tell_once(f"tensors inside of {', '.join(unknown)} are not reached: they stay")
         with self._lock:
             slot = self._pool.take(bucket.nbytes) if bucket.nbytes else None
         if slot is not None:
@@ -235,16 +236,10 @@ class StateStream:
             self._rests[number] = rest
             weakref.finalize(rest, self._pool.retire, slot)
         elif bucket.nbytes:
-            self._tell_of_want(bucket.nbytes)
+            self._tell_once("the host has no more to pin for an optimizer's states: some stay")
             bucket.nbytes = 0
 
-    def _tell_of_want(self, nbytes: int) -> None:
-        if self._has_warned:
-            return
-        self._has_warned = True
-        warnings.warn(
-            f"the host has no {format_size(nbytes)} more to pin for an optimizer's states: "
-            "these stay on the device",
-            VramxWarning,
-            stacklevel=2,
-        )
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            warnings.warn(f"{text} on the device", VramxWarning, stacklevel=2)

@@ -43,8 +43,8 @@ from vramx.sizes import MIB
 # :4096:2:16:8 of CUBLAS_WORKSPACE_CONFIG, and 32 MiB from compute capability 9.0 (an H100) on, as
 # ATen/cuda/CublasHandlePool.cpp has it. Larger than what older GPUs take, 8.125 MiB.
 CUBLAS_BYTES = 32 * MIB
-# What a CUDA 13 process of torch takes of an H200 before its first tensor, and its kernels: 0.5 GiB
-# within a fifth, by nvidia-smi; it depends on driver and libraries.
+# About what a process of torch takes of a GPU before its first tensor. It depends on the driver and
+# the libraries, so it stands beside the peak and never in it.
 CONTEXT_BYTES = 512 * MIB
 _NO_WORKSPACES = "workspaces of cuDNN, which it chooses when it runs, are not counted"
 _UNSEEN = (
