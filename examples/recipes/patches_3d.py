@@ -79,12 +79,12 @@ def trained(place: Place, model: nn.Module, crop: int) -> Figures:
         optimizer.zero_grad()
         return loss.detach()
 
-    return measure(place, step)
+    return measure(place, step, place.sized(6, 2))
 
 
 def inferred(place: Place, infer: Callable[[nn.Module, Tensor], Tensor]) -> Figures:
     model = UNet(place).eval()
-    volume, labels = example(place, place.sized(224, 16))
+    volume, labels = example(place)
 
     def step(_index: int) -> Tensor:
         with torch.inference_mode(), place.autocast():
@@ -93,9 +93,9 @@ def inferred(place: Place, infer: Callable[[nn.Module, Tensor], Tensor]) -> Figu
     return measure(place, step, place.sized(6, 2))
 
 
-def example(place: Place, size: int | None = None) -> tuple[Tensor, Tensor]:
+def example(place: Place) -> tuple[Tensor, Tensor]:
     """Return one volume of noise with a ball in it, and where the ball is."""
-    size = size or place.sized(192, 16)
+    size = place.sized(192, 16)
     axis = torch.linspace(-1, 1, size, device=place.device)
     x, y, z = torch.meshgrid(axis, axis, axis, indexing="ij")
     labels = ((x**2 + y**2 + z**2) < 0.4).long()[None]
