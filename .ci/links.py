@@ -1,6 +1,6 @@
 """Asks for every link of README.md and docs/ to another site; names those that are not answered.
 
-python .ci/links.py      exits 1 where one is not; needs a network: it is no part of .ci/run
+Exits 1 where one is not. It needs a network, so it is no part of .ci/run.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ Made text stands between two comments of a page. The first says what it is:
     <!-- help VERB -->                           what `vramx VERB --help` prints
     <!-- explain -->                             what `vramx explain` prints of a recorded failure
     <!-- map -->                                 the files of vramx/, a line each
+    <!-- recipes -->                             the pages of docs/recipes
 and <!-- end --> ends it. `results` reads the raw rows and chooses the run, `tables` says which
 tables there are, `made` makes text, `pages` finds it in the pages.
 """

@@ -32,6 +32,7 @@ def make(words: str) -> str:
         "help": help_text,
         "explain": explanation,
         "map": files_map,
+        "recipes": recipes,
     }
     if kind not in makers:
         raise LookupError(f"nothing is made for {words!r}")
@@ -64,6 +65,16 @@ def files_map(_: str) -> str:
         lines += [f"| `{path.name}` | {first_sentence(path)} |" for path in files]
         lines += [""]
     return _block(lines[:-1])
+
+
+def recipes(_: str) -> str:
+    """Return the recipes that there are, by their titles."""
+    found = []
+    for path in sorted((ROOT / "docs" / "recipes").glob("*.md")):
+        if path.name != "index.md":
+            title = path.read_text().partition("\n")[0].removeprefix("# ")
+            found.append(f"- [{title}]({path.name})")
+    return _block(found)
 
 
 def first_sentence(path: Path) -> str:
