@@ -7,7 +7,7 @@ Rows are names, which the columns put into the names of cases and metrics: "{} v
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
 
@@ -67,6 +67,7 @@ class Table:
     """A table of one benchmark.
 
     source: the name of its file. heading: of the first column. rows: label -> name.
+    may_lack: rows that are left out where the run does not have them.
     is_one_run: its rows are of one run; else each is of the newest that has it.
     """
 
@@ -74,6 +75,7 @@ class Table:
     heading: str
     rows: Mapping[str, str]
     columns: tuple[Column, ...]
+    may_lack: Mapping[str, str] = field(default_factory=dict)
     is_one_run: bool = True
 
     def needed(self, name: str) -> list[Cell]:
@@ -97,20 +99,31 @@ class Table:
         cases = {case for each in self.columns for case, _ in each.cells(name)}
         return run.part(cases)
 
+    def shown_rows(self, run: Run) -> dict[str, str]:
+        """Return the rows that the table has in a run."""
+        found = {
+            label: name
+            for label, name in self.may_lack.items()
+            if all(map(run.has, self.needed(name)))
+        }
+        return {**self.rows, **found}
+
     def shown(self, run: Run) -> Run:
         """Return the part of a run whose place is to be named."""
-        cells = (
-            cell for name in self.rows.values() for c in self.columns for cell in c.cells(name)
-        )
+        names = self.shown_rows(run).values()
+        cells = (cell for name in names for each in self.columns for cell in each.cells(name))
         return run.part(case for case, _ in cells)
 
     def lines(self) -> list[str]:
         """Return the table in Markdown, and below it where it was measured."""
         run = self.run()
+        rows = self.shown_rows(run)
+        if not rows:
+            return ["Not measured yet."]
         headings = [self.heading, *(each.heading for each in self.columns)]
         body = [
             [label, *(each.text(run, name) for each in self.columns)]
-            for label, name in self.rows.items()
+            for label, name in rows.items()
         ]
         lines = [_line(headings), _line(["---"] * len(headings)), *map(_line, body)]
         return [*lines, "", self.shown(run).place]

@@ -434,5 +434,18 @@ TABLES: dict[str, Table] = {
             Column("reserved", "{}", "peak_reserved_bytes", GIBS),
             Column("tokens/s", "{}", "tokens_per_s", COUNT),
         ),
+        may_lack={"3 B, 8.5 GiB: `plan`, states on the host": "3b_8.5_plan"},
+    ),
+    "train-longest": Table(
+        "train_3b",
+        "model, limit, way",
+        {},
+        (Column("longest sequence", "{}", "longest_tokens", COUNT),),
+        may_lack={
+            "3 B, 24 GiB: `recompute_all`, inputs of blocks on the host": "3b_24_longest",
+            "3 B, 24 GiB: Liger, checkpoints on the host": "3b_24_longest_liger",
+            "8 B, 24 GiB: `recompute_all`, inputs of blocks on the host": "8b_24_longest",
+            "8 B, 24 GiB: Liger, checkpoints on the host": "8b_24_longest_liger",
+        },
     ),
 }
