@@ -10,7 +10,8 @@ from benchmarks.harness import ROOT
 
 # A comment in quotes is one that a page speaks of.
 _MADE = re.compile(
-    r"(?<!`)<!--\s*(?P<words>(?:= |table |help|explain|map|recipes)[^>]*?)\s*-->(?P<text>.*?)<!-- end -->",
+    r"(?<!`)<!--\s*(?P<words>(?:= |table |help|explain|map|recipes)[^>]*?)\s*-->"
+    r"(?P<text>.*?)<!-- end -->",
     re.DOTALL,
 )
 # argparse of Python 3.13 writes "-o, --output FILE" where those before write the word twice, and
