@@ -9,13 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.documents import figures, results, tables
+from benchmarks.documents import figures, prune, results, tables
 from benchmarks.documents.layout import Column, Table, number
 from benchmarks.documents.results import PLACE, Row
+from benchmarks.harness import COLUMNS, read_csv
 
 MACHINE = {
     **dict.fromkeys(PLACE, "x"),
-    **{"dirty": "no", "gpu": "NVIDIA H200", "torch": "2.11.0", "command": "vramx bench b --only a"},
+    "dirty": "no",
+    "gpu": "NVIDIA H200",
+    "torch": "2.11.0",
+    "command": "vramx bench b --only a",
 }
 TABLE = Table(
     "b",
@@ -120,3 +124,22 @@ def test_a_figure_is_of_its_table(
     rows += [row("a", "2", metric="rounds"), row("b", "2", metric="rounds")]
     monkeypatch.setitem(tables.TABLES, "t", TABLE)
     assert figures.figure(query) == figure
+
+
+def test_rows_of_runs_that_no_table_shows_are_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = [row("a", "3", "new", date_utc="2026-02-01"), row("b", "4", "new"), row("z", "5", "new")]
+    older = [row("a", "1", "old"), row("b", "2", "old")]
+    with (tmp_path / "b.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(older + kept)
+    for module in (prune, results):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    monkeypatch.setattr(prune, "TABLES", {"t": TABLE})
+    results.runs.cache_clear()
+    assert list(prune.prune()) == ["b.csv: 2 of 5 rows dropped"]
+    assert [each["median"] for each in read_csv(tmp_path / "b.csv")] == ["3", "4", "5"]
+    assert list(prune.prune()) == []
+    results.runs.cache_clear()

@@ -2,6 +2,7 @@
 
     python -m benchmarks.documents --check       say what is not as it would be made; exits 1
     python -m benchmarks.documents --write       make it
+    python -m benchmarks.documents --prune       drop the rows of runs that no table shows
 
 Made text stands between two comments of a page. The first says what it is:
     <!-- table NAME -->                          a table of tables.py, with where it was measured
@@ -11,5 +12,6 @@ Made text stands between two comments of a page. The first says what it is:
     <!-- map -->                                 the files of vramx/, a line each
     <!-- recipes -->                             the pages of docs/recipes
 and <!-- end --> ends it. `results` reads the raw rows and chooses the run, `tables` says which
-tables there are, `made` makes text, `pages` finds it in the pages.
+tables there are, `figures` reads one of their figures, `made` makes text, `pages` finds it in the
+pages, `prune` drops rows, and `pictures` draws.
 """

@@ -8,11 +8,12 @@ import sys
 
 from benchmarks.documents import __doc__ as description
 from benchmarks.documents.pages import pages, remade
+from benchmarks.documents.prune import prune
 from benchmarks.harness import ROOT
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check or write all pages; return 1 where a check fails."""
+    """Check or write all pages, or prune the rows; return 1 where a check fails."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.documents",
         description=description,
@@ -21,7 +22,12 @@ def main(arguments: list[str] | None = None) -> int:
     choice = parser.add_mutually_exclusive_group(required=True)
     choice.add_argument("--check", action="store_true")
     choice.add_argument("--write", action="store_true")
+    choice.add_argument("--prune", action="store_true")
     args = parser.parse_args(arguments)
+    if args.prune:
+        for line in prune():
+            print(line)
+        return 0
     differing = 0
     for path in pages():
         text = path.read_text()
