@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, create_autospec
 
 import documents
 import pytest
@@ -215,6 +215,8 @@ def without_gpu(patch: pytest.MonkeyPatch) -> None:
             return MagicMock()
 
         patch.setattr(vramx, name, call)
+    for name in ("_record_memory_history", "_dump_snapshot"):
+        patch.setattr(torch.cuda.memory, name, create_autospec(getattr(torch.cuda.memory, name)))
 
 
 def needed_libraries(code: str) -> list[str]:
