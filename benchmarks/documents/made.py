@@ -68,12 +68,14 @@ def files_map(_: str) -> str:
 
 
 def recipes(_: str) -> str:
-    """Return the recipes that there are, by their titles."""
+    """Return the recipes that there are: their titles, and the first sentence of each."""
     found = []
     for path in sorted((ROOT / "docs" / "recipes").glob("*.md")):
         if path.name != "index.md":
-            title = path.read_text().partition("\n")[0].removeprefix("# ")
-            found.append(f"- [{title}]({path.name})")
+            title, _, text = path.read_text().removeprefix("# ").partition("\n\n")
+            first = re.match(r"(?:\*\*When\.\*\* )?(.*?[.:])(?:\s|$)", text, re.DOTALL)
+            words = " ".join(first[1].split()) if first else ""
+            found.append(f"- [{title}]({path.name}): {words.rstrip(':')}")
     return _block(found)
 
 
