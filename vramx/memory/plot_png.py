@@ -51,7 +51,7 @@ def render_png(picture: Picture, only: Collection[str] = _INCHES) -> bytes:
         "timelines": _draw_timelines,
         **({"categories": _draw_categories} if picture.layers else {}),
         **({"unused": _draw_unused} if picture.lines else {}),
-        "map": _draw_map,
+        "map": draw_map,
     }
     parts = {name: draw for name, draw in parts.items() if name in only}
     heights = [_INCHES[name] for name in parts]
@@ -140,7 +140,8 @@ def _finish(axes: Any, picture: Picture, unit: str, words: str) -> None:
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False, fontsize=9)
 
 
-def _draw_map(axes: Any, picture: Picture) -> None:
+def draw_map(axes: Any, picture: Picture) -> None:
+    """Draw the extents of an arena into axes, with their legend below."""
     from matplotlib.patches import Patch
 
     for row in range(picture.rows):
