@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves
 
 from vramx.memory.trace import ALLOCATE, FREE_COMPLETED, Trace
+from vramx.patch.watching import looks_on
 from vramx.planning.storages import Storages, Watch
 
 FORWARD, BACKWARD, OPTIMIZER, BEFORE = "forward", "backward", "optimizer's step", "before the step"
@@ -109,10 +110,12 @@ class Recording:
             stack.enter_context(_Recorder(self))
             yield
 
+    @looks_on
     def _enter(self, module: nn.Module, _: Any) -> None:
         if id(module) in self._names:
             self._stack.append(self._names[id(module)])
 
+    @looks_on
     def _leave(self, module: nn.Module, _: Any, result: Any) -> None:
         name = self._names.get(id(module))
         if name is None or name not in self._stack:
