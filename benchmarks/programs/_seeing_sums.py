@@ -66,7 +66,8 @@ def compare_device(case: str, snapshot: Snapshot, device_bytes: int | None) -> N
     if device_bytes is None or snapshot.outside_bytes is None:
         report_status(f"{case} device", "skipped: nothing says what the GPU has in use")
         return
-    said = snapshot.reserved_bytes_at(snapshot.end_event) + snapshot.outside_bytes
+    held = int(snapshot.reserved_bytes_at(snapshot.end_event))
+    said = held + snapshot.outside_bytes
     report(case, "device_bytes", "B", [device_bytes])
     report(case, "device_said_bytes", "B", [said])
     report(case, "device_off", "1", [said / device_bytes - 1])

@@ -157,9 +157,11 @@ class _Recorder(Watch):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", "").partition(".")[0]
-        if name in _KERNELS:
-            self._kernels.add((_KERNELS[name], torch._C._current_graph_task_id() != -1))
+        library = _KERNELS.get(getattr(func, "__name__", "").partition(".")[0])
+        if getattr(func, "namespace", "") == "vramx":  # most of whose operators have products
+            library = CUBLAS
+        if library is not None:
+            self._kernels.add((library, torch._C._current_graph_task_id() != -1))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
