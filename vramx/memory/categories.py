@@ -6,7 +6,9 @@ the order of times counts, so they may be microseconds or numbers of events. Not
 names. Each allocation has exactly one category, by the first of these rules that applies:
 
     1  what it was seen to be: parameters, gradients, optimizer, packed
-    2  workspaces: never freed, of the size of a library's workspace, and not made between calls
+    2  workspaces: never freed, of the size of a library's workspace, and not made between calls;
+       of a size that tensors have as well, only the first that is made in forward and the first in
+       backward, if a backward pass ends after it: there activations go
     3  made in a module's forward: activations, if it outlives the outermost call (or is alive when
        backward begins within that) and that call recorded a graph; else temporaries
     4  made in backward or in an optimizer's step: temporaries
@@ -25,7 +27,9 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from vramx.memory.workspaces import RARE_BYTES
 
 PARAMETERS = "parameters"  # and buffers
 GRADIENTS = "gradients"
@@ -136,25 +140,42 @@ def categorize(
     """
     seen = _seen_of(allocations, log)
     timeline = _Timeline(log.marks)
-    sizes = frozenset(workspace_sizes)
+    workspaces = _workspaces(allocations, seen, timeline, frozenset(workspace_sizes))
     return [
-        _found(allocation, seen.get(index, {}), timeline, sizes)
+        Found(WORKSPACES)
+        if index in workspaces
+        else _found(allocation, seen.get(index, {}), timeline)
         for index, allocation in enumerate(allocations)
     ]
 
 
-def _found(
-    allocation: Allocation, seen: dict[str, str], timeline: _Timeline, workspaces: frozenset[int]
-) -> Found:
+def _workspaces(
+    allocations: Sequence[Allocation],
+    seen: dict[int, dict[str, str]],
+    timeline: _Timeline,
+    sizes: frozenset[int],
+) -> frozenset[int]:
+    """Return which allocations are workspaces, by the second rule."""
+    found: dict[Any, int] = {}  # by what there is one of
+    for index, each in sorted(enumerate(allocations), key=lambda pair: pair[1].born):
+        is_candidate = each.died == math.inf and each.size_bytes in sizes
+        if not is_candidate or not seen.get(index, {}).keys().isdisjoint(_SEEN):
+            continue
+        span = timeline.at(each.born)
+        if each.size_bytes >= RARE_BYTES:
+            if span is not None or each.born == -math.inf:
+                found[index] = index
+        elif span is not None and each.born < timeline.last_backward_end:
+            found.setdefault((each.size_bytes, span.kind == FORWARD), index)
+    return frozenset(found.values())
+
+
+def _found(allocation: Allocation, seen: dict[str, str], timeline: _Timeline) -> Found:
     span = timeline.at(allocation.born)
     label = span.label if span is not None else ""
     for category in _SEEN:
         if category in seen:
             return Found(category, seen[category] or label)
-    is_early = allocation.born == -math.inf
-    never_freed = allocation.died == math.inf
-    if never_freed and allocation.size_bytes in workspaces and (is_early or span is not None):
-        return Found(WORKSPACES)
     if span is not None:
         is_kept = span.kind == FORWARD and timeline.outlives(allocation, span)
         return Found(ACTIVATIONS if is_kept else TEMPORARIES, label)
@@ -175,7 +196,9 @@ class _Timeline:
         self._marks = marks
         self._current: list[_Span | None] = []
         self._last_forward: list[_Span | None] = []  # outermost, the last that has ended
-        self._backwards = [m.time for m in marks if m.kind == BACKWARD and m.begins]
+        backwards = [mark for mark in marks if mark.kind == BACKWARD]
+        self._backwards = [mark.time for mark in backwards if mark.begins]
+        self.last_backward_end = max((m.time for m in backwards if not m.begins), default=-math.inf)
         opened: list[tuple[int, _Span]] = []
         last = None
         for mark in marks:
