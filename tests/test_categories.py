@@ -8,26 +8,23 @@ import pytest
 
 from vramx.memory.categories import (
     ACTIVATIONS,
-    BACKWARD,
-    FORWARD,
     GRADIENTS,
     INPUTS,
     OPTIMIZER,
     OUTSIDE_MODULES,
     PACKED,
     PARAMETERS,
-    STEP,
     TEMPORARIES,
     UNKNOWN,
     WORKSPACES,
     Allocation,
     Found,
     Log,
-    Mark,
     Seen,
     categorize,
 )
 from vramx.memory.history import TICK_BYTES, Tick, clock_of
+from vramx.memory.spans import BACKWARD, FORWARD, STEP, Mark
 
 ADDRESS, SIZE = 4096, 1000
 WORKSPACE, SMALL_WORKSPACE = 32 << 20, 1 << 20

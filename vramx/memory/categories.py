@@ -29,6 +29,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from vramx.memory.spans import FORWARD, Mark, Timeline
 from vramx.memory.workspaces import RARE_BYTES
 
 PARAMETERS = "parameters"  # and buffers
@@ -44,28 +45,9 @@ CATEGORIES = (
     *(PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, PACKED),
     *(TEMPORARIES, INPUTS, WORKSPACES, UNKNOWN),
 )
+OUTSIDE_MODULES = "(outside modules)"
 # Seen memory in this order: what has been seen as two of them is the first.
 _SEEN = (PARAMETERS, GRADIENTS, OPTIMIZER, PACKED)
-
-# What a mark is of.
-FORWARD, BACKWARD, STEP = "forward", "backward", "step"
-OUTSIDE_MODULES = "(outside modules)"
-_LABELS = {BACKWARD: "(backward)", STEP: "(optimizer step)"}
-
-
-class Mark(NamedTuple):
-    """A call, a backward pass or a step that begins or ends.
-
-    `label` is a module's path; `flag` says, of a forward that begins, whether a graph is recorded,
-    and of one that ends whether it came to its end.
-    """
-
-    time: float
-    kind: str
-    begins: bool
-    thread: int
-    label: str = ""
-    flag: bool = True
 
 
 class Seen(NamedTuple):
@@ -106,23 +88,6 @@ class Log:
     clock_error: float = 0.0
 
 
-@dataclass
-class _Span:
-    kind: str
-    label: str
-    begin: float
-    records: bool
-    outer: _Span | None  # of a forward, the forward that it is part of
-    end: float = math.inf
-    completed: bool = False
-
-    def outermost(self) -> _Span:
-        span = self
-        while span.outer is not None:
-            span = span.outer
-        return span
-
-
 def categorize(
     allocations: Sequence[Allocation], log: Log, workspace_sizes: Iterable[int] = ()
 ) -> list[Found]:
@@ -139,7 +104,7 @@ def categorize(
         [Found(category='activations', label='fc'), Found(category='temporaries', label='fc')]
     """
     seen = _seen_of(allocations, log)
-    timeline = _Timeline(log.marks)
+    timeline = Timeline(log.marks)
     workspaces = _workspaces(allocations, seen, timeline, frozenset(workspace_sizes))
     return [
         Found(WORKSPACES)
@@ -152,15 +117,20 @@ def categorize(
 def _workspaces(
     allocations: Sequence[Allocation],
     seen: dict[int, dict[str, str]],
-    timeline: _Timeline,
+    timeline: Timeline,
     sizes: frozenset[int],
 ) -> frozenset[int]:
     """Return which allocations are workspaces, by the second rule."""
+    candidates = [
+        (each.born, index)
+        for index, each in enumerate(allocations)
+        if each.died == math.inf
+        and each.size_bytes in sizes
+        and seen.get(index, {}).keys().isdisjoint(_SEEN)
+    ]
     found: dict[Any, int] = {}  # by what there is one of
-    for index, each in sorted(enumerate(allocations), key=lambda pair: pair[1].born):
-        is_candidate = each.died == math.inf and each.size_bytes in sizes
-        if not is_candidate or not seen.get(index, {}).keys().isdisjoint(_SEEN):
-            continue
+    for _, index in sorted(candidates):
+        each = allocations[index]
         span = timeline.at(each.born)
         if each.size_bytes >= RARE_BYTES:
             if span is not None or each.born == -math.inf:
@@ -170,104 +140,22 @@ def _workspaces(
     return frozenset(found.values())
 
 
-def _found(allocation: Allocation, seen: dict[str, str], timeline: _Timeline) -> Found:
+def _found(allocation: Allocation, seen: dict[str, str], timeline: Timeline) -> Found:
     span = timeline.at(allocation.born)
     label = span.label if span is not None else ""
     for category in _SEEN:
         if category in seen:
             return Found(category, seen[category] or label)
     if span is not None:
-        is_kept = span.kind == FORWARD and timeline.outlives(allocation, span)
+        is_forward = span.kind == FORWARD
+        is_kept = is_forward and timeline.outlives(allocation.born, allocation.died, span)
         return Found(ACTIVATIONS if is_kept else TEMPORARIES, label)
     if INPUTS in seen:
         return Found(INPUTS, seen[INPUTS])
-    return timeline.between(allocation)
-
-
-class _Timeline:
-    """The spans of a log, and which of them is the innermost at any time.
-
-    That is the span that began last and is open, on whatever thread: autograd's own threads run
-    while the one that asked for backward waits.
-    """
-
-    def __init__(self, marks: Sequence[Mark]) -> None:
-        self._times: list[float] = []
-        self._marks = marks
-        self._current: list[_Span | None] = []
-        self._last_forward: list[_Span | None] = []  # outermost, the last that has ended
-        backwards = [mark for mark in marks if mark.kind == BACKWARD]
-        self._backwards = [mark.time for mark in backwards if mark.begins]
-        self.last_backward_end = max((m.time for m in backwards if not m.begins), default=-math.inf)
-        opened: list[tuple[int, _Span]] = []
-        last = None
-        for mark in marks:
-            if mark.begins:
-                opened.append((mark.thread, _opened(mark, opened)))
-            else:
-                ended = _close(mark, opened)
-                if ended is not None and ended.kind == FORWARD and ended.outer is None:
-                    if not ended.completed:
-                        last = None
-                    elif ended.records or last is None:
-                        last = ended
-                elif mark.kind != FORWARD:
-                    last = None
-            self._times.append(mark.time)
-            self._current.append(opened[-1][1] if opened else None)
-            self._last_forward.append(last)
-
-    def at(self, time: float) -> _Span | None:
-        index = bisect_right(self._times, time) - 1
-        return self._current[index] if index >= 0 else None
-
-    def outlives(self, allocation: Allocation, span: _Span) -> bool:
-        """Say whether what was made in a call is there when the outermost call is over.
-
-        Or when backward begins, where that is called within it.
-        """
-        outermost = span.outermost()
-        if not outermost.records:
-            return False
-        following = bisect_right(self._backwards, allocation.born)
-        if following < len(self._backwards) and self._backwards[following] < outermost.end:
-            return allocation.died > self._backwards[following]
-        if not outermost.completed and not span.completed:
-            return False
-        return allocation.died > outermost.end or allocation.died == math.inf
-
-    def between(self, allocation: Allocation) -> Found:
-        """Return what an allocation is that was made in no span."""
-        index = bisect_right(self._times, allocation.born)
-        before = self._last_forward[index - 1] if index else None
-        if before is None or not before.records:
-            return Found(UNKNOWN)
-        # What is called in between, such as a loss or a metric, is passed over.
-        after = next((mark for mark in self._marks[index:] if mark.kind != FORWARD), None)
-        if after is None or (after.kind == BACKWARD and after.begins):
-            is_kept = allocation.died > (math.inf if after is None else after.time)
-            is_kept = is_kept or allocation.died == math.inf
-            return Found(ACTIVATIONS if is_kept else TEMPORARIES, OUTSIDE_MODULES)
+    is_for_backward = timeline.is_kept_between(allocation.born, allocation.died)
+    if is_for_backward is None:
         return Found(UNKNOWN)
-
-
-def _opened(mark: Mark, opened: list[tuple[int, _Span]]) -> _Span:
-    outer = opened[-1][1] if opened else None
-    if mark.kind != FORWARD or outer is None or outer.kind != FORWARD:
-        outer = None
-    label = _LABELS.get(mark.kind, mark.label)
-    return _Span(mark.kind, label, mark.time, mark.flag, outer)
-
-
-def _close(mark: Mark, opened: list[tuple[int, _Span]]) -> _Span | None:
-    """End the span that the mark is of; one whose beginning was not logged is passed over."""
-    for index in range(len(opened) - 1, -1, -1):
-        thread, span = opened[index]
-        if thread == mark.thread and span.kind == mark.kind:
-            span.end, span.completed = mark.time, mark.flag
-            del opened[index]
-            return span
-    return None
+    return Found(ACTIVATIONS if is_for_backward else TEMPORARIES, OUTSIDE_MODULES)
 
 
 def _seen_of(allocations: Sequence[Allocation], log: Log) -> dict[int, dict[str, str]]:

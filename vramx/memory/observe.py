@@ -25,17 +25,9 @@ from torch.optim import optimizer as optimizers
 from torch.utils._pytree import tree_leaves
 
 from vramx.compression import packs
-from vramx.memory.categories import (
-    BACKWARD,
-    FORWARD,
-    GRADIENTS,
-    INPUTS,
-    OPTIMIZER,
-    PACKED,
-    PARAMETERS,
-    STEP,
-)
+from vramx.memory.categories import GRADIENTS, INPUTS, OPTIMIZER, PACKED, PARAMETERS
 from vramx.memory.history import HistorySource, Tick, clock_ns
+from vramx.memory.spans import BACKWARD, FORWARD, STEP
 from vramx.memory.tensors import fingerprint, parameters_of, plain_tensors, states_of
 from vramx.patch.watching import looks_on
 
