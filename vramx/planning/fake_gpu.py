@@ -102,6 +102,7 @@ class FakeGpu:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", engine))
             stack.enter_context(self.mode)
+            stack.enter_context(_made_on_the_host())
             stack.enter_context(_Operations(self, engine))
             if self.is_cuda:
                 stack.enter_context(_Calls(engine))
@@ -176,6 +177,24 @@ def _answering() -> Iterator[None]:
         # Kernels of cuDNN without data are in no build; torch's own keep about as much.
         stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         yield
+
+
+@contextlib.contextmanager
+def _made_on_the_host() -> Iterator[None]:
+    """Have torch.tensor(..., device="cuda") copy to the GPU what it makes on the host.
+
+    Else it asks the allocator of a device that is not there.
+    """
+    put = getattr(torch._C, "_set_only_lift_cpu_tensors", None)
+    if put is None:
+        yield
+        return
+    before = torch._C._only_lift_cpu_tensors()
+    put(True)
+    try:
+        yield
+    finally:
+        put(before)
 
 
 def _unpacked(assume: Callable[[str], None]) -> contextlib.AbstractContextManager[Any]:
