@@ -127,6 +127,32 @@ def test_a_long_sequence_is_predicted_without_the_scores_of_its_attention(
     assert cached or any("one sequence" in each for each in prediction.assumptions)
 
 
+def test_a_loss_without_logits_is_predicted_without_them() -> None:
+    tokens, classes = 1024, 100_000
+    config = transformers.LlamaConfig(
+        vocab_size=classes,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).bfloat16().train()
+        ids = torch.empty(1, tokens, dtype=torch.long)
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    exact = vramx.predict(step, policies="live", steps=1)
+    prediction = vramx.predict(step, levels=("keep",), policies="live", steps=1)
+    logits = tokens * classes * 2
+    assert exact.peak_bytes() > 2 * logits
+    # The weights, their gradient twice, and the logits of as many tokens as go through at a time.
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert prediction.peak_bytes(level="keep") < 3 * weights + logits
+
+
 def test_block_whose_class_is_changed_on_top_is_fused_still(monkeypatch: Any) -> None:
     # fully_shard() makes a subclass, named otherwise, for each module that it is given.
     original, inputs = hugging_face(transformers, "llama")

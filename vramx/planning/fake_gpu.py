@@ -317,10 +317,9 @@ class _Operations(TorchDispatchMode):
             return _META if self._engine.asks and device.type == "cuda" else device
         if func is torch.ops.aten._local_scalar_dense.default:
             return read_value(args[0], self._gpu.assume)
-        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type in (
-            "cuda",
-            "meta",
-        ):
+        # What the engine was told; a program's own tensors of the meta device are what they are.
+        on_gpu = ("cuda", "meta") if self._engine.asks else ("cuda",)
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type in on_gpu:
             kwargs["device"] = GPU
             known = getattr(args[0], "constant", None) if args else None
             if known is not None:  # torch would compute with the number, on a GPU
