@@ -107,7 +107,8 @@ def _training(
     is_mixed: bool,
 ) -> Training:
     device = _device()
-    scaler = torch.amp.GradScaler(device, enabled=is_mixed)
+    # From torch's own first scale, 65536, on the first steps overflow and are left out.
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0, enabled=is_mixed)
 
     def step() -> Tensor:
         with torch.autocast(device, torch.float16, enabled=is_mixed):
