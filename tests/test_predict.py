@@ -442,6 +442,37 @@ def test_a_mask_selects_all_at_most() -> None:
     assert prediction.peak_bytes() >= 2 * x.nbytes
 
 
+def test_bins_are_as_many_as_are_asked_for() -> None:
+    values = torch.zeros(8, dtype=torch.int64)
+    nodes = torch.zeros(1 << 16, requires_grad=True)
+
+    def step() -> None:
+        degree = torch.bincount(values, minlength=len(nodes))
+        assert degree.dtype is torch.int64
+        (nodes * degree).sum().backward()
+
+    prediction = vramx.predict(step, steps=1)
+    assert any("minlength" in each for each in prediction.assumptions)
+    # Nodes, bins of eight bytes, which backward keeps, and a gradient.
+    assert prediction.peak_bytes() >= nodes.nbytes + 8 * len(nodes) + nodes.nbytes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "counted"), [(torch.float32, torch.float32), (torch.int32, torch.float64)]
+)
+def test_bins_of_weights_are_of_the_type_that_torch_has(
+    dtype: torch.dtype, counted: torch.dtype
+) -> None:
+    values, weights = torch.zeros(8, dtype=torch.int64), torch.ones(8, dtype=dtype)
+    assert torch.bincount(values, weights, 16).dtype is counted
+
+    def step() -> None:
+        found = torch.bincount(values, weights, 16)
+        assert (found.dtype, found.shape) == (counted, (16,))
+
+    vramx.predict(step, steps=1)
+
+
 def test_a_scaler_is_followed() -> None:
     model, x = Stack(1), rows(64)
     learner = torch.optim.SGD(model.parameters(), lr=0.1)
