@@ -5,8 +5,8 @@ their names and `state_dict` stay, so sharding, checkpoints and clipping are as 
 processes must do the same to the model, which is checked by what optimize reports. Each process
 installs the allocator for its own GPU.
 What to expect: on GPUs the same steps are taken as the model is and then optimised; the peak of
-each process falls by what its blocks no longer keep, to about half here. Without GPUs two processes
-of this machine do the same over gloo, and the report says what was done.
+each process falls by what its blocks no longer keep. Without GPUs two processes of this machine do
+the same over gloo, and the report says what was done.
 Needs: torch, one GPU or more. Started without torchrun it starts itself with it, a process a GPU.
 
     torchrun --nproc-per-node 2 examples/fsdp2.py
@@ -16,6 +16,7 @@ Needs: torch, one GPU or more. Started without torchrun it starts itself with it
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 
@@ -49,6 +50,7 @@ def main() -> None:
     plain = None
     if has_gpu:
         plain = train("as it is", build(args, device, level=None), args, device)
+        gc.collect()  # FSDP's hooks and modules refer to each other
         torch.cuda.empty_cache()
     model = build(args, device, level="int8")
     optimised = train("optimised", model, args, device)
@@ -92,7 +94,7 @@ def train(
     generator = torch.Generator().manual_seed(dist.get_rank())
     with vramx.track(name, synchronize=True) as memory:
         for step in range(args.steps):
-            rows = torch.randn(4, args.tokens, args.width, generator=generator).to(device)
+            rows = torch.randn(8, args.tokens, args.width, generator=generator).to(device)
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 loss = (model(rows) - rows.flip(2)).square().mean()
             loss.backward()

@@ -14,6 +14,7 @@ Needs: transformers and accelerate. Half a minute on a GPU.
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import tempfile
 from typing import NamedTuple
@@ -46,7 +47,8 @@ def main() -> None:
     if has_gpu:
         vramx.install_allocator()  # before anything uses the GPU
         plain = train(llama(size), size, args.steps)
-        torch.cuda.empty_cache()  # or what is reserved would be what that has left
+        gc.collect()  # a trainer and its callbacks refer to each other
+        torch.cuda.empty_cache()
 
     model = llama(size)
     print(vramx.optimize(model))

@@ -43,7 +43,8 @@ def main() -> None:
     args = parse()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
-        vramx.install_allocator(limit=args.budget)  # so that the budget is a promise
+        vramx.install_allocator()  # before anything uses the GPU
+        vramx.set_limit(args.budget)  # so that the budget is a promise
     shape, (rows, length) = SIZES[args.size]
     model = llama(shape, device)
     batches = text(args.text, rows, length, device)
