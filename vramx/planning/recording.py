@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves
 
 from vramx.memory.trace import ALLOCATE, FREE_COMPLETED, Trace
+from vramx.planning.reductions import staging_bytes
 from vramx.planning.storages import Storages, Watch
 
 FORWARD, BACKWARD, OPTIMIZER, BEFORE = "forward", "backward", "optimizer's step", "before the step"
@@ -145,7 +146,7 @@ class Recording:
 
 
 class _Recorder(Watch):
-    """A watch that also notes which libraries' kernels run, and in which pass."""
+    """A watch that also notes which libraries' kernels run, in which pass, and what sums take."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__(recording.storages)
@@ -157,7 +158,10 @@ class _Recorder(Watch):
         name = getattr(func, "__name__", "").partition(".")[0]
         if name in _KERNELS:
             self._kernels.add((_KERNELS[name], torch._C._current_graph_task_id() != -1))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if nbytes := staging_bytes(func, args, kwargs or {}):
+            self._storages.pass_by(nbytes)
+        return result
 
 
 CUBLAS, CUDNN = "cuBLAS", "cuDNN"
