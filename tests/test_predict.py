@@ -17,6 +17,7 @@ import vramx
 from vramx.compression.codec import bytes_of
 from vramx.compression.config import Format
 from vramx.errors import InvalidValueError, UntraceableError
+from vramx.nn.rotary import rotary
 from vramx.planning.meters import HostMeter
 from vramx.planning.predict import CONTEXT_BYTES, CUBLAS_BYTES
 from vramx.planning.recording import BACKWARD, FORWARD, OPTIMIZER
@@ -471,6 +472,18 @@ def test_bins_of_weights_are_of_the_type_that_torch_has(
         assert (found.dtype, found.shape) == (counted, (16,))
 
     vramx.predict(step, steps=1)
+
+
+def test_no_kernel_is_launched_on_tensors_without_data() -> None:
+    q, k = (torch.randn(2, 4, 16, 32, requires_grad=True) for _ in "qk")
+    angles = torch.randn(16, 32)
+
+    def step() -> None:
+        turned = rotary(q, k, angles.cos(), angles.sin())
+        sum(each.sum() for each in turned).backward()
+
+    # Turned q and k beside them, at least.
+    assert vramx.predict(step).peak_bytes() >= 4 * q.nbytes
 
 
 def test_a_scaler_is_followed() -> None:
