@@ -101,7 +101,7 @@ stress:
 lint:
 	@$(call prepare,run test dev)
 	PATH="$$(dirname "$$python"):$$PATH"
-	find csrc tests benchmarks -name '*.h' -print0 -o -name '*.cpp' -print0 |
+	find csrc tests benchmarks examples -name '*.h' -print0 -o -name '*.cpp' -print0 |
 		xargs -0 clang-format --dry-run -Werror
 	"$$python" -m ruff check .
 	"$$python" -m ruff format --check .

@@ -3,15 +3,15 @@
 What it shows: `vramx.plan` chooses for each block what it keeps for backward, so that a whole step
 (weights, gradients, optimizer, activations) stays within a budget; the step is taken in backward,
 so that no two gradients are there at a time. FlashOptim's AdamW keeps 24 bits of each weight and
-states of 8 bits; where it is not installed, torch's AdamW does, and `vramx.offload_optimizer` keeps
-its states on the host.
+states of 8 bits; with `--offload` these wait on the host, by `vramx.offload_optimizer`. Where it is
+not installed torch's AdamW does, with its states on the host.
 What to expect: about 28,000 tokens/s on an H100 with FlashOptim, less with states on the host.
 `--size tiny` takes seconds on a CPU, where bytes are those of the host's tensors.
 Needs: transformers, and for `--size 3b` a GPU with 24 GiB; flashoptim if you can. The text is the
 sources of Python's standard library, a token for each byte, or `--text FILE`.
 
     python examples/train_3b.py
-    python examples/train_3b.py --budget 12GiB --steps 50
+    python examples/train_3b.py --budget 12GiB --offload
     python examples/train_3b.py --size tiny
 """
 
@@ -49,7 +49,7 @@ def main() -> None:
     model = llama(shape, device)
     batches = text(args.text, rows, length, device)
 
-    optimizer, is_released = make_optimizer(model, device)
+    optimizer, is_released = make_optimizer(model, args.offload)
     plan = vramx.plan(
         model,
         next(batches),
@@ -88,12 +88,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default=default)
     parser.add_argument("--budget", default="24GiB", help="for example 12GiB (default: 24GiB)")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--offload", action="store_true", help="keep states on the host")
     parser.add_argument("--text", type=Path, help="a file (default: Python's own sources)")
     return parser.parse_args()
 
 
 def llama(shape: tuple[int, ...], device: torch.device) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     hidden, layers, inner, heads, key_heads, vocabulary = shape
     config = LlamaConfig(
@@ -107,17 +108,20 @@ def llama(shape: tuple[int, ...], device: torch.device) -> nn.Module:
     )
     torch.manual_seed(0)
     with device:
-        return LlamaForCausalLM(config).to(torch.bfloat16).train()
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
 
 
-def make_optimizer(model: nn.Module, device: torch.device) -> tuple[torch.optim.Optimizer, bool]:
+def make_optimizer(model: nn.Module, offloads: bool) -> tuple[torch.optim.Optimizer, bool]:
     """Return the optimizer, and whether its own step in backward is still to be enabled."""
-    if device.type == "cuda" and importlib.util.find_spec("flashoptim"):
+    if torch.cuda.is_available() and importlib.util.find_spec("flashoptim"):
         from flashoptim import FlashAdamW
 
-        return FlashAdamW(model.parameters(), lr=1e-5), True
-    # In bfloat16 without 24-bit weights: small updates are rounded away, so a larger rate.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        optimizer = FlashAdamW(model.parameters(), lr=1e-5)
+        if not offloads:
+            return optimizer, True
+    else:
+        # In bfloat16 without 24-bit weights: small updates are rounded away, so a larger rate.
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     return vramx.offload_optimizer(optimizer, in_backward=True), False
 
 
@@ -126,6 +130,8 @@ def text(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield batches, a token for each byte, for ever."""
     paths = [path] if path else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    if not any(each.stat().st_size for each in paths):
+        raise SystemExit(f"{path} is empty")
     held = bytearray()
     for each in itertools.cycle(paths):
         held += each.read_bytes()
