@@ -41,7 +41,7 @@ PYTHON_PARTS = {
     "nn": {*BASE, "compression", "kernels", "patch", "recompute"},
     "recompute": {*BASE, "compression", "patch"},
     "optimizers": {*BASE, "compression", "patch"},
-    "memory": {*BASE, "_core", "compression"},
+    "memory": {*BASE, "_core", "compression", "patch"},
     "testing": {*BASE, "memory"},
     "callbacks": {*BASE, "memory"},
     "planning": {*BASE, "compression", "memory", "nn", "optimizers", "patch", "recompute"},

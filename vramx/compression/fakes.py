@@ -32,7 +32,7 @@ class _NoLaunches:
 
 def _answering(answer: object) -> Callable[..., object]:
     """Return a function of one answer; a mock would keep the tensors that it is asked about."""
-    return lambda *_: answer
+    return lambda *_, **__: answer
 
 
 @contextlib.contextmanager

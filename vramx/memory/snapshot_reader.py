@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from vramx.errors import TraceError, brief
 from vramx.memory.attribution import Attribution
+from vramx.memory.blocks import rounded
 from vramx.memory.segment_reader import SEGMENT_ACTIONS, pool_of, read_segment, read_segment_event
 from vramx.memory.segments import DEFAULT_POOL, Block, PoolNumbers, Segment, SegmentEvent
 from vramx.memory.snapshot import Allocations, FailedRequest, Snapshot
@@ -43,7 +44,6 @@ from vramx.memory.trace import ALLOCATE, FREE_COMPLETED, FREE_REQUESTED, Trace
 
 _MAX_STREAMS = 256
 _MAX_TIME_US = (1 << 32) - 1
-_BLOCK_UNIT = 512
 
 
 def read_snapshot(path: Path, device: int | None = None) -> Snapshot:
@@ -297,7 +297,7 @@ class _Builder:
         size: npt.NDArray[np.uint64],
         stream: npt.NDArray[np.uint8],
     ) -> Allocations:
-        block_bytes = -(-size.astype(np.int64) // _BLOCK_UNIT) * _BLOCK_UNIT
+        block_bytes = rounded(size.astype(np.int64))
         for address, allocation in self._live.items():  # alive at the end: what it really takes
             key = allocation.key
             number_ = -1 - key if key < 0 else key + len(self._baseline)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,7 @@ class FakeGpu:
         """Run what is within on the fake GPU."""
         engine = _Engine()
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_unpacked(self.assume))
             if self.is_cuda:
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 stack.enter_context(_answering())
@@ -174,6 +176,22 @@ def _answering() -> Iterator[None]:
         # Kernels of cuDNN without data are in no build; torch's own keep about as much.
         stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         yield
+
+
+def _unpacked(assume: Callable[[str], None]) -> contextlib.AbstractContextManager[Any]:
+    """Have transformers find no several sequences in one row, which it reads off the positions.
+
+    Without data it makes the mask that they would need: a byte for each pair of tokens.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    if masks is None or not hasattr(masks, name):
+        return contextlib.nullcontext()
+
+    def found(*_: Any, **__: Any) -> None:
+        assume("a row of tokens is taken for one sequence, as transformers reads off positions")
+
+    return mock.patch.object(masks, name, found)
 
 
 @contextlib.contextmanager

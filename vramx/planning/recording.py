@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves
 
 from vramx.memory.trace import ALLOCATE, FREE_COMPLETED, Trace
+from vramx.patch.watching import looks_on
 from vramx.planning.reductions import staging_bytes
 from vramx.planning.storages import Storages, Watch
 
@@ -110,10 +111,12 @@ class Recording:
             stack.enter_context(_Recorder(self))
             yield
 
+    @looks_on
     def _enter(self, module: nn.Module, _: Any) -> None:
         if id(module) in self._names:
             self._stack.append(self._names[id(module)])
 
+    @looks_on
     def _leave(self, module: nn.Module, _: Any, result: Any) -> None:
         name = self._names.get(id(module))
         if name is None or name not in self._stack:
@@ -155,9 +158,11 @@ class _Recorder(Watch):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", "").partition(".")[0]
-        if name in _KERNELS:
-            self._kernels.add((_KERNELS[name], torch._C._current_graph_task_id() != -1))
+        library = _KERNELS.get(getattr(func, "__name__", "").partition(".")[0])
+        if getattr(func, "namespace", "") == "vramx":  # most of whose operators have products
+            library = CUBLAS
+        if library is not None:
+            self._kernels.add((library, torch._C._current_graph_task_id() != -1))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if nbytes := staging_bytes(func, args, kwargs or {}):
             self._storages.pass_by(nbytes)
