@@ -5,7 +5,7 @@ size from step to step, which torch's allocator cuts its memory to pieces for; v
 `vramx.compressed_activations(model)` packs what any network saves for backward, by hooks: this one
 is of plain convolutions, norms and attention that vramx has never seen.
 What to expect: on a GPU the same steps are taken exactly and then in int8; the peak of the second
-is lower by a third to a half, and what is reserved stays within about 1 % of what is allocated.
+is lower by about a quarter, and what is reserved stays within about 1 % of what is allocated.
 On a CPU the packing is the same and its counts are printed (of float32, where a GPU has bfloat16).
 Needs: torch. Twenty seconds on a GPU or a CPU.
 

@@ -4,8 +4,8 @@ What it shows: two lines before a Trainer, `vramx.install_allocator()` and `vram
 and a callback, `TransformersMemory`, which puts the exact peak of each step into Trainer's log. The
 logits of the vocabulary, the largest tensor of a small language model, are not made in training.
 What to expect: on a GPU Trainer trains twice, the model as it is and then optimised, and the
-highest peaks are compared. On a CPU it trains a tiny optimised model and says what was done to it;
-there is no GPU memory to measure.
+highest peaks are compared. On a CPU it trains a tiny optimised model, and `vramx.predict`, which
+needs neither a GPU nor the memory, says what steps of the larger one would take on a GPU.
 Needs: transformers and accelerate. Half a minute on a GPU.
 
     python examples/hf_trainer.py
@@ -49,6 +49,8 @@ def main() -> None:
         plain = train(llama(size), size, args.steps)
         gc.collect()  # a trainer and its callbacks refer to each other
         torch.cuda.empty_cache()
+    else:
+        print(prediction(SIZES["small"]))
 
     model = llama(size)
     print(vramx.optimize(model))
@@ -93,6 +95,23 @@ def llama(size: Size) -> LlamaForCausalLM:
         use_cache=False,  # a block that fills a cache is called as it was
     )
     return LlamaForCausalLM(config)
+
+
+def prediction(size: Size) -> vramx.Prediction:
+    """Predict Trainer's step for a longest batch on a GPU, as the model is and optimised."""
+    with torch.device("meta"):
+        model = llama(size)
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = pad([text(size.longest) for _ in range(4)])
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return vramx.predict(step, levels=("left", "int8"))
 
 
 def text(length: int) -> dict[str, list[int]]:

@@ -4,7 +4,7 @@ What it shows: `vramx.compressed_activations` goes on the network inside the Lig
 forward is what training calls, and not on the module itself, of which Lightning calls
 `training_step`. `LightningMemory` logs the exact peak of each batch as `vram_peak_bytes`.
 What to expect: on a GPU the same training runs exactly and then in int8, and the highest peaks are
-compared: the second is lower by a third to a half. On a CPU the packing is the same and its counts
+compared: the second is lower by about a third. On a CPU the packing is the same and its counts
 are printed (of float32, where a GPU has bfloat16).
 Needs: lightning. Half a minute on a GPU.
 

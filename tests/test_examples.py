@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 LIMIT_S = 240
 
+LEVELS = ("left", "int8")  # in the table of a prediction
+
 Start = Callable[..., str]
 
 
@@ -94,6 +96,8 @@ def test_a_trainer_trains_an_optimised_llama(start: Start) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     said = start("hf_trainer", "--steps", "2")
+    (left,), (int8,) = (re.findall(rf"^{level} +([\d.]+) GiB", said, re.M) for level in LEVELS)
+    assert float(int8) < 0.8 * float(left)  # as is measured on a GPU
     assert re.search(r"LlamaDecoderLayer +int8", said)
     assert "without logits" in said
     assert len([line for line in said.splitlines() if "'grad_norm'" in line]) == 2
