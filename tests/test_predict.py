@@ -427,6 +427,23 @@ def test_what_needs_data_is_one_error_that_names_it(step: Any, said: str) -> Non
         vramx.predict(step, torch.zeros(4, 4))
 
 
+def test_what_a_step_makes_on_the_host_is_told_of() -> None:
+    layer = nn.Linear(64, 64)
+    with pytest.raises(UntraceableError, match="make it before the step, or on the device of"):
+        vramx.predict(lambda: layer(torch.ones(4, 64)), policies="live")
+
+
+def test_what_a_step_makes_on_the_gpu_needs_none() -> None:
+    layer = nn.Linear(64, 64, bias=False)
+
+    def step() -> None:
+        layer(torch.tensor([[1.0] * 64] * 128, device="cuda")).sum().backward()
+
+    # In forward: the weight, the batch, the result and its sum.
+    expected = 64 * 64 * 4 + 2 * 128 * 64 * 4 + 4
+    assert vramx.predict(step, policies="live", steps=1).peak_bytes() == expected
+
+
 def test_a_read_float_is_assumed() -> None:
     model = Stack(1)
 

@@ -20,13 +20,15 @@ from benchmarks.programs import _turn
 from benchmarks.programs._report import allocator_name, is_tiny
 from benchmarks.recipes import UNITS, script
 
-AHEAD = ("transformers.models.llama.modeling_llama", "peft")
+LLAMA = "transformers.models.llama.modeling_llama"
+# torchao, which peft imports where it is installed, initialises CUDA: before an allocator of vramx.
+AHEAD = {"lora": (LLAMA, "peft")}
 
 
 def main(case: str) -> None:
     recipe, _, variant = case.partition("/")
     module = script(recipe)
-    for name in AHEAD:
+    for name in AHEAD.get(recipe, (LLAMA,)):
         with contextlib.suppress(ImportError):  # the recipe says what it lacks
             importlib.import_module(name)
     _turn.wait()

@@ -9,7 +9,18 @@ import gc
 from pathlib import Path
 
 import torch
-from common import Figures, Place, adamw, batch_of, install, language_model, lengths, main, measure
+from common import (
+    Figures,
+    Place,
+    UnavailableError,
+    adamw,
+    batch_of,
+    install,
+    language_model,
+    lengths,
+    main,
+    measure,
+)
 from torch import Tensor
 
 ROOM = 1.05  # the cap, in what the program has alive at its peak
@@ -28,7 +39,10 @@ def vramx_allocator(place: Place) -> Figures:
 
 def host(_place: Place) -> Figures:
     """Say what a container leaves for pinned memory: it counts as the container's own."""
-    return {"host_limit_bytes": host_limit_bytes()}
+    limit_bytes = host_limit_bytes()
+    if limit_bytes is None:
+        raise UnavailableError("the cap of a host needs a container that has one")
+    return {"host_limit_bytes": limit_bytes}
 
 
 def host_limit_bytes() -> int | None:
