@@ -49,7 +49,7 @@ all_library_tests = $(library_tests) tests/test_nn_optimize_convolutions.py \
     tests/test_patch_libraries.py tests/test_patch_libraries_table.py tests/test_libraries.py \
     tests/test_checkpoint_state.py tests/test_benchmarks_train.py tests/test_callbacks.py \
     tests/test_documents.py tests/test_recipes.py \
-    tests/test_benchmarks_seeing.py tests/test_snapshot_readers.py
+    tests/test_benchmarks_seeing.py tests/test_snapshot_readers.py tests/test_examples.py
 
 test-models:
 	@$(call prepare,run test)
@@ -104,7 +104,7 @@ stress:
 lint:
 	@$(call prepare,run test dev)
 	PATH="$$(dirname "$$python"):$$PATH"
-	find csrc tests benchmarks -name '*.h' -print0 -o -name '*.cpp' -print0 |
+	find csrc tests benchmarks examples -name '*.h' -print0 -o -name '*.cpp' -print0 |
 		xargs -0 clang-format --dry-run -Werror
 	"$$python" -m ruff check .
 	"$$python" -m ruff format --check .

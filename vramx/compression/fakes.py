@@ -41,13 +41,13 @@ def fakes_are_plain() -> Iterator[None]:
     from torch._subclasses.fake_tensor import FakeTensor
 
     from vramx.compression import codec, lifetime, random
-    from vramx.kernels import rotary_launch
+    from vramx.kernels import start
 
     PLAIN.add(FakeTensor)
     try:
         with (
+            mock.patch.object(start, "_launches", False),
             mock.patch.object(codec, "_launch", _answering(_NoLaunches)),
-            mock.patch.object(rotary_launch, "rotate", _answering(None)),
             mock.patch.object(random, "state", _answering(None)),
             mock.patch.object(lifetime, "_has_streams", _answering(False)),
             mock.patch.object(lifetime, "_raw_stream", _answering(0)),
