@@ -21,10 +21,17 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import vramx
-from vramx.callbacks import TransformersMemory
+
+HAS_GPU = torch.cuda.is_available()
+if HAS_GPU:
+    # Before anything uses the GPU, as what Trainer imports may do (peft, and with it torchao).
+    vramx.install_allocator()
+
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
+
+from vramx.callbacks import TransformersMemory  # noqa: E402
 
 
 class Size(NamedTuple):
@@ -38,14 +45,12 @@ SIZES = {"small": Size(8, 1024, 32_000, 1024), "tiny": Size(2, 64, 512, 48)}
 
 
 def main() -> None:
-    has_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description="transformers' Trainer with vramx")
-    parser.add_argument("--size", choices=SIZES, default="small" if has_gpu else "tiny")
-    parser.add_argument("--steps", type=int, default=10 if has_gpu else 3)
+    parser.add_argument("--size", choices=SIZES, default="small" if HAS_GPU else "tiny")
+    parser.add_argument("--steps", type=int, default=10 if HAS_GPU else 3)
     args = parser.parse_args()
     size = SIZES[args.size]
-    if has_gpu:
-        vramx.install_allocator()  # before anything uses the GPU
+    if HAS_GPU:
         plain = train(llama(size), size, args.steps)
         gc.collect()  # a trainer and its callbacks refer to each other
         torch.cuda.empty_cache()
@@ -55,7 +60,7 @@ def main() -> None:
     model = llama(size)
     print(vramx.optimize(model))
     optimised = train(model, size, args.steps)
-    if has_gpu:
+    if HAS_GPU:
         print(f"as it is: {plain}")
         print(f"optimised: {optimised}")
         print(f"saved at the peak: {(plain.peak_bytes - optimised.peak_bytes) / 2**20:,.0f} MiB")
@@ -72,7 +77,7 @@ def train(model: LlamaForCausalLM, size: Size, steps: int) -> vramx.Tracked:
             folder,
             per_device_train_batch_size=4,
             max_steps=steps,
-            bf16=torch.cuda.is_available(),
+            bf16=HAS_GPU,
             logging_steps=1,
             report_to="none",
             save_strategy="no",

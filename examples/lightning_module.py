@@ -17,14 +17,20 @@ import argparse
 import gc
 import logging
 
-import lightning
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import vramx
-from vramx.callbacks import LightningMemory
+
+HAS_GPU = torch.cuda.is_available()
+if HAS_GPU:
+    vramx.install_allocator()  # before anything uses the GPU, as what a library imports may do
+
+import lightning  # noqa: E402
+
+from vramx.callbacks import LightningMemory  # noqa: E402
 
 
 class Classifier(lightning.LightningModule):
@@ -62,21 +68,19 @@ class Residual(nn.Module):
 
 
 def main() -> None:
-    has_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description="Lightning with activations in int8")
-    parser.add_argument("--batch", type=int, default=64 if has_gpu else 8)
-    parser.add_argument("--side", type=int, default=128 if has_gpu else 32, help="of an image")
-    parser.add_argument("--steps", type=int, default=10 if has_gpu else 3)
+    parser.add_argument("--batch", type=int, default=64 if HAS_GPU else 8)
+    parser.add_argument("--side", type=int, default=128 if HAS_GPU else 32, help="of an image")
+    parser.add_argument("--steps", type=int, default=10 if HAS_GPU else 3)
     args = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    if has_gpu:
-        vramx.install_allocator()  # before anything uses the GPU
+    if HAS_GPU:
         exact, _ = train(args, level="keep")
         gc.collect()  # a trainer and its callbacks refer to each other
         torch.cuda.empty_cache()
     packed, model = train(args, level="int8")
     print(vramx.compression_stats(model))  # summed over the steps
-    if has_gpu:
+    if HAS_GPU:
         print(f"exact: {exact}")
         print(f"int8: {packed}")
         print(f"saved at the peak: {(exact.peak_bytes - packed.peak_bytes) / 2**20:,.0f} MiB")
@@ -85,11 +89,10 @@ def main() -> None:
 def train(args: argparse.Namespace, level: str) -> tuple[vramx.Tracked, Classifier]:
     """Fit a fresh module at a level; return the batch with the highest peak, and the module."""
     lightning.seed_everything(0, verbose=False)
-    has_gpu = torch.cuda.is_available()
-    model = Classifier(width=64 if has_gpu else 16, depth=6 if has_gpu else 2)
+    model = Classifier(width=64 if HAS_GPU else 16, depth=6 if HAS_GPU else 2)
     if level != "keep":
         # Tensors below min_bytes stay as they are; the default of 1 MiB would be all on a CPU.
-        options = {} if has_gpu else {"min_bytes": "16KiB"}
+        options = {} if HAS_GPU else {"min_bytes": "16KiB"}
         vramx.compressed_activations(model.network, level, **options)
     images = torch.rand(args.batch * 2, 3, args.side, args.side)
     data = TensorDataset(images, (images.mean((1, 2, 3)) * 1e4).long() % 10)
@@ -97,8 +100,8 @@ def train(args: argparse.Namespace, level: str) -> tuple[vramx.Tracked, Classifi
     trainer = lightning.Trainer(
         max_steps=args.steps,
         callbacks=[memory],
-        precision="bf16-mixed" if has_gpu else "32-true",
-        accelerator="gpu" if has_gpu else "cpu",
+        precision="bf16-mixed" if HAS_GPU else "32-true",
+        accelerator="gpu" if HAS_GPU else "cpu",
         devices=1,
         logger=False,
         enable_checkpointing=False,
