@@ -20,6 +20,7 @@ import torch
 from vramx.compression.config import MASK_BITS, Format
 from vramx.compression.geometry import Geometry, restore
 from vramx.compression.lifetime import current_stream, outlive
+from vramx.compression.mapping import Mapping
 from vramx.errors import ModifiedInPlaceError
 
 
@@ -76,7 +77,9 @@ class Copy:
 class Codec(Protocol):
     """Turns a flat range into a payload and back; the codec's own pair, or one that offloads."""
 
-    def encode(self, elements: torch.Tensor, format: Format) -> Payload: ...
+    def encode(
+        self, elements: torch.Tensor, format: Format, mapping: Mapping | None = None
+    ) -> Payload: ...
 
     def decode(self, payload: Any) -> torch.Tensor: ...
 

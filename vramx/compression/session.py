@@ -18,7 +18,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from vramx.compression import attention, policy, random, third_party, writes
 from vramx.compression import codec as plain_codec
-from vramx.compression.angles import AngleCodec, function_of
+from vramx.compression.angles import ANGLES, function_of
 from vramx.compression.attention import Result
 from vramx.compression.calls import STRIDED, Operation
 from vramx.compression.compiler import run_uncompiled
@@ -26,14 +26,15 @@ from vramx.compression.config import MASK_BITS, Compression, Format
 from vramx.compression.fakes import PLAIN
 from vramx.compression.geometry import Geometry, covered_bytes, describe, flat
 from vramx.compression.lifetime import current_stream, outlive
-from vramx.compression.normalised import MEAN_NORMS, NormalCodec, Waiting
+from vramx.compression.mapping import Mapping
+from vramx.compression.normalised import MEAN_NORMS, Normal, Waiting
 from vramx.compression.notices import tell_of_unknown
 from vramx.compression.operations import OperationMode, transformed
 from vramx.compression.policy import SavePolicy
-from vramx.compression.roots import POWERS, RootCodec
+from vramx.compression.roots import POWERS, ROOT
 from vramx.compression.saved import Codec, Copy, Holding, Payload, Pending, Reference, Restored
 from vramx.compression.sharing import Table, cast_source, range_key
-from vramx.compression.signs import SignCodec
+from vramx.compression.signs import SIGN
 from vramx.compression.stats import CompressionStats
 
 _TRANSFORMED = transformed.__name__
@@ -47,8 +48,10 @@ class PlainCodec:
     def __init__(self, streams: random.Streams | None = None) -> None:
         self._streams = streams
 
-    def encode(self, elements: torch.Tensor, format: Format) -> Payload:
-        return plain_codec.pack(elements, format, self._streams)
+    def encode(
+        self, elements: torch.Tensor, format: Format, mapping: Mapping | None = None
+    ) -> Payload:
+        return plain_codec.pack(elements, format, self._streams, mapping)
 
     def decode(self, payload: plain_codec.Packed) -> torch.Tensor:
         return plain_codec.unpack(payload)
@@ -217,21 +220,11 @@ class Session:
         if format.rounding == "stochastic" and device not in self._devices:
             self._devices.add(device)
             random.renew_on_replay(tensor.device)
-        codec = self._codec_for(tensor, operation, format)
-        payload = codec.encode(flat(tensor, geometry), format)
+        mapping = _mapping(tensor, geometry, operation, format)
+        payload = self._codec.encode(flat(tensor, geometry), format, mapping)
         nbytes = geometry.covered * tensor.element_size()
         self._stats.record(operation.name, "", nbytes, payload.nbytes)
-        return Holding(payload, codec, format)
-
-    def _codec_for(self, tensor: torch.Tensor, operation: Operation, format: Format) -> Codec:
-        if format.bits == MASK_BITS:
-            return self._codec if tensor.dtype == torch.bool else SignCodec(self._codec)
-        if operation.waiting is not None:
-            return NormalCodec(self._codec, operation.waiting.statistics, describe(tensor))
-        function = function_of(tensor, operation)
-        if function:
-            return AngleCodec(self._codec, function)
-        return RootCodec(self._codec) if operation.name in POWERS else self._codec
+        return Holding(payload, self._codec, format)
 
     def _keep(
         self, tensor: torch.Tensor, operation: Operation, reason: str
@@ -293,6 +286,20 @@ class Session:
             for _, values in self._formats.values()
         ]
         return any(self._table.find(key, storage) is not None for key in keys)
+
+
+def _mapping(
+    tensor: torch.Tensor, geometry: Geometry, operation: Operation, format: Format
+) -> Mapping | None:
+    """Return what is packed in place of a tensor's elements; None: these."""
+    if format.bits == MASK_BITS:
+        return None if tensor.dtype == torch.bool else SIGN
+    if operation.waiting is not None:
+        return Normal(operation.waiting.statistics, geometry)
+    function = function_of(tensor, operation)
+    if function:
+        return ANGLES[function]
+    return ROOT if operation.name in POWERS else None
 
 
 # Kept for what they are, not for whose memory they lie in: a look at the storage may save memory.
