@@ -161,6 +161,13 @@ def pack(
         or not flat.is_contiguous()
     ):
         raise InvalidValueError(_what_is_wrong(flat, mask))
+    return packed(flat, format, streams, mapping)
+
+
+def packed(
+    flat: Tensor, format: Format, streams: random.Streams | None, mapping: Mapping | None
+) -> Packed:
+    """Return what pack() does; arguments are trusted."""
     if format.bits == MASK_BITS:
         return Packed(_pack_mask(flat, mapping), flat.numel(), flat.dtype, MASK_FORMAT, mapping)
     buffer = encoded(flat, format, streams, mapping)
@@ -197,7 +204,7 @@ def decoded(
     launch, function = _kernels(buffer.device, dtype, format.bits, mapping)
     if mapping is not None and function is None:
         return mapping.back(decoded(buffer, numel, torch.float32, format), dtype)
-    layout = layout_of(numel, format)
+    layout, _ = _layout(numel, format.bits, format.group_size, format.symmetric)
     if launch is None:
         return reference.dequantize(buffer, layout, dtype)
     flat = torch.empty(numel, dtype=dtype, device=buffer.device)

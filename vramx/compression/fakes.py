@@ -17,7 +17,7 @@ import torch
 PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter}
 
 
-class _NoLaunches:
+class NoLaunches:
     """Stands for the kernels' launchers: results are what they are given to write."""
 
     @staticmethod
@@ -38,7 +38,7 @@ class _NoLaunches:
     def unpack_mask(*_: object, **__: object) -> None: ...
 
 
-def _answering(answer: object) -> Callable[..., object]:
+def answering(answer: object) -> Callable[..., object]:
     """Return a function of one answer; a mock would keep the tensors that it is asked about."""
     return lambda *_: answer
 
@@ -53,10 +53,10 @@ def fakes_are_plain() -> Iterator[None]:
     PLAIN.add(FakeTensor)
     try:
         with (
-            mock.patch.object(codec, "_launch", _answering(_NoLaunches)),
-            mock.patch.object(random, "state", _answering(None)),
-            mock.patch.object(lifetime, "_has_streams", _answering(False)),
-            mock.patch.object(lifetime, "_raw_stream", _answering(0)),
+            mock.patch.object(codec, "_launch", answering(NoLaunches)),
+            mock.patch.object(random, "state", answering(None)),
+            mock.patch.object(lifetime, "_has_streams", answering(False)),
+            mock.patch.object(lifetime, "_raw_stream", answering(0)),
         ):
             yield
     finally:

@@ -174,8 +174,7 @@ class Waiting:
 
     def end(self, operation: Operation) -> None:
         """Pack the input, now that the call has ended."""
-        with torch.no_grad():
-            self.statistics = _statistics(self._tensor, operation.name, self._later)
+        self.statistics = _statistics(self._tensor, operation.name, self._later)
         self.pending.held = self._pack(operation)
 
 
@@ -189,7 +188,8 @@ def _statistics(x: Tensor, name: str, later: list[Tensor]) -> Statistics | None:
         return None
     mean, rstd = later[-2:]
     if mean.numel() == 0 and name in _OF_CHANNELS:
-        mean, rstd = later[0].clone(), (later[1].float() + _EPSILON).rsqrt()
+        mean, variance = later[0].detach(), later[1].detach()
+        mean, rstd = mean.clone(), (variance.float() + _EPSILON).rsqrt()
     sizes = _sizes(x.shape, name, mean.shape)
     if sizes is None or mean.numel() != rstd.numel():
         return None

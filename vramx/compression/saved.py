@@ -40,8 +40,10 @@ class Reference:
         # A leaf by itself, so that a sharding library that swaps its data finds it; a view of a
         # parameter too, whose history is views. All else detached: of an operation's result the
         # graph would hold itself. Both share the version counter.
-        base = tensor._base
-        own = tensor.is_leaf or (base is not None and base.is_leaf and base.requires_grad)
+        own = tensor.is_leaf
+        if not own:
+            base = tensor._base
+            own = base is not None and base.is_leaf and base.requires_grad
         self._tensor = tensor if own else tensor.detach()
         self._version = tensor._version
 

@@ -51,7 +51,7 @@ class PlainCodec:
     def encode(
         self, elements: torch.Tensor, format: Format, mapping: Mapping | None = None
     ) -> Payload:
-        return plain_codec.pack(elements, format, self._streams, mapping)
+        return plain_codec.packed(elements, format, self._streams, mapping)
 
     def decode(self, payload: plain_codec.Packed) -> torch.Tensor:
         return plain_codec.unpack(payload)
@@ -113,13 +113,15 @@ class Session:
     def _take(
         self, tensor: torch.Tensor, operation: Operation
     ) -> Reference | Restored | Pending | Result:
+        if operation.waiting is not None:
+            operation.waiting.note(tensor)
+        if operation.name != attention.NAME:
+            return self._take_one(tensor, operation)
         result = attention.result_of(tensor, operation)
         if result is not None:
             # What torch would have held of it counts with whatever reads it next.
             self._stats.record(operation.name, "", 0, 0)
             return result
-        if operation.waiting is not None:
-            operation.waiting.note(tensor)
         saved = self._take_one(tensor, operation)
         attention.note(tensor, operation, saved)
         return saved
@@ -127,7 +129,8 @@ class Session:
     def _take_one(
         self, tensor: torch.Tensor, operation: Operation
     ) -> Reference | Restored | Pending:
-        if operation.position == 0 and not third_party.is_known(operation.library, operation.name):
+        unread = operation.custom and operation.position == 0
+        if unread and not third_party.is_known(operation.library, operation.name):
             writes.note(operation.tensors)  # its forward may have written into them
         bits, reason, most = self._rules.choose(tensor, operation)
         if bits > MASK_BITS and self._mode.is_given(tensor, operation):
@@ -173,8 +176,9 @@ class Session:
         if holding is None:
             holding = self._pack_once(tensor, geometry, operation, form, place)
             self._table.add(key, storage, holding)
-            # Whoever reads the same without a norm is served as well by it.
-            self._table.offer(range_key(tensor, geometry, storage, plain), storage, holding)
+            if place is not plain:
+                # Whoever reads the same without a norm is served as well by it.
+                self._table.offer(range_key(tensor, geometry, storage, plain), storage, holding)
         else:
             self._stats.record(operation.name, "", 0, 0, shared_bytes=nbytes)
         return Restored(holding, geometry, shared=not operation.custom)
@@ -230,7 +234,7 @@ class Session:
         self, tensor: torch.Tensor, operation: Operation, reason: str
     ) -> Reference | Restored:
         if type(tensor) in PLAIN and tensor.layout is STRIDED:
-            nbytes = covered_bytes(tensor)
+            nbytes = tensor.nbytes if tensor.is_contiguous() else covered_bytes(tensor)
             if reason in _EXAMINED and nbytes:
                 storage = tensor.untyped_storage()
                 if storage.nbytes() >= self._rules.min_bytes:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vramx.kernels.layout import Layout, has_outliers
-from vramx.kernels.start import start
+from vramx.kernels.start import start, start_always_with
 
 _OLDEST_CAPABILITY = (8, 0)  # bfloat16 arithmetic
 _WARPS = 4
@@ -46,7 +46,10 @@ class Plan(NamedTuple):
     ) -> None:
         """Launch the kernel for `numel` elements, with constants of its own and these."""
         grid = (-(-numel // self.tile),)
-        start(self.kernel, grid, tensors, numbers, **constants, **self.constants)
+        if constants:
+            start(self.kernel, grid, tensors, numbers, **constants, **self.constants)
+        else:
+            start_always_with(self.constants, self.kernel, grid, tensors, numbers)
 
 
 def supported(device: torch.device) -> bool:
