@@ -93,7 +93,8 @@ def recorded_packs(monkeypatch: Any) -> Iterator[list[torch.Tensor]]:
     original = PlainCodec.encode
 
     def encode(self: PlainCodec, elements: torch.Tensor, format: Any, mapping: Any = None) -> Any:
-        packed.append(elements.clone() if mapping is None else mapping.of(elements))
+        flat = elements.detach().reshape(-1).clone()
+        packed.append(flat if mapping is None else mapping.of(flat))
         return original(self, elements, format, mapping)
 
     with monkeypatch.context() as patch:

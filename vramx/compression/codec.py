@@ -167,7 +167,7 @@ def pack(
 def packed(
     flat: Tensor, format: Format, streams: random.Streams | None, mapping: Mapping | None
 ) -> Packed:
-    """Return what pack() does; arguments are trusted."""
+    """Return what pack() does; arguments are trusted. The tensor may have any shape and a graph."""
     if format.bits == MASK_BITS:
         return Packed(_pack_mask(flat, mapping), flat.numel(), flat.dtype, MASK_FORMAT, mapping)
     buffer = encoded(flat, format, streams, mapping)
@@ -221,17 +221,17 @@ def encoded(
     streams: random.Streams | None = None,
     mapping: Mapping | None = None,
 ) -> Tensor:
-    """Return the buffer of what pack() returns of a tensor of numbers; arguments are trusted."""
+    """Return the buffer of what packed() returns of a tensor of numbers."""
     device, bits, noise, stream = flat.device, format.bits, None, 0
     launch, function = _kernels(device, flat.dtype, bits, mapping)
     if mapping is not None and function is None:
-        return encoded(mapping.of(flat), format, streams)
+        return encoded(mapping.of(_range(flat)), format, streams)
     if format.rounding == "stochastic":
         noise = random.state(device)
         stream = random.next_stream() if streams is None else streams.next()
     layout, nbytes = _layout(flat.numel(), bits, format.group_size, format.symmetric)
     if launch is None:
-        return packs.made(reference.quantize(flat, layout, noise=noise, stream=stream))
+        return packs.made(reference.quantize(_range(flat), layout, noise=noise, stream=stream))
     buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
     if function is None:
         launch.quantize(flat, buffer, layout, noise=noise, stream=stream)
@@ -243,9 +243,9 @@ def encoded(
 def _pack_mask(flat: Tensor, mapping: Mapping | None) -> Tensor:
     launch, function = _kernels(flat.device, flat.dtype, MASK_BITS, mapping)
     if mapping is not None and function is None:
-        return _pack_mask(mapping.of(flat), None)
+        return _pack_mask(mapping.of(_range(flat)), None)
     if launch is None:
-        return packs.made(reference.pack_mask(flat))
+        return packs.made(reference.pack_mask(_range(flat)))
     layout = layout_of(flat.numel(), MASK_FORMAT)
     buffer = torch.empty(layout.buffer_bytes, dtype=torch.uint8, device=flat.device)
     if function is None:
@@ -253,6 +253,12 @@ def _pack_mask(flat: Tensor, mapping: Mapping | None) -> Tensor:
     else:
         launch.pack_signs(flat, buffer)
     return packs.made(buffer)
+
+
+def _range(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor as 1-D, without a graph; kernels ask for its address only."""
+    plain = tensor.dim() == 1 and not tensor.requires_grad
+    return tensor if plain else tensor.detach().view(-1)
 
 
 def _unpack_mask(buffer: Tensor, numel: int, dtype: torch.dtype, mapping: Mapping | None) -> Tensor:

@@ -87,7 +87,7 @@ class OffloadCodec:
     def encode(
         self, elements: Tensor, format: Format, mapping: Mapping | None = None
     ) -> Packed | Moved:
-        return put(plain_codec.pack(elements, format, self._streams, mapping), self._share)
+        return put(plain_codec.packed(elements, format, self._streams, mapping), self._share)
 
     def decode(self, payload: Packed | Moved) -> Tensor:
         return plain_codec.unpack(payload.get() if isinstance(payload, Moved) else payload)

@@ -77,7 +77,11 @@ class Copy:
 
 
 class Codec(Protocol):
-    """Turns a flat range into a payload and back; the codec's own pair, or one that offloads."""
+    """Turns elements into a payload, and that into a flat range of them.
+
+    The codec's own pair, or one that offloads. Given is a contiguous tensor, of any shape and
+    with its graph, which is only read.
+    """
 
     def encode(
         self, elements: torch.Tensor, format: Format, mapping: Mapping | None = None
