@@ -217,6 +217,24 @@ def vit(images: int | None = None) -> Workload:
     )
 
 
+def plainvit() -> Workload:
+    """The same in torch's own modules, where there is no timm."""
+    from benchmarks.models_vit import Block, Shape, VisionTransformer
+
+    images = sized(64, 2)
+    shape = sized(Shape(), Shape(width=64, layers=2, heads=4, side=64))
+    model: Any = VisionTransformer(shape, CLASSES)
+    return Workload(
+        model,
+        (Block,),
+        pictures(images, sized(16, 2), shape.side),
+        lambda batch: model(batch.inputs),
+        class_loss,
+        blocks=tuple(model.blocks),
+        elements=images * shape.tokens * shape.width * shape.layers,
+    )
+
+
 def convnext() -> Workload:
     import timm
     from timm.models.convnext import ConvNeXtBlock
@@ -281,7 +299,7 @@ def gnn() -> Workload:
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
-    builder.__name__: builder for builder in (llama, gpt2, bert, vit, cnn, unet3d, gnn)
+    builder.__name__: builder for builder in (llama, gpt2, bert, vit, plainvit, cnn, unet3d, gnn)
 }
 
 

@@ -92,9 +92,10 @@ def recorded_packs(monkeypatch: Any) -> Iterator[list[torch.Tensor]]:
     packed: list[torch.Tensor] = []
     original = PlainCodec.encode
 
-    def encode(self: PlainCodec, elements: torch.Tensor, format: Any) -> Any:
-        packed.append(elements.clone())
-        return original(self, elements, format)
+    def encode(self: PlainCodec, elements: torch.Tensor, format: Any, mapping: Any = None) -> Any:
+        flat = elements.detach().reshape(-1).clone()
+        packed.append(flat if mapping is None else mapping.of(flat))
+        return original(self, elements, format, mapping)
 
     with monkeypatch.context() as patch:
         patch.setattr(PlainCodec, "encode", encode)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vramx.kernels.launch import Function
 from vramx.kernels.layout import Layout
 
 POISON = 0xAB
@@ -67,6 +68,35 @@ class InterpretedKernels:
     ) -> Tensor:
         guarded = self._call("dequantize", buffer, layout, dtype, defect=defect)
         return _inner(guarded, layout.numel * dtype.itemsize).view(dtype)
+
+    def quantize_map(
+        self,
+        flat: Tensor,
+        layout: Layout,
+        function: Function,
+        noise: Noise | None = None,
+        defect: str = "",
+    ) -> Tensor:
+        guarded = self._call("quantize_map", flat, layout, function, noise, defect=defect)
+        return _inner(guarded, layout.buffer_bytes)
+
+    def dequantize_map(
+        self,
+        buffer: Tensor,
+        layout: Layout,
+        function: Function,
+        dtype: torch.dtype,
+        defect: str = "",
+    ) -> Tensor:
+        guarded = self._call("dequantize_map", buffer, layout, function, dtype, defect=defect)
+        return _inner(guarded, layout.numel * dtype.itemsize).view(dtype)
+
+    def pack_signs(self, flat: Tensor) -> Tensor:
+        return _inner(self._call("pack_signs", flat), mask_bytes(flat.numel()))
+
+    def unpack_signs(self, buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        guarded = self._call("unpack_signs", buffer, numel, dtype)
+        return _inner(guarded, numel * dtype.itemsize).view(dtype)
 
     def pack_mask(self, flags: Tensor) -> Tensor:
         return _inner(self._call("pack_mask", flags), mask_bytes(flags.numel()))

@@ -17,7 +17,7 @@ import triton.language as tl
 from interpreted_kernels import _GUARD_BYTES, Noise, _poisoned, mask_bytes
 from torch import Tensor
 
-from vramx.kernels import headers, launch, quantize4, tiles
+from vramx.kernels import headers, launch, mapped, quantize4, tiles
 from vramx.kernels import noise as noise_functions
 from vramx.kernels.layout import Layout
 
@@ -37,6 +37,36 @@ def _quantize(flat: Tensor, layout: Layout, noise: Noise | None) -> Tensor:
 def _dequantize(buffer: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
     guarded = _poisoned(layout.numel * dtype.itemsize)
     launch.dequantize(buffer, _inside(guarded).view(dtype), layout)
+    return guarded
+
+
+def _quantize_map(
+    flat: Tensor, layout: Layout, function: launch.Function, noise: Noise | None
+) -> Tensor:
+    guarded = _poisoned(layout.buffer_bytes)
+    state = None if noise is None else noise.state()
+    stream = 0 if noise is None else noise.stream
+    launch.quantize_map(flat, _inside(guarded), layout, function, noise=state, stream=stream)
+    return guarded
+
+
+def _dequantize_map(
+    buffer: Tensor, layout: Layout, function: launch.Function, dtype: torch.dtype
+) -> Tensor:
+    guarded = _poisoned(layout.numel * dtype.itemsize)
+    launch.dequantize_map(buffer, _inside(guarded).view(dtype), layout, function)
+    return guarded
+
+
+def _pack_signs(flat: Tensor) -> Tensor:
+    guarded = _poisoned(mask_bytes(flat.numel()))
+    launch.pack_signs(flat, _inside(guarded))
+    return guarded
+
+
+def _unpack_signs(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    guarded = _poisoned(numel * dtype.itemsize)
+    launch.unpack_signs(buffer, _inside(guarded).view(dtype))
     return guarded
 
 
@@ -73,6 +103,10 @@ def _noise(block: int, rows: int, cols: int, noise: Noise) -> Tensor:
 CALLS: dict[str, Callable[..., Any]] = {
     "quantize": _quantize,
     "dequantize": _dequantize,
+    "quantize_map": _quantize_map,
+    "dequantize_map": _dequantize_map,
+    "pack_signs": _pack_signs,
+    "unpack_signs": _unpack_signs,
     "pack_mask": _pack_mask,
     "unpack_mask": _unpack_mask,
     "noise": _noise,
@@ -144,6 +178,27 @@ def _outliers_in_the_scale(key):
     return second, word, scale, tl.div_rn(1.0, scale.to(tl.float32, bitcast=True))
 
 
+@triton.jit
+def _as_it_is(x, left, ROWS: tl.constexpr, GROUP: tl.constexpr):
+    return x
+
+
+@triton.jit
+def _factor_of_anything(rstd_ptr, BACK: tl.constexpr):
+    rstd = tl.load(rstd_ptr)
+    return 1.0 / rstd if BACK else rstd
+
+
+@triton.jit
+def _arcsine_of_one_series(x):
+    square = x * x
+    p = 4.2163199048e-2 * square + 2.4181311049e-2
+    p = p * square + 4.5470025998e-2
+    p = p * square + 7.4953002686e-2
+    p = p * square + 1.6666752422e-1
+    return (x + x * square * p) * 0.6366197723675814
+
+
 _DEFECTS: dict[str, tuple[tuple[ModuleType, ...], str, Any]] = {
     "scale rounded to nearest": ((headers,), "_scale_bits", _scale_to_nearest),
     "NaN not kept": ((headers,), "_scale_bits", _scale_loses_nan),
@@ -153,6 +208,9 @@ _DEFECTS: dict[str, tuple[tuple[ModuleType, ...], str, Any]] = {
     "six rounds of Philox": ((noise_functions,), "philox", _philox_of_six_rounds),
     "decoded with an offset": ((tiles,), "decode_with_outliers", _decode_shifted),
     "one outlier for both": ((tiles,), "decode_with_outliers", _first_for_both),
+    "the end repeated unmapped": ((mapped,), "_within", _as_it_is),
+    "any deviation used": ((mapped,), "_factor", _factor_of_anything),
+    "one series for all angles": ((mapped,), "_arcsine", _arcsine_of_one_series),
     "outliers in the scale": ((tiles,), "outlier_header", _outliers_in_the_scale),
 }
 

@@ -247,3 +247,24 @@ def test_an_unknown_case_is_refused() -> None:
 def test_files_of_models_are_no_benchmarks() -> None:
     assert "activations" in harness.names()
     assert not any(name.startswith("models_") for name in harness.names())
+
+
+def test_the_host_s_time_is_divided_by_what_is_packed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = iter([10.0, 12.0, 16.0])
+
+    def host_ms(function: Callable[[], Any]) -> float:
+        function()
+        return next(taken)
+
+    monkeypatch.setattr(_activations, "host_ms", host_ms)
+    workload = build("plainvit", torch.device("cpu"), seed=1)
+    _activations.compare_hosts("plainvit", workload, _activations.WAYS[""])
+    lines = [json.loads(printed) for printed in capsys.readouterr().out.splitlines()]
+    found = {(item["case"], item["metric"]): item["values"][0] for item in lines}
+    packed = found["plainvit int8", "packed_tensors"]
+    assert packed > 0
+    assert found["plainvit int8", "host_us_per_packed"] == pytest.approx(2000 / packed)
+    assert found["plainvit int4", "host_us_per_packed"] == pytest.approx(6000 / packed)
+    assert ("plainvit exact", "host_us_per_packed") not in found

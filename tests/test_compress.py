@@ -21,7 +21,7 @@ from compress_tools import (
 )
 from torch import nn
 
-from vramx.compression import enclosing
+from vramx.compression import codec, enclosing
 from vramx.compression.hooks import compress
 from vramx.errors import InvalidValueError, ModifiedInPlaceError
 from vramx.sizes import format_size
@@ -352,3 +352,21 @@ def test_nothing_waits_for_the_device(monkeypatch: Any) -> None:
         gradient(block, x, compress(min_bytes=0))
         with pytest.raises(AssertionError, match="was asked for"):
             bool(x.sum() > 0)
+
+
+@pytest.mark.parametrize("name", ["relu", "square", "tanh", "gelu"])
+def test_kernels_are_given_the_tensor_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view of what is packed takes as long as a decision about it."""
+    given: list[torch.Tensor] = []
+
+    class Launchers:
+        def __getattr__(self, what: str) -> Any:
+            return lambda tensor, *_, **__: given.append(tensor)
+
+    monkeypatch.setattr(codec, "_launch", lambda device: Launchers())
+    x = torch.randn(8, 16, requires_grad=True) * 1
+    with compress(min_bytes=0) as stats:
+        y = (getattr(torch, name, None) or getattr(functional, name))(x)
+    assert stats.packed.tensors == len(given) == 1
+    assert given[0].shape == x.shape
+    assert given[0].data_ptr() in (x.data_ptr(), y.data_ptr())

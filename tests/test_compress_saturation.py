@@ -95,13 +95,13 @@ def test_gates_of_a_recurrent_network_are_packed_as_angles(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
-    original = angles.AngleCodec
+    original = angles.function_of
 
-    def noted(codec: Any, function: str) -> Any:
-        made.append(function)
-        return original(codec, function)
+    def noted(*arguments: Any) -> str:
+        made.append(original(*arguments))
+        return made[-1]
 
-    monkeypatch.setattr(session, "AngleCodec", noted)
+    monkeypatch.setattr(session, "function_of", noted)
     network = kind(64, 64)
     with vramx.compress(min_bytes=0):
         network(torch.randn(8, 64))
@@ -158,5 +158,10 @@ def test_a_power_of_nothing_and_of_infinity() -> None:
 
 def test_powers_that_are_packed_as_other_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "POWERS", frozenset())
+
+    def often() -> None:  # noise may round the small ones well, but not each time
+        for _ in range(20):
+            test_small_arguments_of_powers_have_slopes_of_their_own(torch.square, torch.float32)
+
     with pytest.raises(AssertionError):
-        test_small_arguments_of_powers_have_slopes_of_their_own(torch.square, torch.float32)
+        often()

@@ -99,10 +99,17 @@ def compiled(plan: launch.Plan, element: str, aligned: bool) -> bytes:
     kernel = plan.kernel
     types = dict.fromkeys(("x_ptr", "out_ptr"), element)
     types |= {"buffer_ptr": "*u8", "seed_ptr": "*i64", "numel": "i64", "stream": "i64"}
+    absent = set()  # pointers
+    if plan.constants.get("MAP") == "normal":
+        types |= {"mean_ptr": "*fp32", "rstd_ptr": "*fp32", "inner": "i32", "count": "i32"}
+    elif "MAP" in plan.constants:
+        types |= {"inner": "i32", "count": "i32"}
+        absent = {"mean_ptr", "rstd_ptr"}
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     place = {name: (i,) for i, name in enumerate(kernel.arg_names)}
     pointers = [name for name, kind in signature.items() if kind.startswith("*")]
     constants = {name: value for name, value in plan.constants.items() if name in place}
+    constants |= dict.fromkeys(absent)
     source = triton.compiler.ASTSource(
         kernel,
         signature,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vramx.kernels import start as module
-from vramx.kernels.start import start
+from vramx.kernels.start import start, start_always_with
 
 pytest.importorskip("triton")
 
@@ -119,3 +119,23 @@ def test_other_versions_of_triton_are_called_as_they_want(
     run(kernel, ALIGNED, None)
     run(kernel, ALIGNED, None)
     assert len(kernel.own) == 2
+
+
+def test_constants_of_a_plan_are_told_from_others_by_their_dictionary(kernel: Kernel) -> None:
+    one, other = ({"KIND": kind, "num_warps": 4, "GROUP": 128} for kind in ("gelu", "silu"))
+    for constants in (one, other, one, other):
+        start_always_with(constants, kernel, (3,), (ALIGNED, None), (5, 0.5))
+    assert [constants for _, _, constants in kernel.own] == [one, other]
+    assert [call[-1] for call in kernel.compiled] == ["gelu", "silu"]
+
+
+def test_a_dictionary_that_is_known_lives_on(kernel: Kernel) -> None:
+    """Another would get its place in memory, and be taken for it."""
+    known = []
+    for kind in ("gelu", "silu", "tanh"):
+        constants = {"KIND": kind, "num_warps": 4, "GROUP": 128}
+        start_always_with(constants, kernel, (3,), (ALIGNED, None), (5, 0.5))
+        known.append(id(constants))
+        del constants
+    assert len(set(known)) == 3
+    assert len(kernel.own) == 3

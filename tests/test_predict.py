@@ -444,6 +444,20 @@ def test_what_a_step_makes_on_the_gpu_needs_none() -> None:
     assert vramx.predict(step, policies="live", steps=1).peak_bytes() == expected
 
 
+def test_a_step_may_ask_what_the_gpu_is() -> None:
+    layer = nn.Linear(64, 64)
+
+    def step() -> None:
+        gpu = torch.cuda.get_device_properties(0)
+        assert (gpu.major, gpu.minor) == torch.cuda.get_device_capability()
+        assert gpu.name == torch.cuda.get_device_name() == "NVIDIA H100"
+        free, total = torch.cuda.mem_get_info()
+        assert free == total == gpu.total_memory
+        layer(torch.ones(gpu.multi_processor_count, 64, device="cuda"))
+
+    assert vramx.predict(step, policies="live").peak_bytes() > 132 * 64 * 4
+
+
 def test_a_read_float_is_assumed() -> None:
     model = Stack(1)
 

@@ -43,7 +43,7 @@ LINK_BYTES = 256 * MIB
 
 PACKED_INPUTS = vramx.Compression(level="int8", min_bytes=MIN_BYTES)
 
-Way = Callable[[Workload], AbstractContextManager[Any]]
+Way = Callable[..., AbstractContextManager[Any]]
 
 
 def main(case: str) -> None:
@@ -65,7 +65,7 @@ def load_library(name: str) -> None:
         WORKLOADS[name]()
 
 
-def exact(_: Workload) -> AbstractContextManager[Any]:
+def exact(_: Workload, **__: Any) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
@@ -136,6 +136,10 @@ def compare(case: str, workload: Workload, ways: dict[str, Way]) -> None:
     # Only now: gradients that are kept would count in the next one's peak.
     compare_gradients(case, workload, batch, ways)
     compare_times(case, workload, batch, ways)
+    if torch.cuda.is_available():
+        compare_devices(case, workload, batch, ways)
+        if "_" not in case:
+            compare_hosts(case, workload, ways)
 
 
 def compare_memory(case: str, workload: Workload, batch: Batch, ways: dict[str, Way]) -> None:
@@ -175,6 +179,56 @@ def compare_times(case: str, workload: Workload, batch: Batch, ways: dict[str, W
     for name, taken in steps.items():
         report(f"{case} {name}", "step_ms", "ms", taken)
         report(f"{case} {name}", "step_ratio", "1", [statistics.median(taken) / first])
+
+
+def compare_devices(case: str, workload: Workload, batch: Batch, ways: dict[str, Way]) -> None:
+    """Report what a step's kernels take by themselves, and how many they are: without the host."""
+    for name, way in ways.items():
+        with way(workload):
+            take_step(workload, batch)
+            torch.cuda.synchronize()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+                take_step(workload, batch)
+                torch.cuda.synchronize()
+        found = [event for event in seen.key_averages() if event.self_device_time_total]
+        taken_ms = sum(event.self_device_time_total for event in found) / 1000
+        report(f"{case} {name}", "device_ms", "ms", [taken_ms])
+        report(f"{case} {name}", "device_launches", "1", [sum(event.count for event in found)])
+
+
+def compare_hosts(case: str, workload: Workload, ways: dict[str, Way]) -> None:
+    """Report what the host takes to ask for a step, and for each packed tensor more than exactly.
+
+    The batch is small, so that the device is not waited for; as large a share of it is packed.
+    """
+    device = next(workload.model.parameters()).device
+    batch = workload.draw(torch.Generator(device).manual_seed(SEED), False)
+    least: dict[str, float] = {}
+    for name, way in ways.items():
+        with way(workload, min_bytes=SMALL_MIN_BYTES) as counts:
+            take_step(workload, batch)
+            before = _packed(counts)
+            taken = [host_ms(partial(take_step, workload, batch)) for _ in range(sized(21, 1))]
+            packed = (_packed(counts) - before) / len(taken)
+        least[name] = min(taken)
+        report(f"{case} {name}", "host_ms", "ms", taken)
+        if packed:
+            more_us = 1000 * (least[name] - next(iter(least.values())))
+            report(f"{case} {name}", "packed_tensors", "1", [packed])
+            report(f"{case} {name}", "host_us_per_packed", "us", [more_us / packed])
+
+
+def _packed(counts: Any) -> int:
+    return sum(found.packed.tensors for found in counts or ())
+
+
+def host_ms(function: Callable[[], Any]) -> float:
+    """Return the milliseconds of a call on the host's clock; the device has nothing else to do."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start_s = time.perf_counter()
+    function()
+    return 1000 * (time.perf_counter() - start_s)
 
 
 def forward(workload: Workload, batch: Batch) -> Tensor:

@@ -21,14 +21,15 @@ from benchmarks.programs._report import allocator_name, is_tiny
 from benchmarks.recipes import UNITS, script
 
 LLAMA = "transformers.models.llama.modeling_llama"
-# torchao, which peft imports where it is installed, initialises CUDA: before an allocator of vramx.
 AHEAD = {"lora": (LLAMA, "peft")}
+# What installs the allocator does so before these: torchao, which they import, initialises CUDA.
+INSTALLS = "vramx_allocator"
 
 
 def main(case: str) -> None:
     recipe, _, variant = case.partition("/")
     module = script(recipe)
-    for name in AHEAD.get(recipe, (LLAMA,)):
+    for name in () if INSTALLS in variant else AHEAD.get(recipe, (LLAMA,)):
         with contextlib.suppress(ImportError):  # the recipe says what it lacks
             importlib.import_module(name)
     _turn.wait()

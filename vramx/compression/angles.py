@@ -14,25 +14,26 @@ import math
 from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 
 from vramx.compression.calls import Operation
-from vramx.compression.config import Format
-from vramx.compression.saved import Codec, Payload
+from vramx.kernels.launch import Function
 
 _QUARTER = math.pi / 2
 _TANH, _SIGMOID = "TanhBackward0", "SigmoidBackward0"
 # Of a sum of a rounded angle, that may be past a quarter turn by a step: the sine comes back there.
-_TO_ANGLE: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+_TO_ANGLE: Mapping[str, Callable[[Tensor], Tensor]] = {
     _TANH: lambda y: y.asin(),
     _SIGMOID: lambda y: y.sqrt().asin(),
 }
-_FROM_ANGLE: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+_KERNELS = {_TANH: "tanh", _SIGMOID: "sigmoid"}
+_FROM_ANGLE: Mapping[str, Callable[[Tensor], Tensor]] = {
     _TANH: torch.sin,
     _SIGMOID: lambda angle: angle.sin().square(),
 }
 
 
-def function_of(tensor: torch.Tensor, operation: Operation) -> str:
+def function_of(tensor: Tensor, operation: Operation) -> str:
     """Return of which function a saved tensor is the result, by its node's name; empty if of none.
 
     Only where the operation itself has made it: an argument may have been written to since.
@@ -50,32 +51,20 @@ def function_of(tensor: torch.Tensor, operation: Operation) -> str:
     return name if own or operation.match(tensor) is None else ""
 
 
-class Angles:
-    """The packed angles, and what they are of."""
+class Angle:
+    """The angles, in quarter turns, of which a function's results are the sines, or squares."""
 
-    __slots__ = ("dtype", "function", "payload")
+    __slots__ = ("_name", "function")
 
-    def __init__(self, payload: Payload, function: str, dtype: torch.dtype) -> None:
-        self.payload = payload
-        self.function = function
-        self.dtype = dtype
+    def __init__(self, function: str) -> None:
+        self._name = function
+        self.function = Function(_KERNELS[function])
 
-    @property
-    def nbytes(self) -> int:
-        return self.payload.nbytes
+    def of(self, elements: Tensor) -> Tensor:
+        return _TO_ANGLE[self._name](elements.float()) / _QUARTER
+
+    def back(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        return _FROM_ANGLE[self._name](numbers * _QUARTER).to(dtype)
 
 
-class AngleCodec:
-    """Keeps results of a function as angles, with another codec for these."""
-
-    def __init__(self, codec: Codec, function: str) -> None:
-        self._codec = codec
-        self._function = function
-
-    def encode(self, elements: torch.Tensor, format: Format) -> Payload:
-        turns = _TO_ANGLE[self._function](elements.float()) / _QUARTER
-        return Angles(self._codec.encode(turns, format), self._function, elements.dtype)
-
-    def decode(self, payload: Angles) -> torch.Tensor:
-        turns = self._codec.decode(payload.payload)
-        return _FROM_ANGLE[payload.function](turns * _QUARTER).to(payload.dtype)
+ANGLES = {function: Angle(function) for function in _TO_ANGLE}

@@ -19,7 +19,7 @@ from torch.nn import functional
 from vramx.compression.calls import Operation
 from vramx.compression.saved import Pending, Reference, Restored
 
-_NAME = "scaled_dot_product_attention"
+NAME = "scaled_dot_product_attention"
 _QUERY, _KEY, _VALUE, _MASK, _DROPOUT = range(5)  # positions of its arguments
 _FUSED = "ScaledDotProduct"  # in the name of the node of each fused kernel, whose result has it
 
@@ -54,7 +54,7 @@ def may_pack_value(operation: Operation) -> bool:
         >>> may_pack_value(Operation("scaled_dot_product_attention", (), {"dropout_p": 0.1}))
         False
     """
-    return operation.name == _NAME and not operation.option(_DROPOUT, "dropout_p", 0.0)
+    return operation.name == NAME and not operation.option(_DROPOUT, "dropout_p", 0.0)
 
 
 def is_value(tensor: torch.Tensor, operation: Operation) -> bool:
@@ -65,10 +65,10 @@ def is_value(tensor: torch.Tensor, operation: Operation) -> bool:
 
 def note(tensor: torch.Tensor, operation: Operation, saved: Reference | Restored | Pending) -> None:
     """Note what is kept of an argument of attention, for its result, which is saved last."""
-    if operation.name == _NAME and not operation.custom:
+    if operation.name == NAME and not operation.custom:
         match = operation.match(tensor)
         if match is not None and match.argument.position is not None:
-            operation.kept[match.argument.position] = saved
+            operation.kept = {**operation.kept, match.argument.position: saved}
 
 
 def result_of(tensor: torch.Tensor, operation: Operation) -> Result | None:

@@ -41,6 +41,7 @@ _COMMON_KEYWORDS = ("input", "weight", "bias")
 
 # A tensor among the arguments as an Argument says it, in a form that is faster to make.
 _Given = tuple[int | None, str | None, torch.Tensor]
+_NOTHING: Mapping[int, Any] = {}
 _NO_TENSORS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 
 
@@ -86,7 +87,7 @@ class Operation:
         self.library = library
         self.custom = library != ""
         self.position = 0
-        self.kept: dict[int, Any] = {}
+        self.kept: Mapping[int, Any] = _NOTHING
         self.waiting: Any = None
         self._args = args
         self._kwargs = kwargs
@@ -192,11 +193,11 @@ def _add_tensors(
         found += [(position, keyword, item) for item in value if isinstance(item, torch.Tensor)]
 
 
-def _address(tensor: torch.Tensor) -> tuple[int, int]:
-    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset()) * tensor.itemsize
-
-
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether tensors of as many elements and one dtype are the same ones, in whatever shape."""
-    # Both live now, so that equal addresses are the same memory.
-    return type(one) in PLAIN and one.layout is STRIDED and _address(one) == _address(other)
+    if type(one) not in PLAIN or one.layout is not STRIDED:
+        return False
+    if one.storage_offset() != other.storage_offset():
+        return False
+    # Both live now, and a storage has one object in Python as long as it does.
+    return one.untyped_storage() is other.untyped_storage()

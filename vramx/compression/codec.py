@@ -40,7 +40,9 @@ from vramx.compression import packs, random, reference
 from vramx.compression.config import MASK_BITS, MASK_FORMAT, Format
 from vramx.compression.fakes import PLAIN
 from vramx.compression.lifetime import outlive
+from vramx.compression.mapping import Mapping
 from vramx.errors import InvalidValueError
+from vramx.kernels.launch import Function
 from vramx.kernels.layout import Layout
 
 # float64 is computed in float32 and never by a kernel; a policy passes it by unless it is forced.
@@ -60,6 +62,7 @@ class Packed:
         numel: elements of the tensor.
         dtype: of the tensor.
         format: of the buffer.
+        mapping: what its numbers are of the elements; None: the elements.
 
     Memory: nbytes; 1.047 bytes an element at 8 bits and 0.5625 at 4 with the formats by default.
 
@@ -68,12 +71,13 @@ class Packed:
         Packed(1048576 x bfloat16 in 1097728 bytes, 8 bits, group 128, symmetric, stochastic, cpu)
     """
 
-    __slots__ = ("__weakref__", "buffer", "dtype", "format", "numel")
+    __slots__ = ("__weakref__", "buffer", "dtype", "format", "mapping", "numel")
 
     buffer: Tensor
     numel: int
     dtype: torch.dtype
     format: Format
+    mapping: Mapping | None
 
     @property
     def nbytes(self) -> int:
@@ -121,7 +125,12 @@ def _layout(numel: int, bits: int, group_size: int, symmetric: bool) -> tuple[La
     return layout, layout.buffer_bytes
 
 
-def pack(flat: Tensor, format: Format, streams: random.Streams | None = None) -> Packed:
+def pack(
+    flat: Tensor,
+    format: Format,
+    streams: random.Streams | None = None,
+    mapping: Mapping | None = None,
+) -> Packed:
     """Pack a tensor.
 
     Args:
@@ -129,6 +138,7 @@ def pack(flat: Tensor, format: Format, streams: random.Streams | None = None) ->
             masks. May be empty. It is only read, and needs no gradient.
         format: of the result.
         streams: where the number of the stream of noise comes from; None: the process-wide count.
+        mapping: what is packed in place of the elements; with the format of masks, their signs.
 
     Raises:
         InvalidValueError: `flat` is none of these; the text says what it is.
@@ -143,7 +153,7 @@ def pack(flat: Tensor, format: Format, streams: random.Streams | None = None) ->
         >>> (unpack(pack(x, Format())) - x).abs().max() < x.abs().max() / 126
         tensor(True)
     """
-    mask = format.bits == MASK_BITS
+    mask = format.bits == MASK_BITS and mapping is None
     if (
         type(flat) not in PLAIN
         or flat.dtype not in (_MASK_DTYPES if mask else FLOAT_DTYPES)
@@ -154,9 +164,17 @@ def pack(flat: Tensor, format: Format, streams: random.Streams | None = None) ->
         or not flat.is_contiguous()
     ):
         raise InvalidValueError(_what_is_wrong(flat, mask))
-    if mask:
-        return Packed(_pack_mask(flat), flat.numel(), torch.bool, MASK_FORMAT)
-    return Packed(encoded(flat, format, streams), flat.numel(), flat.dtype, format)
+    return packed(flat, format, streams, mapping)
+
+
+def packed(
+    flat: Tensor, format: Format, streams: random.Streams | None, mapping: Mapping | None
+) -> Packed:
+    """Return what pack() does; arguments are trusted. The tensor may have any shape and a graph."""
+    if format.bits == MASK_BITS:
+        return Packed(_pack_mask(flat, mapping), flat.numel(), flat.dtype, MASK_FORMAT, mapping)
+    buffer = encoded(flat, format, streams, mapping)
+    return Packed(buffer, flat.numel(), flat.dtype, format, mapping)
 
 
 def unpack(packed: Packed) -> Tensor:
@@ -172,50 +190,100 @@ def unpack(packed: Packed) -> Tensor:
     """
     buffer = packed.buffer
     outlive(buffer)  # backward may read it on another stream than the one that packed it
-    if packed.format.bits != MASK_BITS:
-        return decoded(buffer, packed.numel, packed.dtype, packed.format)
-    launch = _launch(buffer.device)
-    if launch is None:
-        return reference.unpack_mask(buffer, packed.numel)
-    flat = torch.empty(packed.numel, dtype=torch.bool, device=buffer.device)
-    launch.unpack_mask(buffer, flat)
-    return flat
+    form, mapping = packed.format, packed.mapping
+    if form.bits == MASK_BITS:
+        return _unpack_mask(buffer, packed.numel, packed.dtype, mapping)
+    return decoded(buffer, packed.numel, packed.dtype, form, mapping)
 
 
-def decoded(buffer: Tensor, numel: int, dtype: torch.dtype, format: Format) -> Tensor:
+def decoded(
+    buffer: Tensor,
+    numel: int,
+    dtype: torch.dtype,
+    format: Format,
+    mapping: Mapping | None = None,
+) -> Tensor:
     """Return what unpack() does of a buffer that holds no mask; arguments are trusted."""
-    layout, device = layout_of(numel, format), buffer.device
-    launch = _launch(device) if dtype in _KERNEL_DTYPES and format.bits in _KERNEL_BITS else None
+    launch, function = _kernels(buffer.device, dtype, format.bits, mapping)
+    if mapping is not None and function is None:
+        return mapping.back(decoded(buffer, numel, torch.float32, format), dtype)
+    layout, _ = _layout(numel, format.bits, format.group_size, format.symmetric)
     if launch is None:
         return reference.dequantize(buffer, layout, dtype)
-    flat = torch.empty(numel, dtype=dtype, device=device)
-    launch.dequantize(buffer, flat, layout)
+    flat = torch.empty(numel, dtype=dtype, device=buffer.device)
+    if function is None:
+        launch.dequantize(buffer, flat, layout)
+    else:
+        launch.dequantize_map(buffer, flat, layout, function)
     return flat
 
 
-def encoded(flat: Tensor, format: Format, streams: random.Streams | None = None) -> Tensor:
-    """Return the buffer of what pack() returns of a tensor of numbers; arguments are trusted."""
+def encoded(
+    flat: Tensor,
+    format: Format,
+    streams: random.Streams | None = None,
+    mapping: Mapping | None = None,
+) -> Tensor:
+    """Return the buffer of what packed() returns of a tensor of numbers."""
     device, bits, noise, stream = flat.device, format.bits, None, 0
+    launch, function = _kernels(device, flat.dtype, bits, mapping)
+    if mapping is not None and function is None:
+        return encoded(mapping.of(_range(flat)), format, streams)
     if format.rounding == "stochastic":
         noise = random.state(device)
         stream = random.next_stream() if streams is None else streams.next()
     layout, nbytes = _layout(flat.numel(), bits, format.group_size, format.symmetric)
-    launch = _launch(device) if flat.dtype in _KERNEL_DTYPES and bits in _KERNEL_BITS else None
     if launch is None:
-        return packs.made(reference.quantize(flat, layout, noise=noise, stream=stream))
+        return packs.made(reference.quantize(_range(flat), layout, noise=noise, stream=stream))
     buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    launch.quantize(flat, buffer, layout, noise=noise, stream=stream)
+    if function is None:
+        launch.quantize(flat, buffer, layout, noise=noise, stream=stream)
+    else:
+        launch.quantize_map(flat, buffer, layout, function, noise=noise, stream=stream)
     return packs.made(buffer)
 
 
-def _pack_mask(flat: Tensor) -> Tensor:
-    launch = _launch(flat.device)
+def _pack_mask(flat: Tensor, mapping: Mapping | None) -> Tensor:
+    launch, function = _kernels(flat.device, flat.dtype, MASK_BITS, mapping)
+    if mapping is not None and function is None:
+        return _pack_mask(mapping.of(_range(flat)), None)
     if launch is None:
-        return packs.made(reference.pack_mask(flat))
+        return packs.made(reference.pack_mask(_range(flat)))
     layout = layout_of(flat.numel(), MASK_FORMAT)
     buffer = torch.empty(layout.buffer_bytes, dtype=torch.uint8, device=flat.device)
-    launch.pack_mask(flat, buffer)
+    if function is None:
+        launch.pack_mask(flat, buffer)
+    else:
+        launch.pack_signs(flat, buffer)
     return packs.made(buffer)
+
+
+def _range(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor as 1-D, without a graph; kernels ask for its address only."""
+    plain = tensor.dim() == 1 and not tensor.requires_grad
+    return tensor if plain else tensor.detach().view(-1)
+
+
+def _unpack_mask(buffer: Tensor, numel: int, dtype: torch.dtype, mapping: Mapping | None) -> Tensor:
+    launch, function = _kernels(buffer.device, dtype, MASK_BITS, mapping)
+    if mapping is not None and function is None:
+        return mapping.back(_unpack_mask(buffer, numel, torch.bool, None), dtype)
+    if launch is None:
+        return reference.unpack_mask(buffer, numel)
+    flat = torch.empty(numel, dtype=dtype, device=buffer.device)
+    if function is None:
+        launch.unpack_mask(buffer, flat)
+    else:
+        launch.unpack_signs(buffer, flat)
+    return flat
+
+
+def _kernels(
+    device: torch.device, dtype: torch.dtype, bits: int, mapping: Mapping | None
+) -> tuple[ModuleType | None, Function | None]:
+    """Return the launchers where they serve tensors like this, and what they know of a mapping."""
+    launch = _launch(device) if dtype in _KERNEL_DTYPES and bits in _KERNEL_BITS else None
+    return launch, None if launch is None or mapping is None else mapping.function
 
 
 @lru_cache(maxsize=64)

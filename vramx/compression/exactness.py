@@ -51,7 +51,7 @@ SMOOTH = frozenset(
     }
 )
 # Saved for its size; backward goes by indices, or by nothing.
-_SIZE_ONLY = frozenset(
+SIZE_ONLY = frozenset(
     {
         *("gather", "take", "take_along_dim", "index_select", "index_add", "index_copy", "pad"),
         *("interpolate", "upsample", "cummax", "cummin", "put", "getitem", "scatter_add"),
@@ -63,7 +63,7 @@ _SIZE_ONLY = frozenset(
         ),
     }
 )
-_PACKED = PRODUCTS | SMOOTH | _SIZE_ONLY | NORMS
+_PACKED = PRODUCTS | SMOOTH | SIZE_ONLY | NORMS
 # Powers whose slope is a product; between, and below 1, it has a root or a pole at zero.
 POWERS = frozenset({1, 2, 3, 4})
 # At 1, the slope does not jump and changes by no more than the argument does.

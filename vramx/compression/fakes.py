@@ -17,7 +17,7 @@ import torch
 PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter}
 
 
-class _NoLaunches:
+class NoLaunches:
     """Stands for the kernels' launchers: results are what they are given to write."""
 
     @staticmethod
@@ -25,12 +25,20 @@ class _NoLaunches:
     @staticmethod
     def dequantize(*_: object, **__: object) -> None: ...
     @staticmethod
+    def quantize_map(*_: object, **__: object) -> None: ...
+    @staticmethod
+    def dequantize_map(*_: object, **__: object) -> None: ...
+    @staticmethod
+    def pack_signs(*_: object, **__: object) -> None: ...
+    @staticmethod
+    def unpack_signs(*_: object, **__: object) -> None: ...
+    @staticmethod
     def pack_mask(*_: object, **__: object) -> None: ...
     @staticmethod
     def unpack_mask(*_: object, **__: object) -> None: ...
 
 
-def _answering(answer: object) -> Callable[..., object]:
+def answering(answer: object) -> Callable[..., object]:
     """Return a function of one answer; a mock would keep the tensors that it is asked about."""
     return lambda *_, **__: answer
 
@@ -47,10 +55,10 @@ def fakes_are_plain() -> Iterator[None]:
     try:
         with (
             mock.patch.object(start, "_launches", False),
-            mock.patch.object(codec, "_launch", _answering(_NoLaunches)),
-            mock.patch.object(random, "state", _answering(None)),
-            mock.patch.object(lifetime, "_has_streams", _answering(False)),
-            mock.patch.object(lifetime, "_raw_stream", _answering(0)),
+            mock.patch.object(codec, "_launch", answering(NoLaunches)),
+            mock.patch.object(random, "state", answering(None)),
+            mock.patch.object(lifetime, "_has_streams", answering(False)),
+            mock.patch.object(lifetime, "_raw_stream", answering(0)),
         ):
             yield
     finally:

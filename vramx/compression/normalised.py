@@ -7,12 +7,12 @@ group may have any of them, and their numbers take no more bytes than x would ha
 
 Norms save their input first, and mean and deviation with their result. What stands for the input,
 a Pending, holds the input itself until the call ends. Where no statistics are found it stays so.
-Another codec keeps the numbers; an elementwise operation in float32 beside what that codec costs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from vramx.compression.calls import Operation
-from vramx.compression.config import Format
 from vramx.compression.geometry import Geometry, describe, restore
-from vramx.compression.saved import Codec, Payload, Pending, Reference, Restored
+from vramx.compression.saved import Pending, Reference, Restored
+from vramx.kernels.launch import Function
 
 _OF_ROWS = frozenset({"layer_norm", "native_layer_norm"})
 _OF_GROUPS = frozenset({"group_norm", "native_group_norm"})
@@ -35,61 +35,120 @@ _OF_CHANNELS = frozenset(
 MEAN_NORMS = _OF_ROWS | _OF_GROUPS | _OF_CHANNELS
 # Keeps the reciprocal of a deviation finite; packing and unpacking use the same, whatever it is.
 _EPSILON = 1e-5
+_LIMITS = torch.finfo(torch.float32)
+_MOST = 1 << 30  # with a tile more, numbers of a kernel still fit into 32 bits
 
 
 class Statistics(NamedTuple):
-    """What a norm subtracts and divides by, as float32 that broadcasts over x of size `size`."""
+    """What a norm subtracts and multiplies by, of what has the sizes `ones`; x has `size`.
+
+    `rstd` is the reciprocal of the deviation; an element that is no positive normal number counts
+    as 1 (of infinities, and of equal numbers without an epsilon).
+    """
 
     mean: Tensor
-    deviation: Tensor
+    rstd: Tensor
     size: tuple[int, ...]
+    ones: tuple[int, ...]
 
     @property
     def kind(self) -> Hashable:
         """What is normalised together: of one x, statistics of one kind are equal."""
-        return self.size, self.mean.shape
-
-    def of(self, elements: Tensor, geometry: Geometry) -> Tensor:
-        """Return a flat range as x lies in it."""
-        return restore(elements, geometry).view(self.size)
+        return self.size, self.ones
 
 
-class Normalised(NamedTuple):
-    """The packed numbers, and how they become x again."""
+class Normal:
+    """The numbers of x, which lies as its geometry says, normalised by statistics."""
 
-    payload: Payload
-    statistics: Statistics
-    geometry: Geometry
-    dtype: torch.dtype
+    __slots__ = ("_geometry", "_statistics", "function")
 
-    @property
-    def nbytes(self) -> int:
-        return self.payload.nbytes
-
-
-class NormalCodec:
-    """Keeps the input of a norm normalised, with another codec for the numbers."""
-
-    def __init__(self, codec: Codec, statistics: Statistics, geometry: Geometry) -> None:
-        self._codec = codec
+    def __init__(self, statistics: Statistics, geometry: Geometry) -> None:
         self._statistics = statistics
         self._geometry = geometry
+        self.function = _function(statistics, geometry)
 
-    def encode(self, elements: Tensor, format: Format) -> Normalised:
-        statistics, geometry = self._statistics, self._geometry
+    def of(self, elements: Tensor) -> Tensor:
+        mean, factor = self._factors()
         numbers = torch.empty_like(elements, dtype=torch.float32)
-        normal = statistics.of(numbers, geometry)
-        torch.sub(statistics.of(elements, geometry), statistics.mean, out=normal)
-        normal.div_(statistics.deviation)
-        payload = self._codec.encode(numbers, format)
-        return Normalised(payload, statistics, geometry, elements.dtype)
+        torch.sub(self._seen(elements), mean, out=self._seen(numbers)).mul_(factor)
+        return numbers
 
-    def decode(self, payload: Normalised) -> Tensor:
-        numbers = self._codec.decode(payload.payload)
-        mean, deviation, _ = statistics = payload.statistics
-        normal = statistics.of(numbers, payload.geometry)
-        torch.addcmul(mean, normal, deviation, out=normal)
-        return numbers.to(payload.dtype)
+    def back(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        mean, factor = self._factors()
+        normal = self._seen(numbers)
+        torch.addcmul(mean, normal, factor.reciprocal_(), out=normal)
+        return numbers.to(dtype)
+
+    def _seen(self, elements: Tensor) -> Tensor:
+        """Return a flat range as x lies in it."""
+        return restore(elements, self._geometry).view(self._statistics.size)
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        mean, rstd, _, ones = self._statistics
+        rstd = rstd.float()
+        usable = (rstd >= _LIMITS.tiny) & (rstd <= _LIMITS.max)
+        return mean.float().view(ones), torch.where(usable, rstd, 1.0).view(ones)
+
+
+def _function(statistics: Statistics, geometry: Geometry) -> Function | None:
+    """Return the function as the kernels know it, where statistics repeat as they want it."""
+    mean, rstd, size, ones = statistics
+    if mean.dtype is not torch.float32 or rstd.dtype is not torch.float32:
+        return None
+    found = _repetition(geometry.size, geometry.stride, size, ones)
+    if found is None or not mean.is_contiguous() or not rstd.is_contiguous():
+        return None
+    return Function("normal", mean, rstd, *found)
+
+
+@lru_cache(maxsize=1024)
+def _repetition(
+    size: tuple[int, ...], stride: tuple[int, ...], split: tuple[int, ...], ones: tuple[int, ...]
+) -> tuple[int, int] | None:
+    """Return how many elements in a row have one statistic, and how many statistics take turns.
+
+    In memory: x has a size and a stride there, and is seen in the sizes `split`. None where the
+    statistics do not follow each other in their own order.
+
+    Example:
+        >>> _repetition((2, 3, 4), (12, 4, 1), (2, 3, 4), (1, 3, 1))
+        (4, 3)
+        >>> _repetition((2, 3, 4), (12, 1, 3), (2, 3, 4), (1, 3, 1))
+        (1, 3)
+        >>> _repetition((2, 3, 4), (4, 8, 1), (2, 3, 4), (2, 3, 1)) is None
+        True
+    """
+    steps = _steps(size, stride, split)
+    dims = [d for d in sorted(range(len(split)), key=lambda d: steps[d]) if split[d] > 1]
+    varying = [d for d in dims if ones[d] > 1]
+    inner = count = 1
+    for place, dim in enumerate(dims):
+        if dim not in varying:
+            inner *= split[dim] if count == 1 else 1
+        elif varying != dims[place : place + len(varying)] and count == 1:
+            return None
+        else:
+            count *= split[dim]
+    in_order = varying == sorted(varying, reverse=True)
+    return (inner, count) if in_order and max(inner, count) <= _MOST else None
+
+
+def _steps(size: tuple[int, ...], stride: tuple[int, ...], split: tuple[int, ...]) -> list[int]:
+    """Return the strides of a view in which dimensions are split.
+
+    Example:
+        >>> _steps((2, 6), (6, 1), (2, 3, 2))
+        [6, 2, 1]
+    """
+    steps = [0] * len(split)
+    place = 0
+    for length, step in zip(size, stride, strict=True):
+        left = length
+        while left > 1:
+            left //= split[place]
+            steps[place] = step * left
+            place += 1
+    return steps
 
 
 class Waiting:
@@ -111,12 +170,11 @@ class Waiting:
     def note(self, tensor: Tensor) -> None:
         """Note what is saved after the input."""
         if tensor.is_floating_point():
-            self._later.append(tensor.detach())
+            self._later.append(tensor)
 
     def end(self, operation: Operation) -> None:
         """Pack the input, now that the call has ended."""
-        with torch.no_grad():
-            self.statistics = _statistics(self._tensor, operation.name, self._later)
+        self.statistics = _statistics(self._tensor, operation.name, self._later)
         self.pending.held = self._pack(operation)
 
 
@@ -130,27 +188,28 @@ def _statistics(x: Tensor, name: str, later: list[Tensor]) -> Statistics | None:
         return None
     mean, rstd = later[-2:]
     if mean.numel() == 0 and name in _OF_CHANNELS:
-        mean, rstd = later[0].clone(), (later[1].float() + _EPSILON).rsqrt()
-    sizes = _sizes(x, name, mean)
-    if sizes is None or mean.numel() != rstd.numel() or mean.numel() != prod(sizes[1]):
+        mean, variance = later[0].detach(), later[1].detach()
+        mean, rstd = mean.clone(), (variance.float() + _EPSILON).rsqrt()
+    sizes = _sizes(x.shape, name, mean.shape)
+    if sizes is None or mean.numel() != rstd.numel():
         return None
-    size, ones = sizes
-    deviation = rstd.float().reciprocal().view(ones)
-    # Of infinities, and of equal numbers without an epsilon.
-    usable = deviation.isfinite() & (deviation > 0)
-    return Statistics(mean.float().view(ones), torch.where(usable, deviation, 1.0), size)
+    return Statistics(mean.detach(), rstd.detach(), *sizes)
 
 
-def _sizes(x: Tensor, name: str, mean: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+@lru_cache(maxsize=1024)
+def _sizes(
+    size: tuple[int, ...], name: str, means: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return the size of x, its channels in groups where these are normalised, and of its means."""
-    size = tuple(x.shape)
     if name in _OF_ROWS:
         # Means of rows have the dimensions that were normalised, too, of size 1.
-        return (size, tuple(mean.shape)) if mean.dim() == x.dim() else None
+        return (size, means) if len(means) == len(size) else None
     if name in _OF_GROUPS:
-        groups = mean.numel() // size[0]
+        groups = prod(means) // size[0]
         if not groups or size[1] % groups:
             return None
         split = (size[0], groups, size[1] // groups, *size[2:])
-        return split, (size[0], groups, *(1,) * (len(split) - 2))
-    return size, (1, size[1], *(1,) * (len(size) - 2))
+        sizes = split, (size[0], groups, *(1,) * (len(split) - 2))
+    else:
+        sizes = size, (1, size[1], *(1,) * (len(size) - 2))
+    return sizes if prod(means) == prod(sizes[1]) else None

@@ -23,6 +23,7 @@ from vramx.compression.budget import Share
 from vramx.compression.codec import Packed
 from vramx.compression.config import Compression, Format
 from vramx.compression.host_memory import bytes_of_a_rank
+from vramx.compression.mapping import Mapping
 from vramx.compression.pinned import HostPool
 from vramx.compression.stash import Stash, Ticket
 from vramx.compression.transport import CudaTransport, Lane
@@ -32,10 +33,10 @@ from vramx.sizes import format_size
 class Moved:
     """A packed tensor whose buffer a stash has; what a graph holds in place of a Packed."""
 
-    __slots__ = ("__weakref__", "_dtype", "_format", "_numel", "_ticket")
+    __slots__ = ("__weakref__", "_like", "_ticket")
 
     def __init__(self, packed: Packed, stash: Stash) -> None:
-        self._numel, self._dtype, self._format = packed.numel, packed.dtype, packed.format
+        self._like = packed.numel, packed.dtype, packed.format, packed.mapping
         self._ticket = stash.put(packed.buffer)
 
     @property
@@ -49,7 +50,7 @@ class Moved:
         Raises:
             OffloadError: it is on the host, and the current stream is being captured.
         """
-        return Packed(self._ticket.get(), self._numel, self._dtype, self._format)
+        return Packed(self._ticket.get(), *self._like)
 
 
 class MovedExactly:
@@ -83,8 +84,10 @@ class OffloadCodec:
         self._share = share
         self._streams = streams
 
-    def encode(self, elements: Tensor, format: Format) -> Packed | Moved:
-        return put(plain_codec.pack(elements, format, self._streams), self._share)
+    def encode(
+        self, elements: Tensor, format: Format, mapping: Mapping | None = None
+    ) -> Packed | Moved:
+        return put(plain_codec.packed(elements, format, self._streams, mapping), self._share)
 
     def decode(self, payload: Packed | Moved) -> Tensor:
         return plain_codec.unpack(payload.get() if isinstance(payload, Moved) else payload)

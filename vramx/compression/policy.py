@@ -15,11 +15,20 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from vramx.compression import attention, third_party
 from vramx.compression.calls import GRAPH, STRIDED, Operation
 from vramx.compression.config import BITS, GROUP_SIZES, KEEP, MASK_BITS, WIDTHS, Compression, Rule
-from vramx.compression.exactness import FACTORS, NORMS, SIGN_ONLY, norm_length
+from vramx.compression.exactness import (
+    FACTORS,
+    NORMS,
+    PRODUCTS,
+    SIGN_ONLY,
+    SIZE_ONLY,
+    SMOOTH,
+    norm_length,
+)
 from vramx.compression.fakes import PLAIN
 from vramx.compression.geometry import covered_elements
 from vramx.compression.weights import (
@@ -98,9 +107,8 @@ class SavePolicy:
         self._bits = BITS.get(options.level, 0)
         self._module = module
         self.min_bytes = max(1, int(options.min_bytes))
-        self._by_operation: dict[str, list[Rule]] = {}
-        for rule in options.rules:
-            self._by_operation.setdefault(_canonical(rule.operation), []).append(rule)
+        self._by_operation = _rules_by_operation(options.rules)
+        self._plain = {} if only_weights else _plain_choices(self._bits, options.rules)
         self._owned: frozenset[int] | None = None
 
     def choose(self, tensor: torch.Tensor, operation: Operation | None) -> Choice:
@@ -111,6 +119,10 @@ class SavePolicy:
         """
         reason = self._reason(tensor, operation)
         if reason is None:
+            if operation is not None and not operation.custom and tensor.dtype != torch.bool:
+                choice = self._plain.get(operation.name)
+                if choice is not None:
+                    return choice
             level = self._level(tensor, operation)
             if level is None:
                 return self._default(tensor, operation)
@@ -123,14 +135,16 @@ class SavePolicy:
         """Return why the tensor is kept, None where nothing but the policy is against packing."""
         if not self._bits:
             return DISABLED
+        # A call in Python takes as long as three looks at a tensor: no more of them than needed.
         dtype = tensor.dtype
         if dtype not in _DATA and not dtype.is_floating_point and not dtype.is_complex:
             return INTEGER
-        if is_parameter(tensor):
+        if type(tensor) is not Tensor and is_parameter(tensor):
             return PARAMETER
         if tensor.numel() * dtype.itemsize < self.min_bytes:
             return SMALL
-        if tensor.requires_grad and tensor.is_leaf:
+        node = tensor.grad_fn
+        if node is None and tensor.requires_grad:
             return LEAF  # the graph holds it anyway, to give it its gradient
         unsupported = _unsupported(tensor)
         if unsupported is not None:
@@ -170,7 +184,7 @@ class SavePolicy:
             return self._third_party(operation)
         if operation.name in SIGN_ONLY:
             return _CHOICES[MASK_BITS]
-        if _canonical(operation.name) == _ATTENTION:
+        if _is_attention(operation.name):
             packed = attention.is_value(tensor, operation) and attention.may_pack_value(operation)
             return _CHOICES[self._bits] if packed else _KEPT[POLICY]
         if operation.name in NORMS:
@@ -214,9 +228,44 @@ class SavePolicy:
     def _storages(self, module: torch.nn.Module) -> frozenset[int]:
         """Return the storages of the module's parameters and buffers; the module holds them."""
         if self._owned is None:
-            tensors = [*module.parameters(), *module.buffers()]
-            self._owned = frozenset(t.untyped_storage()._cdata for t in tensors if type(t) in PLAIN)
+            self._owned = frozenset([t.untyped_storage()._cdata for t in _tensors_of(module)])
         return self._owned
+
+
+def _tensors_of(module: torch.nn.Module) -> list[Tensor]:
+    """Return the plain parameters and buffers; module.parameters() also makes all their names."""
+    found: list[Tensor] = []
+    seen = {module}
+    waiting = [module]
+    while waiting:
+        one = waiting.pop()
+        for tensors in (one._parameters, one._buffers):
+            found += [t for t in tensors.values() if t is not None and type(t) in PLAIN]
+        below = [m for m in one._modules.values() if m is not None and m not in seen]
+        seen.update(below)
+        waiting += below
+    return found
+
+
+@lru_cache(maxsize=256)
+def _rules_by_operation(rules: tuple[Rule, ...]) -> dict[str, list[Rule]]:
+    found: dict[str, list[Rule]] = {}
+    for rule in rules:
+        found.setdefault(_canonical(rule.operation), []).append(rule)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _plain_choices(bits: int, rules: tuple[Rule, ...]) -> dict[str, Choice]:
+    """Return, by name, what is done where no rule speaks and no argument matters."""
+    named = _rules_by_operation(rules)
+    found = dict.fromkeys(PRODUCTS | SMOOTH | SIZE_ONLY, _CHOICES[bits or MASK_BITS])
+    found |= dict.fromkeys(SIGN_ONLY, _CHOICES[MASK_BITS])
+    return {n: c for n, c in found.items() if _canonical(n) not in named and not _is_attention(n)}
+
+
+def _is_attention(name: str) -> bool:
+    return _canonical(name) == _ATTENTION
 
 
 @lru_cache(maxsize=1024)
@@ -239,10 +288,10 @@ def _unsupported(tensor: torch.Tensor) -> str | None:
 
 def _is_statistic(tensor: torch.Tensor, operation: Operation) -> bool:
     # A graph is many operations: what it saves is no statistic of what it was given.
-    if tensor.dtype == torch.bool or operation.name == GRAPH:
-        return False
     is_factor = operation.name in FACTORS
     if operation.match(tensor) is not None and not is_factor:
+        return False
+    if tensor.dtype == torch.bool or operation.name == GRAPH:
         return False
     data = [t for t in operation.tensors if not is_parameter(t)]
     if not data:

@@ -5,46 +5,31 @@ beside its largest, and gradients may come from these (a logarithm follows, or a
 the root is less of x the smaller x is. With values spread as a normal distribution's the error is
 an eighth larger than a step of x itself would make it.
 
-Another codec keeps the roots; some elementwise operations in float32 beside what that costs. No
-state of its own. Rounded stochastically a square is a quarter of a root's step squared above what
-it was at the most: of 127 steps to the largest, 2**-16 of that.
+No state. Rounded stochastically a square is a quarter of a root's step squared above what it was at
+the most: of 127 steps to the largest, 2**-16 of that.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from vramx.compression.config import Format
-from vramx.compression.saved import Codec, Payload
+from vramx.kernels.launch import Function
 
 # Operations that multiply their one tensor by itself.
 POWERS = frozenset({"square", "pow"})
 
 
-class Roots:
-    """The packed roots, with the signs of what they are of."""
+class Root:
+    """The roots of magnitudes, with the signs of what they are of."""
 
-    __slots__ = ("dtype", "payload")
+    function = Function("root")
 
-    def __init__(self, payload: Payload, dtype: torch.dtype) -> None:
-        self.payload = payload
-        self.dtype = dtype
+    def of(self, elements: Tensor) -> Tensor:
+        return elements.float().abs().sqrt_().copysign_(elements)
 
-    @property
-    def nbytes(self) -> int:
-        return self.payload.nbytes
+    def back(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        return (numbers * numbers.abs()).to(dtype)
 
 
-class RootCodec:
-    """Keeps numbers as the roots of their magnitudes, with another codec for these."""
-
-    def __init__(self, codec: Codec) -> None:
-        self._codec = codec
-
-    def encode(self, elements: torch.Tensor, format: Format) -> Payload:
-        roots = elements.float().abs().sqrt_().copysign_(elements)
-        return Roots(self._codec.encode(roots, format), elements.dtype)
-
-    def decode(self, payload: Roots) -> torch.Tensor:
-        roots = self._codec.decode(payload.payload)
-        return (roots * roots.abs()).to(payload.dtype)
+ROOT = Root()

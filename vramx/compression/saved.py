@@ -20,6 +20,7 @@ import torch
 from vramx.compression.config import MASK_BITS, Format
 from vramx.compression.geometry import Geometry, restore
 from vramx.compression.lifetime import current_stream, outlive
+from vramx.compression.mapping import Mapping
 from vramx.errors import ModifiedInPlaceError
 
 
@@ -39,8 +40,10 @@ class Reference:
         # A leaf by itself, so that a sharding library that swaps its data finds it; a view of a
         # parameter too, whose history is views. All else detached: of an operation's result the
         # graph would hold itself. Both share the version counter.
-        base = tensor._base
-        own = tensor.is_leaf or (base is not None and base.is_leaf and base.requires_grad)
+        own = tensor.is_leaf
+        if not own:
+            base = tensor._base
+            own = base is not None and base.is_leaf and base.requires_grad
         self._tensor = tensor if own else tensor.detach()
         self._version = tensor._version
 
@@ -74,9 +77,15 @@ class Copy:
 
 
 class Codec(Protocol):
-    """Turns a flat range into a payload and back; the codec's own pair, or one that offloads."""
+    """Turns elements into a payload, and that into a flat range of them.
 
-    def encode(self, elements: torch.Tensor, format: Format) -> Payload: ...
+    The codec's own pair, or one that offloads. Given is a contiguous tensor, of any shape and
+    with its graph, which is only read.
+    """
+
+    def encode(
+        self, elements: torch.Tensor, format: Format, mapping: Mapping | None = None
+    ) -> Payload: ...
 
     def decode(self, payload: Any) -> torch.Tensor: ...
 

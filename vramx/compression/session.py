@@ -18,7 +18,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from vramx.compression import attention, policy, random, third_party, writes
 from vramx.compression import codec as plain_codec
-from vramx.compression.angles import AngleCodec, function_of
+from vramx.compression.angles import ANGLES, function_of
 from vramx.compression.attention import Result
 from vramx.compression.calls import STRIDED, Operation
 from vramx.compression.compiler import run_uncompiled
@@ -26,14 +26,15 @@ from vramx.compression.config import MASK_BITS, Compression, Format
 from vramx.compression.fakes import PLAIN
 from vramx.compression.geometry import Geometry, covered_bytes, describe, flat
 from vramx.compression.lifetime import current_stream, outlive
-from vramx.compression.normalised import MEAN_NORMS, NormalCodec, Waiting
+from vramx.compression.mapping import Mapping
+from vramx.compression.normalised import MEAN_NORMS, Normal, Waiting
 from vramx.compression.notices import tell_of_unknown
 from vramx.compression.operations import OperationMode, transformed
 from vramx.compression.policy import SavePolicy
-from vramx.compression.roots import POWERS, RootCodec
+from vramx.compression.roots import POWERS, ROOT
 from vramx.compression.saved import Codec, Copy, Holding, Payload, Pending, Reference, Restored
 from vramx.compression.sharing import Table, cast_source, range_key
-from vramx.compression.signs import SignCodec
+from vramx.compression.signs import SIGN
 from vramx.compression.stats import CompressionStats
 
 _TRANSFORMED = transformed.__name__
@@ -47,8 +48,10 @@ class PlainCodec:
     def __init__(self, streams: random.Streams | None = None) -> None:
         self._streams = streams
 
-    def encode(self, elements: torch.Tensor, format: Format) -> Payload:
-        return plain_codec.pack(elements, format, self._streams)
+    def encode(
+        self, elements: torch.Tensor, format: Format, mapping: Mapping | None = None
+    ) -> Payload:
+        return plain_codec.packed(elements, format, self._streams, mapping)
 
     def decode(self, payload: plain_codec.Packed) -> torch.Tensor:
         return plain_codec.unpack(payload)
@@ -110,13 +113,15 @@ class Session:
     def _take(
         self, tensor: torch.Tensor, operation: Operation
     ) -> Reference | Restored | Pending | Result:
+        if operation.waiting is not None:
+            operation.waiting.note(tensor)
+        if operation.name != attention.NAME:
+            return self._take_one(tensor, operation)
         result = attention.result_of(tensor, operation)
         if result is not None:
             # What torch would have held of it counts with whatever reads it next.
             self._stats.record(operation.name, "", 0, 0)
             return result
-        if operation.waiting is not None:
-            operation.waiting.note(tensor)
         saved = self._take_one(tensor, operation)
         attention.note(tensor, operation, saved)
         return saved
@@ -124,7 +129,8 @@ class Session:
     def _take_one(
         self, tensor: torch.Tensor, operation: Operation
     ) -> Reference | Restored | Pending:
-        if operation.position == 0 and not third_party.is_known(operation.library, operation.name):
+        unread = operation.custom and operation.position == 0
+        if unread and not third_party.is_known(operation.library, operation.name):
             writes.note(operation.tensors)  # its forward may have written into them
         bits, reason, most = self._rules.choose(tensor, operation)
         if bits > MASK_BITS and self._mode.is_given(tensor, operation):
@@ -170,8 +176,9 @@ class Session:
         if holding is None:
             holding = self._pack_once(tensor, geometry, operation, form, place)
             self._table.add(key, storage, holding)
-            # Whoever reads the same without a norm is served as well by it.
-            self._table.offer(range_key(tensor, geometry, storage, plain), storage, holding)
+            if place is not plain:
+                # Whoever reads the same without a norm is served as well by it.
+                self._table.offer(range_key(tensor, geometry, storage, plain), storage, holding)
         else:
             self._stats.record(operation.name, "", 0, 0, shared_bytes=nbytes)
         return Restored(holding, geometry, shared=not operation.custom)
@@ -217,27 +224,18 @@ class Session:
         if format.rounding == "stochastic" and device not in self._devices:
             self._devices.add(device)
             random.renew_on_replay(tensor.device)
-        codec = self._codec_for(tensor, operation, format)
-        payload = codec.encode(flat(tensor, geometry), format)
+        mapping = _mapping(tensor, geometry, operation, format)
+        elements = tensor if tensor.is_contiguous() else flat(tensor, geometry)
+        payload = self._codec.encode(elements, format, mapping)
         nbytes = geometry.covered * tensor.element_size()
         self._stats.record(operation.name, "", nbytes, payload.nbytes)
-        return Holding(payload, codec, format)
-
-    def _codec_for(self, tensor: torch.Tensor, operation: Operation, format: Format) -> Codec:
-        if format.bits == MASK_BITS:
-            return self._codec if tensor.dtype == torch.bool else SignCodec(self._codec)
-        if operation.waiting is not None:
-            return NormalCodec(self._codec, operation.waiting.statistics, describe(tensor))
-        function = function_of(tensor, operation)
-        if function:
-            return AngleCodec(self._codec, function)
-        return RootCodec(self._codec) if operation.name in POWERS else self._codec
+        return Holding(payload, self._codec, format)
 
     def _keep(
         self, tensor: torch.Tensor, operation: Operation, reason: str
     ) -> Reference | Restored:
         if type(tensor) in PLAIN and tensor.layout is STRIDED:
-            nbytes = covered_bytes(tensor)
+            nbytes = tensor.nbytes if tensor.is_contiguous() else covered_bytes(tensor)
             if reason in _EXAMINED and nbytes:
                 storage = tensor.untyped_storage()
                 if storage.nbytes() >= self._rules.min_bytes:
@@ -293,6 +291,20 @@ class Session:
             for _, values in self._formats.values()
         ]
         return any(self._table.find(key, storage) is not None for key in keys)
+
+
+def _mapping(
+    tensor: torch.Tensor, geometry: Geometry, operation: Operation, format: Format
+) -> Mapping | None:
+    """Return what is packed in place of a tensor's elements; None: these."""
+    if format.bits == MASK_BITS:
+        return None if tensor.dtype == torch.bool else SIGN
+    if operation.waiting is not None:
+        return Normal(operation.waiting.statistics, geometry)
+    function = function_of(tensor, operation)
+    if function:
+        return ANGLES[function]
+    return ROOT if operation.name in POWERS else None
 
 
 # Kept for what they are, not for whose memory they lie in: a look at the storage may save memory.

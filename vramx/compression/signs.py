@@ -1,44 +1,27 @@
 """Of a tensor whose backward asks only whether an element is above zero, a bit for each.
 
-Another codec keeps the bits. Which operations ask for no more is exactness.py's. No state of its
-own; a comparison of the tensor beside what the codec costs.
+Which operations ask for no more is exactness.py's. No state.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from vramx.compression.config import Format
-from vramx.compression.saved import Codec, Payload
-
-
-class Signs:
-    """Of a tensor, a bit for each element: above zero (or NaN), or not."""
-
-    __slots__ = ("_dtype", "payload")
-
-    def __init__(self, payload: Payload, dtype: torch.dtype) -> None:
-        self.payload = payload
-        self._dtype = dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.payload.nbytes
-
-    def values(self, bits: torch.Tensor) -> torch.Tensor:
-        """Return 1 and 0, which compare with zero as the elements did."""
-        return bits.to(self._dtype)
+from vramx.kernels.launch import Function
 
 
-class SignCodec:
-    """Keeps the signs of elements, with another codec for the bits."""
+class Sign:
+    """Whether an element is above zero, or NaN; and 1 and 0, which compare with zero as it did."""
 
-    def __init__(self, codec: Codec) -> None:
-        self._codec = codec
+    function = Function("sign")
 
-    def encode(self, elements: torch.Tensor, format: Format) -> Payload:
+    def of(self, elements: Tensor) -> Tensor:
         # Not above: a NaN is neither, and torch lets the gradient through it.
-        return Signs(self._codec.encode(elements.le(0).logical_not_(), format), elements.dtype)
+        return elements.le(0).logical_not_()
 
-    def decode(self, payload: Signs) -> torch.Tensor:
-        return payload.values(self._codec.decode(payload.payload))
+    def back(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        return numbers.to(dtype)
+
+
+SIGN = Sign()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vramx.kernels.layout import Layout, has_outliers
-from vramx.kernels.start import start
+from vramx.kernels.start import start, start_always_with
 
 _OLDEST_CAPABILITY = (8, 0)  # bfloat16 arithmetic
 _WARPS = 4
@@ -46,7 +46,10 @@ class Plan(NamedTuple):
     ) -> None:
         """Launch the kernel for `numel` elements, with constants of its own and these."""
         grid = (-(-numel // self.tile),)
-        start(self.kernel, grid, tensors, numbers, **constants, **self.constants)
+        if constants:
+            start(self.kernel, grid, tensors, numbers, **constants, **self.constants)
+        else:
+            start_always_with(self.constants, self.kernel, grid, tensors, numbers)
 
 
 def supported(device: torch.device) -> bool:
@@ -90,6 +93,66 @@ def dequantize(buffer: Tensor, flat_out: Tensor, layout: Layout) -> None:
         plan.start((buffer, flat_out), (layout.numel,), layout.numel)
 
 
+class Function(NamedTuple):
+    """A function of mapped.py; of "normal" the statistics: element i has (i // inner) % period."""
+
+    kind: str
+    mean: Tensor | None = None  # float32 [period], contiguous
+    rstd: Tensor | None = None
+    inner: int = 1
+    period: int = 1
+
+    def place(self, group_size: int) -> str:
+        """Return how a group's statistics are found."""
+        if self.kind != "normal" or self.inner % group_size == 0:
+            return "group"
+        return "split" if self.inner > group_size else "each"
+
+
+def quantize_map(
+    flat: Tensor,
+    buffer: Tensor,
+    layout: Layout,
+    function: Function,
+    *,
+    noise: Tensor | None,
+    stream: int,
+) -> None:
+    """Write the packed form of a function of a tensor; arguments as quantize()'s."""
+    if layout.numel:
+        plan = quantize_map_plan(
+            (layout.bits, layout.symmetric, layout.group_size, noise is not None),
+            function.kind,
+            function.place(layout.group_size),
+        )
+        tensors = (flat, function.mean, function.rstd, buffer, buffer if noise is None else noise)
+        plan.start(tensors, (layout.numel, stream, function.inner, function.period), layout.numel)
+
+
+def dequantize_map(buffer: Tensor, flat_out: Tensor, layout: Layout, function: Function) -> None:
+    """Write what the function was of, in the type of `flat_out`."""
+    if layout.numel:
+        plan = dequantize_map_plan(
+            (layout.bits, layout.symmetric, layout.group_size),
+            function.kind,
+            function.place(layout.group_size),
+        )
+        tensors = (buffer, function.mean, function.rstd, flat_out)
+        plan.start(tensors, (layout.numel, function.inner, function.period), layout.numel)
+
+
+def pack_signs(flat: Tensor, buffer: Tensor) -> None:
+    """Write a bit an element: whether it is above zero, or NaN."""
+    if numel := flat.numel():
+        sign_plan(packs=True).start((flat, buffer), (numel,), numel)
+
+
+def unpack_signs(buffer: Tensor, flat_out: Tensor) -> None:
+    """Write 1 and 0 for bits, in the type of `flat_out`."""
+    if numel := flat_out.numel():
+        sign_plan(packs=False).start((buffer, flat_out), (numel,), numel)
+
+
 def pack_mask(flat_bool: Tensor, buffer: Tensor) -> None:
     """Write the bits of a bool tensor; bytes beyond the last bit's are left alone."""
     if numel := flat_bool.numel():
@@ -128,6 +191,43 @@ def dequantize_plan(bits: int, symmetric: bool, group_size: int) -> Plan:
     rows = _rows(group_size, _ELEMENTS)
     kernel = dequantize_kernel if bits == 8 else dequantize4_kernel
     return Plan(kernel, rows * group_size, _constants(group_size, rows, symmetric))
+
+
+@lru_cache(maxsize=128)
+def quantize_map_plan(format: tuple[int, bool, int, bool], kind: str, place: str) -> Plan:
+    """Return how a function of tensors is quantised; the format is quantize_plan's arguments."""
+    from vramx.kernels.mapped import quantize_map_kernel
+
+    return _mapped(quantize_map_kernel, quantize_plan(*format), format[0], kind, place)
+
+
+@lru_cache(maxsize=128)
+def dequantize_map_plan(format: tuple[int, bool, int], kind: str, place: str) -> Plan:
+    """Return how it becomes the tensors again; the format is dequantize_plan's arguments."""
+    from vramx.kernels.mapped import dequantize_map_kernel
+
+    return _mapped(dequantize_map_kernel, dequantize_plan(*format), format[0], kind, place)
+
+
+def _mapped(kernel: Any, plan: Plan, bits: int, kind: str, place: str) -> Plan:
+    """Return a plan with a map's kernel in place of the plain one."""
+    _, tile, constants = plan
+    constants = {**constants, "MAP": kind, "PLACE": place, "BITS": bits}
+    if place == "each":  # two loads an element: with as many more, registers spill
+        tile //= 2
+        constants |= {"ROWS": constants["ROWS"] // 2, "TAIL_ROWS": constants["TAIL_ROWS"] // 2}
+        constants["TAIL_ROWS"] = max(1, constants["TAIL_ROWS"])
+    return Plan(kernel, tile, constants)
+
+
+@lru_cache(maxsize=2)
+def sign_plan(*, packs: bool) -> Plan:
+    """Return how signs are packed or unpacked."""
+    from vramx.kernels.mask import pack_signs_kernel, unpack_signs_kernel
+
+    constants = {"BYTES": _MASK_BYTES_OF_PROGRAM, "num_warps": _WARPS}
+    kernel = pack_signs_kernel if packs else unpack_signs_kernel
+    return Plan(kernel, 8 * _MASK_BYTES_OF_PROGRAM, constants)
 
 
 @lru_cache(maxsize=2)

@@ -27,7 +27,7 @@ _ALIGNMENT = 16  # bytes; also what integers may be multiples of
 class _Compiled(NamedTuple):
     """What Triton made of a kernel for one kind of arguments."""
 
-    kernel: Any  # lives on, so that no other has its id
+    kept: Any  # what a key has the id of: no other gets it
     run: Any
     function: Any
     metadata: Any
@@ -55,22 +55,47 @@ def start(
         numbers: int or float.
         constants: the parameters that are constants, and Triton's options.
     """
+    what = (id(kernel), *constants, *constants.values())
+    _start(what, kernel, grid, tensors, numbers, constants)
+
+
+def start_always_with(
+    constants: dict[str, Any],
+    kernel: Any,
+    grid: tuple[int, ...],
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[float],
+) -> None:
+    """Do so with constants that are given again and again, in the very same dictionary.
+
+    They are not looked at again, nor may they change. One dictionary is for one kernel.
+    """
+    _start((id(constants),), kernel, grid, tensors, numbers, constants)
+
+
+def _start(
+    what: tuple[Any, ...],
+    kernel: Any,
+    grid: tuple[int, ...],
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[float],
+    constants: dict[str, Any],
+) -> None:
+    """Launch a kernel with constants that `what` tells from all others."""
     if not _launches:
         return
     first = tensors[0]
     assert first is not None
     index = first.get_device()
-    if index >= 0 and index != torch.cuda.current_device():
+    if index >= 0 and index != _current_device():
         with torch.cuda.device(index):
-            start(kernel, grid, tensors, numbers, **constants)
+            _start(what, kernel, grid, tensors, numbers, constants)
         return
     # Tensors outlive the call; their addresses spare Triton's launcher to ask for them. What is
     # None was compiled as a constant, and is not read.
     pointers = [0 if t is None else t.data_ptr() for t in tensors]
     dtypes = [None if t is None else t.dtype for t in tensors]
-    key = (
-        id(kernel), index, *dtypes, *map(_kind, numbers), *constants, *constants.values(),
-    )  # fmt: skip
+    key = (*what, index, *dtypes, *map(_kind, numbers))
     compiled = _compiled.get(key)
     aligned = reduce(or_, pointers) % _ALIGNMENT == 0
     if compiled is None or not aligned or _is_watched(kernel):
@@ -103,7 +128,7 @@ def _remember(
     if all(name in constants for name in names):
         values = tuple(constants[name] for name in names)
         _compiled[key] = _Compiled(
-            kernel, made.run, made.function, made.packed_metadata, _streams(), values
+            (kernel, constants), made.run, made.function, made.packed_metadata, _streams(), values
         )
 
 
@@ -133,6 +158,10 @@ def _hooks() -> Any:
 
         return CompiledKernel
     return runtime
+
+
+# Of a process that has a tensor on a device, whose CUDA is set up, without a look whether it is.
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 
 def _is_known_version() -> bool:

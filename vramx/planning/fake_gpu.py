@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,13 +22,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramx.errors import UntraceableError
-from vramx.nn import attention_kernels
+from vramx.planning.fake_answers import answering, fakes_for_each, unpacked
 from vramx.planning.fake_kernels import REPLACED, bounded, read_value
 
 GPU = torch.device("cuda:0")
@@ -37,39 +34,6 @@ _META = torch.device("meta")
 # c10::DeviceType, and the registry of guards that c10 exports.
 _CUDA_TYPE, _META_TYPE, _TYPES = 1, 14, 20
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
-# What a program asks of torch.cuda before it computes. Compute capability 9.0 is an H100's.
-_ANSWERS: dict[str, Any] = {
-    "is_available": True,
-    "is_bf16_supported": True,
-    "is_current_stream_capturing": False,
-    "current_device": 0,
-    "device_count": 1,
-    "get_device_capability": (9, 0),
-    "synchronize": None,
-    "empty_cache": None,
-    "set_device": None,
-    "_lazy_init": None,
-    "manual_seed_all": None,
-    "reset_peak_memory_stats": None,
-    "memory_allocated": 0,
-    "max_memory_allocated": 0,
-    "memory_reserved": 0,
-    "max_memory_reserved": 0,
-}
-
-
-class _Idle:
-    """A stream or an event of the fake GPU: what it is asked for is done at once."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def __enter__(self) -> _Idle:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _constant(0.0 if name == "elapsed_time" else True)
 
 
 class FakeGpu:
@@ -94,11 +58,11 @@ class FakeGpu:
         """Run what is within on the fake GPU."""
         engine = _Engine()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_unpacked(self.assume))
+            stack.enter_context(unpacked(self.assume))
             if self.is_cuda:
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-                stack.enter_context(_answering())
-            stack.enter_context(_fakes_for_each())
+                stack.enter_context(answering())
+            stack.enter_context(fakes_for_each())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", engine))
             stack.enter_context(self.mode)
@@ -155,31 +119,6 @@ def _guarded() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _answering() -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for name, answer in _ANSWERS.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, _constant(answer)))
-        for name in ("Stream", "Event", "stream", "current_stream", "default_stream"):
-            stack.enter_context(mock.patch.object(torch.cuda, name, _Idle))
-        # Random states of a device are read and set by checkpoints.
-        state = _constant(torch.zeros(16, dtype=torch.uint8))
-        stack.enter_context(mock.patch.object(torch.cuda, "get_rng_state", state))
-        stack.enter_context(mock.patch.object(torch.cuda, "set_rng_state", _constant(None)))
-        stack.enter_context(mock.patch.object(torch.nn.Module, "_apply", _apply))
-        kernels = (("_capability", (9, 0)), ("_prefers_cudnn", False))
-        for name, answer in kernels:  # both are remembered for the device that is really there
-            stack.enter_context(mock.patch.object(attention_kernels, name, _constant(answer)))
-        available = "is_flash_attention_available"
-        stack.enter_context(mock.patch.object(torch.backends.cuda, available, _constant(True)))
-        for function, replacement in REPLACED.items():
-            called = _heard(function, replacement)
-            stack.enter_context(mock.patch.object(torch.nn.functional, function.__name__, called))
-        # Kernels of cuDNN without data are in no build; torch's own keep about as much.
-        stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-        yield
-
-
-@contextlib.contextmanager
 def _made_on_the_host() -> Iterator[None]:
     """Have torch.tensor(..., device="cuda") copy to the GPU what it makes on the host.
 
@@ -195,67 +134,6 @@ def _made_on_the_host() -> Iterator[None]:
         yield
     finally:
         put(before)
-
-
-def _unpacked(assume: Callable[[str], None]) -> contextlib.AbstractContextManager[Any]:
-    """Have transformers find no several sequences in one row, which it reads off the positions.
-
-    Without data it makes the mask that they would need: a byte for each pair of tokens.
-    """
-    masks = sys.modules.get("transformers.masking_utils")
-    name = "find_packed_sequence_indices"
-    if masks is None or not hasattr(masks, name):
-        return contextlib.nullcontext()
-
-    def found(*_: Any, **__: Any) -> None:
-        assume("a row of tokens is taken for one sequence, as transformers reads off positions")
-
-    return mock.patch.object(masks, name, found)
-
-
-@contextlib.contextmanager
-def _fakes_for_each() -> Iterator[None]:
-    """Have optimizers take fake tensors all at once, as they do plain ones on a GPU."""
-    kinds = (_foreach_utils._foreach_supported_types, optimizer._foreach_supported_types)
-    for kind in kinds:
-        kind.append(FakeTensor)
-    try:
-        yield
-    finally:
-        for kind in kinds:
-            kind.remove(FakeTensor)
-
-
-def _heard(function: Any, replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what is called for a function: itself where modes hear of calls, as _Calls does.
-
-    Hooks of compression know an operation by the function that was called.
-    """
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        heard = torch._C._len_torch_function_stack() > 0
-        return function(*args, **kwargs) if heard else replacement(*args, **kwargs)
-
-    return called
-
-
-def _constant(value: Any) -> Callable[..., Any]:
-    return lambda *_, **__: value
-
-
-def _apply(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> torch.nn.Module:
-    """Do what Module._apply does, which cannot exchange parameters that are fake."""
-    for child in self.children() if recurse else ():
-        child._apply(fn)
-    for name, parameter in self._parameters.items():
-        if parameter is not None:
-            with torch.no_grad():
-                moved = fn(parameter)
-            if moved is not parameter:
-                self._parameters[name] = torch.nn.Parameter(moved, parameter.requires_grad)
-    for name, buffer in self._buffers.items():
-        self._buffers[name] = buffer if buffer is None else fn(buffer)
-    return self
 
 
 class _Engine:

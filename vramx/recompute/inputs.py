@@ -18,10 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from vramx.compression import offload, random
 from vramx.compression.codec import Packed, pack, unpack
-from vramx.compression.config import KEEP, Compression, Format
+from vramx.compression.config import KEEP, Compression
 from vramx.compression.geometry import Geometry, describe, flat, restore
 from vramx.compression.lifetime import outlive
-from vramx.compression.normalised import NormalCodec, Normalised
 from vramx.compression.policy import SavePolicy
 from vramx.compression.saved import Reference
 from vramx.errors import ModifiedInPlaceError
@@ -31,30 +30,15 @@ from vramx.recompute.norms import Norm
 class _Saved(NamedTuple):
     """A tensor whose elements are packed, on the host, or both, and how they lay."""
 
-    held: Packed | offload.Moved | Normalised | offload.MovedExactly
+    held: Packed | offload.Moved | offload.MovedExactly
     geometry: Geometry
 
     def open(self) -> Tensor:
         held = self.held
         if isinstance(held, offload.MovedExactly):
             return restore(held.get(), self.geometry)
-        if isinstance(held, Normalised):
-            return restore(NormalCodec(_Codec(None), *held[1:3]).decode(held), self.geometry)
-        return restore(_Codec(None).decode(held), self.geometry)
-
-
-class _Codec:
-    """Packs, and lets the buffers leave as the share says."""
-
-    def __init__(self, share: str | float | None) -> None:
-        self._share = share
-
-    def encode(self, elements: Tensor, format: Format) -> Packed | offload.Moved:
-        packed = pack(elements, format)
-        return packed if self._share is None else offload.put(packed, self._share)
-
-    def decode(self, payload: Packed | offload.Moved) -> Tensor:
-        return unpack(payload.get() if isinstance(payload, offload.Moved) else payload)
+        packed = held.get() if isinstance(held, offload.Moved) else held
+        return restore(unpack(packed), self.geometry)
 
 
 class _Slot:
@@ -160,10 +144,9 @@ def _save(
         return None if moved is None else _Saved(moved, geometry)
     if compression.rounding == "stochastic":
         random.renew_on_replay(tensor.device)
-    codec, form = _Codec(share), compression.format()
-    if norm is None:
-        return _Saved(codec.encode(elements, form), geometry)
-    return _Saved(NormalCodec(codec, *norm.of(tensor)).encode(elements, form), geometry)
+    mapping = None if norm is None else norm.mapping(tensor)
+    packed = pack(elements, compression.format(), None, mapping)
+    return _Saved(packed if share is None else offload.put(packed, share), geometry)
 
 
 def _open(saved: Reference | _Slot) -> Tensor:

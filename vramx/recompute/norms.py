@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vramx.compression.geometry import Geometry, describe
-from vramx.compression.normalised import Statistics
+from vramx.compression.geometry import describe
+from vramx.compression.normalised import Normal, Statistics
 
 _ROWS = frozenset({"aten::native_layer_norm", "aten::_fused_rms_norm"})
 _GROUPS = frozenset({"aten::native_group_norm"})
@@ -42,15 +42,14 @@ class Norm(NamedTuple):
     split: tuple[int, ...]
     dims: tuple[int, ...]
 
-    def of(self, tensor: Tensor) -> tuple[Statistics, Geometry]:
-        """Return the statistics of an input, and how the norm's view of it lies in memory."""
+    def mapping(self, tensor: Tensor) -> Normal:
+        """Return what is packed in place of an input's elements, of statistics that it takes."""
         seen = tensor.detach().as_strided(self.size, self.stride, tensor.storage_offset())
         variance, mean = torch.var_mean(
             seen.view(self.split).float(), self.dims, correction=0, keepdim=True
         )
-        deviation = (variance + _SMALLEST).sqrt()
-        usable = deviation.isfinite()
-        return Statistics(mean, torch.where(usable, deviation, 1.0), self.split), describe(seen)
+        rstd = (variance + _SMALLEST).rsqrt()
+        return Normal(Statistics(mean, rstd, self.split, tuple(mean.shape)), describe(seen))
 
 
 class _View(NamedTuple):

@@ -1,0 +1,314 @@
+"""The kernels that pack a function of what they read, in Triton's interpreter.
+
+Of norms and roots all bytes must equal what the reference packs of numbers that torch computes;
+arcsines and sines are the kernels' own polynomials, so what comes back is held to a bound. The
+machine code is that of an H100 or H200, as in test_kernels_machine_code.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from interpreted_kernels import InterpretedKernels, Noise
+from test_kernels import differences, reference_of
+from test_kernels_machine_code import THREADS, code_of, compiled, machine_code
+from torch import Tensor
+
+from vramx.compression import angles, codec, reference, roots, signs
+from vramx.compression.config import MASK_FORMAT, Format
+from vramx.compression.geometry import describe, flat
+from vramx.compression.normalised import Normal, Statistics
+from vramx.kernels import launch
+from vramx.kernels.launch import Function
+from vramx.kernels.layout import Layout
+
+pytest.importorskip("triton")
+
+FORMATS = {"8sym": (8, True, 128), "8asym": (8, False, 64), "4asym": (4, False, 64)}
+# inner, period, and how often all of them repeat
+REPETITIONS = {
+    "rows of groups": (256, 21, 1),
+    "rows": (200, 20, 1),
+    "channels": (129, 5, 7),
+    "small channels": (49, 30, 3),
+    "channels last": (1, 48, 90),
+}
+ROUNDINGS = {"nearest": None, "stochastic": Noise()}
+LIMITS = {  # instructions an element of bfloat16, rounded to nearest, and back
+    ("normal", "group"): (24.5, 16.5),
+    ("normal", "split"): (30.0, 22.5),
+    ("root", "group"): (19.5, 12.5),
+    ("tanh", "group"): (32.0, 25.0),
+    ("sigmoid", "group"): (32.0, 25.0),
+}
+
+every_format = pytest.mark.parametrize("name", FORMATS)
+__all__ = ["code_of"]  # a fixture
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[InterpretedKernels]:
+    kernels = InterpretedKernels()
+    yield kernels
+    kernels.close()
+
+
+def layout_of(name: str, numel: int) -> Layout:
+    bits, symmetric, group = FORMATS[name]
+    return Layout(numel, bits, group, symmetric)
+
+
+def normal_of(repetition: str) -> tuple[Tensor, Function]:
+    """Return numbers far from zero, of different scale; of two the deviation is none."""
+    inner, period, times = REPETITIONS[repetition]
+    torch.manual_seed(0)
+    x = torch.randn(times, period, inner) * torch.logspace(-2, 2, period)[:, None]
+    x += 100 * torch.randn(period, 1)
+    rstd = x.var((0, 2), correction=0).rsqrt()
+    rstd[1], rstd[2] = torch.inf, 0.0
+    return x, Function("normal", x.mean((0, 2)), rstd, inner, period)
+
+
+def numbers_of(x: Tensor, function: Function) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the numbers that are packed, the factors and the means, as x has them."""
+    mean, rstd = function.mean, function.rstd
+    assert mean is not None
+    assert rstd is not None
+    factor = torch.where((rstd > 0) & rstd.isfinite(), rstd, 1.0)[:, None]
+    return (x - mean[:, None]) * factor, factor, mean[:, None]
+
+
+@every_format
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("repetition", REPETITIONS)
+def test_packed_bytes_of_a_norm_equal_the_reference(
+    kernels: InterpretedKernels, name: str, repetition: str, rounding: str
+) -> None:
+    x, function = normal_of(repetition)
+    layout = layout_of(name, x.numel())
+    packed = kernels.quantize_map(x.flatten(), layout, function, ROUNDINGS[rounding])
+    expected = reference_of(numbers_of(x, function)[0].flatten(), layout, ROUNDINGS[rounding])
+    assert differences(packed, expected, layout) == 0
+
+
+@every_format
+@pytest.mark.parametrize("repetition", REPETITIONS)
+def test_a_norm_comes_back_as_the_reference_has_it(
+    kernels: InterpretedKernels, name: str, repetition: str
+) -> None:
+    x, function = normal_of(repetition)
+    layout = layout_of(name, x.numel())
+    numbers, factor, mean = numbers_of(x, function)
+    packed = reference.quantize(numbers.flatten(), layout)
+    back = kernels.dequantize_map(packed, layout, function, torch.float32)
+    decoded = reference.dequantize(packed, layout, torch.float32).view_as(x)
+    assert torch.equal(back.view_as(x), decoded * (1 / factor) + mean)
+
+
+def test_the_places_are_the_ones_that_are_meant() -> None:
+    places = {name: Function("normal", inner=i).place(128) for name, (i, *_) in REPETITIONS.items()}
+    assert list(places.values()) == ["group", "split", "split", "each", "each"]
+
+
+@pytest.mark.parametrize("defect", ["the end repeated unmapped", "any deviation used"])
+def test_comparison_sees_a_defect_of_norms(kernels: InterpretedKernels, defect: str) -> None:
+    x, function = normal_of("channels")
+    layout = layout_of("8sym", x.numel())
+    packed = kernels.quantize_map(x.flatten(), layout, function, defect=defect)
+    expected = reference_of(numbers_of(x, function)[0].flatten(), layout, None)
+    assert differences(packed, expected, layout) > 0
+
+
+@every_format
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_packed_bytes_of_roots_equal_the_reference(
+    kernels: InterpretedKernels, name: str, rounding: str
+) -> None:
+    x = torch.randn(5000) * torch.logspace(-10, 2, 5000)
+    x[77], x[4001] = torch.inf, torch.nan
+    layout = layout_of(name, x.numel())
+    packed = kernels.quantize_map(x, layout, Function("root"), ROUNDINGS[rounding])
+    expected = reference_of(roots.ROOT.of(x), layout, ROUNDINGS[rounding])
+    assert differences(packed, expected, layout) == 0
+    back = kernels.dequantize_map(packed, layout, Function("root"), torch.float32)
+    decoded = reference.dequantize(packed, layout, torch.float32)
+    assert torch.equal(back.nan_to_num(5), roots.ROOT.back(decoded, torch.float32).nan_to_num(5))
+
+
+SATURATING = {"tanh": (torch.tanh, "TanhBackward0"), "sigmoid": (torch.sigmoid, "SigmoidBackward0")}
+
+
+def saturated(name: str) -> Tensor:
+    torch.manual_seed(0)
+    y: Tensor = SATURATING[name][0](torch.randn(5000) * torch.logspace(-6, 1.5, 5000))
+    return y
+
+
+@every_format
+@pytest.mark.parametrize("kind", SATURATING)
+def test_angles_come_back_as_torch_computes_them(
+    kernels: InterpretedKernels, kind: str, name: str
+) -> None:
+    """A code apart where a quotient lies next to a half; sines are 2e-7 off at most.
+
+    Where all of a group is next to equal, a last bit also decides which two are its outliers.
+    """
+    y, layout = saturated(kind), layout_of(name, 5000)
+    angle = angles.ANGLES[SATURATING[kind][1]]
+    packed = kernels.quantize_map(y, layout, Function(kind))
+    expected = reference.quantize(angle.of(y), layout)
+    assert differences(packed, expected, layout) <= layout.groups / 8
+    back = kernels.dequantize_map(expected, layout, Function(kind), torch.float32)
+    decoded = reference.dequantize(expected, layout, torch.float32)
+    assert (back - angle.back(decoded, torch.float32)).abs().max() <= 4e-7
+
+
+@pytest.mark.parametrize("kind", SATURATING)
+def test_comparison_sees_one_series_for_all_angles(kernels: InterpretedKernels, kind: str) -> None:
+    y, layout = saturated(kind), layout_of("8sym", 5000)
+    defect = "one series for all angles"
+    packed = kernels.quantize_map(y, layout, Function(kind), defect=defect)
+    expected = reference.quantize(angles.ANGLES[SATURATING[kind][1]].of(y), layout)
+    assert differences(packed, expected, layout) > layout.groups / 8
+
+
+def test_zero_and_one_are_exact(kernels: InterpretedKernels) -> None:
+    y = torch.tensor([1.0, 0.0, -1.0]).repeat(50)
+    layout = layout_of("8sym", 150)
+    packed = kernels.quantize_map(y, layout, Function("tanh"))
+    assert torch.equal(kernels.dequantize_map(packed, layout, Function("tanh"), torch.float32), y)
+
+
+@pytest.mark.parametrize("numel", [1, 8, 4096, 5001])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_signs_come_back(kernels: InterpretedKernels, numel: int, dtype: torch.dtype) -> None:
+    x = torch.randn(numel).to(dtype)
+    x[numel // 2], x[0] = torch.nan, 0.0
+    bits = kernels.pack_signs(x)
+    used = -(-numel // 8)
+    assert torch.equal(bits[:used], reference.pack_mask(signs.SIGN.of(x))[:used])
+    back = kernels.unpack_signs(bits, numel, dtype)
+    assert torch.equal(back, signs.SIGN.back(signs.SIGN.of(x), dtype))
+
+
+# Which statistics an element has, and that the codec and the kernels agree on it.
+
+SEEN: dict[str, Any] = {
+    "rows": lambda: (torch.randn(3, 5, 48), (3, 5, 48), (3, 5, 1)),
+    "matrices": lambda: (torch.randn(3, 5, 6, 8), (3, 5, 6, 8), (3, 5, 1, 1)),
+    "groups": lambda: (torch.randn(3, 6, 4, 5), (3, 2, 3, 4, 5), (3, 2, 1, 1, 1)),
+    "planes": lambda: (torch.randn(3, 6, 4, 5), (3, 6, 4, 5), (1, 6, 1, 1)),
+    "last": lambda: (
+        torch.randn(3, 6, 4, 5).to(memory_format=torch.channels_last),
+        (3, 6, 4, 5),
+        (1, 6, 1, 1),
+    ),
+    "compacted": lambda: (torch.randn(3, 6, 4, 9)[..., :5], (3, 6, 4, 5), (1, 6, 1, 1)),
+}
+OTHERS: dict[str, Any] = {
+    "rows in turn": lambda: (torch.randn(5, 3, 48).transpose(0, 1), (3, 5, 48), (3, 5, 1)),
+    "groups last": lambda: (
+        torch.randn(3, 6, 4, 5).to(memory_format=torch.channels_last),
+        (3, 2, 3, 4, 5),
+        (3, 2, 1, 1, 1),
+    ),
+}
+
+
+def normal(x: Tensor, size: tuple[int, ...], ones: tuple[int, ...]) -> Normal:
+    torch.manual_seed(1)
+    statistics = Statistics(torch.randn(ones), torch.rand(ones) + 0.5, size, ones)
+    return Normal(statistics, describe(x))
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_kernels_know_which_statistics_an_element_has(name: str) -> None:
+    x, *sizes = SEEN[name]()
+    mapping = normal(x, *sizes)
+    function = mapping.function
+    assert function is not None
+    assert function.mean is not None
+    assert function.rstd is not None
+    elements = flat(x, describe(x))
+    number = torch.arange(elements.numel()) // function.inner % function.period
+    mean, rstd = function.mean.flatten()[number], function.rstd.flatten()[number]
+    assert torch.equal(mapping.of(elements), (elements - mean) * rstd)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_orders_are_left_to_tensor_operations(name: str) -> None:
+    x, *sizes = OTHERS[name]()
+    mapping = normal(x, *sizes)
+    elements = flat(x, describe(x))
+    assert mapping.function is None
+    torch.testing.assert_close(mapping.back(mapping.of(elements), torch.float32), elements)
+
+
+class Launchers:
+    """Stands for the kernels: notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: self.calls.append(name)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "form", "calls"),
+    [
+        (roots.ROOT, Format(), ["quantize_map", "dequantize_map"]),
+        (signs.SIGN, MASK_FORMAT, ["pack_signs", "unpack_signs"]),
+        (normal(*SEEN["rows"]()), Format(), ["quantize_map", "dequantize_map"]),
+        (normal(*OTHERS["rows in turn"]()), Format(), ["quantize", "dequantize"]),
+    ],
+    ids=["root", "sign", "rows", "rows in turn"],
+)
+def test_a_mapping_is_one_launch_where_the_kernels_have_it(
+    monkeypatch: pytest.MonkeyPatch, mapping: Any, form: Format, calls: list[str]
+) -> None:
+    launchers = Launchers()
+    monkeypatch.setattr(codec, "_launch", lambda device: launchers)
+    packed = codec.pack(torch.randn(720, dtype=torch.bfloat16), form, None, mapping)
+    assert codec.unpack(packed).dtype == torch.bfloat16
+    assert launchers.calls == calls
+
+
+# Machine code
+
+
+def plans(kind: str, place: str) -> tuple[launch.Plan, launch.Plan]:
+    return (
+        launch.quantize_map_plan((8, True, 128, False), kind, place),
+        launch.dequantize_map_plan((8, True, 128), kind, place),
+    )
+
+
+@pytest.mark.parametrize(("kind", "place"), LIMITS)
+def test_instructions_per_element(kind: str, place: str, code_of: Any, tmp_path: Any) -> None:
+    for plan, limit in zip(plans(kind, place), LIMITS[kind, place], strict=True):
+        cubin = compiled(plan, "*bf16", True)
+        code = machine_code(cubin, tmp_path, plan.tile // THREADS)
+        print(f"{kind} {place}: {code.per_element:.2f} instructions an element, limit {limit}")
+        assert code.per_element <= limit
+
+
+@pytest.mark.parametrize("element", ["*bf16", "*fp32"])
+@pytest.mark.parametrize(("kind", "place"), [*LIMITS, ("normal", "each")])
+def test_nothing_is_kept_in_local_memory_and_data_moves_16_bytes_at_a_time(
+    kind: str, place: str, element: str, code_of: Any, tmp_path: Any
+) -> None:
+    for plan, moved in zip(plans(kind, place), ("LDG", "STG"), strict=True):
+        code = machine_code(compiled(plan, element, True), tmp_path, plan.tile // THREADS)
+        assert not [op for op in code.everything if op.split(".")[0] in ("LDL", "STL")]
+        assert code.bytes_of(moved) == code.elements * (2 if element == "*bf16" else 4)
+
+
+def test_the_arcsine_of_a_quarter_turn_is_known() -> None:
+    """The constants of both polynomials are of quarter turns."""
+    assert math.isclose(2 / math.pi, 0.6366197723675814)
+    assert math.isclose(math.pi / 2, 1.5707963267948966)

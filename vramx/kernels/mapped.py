@@ -1,0 +1,354 @@
+"""Quantise numbers that are computed from what is read, and back to what they were computed from.
+
+As quantize.py and quantize4.py, whose tiles these are, with one function more in registers: nothing
+is written in between. One pass: the traffic of packing the elements themselves, and of a norm's
+statistics. The functions, by MAP:
+
+    normal    (x - mean) * rstd         back: y / rstd + mean, of the statistics of the element
+    root      sign(x) sqrt(|x|)         back: y |y|
+    tanh      arcsin(x), in quarter turns         back: the sine
+    sigmoid   arcsin(sqrt(x)), in quarter turns   back: the sine's square
+
+Element i has the statistics number (i // inner) % count. A statistic that is no positive normal
+number counts as 1, in both directions. A group's statistics are found by PLACE:
+
+    "group"   inner is a multiple of GROUP: one of each a group
+    "split"   inner is at least GROUP: two of each a group, and the place where the second begins
+    "each"    any inner: a division an element, which takes longer than memory does
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vramx.kernels.headers import narrow
+from vramx.kernels.quantize4 import load_halves, pack_halves, store_halves, unpack_halves
+from vramx.kernels.tiles import load_tile, pack_tile, tile_offsets, unpack_tile
+
+
+@triton.jit(do_not_specialize=["numel", "stream"])
+def quantize_map_kernel(
+    x_ptr,
+    mean_ptr,
+    rstd_ptr,
+    buffer_ptr,
+    seed_ptr,
+    numel: tl.int64,
+    stream: tl.int64,
+    inner,
+    count,
+    MAP: tl.constexpr,
+    PLACE: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    TAIL_ROWS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """Write the codes and headers of MAP of a flat tensor; a program owns one tile.
+
+    mean_ptr, rstd_ptr: fp32 [count]; None unless MAP is "normal". inner, count: int32, above 0.
+    BITS: 8 or 4. Others as quantize_kernel's.
+    """
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * (ROWS * GROUP)
+    left = tl.minimum(numel - first, ROWS * GROUP).to(tl.int32)
+    if left == ROWS * GROUP:
+        _quantize_tile(
+            x_ptr, mean_ptr, rstd_ptr, buffer_ptr, seed_ptr, stream, numel, inner, count, first,
+            left, MAP, PLACE, BITS, GROUP, ROWS, SYMMETRIC, STOCHASTIC, False,
+        )  # fmt: skip
+    else:
+        row = 0
+        while row * GROUP < left:
+            _quantize_tile(
+                x_ptr, mean_ptr, rstd_ptr, buffer_ptr, seed_ptr, stream, numel, inner, count,
+                first + row * GROUP, left - row * GROUP,
+                MAP, PLACE, BITS, GROUP, TAIL_ROWS, SYMMETRIC, STOCHASTIC, True,
+            )  # fmt: skip
+            row += TAIL_ROWS
+
+
+@triton.jit
+def _quantize_tile(
+    x_ptr,
+    mean_ptr,
+    rstd_ptr,
+    buffer_ptr,
+    seed_ptr,
+    stream,
+    numel,
+    inner,
+    count,
+    first,
+    left,
+    MAP: tl.constexpr,
+    PLACE: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Do ROWS groups, of which `left` elements are to be done."""
+    if BITS == 8:
+        x = load_tile(x_ptr + first, left, ROWS, GROUP, MASKED)
+        x = _map(x, mean_ptr, rstd_ptr, inner, count, first, MAP, PLACE, GROUP, ROWS, 0, GROUP)
+        if MASKED and MAP == "normal":  # repeated elements have got the statistics of others
+            x = _within(x, left, ROWS, GROUP)
+        pack_tile(
+            x, buffer_ptr, seed_ptr, stream, numel, first, left,
+            ROWS, GROUP, SYMMETRIC, STOCHASTIC, MASKED,
+        )  # fmt: skip
+    else:
+        HALF: tl.constexpr = GROUP // 2
+        a, b = load_halves(x_ptr + first, left, ROWS, GROUP, MASKED)
+        a = _map(a, mean_ptr, rstd_ptr, inner, count, first, MAP, PLACE, GROUP, ROWS, 0, HALF)
+        b = _map(b, mean_ptr, rstd_ptr, inner, count, first, MAP, PLACE, GROUP, ROWS, HALF, HALF)
+        if MASKED and MAP == "normal":
+            a, b = _halves_within(a, b, left, ROWS, GROUP)
+        pack_halves(
+            a, b, buffer_ptr, seed_ptr, stream, numel, first, left,
+            ROWS, GROUP, SYMMETRIC, STOCHASTIC, MASKED,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["numel"])
+def dequantize_map_kernel(
+    buffer_ptr,
+    mean_ptr,
+    rstd_ptr,
+    out_ptr,
+    numel: tl.int64,
+    inner,
+    count,
+    MAP: tl.constexpr,
+    PLACE: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    TAIL_ROWS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+):
+    """Write what MAP was computed from. Arguments as quantize_map_kernel's."""
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * (ROWS * GROUP)
+    left = tl.minimum(numel - first, ROWS * GROUP).to(tl.int32)
+    if left == ROWS * GROUP:
+        _dequantize_tile(
+            buffer_ptr, mean_ptr, rstd_ptr, out_ptr, numel, inner, count, first, left,
+            MAP, PLACE, BITS, GROUP, ROWS, SYMMETRIC, False,
+        )  # fmt: skip
+    else:
+        row = 0
+        while row * GROUP < left:
+            _dequantize_tile(
+                buffer_ptr, mean_ptr, rstd_ptr, out_ptr, numel, inner, count,
+                first + row * GROUP, left - row * GROUP,
+                MAP, PLACE, BITS, GROUP, TAIL_ROWS, SYMMETRIC, True,
+            )  # fmt: skip
+            row += TAIL_ROWS
+
+
+@triton.jit
+def _dequantize_tile(
+    buffer_ptr,
+    mean_ptr,
+    rstd_ptr,
+    out_ptr,
+    numel,
+    inner,
+    count,
+    first,
+    left,
+    MAP: tl.constexpr,
+    PLACE: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Do ROWS groups, of which `left` elements are to be done."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if BITS == 8:
+        y = unpack_tile(buffer_ptr, numel, first, left, ROWS, GROUP, SYMMETRIC, MASKED)
+        x = _unmap(y, mean_ptr, rstd_ptr, inner, count, first, MAP, PLACE, GROUP, ROWS, 0, GROUP)
+        offsets = tile_offsets(ROWS, GROUP)
+        inside = offsets < left if MASKED else None
+        tl.store(out_ptr + first + offsets, narrow(x, dtype), mask=inside)
+    else:
+        HALF: tl.constexpr = GROUP // 2
+        a, b = unpack_halves(buffer_ptr, numel, first, left, ROWS, GROUP, SYMMETRIC, MASKED)
+        a = _unmap(a, mean_ptr, rstd_ptr, inner, count, first, MAP, PLACE, GROUP, ROWS, 0, HALF)
+        b = _unmap(b, mean_ptr, rstd_ptr, inner, count, first, MAP, PLACE, GROUP, ROWS, HALF, HALF)
+        store_halves(out_ptr + first, narrow(a, dtype), narrow(b, dtype), left, ROWS, GROUP, MASKED)
+
+
+@triton.jit
+def _map(
+    x,
+    mean_ptr,
+    rstd_ptr,
+    inner,
+    count,
+    first,
+    MAP: tl.constexpr,
+    PLACE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Return MAP of fp32[ROWS, WIDTH]: of each group the elements from START on."""
+    if MAP == "normal":
+        mean, factor = _statistics(
+            mean_ptr, rstd_ptr, inner, count, first, PLACE, GROUP, ROWS, START, WIDTH, False
+        )
+        return (x - mean) * factor
+    elif MAP == "root":  # noqa: RET505 - the compiler types what it sees: no dead return
+        return _with_sign_of(tl.sqrt(tl.abs(x)), x)
+    elif MAP == "tanh":
+        return _with_sign_of(_arcsine(tl.abs(x)), x)
+    else:
+        return _arcsine(tl.sqrt(x))
+
+
+@triton.jit
+def _unmap(
+    y,
+    mean_ptr,
+    rstd_ptr,
+    inner,
+    count,
+    first,
+    MAP: tl.constexpr,
+    PLACE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Return what _map() made y of."""
+    if MAP == "normal":
+        mean, factor = _statistics(
+            mean_ptr, rstd_ptr, inner, count, first, PLACE, GROUP, ROWS, START, WIDTH, True
+        )
+        return y * factor + mean
+    elif MAP == "root":  # noqa: RET505 - the compiler types what it sees: no dead return
+        return y * tl.abs(y)
+    elif MAP == "tanh":
+        return _with_sign_of(_sine(tl.abs(y)), y)
+    else:
+        sine = _sine(tl.abs(y))
+        return sine * sine
+
+
+@triton.jit
+def _statistics(
+    mean_ptr,
+    rstd_ptr,
+    inner,
+    count,
+    first,
+    PLACE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BACK: tl.constexpr,
+):
+    """Return the mean of elements, and what to multiply by: fp32 that broadcasts over them.
+
+    Numbers are taken modulo count, so that those of groups behind the end are in bounds as well.
+    """
+    passed = first // inner  # int64, as `first` is; what follows fits into int32
+    within = (first - passed * inner).to(tl.int32)
+    passed = (passed % count).to(tl.int32)
+    begins = within + tl.arange(0, ROWS) * GROUP
+    if PLACE == "group":
+        number = ((passed + begins // inner) % count)[:, None]
+        return tl.load(mean_ptr + number), _factor(rstd_ptr + number, BACK)
+    elif PLACE == "split":  # noqa: RET505 - the compiler types what it sees: no dead return
+        number = begins // inner
+        second_begins = (number + 1) * inner - begins
+        one, two = (passed + number) % count, (passed + number + 1) % count
+        is_first = START + tl.arange(0, WIDTH)[None, :] < second_begins[:, None]
+        mean_one, mean_two = tl.load(mean_ptr + one)[:, None], tl.load(mean_ptr + two)[:, None]
+        factor_one = _factor(rstd_ptr + one, BACK)[:, None]
+        factor_two = _factor(rstd_ptr + two, BACK)[:, None]
+        return tl.where(is_first, mean_one, mean_two), tl.where(is_first, factor_one, factor_two)
+    else:
+        places = begins[:, None] + (START + tl.arange(0, WIDTH))[None, :]
+        number = (passed + places // inner) % count
+        return tl.load(mean_ptr + number), _factor(rstd_ptr + number, BACK)
+
+
+@triton.jit
+def _factor(rstd_ptr, BACK: tl.constexpr):
+    """Return a reciprocal deviation, or the deviation; 1 for what has no reciprocal."""
+    rstd = tl.load(rstd_ptr)
+    usable = (rstd >= 1.1754943508222875e-38) & (rstd <= 3.4028234663852886e38)
+    rstd = tl.where(usable, rstd, 1.0)
+    return 1.0 / rstd if BACK else rstd
+
+
+@triton.jit
+def _within(x, left, ROWS: tl.constexpr, GROUP: tl.constexpr):
+    """Return a short tile in which the last element stands for each that lies behind the end."""
+    offsets = tile_offsets(ROWS, GROUP)
+    last = tl.sum(tl.sum(tl.where(offsets == left - 1, x, 0.0), 1), 0)
+    return tl.where(offsets < left, x, last)
+
+
+@triton.jit
+def _halves_within(a, b, left, ROWS: tl.constexpr, GROUP: tl.constexpr):
+    """Do so for the two halves of groups."""
+    HALF: tl.constexpr = GROUP // 2
+    offsets = tl.arange(0, ROWS)[:, None] * GROUP + tl.arange(0, HALF)[None, :]
+    last = tl.sum(tl.sum(tl.where(offsets == left - 1, a, 0.0), 1), 0)
+    last += tl.sum(tl.sum(tl.where(offsets + HALF == left - 1, b, 0.0), 1), 0)
+    return tl.where(offsets < left, a, last), tl.where(offsets + HALF < left, b, last)
+
+
+@triton.jit
+def _with_sign_of(magnitude, x):
+    """Return a number that is not negative, or NaN, with the sign of another."""
+    sign = x.to(tl.uint32, bitcast=True) & 0x80000000
+    return (magnitude.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _arcsine(x):
+    """Return arcsin(x) in quarter turns for x in [0, 1]; NaN above.
+
+    Relative error 3e-7. Source: asinf of Cephes (Moshier), the polynomial for x up to a half; above
+    it arcsin(x) is a quarter turn less twice the arcsine of sqrt((1 - x) / 2).
+    """
+    is_large = x > 0.5
+    square = tl.where(is_large, 0.5 - 0.5 * x, x * x)
+    root = tl.where(is_large, tl.sqrt(square), x)
+    p = 4.2163199048e-2 * square + 2.4181311049e-2
+    p = p * square + 4.5470025998e-2
+    p = p * square + 7.4953002686e-2
+    p = p * square + 1.6666752422e-1
+    turns = (root + root * square * p) * 0.6366197723675814  # 2 / pi
+    return tl.where(is_large, 1.0 - 2.0 * turns, turns)
+
+
+@triton.jit
+def _sine(turns):
+    """Return the sine of quarter turns in [0, 2]; error 2e-7, and none at 0 and 1.
+
+    Source: Taylor's series up to half a quarter turn; beyond, 1 - 2 sin(h)**2 of half of what is
+    left to a whole one, which is negative beyond it.
+    """
+    is_large = turns > 0.5
+    half = tl.where(is_large, 0.5 - 0.5 * turns, turns) * 1.5707963267948966
+    square = half * half
+    p = 2.7557319224e-6 * square - 1.9841269841e-4
+    p = p * square + 8.3333333333e-3
+    p = p * square - 1.6666666667e-1
+    sine = half + half * square * p
+    return tl.where(is_large, 1.0 - 2.0 * sine * sine, sine)

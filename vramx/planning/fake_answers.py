@@ -1,0 +1,162 @@
+"""What Python is told while a step runs on the fake GPU: by torch.cuda, and by libraries.
+
+A program asks torch.cuda before it computes; optimizers ask which tensors they may take at once,
+and transformers reads its masks off data. Here are the answers, those of an H100; fake_gpu.py has
+the tensors and the operations. Everything is put back on leaving. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
+
+from vramx.nn import attention_kernels
+from vramx.planning.fake_kernels import REPLACED
+
+# What a program asks of torch.cuda before it computes. Compute capability 9.0 is an H100's.
+_ANSWERS: dict[str, Any] = {
+    "is_available": True,
+    "is_bf16_supported": True,
+    "is_current_stream_capturing": False,
+    "current_device": 0,
+    "device_count": 1,
+    "get_device_capability": (9, 0),
+    "get_device_name": "NVIDIA H100",
+    "get_device_properties": SimpleNamespace(
+        name="NVIDIA H100",
+        major=9,
+        minor=0,
+        total_memory=80 << 30,
+        multi_processor_count=132,
+        max_threads_per_multi_processor=2048,
+        warp_size=32,
+        L2_cache_size=50 << 20,
+        regs_per_multiprocessor=65_536,
+        shared_memory_per_multiprocessor=228 << 10,
+        shared_memory_per_block=48 << 10,
+        shared_memory_per_block_optin=227 << 10,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+    ),
+    "mem_get_info": (80 << 30, 80 << 30),
+    "synchronize": None,
+    "empty_cache": None,
+    "set_device": None,
+    "_lazy_init": None,
+    "manual_seed_all": None,
+    "reset_peak_memory_stats": None,
+    "memory_allocated": 0,
+    "max_memory_allocated": 0,
+    "memory_reserved": 0,
+    "max_memory_reserved": 0,
+}
+
+
+class _Idle:
+    """A stream or an event of the fake GPU: what it is asked for is done at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __enter__(self) -> _Idle:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _constant(0.0 if name == "elapsed_time" else True)
+
+
+@contextlib.contextmanager
+def answering() -> Iterator[None]:
+    """Have torch.cuda answer, attention choose its kernel, and modules move, as on a GPU."""
+    with contextlib.ExitStack() as stack:
+        for name, answer in _ANSWERS.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, _constant(answer)))
+        for name in ("Stream", "Event", "stream", "current_stream", "default_stream"):
+            stack.enter_context(mock.patch.object(torch.cuda, name, _Idle))
+        # Random states of a device are read and set by checkpoints.
+        state = _constant(torch.zeros(16, dtype=torch.uint8))
+        stack.enter_context(mock.patch.object(torch.cuda, "get_rng_state", state))
+        stack.enter_context(mock.patch.object(torch.cuda, "set_rng_state", _constant(None)))
+        stack.enter_context(mock.patch.object(torch.nn.Module, "_apply", _apply))
+        kernels = (("_capability", (9, 0)), ("_prefers_cudnn", False))
+        for name, answer in kernels:  # both are remembered for the device that is really there
+            stack.enter_context(mock.patch.object(attention_kernels, name, _constant(answer)))
+        available = "is_flash_attention_available"
+        stack.enter_context(mock.patch.object(torch.backends.cuda, available, _constant(True)))
+        for function, replacement in REPLACED.items():
+            called = _heard(function, replacement)
+            stack.enter_context(mock.patch.object(torch.nn.functional, function.__name__, called))
+        # Kernels of cuDNN without data are in no build; torch's own keep about as much.
+        stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        yield
+
+
+def unpacked(assume: Callable[[str], None]) -> contextlib.AbstractContextManager[Any]:
+    """Have transformers find no several sequences in one row, which it reads off the positions.
+
+    Without data it makes the mask that they would need: a byte for each pair of tokens.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    if masks is None or not hasattr(masks, name):
+        return contextlib.nullcontext()
+
+    def found(*_: Any, **__: Any) -> None:
+        assume("a row of tokens is taken for one sequence, as transformers reads off positions")
+
+    return mock.patch.object(masks, name, found)
+
+
+@contextlib.contextmanager
+def fakes_for_each() -> Iterator[None]:
+    """Have optimizers take fake tensors all at once, as they do plain ones on a GPU."""
+    kinds = (_foreach_utils._foreach_supported_types, optimizer._foreach_supported_types)
+    for kind in kinds:
+        kind.append(FakeTensor)
+    try:
+        yield
+    finally:
+        for kind in kinds:
+            kind.remove(FakeTensor)
+
+
+def _heard(function: Any, replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what is called for a function: itself where modes hear of calls, as _Calls does.
+
+    Hooks of compression know an operation by the function that was called.
+    """
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        heard = torch._C._len_torch_function_stack() > 0
+        return function(*args, **kwargs) if heard else replacement(*args, **kwargs)
+
+    return called
+
+
+def _constant(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value
+
+
+def _apply(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> torch.nn.Module:
+    """Do what Module._apply does, which cannot exchange parameters that are fake."""
+    for child in self.children() if recurse else ():
+        child._apply(fn)
+    for name, parameter in self._parameters.items():
+        if parameter is not None:
+            with torch.no_grad():
+                moved = fn(parameter)
+            if moved is not parameter:
+                self._parameters[name] = torch.nn.Parameter(moved, parameter.requires_grad)
+    for name, buffer in self._buffers.items():
+        self._buffers[name] = buffer if buffer is None else fn(buffer)
+    return self
