@@ -210,6 +210,7 @@ def test_the_text_has_a_line_for_each_block_and_both_peaks() -> None:
         assert line.split()[-2:] == [f"{row.host_ms:.2f}", "0.00"]
     assert "predicted" in lines[3]
     assert "budget 1.00 GiB" in lines[3]
+    assert "no optimizer was given" in str(plan)
 
 
 class Stage(nn.Module):
