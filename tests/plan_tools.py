@@ -81,7 +81,9 @@ class Skipping(nn.Module):
         return x
 
 
-class _Counter(TorchDispatchMode):
+class Counter(TorchDispatchMode):
+    """Counts operations, a product as a thousand."""
+
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
@@ -99,7 +101,7 @@ def counted_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """
 
     def busy(self: Any, function: Any, calls: int) -> meters.Busy:
-        with _Counter() as counter:
+        with Counter() as counter:
             function()
         return meters.Busy(float(counter.count), 0.0)
 

@@ -40,6 +40,15 @@ class Agreement:
         self._ranks = ranks
         self.is_shared = ranks.count > 1 and _has_collectives(model)
 
+    @property
+    def said(self) -> list[str]:
+        """What there is to say of a plan that processes agree on."""
+        if self._ranks.count == 1 or self.is_shared:
+            return []
+        return [
+            "not counted is the copy of the gradients that DDP has: plan the model that it made"
+        ]
+
     @contextlib.contextmanager
     def phase(self, what: str) -> Iterator[None]:
         """Do what is within as all others do; what fails in one fails in all.

@@ -23,12 +23,22 @@ class Caches:
     """The configs of a model that ask for caches: they can be told not to, and to do so again."""
 
     def __init__(self, model: nn.Module) -> None:
-        found = (vars(module).get("config") for module in model.modules())
-        asking = {id(c): c for c in found if getattr(c, "use_cache", None) is True}
-        self._configs: list[Any] = list(asking.values())
+        asking: dict[int, tuple[str, Any]] = {}
+        for name, module in model.named_modules():
+            config = vars(module).get("config")
+            if getattr(config, "use_cache", None) is True:
+                asking.setdefault(id(config), (name, config))
+        self._owners = [name for name, _ in asking.values()]
+        self._configs = [config for _, config in asking.values()]
 
     def __bool__(self) -> bool:
         return bool(self._configs)
+
+    def code_lines(self) -> Iterator[str]:
+        """Yield the lines of a program that turn them off, for a model called `model`."""
+        for name in self._owners:
+            owner = f"model.get_submodule({name!r})" if name else "model"
+            yield f"{owner}.config.use_cache = False"
 
     def turn_off(self) -> None:
         for config in self._configs:

@@ -41,9 +41,9 @@ def plan(
     moved to the host ("int8_offload", "recompute_all_offload"). The loss of a language model makes
     no logits under any of them, as vramx.optimize has it. The model is as before when this
     returns; apply() changes it. Plan before torch.compile wraps the model. Where torch.distributed
-    is initialised all processes call it together, before DDP wraps the model or after, and after
-    fully_shard() does: each number is the largest of any process, all of them have the same plan,
-    and an error of one is an error of all.
+    is initialised all processes call it together, with the model that DDP or fully_shard() made:
+    each number is the largest of any process, all of them have the same plan, and an error of one
+    is an error of all.
 
     Args:
         model: on the device where it is to be trained. It is measured in training mode.
@@ -97,7 +97,8 @@ def plan(
         with agreement.phase("reading its arguments"):
             _check(model, sample, budget)
             loop, said = _loop_of(model, optimizer, gradients)
-            chooser = Chooser(model, levels, Added(loop, parse_size(reserve)), said)
+            added = Added(loop, parse_size(reserve))
+            chooser = Chooser(model, levels, added, [*said, *agreement.said])
         choice = chooser.choose_together(sample, budget, agreement)
     return Plan(chooser, choice)
 

@@ -66,8 +66,7 @@ def html_of(sheet: Sheet) -> str:
 
 def code_lines(model: nn.Module, words: Mapping[Block, str], caches: Caches) -> Iterator[str]:
     """Yield the lines that do with the blocks of `model` what their words say."""
-    if caches:
-        yield "model.config.use_cache = False"
+    yield from caches.code_lines()
     swapped = {
         block.name: "int8" if word == RECOMPUTE_ALL_OFFLOAD else word
         for block, word in words.items()
