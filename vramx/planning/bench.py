@@ -108,10 +108,10 @@ class Bench:
             return Before(None, 0.0, "not run, as its processes wait for each other")
         try:
             peak = self._peak_bytes()
-            return Before(peak, self._meter.time_ms(self._step))
+            found = Before(peak, self._meter.time_ms(self._step))
         except torch.OutOfMemoryError:
             found = Before(None, 0.0, "out of memory")
-        free_garbage()
+        free_garbage()  # what it had is more than what follows needs
         return found
 
     def _agreed(self, before: Before) -> Before:

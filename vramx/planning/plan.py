@@ -81,7 +81,8 @@ def plan(
             the smallest budget); the model has no repeated blocks or cannot be planned as it is.
         torch.OutOfMemoryError: a step is too much for the device however little it keeps.
 
-    Memory: at most a step that keeps least, or one block more than nothing; then the chosen step.
+    Memory: a step of the model as it is, which may run out of memory; then at most a step that
+        keeps least, or one block more than nothing; then the chosen step.
     Sync: waits for the device.
     Error bound: the peak is of steps that were run, forward and backward; the optimizer's step is
         taken for a parameter at a time, or for all at once where two at once take twice as much.
