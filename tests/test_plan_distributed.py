@@ -49,7 +49,7 @@ def plan_apart(rank: int) -> dict[str, Any]:
     """Plan what no DDP wraps; the second process has the larger sample."""
     measure_by_operations(rank)
     torch.manual_seed(0)
-    model, sample = Stack(4), torch.randn(512 * (1 + rank), 8)
+    model, sample = Stack(3), torch.randn(512 * (1 + rank), 8)
     optimizer = torch.optim.AdamW(model.parameters())
     widest = vramx.plan(model, sample, levels=LEVELS, optimizer=optimizer)
     low = widest.with_budget(sample, "smallest").measured_bytes
@@ -57,7 +57,9 @@ def plan_apart(rank: int) -> dict[str, Any]:
     budget = (low + widest.measured_bytes) // 2 + 1000 * rank
     plan = widest.with_budget(sample, budget).apply()
     peak = peak_of_loop(model, sample)
-    return {**said_of(plan), "budget": budget, "peak": peak}
+    plan.undo()
+    rows = torch.randn(512, 8)
+    return {**said_of(plan), "budget": budget, "peak": peak, "rows": plan.fit_batch(rows)}
 
 
 def plan_replica(rank: int) -> dict[str, Any]:
@@ -155,6 +157,7 @@ def test_processes_that_measure_otherwise_have_one_plan(tmp_path: Path) -> None:
     # The figures are those of the process that needs most.
     assert second["peak"] >= 0.97 * second["measured"]
     assert "plan the model that it made" in first["text"]
+    assert first["rows"] == second["rows"] >= 1024
 
 
 def test_a_replica_is_planned_as_it_is(tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from optimize_tools import INT8_NOISE, LAYERS, decoder, error, hugging_face
+from language_model_tools import sizes_made
+from optimize_tools import HIDDEN, INT8_NOISE, LAYERS, decoder, error, hugging_face
 
 import vramx
 from vramx.errors import InvalidValueError
 from vramx.nn.logits import Logits
+from vramx.nn.operators_loss import chunk_tokens
 from vramx.planning.meters import HostMeter
 
 transformers = pytest.importorskip("transformers")
@@ -44,6 +46,19 @@ def test_plan_of_a_model_trains_as_the_model(name: str) -> None:
     assert error(gradient(model), exact) < INT8_NOISE
     plan.undo()
     assert torch.equal(gradient(model), exact)
+
+
+def test_a_planned_model_makes_no_tensor_as_large_as_its_logits() -> None:
+    model: Any = decoder(transformers)
+    model.resize_token_embeddings(1000)
+    ids = torch.randint(3, 50, (44, 50), generator=torch.Generator().manual_seed(1))
+    call = {"input_ids": ids, "labels": ids}
+    plan = vramx.plan(model, call, levels=["recompute_all"]).apply()
+    with sizes_made() as sizes:
+        model(**call).loss.backward()
+    plan.undo()
+    chunk = chunk_tokens(torch.empty(ids.numel(), HIDDEN), model.lm_head.weight, 0)
+    assert max(sizes) == chunk * 1000 < ids.numel() * 1000
 
 
 def test_a_cache_that_the_config_asks_for_is_off_while_the_plan_is_applied() -> None:

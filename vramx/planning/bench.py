@@ -199,12 +199,14 @@ class Bench:
     # -- Running ------------------------------------------------------------------------------
 
     def peak_bytes(self, words: Mapping[Block, str]) -> int:
-        """Return the peak of a step with these words."""
-        undo = apply_words(self._model, words).undo
-        try:
-            return self._peak_bytes()
-        finally:
-            undo()
+        """Return the peak of a step with these words, the largest of all processes."""
+        with self._agreement.phase("in a step of the plan"):
+            undo = apply_words(self._model, words).undo
+            try:
+                peak = self._peak_bytes()
+            finally:
+                undo()
+        return int(self._agreement.most(peak))
 
     def _peak_bytes(self) -> int:
         with self._meter.watching():

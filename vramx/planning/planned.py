@@ -239,17 +239,18 @@ class Plan:
                 f"a largest batch needs a plan with a budget and a sample of two rows or more; "
                 f"the budget is {self.budget_bytes}, the rows are {rows}"
             )
-        peaks = {n: self._peak_bytes(first_of(sample, n)) for n in (rows, rows // 2)}
+        peaks = {n: self._peak_bytes(first_of(sample, n), n) for n in (rows, rows // 2)}
         room = self.budget_bytes - self.added_bytes
         line = line_of([(n, self._measured.spread.above(peaks[n])) for n in (rows // 2, rows)])
         return largest_on(line, room, rows)
 
-    def _peak_bytes(self, sample: Any) -> int:
+    def _peak_bytes(self, sample: Any, rows: int) -> int:
         words = self._measured.words(self._run.arrangement)
         with (
             agreeing(self._chooser.model) as agreement,
             self._chooser.ready(sample, agreement) as bench,
         ):
+            agreement.check_alike("the rows of their samples", rows)
             return bench.peak_bytes(words)
 
     def _check_not_applied(self) -> None:

@@ -175,8 +175,7 @@ def _values_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _put_back_values(module: nn.Module, values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        setattr(module, name, value)
+    vars(module).update(values)  # past what setting them may do
 
 
 def _on_host(tensor: Tensor) -> Tensor:
