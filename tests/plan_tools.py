@@ -94,11 +94,17 @@ class Counter(TorchDispatchMode):
 
 
 @pytest.fixture
-def counted_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have a call take a millisecond for an operation, and a second for a product.
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: tensors are small, and several would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
-    On one thread: the tensors are small, and several would mostly wait for each other.
-    """
+
+@pytest.fixture
+def counted_time(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    """Have a call take a millisecond for an operation, and a second for a product."""
 
     def busy(self: Any, function: Any, calls: int) -> meters.Busy:
         with Counter() as counter:
@@ -106,10 +112,6 @@ def counted_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return meters.Busy(float(counter.count), 0.0)
 
     monkeypatch.setattr(meters.HostMeter, "busy", busy)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
