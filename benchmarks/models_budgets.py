@@ -60,12 +60,12 @@ def _llama(layers: int) -> Any:
 
 
 def llama(device: torch.device) -> Subject:
-    return _with_labels(_llama(sized(8, 2)), _tokens(*sized((8, 1024), (2, 32)), device))
+    return _with_labels(_llama(sized(6, 2)), _tokens(*sized((8, 1024), (2, 32)), device))
 
 
 def llama_lora(device: torch.device) -> Subject:
     """With adapters in bfloat16 on all linear layers, everything else frozen."""
-    model = adapt(_llama(sized(8, 2)), Adapters(dropout=0.0), torch.bfloat16)
+    model = adapt(_llama(sized(6, 2)), Adapters(dropout=0.0), torch.bfloat16)
     return _with_labels(model, _tokens(*sized((8, 1024), (2, 32)), device))
 
 
@@ -127,7 +127,7 @@ def resnet(device: torch.device) -> Subject:
     """ResNet-50 under autocast."""
     from torchvision.models import resnet18, resnet50
 
-    images = torch.randn(sized(128, 4), 3, *sized((224, 224), (64, 64)), device=device)
+    images = torch.randn(sized(128, 4), 3, *sized((224, 224), (32, 32)), device=device)
     images = images.to(memory_format=torch.channels_last)
     labels = torch.randint(0, CLASSES, (len(images),), device=device)
     model = sized(resnet50, resnet18)(num_classes=CLASSES)

@@ -5,8 +5,8 @@
 Prints one line of JSON for each figure as soon as it is known; each plan goes to stderr. All loops
 are the same code, a user's: loss, backward, the optimizer's step, zero_grad(). An arrangement is a
 word for each block; one that runs out of memory, or above the budget, is no rival. Steps are timed
-one in a turn: all rivals a few times, and those that may be the best more often. On a processor
-bytes are counted and times mean nothing.
+in turns, of the plan and of the rivals that were near it or faster at first. On a processor bytes
+are counted and times mean nothing.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from vramx.planning.words import apply_words, chosen_words, words_for
 
 BUDGETS = sized(5, 2)
 STEPS = sized(3, 2)  # of a loop whose peak is taken
-TURNS, MORE_TURNS = sized((3, 12), (1, 1))
-# Which rivals are timed more often, as a share of the plan's time.
-NEAR = 1.02
+# Of each that is near the plan: so many turns of so many steps.
+TURNS, TIMED = sized((4, 3), (1, 1))
+# Of one turn: how much slower than the plan a rival may be to be timed in turns with it.
+NEAR = 1.04
 RATE = 1e-5
 
 
@@ -137,21 +138,22 @@ class Hands:
             try:
                 with self.applied(arrangement):
                     peak = self.training.peak_bytes()
-                    self._known[arrangement] = Known(peak, timed_ms(self.training.step))
+                    steps_ms = [timed_ms(self.training.step) for _ in range(TIMED)]
+                    self._known[arrangement] = Known(peak, min(steps_ms))
             except torch.OutOfMemoryError:
                 self._known[arrangement] = None
                 self.training.optimizer.zero_grad()
         return self._known[arrangement]
 
-    def steps_ms(self, arrangements: list[Arrangement], turns: int) -> list[list[float]]:
+    def steps_ms(self, arrangements: list[Arrangement]) -> list[list[float]]:
         """Return what steps take, turn by turn; the order is turned round in every other turn."""
         steps: dict[Arrangement, list[float]] = {each: [] for each in arrangements}
         order = list(steps)
-        for _ in range(turns):
+        for _ in range(TURNS):
             for each in order:
                 with self.applied(each):
                     self.training.step()  # where memory lies is another than a turn ago
-                    steps[each].append(timed_ms(self.training.step))
+                    steps[each] += [timed_ms(self.training.step) for _ in range(TIMED)]
             order.reverse()
         return [steps[each] for each in arrangements]
 
@@ -160,18 +162,20 @@ def compare(case: str, plan: vramx.Plan, hands: Hands) -> None:
     """Report how the plan's step compares with the fastest of those made by hand that fit."""
     assert plan.budget_bytes is not None
     own = hands.of_plan(plan)
-    found = []
-    for rival in rivals_of(own, hands.words, plan.budget_bytes, hands.known):
-        known = hands.known(rival)
-        if rival != own and known is not None and known.peak_bytes <= plan.budget_bytes:
-            found.append(rival)
-    timed = hands.steps_ms([own, *found], TURNS)
-    ratios = [_of(timed[0], other) for other in timed[1:]]
-    near = [rival for rival, ratio in zip(found, ratios, strict=True) if ratio * NEAR > 1]
-    timed = hands.steps_ms([own, *near], MORE_TURNS)
+    known = hands.known(own)
+    least_ms = float("inf") if known is None else known.step_ms
+    rivals = rivals_of(own, hands.words, plan.budget_bytes, hands.known)
+    fitting = {
+        rival: found
+        for rival in rivals
+        if rival != own and (found := hands.known(rival)) is not None
+        if found.peak_bytes <= plan.budget_bytes
+    }
+    near = [rival for rival, found in fitting.items() if found.step_ms <= least_ms * NEAR]
+    timed = hands.steps_ms([own, *near])
     ratios = [_of(timed[0], other) for other in timed[1:]]
     report(case, "step_ms", "ms", timed[0])
-    report(case, "rivals", "1", [len(found)])
+    report(case, "rivals", "1", [len(fitting)])
     report(case, "of_best_rival", "1", [max(ratios, default=0.0)])
     if ratios:
         best = near[ratios.index(max(ratios))]

@@ -101,7 +101,8 @@ def _differs(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> str | None
         if old != new:
             return f"it draws numbers from {name}"
     second = _run(module, args, kwargs)
-    changed = sorted(name for name, value in _attributes(module).items() if state[name] != value)
+    after = _attributes(module)
+    changed = sorted(name for name, value in after.items() if state.get(name) != value)
     if changed:
         return f"its {changed[0]} is another after each call"
     return _difference(first, second)
