@@ -118,13 +118,13 @@ def counted_time(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
 def small_device(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that caps what the host meter lets be allocated."""
 
-    def cap(limit_bytes: int) -> None:
+    def cap(limit_bytes: int, error: type[Exception] = torch.OutOfMemoryError) -> None:
         add = storages.Storages.add
 
         def capped(self: Any, tensor: Tensor, *, counts: bool) -> None:
             add(self, tensor, counts=counts)
             if self.live_bytes > limit_bytes:
-                raise torch.OutOfMemoryError(f"{self.live_bytes} bytes")
+                raise error(f"CUBLAS_STATUS_ALLOC_FAILED: {self.live_bytes} bytes")
 
         monkeypatch.setattr(storages.Storages, "add", capped)
 

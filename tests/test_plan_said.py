@@ -37,12 +37,12 @@ class Deep(Block):
 
     def __init__(self) -> None:
         super().__init__()
-        for number in range(5):  # no list of blocks, which would be the blocks themselves
+        for number in range(4):  # no list of blocks, which would be the blocks themselves
             self.add_module(f"more{number}", Block())
 
     def forward(self, x: Tensor, past_key_values: object = None) -> Tensor:
         x = super().forward(x)
-        for number in range(5):
+        for number in range(4):
             x = self.get_submodule(f"more{number}")(x)
         return x
 
@@ -95,10 +95,14 @@ def test_the_peak_and_the_step_before_are_said() -> None:
     assert re.search(r"step .* measured; before \d+\.\d$", str(plan), re.MULTILINE)
 
 
-def test_a_model_that_does_not_fit_as_it_is_has_no_peak_before(small_device: Any) -> None:
+# As torch says it, and as cuBLAS does, which asks for its workspace past torch's error.
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_a_model_that_does_not_fit_as_it_is_has_no_peak_before(
+    small_device: Any, error: type[Exception]
+) -> None:
     model, sample = Stack(), rows(512)
     plan = vramx.plan(model, sample, levels=("left", "recompute_all"))
-    small_device((plan.measured_bytes + plan.smallest_bytes) // 2)
+    small_device((plan.measured_bytes + plan.smallest_bytes) // 2, error)
     found = vramx.plan(model, sample, levels=("left", "recompute_all"))
     assert found.before_bytes is None
     assert "before: out of memory" in str(found)

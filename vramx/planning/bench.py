@@ -26,6 +26,7 @@ from vramx.planning.assembly import assemble
 from vramx.planning.blocks import Block
 from vramx.planning.budget import device_of
 from vramx.planning.choice import Arrangement, fastest, smallest
+from vramx.planning.device_memory import is_out_of_memory
 from vramx.planning.isolated import busy_without_block, free_garbage, measure_block
 from vramx.planning.loop import Loop
 from vramx.planning.loop import Measured as MeasuredLoop
@@ -109,7 +110,9 @@ class Bench:
         try:
             peak = self._peak_bytes()
             found = Before(peak, self._meter.time_ms(self._step))
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             found = Before(None, 0.0, "out of memory")
         free_garbage()  # what it had is more than what follows needs
         return found
@@ -237,8 +240,8 @@ class Bench:
         undo = apply_words(self._model, words).undo
         try:
             return self._peak_bytes(), self._meter.time_ms(self._step)
-        except torch.OutOfMemoryError:
-            if self._agreement.is_shared:
+        except RuntimeError as error:
+            if self._agreement.is_shared or not is_out_of_memory(error):
                 raise
         finally:
             undo()
