@@ -81,7 +81,9 @@ class Skipping(nn.Module):
         return x
 
 
-class _Counter(TorchDispatchMode):
+class Counter(TorchDispatchMode):
+    """Counts operations, a product as a thousand."""
+
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
@@ -92,18 +94,8 @@ class _Counter(TorchDispatchMode):
 
 
 @pytest.fixture
-def counted_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have a call take a millisecond for an operation, and a second for a product.
-
-    On one thread: the tensors are small, and several would mostly wait for each other.
-    """
-
-    def busy(self: Any, function: Any, calls: int) -> meters.Busy:
-        with _Counter() as counter:
-            function()
-        return meters.Busy(float(counter.count), 0.0)
-
-    monkeypatch.setattr(meters.HostMeter, "busy", busy)
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: tensors are small, and several would mostly wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -111,16 +103,28 @@ def counted_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def counted_time(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    """Have a call take a millisecond for an operation, and a second for a product."""
+
+    def busy(self: Any, function: Any, calls: int) -> meters.Busy:
+        with Counter() as counter:
+            function()
+        return meters.Busy(float(counter.count), 0.0)
+
+    monkeypatch.setattr(meters.HostMeter, "busy", busy)
+
+
+@pytest.fixture
 def small_device(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that caps what the host meter lets be allocated."""
 
-    def cap(limit_bytes: int) -> None:
+    def cap(limit_bytes: int, error: type[Exception] = torch.OutOfMemoryError) -> None:
         add = storages.Storages.add
 
         def capped(self: Any, tensor: Tensor, *, counts: bool) -> None:
             add(self, tensor, counts=counts)
             if self.live_bytes > limit_bytes:
-                raise torch.OutOfMemoryError(f"{self.live_bytes} bytes")
+                raise error(f"CUBLAS_STATUS_ALLOC_FAILED: {self.live_bytes} bytes")
 
         monkeypatch.setattr(storages.Storages, "add", capped)
 

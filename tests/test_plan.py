@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from plan_tools import PACKED_ROWS, Skipping, Stack, counted_time, small_device
+from plan_tools import PACKED_ROWS, Skipping, Stack, counted_time, one_thread, small_device
 from torch import Tensor, nn
 
 import vramx
@@ -20,7 +20,7 @@ from vramx.planning.blocks import find_blocks
 from vramx.planning.meters import HostMeter, Spread
 from vramx.planning.steps import Step
 
-__all__ = ["counted_time", "small_device"]
+__all__ = ["counted_time", "one_thread", "small_device"]
 pytestmark = pytest.mark.usefixtures("counted_time")
 
 # Predictions for a host are exact but for scalars of a few bytes; the goal on a GPU is 5 %.
@@ -210,6 +210,7 @@ def test_the_text_has_a_line_for_each_block_and_both_peaks() -> None:
         assert line.split()[-2:] == [f"{row.host_ms:.2f}", "0.00"]
     assert "predicted" in lines[3]
     assert "budget 1.00 GiB" in lines[3]
+    assert "no optimizer was given" in str(plan)
 
 
 class Stage(nn.Module):

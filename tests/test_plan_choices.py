@@ -1,25 +1,27 @@
 """plan() of models whose blocks choose by value, and of blocks that are not the same twice.
 
 A mixture of experts sends a token more to an expert where its input moves a little. It is planned
-like any other model, and trains as planned. What cannot be recomputed is one error that says so.
+like any other model, and trains as planned. A block that does not do the same again is not
+recomputed, and the plan says why.
 """
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
+import numpy
 import pytest
 import torch
-from plan_tools import PACKED_ROWS, WIDTH, counted_time
+from plan_tools import PACKED_ROWS, WIDTH, counted_time, one_thread
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 import vramx
 from vramx.errors import InvalidValueError, VramxWarning
 
-__all__ = ["counted_time"]
+__all__ = ["counted_time", "one_thread"]
 pytestmark = pytest.mark.usefixtures("_quiet", "counted_time")
 
 
@@ -84,10 +86,84 @@ def test_a_mixture_of_experts_is_planned_and_trains_as_planned() -> None:
         torch.testing.assert_close(gradient(model, x), expected)
 
 
-def test_a_block_that_is_another_when_recomputed_is_one_error() -> None:
+class Stateful(Experts):
+    """A block that draws, or counts, where torch does not see it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.calls = 0
+        self.own = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.how == "python":
+            return y * (1 + random.random() * 1e-6)
+        if self.how == "numpy":
+            return y * (1 + numpy.random.rand() * 1e-6)
+        if self.how == "generator":
+            return y * torch.rand(y.shape, generator=self.own).round()
+        if self.how == "counter":
+            self.calls += 1
+            return y
+        return y + torch.rand_like(y)  # torch's own numbers are those of before
+
+
+REASONS = {
+    "python": "it draws numbers from Python's random",
+    "numpy": "it draws numbers from numpy.random",
+    "generator": "its result differs by",
+    "counter": "its calls is another after each call",
+}
+
+
+@pytest.mark.parametrize("how", REASONS)
+def test_what_does_not_repeat_is_not_recomputed_and_the_plan_says_why(how: str) -> None:
+    model = nn.Sequential(*(Stateful(how) for _ in range(2)))
+    x = torch.randn(PACKED_ROWS, WIDTH, requires_grad=True)
+    state, drawn = random.getstate(), numpy.random.get_state()[1].tolist()
+    plan = vramx.plan(model, (x,), "smallest", levels=["left", "recompute_all"])
+    assert set(plan.words.values()) == {"left"}
+    assert f"Stateful has no recompute_all: 0: {REASONS[how]}" in str(plan)
+    assert random.getstate() == state
+    assert numpy.random.get_state()[1].tolist() == drawn
+    assert [block.calls for block in model] == [0, 0]
+    with pytest.raises(InvalidValueError, match=rf"0 cannot be recomputed \({REASONS[how]}"):
+        vramx.plan(model, (x,), levels="recompute_all")
+
+
+def test_what_torch_draws_repeats() -> None:
+    model = nn.Sequential(*(Stateful("torch") for _ in range(2)))
+    x = torch.randn(PACKED_ROWS, WIDTH, requires_grad=True)
+    plan = vramx.plan(model, (x,), "smallest", levels=["left", "recompute_all"])
+    assert "recompute_all" in plan.words.values()
+    assert "has no" not in str(plan)
+
+
+def test_a_block_that_saves_more_every_other_time_is_not_recomputed() -> None:
     model, x = stack(Unsteady)
     x.requires_grad_()
-    options: dict[str, Any] = {"budget": "smallest", "levels": ["left", "recompute_all"]}
-    with pytest.raises(InvalidValueError, match=r"Sequential does not do again.*levels=\('left'"):
-        vramx.plan(model, (x,), **options)
+    plan = vramx.plan(model, (x,), "smallest", levels=["left", "recompute_all"])
+    assert set(plan.words.values()) == {"left"}
+    assert "Unsteady has no recompute_all" in str(plan)
     assert "forward" not in vars(model[0])
+
+
+class Steady(nn.Module):
+    """Beside a class that is not: it keeps all of its levels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gelu(self.linear(gelu(x)))
+
+
+def test_only_the_class_that_does_not_repeat_does_without() -> None:
+    blocks = [block() for block in (Steady, Steady, lambda: Stateful("counter")) for _ in range(2)]
+    x = torch.randn(PACKED_ROWS, WIDTH, requires_grad=True)
+    plan = vramx.plan(nn.Sequential(*blocks), (x,), "smallest", levels=["left", "recompute_all"])
+    words = list(plan.words.values())
+    assert "recompute_all" in words[:4]
+    assert set(words[4:]) == {"left"}

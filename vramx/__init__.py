@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from vramx.patch.report import Report, report, restore
     from vramx.planning.batch_fit import BatchFit
     from vramx.planning.fit import fit_batch
-    from vramx.planning.plan import Plan, plan
+    from vramx.planning.plan import plan
+    from vramx.planning.planned import Plan
     from vramx.planning.predict import predict
     from vramx.planning.prediction import Prediction
     from vramx.recompute.call import checkpoint
@@ -51,7 +52,7 @@ _LAZY = {
     "CompressionStats": "vramx.compression.stats",
     "DefragmentReport": "vramx.allocator.limits",
     "OptimizeReport": "vramx.nn.optimize",
-    "Plan": "vramx.planning.plan",
+    "Plan": "vramx.planning.planned",
     "Prediction": "vramx.planning.prediction",
     "Recorder": "vramx.memory.record",
     "Report": "vramx.patch.report",

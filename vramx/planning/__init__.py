@@ -1,11 +1,19 @@
 """Choosing, block by block, what a model keeps for backward, so that a step fits a budget of bytes.
 
-    plan.py       plan() and Plan
+    plan.py       plan()
+    planned.py    Plan
+    plan_text.py  what a plan says: text, HTML, code
+    chooser.py    what is known of a model, and the choice for a budget
     budget.py     a budget in bytes
     bench.py      measuring a model, and running what was chosen
+    measured.py   what was measured
     blocks.py     which modules are the repeated blocks
     words.py      what can be done with a block, and undoing it
+    repeats.py    which blocks do the same again, and can be recomputed
+    agreement.py  processes that plan together
     steps.py      one step of training on a sample; the state that it must leave as it was
+    lightning_step.py  the step of a LightningModule
+    caches.py     caches of keys and values, which training has no use for
     loop.py       what a training loop does with gradients, and its optimizers
     states.py     what an optimizer's states and its step take
     meters.py     bytes and milliseconds: of a GPU's allocator, or of storages seen on a host

@@ -1,9 +1,11 @@
 """Measuring a model under its words, and finding the run that fits a budget.
 
-Measured are one step with every block at the word that needs least, and by itself one block of each
-kind under each word; so a model can be planned that does not fit as it is. What is chosen for a
-budget is run; where the run exceeds it, or leaves room, the choice is made again with that taken
-off. Not thread-safe; a run costs some steps, measuring some tens of passes a kind and word.
+Measured are a step of the model as it is, where that fits; one with every block at the word that
+needs least; and by itself one block of each kind under each word. So a model can be planned that
+does not fit as it is. Words that recompute are not for blocks that do not do the same again. What
+is chosen for a budget is run; where the run exceeds it, or leaves room, the choice is made again
+with that taken off. Processes that train together do all of it in step, and agree on each number.
+Not thread-safe; a run costs some steps, measuring some tens of passes a kind and word.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,19 +21,23 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from vramx.errors import InvalidValueError, RecomputationError
+from vramx.planning.agreement import Agreement
 from vramx.planning.assembly import assemble
 from vramx.planning.blocks import Block
 from vramx.planning.budget import device_of
 from vramx.planning.choice import Arrangement, fastest, smallest
+from vramx.planning.device_memory import is_out_of_memory
 from vramx.planning.isolated import busy_without_block, free_garbage, measure_block
 from vramx.planning.loop import Loop
 from vramx.planning.loop import Measured as MeasuredLoop
-from vramx.planning.meters import Meter, Spread, meter_of
+from vramx.planning.measured import Before, Measured, Run
+from vramx.planning.meters import Meter, meter_of
+from vramx.planning.repeats import left_out, why_not_repeated, without_recomputation
 from vramx.planning.states import tensors_of
 from vramx.planning.steps import Step, check_sample, unchanged
 from vramx.planning.timeline import Cost, Timeline
 from vramx.planning.trace import Captured, Trace, trace_step
-from vramx.planning.words import apply_words, cheapest
+from vramx.planning.words import WORDS, apply_words, cheapest, recomputes
 from vramx.progress import ProgressBar
 
 # How often a choice is run and, if it does not fit or leaves room, made again.
@@ -42,62 +48,22 @@ _PEAK_STEPS = 2
 _LESS_AFTER_OUT_OF_MEMORY = 0.95
 
 
-@dataclass(frozen=True)
-class Run:
-    """An arrangement that was run. `measured_bytes` is None if it ran out of memory.
-
-    `predicted_bytes` is what was predicted just before, corrected by what runs before it had shown.
-    """
-
-    arrangement: Arrangement
-    predicted_bytes: int
-    measured_bytes: int | None
-    measured_ms: float
-
-
-@dataclass
-class Measured:
-    """What is known of a model: its blocks, its timeline, and the arrangements that were run.
-
-    `spread` is its meter's.
-    """
-
-    model: nn.Module
-    blocks: Sequence[Block]
-    timeline: Timeline
-    spread: Spread
-    runs: dict[tuple[str, ...], Run] = field(default_factory=dict)
-
-    def words(self, arrangement: Arrangement) -> dict[Block, str]:
-        """Return the word of each block that the step calls."""
-        calls = zip(self.timeline.places, arrangement.words, strict=True)
-        return {self.blocks[place.block]: word for place, word in calls}
-
-    def within(self, limit_bytes: float) -> list[Run]:
-        """Return the runs that were seen to fit."""
-        return [
-            run
-            for run in self.runs.values()
-            if run.measured_bytes is not None and run.measured_bytes <= limit_bytes
-        ]
-
-
 class Bench:
     """A step of a model in its loop, and what measures it."""
 
     def __init__(
         self,
-        model: nn.Module,
-        sample: Any,
+        step: Step,
         meter: Meter,
         loop: MeasuredLoop,
+        agreement: Agreement,
         bar: ProgressBar,
     ) -> None:
-        trained = [p for p in model.parameters() if p.requires_grad]
-        self._model = model
-        self._step = Step(model, sample, lambda: loop.begin(trained))
+        self._model = step.model
+        self._step = step
         self._meter = meter
         self._loop = loop
+        self._agreement = agreement
         self._bar = bar
 
     @property
@@ -112,12 +78,70 @@ class Bench:
 
     # -- Measuring ----------------------------------------------------------------------------
 
-    def measure(self, words: Mapping[Block, Sequence[str]]) -> Measured:
-        """Return what is known of a model whose blocks can have these words."""
+    def measure(
+        self, words: Mapping[Block, Sequence[str]], before: Before | None = None
+    ) -> Measured:
+        """Return what is known of a model whose blocks can have these words.
+
+        Args:
+            before: what a step of the model as it is takes, where that is known.
+        """
+        blocks = list(words)
+        if before is None:
+            with self._agreement.phase("in a step of the model as it is"):
+                self._bar.show("plan: the model as it is", 0, 1)
+                before = self._before()
+            before = self._agreed(before)
+        with self._agreement.phase("looking for what repeats"):
+            reasons = self._why_not_recomputed(words)
+        seen = self._agreement.any_of([block in reasons for block in blocks])
+        for block in (block for block, flag in zip(blocks, seen, strict=True) if flag):
+            reasons.setdefault(block, "another process saw that it does not do the same again")
+        kept, dropped = without_recomputation(words, reasons)
+        with self._agreement.phase("measuring blocks"):
+            timeline = self._timeline(kept, dropped)
+        with self._agreement.phase("agreeing on what was measured"):
+            timeline = self._agreement.timeline(timeline, WORDS)
+        return Measured(self._model, blocks, timeline, self._meter.spread, before, dropped)
+
+    def _before(self) -> Before:
+        if self._agreement.is_shared:  # out of memory would leave other processes waiting
+            return Before(None, 0.0, "not run, as its processes wait for each other")
+        try:
+            peak = self._peak_bytes()
+            found = Before(peak, self._meter.time_ms(self._step))
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            found = Before(None, 0.0, "out of memory")
+        free_garbage()  # what it had is more than what follows needs
+        return found
+
+    def _agreed(self, before: Before) -> Before:
+        failed = self._agreement.most(before.peak_bytes is None)
+        peak, step_ms = map(self._agreement.most, (before.peak_bytes or 0, before.step_ms))
+        if failed:
+            return Before(None, 0.0, before.reason or "out of memory in another process")
+        return Before(int(peak), step_ms)
+
+    def _why_not_recomputed(self, words: Mapping[Block, Sequence[str]]) -> dict[Block, str]:
+        """Return why blocks cannot be recomputed; the model keeps least meanwhile."""
+        asked = [block for block, found in words.items() if any(map(recomputes, found))]
+        if not asked:
+            return {}
+        undo = apply_words(self._model, {block: cheapest(words[block]) for block in words}).undo
+        try:
+            with self._meter.watching():
+                return why_not_repeated(self._step.forward, asked)
+        finally:
+            undo()
+
+    def _timeline(self, words: Mapping[Block, Sequence[str]], dropped: list[str]) -> Timeline:
         blocks = list(words)
         base = {block: cheapest(words[block]) for block in blocks}
         undo = apply_words(self._model, base).undo
         try:
+            self._bar.show("plan: a step that keeps least", 0, 1)
             trace, captured, step_ms = self._trace(blocks)
         finally:
             undo()
@@ -125,15 +149,15 @@ class Bench:
         for number, (kind, call) in enumerate(captured.items()):
             self._bar.show("plan: measuring blocks", number, len(captured))
             first = base[call.block]
-            kinds[kind] = self._costs(call, sorted(words[call.block], key=lambda w: w != first))
+            ordered = sorted(words[call.block], key=lambda w: w != first)
+            kinds[kind] = self._costs(call, ordered, dropped)
         costs = [kinds[call.kind] for call in trace.calls]
         base_words = [base[blocks[call.block]] for call in trace.calls]
         timeline = assemble(trace, costs, base_words, step_ms)
         # The optimizers' step: all gradients are there, and nothing of any call.
         optimizing = trace.marks[-1].level + self._loop.step_bytes
         before = max(timeline.gaps[0], optimizing)
-        timeline = replace(timeline, gaps=(before, *timeline.gaps[1:]))
-        return Measured(self._model, blocks, timeline, self._meter.spread)
+        return replace(timeline, gaps=(before, *timeline.gaps[1:]))
 
     def _trace(self, blocks: Sequence[Block]) -> tuple[Trace, dict[Any, Captured], float]:
         with self._meter.watching():
@@ -145,7 +169,9 @@ class Bench:
         captured = trace_step(self._step, blocks, self._meter, capture=True).captured
         return trace, captured, step_ms
 
-    def _costs(self, captured: Captured, words: Sequence[str]) -> dict[str, Cost]:
+    def _costs(
+        self, captured: Captured, words: Sequence[str], dropped: list[str]
+    ) -> dict[str, Cost]:
         """Return the costs of a call under each word that there is enough memory for."""
         found: dict[str, Cost] = {}
         beside = busy_without_block(captured, self._meter, self._loop.begin)
@@ -153,6 +179,11 @@ class Bench:
             undo = apply_words(self._model, {captured.block: word}).undo
             try:
                 cost = measure_block(captured, self._meter, beside, self._loop.begin)
+            except (CheckpointError, RecomputationError) as error:
+                if word == words[0]:
+                    raise
+                dropped.append(left_out([word], captured.block, str(error).splitlines()[0]))
+                continue
             finally:
                 undo()
             if cost is not None:
@@ -161,17 +192,24 @@ class Bench:
                 raise InvalidValueError(
                     f"{captured.block.name} alone is too much for the device under {word!r}"
                 )
+            elif self._agreement.is_shared:
+                raise torch.OutOfMemoryError(
+                    f"CUDA out of memory. {captured.block.name} alone is too much for the device "
+                    f"under {word!r}, in a call that other processes take part in"
+                )
         return found
 
     # -- Running ------------------------------------------------------------------------------
 
     def peak_bytes(self, words: Mapping[Block, str]) -> int:
-        """Return the peak of a step with these words."""
-        undo = apply_words(self._model, words).undo
-        try:
-            return self._peak_bytes()
-        finally:
-            undo()
+        """Return the peak of a step with these words, the largest of all processes."""
+        with self._agreement.phase("in a step of the plan"):
+            undo = apply_words(self._model, words).undo
+            try:
+                peak = self._peak_bytes()
+            finally:
+                undo()
+        return int(self._agreement.most(peak))
 
     def _peak_bytes(self) -> int:
         with self._meter.watching():
@@ -189,22 +227,29 @@ class Bench:
         known = measured.runs.get(found.words)
         if known is not None:
             return known
-        predicted = found.peak_bytes + error
-        undo = apply_words(self._model, measured.words(found)).undo
-        try:
-            peak = self._peak_bytes()
-            known = Run(found, predicted, peak, self._meter.time_ms(self._step))
-        except torch.OutOfMemoryError:
-            known = Run(found, predicted, None, float("inf"))
-        finally:
-            undo()
-        if known.measured_bytes is None:
-            free_garbage()
+        with self._agreement.phase("in a step as it should be"):
+            peak, step_ms = self._measured_run(measured.words(found))
+        failed = self._agreement.most(peak is None)
+        peak, step_ms = int(self._agreement.most(peak or 0)), self._agreement.most(step_ms)
+        known = Run(found, found.peak_bytes + error, None if failed else peak, step_ms)
         measured.runs[found.words] = known
         return known
 
-    def fastest(self, measured: Measured, limit_bytes: float) -> Run | None:
-        """Return the fastest run that was seen to fit; None: none fits.
+    def _measured_run(self, words: Mapping[Block, str]) -> tuple[int | None, float]:
+        """Return the peak and the time of a step; no peak: it ran out of memory."""
+        undo = apply_words(self._model, words).undo
+        try:
+            return self._peak_bytes(), self._meter.time_ms(self._step)
+        except RuntimeError as error:
+            if self._agreement.is_shared or not is_out_of_memory(error):
+                raise
+        finally:
+            undo()
+        free_garbage()
+        return None, float("inf")
+
+    def fitting(self, measured: Measured, limit_bytes: float) -> Run:
+        """Return the fastest run that was seen to fit; where none does, that of the least peak.
 
         What is run is what should be the fastest; of all that was run, for other limits too, the
         fastest is what was: where the two differ, the prediction is what is wrong.
@@ -219,7 +264,8 @@ class Bench:
             error = int(limit_bytes - bound) if limit_bytes < float("inf") else 0
             run = self._run(measured, found, error)
             bound = _corrected(bound, limit_bytes, run)
-        return min(measured.within(limit_bytes), key=lambda run: run.measured_ms, default=None)
+        seen = measured.within(limit_bytes)
+        return min(seen, key=lambda run: run.measured_ms) if seen else self.smallest(measured)
 
     def smallest(self, measured: Measured) -> Run:
         """Return the run of the arrangement with the smallest peak."""
@@ -236,21 +282,27 @@ def _corrected(bound: float, limit_bytes: float, run: Run) -> float:
 
 
 @contextmanager
-def ready(model: nn.Module, sample: Any, loop: Loop) -> Iterator[Bench]:
+def ready(model: nn.Module, sample: Any, loop: Loop, agreement: Agreement) -> Iterator[Bench]:
     """Have a model and its loop ready to be measured; put all back on leaving.
 
     Raises:
         InvalidValueError: the model cannot be measured, or a block cannot be recomputed.
     """
-    check_sample(sample)
+    check_sample(model, sample)
     device = device_of(model)
     gc.collect()  # what nothing refers to would count as the model's, until some step frees it
     with loop.without_steps(), unchanged(model, device, loop) as trained:
+        step = Step(
+            model,
+            sample,
+            lambda: loop.begin_step(trained),
+            lambda: loop.before_backward(trained),
+        )
         states = [tensor for each in loop.optimizers for tensor in tensors_of(each.state)]
         meter = meter_of(device, model, states)
         try:
             with loop.measured(trained, meter) as measured, ProgressBar() as bar:
-                yield Bench(model, sample, meter, measured, bar)
+                yield Bench(step, meter, measured, agreement, bar)
         except (CheckpointError, RecomputationError) as error:
             raise InvalidValueError(
                 f"a block of {type(model).__name__} does not do again what it did when it is "

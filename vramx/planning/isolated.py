@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vramx.planning.device_memory import is_out_of_memory
 from vramx.planning.meters import Busy, Meter, NoMeter
 from vramx.planning.timeline import Cost
 from vramx.planning.trace import Captured, moving_tensors
@@ -98,7 +99,9 @@ def measure_block(captured: Captured, meter: Meter, beside: Busy, begin: Begin) 
             meter.settle()
             cost: Cost | None = run(meter)
         busy = meter.busy(lambda: run(NoMeter()), _CALLS)
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         cost = None
     if cost is None:
         free_garbage()

@@ -2,6 +2,8 @@
 
     fresh         zero_grad(set_to_none=True) before each step: gradients come as activations go
     accumulated   gradients are there during the whole step, as with accumulation over steps
+    late          set to None between forward and backward, as Lightning does: there while
+                  activations grow
     stepped       each gradient is used by a step in backward, and gone before the next one comes
 
 The optimizer's own step is never taken: what it costs is measured on copies (states.py). Not
@@ -26,7 +28,7 @@ from vramx.planning.meters import Meter
 from vramx.planning.states import OptimizerCost, cost_of, rounds_of
 from vramx.sizes import format_size
 
-FRESH, ACCUMULATED, STEPPED = GRADIENTS = ("fresh", "accumulated", "stepped")
+FRESH, ACCUMULATED, LATE, STEPPED = GRADIENTS = ("fresh", "accumulated", "late", "stepped")
 
 
 class Loop:
@@ -78,6 +80,20 @@ class Loop:
                 parameter.grad = None
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+
+    def begin_step(self, trained: Iterable[nn.Parameter]) -> None:
+        """Do with gradients what is done before a step, when all others are over."""
+        if self.gradients == FRESH:
+            self.prepare(trained)
+        elif self.gradients == LATE:
+            for parameter in trained:  # as a step before it has left them; nothing reads them
+                parameter.grad = None
+                parameter.grad = torch.empty_like(parameter)
+
+    def before_backward(self, trained: Iterable[nn.Parameter]) -> None:
+        """Do with gradients what is done between forward and backward."""
+        if self.gradients == LATE:
+            self.prepare(trained)
 
     @contextlib.contextmanager
     def measured(self, trained: Sequence[nn.Parameter], meter: Meter) -> Iterator[Measured]:
@@ -139,8 +155,8 @@ class Measured:
         self.step_bytes = max(steps, default=0)
 
     def begin(self, trained: Iterable[nn.Parameter]) -> None:
-        """Do with gradients what the loop does before a step."""
-        if self._loop.gradients == FRESH:
+        """Have the gradients that are there before a part of a step, backward included."""
+        if self._loop.gradients in (FRESH, LATE):
             self._loop.prepare(trained)
 
 

@@ -192,7 +192,7 @@ class _Tracer:
         device, done = torch.device(self._kind), 0
         for model in models:
             blocks = find_blocks(model)
-            words = {b: word for b in blocks if word in words_for(b, device, None)}
+            words = {b: word for b in blocks if word in words_for(b, device, WORDS)}
             apply_words(model, words)
             done += len(words)
         if not done:

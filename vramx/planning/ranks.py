@@ -1,6 +1,6 @@
-"""The processes that train together, while each looks for the batch that all of them can take.
+"""The processes that train together, while each looks for what all of them can take.
 
-They take the same batches in the same order: what each decides is agreed on, by a maximum over
+They take the same steps in the same order: what each decides is agreed on, by a maximum over
 numbers, in a gloo group of its own, so that nothing waits for a GPU. A process that runs out of
 memory within a step, which others may be in with a collective, says so in the store; the others
 watch the store from a thread, end the step's group, and all of them raise. NCCL's groups can be
@@ -37,14 +37,21 @@ class Ranks:
 
     Args:
         timeout_s: how long one waits for the others.
+        caller: what all of them call; remedy: what may help where one runs out of memory.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(
+        self, timeout_s: float, caller: str = "fit_batch", remedy: str = "a smaller max"
+    ) -> None:
+        self._caller, self._remedy = caller, remedy
         self._timeout = timedelta(seconds=timeout_s)
         self._together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._group: Any = None
         if self._together:
-            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+            try:
+                self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+            except RuntimeError as error:
+                raise self._alone(error) from None
 
     @property
     def count(self) -> int:
@@ -69,12 +76,15 @@ class Ranks:
         try:
             dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
-            raise VramxError(
-                f"another process did not answer within {self._timeout.total_seconds():.0f} s: "
-                "all of them call fit_batch, with the same arguments "
-                f"({str(error).splitlines()[0]})"
-            ) from None
+            raise self._alone(error) from None
         return [None if x == _NONE else x for x in mine.tolist()]
+
+    def _alone(self, error: RuntimeError) -> VramxError:
+        return VramxError(
+            f"another process did not answer within {self._timeout.total_seconds():.0f} s: "
+            f"all of them call {self._caller}, with the same arguments "
+            f"({str(error).splitlines()[0]})"
+        )
 
     @contextlib.contextmanager
     def attempt(self, what: str) -> Iterator[_Attempt]:
@@ -89,7 +99,7 @@ class Ranks:
         global _attempts  # noqa: PLW0603 - as of the store, there is one a process
         _attempts += 1
         store = dist.distributed_c10d._get_default_store()
-        attempt = _Attempt(store, f"vramx/fit_batch/{_attempts}")
+        attempt = _Attempt(store, f"vramx/{self._caller}/{_attempts}")
         watcher = threading.Thread(target=attempt.watch, daemon=True)
         watcher.start()
         try:
@@ -99,7 +109,7 @@ class Ranks:
             if attempt.aborted:
                 raise FailedTogetherError(
                     f"another process failed {what}, which this one had begun, too; their process "
-                    "group was ended: start again, with a smaller max if it was out of memory"
+                    f"group was ended: start again, with {self._remedy} if it was out of memory"
                 ) from error
             raise
         finally:

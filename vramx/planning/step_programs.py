@@ -36,7 +36,7 @@ def program_of(step: Any, arguments: Sequence[Any], optimizer: Any, gradients: s
             f"a model is followed by one sample, not by {len(arguments)}; a tuple is for several "
             "arguments"
         )
-    check_sample(arguments[0])
+    check_sample(step, arguments[0])
     loop = Loop(optimizer, gradients)
 
     def run(model: nn.Module, sample: Any, optimizers: list[Any]) -> Callable[[], Any]:
@@ -57,12 +57,15 @@ class _LoopStep:
         if loop.gradients == STEPPED:
             for each in loop.optimizers:
                 _step_in_backward(each)
-        self._step = Step(model, sample, self._begin)
+        self._step = Step(model, sample, self._begin, self._before_backward)
 
     def _begin(self) -> None:
         if self._first or self._loop.gradients == FRESH:
             self._loop.prepare(self._trained)
         self._first = False
+
+    def _before_backward(self) -> None:
+        self._loop.before_backward(self._trained)
 
     def __call__(self) -> None:
         self._step()

@@ -8,6 +8,8 @@ thread-safe.
 from __future__ import annotations
 
 import contextlib
+import random as python_random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from vramx.compression import random
 from vramx.errors import InvalidValueError, brief
+from vramx.planning.caches import Caches
+from vramx.planning.lightning_step import check_lightning, is_lightning, training_step
 from vramx.planning.loop import Loop
 
 _ACCEPTED = (
@@ -29,17 +33,22 @@ class Step:
     """Runs forward and backward of a model on a sample."""
 
     def __init__(
-        self, model: nn.Module, sample: Any, begin: Callable[[], Any] = lambda: None
+        self,
+        model: nn.Module,
+        sample: Any,
+        begin: Callable[[], Any] = lambda: None,
+        before_backward: Callable[[], Any] = lambda: None,
     ) -> None:
-        check_sample(sample)
-        self._model = model
+        check_sample(model, sample)
+        self.model = model
         self._sample = sample
         self._begin = begin
+        self._before_backward = before_backward
 
     def __call__(self, between: Callable[[], Any] = lambda: None) -> None:
         """Run one step; `between` is called before backward, with the loss still alive."""
         self._begin()
-        result = self._forward()  # it lives during backward, as in most programs
+        result = self.forward()  # it lives during backward, as in most programs
         loss = result if callable(self._sample) else loss_of(result)
         if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
             raise InvalidValueError(
@@ -47,20 +56,26 @@ class Step:
                 "requires grad"
             )
         between()
+        self._before_backward()
         loss.backward()
 
-    def _forward(self) -> Any:
+    def forward(self) -> Any:
+        """Run the forward pass alone; return what it returns."""
         sample = self._sample
+        if is_lightning(self.model) and not callable(sample):
+            return training_step(self.model, sample)
         if isinstance(sample, Tensor):
-            return self._model(sample)
+            return self.model(sample)
         if isinstance(sample, tuple):
-            return self._model(*sample)
-        return self._model(**sample) if isinstance(sample, Mapping) else sample(self._model)
+            return self.model(*sample)
+        return self.model(**sample) if isinstance(sample, Mapping) else sample(self.model)
 
 
-def check_sample(sample: Any) -> None:
-    """Raise unless a step can be taken on a sample."""
-    if not (isinstance(sample, (Tensor, tuple, Mapping)) or callable(sample)):
+def check_sample(model: nn.Module, sample: Any) -> None:
+    """Raise unless a step of a model can be taken on a sample."""
+    if is_lightning(model) and not callable(sample):
+        check_lightning(model)
+    elif not (isinstance(sample, (Tensor, tuple, Mapping)) or callable(sample)):
         raise InvalidValueError(f"sample {brief(sample)} is not accepted; {_ACCEPTED}")
 
 
@@ -72,7 +87,7 @@ def loss_of(result: Any) -> Any:
         tensor(1.)
     """
     for name in ("loss", "logits"):
-        found = getattr(result, name, None)
+        found = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
         if isinstance(found, Tensor):
             return found if name == "loss" else found.float().mean()
     values = list(result.values()) if isinstance(result, Mapping) else result
@@ -116,7 +131,8 @@ def _described(value: Any) -> str:
 def unchanged(model: nn.Module, device: torch.device, loop: Loop) -> Iterator[list[nn.Parameter]]:
     """Have a model ready for a loop's step; put all back on leaving. Yields what is trained.
 
-    Gradients, buffers, the training flags, torch's random numbers and those of vramx are as before.
+    Gradients, buffers, the training flags and other plain attributes, and the random numbers of
+    torch, Python, NumPy and vramx are as before.
     Gradients that exist lie on the host in the meantime, for steps add to them where they are.
 
     Raises:
@@ -126,7 +142,7 @@ def unchanged(model: nn.Module, device: torch.device, loop: Loop) -> Iterator[li
     _check(trained)
     with contextlib.ExitStack() as stack:
         for module in model.modules():
-            stack.callback(setattr, module, "training", module.training)
+            stack.callback(_put_back_values, module, _values_of(module))
         if not model.training:
             model.train()
         for module in model.modules():
@@ -137,6 +153,8 @@ def unchanged(model: nn.Module, device: torch.device, loop: Loop) -> Iterator[li
             kept = None if parameter.grad is None else _on_host(parameter.grad)
             stack.callback(_put_back_gradient, parameter, parameter.grad, kept)
         loop.prepare(trained)
+        stack.enter_context(Caches(model).off())
+        stack.enter_context(_generators_as_before())
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(random.restored_streams())
         yield trained
@@ -150,6 +168,14 @@ def _check(trained: list[nn.Parameter]) -> None:
             "a parameter has a hook that runs when its gradient is there, and may be an optimizer; "
             "plan before it is registered, with gradients='stepped'"
         )
+
+
+def _values_of(module: nn.Module) -> dict[str, Any]:
+    return {n: v for n, v in vars(module).items() if isinstance(v, (bool, int, float))}
+
+
+def _put_back_values(module: nn.Module, values: dict[str, Any]) -> None:
+    vars(module).update(values)  # past what setting them may do
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -170,3 +196,16 @@ def _put_back_gradient(
     parameter.grad = gradient
     if gradient is not None and kept is not None:
         gradient.copy_(kept)
+
+
+@contextlib.contextmanager
+def _generators_as_before() -> Iterator[None]:
+    """Put the random numbers of Python and NumPy back on leaving."""
+    python, numpy = python_random.getstate(), sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        python_random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(state)

@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from vramx.errors import InvalidValueError
 from vramx.planning.blocks import Block
+from vramx.planning.caches import check_has_none
 from vramx.planning.meters import Meter
 from vramx.planning.steps import Step
-from vramx.recompute.objects import is_cache
 
 
 class Event(Enum):
@@ -236,10 +236,6 @@ class _Tracer:
         return hook
 
 
-# What calls without a cache's methods have it as.
-_CACHES = ("past_key_values", "past_key_value")
-
-
 def _autocast_dtype(module: nn.Module) -> torch.dtype | None:
     device = next(module.parameters()).device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -251,9 +247,4 @@ def _check(block: Block, kwargs: dict[str, Any]) -> None:
             f"{block.name} is checkpointed by its library; call "
             "model.gradient_checkpointing_disable(): a plan decides what is recomputed"
         )
-    for name, value in kwargs.items():
-        if is_cache(value) or (name in _CACHES and value is not None):
-            raise InvalidValueError(
-                f"{block.name} is given {name}, a cache that training has no use for; set "
-                "model.config.use_cache = False, or give the sample use_cache=False"
-            )
+    check_has_none(block.name, kwargs)

@@ -35,24 +35,50 @@ _BITS = {"int8": 8, "int4": 4}
 _OFFLOADS = (INT8_OFFLOAD, RECOMPUTE_ALL_OFFLOAD)
 # From what keeps most to what keeps least, as far as is known before anything is measured.
 WORDS = (LEFT, *(level for level in LEVELS if level != LEFT), *_OFFLOADS)
+# Whose gradients are the noisiest: taken where it was asked for, or where nothing else fits.
+NOISY = "int4"
+EVERY = "all"
 # For blocks that vramx.optimize does not know; "keep", fused and exact, is for those that it does.
 _UNKNOWN_WORDS = {LEFT, *_BITS, RECOMPUTE_ALL, *_OFFLOADS}
 
 
-def words_for(block: Block, device: torch.device, chosen: Collection[str] | None) -> list[str]:
+def chosen_words(levels: str | Collection[str] | None) -> tuple[str, ...]:
+    """Return the words among which a caller chose: None is all but the noisiest, "all" is all.
+
+    Raises:
+        InvalidValueError: a word is unknown.
+
+    Example:
+        >>> chosen_words("int8"), NOISY in chosen_words(None)
+        (('int8',), False)
+    """
+    if levels is None:
+        return tuple(word for word in WORDS if word != NOISY)
+    if levels == EVERY:
+        return WORDS
+    chosen = (levels,) if isinstance(levels, str) else tuple(levels)
+    for word in chosen:
+        if word not in WORDS:
+            accepted = ", ".join(map(repr, (*WORDS, EVERY)))
+            raise InvalidValueError(f"level {brief(word)} is not accepted; accepted are {accepted}")
+    return chosen
+
+
+def recomputes(word: str) -> bool:
+    """Tell whether a block does again in backward what it did, under a word."""
+    return word.startswith("recompute")
+
+
+def words_for(block: Block, device: torch.device, chosen: Collection[str]) -> list[str]:
     """Return the words that a block can have on a device, of those that were chosen.
 
     Raises:
-        InvalidValueError: a word is unknown, or none of the chosen ones is for this block.
+        InvalidValueError: none of the chosen ones is for this block.
     """
-    for word in chosen or ():
-        if word not in WORDS:
-            accepted = ", ".join(map(repr, WORDS))
-            raise InvalidValueError(f"level {brief(word)} is not accepted; accepted are {accepted}")
     found = [
         word
         for word in WORDS
-        if (chosen is None or word in chosen)
+        if word in chosen
         and (block.known or word in _UNKNOWN_WORDS)
         and (device.type == "cuda" or word not in _OFFLOADS)  # a host has no link to a host
     ]

@@ -1,0 +1,66 @@
+"""vramx.plan in users' own training loops: is any budget exceeded, and would another plan do more.
+
+Each case is a process of its own (benchmarks/programs/_budgets.py): one model, and five budgets
+from the smallest possible to what the fastest step needs. Each plan is applied in a loop with
+AdamW, whose states do not exist when it is planned. Beside it arrangements made by hand take the
+same steps: one level for all blocks, the first blocks at a smaller level than the others, and the
+plan with one block changed. Those that stay within the budget, too, are its rivals; steps are taken
+in turns and compared turn by turn. Needs transformers and torchvision; without peft adapters are
+stand-ins for its.
+
+The goals: no peak of the loop exceeds its budget, and no rival is more than 1 % faster.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from benchmarks.harness import Options
+from benchmarks.programs._cases import Cases, Figures, Findings, cells, lay_out
+from benchmarks.programs._rows import Request, RowWriter
+from vramx.sizes import format_gib
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+DESCRIPTION = "vramx.plan in training loops: 30 budgets of six models, and plans made by hand (GPU)"
+
+CASES = ("llama", "gpt2", "llama_lora", "experts", "resnet", "bert")
+PROCESSES = Cases("_budgets.py", CASES, quick=("llama_lora", "resnet"), limit_s=240.0)
+FASTER_GOAL = 1.01
+SHOWN = ("budget_bytes", "peak_bytes", "before_bytes", "step_ms", "of_best_rival", "rivals")
+
+
+def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
+    """Plan the chosen models, train them as planned and by hand, and judge the goals.
+
+    Raises:
+        UnavailableError: there is no GPU.
+        InvalidValueError: an unknown case.
+    """
+    figures, has_failed = PROCESSES.measure(options, request, writer)
+    is_good = not has_failed and all(is_met for *_, is_met in goals(figures))
+    return [table(figures)], is_good
+
+
+def goals(figures: Figures) -> list[tuple[str, str, float, bool]]:
+    """Return case, metric, value and whether the goal is met, for what was measured."""
+    found = []
+    for case in [case for case, metric in figures if metric == "budget_bytes"]:
+        peak = figures.get((case, "peak_bytes"), [float("nan")])[0]
+        ratio = peak / figures[case, "budget_bytes"][0]
+        found.append((case, "peak_of_budget", ratio, ratio <= 1))
+        ratio = figures.get((case, "of_best_rival"), [float("nan")])[0]
+        found.append((case, "of_best_rival", ratio, ratio <= FASTER_GOAL))
+    return found
+
+
+def table(figures: Figures) -> Table:
+    """Lay the figures out, one line for each budget."""
+    lines = {
+        case: cells(figures, case, SHOWN, size=format_gib)
+        for case, metric in figures
+        if metric == "budget_bytes"
+    }
+    missed = [(case, metric) for case, metric, _, is_met in goals(figures) if not is_met]
+    return lay_out("plans in training loops, beside plans made by hand", SHOWN, lines, missed)

@@ -1,0 +1,154 @@
+"""Models of users for the benchmark of budgets: each with its loss, as a training loop has it.
+
+A language model, one with low-rank adapters on all linear layers, one with experts, an older one
+with dropout, a bidirectional one under autocast, and a convolutional one. Weights and batches are
+random. A model's library is imported by its builder only; PROGRAM_SIZE=tiny makes all of them small
+enough for a processor. Building takes some seconds, most of it imports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from benchmarks.programs._adapters import Adapters, adapt
+from benchmarks.programs._report import sized
+
+VOCABULARY = sized(32_000, 64)
+CLASSES = 16
+
+
+class Subject(NamedTuple):
+    """A model, and the loss of a step of it."""
+
+    model: nn.Module
+    loss: Callable[[Any], Tensor]
+
+
+def _tokens(rows: int, length: int, device: torch.device) -> Tensor:
+    return torch.randint(0, VOCABULARY, (rows, length), device=device)
+
+
+def _language_model(config: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _with_labels(model: Any, ids: Tensor) -> Subject:
+    return Subject(model, lambda model: model(input_ids=ids, labels=ids).loss)
+
+
+def _llama(layers: int) -> Any:
+    from transformers import LlamaConfig
+
+    return _language_model(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=sized(2048, 64),
+            intermediate_size=sized(5632, 128),
+            num_hidden_layers=layers,
+            num_attention_heads=sized(16, 4),
+            num_key_value_heads=sized(4, 2),
+            use_cache=False,
+        )
+    )
+
+
+def llama(device: torch.device) -> Subject:
+    return _with_labels(_llama(sized(6, 2)), _tokens(*sized((8, 1024), (2, 32)), device))
+
+
+def llama_lora(device: torch.device) -> Subject:
+    """With adapters in bfloat16 on all linear layers, everything else frozen."""
+    model = adapt(_llama(sized(6, 2)), Adapters(dropout=0.0), torch.bfloat16)
+    return _with_labels(model, _tokens(*sized((8, 1024), (2, 32)), device))
+
+
+def experts(device: torch.device) -> Subject:
+    """Mixtral's layers: each token goes to two of eight experts."""
+    from transformers import MixtralConfig
+
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=sized(1024, 64),
+        intermediate_size=sized(2048, 128),
+        num_hidden_layers=sized(8, 2),
+        num_attention_heads=sized(16, 4),
+        num_key_value_heads=sized(4, 2),
+        num_local_experts=8,
+        use_cache=False,
+    )
+    return _with_labels(_language_model(config), _tokens(*sized((8, 1024), (2, 32)), device))
+
+
+def gpt2(device: torch.device) -> Subject:
+    from transformers import GPT2Config
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=sized(1536, 64),
+        n_layer=sized(8, 2),
+        n_head=sized(16, 4),
+        n_positions=1024,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return _with_labels(_language_model(config), _tokens(*sized((8, 1024), (2, 32)), device))
+
+
+def bert(device: torch.device) -> Subject:
+    """Weights in float32, forward passes under autocast."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=sized(8192, 64),
+        hidden_size=sized(1024, 64),
+        num_hidden_layers=sized(8, 2),
+        num_attention_heads=sized(16, 4),
+        intermediate_size=sized(4096, 128),
+    )
+    ids = _tokens(*sized((16, 512), (2, 32)), device) % config.vocab_size
+
+    def loss(model: Any) -> Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            result: Tensor = model(input_ids=ids, labels=ids).loss
+        return result
+
+    return Subject(BertForMaskedLM(config), loss)
+
+
+def resnet(device: torch.device) -> Subject:
+    """ResNet-50 under autocast."""
+    from torchvision.models import resnet18, resnet50
+
+    images = torch.randn(sized(128, 4), 3, *sized((224, 224), (32, 32)), device=device)
+    images = images.to(memory_format=torch.channels_last)
+    labels = torch.randint(0, CLASSES, (len(images),), device=device)
+    model = sized(resnet50, resnet18)(num_classes=CLASSES)
+
+    def loss(model: Any) -> Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            scores = model(images)
+        return cross_entropy(scores.float(), labels)
+
+    return Subject(model.to(memory_format=torch.channels_last), loss)
+
+
+SUBJECTS: dict[str, Callable[[torch.device], Subject]] = {
+    builder.__name__: builder for builder in (llama, gpt2, llama_lora, experts, resnet, bert)
+}
+
+
+def build(name: str, device: torch.device, seed: int) -> Subject:
+    """Build a model of SUBJECTS on a device, its weights drawn there."""
+    torch.manual_seed(seed)
+    with device:
+        subject = SUBJECTS[name](device)
+    subject.model.to(device).train()
+    return subject

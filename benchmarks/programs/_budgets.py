@@ -1,0 +1,190 @@
+"""The process that benchmarks/budgets.py starts: one model, trained as planned and as by hand.
+
+    python _budgets.py CASE
+
+Prints one line of JSON for each figure as soon as it is known; each plan goes to stderr. All loops
+are the same code, a user's: loss, backward, the optimizer's step, zero_grad(). An arrangement is a
+word for each block; one that runs out of memory, or above the budget, is no rival. Steps are timed
+in turns, of the plan and of the rivals that were near it or faster at first. On a processor bytes
+are counted and times mean nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+import vramx
+from benchmarks.models_budgets import SUBJECTS, Subject, build
+from benchmarks.programs._activations import timed_ms
+from benchmarks.programs._report import SEED, Recorder, allocator_name, sized
+from benchmarks.programs._rivals import Arrangement, Known, rivals_of
+from vramx.planning.blocks import Block, find_blocks
+from vramx.planning.meters import meter_of
+from vramx.planning.states import tensors_of
+from vramx.planning.words import apply_words, chosen_words, words_for
+
+BUDGETS = sized(5, 2)
+STEPS = sized(3, 2)  # of a loop whose peak is taken
+# Of each that is near the plan: so many turns of so many steps.
+TURNS, TIMED = sized((4, 3), (1, 1))
+# Of one turn: how much slower than the plan a rival may be to be timed in turns with it.
+NEAR = 1.04
+RATE = 1e-5
+
+
+class Training:
+    """A model in a user's loop."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.model, self.loss = subject
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.device = self.trained[0].device
+        is_gpu = self.device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(self.trained, lr=RATE, fused=is_gpu)
+
+    def step(self) -> None:
+        loss = self.loss(self.model)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def peak_bytes(self) -> int:
+        """Return the peak of some steps, the first of them included."""
+        gc.collect()
+        meter = meter_of(self.device, self.model, tensors_of(self.optimizer.state))
+        with meter.watching():
+            meter.settle()
+            meter.reset_peak()
+            for _ in range(STEPS):
+                self.step()
+            meter.settle()
+            return meter.peak_bytes()
+
+
+def main(case: str) -> None:
+    recorder = Recorder(deterministic=False)
+    with torch.device("meta"):
+        SUBJECTS[case](torch.device("meta"))  # its library is imported ahead of the turn
+    device = recorder.begin()
+    training = Training(build(case, device, SEED))
+    start_s = time.perf_counter()
+    fastest = vramx.plan(training.model, training.loss, optimizer=training.optimizer)
+    report(f"{case} planning", "plan_s", "s", [time.perf_counter() - start_s])
+    smallest = fastest.with_budget(training.loss, "smallest")
+    low, high = smallest.needed_bytes, fastest.needed_bytes
+    budgets = [low + (high - low) * i // (BUDGETS - 1) for i in range(BUDGETS)]
+    plans = [fastest.with_budget(training.loss, budget) for budget in budgets]
+    for number, plan in enumerate(plans, 1):
+        report_peak(f"{case} budget {number}", plan, training)
+    hands = Hands(training)
+    for number, plan in enumerate(plans, 1):
+        compare(f"{case} budget {number}", plan, hands)
+
+
+def report(case: str, metric: str, unit: str, values: list[float]) -> None:
+    line = {"case": case, "metric": metric, "unit": unit, "values": values}
+    print(json.dumps({**line, "allocator": allocator_name()}), flush=True)
+
+
+def report_peak(case: str, plan: vramx.Plan, training: Training) -> None:
+    """Report what the loop takes as planned."""
+    print(case, plan, sep="\n", file=sys.stderr)
+    assert plan.budget_bytes is not None
+    report(case, "budget_bytes", "B", [plan.budget_bytes])
+    report(case, "planned_bytes", "B", [plan.measured_bytes])
+    if plan.before_bytes is not None:
+        report(case, "before_bytes", "B", [plan.before_bytes])
+    plan.apply()
+    report(case, "peak_bytes", "B", [training.peak_bytes()])
+    plan.undo()
+    for word in sorted(set(plan.words.values())):
+        report(case, f"blocks_{word}", "1", [list(plan.words.values()).count(word)])
+
+
+class Hands:
+    """Arrangements of words for the blocks of a model, made and trained without a plan."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self._blocks = find_blocks(training.model)
+        self._known: dict[Arrangement, Known | None] = {}
+        chosen = chosen_words(None)
+        words = [words_for(block, training.device, chosen) for block in self._blocks]
+        self.words = [{w for w in own if not w.endswith("offload")} for own in words]
+
+    def of_plan(self, plan: vramx.Plan) -> Arrangement:
+        return tuple(plan.words[block.name] for block in self._blocks)
+
+    @contextmanager
+    def applied(self, arrangement: Arrangement) -> Iterator[None]:
+        words: Mapping[Block, str] = dict(zip(self._blocks, arrangement, strict=True))
+        applied = apply_words(self.training.model, words)
+        try:
+            yield
+        finally:
+            applied.undo()
+
+    def known(self, arrangement: Arrangement) -> Known | None:
+        """Return the peak and the time of an arrangement; None: it ran out of memory."""
+        if arrangement not in self._known:
+            try:
+                with self.applied(arrangement):
+                    peak = self.training.peak_bytes()
+                    steps_ms = [timed_ms(self.training.step) for _ in range(TIMED)]
+                    self._known[arrangement] = Known(peak, min(steps_ms))
+            except torch.OutOfMemoryError:
+                self._known[arrangement] = None
+                self.training.optimizer.zero_grad()
+        return self._known[arrangement]
+
+    def steps_ms(self, arrangements: list[Arrangement]) -> list[list[float]]:
+        """Return what steps take, turn by turn; the order is turned round in every other turn."""
+        steps: dict[Arrangement, list[float]] = {each: [] for each in arrangements}
+        order = list(steps)
+        for _ in range(TURNS):
+            for each in order:
+                with self.applied(each):
+                    self.training.step()  # where memory lies is another than a turn ago
+                    steps[each] += [timed_ms(self.training.step) for _ in range(TIMED)]
+            order.reverse()
+        return [steps[each] for each in arrangements]
+
+
+def compare(case: str, plan: vramx.Plan, hands: Hands) -> None:
+    """Report how the plan's step compares with the fastest of those made by hand that fit."""
+    assert plan.budget_bytes is not None
+    own = hands.of_plan(plan)
+    known = hands.known(own)
+    least_ms = float("inf") if known is None else known.step_ms
+    rivals = rivals_of(own, hands.words, plan.budget_bytes, hands.known)
+    fitting = {
+        rival: found
+        for rival in rivals
+        if rival != own and (found := hands.known(rival)) is not None
+        if found.peak_bytes <= plan.budget_bytes
+    }
+    near = [rival for rival, found in fitting.items() if found.step_ms <= least_ms * NEAR]
+    timed = hands.steps_ms([own, *near])
+    ratios = [_of(timed[0], other) for other in timed[1:]]
+    report(case, "step_ms", "ms", timed[0])
+    report(case, "rivals", "1", [len(fitting)])
+    report(case, "of_best_rival", "1", [max(ratios, default=0.0)])
+    if ratios:
+        best = near[ratios.index(max(ratios))]
+        print(f"{case}: {max(ratios):.3f} of {' '.join(best)}", file=sys.stderr)
+
+
+def _of(steps_ms: list[float], others_ms: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(steps_ms, others_ms, strict=True))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "llama")

@@ -1,0 +1,177 @@
+"""Whether a block does the same when it is called again, as its recomputation takes for granted.
+
+Each block is run twice ahead of its own call, without a graph, from the same arguments, buffers and
+random numbers of torch, which is what a checkpoint gives a recomputation. What then differs comes
+from elsewhere: Python's or NumPy's random numbers, a generator of its own, a counter. A result may
+differ by less than packing the block's input changes it, because kernels that add in any order
+do. Two forward passes of each block; not thread-safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from vramx.errors import InvalidValueError
+from vramx.planning.blocks import Block
+from vramx.planning.caches import check_has_none
+from vramx.planning.words import recomputes
+from vramx.recompute.objects import as_before
+
+# Of a result's norm. An input at int8 is off by 0.4 to 1.6 % of it.
+_DIFFERENCE = 0.01
+_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+
+
+def why_not_repeated(forward: Callable[[], Any], blocks: Collection[Block]) -> dict[Block, str]:
+    """Return why blocks cannot be recomputed, for those of which that is seen.
+
+    Args:
+        forward: runs the model's forward pass.
+    """
+    found: dict[Block, str] = {}
+    seen: set[Block] = set()
+    with contextlib.ExitStack() as stack:
+        for block in blocks:
+            hook = _first_call(block, seen, found)
+            handle = block.module.register_forward_pre_hook(hook, with_kwargs=True)
+            stack.callback(handle.remove)
+        forward()
+    return found
+
+
+def without_recomputation(
+    words: Mapping[Block, Sequence[str]], reasons: Mapping[Block, str]
+) -> tuple[dict[Block, list[str]], list[str]]:
+    """Return the words without those that recompute for a class with a reason, and a line for each.
+
+    Raises:
+        InvalidValueError: a block has no word left.
+    """
+    of_class: dict[type, tuple[Block, str]] = {}
+    for block, reason in reasons.items():
+        of_class.setdefault(type(block.module), (block, reason))
+    kept, lost = dict[Block, list[str]](), dict[type, list[str]]()
+    for block, own in words.items():
+        cls = type(block.module)
+        kept[block] = [word for word in own if cls not in of_class or not recomputes(word)]
+        left = [word for word in own if word not in kept[block]]
+        if left:
+            lost[cls] = left
+        if not kept[block]:
+            raise InvalidValueError(
+                f"{block.name} cannot be recomputed ({of_class[cls][1]}); plan with levels that "
+                "recompute nothing, such as levels=('left', 'int8')"
+            )
+    return kept, [left_out(left, *of_class[cls]) for cls, left in lost.items()]
+
+
+def left_out(words: Sequence[str], block: Block, reason: str) -> str:
+    """Say which words a class of blocks does without, and why."""
+    return f"{type(block.module).__name__} has no {', '.join(words)}: {block.name}: {reason}"
+
+
+def _first_call(block: Block, seen: set[Block], found: dict[Block, str]) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        check_has_none(block.name, kwargs)
+        if block in seen:
+            return
+        seen.add(block)
+        reason = _differs(module, args, kwargs)
+        if reason is not None:
+            found[block] = reason
+
+    return hook
+
+
+def _differs(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> str | None:
+    """Return what differs between two runs of a block; None: nothing does."""
+    before = [_python_state(), _numpy_state()]
+    first = _run(module, args, kwargs)
+    state = _attributes(module)
+    drawn = [_python_state(), _numpy_state()]
+    for name, old, new in zip(("Python's random", "numpy.random"), before, drawn, strict=True):
+        if old != new:
+            return f"it draws numbers from {name}"
+    second = _run(module, args, kwargs)
+    after = _attributes(module)
+    changed = sorted(name for name, value in after.items() if state.get(name) != value)
+    if changed:
+        return f"its {changed[0]} is another after each call"
+    return _difference(first, second)
+
+
+def _run(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """Run a block as its recomputation would; torch's numbers and buffers stay as they are."""
+    args, kwargs = tree_map(_again, (args, kwargs))
+    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+    with torch.no_grad(), torch.random.fork_rng(list(devices)), _copied_buffers(module):
+        result = module.forward(*args, **kwargs)
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+@contextlib.contextmanager
+def _copied_buffers(module: nn.Module) -> Iterator[None]:
+    own = [(p, n, b) for p in module.modules() for n, b in p._buffers.items() if b is not None]
+    for part, name, buffer in own:
+        part._buffers[name] = buffer.detach().clone()
+    try:
+        yield
+    finally:
+        for part, name, buffer in own:
+            part._buffers[name] = buffer
+
+
+def _again(leaf: Any) -> Any:
+    """Return an argument that a run may write into."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone() if leaf.requires_grad else leaf
+    kept = as_before(leaf)
+    return leaf if kept is leaf else kept.again()
+
+
+def _difference(first: list[Tensor], second: list[Tensor]) -> str | None:
+    if [(x.shape, x.dtype) for x in first] != [(x.shape, x.dtype) for x in second]:
+        return "its results have other shapes when it is called again"
+    for one, other in zip(first, second, strict=True):
+        if not one.is_floating_point() or torch.equal(one, other):
+            continue
+        size = float(one.double().norm())
+        share = float((one.double() - other.double()).norm()) / size if size else float("inf")
+        if not share <= _DIFFERENCE:
+            return f"its result differs by {share:.2g} of it when it is called again"
+    return None
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the plain values that the parts of a module have, and how long their lists are."""
+    found: dict[str, Any] = {}
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            where = f"{path}.{name}" if path else name
+            if isinstance(value, _PLAIN):
+                found[where] = repr(value)  # NaN is itself
+            elif isinstance(value, (list, tuple, set)) or (
+                isinstance(value, dict) and not name.startswith("_")
+            ):
+                found[where] = len(value)
+    return found
+
+
+def _python_state() -> Any:
+    return random.getstate()
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    name, keys, *others = numpy.random.get_state()
+    return name, keys.tobytes(), *others
