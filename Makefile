@@ -7,6 +7,8 @@
 #   make test-versions  the tests of hooks and checkpoints with older releases of torch
 #   make test-gpu   every test that needs a GPU; without one they fail
 #   make stress     ten million random steps of the allocator's core, from other seeds than the tests'
+#   make sdist, make wheel  what is uploaded, into dist/; wheels for all: cibuildwheel
+#   make test-wheel  the wheel in a fresh environment; others too with PYTHONS="python3.10 python3.13"
 #   make lint       formatting, style, types, and the C++ compiler's warnings as errors
 #   make bench      every benchmark, into benchmarks/results/*.csv
 #   make clean      remove what was built; .venv stays
@@ -15,7 +17,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := demo
-.PHONY: build demo test test-models test-versions test-gpu stress lint bench clean
+.PHONY: build demo test test-models test-versions test-gpu test-wheel sdist wheel stress lint \
+    bench clean
 
 # $(call prepare,GROUPS) sets $python for the recipe's one shell, or ends it with a line that says why.
 prepare = python="$$(python3 .ci/environment.py $(1))"
@@ -89,6 +92,14 @@ test-gpu:
 	"$${tests[@]}" -m "gpu and not alone" $$side_by_side "$${native[@]}" || failed=1
 	"$${tests[@]}" -m "gpu and alone" "$${native[@]}" || failed=1
 	exit $$failed
+
+sdist wheel:
+	@$(call prepare,run)
+	"$$python" .ci/wheel.py $@
+
+test-wheel:
+	@$(call prepare,run test dev)
+	"$$python" .ci/wheel.py test $(PYTHONS)
 
 stress:
 	@$(call prepare,run test)
