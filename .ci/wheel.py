@@ -47,11 +47,15 @@ def main(words: list[str]) -> int:
 
 
 def build_sdist() -> Path:
-    """Return the sdist of the checkout as it is."""
+    """Return the sdist of the checkout as it is, and leave nothing else there."""
     for old in DIST.glob("vramx-*.tar.gz"):
         old.unlink()
-    code = f"from setuptools.build_meta import build_sdist as b; b({str(DIST)!r})"
-    run([sys.executable, "-c", code], cwd=ROOT)
+    # Where it is found, torch takes vramx for installed.
+    metadata = ROOT / "vramx.egg-info"
+    was_there = metadata.exists()
+    run([sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", str(DIST)], cwd=ROOT)
+    if not was_there:
+        shutil.rmtree(metadata)
     return only(DIST, "vramx-*.tar.gz")
 
 
