@@ -51,12 +51,18 @@ def run_program(executable: Path, *arguments: str) -> str:
 
 # The units' only threads meet at the lock, as the stress's do; they would take half a minute.
 LEFT_OUT = ("core_units", "tsan")
+LONG = {("driver_contract", "tsan")}  # its threads are the simulation's own
 
 
 @pytest.mark.parametrize(
     ("program", "sanitizer"),
     [
-        pytest.param(program, sanitizer, id=f"{program.name}-{sanitizer}")
+        pytest.param(
+            program,
+            sanitizer,
+            id=f"{program.name}-{sanitizer}",
+            marks=[pytest.mark.slow] if (program.name, sanitizer) in LONG else [],
+        )
         for program in programs()
         for sanitizer in SANITIZERS
         if (program.name, sanitizer) != LEFT_OUT
