@@ -11,6 +11,8 @@
 #   make sdist, make wheel  what is uploaded, into dist/; wheels for all: cibuildwheel
 #   make test-wheel  the wheel in a fresh environment; others too with PYTHONS="python3.10 python3.13"
 #   make lint       formatting, style, types, and the C++ compiler's warnings as errors
+#   make docs       the pages of docs/, into build/site; warnings and broken links are errors
+#   make docs-links   whether links to other sites are answered
 #   make bench      every benchmark, into benchmarks/results/*.csv
 #   make clean      remove what was built; .venv stays
 
@@ -19,7 +21,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .DEFAULT_GOAL := demo
 .PHONY: build demo test test-long test-models test-versions test-gpu test-wheel sdist wheel \
-    stress lint bench clean
+    stress lint docs docs-links bench clean
 
 # $(call prepare,GROUPS) sets $python for the recipe's one shell, or ends it with a line that says why.
 prepare = python="$$(python3 .ci/environment.py $(1))"
@@ -57,7 +59,9 @@ library_tests = tests/test_nn_optimize_models.py tests/test_nn_head_models.py te
 all_library_tests = $(library_tests) tests/test_nn_optimize_convolutions.py \
     tests/test_nn_adapters_models.py \
     tests/test_patch_libraries.py tests/test_patch_libraries_table.py tests/test_libraries.py \
-    tests/test_checkpoint_state.py tests/test_benchmarks_train.py tests/test_callbacks.py
+    tests/test_checkpoint_state.py tests/test_benchmarks_train.py tests/test_callbacks.py \
+    tests/test_documents.py tests/test_recipes.py \
+    tests/test_benchmarks_seeing.py tests/test_snapshot_readers.py tests/test_examples.py
 
 test-models:
 	@$(call prepare,run test)
@@ -119,12 +123,23 @@ stress:
 lint:
 	@$(call prepare,run test dev)
 	PATH="$$(dirname "$$python"):$$PATH"
-	find csrc tests benchmarks -name '*.h' -print0 -o -name '*.cpp' -print0 |
+	find csrc tests benchmarks examples -name '*.h' -print0 -o -name '*.cpp' -print0 |
 		xargs -0 clang-format --dry-run -Werror
 	"$$python" -m ruff check .
 	"$$python" -m ruff format --check .
 	"$$python" -m mypy
 	VRAMX_WERROR=1 $(build)
+
+docs:
+	@$(call prepare,run docs)
+	$(build)
+	"$$python" -m benchmarks.documents --check
+	# Without what mkdocs-material says of its successor.
+	NO_MKDOCS_2_WARNING=1 "$$python" -m mkdocs --quiet build --strict
+
+docs-links:
+	@$(call prepare,run docs)
+	"$$python" .ci/links.py
 
 bench:
 	@$(call prepare,run)

@@ -1,6 +1,6 @@
 """Finds or makes the Python that `make` works with, and prints its path; the rest goes to stderr.
 
-    python3 .ci/environment.py run [test] [dev]        what it must be able to do
+    python3 .ci/environment.py run [test] [docs] [dev]      what it must be able to do
 
 The Python that calls this is used as it is when it already has torch: what else is missing there is
 installed at the pinned version, and nothing that is there is touched. Otherwise .venv is made once,
@@ -30,10 +30,12 @@ GROUPS = {
         *("setuptools", "pybind11", "ninja"),
     ),
     "test": ("pytest", "pytest-xdist", "hypothesis"),
+    "docs": ("mkdocs-material", "mkdocstrings", "mkdocstrings-python"),
     "dev": ("ruff", "mypy", "clang-format"),
 }
 # Without one of these nothing can start; without another, what needs it says so itself.
 ESSENTIAL = {"torch", "numpy", "setuptools", "pybind11", "ninja", "pytest", "ruff", "mypy"}
+ESSENTIAL.update(GROUPS["docs"])
 
 
 def main(groups: list[str]) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from environment import PINS, ROOT, fail, install, pin, say
 
 FOLDER = ROOT / ".venv-libraries"
-OTHERS = ("peft", "accelerate", "lightning", "torch-geometric")
+OTHERS = ("peft", "accelerate", "lightning", "torch-geometric", "pt-snap-cli")
 ALONE = ("torchvision", "timm")
 # The newest is that of constraints.txt. 5.17 is the last whose calls are as those of 5.3.
 RELEASES = {

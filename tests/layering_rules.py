@@ -25,6 +25,7 @@ CPP_LAYERS = {
     "process": {"core", "driver"},
     "bindings": {"core", "driver", "process", "replay"},
     "torch": {"core", "process"},
+    "library": {"core", "driver", "process", "torch"},
 }
 BASE = {"errors", "sizes", "config", "progress"}
 # What a part of vramx may import, itself apart.
@@ -40,7 +41,7 @@ PYTHON_PARTS = {
     "nn": {*BASE, "compression", "kernels", "patch", "recompute"},
     "recompute": {*BASE, "compression", "patch"},
     "optimizers": {*BASE, "compression", "patch"},
-    "memory": {*BASE, "_core", "compression"},
+    "memory": {*BASE, "_core", "compression", "patch"},
     "testing": {*BASE, "memory"},
     "callbacks": {*BASE, "memory"},
     "planning": {*BASE, "compression", "memory", "nn", "optimizers", "patch", "recompute"},
@@ -60,7 +61,8 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 _CUDA_NAME = re.compile(r"\b(?:CU(?:DA_\w+|[a-z]\w*)|cu(?:da)?[A-Z]\w*)\b")
 _CUDA_HEADER = re.compile(r"(?:cuda|cuda_runtime\w*|driver_types|nv\w+)\.h|cuda/.*|.*/cuda_api\.h")
 _TORCH_NAME = re.compile(r"\b(?:torch|c10|at|caffe2)::\w+")
-_TORCH_HEADER = re.compile(r"(?:torch|c10|ATen|caffe2)/.*")
+# Of our own folder of that name one header is for others, and has nothing of torch's.
+_TORCH_HEADER = re.compile(r"(?!torch/install\.h)(?:torch|c10|ATen|caffe2)/.*")
 _CPP_PRINT = re.compile(r"\b(?:printf|puts|putchar)\s*\(|\bstd::(?:cout|cerr|clog|exit)\b")
 _CPP_ENVIRONMENT = re.compile(r"\b(?:secure_)?getenv\s*\(")
 

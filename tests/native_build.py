@@ -85,7 +85,19 @@ def build(program: Program, kind: str) -> Path:
     Raises:
         RuntimeError: it does not compile; the text is the compiler's.
     """
-    target = f"build/native/{kind}/{program.name}"
+    return _make(f"build/native/{kind}/{program.name}", kind)
+
+
+def core_archive() -> Path:
+    """Compile the core, the drivers and the process's part as users have them; return an archive.
+
+    Raises:
+        RuntimeError: it does not compile; the text is the compiler's.
+    """
+    return _make("build/native/plain/core.a", "plain")
+
+
+def _make(target: str, kind: str) -> Path:
     commands = [[*_ninja(), "-j2", "-f", "build/native/build.ninja", target]]
     if kind == "plain":
         commands.insert(0, [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"])
@@ -95,7 +107,7 @@ def build(program: Program, kind: str) -> Path:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
             if done.returncode:
                 said = done.stdout + done.stderr
-                raise RuntimeError(f"{program.main} as {kind} does not build:\n{said}")
+                raise RuntimeError(f"{target} does not build:\n{said}")
     return ROOT / target
 
 

@@ -45,9 +45,33 @@ def test_a_peak_above_the_limit_is_missed() -> None:
     assert "MISSED" in str([list(column.cells) for column in train_3b.table(found).columns])
 
 
+def test_longest_sequences_are_compared_with_those_without() -> None:
+    found = {("3b_24_longest", "longest_tokens"): [81_920.0]}
+    assert train_3b.goals(found) == []
+    found["3b_24_longest_liger", "longest_tokens"] = [40_960.0]
+    assert train_3b.goals(found) == [("3b_24_longest", "times_as_long", 2.0, True)]
+    found["3b_24_longest_liger", "longest_tokens"] = [51_200.0]
+    assert train_3b.goals(found) == [("3b_24_longest", "times_as_long", 1.6, False)]
+
+
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 @pytest.mark.parametrize("row", ["3b_24_half", "3b_12_plan"])
 def test_a_row_trains_and_reports(row: str) -> None:
+    metrics = metrics_of(row)
+    assert len(metrics["tokens_per_s"]) == 2
+    assert all(value > 0 for value in metrics["tokens_per_s"])
+    assert len(metrics["loss"]) == 3
+    assert all(4 < loss < 7 for loss in metrics["loss"])  # log(300) = 5.7
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("row", ["3b_24_longest", "3b_24_longest_liger"])
+def test_a_row_of_the_longest_sequence_goes_to_the_end(row: str) -> None:
+    assert metrics_of(row)["longest_tokens"] == [128]
+
+
+def metrics_of(row: str) -> dict[str, list[float]]:
+    """Return what the program reports of a row, at its smallest size on this processor."""
     # As conftest.py does for this process: transformers imports torchvision.
     program = (
         "from torchvision_operators import name_missing; name_missing(); "
@@ -67,9 +91,5 @@ def test_a_row_trains_and_reports(row: str) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    metrics = {line["metric"]: line["values"] for line in lines}
     assert {line["case"] for line in lines} == {row}
-    assert len(metrics["tokens_per_s"]) == 2
-    assert all(value > 0 for value in metrics["tokens_per_s"])
-    assert len(metrics["loss"]) == 3
-    assert all(4 < loss < 7 for loss in metrics["loss"])  # log(300) = 5.7
+    return {line["metric"]: line["values"] for line in lines}

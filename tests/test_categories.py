@@ -8,28 +8,26 @@ import pytest
 
 from vramx.memory.categories import (
     ACTIVATIONS,
-    BACKWARD,
-    FORWARD,
     GRADIENTS,
     INPUTS,
     OPTIMIZER,
     OUTSIDE_MODULES,
     PACKED,
     PARAMETERS,
-    STEP,
     TEMPORARIES,
     UNKNOWN,
     WORKSPACES,
     Allocation,
     Found,
     Log,
-    Mark,
     Seen,
     categorize,
 )
 from vramx.memory.history import TICK_BYTES, Tick, clock_of
+from vramx.memory.spans import BACKWARD, FORWARD, STEP, Mark
 
 ADDRESS, SIZE = 4096, 1000
+WORKSPACE, SMALL_WORKSPACE = 32 << 20, 1 << 20
 MAIN, ENGINE = 1, 2
 
 
@@ -59,7 +57,8 @@ STEP_OF_TRAINING = [
 def found(
     born: float, died: float, marks: list[Mark] = STEP_OF_TRAINING, *seen: Seen, size: int = SIZE
 ) -> Found:
-    (only,) = categorize([Allocation(ADDRESS, size, born, died)], Log(marks, seen), [SIZE + 1])
+    sizes = [WORKSPACE, SMALL_WORKSPACE]
+    (only,) = categorize([Allocation(ADDRESS, size, born, died)], Log(marks, seen), sizes)
     return only
 
 
@@ -119,13 +118,35 @@ def test_an_argument_is_an_input_unless_a_forward_made_it() -> None:
 
 @pytest.mark.parametrize("born", [-math.inf, 25, 55])
 def test_what_has_a_workspaces_size_and_stays_is_one(born: float) -> None:
-    assert found(born, math.inf, size=SIZE + 1).category == WORKSPACES
-    assert found(born, 500, size=SIZE + 1).category != WORKSPACES
+    assert found(born, math.inf, size=WORKSPACE).category == WORKSPACES
+    assert found(born, 500, size=WORKSPACE).category != WORKSPACES
     assert found(born, math.inf).category != WORKSPACES
 
 
-def test_what_a_program_makes_between_calls_is_no_workspace() -> None:
-    assert found(5, math.inf, size=SIZE + 1).category == UNKNOWN
+@pytest.mark.parametrize("size", [WORKSPACE, SMALL_WORKSPACE])
+def test_what_a_program_makes_between_calls_is_no_workspace(size: int) -> None:
+    assert found(5, math.inf, size=size).category == UNKNOWN
+
+
+def test_a_size_that_tensors_have_is_a_workspaces_once_backward_has_left_it() -> None:
+    for born in (25, 55):
+        assert found(born, math.inf, size=SMALL_WORKSPACE) == Found(WORKSPACES)
+        assert found(born, 500, size=SMALL_WORKSPACE) != Found(WORKSPACES)
+    cut = STEP_OF_TRAINING[:7]  # in the middle of backward
+    assert found(25, math.inf, cut, size=SMALL_WORKSPACE) == Found(ACTIVATIONS, "layer")
+    assert found(-math.inf, math.inf, size=SMALL_WORKSPACE) == Found(UNKNOWN)
+    state = seen(110, OPTIMIZER, "a", SMALL_WORKSPACE)
+    named = found(25, math.inf, STEP_OF_TRAINING, state, size=SMALL_WORKSPACE)
+    assert named == Found(OPTIMIZER, "a")
+
+
+def test_of_a_size_that_tensors_have_one_of_forward_and_one_of_backward_are_workspaces() -> None:
+    born = [26, 25, 27, 56, 55]
+    kept = [Allocation(4096 * i, SMALL_WORKSPACE, born[i], math.inf) for i in range(5)]
+    found_ = categorize(kept, Log(STEP_OF_TRAINING), [SMALL_WORKSPACE])
+    assert [each.category for each in found_] == [
+        *(ACTIVATIONS, WORKSPACES, ACTIVATIONS, TEMPORARIES, WORKSPACES)
+    ]
 
 
 def test_without_a_graph_nothing_is_an_activation() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from samples import SMALL, assert_one_line_refusal
+from snapshot_writer import KEPT, MIB, MINORS, Recording
 
 from vramx.memory.plot import take_picture
 from vramx.memory.plot_marks import category_layers, pauses_in, unused_share
@@ -163,3 +164,18 @@ def test_a_snapshot_is_drawn_as_png_with_what_it_marks(
     code, _, err = run("plot", snapshots / "oom.pickle", "--capacity", "4GiB", "-o", target)
     assert (code, err) == (0, "")
     assert target.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("core")
+@pytest.mark.parametrize("minor", MINORS)
+def test_a_snapshot_of_each_release_is_plotted(run: Any, tmp_path: Path, minor: int) -> None:
+    pytest.importorskip("plotly")
+    recording = Recording(minor)
+    for _ in range(4):
+        recording.free(recording.alloc(30 * MIB))
+        recording.alloc(5 * MIB, KEPT, stream=7)
+    recording.oom(40 * MIB, device_free=MIB)
+    path, output = recording.save(tmp_path / "run.pickle"), tmp_path / "run.html"
+    code, _, err = run("plot", path, "-o", output)
+    assert (code, err) == (0, "")
+    assert "out of memory: 40.00 MiB asked" in output.read_text()

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VERBS = ("stats", "explain", "diff", "check")
 EVENTS = 300_000
 # CPU seconds: twice of what is promised, for a host that is slow or shared.
-MOST_SECONDS = {"stats": 10, "diff": 10, "check": 10, "explain": 30}
+MOST_SECONDS = {"stats": 10, "diff": 10, "check": 10, "explain": 30, "plot": 30}
 NONSENSE = (None, True, -1, 1.5, 1 << 63, 1 << 70, "x", [], {}, [[1]], {"a": 1}, float("nan"))
 
 
@@ -224,3 +224,15 @@ def test_a_large_snapshot_is_read_in_time(
     assert code in (0, 1)
     assert err == ""
     assert taken_s < MOST_SECONDS[verb]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("suffix", "library"), [("html", "plotly"), ("png", "matplotlib")])
+def test_a_large_snapshot_is_plotted_in_time(
+    run: Any, large_ones: tuple[Path, Path], tmp_path: Path, suffix: str, library: str
+) -> None:
+    pytest.importorskip(library)
+    start_s = time.process_time()
+    code, _, err = run("plot", large_ones[0], "-o", tmp_path / f"picture.{suffix}")
+    assert (code, err) == (0, "")
+    assert time.process_time() - start_s < MOST_SECONDS["plot"]

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_history import CpuHistory
 from language_model_tools import CLASSES, call_of, largest_error, sizes_made
 from optimize_tools import DECODERS, ROUNDING, any_model, gradient_of
+from record_tools import recorder
 
 import vramx
 from vramx.compression import notices
@@ -103,6 +105,29 @@ def test_no_tensor_is_as_large_as_the_logits(name: str) -> None:
     with sizes_made() as sizes:
         model(**call).loss.backward()
     assert max(sizes) == chunk * 1000
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_recorded_step_makes_no_logits(name: str, tmp_path: Path) -> None:
+    model = language_model(name)
+    vramx.optimize(model, "int8")
+    with recorder(tmp_path / "run.pickle", CpuHistory(), model):
+        assert not model(**call_of()).logits.is_made
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_predicted_step_makes_no_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, call = language_model(name), call_of()
+    stands, makes = list[Any](), list[Any]()
+    stand, make = Logits.of, Logits.made
+    monkeypatch.setattr(Logits, "of", lambda *args: (stands.append(1), stand(*args))[1])
+    monkeypatch.setattr(Logits, "made", lambda each: (makes.append(1), make(each))[1])
+
+    def step() -> None:
+        model(**call).loss.backward()
+
+    vramx.predict(step, levels=["int8"], policies="live", device="cpu", steps=1)
+    assert (len(stands), len(makes)) == (1, 0)
 
 
 def test_resized_embeddings_make_a_head_that_is_named() -> None:

@@ -13,11 +13,13 @@ from norm_tools import EXACT, INT4, INT8, NEAREST, gradients, held_bytes, sample
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+import vramx
 from vramx.compression.codec import layout_of
 from vramx.compression.config import Compression, Format
 from vramx.errors import InvalidValueError
-from vramx.nn import operators_mlp
+from vramx.nn import operators_mlp, products
 from vramx.nn.functional import layer_norm, mlp, rms_norm
+from vramx.nn.optimize import optimize
 
 INPUTS, INNER = 128, 96
 every_form = pytest.mark.parametrize("count", [2, 3], ids=["plain", "gated"])
@@ -343,3 +345,94 @@ W, V = torch.ones(4, 3), torch.ones(2, 4)
 def test_mistakes_are_named(weights: list[Tensor], options: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidValueError, match=text):
         mlp(torch.ones(2, 3), weights, **options)
+
+
+# -- Many rows -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_TILE_ROWS", 4)
+
+
+@pytest.mark.parametrize("count", [1, 8191, 16_383, 16_384, 100_000, 131_072, 1_000_001])
+def test_tiles_are_all_rows_in_order(count: int) -> None:
+    tiles = products.tiles(count)
+    assert [tile.start for tile in tiles] == [0, *(tile.stop for tile in tiles[:-1])]
+    assert tiles[-1].stop == count
+    assert len(tiles) <= 16
+    assert len(tiles) == 1 or min(t.stop - t.start for t in tiles[:-1]) >= 8192
+
+
+@every_form
+@pytest.mark.parametrize("with_residual", [True, False])
+@pytest.mark.usefixtures("small_tiles")
+def test_derivatives_of_many_rows_are_torchs(count: int, with_residual: bool) -> None:
+    x = sample(3, 7, INPUTS, dtype=torch.float64)
+    weights, biases = parameters(count, dtype=torch.float64)
+    biases[-1] = sample(INPUTS, seed=4, dtype=torch.float64)
+    weights[0] = weights[0].detach().t().contiguous().t().requires_grad_()
+    residual = sample(3, 7, INPUTS, seed=8, dtype=torch.float64) if with_residual else None
+    kept = Compression(level="keep")
+
+    def ours() -> list[Tensor]:
+        return [fused(x, weights, biases, residual=residual, keep=kept)]
+
+    def theirs() -> list[Tensor]:
+        return [plain(x, weights, biases) + (0 if residual is None else residual)]
+
+    every = [x, *weights, *(b for b in biases if b is not None)]
+    every += [] if residual is None else [residual]
+    assert torch.allclose(*ours(), *theirs(), rtol=1e-12, atol=1e-12)
+    for a, b in zip(gradients(ours, every), gradients(theirs, every), strict=True):
+        assert a.stride() == b.stride()
+        # Sums of at most 128 terms of order 10, in two products; float64 has 2**-53.
+        assert torch.allclose(a, b, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_gradients_of_wider_weights_are_summed_in_their_type() -> None:
+    """Each part's product is in bfloat16, as torch's is under autocast; their sum is not."""
+    x, (weights, biases) = sample(64, INPUTS), parameters(3)
+
+    def step() -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return [fused(x, weights, biases, keep=Compression(level="keep"))]
+
+    found = gradients(step, weights)
+    assert all(each.dtype == torch.float32 for each in found)
+    assert any((each != each.bfloat16().float()).any() for each in found)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_frozen_weights_of_many_rows_get_no_gradient() -> None:
+    x, (weights, biases) = sample(13, INPUTS).requires_grad_(), parameters(3)
+    weights[1].requires_grad_(requires_grad=False)
+    fused(x, weights, biases).sum().backward()
+    assert weights[1].grad is None
+    assert x.grad is not None
+    assert weights[2].grad is not None
+
+
+def test_a_recomputed_block_of_many_tokens_holds_its_inside_for_one_tile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 65,536 tokens, 8 tiles: seven eighths of two wide tensors are not there at once."""
+    tokens, width, wide = 65_536, 64, 1024
+
+    def peak() -> int:
+        with torch.device("meta"):
+            layer = torch.nn.TransformerEncoderLayer(
+                width, 2, wide, activation="gelu", dropout=0.0, batch_first=True, norm_first=True
+            )
+            x = torch.empty(16, tokens // 16, width)
+        optimize(layer, "recompute_all")
+
+        def step() -> None:
+            layer(x).sum().backward()
+
+        return vramx.predict(step, policies="live").peak_bytes()
+
+    tiled = peak()
+    monkeypatch.setattr(products, "_TILE_ROWS", tokens)
+    assert peak() - tiled >= 7 / 8 * 2 * tokens * wide * 4

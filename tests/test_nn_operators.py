@@ -263,6 +263,23 @@ def test_lists_come_back_as_they_were() -> None:
     assert _grouped(flat, [(1, 2), (2, 0)]) == args
 
 
+# The others view their rows as so many images or heads.
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n not in ("attention", "conv2d")])
+def test_a_graph_serves_rows_of_every_number(name: str) -> None:
+    torch.compiler.reset()
+    function, (_, weight) = FUNCTIONS[name], inputs()
+    compiled = torch.compile(function, backend="aot_eager", dynamic=True, fullgraph=True)
+    for rows in (4, 12, 7):
+        x = sample(rows, HIDDEN)
+        gradients = []
+        for called in (function, compiled):
+            torch.manual_seed(0)
+            gradients += torch.autograd.grad((called(x, weight) ** 2).sum(), x)
+        if name != "dropout":  # a compiled graph draws its masks elsewhere
+            torch.testing.assert_close(*gradients, rtol=1e-2, atol=1e-2)
+        assert gradients[0].shape == x.shape
+
+
 def test_eager_calls_take_less_host_time_than_torch_librarys() -> None:
     """Both are the minimum over repetitions: of the same work, the one with less around it."""
 

@@ -80,6 +80,79 @@ def test_padded_batches_are_masked_as_in_the_original(name: str, implementation:
     assert error(y, result_of(original, inputs)) > ROUNDING or name == "llama"
 
 
+@pytest.mark.parametrize("level", ["int8", "recompute_all"])
+def test_a_mask_and_shared_heads_do_not_meet_in_torchs_attention(
+    monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    """No kernel takes both: torch would make the scores of all pairs of tokens."""
+    model, inputs = hugging_face(transformers, "llama")
+    model.set_attn_implementation("sdpa")
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[1, -5:] = 0
+    attend, both = torch.nn.functional.scaled_dot_product_attention, []
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        masked = kwargs.get("attn_mask") is not None or any(a is not None for a in args[3:4])
+        both.append(masked and kwargs.get("enable_gqa", False))
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
+    vramx.optimize(model, level)
+    gradient_of(model, {**inputs, "attention_mask": mask})
+    assert not any(both)
+    assert len(both) >= (0 if level == "int8" else 2 * LAYERS)
+
+
+@pytest.mark.parametrize("level", ["keep", "int8", "recompute_mlp", "recompute_all"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_long_sequence_is_predicted_without_the_scores_of_its_attention(
+    level: str, cached: bool
+) -> None:
+    """A mask of all pairs of tokens alone would take 16 MiB, half a layer's scores 64."""
+    tokens = 4096
+    with torch.device("meta"):
+        model = decoder(transformers).bfloat16()
+        model.set_attn_implementation("sdpa")
+        model.config.use_cache = cached
+        ids = torch.empty(1, tokens, dtype=torch.long)
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    prediction = vramx.predict(step, levels=(level,), policies="live")
+    row = prediction.row(level)
+    assert row.why_not is None
+    assert prediction.peak_bytes(level=level) < tokens * tokens
+    # Beside a cache transformers does not ask whether a row has several sequences.
+    assert cached or any("one sequence" in each for each in prediction.assumptions)
+
+
+def test_a_loss_without_logits_is_predicted_without_them() -> None:
+    tokens, classes = 1024, 100_000
+    config = transformers.LlamaConfig(
+        vocab_size=classes,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).bfloat16().train()
+        ids = torch.empty(1, tokens, dtype=torch.long)
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    exact = vramx.predict(step, policies="live", steps=1)
+    prediction = vramx.predict(step, levels=("keep",), policies="live", steps=1)
+    logits = tokens * classes * 2
+    assert exact.peak_bytes() > 2 * logits
+    # The weights, their gradient twice, and the logits of as many tokens as go through at a time.
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert prediction.peak_bytes(level="keep") < 3 * weights + logits
+
+
 def test_block_whose_class_is_changed_on_top_is_fused_still(monkeypatch: Any) -> None:
     # fully_shard() makes a subclass, named otherwise, for each module that it is given.
     original, inputs = hugging_face(transformers, "llama")

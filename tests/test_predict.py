@@ -17,6 +17,7 @@ import vramx
 from vramx.compression.codec import bytes_of
 from vramx.compression.config import Format
 from vramx.errors import InvalidValueError, UntraceableError
+from vramx.nn.rotary import rotary
 from vramx.planning.meters import HostMeter
 from vramx.planning.predict import CONTEXT_BYTES, CUBLAS_BYTES
 from vramx.planning.recording import BACKWARD, FORWARD, OPTIMIZER
@@ -426,6 +427,23 @@ def test_what_needs_data_is_one_error_that_names_it(step: Any, said: str) -> Non
         vramx.predict(step, torch.zeros(4, 4))
 
 
+def test_what_a_step_makes_on_the_host_is_told_of() -> None:
+    layer = nn.Linear(64, 64)
+    with pytest.raises(UntraceableError, match="make it before the step, or on the device of"):
+        vramx.predict(lambda: layer(torch.ones(4, 64)), policies="live")
+
+
+def test_what_a_step_makes_on_the_gpu_needs_none() -> None:
+    layer = nn.Linear(64, 64, bias=False)
+
+    def step() -> None:
+        layer(torch.tensor([[1.0] * 64] * 128, device="cuda")).sum().backward()
+
+    # In forward: the weight, the batch, the result and its sum.
+    expected = 64 * 64 * 4 + 2 * 128 * 64 * 4 + 4
+    assert vramx.predict(step, policies="live", steps=1).peak_bytes() == expected
+
+
 def test_a_read_float_is_assumed() -> None:
     model = Stack(1)
 
@@ -440,6 +458,49 @@ def test_a_mask_selects_all_at_most() -> None:
     prediction = vramx.predict(lambda: x[x > 0].sum().backward(), steps=1)
     assert any("mask" in each for each in prediction.assumptions)
     assert prediction.peak_bytes() >= 2 * x.nbytes
+
+
+def test_bins_are_as_many_as_are_asked_for() -> None:
+    values = torch.zeros(8, dtype=torch.int64)
+    nodes = torch.zeros(1 << 16, requires_grad=True)
+
+    def step() -> None:
+        degree = torch.bincount(values, minlength=len(nodes))
+        assert degree.dtype is torch.int64
+        (nodes * degree).sum().backward()
+
+    prediction = vramx.predict(step, steps=1)
+    assert any("minlength" in each for each in prediction.assumptions)
+    # Nodes, bins of eight bytes, which backward keeps, and a gradient.
+    assert prediction.peak_bytes() >= nodes.nbytes + 8 * len(nodes) + nodes.nbytes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "counted"), [(torch.float32, torch.float32), (torch.int32, torch.float64)]
+)
+def test_bins_of_weights_are_of_the_type_that_torch_has(
+    dtype: torch.dtype, counted: torch.dtype
+) -> None:
+    values, weights = torch.zeros(8, dtype=torch.int64), torch.ones(8, dtype=dtype)
+    assert torch.bincount(values, weights, 16).dtype is counted
+
+    def step() -> None:
+        found = torch.bincount(values, weights, 16)
+        assert (found.dtype, found.shape) == (counted, (16,))
+
+    vramx.predict(step, steps=1)
+
+
+def test_no_kernel_is_launched_on_tensors_without_data() -> None:
+    q, k = (torch.randn(2, 4, 16, 32, requires_grad=True) for _ in "qk")
+    angles = torch.randn(16, 32)
+
+    def step() -> None:
+        turned = rotary(q, k, angles.cos(), angles.sin())
+        sum(each.sum() for each in turned).backward()
+
+    # Turned q and k beside them, at least.
+    assert vramx.predict(step).peak_bytes() >= 4 * q.nbytes
 
 
 def test_a_scaler_is_followed() -> None:

@@ -29,6 +29,7 @@ import vramx
 from vramx.memory import categories as names
 from vramx.memory.history import TICK_BYTES, CudaHistory
 from vramx.memory.snapshot import Snapshot
+from vramx.patch.watching import has_other_hooks
 
 
 @pytest.fixture
@@ -52,6 +53,17 @@ def hooks() -> list[Any]:
         torch.autograd._engine_run_backward,
         torch.autograd.graph._engine_run_backward,
     ]
+
+
+def test_the_hooks_of_a_recording_are_no_reason_to_call_the_parts_of_a_fused_block(
+    path: Path,
+) -> None:
+    with recorder(path, CpuHistory(), residuals()):
+        assert not has_other_hooks()
+        handle = modules.register_module_forward_hook(lambda *_: None)
+        assert has_other_hooks()
+        handle.remove()
+        assert not has_other_hooks()
 
 
 def test_a_failing_program_writes_its_file_and_leaves_no_hook(path: Path) -> None:

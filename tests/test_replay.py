@@ -34,6 +34,18 @@ def test_replay_refuses_wrong_arguments(traces: Path) -> None:
         ReplayOptions(driver="x")
     with pytest.raises(TraceError, match="No such file"):
         replay(traces / "absent.npz")
+    with pytest.raises(InvalidValueError, match="trace 3 is not accepted"):
+        replay(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_snapshot_that_is_loaded_replays_as_its_file_does(snapshots: Path) -> None:
+    path = snapshots / "train.pickle"
+    (of_file,), (of_snapshot,) = (
+        replay(source, "live") for source in (path, vramx.Snapshot.load(path))
+    )
+    assert of_snapshot.to_dict()["peak_reserved_bytes"] == of_file.peak_reserved_bytes > 0
+    assert (of_snapshot.trace, of_snapshot.events) == (of_file.trace, of_file.events)
 
 
 def test_replay_without_the_core_says_how_to_get_it(

@@ -97,6 +97,15 @@ def cublas_workspace_bytes() -> int | None:
     return sum(size_kib * count for size_kib, count in pairs) << 10
 
 
+def cublaslt_workspace_bytes() -> int | None:
+    """Return the bytes that CUBLASLT_WORKSPACE_SIZE, in KiB, asks for; None where it asks for none.
+
+    torch reads a number at the beginning, and nothing else.
+    """
+    text = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "").strip()
+    return int(text) << 10 if text.isascii() and text.isdigit() else None
+
+
 @lru_cache(maxsize=1)
 def config() -> Config:
     """Return the configuration of this process, as the environment was at the first call.

@@ -197,3 +197,15 @@ def allocator_name() -> str:
         return "none"
     settings = torch.cuda.memory._snapshot()["allocator_settings"]
     return "expandable" if settings["expandable_segments"] else "native"
+
+
+def report(case: str, metric: str, unit: str, values: list[float]) -> None:
+    """Print the line of one figure."""
+    line = {"case": case, "metric": metric, "unit": unit, "values": values}
+    print(json.dumps({**line, "allocator": allocator_name()}), flush=True)
+
+
+def report_status(case: str, status: str) -> None:
+    """Print the line that says why there is no figure."""
+    line = {"case": case, "status": status, "allocator": allocator_name()}
+    print(json.dumps(line), flush=True)

@@ -9,11 +9,13 @@ of Liger and transformers.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 
 import vramx
 from benchmarks.programs._report import SEED, Recorder, allocator_name, sized
-from benchmarks.train_3b import ROWS, Row
+from benchmarks.train_3b import RECOMPUTED, ROWS, Row
 from vramx.sizes import GIB
 
 # Hidden, layers, feed-forward, heads, heads of keys, vocabulary: 3.015 billion parameters, and
@@ -33,6 +35,8 @@ SHAPES = {
 }
 BATCH = sized((16, 512), (2, 32))
 WARM_UP, TIMED = sized(3, 1), sized(6, 2)
+# Of the longest sequence: the first that is tried, by how much it grows, and the last.
+SHORTEST, GROWTH, LONGEST = sized((16_384, 1.25, 1 << 20), (32, 2, 128))
 RATE = 1e-5
 
 
@@ -42,12 +46,12 @@ def main(name: str) -> None:
     import transformers  # noqa: F401  ahead of the turn: it takes seconds
 
     device = recorder.begin()
-    limit_bytes = row.limit_gib * GIB
+    limit_bytes = int(row.limit_gib * GIB)
     if device.type == "cuda":
         share = limit_bytes / torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, share))
     try:
-        train(name, row, device, limit_bytes)
+        (lengthen if row.grows else train)(name, row, device, limit_bytes)
     except torch.OutOfMemoryError:
         line = {"case": name, "status": "out of memory", "allocator": allocator_name()}
         print(json.dumps(line), flush=True)
@@ -55,11 +59,11 @@ def main(name: str) -> None:
 
 def train(name: str, row: Row, device: torch.device, limit_bytes: int) -> None:
     model = build(row.model, device)
-    batches = text(device)
+    batches = text(device, *BATCH)
     optimizer = optimizer_of(row.optimizer, model)
     if row.way == "plan":
         start_s = time.perf_counter()
-        plan_for(model, next(text(device)), limit_bytes, optimizer)
+        plan_for(model, next(text(device, *BATCH)), limit_bytes, optimizer)
         report(name, "plan_s", "s", [time.perf_counter() - start_s])
     else:
         checkpoint(model, float(row.way))
@@ -68,16 +72,9 @@ def train(name: str, row: Row, device: torch.device, limit_bytes: int) -> None:
         torch.cuda.reset_peak_memory_stats()
     losses, step_ms = [], []
     for _ in range(WARM_UP + TIMED):
-        batch = next(batches)
-        _synchronize()
-        start_s = time.perf_counter()
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        _synchronize()
-        step_ms.append(1000 * (time.perf_counter() - start_s))
-        losses.append(float(loss.detach()))
+        loss, ms = step(model, optimizer, next(batches))
+        step_ms.append(ms)
+        losses.append(loss)
     tokens = BATCH[0] * BATCH[1]
     report(name, "step_ms", "ms", step_ms[WARM_UP:])
     report(name, "tokens_per_s", "1/s", [1000 * tokens / ms for ms in step_ms[WARM_UP:]])
@@ -86,6 +83,47 @@ def train(name: str, row: Row, device: torch.device, limit_bytes: int) -> None:
     if device.type == "cuda":
         report(name, "peak_reserved_bytes", "B", [torch.cuda.max_memory_reserved()])
         report(name, "peak_allocated_bytes", "B", [torch.cuda.max_memory_allocated()])
+
+
+def lengthen(name: str, row: Row, device: torch.device, limit_bytes: int) -> None:
+    """Train on one sequence that grows until memory runs out; report the longest that did not."""
+    model = build(row.model, device)
+    optimizer = optimizer_of(row.optimizer, model)
+    hooks: Callable[[], Any] = contextlib.nullcontext
+    if row.way == RECOMPUTED:
+        vramx.optimize(model, RECOMPUTED, offload="cpu")
+    else:
+        checkpoint(model, 1.0)
+        hooks = partial(torch.autograd.graph.save_on_cpu, pin_memory=device.type == "cuda")
+    step_in_backward(row.optimizer, model, optimizer)
+    done: list[tuple[int, float]] = []
+    length = SHORTEST
+    with contextlib.suppress(torch.OutOfMemoryError):
+        while length <= LONGEST:
+            _, ms = step(model, optimizer, next(text(device, 1, length)), hooks)
+            done.append((length, ms))
+            print(name, length, f"{ms:.0f} ms", file=sys.stderr, flush=True)
+            length = int(length * GROWTH) // 32 * 32
+    if not done:
+        raise torch.OutOfMemoryError
+    report(name, "longest_tokens", "1", [done[-1][0]])
+    report(name, "step_ms", "ms", [done[-1][1]])
+    report(name, "limit_bytes", "B", [limit_bytes])
+
+
+def step(
+    model: Any, optimizer: Any, batch: Any, hooks: Callable[[], Any] = contextlib.nullcontext
+) -> tuple[float, float]:
+    """Train on a batch; return its loss and the milliseconds that it took."""
+    _synchronize()
+    start_s = time.perf_counter()
+    with hooks():
+        loss = model(**batch).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    _synchronize()
+    return float(loss.detach()), 1000 * (time.perf_counter() - start_s)
 
 
 def build(name: str, device: torch.device) -> nn.Module:
@@ -109,9 +147,8 @@ def build(name: str, device: torch.device) -> nn.Module:
     return model.train()
 
 
-def text(device: torch.device) -> Iterator[dict[str, Tensor]]:
+def text(device: torch.device, rows: int, length: int) -> Iterator[dict[str, Tensor]]:
     """Yield batches of the standard library's sources, a token for each byte."""
-    rows, length = BATCH
     root = Path(sysconfig.get_path("stdlib"))
     held = bytearray()
     while True:

@@ -2,11 +2,11 @@
 //
 // Nothing throws across it. Installing is done once, by one thread; the rest is thread-safe.
 // Nothing made here is destroyed before the process ends.
+#include "torch/install.h"
+
 #include <string>
 
 #include "torch/shim.h"
-
-#define VRAMX_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace vramx {
 namespace {

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import vramx
 from vramx.nn.optimize import optimize
+from vramx.nn.products import bias_gradient
+from vramx.planning.reductions import Processors, staging_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -101,6 +103,52 @@ def test_levels_of_known_blocks_are_predicted_within_three_percent(level: str) -
     step()
     real = measured(step) - before
     assert abs(predicted - real) <= ERROR * real + ROUNDING, (predicted, real)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims"),
+    [
+        ((8192, 2048), [0]),
+        ((8192, 8192), [0]),
+        ((100_000, 64), [0]),
+        ((5000, 4099), [0]),
+        ((32, 256, 2048), [0, 1]),
+        ((64, 256, 56, 56), [0, 2, 3]),
+        ((4, 1 << 20), [1]),
+        ((1 << 24,), [0]),
+        ((2048, 8192), [1]),
+        ((300, 4096), [0]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_sums_take_beside_their_results(
+    shape: tuple[int, ...], dims: list[int], dtype: torch.dtype
+) -> None:
+    x = torch.ones(shape, dtype=dtype, device="cuda")
+    result = x.sum(dims)
+    gpu = torch.cuda.get_device_properties(0)
+    processors = Processors(gpu.multi_processor_count, gpu.max_threads_per_multi_processor)
+    func = torch.ops.aten.sum.dim_IntList
+    predicted = staging_bytes(func, (x, dims), {}, processors)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    torch.sum(x, dims, out=result)
+    assert torch.cuda.memory_stats()["requested_bytes.all.peak"] - before == predicted
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(8192, 2048), (8191, 8192), (300_000, 768)])
+def test_the_gradient_of_a_bias_takes_little_beside_it(rows: int, columns: int) -> None:
+    x = torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda")
+    expected = bias_gradient(x)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = bias_gradient(x)
+    # A float32 for each of 256 rows, and as many again for what is summed of these.
+    allowed = (-(-rows // 256) + 8) * columns * 4 + ROUNDING
+    assert torch.cuda.max_memory_allocated() - before <= allowed
+    assert torch.equal(found, expected)
 
 
 def test_workspaces_are_no_larger_than_what_is_said_to_be_beside() -> None:

@@ -63,8 +63,21 @@ def by_category(snapshot: Snapshot, event: int) -> dict[str, int]:
     return {each.name: each.bytes for each in holders(snapshot, event, "category")}
 
 
+def listed(snapshot: Snapshot, event: int, category: str) -> str:
+    """Return each block of a category: its bytes, its module and its lines, the largest first."""
+    from vramx.memory.stacks import describe
+
+    blocks, number = snapshot.allocations, snapshot.categories.index(category)
+    live = [each for each in snapshot.live_at(event) if blocks.category[each] == number]
+    return "\n".join(
+        f"{blocks.size[each]} {snapshot.labels[blocks.label[each]]} "
+        f"{describe(snapshot.stacks[blocks.stack[each]])}"
+        for each in sorted(live, key=lambda each: -blocks.size[each])
+    )
+
+
 def block_bytes_at(snapshot: Snapshot, event: int) -> int:
-    return int(snapshot.allocations.block_bytes[snapshot.live_at(event)].sum())
+    return int(snapshot.block_bytes[snapshot.live_at(event)].sum())
 
 
 @pytest.mark.parametrize("amp", [False, True], ids=["float32", "autocast"])
@@ -96,8 +109,7 @@ def test_categories_sum_to_what_torch_counts(
         == (stats["requested_bytes.all.current"])
     )
     assert block_bytes_at(snapshot, snapshot.end_event) == allocated
-    if allocator == "vramx":  # torch's own may hand out more of a block, and does not record it
-        assert block_bytes_at(snapshot, snapshot.peak_event) == stats["allocated_bytes.all.peak"]
+    assert snapshot.peak_block_bytes == stats["allocated_bytes.all.peak"]
 
 
 @pytest.mark.parametrize("amp", [False, True], ids=["float32", "autocast"])
@@ -135,7 +147,8 @@ def test_a_moment_before_backward_holds_what_is_counted_there(
     assert found[names.PARAMETERS] == storage_bytes(model.state_dict().values())
     assert found[names.OPTIMIZER] == storage_bytes(t for t in states if t.is_cuda)
     assert found[names.INPUTS] == storage_bytes(inputs)
-    assert found[names.ACTIVATIONS] == activation_bytes
+    of_activations = listed(snapshot, event_of_sign(snapshot), names.ACTIVATIONS)
+    assert found[names.ACTIVATIONS] == activation_bytes, of_activations
     assert names.GRADIENTS not in found
 
 
@@ -201,9 +214,11 @@ def test_a_workspace_of_cublas_is_told_apart(path: Path) -> None:
     with vramx.record(path, model):
         model(*batch()[0]).sum().backward()
     snapshot = vramx.Snapshot.load(path)
-    sizes = history.CudaHistory().workspace_sizes()
+    *of_cublas, of_cublaslt = history.CudaHistory().workspace_sizes()
     found = by_category(snapshot, snapshot.end_event)
-    assert found[names.WORKSPACES] in {n * size for size in sizes for n in (1, 2, 3, 4)}
+    # One of each for forward and for backward; cuBLASLt's own may be that of cuBLAS.
+    expected = {n * a + m * of_cublaslt for a in of_cublas for n in (1, 2) for m in (0, 1, 2)}
+    assert found[names.WORKSPACES] in expected
 
 
 def test_the_clock_is_that_of_the_history(path: Path) -> None:

@@ -50,10 +50,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _add_process_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the benchmarks take that compare whole processes on GPUs."""
     group = parser.add_argument_group(
-        "for torch_programs, torch_calls, streams, activations, fused, plan, language_model and "
-        "real_weights"
+        "for torch_programs, torch_calls, streams, activations, fused, plan, language_model, "
+        "real_weights, train_3b and seeing"
     )
-    group.add_argument("--only", metavar="NAME[,NAME...]", help="these of its programs or cases")
+    group.add_argument("--only", metavar="NAME[,NAME...]", help="these programs, cases or groups")
     group.add_argument("--repeats", metavar="N", type=count_argument, help="under each allocator")
     group.add_argument(
         "--jobs", metavar="N", type=count_argument, default=1, help="GPUs to use (default: 1)"

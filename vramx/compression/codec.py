@@ -107,7 +107,10 @@ def bytes_of(numel: int, format: Format) -> int:
         >>> bytes_of(1 << 20, Format())
         1097728
     """
-    return _layout(numel, format.bits, format.group_size, format.symmetric)[1]
+    facts = format.bits, format.group_size, format.symmetric
+    if type(numel) is not int:  # of a compiler, which knows of a size no more than its name
+        return Layout(numel, *facts).buffer_bytes
+    return _layout(numel, *facts)[1]
 
 
 # A program packs tensors of the same few sizes in every step.

@@ -32,7 +32,7 @@ class _NoLaunches:
 
 def _answering(answer: object) -> Callable[..., object]:
     """Return a function of one answer; a mock would keep the tensors that it is asked about."""
-    return lambda *_: answer
+    return lambda *_, **__: answer
 
 
 @contextlib.contextmanager
@@ -41,10 +41,12 @@ def fakes_are_plain() -> Iterator[None]:
     from torch._subclasses.fake_tensor import FakeTensor
 
     from vramx.compression import codec, lifetime, random
+    from vramx.kernels import start
 
     PLAIN.add(FakeTensor)
     try:
         with (
+            mock.patch.object(start, "_launches", False),
             mock.patch.object(codec, "_launch", _answering(_NoLaunches)),
             mock.patch.object(random, "state", _answering(None)),
             mock.patch.object(lifetime, "_has_streams", _answering(False)),

@@ -6,7 +6,9 @@ the order of times counts, so they may be microseconds or numbers of events. Not
 names. Each allocation has exactly one category, by the first of these rules that applies:
 
     1  what it was seen to be: parameters, gradients, optimizer, packed
-    2  workspaces: never freed, of the size of a library's workspace, and not made between calls
+    2  workspaces: never freed, of the size of a library's workspace, and not made between calls;
+       of a size that tensors have as well, only the first that is made in forward and the first in
+       backward, if a backward pass ends after it: there activations go
     3  made in a module's forward: activations, if it outlives the outermost call (or is alive when
        backward begins within that) and that call recorded a graph; else temporaries
     4  made in backward or in an optimizer's step: temporaries
@@ -25,7 +27,10 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from vramx.memory.spans import FORWARD, Mark, Timeline
+from vramx.memory.workspaces import RARE_BYTES
 
 PARAMETERS = "parameters"  # and buffers
 GRADIENTS = "gradients"
@@ -40,28 +45,9 @@ CATEGORIES = (
     *(PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, PACKED),
     *(TEMPORARIES, INPUTS, WORKSPACES, UNKNOWN),
 )
+OUTSIDE_MODULES = "(outside modules)"
 # Seen memory in this order: what has been seen as two of them is the first.
 _SEEN = (PARAMETERS, GRADIENTS, OPTIMIZER, PACKED)
-
-# What a mark is of.
-FORWARD, BACKWARD, STEP = "forward", "backward", "step"
-OUTSIDE_MODULES = "(outside modules)"
-_LABELS = {BACKWARD: "(backward)", STEP: "(optimizer step)"}
-
-
-class Mark(NamedTuple):
-    """A call, a backward pass or a step that begins or ends.
-
-    `label` is a module's path; `flag` says, of a forward that begins, whether a graph is recorded,
-    and of one that ends whether it came to its end.
-    """
-
-    time: float
-    kind: str
-    begins: bool
-    thread: int
-    label: str = ""
-    flag: bool = True
 
 
 class Seen(NamedTuple):
@@ -102,23 +88,6 @@ class Log:
     clock_error: float = 0.0
 
 
-@dataclass
-class _Span:
-    kind: str
-    label: str
-    begin: float
-    records: bool
-    outer: _Span | None  # of a forward, the forward that it is part of
-    end: float = math.inf
-    completed: bool = False
-
-    def outermost(self) -> _Span:
-        span = self
-        while span.outer is not None:
-            span = span.outer
-        return span
-
-
 def categorize(
     allocations: Sequence[Allocation], log: Log, workspace_sizes: Iterable[int] = ()
 ) -> list[Found]:
@@ -135,116 +104,58 @@ def categorize(
         [Found(category='activations', label='fc'), Found(category='temporaries', label='fc')]
     """
     seen = _seen_of(allocations, log)
-    timeline = _Timeline(log.marks)
-    sizes = frozenset(workspace_sizes)
+    timeline = Timeline(log.marks)
+    workspaces = _workspaces(allocations, seen, timeline, frozenset(workspace_sizes))
     return [
-        _found(allocation, seen.get(index, {}), timeline, sizes)
+        Found(WORKSPACES)
+        if index in workspaces
+        else _found(allocation, seen.get(index, {}), timeline)
         for index, allocation in enumerate(allocations)
     ]
 
 
-def _found(
-    allocation: Allocation, seen: dict[str, str], timeline: _Timeline, workspaces: frozenset[int]
-) -> Found:
+def _workspaces(
+    allocations: Sequence[Allocation],
+    seen: dict[int, dict[str, str]],
+    timeline: Timeline,
+    sizes: frozenset[int],
+) -> frozenset[int]:
+    """Return which allocations are workspaces, by the second rule."""
+    candidates = [
+        (each.born, index)
+        for index, each in enumerate(allocations)
+        if each.died == math.inf
+        and each.size_bytes in sizes
+        and seen.get(index, {}).keys().isdisjoint(_SEEN)
+    ]
+    found: dict[Any, int] = {}  # by what there is one of
+    for _, index in sorted(candidates):
+        each = allocations[index]
+        span = timeline.at(each.born)
+        if each.size_bytes >= RARE_BYTES:
+            if span is not None or each.born == -math.inf:
+                found[index] = index
+        elif span is not None and each.born < timeline.last_backward_end:
+            found.setdefault((each.size_bytes, span.kind == FORWARD), index)
+    return frozenset(found.values())
+
+
+def _found(allocation: Allocation, seen: dict[str, str], timeline: Timeline) -> Found:
     span = timeline.at(allocation.born)
     label = span.label if span is not None else ""
     for category in _SEEN:
         if category in seen:
             return Found(category, seen[category] or label)
-    is_early = allocation.born == -math.inf
-    never_freed = allocation.died == math.inf
-    if never_freed and allocation.size_bytes in workspaces and (is_early or span is not None):
-        return Found(WORKSPACES)
     if span is not None:
-        is_kept = span.kind == FORWARD and timeline.outlives(allocation, span)
+        is_forward = span.kind == FORWARD
+        is_kept = is_forward and timeline.outlives(allocation.born, allocation.died, span)
         return Found(ACTIVATIONS if is_kept else TEMPORARIES, label)
     if INPUTS in seen:
         return Found(INPUTS, seen[INPUTS])
-    return timeline.between(allocation)
-
-
-class _Timeline:
-    """The spans of a log, and which of them is the innermost at any time.
-
-    That is the span that began last and is open, on whatever thread: autograd's own threads run
-    while the one that asked for backward waits.
-    """
-
-    def __init__(self, marks: Sequence[Mark]) -> None:
-        self._times: list[float] = []
-        self._marks = marks
-        self._current: list[_Span | None] = []
-        self._last_forward: list[_Span | None] = []  # outermost, the last that has ended
-        self._backwards = [m.time for m in marks if m.kind == BACKWARD and m.begins]
-        opened: list[tuple[int, _Span]] = []
-        last = None
-        for mark in marks:
-            if mark.begins:
-                opened.append((mark.thread, _opened(mark, opened)))
-            else:
-                ended = _close(mark, opened)
-                if ended is not None and ended.kind == FORWARD and ended.outer is None:
-                    if not ended.completed:
-                        last = None
-                    elif ended.records or last is None:
-                        last = ended
-                elif mark.kind != FORWARD:
-                    last = None
-            self._times.append(mark.time)
-            self._current.append(opened[-1][1] if opened else None)
-            self._last_forward.append(last)
-
-    def at(self, time: float) -> _Span | None:
-        index = bisect_right(self._times, time) - 1
-        return self._current[index] if index >= 0 else None
-
-    def outlives(self, allocation: Allocation, span: _Span) -> bool:
-        """Say whether what was made in a call is there when the outermost call is over.
-
-        Or when backward begins, where that is called within it.
-        """
-        outermost = span.outermost()
-        if not outermost.records:
-            return False
-        following = bisect_right(self._backwards, allocation.born)
-        if following < len(self._backwards) and self._backwards[following] < outermost.end:
-            return allocation.died > self._backwards[following]
-        if not outermost.completed and not span.completed:
-            return False
-        return allocation.died > outermost.end or allocation.died == math.inf
-
-    def between(self, allocation: Allocation) -> Found:
-        """Return what an allocation is that was made in no span."""
-        index = bisect_right(self._times, allocation.born)
-        before = self._last_forward[index - 1] if index else None
-        if before is None or not before.records:
-            return Found(UNKNOWN)
-        # What is called in between, such as a loss or a metric, is passed over.
-        after = next((mark for mark in self._marks[index:] if mark.kind != FORWARD), None)
-        if after is None or (after.kind == BACKWARD and after.begins):
-            is_kept = allocation.died > (math.inf if after is None else after.time)
-            is_kept = is_kept or allocation.died == math.inf
-            return Found(ACTIVATIONS if is_kept else TEMPORARIES, OUTSIDE_MODULES)
+    is_for_backward = timeline.is_kept_between(allocation.born, allocation.died)
+    if is_for_backward is None:
         return Found(UNKNOWN)
-
-
-def _opened(mark: Mark, opened: list[tuple[int, _Span]]) -> _Span:
-    outer = opened[-1][1] if opened else None
-    if mark.kind != FORWARD or outer is None or outer.kind != FORWARD:
-        outer = None
-    label = _LABELS.get(mark.kind, mark.label)
-    return _Span(mark.kind, label, mark.time, mark.flag, outer)
-
-
-def _close(mark: Mark, opened: list[tuple[int, _Span]]) -> _Span | None:
-    """End the span that the mark is of; one whose beginning was not logged is passed over."""
-    for index in range(len(opened) - 1, -1, -1):
-        thread, span = opened[index]
-        if thread == mark.thread and span.kind == mark.kind:
-            span.end, span.completed = mark.time, mark.flag
-            del opened[index]
-            return span
-    return None
+    return Found(ACTIVATIONS if is_for_backward else TEMPORARIES, OUTSIDE_MODULES)
 
 
 def _seen_of(allocations: Sequence[Allocation], log: Log) -> dict[int, dict[str, str]]:

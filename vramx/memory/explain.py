@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from vramx.memory.holders import Holder, Totals, holders, totals
+from vramx.memory.pools import Parts, parted
 from vramx.memory.replay import (
     CHUNK_BYTES,
     Progress,
@@ -24,7 +25,7 @@ from vramx.memory.replay import (
     replay,
 )
 from vramx.memory.snapshot import FailedRequest, Ids, Snapshot
-from vramx.memory.trace import FREE_REQUESTED, Trace
+from vramx.memory.trace import FREE_REQUESTED
 from vramx.sizes import MIB
 
 # Why the request was not served.
@@ -133,7 +134,7 @@ def explain(
     fitting = _fitting_hole(snapshot, request)
     enough_from = at.reserved_bytes - at.free_bytes + needed
     rows = np.arange(len(snapshot.trace)) if request is None else snapshot.rows_until(request)
-    trace = snapshot.trace.part(rows)
+    parts = parted(snapshot, rows)
     return Explanation(
         snapshot=snapshot.name,
         request=request,
@@ -147,7 +148,7 @@ def explain(
         categories=tuple(holders(snapshot, event, "category")) if snapshot.has_categories else (),
         recorded_policy=snapshot.recorded_policy,
         remedies=tuple(
-            _remedy(trace, policy, limit, policy == snapshot.recorded_policy, progress)
+            _remedy(parts, policy, limit, policy == snapshot.recorded_policy, progress)
             for policy in POLICIES
         ),
         fidelity=_fidelity(snapshot, rows, limit, progress),
@@ -213,24 +214,25 @@ def _cause(
 
 
 def _remedy(
-    trace: Trace,
+    parts: Parts,
     policy: str,
     capacity: Capacity | None,
     is_recorded: bool,
     progress: Progress | None,
 ) -> Remedy:
-    options = ReplayOptions(progress=progress)
-    (free,) = replay(trace, policy, min_capacity=True, options=options)
-    needs = free.min_capacity_bytes
+    options, of_pools = ReplayOptions(progress=progress), parts.pool_bytes(policy)
+    (free,) = replay(parts.outside, policy, min_capacity=True, options=options)
+    needs = None if free.min_capacity_bytes is None else free.min_capacity_bytes + of_pools
     fits, expected = None, free.peak_reserved_bytes
     if capacity is not None:
-        (limited,) = replay(trace, policy, capacity=capacity.low_bytes, options=options)
+        left = max(capacity.low_bytes - of_pools, CHUNK_BYTES)
+        (limited,) = replay(parts.outside, policy, capacity=left, options=options)
         may_fit = needs is not None and needs <= capacity.high_bytes
         fits = True if not limited.oom else None if may_fit else False
         expected = expected if limited.oom else limited.peak_reserved_bytes
         if is_recorded and capacity.source != "given":
             fits = False  # whatever the replay says: it is what failed
-    return Remedy(policy, fits, needs, free.peak_reserved_bytes, expected)
+    return Remedy(policy, fits, needs, free.peak_reserved_bytes + of_pools, expected + of_pools)
 
 
 def _fidelity(

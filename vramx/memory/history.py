@@ -15,18 +15,14 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from vramx import config
 from vramx.errors import VramxError
+from vramx.memory import workspaces
 
 clock_ns = time.perf_counter_ns
 # Odd, and so nobody else's: what is matched first is the address, and then the size.
 TICK_BYTES = 499
 # Of one whose time is not known better than to the day's clock, which may have been set meanwhile.
 _COARSE_ERROR_US = 200.0
-_KIB = 1024
-# What torch gives cuBLAS on GPUs before Hopper, on Hopper, and one or the other on those after it.
-_CUBLAS_BYTES = (4096 * 2 + 16 * 8) * _KIB, 4096 * 8 * _KIB
-_HOPPER = 9
 
 
 class Tick(NamedTuple):
@@ -111,17 +107,7 @@ class CudaHistory:
         return snapshot
 
     def workspace_sizes(self) -> tuple[int, ...]:
-        import torch
-
-        asked = config.cublas_workspace_bytes()
-        if asked is not None:
-            return (asked,)
-        devices = range(torch.cuda.device_count())
-        generations = {torch.cuda.get_device_capability(device)[0] for device in devices}
-        before, hopper = _CUBLAS_BYTES
-        has_before = any(generation != _HOPPER for generation in generations)
-        has_hopper = any(generation >= _HOPPER for generation in generations)
-        return (before,) * has_before + (hopper,) * has_hopper
+        return workspaces.workspace_sizes()
 
     def outside_bytes(self) -> list[int]:
         import torch

@@ -86,7 +86,7 @@ def totals(snapshot: Snapshot, event: int) -> Totals:
         event=event,
         live_bytes=live,
         tensors=len(ids),
-        rounding_bytes=int(snapshot.allocations.block_bytes[ids].sum()) - live,
+        rounding_bytes=int(snapshot.block_bytes[ids].sum()) - live,
         free_bytes=sum(hole.size_bytes for hole in holes),
         holes=len(holes),
         largest_hole_bytes=holes[0].size_bytes if holes else 0,

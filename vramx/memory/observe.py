@@ -25,18 +25,11 @@ from torch.optim import optimizer as optimizers
 from torch.utils._pytree import tree_leaves
 
 from vramx.compression import packs
-from vramx.memory.categories import (
-    BACKWARD,
-    FORWARD,
-    GRADIENTS,
-    INPUTS,
-    OPTIMIZER,
-    PACKED,
-    PARAMETERS,
-    STEP,
-)
+from vramx.memory.categories import GRADIENTS, INPUTS, OPTIMIZER, PACKED, PARAMETERS
 from vramx.memory.history import HistorySource, Tick, clock_ns
+from vramx.memory.spans import BACKWARD, FORWARD, STEP
 from vramx.memory.tensors import fingerprint, parameters_of, plain_tensors, states_of
+from vramx.patch.watching import looks_on
 
 # torch notes in them how a hook wants to be called, and some releases leave the note when it goes:
 # then every module would be called the long way for good.
@@ -138,6 +131,7 @@ class Observer:
     # -- Modules ----------------------------------------------------------------------------------
 
     # A compiler leaves out what stands behind this question, and so the hooks.
+    @looks_on
     def _enter(self, module: nn.Module, _args: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             return
@@ -149,6 +143,7 @@ class Observer:
         self.marks.append((clock_ns(), FORWARD, True, thread, label, records))
 
     # After a failure torch calls without the keyword arguments.
+    @looks_on
     def _leave(self, _module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             return

@@ -91,12 +91,10 @@ def layers_of(snapshot: Snapshot | None, samples: int) -> tuple[Layer, ...]:
 
     Each of the samples is the moment of its stretch of events at which the most was live.
     """
-    # A snapshot knows categories where the recorder wrote them.
-    names: Sequence[str] = getattr(snapshot, "categories", ("",))
-    if snapshot is None or len(names) < 2:
+    if snapshot is None or not snapshot.has_categories:
         return ()
-    categories: npt.NDArray[np.int64] = getattr(snapshot.allocations, "category")  # noqa: B009
-    return category_layers(snapshot.trace, categories, names, samples)
+    categories = snapshot.allocations.category
+    return category_layers(snapshot.trace, categories, snapshot.categories, samples)
 
 
 def category_layers(

@@ -7,6 +7,7 @@ changes. About a second and 1 MB of pixels a picture.
 from __future__ import annotations
 
 import io
+from collections.abc import Collection
 from typing import Any
 
 from vramx.errors import MissingDependencyError
@@ -30,8 +31,11 @@ from vramx.sizes import GIB, MIB, format_gib
 _INCHES = {"timelines": 5.4, "categories": 4.0, "unused": 2.6, "map": 3.8}
 
 
-def render_png(picture: Picture) -> bytes:
+def render_png(picture: Picture, only: Collection[str] = _INCHES) -> bytes:
     """Return the picture as PNG.
+
+    Args:
+        only: the parts to draw, of those that the picture has.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -47,14 +51,15 @@ def render_png(picture: Picture) -> bytes:
         "timelines": _draw_timelines,
         **({"categories": _draw_categories} if picture.layers else {}),
         **({"unused": _draw_unused} if picture.lines else {}),
-        "map": _draw_map,
+        "map": draw_map,
     }
+    parts = {name: draw for name, draw in parts.items() if name in only}
     heights = [_INCHES[name] for name in parts]
     figure = Figure(figsize=(12, sum(heights)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(len(parts), 1, height_ratios=heights)
+    axes = figure.subplots(len(parts), 1, height_ratios=heights, squeeze=False)
     figure.suptitle(_plain(picture.title))
-    for each, draw in zip(axes, parts.values(), strict=True):
+    for each, draw in zip(axes[:, 0], parts.values(), strict=True):
         draw(each, picture)
     png = io.BytesIO()
     figure.savefig(png, format="png")
@@ -135,7 +140,8 @@ def _finish(axes: Any, picture: Picture, unit: str, words: str) -> None:
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False, fontsize=9)
 
 
-def _draw_map(axes: Any, picture: Picture) -> None:
+def draw_map(axes: Any, picture: Picture) -> None:
+    """Draw the extents of an arena into axes, with their legend below."""
     from matplotlib.patches import Patch
 
     for row in range(picture.rows):

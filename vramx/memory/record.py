@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 from vramx import config
 from vramx.errors import InvalidValueError, OutputError, VramxError, brief
 from vramx.memory.attribution import add_categories
-from vramx.memory.categories import Log, Mark, Seen
+from vramx.memory.categories import Log, Seen
 from vramx.memory.history import TICK_BYTES, Clock, CudaHistory, HistorySource, clock_of
+from vramx.memory.spans import Mark
 
 if TYPE_CHECKING:
     import torch

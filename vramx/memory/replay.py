@@ -21,7 +21,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vramx.errors import InvalidValueError, MissingDependencyError, TraceError, VramxError
+from vramx.errors import (
+    InvalidValueError,
+    MissingDependencyError,
+    TraceError,
+    VramxError,
+    brief,
+)
+from vramx.memory.snapshot import Snapshot
 from vramx.memory.trace import Trace, load_trace
 from vramx.sizes import MIB, format_size, parse_size
 
@@ -128,7 +135,7 @@ class ReplayResult:
 
 
 def replay(
-    trace: Trace | str | os.PathLike[str],
+    trace: Trace | Snapshot | str | os.PathLike[str],
     policies: str | Iterable[str] = POLICIES,
     *,
     capacity: int | str | None = None,
@@ -138,15 +145,15 @@ def replay(
     """Replay a trace under each policy.
 
     Args:
-        trace: a Trace, or the path of a trace (.npz) or a torch memory snapshot.
+        trace: a Trace or a Snapshot, or the path of a trace (.npz) or a torch memory snapshot.
         policies: names of POLICIES, one or several; results come in this order.
         capacity: the device's memory, in bytes or as "24GiB"; unlimited by default.
         min_capacity: also find the smallest capacity under which the trace still runs.
         options: driver, device, timeline and progress; see ReplayOptions.
 
     Raises:
-        InvalidValueError: a policy is unknown, or the capacity is not a size or is less than the
-            2 MiB of one chunk.
+        InvalidValueError: a policy is unknown, the trace is something else, or the capacity is not
+            a size or is less than the 2 MiB of one chunk.
         TraceError: the trace cannot be read, or its events contradict each other.
         MissingDependencyError: vramx was installed without its compiled core.
 
@@ -157,8 +164,14 @@ def replay(
     names = check_policies(policies)
     capacity_bytes = check_capacity(capacity)
     options = options or ReplayOptions()
-    if not isinstance(trace, Trace):
+    if isinstance(trace, Snapshot):
+        trace = trace.trace
+    elif isinstance(trace, (str, os.PathLike)):
         trace = load_trace(trace)
+    elif not isinstance(trace, Trace):
+        raise InvalidValueError(
+            f"trace {brief(trace)} is not accepted; a Trace, a Snapshot and a path are"
+        )
     replayer = _Replayer(trace, options)
     return [replayer.result(name, capacity_bytes, min_capacity) for name in names]
 

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vramx.errors import InvalidValueError, TraceError
+from vramx.memory.blocks import exact_block_bytes
 from vramx.memory.segments import Hole, PoolId, Segment, SegmentEvent, holes_in, regions_at
 from vramx.memory.stacks import Stack
 from vramx.memory.trace import ALLOCATE, FREE_COMPLETED, Trace, is_trace_file
@@ -184,7 +185,7 @@ class Snapshot:
         ids = self.live_at(event)
         blocks = self.allocations
         ids = ids[np.argsort(blocks.address[ids], kind="stable")]
-        spans = zip(blocks.address[ids].tolist(), blocks.block_bytes[ids].tolist(), strict=True)
+        spans = zip(blocks.address[ids].tolist(), self.block_bytes[ids].tolist(), strict=True)
         regions = regions_at(self.segments, self.segment_events, event)
         return sorted(holes_in(regions, spans), key=lambda hole: -hole.size_bytes)
 
@@ -207,13 +208,26 @@ class Snapshot:
         return int(np.searchsorted(self.event, self.check_event(event), side="right"))
 
     @cached_property
+    def block_bytes(self) -> Ids:
+        """What each allocation took, by its id: all of the block that it was given."""
+        return exact_block_bytes(self)
+
+    @cached_property
+    def peak_block_bytes(self) -> int:
+        """The most that blocks took at once: torch's peak of allocated bytes."""
+        return int(self._running_sum(self.block_bytes[self.trace.id]).max())
+
+    @cached_property
     def _live_bytes(self) -> npt.NDArray[np.int64]:
         """Live bytes after each row."""
+        return self._running_sum(self.trace.size.astype(np.int64))
+
+    def _running_sum(self, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return what is live after each row, of the size of each row's allocation."""
         trace = self.trace
         sign = np.where(trace.op == ALLOCATE, 1, np.where(trace.op == FREE_COMPLETED, -1, 0))
-        size = trace.size.astype(np.int64)
-        size[np.isin(trace.id, trace.failed)] = 0
-        live: npt.NDArray[np.int64] = (sign * size).cumsum()
+        sign[np.isin(trace.id, trace.failed)] = 0
+        live: npt.NDArray[np.int64] = (sign * sizes).cumsum()
         return live
 
     @cached_property

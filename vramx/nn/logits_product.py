@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
+from vramx.compression.fakes import PLAIN
 from vramx.errors import LogitsNotMadeError
 from vramx.nn.keeping import DTYPES
 from vramx.nn.loss import REDUCTIONS, linear_cross_entropy
@@ -179,12 +180,12 @@ def _tanh(use: Use) -> Use:
 def _cross_entropy(use: Use) -> Tensor:
     """Return the cross entropy of rows of logits, computed without them."""
     product, like, options = use.product, use.like, dict(use.kwargs)
-    (target,) = use.args if len(use.args) == 1 else (None,)
+    target: Any = use.args[0] if len(use.args) == 1 else None
     smoothing = options.pop("label_smoothing", 0.0)
     ignored, reduction = options.pop("ignore_index", -100), options.pop("reduction", "mean")
     if reduction not in REDUCTIONS or any(each is not None for each in options.values()):
         raise Unknown
-    if like.dim() != 2 or type(target) is not Tensor or target.shape != like.shape[:1]:
+    if like.dim() != 2 or type(target) not in PLAIN or target.shape != like.shape[:1]:
         raise Unknown
     if target.dtype != torch.int64 or target.device != product.rows.device:
         raise Unknown

@@ -22,7 +22,7 @@ from vramx.nn.differentiation import attach, new_probe
 from vramx.nn.keeping import NOTHING, Spec, decode, empty_buffer, encode
 from vramx.nn.operators import operator
 from vramx.nn.operators_norm import input_again, norm_output
-from vramx.nn.products import weight_gradient
+from vramx.nn.products import bias_gradient, weight_gradient
 
 
 @operator("vramx::keep", schema="(Tensor x, int[] spec) -> (Tensor, Tensor)")
@@ -128,7 +128,7 @@ def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
                     else beside.weight_gradient(gradient, y, drawn[i - own])
                 )
     dbiases = [
-        g.sum(0).to(dtype) if g is not None and need else None
+        bias_gradient(g).to(dtype) if g is not None and need else None
         for g, need, dtype in zip(flat, needs_biases, ctx.bias_dtypes, strict=False)
     ]
     dy = None if dy is None else dy.view(ctx.shape)

@@ -85,10 +85,14 @@ def _chunks(
 def _empty_logits(rows: Tensor, tokens: int, classes: int) -> Tensor:
     """Return memory for logits whose rows begin at multiples of 16 bytes.
 
-    From elsewhere matrix products would read and write some bytes at a time.
+    From elsewhere matrix products would read and write some bytes at a time. What is behind the
+    rows is zero: oneDNN's products in bfloat16 on processors with AMX multiply it by zero and add
+    the result, which is NaN where the memory held a NaN (torch 2.13).
     """
     multiple = _ACCESS_BYTES // rows.element_size()
-    return rows.new_empty(tokens, -(-classes // multiple) * multiple)[:, :classes]
+    memory = rows.new_empty(tokens, -(-classes // multiple) * multiple)
+    memory[:, classes:].zero_()
+    return memory[:, :classes]
 
 
 def _is_served(logits: Tensor) -> bool:

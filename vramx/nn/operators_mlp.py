@@ -6,7 +6,9 @@
 weights are (gate, up, down), or two without a gate; biases as many, empty for none. Forward writes
 the unit's result over gate; backward writes the gradients of gate and up over them, and the unit's
 result over the gradient of it: with the input these are its temporary memory, and each is freed
-when it has been used. Arguments are trusted: mlp.py checks them. A call never waits; any thread.
+when it has been used. Many rows go through some at a time (products.tiles), so that this memory
+does not grow with a sequence. Arguments are trusted: mlp.py checks them. A call never waits; any
+thread.
 """
 
 from __future__ import annotations
@@ -25,7 +27,14 @@ from vramx.nn.keeping import served
 from vramx.nn.operators import operator
 from vramx.nn.operators_linear import differentiable_input
 from vramx.nn.operators_norm import output_again
-from vramx.nn.products import fake_weight_gradients, project, weight_gradients
+from vramx.nn.products import (
+    WeightSums,
+    fake_weight_gradients,
+    is_unread,
+    project,
+    project_into,
+    tiles,
+)
 
 _KEPT = (
     "Tensor kept, Tensor probe, Tensor? rstd, Tensor? norm_weight, Tensor? norm_bias, float eps, "
@@ -48,8 +57,22 @@ def mlp(
 ) -> Tensor:
     """Return the result; what follows `kind` is for backward."""
     *inner, (weight, bias) = _terms(weights, biases, y.dtype)
-    inside = [F.linear(y, *terms) for terms in inner]
-    return project(_unit(inside, kind), weight, bias, residual)
+    if is_unread(residual):  # nothing of it is kept either
+        return project(y, weight, bias, residual)
+    rows = y.reshape(-1, y.shape[-1])
+    parts = tiles(len(rows))
+    if len(parts) == 1:
+        return project(
+            _unit([F.linear(y, *terms) for terms in inner], kind), weight, bias, residual
+        )
+    result = y.new_empty((*y.shape[:-1], weight.shape[0]))
+    total = result.view(-1, weight.shape[0])
+    added = None if residual is None else residual.reshape(total.shape)
+    for part in parts:
+        value = _unit([F.linear(rows[part], *terms) for terms in inner], kind)
+        project_into(total[part], value, weight, bias, None if added is None else added[part])
+        del value  # before the next is made
+    return result
 
 
 @mlp.register_fake
@@ -82,21 +105,30 @@ def mlp_backward(
     y = y.view(-1, shape[-1])
     rows = dresult.reshape(-1, dresult.shape[-1])
     needs_y, needs_weights, needs_biases = _split(needs)
-    inside = [F.linear(y, *terms) for terms in inner]
-    slopes, value = _unit_backward(inside, rows @ outer, kind, with_value=needs_weights[-1])
-    del inside
-    last = weight_gradients(rows, value, outer, (needs_weights[-1], needs_biases[-1]))
-    del value
-    dy, pairs = y.new_empty(0), []
-    for (weight, _), *need in zip(inner, needs_weights[:-1], needs_biases[:-1], strict=True):
-        slope = slopes.pop(0)
-        pairs.append(weight_gradients(slope, y, weight, need))
-        if needs_y:
-            dy = dy.addmm_(slope, weight) if dy.numel() else slope @ weight
-        del slope
-    dweights, dbiases = zip(*pairs, last, strict=True)
-    cast = (each.to(weight.dtype) for each, weight in zip(dweights, weights, strict=True))
-    return [dy.view(shape) if needs_y else dy, *cast, *dbiases]
+    sums = [
+        WeightSums(*each)
+        for each in zip(weights, zip(needs_weights, needs_biases, strict=True), strict=True)
+    ]
+    dy = y.new_empty(0)
+    for part in tiles(len(rows)):
+        inside = [F.linear(y[part], *terms) for terms in inner]
+        slopes, value = _unit_backward(
+            inside, rows[part] @ outer, kind, with_value=needs_weights[-1]
+        )
+        del inside
+        sums[-1].add(rows[part], value)
+        del value
+        for i, (weight, _) in enumerate(inner):
+            slope = slopes.pop(0)
+            sums[i].add(slope, y[part])
+            if needs_y and i == 0:
+                dy = dy if dy.numel() else torch.empty_like(y)
+                torch.mm(slope, weight, out=dy[part])
+            elif needs_y:
+                dy[part].addmm_(slope, weight)
+            del slope
+    dweights, dbiases = zip(*(each.results() for each in sums), strict=True)
+    return [dy.view(shape) if needs_y else dy, *dweights, *dbiases]
 
 
 @mlp_backward.register_fake

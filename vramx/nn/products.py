@@ -8,10 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, addmm
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from vramx.nn import passes
+
+_ROWS = 256
+# From twice as many rows on a feed-forward part is computed some at a time: at 8192 rows products
+# reach the speed that they have with more (an H100, widths from 2048 on), and gradients of weights,
+# which are rounded once for each part, are those of at most 16 micro-batches.
+_TILE_ROWS, _MOST_TILES = 8192, 16
 
 
 def is_unread(residual: Tensor | None) -> bool:
@@ -40,8 +47,68 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
     rows = residual.reshape(-1, residual.shape[-1])
     # Into a tensor of its own: FSDP warns of blocks that return views.
     y = residual.new_empty(residual.shape)
-    addmm(rows, x.reshape(-1, x.shape[-1]), weight.t(), out=y.view(rows.shape))
+    project_into(y.view(rows.shape), x.reshape(-1, x.shape[-1]), weight, None, rows)
     return y
+
+
+def tiles(count: int) -> list[slice]:
+    """Return the parts in which so many rows are computed, of one size but for the last."""
+    size = max(_TILE_ROWS, -(-count // _MOST_TILES))
+    if count < 2 * size:
+        return [slice(0, count)]
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def is_long(x: Tensor) -> bool:
+    """Tell whether the rows of a tensor are so many that they go through in parts."""
+    return len(tiles(x.shape[:-1].numel())) > 1
+
+
+def project_into(
+    y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> None:
+    """Write x weight^T + bias + residual over y; all but the bias are matrices of as many rows."""
+    added = bias if residual is None or bias is not None else residual
+    if added is None:
+        torch.mm(x, weight.t(), out=y)
+    else:
+        addmm(added, x, weight.t(), out=y)
+    if added is bias and residual is not None:
+        y += residual
+
+
+class WeightSums:
+    """The gradients of a weight and a bias, summed over parts of the rows.
+
+    Args:
+        weight: a matrix; its type is the sum's where it is wider than the rows'.
+        needs: whether the weight's is wanted, and the bias's.
+    """
+
+    def __init__(self, weight: Tensor, needs: Sequence[bool]) -> None:
+        self._weight, self._needs = weight, needs
+        self._sums: tuple[Tensor, Tensor] | None = None
+
+    def add(self, rows: Tensor, value: Tensor) -> None:
+        """Add rows^T value and the sum of the rows."""
+        if self._sums is None:
+            dweight, dbias = weight_gradients(rows, value, self._weight, self._needs)
+            self._sums = dweight.to(self._weight.dtype), dbias
+            return
+        dweight, dbias = self._sums
+        if self._needs[0] and dweight.dtype != rows.dtype:
+            dweight += weight_gradient(rows, value, self._weight)
+        elif self._needs[0] and dweight.stride(0) == 1 and dweight.stride(1) > 1:
+            dweight.t().addmm_(value.t(), rows)
+        elif self._needs[0]:
+            dweight.addmm_(rows.t(), value)
+        if self._needs[1]:
+            dbias += bias_gradient(rows)
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        """Return both; an empty tensor for one that is not needed."""
+        assert self._sums is not None
+        return self._sums
 
 
 def weight_gradients(
@@ -49,8 +116,24 @@ def weight_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of a weight and a bias; an empty tensor for one that is not needed."""
     dweight = weight_gradient(rows, value, weight) if needs[0] else rows.new_empty(0)
-    dbias = rows.sum(0) if needs[1] else rows.new_empty(0)
+    dbias = bias_gradient(rows) if needs[1] else rows.new_empty(0)
     return dweight, dbias
+
+
+def bias_gradient(rows: Tensor) -> Tensor:
+    """Return the sum of the rows of a matrix, in their type, rounded once.
+
+    A sum of more rows would be split among blocks of threads, which meet in up to 132 MiB of the
+    caching allocator's memory (planning/reductions.py has the rule). Sums of 256 rows are not.
+    """
+    whole = rows.shape[0] - rows.shape[0] % _ROWS
+    if whole <= _ROWS:
+        return rows.sum(0)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    total = bias_gradient(rows[:whole].unflatten(0, (-1, _ROWS)).sum(1, dtype=wide))
+    if whole < rows.shape[0]:
+        total += rows[whole:].sum(0, dtype=wide)
+    return total.to(rows.dtype)
 
 
 def weight_gradient(rows: Tensor, value: Tensor, weight: Tensor) -> Tensor:

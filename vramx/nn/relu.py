@@ -54,7 +54,7 @@ def _relu(x: Tensor, keep: bool, order: int) -> tuple[Tensor, Tensor]:
 
 
 def _empty_bits(x: Tensor) -> Tensor:
-    size_bytes = codec.layout_of(x.numel(), MASK_FORMAT).buffer_bytes
+    size_bytes = codec.bytes_of(x.numel(), MASK_FORMAT)
     return torch.empty(size_bytes, dtype=torch.uint8, device=x.device)
 
 

@@ -10,6 +10,7 @@
     states.py     what an optimizer's states and its step take
     meters.py     bytes and milliseconds: of a GPU's allocator, or of storages seen on a host
     storages.py   which storages live: the tracer
+    reductions.py what sums of torch take of a GPU beside their results
     trace.py      one step of the whole model: the levels at the blocks' borders
     isolated.py   one block by itself, for each word
     assembly.py   from what was measured to a timeline

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,7 @@ class FakeGpu:
         """Run what is within on the fake GPU."""
         engine = _Engine()
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_unpacked(self.assume))
             if self.is_cuda:
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 stack.enter_context(_answering())
@@ -100,6 +102,7 @@ class FakeGpu:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", engine))
             stack.enter_context(self.mode)
+            stack.enter_context(_made_on_the_host())
             stack.enter_context(_Operations(self, engine))
             if self.is_cuda:
                 stack.enter_context(_Calls(engine))
@@ -174,6 +177,40 @@ def _answering() -> Iterator[None]:
         # Kernels of cuDNN without data are in no build; torch's own keep about as much.
         stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         yield
+
+
+@contextlib.contextmanager
+def _made_on_the_host() -> Iterator[None]:
+    """Have torch.tensor(..., device="cuda") copy to the GPU what it makes on the host.
+
+    Else it asks the allocator of a device that is not there.
+    """
+    put = getattr(torch._C, "_set_only_lift_cpu_tensors", None)
+    if put is None:
+        yield
+        return
+    before = torch._C._only_lift_cpu_tensors()
+    put(True)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def _unpacked(assume: Callable[[str], None]) -> contextlib.AbstractContextManager[Any]:
+    """Have transformers find no several sequences in one row, which it reads off the positions.
+
+    Without data it makes the mask that they would need: a byte for each pair of tokens.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    if masks is None or not hasattr(masks, name):
+        return contextlib.nullcontext()
+
+    def found(*_: Any, **__: Any) -> None:
+        assume("a row of tokens is taken for one sequence, as transformers reads off positions")
+
+    return mock.patch.object(masks, name, found)
 
 
 @contextlib.contextmanager
@@ -280,10 +317,9 @@ class _Operations(TorchDispatchMode):
             return _META if self._engine.asks and device.type == "cuda" else device
         if func is torch.ops.aten._local_scalar_dense.default:
             return read_value(args[0], self._gpu.assume)
-        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type in (
-            "cuda",
-            "meta",
-        ):
+        # What the engine was told; a program's own tensors of the meta device are what they are.
+        on_gpu = ("cuda", "meta") if self._engine.asks else ("cuda",)
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type in on_gpu:
             kwargs["device"] = GPU
             known = getattr(args[0], "constant", None) if args else None
             if known is not None:  # torch would compute with the number, on a GPU

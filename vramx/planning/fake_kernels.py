@@ -100,6 +100,11 @@ def bounded(func: Any, args: Any, assume: Assume) -> Any:
     if func is aten.masked_select.default:
         assume("masked_select() is taken to select all elements")
         return args[0].new_empty(args[0].numel())
+    if func is aten.bincount.default and len(args) > 2:
+        assume("bincount() is taken to find no value above its minlength")
+        counted = torch.int64 if args[1] is None else args[1].dtype
+        exact = counted in (torch.int64, torch.float32)
+        return args[0].new_empty(args[2], dtype=counted if exact else torch.float64)
     if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
         masks = [x for x in args[1] if x is not None and x.dtype in (torch.bool, torch.uint8)]
         if masks:

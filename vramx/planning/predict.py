@@ -47,6 +47,11 @@ CUBLAS_BYTES = 32 * MIB
 # the libraries, so it stands beside the peak and never in it.
 CONTEXT_BYTES = 512 * MIB
 _NO_WORKSPACES = "workspaces of cuDNN, which it chooses when it runs, are not counted"
+_TWO_DEVICES = "FakeTensorDeviceMismatchError"
+_ON_THE_HOST = (
+    "; what the step refers to is taken to be on a GPU, and what it makes is where it makes it: "
+    "make it before the step, or on the device of the model's parameters"
+)
 _UNSEEN = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -235,7 +240,9 @@ def _named(recording: Recording) -> Iterator[None]:
                 "the size of its result depends on them, or it has no fake kernel "
                 "(torch.library.register_fake)"
             ) from error
-        text = " ".join(str(error).split())
+        text = " ".join(str(error).split())[:300]
+        if type(error).__name__ == _TWO_DEVICES:
+            text += _ON_THE_HOST
         raise UntraceableError(
-            f"the step fails without data, in {place}: {type(error).__name__}: {text[:300]}"
+            f"the step fails without data, in {place}: {type(error).__name__}: {text}"
         ) from error

@@ -22,6 +22,8 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves
 
 from vramx.memory.trace import ALLOCATE, FREE_COMPLETED, Trace
+from vramx.patch.watching import looks_on
+from vramx.planning.reductions import staging_bytes
 from vramx.planning.storages import Storages, Watch
 
 FORWARD, BACKWARD, OPTIMIZER, BEFORE = "forward", "backward", "optimizer's step", "before the step"
@@ -109,10 +111,12 @@ class Recording:
             stack.enter_context(_Recorder(self))
             yield
 
+    @looks_on
     def _enter(self, module: nn.Module, _: Any) -> None:
         if id(module) in self._names:
             self._stack.append(self._names[id(module)])
 
+    @looks_on
     def _leave(self, module: nn.Module, _: Any, result: Any) -> None:
         name = self._names.get(id(module))
         if name is None or name not in self._stack:
@@ -145,7 +149,7 @@ class Recording:
 
 
 class _Recorder(Watch):
-    """A watch that also notes which libraries' kernels run, and in which pass."""
+    """A watch that also notes which libraries' kernels run, in which pass, and what sums take."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__(recording.storages)
@@ -154,10 +158,15 @@ class _Recorder(Watch):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", "").partition(".")[0]
-        if name in _KERNELS:
-            self._kernels.add((_KERNELS[name], torch._C._current_graph_task_id() != -1))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        library = _KERNELS.get(getattr(func, "__name__", "").partition(".")[0])
+        if getattr(func, "namespace", "") == "vramx":  # most of whose operators have products
+            library = CUBLAS
+        if library is not None:
+            self._kernels.add((library, torch._C._current_graph_task_id() != -1))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if nbytes := staging_bytes(func, args, kwargs or {}):
+            self._storages.pass_by(nbytes)
+        return result
 
 
 CUBLAS, CUDNN = "cuBLAS", "cuDNN"

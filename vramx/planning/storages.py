@@ -52,6 +52,13 @@ class Storages:
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
+    def pass_by(self, nbytes: int) -> None:
+        """Count memory that an operation took and gave back within itself."""
+        number = self._tell(nbytes)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + nbytes)
+        if self._listener is not None and nbytes:
+            self._listener(False, number, nbytes)
+
     def _tell(self, nbytes: int) -> int:
         number = self._count
         if self._listener is not None and nbytes:

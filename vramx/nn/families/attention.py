@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vramx.compression.config import Compression
+from vramx.nn import passes
 from vramx.nn.attention import Attended, scaled_dot_product_attention
 from vramx.nn.families.projection import project, projection_of
 from vramx.nn.families.swap import cache_of, names_of
@@ -67,7 +68,10 @@ def attend(
         function = names.eager_attention_forward
     else:
         function = names.ALL_ATTENTION_FUNCTIONS["sdpa"]
-        if keep.packs and _is_plain(function, heads, mask, options):
+        # What a recomputed block saves is not packed, and a mask with shared heads is better off
+        # with the model's function, which repeats them: torch's kernels do not take both.
+        packs = keep.packs and not passes.saves_are_brief()
+        if packs and _is_plain(function, heads, mask, options):
             causal = options.get("is_causal")
             if causal is None:
                 causal = getattr(attention, "is_causal", True)

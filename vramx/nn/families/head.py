@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from vramx.compression import notices
+from vramx.compression.fakes import PLAIN
 from vramx.errors import brief
 from vramx.nn.families.projection import plain_tensor
 from vramx.nn.families.small import language_model, randomised
@@ -29,6 +30,7 @@ from vramx.nn.families.swap import Swapped, class_name, parameters_of
 from vramx.nn.families.verify import difference_of, run
 from vramx.nn.logits import Logits
 from vramx.patch.module import find, original_class, patch_of, put
+from vramx.patch.watching import has_other_hooks
 
 _LIBRARY = "transformers."
 _results: dict[Any, str | None] = {}
@@ -80,9 +82,9 @@ class NoLogits(Swapped):
         self._tells = tells
 
     def run(self, module: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        (x,) = args if len(args) == 1 and not kwargs else (None,)
+        x: Any = args[0] if len(args) == 1 and not kwargs else None
         is_asked = _running.head is module and torch.is_grad_enabled()
-        if not is_asked or type(x) is not Tensor or not x.is_floating_point():
+        if not is_asked or type(x) not in PLAIN or not x.is_floating_point():
             return forward(*args, **kwargs)
         return Logits.of(x, module.weight, module.bias, self._tells)
 
@@ -190,9 +192,9 @@ def _is_alone(head: Any) -> bool:
     state, patch = head.__dict__, patch_of(head)
     others = () if patch is None else (c for c in patch.changes if not isinstance(c, NoLogits))
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    watched = getattr(torch.nn.modules.module, "_has_any_global_hook", bool)()
     return (
-        not (watched or "forward" in state or any(state[name] for name in hooks) or any(others))
+        not (has_other_hooks() or "forward" in state or any(others))
+        and not any(state[name] for name in hooks)
         and (patch is None or patch.inner is None)
         and plain_tensor(head.weight)
         and (head.bias is None or plain_tensor(head.bias))

@@ -27,6 +27,7 @@ from vramx.nn.families.projection import (
     probability_of,
     project,
     projection_of,
+    tensor_of,
     terms_of,
 )
 from vramx.nn.families.swap import RECOMPUTE_MLP, Settings, class_name, untouched
@@ -35,6 +36,7 @@ from vramx.nn.linear import linears
 from vramx.nn.mlp import mlp
 from vramx.nn.norm import Normed, rms_norm
 from vramx.nn.norm import norm as norm_as
+from vramx.nn.products import is_long
 from vramx.nn.sides import can_join, joined
 from vramx.nn.unit_linear import Behind, unit_linear
 
@@ -169,11 +171,21 @@ def feed_forward(source: Source, part: FeedForward, settings: Settings) -> Finis
     in backward, is left to the second call.
     """
     apart = len(part.inner) > 1 or passes.saves_are_brief()
-    terms = None if apart and settings.level != RECOMPUTE_MLP else terms_of_all(part)
+    terms = None if apart and not _keeps_nothing(source, settings) else terms_of_all(part)
     if terms is not None:
         return partial(whole_feed_forward, source, TwoLinears(*terms), settings)
     inside = project(source, part.inner, settings.keep)
     return partial(_finish, inside, part, settings.keep)
+
+
+def _keeps_nothing(source: Source, settings: Settings) -> bool:
+    """Tell whether a part computes what is inside it again in backward.
+
+    So it is where a block with many rows is recomputed as a whole: what is inside then goes through
+    in tiles, and is computed as often, for the second pass of the block computes none of it.
+    """
+    long = passes.saves_are_brief() and is_long(tensor_of(source))
+    return long or settings.level == RECOMPUTE_MLP
 
 
 def whole_feed_forward(
@@ -181,13 +193,14 @@ def whole_feed_forward(
 ) -> Tensor:
     """Compute a feed-forward part from its terms and add a residual."""
     keep, (weights, biases, kind, scale) = settings.keep, terms
-    if settings.level != RECOMPUTE_MLP and not passes.saves_are_brief():
+    again = _keeps_nothing(source, settings)
+    if not again and not passes.saves_are_brief():
         return two_linears(source, terms, residual, keep)
     if scale is not None:
         last = biases[-1]
         weights = [*weights[:-1], weights[-1] * scale.view(-1, 1)]
         biases = [*biases[:-1], None if last is None else last * scale]
-    if settings.level == RECOMPUTE_MLP:
+    if again:
         return mlp(source, weights, biases, activation=kind, residual=residual, keep=keep)
     (inside,) = linears(source, weights[:1], biases[:1], keep)
     behind = Behind(weights[-1], biases[-1], residual)

@@ -26,6 +26,7 @@ from vramx.nn import passes
 from vramx.patch.change import Change
 from vramx.patch.module import find, patch_of, put, remove
 from vramx.patch.subclass import Patch
+from vramx.patch.watching import has_other_hooks
 from vramx.recompute import call as recompute
 from vramx.recompute.objects import is_cache
 
@@ -194,8 +195,7 @@ def untouched(module: Any) -> bool:
 
 def all_untouched(modules: Iterable[Any]) -> bool:
     """Tell whether all are untouched(), and all of modules in general."""
-    watched = getattr(torch.nn.modules.module, "_has_any_global_hook", bool)()
-    return not watched and all(untouched(module) for module in modules)
+    return not has_other_hooks() and all(untouched(module) for module in modules)
 
 
 def part_of(module: Any, path: str) -> Any:

@@ -1,0 +1,133 @@
+"""How a table is laid out: its rows and columns, and the text of a figure. Pure, but for the rows.
+
+Rows are names, which the columns put into the names of cases and metrics: "{} vramx" is the case
+"llama_fixed vramx" in the row llama_fixed. A column that is needed must be in the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
+
+from benchmarks.documents.results import OUT_OF_MEMORY, Cell, Run, newest
+from vramx.sizes import GIB, MIB
+
+Show = Callable[[float], str]
+
+
+def number(form: str, unit: str = "", scale: float = 1.0) -> Show:
+    """Return what writes a figure in a unit, after multiplying it."""
+    return lambda value: f"{value * scale:{form}}{unit}"
+
+
+PLAIN = number("g")
+COUNT = number(",.0f")
+RATIO = number(".2f")
+FINE_RATIO = number(".3f")
+COSINE = number(".4f")
+GIBS = number(".1f", " GiB", 1 / GIB)
+FINE_GIBS = number(".3f", " GiB", 1 / GIB)
+MIBS = number(".0f", " MiB", 1 / MIB)
+MS = number(".0f", " ms")
+FINE_MS = number(".1f", " ms")
+PERCENT = number(".2f", " %")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure of each row; `over` is what it is divided by."""
+
+    heading: str
+    case: str
+    metric: str
+    show: Show
+    over: Cell | None = None
+    is_needed: bool = True
+
+    def cells(self, name: str) -> list[Cell]:
+        """Return the figures that a row needs."""
+        pairs = [(self.case, self.metric), *([self.over] if self.over else [])]
+        return [(case.format(name), metric.format(name)) for case, metric in pairs]
+
+    def text(self, run: Run, name: str) -> str:
+        """Return what stands in a row: a figure, that memory ran out, or nothing."""
+        values = [run.value(*cell) for cell in self.cells(name)]
+        if any(run.ran_out(case) for case, _ in self.cells(name)):
+            return OUT_OF_MEMORY
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
+            return ""
+        return self.show(known[0] / known[1] if self.over else known[0])
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of one benchmark.
+
+    source: the name of its file. heading: of the first column. rows: label -> name.
+    may_lack: rows that are left out where the run does not have them.
+    is_one_run: its rows are of one run; else each is of the newest that has it.
+    """
+
+    source: str
+    heading: str
+    rows: Mapping[str, str]
+    columns: tuple[Column, ...]
+    may_lack: Mapping[str, str] = field(default_factory=dict)
+    is_one_run: bool = True
+
+    def needed(self, name: str) -> list[Cell]:
+        """Return the figures that a row must have."""
+        return [cell for each in self.columns if each.is_needed for cell in each.cells(name)]
+
+    def run(self) -> Run:
+        """Return what the table shows.
+
+        Raises:
+            LookupError: a figure is in no run.
+        """
+        if self.is_one_run:
+            return newest(
+                self.source, [c for name in self.rows.values() for c in self.needed(name)]
+            )
+        return reduce(or_, map(self._row_run, self.rows.values()))
+
+    def _row_run(self, name: str) -> Run:
+        run = newest(self.source, self.needed(name))
+        cases = {case for each in self.columns for case, _ in each.cells(name)}
+        return run.part(cases)
+
+    def shown_rows(self, run: Run) -> dict[str, str]:
+        """Return the rows that the table has in a run."""
+        found = {
+            label: name
+            for label, name in self.may_lack.items()
+            if all(map(run.has, self.needed(name)))
+        }
+        return {**self.rows, **found}
+
+    def shown(self, run: Run) -> Run:
+        """Return the part of a run whose place is to be named."""
+        names = self.shown_rows(run).values()
+        cells = (cell for name in names for each in self.columns for cell in each.cells(name))
+        return run.part(case for case, _ in cells)
+
+    def lines(self) -> list[str]:
+        """Return the table in Markdown, and below it where it was measured."""
+        run = self.run()
+        rows = self.shown_rows(run)
+        if not rows:
+            return ["Not measured yet."]
+        headings = [self.heading, *(each.heading for each in self.columns)]
+        body = [
+            [label, *(each.text(run, name) for each in self.columns)]
+            for label, name in rows.items()
+        ]
+        lines = [_line(headings), _line(["---"] * len(headings)), *map(_line, body)]
+        return [*lines, "", self.shown(run).place]
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"

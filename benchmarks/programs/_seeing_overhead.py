@@ -1,0 +1,117 @@
+"""The process that benchmarks/seeing.py starts to time a training with and without a recording.
+
+    python _seeing_overhead.py PROGRAM
+
+Some steps are taken without and some with vramx.record, in turn, so that what slows the machine
+slows both; before all of them come steps of a process that has never recorded. Of `small_layers`,
+whose steps wait for the host, steps with torch's own history are in turn as well. Starting a
+recording and writing its file is not timed. Prints a line of JSON for each figure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules import module as modules
+
+import vramx
+from benchmarks.programs._report import SEED, Recorder, report, sized
+from benchmarks.programs._seeing_models import Training, gpt2, llama, resnet50, small_layers
+
+ROUNDS = sized(9, 2)
+STEPS = {"small_layers": sized(30, 2)}
+STEPS_OF_OTHERS = sized(4, 1)
+WARM_UP = sized(4, 1)
+TRAININGS: dict[str, Callable[[], Training]] = {
+    "llama_amp": lambda: llama("amp"),
+    "gpt2_amp": lambda: gpt2("amp"),
+    "resnet50": resnet50,
+    "small_layers": small_layers,
+}
+_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+
+Way = Callable[[], AbstractContextManager[Any]]
+
+
+def main(name: str) -> None:
+    case = f"overhead {name}"
+    recorder = Recorder(deterministic=False)
+    with contextlib.suppress(ImportError):  # ahead of the turn: they take seconds
+        import torchvision
+        import transformers  # noqa: F401
+
+        del torchvision
+    recorder.begin()
+    torch.manual_seed(SEED)
+    training, count = TRAININGS[name](), STEPS.get(name, STEPS_OF_OTHERS)
+    step_ms(training, WARM_UP)
+    report(case, "never_ms", "ms", [step_ms(training, count) for _ in range(ROUNDS)])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.pickle"
+        ways: dict[str, Way] = {
+            "off": contextlib.nullcontext,
+            "on": lambda: vramx.record(path, training.model, training.optimizer),
+        }
+        if name == "small_layers":
+            ways["history"] = history
+        taken = in_turn(training, ways, count)
+        events = events_of_a_step(path, count)
+    for way, values in taken.items():
+        report(case, f"{way}_ms", "ms", values)
+    report(case, "events", "1", [events])
+    report(case, "hooks_left", "1", [sum(len(getattr(modules, name)) for name in _HOOKS)])
+
+
+def in_turn(training: Training, ways: dict[str, Way], count: int) -> dict[str, list[float]]:
+    """Return the milliseconds of a step in each way, a value for each round."""
+    taken: dict[str, list[float]] = {way: [] for way in ways}
+    order = list(ways)
+    for _ in range(ROUNDS):
+        for way in order:
+            with ways[way]():
+                training.step()  # what the first one sets up is no step's
+                taken[way].append(step_ms(training, count))
+        order.reverse()
+    return taken
+
+
+def step_ms(training: Training, count: int) -> float:
+    synchronize()
+    start_s = time.perf_counter()
+    for _ in range(count):
+        training.step()
+    synchronize()
+    return 1000 * (time.perf_counter() - start_s) / count
+
+
+@contextlib.contextmanager
+def history() -> Any:
+    """torch's own history, as a user has it who knows that stacks of C++ are slow."""
+    torch.cuda.memory._record_memory_history(stacks="python")
+    try:
+        yield
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def events_of_a_step(path: Path, count: int) -> float:
+    """Return how many allocations and frees a step has, of the last recording."""
+    snapshot = vramx.Snapshot.load(path)
+    return snapshot.event_count / (count + 1)
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

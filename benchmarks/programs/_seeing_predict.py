@@ -1,0 +1,67 @@
+"""The process that benchmarks/seeing.py starts for one row of a prediction, or to measure it.
+
+    python _seeing_predict.py MODEL ROW said       without a GPU: what vramx.predict says
+    python _seeing_predict.py MODEL ROW held       with one: what it takes
+
+A row is one of the ways to write a training, or a level of vramx.plan at which the plain one runs.
+Prints a line of JSON with the bytes. What is said has the workspaces of cuBLAS, which vramx.predict
+has beside its peak.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from benchmarks.programs._report import SEED, Recorder, report
+from benchmarks.programs._seeing_models import PREDICTED, WAYS, Training
+from vramx.planning.blocks import find_blocks
+from vramx.planning.predict import predict_made
+from vramx.planning.words import apply_words
+
+STEPS = 3
+
+
+def main(name: str, row: str, what: str) -> None:
+    case = f"predict {name} {row}"
+    if what == "said":
+        said = said_bytes(name, row)
+        line = {"case": case, "metric": "said_bytes", "unit": "B", "values": [said]}
+        print(json.dumps({**line, "allocator": "none"}), flush=True)
+        return
+    recorder = Recorder(deterministic=False)
+    import transformers  # noqa: F401  ahead of the turn: it takes seconds
+
+    recorder.begin()
+    report(case, "held_bytes", "B", [held_bytes(name, row)])
+
+
+def said_bytes(name: str, row: str) -> int:
+    """Return what a user without a GPU is told of a step."""
+    levels = None if row in WAYS else [row]
+    prediction = predict_made(lambda: made(name, row).step, levels=levels, policies="live")
+    workspaces = sum(n for what, n in prediction.beside.items() if "cuBLAS" in what)
+    return prediction.peak_bytes() + workspaces
+
+
+def held_bytes(name: str, row: str) -> int:
+    """Return the peak of the first steps, as torch counts it."""
+    torch.manual_seed(SEED)
+    training = made(name, row)
+    if row not in WAYS:
+        apply_words(training.model, dict.fromkeys(find_blocks(training.model), row))
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(STEPS):
+        training.step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def made(name: str, row: str) -> Training:
+    return PREDICTED[name](row if row in WAYS else "eager")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])

@@ -1,0 +1,256 @@
+"""What each remedy costs and saves: the variants of examples/recipes, a process each.
+
+A variant is a function of a script that a user can start, too; the process here
+(benchmarks/programs/_recipes.py) imports ahead of its turn and keeps each step's time. A library
+that is not installed is a row that names it. The tables in docs/recipes are made of the rows:
+
+    python -m benchmarks.recipes --write | --check
+
+A case is RECIPE/VARIANT; `--only RECIPE` takes all of a recipe's. One that needs several GPUs has
+all that there are. The whole takes some six minutes on an H100.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from benchmarks.harness import RESULTS, ROOT, Options, read_csv
+from benchmarks.programs._cases import (
+    Cases,
+    Figures,
+    Findings,
+    cells,
+    lay_out,
+    measure,
+    names_in,
+)
+from benchmarks.programs._launch import Allocator, Job, Started, visible_gpus
+from benchmarks.programs._rows import Request, RowWriter
+from vramx.errors import InvalidValueError
+from vramx.sizes import format_gib
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+DESCRIPTION = "what remedies for a full GPU cost and save: the scripts of examples/recipes (GPU)"
+
+SCRIPTS = ROOT / "examples" / "recipes"
+PAGES = ROOT / "docs" / "recipes"
+ROWS = RESULTS / "recipes.csv"
+RECIPES = (
+    "amp",
+    "accumulation",
+    "checkpointing",
+    "small_states",
+    "offload",
+    "lora",
+    "patches_3d",
+    "dynamic_batches",
+    "evaluation",
+    "several_gpus",
+    "caps",
+    "reinforcement",
+    "folklore",
+)
+# What a recipe measures, and its unit: the columns of its table, in this order.
+UNITS = {
+    "peak_allocated_bytes": "B",
+    "peak_reserved_bytes": "B",
+    "cap_bytes": "B",
+    "fits": "1",
+    "step_ms": "ms",
+    "parameters_bytes": "B",
+    "states_bytes": "B",
+    "tokens_per_s": "1/s",
+    "padding": "1",
+    "bytes_per_s": "B/s",
+    "ranks": "1",
+    "trainable_before": "1",
+    "trainable_after": "1",
+}
+LIMIT_S = 120.0
+QUICK = 2  # variants of each recipe, and those of vramx
+_TABLE = re.compile(r"<!-- recipe (\w+) -->\n.*?<!-- recipe end -->\n", re.DOTALL)
+
+
+def script(name: str) -> ModuleType:
+    """Import a script of examples/recipes, as it imports its neighbours."""
+    if str(SCRIPTS) not in sys.path:
+        sys.path.insert(0, str(SCRIPTS))
+    return importlib.import_module(name)
+
+
+def all_cases() -> list[str]:
+    return [f"{recipe}/{variant}" for recipe in RECIPES for variant in script(recipe).VARIANTS]
+
+
+def quick_cases() -> list[str]:
+    """Return the first variants of each recipe, and those with vramx's allocator."""
+    found = []
+    for recipe in RECIPES:
+        names = list(script(recipe).VARIANTS)
+        found += [f"{recipe}/{n}" for n in names if n in names[:QUICK] or "vramx" in n]
+    return found
+
+
+def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
+    """Run each requested variant.
+
+    Raises:
+        UnavailableError: there is no GPU.
+        InvalidValueError: an unknown case.
+    """
+    processes = Cases(
+        "_recipes.py", tuple(all_cases()), quick=tuple(quick_cases()), limit_s=LIMIT_S
+    )
+    job = processes.job(options, request)
+    asked = expanded(processes.requested(options, request), processes.names)
+    figures, has_failed = measure(
+        processes.chosen(asked), lambda case: Started(prepared(job(case), options)), writer
+    )
+    return [table(figures)], not has_failed
+
+
+def expanded(asked: Sequence[str], known: Iterable[str]) -> tuple[str, ...]:
+    """Return the cases that are asked for, with the name of a recipe as all of its."""
+    cases = tuple(known)
+    found: list[str] = []
+    for name in asked:
+        found += [case for case in cases if case.startswith(f"{name}/")] or [name]
+    return tuple(found)
+
+
+def prepared(job: Job, options: Options) -> Job:
+    """Return a case's job with the allocator that its variant chooses, and the GPUs it needs."""
+    (case,) = job.arguments
+    words = (("vramx_allocator", "vramx"), ("expandable_segments", "expandable"))
+    allocator = next((name for word, name in words if word in case), "native")
+    if case.startswith("several_gpus/"):
+        job = replace(job, gpu=",".join(all_gpus(options)))
+    return replace(job, allocator=Allocator(allocator))
+
+
+def all_gpus(options: Options) -> list[str]:
+    """Return every GPU that there is from the one asked for on."""
+    gpus = visible_gpus(options.device, 1)
+    try:
+        while True:
+            gpus = visible_gpus(options.device, len(gpus) + 1)
+    except InvalidValueError:
+        return gpus
+
+
+def table(figures: Figures) -> Table:
+    """Lay the figures out, a line for each variant that ran."""
+    shown = tuple(UNITS)[:5]
+    lines = {case: cells(figures, case, shown, size=format_gib) for case in names_in(figures)}
+    return lay_out("recipes", shown, lines, ())
+
+
+# --- the tables in the pages ----------------------------------------------------------------------
+
+_HEADINGS = {
+    "peak_allocated_bytes": "peak allocated",
+    "peak_reserved_bytes": "peak reserved",
+    "cap_bytes": "cap",
+    "step_ms": "step",
+    "parameters_bytes": "parameters",
+    "states_bytes": "states",
+    "tokens_per_s": "tokens/s",
+    "bytes_per_s": "GB/s",
+    "ranks": "GPUs",
+    "trainable_before": "trainable before",
+    "trainable_after": "after",
+}
+
+Rows = list[dict[str, str]]
+
+
+def page_table(recipe: str, rows: Rows) -> str:
+    """Return a recipe's table in Markdown: of each variant the newest figures, else why none."""
+    mine = [row for row in rows if row["case"].startswith(f"{recipe}/")]
+    measured = {(row["case"], row["metric"]): row for row in mine if row["status"] == "ok"}
+    said = {row["case"]: row["status"] for row in mine if row["status"] != "ok"}
+    if not measured:
+        return "Not measured yet.\n"
+    metrics = [metric for metric in UNITS if any(m == metric for _, m in measured)]
+    headings = [recipe, *(_HEADINGS.get(metric, metric) for metric in metrics)]
+    lines = [f"| {' | '.join(headings)} |", "| --- |" + " ---: |" * len(metrics)]
+    for case in dict.fromkeys(row["case"] for row in mine):
+        if any(each == case for each, _ in measured):
+            shown = [_cell(metric, measured.get((case, metric))) for metric in metrics]
+        else:
+            shown = [said[case].removeprefix("failed: "), *[""] * (len(metrics) - 1)]
+        lines.append(f"| {case.partition('/')[2]} | {' | '.join(shown)} |")
+    return "\n".join([*lines, "", _place(measured.values())]) + "\n"
+
+
+def _cell(metric: str, row: dict[str, str] | None) -> str:
+    if row is None:
+        return ""
+    value = float(row["median"])
+    if metric == "fits":
+        return "yes" if value else "no"
+    if metric == "bytes_per_s":
+        return f"{value / 1e9:.0f}"
+    if metric.endswith("_bytes"):
+        return f"{value / 2**30:.2f} GiB"
+    if metric == "step_ms":
+        return f"{value:.0f} ms" if value >= 10 else f"{value:.2f} ms"
+    return f"{100 * value:.0f} %" if metric == "padding" else f"{value:,.0f}"
+
+
+def _place(rows: Iterable[dict[str, str]]) -> str:
+    places = {
+        f"{row['gpu'].split(', ')[0]}, driver {row['driver']}, torch {row['torch']}, "
+        f"commit {row['commit'][:8]}"
+        for row in rows
+    }
+    return f"{'; '.join(sorted(places))}; medians, rows in `benchmarks/results/{ROWS.name}`."
+
+
+def with_tables(text: str, rows: Rows) -> str:
+    """Return a page with its tables as the rows have them."""
+
+    def made(found: re.Match[str]) -> str:
+        name = found[1]
+        return f"<!-- recipe {name} -->\n{page_table(name, rows)}<!-- recipe end -->\n"
+
+    return _TABLE.sub(made, text)
+
+
+def known_rows() -> Rows:
+    return read_csv(ROWS) if ROWS.exists() else []
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the tables of all pages, or say which are not as the rows have them."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.recipes", description=DESCRIPTION)
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--write", action="store_true")
+    group.add_argument("--check", action="store_true")
+    args = parser.parse_args(arguments)
+    rows = known_rows()
+    stale: list[Path] = []
+    for page in sorted(PAGES.glob("*.md")):
+        text = page.read_text()
+        made = with_tables(text, rows)
+        if made != text:
+            stale.append(page)
+            if args.write:
+                page.write_text(made)
+    for page in stale:
+        print(f"{page.relative_to(ROOT)}: {'written' if args.write else 'not as the rows have it'}")
+    return int(args.check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

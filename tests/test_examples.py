@@ -1,0 +1,148 @@
+"""The examples, on a processor: each is run as a user starts it, and says what its header promises.
+
+In this process, where importing torch is paid for already; what starts processes runs in its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("vramx._core", reason="the compiled core is not built")
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+LIMIT_S = 240
+
+LEVELS = ("left", "int8")  # in the table of a prediction
+
+Start = Callable[..., str]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Start:
+    """Run an example as `python examples/NAME.py ARGUMENTS`; return what it printed."""
+
+    def run(name: str, *arguments: str) -> str:
+        path = EXAMPLES / f"{name}.py"
+        monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+        runpy.run_path(str(path), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def losses(text: str) -> list[float]:
+    return [float(found) for found in re.findall(r"\bloss'?:? '?([\d.]+)", text)]
+
+
+def saved_ratio(text: str) -> float:
+    found = re.search(r"saved [\d.]+ \w+ -> [\d.]+ \w+ \(([\d.]+)x\)", text)
+    assert found is not None, text
+    return float(found[1])
+
+
+def test_diffusion_packs_what_its_network_saves(start: Start) -> None:
+    said = start("diffusion", "--steps", "3", "--batch", "2")
+    assert len(losses(said)) == 3
+    assert saved_ratio(said) > 2  # of float32: four bytes became one, and convolutions save most
+    assert "no CUDA memory" not in said
+
+
+def test_a_graph_network_is_predicted_before_it_trains(start: Start) -> None:
+    said = start("gnn", "--steps", "8")
+    header, row = said.splitlines()[:2]
+    assert header.split()[1:5] == ["live", "native", "expandable", "vramx"]
+    live, native, _, ours = (float(each) for each in re.findall(r"([\d.]+) MiB", row)[:4])
+    assert live <= ours < native
+    assert said.splitlines()[-1] == "training: no CUDA memory was used"
+
+
+def test_a_graph_network_needs_no_library_for_graphs(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch_geometric", None)
+    assert "MeanSage" in start("gnn", "--steps", "4")
+
+
+def test_fsdp2_starts_itself_and_optimises_every_process_alike() -> None:
+    # gloo looks for an address by the machine's name, which need not have one.
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    variables.pop("RANK", None)
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "fsdp2.py"), "--steps", "2"],
+        env={**variables, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert len(losses(done.stdout)) == 2
+    assert "fused, int8, as EncoderLayer" in done.stdout
+
+
+def test_a_trainer_trains_an_optimised_llama(start: Start) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    said = start("hf_trainer", "--steps", "2")
+    (left,), (int8,) = (re.findall(rf"^{level} +([\d.]+) GiB", said, re.M) for level in LEVELS)
+    assert float(int8) < 0.8 * float(left)  # as is measured on a GPU
+    assert re.search(r"LlamaDecoderLayer +int8", said)
+    assert "without logits" in said
+    assert len([line for line in said.splitlines() if "'grad_norm'" in line]) == 2
+
+
+def test_lightning_trains_with_packed_activations(start: Start) -> None:
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    said = start("lightning_module", "--steps", "2")
+    assert "after 2 steps" in said
+    assert saved_ratio(said) > 2
+
+
+def test_a_llama_is_planned_and_trained(start: Start) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    said = start("train_3b", "--size", "tiny", "--steps", "3", "--budget", "1GiB")
+    assert len(losses(said)) == 3
+    assert losses(said)[-1] < losses(said)[0] < 7  # log(300) is 5.7
+    assert "budget 1.00 GiB" in said
+    assert re.search(r"model\.layers\.3 +LlamaDecoderLayer", said)
+
+
+def test_the_notebook_explains_a_failure_a_leak_and_draws(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notebook = json.loads((EXAMPLES / "oom_debug.ipynb").read_text())
+    monkeypatch.chdir(EXAMPLES)  # as Jupyter has it
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"], "outputs are not kept in the repository"
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+    said = capsys.readouterr().out
+    assert "the cause: fragmentation_or_size" in said
+    assert re.search(r"vramx +needs \d+ MiB", said)
+    assert "leak: leak.py:9 train" in said
+    assert "memory.html: " in said or "plotly" in said
+
+
+def test_every_example_is_in_the_table_and_says_what_it_needs() -> None:
+    table = (EXAMPLES / "README.md").read_text()
+    files = [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.ipynb"), EXAMPLES / "libtorch" / "main.cpp"]
+    assert len(files) == 8
+    for path in files:
+        name = path.relative_to(EXAMPLES).as_posix()
+        assert f"[`{name}`]({name})" in table
+        text = path.read_text().replace("**", "")
+        for word in ("What it shows:", "What to expect:", "Needs:"):
+            assert word in text, f"{name} does not say {word}"

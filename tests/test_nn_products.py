@@ -1,0 +1,32 @@
+"""What vramx.nn computes around its products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vramx.nn.products import bias_gradient
+
+
+@pytest.mark.parametrize("rows", [0, 1, 255, 256, 511, 512, 513, 8192, 65_536 + 257, 70_000])
+def test_the_gradient_of_a_bias_is_the_sum_of_the_rows(rows: int) -> None:
+    x = torch.randn(rows, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
+    torch.testing.assert_close(bias_gradient(x), x.sum(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_it_is_rounded_once(dtype: torch.dtype) -> None:
+    """Half a unit of the last place, and a thousandth of one for sums in float32 on the way."""
+    x = torch.randn(20_000, 7, generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact = x.double().sum(0)
+    unit = torch.finfo(dtype).eps * exact.abs()
+    # float32 itself: each of the 20,000 additions may round half a unit of the sum so far.
+    on_the_way = torch.finfo(torch.float32).eps * x.double().abs().sum(0)
+    found = bias_gradient(x)
+    assert found.dtype == dtype
+    assert ((found.double() - exact).abs() <= unit / 2 + on_the_way).all()
+
+
+def test_columns_of_a_wider_matrix_are_summed_alike() -> None:
+    wide = torch.randn(1000, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(bias_gradient(wide[:, 3:8]), wide[:, 3:8].sum(0))
