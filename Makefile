@@ -2,11 +2,14 @@
 # compiled core. On a bare machine only python3 and g++ must be there. See .ci/environment.py.
 #
 #   make demo       replay two recorded programs under four allocators, with a picture
-#   make test       every test that needs no GPU, the build included
+#   make test       every test that needs no GPU and is not long, the build included
+#   make test-long  those that are: endurance, threads under their sanitizer, times of large inputs
 #   make test-models  the tests of the libraries whose models it trains, a release after the other
 #   make test-versions  the tests of hooks and checkpoints with older releases of torch
 #   make test-gpu   every test that needs a GPU; without one they fail
 #   make stress     ten million random steps of the allocator's core, from other seeds than the tests'
+#   make sdist, make wheel  what is uploaded, into dist/; wheels for all: cibuildwheel
+#   make test-wheel  the wheel in a fresh environment; others too with PYTHONS="python3.10 python3.13"
 #   make lint       formatting, style, types, and the C++ compiler's warnings as errors
 #   make docs       the pages of docs/, into build/site; warnings and broken links are errors
 #   make docs-links   whether links to other sites are answered
@@ -17,7 +20,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := demo
-.PHONY: build demo test test-models test-versions test-gpu stress lint docs docs-links bench clean
+.PHONY: build demo test test-long test-models test-versions test-gpu test-wheel sdist wheel \
+    stress lint docs docs-links bench clean
 
 # $(call prepare,GROUPS) sets $python for the recipe's one shell, or ends it with a line that says why.
 prepare = python="$$(python3 .ci/environment.py $(1))"
@@ -32,14 +36,22 @@ demo:
 	$(build)
 	"$$python" -m vramx demo --force
 
+# Two tests at a time, where pytest-xdist is there: each worker has half of them, and who is done
+# takes from the other.
+side_by_side = side_by_side="$$("$$python" -c 'import importlib.util as u; print( \
+    "-n 2 --dist worksteal" if u.find_spec("xdist") else "")')"
+
 test:
 	@$(call prepare,run test)
 	$(build)
-	# Two tests at a time, where pytest-xdist is there: each worker has half of them, and who is done
-	# takes from the other.
-	side_by_side="$$("$$python" -c 'import importlib.util as u; print(
-	    "-n 2 --dist worksteal" if u.find_spec("xdist") else "")')"
-	"$$python" -m pytest -q $$side_by_side
+	$(side_by_side)
+	"$$python" -m pytest -q $$side_by_side -m "not slow"
+
+test-long:
+	@$(call prepare,run test)
+	$(build)
+	$(side_by_side)
+	"$$python" -m pytest -q $$side_by_side -m slow
 
 # Each file that has something to say of the libraries; the older releases of transformers run the
 # tests of its blocks.
@@ -55,8 +67,7 @@ all_library_tests = $(library_tests) tests/test_nn_optimize_convolutions.py \
 test-models:
 	@$(call prepare,run test)
 	$(build)
-	side_by_side="$$("$$python" -c 'import importlib.util as u; print(
-	    "-n 2 --dist worksteal" if u.find_spec("xdist") else "")')"
+	$(side_by_side)
 	failed=0
 	for release in newest 5.17 4; do
 	    files="$(library_tests)"
@@ -94,6 +105,14 @@ test-gpu:
 	"$${tests[@]}" -m "gpu and not alone" $$side_by_side "$${native[@]}" || failed=1
 	"$${tests[@]}" -m "gpu and alone" "$${native[@]}" || failed=1
 	exit $$failed
+
+sdist wheel:
+	@$(call prepare,run)
+	"$$python" .ci/wheel.py $@
+
+test-wheel:
+	@$(call prepare,run test dev)
+	"$$python" .ci/wheel.py test $(PYTHONS)
 
 stress:
 	@$(call prepare,run test)

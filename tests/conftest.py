@@ -70,11 +70,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # What was imported stays: the collections that tests ask for need not look at it again.
-    gc.collect()
-    gc.freeze()
+    _keep_what_is_there()
     gc.set_threshold(50_000)  # seldom: else a twentieth of the time of what compiles
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is None or nextitem.path != item.path:
+        _keep_what_is_there()
+
+
+def _keep_what_is_there() -> None:
+    """Let collections not look at what was imported or cached again.
+
+    Tests of plans, of batches and of leaks collect after each step, and what compilers and
+    libraries cache by then is millions of objects: that took a third of all tests' time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

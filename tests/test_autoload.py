@@ -221,6 +221,7 @@ def test_a_program_and_its_spawned_child_are_hooked_once_each(tmp_path: Path, ho
     assert sorted(calls_in(tmp_path).values()) == [1, 1]
 
 
+@pytest.mark.slow
 def test_workers_of_torchrun_are_hooked_once_each(tmp_path: Path, hook: Path) -> None:
     (tmp_path / "worker.py").write_text("import torch\n")
     done = python(

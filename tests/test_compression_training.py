@@ -129,7 +129,9 @@ def test_a_language_model_learns(exact_losses: list[float]) -> None:
     assert max(exact_losses) < 3.5
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+@pytest.mark.parametrize(
+    "rounding", ["stochastic", pytest.param("nearest", marks=pytest.mark.slow)]
+)
 def test_a_language_model_learns_the_same_at_8_bits(
     text: Text, exact_losses: list[float], rounding: str
 ) -> None:

@@ -11,15 +11,23 @@ import native_build
 import pytest
 from test_native import run_program
 
-STEPS = 200_000
-# Forks are done under the sanitizers (test_native.py).
-PARTS = ("random", "repeats", "defects", "failures", "threads")
+# Forks, and a few of the random steps, are done under the sanitizers (test_native.py).
+STEPS = 1_000_000
+RANDOM = ("random", "repeats", "threads")
+CHECKS = ("defects", "failures")
+
+
+def stress(*arguments: object) -> str:
+    program = next(p for p in native_build.programs() if p.name == "core_stress")
+    return run_program(native_build.build(program, "plain"), *map(str, arguments))
+
+
+def test_planted_defects_are_found_and_a_failed_call_changes_nothing() -> None:
+    stress(1, 1, *CHECKS)  # they have steps of their own
 
 
 @pytest.mark.slow
 def test_the_core_holds_for_many_random_steps() -> None:
-    stress = next(p for p in native_build.programs() if p.name == "core_stress")
-    printed = run_program(native_build.build(stress, "plain"), str(STEPS), "1", *PARTS)
-    steps = re.search(r"^operations (\d+)$", printed, re.MULTILINE)
+    steps = re.search(r"^operations (\d+)$", stress(STEPS, 1, *RANDOM), re.MULTILINE)
     assert steps is not None
     assert int(steps[1]) >= STEPS

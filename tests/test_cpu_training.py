@@ -25,7 +25,7 @@ core = pytest.importorskip("vramx._core", reason="the compiled core is not built
 TESTS = Path(__file__).resolve().parent
 MODELS = ("perceptron", "convolutional", "transformer")
 DEFECTS = ("early_free", "shared_address")
-STEPS = 50
+STEPS = (30, pytest.param(200, marks=pytest.mark.slow))
 LIMIT_S = 240
 
 
@@ -47,14 +47,19 @@ class Outcome:
         ]
 
 
+@pytest.fixture(scope="module", params=STEPS)
+def steps(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
+def outcome(steps: int, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
     """Run everything once; return a function from the name of a run to its outcome."""
     folder = tmp_path_factory.mktemp("cpu_training")
     # The perceptron computes with nothing but numbers: a wrong one is not taken for an index.
     runs = [f"{model}-core" for model in MODELS] + [f"perceptron-{defect}" for defect in DEFECTS]
     done = subprocess.run(
-        [sys.executable, "-m", "cpu_torch.program", str(folder), *runs],
+        [sys.executable, "-m", "cpu_torch.program", str(folder), str(steps), *runs],
         cwd=TESTS,
         env={**os.environ, "PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))},
         capture_output=True,
@@ -78,20 +83,22 @@ def disturbed(request: pytest.FixtureRequest, outcome: Callable[[str], Outcome])
     return outcome(f"{request.param}-core")
 
 
-def test_losses_and_parameters_are_bit_for_bit_those_of_plain_torch(disturbed: Outcome) -> None:
-    assert len(disturbed.arrays["plain/losses"]) == STEPS
+def test_losses_and_parameters_are_bit_for_bit_those_of_plain_torch(
+    disturbed: Outcome, steps: int
+) -> None:
+    assert len(disturbed.arrays["plain/losses"]) == steps
     assert np.isfinite(disturbed.arrays["plain/losses"]).all()
     assert disturbed.differences() == []
 
 
-def test_training_ran_on_the_core(disturbed: Outcome) -> None:
+def test_training_ran_on_the_core(disturbed: Outcome, steps: int) -> None:
     counts, stats = disturbed.report["counts"], disturbed.report["stats"]
     # The allocator counts what it was asked for, the harness what it handed to torch.
     assert counts["blocks"] == stats["allocation"]["all"]["allocated"]
     assert counts["bytes"] == stats["requested_bytes"]["all"]["allocated"]
     # Every step makes each parameter's gradient and every layer's output anew.
     tensors = sum(name.startswith("core/") for name in disturbed.arrays)
-    assert counts["blocks"] > STEPS * tensors
+    assert counts["blocks"] > steps * tensors
 
 
 def test_stitched_blocks_were_built_and_found_again(disturbed: Outcome) -> None:

@@ -80,6 +80,7 @@ def test_processes_agree_on_what_the_smallest_of_them_can_take(tmp_path: Path) -
 
 def test_out_of_memory_in_one_process_does_not_leave_the_other_waiting(tmp_path: Path) -> None:
     # run_on_two() fails where a process is still there after a minute.
-    waiting, failed = (each["said"] for each in run_on_two(partial(train, True), tmp_path))
+    both = run_on_two(partial(train, True), tmp_path, patience_s=10)
+    waiting, failed = (each["said"] for each in both)
     assert waiting.startswith("FailedTogetherError: another process failed in a step")
     assert failed.startswith("FailedTogetherError: out of memory in a step")

@@ -29,7 +29,7 @@ ARGUMENTS = {
     ("driver_contract", "asan"): ["sim"],
     ("driver_contract", "tsan"): ["sim"],
     ("core_stress", "asan"): ["20000", "1", *PARTS],
-    ("core_stress", "tsan"): ["40000", "1", "threads", "forks"],
+    ("core_stress", "tsan"): ["200000", "1", "threads", "forks"],
 }
 
 
@@ -51,12 +51,19 @@ def run_program(executable: Path, *arguments: str) -> str:
 
 # The units' only threads meet at the lock, as the stress's do; they would take half a minute.
 LEFT_OUT = ("core_units", "tsan")
+# Compiling everything for a second sanitizer is two fifths of what this file takes.
+LONG = {"asan": [], "tsan": [pytest.mark.slow]}
 
 
 @pytest.mark.parametrize(
     ("program", "sanitizer"),
     [
-        pytest.param(program, sanitizer, id=f"{program.name}-{sanitizer}")
+        pytest.param(
+            program,
+            sanitizer,
+            id=f"{program.name}-{sanitizer}",
+            marks=LONG[sanitizer],
+        )
         for program in programs()
         for sanitizer in SANITIZERS
         if (program.name, sanitizer) != LEFT_OUT
@@ -94,7 +101,11 @@ def test_driver_contract_holds_on_the_gpu() -> None:
     [
         ("asan", "int* p = new int[2]; p[argc + 1] = 1; delete[] p; return 0;"),
         ("asan", "int n = 2147483647; n += argc; return n == 0;"),
-        ("tsan", "int n = 0; std::thread t([&] { ++n; }); ++n; t.join(); return 0;"),
+        pytest.param(
+            "tsan",
+            "int n = 0; std::thread t([&] { ++n; }); ++n; t.join(); return 0;",
+            marks=LONG["tsan"],
+        ),
     ],
     ids=["out-of-bounds write", "signed overflow", "data race"],
 )

@@ -17,6 +17,7 @@ pytest.importorskip("torch")
 
 from fake_cuda import installed_torch, toolbox, write_shim
 
+import vramx
 from vramx.allocator import shim_build, shim_cache, toolchain
 from vramx.allocator.shim import Shim
 from vramx.allocator.torch_facts import read_torch, release_of
@@ -310,6 +311,11 @@ def test_the_sources_of_the_shim_travel_in_the_wheel(packed: Path) -> None:
 def test_the_entry_point_travels_in_the_wheel(packed: Path) -> None:
     text = next(packed.glob("*.egg-info")).joinpath("entry_points.txt").read_text()
     assert "[torch.backends]\nvramx = vramx._autoload:_autoload" in text
+
+
+def test_the_version_of_the_package_is_that_of_the_module(packed: Path) -> None:
+    text = next(packed.glob("*.egg-info")).joinpath("PKG-INFO").read_text()
+    assert f"\nVersion: {vramx.__version__}\n" in text
 
 
 def test_a_package_that_came_in_a_wheel_finds_its_sources(

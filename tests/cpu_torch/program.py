@@ -1,6 +1,6 @@
 """Trains models twice, each in one process: on torch's own memory, then through the core, alike.
 
-    python -m cpu_torch.program FOLDER MODEL-core|MODEL-early_free|MODEL-shared_address...
+    python -m cpu_torch.program FOLDER STEPS MODEL-core|MODEL-early_free|MODEL-shared_address...
 
 FOLDER/MODEL-MODE.npz gets the losses and every final tensor of the model of both trainings, as
 plain/... and core/..., and MODEL-MODE.json what the allocator did. `core` trains through the core
@@ -27,7 +27,6 @@ from cpu_torch.harness import DEFECTS, CpuAllocator
 from cpu_torch.models import Trained, train
 from vramx import _core
 
-STEPS = 50
 CAPACITY_BYTES = 256 * MIB
 GRANULARITY_BYTES = 64 * KIB
 DEFECT_PERIOD = 97  # of the blocks that a defect may hit
@@ -38,17 +37,19 @@ def arrays(name: str, trained: Trained) -> dict[str, Any]:
     return {f"{name}/losses": np.array(trained.losses), **tensors}
 
 
-def train_disturbed(model: str, devices: _core.Devices) -> tuple[Trained, dict[str, Any]]:
+def train_disturbed(
+    model: str, steps: int, devices: _core.Devices
+) -> tuple[Trained, dict[str, Any]]:
     ooms = 0
 
     def between(step: int) -> None:
         nonlocal ooms
         churn.between_steps(step)
-        if step == STEPS // 2:
+        if step == steps // 2:
             ooms = out_of_memory()
 
     with Churn(devices) as churn:
-        trained = train(model, STEPS, between)
+        trained = train(model, steps, between)
     return trained, {"disturbances": churn.calls, "ooms": ooms, "broken": churn.broken}
 
 
@@ -61,17 +62,17 @@ def out_of_memory() -> int:
     return 0
 
 
-def train_both(model: str, mode: str, folder: Path) -> None:
+def train_both(model: str, mode: str, steps: int, folder: Path) -> None:
     has_defect = mode in DEFECTS
-    plain = Trained([], []) if has_defect else train(model, STEPS)
+    plain = Trained([], []) if has_defect else train(model, steps)
     devices = _core.open_simulated(1, CAPACITY_BYTES, GRANULARITY_BYTES)
     allocator = CpuAllocator(devices.handle_address)
     report: dict[str, Any] = {}
     if has_defect:
         allocator.plant(mode, DEFECT_PERIOD)
-        trained = train(model, STEPS)
+        trained = train(model, steps)
     else:
-        trained, report = train_disturbed(model, devices)
+        trained, report = train_disturbed(model, steps, devices)
     np.savez(folder / f"{model}-{mode}.npz", **arrays("plain", plain), **arrays("core", trained))
     del plain, trained
     gc.collect()
@@ -82,14 +83,14 @@ def train_both(model: str, mode: str, folder: Path) -> None:
     (folder / f"{model}-{mode}.json").write_text(json.dumps(report))
 
 
-def fork_and_train(run: str, folder: Path) -> None:
+def fork_and_train(run: str, steps: int, folder: Path) -> None:
     child = os.fork()
     if child:
         os.waitpid(child, 0)
         return
     try:
         model, mode = run.split("-")
-        train_both(model, mode, folder)
+        train_both(model, mode, steps, folder)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -103,5 +104,5 @@ if __name__ == "__main__":
     # Fresh memory stays as the allocator left it.
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.optim.AdamW([torch.zeros(1)])  # imports what every run would
-    for run in sys.argv[2:]:
-        fork_and_train(run, Path(sys.argv[1]))
+    for run in sys.argv[3:]:
+        fork_and_train(run, int(sys.argv[2]), Path(sys.argv[1]))

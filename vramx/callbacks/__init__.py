@@ -29,18 +29,21 @@ _LIBRARIES = {
 __all__ = ["AccelerateMemory", "LightningMemory", "TransformersMemory"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LIBRARIES:
-        raise AttributeError(f"module 'vramx.callbacks' has no attribute {name!r}")
-    library = _LIBRARIES[name]
-    try:
-        module = importlib.import_module(f"vramx.callbacks.{library}")
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            f"{name} needs {library} ({error}); install it with: pip install {library}"
-        ) from None
-    value = globals()[name] = getattr(module, name)
-    return value
+# Hidden from type checkers, for which a module with __getattr__ has every name.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LIBRARIES:
+            raise AttributeError(f"module 'vramx.callbacks' has no attribute {name!r}")
+        library = _LIBRARIES[name]
+        try:
+            module = importlib.import_module(f"vramx.callbacks.{library}")
+        except ModuleNotFoundError as error:
+            raise MissingDependencyError(
+                f"{name} needs {library} ({error}); install it with: pip install {library}"
+            ) from None
+        value = globals()[name] = getattr(module, name)
+        return value
 
 
 def __dir__() -> list[str]:

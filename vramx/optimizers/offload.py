@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,15 +26,17 @@ from vramx.patch.change import Restorable
 from vramx.sizes import parse_size
 
 _BUCKET, _LEAST = "64MiB", "64KiB"
+# What is returned is what was given, wrappers included.
+Given = TypeVar("Given", bound=Optimizer)
 
 
 def offload_optimizer(
-    optimizer: Optimizer,
+    optimizer: Given,
     *,
     in_backward: bool = False,
     bucket: int | str = _BUCKET,
     least: int | str = _LEAST,
-) -> Optimizer:
+) -> Given:
     """Let an optimizer's states wait in pinned host memory between its steps.
 
     They stream through the GPU around the step of their parameters, some at a time, in both

@@ -15,7 +15,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -29,6 +29,7 @@ from vramx.recompute.inputs import Inputs
 from vramx.recompute.region import Region
 from vramx.recompute.structure import flatten
 
+Result = TypeVar("Result")
 _TORCH_PARAMETERS = inspect.signature(torch_checkpoint).parameters
 # What torch's checkpoint takes for itself, in any release; every other keyword is the function's.
 TORCH_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
@@ -46,13 +47,13 @@ class Settings:
 
 
 def checkpoint(
-    function: Callable[..., Any],
+    function: Callable[..., Result],
     *args: Any,
     level: str | Compression = "int8",
     offload: str | float | None = None,
     use_reentrant: bool | None = None,
     **kwargs: Any,
-) -> Any:
+) -> Result:
     """Run a function and keep its inputs only, packed; recompute in backward what it saves.
 
     A drop-in for torch.utils.checkpoint.checkpoint(use_reentrant=False). Tensors are found in
@@ -104,9 +105,11 @@ def checkpoint(
     """
     torch_options = {name: kwargs.pop(name) for name in TORCH_OPTIONS if name in kwargs}
     if torch.compiler.is_compiling():
-        return _torch_checkpoint(function, args, kwargs, torch_options)
-    settings = settings_of(level, offload, use_reentrant, torch_options)
-    return run(function, args, kwargs, settings)
+        result: Result = _torch_checkpoint(function, args, kwargs, torch_options)
+    else:
+        settings = settings_of(level, offload, use_reentrant, torch_options)
+        result = run(function, args, kwargs, settings)
+    return result
 
 
 def settings_of(
