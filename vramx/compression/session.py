@@ -30,7 +30,7 @@ from vramx.compression.normalised import MEAN_NORMS, NormalCodec, Waiting
 from vramx.compression.notices import tell_of_unknown
 from vramx.compression.operations import OperationMode, transformed
 from vramx.compression.policy import SavePolicy
-from vramx.compression.roots import POWERS, RootCodec
+from vramx.compression.roots import RootCodec, is_power
 from vramx.compression.saved import Codec, Copy, Holding, Payload, Pending, Reference, Restored
 from vramx.compression.sharing import Table, cast_source, range_key
 from vramx.compression.signs import SignCodec
@@ -164,13 +164,14 @@ class Session:
         outlive(tensor)
         form, values = self._formats.get(how) or self._format(*how)
         plain = (values, current_stream(tensor))
-        place = (*plain, operation.waiting.statistics.kind) if operation.waiting else plain
+        kind = _kind_of(operation)
+        place = plain if kind is None else (*plain, kind)
         key = range_key(tensor, geometry, storage, place)
         holding = self._table.find(key, storage)
         if holding is None:
             holding = self._pack_once(tensor, geometry, operation, form, place)
             self._table.add(key, storage, holding)
-            # Whoever reads the same without a norm is served as well by it.
+            # Whoever reads the same as it is, without a norm or a power, is served as well by it.
             self._table.offer(range_key(tensor, geometry, storage, plain), storage, holding)
         else:
             self._stats.record(operation.name, "", 0, 0, shared_bytes=nbytes)
@@ -231,7 +232,7 @@ class Session:
         function = function_of(tensor, operation)
         if function:
             return AngleCodec(self._codec, function)
-        return RootCodec(self._codec) if operation.name in POWERS else self._codec
+        return RootCodec(self._codec) if is_power(operation) else self._codec
 
     def _keep(
         self, tensor: torch.Tensor, operation: Operation, reason: str
@@ -293,6 +294,13 @@ class Session:
             for _, values in self._formats.values()
         ]
         return any(self._table.find(key, storage) is not None for key in keys)
+
+
+def _kind_of(operation: Operation) -> Hashable | None:
+    """Return what is packed in place of a tensor, None if its elements are."""
+    if operation.waiting is not None:
+        return operation.waiting.statistics.kind  # type: ignore[no-any-return]
+    return "roots" if is_power(operation) else None
 
 
 # Kept for what they are, not for whose memory they lie in: a look at the storage may save memory.
