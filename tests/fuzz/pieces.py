@@ -158,9 +158,11 @@ def scripted(x: Tensor) -> Tensor:
     return x * torch.tanh(x) + torch.tanh(x).exp()
 
 
-# Its first run only looks at types. From the second on backward is a graph, which rounds otherwise.
-for _ in range(2):
-    scripted(torch.ones(1, requires_grad=True)).sum().backward()
+# Its first run only looks at types, with autocast and without. From the second on backward is a
+# graph, which rounds otherwise.
+for _enabled in (False, False, True, True):
+    with torch.autocast("cpu", torch.bfloat16, enabled=_enabled):
+        scripted(torch.ones(1, requires_grad=True)).sum().backward()
 
 
 def on_side_stream(function: Any, x: Tensor) -> Tensor:
