@@ -17,10 +17,10 @@ SMOOTH_LINES = {
     "cube": "{0}.tanh().pow(3)",
     "dropout": "F.dropout({0}, 0.2, self.training)",
     "self_product": "{0} * {0}.tanh()",
-    "rms": "F.rms_norm({0}, ({0}.shape[-1],))",
     "lerp": "torch.lerp({0}, {0}.tanh(), 0.3)",
 }
 LINES = {
+    "rms": "F.rms_norm({0}, ({0}.shape[-1],))",
     "cancels": "{0} * 20 - {0}.tanh() * 19.5",
     "sharp": "({0} * 30).softmax(-1) * {0}",
     "chain": "F.silu(F.gelu(F.silu(F.gelu(F.silu(F.gelu({0} * 2)))))) * 4",
