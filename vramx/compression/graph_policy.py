@@ -80,11 +80,11 @@ def _is_power(user: fx.Node, argument: fx.Node) -> bool:
 
 
 def _sums_columns(node: fx.Node) -> bool:
-    if _name(node) not in ("sum", "mean"):
+    if _name(node) not in ("sum", "mean") or len(node.args) < 2:
         return False
     last = node.args[0].meta["val"].dim() - 1  # type: ignore[union-attr]
-    dims = node.args[1] if len(node.args) > 1 else range(last)
-    return all(dim not in (last, -1) for dim in dims)  # type: ignore[union-attr]
+    dims = node.args[1]
+    return isinstance(dims, (list, tuple)) and not {last, -1}.intersection(dims)
 
 
 def is_exact(saved: fx.Node) -> bool:
