@@ -157,7 +157,7 @@ def test_a_power_of_nothing_and_of_infinity() -> None:
 
 
 def test_powers_that_are_packed_as_other_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "POWERS", frozenset())
+    monkeypatch.setattr(session, "is_power", lambda _: False)
 
     def often() -> None:  # noise may round the small ones well, but not each time
         for _ in range(20):

@@ -15,7 +15,8 @@ from tests.fuzz.compare import FaultError, check
 from tests.fuzz.directed import PROGRAMS, program, setting
 from tests.fuzz.faults import FAULTS, ONLY_WITH_CUDA
 from tests.fuzz.search import search
-from vramx.compression import session
+from vramx.compression import policy, session
+from vramx.recompute.saturation import Saturations
 
 SEED = 20
 HERE = FAULTS | (ONLY_WITH_CUDA if torch.cuda.is_available() else {})
@@ -80,10 +81,81 @@ def test_a_factor_that_is_repeated_over_columns() -> None:
     check(program(("nn.BatchNorm1d(64)",), lines), setting())
 
 
-def test_a_power_of_a_power(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = ("h = (self.a(h) * 2).square().square().square()", "h = pieces.Divides.apply(h)")
+POWERS = {
+    "square": ".square().square().square()",
+    "product with itself": " * 1.5",
+    "power": ".pow(3).pow(3)",
+}
+
+
+@pytest.mark.parametrize("name", POWERS)
+def test_a_power_of_a_power(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a logarithm needs of them spans more decades than a step of a packed number does."""
+    products = ["h = h * h"] * 3 if name == "product with itself" else []
+    lines = (f"h = (self.a(h) * 2){POWERS[name]}", *products, "h = (h.abs() + 1e-6).log()")
     source = program(("nn.Linear(64, 64)",), lines)
     check(source, setting())
-    monkeypatch.setattr(session, "POWERS", frozenset())
+    monkeypatch.setattr(session, "is_power", lambda _: False)
+    monkeypatch.setattr(policy, "is_power", lambda _: False)
     with pytest.raises(FaultError):
         check(source, setting())
+
+
+def test_a_square_of_what_another_operation_has_packed() -> None:
+    lines = ("h = self.a(h)", "h = self.b(h) + (h.square() + 1e-4).log()")
+    check(program(("nn.Linear(64, 64)",) * 2, lines), setting())
+
+
+WIDE = "h = self.a(h) * torch.logspace(-1, 1, 64).to(h)"
+OFF = "h = self.a(h) + 300 * torch.linspace(-1.5, 1.5, 64).to(h)"
+VARIANCE = "h = (h - h.mean(1, True)) * (h.var(1, keepdim=True) + 1e-6).rsqrt()"
+SQUARES = "h = h * ((h * h).mean(1, True) + 1e-6).rsqrt()"
+
+
+@pytest.mark.parametrize(("columns", "norm"), [(WIDE, VARIANCE), (OFF, VARIANCE), (WIDE, SQUARES)])
+def test_a_norm_that_is_written_out(columns: str, norm: str) -> None:
+    lines = (columns, norm, "h = h * h.sigmoid()")
+    check(program(("nn.Linear(64, 64)",), lines), setting())
+
+
+@pytest.mark.parametrize("norm", [VARIANCE, SQUARES])
+def test_a_norm_that_is_written_out_in_a_graph(norm: str) -> None:
+    source = program(
+        ("nn.Linear(64, 64)", "torch.compile(Region(), backend='aot_eager')"),
+        (WIDE.replace("-1, 1", "-2, 2"), "with pieces.api.graphs():", "    h = self.b(h)"),
+        (norm, "h = h * h.sigmoid()"),
+    )
+    check(source, setting(style="none"))
+
+
+def test_gradients_that_float32_has_not_are_not_compared() -> None:
+    """Of an attention that looks at one key alone nothing is left but what rounding leaves."""
+    lines = (
+        "q, k, v = (self.a(h * 500) * 500).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)",
+        "h = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)",
+    )
+    check(program(("nn.Linear(64, 192)",), lines), setting(learns_input=False))
+
+
+def test_a_function_of_torchscript_has_one_result() -> None:
+    """Its first run alone rounds otherwise, as torch has it."""
+    lines = ("h = pieces.scripted(self.a(h))",)
+    evaluated = setting(style="module", training=False, exact=True)
+    check(program(("nn.Linear(64, 64)",), lines), evaluated)
+
+
+SATURATED = ("h.tanh()", "h.sigmoid()", "torch.erf(h)", "(h * 2).mT.tanh().mT", "h.double().tanh()")
+
+
+@pytest.mark.parametrize("line", SATURATED)
+def test_a_region_whose_input_saturates_it(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the gradient comes from elements that a step of the largest is large beside."""
+    source = program(
+        ("nn.Linear(64, 64)", "Region()"),
+        ("h = self.a(h) * 100", "h = pieces.api.checkpoint(self.b, h)"),
+        (f"h = {line}.to(h.dtype)",),
+    )
+    check(source, setting(style="none"))
+    monkeypatch.setattr(Saturations, "look_at", lambda *_: None)
+    with pytest.raises(FaultError):
+        check(source, setting(style="none"))

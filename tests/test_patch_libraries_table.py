@@ -2,6 +2,7 @@
 
 A cell works, with gradients as close to the exact ones as int8 is, or ends in one clear line; and
 after vramx.restore() the gradients are bit for bit those of a model that had only the library.
+interactions.py says which, and has the page of the documentation.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import interactions
 import pytest
 import torch
 import torch.distributed as dist
+from interactions import EXACT, FIRST, TOLD
 from optimize_tools import INT8_NOISE, LAYERS, decoder
 from torch import Tensor, nn
 
@@ -179,22 +182,6 @@ THEIRS: dict[str, Callable[[Any, Path], tuple[Any, Step]]] = {
     "EMA": averaged,
 }
 
-FIRST = ("ours", "theirs")
-
-# What ends in one line, of ours after theirs, and the words that it has.
-TOLD = {
-    ("fused", "FSDP2"): "derived from LlamaDecoderLayer",
-    ("planned", "compile"): "compiled already",
-}
-
-
-# A compiled graph keeps exactly what goes into it, and what it saves, as a VramxWarning says once.
-# A sharded block is of no known class: a plan packs what it saves, from 1 MiB, and it has less.
-EXACT = {
-    *((ours, "compile", first) for ours in ("packed", "recomputed") for first in FIRST),
-    ("planned", "FSDP2", "theirs"),
-}
-
 
 @pytest.fixture
 def one_process(tmp_path: Path) -> Iterator[None]:
@@ -228,6 +215,11 @@ def distance(found: list[Tensor], exact: list[Tensor]) -> float:
     assert len(found) == len(exact) > 0
     both = [torch.cat([g.flatten().double() for g in each]) for each in (found, exact)]
     return float((both[0] - both[1]).norm() / both[1].norm())
+
+
+def test_the_page_has_these_cells() -> None:
+    assert tuple(OURS) == tuple(interactions.OURS)
+    assert tuple(THEIRS) == tuple(interactions.THEIRS)
 
 
 @pytest.mark.usefixtures("one_process")

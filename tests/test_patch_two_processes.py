@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 import torch
 from distributed_tools import SHARDS_ON_HOSTS, run_on_two
+from interactions import FIRST, SPREAD_OURS, SPREAD_THEIRS, UNFUSED
 from patch_tools import OURS, error, inputs, is_equal, model
 from torch import Tensor, nn
 
-THEIRS = ("DDP", "FSDP2") if SHARDS_ON_HOSTS else ("DDP",)
-FIRST = ("ours", "theirs")
+THEIRS = SPREAD_THEIRS if SHARDS_ON_HOSTS else ("DDP",)
 CELLS = list(itertools.product(OURS, THEIRS, FIRST))
-# A block of a class of FSDP's is of no known family: the report says so, and nothing is fused.
-UNFUSED = ("fused", "FSDP2", "theirs")
 # Half a step of 126 to the largest of a group, which is four deviations, in each of eight tensors
 # that a block saves; their errors are independent.
 NEAR = 4 / 126 / 2 * (8 * 2) ** 0.5
@@ -82,6 +80,10 @@ def whole() -> list[Tensor]:
     net = model()
     net(inputs()).square().mean().backward()
     return [p.grad for p in net.parameters() if p.grad is not None]
+
+
+def test_the_page_has_these_cells() -> None:
+    assert tuple(OURS) == SPREAD_OURS
 
 
 @pytest.mark.parametrize("each", [each for each in CELLS if each != UNFUSED], ids="-".join)

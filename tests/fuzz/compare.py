@@ -4,7 +4,8 @@ A gradient is right if its cosine with the exact one is COSINE and its length is
 Or if its error is within three times the one that the whole program has in bfloat16, as where a sum
 cancels: no format of half the bits could promise more. A gradient that is smaller than that error,
 as of a weight before a norm that undoes it, is zero as far as bfloat16 can tell, and has no
-direction to compare.
+direction to compare. Nor has one that float32 itself gets wrong by as much, as float64 tells: of an
+attention that looks at one key alone nothing is left but what rounding leaves.
 
 The error is a random number, for stochastic rounding draws it, and the rule speaks of its size, not
 of its luck: a draw that breaks the rule is drawn DRAWS times more, and then the root of the mean of
@@ -106,7 +107,7 @@ def _check_gradients(
         if _is_alike(other, gradient):
             continue
         if allowed is None:
-            allowed = _errors_of_bfloat16(program, setting, number, exact)
+            allowed = _own_errors(program, setting, number, exact)
         own = allowed.get(name, 0.0)
         if own >= 1 or error <= TIMES_BFLOAT16 * own:
             continue
@@ -116,8 +117,8 @@ def _check_gradients(
             continue
         raise FaultError(
             f"step {number}: the gradient of {name} has an error of {error:.3g} (cosine "
-            f"{_cosine(other, gradient):.3f}), {off:.3g} in {len(drawn)} draws, {own:.3g} in "
-            "bfloat16"
+            f"{_cosine(other, gradient):.3f}), {off:.3g} in {len(drawn)} draws, {own:.3g} of its "
+            "own"
         )
 
 
@@ -161,18 +162,26 @@ def _cosine(found: Tensor, exact: Tensor) -> float:
     return float(one @ other) / lengths if lengths else float(torch.equal(one, other))
 
 
-def _errors_of_bfloat16(
+def _own_errors(
     program: type[nn.Module], setting: Setting, number: int, exact: Step
 ) -> dict[str, float]:
+    """Return the errors that the program has without packing: in bfloat16, and in float32."""
+    narrow = _gradients(program, setting, number, torch.bfloat16)
+    wide = _gradients(program, setting, number, torch.float64)
+    own = {}
+    for name, gradient in exact.gradients.items():
+        if gradient is not None and narrow[name] is not None and wide[name] is not None:
+            own[name] = max(_error(narrow[name], gradient), _error(gradient, wide[name]))
+    return own
+
+
+def _gradients(
+    program: type[nn.Module], setting: Setting, number: int, dtype: torch.dtype
+) -> dict[str, Any]:
     try:
-        gradients = run(program, setting, Plain(), torch.bfloat16)[number].gradients
+        return run(program, setting, Plain(), dtype)[number].gradients
     except RuntimeError as error:
-        raise UnusableError(f"in bfloat16: {error}") from error
-    return {
-        name: _error(g, exact.gradients[name])
-        for name, g in gradients.items()
-        if g is not None and exact.gradients[name] is not None
-    }
+        raise UnusableError(f"in {dtype}: {error}") from error
 
 
 def _check_ratio(program: type[nn.Module], setting: Setting, stats: Any) -> None:

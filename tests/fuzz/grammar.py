@@ -80,7 +80,8 @@ def take(w: Writer, h: Value, name: str) -> Value:
 # What more programs should have than its share in the list gives.
 _OFTEN = {
     "linear": 12,
-    "norm": 4,
+    "norm": 3,
+    "rms_norm": 2,
     "skip": 4,
     "attention": 4,
     "mlp": 3,

@@ -158,6 +158,13 @@ def scripted(x: Tensor) -> Tensor:
     return x * torch.tanh(x) + torch.tanh(x).exp()
 
 
+# Its first run only looks at types, with autocast and without. From the second on backward is a
+# graph, which rounds otherwise.
+for _enabled in (False, False, True, True):
+    with torch.autocast("cpu", torch.bfloat16, enabled=_enabled):
+        scripted(torch.ones(1, requires_grad=True)).sum().backward()
+
+
 def on_side_stream(function: Any, x: Tensor) -> Tensor:
     """Run a layer on another stream, whose input nobody else holds."""
     side = torch.cuda.Stream()

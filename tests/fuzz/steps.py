@@ -93,8 +93,13 @@ def mlp(w: Writer, h: Value) -> Value:
 
 @step("norm", smooth=True)
 def norm(w: Writer, h: Value) -> Value:
-    kind = w.choose(("LayerNorm", "RMSNorm"))
-    return w.let(f"{w.module(f'nn.{kind}({h.width})')}({h})", h.width)
+    return w.let(f"{w.module(f'nn.LayerNorm({h.width})')}({h})", h.width)
+
+
+@step("rms_norm")
+def rms_norm(w: Writer, h: Value) -> Value:
+    """Its rows are kept where they do not lie together in memory."""
+    return w.let(f"{w.module(f'nn.RMSNorm({h.width})')}({h})", h.width)
 
 
 @step("channel_norm", smooth=True)

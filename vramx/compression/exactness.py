@@ -26,6 +26,8 @@ NORMS = frozenset(
     }
 )
 
+# Not among the products are variances: backward subtracts the mean, of which a packed argument is
+# the step's noise away, and what reads them divides by a root of theirs.
 # Products element by element, of tensors that may be expanded to each other.
 FACTORS = frozenset({"mul", "multiply", "addcmul", "lerp"})
 PRODUCTS = FACTORS | frozenset(
@@ -38,7 +40,7 @@ PRODUCTS = FACTORS | frozenset(
         *(f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3)),
         # The noise of dropout: zeros and one other number.
         *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "native_dropout"),
-        *("feature_dropout", "feature_alpha_dropout", "var", "var_mean"),
+        *("feature_dropout", "feature_alpha_dropout"),
     }
 )
 # Their slopes change by about as much as their argument, or their result, where that is saved. Of

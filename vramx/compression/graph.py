@@ -29,7 +29,7 @@ from torch import Tensor, fx
 from vramx.compression import random, reference
 from vramx.compression.asked import options_of
 from vramx.compression.config import Compression, Format
-from vramx.compression.graph_policy import is_exact, saturates
+from vramx.compression.graph_policy import is_exact, is_normalised, is_statistic, saturates
 from vramx.errors import UnsupportedTorchError
 from vramx.kernels.layout import has_outliers
 
@@ -299,8 +299,9 @@ def _is_exact_here() -> bool:
     context = _hook_context()
     if context is None:
         return True
-    saved = context["_node"].name
-    if saturates(context["_node"]):
+    made = context["_node"]
+    saved = made.name
+    if saturates(made) or is_normalised(made) or is_statistic(made):
         return True
     for node in context["_bw_graph"].find_nodes(op="placeholder"):
         if node.name == saved:

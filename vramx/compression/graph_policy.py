@@ -7,6 +7,7 @@ node to its users.
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from vramx.compression import exactness
@@ -36,12 +37,54 @@ _PASSES = frozenset(
     }
 )
 _SATURATE = frozenset({"tanh", "sigmoid"})  # decomposed, their backward is one of products
+_REPEATS = frozenset({"mul", "div", "expand"})
+_STATISTIC_RATIO = 16  # as in policy.py
 _DEPTH = 8
 
 
 def saturates(made: fx.Node) -> bool:
     """Tell whether a node of the forward graph is a result whose slope vanishes at its ends."""
     return _name(made) in _SATURATE
+
+
+def is_normalised(made: fx.Node) -> bool:
+    """Tell whether the sum of a node's squares is taken across rows, as a norm of columns does.
+
+    Columns may differ in scale by decades, and a group has elements of many.
+    """
+    for user in made.users:
+        if _name(user).startswith("var"):
+            return True
+        if _is_power(user, made) and any(map(_sums_columns, user.users)):
+            return True
+    return False
+
+
+def is_statistic(made: fx.Node) -> bool:
+    """Tell whether a node is a factor that is repeated over many elements of another.
+
+    Columns may differ in scale by decades, and each of its elements weighs for all of a column.
+    """
+    least = _STATISTIC_RATIO * _elements(made)
+    return any(_name(user) in _REPEATS and _elements(user) >= least for user in made.users)
+
+
+def _elements(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, torch.Tensor) else 0
+
+
+def _is_power(user: fx.Node, argument: fx.Node) -> bool:
+    name = _name(user)
+    return name in ("pow", "square") or (name == "mul" and user.args[:2] == (argument, argument))
+
+
+def _sums_columns(node: fx.Node) -> bool:
+    if _name(node) not in ("sum", "mean") or len(node.args) < 2:
+        return False
+    last = node.args[0].meta["val"].dim() - 1  # type: ignore[union-attr]
+    dims = node.args[1]
+    return isinstance(dims, (list, tuple)) and not {last, -1}.intersection(dims)
 
 
 def is_exact(saved: fx.Node) -> bool:

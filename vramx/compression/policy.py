@@ -31,6 +31,7 @@ from vramx.compression.exactness import (
 )
 from vramx.compression.fakes import PLAIN
 from vramx.compression.geometry import covered_elements
+from vramx.compression.roots import comes_of_power, is_power
 from vramx.compression.weights import (
     derives_from_parameter,
     is_parameter,
@@ -189,7 +190,8 @@ class SavePolicy:
             return _CHOICES[self._bits] if packed else _KEPT[POLICY]
         if operation.name in NORMS:
             return self._norm(tensor, operation)
-        return _KEPT[POLICY] if operation.needs_exact else _CHOICES[self._bits]
+        exact = operation.needs_exact or (is_power(operation) and comes_of_power(tensor))
+        return _KEPT[POLICY] if exact else _CHOICES[self._bits]
 
     def _norm(self, tensor: torch.Tensor, operation: Operation) -> Choice:
         """Pack rows that are divided by a norm of their own in groups of their own.

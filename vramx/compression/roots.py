@@ -1,9 +1,10 @@
 """Arguments of powers, packed as roots: the product that backward makes of them spans more decades.
 
-The slope of a square is 2 x. Where a power is taken of a power, most of a group are next to nothing
-beside its largest, and gradients may come from these (a logarithm follows, or a norm). A step of
-the root is less of x the smaller x is. With values spread as a normal distribution's the error is
-an eighth larger than a step of x itself would make it.
+The slope of a square is 2 x, however it is written. Most of a group may be next to nothing beside
+its largest, and gradients may come from these (a logarithm follows, or a norm). A step of the root
+is less of x the smaller x is. With values spread as a normal distribution's the error is an eighth
+larger than a step of x itself would make it. The argument of a power of a power spans more decades
+than its roots do: policy.py keeps it.
 
 No state. Rounded stochastically a square is a quarter of a root's step squared above what it was at
 the most: of 127 steps to the largest, 2**-16 of that.
@@ -11,13 +12,74 @@ the most: of 127 steps to the largest, 2**-16 of that.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from vramx.compression.calls import Operation
 from vramx.kernels.launch import Function
 
-# Operations that multiply their one tensor by itself.
+# Operations that multiply their one tensor by itself, and those whose two tensors may be one.
 POWERS = frozenset({"square", "pow"})
+_PRODUCTS = frozenset({"mul", "multiply"})
+# Nodes of one argument, and of sums and products with numbers, through which decades are the same.
+_SCALED = frozenset(
+    f"{name}Backward0"
+    for name in (
+        *(
+            "Mul",
+            "Div",
+            "Neg",
+            "Add",
+            "Sub",
+            "View",
+            "UnsafeView",
+            "ReshapeAlias",
+            "T",
+            "Transpose",
+        ),
+        *("Permute", "ToCopy", "Clone", "Select", "Unsqueeze", "Squeeze", "Expand", "Slice"),
+    )
+)
+_WALK = 8
+
+
+def is_power(operation: Operation) -> bool:
+    """Tell whether an operation multiplies a tensor by itself.
+
+    Example:
+        >>> x = torch.ones(2)
+        >>> [is_power(Operation("mul", args, {})) for args in ((x, x), (x, x + 1))]
+        [True, False]
+    """
+    if operation.name in POWERS:
+        return True
+    if operation.name not in _PRODUCTS:
+        return False
+    factors = operation.tensors
+    return len(factors) == 2 and factors[0] is factors[1]
+
+
+def comes_of_power(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a power, or a multiple of one.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> comes_of_power(1 + 2 * x**2), comes_of_power(3 * x * x), comes_of_power(3 * x)
+        (True, False, False)
+    """
+    node: Any = tensor.grad_fn
+    for _ in range(_WALK):
+        if node is None:
+            return False
+        name, before = node.name(), [each for each, _ in node.next_functions if each is not None]
+        if name == "PowBackward0" or (name == "MulBackward0" and before[1:] == before[:1]):
+            return True
+        if name not in _SCALED or len(before) != 1:
+            return False
+        node = before[0]
+    return False
 
 
 class Root:

@@ -31,7 +31,7 @@ from vramx.compression.normalised import MEAN_NORMS, Normal, Waiting
 from vramx.compression.notices import tell_of_unknown
 from vramx.compression.operations import OperationMode, transformed
 from vramx.compression.policy import SavePolicy
-from vramx.compression.roots import POWERS, ROOT
+from vramx.compression.roots import ROOT, is_power
 from vramx.compression.saved import Codec, Copy, Holding, Payload, Pending, Reference, Restored
 from vramx.compression.sharing import Table, cast_source, range_key
 from vramx.compression.signs import SIGN
@@ -170,14 +170,15 @@ class Session:
         outlive(tensor)
         form, values = self._formats.get(how) or self._format(*how)
         plain = (values, current_stream(tensor))
-        place = (*plain, operation.waiting.statistics.kind) if operation.waiting else plain
+        kind = _kind_of(operation)
+        place = plain if kind is None else (*plain, kind)
         key = range_key(tensor, geometry, storage, place)
         holding = self._table.find(key, storage)
         if holding is None:
             holding = self._pack_once(tensor, geometry, operation, form, place)
             self._table.add(key, storage, holding)
             if place is not plain:
-                # Whoever reads the same without a norm is served as well by it.
+                # Whoever reads the same as it is, without a norm or a power, is served by it too.
                 self._table.offer(range_key(tensor, geometry, storage, plain), storage, holding)
         else:
             self._stats.record(operation.name, "", 0, 0, shared_bytes=nbytes)
@@ -304,7 +305,14 @@ def _mapping(
     function = function_of(tensor, operation)
     if function:
         return ANGLES[function]
-    return ROOT if operation.name in POWERS else None
+    return ROOT if is_power(operation) else None
+
+
+def _kind_of(operation: Operation) -> Hashable | None:
+    """Return what is packed in place of a tensor, None if its elements are."""
+    if operation.waiting is not None:
+        return operation.waiting.statistics.kind  # type: ignore[no-any-return]
+    return "roots" if is_power(operation) else None
 
 
 # Kept for what they are, not for whose memory they lie in: a look at the storage may save memory.

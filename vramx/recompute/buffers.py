@@ -99,7 +99,7 @@ def modules_of(function: Any, leaves: Iterable[Any]) -> list[nn.Module]:
     roots: dict[int, nn.Module] = {}
     for value in (function, *leaves):
         _add_roots(roots, value)
-    parts = {id(part): part for root in roots.values() for part in root.modules() if part._buffers}
+    parts = {id(part): part for root in roots.values() for part in root.modules()}
     return list(parts.values())
 
 

@@ -92,7 +92,8 @@ def checkpoint(
         the operation once. A policy that gives an operation such a level says that it is smooth.
     Sync: never waits for the device.
 
-    Within another checkpoint, under torch.no_grad(), and where torch.compile traces the call, this
+    Within a transform of torch.func the function runs as it is, and nothing is recomputed. Within
+    another checkpoint, under torch.no_grad(), and where torch.compile traces the call, this
     is torch's checkpoint: nothing is kept here, or the compiler decides about it.
 
     Example:
@@ -152,6 +153,9 @@ def run(
     # While it traces, dynamo must meet torch's own function first: that one it knows.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return _torch_checkpoint(function, args, kwargs, settings.torch_options)
+    if torch._C._are_functorch_transforms_active():
+        # torch's checkpoint knows no transforms: it refuses, or recomputes another function.
+        return function(*args, **kwargs)
     leaves, structure = flatten((args, kwargs))
     if not _keeps_inputs(settings):
         region = Region(function, structure, (args, kwargs), None)

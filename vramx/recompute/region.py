@@ -1,11 +1,13 @@
 """The function of a checkpoint as torch calls it: first in forward, then to recompute.
 
 In forward it gets the caller's arguments, in a recomputation new containers around decoded tensors,
-objects as they were before the call, and buffers that it may write into. The first call of a kind
-is watched (watch.py): what ran decides how the inputs are kept. A recomputation from packed inputs
-is watched too, for it may take a way that the watched call did not take.
+objects as they were before the call, parameters that its modules had, and buffers that it may write
+into. The first call of a kind is watched (watch.py): what ran decides how the inputs are kept. A
+recomputation from packed inputs is watched too, for it may take a way that the watched call did not
+take.
 
-One thread at a time. Nothing here holds a tensor of the region once it has run, but for buffers.
+One thread at a time. Nothing here holds a tensor of the region once it has run, but for buffers
+and for parameters.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from vramx.errors import RecomputationError
 from vramx.recompute import verdicts
 from vramx.recompute.buffers import Buffers, modules_of
 from vramx.recompute.inputs import Inputs
+from vramx.recompute.members import Members
 from vramx.recompute.norms import Norm
 from vramx.recompute.objects import Before, as_before
 from vramx.recompute.structure import Structure
@@ -54,6 +57,7 @@ class Region:
         self._is_watched = False
         self._key: Hashable | None = None
         self._buffers: Buffers | None = None
+        self._members: Members | None = None
 
     def leaves_of(self, leaves: list[Any]) -> list[Any]:
         """Return the leaves for torch to keep: objects as they are now."""
@@ -65,7 +69,8 @@ class Region:
         args, kwargs = self._arguments
         self._arguments = None
         inputs, self._inputs = self._inputs, None
-        self._buffers = Buffers(modules_of(self._function, leaves))
+        modules = modules_of(self._function, leaves)
+        self._buffers, self._members = Buffers(modules), Members(modules)
         if inputs is not None and inputs.may_pack and not self._vouched:
             result = self._run_to_pack(args, kwargs, leaves, inputs.tensors)
         else:
@@ -98,7 +103,8 @@ class Region:
         found = [leaf.again() if isinstance(leaf, Before) else leaf for leaf in leaves]
         args, kwargs = self._structure.rebuild(found)
         assert self._buffers is not None
-        with self._buffers.restored():
+        assert self._members is not None
+        with self._members.restored(), self._buffers.restored():
             if not self._is_watched:
                 return self._function(*args, **kwargs)
             with Operators(self._refuse, self._allowed):

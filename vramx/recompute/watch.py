@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramx.recompute.norms import Norm, Readers
+from vramx.recompute.saturation import Saturations
 from vramx.recompute.smooth import holds_floats, is_smooth, leaves_unfilled, name_of
 from vramx.recompute.structure import flatten
 
@@ -42,7 +43,7 @@ class Operators(TorchDispatchMode):
         self,
         on_rough: Callable[[str], None],
         allowed: frozenset[str],
-        readers: Readers | None = None,
+        readers: Sequence[Readers | Saturations] = (),
     ) -> None:
         super().__init__()
         self._on_rough = on_rough
@@ -73,8 +74,8 @@ class Operators(TorchDispatchMode):
             if name.split("::")[-1] not in self._allowed:
                 self._on_rough(name)
         result = func(*args, **kwargs)
-        if self._readers is not None:
-            self._readers.look_at(name_of(func), args, result)
+        for reader in self._readers:
+            reader.look_at(name_of(func), args, result)
         if isinstance(result, Tensor) and leaves_unfilled(func, result):
             self._unfilled = result
         return result
@@ -119,6 +120,7 @@ class Watch:
         self.rough = ""
         self._allowed = allowed
         self._readers = Readers(inputs)
+        self._saturations = Saturations(inputs, self._note, allowed)
 
     @property
     def norms(self) -> dict[int, Norm]:
@@ -127,7 +129,8 @@ class Watch:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Watch what runs on this thread meanwhile."""
-        operators = Operators(self._note, self._allowed, self._readers)
+        readers = (self._readers, self._saturations)
+        operators = Operators(self._note, self._allowed, readers)
         with _Reads(self._note), operators:
             yield
         operators.finish()
