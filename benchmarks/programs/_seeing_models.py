@@ -19,7 +19,8 @@ from benchmarks.programs._report import sized
 
 VOCABULARY = sized(32_000, 512)
 CLASSES = 1000
-TEXT = sized((32, 512), (2, 32))  # sequences and tokens: as many as let a GPU set the pace
+TEXT = sized((8, 512), (2, 32))  # sequences and tokens
+MANY = sized((32, 512), (2, 32))  # as many as let a GPU set the pace
 IMAGES = sized((96, 224), (2, 64))  # and pixels a side
 WAYS = ("eager", "amp", "checkpoint")
 
@@ -33,7 +34,7 @@ class Training:
     step: Callable[[], Tensor]
 
 
-def llama(way: str = "eager") -> Training:
+def llama(way: str = "eager", text: tuple[int, int] = TEXT) -> Training:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -47,10 +48,10 @@ def llama(way: str = "eager") -> Training:
         use_cache=False,
         attn_implementation="sdpa",
     )
-    return language_model(LlamaForCausalLM(config), way)
+    return language_model(LlamaForCausalLM(config), way, text)
 
 
-def gpt2(way: str = "eager") -> Training:
+def gpt2(way: str = "eager", text: tuple[int, int] = TEXT) -> Training:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -64,7 +65,7 @@ def gpt2(way: str = "eager") -> Training:
         eos_token_id=0,
         attn_implementation="sdpa",
     )
-    return language_model(GPT2LMHeadModel(config), way)
+    return language_model(GPT2LMHeadModel(config), way, text)
 
 
 def resnet50() -> Training:
@@ -88,13 +89,13 @@ def small_layers() -> Training:
     return _training(model, optimizer, lambda: model(rows).square().mean(), False)
 
 
-def language_model(model: Any, way: str) -> Training:
+def language_model(model: Any, way: str, text: tuple[int, int]) -> Training:
     """Return the training of a causal language model in one of WAYS, by AdamW."""
     model = model.to(_device()).train()
     if way == "checkpoint":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tokens = torch.randint(0, VOCABULARY, TEXT, device=_device())
+    tokens = torch.randint(0, VOCABULARY, text, device=_device())
     return _training(
         model, optimizer, lambda: model(input_ids=tokens, labels=tokens).loss, way == "amp"
     )

@@ -24,15 +24,15 @@ from torch.nn.modules import module as modules
 
 import vramx
 from benchmarks.programs._report import SEED, Recorder, report, sized
-from benchmarks.programs._seeing_models import Training, gpt2, llama, resnet50, small_layers
+from benchmarks.programs._seeing_models import MANY, Training, gpt2, llama, resnet50, small_layers
 
 ROUNDS = sized(9, 2)
 STEPS = {"small_layers": sized(30, 2)}
 STEPS_OF_OTHERS = sized(4, 1)
 WARM_UP = sized(4, 1)
 TRAININGS: dict[str, Callable[[], Training]] = {
-    "llama_amp": lambda: llama("amp"),
-    "gpt2_amp": lambda: gpt2("amp"),
+    "llama_amp": lambda: llama("amp", MANY),
+    "gpt2_amp": lambda: gpt2("amp", MANY),
     "resnet50": resnet50,
     "small_layers": small_layers,
 }
