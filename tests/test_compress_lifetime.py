@@ -85,7 +85,7 @@ def test_what_is_kept_is_not_recorded(recorded: set[int]) -> None:
 @pytest.mark.parametrize("level", ["int8", "int4"])
 def test_the_input_of_a_checkpoint_is_recorded(level: str, recorded: set[int]) -> None:
     x = torch.randn(1024, 512, requires_grad=True) * 1.0
-    vramx.checkpoint(torch.tanh, x, level=level)
+    vramx.checkpoint(torch.sin, x, level=level)
     assert address(x) in recorded
 
 

@@ -126,7 +126,9 @@ def test_gradients_of_a_recomputed_block_take_the_place_of_what_was_made_again(
     peak, gradients = peak_and_gradients()
     monkeypatch.setattr(passes, "may_be_overwritten", lambda *_: False)
     other, expected = peak_and_gradients()
-    assert other - peak >= 0.9 * 16 * INPUT_BYTES
+    # A tensor of what is inside, which is gone where the last weight's gradient is made.
+    inside, weight = 16 * INPUT_BYTES, block.linear2.weight.numel() * 2
+    assert other - peak >= 0.9 * (inside - weight)
     assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
 
 

@@ -31,7 +31,7 @@ from vramx.compression.exactness import (
 )
 from vramx.compression.fakes import PLAIN
 from vramx.compression.geometry import covered_elements
-from vramx.compression.roots import comes_of_power, is_power
+from vramx.compression.roots import MAYBE_POWERS, comes_of_power, is_power
 from vramx.compression.weights import (
     derives_from_parameter,
     is_parameter,
@@ -263,7 +263,12 @@ def _plain_choices(bits: int, rules: tuple[Rule, ...]) -> dict[str, Choice]:
     named = _rules_by_operation(rules)
     found = dict.fromkeys(PRODUCTS | SMOOTH | SIZE_ONLY, _CHOICES[bits or MASK_BITS])
     found |= dict.fromkeys(SIGN_ONLY, _CHOICES[MASK_BITS])
-    return {n: c for n, c in found.items() if _canonical(n) not in named and not _is_attention(n)}
+    # Attention, and what may be the power of a power, depend on what they are called with.
+    return {
+        name: choice
+        for name, choice in found.items()
+        if _canonical(name) not in named and not _is_attention(name) and name not in MAYBE_POWERS
+    }
 
 
 def _is_attention(name: str) -> bool:

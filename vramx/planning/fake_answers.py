@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
@@ -96,6 +97,9 @@ def answering() -> Iterator[None]:
         for function, replacement in REPLACED.items():
             called = _heard(function, replacement)
             stack.enter_context(mock.patch.object(torch.nn.functional, function.__name__, called))
+        # A fake tensor has torch initialise the GPU that is_available() tells of.
+        if hasattr(fake_tensor, "init_gpu_context"):
+            stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", _constant(None)))
         # Kernels of cuDNN without data are in no build; torch's own keep about as much.
         stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         yield
