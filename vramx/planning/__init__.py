@@ -32,7 +32,8 @@ The peak of a step that is not run:
     step_programs.py  a step, or the loop around a model
     program.py    what a step refers to, and a copy of it without data
     fake_gpu.py   a GPU that is not there; fake_kernels.py what torch would choose on it,
-                  fake_answers.py what torch.cuda and libraries are told of it
+                  fake_answers.py what torch.cuda and libraries are told of it, fake_device.py
+                  what C++ is
     recording.py  what is allocated, and where the program is
 
 The largest batch of a step that is run:

@@ -2,8 +2,7 @@
 
 Within fake_gpu(), torch's FakeTensorMode computes shapes instead of values for tensors on "cuda:0",
 whether or not there is a GPU, and torch.cuda says what it says where there is one. Three things are
-not torch's own. Where there is no GPU, the guard of the meta device, which asks no driver, stands
-in for the one of CUDA, which a CPU-only build of torch has not and others cannot use. Backward runs
+not torch's own. Where there is no GPU, C++ is told that there is one (fake_device.py). Backward runs
 on the calling thread. And the engine, which asks for the device of each gradient to find its
 stream, is told "meta", which has none; all else, autocast and dropout say, is told "cuda".
 
@@ -13,9 +12,7 @@ Everything is put back on leaving. Not thread-safe: other threads must not use t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,13 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramx.errors import UntraceableError
 from vramx.planning.fake_answers import answering, fakes_for_each, unpacked
+from vramx.planning.fake_device import guarded
 from vramx.planning.fake_kernels import REPLACED, bounded, read_value
 
 GPU = torch.device("cuda:0")
 _META = torch.device("meta")
-# c10::DeviceType, and the registry of guards that c10 exports.
-_CUDA_TYPE, _META_TYPE, _TYPES = 1, 14, 20
-_REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 
 
 class FakeGpu:
@@ -74,7 +69,7 @@ class FakeGpu:
 
     def guarded(self) -> contextlib.AbstractContextManager[None]:
         """Have a guard for CUDA where torch has none, for as long as fake tensors are there."""
-        return _guarded() if self.is_cuda else contextlib.nullcontext()
+        return guarded() if self.is_cuda else contextlib.nullcontext()
 
     def like(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Return a tensor without data that stands for one; tensors of one storage share one."""
@@ -94,28 +89,6 @@ class FakeGpu:
         if isinstance(tensor, torch.nn.Parameter):
             made = torch.nn.Parameter(made, tensor.requires_grad)
         return made.requires_grad_(tensor.requires_grad)
-
-
-@contextlib.contextmanager
-def _guarded() -> Iterator[None]:
-    """Where there is no GPU, have a guard for CUDA that asks no driver."""
-    if torch.cuda.is_available():
-        yield
-        return
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-        registry = (ctypes.c_void_p * _TYPES).in_dll(library, _REGISTRY)
-    except (OSError, ValueError) as error:
-        raise UntraceableError(
-            f"this build of torch cannot be told of a GPU that is not there ({error}); predict on "
-            "Linux, or with device='cpu'"
-        ) from None
-    before = registry[_CUDA_TYPE]
-    registry[_CUDA_TYPE] = registry[_META_TYPE]
-    try:
-        yield
-    finally:
-        registry[_CUDA_TYPE] = before
 
 
 @contextlib.contextmanager

@@ -47,7 +47,8 @@ CUBLAS_BYTES = 32 * MIB
 # the libraries, so it stands beside the peak and never in it.
 CONTEXT_BYTES = 512 * MIB
 _NO_WORKSPACES = "workspaces of cuDNN, which it chooses when it runs, are not counted"
-_TWO_DEVICES = "FakeTensorDeviceMismatchError"
+# As torch 2.13 says it, and as releases before it do.
+_TWO_DEVICES = ("found at least two devices", "found two different devices")
 _ON_THE_HOST = (
     "; what the step refers to is taken to be on a GPU, and what it makes is where it makes it: "
     "make it before the step, or on the device of the model's parameters"
@@ -241,7 +242,7 @@ def _named(recording: Recording) -> Iterator[None]:
                 "(torch.library.register_fake)"
             ) from error
         text = " ".join(str(error).split())[:300]
-        if type(error).__name__ == _TWO_DEVICES:
+        if any(words in text for words in _TWO_DEVICES):
             text += _ON_THE_HOST
         raise UntraceableError(
             f"the step fails without data, in {place}: {type(error).__name__}: {text}"
