@@ -2,8 +2,8 @@
 
 Within fake_gpu(), torch's FakeTensorMode computes shapes instead of values for tensors on "cuda:0",
 whether or not there is a GPU, and torch.cuda says what it says where there is one. Three things are
-not torch's own. Where there is no GPU, C++ is told that there is one (fake_device.py). Backward runs
-on the calling thread. And the engine, which asks for the device of each gradient to find its
+not torch's own. Where there is no GPU, C++ is told that there is one (fake_device.py). Backward
+runs on the calling thread. And the engine, which asks for the device of each gradient to find its
 stream, is told "meta", which has none; all else, autocast and dropout say, is told "cuda".
 
 Everything is put back on leaving. Not thread-safe: other threads must not use torch meanwhile.
