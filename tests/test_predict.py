@@ -458,6 +458,26 @@ def test_a_step_may_ask_what_the_gpu_is() -> None:
     assert vramx.predict(step, policies="live").peak_bytes() > 132 * 64 * 4
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(1000, 64), nn.Linear(64, 1000, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.words(x)).sum()
+
+
+def test_tied_weights_that_are_moved_stay_tied() -> None:
+    def step() -> None:
+        model = Tied().to("cuda").bfloat16()
+        assert model.head.weight is model.words.weight
+        assert len(list(model.parameters())) == 1
+        model(torch.zeros(8, dtype=torch.long, device="cuda")).backward()
+
+    vramx.predict(step, policies="live", steps=1)
+
+
 def test_a_read_float_is_assumed() -> None:
     model = Stack(1)
 

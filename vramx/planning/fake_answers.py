@@ -88,7 +88,7 @@ def answering() -> Iterator[None]:
         state = _constant(torch.zeros(16, dtype=torch.uint8))
         stack.enter_context(mock.patch.object(torch.cuda, "get_rng_state", state))
         stack.enter_context(mock.patch.object(torch.cuda, "set_rng_state", _constant(None)))
-        stack.enter_context(mock.patch.object(torch.nn.Module, "_apply", _apply))
+        stack.enter_context(mock.patch.object(torch.nn.Module, "_apply", _mover()))
         kernels = (("_capability", (9, 0)), ("_prefers_cudnn", False))
         for name, answer in kernels:  # both are remembered for the device that is really there
             stack.enter_context(mock.patch.object(attention_kernels, name, _constant(answer)))
@@ -151,16 +151,37 @@ def _constant(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
-def _apply(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> torch.nn.Module:
-    """Do what Module._apply does, which cannot exchange parameters that are fake."""
-    for child in self.children() if recurse else ():
-        child._apply(fn)
-    for name, parameter in self._parameters.items():
-        if parameter is not None:
-            with torch.no_grad():
-                moved = fn(parameter)
-            if moved is not parameter:
-                self._parameters[name] = torch.nn.Parameter(moved, parameter.requires_grad)
-    for name, buffer in self._buffers.items():
-        self._buffers[name] = buffer if buffer is None else fn(buffer)
-    return self
+def _mover() -> Callable[..., torch.nn.Module]:
+    """Return what does Module._apply, which cannot exchange parameters that are fake.
+
+    A parameter that two modules share is one afterwards, as it is where torch exchanges its data.
+    """
+    moved: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
+    depth = 0
+
+    def apply(
+        self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True
+    ) -> torch.nn.Module:
+        nonlocal depth
+        depth += 1
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in moved:
+                    moved[id(parameter)] = parameter, _moved(parameter, fn)
+                self._parameters[name] = moved[id(parameter)][1]
+        for name, buffer in self._buffers.items():
+            self._buffers[name] = buffer if buffer is None else fn(buffer)
+        depth -= 1
+        if not depth:
+            moved.clear()
+        return self
+
+    return apply
+
+
+def _moved(parameter: torch.nn.Parameter, fn: Callable[..., Any]) -> torch.nn.Parameter:
+    with torch.no_grad():
+        data = fn(parameter)
+    return parameter if data is parameter else torch.nn.Parameter(data, parameter.requires_grad)
