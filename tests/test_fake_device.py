@@ -1,4 +1,4 @@
-"""What torch's C++ is told of a GPU that is not there: what is exchanged, and that it is put back."""
+"""What torch's C++ is told of a GPU that is not there: it is exchanged, and put back."""
 
 from __future__ import annotations
 

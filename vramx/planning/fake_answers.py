@@ -21,6 +21,7 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
 from vramx.nn import attention_kernels
+from vramx.nn.operators import Operator
 from vramx.planning.fake_kernels import REPLACED
 
 # What a program asks of torch.cuda before it computes. Compute capability 9.0 is an H100's.
@@ -92,6 +93,8 @@ def answering() -> Iterator[None]:
         kernels = (("_capability", (9, 0)), ("_prefers_cudnn", False))
         for name, answer in kernels:  # both are remembered for the device that is really there
             stack.enter_context(mock.patch.object(attention_kernels, name, _constant(answer)))
+        # Operators of vramx run what they are made of, so that it is seen what they take within.
+        stack.enter_context(mock.patch.object(Operator, "is_watched", _constant(False)))
         available = "is_flash_attention_available"
         stack.enter_context(mock.patch.object(torch.backends.cuda, available, _constant(True)))
         for function, replacement in REPLACED.items():
