@@ -664,6 +664,11 @@ OTHERS = (
 
 @pytest.mark.parametrize("step", OTHERS, ids=lambda step: step.__name__)
 def test_programs_of_other_kinds_are_followed(step: Any) -> None:
-    row = vramx.predict(step, policies="live").row()
+    try:
+        row = vramx.predict(step, policies="live").row()
+    except UntraceableError as error:
+        if torch.__version__ >= "2.9" or "no fake kernel" not in str(error):
+            raise
+        pytest.skip(f"this torch cannot without data: {error}")
     assert row.peak_bytes["live"] > row.before_bytes > 0
     assert all(p.grad is None for p in (*LAYER.parameters(), *BAG.parameters()))

@@ -40,8 +40,11 @@ class FakeGpu:
     """
 
     def __init__(self, kind: str = "cuda") -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.is_cuda = kind == "cuda"
+        # Else an operation that has no fake kernel runs on the GPU itself, and takes its memory.
+        self.mode = FakeTensorMode(
+            allow_non_fake_inputs=True, allow_fallback_kernels=not self.is_cuda
+        )
         self._bases: dict[int, Tensor] = {}  # by storages that several tensors may share
         self.assumptions: dict[str, None] = {}
 
