@@ -107,3 +107,32 @@ def test_a_limit_of_splitting_hands_out_all(tmp_path: Path) -> None:
         max_split_size=16 * MIB,
     )
     assert snapshot.block_bytes.tolist() == [64 * MIB]
+
+
+def test_a_recording_whose_free_ranges_overlap_is_rounded(tmp_path: Path) -> None:
+    """Of an allocator that hands out what it has not taken back, as a history of the host's is."""
+    snapshot = recorded(
+        tmp_path,
+        event("segment_alloc", 0, 20 * MIB),
+        event("alloc", 16 * MIB, 4 * MIB),  # not where the free range begins
+        event("free_completed", 16 * MIB, 4 * MIB),
+        event("alloc", 0, 8 * MIB),
+        event("alloc", 16 * MIB, 4 * MIB),
+        event("alloc", 8 * MIB, MIB),
+    )
+    assert snapshot.block_bytes.tolist() == [4 * MIB, 8 * MIB, 4 * MIB, MIB]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_events_that_no_allocator_makes_are_rounded_or_followed(tmp_path: Path, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    events, live = [event("segment_alloc", 0, 20 * MIB)], {}
+    for _ in range(200):
+        address, size = (int(n) * 512 for n in random.integers(1, 4096, 2))
+        if live and random.random() < 0.5:
+            address, size = live.popitem()
+            events.append(event("free_completed", address, size))
+        elif address not in live:
+            live[address] = size
+            events.append(event("alloc", address, size))
+    assert (recorded(tmp_path, *events).block_bytes >= 512).all()

@@ -38,13 +38,16 @@ def rounded(sizes: Sizes) -> Sizes:
 def exact_block_bytes(snapshot: Snapshot) -> Sizes:
     """Return what each allocation took, by its id; of requests that failed what they asked for.
 
-    Where that contradicts the blocks that are recorded, those of the end, another allocator made
-    them: then the others have what they asked for, rounded.
+    Where free ranges overlap, or that contradicts the blocks that are recorded, those of the end,
+    another allocator made them: then the others have what they asked for, rounded.
     """
     blocks = snapshot.allocations.block_bytes
     if snapshot.recorded_policy != "native":
         return blocks
-    found = _followed(snapshot)
+    try:
+        found = _followed(snapshot)
+    except _Overlap:
+        return blocks
     at_end = snapshot.live_at(snapshot.end_event)
     return found if np.array_equal(found[at_end], blocks[at_end]) else blocks
 
@@ -74,6 +77,10 @@ def _followed(snapshot: Snapshot) -> Sizes:
         elif op == FREE_COMPLETED:
             free.give_back(addresses[each], addresses[each] + found[each])
     return np.array(found, np.int64)
+
+
+class _Overlap(Exception):  # noqa: N818 - no error: it tells that another allocator was there
+    """Two free ranges have bytes in common."""
 
 
 class _FreeRanges:
@@ -131,4 +138,5 @@ class _FreeRanges:
         self._ends[begin], self._begins[end] = end, begin
 
     def _drop(self, begin: int, end: int) -> None:
-        del self._ends[begin], self._begins[end]
+        if self._ends.pop(begin, None) != end or self._begins.pop(end, None) != begin:
+            raise _Overlap
