@@ -1,0 +1,375 @@
+"""vramx.predict: which steps are followed, what is assumed of others, what is left as it was."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from plan_tools import Stack
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import vramx
+from vramx.errors import InvalidValueError, UntraceableError
+from vramx.nn.rotary import rotary
+
+
+def rows(count: int) -> Tensor:
+    return torch.randn(count, 8)
+
+
+def encoder() -> nn.Module:
+    layers = (nn.TransformerEncoderLayer(32, 4, 64, batch_first=True) for _ in range(2))
+    return nn.Sequential(nn.Linear(8, 32), *layers)
+
+
+# -- What is followed, and what is left as it was --------------------------------------------------
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.model = Stack(2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.batches = [rows(64)]
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.model(x).mean()
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.loss(self.batches[0]).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+SHARED = Trainer()
+
+
+def step_of_the_module() -> None:
+    helped()
+
+
+def helped() -> None:
+    SHARED.step()
+
+
+def test_a_step_is_followed_wherever_its_model_is() -> None:
+    trainer = Trainer()
+
+    def closure() -> None:
+        trainer.step()
+
+    def argument(model: nn.Module, x: Tensor, learner: Any = trainer.optimizer) -> None:
+        model(x).mean().backward()
+        learner.step()
+        learner.zero_grad()
+
+    programs: list[Any] = [
+        trainer.step,
+        closure,
+        step_of_the_module,
+        functools.partial(trainer.step, times=1),
+        functools.partial(argument, trainer.model, trainer.batches[0]),
+    ]
+    peaks = {vramx.predict(program).peak_bytes() for program in programs}
+    peaks.add(vramx.predict(argument, trainer.model, trainer.batches[0]).peak_bytes())
+    assert len(peaks) == 1
+
+
+def test_nothing_is_changed() -> None:
+    trainer = Trainer()
+    trainer.model.eval()
+    available, backward = torch.cuda.is_available, torch.autograd._engine_run_backward
+    weights = [p.detach().clone() for p in trainer.model.parameters()]
+    generator = torch.get_rng_state()
+    vramx.predict(trainer.step, levels=("left", "int8", "recompute_all"))
+    assert all(map(torch.equal, trainer.model.parameters(), weights))
+    assert all(p.grad is None and type(p) is nn.Parameter for p in trainer.model.parameters())
+    assert not trainer.optimizer.state
+    assert not trainer.model.training
+    assert "no module" in str(vramx.report(trainer.model)) or not vramx.report(trainer.model).rows
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert torch.cuda.is_available is available
+    assert torch.autograd._engine_run_backward is backward
+    trainer.step()  # real tensors go on
+    assert trainer.optimizer.state
+
+
+def test_states_that_exist_are_counted() -> None:
+    trainer = Trainer()
+    new = vramx.predict(trainer.step, steps=1)
+    trainer.step()
+    begun = vramx.predict(trainer.step, steps=1)
+    weights = sum(p.nbytes for p in trainer.model.parameters())
+    assert begun.row().before_bytes - new.row().before_bytes == 2 * weights
+
+
+# -- What cannot be known --------------------------------------------------------------------------
+
+
+@torch.library.custom_op("vramx_tests::no_fake", mutates_args=())
+def no_fake(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+def reads_a_size(x: Tensor) -> Tensor:
+    return x[: int(x.argmax().item())]
+
+
+def counts(x: Tensor) -> Tensor:
+    return torch.bincount(x.long())
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (reads_a_size, r"reads a value of int64 .*\(test_predict_steps.py:\d+\)"),
+        (counts, "aten.bincount.*cannot run without data"),
+        (no_fake, "vramx_tests::no_fake"),
+        (lambda x: x @ x[:3], "the step fails without data"),
+    ],
+)
+def test_what_needs_data_is_one_error_that_names_it(step: Any, said: str) -> None:
+    with pytest.raises(UntraceableError, match=said):
+        vramx.predict(step, torch.zeros(4, 4))
+
+
+def test_what_a_step_makes_on_the_host_is_told_of() -> None:
+    layer = nn.Linear(64, 64)
+    with pytest.raises(UntraceableError, match="make it before the step, or on the device of"):
+        vramx.predict(lambda: layer(torch.ones(4, 64)), policies="live")
+
+
+def test_what_a_step_makes_on_the_gpu_needs_none() -> None:
+    layer = nn.Linear(64, 64, bias=False)
+
+    def step() -> None:
+        layer(torch.tensor([[1.0] * 64] * 128, device="cuda")).sum().backward()
+
+    # In forward: the weight, the batch, the result and its sum.
+    expected = 64 * 64 * 4 + 2 * 128 * 64 * 4 + 4
+    assert vramx.predict(step, policies="live", steps=1).peak_bytes() == expected
+
+
+def test_a_step_may_ask_what_the_gpu_is() -> None:
+    layer = nn.Linear(64, 64)
+
+    def step() -> None:
+        gpu = torch.cuda.get_device_properties(0)
+        assert (gpu.major, gpu.minor) == torch.cuda.get_device_capability()
+        assert gpu.name == torch.cuda.get_device_name() == "NVIDIA H100"
+        free, total = torch.cuda.mem_get_info()
+        assert free == total == gpu.total_memory
+        layer(torch.ones(gpu.multi_processor_count, 64, device="cuda"))
+
+    assert vramx.predict(step, policies="live").peak_bytes() > 132 * 64 * 4
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(1000, 64), nn.Linear(64, 1000, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.words(x)).sum()
+
+
+def test_tied_weights_that_are_moved_stay_tied() -> None:
+    def step() -> None:
+        model = Tied().to("cuda").bfloat16()
+        assert model.head.weight is model.words.weight
+        assert len(list(model.parameters())) == 1
+        model(torch.zeros(8, dtype=torch.long, device="cuda")).backward()
+
+    vramx.predict(step, policies="live", steps=1)
+
+
+def test_a_read_float_is_assumed() -> None:
+    model = Stack(1)
+
+    def step() -> float:
+        return model(rows(4).to("cuda")).sum().item()
+
+    assert "0.0" in vramx.predict(step).assumptions[0]
+
+
+def test_a_mask_selects_all_at_most() -> None:
+    x = torch.zeros(1 << 16, requires_grad=True)
+    prediction = vramx.predict(lambda: x[x > 0].sum().backward(), steps=1)
+    assert any("mask" in each for each in prediction.assumptions)
+    assert prediction.peak_bytes() >= 2 * x.nbytes
+
+
+def test_bins_are_as_many_as_are_asked_for() -> None:
+    values = torch.zeros(8, dtype=torch.int64)
+    nodes = torch.zeros(1 << 16, requires_grad=True)
+
+    def step() -> None:
+        degree = torch.bincount(values, minlength=len(nodes))
+        assert degree.dtype is torch.int64
+        (nodes * degree).sum().backward()
+
+    prediction = vramx.predict(step, steps=1)
+    assert any("minlength" in each for each in prediction.assumptions)
+    # Nodes, bins of eight bytes, which backward keeps, and a gradient.
+    assert prediction.peak_bytes() >= nodes.nbytes + 8 * len(nodes) + nodes.nbytes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "counted"), [(torch.float32, torch.float32), (torch.int32, torch.float64)]
+)
+def test_bins_of_weights_are_of_the_type_that_torch_has(
+    dtype: torch.dtype, counted: torch.dtype
+) -> None:
+    values, weights = torch.zeros(8, dtype=torch.int64), torch.ones(8, dtype=dtype)
+    assert torch.bincount(values, weights, 16).dtype is counted
+
+    def step() -> None:
+        found = torch.bincount(values, weights, 16)
+        assert (found.dtype, found.shape) == (counted, (16,))
+
+    vramx.predict(step, steps=1)
+
+
+def test_no_kernel_is_launched_on_tensors_without_data() -> None:
+    q, k = (torch.randn(2, 4, 16, 32, requires_grad=True) for _ in "qk")
+    angles = torch.randn(16, 32)
+
+    def step() -> None:
+        turned = rotary(q, k, angles.cos(), angles.sin())
+        sum(each.sum() for each in turned).backward()
+
+    # Turned q and k beside them, at least.
+    assert vramx.predict(step).peak_bytes() >= 4 * q.nbytes
+
+
+def test_a_scaler_is_followed() -> None:
+    model, x = Stack(1), rows(64)
+    learner = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+
+    def step() -> None:
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(learner)
+        scaler.update()
+
+    assert vramx.predict(step).peak_bytes() > sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "said"),
+    [
+        ((3,), {}, "step 3 is not accepted"),
+        ((nn.Linear(2, 2),), {}, "followed by one sample"),
+        ((nn.Linear(2, 2), 3), {}, "sample 3 is not accepted"),
+        ((reads_a_size,), {"optimizer": 3}, "optimizer is for a model"),
+        ((nn.Linear(2, 2), torch.ones(2)), {"device": "tpu"}, "device 'tpu' is not accepted"),
+        ((nn.Linear(2, 2), torch.ones(2)), {"levels": ["int5"]}, "level 'int5' is not accepted"),
+        ((nn.Linear(2, 2), torch.ones(2)), {"policies": "best"}, "policy 'best' is unknown"),
+        ((nn.Linear(2, 2), torch.ones(2)), {"steps": 0}, "steps 0 is not accepted"),
+        ((nn.Linear(2, 2), torch.ones(2)), {"gradients": "gone"}, "gradients 'gone'"),
+    ],
+)
+def test_bad_input_is_one_clear_error(arguments: Any, options: Any, said: str) -> None:
+    with pytest.raises(InvalidValueError, match=said):
+        vramx.predict(*arguments, **options)
+
+
+# -- Programs of other kinds -----------------------------------------------------------------------
+
+LAYER = nn.Linear(8, 8)
+ATTENTION = nn.MultiheadAttention(32, 4, dropout=0.1, batch_first=True)
+BAG = nn.EmbeddingBag(100, 16, sparse=True)
+SPARSE = torch.optim.SparseAdam(BAG.parameters())
+FUSED = torch.optim.Adam(LAYER.parameters(), fused=True, lr=torch.tensor(0.1))
+COMPILED = torch.compile(LAYER)
+
+
+def _inputs(*shape: int) -> Tensor:
+    return torch.zeros(shape or (4, 8), device="cuda", requires_grad=True)
+
+
+class Exponential(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * x.exp()
+
+
+def sparse() -> None:
+    BAG(torch.zeros(4, 3, dtype=torch.int64, device="cuda")).sum().backward()
+    SPARSE.step()
+    SPARSE.zero_grad()
+
+
+def fused() -> None:
+    LAYER(_inputs()).sum().backward()
+    nn.utils.clip_grad_norm_(LAYER.parameters(), 1.0)
+    FUSED.step()
+
+
+def compiled() -> None:
+    COMPILED(_inputs()).sum().backward()
+
+
+def twice_differentiated() -> None:
+    x = _inputs()
+    (gradient,) = torch.autograd.grad(LAYER(x).pow(2).sum(), x, create_graph=True)
+    gradient.sum().backward()
+
+
+def own_function() -> None:
+    Exponential.apply(LAYER(_inputs())).sum().backward()
+
+
+def attention_module() -> None:
+    x = _inputs(2, 16, 32)
+    ATTENTION(x, x, x, need_weights=False)[0].sum().backward()
+
+
+def streams_and_events() -> None:
+    start = torch.cuda.Event(enable_timing=True)
+    start.record()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        LAYER(torch.zeros(4, 8).pin_memory().cuda(non_blocking=True)).sum().backward()
+    torch.cuda.synchronize()
+
+
+def compressed_by_hand() -> None:
+    with vramx.compress("int8", min_bytes=0):
+        y = LAYER(LAYER(_inputs()).relu())
+    y.sum().backward()
+
+
+def checkpointed_by_hand() -> None:
+    vramx.checkpoint(LAYER, _inputs(), level="int8").sum().backward()
+
+
+def reentrant() -> None:
+    checkpoint(LAYER, _inputs(), use_reentrant=True).sum().backward()
+
+
+OTHERS = (
+    *(sparse, fused, compiled, twice_differentiated, own_function, attention_module),
+    *(streams_and_events, compressed_by_hand, checkpointed_by_hand, reentrant),
+)
+
+
+@pytest.mark.parametrize("step", OTHERS, ids=lambda step: step.__name__)
+def test_programs_of_other_kinds_are_followed(step: Any) -> None:
+    try:
+        row = vramx.predict(step, policies="live").row()
+    except UntraceableError as error:
+        if torch.__version__ >= "2.9" or "no fake kernel" not in str(error):
+            raise
+        pytest.skip(f"this torch cannot without data: {error}")
+    assert row.peak_bytes["live"] > row.before_bytes > 0
+    assert all(p.grad is None for p in (*LAYER.parameters(), *BAG.parameters()))
