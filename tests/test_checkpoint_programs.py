@@ -170,3 +170,37 @@ def test_a_layer_is_its_own_on_every_call_of_a_recurrence() -> None:
         lambda x: run(x, lambda f, y: vramx.checkpoint(f, y, level=SMALL)),
     )
     torch.testing.assert_close(found, exact, rtol=0, atol=0)
+
+
+# What is done to a sparse matrix of neighbours ahead of its product: it has no storage to look at.
+NEIGHBOURS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda neighbours: neighbours.t(),
+    "weighted": lambda neighbours: neighbours * 0.5,
+    "cast": lambda neighbours: neighbours.double().float(),
+    "copied": lambda neighbours: neighbours.clone(),
+    "negated": lambda neighbours: (-neighbours).coalesce(),
+}
+
+
+class Graph(nn.Module):
+    """A graph network's layer."""
+
+    def __init__(self, prepare: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.prepare = nn.Linear(64, 64), prepare
+        self.neighbours = (torch.rand(128, 128) > 0.9).float().to_sparse()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.prepare(self.neighbours), self.linear(x))
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_sparse_neighbours_are_multiplied_as_without(name: str) -> None:
+    layer, x = Graph(NEIGHBOURS[name]), torch.randn(128, 64, requires_grad=True)
+
+    def gradient(y: Tensor) -> Tensor:
+        return torch.autograd.grad(y.square().sum(), x)[0]
+
+    plain = gradient(layer(x * 1.0))
+    # Its products are not known to be smooth, so that the input is kept exactly.
+    assert torch.equal(gradient(vramx.checkpoint(layer, x * 1.0, level=SMALL)), plain)

@@ -16,7 +16,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, strided
 
 from vramx.compression.geometry import describe
 from vramx.compression.normalised import Normal, Statistics
@@ -90,7 +90,7 @@ class Readers:
 
     def _view_of(self, x: Tensor) -> _View | None:
         """Return what a tensor has of an input: all its elements, in some order; else None."""
-        view = self._views.get(_storage(x))
+        view = self._views.get(_storage(x)) if x.layout is strided else None  # others have none
         if view is None or x.numel() != prod(view.size) or not _has_each_once(x):
             return None
         if view.is_copy:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, strided
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _SATURATING = frozenset(
@@ -55,6 +55,6 @@ class Saturations:
                 self._multiples[each] = True
 
     def _is_of_input(self, x: Any) -> bool:
-        if not isinstance(x, Tensor):
+        if not isinstance(x, Tensor) or x.layout is not strided:  # others have no storage
             return False
         return x in self._multiples or x.untyped_storage()._cdata in self._memory
