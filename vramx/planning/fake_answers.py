@@ -93,8 +93,9 @@ def answering() -> Iterator[None]:
         kernels = (("_capability", (9, 0)), ("_prefers_cudnn", False))
         for name, answer in kernels:  # both are remembered for the device that is really there
             stack.enter_context(mock.patch.object(attention_kernels, name, _constant(answer)))
-        # Operators of vramx run what they are made of, so that it is seen what they take within.
-        stack.enter_context(mock.patch.object(Operator, "is_watched", _constant(False)))
+        # Operators of vramx run what they are made of, so that it is seen what they take within;
+        # transforms of torch.func need the operators themselves.
+        stack.enter_context(mock.patch.object(Operator, "is_watched", _is_transformed))
         available = "is_flash_attention_available"
         stack.enter_context(mock.patch.object(torch.backends.cuda, available, _constant(True)))
         for function, replacement in REPLACED.items():
@@ -148,6 +149,10 @@ def _heard(function: Any, replacement: Callable[..., Any]) -> Callable[..., Any]
         return function(*args, **kwargs) if heard else replacement(*args, **kwargs)
 
     return called
+
+
+def _is_transformed(*_: Any) -> bool:
+    return bool(torch._C._are_functorch_transforms_active())
 
 
 def _constant(value: Any) -> Callable[..., Any]:

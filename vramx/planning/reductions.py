@@ -89,7 +89,9 @@ def _split_bytes(x: Tensor, reduced: set[int], gpu: Processors) -> int:
     blocks = max(min(_up(target, grid), _up(values, _FEW_VALUES)), _up(values, _MANY_VALUES))
     if blocks == 1:
         return 0
-    partial = (8 if x.dtype == _WIDE else 4) * outputs * blocks
+    # Of integers and truth values sums are 64 bits wide.
+    wide = x.dtype == _WIDE or not x.is_floating_point()
+    partial = (8 if wide else 4) * outputs * blocks
     return partial * (1 if along_rows else block[0] * vector) + 4 * grid
 
 
