@@ -335,7 +335,7 @@ def test_a_program_is_timed_with_and_without_a_recording(
 
     monkeypatch.setattr(_seeing_overhead, "history", contextlib.nullcontext)
     monkeypatch.setattr(_seeing_overhead, "ROUNDS", 2)
-    monkeypatch.setattr(_seeing_overhead, "STEPS", {"small_layers": 2})
+    monkeypatch.setattr(_seeing_overhead, "STEPS_OF_HOST_BOUND", 4)
     _seeing_overhead.main("small_layers")
     figures = figures_in(capsys.readouterr().out)
     assert all(len(figures[f"{way}_ms"]) == 2 for way in ("never", "off", "on", "history"))

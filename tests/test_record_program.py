@@ -50,6 +50,7 @@ def hooks() -> list[Any]:
         list(optimizers._global_optimizer_pre_hooks),
         list(optimizers._global_optimizer_post_hooks),
         list(packs.watchers),
+        nn.Module.__call__,
         torch.autograd._engine_run_backward,
         torch.autograd.graph._engine_run_backward,
     ]
