@@ -48,6 +48,7 @@ LIMIT_S = 180.0
 HELD_AT_ONCE = 6  # processes that measure what a training takes, of up to 10 GiB
 NO_GPU = Allocator("none")
 
+SIDES = ("said", "held")
 DEVICE_GOAL, PREDICT_GOAL, CONFIRM_GOAL = 0.02, 0.03, 0.02
 ON_GOAL, EVENT_GOAL = 1.03, 1.0
 # What the same steps differ by in one process, about.
@@ -144,9 +145,10 @@ def run_predict(plan: Plan) -> Measured:
 def judge_predict(figures: Figures) -> Iterator[Verdict]:
     cases = [*cases_of(figures, "held_bytes"), *cases_of(figures, "said_bytes")]
     for case in dict.fromkeys(cases):
-        said, held = (value_of(figures, case, f"{each}_bytes") for each in ("said", "held"))
-        off = said / held - 1 if said is not None and held else None
-        yield within(case, "predicted_off", off, PREDICT_GOAL)
+        for what in ("", "allocated_"):
+            said, held = (value_of(figures, case, f"{each}_{what}bytes") for each in SIDES)
+            off = said / held - 1 if said is not None and held else None
+            yield within(case, f"predicted_{what}off", off, PREDICT_GOAL)
 
 
 # --- confirm --------------------------------------------------------------------------------------
@@ -251,7 +253,10 @@ GROUPS: dict[str, tuple[Callable[[Plan], Measured], Callable[[Figures], Iterator
     "overhead": (run_overhead, judge_overhead),
 }
 # Figures that follow from several rows, and are rows of their own.
-DERIVED = ("predicted_off", "kinds_confirmed", "event_of_torchs", "on_of_off", "off_of_never")
+DERIVED = (
+    *("predicted_off", "predicted_allocated_off", "kinds_confirmed"),
+    *("event_of_torchs", "on_of_off", "off_of_never"),
+)
 
 
 def write_verdicts(verdicts: Iterable[Verdict], writer: RowWriter) -> None:

@@ -38,6 +38,8 @@ GOOD: dict[str, Figures] = {
     "predict": {
         (PREDICT, "said_bytes"): [1.029 * GIB],
         (PREDICT, "held_bytes"): [1.0 * GIB],
+        (PREDICT, "said_allocated_bytes"): [1.029 * GIB],
+        (PREDICT, "held_allocated_bytes"): [1.0 * GIB],
     },
     "confirm": {
         key: value
@@ -85,6 +87,7 @@ def test_good_figures_meet_every_goal(group: str) -> None:
         ("sums", SUMS, "device_off", [0.021], ["device_off"]),
         ("predict", PREDICT, "held_bytes", [1.07 * GIB], ["predicted_off"]),
         ("predict", PREDICT, "said_bytes", [], ["predicted_off"]),
+        ("predict", PREDICT, "held_allocated_bytes", [1.07 * GIB], ["predicted_allocated_off"]),
         ("confirm", "confirm 3", "vramx_off", [0.021], ["vramx_off", "kinds_confirmed"]),
         ("confirm", "confirm 3", "remedies", [3.0], ["kinds_confirmed"]),
         ("confirm", "confirm 3", "remedies", [0.0], ["kinds_confirmed"]),
@@ -104,17 +107,18 @@ def test_each_goal_can_be_missed(
 def test_what_was_not_measured_is_missed_and_an_unknown_device_is_not_judged() -> None:
     without = {key: values for key, values in GOOD["sums"].items() if key[1] == "categories_bytes"}
     assert missed("sums", without) == ["requested_left_bytes", "allocated_left_bytes"]
-    assert missed("predict", {(PREDICT, "held_bytes"): [1.0]}) == ["predicted_off"]
+    missing = ["predicted_off", "predicted_allocated_off"]
+    assert missed("predict", {(PREDICT, "held_bytes"): [1.0]}) == missing
     assert missed("confirm", {}) == ["kinds_confirmed"]
 
 
 def test_verdicts_are_rows_and_lines(writer: RowWriter, tmp_path: Path) -> None:
     verdicts = list(seeing.judge_predict(GOOD["predict"]))
     seeing.write_verdicts(verdicts, writer)
-    (row,) = rows(tmp_path)
+    row, _ = rows(tmp_path)
     assert (row["case"], row["metric"], row["status"]) == (PREDICT, "predicted_off", "ok")
     laid_out = seeing.table([*verdicts, *seeing.judge_confirm({})])
-    assert [list(column.cells) for column in laid_out.columns][-1] == ["", "MISSED"]
+    assert [list(column.cells) for column in laid_out.columns][-1] == ["", "", "MISSED"]
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -390,7 +394,9 @@ def test_a_row_is_predicted_without_a_gpu(
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert line["case"] == f"predict {name} {row}"
-    assert line["allocator"] == "none"
-    assert 64 * MIB < line["values"][0] < GIB  # with the workspaces of cuBLAS
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert {(line["case"], line["allocator"]) for line in lines} == {
+        (f"predict {name} {row}", "none")
+    }
+    requested, allocated, reserved = (line["values"][0] for line in lines)
+    assert 64 * MIB < requested <= allocated <= reserved < GIB  # with the workspaces of cuBLAS

@@ -96,6 +96,24 @@ def test_the_expandable_model_reserves_what_was_measured(name: str) -> None:
     assert round(reserved_gib, 4) == PROGRAMS[name].expandable_gib
 
 
+@pytest.mark.parametrize(
+    ("policy", "allocated_mib"), [("live", 23.5), ("native", 24), ("expandable", 23.5)]
+)
+def test_blocks_of_the_native_model_are_up_to_a_mebibyte_larger_than_requests(
+    policy: str, allocated_mib: float
+) -> None:
+    run = open_replay(
+        {
+            "op": np.array([0, 2, 0, 0], np.uint8),
+            "id": np.array([0, 0, 1, 2], np.uint32),
+            "size": np.array([12 * MIB, 12 * MIB, 12 * MIB - MIB // 2, 12 * MIB], np.uint64),
+            "stream": np.zeros(4, np.uint8),
+            "t": np.arange(4, dtype=np.uint32),
+        }
+    ).run(policy)
+    assert run["peak_allocated_bytes"] == allocated_mib * MIB
+
+
 @every_program
 @pytest.mark.parametrize("policy", ["native", "expandable"])
 def test_the_models_run_under_the_cap_that_was_measured(name: str, policy: str) -> None:

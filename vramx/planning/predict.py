@@ -181,11 +181,15 @@ class _Tracer:
         self.assumptions |= gpu.assumptions
         self._kernels |= recording.kernels
         trace = recording.trace(name)
-        peaks = {result.policy: result.peak_reserved_bytes for result in replay(trace, policies)}
+        results = replay(trace, policies)
+        peaks = {result.policy: result.peak_reserved_bytes for result in results}
+        allocated = {result.policy: result.peak_allocated_bytes for result in results}
         if "live" in peaks:
-            peaks["live"] = recording.peak_bytes
+            peaks["live"] = allocated["live"] = recording.peak_bytes
         place = recording.place
-        return PredictedRow(name, peaks, place.phase, place.module, before)
+        return PredictedRow(
+            name, peaks, place.phase, place.module, before, allocated_bytes=allocated
+        )
 
     def _apply(self, models: Sequence[nn.Module], word: str | None) -> None:
         if word is None:
