@@ -190,6 +190,23 @@ CHECK(Fixture, what_another_devices_stream_uses_is_over_when_that_device_is) {
   EXPECT(order.is_over(tag));
 }
 
+// A program that makes a stream for each request and destroys it would reserve more for each.
+CHECK(Fixture, what_destroyed_streams_leave_is_over_without_being_asked_for_once_it_is_much) {
+  enter(on_a);
+  const StreamIndex used = enter_foreign(sim->create_stream(0));
+  const Tag little = free_from_afar(*this, used);
+  order.ask(lock);
+  EXPECT(count(CallKind::kRecordDevice) == 0 && !order.is_over(little));
+  order.count_free(used, 16_MiB);
+  const Stream ended = sim->create_stream(0);
+  known.current = Stream::kDefault;
+  const Tag much = free(enter(ended), 16_MiB);
+  REQUIRE(sim->destroy_stream(ended).ok());
+  order.ask(lock);
+  EXPECT(count(CallKind::kRecordDevice) == 1);
+  EXPECT(order.is_over(little) && order.is_over(much));
+}
+
 CHECK(Fixture, a_capture_of_another_library_is_not_spoiled_until_it_must_be) {
   enter(on_a);
   const Stream foreign = sim->create_stream(0);
