@@ -23,7 +23,7 @@ import torch
 from torch.nn.modules import module as modules
 
 import vramx
-from benchmarks.programs._report import SEED, Recorder, report, sized
+from benchmarks.programs._report import SEED, Recorder, in_turn, report, sized, synchronize
 from benchmarks.programs._seeing_models import MANY, Training, gpt2, llama, resnet50, small_layers
 
 ROUNDS = sized(9, 2)
@@ -62,7 +62,7 @@ def main(name: str) -> None:
         }
         if name == "small_layers":
             ways["history"] = history
-        taken = in_turn(training, ways, count)
+        taken = compared(training, ways, count)
         events = events_of_a_step(path, count)
     for way, values in taken.items():
         report(case, f"{way}_ms", "ms", values)
@@ -70,16 +70,13 @@ def main(name: str) -> None:
     report(case, "hooks_left", "1", [sum(len(getattr(modules, name)) for name in _HOOKS)])
 
 
-def in_turn(training: Training, ways: dict[str, Way], count: int) -> dict[str, list[float]]:
+def compared(training: Training, ways: dict[str, Way], count: int) -> dict[str, list[float]]:
     """Return the milliseconds of a step in each way, a value for each round."""
     taken: dict[str, list[float]] = {way: [] for way in ways}
-    order = list(ways)
-    for _ in range(ROUNDS):
-        for way in order:
-            with ways[way]():
-                training.step()  # what the first one sets up is no step's
-                taken[way].append(step_ms(training, count))
-        order.reverse()
+    for way in in_turn(ways, ROUNDS):
+        with ways[way]():
+            training.step()  # what the first one sets up is no step's
+            taken[way].append(step_ms(training, count))
     return taken
 
 
@@ -106,11 +103,6 @@ def events_of_a_step(path: Path, count: int) -> float:
     """Return how many allocations and frees a step has, of the last recording."""
     snapshot = vramx.Snapshot.load(path)
     return snapshot.event_count / (count + 1)
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
