@@ -20,25 +20,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from benchmarks.harness import RESULTS, ROOT, Options, read_csv
-from benchmarks.programs._cases import (
-    Cases,
-    Figures,
-    Findings,
-    cells,
-    lay_out,
-    measure,
-    names_in,
-)
+from benchmarks.programs._cases import Cases, Findings, Sheet, measure
 from benchmarks.programs._launch import Allocator, Job, Started, visible_gpus
 from benchmarks.programs._rows import Request, RowWriter
 from vramx.errors import InvalidValueError
 from vramx.sizes import format_gib
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 DESCRIPTION = "what remedies for a full GPU cost and save: the scripts of examples/recipes (GPU)"
 
@@ -46,19 +34,8 @@ SCRIPTS = ROOT / "examples" / "recipes"
 PAGES = ROOT / "docs" / "recipes"
 ROWS = RESULTS / "recipes.csv"
 RECIPES = (
-    "amp",
-    "accumulation",
-    "checkpointing",
-    "small_states",
-    "offload",
-    "lora",
-    "patches_3d",
-    "dynamic_batches",
-    "evaluation",
-    "several_gpus",
-    "caps",
-    "reinforcement",
-    "folklore",
+    *("amp", "accumulation", "checkpointing", "small_states", "offload", "lora", "patches_3d"),
+    *("dynamic_batches", "evaluation", "several_gpus", "caps", "reinforcement", "folklore"),
 )
 # What a recipe measures, and its unit: the columns of its table, in this order.
 UNITS = {
@@ -76,6 +53,7 @@ UNITS = {
     "trainable_before": "1",
     "trainable_after": "1",
 }
+SHEET = Sheet("recipes", tuple(UNITS)[:5], size=format_gib)
 LIMIT_S = 120.0
 QUICK = 2  # variants of each recipe, and those of vramx
 _TABLE = re.compile(r"<!-- recipe (\w+) -->\n.*?<!-- recipe end -->\n", re.DOTALL)
@@ -116,7 +94,7 @@ def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
     figures, has_failed = measure(
         processes.chosen(asked), lambda case: Started(prepared(job(case), options)), writer
     )
-    return [table(figures)], not has_failed
+    return SHEET.findings(figures, has_failed)
 
 
 def expanded(asked: Sequence[str], known: Iterable[str]) -> tuple[str, ...]:
@@ -146,13 +124,6 @@ def all_gpus(options: Options) -> list[str]:
             gpus = visible_gpus(options.device, len(gpus) + 1)
     except InvalidValueError:
         return gpus
-
-
-def table(figures: Figures) -> Table:
-    """Lay the figures out, a line for each variant that ran."""
-    shown = tuple(UNITS)[:5]
-    lines = {case: cells(figures, case, shown, size=format_gib) for case in names_in(figures)}
-    return lay_out("recipes", shown, lines, ())
 
 
 # --- the tables in the pages ----------------------------------------------------------------------

@@ -30,8 +30,8 @@ from benchmarks.programs._launch import (
     PROGRAMS,
     Allocator,
     Job,
+    Started,
     Together,
-    Waiting,
     in_batches,
     in_turn,
     visible_gpus,
@@ -157,7 +157,7 @@ class Lane:
         limit_s: float,
         writer: RowWriter,
         allocators: Sequence[Allocator] = ALLOCATORS,
-        launch: Callable[[Job], Waiting] = _launch.Started,
+        launch: Callable[[Job], Started] = _launch.Started,
     ) -> None:
         self._repeats = repeats
         self._limit_s = limit_s

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from program_stand_ins import FakeProcess, Launched, make_writer, rows
+from program_stand_ins import ended_with, figures_of, line, rows
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -22,10 +22,8 @@ from benchmarks.models_workloads import Batch, Workload
 from benchmarks.programs import _cases, _fused, _fused_ways
 from benchmarks.programs._fused import Arena, Case
 from benchmarks.programs._fused_ways import SkippedError, Subject
-from benchmarks.programs._launch import Allocator, Job, Outcome
-from vramx.errors import InvalidValueError
+from benchmarks.programs._rows import RowWriter
 
-ON_CPU = Allocator("none", environment=(("CUDA_VISIBLE_DEVICES", ""),))
 CONTEXTS = _fused_ways.selective_contexts
 WIDTH, TOKENS, LAYERS = 16, 6, 2
 
@@ -260,10 +258,6 @@ def test_a_case_reports_every_way_and_a_failure_stops_none(
     }
 
 
-def line(case: str, metric: str, *values: float) -> dict[str, Any]:
-    return {"case": case, "metric": metric, "unit": "1", "values": list(values)}
-
-
 GOOD = (
     line("llama eager", "step_ms", 200.0, 201.0, 199.0),
     line("llama liger", "step_ms", 170.0, 170.0, 170.0),
@@ -277,10 +271,6 @@ GOOD = (
     line("llama recompute_all", "step_ms", 209.0, 209.0, 209.0),
     line("llama recompute_all", fused.BLOCK, 1.02),
 )
-
-
-def figures_of(*lines: dict[str, Any]) -> _cases.Figures:
-    return {(item["case"], item["metric"]): item["values"] for item in lines}
 
 
 def missed(*lines: dict[str, Any]) -> list[tuple[str, str]]:
@@ -335,32 +325,20 @@ def test_without_liger_its_goals_are_not_met_and_the_summary_says_so() -> None:
     assert "MISSED llama int8 against liger: step_ms not measured (<= 1.03)" in lines
 
 
-def process(*lines: dict[str, Any], status: str = "ok") -> FakeProcess:
-    def ended(launched: Launched) -> Outcome:
-        return Outcome(status, tuple(lines), 1.0)
-
-    return FakeProcess(Job(Path("x"), ON_CPU), ended)
-
-
-def test_skipped_ways_are_rows_and_no_failures_and_failed_ones_are(tmp_path: Path) -> None:
+def test_skipped_ways_are_rows_and_no_failures_and_failed_ones_are(
+    writer: RowWriter, tmp_path: Path
+) -> None:
     skipped = {"case": "llama liger", "status": "skipped: Liger's kernels need a GPU"}
     failed = {"case": "vit int4", "status": "failed: RuntimeError: no"}
-    writer = make_writer(tmp_path)
-    figures, has_failed = _cases.measure(["llama"], lambda _: process(*GOOD, skipped), writer)
+    process = ended_with(*GOOD, skipped)
+    figures, has_failed = _cases.measure(["llama"], lambda _: process, writer)
     assert not has_failed
-    assert _cases.measure(["vit"], lambda _: process(failed), writer) == ({}, True)
+    assert _cases.measure(["vit"], lambda _: ended_with(failed), writer) == ({}, True)
     fused.write_ratios(fused.judge(figures), writer)
     written = {(row["case"], row["metric"]): row for row in rows(tmp_path)}
     assert written["llama liger", ""]["status"] == skipped["status"]
     assert written["llama int8 against eager", "step_ratio"]["samples"] == "0.87 1.99005 0.874372"
     assert fused.table(figures, fused.judge(figures)).row_count == 7
-
-
-def test_a_crash_is_a_row(tmp_path: Path) -> None:
-    crash = process(GOOD[0], status="failed: out of memory")
-    _, has_failed = _cases.measure(["llama"], lambda _: crash, make_writer(tmp_path))
-    assert has_failed
-    assert [row["status"] for row in rows(tmp_path)] == ["ok", "failed: out of memory"]
 
 
 def test_both_sides_know_the_same_cases_and_ways() -> None:
@@ -369,17 +347,14 @@ def test_both_sides_know_the_same_cases_and_ways() -> None:
     for case in _fused.CASES.values():
         assert case.ways[0] == "eager"
         assert set(case.ways) <= set(_fused_ways.WAYS)
-    with pytest.raises(InvalidValueError, match="accepted are llama, "):
-        fused.PROCESSES.chosen(["lama"])
 
 
-def test_the_figures_become_a_picture(tmp_path: Path) -> None:
+def test_the_figures_become_a_picture(writer: RowWriter, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from benchmarks import plot
 
-    writer = make_writer(tmp_path)
     writer._maker._shared["benchmark"] = "fused"
-    _cases.measure(["llama"], lambda _: process(*GOOD), writer)
+    _cases.measure(["llama"], lambda _: ended_with(*GOOD), writer)
     assert plot.main([str(tmp_path / "rows.csv")]) == 0
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 

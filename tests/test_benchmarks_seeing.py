@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -13,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from program_stand_ins import FakeProcess, Launched, machine_with, make_writer, rows
+from program_stand_ins import FakeProcess, line, machine_with, rows, run_tiny
 
 from benchmarks import seeing
-from benchmarks.harness import ROOT, Options, UnavailableError
+from benchmarks.harness import Options
 from benchmarks.programs import _cases, _launch
 from benchmarks.programs._cases import Figures
 from benchmarks.programs._launch import Job, Outcome
 from benchmarks.programs._rows import Request, RowWriter
-from vramx.errors import InvalidValueError
 from vramx.sizes import GIB, MIB
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -61,11 +59,6 @@ GOOD: dict[str, Figures] = {
         (HOST, "hooks_left"): [0],
     },
 }
-
-
-@pytest.fixture
-def writer(tmp_path: Path) -> RowWriter:
-    return make_writer(tmp_path)
 
 
 def missed(group: str, figures: Figures) -> list[str]:
@@ -130,16 +123,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[Job]]:
     found: list[list[Job]] = []
 
     def ended(job: Job) -> Outcome:
-        line = {"metric": "x", "unit": "1", "values": [1.0], "allocator": job.allocator.name}
-        return Outcome("ok", ({**line, "case": " ".join(job.arguments)},), 1.0)
+        said = {**line(" ".join(job.arguments), "x", 1.0), "allocator": job.allocator.name}
+        return Outcome("ok", (said,), 1.0)
 
     def start(job: Job) -> FakeProcess:
         found.append([job])
-
-        def outcome(_: Launched) -> Outcome:
-            return ended(job)
-
-        return FakeProcess(job, outcome)
+        return FakeProcess(job, lambda _: ended(job))
 
     def at_once(items: Any, work: Any, stop: threading.Event) -> list[Outcome]:
         found.append([])
@@ -192,16 +181,6 @@ def test_a_quick_run_has_fewer_cases(writer: RowWriter, launched: list[Any], gro
     launched.clear()
     run(writer, group, quick=True)
     assert 0 < sum(map(len, launched)) < all_of_it
-
-
-def test_an_unknown_group_is_refused_and_without_a_gpu_it_is_left_out(
-    writer: RowWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(InvalidValueError, match="accepted are sums, predict, confirm, overhead"):
-        run(writer, "x")
-    monkeypatch.setattr(_launch, "load_core", machine_with(0))
-    with pytest.raises(UnavailableError, match="needs a GPU"):
-        run(writer)
 
 
 # --- programs -------------------------------------------------------------------------------------
@@ -338,8 +317,8 @@ def test_a_program_is_timed_with_and_without_a_recording(
     from benchmarks.programs import _seeing_overhead
 
     monkeypatch.setattr(_seeing_overhead, "history", contextlib.nullcontext)
-    monkeypatch.setattr(_seeing_overhead, "ROUNDS", 2)
     monkeypatch.setattr(_seeing_overhead, "STEPS_OF_HOST_BOUND", 4)
+    monkeypatch.setattr(_seeing_overhead, "ROUNDS_OF_HOST_BOUND", 2)
     _seeing_overhead.main("small_layers")
     figures = figures_in(capsys.readouterr().out)
     assert all(len(figures[f"{way}_ms"]) == 2 for way in ("never", "off", "on", "history"))
@@ -377,24 +356,9 @@ def test_sums_are_compared_with_counters(
 @pytest.mark.parametrize(
     ("name", "row"), [("llama", "amp"), ("llama", "checkpoint"), ("gpt2", "int8")]
 )
-def test_a_row_is_predicted_without_a_gpu(
-    name: str, row: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PROGRAM_SIZE", "tiny")
-    program = (
-        "from torchvision_operators import name_missing; name_missing(); "
-        f"from benchmarks.programs import _seeing_predict as p; p.main({name!r}, {row!r}, 'said')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+def test_a_row_is_predicted_without_a_gpu(name: str, row: str) -> None:
+    program = f"_seeing_predict as p; p.main({name!r}, {row!r}, 'said')"
+    lines = run_tiny(f"from benchmarks.programs import {program}")
     assert {(line["case"], line["allocator"]) for line in lines} == {
         (f"predict {name} {row}", "none")
     }

@@ -12,7 +12,6 @@ are counted and times mean nothing.
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import sys
 import time
@@ -23,8 +22,7 @@ import torch
 
 import vramx
 from benchmarks.models_budgets import SUBJECTS, Subject, build
-from benchmarks.programs._activations import timed_ms
-from benchmarks.programs._report import SEED, Recorder, allocator_name, sized
+from benchmarks.programs._report import SEED, Recorder, in_turn, report, sized, timed_ms
 from benchmarks.programs._rivals import Arrangement, Known, rivals_of
 from vramx.planning.blocks import Block, find_blocks
 from vramx.planning.meters import meter_of
@@ -89,11 +87,6 @@ def main(case: str) -> None:
         compare(f"{case} budget {number}", plan, hands)
 
 
-def report(case: str, metric: str, unit: str, values: list[float]) -> None:
-    line = {"case": case, "metric": metric, "unit": unit, "values": values}
-    print(json.dumps({**line, "allocator": allocator_name()}), flush=True)
-
-
 def report_peak(case: str, plan: vramx.Plan, training: Training) -> None:
     """Report what the loop takes as planned."""
     print(case, plan, sep="\n", file=sys.stderr)
@@ -138,7 +131,7 @@ class Hands:
             try:
                 with self.applied(arrangement):
                     peak = self.training.peak_bytes()
-                    steps_ms = [timed_ms(self.training.step) for _ in range(TIMED)]
+                    steps_ms = self._timed_steps()
                     self._known[arrangement] = Known(peak, min(steps_ms))
             except torch.OutOfMemoryError:
                 self._known[arrangement] = None
@@ -146,16 +139,16 @@ class Hands:
         return self._known[arrangement]
 
     def steps_ms(self, arrangements: list[Arrangement]) -> list[list[float]]:
-        """Return what steps take, turn by turn; the order is turned round in every other turn."""
+        """Return what the steps of each take, turn by turn."""
         steps: dict[Arrangement, list[float]] = {each: [] for each in arrangements}
-        order = list(steps)
-        for _ in range(TURNS):
-            for each in order:
-                with self.applied(each):
-                    self.training.step()  # where memory lies is another than a turn ago
-                    steps[each] += [timed_ms(self.training.step) for _ in range(TIMED)]
-            order.reverse()
+        for each in in_turn(steps, TURNS):
+            with self.applied(each):
+                self.training.step()  # where memory lies is another than a turn ago
+                steps[each] += self._timed_steps()
         return [steps[each] for each in arrangements]
+
+    def _timed_steps(self) -> list[float]:
+        return [timed_ms(self.training.step)[0] for _ in range(TIMED)]
 
 
 def compare(case: str, plan: vramx.Plan, hands: Hands) -> None:

@@ -12,7 +12,6 @@ than plans differ. On a processor bytes are counted and times mean nothing.
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -24,8 +23,8 @@ import torch
 
 import vramx
 from benchmarks.models_workloads import WORKLOADS, Batch, Workload, build
-from benchmarks.programs._activations import SEED, forward, take_step, timed_ms
-from benchmarks.programs._report import Recorder, allocator_name, sized
+from benchmarks.programs._activations import SEED, forward, take_step
+from benchmarks.programs._report import Recorder, in_turn, report, sized, timed_ms
 from vramx.planning.meters import meter_of
 
 BUDGETS = 5
@@ -66,11 +65,6 @@ def loss_of(workload: Workload, batch: Batch, _model: Any) -> torch.Tensor:
     return workload.loss(forward(workload, batch), batch)
 
 
-def report(case: str, metric: str, unit: str, values: list[float]) -> None:
-    line = {"case": case, "metric": metric, "unit": unit, "values": values}
-    print(json.dumps({**line, "allocator": allocator_name()}), flush=True)
-
-
 def report_plan(case: str, plan: vramx.Plan) -> None:
     """Report what a plan says of itself."""
     assert plan.budget_bytes is not None
@@ -101,12 +95,9 @@ def compare_times(plans: dict[str, vramx.Plan], workload: Workload, batch: Batch
     words = {name: tuple(plan.words.items()) for name, plan in plans.items()}
     different = {words[name]: plan for name, plan in plans.items()}
     steps: dict[Any, list[float]] = {key: [] for key in different}
-    order = list(different)
-    for _ in range(sized(TURNS, 1)):
-        for key in order:
-            with applied(different[key], workload, batch):
-                steps[key].append(timed_ms(partial(take_step, workload, batch)))
-        order.reverse()
+    for key in in_turn(different, sized(TURNS, 1)):
+        with applied(different[key], workload, batch):
+            steps[key].append(timed_ms(partial(take_step, workload, batch))[0])
     for name in plans:
         report(name, "step_ms", "ms", steps[words[name]])
 

@@ -4,8 +4,8 @@
 
 Some steps are taken without and some with vramx.record, in turn, so that what slows the machine
 slows both; before all of them come steps of a process that has never recorded. Of `small_layers`,
-whose steps wait for the host, steps with torch's own history are in turn as well, and of each turn
-the fastest quarter counts: what else a host does at times is more than what a recording adds.
+whose steps wait for the host, steps with torch's own history are in turn as well; a turn is short
+and its fastest step counts, for what else a host does at times is more than what a recording adds.
 Starting a recording and writing its file is not timed. Prints a line of JSON for each figure.
 """
 
@@ -25,12 +25,12 @@ from torch import nn
 from torch.nn.modules import module as modules
 
 import vramx
-from benchmarks.programs._report import SEED, Recorder, report, sized
+from benchmarks.programs._report import SEED, Recorder, in_turn, report, sized, synchronize
 from benchmarks.programs._seeing_models import MANY, Training, gpt2, llama, resnet50, small_layers
 
-ROUNDS = sized(9, 2)
 HOST_BOUND = "small_layers"
-STEPS_OF_HOST_BOUND, STEPS_OF_OTHERS = sized(60, 4), sized(4, 1)
+ROUNDS, STEPS = sized(9, 2), sized(4, 1)
+ROUNDS_OF_HOST_BOUND, STEPS_OF_HOST_BOUND = sized(40, 2), sized(10, 4)
 WARM_UP = sized(4, 1)
 TRAININGS: dict[str, Callable[[], Training]] = {
     "llama_amp": lambda: llama("amp", MANY),
@@ -55,11 +55,12 @@ def main(name: str) -> None:
         del torchvision
     recorder.begin()
     torch.manual_seed(SEED)
-    training, measure, count = TRAININGS[name](), mean_step_ms, STEPS_OF_OTHERS
+    training = TRAININGS[name]()
+    step_ms, rounds, count = mean_step_ms, ROUNDS, STEPS
     if name == HOST_BOUND:
-        measure, count = fast_step_ms, STEPS_OF_HOST_BOUND
+        step_ms, rounds, count = fastest_step_ms, ROUNDS_OF_HOST_BOUND, STEPS_OF_HOST_BOUND
     mean_step_ms(training, WARM_UP)
-    report(case, "never_ms", "ms", [measure(training, count) for _ in range(ROUNDS)])
+    report(case, "never_ms", "ms", [step_ms(training, count) for _ in range(rounds)])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.pickle"
         ways: dict[str, Way] = {
@@ -68,7 +69,11 @@ def main(name: str) -> None:
         }
         if name == HOST_BOUND:
             ways["history"] = history
-        taken = in_turn(training, ways, lambda: measure(training, count))
+        taken: dict[str, list[float]] = {way: [] for way in ways}
+        for way in in_turn(ways, rounds):
+            with ways[way]():
+                training.step()  # what the first one sets up is no step's
+                taken[way].append(step_ms(training, count))
         events = events_of_a_step(path, count)
     for way, values in taken.items():
         report(case, f"{way}_ms", "ms", values)
@@ -77,25 +82,8 @@ def main(name: str) -> None:
     report(case, "hooks_left", "1", [hooks + (nn.Module.__call__ is not CALL)])
 
 
-def in_turn(
-    training: Training, ways: dict[str, Way], measure: Callable[[], float]
-) -> dict[str, list[float]]:
-    """Return the milliseconds of a step in each way, a value for each round."""
-    taken: dict[str, list[float]] = {way: [] for way in ways}
-    order = list(ways)
-    for _ in range(ROUNDS):
-        for way in order:
-            with ways[way]():
-                training.step()  # what the first one sets up is no step's
-                taken[way].append(measure())
-        order.reverse()
-    return taken
-
-
-def fast_step_ms(training: Training, count: int) -> float:
-    each = sorted(mean_step_ms(training, 1) for _ in range(count))
-    quarter = each[: count // 4]
-    return sum(quarter) / len(quarter)
+def fastest_step_ms(training: Training, count: int) -> float:
+    return min(mean_step_ms(training, 1) for _ in range(count))
 
 
 def mean_step_ms(training: Training, count: int) -> float:
@@ -121,11 +109,6 @@ def events_of_a_step(path: Path, count: int) -> float:
     """Return how many allocations and frees a step has, of the last recording."""
     snapshot = vramx.Snapshot.load(path)
     return snapshot.event_count / (count + 1)
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,159 @@
+"""What benchmarks ask of their figures, and of the machine: each goal is met by good figures,
+missed by bad ones and by those that were not measured; unknown cases are refused.
+"""
+
+from __future__ import annotations
+
+import pytest
+from program_stand_ins import machine_with
+
+from benchmarks import harness
+from benchmarks.harness import Options, UnavailableError
+from benchmarks.models_workloads import WORKLOADS
+from benchmarks.programs import _launch
+from benchmarks.programs._cases import Figures, Goal
+from benchmarks.programs._rows import Request
+from vramx.errors import InvalidValueError
+
+NAN = float("nan")
+B1, B2 = "llama budget 1", "llama budget 2"
+GOOD: dict[str, Figures] = {
+    "activations": {
+        ("llama exact", "loss_seed_deviation"): [0.1],
+        ("llama int8", "gradient_cosine"): [0.9999],
+        ("llama int8", "packed_share"): [0.9],
+        ("llama exact", "kept_bytes"): [190.0],
+        ("llama int8", "kept_bytes"): [100.0],
+        ("llama exact", "step_ms"): [100.0, 101.0, 99.0],
+        ("llama int8", "step_ms"): [107.0, 150.0, 90.0],
+        ("llama int8", "loss_gap_same_seed"): [0.01],
+        ("llama int4", "gradient_cosine"): [0.99],
+        ("llama_offload share cpu", "hidden_predicted"): [0.95],
+        ("llama_offload share cpu", "hidden_measured"): [0.9],
+    },
+    "budgets": {
+        (B1, "budget_bytes"): [100.0],
+        (B1, "peak_bytes"): [100.0],
+        (B1, "of_best_rival"): [1.01],
+        (B2, "budget_bytes"): [200.0],
+        (B2, "peak_bytes"): [150.0],
+        (B2, "of_best_rival"): [0.0],  # none fits
+    },
+    "plan": {
+        (B1, "budget_bytes"): [100.0],
+        (B1, "predicted_bytes"): [96.0],
+        (B1, "peak_bytes"): [99.0],
+        (B1, "step_ms"): [20.0, 30.0, 21.0],  # a host that is slow for a turn
+        (B2, "budget_bytes"): [200.0],
+        (B2, "predicted_bytes"): [190.0],
+        (B2, "peak_bytes"): [185.0],
+        (B2, "step_ms"): [20.1, 30.1, 31.0],  # and for two; within the noise
+    },
+    "real_weights": {
+        ("pretrained bfloat16", "cosine_least"): [0.99],  # what is compared with has no goal
+        ("pretrained hooks", "cosine_least"): [0.9994],
+        ("pretrained hooks", "bytes_per_element"): [1.047],
+        ("key_biases int8", "cosine_least"): [0.9991],
+    },
+}
+
+
+def goals(name: str, figures: Figures) -> list[Goal]:
+    return list(harness.load(name).goals(figures))
+
+
+def missed(name: str, figures: Figures) -> list[str]:
+    return [metric for _, metric, _, is_met in goals(name, figures) if not is_met]
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "lines"),
+    [("activations", 6, 4), ("budgets", 4, 2), ("plan", 6, 2), ("real_weights", 3, 3)],
+)
+def test_good_figures_meet_every_goal(name: str, count: int, lines: int) -> None:
+    assert len(goals(name, GOOD[name])) == count
+    assert missed(name, GOOD[name]) == []
+    module = harness.load(name)
+    table = module.table if name == "plan" else module.SHEET.table
+    assert table(GOOD[name]).row_count == lines
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "metric", "value", "goal"),
+    [
+        ("activations", "llama int8", "gradient_cosine", 0.998, "gradient_cosine"),
+        ("activations", "llama int8", "gradient_cosine", NAN, "gradient_cosine"),
+        # Nothing was compressed: all else would look perfect.
+        ("activations", "llama int8", "packed_share", 0.0, "packed_share"),
+        ("activations", "llama int8", "kept_bytes", 110.0, "kept_bytes"),
+        ("activations", "llama int8", "step_ms", 109.0, "step_ms"),
+        ("activations", "llama int8", "loss_gap_same_seed", 0.2, "loss_gap_same_seed"),
+        ("activations", "llama int8", "loss_gap_same_seed", NAN, "loss_gap_same_seed"),
+        *(
+            ("activations", "llama_offload share cpu", "hidden_predicted", v, "hidden_predicted")
+            for v in (0.8, 1.0, NAN)
+        ),
+        ("budgets", B1, "peak_bytes", 100.5, "peak_of_budget"),
+        ("budgets", B1, "peak_bytes", NAN, "peak_of_budget"),
+        ("budgets", B1, "of_best_rival", 1.02, "of_best_rival"),
+        ("budgets", B1, "of_best_rival", NAN, "of_best_rival"),
+        ("plan", B1, "peak_bytes", 100.5, "peak_of_budget"),
+        ("plan", B2, "predicted_bytes", 200.0, "peak_of_prediction"),
+        ("plan", B2, "predicted_bytes", 170.0, "peak_of_prediction"),
+        ("plan", B2, "step_ms", 21.5, "step_of_smaller_budget"),
+        ("plan", B2, "step_ms", NAN, "step_of_smaller_budget"),
+        ("real_weights", "pretrained hooks", "cosine_least", 0.9992, "cosine_least"),
+        ("real_weights", "pretrained hooks", "bytes_per_element", 1.06, "bytes_per_element"),
+        ("real_weights", "key_biases int8", "cosine_least", 0.9989, "cosine_least"),
+    ],
+)
+def test_each_goal_can_be_missed(
+    name: str, case: str, metric: str, value: float, goal: str
+) -> None:
+    good = GOOD[name]
+    assert missed(name, {**good, (case, metric): [value] * len(good[case, metric])}) == [goal]
+
+
+def test_what_was_not_measured_is_missed() -> None:
+    alone = {key: values for key, values in GOOD["budgets"].items() if key[1] == "budget_bytes"}
+    assert len(missed("budgets", alone)) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "accepted"),
+    [
+        ("activations", "llama, "),
+        ("budgets", "llama, "),
+        ("fused", "llama, "),
+        ("language_model", "exact, "),
+        ("plan", "llama, "),
+        ("recipes", "amp/"),
+        ("seeing", "sums, predict, confirm, overhead"),
+        ("streams", "prefetch, runaway, offload"),
+        ("torch_calls", ""),
+        ("torch_programs", "llama_fixed, "),
+        ("train_3b", "3b_24_all, "),
+    ],
+)
+def test_an_unknown_case_is_refused_and_without_a_gpu_a_benchmark_is_left_out(
+    name: str, accepted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_all = harness.load(name).run_all
+    monkeypatch.setattr(_launch, "load_core", machine_with(1))
+    with pytest.raises(InvalidValueError, match=f"'x' is unknown; accepted are {accepted}"):
+        run_all(Options(), Request(only=("x",)), None)
+    monkeypatch.setattr(_launch, "load_core", machine_with(0))
+    with pytest.raises(UnavailableError, match="needs a GPU"):
+        run_all(Options(), Request(), None)
+
+
+def test_an_unknown_case_of_pretrained_weights_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="accepted are pretrained, "):
+        harness.load("real_weights").run_all(Options(), Request(only=("other",)), None)
+
+
+@pytest.mark.parametrize("name", ["activations", "plan"])
+def test_every_case_has_a_model_and_without_a_name_all_are_chosen(name: str) -> None:
+    module = harness.load(name)
+    assert {case.split("_")[0] for case in module.CASES} <= set(WORKLOADS)
+    assert module.PROCESSES.chosen(()) == module.CASES
