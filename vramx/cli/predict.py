@@ -25,9 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "data: it returns a step, or a tuple of a model, a sample and an optimizer.",
     )
     parser.add_argument(
-        "target",
-        metavar="TARGET",
-        help="package.module:function or path/to/script.py:function",
+        "target", metavar="TARGET", help="package.module:function or path/to/script.py:function"
     )
     parser.add_argument(
         "--levels",

@@ -197,11 +197,7 @@ def unpack(packed: Packed) -> Tensor:
 
 
 def decoded(
-    buffer: Tensor,
-    numel: int,
-    dtype: torch.dtype,
-    format: Format,
-    mapping: Mapping | None = None,
+    buffer: Tensor, numel: int, dtype: torch.dtype, format: Format, mapping: Mapping | None = None
 ) -> Tensor:
     """Return what unpack() does of a buffer that holds no mask; arguments are trusted."""
     launch, function = _kernels(buffer.device, dtype, format.bits, mapping)

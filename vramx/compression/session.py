@@ -215,11 +215,7 @@ class Session:
         return holding
 
     def _encode(
-        self,
-        tensor: torch.Tensor,
-        geometry: Geometry,
-        operation: Operation,
-        format: Format,
+        self, tensor: torch.Tensor, geometry: Geometry, operation: Operation, format: Format
     ) -> Holding:
         device = tensor.get_device()
         if format.rounding == "stochastic" and device not in self._devices:
@@ -247,11 +243,7 @@ class Session:
         return Reference(tensor)
 
     def _keep_large(
-        self,
-        tensor: torch.Tensor,
-        storage: torch.UntypedStorage,
-        operation: Operation,
-        reason: str,
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, operation: Operation, reason: str
     ) -> Reference | Restored:
         """Keep a tensor of a large storage: the storage, or a copy where the rest can be freed."""
         name, geometry = operation.name, describe(tensor)

@@ -284,10 +284,7 @@ class Conv3d(nn.Conv3d):
 
 
 def convolved_by(
-    module: Any,
-    x: Tensor | ChannelNormed,
-    keep: Compression | None,
-    kept: Kept | None = None,
+    module: Any, x: Tensor | ChannelNormed, keep: Compression | None, kept: Kept | None = None
 ) -> Tensor:
     """Return what a module of torch's computes of a batch."""
     y = x.y if isinstance(x, ChannelNormed) else x

@@ -23,15 +23,7 @@ from vramx.kernels import channel_norm_launch as launch
 from vramx.nn import channel_norm_passes as passes
 from vramx.nn import reference_channel_norm as reference
 from vramx.nn.differentiation import attach, differentiable_gradients, new_probe
-from vramx.nn.keeping import (
-    NOTHING,
-    ORDERS,
-    Spec,
-    buffer_bytes,
-    decode,
-    dense_like,
-    fused_layout,
-)
+from vramx.nn.keeping import NOTHING, ORDERS, Spec, buffer_bytes, decode, dense_like, fused_layout
 from vramx.nn.operators import operator
 
 

@@ -249,11 +249,7 @@ loss_and_gradients.register_autograd(_differentiate, setup_context=_save)
     "settings) -> Tensor",
 )
 def losses_of_tokens(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    settings: Sequence[float],
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: Sequence[float]
 ) -> Tensor:
     options = _Options.of(settings)
     targets = targets.contiguous()

@@ -93,11 +93,7 @@ def normalise(
 
 
 def normed_by(
-    norm: Any,
-    x: Tensor,
-    residual: Tensor | None,
-    keep: Compression,
-    into: Sequence[nn.Module] = (),
+    norm: Any, x: Tensor, residual: Tensor | None, keep: Compression, into: Sequence[nn.Module] = ()
 ) -> Normed | None:
     """Return the result by what a norm's class is; None for a class or weights not understood."""
     name = class_name(type(norm))
