@@ -26,17 +26,10 @@ from vramx.kernels.tiles import load_tile, pack_tile, tile_offsets, unpack_tile
 
 @triton.jit(do_not_specialize=["numel", "stream"])
 def quantize_kernel(
-    x_ptr,
-    buffer_ptr,
-    seed_ptr,
-    numel: tl.int64,
-    stream: tl.int64,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    x_ptr, buffer_ptr, seed_ptr, numel: tl.int64, stream: tl.int64,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr,
     TAIL_ROWS: tl.constexpr,
-):
+):  # fmt: skip
     """Write the codes and headers of a flat tensor.
 
     x_ptr: bf16, fp16 or fp32 [numel]. buffer_ptr: uint8 [Layout.buffer_bytes], 16-byte aligned.
@@ -63,19 +56,10 @@ def quantize_kernel(
 
 @triton.jit
 def _quantize_tile(
-    x_ptr,
-    buffer_ptr,
-    seed_ptr,
-    stream,
-    numel,
-    first,
-    left,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    x_ptr, buffer_ptr, seed_ptr, stream, numel, first, left,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr,
     MASKED: tl.constexpr,
-):
+):  # fmt: skip
     """Do ROWS groups, of which `left` elements are to be done."""
     x = load_tile(x_ptr + first, left, ROWS, GROUP, MASKED)
     pack_tile(
@@ -86,14 +70,9 @@ def _quantize_tile(
 
 @triton.jit(do_not_specialize=["numel"])
 def dequantize_kernel(
-    buffer_ptr,
-    out_ptr,
-    numel: tl.int64,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    TAIL_ROWS: tl.constexpr,
-):
+    buffer_ptr, out_ptr, numel: tl.int64,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, SYMMETRIC: tl.constexpr, TAIL_ROWS: tl.constexpr,
+):  # fmt: skip
     """Write the elements of a packed buffer.
 
     buffer_ptr: uint8 [Layout.buffer_bytes], 16-byte aligned. out_ptr: bf16, fp16 or fp32 [numel].
@@ -114,16 +93,9 @@ def dequantize_kernel(
 
 @triton.jit
 def _dequantize_tile(
-    buffer_ptr,
-    out_ptr,
-    numel,
-    first,
-    left,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    buffer_ptr, out_ptr, numel, first, left,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, SYMMETRIC: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Do ROWS groups, of which `left` elements are to be done."""
     x = unpack_tile(buffer_ptr, numel, first, left, ROWS, GROUP, SYMMETRIC, MASKED)
     offsets = tile_offsets(ROWS, GROUP)

@@ -34,17 +34,10 @@ from vramx.kernels.noise import code_bits, fixed_point_bits, noise_words
 
 @triton.jit(do_not_specialize=["numel", "stream"])
 def quantize4_kernel(
-    x_ptr,
-    buffer_ptr,
-    seed_ptr,
-    numel: tl.int64,
-    stream: tl.int64,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    TAIL_ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
+    x_ptr, buffer_ptr, seed_ptr, numel: tl.int64, stream: tl.int64,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr, SYMMETRIC: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-):
+):  # fmt: skip
     """Write the codes and headers of a flat tensor. Arguments as quantize_kernel's."""
     first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * (ROWS * GROUP)
     left = tl.minimum(numel - first, ROWS * GROUP).to(tl.int32)
@@ -65,19 +58,10 @@ def quantize4_kernel(
 
 @triton.jit
 def _quantize4_tile(
-    x_ptr,
-    buffer_ptr,
-    seed_ptr,
-    stream,
-    numel,
-    first,
-    left,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    x_ptr, buffer_ptr, seed_ptr, stream, numel, first, left,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr,
     MASKED: tl.constexpr,
-):
+):  # fmt: skip
     """Do ROWS groups, of which `left` elements are to be done."""
     a, b = load_halves(x_ptr + first, left, ROWS, GROUP, MASKED)
     pack_halves(
@@ -109,20 +93,10 @@ def store_halves(x_ptr, a, b, left, ROWS: tl.constexpr, GROUP: tl.constexpr, MAS
 
 @triton.jit
 def pack_halves(
-    a,
-    b,
-    buffer_ptr,
-    seed_ptr,
-    stream,
-    numel,
-    first,
-    left,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    a, b, buffer_ptr, seed_ptr, stream, numel, first, left,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr,
     MASKED: tl.constexpr,
-):
+):  # fmt: skip
     """Write the codes and headers of groups that load_halves() returned.
 
     The first element of them is `first` (int64) of numel. Arguments as tiles.pack_tile's.
@@ -183,14 +157,9 @@ def _lanes(bits, ROWS: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit(do_not_specialize=["numel"])
 def dequantize4_kernel(
-    buffer_ptr,
-    out_ptr,
-    numel: tl.int64,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    TAIL_ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-):
+    buffer_ptr, out_ptr, numel: tl.int64,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr, SYMMETRIC: tl.constexpr,
+):  # fmt: skip
     """Write the elements of a packed buffer. Arguments as dequantize_kernel's."""
     first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * (ROWS * GROUP)
     left = tl.minimum(numel - first, ROWS * GROUP).to(tl.int32)
@@ -208,16 +177,9 @@ def dequantize4_kernel(
 
 @triton.jit
 def _dequantize4_tile(
-    buffer_ptr,
-    out_ptr,
-    numel,
-    first,
-    left,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    buffer_ptr, out_ptr, numel, first, left,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, SYMMETRIC: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Do ROWS groups, of which `left` elements are to be done."""
     a, b = unpack_halves(buffer_ptr, numel, first, left, ROWS, GROUP, SYMMETRIC, MASKED)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -226,15 +188,9 @@ def _dequantize4_tile(
 
 @triton.jit
 def unpack_halves(
-    buffer_ptr,
-    numel,
-    first,
-    left,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    buffer_ptr, numel, first, left,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Return what pack_halves() wrote, as load_halves() does; any numbers beyond the end."""
     HALF: tl.constexpr = GROUP // 2
     rows = tl.arange(0, ROWS)
