@@ -1,8 +1,8 @@
 """Quantise numbers that are computed from what is read, and back to what they were computed from.
 
-As quantize.py and quantize4.py, whose tiles these are, with one function more in registers: nothing
-is written in between. One pass: the traffic of packing the elements themselves, and of a norm's
-statistics. The functions, by MAP:
+As quantize.py, whose tiles these are, with one function more in registers: nothing is written in
+between. One pass: the traffic of packing the elements themselves, and of a norm's statistics. The
+functions, by MAP:
 
     normal    (x - mean) * rstd         back: y / rstd + mean, of the statistics of the element
     root      sign(x) sqrt(|x|)         back: y |y|
@@ -22,9 +22,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vramx.kernels.halves import load_halves, pack_halves, store_halves, unpack_halves
 from vramx.kernels.headers import narrow
-from vramx.kernels.quantize4 import load_halves, pack_halves, store_halves, unpack_halves
-from vramx.kernels.tiles import load_tile, pack_tile, tile_offsets, unpack_tile
+from vramx.kernels.tiles import load_tile, pack_tile, store_tile, tile_offsets, unpack_tile
 
 
 @triton.jit(do_not_specialize=["numel", "stream"])
@@ -122,9 +122,7 @@ def _dequantize_tile(
     if BITS == 8:
         y = unpack_tile(buffer_ptr, numel, first, left, ROWS, GROUP, SYMMETRIC, MASKED)
         x = _unmap(y, mean_ptr, rstd_ptr, inner, count, first, MAP, PLACE, GROUP, ROWS, 0, GROUP)
-        offsets = tile_offsets(ROWS, GROUP)
-        inside = offsets < left if MASKED else None
-        tl.store(out_ptr + first + offsets, narrow(x, dtype), mask=inside)
+        store_tile(out_ptr + first, narrow(x, dtype), left, ROWS, GROUP, MASKED)
     else:
         HALF: tl.constexpr = GROUP // 2
         a, b = unpack_halves(buffer_ptr, numel, first, left, ROWS, GROUP, SYMMETRIC, MASKED)
