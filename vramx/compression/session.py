@@ -191,13 +191,9 @@ class Session:
         return self._formats.setdefault((bits, most), (form, astuple(form)))
 
     def _pack_once(
-        self,
-        tensor: torch.Tensor,
-        geometry: Geometry,
-        operation: Operation,
-        format: Format,
+        self, tensor: torch.Tensor, geometry: Geometry, operation: Operation, format: Format,
         place: Hashable,
-    ) -> Holding:
+    ) -> Holding:  # fmt: skip
         """Pack memory that is new, unless it is a cast of memory whose cast is kept already."""
         source = cast_source(tensor, geometry, operation)
         if source is None:

@@ -110,14 +110,9 @@ class Function(NamedTuple):
 
 
 def quantize_map(
-    flat: Tensor,
-    buffer: Tensor,
-    layout: Layout,
-    function: Function,
-    *,
-    noise: Tensor | None,
+    flat: Tensor, buffer: Tensor, layout: Layout, function: Function, *, noise: Tensor | None,
     stream: int,
-) -> None:
+) -> None:  # fmt: skip
     """Write the packed form of a function of a tensor; arguments as quantize()'s."""
     if layout.numel:
         plan = quantize_map_plan(

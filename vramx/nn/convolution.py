@@ -223,14 +223,9 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def _input(
-    ctx: Any,
-    kept: Tensor,
-    probe: Tensor,
-    rstd: Tensor | None,
-    bits: Tensor,
-    weight: Tensor | None,
+    ctx: Any, kept: Tensor, probe: Tensor, rstd: Tensor | None, bits: Tensor, weight: Tensor | None,
     bias: Tensor | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return y again: by operations that have gradients themselves where they are asked for."""
     norm, spec = ctx.norm, Spec(*ctx.spec)
     if rstd is None:

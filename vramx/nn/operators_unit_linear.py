@@ -45,17 +45,10 @@ def _readers(
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def unit_linear_operator(
-    first: Tensor,
-    up: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    side: Tensor | None,
-    key: Tensor | None,
-    level: int,
-    kind: str,
+    first: Tensor, up: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    residual: Tensor | None, side: Tensor | None, key: Tensor | None, level: int, kind: str,
     form: Sequence[int],
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the result, the side's product, the two packs, and the two probes."""
     inside = _present(first, up)
     if form[0] == keeping.NOTHING and side is None and is_unread(residual):
