@@ -218,9 +218,5 @@ def open_simulated(
 ) -> Devices: ...
 def probe_cuda() -> _CudaFacts: ...
 def benchmark_core(
-    live_blocks: int,
-    operations: int,
-    size_bytes_low: int,
-    size_bytes_high: int,
-    threads: int,
+    live_blocks: int, operations: int, size_bytes_low: int, size_bytes_high: int, threads: int
 ) -> _CoreCost: ...

@@ -117,8 +117,7 @@ def _partial(wanted: Shares, programs: int, hidden: int) -> Shares:
     dtype = torch.bfloat16 if narrow else torch.float32
     shares = given[0].new_empty((len(given), programs, hidden), dtype=dtype)
     return Shares(
-        None if wanted.dweight is None else shares[0],
-        None if wanted.dbias is None else shares[-1],
+        None if wanted.dweight is None else shares[0], None if wanted.dbias is None else shares[-1]
     )
 
 

@@ -21,13 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vramx.errors import (
-    InvalidValueError,
-    MissingDependencyError,
-    TraceError,
-    VramxError,
-    brief,
-)
+from vramx.errors import InvalidValueError, MissingDependencyError, TraceError, VramxError, brief
 from vramx.memory.snapshot import Snapshot
 from vramx.memory.trace import Trace, load_trace
 from vramx.sizes import MIB, format_size, parse_size

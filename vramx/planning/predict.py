@@ -27,13 +27,7 @@ from vramx.planning.blocks import find_blocks
 from vramx.planning.fake_gpu import GPU, FakeGpu
 from vramx.planning.loop import FRESH
 from vramx.planning.prediction import AS_IT_IS, PredictedRow, Prediction
-from vramx.planning.program import (
-    Copied,
-    check_step,
-    device_type_of,
-    found_in,
-    is_on_the_host,
-)
+from vramx.planning.program import Copied, check_step, device_type_of, found_in, is_on_the_host
 from vramx.planning.recording import CUBLAS, CUDNN, Recording
 from vramx.planning.step_programs import Program, program_of
 from vramx.planning.words import WORDS, apply_words, words_for
@@ -53,11 +47,7 @@ _ON_THE_HOST = (
     "; what the step refers to is taken to be on a GPU, and what it makes is where it makes it: "
     "make it before the step, or on the device of the model's parameters"
 )
-_UNSEEN = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
+_UNSEEN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
 def predict(
