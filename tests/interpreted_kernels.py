@@ -12,10 +12,12 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -120,6 +122,14 @@ class InterpretedKernels:
         if failed:
             raise RuntimeError(result)
         return result
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[InterpretedKernels]:
+    """A file names it in `__all__`."""
+    made = InterpretedKernels()
+    yield made
+    made.close()
 
 
 def mask_bytes(numel: int) -> int:
