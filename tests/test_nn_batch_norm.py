@@ -1,14 +1,13 @@
 """Batch, group and instance norm and convolutions on a CPU: results, gradients, how they are used.
 
-A CPU runs the plain torch implementation, which the kernels are compared with elsewhere. With
-level "keep" what is kept is exact, and gradients must be torch's own; packs are in
-test_nn_channel_norm_packs.py.
+With level "keep" gradients must be torch's own; packs are in test_nn_channel_norm_packs.py.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -137,9 +136,7 @@ MODULES = [
 
 
 @pytest.mark.parametrize(("theirs", "found", "arguments", "shape"), MODULES)
-def test_modules_are_torchs(
-    theirs: type, found: type, arguments: tuple[object, ...], shape: tuple[int, ...]
-) -> None:
+def test_modules_are_torchs(theirs: type, found: type, arguments: Any, shape: Any) -> None:
     x = image(0, shape, dtype=torch.float32)
     expected, module = theirs(*arguments), found(*arguments)
     module.load_state_dict(expected.state_dict())
@@ -153,9 +150,6 @@ def test_modules_are_torchs(
     )
     # Terms of order 1, of at most 100 of which float32 sums some: 1e-5 is 80 of its units.
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in pairs)
-
-
-# -- How they are used -----------------------------------------------------------------------------
 
 
 def penalties(outputs: Sequence[Tensor], every: Sequence[Tensor]) -> list[Tensor]:
@@ -233,9 +227,7 @@ OPERATOR_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor"
 @every_order
 @pytest.mark.parametrize("groups", [0, 3])
 @pytest.mark.parametrize("spec", [[-1, 0, 0, 0], [0, 0, 0, 0], [8, 128, 1, 1], [4, 64, 0, 0]])
-def test_operators_say_what_they_return(
-    spec: list[int], groups: int, order: torch.memory_format
-) -> None:
+def test_operators_say_what_they_return(spec: list[int], groups: int, order: Any) -> None:
     last = order == torch.channels_last and not groups
     form = [*spec, int(last)]
     x = image(0, order=order if last else torch.contiguous_format, dtype=torch.bfloat16)
