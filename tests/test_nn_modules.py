@@ -67,11 +67,6 @@ def test_keep_says_how_the_input_is_kept() -> None:
     assert held_bytes(lambda: module(x)) < in_eight_bits
 
 
-def test_dropout_keeps_sixteen_bytes() -> None:
-    x = sample(4, 128)
-    assert held_bytes(lambda: vnn.Dropout(0.5)(x)) == 16
-
-
 def test_unknown_approximation_is_named_when_it_is_given() -> None:
     with pytest.raises(InvalidValueError, match="'erf'"):
         vnn.GeGLU("erf")
