@@ -22,58 +22,93 @@ from vramx.compression import reference
 from vramx.compression.config import Compression
 from vramx.nn.activation import gelu
 from vramx.nn.attention import scaled_dot_product_attention
+from vramx.nn.batch_norm import batch_norm
 from vramx.nn.convolution import conv2d
 from vramx.nn.dropout import dropout_add
 from vramx.nn.feed_forward import TwoLinears, two_linears
 from vramx.nn.glu import swiglu
 from vramx.nn.linear import linear, linears
 from vramx.nn.loss import linear_cross_entropy
+from vramx.nn.low_rank import add_low_rank
 from vramx.nn.mlp import mlp
 from vramx.nn.norm import layer_norm, rms_norm
 from vramx.nn.relu import relu
-from vramx.nn.unit_linear import gelu_linear, glu_linear
+from vramx.nn.sides import Side
+from vramx.nn.unit_linear import Behind, gelu_linear, glu_linear, unit_linear
 
 HIDDEN = 128
 NEAREST = Compression(rounding="nearest")
 EXACT = Compression(level="keep")
-Function = Callable[[Tensor, Tensor], Tensor]
+INT4 = Compression(level="int4", rounding="nearest")
+QUERIES = Compression(rounding="nearest", policy={"scaled_dot_product_attention:0,1": "int8"})
+Function = Callable[..., Tensor]
 
 
-def attend(x: Tensor, w: Tensor) -> Tensor:
+def attend(x: Tensor, w: Tensor, keep: Compression = NEAREST, **call: Any) -> Tensor:
     q, k = x.view(1, 4, 2, 64), (x @ w).view(1, 4, 2, 64)
-    return scaled_dot_product_attention(q, k, k * 2, keep=NEAREST).y
+    return scaled_dot_product_attention(q, k, k * 2, keep=keep, **call).y
 
 
-# Of x and of a square weight.
+def of_channels(x: Tensor, w: Tensor, keep: Compression = NEAREST) -> Tensor:
+    normed = batch_norm(
+        x.view(4, 8, 4, 4), None, None, w[0, :8], w[1, :8], training=True, activation="silu",
+        keep=keep,
+    )  # fmt: skip
+    return conv2d(normed, w.view(-1, 8, 2, 2)[:8], keep=keep)
+
+
+def with_sides(x: Tensor, w: Tensor, keep: Compression = NEAREST) -> Tensor:
+    sides = [Side(w[:3]), Side(w[3:5], 0.3)]
+    return torch.cat(linears(rms_norm(x, keep=keep), [w], None, keep, sides=sides), -1)
+
+
+# Of x and of a square weight, and how what they keep is kept.
 FUNCTIONS: dict[str, Function] = {
-    "norm": lambda x, w: layer_norm(x, w[0], w[1], residual=x, keep=NEAREST).y,
-    "linear": lambda x, w: linear(x, w, w[0], NEAREST),
-    "linears": lambda x, w: torch.cat(
-        linears(rms_norm(x, keep=NEAREST), [w, w[:3]], [None, w[0, :3]]), 1
+    "norm": lambda x, w, keep=NEAREST: layer_norm(x, w[0], w[1], residual=x, keep=keep).y,
+    "linear": lambda x, w, keep=NEAREST: linear(x, w, w[0], keep),
+    "linears": lambda x, w, keep=NEAREST: torch.cat(
+        linears(rms_norm(x, keep=keep), [w, w[:3]], [None, w[0, :3]]), 1
     ),
-    "mlp": lambda x, w: mlp(rms_norm(x, w[0], keep=NEAREST), [w, w, w], residual=x),
-    "two_linears": lambda x, w: two_linears(
-        rms_norm(x, w[0], keep=NEAREST), TwoLinears([w, w], [w[0], None], "gelu", w[1]), x, NEAREST
+    "mlp": lambda x, w, keep=NEAREST: mlp(rms_norm(x, w[0], keep=keep), [w, w, w], residual=x),
+    "two_linears": lambda x, w, keep=NEAREST: two_linears(
+        rms_norm(x, w[0], keep=keep), TwoLinears([w, w], [w[0], None], "gelu", w[1]), x, keep
     ),
-    "two_linears_exact": lambda x, w: two_linears(
-        x, TwoLinears([w, w], [None, w[0]], "silu"), keep=EXACT
+    "two_linears_exact": lambda x, w, keep=EXACT: two_linears(
+        x, TwoLinears([w, w], [None, w[0]], "silu"), keep=keep
     ),
-    "conv2d": lambda x, w: conv2d(
-        x.view(4, 8, 4, 4), w.view(-1, 8, 2, 2)[:8], w[0, :8], padding=1, keep=NEAREST
+    "conv2d": lambda x, w, keep=NEAREST: conv2d(
+        x.view(4, 8, 4, 4), w.view(-1, 8, 2, 2)[:8], w[0, :8], padding=1, keep=keep
     ),
-    "gelu": lambda x, w: gelu(x * w[0], keep=NEAREST),
-    "gelu_linear": lambda x, w: gelu_linear(x, w, w[0], residual=x, keep=NEAREST),
-    "gelu_linear_exact": lambda x, w: gelu_linear(x, w, keep=EXACT),
-    "swiglu": lambda x, w: swiglu(x, x * w[0], keep=NEAREST),
-    "glu_linear": lambda x, w: glu_linear(x, x * w[0], w, keep=NEAREST),
+    "conv2d of batch_norm": of_channels,
+    "gelu": lambda x, w, keep=NEAREST: gelu(x * w[0], keep=keep),
+    "gelu_linear": lambda x, w, keep=NEAREST: gelu_linear(x, w, w[0], residual=x, keep=keep),
+    "gelu_linear_exact": lambda x, w, keep=EXACT: gelu_linear(x, w, keep=keep),
+    "swiglu": lambda x, w, keep=NEAREST: swiglu(x, x * w[0], keep=keep),
+    "glu_linear": lambda x, w, keep=NEAREST: glu_linear(x, x * w[0], w, keep=keep),
     "attention": attend,
-    "relu": lambda x, w: relu(x * w[0]),
-    "dropout": lambda x, w: dropout_add(x * w[0], x, 0.5),
+    "attention, mask": lambda x, w, keep=NEAREST: attend(
+        x, w, keep, attn_mask=torch.ones(2, 2, dtype=torch.bool).tril()
+    ),
+    "attention, queries": lambda x, w, keep=QUERIES: attend(x, w, keep, is_causal=True),
+    "relu": lambda x, w, keep=None: relu(x * w[0]),
+    "add_low_rank": lambda x, w, keep=None: add_low_rank(x, x[:, :3], w[:, :3], w[0], 0.5),
+    "dropout": lambda x, w, keep=None: dropout_add(x * w[0], x, 0.5),
+    "dropout in linears": with_sides,
+    "dropout in a unit": lambda x, w, keep=NEAREST: torch.cat(
+        unit_linear((x, x * w[0]), "silu", Behind(w, side=Side(w[:3], 0.3)), keep), -1
+    ),
+    "dropout in a unit alone": lambda x, w, keep=NEAREST: torch.cat(
+        unit_linear((x,), "gelu", Behind(side=Side(w[:3], 0.3)), keep), -1
+    ),
 }
 ONCE_ONLY: dict[str, Function] = {
-    "loss": lambda x, w: linear_cross_entropy(x, w, torch.arange(len(x))),
-    "losses": lambda x, w: linear_cross_entropy(x, w, torch.arange(len(x)), reduction="none"),
+    "loss": lambda x, w, keep=None: linear_cross_entropy(x, w, torch.arange(len(x))),
+    "losses": lambda x, w, keep=None: linear_cross_entropy(
+        x, w, torch.arange(len(x)), reduction="none"
+    ),
 }
+# Those that view their rows as so many images or heads.
+OF_FOUR_ROWS = [name for name in FUNCTIONS if name.startswith(("attention", "conv2d"))]
 every_function = pytest.mark.parametrize("name", [*FUNCTIONS, *ONCE_ONLY])
 every_smooth_function = pytest.mark.parametrize("name", FUNCTIONS)
 
@@ -85,14 +120,17 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 
 class Watch(TorchDispatchMode):
-    """A mode that changes nothing and notes the operators that it sees."""
+    """A mode that changes nothing and notes the operators that it sees, and calls of ours."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
+        self.calls: list[tuple[Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.append(func.name())
+        if func.namespace == "vramx":
+            self.calls.append((func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -138,6 +176,23 @@ def test_both_routes_save_the_same_tensors_in_the_same_order(name: str) -> None:
         assert saved() == found
 
 
+@pytest.mark.parametrize(
+    "keep", [NEAREST, EXACT, INT4, None], ids=["int8", "keep", "int4", "no_grad"]
+)
+@every_function
+def test_operators_say_what_they_return(name: str, keep: Compression | None) -> None:
+    """In every call that a function makes, forward and backward."""
+    leaves = inputs()
+    with Watch() as watch, torch.set_grad_enabled(keep is not None):
+        result = (FUNCTIONS | ONCE_ONLY)[name](*leaves, keep or NEAREST)
+        if keep is not None:
+            torch.autograd.grad((result**2).sum(), leaves)
+    assert watch.calls or keep in (EXACT, None)  # which torch's own serve
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for operator, arguments, options in watch.calls:
+        torch.library.opcheck(operator, arguments, options, test_utils=tests)
+
+
 @every_function
 def test_backward_can_be_repeated(name: str) -> None:
     torch.manual_seed(0)
@@ -170,7 +225,7 @@ def test_a_checkpoint_gives_the_same_gradients(name: str) -> None:
 
 
 # Attention's result is a view that torch's kernel makes.
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "attention"])
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if "attention" not in name])
 def test_results_can_be_written_to(name: str) -> None:
     """What an autograd.Function returns as a view of its own making cannot."""
     leaves = inputs()
@@ -194,10 +249,7 @@ def test_compiled_calls_draw_new_noise(function: Any) -> None:
     assert not torch.equal(*first, *second)
 
 
-# The others view their rows as so many images or heads.
-@pytest.mark.parametrize(
-    "name", [n for n in (*FUNCTIONS, *ONCE_ONLY) if n not in ("attention", "conv2d")]
-)
+@pytest.mark.parametrize("name", [n for n in (*FUNCTIONS, *ONCE_ONLY) if n not in OF_FOUR_ROWS])
 def test_a_graph_serves_rows_of_every_number(name: str) -> None:
     torch.compiler.reset()
     function, (_, weight) = (FUNCTIONS | ONCE_ONLY)[name], inputs()
@@ -210,5 +262,5 @@ def test_a_graph_serves_rows_of_every_number(name: str) -> None:
             gradients.append(torch.autograd.grad((called(x, weight) ** 2).sum(), [x, weight]))
         for expected, found in zip(*gradients, strict=True):
             assert found.shape == expected.shape
-            if name != "dropout":  # a compiled graph draws its masks elsewhere
+            if "dropout" not in name:  # a compiled graph draws its masks elsewhere
                 assert differs(found, expected) <= 4
