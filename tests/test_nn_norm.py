@@ -243,25 +243,6 @@ def test_a_row_with_nan_stays_alone() -> None:
     assert dx[[0, 2]].isfinite().all()
 
 
-OPERATOR_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor")
-
-
-@pytest.mark.parametrize("spec", [[-1, 0, 0, 0], [0, 0, 0, 0], [8, 128, 1, 1], [4, 64, 0, 0]])
-def test_operators_say_what_they_return(spec: list[int]) -> None:
-    x, residual, weight = sample(3, HIDDEN), sample(3, HIDDEN, seed=1), torch.ones(HIDDEN)
-    arguments = (x, residual, weight, None, 1e-5, True, torch.bfloat16, spec)
-    _, _, kept, rstd, _ = torch.ops.vramx.norm(*arguments)
-    torch.library.opcheck(torch.ops.vramx.norm.default, arguments, test_utils=OPERATOR_TESTS)
-    if spec[0] >= 0:
-        dy = torch.ones(3, HIDDEN)
-        arguments = (dy, None, weight, kept, rstd, True, x.dtype, [1, 1], spec)
-        torch.library.opcheck(
-            torch.ops.vramx.norm_backward.default, arguments, test_utils=OPERATOR_TESTS
-        )
-        arguments = (kept, weight, None, [3, HIDDEN], x.dtype, torch.bfloat16, spec)
-        torch.library.opcheck(torch.ops.vramx.norm_output.default, arguments)
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -197,23 +197,6 @@ def test_unit_without_a_weight_keeps_packs_and_no_result() -> None:
     assert held < 2.2 * gate.numel()
 
 
-def test_operators_say_what_they_return() -> None:
-    (gate, up), (_, weight, a, _) = unit_inputs(2), leaves()
-    key, spec, none = torch.tensor([3, 4]), [8, 128, 1, 0, 0], (None, None, 0)
-    operators = torch.ops.vramx
-    for up_or_not in (up, None):
-        for w, side in ((weight, (a, key, 3000)), (None, (a, None, 65536)), (weight, none)):
-            arguments = (gate, up_or_not, w, None, None, *side, "silu", spec)
-            torch.library.opcheck(
-                operators.unit_linear.default, arguments,
-                test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
-            )  # fmt: skip
-    h, second = sample(2, RANK, dtype=F64), sample(OUTPUTS, RANK, seed=2, dtype=F64)
-    base, bias = sample(2, OUTPUTS, seed=3, dtype=F64), sample(OUTPUTS, seed=4, dtype=F64)
-    for last in (bias, None):
-        torch.library.opcheck(operators.add_low_rank.default, (base, h, second, last, 0.5))
-
-
 def test_low_rank_product_is_added_and_keeps_the_narrow_tensor() -> None:
     h, weight = sample(2, 4, RANK, dtype=F64), sample(OUTPUTS, RANK, seed=2, dtype=F64)
     base, bias = sample(2, 4, OUTPUTS, seed=3, dtype=F64), sample(OUTPUTS, seed=4, dtype=F64)
