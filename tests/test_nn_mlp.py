@@ -19,7 +19,6 @@ from torch.nn import functional as F  # noqa: N812
 import vramx
 from vramx.compression.codec import layout_of
 from vramx.compression.config import Format
-from vramx.errors import InvalidValueError
 from vramx.nn import products
 from vramx.nn.functional import mlp, rms_norm
 from vramx.nn.optimize import optimize
@@ -176,26 +175,6 @@ def test_autocast_computes_in_its_type_and_keeps_no_casts() -> None:
     held = held_bytes(call, x, *weights, biases[0])
     assert held == held_bytes(lambda: rms_norm(x), x)
     assert {g.dtype for g in gradients(call, [x, *weights, biases[0]])} == {torch.float32}
-
-
-W, V = torch.ones(4, 3), torch.ones(2, 4)
-
-
-@pytest.mark.parametrize(
-    ("weights", "options", "text"),
-    [
-        ([W], {}, "1 weights and 1 biases"),
-        ([W, V], {"biases": [None]}, "2 weights and 1 biases"),
-        ([W, V], {"activation": "relu"}, "'relu' is not accepted"),
-        ([W, W], {}, r"the last weight has shape \(4, 3\)"),
-        ([W, W[:3], V], {}, "one shape"),
-        ([W, V], {"residual": torch.ones(2, 3)}, r"residual has shape \(2, 3\)"),
-        ([W, V.double()], {}, "torch.float64"),
-    ],
-)
-def test_mistakes_are_named(weights: list[Tensor], options: dict[str, Any], text: str) -> None:
-    with pytest.raises(InvalidValueError, match=text):
-        mlp(torch.ones(2, 3), weights, **options)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from norm_tools import INT4, held_bytes, sample
 from torch import nn
 
 from vramx import nn as vnn
-from vramx.errors import InvalidValueError
 
 
 @pytest.mark.parametrize(
@@ -65,11 +64,6 @@ def test_keep_says_how_the_input_is_kept() -> None:
     in_eight_bits = held_bytes(lambda: module(x))
     module.keep = INT4
     assert held_bytes(lambda: module(x)) < in_eight_bits
-
-
-def test_unknown_approximation_is_named_when_it_is_given() -> None:
-    with pytest.raises(InvalidValueError, match="'erf'"):
-        vnn.GeGLU("erf")
 
 
 @pytest.mark.parametrize(

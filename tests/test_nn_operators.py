@@ -27,6 +27,7 @@ from vramx.nn.convolution import conv2d
 from vramx.nn.dropout import dropout_add
 from vramx.nn.feed_forward import TwoLinears, two_linears
 from vramx.nn.glu import swiglu
+from vramx.nn.group_norm import group_norm
 from vramx.nn.linear import linear, linears
 from vramx.nn.loss import linear_cross_entropy
 from vramx.nn.low_rank import add_low_rank
@@ -49,12 +50,19 @@ def attend(x: Tensor, w: Tensor, keep: Compression = NEAREST, **call: Any) -> Te
     return scaled_dot_product_attention(q, k, k * 2, keep=keep, **call).y
 
 
-def of_channels(x: Tensor, w: Tensor, keep: Compression = NEAREST) -> Tensor:
-    normed = batch_norm(
-        x.view(4, 8, 4, 4), None, None, w[0, :8], w[1, :8], training=True, activation="silu",
-        keep=keep,
+def image(x: Tensor) -> Tensor:
+    return x.view(4, 8, 4, 4)
+
+
+def of_channels(
+    x: Tensor, w: Tensor, keep: Compression = NEAREST, *running: Tensor, training: bool = True
+) -> Tensor:
+    affine, how = (w[0, :8], w[1, :8]), {"activation": "silu", "keep": keep}
+    mean, var = running or (None, None)
+    return conv2d(
+        batch_norm(image(x), mean, var, *affine, training=training, **how),
+        w.view(-1, 8, 2, 2)[:8], keep=keep,
     )  # fmt: skip
-    return conv2d(normed, w.view(-1, 8, 2, 2)[:8], keep=keep)
 
 
 def with_sides(x: Tensor, w: Tensor, keep: Compression = NEAREST) -> Tensor:
@@ -77,9 +85,25 @@ FUNCTIONS: dict[str, Function] = {
         x, TwoLinears([w, w], [None, w[0]], "silu"), keep=keep
     ),
     "conv2d": lambda x, w, keep=NEAREST: conv2d(
-        x.view(4, 8, 4, 4), w.view(-1, 8, 2, 2)[:8], w[0, :8], padding=1, keep=keep
+        image(x), w.view(-1, 8, 2, 2)[:8], w[0, :8], padding=1, keep=keep
     ),
     "conv2d of batch_norm": of_channels,
+    "conv2d of batch_norm, given": lambda x, w, keep=NEAREST: of_channels(
+        x, w, keep, torch.zeros(8), torch.ones(8), training=False
+    ),
+    "group_norm of images": lambda x, w, keep=NEAREST: (
+        group_norm(image(x), 2, w[0, :8], w[1, :8], activation="leaky_relu", keep=keep).y
+    ),
+    "batch_norm of images, channels last": lambda x, w, keep=NEAREST: (
+        batch_norm(
+            image(x).to(memory_format=torch.channels_last),
+            None,
+            None,
+            w[0, :8],
+            training=True,
+            keep=keep,
+        ).y
+    ),
     "gelu": lambda x, w, keep=NEAREST: gelu(x * w[0], keep=keep),
     "gelu_linear": lambda x, w, keep=NEAREST: gelu_linear(x, w, w[0], residual=x, keep=keep),
     "gelu_linear_exact": lambda x, w, keep=EXACT: gelu_linear(x, w, keep=keep),
@@ -108,7 +132,8 @@ ONCE_ONLY: dict[str, Function] = {
     ),
 }
 # Those that view their rows as so many images or heads.
-OF_FOUR_ROWS = [name for name in FUNCTIONS if name.startswith(("attention", "conv2d"))]
+OF_FOUR_ROWS = [name for name in FUNCTIONS if "attention" in name or "conv2d" in name]
+OF_FOUR_ROWS += [name for name in FUNCTIONS if "images" in name]
 every_function = pytest.mark.parametrize("name", [*FUNCTIONS, *ONCE_ONLY])
 every_smooth_function = pytest.mark.parametrize("name", FUNCTIONS)
 
@@ -153,8 +178,7 @@ def test_both_routes_compute_the_same(name: str) -> None:
     with Watch() as watch:
         expected = outcome(name)
     assert any(each.startswith("vramx::") for each in watch.seen)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, found, expected))
 
 
 @every_function
@@ -220,8 +244,7 @@ def test_a_checkpoint_gives_the_same_gradients(name: str) -> None:
     found = torch.autograd.grad((y**2).sum(), leaves)
     torch.manual_seed(0)
     plain = torch.autograd.grad((FUNCTIONS[name](*leaves) ** 2).sum(), leaves)
-    for ours, expected in zip(found, plain, strict=True):
-        assert torch.equal(ours, expected)
+    assert all(map(torch.equal, found, plain))
 
 
 # Attention's result is a view that torch's kernel makes.
@@ -233,8 +256,7 @@ def test_results_can_be_written_to(name: str) -> None:
     expected = torch.autograd.grad((FUNCTIONS[name](*leaves) * 2).sum(), leaves)
     torch.manual_seed(0)
     found = torch.autograd.grad(FUNCTIONS[name](*leaves).mul_(2).sum(), leaves)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("function", [gelu, swiglu, linear, lambda x, w: rms_norm(x, w[0]).y])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from norm_tools import held_bytes, sample
 from torch import Tensor
 
-from vramx.errors import InvalidValueError
 from vramx.nn.functional import rotary
 
 BATCH, HEADS, KEY_HEADS, TOKENS, SIZE = 2, 2, 1, 3, 4
@@ -63,18 +61,3 @@ def test_compiles_to_one_graph() -> None:
     (found,) = torch.autograd.grad(compiled(q, k, cos, sin)[0].square().sum(), q)
     (expected,) = torch.autograd.grad(rotary(q, k, cos, sin)[0].square().sum(), q)
     assert torch.allclose(found, expected, atol=1e-14)
-
-
-@pytest.mark.parametrize(
-    ("shape", "angles", "text"),
-    [
-        ((2, 3, 7), (3, 7), "even last size"),
-        ((2, 3, 8), (3, 4), r"q has shape \(2, 3, 8\) and cos \(3, 4\)"),
-        ((2, 3, 8), (4, 8), "broadcasts"),
-        ((3, 8), (2, 3, 8), "broadcasts"),
-    ],
-)
-def test_mistakes_are_named(shape: tuple[int, ...], angles: tuple[int, ...], text: str) -> None:
-    x = torch.zeros(shape)
-    with pytest.raises(InvalidValueError, match=text):
-        rotary(x, x, torch.zeros(angles), torch.zeros(angles))

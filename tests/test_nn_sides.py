@@ -12,13 +12,12 @@ from norm_tools import EXACT, INT8_STEP, NEAREST, gradients, held_bytes, sample
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
-from vramx.errors import InvalidValueError
 from vramx.nn import reference_elementwise as reference
 from vramx.nn.dropout import dropout
 from vramx.nn.linear import linears
 from vramx.nn.low_rank import add_low_rank
 from vramx.nn.norm import rms_norm
-from vramx.nn.sides import Side, joined
+from vramx.nn.sides import Side
 from vramx.nn.unit_linear import Behind, unit_linear
 
 INPUTS, OUTPUTS, RANK = 128, 5, 3
@@ -214,19 +213,3 @@ def test_low_rank_product_of_another_type_is_added_before_it_is_rounded() -> Non
     assert torch.equal(y, (base.float() + 2.0 * F.linear(h, weight)).bfloat16())
     found = torch.autograd.grad(y.float().sum(), [base, h, weight])
     assert [g.dtype for g in found] == [torch.bfloat16, torch.float32, torch.float32]
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda x: linears(x, [], sides=[Side(x.new_ones(2, 3))]), "weight has shape"),
-        (lambda x: linears(x, [], sides=[Side(x.new_ones(2, 4), 1.5)]), "0 to 1"),
-        (lambda x: linears(x, []), "at least one weight"),
-        (lambda x: add_low_rank(x, x, x.new_ones(3, 4)), "base has shape"),
-        (lambda x: add_low_rank(x, x, x.new_ones(4, 3)), "weight has shape"),
-        (lambda x: joined([Side(x, 0.5), Side(x, 0.5)]), "not accepted as one"),
-    ],
-)
-def test_mistakes_are_named(call: Any, words: str) -> None:
-    with pytest.raises(InvalidValueError, match=words):
-        call(torch.ones(2, 4))
