@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from norm_tools import held_bytes
 from optimize_tools import (
     DECODERS,
     HUGGING_FACE,
@@ -23,6 +22,7 @@ from optimize_tools import (
     fused_calls,
     gradient_of,
     hugging_face,
+    llama_block,
     result_of,
     timm_vit,
     twin,
@@ -147,21 +147,7 @@ def test_dropout_of_models_is_as_strong_as_the_originals(name: str) -> None:
 
 
 def test_llama_block_keeps_the_bytes_of_its_packs() -> None:
-    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
-    hidden, tokens = 512, 128
-    config = transformers.LlamaConfig(
-        hidden_size=hidden, intermediate_size=7 * hidden // 2, num_attention_heads=8,
-        num_key_value_heads=2, attn_implementation="sdpa",
-    )  # fmt: skip
-    block = modeling.LlamaDecoderLayer(config, 0).bfloat16().train()
-    x = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
-    # One pair for all layers of a model.
-    positions = modeling.LlamaRotaryEmbedding(config)(x, torch.arange(tokens)[None])
-    apart = [*positions, *block.parameters()]
-
-    def bytes_kept() -> float:
-        return held_bytes(lambda: block(x, position_embeddings=positions), *apart) / x.numel()
-
+    block, bytes_kept = llama_block(transformers)
     assert bytes_kept() > 45
     vramx.optimize(block)
     assert 12 < bytes_kept() < 14.5

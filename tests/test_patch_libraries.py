@@ -91,14 +91,9 @@ def test_module_of_lightning(what: str, tmp_path: Path) -> None:
     module = Module()
     vramx.compressed_activations(module.net if what == "part" else module, **OPTIONS)
     trainer = lightning.Trainer(
-        max_steps=2,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+        max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         trainer.fit(module, torch.utils.data.DataLoader(list(inputs()), batch_size=2))
