@@ -195,6 +195,21 @@ def test_restored_model_is_the_original_to_the_bit() -> None:
     assert torch.equal(gradient_of(model, inputs), gradient)
 
 
+@pytest.mark.parametrize("level", ["int8", "recompute_mlp", "recompute_all"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_of_the_model_itself_works_on_top(reentrant: bool, level: str) -> None:
+    original, inputs = adapted()
+    model = twin(original)
+    vramx.optimize(model, level)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    y = result_of(model, inputs)
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+    (y * weights).sum().backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert error(gradient, gradient_of(original, inputs)) < INT8_NOISE
+
+
 def test_recomputed_dropout_draws_the_masks_of_the_forward_pass() -> None:
     model, inputs = adapted(lora_dropout=0.4)
     gradients = []
@@ -217,6 +232,17 @@ def test_adapters_in_float32_on_halves_are_computed_as_peft_does() -> None:
     assert error(result_of(model, inputs), result_of(original, inputs)) < bound
     # Backward has as many, on top of those of the results.
     assert error(gradient_of(model, inputs), gradient_of(original, inputs)) < 2 * bound
+
+
+def test_autocast_computes_as_the_original_does() -> None:
+    original, inputs = adapted()
+    model = twin(original)
+    vramx.optimize(model, "keep")
+    bound = torch.finfo(torch.bfloat16).eps / 2 * (20 * LAYERS) ** 0.5
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = result_of(model, inputs), result_of(original, inputs)
+    assert y.dtype == expected.dtype
+    assert error(y, expected) < bound
 
 
 @pytest.mark.parametrize("library", ["peft", "stand-in"])
