@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from norm_tools import INT8_STEP
+from norm_tools import INT8_STEP, held_bytes
 from torch import Tensor, nn
 
 from vramx.nn.families import FAMILIES
@@ -134,6 +134,26 @@ def family(name: str) -> tuple[nn.Module, Inputs]:
             num_classes=8, depths=(1, 1, 1, 1), dims=(16, 32, 64, 128), ls_init_value=0.5
         )
     return model.to(memory_format=torch.channels_last).train(), {"x": images}
+
+
+def llama_block(transformers: Any) -> tuple[nn.Module, Callable[[], float]]:
+    """Return a block in bfloat16, and what tells the bytes it keeps an element of its input."""
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    hidden, tokens = 512, 128
+    config = transformers.LlamaConfig(
+        hidden_size=hidden, intermediate_size=7 * hidden // 2, num_attention_heads=8,
+        num_key_value_heads=2, attn_implementation="sdpa",
+    )  # fmt: skip
+    block = modeling.LlamaDecoderLayer(config, 0).bfloat16().train()
+    x = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+    # One pair for all layers of a model.
+    positions = modeling.LlamaRotaryEmbedding(config)(x, torch.arange(tokens)[None])
+
+    def bytes_kept() -> float:
+        apart = [*positions, *block.parameters()]
+        return held_bytes(lambda: block(x, position_embeddings=positions), *apart) / x.numel()
+
+    return block, bytes_kept
 
 
 def result_of(model: nn.Module, inputs: Inputs) -> Tensor:

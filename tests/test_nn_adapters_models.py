@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from norm_tools import held_bytes
 from optimize_tools import (
     INT8_NOISE,
     LAYERS,
@@ -18,10 +17,10 @@ from optimize_tools import (
     fused_calls,
     gradient_of,
     hugging_face,
+    llama_block,
     result_of,
     twin,
 )
-from torch import nn
 
 import vramx
 from benchmarks.programs._adapters import (
@@ -251,23 +250,10 @@ def test_autocast_computes_as_the_original_does() -> None:
 def test_adapted_llama_block_keeps_a_quarter_of_eager(
     dropout: float, least: float, library: str
 ) -> None:
-    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
-    hidden, tokens = 512, 128
-    config = transformers.LlamaConfig(
-        hidden_size=hidden, intermediate_size=7 * hidden // 2, num_attention_heads=8,
-        num_key_value_heads=2, attn_implementation="sdpa",
-    )  # fmt: skip
-    block: nn.Module = modeling.LlamaDecoderLayer(config, 0).bfloat16().train()
+    block, bytes_kept = llama_block(transformers)
     # A rank of 16 at a hidden size of 4096.
     adapt = adapt_with_peft if library == "peft" else adapt_without_peft
     adapt(block, Adapters(rank=2, dropout=dropout), torch.bfloat16)
-    x = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
-    positions = modeling.LlamaRotaryEmbedding(config)(x, torch.arange(tokens)[None])
-    apart = [*positions, *block.parameters()]
-
-    def bytes_kept() -> float:
-        return held_bytes(lambda: block(x, position_embeddings=positions), *apart) / x.numel()
-
     eager = bytes_kept()
     vramx.optimize(block)
     found = bytes_kept()

@@ -126,9 +126,6 @@ def test_labels_by_position_are_seen() -> None:
     assert isinstance(result.logits, Logits)
 
 
-# -- What is left ----------------------------------------------------------------------------------
-
-
 def own_loss(logits: Any, labels: Any, vocab_size: int, **_: Any) -> Any:
     return nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
 
@@ -204,9 +201,6 @@ def test_what_is_changed_afterwards_is_as_the_original_changed(name: str) -> Non
         assert largest_error(model, original, call_of()) == 0
 
 
-# -- The change ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch"])
 def test_copies_make_no_logits_and_train_apart(how: str, monkeypatch: Any) -> None:
     if "transformers" not in sys.modules:  # pickle asks for the package of the class
@@ -234,15 +228,14 @@ def test_copies_make_no_logits_and_train_apart(how: str, monkeypatch: Any) -> No
 def test_restored_model_is_the_original_to_the_bit() -> None:
     original, call = language_model(), call_of()
     model = copy.deepcopy(original)
-    vramx.optimize(model)
-    vramx.optimize(model)  # again: once all the same
+    for _ in range(2):  # again: once all the same
+        vramx.optimize(model)
     assert list(model.state_dict()) == list(original.state_dict())
     done = {row.name: row.done for row in vramx.report(model).rows}
     assert done == {"": "loss without logits", "lm_head": "logits not made in training"}
     assert len(vramx.restore(model)) == 2
     assert largest_error(model, original, call) == 0
     assert type(model(**call).logits) is torch.Tensor
-    assert type(model.lm_head) is nn.Linear
 
 
 def test_model_within_another_is_found() -> None:
@@ -281,6 +274,5 @@ def test_losses_add_up_over_steps() -> None:
     for each in (model, original):
         each(**call_of()).loss.backward()
     for name, gradient in model.named_parameters():
-        assert gradient.grad is not None
         assert torch.allclose(gradient.grad, 2 * found[name], rtol=ROUNDING, atol=ROUNDING)
         assert torch.allclose(gradient.grad, expected[name], rtol=ROUNDING, atol=ROUNDING)
