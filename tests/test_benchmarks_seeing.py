@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from program_stand_ins import FakeProcess, Launched, machine_with, make_writer, rows
+from samples import recorded_snapshot
 
 from benchmarks import seeing
 from benchmarks.harness import ROOT, Options, UnavailableError
@@ -24,7 +24,6 @@ from benchmarks.programs._rows import Request, RowWriter
 from vramx.errors import InvalidValueError
 from vramx.sizes import GIB, MIB
 
-SNAPSHOTS = Path(__file__).parent / "snapshots"
 SUMS, PREDICT, CONFIRM = "sums llama native", "predict llama int8", "confirm leak"
 TIMED, HOST = "overhead resnet50", "overhead small_layers"
 
@@ -262,14 +261,13 @@ def test_a_provoked_failure_is_explained_and_each_remedy_reported(
     def run(words: Any, settings: Any, *, fails: bool = False) -> Any:
         said.append(list(words))
         if "--record" in words and "run" not in words:
-            shutil.copy(SNAPSHOTS / "oom.pickle", words[-1])
+            Path(words[-1]).write_bytes(recorded_snapshot("oom"))
             return done(0)
         if "run" in words:
             is_first = sum("run" in each for each in said) == 1
             if not is_first:
-                shutil.copy(
-                    SNAPSHOTS / "oom.pickle", Path(settings["VRAMX_OOM_DIR"], "oom-1.pickle")
-                )
+                written = Path(settings["VRAMX_OOM_DIR"], "oom-1.pickle")
+                written.write_bytes(recorded_snapshot("oom"))
             return done(0 if is_first else 1)
         remedy = {"policy": "vramx", "expected_bytes": 100, "exit_code": 0, "is_under_it": True}
         broken = {**remedy, "policy": "expandable", "exit_code": 1, "measured_bytes": None}
