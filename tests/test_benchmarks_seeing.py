@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from program_stand_ins import FakeProcess, line, machine_with, rows, run_tiny
+from samples import recorded_snapshot
 
 from benchmarks import seeing
 from benchmarks.harness import Options
@@ -22,7 +22,6 @@ from benchmarks.programs._launch import Job, Outcome
 from benchmarks.programs._rows import Request, RowWriter
 from vramx.sizes import GIB, MIB
 
-SNAPSHOTS = Path(__file__).parent / "snapshots"
 SUMS, PREDICT, CONFIRM = "sums llama native", "predict llama int8", "confirm leak"
 TIMED, HOST = "overhead resnet50", "overhead small_layers"
 
@@ -245,14 +244,13 @@ def test_a_provoked_failure_is_explained_and_each_remedy_reported(
     def run(words: Any, settings: Any, *, fails: bool = False) -> Any:
         said.append(list(words))
         if "--record" in words and "run" not in words:
-            shutil.copy(SNAPSHOTS / "oom.pickle", words[-1])
+            Path(words[-1]).write_bytes(recorded_snapshot("oom"))
             return done(0)
         if "run" in words:
             is_first = sum("run" in each for each in said) == 1
             if not is_first:
-                shutil.copy(
-                    SNAPSHOTS / "oom.pickle", Path(settings["VRAMX_OOM_DIR"], "oom-1.pickle")
-                )
+                written = Path(settings["VRAMX_OOM_DIR"], "oom-1.pickle")
+                written.write_bytes(recorded_snapshot("oom"))
             return done(0 if is_first else 1)
         remedy = {"policy": "vramx", "expected_bytes": 100, "exit_code": 0, "is_under_it": True}
         broken = {**remedy, "policy": "expandable", "exit_code": 1, "measured_bytes": None}

@@ -263,8 +263,8 @@ def test_the_command_writes_rows_and_shows_the_verdicts(
     found = rows(toys)
     assert {row["status"] for row in found} == {"ok"}
     assert found[0]["command"] == "vramx bench torch_programs --only good --repeats 2"
-    caps = [row["median"] for row in found if row["metric"] == "cap"]
-    assert caps == ["0"] * 7 + [str(int(1.03 * 10 * GIB))] * 3
+    caps = [float(row["median"]) for row in found if row["metric"] == "cap"]
+    assert caps == [0] * 7 + [int(1.03 * 10 * GIB)] * 3
 
 
 def test_the_command_fails_when_a_program_does(

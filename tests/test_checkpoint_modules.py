@@ -22,6 +22,8 @@ from torch import nn
 
 import vramx
 from vramx.errors import InvalidValueError
+from vramx.patch.module import find
+from vramx.recompute.modules import Recomputing
 
 __all__ = ["packs", "seeds"]
 pytestmark = pytest.mark.usefixtures("seeds")
@@ -46,6 +48,24 @@ def test_names_state_and_classes_stay(model: nn.Sequential) -> None:
     vramx.checkpoint_modules(model, where=(Block, nn.LayerNorm))
     assert (list(model.state_dict()), str(model)) == before
     assert all(isinstance(module, Block) for module in model[1:])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("layers.*", ["layers.0", "layers.1"]),  # and not what is in them
+        ("layers.?", ["layers.0", "layers.1"]),
+        ("*", ["layers.0", "layers.1", "head"]),  # a ModuleList is not called
+        ("layers.1*", ["layers.1"]),
+    ],
+)
+def test_names_that_match_a_pattern_are_checkpointed(pattern: str, names: list[str]) -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList([Block(), Block()])
+    model.head = nn.Linear(WIDTH, WIDTH)
+    report = vramx.checkpoint_modules(model, where=pattern)
+    assert [name for name, module in model.named_modules() if find(module, Recomputing)] == names
+    assert len(report) == len(names)
 
 
 def test_a_forward_of_the_instance_is_called_and_restored(packs: Packs) -> None:
@@ -91,7 +111,8 @@ def test_a_wrapper_over_ours_stays(model: nn.Sequential, packs: Packs) -> None:
     ("options", "words"),
     [
         ({"where": nn.Conv2d}, "matches no module; the model has Linear, Block"),
-        ({"where": "Block"}, "accepted are a module class"),
+        ({"where": 3}, "accepted are a module class"),
+        ({"where": "Block"}, "where 'Block': no module's name matches; closest are '"),
         ({"where": Block, "every": 0}, "every 0"),
         ({"where": Block, "offlaod": "cpu"}, "'offlaod' is unknown"),
         ({"where": Block, "use_reentrant": True}, "use_reentrant=True"),

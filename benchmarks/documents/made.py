@@ -15,7 +15,7 @@ from benchmarks.documents.tables import TABLES
 from benchmarks.harness import ROOT
 from vramx.cli.main import main
 
-SNAPSHOT = ROOT / "tests" / "snapshots" / "oom.pickle"
+SNAPSHOT = ROOT / "examples" / "data" / "oom.pickle.gz"
 _WIDTH = "80"
 
 
