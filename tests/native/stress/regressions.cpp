@@ -5,7 +5,7 @@ namespace vramx::stress {
 namespace {
 
 // Fresh memory joined the extent of another stream, and the request for it waited for that stream.
-void growth_beside_foreign_memory_waits_for_nobody(const Options&) {
+CHECK(Nothing, growth_beside_foreign_memory_waits_for_nobody) {
   const Scenario scenario{
       .setup = {.capacity = Bytes{8388608}, .cross_stream = CrossStream::kNever},
       .steps = {
@@ -18,7 +18,7 @@ void growth_beside_foreign_memory_waits_for_nobody(const Options&) {
 }
 
 // An alias hit looked at the first extent under each piece only.
-void an_alias_is_not_reused_over_foreign_memory(const Options&) {
+CHECK(Nothing, an_alias_is_not_reused_over_foreign_memory) {
   const Scenario scenario{
       .setup = {.capacity = Bytes{2097152}, .cross_stream = CrossStream::kNever},
       .steps = {
@@ -33,7 +33,7 @@ void an_alias_is_not_reused_over_foreign_memory(const Options&) {
 }
 
 // Work queued since the last free was not covered by the event that a forgotten stream leaves.
-void a_block_that_outlives_its_stream_waits_for_its_work(const Options&) {
+CHECK(Nothing, a_block_that_outlives_its_stream_waits_for_its_work) {
   const Scenario scenario{.setup = {.capacity = Bytes{1048576}},
                           .steps = {
                               {StepKind::kAllocate, 96, 1, 14},
@@ -46,7 +46,7 @@ void a_block_that_outlives_its_stream_waits_for_its_work(const Options&) {
 }
 
 // Idle aliases were collected when mappings were short, but not when addresses were.
-void idle_aliases_make_room_for_addresses(const Options&) {
+CHECK(Nothing, idle_aliases_make_room_for_addresses) {
   const Scenario scenario{.setup = {.capacity = Bytes{8388608}, .alias_factor = 2},
                           .steps = {
                               {StepKind::kAllocate, 42, 2, 1},
@@ -71,7 +71,7 @@ void idle_aliases_make_room_for_addresses(const Options&) {
 
 // Extents that were kept apart for their streams stayed apart after all work was done, and cut
 // chunks that were wholly free.
-void idle_memory_of_several_streams_is_one(const Options&) {
+CHECK(Nothing, idle_memory_of_several_streams_is_one) {
   const Scenario scenario{.setup = {.capacity = Bytes{1048576},
                                     .cross_stream = CrossStream::kNever,
                                     .relief_blocks = 1},
@@ -89,7 +89,7 @@ void idle_memory_of_several_streams_is_one(const Options&) {
 
 // Growth was measured against one gap, behind an extent that was to be part of the block, and then
 // made in a lower one that was just large enough for the rest.
-void growth_goes_where_it_was_measured(const Options&) {
+CHECK(Nothing, growth_goes_where_it_was_measured) {
   const Scenario scenario{.setup = {.capacity = Bytes{8388608},
                                     .cross_stream = CrossStream::kAlways,
                                     .alias_mappings = 18},
@@ -136,19 +136,5 @@ void growth_goes_where_it_was_measured(const Options&) {
 }
 
 }  // namespace
-
-std::span<const Check> regression_checks() {
-  static constexpr Check kChecks[] = {
-      {"growth beside foreign memory waits for nobody",
-       growth_beside_foreign_memory_waits_for_nobody},
-      {"an alias is not reused over foreign memory", an_alias_is_not_reused_over_foreign_memory},
-      {"a block that outlives its stream waits for its work",
-       a_block_that_outlives_its_stream_waits_for_its_work},
-      {"idle aliases make room for addresses", idle_aliases_make_room_for_addresses},
-      {"idle memory of several streams is one", idle_memory_of_several_streams_is_one},
-      {"growth goes where it was measured", growth_goes_where_it_was_measured},
-  };
-  return kChecks;
-}
 
 }  // namespace vramx::stress

@@ -112,7 +112,7 @@ void maintain(Arena& arena) {
   }
 }
 
-void threads_never_share_bytes(const Options& options) {
+CHECK(Nothing, threads_never_share_bytes) {
   const auto sim = contract::open_sim({.capacity = kCapacity, .granularity = kGranularity});
   REQUIRE(sim != nullptr);
   auto created = DeviceAllocator::create(*sim, {.alias_addresses = kCapacity * 64,
@@ -146,10 +146,5 @@ void threads_never_share_bytes(const Options& options) {
 }
 
 }  // namespace
-
-std::span<const Check> thread_checks() {
-  static constexpr Check kChecks[] = {{"threads never share bytes", threads_never_share_bytes}};
-  return kChecks;
-}
 
 }  // namespace vramx::stress

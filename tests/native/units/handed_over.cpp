@@ -14,9 +14,7 @@
 #include "driver/sim_driver.h"
 #include "units/units.h"
 
-namespace vramx::units {
-namespace handed_over_claims {
-namespace {
+namespace vramx::units::handed_over_claims {
 
 constexpr Bytes kGranularity = 64_KiB;
 constexpr Bytes kShadowed = 4_KiB;
@@ -125,37 +123,22 @@ void expect_order(CrossStream mode) {
   }
 }
 
-void memory_under_pressure_is_handed_over_in_order(Nothing&) {
+CHECK(Nothing, memory_under_pressure_is_handed_over_in_order) {
   expect_order(CrossStream::kUnderPressure);
 }
 
-void memory_that_is_always_shared_is_handed_over_in_order(Nothing&) {
+CHECK(Nothing, memory_that_is_always_shared_is_handed_over_in_order) {
   expect_order(CrossStream::kAlways);
 }
 
-void memory_that_is_never_shared_comes_back_in_order(Nothing&) {
+CHECK(Nothing, memory_that_is_never_shared_comes_back_in_order) {
   expect_order(CrossStream::kNever);
 }
 
-void a_use_that_was_not_recorded_is_noticed(Nothing&) {
+CHECK(Nothing, a_use_that_was_not_recorded_is_noticed) {
   Program program(1, CrossStream::kUnderPressure, Recording::kNone);
   program.run(1200);
   EXPECT(program.early() > 0);
 }
 
-constexpr Check<Nothing> kChecks[] = {
-    {"memory under pressure is handed over in order",
-     memory_under_pressure_is_handed_over_in_order},
-    {"memory that is always shared is handed over in order",
-     memory_that_is_always_shared_is_handed_over_in_order},
-    {"memory that is never shared comes back in order",
-     memory_that_is_never_shared_comes_back_in_order},
-    {"a use that was not recorded is noticed", a_use_that_was_not_recorded_is_noticed},
-};
-
-}  // namespace
-}  // namespace handed_over_claims
-
-void check_handed_over() { run_checks("handed over", handed_over_claims::kChecks); }
-
-}  // namespace vramx::units
+}  // namespace vramx::units::handed_over_claims

@@ -18,47 +18,12 @@
 
 namespace vramx::units {
 
-using contract::Check;
+using contract::Nothing;
 using namespace vramx::literals;
 
 // The granularity of every arena here, and where it lies.
 constexpr Bytes kPage = 2_MiB;
 constexpr Address kBase{1ull << 40};
-
-// One function for each file of this folder: runs its checks, each on a fixture of its own.
-void check_free_index();
-void check_chunk_table();
-void check_arena();
-void check_arena_invariants();
-void check_arena_tags();
-void check_zones();
-void check_tag_table();
-void check_stitch_plan();
-void check_alias_cache();
-void check_recurrence();
-void check_quick_placement();
-void check_planner();
-void check_lifetimes();
-void check_tables();
-void check_streams();
-void check_stream_order();
-void check_mapper();
-void check_device_allocator();
-void check_handed_over();
-void check_holdings();
-void check_peers();
-
-// For a subject that has no state to set up.
-struct Nothing {};
-
-template <class Fixture, std::size_t kCount>
-void run_checks(const char* subject, const Check<Fixture> (&checks)[kCount]) {
-  std::printf("%s\n", subject);
-  for (const Check<Fixture>& check : checks) {
-    Fixture fresh;
-    contract::run_check(check, fresh);
-  }
-}
 
 inline bool starts_with(const std::string& text, const char* beginning) {
   return text.starts_with(beginning);
@@ -98,13 +63,16 @@ constexpr auto kAnyExtent = [](SpanId) { return true; };
 
 // Reveals a private member to the check that has to break it, by the one way that the language
 // leaves open: an explicit instantiation may name it.
-//
-//   struct FreeBytes { friend auto member(FreeBytes); };
-//   template struct Reveal<FreeBytes, &Arena::free_bytes_>;
+//   REVEAL(FreeBytes, &Arena::free_bytes_);
 //   arena.*member(FreeBytes{}) = ...;
-template <class Name, auto kMember>
-struct Reveal {
-  friend auto member(Name) { return kMember; }
-};
+#define REVEAL(Name, pointer)                    \
+  struct Name {                                  \
+    friend auto member(Name);                    \
+  };                                             \
+  template <auto kMember>                        \
+  struct Reveal##Name {                          \
+    friend auto member(Name) { return kMember; } \
+  };                                             \
+  template struct Reveal##Name<pointer>
 
 }  // namespace vramx::units

@@ -31,54 +31,40 @@ void expect_found(const Options& options, Defect defect, const std::string& clai
   EXPECT(first_failure(small).empty());
 }
 
-void a_wait_that_orders_nothing_is_found(const Options& options) {
+CHECK(Nothing, a_wait_that_orders_nothing_is_found) {
   expect_found(options, Defect::kWaitDoesNothing, "stream safety");
 }
 
-void a_hasty_query_is_found(const Options& options) {
+CHECK(Nothing, a_hasty_query_is_found) {
   expect_found(options, Defect::kQueryIsHasty, "stream safety|unmapped in use|released in use");
 }
 
-void an_alias_of_the_wrong_chunk_is_found(const Options& options) {
+CHECK(Nothing, an_alias_of_the_wrong_chunk_is_found) {
   expect_found(options, Defect::kAliasOfWrongChunk, "bytes");
 }
 
-void access_that_is_not_granted_is_found(const Options& options) {
+CHECK(Nothing, access_that_is_not_granted_is_found) {
   expect_found(options, Defect::kAccessNotGranted, "access");
 }
 
-void memory_that_does_not_return_is_found(const Options& options) {
+CHECK(Nothing, memory_that_does_not_return_is_found) {
   expect_found(options, Defect::kReleaseDoesNothing, "books|end");
 }
 
 // The three rules of order between streams that are easily got wrong.
-void an_event_at_the_take_is_found(const Options& options) {
+CHECK(Nothing, an_event_at_the_take_is_found) {
   // Recorded again, it may also stand for another stream's work than the one that it was left by.
   expect_found(options, Defect::kEventAtTheTake, "order|stream safety");
 }
 
-void streams_by_their_handles_are_found(const Options& options) {
+CHECK(Nothing, streams_by_their_handles_are_found) {
   expect_found(options, Defect::kStreamsByHandle, "stream safety");
 }
 
-void a_missing_device_is_found(const Options& options) {
+CHECK(Nothing, a_missing_device_is_found) {
   expect_found(options, Defect::kDeviceMissing, "stream safety|unmapped in use|released in use");
 }
 
 }  // namespace
-
-std::span<const Check> defect_checks() {
-  static constexpr Check kChecks[] = {
-      {"a wait that orders nothing is found", a_wait_that_orders_nothing_is_found},
-      {"a hasty query is found", a_hasty_query_is_found},
-      {"an alias of the wrong chunk is found", an_alias_of_the_wrong_chunk_is_found},
-      {"access that is not granted is found", access_that_is_not_granted_is_found},
-      {"memory that does not return is found", memory_that_does_not_return_is_found},
-      {"an event at the take is found", an_event_at_the_take_is_found},
-      {"streams by their handles are found", streams_by_their_handles_are_found},
-      {"a missing device is found", a_missing_device_is_found},
-  };
-  return kChecks;
-}
 
 }  // namespace vramx::stress
