@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+import torch
 
 from gpu import runner
 from gpu.runner import Outcome, script
@@ -33,8 +34,6 @@ def outcomes(allocator: str) -> Iterator[dict[str, Future[Outcome]]]:
 
 def has_fix() -> bool:
     """Say whether this torch tells its allocator of a capture that failed to end."""
-    import torch
-
     major, minor, *_ = torch.__version__.split(".")
     return (int(major), int(minor)) >= (2, 13)
 

@@ -7,7 +7,9 @@ import random
 import threading
 
 import pytest
+import torch
 
+import vramx
 from gpu.tools import (
     GIB,
     LONG_SLEEP,
@@ -26,15 +28,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.vramx_only]
 
 
 def test_it_is_installed() -> None:
-    import vramx
-
     assert vramx.allocator_installed()
 
 
 def test_installing_again_with_the_same_options_returns_the_same_object() -> None:
-    import torch
-
-    import vramx
 
     first, second = vramx.install_allocator(), vramx.install_allocator()
     assert first is second
@@ -42,8 +39,6 @@ def test_installing_again_with_the_same_options_returns_the_same_object() -> Non
 
 
 def test_installing_again_with_others_is_refused_and_names_both() -> None:
-    import vramx
-
     with pytest.raises(vramx.VramxError) as caught:
         vramx.install_allocator(cross_stream="never")
     assert "never" in str(caught.value)
@@ -52,9 +47,6 @@ def test_installing_again_with_others_is_refused_and_names_both() -> None:
 
 
 def test_torch_refuses_to_exchange_it_now() -> None:
-    import torch
-
-    import vramx
 
     torch.cuda.init()
     with pytest.raises(RuntimeError, match="already initialized"):
@@ -65,9 +57,6 @@ def test_torch_refuses_to_exchange_it_now() -> None:
 
 
 def test_the_statistics_agree_with_torchs() -> None:
-    import torch
-
-    import vramx
 
     kept, dropped = block(32 * MIB), block(64 * MIB)
     del dropped
@@ -82,9 +71,6 @@ def test_the_statistics_agree_with_torchs() -> None:
 
 @pytest.mark.parametrize("device", [None, 0, "cuda:0", "cuda"])
 def test_a_device_is_named_as_torch_names_it(device: int | str | None) -> None:
-    import torch
-
-    import vramx
 
     kept = block(32 * MIB)
     assert vramx.allocator_stats(device).allocated_bytes >= 32 * MIB
@@ -94,8 +80,6 @@ def test_a_device_is_named_as_torch_names_it(device: int | str | None) -> None:
 
 def test_ordinary_memory_is_the_cores_and_not_torchs() -> None:
     """A shim that passed everything on would pass every other test of this folder."""
-    import vramx
-
     before = vramx.allocator_stats().allocated_bytes
     kept = block(32 * MIB)
     assert vramx.allocator_stats().allocated_bytes == before + 32 * MIB
@@ -106,9 +90,6 @@ def test_ordinary_memory_is_the_cores_and_not_torchs() -> None:
 
 
 def test_the_limit_caps_and_lifting_it_lifts_the_cap() -> None:
-    import torch
-
-    import vramx
 
     settle()
     limit = torch.cuda.memory_reserved() + 900 * MIB
@@ -124,9 +105,6 @@ def test_the_limit_caps_and_lifting_it_lifts_the_cap() -> None:
 
 @pytest.mark.parametrize("limit", ["4GiB", 0.05])
 def test_a_limit_is_a_size_or_a_fraction(limit: str | float) -> None:
-    import torch
-
-    import vramx
 
     total = torch.cuda.mem_get_info()[1]
     capped = 4 * GIB if isinstance(limit, str) else int(limit * total)
@@ -139,9 +117,6 @@ def test_a_limit_is_a_size_or_a_fraction(limit: str | float) -> None:
 
 
 def test_the_limit_counts_what_pools_hold_too() -> None:
-    import torch
-
-    import vramx
 
     settle()
     pool = torch.cuda.MemPool()
@@ -160,8 +135,6 @@ def test_the_limit_counts_what_pools_hold_too() -> None:
 
 @pytest.mark.parametrize("limit", [-1, 0, 1.5, "many", True])
 def test_what_is_no_limit_is_refused(limit: object) -> None:
-    import vramx
-
     with pytest.raises(vramx.VramxError):
         vramx.set_limit(limit)
 
@@ -182,8 +155,6 @@ def check_numbers(tensors: list) -> None:
 
 
 def test_gaps_serve_a_block_that_fits_none_of_them() -> None:
-    import torch
-
     tensors = scattered(count=64, size_bytes=32 * MIB)
     held = torch.cuda.memory_reserved()
     large = block(512 * MIB, 7)
@@ -193,9 +164,6 @@ def test_gaps_serve_a_block_that_fits_none_of_them() -> None:
 
 
 def test_data_are_intact_after_defragment() -> None:
-    import torch
-
-    import vramx
 
     tensors = scattered(count=64, size_bytes=32 * MIB)
     large = block(512 * MIB, 7)
@@ -213,10 +181,6 @@ def test_data_are_intact_after_defragment() -> None:
 
 def test_defragment_under_load_touches_nothing() -> None:
     """While kernels run on two streams and another thread allocates and frees."""
-    import torch
-
-    import vramx
-
     stop, failures = threading.Event(), []
 
     def load() -> None:
@@ -251,8 +215,6 @@ def test_defragment_under_load_touches_nothing() -> None:
 
 
 def test_a_program_that_has_settled_calls_the_driver_no_more() -> None:
-    import vramx
-
     def step() -> None:
         kept = [block((1 + index * 7 % 13) * 3 * MIB) for index in range(40)]
         del kept[::3]
@@ -275,8 +237,6 @@ def test_a_program_that_has_settled_calls_the_driver_no_more() -> None:
 
 @pytest.mark.alone
 def test_memory_returns_to_the_device_when_everything_is_freed() -> None:
-    import torch
-
     tensors = scattered(count=64, size_bytes=32 * MIB)
     held = torch.cuda.memory_reserved()
     free = torch.cuda.mem_get_info()[0]

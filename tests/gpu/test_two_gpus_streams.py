@@ -11,6 +11,7 @@ import ctypes
 import time
 
 import pytest
+import torch
 
 from gpu.tools import LONG_SLEEP, MIB, holds
 
@@ -20,8 +21,6 @@ SIZE = 64 * MIB
 
 
 def on(device: int, value: int):
-    import torch
-
     return torch.full((SIZE,), value, dtype=torch.uint8, device=f"cuda:{device}")
 
 
@@ -31,16 +30,12 @@ def let_in_gpu_1() -> None:
 
 
 def wait_for_both() -> None:
-    import torch
-
     torch.cuda.synchronize(0)
     torch.cuda.synchronize(1)
 
 
 def slow_read(source, result, stream) -> None:
     """Queue a slow kernel and a copy of `source` on a stream of the GPU that `result` is on."""
-    import torch
-
     with torch.cuda.stream(stream):
         torch.cuda._sleep(LONG_SLEEP)
         target, origin = (ctypes.c_uint64(each.data_ptr()) for each in (result, source))
@@ -61,8 +56,6 @@ def overwrite(begin: int) -> list:
 
 def read_late(*, recorded: bool) -> bool:
     """Free a tensor of GPU 0 that GPU 1 still reads; say whether it read what was in it."""
-    import torch
-
     let_in_gpu_1()
     stream = torch.cuda.Stream(device=1)
     source, result = on(0, 1), on(1, 0)
@@ -87,8 +80,6 @@ def test_with_record_stream_it_is_not() -> None:
 
 
 def test_memory_that_the_other_gpu_read_is_used_again_afterwards() -> None:
-    import torch
-
     read_late(recorded=True)
     before = torch.cuda.memory_reserved(0)
     for _ in range(6):
@@ -98,8 +89,6 @@ def test_memory_that_the_other_gpu_read_is_used_again_afterwards() -> None:
 
 
 def test_the_owner_does_not_wait_for_the_other_gpu() -> None:
-    import torch
-
     let_in_gpu_1()
     stream = torch.cuda.Stream(device=1)
     source, result = on(0, 1), on(1, 0)
