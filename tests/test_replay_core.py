@@ -85,15 +85,10 @@ def figures(name: str, policy: str) -> dict[str, Any]:
 
 
 @every_program
-def test_the_native_model_reserves_what_was_measured(name: str) -> None:
-    reserved_gib = figures(name, "native")["peak_reserved_bytes"] / GIB
-    assert round(reserved_gib, 4) == PROGRAMS[name].native_gib
-
-
-@every_program
-def test_the_expandable_model_reserves_what_was_measured(name: str) -> None:
-    reserved_gib = figures(name, "expandable")["peak_reserved_bytes"] / GIB
-    assert round(reserved_gib, 4) == PROGRAMS[name].expandable_gib
+@pytest.mark.parametrize("policy", ["native", "expandable"])
+def test_the_models_reserve_what_was_measured(name: str, policy: str) -> None:
+    reserved_gib = figures(name, policy)["peak_reserved_bytes"] / GIB
+    assert round(reserved_gib, 4) == getattr(PROGRAMS[name], f"{policy}_gib")
 
 
 @pytest.mark.parametrize(

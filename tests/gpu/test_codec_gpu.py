@@ -13,6 +13,7 @@ import pytest
 import torch
 from codec_samples import bfloat16_towards, step_of
 
+from gpu import tools
 from gpu.tools import MIB
 from vramx.compression import random
 from vramx.compression.codec import layout_of, pack, unpack
@@ -156,17 +157,13 @@ def captured(x: torch.Tensor, advance: bool) -> tuple[Any, torch.Tensor]:
 
     A replay reads x where it was: the caller keeps it.
     """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        unpack(pack(x, Format()))
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def work() -> torch.Tensor:
         if advance:
             random.advance_epoch(x.device)
-        out = unpack(pack(x, Format()))
-    return graph, out
+        return unpack(pack(x, Format()))
+
+    return tools.captured(work)
 
 
 def replayed(graph: Any, out: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import vramx
+from gpu.tools import captured
 from vramx.compression.hooks import compress
 from vramx.nn.functional import rms_norm
 
@@ -73,7 +74,6 @@ def test_nothing_waits_for_the_device() -> None:
 
 
 def test_q_k_and_the_logsumexp_are_kept_in_every_kernel_of_attention() -> None:
-
     q, k, v = (
         torch.randn(4, 16, 512, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) * 1.0
         for _ in range(3)
@@ -135,7 +135,6 @@ def test_users_on_two_streams_each_pack_their_own() -> None:
 
 
 def test_compiled_blocks_inside_a_context_are_one_graph() -> None:
-
     torch._dynamo.reset()
     counters.clear()
     block, x = block_and_input()
@@ -162,15 +161,8 @@ def test_each_replay_of_a_captured_step_draws_new_noise() -> None:
         (gradient,) = torch.autograd.grad((y * weight).sum(), layer.weight)
         return gradient
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        exact = torch.autograd.grad((layer(x * 1.0) * weight).sum(), layer.weight)[0]
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    exact = torch.autograd.grad((layer(x * 1.0) * weight).sum(), layer.weight)[0]
+    graph, found = captured(step)
     replays = []
     for _ in range(2):
         graph.replay()

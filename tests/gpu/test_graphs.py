@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gpu import tools
 from gpu.tools import MIB, block, holds, integer_network, integers, settle
 
 pytestmark = pytest.mark.gpu
@@ -24,14 +25,7 @@ def work(x, weight):
 def captured(weight, pool=None):
     """Capture `work` and return the graph, its input and its output."""
     static_input = torch.zeros(WIDTH, WIDTH, device="cuda")
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work(static_input, weight)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        output = work(static_input, weight)
+    graph, output = tools.captured(lambda: work(static_input, weight), pool=pool)
     return graph, static_input, output
 
 

@@ -10,16 +10,7 @@ import pytest
 import torch
 
 import vramx
-from gpu.tools import (
-    GIB,
-    LONG_SLEEP,
-    MIB,
-    block,
-    core_violation,
-    failure_of,
-    holds,
-    settle,
-)
+from gpu.tools import GIB, LONG_SLEEP, MIB, block, core_violation, failure_of, holds, settle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vramx_only]
 
@@ -27,27 +18,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.vramx_only]
 # --- installing -----------------------------------------------------------------------------------
 
 
-def test_it_is_installed() -> None:
-    assert vramx.allocator_installed()
-
-
 def test_installing_again_with_the_same_options_returns_the_same_object() -> None:
-
     first, second = vramx.install_allocator(), vramx.install_allocator()
     assert first is second
     assert isinstance(first, torch.cuda.memory.CUDAPluggableAllocator)
 
 
-def test_installing_again_with_others_is_refused_and_names_both() -> None:
-    with pytest.raises(vramx.VramxError) as caught:
-        vramx.install_allocator(cross_stream="never")
-    assert "never" in str(caught.value)
-    assert "under_pressure" in str(caught.value)
-    assert vramx.allocator_installed()
-
-
 def test_torch_refuses_to_exchange_it_now() -> None:
-
     torch.cuda.init()
     with pytest.raises(RuntimeError, match="already initialized"):
         torch.cuda.memory.change_current_allocator(vramx.install_allocator())
@@ -57,7 +34,6 @@ def test_torch_refuses_to_exchange_it_now() -> None:
 
 
 def test_the_statistics_agree_with_torchs() -> None:
-
     kept, dropped = block(32 * MIB), block(64 * MIB)
     del dropped
     stats = vramx.allocator_stats()
@@ -71,7 +47,6 @@ def test_the_statistics_agree_with_torchs() -> None:
 
 @pytest.mark.parametrize("device", [None, 0, "cuda:0", "cuda"])
 def test_a_device_is_named_as_torch_names_it(device: int | str | None) -> None:
-
     kept = block(32 * MIB)
     assert vramx.allocator_stats(device).allocated_bytes >= 32 * MIB
     assert vramx.allocator_stats(torch.device("cuda", 0)) == vramx.allocator_stats(device)
@@ -90,7 +65,6 @@ def test_ordinary_memory_is_the_cores_and_not_torchs() -> None:
 
 
 def test_the_limit_caps_and_lifting_it_lifts_the_cap() -> None:
-
     settle()
     limit = torch.cuda.memory_reserved() + 900 * MIB
     try:
@@ -105,7 +79,6 @@ def test_the_limit_caps_and_lifting_it_lifts_the_cap() -> None:
 
 @pytest.mark.parametrize("limit", ["4GiB", 0.05])
 def test_a_limit_is_a_size_or_a_fraction(limit: str | float) -> None:
-
     total = torch.cuda.mem_get_info()[1]
     capped = 4 * GIB if isinstance(limit, str) else int(limit * total)
     try:
@@ -117,7 +90,6 @@ def test_a_limit_is_a_size_or_a_fraction(limit: str | float) -> None:
 
 
 def test_the_limit_counts_what_pools_hold_too() -> None:
-
     settle()
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
@@ -131,12 +103,6 @@ def test_the_limit_counts_what_pools_hold_too() -> None:
     finally:
         vramx.set_limit(None)
     del inside, pool
-
-
-@pytest.mark.parametrize("limit", [-1, 0, 1.5, "many", True])
-def test_what_is_no_limit_is_refused(limit: object) -> None:
-    with pytest.raises(vramx.VramxError):
-        vramx.set_limit(limit)
 
 
 # --- fragmentation --------------------------------------------------------------------------------
@@ -164,7 +130,6 @@ def test_gaps_serve_a_block_that_fits_none_of_them() -> None:
 
 
 def test_data_are_intact_after_defragment() -> None:
-
     tensors = scattered(count=64, size_bytes=32 * MIB)
     large = block(512 * MIB, 7)
     held = torch.cuda.memory_reserved()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import vramx
+from gpu import tools
 from gpu.tools import LONG_SLEEP, MIB, settle
 from vramx.compression import offload
 
@@ -118,15 +119,7 @@ def test_the_report_knows_the_link() -> None:
 
 def test_nothing_is_offloaded_under_capture() -> None:
     net, x = model(), sample()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step(net, x, 1.0)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured, _ = step(net, x, 1.0)
+    graph, (captured, _) = tools.captured(lambda: step(net, x, 1.0), warm_ups=2)
     (report,) = vramx.offload_report()
     assert report.kept_under_capture > 0
     exact, _ = step(net, x, None)

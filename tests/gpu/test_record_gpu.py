@@ -16,7 +16,7 @@ from torch import nn
 from torch.cuda import _memory_viz as viz
 
 import vramx
-from gpu.tools import MIB, block, failure_of, room
+from gpu.tools import MIB, block, captured, failure_of, room
 from vramx.memory import categories as names
 from vramx.memory import history
 from vramx.memory.holders import holders
@@ -172,7 +172,6 @@ def test_packs_are_what_the_compression_keeps(path: Path) -> None:
 
 
 def test_packs_of_fused_modules_are_packed(path: Path) -> None:
-
     plain = nn.Sequential(nn.RMSNorm(512), nn.Linear(512, 512), nn.SiLU()).cuda()
     fused = nn.Sequential(RMSNorm(512), Linear(512, 512), SiLU()).cuda()
     x = torch.randn(4096, 512, device="cuda", dtype=torch.bfloat16)
@@ -259,14 +258,7 @@ def test_a_graph_is_captured_while_recording(path: Path) -> None:
     model, _ = program("residuals")
     x = torch.randn(8, WIDTH, device="cuda")
     with vramx.record(path, model), torch.no_grad():
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            model(x)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = model(x)
+        graph, out = captured(lambda: model(x))
         graph.replay()
         expected = model(x)
     torch.testing.assert_close(out, expected)

@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from gpu.tools import LONG_SLEEP, MIB, block, holds, room, settle
+from gpu.tools import LONG_SLEEP, MIB, block, holds, overwrite, room, settle
 
 pytestmark = pytest.mark.gpu
 
@@ -35,20 +35,10 @@ def read_late(*, recorded: bool) -> bool:
         source.record_stream(side)
     begin = source.data_ptr()
     del source
-    overwriting = overwrite(begin, pieces=8)
+    overwriting = overwrite(begin, SIZE)
     torch.cuda.synchronize()
     assert all(holds(each, 2) for each in overwriting)
     return holds(result, 1)
-
-
-def overwrite(begin: int, pieces: int) -> list:
-    """Fill new tensors with 2 on the current stream, until one lies where the freed one lay."""
-    taken = []
-    for _ in range(pieces):
-        taken.append(block(SIZE, 2))
-        if abs(taken[-1].data_ptr() - begin) < SIZE:
-            break
-    return taken
 
 
 def test_without_record_stream_the_data_is_overwritten() -> None:
@@ -91,7 +81,7 @@ def test_record_stream_is_right_for_a_view_and_for_several_streams() -> None:
         half.record_stream(side)
     begin = source.data_ptr()
     del source, half
-    overwriting = overwrite(begin, pieces=8)
+    overwriting = overwrite(begin, SIZE)
     torch.cuda.synchronize()
     assert all(holds(each, 1) for each in results)
     del overwriting
@@ -162,7 +152,7 @@ def test_a_pinned_copy_that_does_not_block_arrives_whole() -> None:
     begin = arrived.data_ptr()
     del arrived
     with torch.cuda.stream(side):
-        overwriting = overwrite(begin, pieces=8)
+        overwriting = overwrite(begin, SIZE)
     assert total.item() == 7 * SIZE
     del overwriting
 

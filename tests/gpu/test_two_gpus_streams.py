@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 
-from gpu.tools import LONG_SLEEP, MIB, holds
+from gpu.tools import LONG_SLEEP, MIB, holds, overwrite
 
 pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
 
@@ -44,16 +44,6 @@ def slow_read(source, result, stream) -> None:
         assert code == 0, f"cuMemcpyAsync: CUDA error {code}"
 
 
-def overwrite(begin: int) -> list:
-    """Fill new tensors of GPU 0 with 2 until one lies where a freed one lay."""
-    taken = []
-    for _ in range(8):
-        taken.append(on(0, 2))
-        if abs(taken[-1].data_ptr() - begin) < SIZE:
-            break
-    return taken
-
-
 def read_late(*, recorded: bool) -> bool:
     """Free a tensor of GPU 0 that GPU 1 still reads; say whether it read what was in it."""
     let_in_gpu_1()
@@ -65,7 +55,7 @@ def read_late(*, recorded: bool) -> bool:
         source.record_stream(stream)
     begin = source.data_ptr()
     del source
-    overwriting = overwrite(begin)
+    overwriting = overwrite(begin, SIZE)
     wait_for_both()
     assert all(holds(each, 2) for each in overwriting)
     return holds(result, 1)

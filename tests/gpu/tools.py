@@ -69,6 +69,32 @@ def holds(tensor: torch.Tensor, value: int) -> bool:
     return bool((tensor == value).all())
 
 
+def overwrite(begin: int, size_bytes: int) -> list[torch.Tensor]:
+    """Fill new tensors with 2 on the current stream, until one lies where the freed one lay."""
+    taken = []
+    for _ in range(8):
+        taken.append(block(size_bytes, 2))
+        if abs(taken[-1].data_ptr() - begin) < size_bytes:
+            break
+    return taken
+
+
+def captured(
+    work: Callable[[], Any], warm_ups: int = 1, **options: Any
+) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Capture `work` after it was done on a stream of its own; return the graph and its result."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(warm_ups):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, **options):
+        result = work()
+    return graph, result
+
+
 def integers(*shape: int, seed: int = 0) -> torch.Tensor:
     """Return floats that are small integers: sums of products of them are exact in any order.
 

@@ -3,9 +3,6 @@
 #include <functional>
 
 #include "contract.h"
-#include "core/driver.h"
-#include "core/units.h"
-#include "driver/data_path.h"
 
 namespace vramx::contract::captures_claims {
 

@@ -1,13 +1,8 @@
 // The contract of reservations, chunks and mappings, for any Driver: aliasing, whole chunks, whole
 // mappings, lifetime and capacity. Linked into driver_contract; below 200 MiB of device memory.
-#include <array>
 #include <cstdint>
-#include <span>
 
 #include "contract.h"
-#include "core/driver.h"
-#include "core/units.h"
-#include "driver/data_path.h"
 
 namespace vramx::contract::memory_claims {
 

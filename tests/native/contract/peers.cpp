@@ -1,11 +1,8 @@
 // The contract of peers, for any Driver: who is let in, and from which set_access on. Linked into
 // driver_contract. On a GPU it takes a second one that reaches the first.
-#include <array>
 #include <cstdint>
-#include <span>
 
 #include "contract.h"
-#include "core/driver.h"
 
 namespace vramx::contract::peers_claims {
 

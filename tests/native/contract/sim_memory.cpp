@@ -6,12 +6,8 @@
 
 #include <array>
 #include <cstdint>
-#include <memory>
-#include <span>
 
 #include "contract.h"
-#include "core/units.h"
-#include "driver/sim_driver.h"
 
 namespace vramx::contract::sim_memory_claims {
 

@@ -4,16 +4,12 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <csignal>
 #include <cstdint>
-#include <span>
 #include <string>
 #include <thread>
 
 #include "contract.h"
-#include "core/units.h"
-#include "driver/sim_driver.h"
 
 namespace vramx::contract::sim_streams_claims {
 

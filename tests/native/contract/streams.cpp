@@ -3,14 +3,10 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <span>
 #include <thread>
 #include <vector>
 
 #include "contract.h"
-#include "core/driver.h"
-#include "core/units.h"
-#include "driver/data_path.h"
 
 namespace vramx::contract::streams_claims {
 

@@ -172,5 +172,4 @@ CHECK(Nothing, a_failed_creation_leaves_nothing) {
 }
 
 }  // namespace
-
 }  // namespace vramx::stress

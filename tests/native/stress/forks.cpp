@@ -70,5 +70,4 @@ CHECK(Nothing, a_child_may_have_an_allocator_of_its_own) {
 }
 
 }  // namespace
-
 }  // namespace vramx::stress

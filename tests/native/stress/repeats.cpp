@@ -132,5 +132,4 @@ CHECK(Nothing, every_claim_holds_while_a_program_repeats_itself) {
 }
 
 }  // namespace
-
 }  // namespace vramx::stress

@@ -2,7 +2,6 @@
 // changes the limit and looks. Under the thread sanitizer this is the proof that one lock guards
 // everything and that driver calls are made without it; under the others, that no two threads ever
 // hold the same bytes.
-#include <array>
 #include <atomic>
 #include <thread>
 #include <vector>
@@ -146,5 +145,4 @@ CHECK(Nothing, threads_never_share_bytes) {
 }
 
 }  // namespace
-
 }  // namespace vramx::stress

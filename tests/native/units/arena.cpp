@@ -1,7 +1,4 @@
 // The address space of one device: cutting, merging, tags, growing and shrinking.
-#include "core/arena.h"
-
-#include <utility>
 #include <vector>
 
 #include "units/units.h"

@@ -1,7 +1,6 @@
 // The arena's invariants, span 1-5 of core/types.h: each is broken on purpose and must be named.
 //
 // Where no public call can break one, the check reaches for the member behind it.
-#include "core/arena.h"
 #include "units/units.h"
 
 namespace vramx::units::arena_check_claims {

@@ -3,7 +3,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/arena.h"
 #include "units/units.h"
 
 namespace vramx::units::arena_tags_claims {

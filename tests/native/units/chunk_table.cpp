@@ -1,6 +1,4 @@
 // Which chunk lies where, and how large the chunks of a growth are: chunk_table and chunk_policy.
-#include "core/chunk_table.h"
-
 #include <algorithm>
 #include <vector>
 
@@ -74,9 +72,7 @@ CHECK(Table, addresses_round_to_chunk_boundaries_and_not_to_pages) {
   EXPECT(table.round_down(page(1)) == page(0));
   EXPECT(table.round_up(page(2)) == page(2));
   EXPECT(table.round_down(page(2)) == page(2));
-}
-
-CHECK(Table, the_end_of_what_is_mapped_is_a_boundary) {
+  // The end of what is mapped is a boundary, too.
   EXPECT(table.round_up(page(6)) == page(6));
   EXPECT(table.round_down(page(6)) == page(6));
 }
@@ -131,44 +127,28 @@ void for_each_growth(Visit visit) {
   }
 }
 
-CHECK(Nothing, chunks_add_up_to_the_growth) {
-  for_each_growth(
-      [](const ChunkDemand& growth) { EXPECT(sum(chunk_sizes(growth, kPage)) == growth.bytes); });
-}
-
-CHECK(Nothing, chunks_are_multiples_of_the_granularity) {
-  for_each_growth([](const ChunkDemand& growth) {
-    for (const Bytes size : chunk_sizes(growth, kPage)) EXPECT(size && !(size % kPage));
-  });
-}
-
-CHECK(Nothing, a_growth_is_divided_evenly) {
+CHECK(Nothing, a_growth_is_divided_evenly_into_multiples_of_the_granularity) {
   for_each_growth([](const ChunkDemand& growth) {
     const std::vector<Bytes> sizes = chunk_sizes(growth, kPage);
+    EXPECT(sum(sizes) == growth.bytes);
+    for (const Bytes size : sizes) EXPECT(size && !(size % kPage));
     const auto [smallest, largest] = std::minmax_element(sizes.begin(), sizes.end());
     EXPECT(*largest - *smallest <= kPage);
   });
 }
 
-CHECK(Nothing, no_growth_is_no_chunk) {
+CHECK(Nothing, no_growth_is_no_chunk_and_the_smallest_is_one) {
   EXPECT(chunk_sizes({.bytes = 0_B, .request = 1_MiB, .held = 1_GiB}, kPage).empty());
-}
-
-CHECK(Nothing, the_smallest_growth_is_one_chunk) {
   const ChunkDemand growth{.bytes = kPage, .request = 1_MiB, .held = 20_GiB};
   EXPECT((chunk_sizes(growth, kPage) == std::vector<Bytes>{kPage}));
 }
 
-CHECK(Nothing, chunks_are_larger_where_more_is_held) {
-  const ChunkDemand early{.bytes = 240_MiB, .request = 8_MiB, .held = 0_B};
-  const ChunkDemand late{.bytes = 240_MiB, .request = 8_MiB, .held = 80_GiB};
-  EXPECT(chunk_sizes(late, kPage).size() < chunk_sizes(early, kPage).size());
-}
-
-CHECK(Nothing, chunks_are_larger_for_a_larger_request) {
-  const ChunkDemand small{.bytes = 240_MiB, .request = 8_MiB, .held = 0_B};
-  const ChunkDemand large{.bytes = 240_MiB, .request = 2_GiB, .held = 0_B};
-  EXPECT(chunk_sizes(large, kPage).size() < chunk_sizes(small, kPage).size());
+CHECK(Nothing, chunks_are_larger_where_more_is_held_and_for_a_larger_request) {
+  const auto count = [](Bytes request, Bytes held) {
+    return chunk_sizes({.bytes = 240_MiB, .request = request, .held = held}, kPage).size();
+  };
+  EXPECT(count(8_MiB, 80_GiB) < count(8_MiB, 0_B));
+  EXPECT(count(2_GiB, 0_B) < count(8_MiB, 0_B));
 }
 
 CHECK(Nothing, chunks_are_larger_the_more_often_they_were_stitched) {

@@ -1,16 +1,11 @@
 // What of the whole allocator needs the C++ side: its invariants broken on purpose, captures, a
 // forked child, the driver's state after the last destructor. What callers see of it is specified
 // in tests/test_allocator.py.
-#include "core/device_allocator.h"
-
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <memory>
-#include <utility>
 #include <vector>
 
-#include "driver/sim_driver.h"
 #include "units/units.h"
 
 namespace vramx::units::device_allocator_claims {
@@ -21,36 +16,15 @@ REVEAL(State, &DeviceAllocator::state_);
 constexpr Stream kA{11};
 constexpr Stream kB{12};
 constexpr Stream kC{13};
-constexpr Bytes kPiece = 8_MiB;
+// On streams that last, as torch's own do.
+struct Fixture : AllocatorFixture {
+  const LastingStreams streams;
 
-std::unique_ptr<DeviceAllocator> open(SimDriver& sim) {
-  auto made = DeviceAllocator::create(sim, {.alias_addresses = 1_GiB, .patience = {}});
-  if (!made.ok()) return nullptr;
-  static const LastingStreams kStreams;  // as torch's own
-  made.value()->set_surroundings(&kStreams);
-  return std::move(made.value());
-}
-
-// A device of 64 MiB and its allocator.
-struct Fixture {
-  std::unique_ptr<SimDriver> sim =
-      contract::open_sim({.capacity = 64_MiB, .mode = SimMode::kAccounting});
-  std::unique_ptr<DeviceAllocator> allocator = open(*sim);
-
-  Address take(Bytes size, Stream stream = Stream::kDefault) {
-    const Result<Address> made = allocator->allocate(size, stream);
-    return made.ok() ? made.value() : Address{};
+  Fixture() {
+    allocator = open_allocator(*sim, {.patience = {}});
+    allocator->set_surroundings(&streams);
   }
-  // A block on two pieces that do not touch, hence in an alias.
-  Address take_stitched() {
-    const Address first = take(kPiece);
-    take(kPiece);
-    const Address third = take(kPiece);
-    take(kPiece);
-    allocator->free(first).ignore();
-    allocator->free(third).ignore();
-    return take(kPiece * 2);
-  }
+  ~Fixture() { allocator.reset(); }
 };
 
 CHECK(Fixture, the_device_is_empty_after_the_allocator) {
@@ -63,7 +37,7 @@ CHECK(Fixture, the_device_is_empty_after_the_allocator) {
 CHECK(Fixture, an_allocator_that_cannot_be_built_leaves_nothing) {
   const std::size_t before = sim->live_reservations();
   sim->fail_call(CallKind::kReserveAddress, 1, StatusCode::kOutOfMemory);
-  EXPECT(open(*sim) == nullptr);
+  EXPECT(open_allocator(*sim) == nullptr);
   EXPECT(sim->live_reservations() == before);
 }
 

@@ -69,33 +69,6 @@ struct Index {
   SpanId add(std::uint64_t page, Bytes size) { return add(kBase + kPage * page, size); }
 };
 
-CHECK(Index, the_smallest_extent_that_is_large_enough_wins) {
-  add(0, 8_KiB);
-  const SpanId best = add(1, 4_KiB);
-  add(2, 2_KiB);
-  EXPECT(index.best_fit(spans, 3_KiB) == best);
-}
-
-CHECK(Index, of_equal_extents_the_lowest_wins) {
-  add(5, 1_MiB);
-  const SpanId lowest = add(2, 1_MiB);
-  add(9, 1_MiB);
-  EXPECT(index.best_fit(spans, 1_MiB) == lowest);
-}
-
-CHECK(Index, sizes_that_share_a_bin_are_told_apart) {
-  const SpanId smaller = add(7, 512_B * 32);
-  const SpanId larger = add(1, 512_B * 33);
-  EXPECT(index.best_fit(spans, 512_B * 32) == smaller);
-  EXPECT(index.best_fit(spans, 512_B * 33) == larger);
-}
-
-CHECK(Index, nothing_fits_where_all_are_smaller) {
-  add(0, 1_MiB);
-  EXPECT(index.best_fit(spans, 1_MiB + 512_B) == kNoId);
-  EXPECT(FreeIndex().best_fit(spans, 512_B) == kNoId);
-}
-
 CHECK(Index, of_the_largest_the_lowest_wins) {
   EXPECT(index.largest(spans) == kNoId);
   add(0, 1_GiB - 512_B);
@@ -133,7 +106,8 @@ CHECK(Index, a_visit_that_returns_false_ends_the_walk) {
   EXPECT(visits == 2);
 }
 
-// Against a set ordered by (size, address), which is what the index claims to be.
+// Against a set ordered by (size, address), which is what the index claims to be: the smallest
+// extent that fits, the lowest of equal ones, none where all are smaller; bins are shared.
 CHECK(Index, every_answer_is_that_of_an_ordered_set) {
   std::mt19937_64 random(20240131);
   std::set<std::pair<Bytes, Address>> reference;

@@ -2,45 +2,18 @@
 // still be had, and each change of it as it happens; and that a device that is known to be full is
 // asked before it is given work for nothing.
 #include <cstdint>
-#include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "core/device_allocator.h"
-#include "driver/sim_driver.h"
 #include "stress/random.h"
 #include "units/units.h"
 
 namespace vramx::units::holdings_claims {
 
 constexpr Stream kA{11};
-constexpr Bytes kPiece = 8_MiB;
 constexpr Bytes kCapacity = 64_MiB;
 
-std::unique_ptr<DeviceAllocator> open(SimDriver& sim, AllocatorConfig config = {}) {
-  config.alias_addresses = 4_GiB;
-  auto made = DeviceAllocator::create(sim, config);
-  return made.ok() ? std::move(made.value()) : nullptr;
-}
-
-struct Fixture {
-  std::unique_ptr<SimDriver> sim =
-      contract::open_sim({.capacity = kCapacity, .mode = SimMode::kAccounting});
-  std::unique_ptr<DeviceAllocator> allocator = open(*sim);
-
-  Address take(Bytes size, Stream stream = Stream::kDefault) {
-    const Result<Address> made = allocator->allocate(size, stream);
-    return made.ok() ? made.value() : Address{};
-  }
-  bool free(Address address) { return allocator->free(address).ok(); }
-  // A block on the first and the third of four pieces, in an alias; the device is half full.
-  Address take_stitched() {
-    const Address pieces[] = {take(kPiece), take(kPiece), take(kPiece), take(kPiece)};
-    EXPECT(free(pieces[0]) && free(pieces[2]));
-    allocator->set_limit(kPiece * 4);
-    return take(kPiece * 2 - 1_KiB);
-  }
+struct Fixture : AllocatorFixture {
   std::vector<HeldPiece> all_pieces() const {
     std::vector<HeldPiece> found;
     allocator->for_each_piece([&](const HeldPiece& piece) { found.push_back(piece); });
@@ -68,7 +41,7 @@ CHECK(Fixture, a_freed_block_is_told) {
 }
 
 CHECK(Fixture, a_live_block_is_found_at_its_address_alone) {
-  const Address address = take_stitched();
+  const Address address = take_stitched(kPiece * 2 - 1_KiB);
   const Result<LiveBlock> found = allocator->find(address);
   REQUIRE(found.ok());
   EXPECT(found.value().size == kPiece * 2 - 1_KiB && found.value().address == address);
@@ -89,7 +62,7 @@ CHECK(Fixture, allocated_follows_every_block) {
 
 CHECK(Fixture, pieces_add_up_to_what_is_held) {
   EXPECT(all_pieces().empty());
-  const Address stitched = take_stitched();
+  const Address stitched = take_stitched(kPiece * 2 - 1_KiB);
   REQUIRE(static_cast<bool>(stitched));
   const std::vector<HeldPiece> pieces = all_pieces();
   EXPECT(sum_of(pieces) == allocator->held());
@@ -99,7 +72,7 @@ CHECK(Fixture, pieces_add_up_to_what_is_held) {
 }
 
 CHECK(Fixture, a_block_in_an_alias_is_one_piece_at_its_own_address) {
-  const Address stitched = take_stitched();
+  const Address stitched = take_stitched(kPiece * 2 - 1_KiB);
   int listed = 0;
   int blocks = 0;
   for (const HeldPiece& piece : all_pieces()) {
@@ -164,7 +137,7 @@ CHECK(Fixture, the_observer_sees_what_comes_and_goes_in_order) {
       mapped -= range.size;
     }
   });
-  const Address stitched = take_stitched();
+  const Address stitched = take_stitched(kPiece * 2 - 1_KiB);
   EXPECT(changes == 4 && mapped == kPiece * 4);
   REQUIRE(free(stitched));
   allocator->defragment();
@@ -197,7 +170,7 @@ CHECK(Fixture, a_full_device_makes_no_chunk_for_nothing) {
 
 CHECK(Nothing, a_failed_growth_makes_the_next_one_ask) {
   const auto sim = contract::open_sim({.capacity = 1_GiB, .mode = SimMode::kAccounting});
-  const auto allocator = open(*sim);
+  const auto allocator = open_allocator(*sim);
   REQUIRE(allocator != nullptr && sim->create_chunk(1000_MiB).ok());
   const std::uint64_t asked = sim->call_count(CallKind::kMemoryInfo);
   REQUIRE(allocator->allocate(8_MiB, kA).ok());

@@ -1,7 +1,6 @@
 // What is learnt from how long blocks lived: in which context, and the last time round.
 #include "core/lifetimes.h"
 
-#include <array>
 #include <cstdint>
 
 #include "units/units.h"
@@ -49,22 +48,11 @@ CHECK(Fixture, lifetimes_of_as_many_bits_make_kin) {
   EXPECT(kin_of(kSize * 4) == kin_of(kSize) + 1);
 }
 
-CHECK(Fixture, a_block_is_brief_if_its_like_was_freed_soon) {
-  live(kSize, kLong - 1);
-  EXPECT(is_brief(kSize));
-}
-
-CHECK(Fixture, a_block_stays_if_its_like_did) {
-  live(kSize, kLong);
-  EXPECT(!is_brief(kSize));
-}
-
-CHECK(Fixture, the_last_time_round_counts) {
-  live(kSize, kLong);
-  live(kSize, 1);
-  EXPECT(is_brief(kSize));
-  live(kSize, kLong);
-  EXPECT(!is_brief(kSize));
+CHECK(Fixture, a_block_is_brief_if_its_like_was_freed_soon_the_last_time) {
+  for (const std::uint32_t lifetime : {kLong - 1, kLong, std::uint32_t{1}, kLong}) {
+    live(kSize, lifetime);
+    EXPECT(is_brief(kSize) == (lifetime < kLong));
+  }
 }
 
 CHECK(Fixture, another_size_is_another_context) {

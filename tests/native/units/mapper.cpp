@@ -4,7 +4,6 @@
 #include <memory>
 #include <vector>
 
-#include "driver/sim_driver.h"
 #include "units/units.h"
 
 namespace vramx::units::mapper_claims {

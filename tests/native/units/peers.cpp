@@ -1,20 +1,16 @@
 // Letting another device in, at the moments when it could be missed: while a mapping is made, while
 // one goes, and while a call fails. The moments are met exactly, not by chance: a driver in between
 // makes the second caller's call in the middle of the first one's.
-#include <cstdint>
 #include <functional>
 #include <memory>
 #include <utility>
 
-#include "core/device_allocator.h"
-#include "driver/sim_driver.h"
 #include "stress/layered_driver.h"
 #include "units/units.h"
 
 namespace vramx::units::peers_claims {
 
 constexpr int kPeer = 1;
-constexpr Bytes kPiece = 8_MiB;
 
 // Runs something once, right after the next set_access has been made and before it returns.
 class InterruptedDriver final : public stress::ForwardingDriver {
@@ -35,27 +31,11 @@ class InterruptedDriver final : public stress::ForwardingDriver {
   std::function<void()> interruption_;
 };
 
-std::unique_ptr<DeviceAllocator> open(Driver& driver) {
-  auto made = DeviceAllocator::create(driver, {.alias_addresses = 1_GiB});
-  return made.ok() ? std::move(made.value()) : nullptr;
-}
-
-struct Fixture {
-  std::unique_ptr<SimDriver> sim =
-      contract::open_sim({.capacity = 64_MiB, .mode = SimMode::kAccounting});
+struct Fixture : AllocatorFixture {
   std::unique_ptr<InterruptedDriver> driver = std::make_unique<InterruptedDriver>(*sim);
-  std::unique_ptr<DeviceAllocator> allocator = open(*driver);
 
-  Address take(Bytes size) {
-    const Result<Address> made = allocator->allocate(size, Stream::kDefault);
-    return made.ok() ? made.value() : Address{};
-  }
-  // Two holes that together are twice a piece; no growth is allowed.
-  void leave_holes() {
-    const Address pieces[] = {take(kPiece), take(kPiece), take(kPiece), take(kPiece)};
-    EXPECT(allocator->free(pieces[0]).ok() && allocator->free(pieces[2]).ok());
-    allocator->set_limit(kPiece * 4);
-  }
+  Fixture() { allocator = open_allocator(*driver); }
+  ~Fixture() { allocator.reset(); }
   bool is_open_to(int peer) const { return sim->mappings_open_to(peer) == sim->live_mappings(); }
 };
 
@@ -90,7 +70,7 @@ CHECK(Fixture, an_alias_that_is_being_built_does_not_miss_a_peer) {
 
 CHECK(Fixture, a_mapping_that_stays_after_all_has_its_peers) {
   const Address block = take(kPiece);
-  REQUIRE(allocator->free(block).ok());
+  REQUIRE(free(block));
   sim->fail_call(CallKind::kUnmap, 1, StatusCode::kDriverError);
   allocator->trim();
   REQUIRE(allocator->allow_peer(kPeer).ok());
@@ -99,7 +79,7 @@ CHECK(Fixture, a_mapping_that_stays_after_all_has_its_peers) {
 
 CHECK(Fixture, memory_that_goes_meanwhile_is_no_failure) {
   const Address blocks[] = {take(kPiece), take(kPiece)};
-  REQUIRE(allocator->free(blocks[1]).ok());
+  REQUIRE(free(blocks[1]));
   driver->interrupt_next([&] { EXPECT(allocator->trim().chunks_released > 0); });
   EXPECT(allocator->allow_peer(kPeer).ok());
   REQUIRE(driver->has_interrupted());

@@ -2,14 +2,12 @@
 // behind. The books are real, and so are the chunks of the simulated device behind them.
 #include "core/planner.h"
 
-#include <algorithm>
 #include <memory>
 #include <utility>
 #include <vector>
 
 #include "core/executor.h"
 #include "core/surroundings.h"
-#include "driver/sim_driver.h"
 #include "units/units.h"
 
 namespace vramx::units::planner_claims {

@@ -1,7 +1,6 @@
 // The fast path where a request goes to the place of its counterpart.
 #include "core/quick_placement.h"
 
-#include "driver/sim_driver.h"
 #include "units/units.h"
 
 namespace vramx::units::quick_placement_claims {

@@ -8,8 +8,6 @@
 #include <random>
 #include <vector>
 
-#include "core/device_allocator.h"
-#include "driver/sim_driver.h"
 #include "units/units.h"
 
 namespace vramx::units::recurrence_claims {

@@ -4,17 +4,18 @@
 // Expectations and the tally are the contract suite's. Single-threaded.
 #pragma once
 
-#include <cstddef>
-#include <cstdio>
-#include <span>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "contract.h"
 #include "core/arena.h"
 #include "core/chunk_table.h"
+#include "core/device_allocator.h"
 #include "core/types.h"
 #include "core/units.h"
+#include "driver/sim_driver.h"
 
 namespace vramx::units {
 
@@ -28,6 +29,40 @@ constexpr Address kBase{1ull << 40};
 inline bool starts_with(const std::string& text, const char* beginning) {
   return text.starts_with(beginning);
 }
+
+// What the allocators here cut blocks of.
+constexpr Bytes kPiece = 8_MiB;
+
+inline std::unique_ptr<DeviceAllocator> open_allocator(Driver& driver,
+                                                       AllocatorConfig config = {}) {
+  config.alias_addresses = 1_GiB;
+  auto made = DeviceAllocator::create(driver, config);
+  return made.ok() ? std::move(made.value()) : nullptr;
+}
+
+// A device of 64 MiB without bytes, and its allocator.
+struct AllocatorFixture {
+  std::unique_ptr<SimDriver> sim =
+      contract::open_sim({.capacity = 64_MiB, .mode = SimMode::kAccounting});
+  std::unique_ptr<DeviceAllocator> allocator = open_allocator(*sim);
+
+  Address take(Bytes size, Stream stream = Stream::kDefault) {
+    const Result<Address> made = allocator->allocate(size, stream);
+    return made.ok() ? made.value() : Address{};
+  }
+  bool free(Address address) { return allocator->free(address).ok(); }
+  // Two holes that together are twice a piece; no growth is allowed.
+  void leave_holes() {
+    const Address pieces[] = {take(kPiece), take(kPiece), take(kPiece), take(kPiece)};
+    EXPECT(free(pieces[0]) && free(pieces[2]));
+    allocator->set_limit(kPiece * 4);
+  }
+  // A block on both holes, hence in an alias.
+  Address take_stitched(Bytes size = kPiece * 2) {
+    leave_holes();
+    return take(size);
+  }
+};
 
 // An arena of 64 pages on chunks that no driver made.
 struct ArenaFixture {

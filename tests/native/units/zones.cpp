@@ -1,7 +1,4 @@
 // The two zones of an arena: each has its gaps and its extents, and no extent lies in both.
-#include <vector>
-
-#include "core/arena.h"
 #include "units/units.h"
 
 namespace vramx::units::zones_claims {
