@@ -46,10 +46,7 @@ def facts_of(outcomes: dict[str, Future[Outcome]], kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_cache_is_given_back_after_a_failed_capture(
-    outcomes: dict[str, Future[Outcome]],
-    kind: str,
-    allocator: str,
-    request: pytest.FixtureRequest,
+    outcomes: dict[str, Future[Outcome]], kind: str, allocator: str, request: pytest.FixtureRequest
 ) -> None:
     if allocator == "native" and kind in ILLEGAL and not has_fix():
         reason = "pytorch#180395: a capture that fails to end stays registered"

@@ -145,8 +145,7 @@ def test_what_is_reserved_is_what_the_device_lacks() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"],
+    "name", ["memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"]
 )
 def test_torch_accelerator_reports_what_torch_cuda_reports(name: str) -> None:
     if not hasattr(torch.accelerator, name):
