@@ -167,7 +167,7 @@ class Bench:
         "stop_profiler",
         "recorded",
     )
-    _DOUBLES = ("fraction", "native_fraction", "nanoseconds")
+    _DOUBLES = ("fraction", "native_fraction")
     _JSON = ("stats", "snapshot", "tracked", "observed", "stop_profiler")
 
     devices: _core.Devices

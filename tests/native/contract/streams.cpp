@@ -50,13 +50,10 @@ struct TwoAtWork {
 
 // --- events -------------------------------------------------------------------------------------
 
-CHECK(OnDevice, an_event_that_was_never_recorded_is_complete) {
+CHECK(OnDevice, an_event_that_was_never_recorded_is_complete_and_one_of_no_device_refused) {
   const AnEvent event(device);
   REQUIRE(event);
   EXPECT(event.is_complete());
-}
-
-CHECK(OnDevice, an_event_of_no_device_is_refused) {
   EXPECT(driver.create_event(-1).status().code == StatusCode::kInvalidValue);
 }
 

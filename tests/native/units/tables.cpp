@@ -122,39 +122,9 @@ CHECK(Blocks, a_search_ends_where_every_bucket_was_passed) {
 
 // --- stats --------------------------------------------------------------------------------------
 
+// That they count rightly is checked after every step of the stress.
 constexpr auto kAll = static_cast<std::size_t>(PoolKind::kAll);
 constexpr auto kSmall = static_cast<std::size_t>(PoolKind::kSmall);
-constexpr auto kLarge = static_cast<std::size_t>(PoolKind::kLarge);
-
-CHECK(Nothing, a_counter_keeps_its_peak_and_both_sums) {
-  Counter counter;
-  counter.increase(5);
-  counter.decrease(3);
-  counter.increase(1);
-  EXPECT(counter.current == 3 && counter.peak == 5);
-  EXPECT(counter.allocated == 6 && counter.freed == 3);
-}
-
-CHECK(Nothing, a_request_of_one_mebibyte_is_small_and_one_more_byte_is_large) {
-  AllocatorStats stats;
-  stats.count_allocation(1_MiB, 1_MiB);
-  stats.count_allocation(1_MiB + 1_B, 1_MiB + 512_B);
-  EXPECT(stats.allocation[kSmall].current == 1 && stats.allocation[kLarge].current == 1);
-  EXPECT(stats.allocation[kAll].current == 2);
-  EXPECT(stats.allocated_bytes[kLarge].current == (1 << 20) + 512);
-  EXPECT(stats.requested_bytes[kLarge].current == (1 << 20) + 1);
-}
-
-CHECK(Nothing, a_free_takes_back_what_its_allocation_counted) {
-  AllocatorStats stats;
-  stats.count_allocation(100_B, 512_B);
-  stats.count_free(100_B, 512_B);
-  for (const std::size_t pool : {kAll, kSmall}) {
-    EXPECT(stats.allocation[pool].current == 0 && stats.allocation[pool].freed == 1);
-    EXPECT(stats.allocated_bytes[pool].current == 0 && stats.allocated_bytes[pool].peak == 512);
-    EXPECT(stats.requested_bytes[pool].freed == 100);
-  }
-}
 
 CHECK(Nothing, a_reset_peak_is_what_is_there_now) {
   AllocatorStats stats;
