@@ -1,8 +1,8 @@
 """What the allocator promises its callers: blocks, stitching, out of memory, giving memory back.
 
-On the simulated device, with real bytes and no GPU. Streams, reports and random programs have files
+On the simulated device, with real bytes and no GPU. Streams, reports and programs have files
 of their own beside this one; the parts of the core have their checks in tests/native/units. That no
-block disturbs another, wherever it lies, is what random programs show, here and in tests/native.
+block disturbs another, wherever it lies, is what the random programs of tests/native/stress show.
 """
 
 from __future__ import annotations

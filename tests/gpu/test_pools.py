@@ -89,18 +89,6 @@ def test_pools_count_in_the_statistics() -> None:
     assert sum(each["total_size"] for each in segments) == torch.cuda.memory_reserved()
 
 
-def test_the_joint_peak_is_that_of_the_sum() -> None:
-    """First outside, then inside: two peaks at different times must not be added up."""
-    settle()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    block(SIZE)
-    with torch.cuda.use_mem_pool(new_pool()):
-        inside = block(SIZE // 2)
-    assert torch.cuda.max_memory_allocated() - before == SIZE
-    del inside
-
-
 def test_a_pool_gives_its_memory_back() -> None:
     held = torch.cuda.memory_reserved()
     pool = new_pool()
@@ -120,19 +108,6 @@ def test_memory_freed_inside_a_pool_serves_the_pool_again() -> None:
     assert outside.data_ptr() != address
     with torch.cuda.use_mem_pool(pool):
         assert block(SIZE).data_ptr() == address
-
-
-def test_pools_nest() -> None:
-    outer, inner = new_pool(), new_pool()
-    with torch.cuda.use_mem_pool(outer):
-        first = block(SIZE)
-        with torch.cuda.use_mem_pool(inner):
-            second = block(SIZE)
-        third = block(SIZE)
-    assert holds_address(outer.snapshot(), first.data_ptr())
-    assert holds_address(outer.snapshot(), third.data_ptr())
-    pools = [pool for pool in (outer, inner) if holds_address(pool.snapshot(), second.data_ptr())]
-    assert len(pools) == 1
 
 
 def test_a_pool_that_is_being_filled_takes_no_requests_of_other_threads() -> None:

@@ -69,18 +69,6 @@ def test_segments_add_up_to_what_is_reserved() -> None:
     del tensors
 
 
-def test_blocks_fill_their_segment_without_a_gap() -> None:
-    tensors = [block(size) for size in SIZES]
-    del tensors[1::2]
-    for segment in torch.cuda.memory_snapshot():
-        end = segment["address"]
-        for piece in segment["blocks"]:
-            assert piece["address"] == end
-            end += piece["size"]
-        assert end == segment["address"] + segment["total_size"]
-    del tensors
-
-
 def test_every_live_tensor_is_in_an_active_block() -> None:
     tensors = [block(size) for size in SIZES]
     segments = torch.cuda.memory_snapshot()
@@ -99,20 +87,6 @@ def test_a_freed_tensor_is_in_no_active_block() -> None:
         for piece in blocks_of(torch.cuda.memory_snapshot())
         if piece["address"] == address and piece["state"] == "active_allocated"
     ]
-
-
-def test_a_snapshot_names_the_stream_of_a_block() -> None:
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        tensor = block(32 * MIB)
-    holders = [
-        segment
-        for segment in torch.cuda.memory_snapshot()
-        if any(piece["address"] == tensor.data_ptr() for piece in segment["blocks"])
-    ]
-    assert len(holders) == 1
-    assert holders[0]["device"] == 0
-    assert holders[0]["stream"] == side.cuda_stream
 
 
 def test_a_dumped_snapshot_is_a_pickle_of_plain_data(tmp_path: Path) -> None:
@@ -176,28 +150,6 @@ def test_a_failure_is_recorded() -> None:
     assert [each["size"] for each in events("oom")] == [1024 * MIB]
 
 
-@pytest.mark.usefixtures("history")
-def test_events_are_in_the_order_of_time() -> None:
-    for _ in range(3):
-        allocate_here()
-    times = [each["time_us"] for each in torch.cuda.memory._snapshot()["device_traces"][0]]
-    assert times
-    assert times == sorted(times)
-
-
-def test_the_history_keeps_the_last_events_only() -> None:
-    record = torch.cuda.memory._record_memory_history
-    record(stacks="python", max_entries=10, clear_history=True)
-    try:
-        for _ in range(20):
-            last = allocate_here()
-        trace = torch.cuda.memory._snapshot()["device_traces"][0]
-        assert len(trace) <= 10
-        assert last.data_ptr() in {each["addr"] for each in trace if each["action"] == "alloc"}
-    finally:
-        record(enabled=None)
-
-
 def test_nothing_is_recorded_once_it_is_switched_off() -> None:
     record = torch.cuda.memory._record_memory_history
     record(stacks="python", max_entries=10_000, clear_history=True)
@@ -206,21 +158,6 @@ def test_nothing_is_recorded_once_it_is_switched_off() -> None:
     tensor = allocate_here()
     assert len(events("alloc")) == before
     assert not active_at(torch.cuda.memory_snapshot(), tensor.data_ptr())["frames"]
-
-
-@pytest.mark.usefixtures("history")
-def test_metadata_of_the_user_is_kept_with_the_allocation() -> None:
-    memory = torch.cuda.memory
-    if not hasattr(memory, "_set_memory_metadata"):
-        pytest.skip(f"torch {torch.__version__} has no _set_memory_metadata")
-    memory._set_memory_metadata("third step")
-    try:
-        assert memory._get_memory_metadata() == "third step"
-        tensor = allocate_here()
-    finally:
-        memory._set_memory_metadata("")
-    (event,) = [each for each in events("alloc") if each["addr"] == tensor.data_ptr()]
-    assert event["user_metadata"] == "third step"
 
 
 # --- torch's own readers --------------------------------------------------------------------------

@@ -68,16 +68,6 @@ def test_blocks_are_counted_by_pool() -> None:
     del tensors
 
 
-def test_what_was_ever_allocated_and_freed_adds_up() -> None:
-    before = counters()
-    for size in SIZES:
-        block(size)
-    total = sum(map(in_units, SIZES))
-    assert growth(before, "allocated_bytes.all.allocated") == total
-    assert growth(before, "allocated_bytes.all.freed") == total
-    assert growth(before, "allocation.all.allocated") == len(SIZES)
-
-
 def test_the_peak_stays_until_it_is_reset() -> None:
     before = torch.cuda.memory_allocated()
     kept, dropped = block(32 * MIB), block(64 * MIB)
@@ -96,17 +86,6 @@ def test_the_peak_of_reserved_memory_is_reset_to_what_is_held() -> None:
     assert torch.cuda.max_memory_reserved() >= held + 64 * MIB
     torch.cuda.reset_peak_memory_stats()
     assert torch.cuda.max_memory_reserved() == torch.cuda.memory_reserved()
-
-
-def test_accumulated_counts_start_again_and_current_ones_do_not() -> None:
-    kept = block(32 * MIB)
-    live = torch.cuda.memory_allocated()
-    torch.cuda.reset_accumulated_memory_stats()
-    stats = counters()
-    zeroed = ["allocated_bytes.all.allocated", "allocated_bytes.all.freed", "num_ooms"]
-    assert [stats[key] for key in zeroed] == [0, 0, 0]
-    assert stats["allocated_bytes.all.current"] == live
-    del kept
 
 
 def test_reserved_covers_allocated_and_falls_when_the_cache_is_emptied() -> None:
