@@ -1,4 +1,4 @@
-"""The allocator under a recorded program, and where a call fails. tests/native/stress has random ones."""
+"""The allocator under a recorded program; tests/native/stress has random ones."""
 
 from __future__ import annotations
 

@@ -46,15 +46,6 @@ def test_requests_up_to_a_mebibyte_are_small(bench: Bench) -> None:
 
 
 @in_own_process
-def test_peaks_of_the_core_alone_are_the_cores(bench: Bench) -> None:
-    bench.free(bench.allocate(4 * MIB))
-    bench.allocate(MIB)
-    assert stat(bench, "allocated_bytes")[:2] == [MIB, 4 * MIB]
-    bench.reset_peaks(0)
-    assert stat(bench, "allocated_bytes")[:2] == [MIB, MIB]
-
-
-@in_own_process
 def test_accumulated_statistics_start_again_on_both_sides(bench: Bench) -> None:
     bench.free(bench.allocate(MIB))
     bench.free(in_pool(bench, 512))
