@@ -1,6 +1,5 @@
 // What of the whole allocator needs the C++ side: its invariants broken on purpose, captures, a
-// forked child, the driver's state after the last destructor. What callers see of it is specified
-// in tests/test_allocator.py.
+// forked child. What callers see of it is specified in tests/test_allocator.py.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -16,6 +15,7 @@ REVEAL(State, &DeviceAllocator::state_);
 constexpr Stream kA{11};
 constexpr Stream kB{12};
 constexpr Stream kC{13};
+
 // On streams that last, as torch's own do.
 struct Fixture : AllocatorFixture {
   const LastingStreams streams;
@@ -26,20 +26,6 @@ struct Fixture : AllocatorFixture {
   }
   ~Fixture() { allocator.reset(); }
 };
-
-CHECK(Fixture, the_device_is_empty_after_the_allocator) {
-  take_stitched();
-  EXPECT(allocator->stats().alias_count == 1);
-  allocator.reset();
-  EXPECT(contract::is_empty(*sim));
-}
-
-CHECK(Fixture, an_allocator_that_cannot_be_built_leaves_nothing) {
-  const std::size_t before = sim->live_reservations();
-  sim->fail_call(CallKind::kReserveAddress, 1, StatusCode::kOutOfMemory);
-  EXPECT(open_allocator(*sim) == nullptr);
-  EXPECT(sim->live_reservations() == before);
-}
 
 // --- captures -----------------------------------------------------------------------------------
 
@@ -106,11 +92,6 @@ CHECK(Fixture, a_forked_child_is_inert_and_calls_no_driver) {
 }
 
 // --- planted defects ----------------------------------------------------------------------------
-
-CHECK(Fixture, a_sound_allocator_names_nothing) {
-  REQUIRE(static_cast<bool>(take_stitched()));
-  EXPECT(allocator->check().empty());
-}
 
 CHECK(Fixture, block_1_is_named_where_allocated_bytes_are_off) {
   take(kPage);

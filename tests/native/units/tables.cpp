@@ -1,4 +1,4 @@
-// The small parts: free address ranges, the blocks that callers hold, counters, the ring of events,
+// The small parts: free address ranges, the blocks that callers hold, the ring of events,
 // whether this process was forked, and the lock.
 #include <sys/wait.h>
 #include <unistd.h>
@@ -15,7 +15,6 @@
 #include "core/event_trace.h"
 #include "core/fork_guard.h"
 #include "core/range_set.h"
-#include "core/stats.h"
 #include "units/units.h"
 
 namespace vramx::units::tables_claims {
@@ -120,30 +119,6 @@ CHECK(Blocks, a_search_ends_where_every_bucket_was_passed) {
   EXPECT(find(of_bucket[5][kRoom - 1]).span != kNoId);
 }
 
-// --- stats --------------------------------------------------------------------------------------
-
-// That they count rightly is checked after every step of the stress.
-constexpr auto kAll = static_cast<std::size_t>(PoolKind::kAll);
-constexpr auto kSmall = static_cast<std::size_t>(PoolKind::kSmall);
-
-CHECK(Nothing, a_reset_peak_is_what_is_there_now) {
-  AllocatorStats stats;
-  stats.count_allocation(100_B, 512_B);
-  stats.count_allocation(100_B, 512_B);
-  stats.count_free(100_B, 512_B);
-  stats.reset_peak();
-  EXPECT(stats.allocation[kAll].peak == 1 && stats.allocated_bytes[kSmall].peak == 512);
-}
-
-CHECK(Nothing, reset_sums_leave_what_is_there_now) {
-  AllocatorStats stats;
-  stats.count_allocation(100_B, 512_B);
-  stats.num_ooms = stats.num_alloc_retries = 3;
-  stats.reset_accumulated();
-  EXPECT(stats.allocation[kAll].allocated == 0 && stats.allocation[kAll].current == 1);
-  EXPECT(stats.num_ooms == 0 && stats.num_alloc_retries == 0);
-}
-
 // --- event trace --------------------------------------------------------------------------------
 
 void add(EventTrace& trace, std::uint64_t size) {
@@ -154,20 +129,6 @@ std::vector<std::uint64_t> sizes(const EventTrace& trace) {
   std::vector<std::uint64_t> result;
   for (const TraceEvent& event : trace.events()) result.push_back(event.size.count);
   return result;
-}
-
-CHECK(Nothing, a_ring_without_room_keeps_nothing) {
-  EventTrace trace(0);
-  add(trace, 1);
-  EXPECT(trace.events().empty() && trace.added() == 0);
-}
-
-CHECK(Nothing, events_come_oldest_first) {
-  EventTrace trace(3);
-  EXPECT(trace.events().empty());
-  add(trace, 1);
-  add(trace, 2);
-  EXPECT((sizes(trace) == std::vector<std::uint64_t>{1, 2}));
 }
 
 CHECK(Nothing, a_full_ring_forgets_the_oldest) {
