@@ -5,7 +5,7 @@
 
 namespace vramx::units::arena_claims {
 
-using Fixture = ArenaFixture;
+using Fixture = SoundArena;
 
 const TagSet kOfStream0(Tag{0, 1});
 const TagSet kOfStream1(Tag{1, 1});
@@ -22,7 +22,6 @@ CHECK(Fixture, a_new_arena_is_one_unmapped_span) {
   EXPECT(arena.span_count() == 1);
   EXPECT(arena.span(arena.first()).size == kPage * 64);
   EXPECT(best_fit(kBlockUnit) == kNoId);
-  EXPECT(arena.check().empty());
 }
 
 CHECK(Fixture, a_stream_finds_its_own_extents_and_those_without_a_tag) {
@@ -138,7 +137,6 @@ CHECK(Fixture, an_extent_may_be_cut_in_the_middle) {
   EXPECT(arena.span(used).size == 4_KiB);
   EXPECT(arena.free_bytes() == kPage - 4_KiB);
   EXPECT(arena.extent_count() == 2);
-  EXPECT(arena.check().empty());
 }
 
 CHECK(Fixture, what_is_left_of_an_extent_keeps_its_tags) {
@@ -159,7 +157,6 @@ CHECK(Fixture, a_freed_block_merges_with_both_neighbours) {
   free(at + 512_KiB);
   EXPECT(arena.extent_count() == 1);
   EXPECT(arena.free_bytes() == kPage);
-  EXPECT(arena.check().empty());
 }
 
 CHECK(Fixture, a_merged_extent_carries_the_later_tag_of_a_stream) {
@@ -187,7 +184,6 @@ CHECK(Fixture, mapped_memory_is_its_builders_until_given_back) {
   arena.finish_mapped(building, {{kPage, ChunkHandle{1}}});
   EXPECT(arena.span(building).state == SpanState::kUsed);
   EXPECT(best_fit(kBlockUnit) == kNoId);
-  EXPECT(arena.check().empty());
 }
 
 CHECK(Fixture, the_end_of_a_used_span_is_given_back_alone) {
@@ -197,7 +193,6 @@ CHECK(Fixture, the_end_of_a_used_span_is_given_back_alone) {
   EXPECT(arena.span(kept).state == SpanState::kUsed);
   EXPECT(arena.extent_over(at + 1_MiB, 1_MiB) != kNoId);
   EXPECT(arena.free_bytes() == 1_MiB);
-  EXPECT(arena.check().empty());
 }
 
 CHECK(Fixture, a_span_that_is_being_built_is_neither_free_nor_a_gap) {

@@ -17,7 +17,7 @@ TagSet on_both(std::uint64_t first, std::uint64_t second) {
 }
 const TagSet kOver;
 
-struct Fixture : ArenaFixture {
+struct Fixture : SoundArena {
   Fixture() { arena.note_several_streams(); }
 
   struct Part {
@@ -143,7 +143,7 @@ CHECK(Fixture, what_is_over_joins_its_neighbours) {
   lay({{kPart, on(0, 1)}, {kPart, on(1, 1)}, {kPart, on(0, 40)}}, {0, 1, 2});
   EXPECT(arena.extent_count() == 3);
   arena.drop_tags(kAllHaveNews, [](const Tag&) { return true; });
-  EXPECT(arena.extent_count() == 1 && arena.check().empty());
+  EXPECT(arena.extent_count() == 1);
 }
 
 CHECK(Fixture, of_several_tags_those_that_are_not_over_stay) {

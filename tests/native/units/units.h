@@ -93,6 +93,11 @@ struct ArenaFixture {
   }
 };
 
+// One whose invariants hold after each check.
+struct SoundArena : ArenaFixture {
+  ~SoundArena() { EXPECT(arena.check().empty()); }
+};
+
 // For what anybody may have.
 constexpr auto kAnyExtent = [](SpanId) { return true; };
 

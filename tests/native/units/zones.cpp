@@ -9,6 +9,7 @@ constexpr Address kBoundary = kBase + kPage * kSmallPages;
 struct Fixture {
   Arena arena{kBase, kPage * 64, kPage, kPage * kSmallPages};
 
+  ~Fixture() { EXPECT(arena.check().empty()); }
   Address map(Zone zone, Bytes size) {
     const SpanId building = arena.begin_building(arena.gap_for(zone, size), size);
     const Address at = arena.span(building).begin;
@@ -25,7 +26,7 @@ CHECK(Fixture, the_last_granule_below_the_border_is_never_mapped) {
   EXPECT(map(Zone::kLarge, kPage * 56) == kBoundary);
   EXPECT(arena.gap_for(Zone::kSmall, kPage) == kNoId);
   EXPECT(arena.gap_for(Zone::kLarge, kPage) == kNoId);
-  EXPECT(arena.extent_count() == 2 && arena.check().empty());
+  EXPECT(arena.extent_count() == 2);
 }
 
 CHECK(Fixture, chunks_that_go_leave_the_border_where_it_was) {
