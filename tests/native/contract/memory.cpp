@@ -155,7 +155,7 @@ CHECK(Fixture, more_than_the_capacity_is_out_of_memory) {
   const Bytes too_much = round_up(before.value().total, unit) + unit;
   EXPECT(driver.create_chunk(too_much).status().code == StatusCode::kOutOfMemory);
   Chunk chunk(device, unit);
-  EXPECT(static_cast<bool>(chunk));
+  EXPECT(chunk);
 }
 
 // One-sided, since other processes may use a GPU meanwhile; sim_checks has the exact figures.

@@ -72,7 +72,7 @@ CHECK(SimAlone, capacity_is_exact) {
   last.release();
   EXPECT(sim.memory_info().value().free == kUnit);
   Chunk again(device, kUnit);
-  EXPECT(static_cast<bool>(again));
+  EXPECT(again);
 }
 
 CHECK(Nothing, the_mapping_ceiling_stops_access_and_not_mapping) {

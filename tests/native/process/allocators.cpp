@@ -57,7 +57,7 @@ CHECK(Fixture, peaks_of_an_interval_leave_the_whole_alone) {
 
 CHECK(Fixture, what_could_be_had_is_asked_of_the_device) {
   EXPECT(core.largest_obtainable(0) == Bytes{});  // not started: nobody knows
-  REQUIRE(static_cast<bool>(take(0, kPiece)));
+  REQUIRE(take(0, kPiece));
   EXPECT(core.largest_obtainable(0) == kCapacity - kPiece);
 }
 
@@ -70,7 +70,7 @@ CHECK(Fixture, pieces_say_where_segments_begin) {
   free(blocks[2]);
   devices.set_limit(0, kPiece * 4);
   const Address stitched = take(0, kPiece * 2);
-  REQUIRE(static_cast<bool>(stitched));
+  REQUIRE(stitched);
   std::vector<CorePiece> pieces;
   core.for_each_piece(
       0,

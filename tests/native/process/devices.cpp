@@ -17,8 +17,8 @@ CHECK(Fixture, a_device_is_started_by_its_first_allocation) {
   EXPECT(source.opened == 0 && devices.started(1) == nullptr);
   EXPECT(core.held(1) == Bytes{});
   EXPECT(core.stats(1).num_device_alloc == 0);
-  EXPECT(static_cast<bool>(take(1, kPiece)));
-  EXPECT(static_cast<bool>(take(1, kPiece)));
+  EXPECT(take(1, kPiece));
+  EXPECT(take(1, kPiece));
   EXPECT(source.opened == 1 && devices.started(1) != nullptr);
   EXPECT(devices.started(0) == nullptr);
 }
@@ -35,7 +35,7 @@ CHECK(Fixture, a_device_that_cannot_be_used_is_remembered_with_its_reason) {
   EXPECT(failure() == "GPU -1 is not a device: accepted are 0 to 63");
   EXPECT(allocate(2, kPiece, &address) == CoreCode::kUnavailable);
   EXPECT(failure() == text && source.opened == 1);
-  EXPECT(static_cast<bool>(take(0, kPiece)));
+  EXPECT(take(0, kPiece));
 }
 
 CHECK(Fixture, a_full_device_may_be_started_later) {
@@ -74,7 +74,7 @@ CHECK(Fixture, an_address_leads_to_its_device) {
 
 CHECK(Fixture, a_block_in_an_alias_is_found) {
   const Address pieces[] = {take(0, kPiece), take(0, kPiece), take(0, kPiece)};
-  REQUIRE(static_cast<bool>(pieces[2]));
+  REQUIRE(pieces[2]);
   free(pieces[0]);
   free(pieces[2]);
   devices.set_limit(0, kPiece * 3);
@@ -105,9 +105,9 @@ CHECK(Fixture, an_address_of_nobody_is_not_ours) {
 CHECK(Fixture, a_limit_is_kept_for_a_device_to_come) {
   core.set_limit(1, kPiece);
   EXPECT(!take(1, kPiece * 2) && take(1, kPiece));
-  EXPECT(static_cast<bool>(take(0, kPiece * 2)));
+  EXPECT(take(0, kPiece * 2));
   core.set_limit(-1, 16_MiB);
-  EXPECT(static_cast<bool>(take(1, kPiece)));
+  EXPECT(take(1, kPiece));
   EXPECT(!take(0, kPiece) && !take(1, kPiece) && !take(2, kPiece * 3));
 }
 
@@ -117,7 +117,7 @@ CHECK(Fixture, the_configured_limit_is_every_devices) {
 }
 
 CHECK(Fixture, relief_comes_to_every_device) {
-  REQUIRE(static_cast<bool>(take(0, kPiece)));
+  REQUIRE(take(0, kPiece));
   std::vector<int> relieved;
   core.add_relief(
 
@@ -130,7 +130,7 @@ CHECK(Fixture, relief_comes_to_every_device) {
 }
 
 CHECK(Fixture, the_observer_sees_every_device) {
-  REQUIRE(static_cast<bool>(take(0, kPiece)));
+  REQUIRE(take(0, kPiece));
   std::vector<CoreEvent> events;
   core.set_observer(
 
@@ -153,7 +153,7 @@ CHECK(Fixture, the_observer_sees_every_device) {
 
 CHECK(Fixture, a_peer_is_let_in_before_and_after_the_start) {
   EXPECT(core.allow_peer(0, 1) == CoreCode::kOk && source.opened == 0);
-  REQUIRE(static_cast<bool>(take(0, kPiece)));
+  REQUIRE(take(0, kPiece));
   const SimDriver& sim = *source.drivers[0];
   EXPECT(sim.live_mappings() > 0 && sim.mappings_open_to(1) == sim.live_mappings());
   EXPECT(core.allow_peer(0, 2) == CoreCode::kOk);

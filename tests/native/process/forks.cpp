@@ -65,20 +65,20 @@ int failure_in_child(Fixture& fixture, Address live) {
 
 CHECK(Fixture, a_child_is_inert) {
   const Address live = take(0, 1_MiB);
-  REQUIRE(static_cast<bool>(live));
+  REQUIRE(live);
   EXPECT(failure_in_child(*this, live) == 0);
   EXPECT(free(live) == CoreCode::kOk);
 }
 
 CHECK(Fixture, a_child_does_not_wait_for_a_start_of_its_parent) {
   const Address live = take(0, 1_MiB);
-  REQUIRE(static_cast<bool>(live));
+  REQUIRE(live);
   source.close_gate();
   std::thread starting([&] { EXPECT(static_cast<bool>(take(1, 1_MiB))); });
   source.wait_until_held();
   EXPECT(failure_in_child(*this, live) == 0);
   // Nor does the parent, where the device is there already.
-  EXPECT(static_cast<bool>(take(0, 1_MiB)));
+  EXPECT(take(0, 1_MiB));
   EXPECT(free(live) == CoreCode::kOk);
   core.set_limit(0, kCapacity);
   source.open_gate();

@@ -32,7 +32,7 @@ struct Fixture : AllocatorFixture {
 CHECK(Fixture, a_capturing_stream_may_allocate_and_free) {
   REQUIRE(sim->begin_capture(kA).ok());
   const Address block = take(kPiece, kA);
-  EXPECT(static_cast<bool>(block));
+  EXPECT(block);
   EXPECT(allocator->free(block).ok());
   EXPECT(take(kPiece, kA) == block);
   EXPECT(sim->end_capture(kA).ok());
@@ -42,8 +42,8 @@ CHECK(Fixture, a_capturing_stream_may_allocate_and_free) {
 CHECK(Fixture, memory_of_a_capturing_stream_does_not_stop_growth) {
   const Address of_a = take(kPiece, kA);
   REQUIRE(allocator->free(of_a).ok() && sim->begin_capture(kA).ok());
-  EXPECT(static_cast<bool>(take(kPiece * 2, kB)));
-  EXPECT(static_cast<bool>(take(kPiece, kB)));
+  EXPECT(take(kPiece * 2, kB));
+  EXPECT(take(kPiece, kB));
   EXPECT(allocator->check().empty());
   EXPECT(sim->end_capture(kA).ok());
 }
@@ -64,7 +64,7 @@ CHECK(Fixture, an_alias_of_a_capturing_stream_does_not_stop_a_stitch) {
   for (const Address block : {in_alias, pieces[3], pieces[4]}) {
     allocator->free(block).ignore();
   }
-  EXPECT(static_cast<bool>(take(18_MiB, kB)));
+  EXPECT(take(18_MiB, kB));
   EXPECT(allocator->stats().alias_count == 2);
   EXPECT(allocator->check().empty());
   EXPECT(sim->end_capture(kA).ok());

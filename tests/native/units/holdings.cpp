@@ -63,7 +63,7 @@ CHECK(Fixture, allocated_follows_every_block) {
 CHECK(Fixture, pieces_add_up_to_what_is_held) {
   EXPECT(all_pieces().empty());
   const Address stitched = take_stitched(kPiece * 2 - 1_KiB);
-  REQUIRE(static_cast<bool>(stitched));
+  REQUIRE(stitched);
   const std::vector<HeldPiece> pieces = all_pieces();
   EXPECT(sum_of(pieces) == allocator->held());
   for (std::size_t i = 1; i < pieces.size(); ++i) {
@@ -115,7 +115,7 @@ CHECK(Fixture, what_is_said_to_be_obtainable_is) {
     EXPECT(!take(most + kPage * 2));
     if (!most) continue;
     const Address probe = take(most);
-    EXPECT(static_cast<bool>(probe));
+    EXPECT(probe);
     EXPECT(!probe || free(probe));
   }
 }
@@ -165,7 +165,7 @@ CHECK(Fixture, a_full_device_makes_no_chunk_for_nothing) {
   EXPECT(sim->call_count(CallKind::kCreateChunk) == creates);
   // The figure is asked for anew: what the others gave back is there.
   REQUIRE(sim->release_chunk(foreign.value()).ok());
-  EXPECT(static_cast<bool>(take(32_MiB)));
+  EXPECT(take(32_MiB));
 }
 
 CHECK(Nothing, a_failed_growth_makes_the_next_one_ask) {

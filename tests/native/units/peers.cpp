@@ -41,13 +41,13 @@ struct Fixture : AllocatorFixture {
 
 CHECK(Fixture, a_peer_has_access_to_what_is_and_what_comes) {
   leave_holes();
-  REQUIRE(static_cast<bool>(take(kPiece * 2)));
+  REQUIRE(take(kPiece * 2));
   REQUIRE(allocator->stats().alias_count == 1);
   EXPECT(sim->mappings_open_to(kPeer) == 0);
   REQUIRE(allocator->allow_peer(kPeer).ok());
   EXPECT(is_open_to(kPeer));
   allocator->set_limit(64_MiB);
-  REQUIRE(static_cast<bool>(take(kPiece)));
+  REQUIRE(take(kPiece));
   EXPECT(is_open_to(kPeer));
   REQUIRE(allocator->allow_peer(kPeer + 1).ok());
   EXPECT(is_open_to(kPeer) && is_open_to(kPeer + 1));
@@ -55,7 +55,7 @@ CHECK(Fixture, a_peer_has_access_to_what_is_and_what_comes) {
 
 CHECK(Fixture, growth_that_is_under_way_does_not_miss_a_peer) {
   driver->interrupt_next([&] { EXPECT(allocator->allow_peer(kPeer).ok()); });
-  REQUIRE(static_cast<bool>(take(kPiece)));
+  REQUIRE(take(kPiece));
   REQUIRE(driver->has_interrupted());
   EXPECT(is_open_to(kPeer));
 }
@@ -63,7 +63,7 @@ CHECK(Fixture, growth_that_is_under_way_does_not_miss_a_peer) {
 CHECK(Fixture, an_alias_that_is_being_built_does_not_miss_a_peer) {
   leave_holes();
   driver->interrupt_next([&] { EXPECT(allocator->allow_peer(kPeer).ok()); });
-  REQUIRE(static_cast<bool>(take(kPiece * 2)));
+  REQUIRE(take(kPiece * 2));
   REQUIRE(driver->has_interrupted() && allocator->stats().alias_count == 1);
   EXPECT(is_open_to(kPeer));
 }
@@ -92,7 +92,7 @@ CHECK(Fixture, growth_that_cannot_catch_up_is_undone) {
     EXPECT(allocator->allow_peer(kPeer).ok());
     sim->fail_call(CallKind::kSetAccess, 1, StatusCode::kDriverError);
   });
-  EXPECT(static_cast<bool>(take(kPiece)));
+  EXPECT(take(kPiece));
   EXPECT(sim->faults_fired() == 1 && is_open_to(kPeer));
   EXPECT(allocator->held() == kPiece && sim->used() == kPiece);
   EXPECT(allocator->check().empty());
@@ -112,7 +112,7 @@ CHECK(Fixture, an_alias_that_cannot_catch_up_is_undone) {
 }
 
 CHECK(Fixture, a_refused_peer_changes_nothing) {
-  REQUIRE(static_cast<bool>(take(kPiece)));
+  REQUIRE(take(kPiece));
   EXPECT(allocator->allow_peer(-1).code == StatusCode::kInvalidValue);
   sim->fail_call(CallKind::kAllowPeer, 1, StatusCode::kNotSupported);
   EXPECT(allocator->allow_peer(kPeer).code == StatusCode::kNotSupported);
@@ -120,7 +120,7 @@ CHECK(Fixture, a_refused_peer_changes_nothing) {
 }
 
 CHECK(Fixture, a_failed_access_is_reported_and_made_good_by_asking_again) {
-  REQUIRE(static_cast<bool>(take(kPiece)));
+  REQUIRE(take(kPiece));
   sim->fail_call(CallKind::kSetAccess, 1, StatusCode::kDriverError);
   EXPECT(allocator->allow_peer(kPeer).code == StatusCode::kDriverError);
   EXPECT(allocator->allow_peer(kPeer).ok() && is_open_to(kPeer));

@@ -64,7 +64,7 @@ CHECK(Fixture, a_short_period_is_not_expected_before_layers_would_be_over) {
 
 CHECK(Fixture, a_small_request_is_not_expected_anywhere) {
   for (int time = 0; time < 5; ++time) repeat();
-  EXPECT(static_cast<bool>(recurrence.expect(size_of(0), 0)));
+  EXPECT(recurrence.expect(size_of(0), 0));
   EXPECT(!recurrence.expect(Recurrence::kSmallest - kBlockUnit, 0));
 }
 
