@@ -11,7 +11,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from vramx.kernels import halves, headers, mapped, tiles
+from vramx.kernels import headers, mapped, quantize4, tiles
 from vramx.kernels import noise as noise_functions
 
 _right_header = headers.outlier_header
@@ -103,8 +103,8 @@ DEFECTS: dict[str, tuple[tuple[ModuleType, ...], str, Any]] = {
     "scale rounded to nearest": ((headers,), "_scale_bits", _scale_to_nearest),
     "NaN not kept": ((headers,), "_scale_bits", _scale_loses_nan),
     "NaN of an outlier not kept": ((headers,), "not_finite", _always_finite),
-    "half rounded away": ((tiles, halves), "code_bits", _round_half_away),
-    "noise added to a cut quotient": ((halves,), "fixed_point_bits", _fixed_point_cut),
+    "half rounded away": ((tiles, quantize4), "code_bits", _round_half_away),
+    "noise added to a cut quotient": ((quantize4,), "fixed_point_bits", _fixed_point_cut),
     "six rounds of Philox": ((noise_functions,), "philox", _philox_of_six_rounds),
     "decoded with an offset": ((tiles,), "decode_with_outliers", _decode_shifted),
     "one outlier for both": ((tiles,), "decode_with_outliers", _first_for_both),

@@ -10,7 +10,7 @@
 
 A program owns ROWS groups, as in quantize.py; no two programs share a byte. fp32 in registers.
 Traffic an element in bf16 with 8 bits: 5.016 bytes forward, 5.016 backward, 7.016 with act(x). With
-4 bits a tile is two halves, as in halves.py.
+4 bits a tile is two halves, as in quantize4.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vramx.kernels.halves import load_halves, pack_halves, store_halves, unpack_halves
+from vramx.kernels.quantize4 import load_halves, pack_halves, store_halves, unpack_halves
 from vramx.kernels.tiles import load_tile, pack_tile, store_tile, unpack_tile
 
 

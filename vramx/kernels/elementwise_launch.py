@@ -151,10 +151,7 @@ def dropout_plan(adds: bool) -> Plan:
 
     rows = _THREADS * _ELEMENTS_WIDE // _DROPOUT_COLUMNS
     constants = {
-        "ROWS": rows,
-        "TAIL_ROWS": rows // 4,
-        "COLS": _DROPOUT_COLUMNS,
-        "ADD": adds,
+        "ROWS": rows, "TAIL_ROWS": rows // 4, "COLS": _DROPOUT_COLUMNS, "ADD": adds,
         "num_warps": _WARPS,
-    }
+    }  # fmt: skip
     return Plan(dropout_kernel, rows * _DROPOUT_COLUMNS, constants)

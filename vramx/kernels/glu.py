@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from vramx.kernels.activation import kept_tile, value_and_slope, value_of
-from vramx.kernels.halves import load_halves, pack_halves, store_halves, unpack_halves
+from vramx.kernels.quantize4 import load_halves, pack_halves, store_halves, unpack_halves
 from vramx.kernels.tiles import load_tile, pack_tile, store_tile
 
 

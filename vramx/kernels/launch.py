@@ -230,13 +230,9 @@ def _constants(bits: int, group_size: int, rows: int, symmetric: bool) -> dict[s
     # A quarter: the checked accesses of a short tile then take fewer registers than a whole tile.
     tail_rows = max(1, rows // 4)
     return {
-        "BITS": bits,
-        "GROUP": group_size,
-        "ROWS": rows,
-        "TAIL_ROWS": tail_rows,
-        "SYMMETRIC": symmetric,
-        "num_warps": _WARPS,
-    }
+        "BITS": bits, "GROUP": group_size, "ROWS": rows, "TAIL_ROWS": tail_rows,
+        "SYMMETRIC": symmetric, "num_warps": _WARPS,
+    }  # fmt: skip
 
 
 @lru_cache(maxsize=64)

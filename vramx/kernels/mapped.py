@@ -22,8 +22,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vramx.kernels.halves import load_halves, pack_halves, store_halves, unpack_halves
 from vramx.kernels.headers import narrow
+from vramx.kernels.quantize4 import load_halves, pack_halves, store_halves, unpack_halves
 from vramx.kernels.tiles import load_tile, pack_tile, store_tile, tile_offsets, unpack_tile
 
 

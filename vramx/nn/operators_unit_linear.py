@@ -45,10 +45,17 @@ def _readers(
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def unit_linear_operator(
-    first: Tensor, up: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    residual: Tensor | None, side: Tensor | None, key: Tensor | None, level: int, kind: str,
+    first: Tensor,
+    up: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    side: Tensor | None,
+    key: Tensor | None,
+    level: int,
+    kind: str,
     form: Sequence[int],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:
     """Return the result, the side's product, the two packs, and the two probes."""
     inside = _present(first, up)
     if form[0] == keeping.NOTHING and side is None and is_unread(residual):
@@ -94,7 +101,11 @@ def _two(found: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _unit_linear_backward(
-    first: Tensor, up: Tensor | None, dresult: Tensor | None, dproduct: Tensor | None, *others: Any
+    first: Tensor,
+    up: Tensor | None,
+    dresult: Tensor | None,
+    dproduct: Tensor | None,
+    *others: Any,
 ) -> tuple[Tensor | None, ...]:
     *readers, shape, kind, form, needs = others
     incoming = (dresult, dproduct)
@@ -133,7 +144,11 @@ def _gradients(
     return *_two([slope.view(shape) for slope in slopes]), dweight, dbias, dside
 
 
-def _value_gradient(rows: Tensor | None, of_side: Tensor | None, readers: _Readers) -> Tensor:
+def _value_gradient(
+    rows: Tensor | None,
+    of_side: Tensor | None,
+    readers: _Readers,
+) -> Tensor:
     """Return the gradient of the unit's result, in memory that may be written over if wanted."""
     weight, side = readers
     dvalue = rows if rows is None or weight is None else rows @ weight

@@ -12,7 +12,12 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from vramx.nn.attention import Attended
-from vramx.nn.families.attention import attend, heads_of, implementation, project_out
+from vramx.nn.families.attention import (
+    attend,
+    heads_of,
+    implementation,
+    project_out,
+)
 from vramx.nn.families.parts import FeedForward, add_normalise, feed_forward
 from vramx.nn.families.projection import Source, project, tensor_of
 from vramx.nn.families.small import of_transformers

@@ -11,7 +11,13 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from vramx.nn.attention import Attended
-from vramx.nn.families.attention import attend, heads_of, implementation, packed, project_out
+from vramx.nn.families.attention import (
+    attend,
+    heads_of,
+    implementation,
+    packed,
+    project_out,
+)
 from vramx.nn.families.parts import (
     FeedForward,
     add,
