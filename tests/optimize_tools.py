@@ -13,6 +13,7 @@ import torch
 from norm_tools import INT8_STEP, held_bytes
 from torch import Tensor, nn
 
+import vramx
 from vramx.nn.families import FAMILIES
 from vramx.nn.families.norms import RmsNorm
 from vramx.nn.families.swap import Fused, Fusing
@@ -177,6 +178,13 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 def twin(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model)
+
+
+def optimised_copy(original: nn.Module, *arguments: Any, **options: Any) -> Any:
+    """Return an optimised copy."""
+    model = twin(original)
+    vramx.optimize(model, *arguments, **options)
+    return model
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from optimize_tools import (
     error,
     fused_calls,
     gradient_of,
+    optimised_copy,
     result_of,
     twin,
 )
@@ -68,8 +69,7 @@ def test_adapters_learn_as_in_the_original(kind: str, level: str) -> None:
 
 def test_merged_unmerged_and_disabled_adapters_are_as_in_the_original() -> None:
     original = adapted()
-    model = twin(original)
-    vramx.optimize(model, "keep")
+    model = optimised_copy(original, "keep")
     plain = result_of(model, INPUTS)
     states: list[Any] = []
     for change in ("merge", "unmerge", "disable", "merge and disable"):
@@ -210,8 +210,7 @@ def test_quantised_base_is_called_and_its_adapters_are_fused(level: str) -> None
     original = adapted()
     for linear in linears_of(original):
         linear.base_layer = Quantised(linear.base_layer)
-    model = twin(original)
-    vramx.optimize(model, level)
+    model = optimised_copy(original, level)
     gradient = gradient_of(model, INPUTS)
     assert {linear.base_layer.calls for linear in linears_of(model)} == {1}
     assert error(result_of(model, INPUTS), result_of(original, INPUTS)) < ROUNDING

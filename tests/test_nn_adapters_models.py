@@ -18,6 +18,7 @@ from optimize_tools import (
     gradient_of,
     hugging_face,
     llama_block,
+    optimised_copy,
     result_of,
     twin,
 )
@@ -80,8 +81,7 @@ def test_adapters_of_every_family_learn_as_in_the_original(name: str, level: str
 def test_adapters_of_convolutional_blocks_learn_as_in_the_original(level: str) -> None:
     original, inputs = family("convnext")
     adapt_with_peft(original, Adapters(("fc1", "fc2"), 4, 8.0, 0.0), torch.float32)
-    model = twin(original)
-    vramx.optimize(model, level)
+    model = optimised_copy(original, level)
     assert error(result_of(model, inputs), result_of(original, inputs)) < ROUNDING
     bound = ROUNDING if level == "keep" else INT8_NOISE
     assert error(gradient_of(model, inputs), gradient_of(original, inputs)) < bound
@@ -149,8 +149,7 @@ def test_variants_are_called_as_they_are_and_named(options: dict[str, Any], word
 
 def test_adapters_are_added_chosen_disabled_and_merged_after_optimising() -> None:
     original, inputs = adapted()
-    model = twin(original)
-    vramx.optimize(model, "keep")
+    model = optimised_copy(original, "keep")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     for each in (original, model):
         torch.manual_seed(3)
@@ -199,8 +198,7 @@ def test_restored_model_is_the_original_to_the_bit() -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_of_the_model_itself_works_on_top(reentrant: bool, level: str) -> None:
     original, inputs = adapted()
-    model = twin(original)
-    vramx.optimize(model, level)
+    model = optimised_copy(original, level)
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     y = result_of(model, inputs)
@@ -225,8 +223,7 @@ def test_adapters_in_float32_on_halves_are_computed_as_peft_does() -> None:
     for module in original.modules():
         if not any("lora_" in name for name, _ in module.named_parameters()):
             module.to(torch.bfloat16)
-    model = twin(original)
-    vramx.optimize(model, "keep")
+    model = optimised_copy(original, "keep")
     # Some twenty roundings of bfloat16 in each layer, independent: half a step times their root.
     bound = torch.finfo(torch.bfloat16).eps / 2 * (20 * LAYERS) ** 0.5
     assert error(result_of(model, inputs), result_of(original, inputs)) < bound
@@ -236,8 +233,7 @@ def test_adapters_in_float32_on_halves_are_computed_as_peft_does() -> None:
 
 def test_autocast_computes_as_the_original_does() -> None:
     original, inputs = adapted()
-    model = twin(original)
-    vramx.optimize(model, "keep")
+    model = optimised_copy(original, "keep")
     bound = torch.finfo(torch.bfloat16).eps / 2 * (20 * LAYERS) ** 0.5
     with torch.autocast("cpu", torch.bfloat16):
         y, expected = result_of(model, inputs), result_of(original, inputs)

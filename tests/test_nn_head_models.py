@@ -10,7 +10,7 @@ import pytest
 import torch
 from cpu_history import CpuHistory
 from language_model_tools import CLASSES, call_of, largest_error
-from optimize_tools import DECODERS, ROUNDING, any_model, gradient_of
+from optimize_tools import DECODERS, ROUNDING, any_model, gradient_of, optimised_copy
 from record_tools import recorder
 
 import vramx
@@ -71,8 +71,7 @@ def language_model(name: str) -> Any:
 @pytest.mark.parametrize("name", [*DECODERS, "gpt2"])
 def test_loss_and_gradients_are_the_originals(name: str, option: str) -> None:
     original, call = language_model(name), {**call_of(), **OPTIONS[option]}
-    model = copy.deepcopy(original)
-    vramx.optimize(model, "keep")
+    model = optimised_copy(original, "keep")
     assert largest_error(model, original, call) < ROUNDING
     result = model(**call)
     logits = result[1] if isinstance(result, tuple) else result.logits
@@ -83,8 +82,7 @@ def test_loss_and_gradients_are_the_originals(name: str, option: str) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_heads_and_losses_are_the_originals(name: str) -> None:
     original = language_model(name)
-    model = copy.deepcopy(original)
-    vramx.optimize(model, "keep")
+    model = optimised_copy(original, "keep")
     assert largest_error(model, original, call_of()) < ROUNDING
     assert not model(**call_of()).logits.is_made
 
@@ -204,8 +202,7 @@ def trained(model: Any, folder: Path, **options: Any) -> tuple[torch.Tensor, lis
 def test_trainer_accumulates_as_with_the_original(options: Any, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     original = language_model("llama")
-    model = copy.deepcopy(original)
-    vramx.optimize(model, "keep")
+    model = optimised_copy(original, "keep")
     start = torch.cat([p.detach().flatten() for p in model.parameters()])
     stand_ins: list[Any] = []
     of = Logits.of

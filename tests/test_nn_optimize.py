@@ -19,6 +19,7 @@ from optimize_tools import (
     error,
     fused_calls,
     gradient_of,
+    optimised_copy,
     result_of,
     twin,
 )
@@ -42,8 +43,7 @@ def seed() -> None:
 @pytest.mark.parametrize("level", ["keep", "int8", "recompute_mlp", "recompute_all"])
 def test_encoder_layers_compute_what_their_originals_do(norm_first: bool, level: str) -> None:
     original = encoder(norm_first=norm_first)
-    model = twin(original)
-    vramx.optimize(model, level)
+    model = optimised_copy(original, level)
     with fused_calls() as calls:
         y = result_of(model, INPUTS)
     assert len(calls) == LAYERS
@@ -68,16 +68,14 @@ def test_the_last_product_of_a_block_is_not_computed_again(monkeypatch: Any) -> 
 
 def test_bound_of_8_bits_is_too_narrow_for_coarser_codes() -> None:
     original = encoder(norm_first=True)
-    model = twin(original)
-    vramx.optimize(model, level="int4", symmetric=True, group_size=1024)
+    model = optimised_copy(original, level="int4", symmetric=True, group_size=1024)
     assert error(gradient_of(model, INPUTS), gradient_of(original, INPUTS)) > INT8_NOISE
 
 
 @pytest.mark.parametrize("masks", ["bool", "float", "causal"])
 def test_masks_of_encoder_layers_are_honoured(masks: str) -> None:
     original = encoder(norm_first=True)
-    model = twin(original)
-    vramx.optimize(model, "keep")
+    model = optimised_copy(original, "keep")
     tokens = INPUTS["src"].shape[1]
     causal = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
     padding = torch.zeros(2, tokens, dtype=torch.bool)
@@ -118,8 +116,7 @@ def test_parameters_names_classes_and_state_stay() -> None:
 @pytest.mark.parametrize("how", ["no_grad", "eval", "integers"])
 def test_calls_that_do_not_train_go_the_original_way(how: str) -> None:
     original = encoder().train(how != "eval")
-    model = twin(original)
-    vramx.optimize(model)
+    model = optimised_copy(original)
     with fused_calls() as calls, torch.set_grad_enabled(how != "no_grad"):
         if how == "integers":
             with pytest.raises(RuntimeError):
@@ -193,8 +190,7 @@ def test_dropout_drops_and_scales_as_asked() -> None:
 
 def test_autocast_computes_as_the_original_does() -> None:
     original = encoder(norm_first=True)
-    model = twin(original)
-    vramx.optimize(model, "keep")
+    model = optimised_copy(original, "keep")
     with torch.autocast("cpu", torch.bfloat16):
         y, expected = result_of(model, INPUTS), result_of(original, INPUTS)
     assert y.dtype == expected.dtype

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from norm_tools import held_bytes
+from optimize_tools import optimised_copy
 from test_nn_operators import Watch
 from test_nn_optimize_convolutions import APART, PACK, block_of, image, seed
 from torch import Tensor
@@ -58,8 +58,7 @@ def test_under_autocast_a_convnext_block_keeps_packs_alone(name: str) -> None:
 @CONVNEXTS
 def test_under_autocast_a_convnext_block_is_the_original(name: str) -> None:
     original, x = block_of(name), image(2, 64, 8, 8)
-    block = copy.deepcopy(original)
-    vramx.optimize(block)
+    block = optimised_copy(original)
 
     def run(module: Any) -> list[Tensor]:
         with torch.autocast("cpu", torch.bfloat16):

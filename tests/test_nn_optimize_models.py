@@ -23,11 +23,11 @@ from optimize_tools import (
     gradient_of,
     hugging_face,
     llama_block,
+    optimised_copy,
     result_of,
     timm_vit,
     twin,
 )
-from torch import nn
 
 import vramx
 from vramx.errors import VramxWarning
@@ -69,8 +69,7 @@ def test_padded_batches_are_masked_as_in_the_original(name: str, implementation:
     mask = torch.ones_like(inputs["input_ids"])
     mask[1, -5:] = 0
     padded = {**inputs, "attention_mask": mask}
-    model = twin(original)
-    vramx.optimize(model)
+    model = optimised_copy(original)
     with fused_calls() as calls:
         y = result_of(model, padded)
     assert len(calls) == LAYERS
@@ -104,8 +103,7 @@ def test_a_mask_and_shared_heads_do_not_meet_in_torchs_attention(
 def test_block_whose_class_is_changed_on_top_is_fused_still(monkeypatch: Any) -> None:
     # fully_shard() makes a subclass, named otherwise, for each module that it is given.
     original, inputs = hugging_face(transformers, "llama")
-    model = twin(original)
-    vramx.optimize(model)
+    model = optimised_copy(original)
     expected = result_of(original, inputs)
     for layer in model.model.layers:
         layer.__class__ = type("Sharded", (type(layer),), {"__module__": __name__})
@@ -123,8 +121,7 @@ def test_windows_of_mistral_are_honoured() -> None:
     original = decoder(transformers, "mistral", sliding_window=4)
     wide = decoder(transformers, "mistral", sliding_window=None)
     inputs = hugging_face(transformers, "mistral")[1]
-    model = twin(original)
-    vramx.optimize(model)
+    model = optimised_copy(original)
     y = result_of(model, inputs)
     assert error(y, result_of(original, inputs)) < ROUNDING
     assert error(y, result_of(wide, inputs)) > 100 * ROUNDING
@@ -158,8 +155,7 @@ def test_llama_block_keeps_the_bytes_of_its_packs() -> None:
 
 def test_cache_in_training_is_filled_as_by_the_original() -> None:
     original, inputs = hugging_face(transformers, "llama")
-    model = twin(original)
-    vramx.optimize(model)
+    model = optimised_copy(original)
     with fused_calls() as calls:
         found = model(**inputs, use_cache=True)
     expected = original(**inputs, use_cache=True)
@@ -172,8 +168,7 @@ def test_cache_in_training_is_filled_as_by_the_original() -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_recomputed_blocks_leave_a_new_cache_empty_and_say_so(name: str) -> None:
     original, inputs = hugging_face(transformers, name)
-    model = twin(original)
-    vramx.optimize(model, "recompute_all")
+    model = optimised_copy(original, "recompute_all")
     with pytest.warns(VramxWarning, match="use_cache=False"):
         found = model(**inputs, use_cache=True)
     word = cache_word(original)
@@ -190,8 +185,7 @@ def test_recomputed_blocks_leave_a_new_cache_empty_and_say_so(name: str) -> None
 
 def test_generation_is_the_originals_to_the_token() -> None:
     original, inputs = hugging_face(transformers, "llama")
-    model = twin(original)
-    vramx.optimize(model)
+    model = optimised_copy(original)
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
     found = model.eval().generate(**inputs, **options)
     assert torch.equal(found, original.eval().generate(**inputs, **options))
@@ -200,8 +194,7 @@ def test_generation_is_the_originals_to_the_token() -> None:
 def test_attention_weights_are_returned_where_they_are_asked_for() -> None:
     original, inputs = hugging_face(transformers, "llama")
     original.set_attn_implementation("eager")
-    model = twin(original)
-    vramx.optimize(model)
+    model = optimised_copy(original)
     found = model(**inputs, output_attentions=True, output_hidden_states=True)
     expected = original(**inputs, output_attentions=True, output_hidden_states=True)
     assert len(found.attentions) == LAYERS
@@ -222,8 +215,7 @@ def test_saved_model_is_an_ordinary_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_of_the_model_itself_works_on_top(reentrant: bool) -> None:
     original, inputs = hugging_face(transformers, "llama")
-    model = twin(original)
-    vramx.optimize(model, "recompute_all")
+    model = optimised_copy(original, "recompute_all")
     # A reentrant checkpoint needs an input that learns.
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -239,8 +231,7 @@ def test_checkpointing_of_the_model_itself_works_on_top(reentrant: bool) -> None
 
 def test_compiled_model_has_no_break() -> None:
     original, inputs = hugging_face(transformers, "llama")
-    model = twin(original)
-    vramx.optimize(model)
+    model = optimised_copy(original)
     call = {**inputs, "use_cache": False}
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert error(result_of(compiled, call), result_of(original, call)) < ROUNDING
@@ -252,8 +243,7 @@ def test_compiled_model_has_no_break() -> None:
 def test_blocks_of_timm_compute_what_their_originals_do(level: str, extras: bool) -> None:
     original = timm_vit(**{"qk_norm": True, "init_values": 0.5} if extras else {})
     inputs = {"x": torch.randn(2, 3, 16, 16)}
-    model: nn.Module = twin(original)
-    vramx.optimize(model, level)
+    model = optimised_copy(original, level)
     with fused_calls() as calls:
         gradient = gradient_of(model, inputs)
     assert len(calls) == LAYERS

@@ -18,6 +18,7 @@ from optimize_tools import (
     fused_calls,
     gradient_of,
     hugging_face,
+    optimised_copy,
     result_of,
     twin,
 )
@@ -119,8 +120,7 @@ def test_block_of_an_unknown_release_is_left_with_a_warning(name: str) -> None:
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_verification_accepts_every_model(name: str, checkpointed: bool) -> None:
     original, inputs = hugging_face(transformers, name)
-    model = twin(original)
-    vramx.optimize(model, verify=True)
+    model = optimised_copy(original, verify=True)
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     with warnings.catch_warnings():
