@@ -64,7 +64,7 @@ all_library_tests = $(library_tests) tests/test_nn_optimize_convolutions.py \
     tests/test_checkpoint_state.py tests/test_benchmarks_train.py tests/test_callbacks.py \
     tests/test_benchmarks_budgets.py \
     tests/test_documents.py tests/test_recipes.py \
-    tests/test_benchmarks_seeing.py tests/test_snapshot_readers.py tests/test_examples.py
+    tests/test_benchmarks_seeing_programs.py tests/test_snapshot_readers.py tests/test_examples.py
 
 test-models:
 	@$(call prepare,run test)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import fmean, median, median_high
 
-from benchmarks.harness import Options
+from benchmarks.harness import Options, Request, RowWriter
 from benchmarks.programs._cases import (
     Cases,
     Figures,
@@ -29,7 +29,6 @@ from benchmarks.programs._cases import (
     measure_together,
 )
 from benchmarks.programs._launch import Started
-from benchmarks.programs._rows import Request, RowWriter
 
 DESCRIPTION = "activation compression on models of other libraries: memory, time, accuracy (GPU)"
 

@@ -13,9 +13,8 @@ The goals: no peak of the loop exceeds its budget, and no rival is more than 1 %
 
 from __future__ import annotations
 
-from benchmarks.harness import Options
+from benchmarks.harness import Options, Request, RowWriter
 from benchmarks.programs._cases import Cases, Figures, Findings, Goal, Sheet, cases_with
-from benchmarks.programs._rows import Request, RowWriter
 from vramx.sizes import format_gib
 
 DESCRIPTION = "vramx.plan in training loops: 30 budgets of six models, and plans made by hand (GPU)"

@@ -16,9 +16,8 @@ from math import isnan
 from statistics import median
 from typing import TYPE_CHECKING
 
-from benchmarks.harness import Options
+from benchmarks.harness import Options, Request, RowWriter
 from benchmarks.programs._cases import Cases, Figures, Findings, Goal, cells, lay_out
-from benchmarks.programs._rows import Request, RowWriter
 from vramx.sizes import format_gib
 
 if TYPE_CHECKING:

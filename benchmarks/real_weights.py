@@ -18,9 +18,8 @@ import importlib.util
 from statistics import median
 
 from benchmarks import harness
-from benchmarks.harness import Measurement, Options, UnavailableError
+from benchmarks.harness import Measurement, Options, Request, RowWriter, UnavailableError
 from benchmarks.programs._cases import Figures, Findings, Goal, Sheet, chosen
-from benchmarks.programs._rows import Request, RowWriter
 
 DESCRIPTION = "gradients of a pretrained model, with outlier channels and key biases too (CPU)"
 

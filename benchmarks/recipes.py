@@ -2,29 +2,22 @@
 
 A variant is a function of a script that a user can start, too; the process here
 (benchmarks/programs/_recipes.py) imports ahead of its turn and keeps each step's time. A library
-that is not installed is a row that names it. The tables in docs/recipes are made of the rows:
-
-    python -m benchmarks.recipes --write | --check
-
-A case is RECIPE/VARIANT; `--only RECIPE` takes all of a recipe's. One that needs several GPUs has
-all that there are. The whole takes some six minutes on an H100.
+that is not installed is a row that names it. benchmarks.documents makes the tables in docs/recipes
+of the rows. A case is RECIPE/VARIANT; `--only RECIPE` takes all of a recipe's. One that needs
+several GPUs has all that there are. The whole takes some six minutes on an H100.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
-from benchmarks.harness import RESULTS, ROOT, Options, read_csv
+from benchmarks.harness import RESULTS, ROOT, Options, Request, RowWriter
 from benchmarks.programs._cases import Cases, Findings, Sheet, measure
 from benchmarks.programs._launch import Allocator, Job, Started, visible_gpus
-from benchmarks.programs._rows import Request, RowWriter
 from vramx.errors import InvalidValueError
 from vramx.sizes import format_gib
 
@@ -56,7 +49,6 @@ UNITS = {
 SHEET = Sheet("recipes", tuple(UNITS)[:5], size=format_gib)
 LIMIT_S = 120.0
 QUICK = 2  # variants of each recipe, and those of vramx
-_TABLE = re.compile(r"<!-- recipe (\w+) -->\n.*?<!-- recipe end -->\n", re.DOTALL)
 
 
 def script(name: str) -> ModuleType:
@@ -145,13 +137,13 @@ _HEADINGS = {
 Rows = list[dict[str, str]]
 
 
-def page_table(recipe: str, rows: Rows) -> str:
-    """Return a recipe's table in Markdown: of each variant the newest figures, else why none."""
+def page_table(recipe: str, rows: Rows) -> list[str]:
+    """Return the lines of a recipe's table: of each variant the newest figures, else why none."""
     mine = [row for row in rows if row["case"].startswith(f"{recipe}/")]
     measured = {(row["case"], row["metric"]): row for row in mine if row["status"] == "ok"}
     said = {row["case"]: row["status"] for row in mine if row["status"] != "ok"}
     if not measured:
-        return "Not measured yet.\n"
+        return ["Not measured yet."]
     metrics = [metric for metric in UNITS if any(m == metric for _, m in measured)]
     headings = [recipe, *(_HEADINGS.get(metric, metric) for metric in metrics)]
     lines = [f"| {' | '.join(headings)} |", "| --- |" + " ---: |" * len(metrics)]
@@ -161,7 +153,7 @@ def page_table(recipe: str, rows: Rows) -> str:
         else:
             shown = [said[case].removeprefix("failed: "), *[""] * (len(metrics) - 1)]
         lines.append(f"| {case.partition('/')[2]} | {' | '.join(shown)} |")
-    return "\n".join([*lines, "", _place(measured.values())]) + "\n"
+    return [*lines, "", _place(measured.values())]
 
 
 def _cell(metric: str, row: dict[str, str] | None) -> str:
@@ -186,42 +178,3 @@ def _place(rows: Iterable[dict[str, str]]) -> str:
         for row in rows
     }
     return f"{'; '.join(sorted(places))}; medians, rows in `benchmarks/results/{ROWS.name}`."
-
-
-def with_tables(text: str, rows: Rows) -> str:
-    """Return a page with its tables as the rows have them."""
-
-    def made(found: re.Match[str]) -> str:
-        name = found[1]
-        return f"<!-- recipe {name} -->\n{page_table(name, rows)}<!-- recipe end -->\n"
-
-    return _TABLE.sub(made, text)
-
-
-def known_rows() -> Rows:
-    return read_csv(ROWS) if ROWS.exists() else []
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the tables of all pages, or say which are not as the rows have them."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recipes", description=DESCRIPTION)
-    group = parser.add_mutually_exclusive_group(required=True)
-    group.add_argument("--write", action="store_true")
-    group.add_argument("--check", action="store_true")
-    args = parser.parse_args(arguments)
-    rows = known_rows()
-    stale: list[Path] = []
-    for page in sorted(PAGES.glob("*.md")):
-        text = page.read_text()
-        made = with_tables(text, rows)
-        if made != text:
-            stale.append(page)
-            if args.write:
-                page.write_text(made)
-    for page in stale:
-        print(f"{page.relative_to(ROOT)}: {'written' if args.write else 'not as the rows have it'}")
-    return int(args.check and bool(stale))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -22,10 +22,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from benchmarks.harness import Measurement, Options
+from benchmarks.harness import Measurement, Options, Request, RowWriter
 from benchmarks.programs._cases import Figures, Findings, chosen, measure, measure_together
 from benchmarks.programs._launch import ALLOCATORS, PROGRAMS, Allocator, Job, Started, visible_gpus
-from benchmarks.programs._rows import Request, RowWriter
 
 if TYPE_CHECKING:
     from rich.table import Table

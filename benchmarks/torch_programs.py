@@ -22,7 +22,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import groupby
 
-from benchmarks.harness import Measurement, Options
+from benchmarks.harness import Measurement, Options, Request, RowWriter
 from benchmarks.programs import _cases, _launch, _verdicts
 from benchmarks.programs._cases import Findings
 from benchmarks.programs._launch import (
@@ -36,7 +36,6 @@ from benchmarks.programs._launch import (
     in_turn,
     visible_gpus,
 )
-from benchmarks.programs._rows import Request, RowWriter
 from benchmarks.programs._verdicts import CAP, Program, Run, judge
 from vramx.sizes import GIB
 

@@ -16,10 +16,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from benchmarks.harness import Options
+from benchmarks.harness import Options, Request, RowWriter
 from benchmarks.programs._cases import Cases, Figures, Findings, Goal, Sheet, measure
 from benchmarks.programs._launch import ALLOCATORS, Started
-from benchmarks.programs._rows import Request, RowWriter
 from vramx.sizes import GIB, format_gib
 
 DESCRIPTION = "training 3 and 8 billion parameters in 24 and 12 GiB, beside the best without (GPU)"

@@ -13,10 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.harness import read_csv
+from benchmarks.harness import RowWriter, read_csv
 from benchmarks.programs._cases import Figures
 from benchmarks.programs._launch import Allocator, Job, Outcome
-from benchmarks.programs._rows import RowWriter
 from vramx.sizes import GIB
 
 ROOT = Path(__file__).resolve().parent.parent

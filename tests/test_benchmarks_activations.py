@@ -15,10 +15,10 @@ import torch
 from program_stand_ins import ON_CPU, ended_with, figures_of, line, rows
 
 from benchmarks import activations, harness
+from benchmarks.harness import RowWriter
 from benchmarks.models_workloads import WORKLOADS, Text, build
 from benchmarks.programs import _activations, _cases, _launch
 from benchmarks.programs._launch import PROGRAMS, Job, Outcome
-from benchmarks.programs._rows import RowWriter
 
 LIBRARIES = {
     "llama": "transformers",

@@ -12,8 +12,8 @@ import pytest
 from program_stand_ins import FAKE, ROOT, VRAMX, rows
 
 from benchmarks import torch_calls
+from benchmarks.harness import RowWriter
 from benchmarks.programs._launch import Allocator, Outcome
-from benchmarks.programs._rows import RowWriter
 from vramx.errors import VramxError
 from vramx.memory.trace import Trace
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 import pytest
 from program_stand_ins import machine_with
 
-from benchmarks import harness
-from benchmarks.harness import Options, UnavailableError
+from benchmarks import fused, harness
+from benchmarks.fused import BLOCK
+from benchmarks.harness import Options, Request, UnavailableError
 from benchmarks.models_workloads import WORKLOADS
 from benchmarks.programs import _launch
 from benchmarks.programs._cases import Figures, Goal
-from benchmarks.programs._rows import Request
 from vramx.errors import InvalidValueError
 
 NAN = float("nan")
@@ -39,6 +39,19 @@ GOOD: dict[str, Figures] = {
         (B2, "peak_bytes"): [150.0],
         (B2, "of_best_rival"): [0.0],  # none fits
     },
+    "fused": {
+        ("llama eager", "step_ms"): [200.0, 201.0, 199.0],
+        ("llama liger", "step_ms"): [170.0, 170.0, 170.0],
+        ("llama liger_checkpoint", "step_ms"): [210.0, 210.0, 210.0],
+        ("llama int8", "step_ms"): [174.0, 400.0, 174.0],
+        ("llama int8", BLOCK): [13.1],
+        ("llama int8", "gradient_cosine"): [0.9996],
+        ("llama int4", "gradient_cosine"): [0.97],
+        ("llama recompute_mlp", "step_ms"): [198.0, 198.0, 198.0],
+        ("llama recompute_mlp", BLOCK): [6.0],
+        ("llama recompute_all", "step_ms"): [209.0, 209.0, 209.0],
+        ("llama recompute_all", BLOCK): [1.02],
+    },
     "plan": {
         (B1, "budget_bytes"): [100.0],
         (B1, "predicted_bytes"): [96.0],
@@ -59,6 +72,9 @@ GOOD: dict[str, Figures] = {
 
 
 def goals(name: str, figures: Figures) -> list[Goal]:
+    if name == "fused":
+        judged = fused.judge(figures)
+        return [(goal.case, goal.metric, goal.most, is_met) for goal, _, is_met in judged]
     return list(harness.load(name).goals(figures))
 
 
@@ -68,14 +84,18 @@ def missed(name: str, figures: Figures) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "count", "lines"),
-    [("activations", 6, 4), ("budgets", 4, 2), ("plan", 6, 2), ("real_weights", 3, 3)],
+    [
+        *(("activations", 6, 4), ("budgets", 4, 2), ("plan", 6, 2), ("real_weights", 3, 3)),
+        ("fused", 8, 7),
+    ],
 )
 def test_good_figures_meet_every_goal(name: str, count: int, lines: int) -> None:
     assert len(goals(name, GOOD[name])) == count
     assert missed(name, GOOD[name]) == []
     module = harness.load(name)
-    table = module.table if name == "plan" else module.SHEET.table
-    assert table(GOOD[name]).row_count == lines
+    table = module.table if name in ("fused", "plan") else module.SHEET.table
+    judged = [fused.judge(GOOD[name])] if name == "fused" else []
+    assert table(GOOD[name], *judged).row_count == lines
 
 
 @pytest.mark.parametrize(
@@ -97,6 +117,15 @@ def test_good_figures_meet_every_goal(name: str, count: int, lines: int) -> None
         ("budgets", B1, "peak_bytes", NAN, "peak_of_budget"),
         ("budgets", B1, "of_best_rival", 1.02, "of_best_rival"),
         ("budgets", B1, "of_best_rival", NAN, "of_best_rival"),
+        ("fused", "llama int8", BLOCK, 13.6, BLOCK),
+        ("fused", "llama int8", BLOCK, NAN, BLOCK),
+        ("fused", "llama int8", "step_ms", 176.0, "step_ms"),
+        ("fused", "llama eager", "step_ms", 173.0, "step_ms"),  # int8 must be below it, too
+        ("fused", "llama int8", "gradient_cosine", 0.998, "gradient_cosine"),
+        ("fused", "llama recompute_mlp", BLOCK, 6.6, BLOCK),
+        ("fused", "llama recompute_mlp", "step_ms", 200.0, "step_ms"),
+        ("fused", "llama recompute_all", BLOCK, 1.2, BLOCK),
+        ("fused", "llama recompute_all", "step_ms", 211.0, "step_ms"),
         ("plan", B1, "peak_bytes", 100.5, "peak_of_budget"),
         ("plan", B2, "predicted_bytes", 200.0, "peak_of_prediction"),
         ("plan", B2, "predicted_bytes", 170.0, "peak_of_prediction"),
@@ -117,6 +146,20 @@ def test_each_goal_can_be_missed(
 def test_what_was_not_measured_is_missed() -> None:
     alone = {key: values for key, values in GOOD["budgets"].items() if key[1] == "budget_bytes"}
     assert len(missed("budgets", alone)) == 4
+    rest = {key: v for key, v in GOOD["fused"].items() if not key[0].startswith("llama liger")}
+    cases = [case for case, _, _, is_met in goals("fused", rest) if not is_met]
+    assert cases == ["llama int8", "llama recompute_mlp", "llama recompute_all"]
+    lines = fused.summary(fused.judge(rest))
+    assert "MISSED llama int8 against liger: step_ms not measured (<= 1.03)" in lines
+
+
+@pytest.mark.parametrize(("cosine", "is_met"), [(0.9969, True), (0.9967, False)])
+def test_gradients_may_be_twice_as_far_from_eagers_as_those_of_other_exact_kernels(
+    cosine: float, is_met: bool
+) -> None:
+    exact = {("llama liger", "gradient_cosine"): [0.9992]}
+    ours = {("llama int8", "gradient_cosine"): [cosine]}
+    assert missed("fused", {**GOOD["fused"], **exact, **ours}) == ["gradient_cosine"][is_met:]
 
 
 @pytest.mark.parametrize(

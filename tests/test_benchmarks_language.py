@@ -12,11 +12,11 @@ import torch
 from program_stand_ins import ON_CPU, rows
 
 from benchmarks import language_model
+from benchmarks.harness import RowWriter
+from benchmarks.language_model import QUANTILES_95, compare
 from benchmarks.models_gpt import Gpts, Shape, draw_starts, standard_library_text, windows
 from benchmarks.programs import _language_model, _launch
-from benchmarks.programs._equivalence import QUANTILES_95, compare
 from benchmarks.programs._launch import PROGRAMS, Job, Outcome
-from benchmarks.programs._rows import RowWriter
 
 SHAPE = Shape(width=32, layers=2, heads=2, length=16, rows=2)
 

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from program_stand_ins import ON_CPU, figures_of
+from program_stand_ins import figures_of, run_tiny
+from test_benchmarks_goals import GOOD as ALL_GOOD
 
 from benchmarks import plan
-from benchmarks.programs import _launch
-from benchmarks.programs._launch import PROGRAMS, Job
 
-GOOD = {
-    ("llama budget 1", "budget_bytes"): [100.0],
-    ("llama budget 1", "predicted_bytes"): [96.0],
-    ("llama budget 1", "peak_bytes"): [99.0],
-    ("llama budget 1", "step_ms"): [20.0, 30.0, 21.0],  # a host that is slow for a turn
-    ("llama budget 2", "budget_bytes"): [200.0],
-    ("llama budget 2", "predicted_bytes"): [190.0],
-    ("llama budget 2", "peak_bytes"): [185.0],
-    ("llama budget 2", "step_ms"): [20.1, 30.1, 31.0],  # and for two; within the noise
-}
+GOOD = ALL_GOOD["plan"]
 
 
 @pytest.mark.parametrize("case", ["llama budget 1", "llama budget 2"])
@@ -47,12 +37,10 @@ def test_a_plan_is_compared_with_every_smaller_budgets() -> None:
     assert missed == [(f"llama budget {n}", "step_of_smaller_budget") for n in (2, 3)]
 
 
-def test_a_case_plans_five_budgets_and_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_plans_five_budgets_and_runs_them() -> None:
     pytest.importorskip("transformers")
-    monkeypatch.setenv("PROGRAM_SIZE", "tiny")
-    done = _launch.run(Job(PROGRAMS / "_plan.py", ON_CPU, ("llama",), limit_s=120.0))
-    assert done.status == "ok"
-    goals = plan.goals(figures_of(*done.reports))
+    lines = run_tiny("from benchmarks.programs import _plan; _plan.main('llama')")
+    goals = plan.goals(figures_of(*lines))
     verdicts = [found for found in goals if found[1] != "step_of_smaller_budget"]
     assert len(verdicts) == 10
     assert all(is_met for *_, is_met in verdicts)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import harness, real_weights
-from benchmarks.harness import Measurement, Options, UnavailableError
-from benchmarks.programs._rows import Request, RowWriter
+from benchmarks.harness import Measurement, Options, Request, RowWriter, UnavailableError
 
 
 def test_what_nearly_cancels_is_apart_and_what_is_off_everywhere_is_not() -> None:

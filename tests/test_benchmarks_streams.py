@@ -9,9 +9,9 @@ import pytest
 from program_stand_ins import FAKE, FakeProcess, rows
 
 from benchmarks import streams
+from benchmarks.harness import RowWriter
 from benchmarks.programs._cases import Figures
 from benchmarks.programs._launch import Job, Outcome, Together
-from benchmarks.programs._rows import RowWriter
 from vramx.sizes import GIB
 
 REPORT = {"fresh": 1.0, "kept": 0.8, "in_turn": 2.0}

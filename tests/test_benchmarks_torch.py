@@ -20,9 +20,9 @@ from program_stand_ins import (
 )
 
 from benchmarks import torch_programs
+from benchmarks.harness import RowWriter
 from benchmarks.programs import _launch
 from benchmarks.programs._launch import Job, Outcome
-from benchmarks.programs._rows import RowWriter
 from benchmarks.programs._verdicts import Program
 from vramx.cli.main import main
 from vramx.sizes import GIB
@@ -146,7 +146,7 @@ def test_programs_run_in_turn_and_then_under_a_cap(writer: RowWriter, tmp_path: 
     assert {(row["samples"], row["median"]) for row in steps} == {("10 12", "11.0")}
 
 
-def test_a_program_that_fills_the_gpu_has_it_alone(writer: RowWriter) -> None:
+def test_a_program_that_fills_the_gpu_has_it_alone() -> None:
     alone = Program("toy", shares_gpu=False)
     turns = list(torch_programs.plan(alone, 2, FAKE))
     assert [len(together) for together in turns] == [1] * 10

@@ -23,9 +23,9 @@ from program_stand_ins import (
 )
 
 from benchmarks import torch_programs
+from benchmarks.harness import RowWriter
 from benchmarks.programs import _launch, _turn
 from benchmarks.programs._launch import Job, Outcome
-from benchmarks.programs._rows import RowWriter
 from benchmarks.programs._verdicts import Program
 
 # Says in files when it is imported and when it begins; does not end before it is told to.
@@ -296,21 +296,3 @@ def test_waiting_for_others_counts_as_nobodys_time(tmp_path: Path) -> None:
     done = together.take_turns([None] * 3, threading.Event())
     assert [found.status for found in done] == ["ok"] * 3
     assert all(1.0 <= found.wall_s < 2.0 for found in done)
-
-
-def test_a_step_before_the_turn_is_refused() -> None:
-    pytest.importorskip("torch")
-    from benchmarks.programs._report import Recorder
-
-    recorder = Recorder(deterministic=False)
-    with pytest.raises(RuntimeError, match="before begin"), recorder.step():
-        pass
-
-
-def test_programs_take_their_turn_before_they_touch_the_gpu() -> None:
-    """A device of the GPU comes from `begin()` alone, and every program calls it."""
-    for path in _launch.PROGRAMS.glob("[a-z]*.py"):
-        text = path.read_text()
-        assert "recorder.begin()" in text or "llama(recorder" in text, path.name
-        for early in ('device("cuda', '="cuda', ".cuda()", "cuda.is_available"):
-            assert early not in text, path.name

@@ -12,7 +12,6 @@ times mean nothing.
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ import torch
 
 import vramx
 from benchmarks.models_budgets import SUBJECTS, Subject, build
+from benchmarks.programs._plan import budgets_between, peak_of, report_words
 from benchmarks.programs._report import SEED, Recorder, in_turn, report, sized, timed_ms
 from benchmarks.programs._rivals import Arrangement, Known, rivals_of
 from vramx.planning.blocks import Block, find_blocks
@@ -55,16 +55,8 @@ class Training:
         self.optimizer.zero_grad()
 
     def peak_bytes(self) -> int:
-        """Return the peak of some steps, the first of them included."""
-        gc.collect()
         meter = meter_of(self.device, self.model, tensors_of(self.optimizer.state))
-        with meter.watching():
-            meter.settle()
-            meter.reset_peak()
-            for _ in range(STEPS):
-                self.step()
-            meter.settle()
-            return meter.peak_bytes()
+        return peak_of(meter, self.step, STEPS)
 
 
 def main(case: str) -> None:
@@ -77,8 +69,7 @@ def main(case: str) -> None:
     fastest = vramx.plan(training.model, training.loss, optimizer=training.optimizer)
     report(f"{case} planning", "plan_s", "s", [time.perf_counter() - start_s])
     smallest = fastest.with_budget(training.loss, "smallest")
-    low, high = smallest.needed_bytes, fastest.needed_bytes
-    budgets = [low + (high - low) * i // (BUDGETS - 1) for i in range(BUDGETS)]
+    budgets = budgets_between(smallest, fastest, BUDGETS)
     plans = [fastest.with_budget(training.loss, budget) for budget in budgets]
     for number, plan in enumerate(plans, 1):
         report_peak(f"{case} budget {number}", plan, training)
@@ -98,8 +89,7 @@ def report_peak(case: str, plan: vramx.Plan, training: Training) -> None:
     plan.apply()
     report(case, "peak_bytes", "B", [training.peak_bytes()])
     plan.undo()
-    for word in sorted(set(plan.words.values())):
-        report(case, f"blocks_{word}", "1", [list(plan.words.values()).count(word)])
+    report_words(case, plan)
 
 
 class Hands:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from benchmarks.harness import Measurement, Options
+from benchmarks.harness import Measurement, Options, Request, RowWriter
 from benchmarks.programs import _launch
 from benchmarks.programs._launch import (
     ALLOCATORS,
@@ -27,7 +27,6 @@ from benchmarks.programs._launch import (
     in_batches,
     visible_gpus,
 )
-from benchmarks.programs._rows import Request, RowWriter
 from vramx.errors import InvalidValueError
 from vramx.sizes import format_size
 
