@@ -103,6 +103,20 @@ def test_numbers_are_taken_for_finite(asks: Any) -> None:
     assert prediction.peak_bytes() >= 2 * x.nbytes
 
 
+def test_a_tensor_of_tensors_is_known_where_all_of_them_are() -> None:
+    known, unknown = torch.tensor(3), torch.zeros(1 << 14).sum()
+    seen = deque[Any]()
+
+    def step() -> None:
+        seen.append(int(torch.tensor([known, known + 1], device="cuda").sum()))
+        if torch.tensor([known, (unknown * torch.randn(4)[0]).long()]).sum() > 2:
+            seen.append("read")
+
+    with pytest.raises(UntraceableError, match="reads a value of bool"):
+        vramx.predict(step)
+    assert [*seen] == [7]
+
+
 # -- Reads that decide nothing ---------------------------------------------------------------------
 
 

@@ -25,16 +25,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vramx.errors import UntraceableError
-from vramx.planning.fake_answers import answering, fakes_for_each, unchecked, undecided
+from vramx.planning.fake_answers import answering, fakes_for_each, moving, unchecked, undecided
 from vramx.planning.fake_batches import loading
 from vramx.planning.fake_device import guarded
 from vramx.planning.fake_kernels import REPLACED
-from vramx.planning.fake_reads import read, read_value
+from vramx.planning.fake_reads import as_numbers, read, read_value
 from vramx.planning.fake_results import bounded
 from vramx.planning.fake_sequences import SEQUENCES
 from vramx.planning.fake_values import (
     Copies,
     follow,
+    forget_value,
     keep_value,
     taken_for_finite,
     taken_for_large,
@@ -76,6 +77,7 @@ class FakeGpu:
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 stack.enter_context(answering())
             stack.enter_context(fakes_for_each())
+            stack.enter_context(moving())
             stack.enter_context(loading(self.stand_in))
             stack.enter_context(unchecked())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -183,7 +185,10 @@ class _Calls(TorchFunctionMode):
         with self._engine.set(False):
             found = read(func, args, self._gpu.assume)
             if found is NotImplemented:
+                args, are_known = as_numbers(func, args)
                 found = self._run(SEQUENCES.get(func, func), args, kwargs)
+                if not are_known:
+                    forget_value(found)
             if taken_for_finite(func, found):
                 self._gpu.assume("numbers are taken for finite, where the step asks for it")
             return found

@@ -74,6 +74,12 @@ def keep_value(stand_in: Tensor, tensor: Tensor, copies: Copies | None = None) -
         _keep(stand_in, torch.empty(0, dtype=tensor.dtype).set_(copy, *place))
 
 
+def forget_value(stand_in: Any) -> None:
+    """Know nothing of a tensor without data any more."""
+    stand_in.__dict__.pop(_KEPT, None)
+    stand_in.constant = None
+
+
 def follow(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
     """Compute for known values what an operation made of their stand-ins."""
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

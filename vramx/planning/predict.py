@@ -57,6 +57,7 @@ _ON_THE_HOST = (
     "; what the step refers to is taken to be on a GPU, and what it makes is where it makes it: "
     "make it before the step, or on the device of the model's parameters"
 )
+_SCRIPTED = "the TorchScript interpreter"
 _NO_ACCELERATOR = "Cannot access accelerator device"
 _TRANSFORMED = (
     " This build of torch has no CUDA, and there torch.func's derivatives are predicted with "
@@ -267,6 +268,8 @@ def _named(recording: Recording) -> Iterator[None]:
                 "(torch.library.register_fake)"
             ) from error
         text = " ".join(str(error).split())[:300]
+        if _SCRIPTED in text:  # its stack comes first
+            text = f"in TorchScript, {str(error).strip().splitlines()[-1]}"
         if any(words in text for words in _TWO_DEVICES):
             text += _ON_THE_HOST
         if _NO_ACCELERATOR in text:
