@@ -292,3 +292,23 @@ def test_a_stream_of_batches_that_ends_is_one_error() -> None:
 
     with pytest.raises(UntraceableError, match="StopIteration"):
         vramx.predict(step)
+
+
+def test_flex_attention_makes_no_scores() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention").flex_attention
+    q = torch.zeros(2, 4, 512, 16, requires_grad=True)
+
+    def step() -> None:
+        flex(q, q, q, score_mod=lambda score, _b, _h, i, j: score - (i - j).abs()).sum().backward()
+
+    prediction = vramx.predict(step, steps=1)
+    scores = 2 * 4 * 512 * 512 * 4
+    assert 3 * q.nbytes <= prediction.peak_bytes() < scores
+    assert any("flex_attention" in each for each in prediction.assumptions)
+
+
+def test_what_torch_jit_compiled_is_one_clear_line() -> None:
+    script = torch.jit.script(nn.Sequential(nn.Linear(64, 64), nn.ReLU()))
+    x = torch.zeros(4, 64)
+    with pytest.raises(UntraceableError, match="has compiled cannot run"):
+        vramx.predict(lambda: script(x).sum().backward())

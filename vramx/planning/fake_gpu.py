@@ -207,6 +207,8 @@ class _Calls(TorchFunctionMode):
 class _Operations(TorchDispatchMode):
     """Operations: the engine's question is answered, and what data decides is bounded."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, gpu: FakeGpu, engine: _Engine) -> None:
         super().__init__()
         self._gpu = gpu
@@ -216,6 +218,10 @@ class _Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            if "flex_attention" in func.name():
+                self._gpu.assume("flex_attention() is taken to be compiled, and to make no scores")
+            return func(*args, **kwargs)
         if func is torch.ops.prim.device.default:
             device = args[0].fake_device
             return _META if self._engine.asks and device.type == "cuda" else device
@@ -236,6 +242,10 @@ class _Operations(TorchDispatchMode):
                 f"{func} meets a parameter of the program itself, of which predict has made no "
                 "copy: give predict the model, or a step that refers to it"
             )
+        return self._followed(func, args, kwargs)
+
+    def _followed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return what an operation makes, with what is known of its values."""
         if any(_is_real(x) for x in tree_leaves((args, kwargs))):
             args, kwargs = tree_map(self._gpu.stand_in, (args, kwargs))
         result = bounded(func, args, kwargs, self._gpu.assume)

@@ -57,7 +57,10 @@ _ON_THE_HOST = (
     "; what the step refers to is taken to be on a GPU, and what it makes is where it makes it: "
     "make it before the step, or on the device of the model's parameters"
 )
-_SCRIPTED = "the TorchScript interpreter"
+_NOT_FOLLOWED = {
+    "the TorchScript interpreter": "what torch.jit has compiled cannot run without data",
+    "shape_env must not be None": "nested tensors cannot be made without data",
+}
 _NO_ACCELERATOR = "Cannot access accelerator device"
 _TRANSFORMED = (
     " This build of torch has no CUDA, and there torch.func's derivatives are predicted with "
@@ -268,8 +271,7 @@ def _named(recording: Recording) -> Iterator[None]:
                 "(torch.library.register_fake)"
             ) from error
         text = " ".join(str(error).split())[:300]
-        if _SCRIPTED in text:  # its stack comes first
-            text = f"in TorchScript, {str(error).strip().splitlines()[-1]}"
+        text = next((said for words, said in _NOT_FOLLOWED.items() if words in text), text)
         if any(words in text for words in _TWO_DEVICES):
             text += _ON_THE_HOST
         if _NO_ACCELERATOR in text:
