@@ -195,7 +195,10 @@ def test_an_iterator_of_the_program_is_not_advanced() -> None:
     batches = iter(DataLoader(TensorDataset(torch.arange(128.0).view(2, 64)), batch_size=1))
     begun = endless(DataLoader(TensorDataset(torch.arange(128.0).view(2, 64)), batch_size=1))
 
+    numbers = iter(range(9))
+
     def step() -> None:
+        next(numbers)
         for source in (batches, begun):
             (batch,) = next(source)
             WEIGHTS(batch.to(WEIGHTS.weight.device)).sum().backward()
@@ -203,6 +206,7 @@ def test_an_iterator_of_the_program_is_not_advanced() -> None:
     vramx.predict(step, steps=2)
     assert torch.equal(next(batches)[0], torch.arange(64.0)[None])
     assert type(next(begun)[0]) is Tensor
+    assert next(numbers) == 0
 
 
 def endless(loader: Any) -> Iterator[Any]:

@@ -89,7 +89,8 @@ def predict(
     data, on a copy of the models, optimizers and tensors that it refers to. autocast, checkpoints,
     accumulation and optimizers count as they are written. A model may be on the meta device, the
     CPU or a GPU: on the CPU and the meta device it is predicted as if it was moved to a GPU, with
-    the tensors that the step refers to.
+    the tensors that the step refers to. What else the step refers to is the program's own: a
+    generator that it takes batches from is advanced, a DataLoader's iterator is not.
 
     Args:
         step: one step of training as it is written, called with `arguments`: zeroing gradients,
