@@ -240,3 +240,9 @@ def test_importing_it_imports_no_library() -> None:
         "assert not {'torch', 'transformers', 'lightning', 'accelerate'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_callbacks_are_there_with_vramx_alone() -> None:
+    code = "import vramx; assert 'callbacks' in dir(vramx); print(vramx.callbacks.__all__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "TransformersMemory" in done.stdout

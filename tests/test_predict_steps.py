@@ -177,14 +177,15 @@ class Tied(nn.Module):
         return self.head(self.words(x)).sum()
 
 
-def test_tied_weights_that_are_moved_stay_tied() -> None:
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_tied_weights_that_are_moved_stay_tied(device: str) -> None:
     def step() -> None:
-        model = Tied().to("cuda").bfloat16()
+        model = Tied().to(device).bfloat16()
         assert model.head.weight is model.words.weight
         assert len(list(model.parameters())) == 1
-        model(torch.zeros(8, dtype=torch.long, device="cuda")).backward()
+        model(torch.zeros(8, dtype=torch.long, device=device)).backward()
 
-    vramx.predict(step, policies="live", steps=1)
+    vramx.predict(step, policies="live", steps=1, device=device)
 
 
 def test_a_read_float_is_assumed() -> None:

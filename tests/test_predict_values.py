@@ -103,6 +103,20 @@ def test_numbers_are_taken_for_finite(asks: Any) -> None:
     assert prediction.peak_bytes() >= 2 * x.nbytes
 
 
+def test_a_tensor_of_tensors_is_known_where_all_of_them_are() -> None:
+    known, unknown = torch.tensor(3), torch.zeros(1 << 14).sum()
+    seen = deque[Any]()
+
+    def step() -> None:
+        seen.append(int(torch.tensor([known, known + 1], device="cuda").sum()))
+        if torch.tensor([known, (unknown * torch.randn(4)[0]).long()]).sum() > 2:
+            seen.append("read")
+
+    with pytest.raises(UntraceableError, match="reads a value of bool"):
+        vramx.predict(step)
+    assert [*seen] == [7]
+
+
 # -- Reads that decide nothing ---------------------------------------------------------------------
 
 
@@ -181,7 +195,10 @@ def test_an_iterator_of_the_program_is_not_advanced() -> None:
     batches = iter(DataLoader(TensorDataset(torch.arange(128.0).view(2, 64)), batch_size=1))
     begun = endless(DataLoader(TensorDataset(torch.arange(128.0).view(2, 64)), batch_size=1))
 
+    numbers = iter(range(9))
+
     def step() -> None:
+        next(numbers)
         for source in (batches, begun):
             (batch,) = next(source)
             WEIGHTS(batch.to(WEIGHTS.weight.device)).sum().backward()
@@ -189,6 +206,7 @@ def test_an_iterator_of_the_program_is_not_advanced() -> None:
     vramx.predict(step, steps=2)
     assert torch.equal(next(batches)[0], torch.arange(64.0)[None])
     assert type(next(begun)[0]) is Tensor
+    assert next(numbers) == 0
 
 
 def endless(loader: Any) -> Iterator[Any]:
@@ -278,3 +296,23 @@ def test_a_stream_of_batches_that_ends_is_one_error() -> None:
 
     with pytest.raises(UntraceableError, match="StopIteration"):
         vramx.predict(step)
+
+
+def test_flex_attention_makes_no_scores() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention").flex_attention
+    q = torch.zeros(2, 4, 512, 16, requires_grad=True)
+
+    def step() -> None:
+        flex(q, q, q, score_mod=lambda score, _b, _h, i, j: score - (i - j).abs()).sum().backward()
+
+    prediction = vramx.predict(step, steps=1)
+    scores = 2 * 4 * 512 * 512 * 4
+    assert 3 * q.nbytes <= prediction.peak_bytes() < scores
+    assert any("flex_attention" in each for each in prediction.assumptions)
+
+
+def test_what_torch_jit_compiled_is_one_clear_line() -> None:
+    script = torch.jit.script(nn.Sequential(nn.Linear(64, 64), nn.ReLU()))
+    x = torch.zeros(4, 64)
+    with pytest.raises(UntraceableError, match="has compiled cannot run"):
+        vramx.predict(lambda: script(x).sum().backward())

@@ -135,6 +135,8 @@ if "torch" in sys.modules and not getattr(sys.modules["torch"].__spec__, "_initi
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
+        if name == "callbacks":  # a package, which importing puts here
+            return importlib.import_module("vramx.callbacks")
         if name not in _LAZY:
             raise AttributeError(f"module 'vramx' has no attribute {name!r}")
         value = getattr(importlib.import_module(_LAZY[name]), name)
@@ -143,4 +145,4 @@ if not TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_LAZY, "callbacks"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from typing import Any
@@ -17,16 +18,16 @@ pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
 both_kinds = pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 
 
-def facts(program: str, kind: str) -> dict[str, Any]:
-    """Return what a program prints that runs on two GPUs."""
+def run(program: str, *words: str) -> runner.Outcome:
+    """Run a program on two GPUs."""
     workers = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *workers, str(PROGRAMS / program), kind]
-    return runner.run(command, runner.environment({})).facts()
+    command = [sys.executable, *workers, str(PROGRAMS / program), *words]
+    return runner.run(command, runner.environment({}))
 
 
 @both_kinds
 def test_both_processes_train_as_planned_within_the_budget(kind: str) -> None:
-    plans = facts("two_gpu_plan.py", kind)["plans"]
+    plans = run("two_gpu_plan.py", kind).facts()["plans"]
     for plan in plans:
         first, second = plan["texts"]
         assert first == second
@@ -38,7 +39,7 @@ def test_both_processes_train_as_planned_within_the_budget(kind: str) -> None:
 
 @both_kinds
 def test_both_processes_train_with_the_batch_that_the_smaller_has_room_for(kind: str) -> None:
-    found = facts("two_gpu_fit.py", kind)
+    found = run("two_gpu_fit.py", kind).facts()
     (batch, attempts, is_within), other = found["told"]
     assert other == [batch, attempts, True]
     assert is_within
@@ -46,3 +47,12 @@ def test_both_processes_train_with_the_batch_that_the_smaller_has_room_for(kind:
     assert abs(batch - found["by_hand"]) <= max(1, 0.05 * found["by_hand"])
     assert attempts <= math.ceil(math.log2(batch + 1)) + 3
     assert found["steps"] == 200
+
+
+def test_out_of_memory_in_one_of_them_leaves_none_waiting() -> None:
+    outcome = run("two_gpu_fit_fails.py")
+    assert outcome.code == 0, str(outcome)
+    told = [json.loads(line) for line in outcome.stdout.splitlines() if line.startswith("{")]
+    waiting, failed = (each["said"] for each in sorted(told, key=lambda each: each["rank"]))
+    assert waiting.startswith("FailedTogetherError: another process failed in a step")
+    assert failed.startswith("FailedTogetherError: out of memory in a step")

@@ -79,7 +79,7 @@ class _Idle:
 
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
-    """Have torch.cuda answer, attention choose its kernel, and modules move, as on a GPU."""
+    """Have torch.cuda answer, and attention choose its kernel, as on a GPU."""
     with contextlib.ExitStack() as stack:
         for name, answer in _ANSWERS.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, _constant(answer)))
@@ -89,7 +89,6 @@ def answering() -> Iterator[None]:
         state = _constant(torch.zeros(16, dtype=torch.uint8))
         stack.enter_context(mock.patch.object(torch.cuda, "get_rng_state", state))
         stack.enter_context(mock.patch.object(torch.cuda, "set_rng_state", _constant(None)))
-        stack.enter_context(mock.patch.object(torch.nn.Module, "_apply", _mover()))
         kernels = (("_capability", (9, 0)), ("_prefers_cudnn", False))
         for name, answer in kernels:  # both are remembered for the device that is really there
             stack.enter_context(mock.patch.object(attention_kernels, name, _constant(answer)))
@@ -107,6 +106,11 @@ def answering() -> Iterator[None]:
         # Kernels of cuDNN without data are in no build; torch's own keep about as much.
         stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         yield
+
+
+def moving() -> contextlib.AbstractContextManager[Any]:
+    """Have modules move to a device or to another type."""
+    return mock.patch.object(torch.nn.Module, "_apply", _mover())
 
 
 @contextlib.contextmanager

@@ -25,16 +25,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vramx.errors import UntraceableError
-from vramx.planning.fake_answers import answering, fakes_for_each, unchecked, undecided
+from vramx.planning.fake_answers import answering, fakes_for_each, moving, unchecked, undecided
 from vramx.planning.fake_batches import loading
 from vramx.planning.fake_device import guarded
 from vramx.planning.fake_kernels import REPLACED
-from vramx.planning.fake_reads import read, read_value
+from vramx.planning.fake_reads import as_numbers, read, read_value
 from vramx.planning.fake_results import bounded
 from vramx.planning.fake_sequences import SEQUENCES
 from vramx.planning.fake_values import (
     Copies,
     follow,
+    forget_value,
     keep_value,
     taken_for_finite,
     taken_for_large,
@@ -76,6 +77,7 @@ class FakeGpu:
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 stack.enter_context(answering())
             stack.enter_context(fakes_for_each())
+            stack.enter_context(moving())
             stack.enter_context(loading(self.stand_in))
             stack.enter_context(unchecked())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -183,7 +185,10 @@ class _Calls(TorchFunctionMode):
         with self._engine.set(False):
             found = read(func, args, self._gpu.assume)
             if found is NotImplemented:
+                args, are_known = as_numbers(func, args)
                 found = self._run(SEQUENCES.get(func, func), args, kwargs)
+                if not are_known:
+                    forget_value(found)
             if taken_for_finite(func, found):
                 self._gpu.assume("numbers are taken for finite, where the step asks for it")
             return found
@@ -202,6 +207,8 @@ class _Calls(TorchFunctionMode):
 class _Operations(TorchDispatchMode):
     """Operations: the engine's question is answered, and what data decides is bounded."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, gpu: FakeGpu, engine: _Engine) -> None:
         super().__init__()
         self._gpu = gpu
@@ -211,6 +218,10 @@ class _Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            if "flex_attention" in func.name():
+                self._gpu.assume("flex_attention() is taken to be compiled, and to make no scores")
+            return func(*args, **kwargs)
         if func is torch.ops.prim.device.default:
             device = args[0].fake_device
             return _META if self._engine.asks and device.type == "cuda" else device
@@ -231,6 +242,10 @@ class _Operations(TorchDispatchMode):
                 f"{func} meets a parameter of the program itself, of which predict has made no "
                 "copy: give predict the model, or a step that refers to it"
             )
+        return self._followed(func, args, kwargs)
+
+    def _followed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return what an operation makes, with what is known of its values."""
         if any(_is_real(x) for x in tree_leaves((args, kwargs))):
             args, kwargs = tree_map(self._gpu.stand_in, (args, kwargs))
         result = bounded(func, args, kwargs, self._gpu.assume)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from vramx.errors import UntraceableError
 from vramx.planning.fake_values import real, value_of
@@ -51,6 +52,31 @@ def read(function: Any, args: Any, assume: Assume) -> Any:
     if how is None or not args or not isinstance(args[0], FakeTensor):
         return NotImplemented
     return how(args[0], assume)
+
+
+def as_numbers(function: Any, args: Any) -> tuple[Any, bool]:
+    """Return arguments of torch.tensor() with numbers for tensors in a list, and if all are known.
+
+    Numbers that are not known are zeros.
+    """
+    if function not in (torch.tensor, torch.as_tensor) or not isinstance(args[0], (list, tuple)):
+        return args, True
+    if not any(isinstance(x, FakeTensor) for x in tree_leaves(args[0])):
+        return args, True
+    are_known = True
+
+    def numbers(value: Any) -> Any:
+        nonlocal are_known
+        if not isinstance(value, FakeTensor):
+            return value
+        known = value_of(value)
+        are_known = are_known and known is not None
+        with real():
+            if known is None:
+                known = torch.zeros(value.shape, dtype=value.dtype)
+            return known.tolist()
+
+    return (tree_map(numbers, args[0]), *args[1:]), are_known
 
 
 def _item(tensor: Tensor, assume: Assume) -> Any:

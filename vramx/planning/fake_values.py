@@ -58,6 +58,12 @@ def keep_value(stand_in: Tensor, tensor: Tensor, copies: Copies | None = None) -
     Args:
         copies: of storages, by their address, where several tensors of the program may share one.
     """
+    if isinstance(tensor, FakeTensor):  # of a program that was itself made without data
+        known = value_of(tensor)
+        if known is not None:
+            with real():
+                _keep(stand_in, known.clone())
+        return
     if tensor.device.type == "meta" or not _is_read(tensor):
         return
     whole = tensor.untyped_storage()
@@ -72,6 +78,12 @@ def keep_value(stand_in: Tensor, tensor: Tensor, copies: Copies | None = None) -
                 copies[whole._cdata] = copy
         place = (tensor.storage_offset(), tensor.shape, tensor.stride())
         _keep(stand_in, torch.empty(0, dtype=tensor.dtype).set_(copy, *place))
+
+
+def forget_value(stand_in: Any) -> None:
+    """Know nothing of a tensor without data any more."""
+    stand_in.__dict__.pop(_KEPT, None)
+    stand_in.constant = None
 
 
 def follow(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:

@@ -51,6 +51,10 @@ _ON_THE_HOST = (
     "; what the step refers to is taken to be on a GPU, and what it makes is where it makes it: "
     "make it before the step, or on the device of the model's parameters"
 )
+_NOT_FOLLOWED = {
+    "the TorchScript interpreter": "what torch.jit has compiled cannot run without data",
+    "shape_env must not be None": "nested tensors cannot be made without data",
+}
 _NO_ACCELERATOR = "Cannot access accelerator device"
 _TRANSFORMED = (
     " This build of torch has no CUDA, and there torch.func's derivatives are predicted with "
@@ -79,7 +83,8 @@ def predict(
     data, on a copy of the models, optimizers and tensors that it refers to. autocast, checkpoints,
     accumulation and optimizers count as they are written. A model may be on the meta device, the
     CPU or a GPU: on the CPU and the meta device it is predicted as if it was moved to a GPU, with
-    the tensors that the step refers to.
+    the tensors that the step refers to. What else the step refers to is the program's own: a
+    generator that it takes batches from is advanced, a DataLoader's iterator is not.
 
     Args:
         step: one step of training as it is written, called with `arguments`: zeroing gradients,
@@ -265,6 +270,7 @@ def _named(recording: Recording) -> Iterator[None]:
                 "(torch.library.register_fake)"
             ) from error
         text = " ".join(str(error).split())[:300]
+        text = next((said for words, said in _NOT_FOLLOWED.items() if words in text), text)
         if any(words in text for words in _TWO_DEVICES):
             text += _ON_THE_HOST
         if _NO_ACCELERATOR in text:

@@ -28,6 +28,7 @@ from vramx.optimizers.copies import unwrapped
 Make = Callable[[Tensor], Tensor]
 _LIBRARIES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
 _CONTAINERS = (list, tuple, dict, set)
+_ITERATORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
 _ACCEPTED = "accepted are a function, a method, an object that is called, and a torch.nn.Module"
 
 
@@ -263,6 +264,8 @@ class Copied:
             return self._remember(value, type(value)(map(self._copy, value)))
         if id(value) in self._memo:
             return self._memo[id(value)]
+        if isinstance(value, _ITERATORS):
+            return self._remember(value, copy.copy(value))  # the program's own is not advanced
         known = (Tensor, nn.Module, Optimizer)
         if isinstance(value, known) or _has_state(value) or _is_of_the_program(value):
             return self._deep_copy(value)

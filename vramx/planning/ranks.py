@@ -102,19 +102,22 @@ class Ranks:
         attempt = _Attempt(store, f"vramx/{self._caller}/{_attempts}")
         watcher = threading.Thread(target=attempt.watch, daemon=True)
         watcher.start()
+        error: Exception | None = None
         try:
             yield attempt
-        except Exception as error:
+        except Exception as raised:
             attempt.fail()
-            if attempt.aborted:
-                raise FailedTogetherError(
-                    f"another process failed {what}, which this one had begun, too; their process "
-                    f"group was ended: start again, with {self._remedy} if it was out of memory"
-                ) from error
-            raise
+            error = raised
         finally:
             attempt.done.set()
             watcher.join()
+        if attempt.aborted:  # a GPU's collective that is ended may raise nothing
+            raise FailedTogetherError(
+                f"another process failed {what}, which this one had begun, too; their process "
+                f"group was ended: start again, with {self._remedy} if it was out of memory"
+            ) from error
+        if error is not None:
+            raise error
 
 
 class _Attempt:

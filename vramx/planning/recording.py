@@ -158,7 +158,8 @@ class _Recorder(Watch):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.is_inference_mode_enabled() and func is not torch.ops.prim.device.default:
+        asks = func is torch.ops.prim.device.default
+        if torch.is_inference_mode_enabled() and not asks and hasattr(func, "decompose"):
             with self:  # autograd, which takes such an operation apart, is off
                 made = func.decompose(*args, **(kwargs or {}))
             if made is not NotImplemented:

@@ -76,6 +76,8 @@ class Storages:
 class Watch(TorchDispatchMode):
     """Show what every operation is given and what it returns to a set of storages."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, storages: Storages) -> None:
         super().__init__()
         self._storages = storages
