@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vramx.compression.codec import layout_of
 from vramx.compression.config import Compression, Format
+from vramx.nn import attention_kernels as kernels
 from vramx.nn.attention import Attended, scaled_dot_product_attention
 from vramx.nn.functional import linear
 
@@ -266,3 +267,17 @@ def test_compiles_to_one_graph(keep: Compression | None) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         # Two draws of int8's noise, in q and k as well: see above.
         assert (ours - theirs).norm() <= 0.1 * theirs.norm()
+
+
+@pytest.mark.parametrize("of_queries", [[-1, 0, 0, 0, 0], [8, 128, 1, 0, 0]], ids=["values", "too"])
+def test_backward_takes_a_result_that_was_kept(of_queries: list[int]) -> None:
+    # As behind dropout, which no CPU kernel has: there only CUDA's kernels call it so.
+    q, k, v = (x.detach() for x in inputs())
+    how = (kernels.HOST, 0.0, False, None, [8, 128, 1, 0, 0], of_queries)
+    _, y, _, *packs, sums, seed, offset = torch.ops.vramx.attention(q, k, v, None, *how)
+    q, k = (q, k) if of_queries[0] == -1 else packs[:2]
+    torch.library.opcheck(
+        torch.ops.vramx.attention_backward.default,
+        (incoming(), q, k, packs[2], None, [y, sums, seed, offset], list(v.shape), *how),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
