@@ -118,16 +118,13 @@ def includes_go_down(root: Path) -> list[str]:
 
 def core_stands_alone(root: Path) -> list[str]:
     """Compile each header of the core with nothing before it but what it includes itself."""
-    chains = _chains({path: text for path, text in cpp_files(root) if _is_core_header(path)})
+    headers = {p: text for p, text in cpp_files(root) if layer_of(p) == "core" and p[-2:] == ".h"}
+    chains = _chains(headers)
     with ThreadPoolExecutor(max_workers=2) as pool:
         outputs = pool.map(lambda chain: _syntax_errors(root, chain), chains)
         return [
             f"csrc/{chain[-1]}: {text}" for chain, text in zip(chains, outputs, strict=True) if text
         ]
-
-
-def _is_core_header(path: str) -> bool:
-    return layer_of(path) == "core" and path.endswith(".h")
 
 
 def _chains(headers: dict[str, str]) -> list[list[str]]:

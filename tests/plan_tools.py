@@ -11,11 +11,17 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import vramx
 from vramx.planning import meters, storages
 
 WIDTH = 64
 PACKED_ROWS = 4096  # of a hidden state of 1 MiB: less is not packed
 PRODUCTS = ("mm", "addmm", "bmm", "convolution", "convolution_backward")
+
+
+def rows(count: int) -> Tensor:
+    """Return a batch for a Stack."""
+    return torch.randn(count, 8)
 
 
 class Block(nn.Module):
@@ -100,6 +106,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def seeded() -> None:
+    torch.manual_seed(0)
+    vramx.manual_seed(0, rank=0)
 
 
 @pytest.fixture

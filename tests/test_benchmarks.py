@@ -155,6 +155,13 @@ def test_an_unknown_benchmark_is_refused(
     assert "accepted are activations, " in capsys.readouterr().err
 
 
+def test_files_of_models_and_of_what_runs_benchmarks_are_none() -> None:
+    names = harness.names()
+    assert {"activations", "core", "hooks", "traces"} < set(names)
+    assert not any(name.startswith("models_") for name in names)
+    assert not {"harness", "machine", "plot", "record_traces"} & set(names)
+
+
 def test_percentile_interpolates_between_neighbours() -> None:
     assert harness.percentile([1.0, 2.0, 4.0], 0.5) == 2.0
     assert harness.percentile([1.0, 2.0, 4.0], 0.75) == 3.0

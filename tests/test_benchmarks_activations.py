@@ -14,7 +14,7 @@ import pytest
 import torch
 from program_stand_ins import ON_CPU, ended_with, figures_of, line, rows
 
-from benchmarks import activations, harness
+from benchmarks import activations
 from benchmarks.harness import RowWriter
 from benchmarks.models_workloads import WORKLOADS, Text, build
 from benchmarks.programs import _activations, _cases, _launch
@@ -171,11 +171,6 @@ def test_trainings_run_beside_each_other(
     assert [row["case"] for row in rows(tmp_path)] == ["cnn exact", "cnn", "gnn exact"]
     assert figures["gnn exact", "loss_trained"] == [1.0]
     assert _cases.measure_together((), lambda case: Job(Path("x"), ON_CPU), writer) == ({}, False)
-
-
-def test_files_of_models_are_no_benchmarks() -> None:
-    assert "activations" in harness.names()
-    assert not any(name.startswith("models_") for name in harness.names())
 
 
 def test_the_host_s_time_is_divided_by_what_is_packed(

@@ -17,7 +17,7 @@ import pytest
 from program_stand_ins import machine_with
 from samples import event, rows, segment
 
-from benchmarks import harness, record_traces
+from benchmarks import record_traces
 from benchmarks.programs import _launch
 from benchmarks.programs._launch import Outcome
 from vramx.errors import TraceError
@@ -181,10 +181,6 @@ def test_the_command_records_on_a_gpu_only(
 def test_an_unknown_program_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert record_traces.main(["--out", str(tmp_path), "--only", "x"]) == 2
     assert "program 'x' is unknown; accepted are diffusion_buckets" in capsys.readouterr().err
-
-
-def test_the_recorder_is_no_benchmark() -> None:
-    assert "record_traces" not in harness.names()
 
 
 # --- the programs ---------------------------------------------------------------------------------

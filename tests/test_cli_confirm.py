@@ -51,10 +51,15 @@ def oom(tmp_path: Path) -> Path:
     return recording.save(tmp_path / "oom.pickle")
 
 
+def said(run: Any, path: Path) -> dict[str, int]:
+    """Return what each policy is said to hold."""
+    report = json.loads(run("explain", path, "--json")[1])
+    return {each["policy"]: each["expected_reserved_bytes"] for each in report["remedies"]}
+
+
 @pytest.fixture
 def expected(run: Any, oom: Path) -> dict[str, int]:
-    report = json.loads(run("explain", oom, "--json")[1])
-    return {each["policy"]: each["expected_reserved_bytes"] for each in report["remedies"]}
+    return said(run, oom)
 
 
 @pytest.fixture
@@ -62,10 +67,10 @@ def confirmed(run: Any, oom: Path, tmp_path: Path) -> Any:
     script, plan = tmp_path / "program.py", tmp_path / "held.json"
     script.write_text(PROGRAM)
 
-    def confirm_with(held: dict[str, Any], *options: Any) -> tuple[int, str, str]:
+    def confirm_with(held: dict[str, Any], *options: Any, of: Path = oom) -> tuple[int, str, str]:
         plan.write_text(json.dumps(held))
         command = ("--", sys.executable, script, plan)
-        result: tuple[int, str, str] = run("explain", oom, "--confirm", *options, *command)
+        result: tuple[int, str, str] = run("explain", of, "--confirm", *options, *command)
         return result
 
     return confirm_with
@@ -109,15 +114,11 @@ def test_a_run_that_shows_nothing_confirms_nothing(
 
 
 def test_each_policy_of_a_run_without_a_failure_is_tried(
-    run: Any, snapshots: Path, tmp_path: Path
+    run: Any, confirmed: Any, snapshots: Path
 ) -> None:
-    report = json.loads(run("explain", snapshots / "train.pickle", "--json")[1])
-    sizes = {each["policy"]: each["expected_reserved_bytes"] for each in report["remedies"]}
-    script, plan = tmp_path / "program.py", tmp_path / "held.json"
-    script.write_text(PROGRAM)
-    plan.write_text(json.dumps({name: {"bytes": [size]} for name, size in sizes.items()}))
-    command = ("--confirm", "--", sys.executable, script, plan)
-    code, out, _ = run("explain", snapshots / "train.pickle", *command)
+    sizes = said(run, snapshots / "train.pickle")
+    held = {name: {"bytes": [size]} for name, size in sizes.items()}
+    code, out, _ = confirmed(held, of=snapshots / "train.pickle")
     assert code == 0
     assert out.count("as said") == 2
     assert out.count("+0.0%") == 2

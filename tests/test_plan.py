@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from plan_tools import PACKED_ROWS, Skipping, Stack, counted_time, one_thread, small_device
+from plan_tools import (
+    PACKED_ROWS,
+    Skipping,
+    Stack,
+    counted_time,
+    one_thread,
+    rows,
+    seeded,
+    small_device,
+)
 from torch import Tensor, nn
 
 import vramx
@@ -20,22 +29,12 @@ from vramx.planning.blocks import find_blocks
 from vramx.planning.meters import HostMeter, Spread
 from vramx.planning.steps import Step
 
-__all__ = ["counted_time", "one_thread", "small_device"]
-pytestmark = pytest.mark.usefixtures("counted_time")
+__all__ = ["counted_time", "one_thread", "seeded", "small_device"]
+pytestmark = pytest.mark.usefixtures("seeded", "counted_time")
 
 # Predictions for a host are exact but for scalars of a few bytes; the goal on a GPU is 5 %.
 EXACT = 1e-3
 LEVELS = ("left", "recompute_all")
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-    vramx.manual_seed(0, rank=0)
-
-
-def rows(count: int = 512) -> Tensor:
-    return torch.randn(count, 8)
 
 
 def peak_bytes(model: nn.Module, sample: Any) -> int:
@@ -72,7 +71,7 @@ def test_every_budget_is_kept_and_more_bytes_are_never_slower() -> None:
 def test_a_block_takes_by_itself_what_it_takes_within_a_step() -> None:
     outside_ms = []
     for depth in (2, 5):
-        plan = vramx.plan(Stack(depth), rows(), levels=("left",))
+        plan = vramx.plan(Stack(depth), rows(512), levels=("left",))
         outside_ms.append(plan.measured_ms - sum(row.host_ms for row in plan.rows))
     assert outside_ms[0] == outside_ms[1] > 0
 
@@ -80,7 +79,7 @@ def test_a_block_takes_by_itself_what_it_takes_within_a_step() -> None:
 def test_of_two_plans_the_one_that_ran_faster_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = iter(range(1, 100))  # each run takes longer than the one before, whatever is predicted
     monkeypatch.setattr(HostMeter, "time_ms", lambda self, function: float(next(runs)))
-    model, sample = Stack(2), rows()
+    model, sample = Stack(2), rows(512)
     options: Any = {"levels": LEVELS, "gradients": "accumulated"}
     smallest = vramx.plan(model, sample, "smallest", **options)
     fastest = smallest.with_budget(sample, None)
@@ -102,7 +101,7 @@ def test_a_skip_connection_counts_once() -> None:
 
 
 def test_a_budget_below_the_smallest_is_an_error_that_names_it() -> None:
-    model, sample = Stack(2), rows()
+    model, sample = Stack(2), rows(512)
     plan = vramx.plan(model, sample, "smallest", levels=LEVELS)
     assert plan.measured_bytes == pytest.approx(plan.smallest_bytes, rel=EXACT)
     with pytest.raises(InvalidValueError, match=rf"\({plan.measured_bytes} bytes\)"):
@@ -114,7 +113,7 @@ def test_a_budget_below_the_smallest_is_an_error_that_names_it() -> None:
 
 def test_what_a_later_peak_may_have_more_is_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostMeter, "spread", Spread(Fraction(1, 10), 500))
-    model, sample = Stack(3), rows()
+    model, sample = Stack(3), rows(512)
     widest = vramx.plan(model, sample, levels=LEVELS, reserve=1000)
     smallest = widest.with_budget(sample, "smallest")
     for plan in (widest, smallest):
@@ -128,7 +127,7 @@ def test_what_a_later_peak_may_have_more_is_left_free(monkeypatch: pytest.Monkey
 
 
 def test_a_model_that_does_not_fit_as_it_is_can_be_planned(small_device: Any) -> None:
-    model, sample = Stack(), rows()
+    model, sample = Stack(), rows(512)
     plan = vramx.plan(model, sample, levels=LEVELS)
     cap = (plan.measured_bytes + plan.smallest_bytes) // 2
     small_device(cap)
@@ -140,7 +139,7 @@ def test_a_model_that_does_not_fit_as_it_is_can_be_planned(small_device: Any) ->
 
 
 def test_the_model_and_all_random_numbers_are_as_before() -> None:
-    model, sample = Stack(2).eval(), rows()
+    model, sample = Stack(2).eval(), rows(512)
     model.blocks[0].train()
     has_gradient = model.head.weight
     has_gradient.grad = torch.randn_like(has_gradient)
@@ -165,7 +164,7 @@ def test_the_model_and_all_random_numbers_are_as_before() -> None:
 
 
 def test_nothing_of_the_sample_outlives_the_plan() -> None:
-    sample = rows()
+    sample = rows(512)
     alive = weakref.ref(sample)
     plan = vramx.plan(Stack(2), sample, levels=LEVELS)
     plan.apply().undo()
@@ -192,7 +191,7 @@ def test_blocks_that_optimize_knows_get_its_levels_and_are_restored() -> None:
 
 
 def test_the_largest_batch_fits_and_is_no_smaller_than_it_must_be() -> None:
-    model, sample = Stack(2), rows()
+    model, sample = Stack(2), rows(512)
     budget = vramx.plan(model, sample, levels=("left",)).measured_bytes * 3 // 2
     plan = vramx.plan(model, (sample,), budget, levels=("left",))
     count = plan.fit_batch((sample,))
@@ -201,7 +200,7 @@ def test_the_largest_batch_fits_and_is_no_smaller_than_it_must_be() -> None:
 
 
 def test_the_text_has_a_line_for_each_block_and_both_peaks() -> None:
-    plan = vramx.plan(Stack(2), lambda model: model(rows()).mean(), "1GiB", levels=("left",))
+    plan = vramx.plan(Stack(2), lambda model: model(rows(512)).mean(), "1GiB", levels=("left",))
     lines = str(plan).splitlines()
     assert lines[0].split() == ["block", "class", "word", "kept", "host", "ms", "device", "ms"]
     for i, (line, row) in enumerate(zip(lines[1:3], plan.rows, strict=True)):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from optimizer_tools import LateLink, link
-from plan_tools import PACKED_ROWS, Stack, counted_time, one_thread
+from plan_tools import PACKED_ROWS, Stack, counted_time, one_thread, seeded
 from torch import Tensor, nn
 
 import vramx
@@ -18,8 +18,8 @@ from vramx.optimizers.stream import SLOTS
 from vramx.planning.meters import HostMeter
 from vramx.planning.states import cost_of, tensors_of
 
-__all__ = ["counted_time", "link", "one_thread"]
-pytestmark = pytest.mark.usefixtures("counted_time")
+__all__ = ["counted_time", "link", "one_thread", "seeded"]
+pytestmark = pytest.mark.usefixtures("seeded", "counted_time")
 
 # Predictions for a host are exact but for scalars of a few bytes.
 EXACT = 1e-3
@@ -63,12 +63,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adafactor": lambda p: torch.optim.Adafactor(p, 1e-3),
     "factored": Factored,
 }
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-    vramx.manual_seed(0, rank=0)
 
 
 def model_and_rows(depth: int = 3, rows: int = PACKED_ROWS // 4) -> tuple[nn.Module, Tensor]:

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from plan_tools import PACKED_ROWS, Block, Stack, counted_time, one_thread, small_device
+from plan_tools import (
+    PACKED_ROWS,
+    Block,
+    Stack,
+    counted_time,
+    one_thread,
+    rows,
+    seeded,
+    small_device,
+)
 from test_plan import peak_bytes
 from torch import Tensor, nn
 
@@ -18,18 +27,8 @@ from vramx.planning.plan_text import _list_of
 from vramx.planning.words import WORDS, chosen_words
 from vramx.progress import ProgressBar
 
-__all__ = ["counted_time", "one_thread", "small_device"]
-pytestmark = pytest.mark.usefixtures("counted_time")
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-    vramx.manual_seed(0, rank=0)
-
-
-def rows(count: int = PACKED_ROWS) -> Tensor:
-    return torch.randn(count, 8)
+__all__ = ["counted_time", "one_thread", "seeded", "small_device"]
+pytestmark = pytest.mark.usefixtures("seeded", "counted_time")
 
 
 class Deep(Block):
@@ -54,7 +53,7 @@ class Deeper(Stack):
 
 
 def test_the_noisiest_level_is_taken_where_nothing_else_fits() -> None:
-    model, sample = Deeper(), rows()
+    model, sample = Deeper(), rows(PACKED_ROWS)
     plan = vramx.plan(model, sample, "smallest")
     assert "int4" not in plan.words.values()
     assert "int4" not in str(plan)
@@ -67,7 +66,7 @@ def test_the_noisiest_level_is_taken_where_nothing_else_fits() -> None:
 
 
 def test_the_noisiest_level_is_taken_where_it_is_allowed() -> None:
-    model, sample = Stack(2), rows()
+    model, sample = Stack(2), rows(PACKED_ROWS)
     plan = vramx.plan(model, sample, levels=("int4",))
     assert set(plan.words.values()) == {"int4"}
     assert "int4 is for 2 blocks, as levels allow it; its gradients are the noisiest" in str(plan)
@@ -87,7 +86,7 @@ def test_one_level_may_be_named_alone() -> None:
 
 
 def test_the_peak_and_the_step_before_are_said() -> None:
-    model, sample = Stack(2), rows()
+    model, sample = Stack(2), rows(PACKED_ROWS)
     plan = vramx.plan(model, sample, "smallest", levels=("left", "recompute_all"))
     assert plan.before_bytes == peak_bytes(model, sample)
     assert plan.measured_bytes < plan.before_bytes

@@ -155,6 +155,7 @@ def test_inference_has_no_activations(path: Path) -> None:
     ("is_named", "history"),
     [
         ((True, False), {}),  # an optimizer that steps is found
+        ((False, False), {}),  # with its parameters
         ((False, True), {}),  # and has the parameters, where no model is named
         *(((True, True), {"speed": speed}) for speed in (0.9, 1.0, 1.1)),  # another clock
         ((True, True), {"last": 300}),  # the history has lost its beginning

@@ -12,7 +12,7 @@ from samples import live_bytes
 from snapshot_writer import DEFAULT_POOL, KEPT, LOSS, MIB, MINORS, MODEL, Recording
 
 import vramx
-from vramx.errors import InvalidValueError, TraceError
+from vramx.errors import InvalidValueError
 from vramx.memory import replay
 from vramx.memory.holders import frame_tree, holders, totals
 from vramx.memory.snapshot import Snapshot
@@ -203,11 +203,6 @@ def test_an_event_that_is_not_there_is_refused(tmp_path: Path, event: int) -> No
     snapshot = Snapshot.load(recording.save(tmp_path / "run.pickle"))
     with pytest.raises(InvalidValueError, match=f"event {event} is not in run.pickle"):
         snapshot.live_bytes_at(event)
-
-
-def test_a_trace_has_no_stacks_and_is_refused(traces: Path) -> None:
-    with pytest.raises(TraceError, match="which has no stacks"):
-        Snapshot.load(next(traces.glob("*.npz")))
 
 
 def test_a_grouping_that_is_unknown_is_refused(snapshots: Path) -> None:
