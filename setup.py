@@ -89,6 +89,17 @@ def pybind11_include() -> str:
     raise PlatformError("pybind11 is missing; install it with: python3 -m pip install pybind11")
 
 
+def python_include() -> str:
+    """Return the folder of Python.h, or raise PlatformError with the way to get it."""
+    include = sysconfig.get_path("include")
+    if os.path.exists(os.path.join(include, "Python.h")):
+        return include
+    raise PlatformError(
+        f"no Python.h in {include}: apt-get install python3-dev (Debian, Ubuntu) "
+        "or dnf install python3-devel (Fedora, RHEL)"
+    )
+
+
 def compiler() -> str:
     """Return the C++ compiler to call, or raise PlatformError with the way to get one."""
     name = os.environ.get("CXX", "g++")
@@ -115,7 +126,7 @@ def ninja_file(sources: list[str], target: str) -> str:
     """Return the text of the build.ninja that makes `target` from `sources`."""
     # The units include sources by their path from the root.
     includes = ["-Icsrc", "-iquote .", f"-isystem {shlex.quote(pybind11_include())}"]
-    includes.append(f"-isystem {shlex.quote(sysconfig.get_path('include'))}")
+    includes.append(f"-isystem {shlex.quote(python_include())}")
     werror = ["-Werror"] if warnings_are_errors() else []
     compiled = list(units(sources))
     objects = [object_of(unit) for unit in compiled]

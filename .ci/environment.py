@@ -33,6 +33,19 @@ GROUPS = {
     "docs": ("mkdocs-material", "mkdocstrings", "mkdocstrings-python"),
     "dev": ("ruff", "mypy", "clang-format"),
 }
+# What no Python package brings, and the packages of distributions that do.
+TOOLS = {
+    "g++": ("C++ compiler; g++ 10 or newer is needed", "g++", "gcc-c++"),
+    "Python.h": ("Python.h, the headers of this Python", "python3-dev", "python3-devel"),
+    "ensurepip": ("pip for a new environment (ensurepip)", "python3-venv", "python3-pip"),
+}
+# Prints what a Python lacks of its headers and of the modules that are named.
+PROBE = """
+import importlib.util, os, sys, sysconfig
+if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+    print("Python.h")
+print(*(name for name in sys.argv[1:] if not importlib.util.find_spec(name)))
+"""
 # Without one of these nothing can start; without another, what needs it says so itself.
 ESSENTIAL = {"torch", "numpy", "setuptools", "pybind11", "ninja", "pytest", "ruff", "mypy"}
 ESSENTIAL.update(GROUPS["docs"])
@@ -42,11 +55,6 @@ def main(groups: list[str]) -> int:
     unknown = sorted(set(groups) - set(GROUPS))
     if unknown or not groups:
         return fail(f"groups are {', '.join(GROUPS)}; got {' '.join(groups) or 'none'}")
-    if not shutil.which("g++") and not shutil.which("c++"):
-        return fail(
-            "no C++ compiler. vramx needs g++ 10 or newer: apt-get install g++ (Debian, Ubuntu) "
-            "or dnf install gcc-c++ (Fedora, RHEL)"
-        )
     names = list(dict.fromkeys(name for group in groups for name in GROUPS[group]))
     if is_usable() and importlib.util.find_spec("torch"):
         return complete_active(names)
@@ -59,6 +67,8 @@ def is_usable() -> bool:
 
 def complete_active(names: list[str]) -> int:
     """Install what this Python lacks, and nothing else."""
+    if lacks_tools(sys.executable):
+        return 1
     missing = [name for name in names if not is_installed(name)]
     if missing:
         say(f"installing {', '.join(missing)} for {sys.executable}")
@@ -95,12 +105,26 @@ def make_venv() -> bool:
         first, last = PYTHONS[0][1], PYTHONS[1][1] - 1
         fail(f"no Python 3.{first} to 3.{last} on the PATH; this one is {sys.version.split()[0]}")
         return False
+    if lacks_tools(base, "ensurepip"):
+        return False
     say(f"making .venv with {base}")
     if subprocess.run([base, "-m", "venv", str(VENV)], stdout=sys.stderr, check=False).returncode:
         shutil.rmtree(VENV, ignore_errors=True)  # built whole or not at all
-        fail("python3 -m venv failed; on Debian and Ubuntu: apt-get install python3-venv")
+        fail(f"{base} -m venv failed; its words are above")
         return False
     return True
+
+
+def lacks_tools(python: str, *modules: str) -> bool:
+    """Say in a line for each what has to come from the system and is not there."""
+    found = subprocess.run([python, "-c", PROBE, *modules], capture_output=True, check=False)
+    missing = found.stdout.decode().split()
+    if not shutil.which("g++") and not shutil.which("c++"):
+        missing.insert(0, "g++")
+    for name in missing:
+        what, debian, fedora = TOOLS[name]
+        say(f"no {what}: apt-get install {debian} (Debian, Ubuntu), dnf install {fedora} (Fedora)")
+    return bool(missing)
 
 
 def find_python() -> str | None:

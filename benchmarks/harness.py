@@ -22,12 +22,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 from benchmarks.machine import Machine, describe_machine
 
@@ -52,6 +53,16 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Request:
+    """What it asked for of benchmarks that start processes of their own."""
+
+    only: tuple[str, ...] = ()
+    repeats: int | None = None  # None: as the benchmark sees fit
+    jobs: int = 1
+    limit_s: int | None = None
+
+
+@dataclass(frozen=True)
 class Measurement:
     """The values of one quantity, one for each repeat."""
 
@@ -62,7 +73,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the CSV file. `samples` are the raw values; the three figures are derived."""
+    """One figure as it is reported. `samples` are the values; four columns are derived from them.
+
+    A CSV file holds OWN_COLUMNS of each row, and in the last column what a run's rows share, as
+    JSON: it stands in the run's first row, and a row without it is of the run above.
+    """
 
     benchmark: str
     case: str
@@ -87,6 +102,11 @@ class Row:
 
 
 COLUMNS = [field.name for field in fields(Row)]
+OWN_COLUMNS = ["case", "metric", "unit", "status", "samples"]
+RUN_COLUMNS = [
+    name for name in COLUMNS if name not in {*OWN_COLUMNS, "median", "p10", "p90", "repeats"}
+]
+FILE_COLUMNS = [*OWN_COLUMNS, "run"]
 
 
 def names() -> list[str]:
@@ -174,17 +194,51 @@ class _RowMaker:
         ]
 
 
+class RowWriter:
+    """Appends rows to one CSV file as soon as they are known: a run that is killed keeps them.
+
+    Several GPUs may report at once: each row is written and reported under a lock.
+
+    Args:
+        command: what the user typed, with no folder names.
+        report: called with each row.
+    """
+
+    def __init__(self, name: str, command: str, path: Path, report: Callable[[Row], None]) -> None:
+        self._maker = _RowMaker(name, describe_machine(ROOT), command)
+        self._path = path
+        self._report = report
+        self._lock = threading.Lock()
+        self.count = 0  # of rows
+
+    def write(self, case: str, measurements: list[Measurement], status: str = "ok") -> None:
+        """Append one case; without measurements it is one row that says why."""
+        rows = self._maker.rows(case, measurements, status)
+        with self._lock:
+            append_csv(self._path, rows)
+            for row in rows:
+                self._report(row)
+            self.count += len(rows)
+
+
 def summary(measurement: Measurement) -> dict[str, Any]:
     """Return the columns that describe one measurement."""
-    values = sorted(measurement.values)
+    values = measurement.values
+    # More digits than the spread of repeats has say nothing; one value alone is kept in full.
+    digits = 6 if len(values) > 1 else 15
+    samples = " ".join(f"{value:.{digits}g}" for value in values)
+    return {"metric": measurement.metric, "unit": measurement.unit, **_derived(values)} | {
+        "samples": samples
+    }
+
+
+def _derived(values: Sequence[float]) -> dict[str, Any]:
+    ascending = sorted(values)
     return {
-        "metric": measurement.metric,
-        "unit": measurement.unit,
-        "median": statistics.median(values) if values else None,
-        "p10": percentile(values, 0.1) if values else None,
-        "p90": percentile(values, 0.9) if values else None,
-        "repeats": len(values),
-        "samples": " ".join(f"{value:.6g}" for value in measurement.values),
+        "median": statistics.median(ascending) if ascending else None,
+        "p10": percentile(ascending, 0.1) if ascending else None,
+        "p90": percentile(ascending, 0.9) if ascending else None,
+        "repeats": len(ascending),
     }
 
 
@@ -214,14 +268,34 @@ def append_csv(path: Path, rows: Iterable[Row]) -> None:
         ValueError: the file has other columns; it is left as it is.
     """
     is_new = not path.exists()
-    if not is_new and read_columns(path) != COLUMNS:
+    if not is_new and read_columns(path) != FILE_COLUMNS:
         raise ValueError(f"{path.name} has other columns than this version writes; move it away")
     path.parent.mkdir(parents=True, exist_ok=True)
+    run = "" if is_new else _last_run(path)
     with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+        _write(file, map(asdict, rows), run)
+
+
+def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a file of these rows alone, each with the columns of Row."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        _write(file, rows, "")
+
+
+def _write(file: TextIO, rows: Iterable[Mapping[str, Any]], last_run: str) -> None:
+    """Write rows behind those of the run `last_run`, or behind a header where there is none."""
+    writer = csv.writer(file, lineterminator="\n")
+    if not last_run:
+        writer.writerow(FILE_COLUMNS)
+    for row in rows:
+        run = json.dumps({name: str(row[name]) for name in RUN_COLUMNS})
+        writer.writerow([*(row[name] for name in OWN_COLUMNS), run if run != last_run else ""])
+        last_run = run
+
+
+def _last_run(path: Path) -> str:
+    with path.open(newline="", encoding="utf-8") as file:
+        return next((row["run"] for row in reversed(list(csv.DictReader(file))) if row["run"]), "")
 
 
 def read_columns(path: Path) -> list[str]:
@@ -230,9 +304,17 @@ def read_columns(path: Path) -> list[str]:
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a results file as text."""
+    """Return the rows of a results file, each with the columns of Row as text."""
+    found = []
+    shared: dict[str, str] = {}
     with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+        for row in csv.DictReader(file):
+            run = row.pop("run")
+            shared = json.loads(run) if run else shared
+            derived = _derived([float(value) for value in row["samples"].split()])
+            texts = {name: "" if value is None else str(value) for name, value in derived.items()}
+            found.append({**row, **texts, **shared})
+    return found
 
 
 def _child(arguments: list[str]) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from samples import small_trace
+from samples import SNAPSHOTS, recorded_snapshot, small_trace
 from torchvision_operators import name_missing
 
 from vramx.cli.main import main
@@ -112,9 +112,13 @@ def traces() -> Path:
     return TESTS / "traces"
 
 
-@pytest.fixture
-def snapshots() -> Path:
-    return TESTS / "snapshots"
+@pytest.fixture(scope="session")
+def snapshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the snapshots that were recorded: train.pickle, and oom.pickle of a failure."""
+    folder = tmp_path_factory.mktemp("snapshots")
+    for name in SNAPSHOTS:
+        (folder / f"{name}.pickle").write_bytes(recorded_snapshot(name))
+    return folder
 
 
 @pytest.fixture(params=["stand-in", "compiled"])
@@ -167,6 +171,14 @@ def logged() -> Iterator[io.StringIO]:
     logger.addHandler(handler)
     yield text
     logger.removeHandler(handler)
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Any:
+    """What a benchmark hands its rows to; they are in the folder's rows.csv."""
+    from program_stand_ins import make_writer
+
+    return make_writer(tmp_path)
 
 
 @pytest.fixture

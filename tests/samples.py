@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,11 @@ import numpy as np
 from vramx.memory.trace import Trace
 
 SMALL = "offload_streams.npz"
+_TESTS = Path(__file__).resolve().parent
+SNAPSHOTS = {
+    "train": _TESTS / "snapshots" / "train.pickle.gz",
+    "oom": _TESTS.parent / "examples" / "data" / "oom.pickle.gz",
+}
 Event = dict[str, Any]
 START_US = 1_795_207_576_168_327
 
@@ -70,3 +77,8 @@ def assert_one_line_refusal(code: int, out: str, err: str, what: str) -> None:
     assert err.endswith("\n")
     assert err.count("\n") == 1
     assert what in err
+
+
+def recorded_snapshot(name: str) -> bytes:
+    """Return a snapshot that torch wrote on a GPU, of SNAPSHOTS; "oom" is of a failure."""
+    return gzip.decompress(SNAPSHOTS[name].read_bytes())

@@ -59,15 +59,10 @@ def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_every_case_leaves_a_row(stub: Path) -> None:
     done = bench(stub, "stub")
     assert done.returncode == 1, done.stderr
-    rows = rows_of(stub / "benchmarks" / "results" / "stub.csv")
+    rows = harness.read_csv(stub / "benchmarks" / "results" / "stub.csv")
     assert [(row["case"], row["metric"], row["status"]) for row in rows] == [
         ("good", "time", "ok"),
         ("good", "size", "ok"),
@@ -78,6 +73,26 @@ def test_every_case_leaves_a_row(stub: Path) -> None:
     assert (rows[0]["median"], rows[0]["repeats"], rows[0]["samples"]) == ("2.0", "3", "3 1 2")
     assert (rows[0]["p10"], rows[0]["p90"]) == ("1.2", "2.8")
     assert rows[2]["median"] == ""
+
+
+def test_what_rows_of_a_run_share_stands_once_in_a_file(tmp_path: Path) -> None:
+    target = tmp_path / "rows.csv"
+    here = machine.describe_machine(ROOT)
+    first, second = (harness._RowMaker("b", here, f"vramx bench b {word}") for word in "xy")
+    written = []
+    for maker, value in ((first, 1 / 3), (first, 2e10 + 1), (second, 3.0)):
+        written += maker.rows(f"{value}, case", [harness.Measurement("m", "B", [value])], "ok")
+        harness.append_csv(target, written[-1:])
+    with target.open(newline="") as file:
+        assert [row["run"] != "" for row in csv.DictReader(file)] == [True, False, True]
+    kept = harness.read_csv(target)
+    for row, again in zip(written, kept, strict=True):
+        values = [float(again.pop(name)) for name in ("median", "p10", "p90")]
+        assert values == pytest.approx([row.median] * 3, rel=1e-14, abs=0)
+        assert again == {name: str(getattr(row, name)) for name in again}
+    rows = harness.read_csv(target)
+    harness.write_csv(target, rows)
+    assert harness.read_csv(target) == rows
 
 
 def test_a_case_that_hangs_is_a_failed_row(stub: Path) -> None:
@@ -91,7 +106,7 @@ def test_a_case_that_hangs_is_a_failed_row(stub: Path) -> None:
 
 def test_rows_say_what_was_measured_on_and_nothing_private(stub: Path) -> None:
     assert bench(stub, "stub", "--traces", str(stub / "benchmarks")).returncode == 1
-    row = rows_of(stub / "benchmarks" / "results" / "stub.csv")[0]
+    row = harness.read_csv(stub / "benchmarks" / "results" / "stub.csv")[0]
     assert row["command"] == "vramx bench stub --traces benchmarks"
     assert int(row["cores"]) == len(os.sched_getaffinity(0))
     assert all(row[column] for column in ("cpu", "gpu", "driver", "torch", "python", "date_utc"))
@@ -105,7 +120,7 @@ def test_rows_are_appended_and_foreign_columns_refused(stub: Path) -> None:
     target = stub / "out.csv"
     bench(stub, "stub", "-o", str(target))
     bench(stub, "stub", "-o", str(target))
-    assert len(rows_of(target)) == 10
+    assert len(harness.read_csv(target)) == 10
     target.write_text("a,b\n1,2\n")
     done = bench(stub, "stub", "-o", str(target))
     assert done.returncode == 2
@@ -214,18 +229,9 @@ def test_the_real_benchmarks_run(name: str, tmp_path: Path) -> None:
     few = ["--traces", str(ROOT / "vramx/demo")] if name == "traces" else []
     done = bench(ROOT, name, "--quick", *few, "-o", str(target))
     assert done.returncode == 0, done.stderr
-    rows = rows_of(target)
+    rows = harness.read_csv(target)
     assert {row["status"] for row in rows} == {"ok"}
     assert all(float(row["median"]) >= 0 for row in rows)
-
-
-def test_results_are_drawn(stub: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from benchmarks import plot
-
-    bench(stub, "stub")
-    assert plot.main([str(stub / "benchmarks/results/stub.csv"), "-o", str(tmp_path)]) == 0
-    assert (tmp_path / "stub.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -246,8 +252,16 @@ def test_each_benchmark_has_its_picture(name: str, cases: dict[str, str], tmp_pa
     measured = {case: [harness.Measurement(metric, "1", [1.01])] for case, metric in cases.items()}
     target = tmp_path / f"{name}.csv"
     harness.append_csv(target, [r for c, m in measured.items() for r in maker.rows(c, m, "ok")])
-    assert plot.main([str(target)]) == 0
-    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert plot.main([str(target), "-o", str(tmp_path.parent)]) == 0
+    assert (tmp_path.parent / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_point_that_another_is_left_of_and_below_is_not_on_the_front() -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.plot import pareto_front
+
+    points = [(3.0, 5.0), (2.0, 9.0), (1.0, 9.0), (4.0, 6.0), (5.0, 1.0)]
+    assert pareto_front(points) == [(1.0, 9.0), (3.0, 5.0), (5.0, 1.0)]
 
 
 def test_the_last_of_each_figure_is_drawn_where_the_last_run_was() -> None:

@@ -85,7 +85,7 @@ def test_a_real_history_is_the_same_from_its_file(
 ) -> None:
     recorded(snapshots / name)
     trace = _record.history()
-    _record.save(trace, tmp_path / "trace.npz")
+    trace.save(tmp_path / "trace.npz")
     read = load_trace(tmp_path / "trace.npz")
     for array, expected in trace.arrays().items():
         assert np.array_equal(read.arrays()[array], expected), array

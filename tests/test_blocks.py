@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from samples import recorded_snapshot
 
 from vramx.memory.blocks import rounded
 from vramx.memory.snapshot import Snapshot
 
-SNAPSHOTS = Path(__file__).parent / "snapshots"
 MIB = 1 << 20
 
 
@@ -30,8 +30,8 @@ def recorded(tmp_path: Path, *events: dict[str, Any], **settings: Any) -> Snapsh
 
 
 @pytest.mark.parametrize("name", ["train", "oom"])
-def test_blocks_of_a_real_run_are_those_that_torch_recorded(name: str) -> None:
-    snapshot = Snapshot.load(SNAPSHOTS / f"{name}.pickle")
+def test_blocks_of_a_real_run_are_those_that_torch_recorded(snapshots: Path, name: str) -> None:
+    snapshot = Snapshot.load(snapshots / f"{name}.pickle")
     live = snapshot.live_at(snapshot.end_event)
     assert np.array_equal(snapshot.block_bytes[live], snapshot.allocations.block_bytes[live])
     # Rounding alone would not do, neither for those nor for what is gone by then.
@@ -42,7 +42,7 @@ def test_blocks_of_a_real_run_are_those_that_torch_recorded(name: str) -> None:
 
 
 def test_a_recording_that_contradicts_the_rules_is_rounded(tmp_path: Path) -> None:
-    data = pickle.loads((SNAPSHOTS / "train.pickle").read_bytes())
+    data = pickle.loads(recorded_snapshot("train"))
     wrong = copy.deepcopy(data)
     for segment in wrong["segments"]:
         for block in segment["blocks"]:

@@ -116,6 +116,35 @@ def test_a_missing_compiler_is_named_in_one_line(small_checkout: Path) -> None:
     assert "apt-get install g++" in last
 
 
+def test_missing_headers_of_python_are_named_in_one_line(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(setup.sysconfig, "get_path", lambda _: str(tmp_path))
+    with pytest.raises(setup.PlatformError, match=r"no Python\.h in .*apt-get install python3-dev"):
+        setup.python_include()
+
+
+def test_each_missing_tool_is_named_in_a_line(
+    environment: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    assert not environment.lacks_tools(sys.executable, "ensurepip")
+    assert not capsys.readouterr().err
+    bare = tmp_path / "python3"  # as Debian's without python3-dev and python3-venv
+    bare.write_text("#!/bin/sh\necho Python.h; echo ensurepip\n")
+    bare.chmod(0o755)
+    monkeypatch.setattr(environment.shutil, "which", lambda _: None)
+    assert environment.lacks_tools(str(bare), "ensurepip")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("apt-get install ")[1].split()[0] for line in lines] == [
+        "g++",
+        "python3-dev",
+        "python3-venv",
+    ]
+
+
 def test_the_shim_for_torch_is_not_part_of_the_core(setup: ModuleType) -> None:
     sources = setup.core_sources()
     assert "csrc/driver/cuda_driver.cpp" in sources

@@ -28,6 +28,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[list[
     settings = Config(cache_dir=tmp_path / "cache")
     monkeypatch.setattr(config, "config", lambda: settings)
     monkeypatch.setattr(run_verb, "_build_shim", lambda: None)
+    monkeypatch.setattr(run_verb, "_unserved", lambda program: "")
     monkeypatch.setattr(run_verb.entry_folder, "finds_entry_point", lambda python: True)
     monkeypatch.setattr(
         run_verb.os, "execvpe", lambda file, words, variables: found.append((words, variables))
@@ -111,6 +112,7 @@ def test_a_shim_that_cannot_be_built_is_said_and_the_program_runs(
 
     monkeypatch.undo()  # of the fixture: the shim's build is what this is about
     monkeypatch.setattr(run_verb, "find_torch", _Torch)
+    monkeypatch.setattr(run_verb, "_no_gpu", lambda: "")
     monkeypatch.setattr(shim_build, "ensure_shim", fail)
     monkeypatch.setattr(shim_build, "shim_status", lambda c: shim_build.ShimStatus("2", None, "x"))
     monkeypatch.setattr(run_verb.entry_folder, "finds_entry_point", lambda python: True)
@@ -124,6 +126,36 @@ def test_a_shim_that_cannot_be_built_is_said_and_the_program_runs(
 
 class _Torch:
     version, cuda = "2.11.0+cu130", "13.0"
+
+
+class _HostTorch:
+    version, cuda = "2.11.0+cpu", None
+
+
+@pytest.mark.parametrize(
+    ("torch", "devices", "what"),
+    [
+        (_HostTorch, [{}], "torch 2.11.0+cpu is built without CUDA"),
+        (_Torch, [], "there is no GPU here (no driver)"),
+        (_Torch, [{}], ""),
+    ],
+)
+def test_why_nothing_is_served_is_said_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, torch: Any, devices: list[Any], what: str
+) -> None:
+    core = pytest.importorskip("vramx._core", reason="the compiled core is not built")
+    monkeypatch.setattr(run_verb, "find_torch", torch)
+    monkeypatch.setattr(core, "probe_cuda", lambda: {"devices": devices, "error": "no driver"})
+    assert run_verb._unserved(Path(sys.executable)) == what
+
+
+def test_a_compiled_program_on_libtorch_is_told_apart(run: Any, tmp_path: Path) -> None:
+    program = tmp_path / "trainer"
+    program.write_bytes(b"\x7fELF" + bytes(100) + b"libtorch_cuda.so\0libc.so.6\0")
+    assert "trainer is a compiled program on LibTorch" in run_verb._unserved(program)
+    for other in (b"\x7fELF\0libc.so.6\0", b"#!/bin/sh\nls libtorch.so\n", b""):
+        program.write_bytes(other)
+        assert not run_verb._is_of_libtorch(program)
 
 
 def test_where_torch_is_told_not_to_look_it_is_told_to(
@@ -219,7 +251,9 @@ def test_a_program_runs_unchanged_with_the_hook_in_place(tmp_path: Path) -> None
     done = vramx_run(tmp_path, "train.py", "--lr", "3", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.stdout == "['train.py', '--lr', '3'] __main__ 3.0\n", done.stderr
     assert done.returncode == 7
-    assert len(done.stderr.splitlines()) == 1  # of the variable that was turned
+    said = done.stderr.splitlines()  # the variable that was turned, and what is not served here
+    assert all(line.startswith("vramx run: ") for line in said)
+    assert len(said) <= 2
 
 
 def test_signals_are_the_programs(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from benchmarks.documents import figures, prune, results, tables
 from benchmarks.documents.layout import Column, Table, number
 from benchmarks.documents.results import PLACE, Row
-from benchmarks.harness import COLUMNS, read_csv
+from benchmarks.harness import COLUMNS, read_csv, write_csv
 
 MACHINE = {
     **dict.fromkeys(PLACE, "x"),
@@ -131,15 +130,14 @@ def test_rows_of_runs_that_no_table_shows_are_dropped(
 ) -> None:
     kept = [row("a", "3", "new", date_utc="2026-02-01"), row("b", "4", "new"), row("z", "5", "new")]
     older = [row("a", "1", "old"), row("b", "2", "old")]
-    with (tmp_path / "b.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(older + kept)
+    blank = dict.fromkeys(COLUMNS, "")
+    found = [{**blank, **each, "samples": each["median"]} for each in older + kept]
+    write_csv(tmp_path / "b.csv", found)
     for module in (prune, results):
         monkeypatch.setattr(module, "RESULTS", tmp_path)
     monkeypatch.setattr(prune, "TABLES", {"t": TABLE})
     results.runs.cache_clear()
     assert list(prune.prune()) == ["b.csv: 2 of 5 rows dropped"]
-    assert [each["median"] for each in read_csv(tmp_path / "b.csv")] == ["3", "4", "5"]
+    assert [each["median"] for each in read_csv(tmp_path / "b.csv")] == ["3.0", "4.0", "5.0"]
     assert list(prune.prune()) == []
     results.runs.cache_clear()

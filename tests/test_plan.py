@@ -233,8 +233,11 @@ def test_blocks_are_the_repeated_modules_and_not_their_stages_or_parts() -> None
     pair = nn.Module()
     pair.first, pair.second = Named(), Named()
     assert [block.name for block in find_blocks(pair)] == ["first", "second"]
+    pair = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(InvalidValueError, match="no repeated blocks"):
-        find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        find_blocks(pair)
+    with pytest.raises(InvalidValueError, match="level 'int9' is not accepted"):
+        vramx.plan(pair, torch.ones(1, 2), levels="int9")
 
 
 class WithCache(Stack):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samples import recorded_snapshot
 
 from vramx.allocator.oom_document import Failure, pickled
 from vramx.memory.attribution import add_categories
@@ -23,7 +24,6 @@ from vramx.memory.categories import Log
 
 pytest.importorskip("torch")
 
-SNAPSHOTS = Path(__file__).parent / "snapshots"
 PT_SNAP = (
     "import importlib.metadata as m; "
     "(found,) = m.entry_points(group='console_scripts', name='pt-snap'); found.load()()"
@@ -32,13 +32,13 @@ STACK = [{"name": "train", "filename": "train.py", "line": 12}]
 
 
 def with_categories(name: str) -> dict[str, Any]:
-    data: dict[str, Any] = pickle.loads((SNAPSHOTS / f"{name}.pickle").read_bytes())
+    data: dict[str, Any] = pickle.loads(recorded_snapshot(name))
     add_categories(data, Log(), workspace_sizes=(32 << 20,), outside_bytes=[1 << 20])
     return data
 
 
 def failure(name: str, *, has_history: bool = True) -> dict[str, Any]:
-    data: dict[str, Any] = pickle.loads((SNAPSHOTS / f"{name}.pickle").read_bytes())
+    data: dict[str, Any] = pickle.loads(recorded_snapshot(name))
     if not has_history:
         data["device_traces"] = [[]]
     written: dict[str, Any] = pickle.loads(pickled(data, Failure(0, 1 << 30, 1 << 20, STACK)))

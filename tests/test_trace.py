@@ -62,10 +62,45 @@ def test_version_1_is_accepted(write: Callable[..., Path]) -> None:
     assert len(load_trace(write(version=np.array(1)))) == 4
 
 
-@pytest.mark.parametrize("version", [0, 2, [1, 1], 1.5, "1"])
+@pytest.mark.parametrize("version", [0, 3, [1, 1], 1.5, "1"])
 def test_other_versions_are_refused(write: Callable[..., Path], version: Any) -> None:
-    with pytest.raises(TraceError, match=r"of version .*; version 1 is accepted"):
+    with pytest.raises(TraceError, match=r"of version .*; versions 1 and 2 are accepted"):
         load_trace(write(version=np.array(version)))
+
+
+def test_what_is_saved_is_read_as_it_was_whatever_it_says(
+    write: Callable[..., Path], tmp_path: Path
+) -> None:
+    random = np.random.default_rng(0)
+    columns = {name: random.integers(0, 1 << 8, 4000) for name in ARRAYS}
+    columns["op"] %= 4  # a kind that there is not among them, frees of ids that are not yet there
+    columns["size"] = random.integers(0, 1 << 63, 4000) * 2 + 1
+    for strange in (small_trace(), columns):
+        arrays = {name: strange[name].astype(dtype) for name, dtype in ARRAYS.items()}
+        trace = load_trace(write(**arrays))
+        trace.save(tmp_path / "saved.npz")
+        again = load_trace(tmp_path / "saved.npz").arrays()
+        for name, array in arrays.items():
+            assert again[name].dtype == array.dtype
+            assert np.array_equal(again[name], array), name
+
+
+def test_a_recorded_program_takes_six_bits_an_event(traces: Path, tmp_path: Path) -> None:
+    trace = load_trace(traces / "lora_checkpoint.npz")
+    trace.save(tmp_path / "saved.npz")
+    assert (tmp_path / "saved.npz").stat().st_size < len(trace) * 6 / 8
+
+
+def test_without_lzma_a_trace_is_saved_all_the_same(
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = load_trace(write())
+    trace.save(tmp_path / "packed.npz")
+    monkeypatch.setattr(zipfile, "lzma", None)
+    with pytest.raises(TraceError, match=r"cannot be unpacked: .*lzma"):
+        load_trace(tmp_path / "packed.npz")
+    trace.save(tmp_path / "saved.npz")
+    assert load_trace(tmp_path / "saved.npz").size.tolist() == trace.size.tolist()
 
 
 @pytest.mark.parametrize("name", ARRAYS)

@@ -41,6 +41,7 @@ class _Timeline(TypedDict):
 
 class _RunFigures(TypedDict):
     peak_reserved_bytes: int
+    peak_allocated_bytes: int  # by blocks, which may be larger than their requests
     oom: bool
     oom_event: int  # -1 where memory did not run out
     ns_per_event: float

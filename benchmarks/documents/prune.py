@@ -5,12 +5,11 @@ A run that a table shows is kept whole. Files that no table is of are left as th
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator
 
 from benchmarks.documents.results import PLACE
 from benchmarks.documents.tables import TABLES
-from benchmarks.harness import COLUMNS, RESULTS, read_csv
+from benchmarks.harness import RESULTS, read_csv, write_csv
 
 
 def prune() -> Iterator[str]:
@@ -25,8 +24,5 @@ def prune() -> Iterator[str]:
         rows = read_csv(path)
         kept = [row for row in rows if tuple(row[name] for name in PLACE) in places]
         if len(kept) < len(rows):
-            with path.open("w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(kept)
+            write_csv(path, kept)
             yield f"{path.name}: {len(rows) - len(kept)} of {len(rows)} rows dropped"

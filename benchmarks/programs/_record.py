@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
     reserved_bytes = torch.cuda.max_memory_reserved()
     trace = history()
     path = folder / f"{program.stem}.npz"
-    save(trace, path)
+    trace.save(path)
     facts = {
         **describe(load_trace(path)),
         "file_bytes": path.stat().st_size,
@@ -96,12 +96,6 @@ def history() -> Trace:
         path = Path(folder) / "history.pickle"
         torch.cuda.memory._dump_snapshot(str(path))
         return load_trace(path, device=0)
-
-
-def save(trace: Trace, path: Path) -> None:
-    """Write a trace as the .npz that `load_trace` reads."""
-    arrays: dict[str, Any] = trace.arrays()
-    np.savez_compressed(path, **arrays)
 
 
 def describe(trace: Trace) -> dict[str, Any]:

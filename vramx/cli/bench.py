@@ -119,9 +119,8 @@ def _options(harness: Any, args: argparse.Namespace) -> Any:
 
 def _run_processes(harness: Any, name: str, args: argparse.Namespace, path: Path) -> int:
     """Run a benchmark that starts its own processes and writes each row when it is known."""
-    rows = importlib.import_module("benchmarks.programs._rows")
-    writer = rows.RowWriter(name, command_line(name, args), path, _report)
-    request = rows.Request(
+    writer = harness.RowWriter(name, command_line(name, args), path, _report)
+    request = harness.Request(
         only=tuple(args.only.split(",")) if args.only else (),
         repeats=args.repeats,
         jobs=args.jobs,

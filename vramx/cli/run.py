@@ -8,12 +8,14 @@ Sets VRAMX=1 and what was chosen, compiles the shim if it is not there yet, so t
 job need not wait for each other, and becomes the program: exit code, signals and terminal are the
 program's. torch finds vramx in every process of the job by its entry point; where that is not
 installed, a folder that has it goes onto PYTHONPATH (see entry_folder). A process in which the
-allocator cannot be installed says so in one line on stderr and goes on with torch's own.
+allocator cannot be installed says so in one line on stderr and goes on with torch's own; what can
+be seen before the start is said before it.
 """
 
 from __future__ import annotations
 
 import argparse
+import mmap
 import os
 import shutil
 import sys
@@ -119,6 +121,8 @@ def run(args: argparse.Namespace) -> int:
     if args.limit is None:
         environment_limit(config.config())
     command = [_executable(args.command[0]), *args.command[1:]]
+    if reason := _unserved(Path(command[0])):
+        common.note("run", f"{reason}; the program runs, without the allocator")
     _build_shim()
     environment = config.program_environment(settings, _import_path(command))
     sys.stdout.flush()
@@ -167,11 +171,46 @@ def _executable(name: str) -> str:
     return found
 
 
+def _unserved(program: Path) -> str:
+    """Return why nothing here will be served, or nothing where that cannot be said."""
+    if _is_of_libtorch(program):
+        return (
+            f"{program.name} is a compiled program on LibTorch, and vramx is found by Python's "
+            "torch (examples/libtorch installs it in C++)"
+        )
+    try:
+        torch = find_torch()
+    except VramxError:
+        return ""  # _build_shim says it
+    return _no_gpu() if torch.cuda else f"torch {torch.version} is built without CUDA"
+
+
+def _no_gpu() -> str:
+    try:
+        from vramx import _core
+    except ImportError:  # the program's own warning says more
+        return ""
+    probe = _core.probe_cuda()
+    return "" if probe["devices"] else f"there is no GPU here ({probe['error'] or 'no device'})"
+
+
+def _is_of_libtorch(program: Path) -> bool:
+    """Tell whether a file is a compiled program that asks the loader for torch's libraries."""
+    try:
+        with program.open("rb") as file:
+            if file.read(4) != b"\x7fELF":
+                return False
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+                return text.find(b"\0libtorch") >= 0 or text.find(b"\0libc10.so") >= 0
+    except (OSError, ValueError):
+        return False
+
+
 def _build_shim() -> None:
     """Compile the shim now; what goes wrong is said, and the program runs with torch's own."""
     try:
         torch = find_torch()
-        if torch.cuda is None:  # the program will say so itself, if it ever asks for CUDA
+        if torch.cuda is None:
             return
         status = shim_build.shim_status(config.config())
         if status.built is None and not status.fault:

@@ -32,8 +32,8 @@ CHUNK_BYTES = 2 * MIB  # the smallest piece that a driver hands out
 
 # What the core reports of a run; the rest of a ReplayResult belongs to the trace.
 _FIGURES = (
-    *("peak_reserved_bytes", "oom", "oom_event", "ns_per_event", "driver_calls", "driver_us"),
-    *("driver_us_second_half", "retries", "mismatches", "timeline"),
+    *("peak_reserved_bytes", "peak_allocated_bytes", "oom", "oom_event", "ns_per_event"),
+    *("driver_calls", "driver_us", "driver_us_second_half", "retries", "mismatches", "timeline"),
 )
 
 # A short run is timed again, up to so many runs or so much time in all.
@@ -80,6 +80,8 @@ class Timeline:
 class ReplayResult:
     """What one policy did with one trace.
 
+    peak_allocated_bytes is what torch.cuda.max_memory_allocated() says: of the blocks in use, which
+    torch's own allocator leaves up to 1 MiB larger than what was asked for (peak_live_bytes).
     ns_per_event is the time of the loop over the events, by their number; the median of several
     runs where one takes a few milliseconds. oom_event is the event that did not fit, or -1;
     oom_as_recorded says that this request failed when it was recorded as well. min_capacity_bytes
@@ -93,6 +95,7 @@ class ReplayResult:
     events: int
     peak_live_bytes: int
     peak_reserved_bytes: int
+    peak_allocated_bytes: int
     min_capacity_bytes: int | None
     oom: bool
     oom_event: int
@@ -110,6 +113,7 @@ class ReplayResult:
         """Return the figures as plain values under the keys of the JSON report."""
         return {
             "peak_reserved_bytes": self.peak_reserved_bytes,
+            "peak_allocated_bytes": self.peak_allocated_bytes,
             "min_capacity_bytes": self.min_capacity_bytes,
             "oom": self.oom,
             "ns_per_event": self.ns_per_event,

@@ -56,9 +56,9 @@ class Chooser:
         self.added = added
         self._device = device_of(model)
         self._notes = tuple(notes)
-        self._blocks = find_blocks(model)
         self._is_free = levels is None  # to take the noisiest word where it must be
         self._chosen = chosen_words(levels)
+        self._blocks = find_blocks(model)
         self._measured: dict[bool, Measured] = {}
         if Caches(model):
             self._notes += ("caches of keys and values are off while the plan is applied",)

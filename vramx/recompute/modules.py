@@ -11,6 +11,8 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -25,10 +27,11 @@ from vramx.patch.module import find, put_all
 from vramx.patch.report import Report, report_on
 from vramx.recompute.call import TORCH_OPTIONS, Settings, run, settings_of
 
-Where = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
+Where = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool] | str
 
 # Of an error's list of classes.
 _MOST_NAMES = 12
+_MOST_CLOSE = 3  # of its list of names
 # Their gradients jump where an argument crosses a bound, or where another becomes the largest.
 _COMPARING = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.Threshold, nn.Hardtanh),
@@ -84,7 +87,9 @@ def checkpoint_modules(
     A module that is not `training` is recomputed from exact inputs.
 
     Args:
-        where: a class, a tuple of classes, or a predicate that is given each module.
+        where: a class, a tuple of classes, a predicate that is given each module, or a pattern of
+            names as vramx.optimize takes them ("model.layers.*"): of what matches, the outermost
+            modules that are called.
         every: every n-th of the modules that match, from the first, as model.modules() has them.
         options: what vramx.checkpoint takes: offload, preserve_rng_state, context_fn and so on.
 
@@ -133,13 +138,15 @@ def _module_settings(level: str | Compression, options: dict[str, Any]) -> Setti
 
 
 def _matches(model: nn.Module, where: Where) -> list[nn.Module]:
+    if isinstance(where, str):
+        return _named(model, where)
     predicate: Any = where
     if isinstance(where, (type, tuple)):
         predicate = functools.partial(_is_instance, where)
     elif not callable(where):
         raise InvalidValueError(
-            f"where {brief(where)} is not accepted; accepted are a module class, a tuple of them "
-            "and a predicate of a module"
+            f"where {brief(where)} is not accepted; accepted are a module class, a tuple of them, "
+            "a predicate of a module and a pattern of names"
         )
     matches = [module for module in model.modules() if predicate(module)]
     if not matches:
@@ -147,6 +154,26 @@ def _matches(model: nn.Module, where: Where) -> list[nn.Module]:
             f"where {brief(where)} matches no module; the model has {_classes(model)}"
         )
     return matches
+
+
+def _named(model: nn.Module, pattern: str) -> list[nn.Module]:
+    """Return the modules whose name matches, but for those within another, and lists of modules."""
+    found: dict[str, nn.Module] = {}
+    names = dict(model.named_modules())
+    outer = ""
+    for name, module in names.items():
+        if outer and name.startswith(outer):
+            continue
+        is_called = name and type(module).forward is not nn.Module.forward
+        if is_called and fnmatchcase(name, pattern):
+            found[name], outer = module, f"{name}."
+    if not found:
+        closest = get_close_matches(pattern, names, n=_MOST_CLOSE, cutoff=0)
+        raise InvalidValueError(
+            f"where {pattern!r}: no module's name matches; closest are "
+            f"{', '.join(map(repr, closest))}"
+        )
+    return list(found.values())
 
 
 def _classes(model: nn.Module) -> str:
