@@ -131,20 +131,16 @@ def _act(actions: list[Callable[[], None]], when: str) -> None:
 
 def site_of(frame: FrameType | None) -> InitSite:
     """Return who is behind `frame`: the first caller outside torch, and the program's own line."""
-    torch_folder = _folder_of("torch")
+    machinery = (_folder_of("torch"), "<frozen importlib")
     caller = program = ""
     while frame is not None:
         name = frame.f_code.co_filename
-        if not caller and not _is_machinery(name, torch_folder):
+        if not caller and not name.startswith(machinery):
             caller = _line_of(frame)
         if frame.f_globals.get("__name__") == "__main__" and not program:
             program = _line_of(frame)
         frame = frame.f_back
     return InitSite(caller or "a line that cannot be told", program)
-
-
-def _is_machinery(filename: str, torch_folder: str) -> bool:
-    return filename.startswith((torch_folder, "<frozen importlib"))
 
 
 def _folder_of(package: str) -> str:

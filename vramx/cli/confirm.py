@@ -11,7 +11,7 @@ from __future__ import annotations
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,14 +58,7 @@ class Confirmed:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values under the keys of the JSON report."""
-        return {
-            "policy": self.policy,
-            "expected_bytes": self.expected_bytes,
-            "measured_bytes": self.measured_bytes,
-            "exit_code": self.exit_code,
-            "is_under_it": self.is_under_it,
-            "ok": self.ok,
-        }
+        return {**asdict(self), "ok": self.ok}
 
 
 def advised(why: Explanation) -> list[Remedy]:

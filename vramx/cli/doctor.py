@@ -285,11 +285,8 @@ def _device(device: dict[str, Any]) -> str:
 
 def finding_lines(findings: list[Finding]) -> list[str]:
     """Write the findings for people: the part, whether it works, and the reason."""
-    lines = []
-    for finding in findings:
-        reason = f": {finding.reason}" if finding.reason else ""
-        lines.append(_labelled(finding.part, f"{finding.state}{reason}", 36))
-    return lines
+    said = ((each.part, each.state, each.reason and f": {each.reason}") for each in findings)
+    return [_labelled(part, state + reason, 36) for part, state, reason in said]
 
 
 def _labelled(label: str, text: str, width: int) -> str:

@@ -20,19 +20,11 @@ from vramx.errors import VramxError
 
 DONE, CHECK_FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 
-VERBS = {
-    "run": "vramx.cli.run",
-    "demo": "vramx.cli.demo",
-    "doctor": "vramx.cli.doctor",
-    "predict": "vramx.cli.predict",
-    "replay": "vramx.cli.replay",
-    "stats": "vramx.cli.stats",
-    "explain": "vramx.cli.explain",
-    "diff": "vramx.cli.diff",
-    "check": "vramx.cli.check",
-    "plot": "vramx.cli.plot",
-    "bench": "vramx.cli.bench",
-}
+# Each is the module of its name beside this one.
+VERBS = (
+    *("run", "demo", "doctor", "predict", "replay", "stats"),
+    *("explain", "diff", "check", "plot", "bench"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,7 +76,7 @@ def _add_verbs(
     modules = {}
     for name in [verb] if verb in VERBS else VERBS:
         try:
-            module = importlib.import_module(VERBS[name])
+            module = importlib.import_module(f"vramx.cli.{name}")
         except ImportError as error:
             if name == verb:
                 raise VramxError(f"not available in this installation: {error}") from None

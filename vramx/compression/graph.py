@@ -162,7 +162,7 @@ class _Hooks:
         self._slots = itertools.count()
 
     def pack(self, tensor: Tensor) -> Any:
-        if not _is_traced(tensor):
+        if not torch._subclasses.fake_tensor.is_fake(tensor):
             return tensor.detach()  # between the graphs: kept
         form = self._format(tensor)
         if form is None:
@@ -204,10 +204,6 @@ class _Hooks:
         if not order or tensor.numel() % group or _is_exact_here():
             return None
         return Format(form.bits, group, form.symmetric, form.rounding)
-
-
-def _is_traced(tensor: Tensor) -> bool:
-    return bool(torch._subclasses.fake_tensor.is_fake(tensor))
 
 
 def _dense_order(tensor: Tensor) -> list[int]:

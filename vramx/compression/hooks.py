@@ -32,9 +32,9 @@ class CompressionContext:
     It may be entered again while it is entered, and on several threads; `stats` sums over all.
     """
 
-    def __init__(self, options: Compression, stats: CompressionStats | None = None) -> None:
+    def __init__(self, options: Compression) -> None:
         self.options = options
-        self.stats = CompressionStats() if stats is None else stats
+        self.stats = CompressionStats()
         self._derivatives = Derivatives()
         self._entered = _Entered()
 

@@ -28,19 +28,19 @@ MAYBE_POWERS = POWERS | _PRODUCTS
 _SCALED = frozenset(
     f"{name}Backward0"
     for name in (
+        *("Mul", "Div", "Neg", "Add", "Sub", "View", "UnsafeView", "ReshapeAlias"),
         *(
-            "Mul",
-            "Div",
-            "Neg",
-            "Add",
-            "Sub",
-            "View",
-            "UnsafeView",
-            "ReshapeAlias",
             "T",
             "Transpose",
+            "Permute",
+            "ToCopy",
+            "Clone",
+            "Select",
+            "Unsqueeze",
+            "Squeeze",
+            "Expand",
+            "Slice",
         ),
-        *("Permute", "ToCopy", "Clone", "Select", "Unsqueeze", "Squeeze", "Expand", "Slice"),
     )
 )
 _WALK = 8

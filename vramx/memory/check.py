@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +53,7 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values under the keys of the JSON report."""
-        return {
-            "figure": self.figure,
-            "value": self.value,
-            "expected": self.expected,
-            "accepted": self.accepted,
-            "ok": self.ok,
-        }
+        return {**asdict(self), "ok": self.ok}
 
 
 def measure(snapshot: Snapshot) -> Measured:

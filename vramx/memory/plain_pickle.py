@@ -21,15 +21,8 @@ PICKLE_MAGIC = b"\x80"  # of every protocol from 2 on; torch writes no older one
 
 _CONTAINERS = frozenset(
     (
-        "EMPTY_DICT",
-        "DICT",
-        "EMPTY_LIST",
-        "LIST",
-        "EMPTY_TUPLE",
-        "TUPLE",
-        "TUPLE1",
-        "TUPLE2",
-        "TUPLE3",
+        *("EMPTY_DICT", "DICT", "EMPTY_LIST", "LIST"),
+        *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
     )
 )
 _FILLS = frozenset(("APPEND", "APPENDS", "SETITEM", "SETITEMS"))

@@ -11,21 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from vramx.errors import MissingDependencyError
-from vramx.memory.plot import (
-    CATEGORY_COLOURS,
-    CATEGORY_WORDS,
-    COLOURS,
-    EXTENT_COLOURS,
-    EXTENT_LABELS,
-    LIMIT_COLOUR,
-    MAP_WORDS,
-    MARK_COLOUR,
-    PAUSE_COLOUR,
-    TIMELINE_WORDS,
-    UNUSED_WORDS,
-    Extent,
-    Picture,
-)
+from vramx.memory import plot
+from vramx.memory.plot import Extent, Picture
 from vramx.memory.plot_marks import unused_share
 from vramx.sizes import GIB, MIB, format_gib, format_size
 
@@ -78,12 +65,12 @@ def render_html(picture: Picture) -> bytes:
 
 
 def _parts(go: Any, picture: Picture) -> Iterator[_Part]:
-    yield "Memory over time", TIMELINE_WORDS, _timelines(go, picture)
+    yield "Memory over time", plot.TIMELINE_WORDS, _timelines(go, picture)
     if picture.layers:
-        yield "What it was for", CATEGORY_WORDS, _categories(go, picture)
+        yield "What it was for", plot.CATEGORY_WORDS, _categories(go, picture)
     if picture.lines:
-        yield "Unused over time", UNUSED_WORDS, _unused(go, picture)
-    yield picture.map_title, MAP_WORDS, _map(go, picture)
+        yield "Unused over time", plot.UNUSED_WORDS, _unused(go, picture)
+    yield picture.map_title, plot.MAP_WORDS, _map(go, picture)
 
 
 def _timelines(go: Any, picture: Picture) -> Any:
@@ -94,7 +81,7 @@ def _timelines(go: Any, picture: Picture) -> Any:
         y=live.live_bytes / GIB,
         name="live",
         fill="tozeroy",
-        line={"color": COLOURS["live"], "width": 1},
+        line={"color": plot.COLOURS["live"], "width": 1},
     )
     for result in picture.lines:
         assert result.timeline is not None
@@ -102,7 +89,7 @@ def _timelines(go: Any, picture: Picture) -> Any:
             x=result.timeline.time_us / 1e6,
             y=result.timeline.reserved_bytes / GIB,
             name=f"{result.policy}: {format_gib(result.peak_reserved_bytes)} reserved",
-            line={"color": COLOURS[result.policy], "width": 2},
+            line={"color": plot.COLOURS[result.policy], "width": 2},
         )
     if picture.limit is not None:
         end_s = live.time_us[-1] / 1e6
@@ -111,7 +98,7 @@ def _timelines(go: Any, picture: Picture) -> Any:
             y=[picture.limit.at / GIB] * 2,
             mode="lines",
             name=picture.limit.text,
-            line={"color": LIMIT_COLOUR, "width": 2, "dash": "dash"},
+            line={"color": plot.LIMIT_COLOUR, "width": 2, "dash": "dash"},
         )
     _mark(figure, picture)
     _label(figure, "GiB")
@@ -124,7 +111,7 @@ def _mark(figure: Any, picture: Picture) -> None:
         figure.add_vrect(
             x0=pause.begin_us / 1e6,
             x1=pause.end_us / 1e6,
-            fillcolor=PAUSE_COLOUR,
+            fillcolor=plot.PAUSE_COLOUR,
             opacity=0.4,
             line_width=0,
             layer="below",
@@ -132,13 +119,13 @@ def _mark(figure: Any, picture: Picture) -> None:
     for failure in picture.failures:
         figure.add_vline(
             x=failure.at / 1e6,
-            line={"color": MARK_COLOUR, "width": 2, "dash": "dot"},
-            annotation={"text": failure.text, "font": {"color": MARK_COLOUR}},
+            line={"color": plot.MARK_COLOUR, "width": 2, "dash": "dot"},
+            annotation={"text": failure.text, "font": {"color": plot.MARK_COLOUR}},
         )
     # What a shape means, only a trace can say in the legend.
     meanings = [
-        (bool(picture.pauses), "nothing allocated or freed", PAUSE_COLOUR, "square"),
-        (bool(picture.failures), "out of memory", MARK_COLOUR, "line-ns-open"),
+        (bool(picture.pauses), "nothing allocated or freed", plot.PAUSE_COLOUR, "square"),
+        (bool(picture.failures), "out of memory", plot.MARK_COLOUR, "line-ns-open"),
     ]
     for is_there, name, colour, symbol in meanings:
         if is_there:
@@ -154,7 +141,7 @@ def _categories(go: Any, picture: Picture) -> Any:
             y=layer.live_bytes / GIB,
             name=layer.name,
             stackgroup="live",
-            line={"width": 0, "color": CATEGORY_COLOURS[index % len(CATEGORY_COLOURS)]},
+            line={"width": 0, "color": plot.CATEGORY_COLOURS[index % len(plot.CATEGORY_COLOURS)]},
         )
     _mark(figure, picture)
     _label(figure, "GiB live")
@@ -169,7 +156,7 @@ def _unused(go: Any, picture: Picture) -> Any:
             x=result.timeline.time_us / 1e6,
             y=unused_share(result),
             name=result.policy,
-            line={"color": COLOURS[result.policy], "width": 1.5},
+            line={"color": plot.COLOURS[result.policy], "width": 1.5},
         )
     _mark(figure, picture)
     _label(figure, "% of what is held")
@@ -179,7 +166,7 @@ def _unused(go: Any, picture: Picture) -> Any:
 
 def _map(go: Any, picture: Picture) -> Any:
     figure = go.Figure()
-    for kind in EXTENT_LABELS:
+    for kind in plot.EXTENT_LABELS:
         extents = [extent for extent in picture.extents if extent.kind == kind]
         if extents:
             figure.add_trace(_bars(go, kind, extents, picture))
@@ -199,12 +186,12 @@ def _bars(go: Any, kind: str, extents: list[Extent], picture: Picture) -> Any:
         y=[extent.row * picture.row_bytes / GIB for extent in extents],
         width=0.84 * picture.row_bytes / GIB,
         marker={
-            "color": [EXTENT_COLOURS[kind][extent.shade] for extent in extents],
+            "color": [plot.EXTENT_COLOURS[kind][extent.shade] for extent in extents],
             "line": {"width": 0},
         },
-        name=EXTENT_LABELS[kind],
+        name=plot.EXTENT_LABELS[kind],
         hovertext=[
-            f"{EXTENT_LABELS[kind]}, {format_size(extent.extent_bytes)} "
+            f"{plot.EXTENT_LABELS[kind]}, {format_size(extent.extent_bytes)} "
             f"at {format_size(extent.address)}"
             for extent in extents
         ],

@@ -11,20 +11,8 @@ from collections.abc import Collection
 from typing import Any
 
 from vramx.errors import MissingDependencyError
-from vramx.memory.plot import (
-    CATEGORY_COLOURS,
-    CATEGORY_WORDS,
-    COLOURS,
-    EXTENT_COLOURS,
-    EXTENT_LABELS,
-    LIMIT_COLOUR,
-    MAP_WORDS,
-    MARK_COLOUR,
-    PAUSE_COLOUR,
-    TIMELINE_WORDS,
-    UNUSED_WORDS,
-    Picture,
-)
+from vramx.memory import plot
+from vramx.memory.plot import Picture
 from vramx.memory.plot_marks import unused_share
 from vramx.sizes import GIB, MIB, format_gib
 
@@ -74,26 +62,32 @@ def _plain(text: str) -> str:
 def _draw_timelines(axes: Any, picture: Picture) -> None:
     live = next(result.timeline for result in picture.results if result.timeline is not None)
     seconds = live.time_us / 1e6
-    axes.fill_between(seconds, live.live_bytes / GIB, color=COLOURS["live"], alpha=0.35, lw=0)
-    axes.plot(seconds, live.live_bytes / GIB, color=COLOURS["live"], lw=0.6, label="live")
+    axes.fill_between(seconds, live.live_bytes / GIB, color=plot.COLOURS["live"], alpha=0.35, lw=0)
+    axes.plot(seconds, live.live_bytes / GIB, color=plot.COLOURS["live"], lw=0.6, label="live")
     for result in picture.lines:
         assert result.timeline is not None
         axes.plot(
             result.timeline.time_us / 1e6,
             result.timeline.reserved_bytes / GIB,
-            color=COLOURS[result.policy],
+            color=plot.COLOURS[result.policy],
             lw=1.4,
             label=f"{result.policy}: {format_gib(result.peak_reserved_bytes)} reserved",
         )
     if picture.limit is not None:
         axes.axhline(
-            picture.limit.at / GIB, color=LIMIT_COLOUR, lw=1.4, ls="--", label=picture.limit.text
+            picture.limit.at / GIB,
+            color=plot.LIMIT_COLOUR,
+            lw=1.4,
+            ls="--",
+            label=picture.limit.text,
         )
-    _finish(axes, picture, "GiB", TIMELINE_WORDS)
+    _finish(axes, picture, "GiB", plot.TIMELINE_WORDS)
 
 
 def _draw_categories(axes: Any, picture: Picture) -> None:
-    colours = [CATEGORY_COLOURS[i % len(CATEGORY_COLOURS)] for i in range(len(picture.layers))]
+    colours = [
+        plot.CATEGORY_COLOURS[i % len(plot.CATEGORY_COLOURS)] for i in range(len(picture.layers))
+    ]
     axes.stackplot(
         picture.layers[0].time_us / 1e6,
         *(layer.live_bytes / GIB for layer in picture.layers),
@@ -101,7 +95,7 @@ def _draw_categories(axes: Any, picture: Picture) -> None:
         colors=colours,
         lw=0,
     )
-    _finish(axes, picture, "GiB live", CATEGORY_WORDS)
+    _finish(axes, picture, "GiB live", plot.CATEGORY_WORDS)
 
 
 def _draw_unused(axes: Any, picture: Picture) -> None:
@@ -110,11 +104,11 @@ def _draw_unused(axes: Any, picture: Picture) -> None:
         axes.plot(
             result.timeline.time_us / 1e6,
             unused_share(result),
-            color=COLOURS[result.policy],
+            color=plot.COLOURS[result.policy],
             lw=1,
             label=result.policy,
         )
-    _finish(axes, picture, "% of what is held", UNUSED_WORDS)
+    _finish(axes, picture, "% of what is held", plot.UNUSED_WORDS)
 
 
 def _finish(axes: Any, picture: Picture, unit: str, words: str) -> None:
@@ -123,7 +117,7 @@ def _finish(axes: Any, picture: Picture, unit: str, words: str) -> None:
         axes.axvspan(
             pause.begin_us / 1e6,
             pause.end_us / 1e6,
-            color=PAUSE_COLOUR,
+            color=plot.PAUSE_COLOUR,
             alpha=0.4,
             lw=0,
             label="nothing allocated or freed" if not index else None,
@@ -131,7 +125,7 @@ def _finish(axes: Any, picture: Picture, unit: str, words: str) -> None:
     for index, failure in enumerate(picture.failures):
         is_last = index == len(picture.failures) - 1
         label = failure.text if is_last else None
-        axes.axvline(failure.at / 1e6, color=MARK_COLOUR, lw=1.6, ls=":", label=label)
+        axes.axvline(failure.at / 1e6, color=plot.MARK_COLOUR, lw=1.6, ls=":", label=label)
     axes.set(ylabel=unit)
     axes.set_xlabel(f"seconds\n{words}", fontsize=9)
     axes.set_ylim(bottom=0)
@@ -149,20 +143,23 @@ def draw_map(axes: Any, picture: Picture) -> None:
         axes.broken_barh(
             [(extent.offset_bytes / MIB, extent.size_bytes / MIB) for extent in extents],
             (row - 0.42, 0.84),
-            facecolors=[EXTENT_COLOURS[extent.kind][extent.shade] for extent in extents],
+            facecolors=[plot.EXTENT_COLOURS[extent.kind][extent.shade] for extent in extents],
             linewidth=0,
         )
-    kinds = [kind for kind in EXTENT_LABELS if any(e.kind == kind for e in picture.extents)]
+    kinds = [kind for kind in plot.EXTENT_LABELS if any(e.kind == kind for e in picture.extents)]
     axes.legend(
-        handles=[Patch(color=EXTENT_COLOURS[kind][0], label=EXTENT_LABELS[kind]) for kind in kinds],
+        handles=[
+            Patch(color=plot.EXTENT_COLOURS[kind][0], label=plot.EXTENT_LABELS[kind])
+            for kind in kinds
+        ],
         loc="upper center",
         bbox_to_anchor=(0.5, -0.24),
-        ncols=len(EXTENT_LABELS),
+        ncols=len(plot.EXTENT_LABELS),
         frameon=False,
     )
     ticks = list(range(0, picture.rows, 4))
     axes.set_yticks(ticks, [f"{row * picture.row_bytes / GIB:.1f} GiB" for row in ticks])
     axes.set_ylim(picture.rows - 0.5, -0.5)
     axes.set_xlim(0, picture.row_bytes / MIB)
-    axes.set_xlabel(f"MiB from the start of the row\n{MAP_WORDS}", fontsize=9)
+    axes.set_xlabel(f"MiB from the start of the row\n{plot.MAP_WORDS}", fontsize=9)
     axes.set_title(picture.map_title)

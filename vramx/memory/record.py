@@ -52,13 +52,12 @@ class Recorder:
         model: nn.Module | None,
         optimizers: tuple[torch.optim.Optimizer, ...],
         options: tuple[int, str],
-        source: HistorySource | None = None,
     ) -> None:
         self._path = path
         self._model = model
         self._optimizers = optimizers
         self._max_entries, self._stacks = options
-        self._source = source if source is not None else CudaHistory()
+        self._source: HistorySource = CudaHistory()
         self._observer: Observer | None = None
         self._was_used = False
 

@@ -32,17 +32,8 @@ CHUNK_BYTES = 2 * MIB  # the smallest piece that a driver hands out
 
 # What the core reports of a run; the rest of a ReplayResult belongs to the trace.
 _FIGURES = (
-    "peak_reserved_bytes",
-    "peak_allocated_bytes",
-    "oom",
-    "oom_event",
-    "ns_per_event",
-    "driver_calls",
-    "driver_us",
-    "driver_us_second_half",
-    "retries",
-    "mismatches",
-    "timeline",
+    *("peak_reserved_bytes", "peak_allocated_bytes", "oom", "oom_event", "ns_per_event"),
+    *("driver_calls", "driver_us", "driver_us_second_half", "retries", "mismatches", "timeline"),
 )
 
 # A short run is timed again, up to so many runs or so much time in all.

@@ -18,27 +18,8 @@ from vramx.nn.modules import GELU, Dropout, GeGLU, LinearCrossEntropy, ReLU, SiL
 from vramx.nn.norm import LayerNorm, Normed, RMSNorm
 
 __all__ = [
-    "GELU",
-    "Attended",
-    "BatchNorm1d",
-    "BatchNorm2d",
-    "BatchNorm3d",
-    "ChannelNormed",
-    "Conv2d",
-    "Conv3d",
-    "Dropout",
-    "GeGLU",
-    "GroupNorm",
-    "InstanceNorm1d",
-    "InstanceNorm2d",
-    "InstanceNorm3d",
-    "LayerNorm",
-    "Linear",
-    "LinearCrossEntropy",
-    "Normed",
-    "RMSNorm",
-    "ReLU",
-    "SiLU",
-    "SwiGLU",
+    "GELU", "Attended", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "ChannelNormed", "Conv2d",
+    "Conv3d", "Dropout", "GeGLU", "GroupNorm", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d",
+    "LayerNorm", "Linear", "LinearCrossEntropy", "Normed", "RMSNorm", "ReLU", "SiLU", "SwiGLU",
     "functional",
-]
+]  # fmt: skip

@@ -30,8 +30,10 @@ from vramx.nn.keeping import (
     draw,
     empty_buffer,
     encode,
+    flat_in,
     fused_layout,
     served,
+    shaped_in,
 )
 from vramx.nn.reference_norm import wide
 
@@ -94,7 +96,7 @@ def forward_reference(
         return y, None, None
     bits = x.new_empty(0, dtype=torch.uint8)
     if norm.by_sign:
-        passes = ~(_flat(z, form.order) <= 0)
+        passes = ~(flat_in(form.order, z) <= 0)
         bits = codec.pack(passes, MASK_FORMAT).buffer
     n = dense_like(x, form.order).copy_(n.reshape(x.shape)) if form.bits == RAW else n
     return y, encode(n.reshape(x.shape), form), bits
@@ -214,14 +216,7 @@ def backward_reference(
 
 def passing(bits: Tensor, shape: Sequence[int], order: int) -> Tensor:
     """Return what bits say, in the shape and the order of the tensor that they are of."""
-    flat = unpack_mask(bits, torch.Size(shape).numel())
-    if not order:
-        return flat.view(*shape)
-    return flat.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
-
-
-def _flat(x: Tensor, order: int) -> Tensor:
-    return (x.movedim(1, -1) if order else x).reshape(-1)
+    return shaped_in(order, unpack_mask(bits, torch.Size(shape).numel()), shape)
 
 
 def new_bits(x: Tensor, norm: Norm) -> Tensor:

@@ -201,7 +201,7 @@ def encode(x: Tensor, spec: Sequence[int]) -> Tensor:
     bits, *_, order = Spec(*spec)
     if bits == NOTHING:
         return x.new_empty(0, dtype=torch.uint8)
-    flat = (x.movedim(1, -1) if order else x).reshape(-1)
+    flat = flat_in(order, x)
     if bits == RAW:
         return flat.view(torch.uint8)
     renew_noise(x.device, spec)
@@ -220,6 +220,16 @@ def decode(buffer: Tensor, shape: Sequence[int], dtype: torch.dtype, spec: Seque
         flat = buffer.view(dtype)
     else:
         flat = decoded(buffer, torch.Size(shape).numel(), dtype, _format(*spec[:4]))
+    return shaped_in(order, flat, shape)
+
+
+def flat_in(order: int, x: Tensor) -> Tensor:
+    """Return the elements of a tensor in an order, 1-D."""
+    return (x.movedim(1, -1) if order else x).reshape(-1)
+
+
+def shaped_in(order: int, flat: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a view of a shape of elements that are in an order."""
     if not order:
         return flat.view(shape)
     return flat.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)

@@ -100,7 +100,10 @@ class Operator:
             or args[0].is_meta
             or args[0].is_neg()
             or is_functorch_wrapped_tensor(args[0])
-            or (bool(self._lists) and not all(_is_plain(args[i]) for i in self._lists))
+            or (
+                bool(self._lists)
+                and not all(_PLAIN.issuperset(map(type, args[i])) for i in self._lists)
+            )
         )
 
 
@@ -129,10 +132,6 @@ def _without_none(implementation: Callable[..., Any]) -> Callable[..., Any]:
         return tuple(args[0].new_empty(0) if each is None else each for each in results)
 
     return whole
-
-
-def _is_plain(tensors: Sequence[Tensor]) -> bool:
-    return _PLAIN.issuperset(map(type, tensors))
 
 
 def _is_tensor_list(kind: Any) -> bool:

@@ -125,7 +125,10 @@ def _(x: Tensor, residual: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
     y = x.new_empty(x.shape, dtype=dtype)
     total = x.new_empty(0 if residual is None else x.shape)
     kept = x.new_empty(buffer_bytes(x.numel(), x.dtype, kind), dtype=torch.uint8)
-    rstd = x.new_empty(0 if kind.bits == NOTHING else x.shape[:-1], dtype=_computed_in(x))
+    rstd = x.new_empty(
+        0 if kind.bits == NOTHING else x.shape[:-1],
+        dtype=torch.promote_types(x.dtype, torch.float32),
+    )
     return y, total, kept, rstd, _probe(x, kind)
 
 
@@ -286,10 +289,6 @@ def _contiguous(affine: norm_launch.Affine) -> norm_launch.Affine:
     return norm_launch.Affine(
         None if weight is None else weight.contiguous(), None if bias is None else bias.contiguous()
     )
-
-
-def _computed_in(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _probe(x: Tensor, spec: Spec) -> Tensor:

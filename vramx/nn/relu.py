@@ -45,7 +45,7 @@ def _relu(x: Tensor, keep: bool, order: int) -> tuple[Tensor, Tensor]:
         bits = _empty_bits(x)
         elementwise_launch.relu(x, y, bits)
         return y, bits
-    passes = ~((x.movedim(1, -1) if order else x).reshape(-1) <= 0)
+    passes = ~(keeping.flat_in(order, x) <= 0)
     bits = codec.pack(passes, MASK_FORMAT).buffer if keep else _empty_bits(x.new_empty(0))
     return torch.relu(x), bits
 

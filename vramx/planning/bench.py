@@ -57,19 +57,9 @@ class Bench:
         self._model = step.model
         self._step = step
         self._meter = meter
-        self._loop = loop
+        self.loop = loop
         self._agreement = agreement
         self._bar = bar
-
-    @property
-    def states_bytes(self) -> int:
-        """Bytes of optimizers' states that do not exist yet."""
-        return self._loop.states_bytes
-
-    @property
-    def slots_bytes(self) -> int:
-        """Bytes of the device that states on their way from the host take in backward."""
-        return self._loop.slots_bytes
 
     # -- Measuring ----------------------------------------------------------------------------
 
@@ -150,7 +140,7 @@ class Bench:
         base_words = [base[blocks[call.block]] for call in trace.calls]
         timeline = assemble(trace, costs, base_words, step_ms)
         # The optimizers' step: all gradients are there, and nothing of any call.
-        optimizing = trace.marks[-1].level + self._loop.step_bytes
+        optimizing = trace.marks[-1].level + self.loop.step_bytes
         before = max(timeline.gaps[0], optimizing)
         return replace(timeline, gaps=(before, *timeline.gaps[1:]))
 
@@ -169,11 +159,11 @@ class Bench:
     ) -> dict[str, Cost]:
         """Return the costs of a call under each word that there is enough memory for."""
         found: dict[str, Cost] = {}
-        beside = busy_without_block(captured, self._meter, self._loop.begin)
+        beside = busy_without_block(captured, self._meter, self.loop.begin)
         for word in words:
             undo = apply_words(self._model, {captured.block: word}).undo
             try:
-                cost = measure_block(captured, self._meter, beside, self._loop.begin)
+                cost = measure_block(captured, self._meter, beside, self.loop.begin)
             except (CheckpointError, RecomputationError) as error:
                 if word == words[0]:
                     raise
@@ -215,7 +205,7 @@ class Bench:
                 self._step()
             peak = self._meter.peak_bytes()
             self._meter.settle()
-            return max(peak, self._meter.allocated_bytes() + self._loop.step_bytes)
+            return max(peak, self._meter.allocated_bytes() + self.loop.step_bytes)
 
     def _run(self, measured: Measured, found: Arrangement, error: int = 0) -> Run:
         """Run an arrangement once and for all; `error` is what predictions were too low by."""

@@ -76,8 +76,8 @@ class Chooser:
             self.added = replace(
                 self.added,
                 reserved_bytes=int(agreement.most(self.added.reserved_bytes)),
-                states_bytes=int(agreement.most(bench.states_bytes)),
-                slots_bytes=int(agreement.most(bench.slots_bytes)),
+                states_bytes=int(agreement.most(bench.loop.states_bytes)),
+                slots_bytes=int(agreement.most(bench.loop.slots_bytes)),
             )
             yield bench
 

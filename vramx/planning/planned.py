@@ -14,7 +14,6 @@ from vramx.planning.budget import Budget
 from vramx.planning.caches import Caches
 from vramx.planning.choice import smallest
 from vramx.planning.chooser import Choice, Chooser
-from vramx.planning.measured import Before
 from vramx.planning.plan_text import Sheet, code_lines, html_of, text_of
 from vramx.planning.search import largest_on, line_of
 from vramx.planning.steps import first_of, sample_size
@@ -169,12 +168,13 @@ class Plan:
             for row in self.rows
         ]
         budget = "none" if self.budget_bytes is None else format_size(self.budget_bytes)
+        before = self._measured.before
         lines = [
             f"peak {format_size(self.predicted_bytes)} predicted, "
             f"{format_size(self.measured_bytes)} measured; {self._peak_before()}; budget {budget}, "
             f"smallest {format_size(self.smallest_bytes)}{self._added}",
             f"step {self.predicted_ms:.1f} ms predicted, {self.measured_ms:.1f} measured"
-            + self._step_before(self._measured.before),
+            + ("" if before.peak_bytes is None else f"; before {before.step_ms:.1f}"),
         ]
         return Sheet(head, rows, [*lines, *self.notes], ["plan.apply()  # or:", self.code])
 
@@ -182,9 +182,6 @@ class Plan:
         if self.before_bytes is not None:
             return f"before {format_size(self.before_bytes)}"
         return f"before: {self._measured.before.reason}"
-
-    def _step_before(self, before: Before) -> str:
-        return "" if before.peak_bytes is None else f"; before {before.step_ms:.1f}"
 
     def apply(self) -> Plan:
         """Do with each block what its word says; return the plan.

@@ -118,12 +118,10 @@ def references(function: Any) -> Iterator[tuple[str, Any]]:
     for cell in function.__closure__ or ():
         if _filled(cell):
             yield "", cell.cell_contents
-    yield from (("", x) for x in (*(function.__defaults__ or ()), *_values(function)))
+    yield from (
+        ("", x) for x in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    )
     yield from globals_of(function)
-
-
-def _values(function: Any) -> tuple[Any, ...]:
-    return tuple((function.__kwdefaults__ or {}).values())
 
 
 def globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

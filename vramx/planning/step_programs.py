@@ -57,15 +57,12 @@ class _LoopStep:
         if loop.gradients == STEPPED:
             for each in loop.optimizers:
                 _step_in_backward(each)
-        self._step = Step(model, sample, self._begin, self._before_backward)
+        self._step = Step(model, sample, self._begin, lambda: loop.before_backward(self._trained))
 
     def _begin(self) -> None:
         if self._first or self._loop.gradients == FRESH:
             self._loop.prepare(self._trained)
         self._first = False
-
-    def _before_backward(self) -> None:
-        self._loop.before_backward(self._trained)
 
     def __call__(self) -> None:
         self._step()

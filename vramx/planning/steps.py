@@ -142,7 +142,9 @@ def unchanged(model: nn.Module, device: torch.device, loop: Loop) -> Iterator[li
     _check(trained)
     with contextlib.ExitStack() as stack:
         for module in model.modules():
-            stack.callback(_put_back_values, module, _values_of(module))
+            values = vars(module)  # past what setting them may do
+            plain = {n: v for n, v in values.items() if isinstance(v, (bool, int, float))}
+            stack.callback(values.update, plain)
         if not model.training:
             model.train()
         for module in model.modules():
@@ -167,14 +169,6 @@ def _check(trained: list[nn.Parameter]) -> None:
             "a parameter has a hook that runs when its gradient is there, and may be an optimizer; "
             "plan before it is registered, with gradients='stepped'"
         )
-
-
-def _values_of(module: nn.Module) -> dict[str, Any]:
-    return {n: v for n, v in vars(module).items() if isinstance(v, (bool, int, float))}
-
-
-def _put_back_values(module: nn.Module, values: dict[str, Any]) -> None:
-    vars(module).update(values)  # past what setting them may do
 
 
 def _on_host(tensor: Tensor) -> Tensor:

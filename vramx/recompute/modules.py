@@ -52,13 +52,10 @@ def compares(module: nn.Module) -> bool:
         (True, False)
     """
     return any(
-        isinstance(part, _COMPARING) or any(v in _COMPARING_FUNCTIONS for v in _functions(part))
+        isinstance(part, _COMPARING)
+        or any(value in _COMPARING_FUNCTIONS for value in vars(part).values() if callable(value))
         for part in module.modules()
     )
-
-
-def _functions(module: nn.Module) -> list[Any]:
-    return [value for value in vars(module).values() if callable(value)]
 
 
 class Recomputing(Change):
