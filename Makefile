@@ -55,14 +55,16 @@ test-long:
 
 # Each file that has something to say of the libraries; the older releases of transformers run the
 # tests of its blocks.
-library_tests = tests/test_nn_optimize_models.py tests/test_nn_head_models.py tests/test_plan_models.py
+library_tests = tests/test_nn_optimize_models.py tests/test_nn_optimize_releases.py \
+    tests/test_nn_optimize_predicted.py tests/test_nn_head_models.py tests/test_plan_models.py
 all_library_tests = $(library_tests) tests/test_nn_optimize_convolutions.py \
+    tests/test_nn_optimize_convnext.py \
     tests/test_nn_adapters_models.py tests/test_plan_lightning.py \
     tests/test_patch_libraries.py tests/test_patch_libraries_table.py tests/test_libraries.py \
     tests/test_checkpoint_state.py tests/test_benchmarks_train.py tests/test_callbacks.py \
     tests/test_benchmarks_budgets.py \
     tests/test_documents.py tests/test_recipes.py \
-    tests/test_benchmarks_seeing.py tests/test_snapshot_readers.py tests/test_examples.py
+    tests/test_benchmarks_seeing_programs.py tests/test_snapshot_readers.py tests/test_examples.py
 
 test-models:
 	@$(call prepare,run test)
@@ -79,6 +81,7 @@ test-models:
 
 version_tests = $(wildcard tests/test_compress*.py tests/test_checkpoint*.py tests/test_patch*.py) \
     tests/test_install.py tests/test_silence.py tests/test_optimizers_offload.py \
+    tests/test_optimizers_refused.py \
     tests/test_predict.py tests/test_predict_steps.py tests/test_fake_device.py tests/test_reductions.py
 
 test-versions:

@@ -17,24 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from statistics import fmean, median, median_high
-from typing import TYPE_CHECKING
 
-from benchmarks.harness import Options
+from benchmarks.harness import Options, Request, RowWriter
 from benchmarks.programs._cases import (
     Cases,
     Figures,
     Findings,
-    cells,
-    lay_out,
+    Goal,
+    Sheet,
     measure,
     measure_together,
-    names_in,
 )
 from benchmarks.programs._launch import Started
-from benchmarks.programs._rows import Request, RowWriter
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 DESCRIPTION = "activation compression on models of other libraries: memory, time, accuracy (GPU)"
 
@@ -46,19 +40,13 @@ PROCESSES = Cases("_activations.py", CASES, quick=("llama",), limit_s=240.0)
 COSINE_GOAL = 0.999
 FORECAST_GOAL = 0.1  # of what is measured
 PACKED_GOAL = 0.5
-# Of one way against another: metric, the most of it. Kept bytes first, then the time of a step.
+# Of one way against another, the first against the second: metric, the most of it.
 RATIO_GOALS = {
-    **{
-        (f"{name} int8", f"{name} exact"): {"kept_bytes": 1 / 1.8, "step_ms": 1.15}
-        for name in NARROW
-    },
-    ("cnn int8", "cnn exact"): {"step_ms": 1.15},
-    ("llama int8", "llama exact"): {"kept_bytes": 1 / 1.8, "step_ms": 1.08},
-    ("llama_checkpoint int8_inputs", "llama_checkpoint torch"): {
-        "kept_per_block": 0.52,
-        "step_ms": 1.01,
-    },
-    ("llama_offload int8_offload", "llama_offload int8"): {"kept_bytes": 0.6, "step_ms": 1.05},
+    **{f"{name} int8 exact": {"kept_bytes": 1 / 1.8, "step_ms": 1.15} for name in NARROW},
+    "cnn int8 exact": {"step_ms": 1.15},
+    "llama int8 exact": {"kept_bytes": 1 / 1.8, "step_ms": 1.08},
+    "llama_checkpoint int8_inputs torch": {"kept_per_block": 0.52, "step_ms": 1.01},
+    "llama_offload int8_offload int8": {"kept_bytes": 0.6, "step_ms": 1.05},
 }
 # Of two seeds' losses, half differ by more than this many of their standard deviations.
 SEED_DEVIATIONS = 0.95
@@ -77,12 +65,10 @@ def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
     figures, has_failed = measure(in_turn, lambda case: Started(job(case)), writer)
     trainings = [case for case in cases if case in TRAININGS]
     trained, has_failed_too = measure_together(trainings, job, writer)
-    figures |= trained
-    is_good = not (has_failed or has_failed_too) and all(is_met for *_, is_met in goals(figures))
-    return [table(figures)], is_good
+    return SHEET.findings({**figures, **trained}, has_failed or has_failed_too)
 
 
-def goals(figures: Figures) -> list[tuple[str, str, float, bool]]:
+def goals(figures: Figures) -> list[Goal]:
     """Return case, metric, value and whether the goal is met, for what was measured."""
     found = []
     for (case, metric), values in figures.items():
@@ -101,33 +87,24 @@ def goals(figures: Figures) -> list[tuple[str, str, float, bool]]:
     return [*found, *ratio_goals(figures)]
 
 
-def ratio_goals(figures: Figures) -> Iterator[tuple[str, str, float, bool]]:
+def ratio_goals(figures: Figures) -> Iterator[Goal]:
     """Yield the same for the goals that compare two ways."""
-    for (case, baseline), most in RATIO_GOALS.items():
+    for names, most in RATIO_GOALS.items():
+        model, way, other = names.split()
+        case, baseline = f"{model} {way}", f"{model} {other}"
         for metric, goal in most.items():
             if (case, metric) in figures and (baseline, metric) in figures:
                 ratio = median(figures[case, metric]) / median(figures[baseline, metric])
                 yield case, metric, ratio, ratio <= goal
 
 
-SHOWN = (
-    "kept_bytes",
-    "kept_ratio",
-    "peak_bytes",
-    "step_ms",
-    "step_ratio",
-    "device_ms",
-    "host_ms",
-    "host_us_per_packed",
-    "gradient_cosine",
-    "loss_trained",
-    "hidden_predicted",
-    "hidden_measured",
+SHEET = Sheet(
+    "activations kept exactly and compressed",
+    (
+        *("kept_bytes", "kept_ratio", "peak_bytes", "step_ms", "step_ratio"),
+        *("device_ms", "host_ms", "host_us_per_packed", "gradient_cosine", "loss_trained"),
+        *("hidden_predicted", "hidden_measured"),
+    ),
+    goals,
+    median_high,
 )
-
-
-def table(figures: Figures) -> Table:
-    """Lay the figures out, one line for each way of keeping the activations of a model."""
-    lines = {case: cells(figures, case, SHOWN, median_high) for case in names_in(figures)}
-    missed = [(case, metric) for case, metric, _, is_met in goals(figures) if not is_met]
-    return lay_out("activations kept exactly and compressed", SHOWN, lines, missed)

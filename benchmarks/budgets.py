@@ -13,22 +13,16 @@ The goals: no peak of the loop exceeds its budget, and no rival is more than 1 %
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from benchmarks.harness import Options
-from benchmarks.programs._cases import Cases, Figures, Findings, cells, lay_out
-from benchmarks.programs._rows import Request, RowWriter
+from benchmarks.harness import Options, Request, RowWriter
+from benchmarks.programs._cases import Cases, Figures, Findings, Goal, Sheet, cases_with
 from vramx.sizes import format_gib
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 DESCRIPTION = "vramx.plan in training loops: 30 budgets of six models, and plans made by hand (GPU)"
 
 CASES = ("llama", "gpt2", "llama_lora", "experts", "resnet", "bert")
 PROCESSES = Cases("_budgets.py", CASES, quick=("llama_lora", "resnet"), limit_s=240.0)
 FASTER_GOAL = 1.01
-SHOWN = ("budget_bytes", "peak_bytes", "before_bytes", "step_ms", "of_best_rival", "rivals")
+BUDGETS = cases_with("budget_bytes")
 
 
 def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
@@ -38,15 +32,13 @@ def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
         UnavailableError: there is no GPU.
         InvalidValueError: an unknown case.
     """
-    figures, has_failed = PROCESSES.measure(options, request, writer)
-    is_good = not has_failed and all(is_met for *_, is_met in goals(figures))
-    return [table(figures)], is_good
+    return SHEET.findings(*PROCESSES.measure(options, request, writer))
 
 
-def goals(figures: Figures) -> list[tuple[str, str, float, bool]]:
+def goals(figures: Figures) -> list[Goal]:
     """Return case, metric, value and whether the goal is met, for what was measured."""
     found = []
-    for case in [case for case, metric in figures if metric == "budget_bytes"]:
+    for case in BUDGETS(figures):
         peak = figures.get((case, "peak_bytes"), [float("nan")])[0]
         ratio = peak / figures[case, "budget_bytes"][0]
         found.append((case, "peak_of_budget", ratio, ratio <= 1))
@@ -55,12 +47,10 @@ def goals(figures: Figures) -> list[tuple[str, str, float, bool]]:
     return found
 
 
-def table(figures: Figures) -> Table:
-    """Lay the figures out, one line for each budget."""
-    lines = {
-        case: cells(figures, case, SHOWN, size=format_gib)
-        for case, metric in figures
-        if metric == "budget_bytes"
-    }
-    missed = [(case, metric) for case, metric, _, is_met in goals(figures) if not is_met]
-    return lay_out("plans in training loops, beside plans made by hand", SHOWN, lines, missed)
+SHEET = Sheet(
+    "plans in training loops, beside plans made by hand",
+    ("budget_bytes", "peak_bytes", "before_bytes", "step_ms", "of_best_rival", "rivals"),
+    goals,
+    size=format_gib,
+    lines=BUDGETS,
+)

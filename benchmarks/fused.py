@@ -22,9 +22,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from benchmarks.harness import Measurement, Options
+from benchmarks.harness import Measurement, Options, Request, RowWriter
 from benchmarks.programs._cases import Cases, Figures, Findings, cells, lay_out, names_in
-from benchmarks.programs._rows import Request, RowWriter
 
 if TYPE_CHECKING:
     from rich.table import Table

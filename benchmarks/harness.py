@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
@@ -49,6 +50,16 @@ class Options:
     driver: str = "sim"
     device: int = 0
     traces: str | None = None  # a folder of .npz files
+
+
+@dataclass(frozen=True)
+class Request:
+    """What it asked for of benchmarks that start processes of their own."""
+
+    only: tuple[str, ...] = ()
+    repeats: int | None = None  # None: as the benchmark sees fit
+    jobs: int = 1
+    limit_s: int | None = None
 
 
 @dataclass(frozen=True)
@@ -181,6 +192,33 @@ class _RowMaker:
             Row(case=case, status=status, **figures, **self._shared)
             for figures in map(summary, measurements or [Measurement("", "", [])])
         ]
+
+
+class RowWriter:
+    """Appends rows to one CSV file as soon as they are known: a run that is killed keeps them.
+
+    Several GPUs may report at once: each row is written and reported under a lock.
+
+    Args:
+        command: what the user typed, with no folder names.
+        report: called with each row.
+    """
+
+    def __init__(self, name: str, command: str, path: Path, report: Callable[[Row], None]) -> None:
+        self._maker = _RowMaker(name, describe_machine(ROOT), command)
+        self._path = path
+        self._report = report
+        self._lock = threading.Lock()
+        self.count = 0  # of rows
+
+    def write(self, case: str, measurements: list[Measurement], status: str = "ok") -> None:
+        """Append one case; without measurements it is one row that says why."""
+        rows = self._maker.rows(case, measurements, status)
+        with self._lock:
+            append_csv(self._path, rows)
+            for row in rows:
+                self._report(row)
+            self.count += len(rows)
 
 
 def summary(measurement: Measurement) -> dict[str, Any]:

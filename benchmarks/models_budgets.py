@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from benchmarks.models_configs import gpt2_config, llama_config
 from benchmarks.programs._adapters import Adapters, adapt
 from benchmarks.programs._report import sized
 
@@ -44,19 +45,8 @@ def _with_labels(model: Any, ids: Tensor) -> Subject:
 
 
 def _llama(layers: int) -> Any:
-    from transformers import LlamaConfig
-
-    return _language_model(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=sized(2048, 64),
-            intermediate_size=sized(5632, 128),
-            num_hidden_layers=layers,
-            num_attention_heads=sized(16, 4),
-            num_key_value_heads=sized(4, 2),
-            use_cache=False,
-        )
-    )
+    sizes = sized((2048, layers, 5632, 16, 4), (64, layers, 128, 4, 2))
+    return _language_model(llama_config(VOCABULARY, sizes))
 
 
 def llama(device: torch.device) -> Subject:
@@ -71,34 +61,13 @@ def llama_lora(device: torch.device) -> Subject:
 
 def experts(device: torch.device) -> Subject:
     """Mixtral's layers: each token goes to two of eight experts."""
-    from transformers import MixtralConfig
-
-    config = MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=sized(1024, 64),
-        intermediate_size=sized(2048, 128),
-        num_hidden_layers=sized(8, 2),
-        num_attention_heads=sized(16, 4),
-        num_key_value_heads=sized(4, 2),
-        num_local_experts=8,
-        use_cache=False,
-    )
+    sizes = sized((1024, 8, 2048, 16, 4), (64, 2, 128, 4, 2))
+    config = llama_config(VOCABULARY, sizes, "MixtralConfig", num_local_experts=8)
     return _with_labels(_language_model(config), _tokens(*sized((8, 1024), (2, 32)), device))
 
 
 def gpt2(device: torch.device) -> Subject:
-    from transformers import GPT2Config
-
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=sized(1536, 64),
-        n_layer=sized(8, 2),
-        n_head=sized(16, 4),
-        n_positions=1024,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    config = gpt2_config(VOCABULARY, *sized((1536, 8, 16), (64, 2, 4)))
     return _with_labels(_language_model(config), _tokens(*sized((8, 1024), (2, 32)), device))
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from benchmarks.models_configs import gpt2_config, llama_config
 from benchmarks.programs._report import sized
 
 CLASSES = 16
@@ -106,22 +107,13 @@ def class_loss(scores: Tensor, batch: Batch) -> Tensor:
 
 
 def llama(layers: int | None = None) -> Workload:
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     hidden, layers = sized(4096, 64), layers or sized(4, 2)
     text = Text(sized(2048, 64), sized((2, 4096), (2, 32)), sized((2, 256), (2, 16)), True)
-    config = LlamaConfig(
-        vocab_size=text.vocabulary,
-        hidden_size=hidden,
-        intermediate_size=sized(14336, 224),
-        num_hidden_layers=layers,
-        num_attention_heads=sized(32, 4),
-        num_key_value_heads=sized(8, 2),
-        max_position_embeddings=4096,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
+    sizes = (hidden, layers, *sized((14336, 32, 8), (224, 4, 2)))
+    config = llama_config(text.vocabulary, sizes, max_position_embeddings=4096)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return Workload(
         model,
@@ -142,23 +134,13 @@ def gpt2(rows: int | None = None) -> Workload:
     Args:
         rows: sequences of the large batch.
     """
-    from transformers import AutoModelForCausalLM, GPT2Config
+    from transformers import AutoModelForCausalLM
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
     hidden, layers = sized(2048, 64), sized(4, 2)
     large = (rows or sized(8, 2), sized(1024, 32))
     text = Text(sized(2048, 64), large, sized((4, 256), (2, 16)), True)
-    config = GPT2Config(
-        vocab_size=text.vocabulary,
-        n_embd=hidden,
-        n_layer=layers,
-        n_head=sized(16, 4),
-        n_positions=1024,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-        attn_implementation="sdpa",
-    )
+    config = gpt2_config(text.vocabulary, hidden, layers, sized(16, 4))
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return Workload(
         model,

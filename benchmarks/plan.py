@@ -16,9 +16,8 @@ from math import isnan
 from statistics import median
 from typing import TYPE_CHECKING
 
-from benchmarks.harness import Options
-from benchmarks.programs._cases import Cases, Figures, Findings, cells, lay_out
-from benchmarks.programs._rows import Request, RowWriter
+from benchmarks.harness import Options, Request, RowWriter
+from benchmarks.programs._cases import Cases, Figures, Findings, Goal, cells, lay_out
 from vramx.sizes import format_gib
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
     return [table(figures)], is_good
 
 
-def goals(figures: Figures) -> list[tuple[str, str, float, bool]]:
+def goals(figures: Figures) -> list[Goal]:
     """Return case, metric, value and whether the goal is met, for what was measured."""
     found = []
     smaller: dict[str, list[list[float]]] = {}  # by model, the steps of the budgets so far

@@ -16,15 +16,10 @@ from __future__ import annotations
 
 import importlib.util
 from statistics import median
-from typing import TYPE_CHECKING
 
 from benchmarks import harness
-from benchmarks.harness import Measurement, Options, UnavailableError
-from benchmarks.programs._cases import Figures, Findings, cells, chosen, lay_out, names_in
-from benchmarks.programs._rows import Request, RowWriter
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from benchmarks.harness import Measurement, Options, Request, RowWriter, UnavailableError
+from benchmarks.programs._cases import Figures, Findings, Goal, Sheet, chosen
 
 DESCRIPTION = "gradients of a pretrained model, with outlier channels and key biases too (CPU)"
 
@@ -62,8 +57,7 @@ def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
         for name, found in _by_way(case, measured).items():
             writer.write(name, found, status)
             figures |= {(name, m.metric): m.values for m in found}
-    is_good = not has_failed and all(is_met for *_, is_met in goals(figures))
-    return [table(figures)], is_good
+    return SHEET.findings(figures, has_failed)
 
 
 def measure(case: str, options: Options) -> list[Measurement]:
@@ -93,7 +87,7 @@ def split(cosines: dict[str, float], in_bfloat16: dict[str, float]) -> tuple[lis
     return found
 
 
-def goals(figures: Figures) -> list[tuple[str, str, float, bool]]:
+def goals(figures: Figures) -> list[Goal]:
     """Return case, metric, value and whether the goal is met, for what was measured."""
     found = []
     for (case, metric), (value, *_) in figures.items():
@@ -107,11 +101,8 @@ def goals(figures: Figures) -> list[tuple[str, str, float, bool]]:
     return found
 
 
-SHOWN = ("cosine_least", "cosine_median", "bytes_per_element", "parameters_apart")
-
-
-def table(figures: Figures) -> Table:
-    """Lay the figures out, one line for each way of a case."""
-    lines = {case: cells(figures, case, SHOWN) for case in names_in(figures)}
-    missed = [(case, metric) for case, metric, _, is_met in goals(figures) if not is_met]
-    return lay_out("gradients of pretrained weights, against exact ones", SHOWN, lines, missed)
+SHEET = Sheet(
+    "gradients of pretrained weights, against exact ones",
+    ("cosine_least", "cosine_median", "bytes_per_element", "parameters_apart"),
+    goals,
+)

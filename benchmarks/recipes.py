@@ -2,43 +2,24 @@
 
 A variant is a function of a script that a user can start, too; the process here
 (benchmarks/programs/_recipes.py) imports ahead of its turn and keeps each step's time. A library
-that is not installed is a row that names it. The tables in docs/recipes are made of the rows:
-
-    python -m benchmarks.recipes --write | --check
-
-A case is RECIPE/VARIANT; `--only RECIPE` takes all of a recipe's. One that needs several GPUs has
-all that there are. The whole takes some six minutes on an H100.
+that is not installed is a row that names it. benchmarks.documents makes the tables in docs/recipes
+of the rows. A case is RECIPE/VARIANT; `--only RECIPE` takes all of a recipe's. One that needs
+several GPUs has all that there are. The whole takes some six minutes on an H100.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
-from benchmarks.harness import RESULTS, ROOT, Options, read_csv
-from benchmarks.programs._cases import (
-    Cases,
-    Figures,
-    Findings,
-    cells,
-    lay_out,
-    measure,
-    names_in,
-)
+from benchmarks.harness import RESULTS, ROOT, Options, Request, RowWriter
+from benchmarks.programs._cases import Cases, Findings, Sheet, measure
 from benchmarks.programs._launch import Allocator, Job, Started, visible_gpus
-from benchmarks.programs._rows import Request, RowWriter
 from vramx.errors import InvalidValueError
 from vramx.sizes import format_gib
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 DESCRIPTION = "what remedies for a full GPU cost and save: the scripts of examples/recipes (GPU)"
 
@@ -46,19 +27,8 @@ SCRIPTS = ROOT / "examples" / "recipes"
 PAGES = ROOT / "docs" / "recipes"
 ROWS = RESULTS / "recipes.csv"
 RECIPES = (
-    "amp",
-    "accumulation",
-    "checkpointing",
-    "small_states",
-    "offload",
-    "lora",
-    "patches_3d",
-    "dynamic_batches",
-    "evaluation",
-    "several_gpus",
-    "caps",
-    "reinforcement",
-    "folklore",
+    *("amp", "accumulation", "checkpointing", "small_states", "offload", "lora", "patches_3d"),
+    *("dynamic_batches", "evaluation", "several_gpus", "caps", "reinforcement", "folklore"),
 )
 # What a recipe measures, and its unit: the columns of its table, in this order.
 UNITS = {
@@ -76,9 +46,9 @@ UNITS = {
     "trainable_before": "1",
     "trainable_after": "1",
 }
+SHEET = Sheet("recipes", tuple(UNITS)[:5], size=format_gib)
 LIMIT_S = 120.0
 QUICK = 2  # variants of each recipe, and those of vramx
-_TABLE = re.compile(r"<!-- recipe (\w+) -->\n.*?<!-- recipe end -->\n", re.DOTALL)
 
 
 def script(name: str) -> ModuleType:
@@ -116,7 +86,7 @@ def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
     figures, has_failed = measure(
         processes.chosen(asked), lambda case: Started(prepared(job(case), options)), writer
     )
-    return [table(figures)], not has_failed
+    return SHEET.findings(figures, has_failed)
 
 
 def expanded(asked: Sequence[str], known: Iterable[str]) -> tuple[str, ...]:
@@ -148,13 +118,6 @@ def all_gpus(options: Options) -> list[str]:
         return gpus
 
 
-def table(figures: Figures) -> Table:
-    """Lay the figures out, a line for each variant that ran."""
-    shown = tuple(UNITS)[:5]
-    lines = {case: cells(figures, case, shown, size=format_gib) for case in names_in(figures)}
-    return lay_out("recipes", shown, lines, ())
-
-
 # --- the tables in the pages ----------------------------------------------------------------------
 
 _HEADINGS = {
@@ -174,13 +137,13 @@ _HEADINGS = {
 Rows = list[dict[str, str]]
 
 
-def page_table(recipe: str, rows: Rows) -> str:
-    """Return a recipe's table in Markdown: of each variant the newest figures, else why none."""
+def page_table(recipe: str, rows: Rows) -> list[str]:
+    """Return the lines of a recipe's table: of each variant the newest figures, else why none."""
     mine = [row for row in rows if row["case"].startswith(f"{recipe}/")]
     measured = {(row["case"], row["metric"]): row for row in mine if row["status"] == "ok"}
     said = {row["case"]: row["status"] for row in mine if row["status"] != "ok"}
     if not measured:
-        return "Not measured yet.\n"
+        return ["Not measured yet."]
     metrics = [metric for metric in UNITS if any(m == metric for _, m in measured)]
     headings = [recipe, *(_HEADINGS.get(metric, metric) for metric in metrics)]
     lines = [f"| {' | '.join(headings)} |", "| --- |" + " ---: |" * len(metrics)]
@@ -190,7 +153,7 @@ def page_table(recipe: str, rows: Rows) -> str:
         else:
             shown = [said[case].removeprefix("failed: "), *[""] * (len(metrics) - 1)]
         lines.append(f"| {case.partition('/')[2]} | {' | '.join(shown)} |")
-    return "\n".join([*lines, "", _place(measured.values())]) + "\n"
+    return [*lines, "", _place(measured.values())]
 
 
 def _cell(metric: str, row: dict[str, str] | None) -> str:
@@ -215,42 +178,3 @@ def _place(rows: Iterable[dict[str, str]]) -> str:
         for row in rows
     }
     return f"{'; '.join(sorted(places))}; medians, rows in `benchmarks/results/{ROWS.name}`."
-
-
-def with_tables(text: str, rows: Rows) -> str:
-    """Return a page with its tables as the rows have them."""
-
-    def made(found: re.Match[str]) -> str:
-        name = found[1]
-        return f"<!-- recipe {name} -->\n{page_table(name, rows)}<!-- recipe end -->\n"
-
-    return _TABLE.sub(made, text)
-
-
-def known_rows() -> Rows:
-    return read_csv(ROWS) if ROWS.exists() else []
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the tables of all pages, or say which are not as the rows have them."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recipes", description=DESCRIPTION)
-    group = parser.add_mutually_exclusive_group(required=True)
-    group.add_argument("--write", action="store_true")
-    group.add_argument("--check", action="store_true")
-    args = parser.parse_args(arguments)
-    rows = known_rows()
-    stale: list[Path] = []
-    for page in sorted(PAGES.glob("*.md")):
-        text = page.read_text()
-        made = with_tables(text, rows)
-        if made != text:
-            stale.append(page)
-            if args.write:
-                page.write_text(made)
-    for page in stale:
-        print(f"{page.relative_to(ROOT)}: {'written' if args.write else 'not as the rows have it'}")
-    return int(args.check and bool(stale))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

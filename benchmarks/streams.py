@@ -17,7 +17,7 @@ from contextlib import closing
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from benchmarks.harness import Measurement, Options
+from benchmarks.harness import Measurement, Options, Request, RowWriter
 from benchmarks.programs import _cases
 from benchmarks.programs._cases import Figures, Findings, cells, lay_out, names_in
 from benchmarks.programs._launch import (
@@ -31,7 +31,6 @@ from benchmarks.programs._launch import (
     in_batches,
     visible_gpus,
 )
-from benchmarks.programs._rows import Request, RowWriter
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from benchmarks.harness import ROOT, Measurement, Options
+from benchmarks.harness import ROOT, Measurement, Options, Request, RowWriter
 from benchmarks.programs import _cases
 from benchmarks.programs._cases import Findings
 from benchmarks.programs._launch import (
@@ -35,7 +35,6 @@ from benchmarks.programs._launch import (
     in_turn,
     visible_gpus,
 )
-from benchmarks.programs._rows import Request, RowWriter
 from benchmarks.traces import trace_files
 from vramx.errors import VramxError
 

@@ -22,7 +22,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import groupby
 
-from benchmarks.harness import Measurement, Options
+from benchmarks.harness import Measurement, Options, Request, RowWriter
 from benchmarks.programs import _cases, _launch, _verdicts
 from benchmarks.programs._cases import Findings
 from benchmarks.programs._launch import (
@@ -30,13 +30,12 @@ from benchmarks.programs._launch import (
     PROGRAMS,
     Allocator,
     Job,
+    Started,
     Together,
-    Waiting,
     in_batches,
     in_turn,
     visible_gpus,
 )
-from benchmarks.programs._rows import Request, RowWriter
 from benchmarks.programs._verdicts import CAP, Program, Run, judge
 from vramx.sizes import GIB
 
@@ -157,7 +156,7 @@ class Lane:
         limit_s: float,
         writer: RowWriter,
         allocators: Sequence[Allocator] = ALLOCATORS,
-        launch: Callable[[Job], Waiting] = _launch.Started,
+        launch: Callable[[Job], Started] = _launch.Started,
     ) -> None:
         self._repeats = repeats
         self._limit_s = limit_s

@@ -14,16 +14,12 @@ The goals: vramx.plan alone reaches 29,000 tokens/s under 24 GiB and 1.1 times t
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from benchmarks.harness import Options
-from benchmarks.programs._cases import Cases, Figures, Findings, cells, lay_out, measure, names_in
+from benchmarks.harness import Options, Request, RowWriter
+from benchmarks.programs._cases import Cases, Figures, Findings, Goal, Sheet, measure
 from benchmarks.programs._launch import ALLOCATORS, Started
-from benchmarks.programs._rows import Request, RowWriter
 from vramx.sizes import GIB, format_gib
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 DESCRIPTION = "training 3 and 8 billion parameters in 24 and 12 GiB, beside the best without (GPU)"
 
@@ -78,7 +74,6 @@ ROWS = {
 GOALS = {"3b_24_plan": 29_000, "3b_12_plan": 24_000, "8b_24_plan": 8_500, "3b_8.5_plan": 0}
 OVER_THE_GRID, TIMES_AS_LONG = 1.1, 2.0
 PROCESSES = Cases("_train_3b.py", tuple(ROWS), quick=("3b_24_plan",), limit_s=400.0, noun="row")
-SHOWN = ("tokens_per_s", "step_ms", "longest_tokens", "peak_reserved_bytes", "limit_bytes")
 
 
 def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
@@ -95,12 +90,10 @@ def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
     def start(row: str) -> Started:
         return Started(replace(job(row), allocator=allocators[ROWS[row].allocator]))
 
-    figures, has_failed = measure(rows, start, writer)
-    is_good = not has_failed and all(is_met for *_, is_met in goals(figures))
-    return [table(figures)], is_good
+    return SHEET.findings(*measure(rows, start, writer))
 
 
-def goals(figures: Figures) -> list[tuple[str, str, float, bool]]:
+def goals(figures: Figures) -> list[Goal]:
     """Return row, metric, value and whether the goal is met, for what was measured."""
     found = []
     for name, least in GOALS.items():
@@ -135,8 +128,9 @@ def _speed(figures: Figures, name: str) -> float | None:
     return sorted(values)[len(values) // 2] if values else None
 
 
-def table(figures: Figures) -> Table:
-    """Lay the figures out, a line for each row that ran."""
-    lines = {name: cells(figures, name, SHOWN, size=format_gib) for name in names_in(figures)}
-    missed = [(name, metric) for name, metric, _, is_met in goals(figures) if not is_met]
-    return lay_out("training under a limit of memory", SHOWN, lines, missed)
+SHEET = Sheet(
+    "training under a limit of memory",
+    ("tokens_per_s", "step_ms", "longest_tokens", "peak_reserved_bytes", "limit_bytes"),
+    goals,
+    size=format_gib,
+)

@@ -94,6 +94,7 @@ py::dict figures(const replay::RunResult& result) {
   calls["release"] = result.calls.release;
   py::dict figures;
   figures["peak_reserved_bytes"] = result.peak_reserved.count;
+  figures["peak_allocated_bytes"] = result.peak_allocated.count;
   figures["oom"] = result.is_out_of_memory;
   figures["oom_event"] = result.out_of_memory_event;
   figures["ns_per_event"] = result.ns_per_event;

@@ -6,8 +6,9 @@ Fixtures are here too; a file names those that it uses in `__all__`, and has all
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from torch import nn
 
 from vramx.compression import codec
 from vramx.compression.config import Compression
-from vramx.recompute import inputs
+from vramx.errors import VramxWarning
+from vramx.recompute import inputs, objects
 
 SMALL = Compression(min_bytes=0)
 WIDTH = 64
@@ -45,6 +47,15 @@ def packs(monkeypatch: pytest.MonkeyPatch) -> Packs:
     seen = Packs()
     monkeypatch.setattr(inputs, "pack", seen.pack)
     return seen
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Ignore what is said of caches and choices, which is said anew in each test."""
+    objects._warn_of_cache.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", VramxWarning)
+        yield
 
 
 @pytest.fixture

@@ -174,6 +174,14 @@ def logged() -> Iterator[io.StringIO]:
 
 
 @pytest.fixture
+def writer(tmp_path: Path) -> Any:
+    """What a benchmark hands its rows to; they are in the folder's rows.csv."""
+    from program_stand_ins import make_writer
+
+    return make_writer(tmp_path)
+
+
+@pytest.fixture
 def write_trace(tmp_path: Path) -> Callable[..., Path]:
     def write(**changes: Any) -> Path:
         path = tmp_path / "small.npz"

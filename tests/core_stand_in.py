@@ -52,6 +52,7 @@ class Replay:
         chunks = 0 if policy == "live" else int(reserved.max()) // CHUNK_BYTES
         return {
             "peak_reserved_bytes": int(reserved.max()),
+            "peak_allocated_bytes": int(self._live.max()),
             "oom": bool(len(over)),
             "oom_event": int(over[0]) if len(over) else -1,
             "ns_per_event": 50.0,

@@ -11,15 +11,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from vramx.kernels import headers, norm, norm_backward, norm_forward
+from vramx.kernels import norm, norm_backward, norm_forward
 from vramx.kernels.norm import _load_scales
-
-
-@triton.jit
-def _scale_to_nearest(peak, LEVELS: tl.constexpr):
-    bits = (peak * (1.00000095367431640625 / LEVELS)).to(tl.int32, bitcast=True)
-    rounded = tl.maximum((bits + 0x8000) & -0x10000, 0x00800000)
-    return tl.where((bits & 0x7FFFFFFF) >= 0x7F800000, 0x7FC00000, rounded)
 
 
 @triton.jit
@@ -68,7 +61,6 @@ def _scales_from_an_even_group(
 
 
 DEFECTS: dict[str, tuple[ModuleType, str, Any]] = {
-    "scale rounded to nearest": (headers, "_scale_bits", _scale_to_nearest),
     "one factor for all rows": (norm_forward, "spread", _first_row_for_all),
     "a group left out of the sums": (norm_forward, "row_totals", _last_group_forgotten),
     "weights of the first group": (norm_forward, "row_columns", _columns_of_the_first_group),

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeCuda, build_shim
+from fake_cuda import FakeCuda, shim
 from snapshot_writer import KEPT, MIB, Recording
 
 import vramx
 from vramx.allocator import oom_snapshot
+
+__all__ = ["shim"]
 
 GIB = 1 << 30
 
@@ -68,11 +70,6 @@ def error_text(size: int) -> str:
     assert len(caught.value.args) == 1
     assert str(caught.value).startswith(text)
     return str(caught.value).removeprefix(text)
-
-
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_shim(tmp_path_factory.mktemp("shim"))
 
 
 @pytest.fixture

@@ -209,6 +209,19 @@ class FakeCuda:
         return self.opened[-1]
 
 
+# Fixtures, for a module that imports them both.
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_shim(tmp_path_factory.mktemp("shim"))
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shim: Path) -> FakeCuda:
+    return FakeCuda(monkeypatch, tmp_path, shim)
+
+
 def fail_to_build(patch: pytest.MonkeyPatch, error: Exception) -> None:
     """Make the shim unavailable."""
 

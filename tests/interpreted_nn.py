@@ -1,12 +1,13 @@
 """vramx.nn in a process where Triton interprets: there the kernels serve a CPU.
 
 Triton decides when it is imported whether it interprets, so a test's own process cannot. The child
-answers pickled calls, of a few kinds. A function of vramx.nn is run forward and backward, and the
-result, the gradients and the packed buffers come back; evaluate() does the same in the test's
-process, where the composite serves. An operator of torch.ops.vramx is run as it is, as is a
-function of loss_kernels_in_pieces.py. All generators start at fixed seeds in each call, fresh
-memory is poisoned, and a defect replaces a device function by a wrong one for one call. One child
-for all tests of a process, one caller at a time: about two seconds to start, and 10 us an element.
+answers pickled calls: a function of vramx.nn is run forward and backward, and the result, the
+gradients and the packed buffers come back (evaluate() does the same in the test's process, where
+the composite serves); an operator of torch.ops.vramx, a launcher of the codec's kernels (see
+interpreted_kernels.py) or a function of loss_kernels_in_pieces.py is run as it is. All generators
+start at fixed seeds in each call, fresh memory is poisoned, and a defect replaces a device function
+by a wrong one for one call. One child for all tests of a process, one caller at a time: about two
+seconds to start, and 10 us an element.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -96,6 +98,13 @@ def call_in_place(path: str, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
     return tuple(each for each in tree_leaves(arguments) if isinstance(each, Tensor))
 
 
+def call_kernel(name: str, arguments: Sequence[Any], noise: dict[str, Any]) -> tuple[Any]:
+    """Run a function of called_kernels.py, which needs Triton's interpreter."""
+    import called_kernels
+
+    return (getattr(called_kernels, name)(*arguments, **noise),)
+
+
 class Interpreted:
     """The child."""
 
@@ -138,6 +147,10 @@ class Interpreted:
         """Return what call_in_place() does there."""
         return tuple(self._ask(call_in_place.__name__, (path, arguments), defect))
 
+    def kernel(self, name: str, *arguments: Any, defect: str = "", **noise: Any) -> Any:
+        """Return what call_kernel() does there."""
+        return self._ask(call_kernel.__name__, (name, arguments, noise), defect)[0]
+
     def _ask(self, what: str, arguments: tuple[Any, ...], defect: str) -> tuple[Any, ...]:
         assert self._child.stdin is not None
         assert self._child.stdout is not None
@@ -165,18 +178,17 @@ def _planted(defect: str) -> Iterator[None]:
         yield
         return
     import defective_channel_norm_kernels
+    import defective_kernels
     import defective_norm_kernels
     import elementwise_kernels_defects
 
     defects = {**elementwise_kernels_defects.DEFECTS, **defective_norm_kernels.DEFECTS}
-    defects |= defective_channel_norm_kernels.DEFECTS
-    module, name, wrong = defects[defect]
-    right = getattr(module, name)
-    setattr(module, name, wrong)
-    try:
+    defects |= {**defective_channel_norm_kernels.DEFECTS, **defective_kernels.DEFECTS}
+    modules, name, wrong = defects[defect]
+    with ExitStack() as stack:
+        for module in modules if isinstance(modules, tuple) else (modules,):
+            stack.enter_context(patch.object(module, name, wrong))
         yield
-    finally:
-        setattr(module, name, right)
 
 
 @contextmanager

@@ -26,8 +26,6 @@ def stand_in() -> Any:
     if _NAME not in sys.modules:
         path = Path(__file__).with_name("stand_in_language_model.py")
         spec = importlib.util.spec_from_file_location(_NAME, path)
-        assert spec is not None
-        assert spec.loader is not None
         sys.modules[_NAME] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[_NAME])
     return sys.modules[_NAME]

@@ -31,10 +31,7 @@ SANITIZERS = {"asan": "address,undefined", "tsan": "thread"}
 # the line (see OPTIONS in test_native.py). Of a call on an object of another type, which takes such
 # words, nothing is told.
 CHECKS = "-g1 -fno-sanitize-recover=all -fno-sanitize=null -fsanitize-undefined-trap-on-error"
-BUILDS = {
-    **{kind: f"-fsanitize={s} {CHECKS}" for kind, s in SANITIZERS.items()},
-    "plain": "",
-}
+BUILDS = {**{kind: f"-fsanitize={s} {CHECKS}" for kind, s in SANITIZERS.items()}, "plain": ""}
 FLAGS = "-std=c++20 -fno-omit-frame-pointer -Wall -Wextra -Werror -Wshadow -Wundef -pthread"
 # The compiler collects its own garbage from half a gigabyte on: a fifteenth of its time.
 FLAGS += " --param ggc-min-expand=100 --param ggc-min-heapsize=512000"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +25,7 @@ def sample(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
 
-def gradients(
-    function: Callable[[], Outputs], inputs: Sequence[Tensor], seed: int = 9
-) -> tuple[Tensor, ...]:
+def gradients(function: Any, inputs: Sequence[Tensor], seed: int = 9) -> tuple[Tensor, ...]:
     """Return the gradients of a random weighting of all outputs."""
     outputs = function()
     weights = [sample(*o.shape, seed=seed + i, dtype=o.dtype) for i, o in enumerate(outputs)]

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from norm_tools import INT8_STEP
+from norm_tools import INT8_STEP, held_bytes
 from torch import Tensor, nn
 
+import vramx
 from vramx.nn.families import FAMILIES
 from vramx.nn.families.norms import RmsNorm
 from vramx.nn.families.swap import Fused, Fusing
@@ -136,6 +137,26 @@ def family(name: str) -> tuple[nn.Module, Inputs]:
     return model.to(memory_format=torch.channels_last).train(), {"x": images}
 
 
+def llama_block(transformers: Any) -> tuple[nn.Module, Callable[[], float]]:
+    """Return a block in bfloat16, and what tells the bytes it keeps an element of its input."""
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    hidden, tokens = 512, 128
+    config = transformers.LlamaConfig(
+        hidden_size=hidden, intermediate_size=7 * hidden // 2, num_attention_heads=8,
+        num_key_value_heads=2, attn_implementation="sdpa",
+    )  # fmt: skip
+    block = modeling.LlamaDecoderLayer(config, 0).bfloat16().train()
+    x = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+    # One pair for all layers of a model.
+    positions = modeling.LlamaRotaryEmbedding(config)(x, torch.arange(tokens)[None])
+
+    def bytes_kept() -> float:
+        apart = [*positions, *block.parameters()]
+        return held_bytes(lambda: block(x, position_embeddings=positions), *apart) / x.numel()
+
+    return block, bytes_kept
+
+
 def result_of(model: nn.Module, inputs: Inputs) -> Tensor:
     result: Any = model(**inputs)
     return result if isinstance(result, Tensor) else result[0]
@@ -157,6 +178,13 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 def twin(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model)
+
+
+def optimised_copy(original: nn.Module, *arguments: Any, **options: Any) -> Any:
+    """Return an optimised copy."""
+    model = twin(original)
+    vramx.optimize(model, *arguments, **options)
+    return model
 
 
 @contextmanager

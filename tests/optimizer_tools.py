@@ -1,8 +1,8 @@
-"""A link whose copies run as late as they may, for tests of offloaded optimizers.
+"""What tests of offloaded optimizers share: optimizers, pairs of trainings, and a late link.
 
-One to the device runs when the main stream waits for it, one to the host when a copy to the device
-waits for it or the host does. So a wait that is missing reads or keeps what was there before, which
-is poison.
+The link's copies run as late as they may: one to the device when the main stream waits for it, one
+to the host when a copy to the device or the host waits for it. So a wait that is missing reads or
+keeps what was there before, which is poison.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import vramx
 from vramx.compression import pinned
 from vramx.compression.transport import Lane
 from vramx.optimizers import offload, rounds
 from vramx.optimizers.states import plain_tensors
 
 POISON = 0xDD
+LEAST_BYTES = 64  # of a state that is moved
 
 
 class LateLink:
@@ -97,3 +99,134 @@ def values_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def expect_alike(a: Any, b: Any) -> None:
     for left, right in zip(a, b, strict=True):
         assert torch.equal(left, right)
+
+
+class OneByOne(torch.optim.Optimizer):
+    """Treats each parameter by itself. The count stands in the group, as in schedule-free ones."""
+
+    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
+        super().__init__(parameters, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    change = self.change(self.state[p], p.grad, group["count"])
+                    p.sub_(change, alpha=group["lr"])
+
+    def change(self, state: Any, grad: Tensor, count: int) -> Tensor:
+        """Momentum whose decay is of the count."""
+        mean: Tensor = state.setdefault("mean", torch.zeros_like(grad))
+        return mean.mul_(1 - 1 / count).add_(grad)
+
+
+class MakesStatesAnew(OneByOne):
+    """Its states are other tensors after each step, and one more after the second."""
+
+    def change(self, state: Any, grad: Tensor, count: int) -> Tensor:
+        if "mean" in state:
+            state["second"] = state["mean"] * 2
+        state["mean"] = state.get("mean", 0) * 0.9 + grad
+        return state["mean"] + state.get("second", 0)  # type: ignore[no-any-return]
+
+
+class Mean:
+    """A state that is an object with a tensor, as FlashOptim's quantised ones are."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.name = "mean"
+        self.value: Any = torch.zeros_like(like)
+
+
+class HasObjects(OneByOne):
+    """Its states are objects. Each second step gives them other tensors, the first in place."""
+
+    def change(self, state: Any, grad: Tensor, count: int) -> Tensor:
+        mean = state.setdefault("mean", Mean(grad))
+        if count % 2:
+            mean.value.mul_(0.9).add_(grad)
+        else:
+            mean.value = mean.value * 0.9 + grad
+        return mean.value  # type: ignore[no-any-return]
+
+
+class InSlots:
+    """A state that no attribute dictionary tells of."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, like: Tensor) -> None:
+        self.value = torch.zeros_like(like)
+
+
+class HasSlots(OneByOne):
+    def change(self, state: Any, grad: Tensor, count: int) -> Tensor:
+        mean: InSlots = state.setdefault("mean", InSlots(grad))
+        return mean.value.mul_(0.9).add_(grad)
+
+
+class ReplacesInLists(OneByOne):
+    """Its states are lists, which stay, of tensors, which are others after each step."""
+
+    def change(self, state: Any, grad: Tensor, count: int) -> Tensor:
+        means: list[Tensor] = state.setdefault("means", [torch.zeros_like(grad)])
+        means[0] = means[0] * 0.9 + grad
+        return means[0]
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adamw_one_by_one": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
+    "counts_in_the_group": OneByOne,
+    "makes_states_anew": MakesStatesAnew,
+    "has_objects": HasObjects,
+    "replaces_in_lists": ReplacesInLists,
+}
+
+
+def parameters() -> list[nn.Parameter]:
+    """Return those of a small network, one in another memory format."""
+    torch.manual_seed(0)
+    layers = nn.Linear(16, 32), nn.Linear(32, 24), nn.Conv2d(1, 4, 3), nn.Linear(22, 8)
+    layers[2].weight.data = layers[2].weight.data.to(memory_format=torch.channels_last)
+    return [p for layer in layers for p in layer.parameters()]
+
+
+def give_gradients(to: list[nn.Parameter], seed: int, *, without: int | None = None) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for number, parameter in enumerate(to):
+        gradient = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = None if number == without else gradient
+
+
+class Pair:
+    """Two trainings that are alike but for where the states are."""
+
+    def __init__(self, make: Any = "adamw", *, offload: bool = True) -> None:
+        made = OPTIMIZERS[make] if isinstance(make, str) else make
+        self.plain, self.streamed = parameters(), parameters()
+        self.optimizer, self.offloaded = made(self.plain), made(self.streamed)
+        if offload:
+            self.offload()
+
+    def offload(self) -> None:
+        """Give the states up in some buckets; counters stay."""
+        given = vramx.offload_optimizer(self.offloaded, bucket=3000, least=LEAST_BYTES)
+        assert given is self.offloaded
+
+    def step(self, *seeds: int, without: int | None = None) -> None:
+        for seed in seeds:
+            give_gradients(self.plain, seed, without=without)
+            give_gradients(self.streamed, seed, without=without)
+            self.optimizer.step()
+            self.offloaded.step()
+
+    def expect_alike(self) -> None:
+        expect_alike(self.plain, self.streamed)
+        expect_alike(values_of(self.optimizer), values_of(self.offloaded))

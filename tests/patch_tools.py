@@ -67,9 +67,6 @@ def is_equal(one: list[Any], other: list[Any]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-# -- Our ways --------------------------------------------------------------------------------------
-
-
 def pack(net: nn.Sequential) -> None:
     for block in net:
         vramx.compressed_activations(block, **OPTIONS)
@@ -89,8 +86,6 @@ OURS: dict[str, Callable[[nn.Sequential], None]] = {
     "recomputed": recompute,
     "fused": fuse,
 }
-
-# -- Others' ---------------------------------------------------------------------------------------
 
 
 def _hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,9 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.harness import read_csv
+from benchmarks.harness import RowWriter, read_csv
+from benchmarks.programs._cases import Figures
 from benchmarks.programs._launch import Allocator, Job, Outcome
-from benchmarks.programs._rows import RowWriter
 from vramx.sizes import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,6 +24,7 @@ FAKE = tuple(
     for name in ("native", "expandable", "vramx")
 )
 NATIVE, EXPANDABLE, VRAMX = FAKE
+ON_CPU = Allocator("none", environment=(("CUDA_VISIBLE_DEVICES", ""),))
 GOOD_REPORT: dict[str, Any] = {
     "allocator": "vramx",
     "warmup": 1,
@@ -51,6 +56,33 @@ def outcome(name: str = "vramx", status: str = "ok", **changes: Any) -> Outcome:
     return Outcome(status, reports, 1.0)
 
 
+def line(case: str, metric: str, *values: float) -> dict[str, Any]:
+    """Return what a program prints of a figure."""
+    return {"case": case, "metric": metric, "unit": "1", "values": list(values)}
+
+
+def figures_of(*lines: dict[str, Any]) -> Figures:
+    return {(item["case"], item["metric"]): item["values"] for item in lines}
+
+
+def run_tiny(code: str) -> list[dict[str, Any]]:
+    """Run a program's functions at their smallest size on this processor; return what they say."""
+    # As conftest.py does for this process: transformers imports torchvision.
+    code = f"from torchvision_operators import name_missing; name_missing(); {code}"
+    path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    small = {"PROGRAM_SIZE": "tiny", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **small},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(text) for text in done.stdout.splitlines() if text.startswith("{")]
+
+
 def machine_with(count: int) -> Callable[[], Any]:
     return lambda: SimpleNamespace(probe_cuda=lambda: {"devices": [{}] * count})
 
@@ -60,7 +92,7 @@ def make_writer(folder: Path) -> RowWriter:
 
 
 def rows(tmp_path: Path) -> list[dict[str, str]]:
-    """Return what `writer` has written."""
+    """Return what the fixture `writer` has written."""
     return read_csv(tmp_path / "rows.csv")
 
 
@@ -107,6 +139,11 @@ class FakeProcess:
 
     def cancel(self) -> None:
         self.was_cancelled = True
+
+
+def ended_with(*lines: dict[str, Any], status: str = "ok") -> FakeProcess:
+    """Return a process that printed these lines."""
+    return FakeProcess(Job(Path("x"), ON_CPU), lambda _: Outcome(status, lines, 1.0))
 
 
 def launcher(ended: Callable[[Launched], Outcome]) -> Callable[[Job], FakeProcess]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import vramx
-from vramx.memory.holders import holders
+from vramx.memory.holders import category_tree, holders
 from vramx.memory.record import Recorder
 from vramx.memory.snapshot import Snapshot
 
@@ -122,6 +122,51 @@ def recorder(
     made = vramx.record(path, model, optimizer, max_entries=max_entries)
     made._source = source
     return made
+
+
+class Recorded:
+    """What a recording on this processor says, of a moment that is noted or of its end."""
+
+    def __init__(self, path: Path, source: CpuHistory) -> None:
+        self._path, self.source = path, source
+        self._moment: int | None = None
+
+    def now(self) -> None:
+        self._moment = len(self.source.entries) - 1
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot.load(self._path)
+
+    def found(self) -> dict[str, int]:
+        snapshot = self.snapshot()
+        return by_category(snapshot, snapshot.end_event if self._moment is None else self._moment)
+
+    def tree(self) -> Any:
+        return category_tree(self.snapshot(), self._moment)
+
+
+@contextmanager
+def recording(
+    path: Path, model: nn.Module | None = None, optimizer: Any = None, **options: Any
+) -> Iterator[Recorded]:
+    """Record; the options are the history's."""
+    source = CpuHistory(**options)
+    made = recorder(path, source, model, optimizer)
+    del model, optimizer  # what the program lets go of is to be gone
+    with made:
+        yield Recorded(path, source)
+
+
+def category_of(snapshot: Snapshot, size: int) -> tuple[str, str]:
+    """Return the category and the label of the one allocation of a size."""
+    (number,) = (snapshot.allocations.size == size).nonzero()[0]
+    found = snapshot.allocations
+    return snapshot.categories[found.category[number]], snapshot.labels[found.label[number]]
+
+
+def states_of(optimizer: Any) -> list[Tensor]:
+    leaves = torch.utils._pytree.tree_leaves([dict(each) for each in optimizer.state.values()])
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def by_category(snapshot: Snapshot, event: int) -> dict[str, int]:

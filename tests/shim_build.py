@@ -167,7 +167,7 @@ class Bench:
         "stop_profiler",
         "recorded",
     )
-    _DOUBLES = ("fraction", "native_fraction", "nanoseconds")
+    _DOUBLES = ("fraction", "native_fraction")
     _JSON = ("stats", "snapshot", "tracked", "observed", "stop_profiler")
 
     devices: _core.Devices
@@ -230,17 +230,22 @@ def _as_c(value: Any) -> Any:
     return ctypes.c_uint64(value) if value >= 0 else ctypes.c_int(value)
 
 
-def installed(
-    bench: Bench, capacity_bytes: int = 1 << 30, count: int = 2, visible: int = 2
-) -> _core.Devices:
-    """Install the shim over `count` devices, and initialise it as torch does with `visible`."""
+def try_install(
+    bench: Bench, count: int = 2, capacity_bytes: int = 1 << 30, late: bool = False
+) -> str:
+    """Open `count` devices and install the shim over them; return what it says against it."""
     from vramx import _core
 
-    devices = _core.open_simulated(count, capacity_bytes, has_bytes=False)
-    bench.devices = devices  # they go with their last reference, and the shim has none
-    assert bench.install(devices.handle_address) == ""
+    # They go with their last reference, and the shim has none.
+    bench.devices = _core.open_simulated(count, capacity_bytes, has_bytes=False)
+    return bench.install(bench.devices.handle_address, late)
+
+
+def installed(bench: Bench, visible: int = 2, **options: Any) -> _core.Devices:
+    """Install the shim as try_install() does, and initialise it as torch does with `visible`."""
+    assert try_install(bench, **options) == ""
     bench.init(visible)
-    return devices
+    return bench.devices
 
 
 def in_pool(bench: Bench, size_bytes: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import json
 import os
 import signal
@@ -15,28 +16,57 @@ import subprocess
 import sys
 from collections.abc import Callable
 from tempfile import TemporaryFile
+from typing import Any
 
-from shim_build import ROOT, Bench, libraries
+import pytest
+from shim_build import ROOT, Bench, installed, libraries, missing
+
+Test = Callable[..., None]
 
 RUN_LIMIT_S = 120
 
 
-def in_own_process(test: Callable[[Bench], None]) -> Callable[[], None]:
-    """Run a test of a Bench in a process that nothing was installed in."""
+def in_own_process(test: Test | None = None, **options: Any) -> Any:
+    """Run a test of a Bench in a process of its own, with the shim installed as `options` say.
 
-    # No functools.wraps: pytest would look for a fixture of the name of the test's parameter.
-    def run() -> None:
+    Its first parameter is the bench, and others are pytest's to parametrize. A decorator, with
+    options or without.
+    """
+    if test is None:
+        return functools.partial(in_own_process, **options)
+    return _running(test, options)
+
+
+def before_installing(test: Test) -> Callable[..., None]:
+    """Run a test as in_own_process() does, in a process that nothing was installed in."""
+    return _running(test, None)
+
+
+def _running(test: Test, options: dict[str, Any] | None) -> Callable[..., None]:
+    def run(**arguments: Any) -> None:
+        if lacking := missing():
+            pytest.skip(f"cannot compile the shim: {lacking}")
         libraries()  # here, where compiling may take its time
         server = _fork_server()
         assert server.stdin is not None
         assert server.stdout is not None
-        print(test.__module__, test.__name__, file=server.stdin, flush=True)
+        call = json.dumps([test.__module__, test.__name__, arguments])
+        print(call, file=server.stdin, flush=True)
         code, said = json.loads(server.stdout.readline())
         assert code == 0, f"exit {code}\n{said}"
 
+    def call(arguments: dict[str, Any]) -> None:
+        bench = Bench()
+        if options is not None:
+            installed(bench, **options)
+        test(bench, **arguments)
+
     functools.update_wrapper(run, test, assigned=("__module__", "__name__", "__doc__"))
-    run.test = test  # type: ignore[attr-defined]
     del run.__wrapped__  # type: ignore[attr-defined]
+    # For pytest, which would look for a fixture of the name of the first.
+    parameters = [*inspect.signature(test).parameters.values()][1:]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.call = call  # type: ignore[attr-defined]
     return run
 
 
@@ -51,15 +81,15 @@ def serve() -> None:
     """Fork for each test that a line of stdin names; answer with its exit code and its output."""
     importlib.import_module("vramx._core")
     for line in sys.stdin:
-        module, name = line.split()
-        test = getattr(importlib.import_module(module), name).test
+        module, name, arguments = json.loads(line)
+        call = getattr(importlib.import_module(module), name).call
         with TemporaryFile("w+") as output:
             child = os.fork()
             if child == 0:
                 signal.alarm(RUN_LIMIT_S)
                 for stream in (1, 2):
                     os.dup2(output.fileno(), stream)
-                test(Bench())
+                call(arguments)
                 return
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             output.seek(0)

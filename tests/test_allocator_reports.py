@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
-from simulated import MIB, PIECE, UNIT, held, live, open_device, take_stitched
+from simulated import CAPACITY, MIB, PIECE, UNIT, held, live, open_device, take_stitched
 
 if TYPE_CHECKING:
     from vramx._core import SimulatedDevice
@@ -48,10 +48,13 @@ def test_reset_peaks_start_from_what_is_there(device: SimulatedDevice) -> None:
 
 def test_reset_sums_start_from_nothing(device: SimulatedDevice) -> None:
     device.allocate(MIB)
+    with pytest.raises(MemoryError):
+        device.allocate(2 * CAPACITY)
     device.reset_accumulated_stats()
     stats = device.stats()
     assert stats["allocation"]["all"] == {"current": 1, "peak": 1, "allocated": 0, "freed": 0}
-    assert stats["num_device_alloc"] == 0
+    counts = ("num_device_alloc", "num_ooms", "num_alloc_retries")
+    assert [stats[name] for name in counts] == [0, 0, 0]
 
 
 def test_the_layout_tiles_the_arena_and_names_the_blocks(device: SimulatedDevice) -> None:

@@ -91,20 +91,13 @@ def test_a_second_theft_needs_no_wait_until_the_stream_frees_again(device: Simul
     assert device.waits() == 1
 
 
-def test_never_gives_no_memory_from_stream_to_stream() -> None:
+def test_never_gives_no_memory_from_stream_to_stream_and_makes_none_wait() -> None:
     device = open_device(cross_stream="never")
     block = device.allocate(PIECE, 7)
     device.submit(7)
     device.free(block)
     assert device.allocate(PIECE, 8) != block
     assert held(device) == 2 * PIECE
-
-
-def test_never_makes_no_stream_wait() -> None:
-    device = open_device(cross_stream="never")
-    device.free(device.allocate(PIECE, 7))
-    device.submit(7)
-    device.allocate(PIECE, 8)
     assert device.waits() == 0
 
 
@@ -131,33 +124,18 @@ def test_an_unknown_mode_is_refused_with_those_that_are_accepted() -> None:
         open_device(cross_stream="x")
 
 
-def test_a_block_waits_for_each_stream_that_was_recorded(device: SimulatedDevice) -> None:
+@pytest.mark.parametrize(("recorded", "waits"), [([8], 1), ([8, 8], 1), ([7], 0)])
+def test_a_block_waits_once_for_each_other_stream_that_was_recorded(
+    device: SimulatedDevice, recorded: list[int], waits: int
+) -> None:
     block = device.allocate(CAPACITY, 7)
-    device.record_stream(block, 8)
+    for stream in recorded:
+        device.record_stream(block, stream)
     for stream in (7, 8):
         device.submit(stream)
     device.free(block)
     device.allocate(CAPACITY, 7)
-    assert device.waits() == 1
-
-
-def test_recording_the_blocks_own_stream_changes_nothing(device: SimulatedDevice) -> None:
-    block = device.allocate(CAPACITY, 7)
-    device.record_stream(block, 7)
-    device.submit(7)
-    device.free(block)
-    device.allocate(CAPACITY, 7)
-    assert device.waits() == 0
-
-
-def test_recording_a_stream_twice_is_one_wait(device: SimulatedDevice) -> None:
-    block = device.allocate(CAPACITY, 7)
-    device.record_stream(block, 8)
-    device.record_stream(block, 8)
-    device.submit(8)
-    device.free(block)
-    device.allocate(CAPACITY, 7)
-    assert device.waits() == 1
+    assert device.waits() == waits
 
 
 def test_a_stream_is_recorded_on_live_blocks_only(device: SimulatedDevice) -> None:

@@ -234,15 +234,6 @@ def test_the_real_benchmarks_run(name: str, tmp_path: Path) -> None:
     assert all(float(row["median"]) >= 0 for row in rows)
 
 
-def test_results_are_drawn(stub: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from benchmarks import plot
-
-    bench(stub, "stub")
-    assert plot.main([str(stub / "benchmarks/results/stub.csv"), "-o", str(tmp_path)]) == 0
-    assert (tmp_path / "stub.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("name", "cases"),
     [
@@ -261,8 +252,16 @@ def test_each_benchmark_has_its_picture(name: str, cases: dict[str, str], tmp_pa
     measured = {case: [harness.Measurement(metric, "1", [1.01])] for case, metric in cases.items()}
     target = tmp_path / f"{name}.csv"
     harness.append_csv(target, [r for c, m in measured.items() for r in maker.rows(c, m, "ok")])
-    assert plot.main([str(target)]) == 0
-    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert plot.main([str(target), "-o", str(tmp_path.parent)]) == 0
+    assert (tmp_path.parent / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_point_that_another_is_left_of_and_below_is_not_on_the_front() -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.plot import pareto_front
+
+    points = [(3.0, 5.0), (2.0, 9.0), (1.0, 9.0), (4.0, 6.0), (5.0, 1.0)]
+    assert pareto_front(points) == [(1.0, 9.0), (3.0, 5.0), (5.0, 1.0)]
 
 
 def test_the_last_of_each_figure_is_drawn_where_the_last_run_was() -> None:

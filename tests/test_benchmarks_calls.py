@@ -9,20 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from program_stand_ins import FAKE, ROOT, VRAMX, machine_with, make_writer, rows
+from program_stand_ins import FAKE, ROOT, VRAMX, rows
 
 from benchmarks import torch_calls
-from benchmarks.harness import Options, UnavailableError
-from benchmarks.programs import _launch
+from benchmarks.harness import RowWriter
 from benchmarks.programs._launch import Allocator, Outcome
-from benchmarks.programs._rows import Request, RowWriter
-from vramx.errors import InvalidValueError, VramxError
+from vramx.errors import VramxError
 from vramx.memory.trace import Trace
-
-
-@pytest.fixture
-def writer(tmp_path: Path) -> RowWriter:
-    return make_writer(tmp_path)
 
 
 def test_a_trace_becomes_what_an_allocator_sees() -> None:
@@ -125,17 +118,6 @@ def test_times_of_another_allocator_are_not_taken(writer: RowWriter) -> None:
     times, has_failed = torch_calls.measure_in_turn(1, launch, writer, [VRAMX])
     assert has_failed
     assert times == {}
-
-
-def test_an_unknown_trace_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match="accepted are a, b"):
-        torch_calls.chosen({"a": Path(), "b": Path()}, ["c"])
-
-
-def test_without_a_gpu_the_calls_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_launch, "load_core", machine_with(0))
-    with pytest.raises(UnavailableError, match="needs a GPU"):
-        torch_calls.run_all(Options(), Request(), None)  # type: ignore[arg-type]
 
 
 def test_the_replay_compiles_against_the_installed_torch() -> None:

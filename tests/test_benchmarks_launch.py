@@ -137,6 +137,13 @@ def test_every_other_round_goes_backwards() -> None:
     assert in_turn(FAKE, 1) == [VRAMX, EXPANDABLE, NATIVE]
 
 
+def test_ways_of_one_process_take_turns_as_well() -> None:
+    pytest.importorskip("torch")
+    from benchmarks.programs import _report
+
+    assert "".join(_report.in_turn("abc", 3)) == "abccbaabc"
+
+
 def test_gpus_are_chosen_among_the_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_launch, "load_core", machine_with(4))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -150,3 +157,21 @@ def test_gpus_are_chosen_among_the_visible(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(_launch, "load_core", machine_with(0))
     with pytest.raises(UnavailableError, match="needs a GPU"):
         _launch.visible_gpus(0, 1)
+
+
+def test_a_step_before_the_turn_is_refused() -> None:
+    pytest.importorskip("torch")
+    from benchmarks.programs._report import Recorder
+
+    recorder = Recorder(deterministic=False)
+    with pytest.raises(RuntimeError, match="before begin"), recorder.step():
+        pass
+
+
+def test_programs_take_their_turn_before_they_touch_the_gpu() -> None:
+    """A device of the GPU comes from `begin()` alone, and every program calls it."""
+    for path in _launch.PROGRAMS.glob("[a-z]*.py"):
+        text = path.read_text()
+        assert "recorder.begin()" in text or "llama(recorder" in text, path.name
+        for early in ('device("cuda', '="cuda', ".cuda()", "cuda.is_available"):
+            assert early not in text, path.name

@@ -1,48 +1,14 @@
-"""The benchmark of plans: what it measures, and its goals."""
+"""The benchmark of plans: how steps of several budgets are compared, and what it measures."""
 
 from __future__ import annotations
 
 import pytest
-from test_benchmarks_activations import ON_CPU
+from program_stand_ins import figures_of, run_tiny
+from test_benchmarks_goals import GOOD as ALL_GOOD
 
 from benchmarks import plan
-from benchmarks.models_workloads import WORKLOADS
-from benchmarks.programs import _launch
-from benchmarks.programs._launch import PROGRAMS, Job
-from vramx.errors import InvalidValueError
 
-GOOD = {
-    ("llama budget 1", "budget_bytes"): [100.0],
-    ("llama budget 1", "predicted_bytes"): [96.0],
-    ("llama budget 1", "peak_bytes"): [99.0],
-    ("llama budget 1", "step_ms"): [20.0, 30.0, 21.0],  # a host that is slow for a turn
-    ("llama budget 2", "budget_bytes"): [200.0],
-    ("llama budget 2", "predicted_bytes"): [190.0],
-    ("llama budget 2", "peak_bytes"): [185.0],
-    ("llama budget 2", "step_ms"): [20.1, 30.1, 31.0],  # and for two; within the noise
-}
-
-
-def test_good_figures_meet_every_goal() -> None:
-    found = plan.goals(GOOD)
-    assert len(found) == 6
-    assert all(is_met for *_, is_met in found)
-    assert plan.table(GOOD).row_count == 2
-
-
-@pytest.mark.parametrize(
-    ("case", "metric", "value", "missed"),
-    [
-        ("llama budget 1", "peak_bytes", 100.5, ["peak_of_budget"]),
-        ("llama budget 2", "predicted_bytes", 200.0, ["peak_of_prediction"]),
-        ("llama budget 2", "predicted_bytes", 170.0, ["peak_of_prediction"]),
-        ("llama budget 2", "step_ms", 21.5, ["step_of_smaller_budget"]),
-        ("llama budget 2", "step_ms", float("nan"), ["step_of_smaller_budget"]),
-    ],
-)
-def test_each_goal_can_be_missed(case: str, metric: str, value: float, missed: list[str]) -> None:
-    found = plan.goals({**GOOD, (case, metric): [value] * len(GOOD[case, metric])})
-    assert [name for _, name, _, is_met in found if not is_met] == missed
+GOOD = ALL_GOOD["plan"]
 
 
 @pytest.mark.parametrize("case", ["llama budget 1", "llama budget 2"])
@@ -71,19 +37,10 @@ def test_a_plan_is_compared_with_every_smaller_budgets() -> None:
     assert missed == [(f"llama budget {n}", "step_of_smaller_budget") for n in (2, 3)]
 
 
-def test_a_case_plans_five_budgets_and_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_plans_five_budgets_and_runs_them() -> None:
     pytest.importorskip("transformers")
-    monkeypatch.setenv("PROGRAM_SIZE", "tiny")
-    done = _launch.run(Job(PROGRAMS / "_plan.py", ON_CPU, ("llama",), limit_s=120.0))
-    assert done.status == "ok"
-    figures = {(line["case"], line["metric"]): line["values"] for line in done.reports}
-    verdicts = [found for found in plan.goals(figures) if found[1] != "step_of_smaller_budget"]
+    lines = run_tiny("from benchmarks.programs import _plan; _plan.main('llama')")
+    goals = plan.goals(figures_of(*lines))
+    verdicts = [found for found in goals if found[1] != "step_of_smaller_budget"]
     assert len(verdicts) == 10
     assert all(is_met for *_, is_met in verdicts)
-
-
-def test_every_case_has_a_model_and_an_unknown_one_is_refused() -> None:
-    assert set(plan.CASES) <= set(WORKLOADS)
-    with pytest.raises(InvalidValueError, match="accepted are llama, "):
-        plan.PROCESSES.chosen(["lama"])
-    assert plan.PROCESSES.chosen(()) == plan.CASES

@@ -1,4 +1,4 @@
-"""The benchmark of pretrained weights: its goals, and which parameters are counted apart."""
+"""The benchmark of pretrained weights: its rows, and which parameters are counted apart."""
 
 from __future__ import annotations
 
@@ -9,39 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import harness, real_weights
-from benchmarks.harness import Measurement, Options, UnavailableError
-from benchmarks.programs._rows import Request, RowWriter
-from vramx.errors import InvalidValueError
-
-GOOD = {
-    ("pretrained bfloat16", "cosine_least"): [0.99],  # what is compared with has no goal
-    ("pretrained hooks", "cosine_least"): [0.9994],
-    ("pretrained hooks", "bytes_per_element"): [1.047],
-    ("key_biases int8", "cosine_least"): [0.9991],
-}
-
-
-def writer(folder: Path) -> RowWriter:
-    return RowWriter("real_weights", "test", folder / "rows.csv", lambda _: None)
-
-
-def test_good_figures_meet_every_goal() -> None:
-    found = real_weights.goals(GOOD)
-    assert [is_met for *_, is_met in found] == [True] * 3
-    assert real_weights.table(GOOD).row_count == 3
-
-
-@pytest.mark.parametrize(
-    ("case", "metric", "value"),
-    [
-        ("pretrained hooks", "cosine_least", 0.9992),
-        ("pretrained hooks", "bytes_per_element", 1.06),
-        ("key_biases int8", "cosine_least", 0.9989),
-    ],
-)
-def test_each_goal_can_be_missed(case: str, metric: str, value: float) -> None:
-    found = real_weights.goals({**GOOD, (case, metric): [value]})
-    assert [(name, what) for name, what, _, is_met in found if not is_met] == [(case, metric)]
+from benchmarks.harness import Measurement, Options, Request, RowWriter, UnavailableError
 
 
 def test_what_nearly_cancels_is_apart_and_what_is_off_everywhere_is_not() -> None:
@@ -54,7 +22,7 @@ def test_what_nearly_cancels_is_apart_and_what_is_off_everywhere_is_not() -> Non
 
 
 def test_figures_of_a_way_are_rows_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, writer: RowWriter, tmp_path: Path
 ) -> None:
     def run_case(name: str, case: str, *_: Any) -> tuple[list[Measurement], str]:
         found = [(f"{way}/cosine_least", 0.9995) for way in real_weights.WAYS]
@@ -63,7 +31,7 @@ def test_figures_of_a_way_are_rows_of_its_own(
     monkeypatch.setattr(harness, "run_case", run_case)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     request = Request(only=("key_biases",))
-    parts, is_good = real_weights.run_all(Options(), request, writer(tmp_path))
+    parts, is_good = real_weights.run_all(Options(), request, writer)
     assert is_good
     assert parts[0].row_count == len(real_weights.WAYS)  # type: ignore[union-attr]
     rows = (tmp_path / "rows.csv").read_text()
@@ -71,18 +39,18 @@ def test_figures_of_a_way_are_rows_of_its_own(
 
 
 def test_a_case_that_crashes_is_a_row_and_no_success(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, writer: RowWriter, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(harness, "run_case", lambda *_: ([], "failed: why"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    _, is_good = real_weights.run_all(Options(quick=True), Request(), writer(tmp_path))
+    _, is_good = real_weights.run_all(Options(quick=True), Request(), writer)
     assert not is_good
     assert "pretrained" in (tmp_path / "rows.csv").read_text()
 
 
-def test_what_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(InvalidValueError, match="accepted are pretrained, "):
-        real_weights.run_all(Options(), Request(only=("other",)), writer(tmp_path))
+def test_without_its_packages_it_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, writer: RowWriter
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UnavailableError, match="all_minilm_l6_v2"):
-        real_weights.run_all(Options(), Request(), writer(tmp_path))
+        real_weights.run_all(Options(), Request(), writer)

@@ -1,28 +1,20 @@
-"""The benchmark of seeing memory: its goals, its processes, and its programs on a processor."""
+"""The benchmark of seeing memory: its goals, and which of its processes run at a time."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import threading
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from program_stand_ins import FakeProcess, Launched, machine_with, make_writer, rows
-from samples import recorded_snapshot
+from program_stand_ins import FakeProcess, line, machine_with, rows
 
 from benchmarks import seeing
-from benchmarks.harness import ROOT, Options, UnavailableError
+from benchmarks.harness import Options, Request, RowWriter
 from benchmarks.programs import _cases, _launch
 from benchmarks.programs._cases import Figures
 from benchmarks.programs._launch import Job, Outcome
-from benchmarks.programs._rows import Request, RowWriter
-from vramx.errors import InvalidValueError
-from vramx.sizes import GIB, MIB
+from vramx.sizes import GIB
 
 SUMS, PREDICT, CONFIRM = "sums llama native", "predict llama int8", "confirm leak"
 TIMED, HOST = "overhead resnet50", "overhead small_layers"
@@ -37,6 +29,8 @@ GOOD: dict[str, Figures] = {
     "predict": {
         (PREDICT, "said_bytes"): [1.029 * GIB],
         (PREDICT, "held_bytes"): [1.0 * GIB],
+        (PREDICT, "said_allocated_bytes"): [1.029 * GIB],
+        (PREDICT, "held_allocated_bytes"): [1.0 * GIB],
     },
     "confirm": {
         key: value
@@ -60,11 +54,6 @@ GOOD: dict[str, Figures] = {
 }
 
 
-@pytest.fixture
-def writer(tmp_path: Path) -> RowWriter:
-    return make_writer(tmp_path)
-
-
 def missed(group: str, figures: Figures) -> list[str]:
     return [each.metric for each in seeing.GROUPS[group][1](figures) if not each.is_met]
 
@@ -84,6 +73,7 @@ def test_good_figures_meet_every_goal(group: str) -> None:
         ("sums", SUMS, "device_off", [0.021], ["device_off"]),
         ("predict", PREDICT, "held_bytes", [1.07 * GIB], ["predicted_off"]),
         ("predict", PREDICT, "said_bytes", [], ["predicted_off"]),
+        ("predict", PREDICT, "held_allocated_bytes", [1.07 * GIB], ["predicted_allocated_off"]),
         ("confirm", "confirm 3", "vramx_off", [0.021], ["vramx_off", "kinds_confirmed"]),
         ("confirm", "confirm 3", "remedies", [3.0], ["kinds_confirmed"]),
         ("confirm", "confirm 3", "remedies", [0.0], ["kinds_confirmed"]),
@@ -103,17 +93,18 @@ def test_each_goal_can_be_missed(
 def test_what_was_not_measured_is_missed_and_an_unknown_device_is_not_judged() -> None:
     without = {key: values for key, values in GOOD["sums"].items() if key[1] == "categories_bytes"}
     assert missed("sums", without) == ["requested_left_bytes", "allocated_left_bytes"]
-    assert missed("predict", {(PREDICT, "held_bytes"): [1.0]}) == ["predicted_off"]
+    missing = ["predicted_off", "predicted_allocated_off"]
+    assert missed("predict", {(PREDICT, "held_bytes"): [1.0]}) == missing
     assert missed("confirm", {}) == ["kinds_confirmed"]
 
 
 def test_verdicts_are_rows_and_lines(writer: RowWriter, tmp_path: Path) -> None:
     verdicts = list(seeing.judge_predict(GOOD["predict"]))
     seeing.write_verdicts(verdicts, writer)
-    (row,) = rows(tmp_path)
+    row, _ = rows(tmp_path)
     assert (row["case"], row["metric"], row["status"]) == (PREDICT, "predicted_off", "ok")
     laid_out = seeing.table([*verdicts, *seeing.judge_confirm({})])
-    assert [list(column.cells) for column in laid_out.columns][-1] == ["", "MISSED"]
+    assert [list(column.cells) for column in laid_out.columns][-1] == ["", "", "MISSED"]
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -125,16 +116,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[Job]]:
     found: list[list[Job]] = []
 
     def ended(job: Job) -> Outcome:
-        line = {"metric": "x", "unit": "1", "values": [1.0], "allocator": job.allocator.name}
-        return Outcome("ok", ({**line, "case": " ".join(job.arguments)},), 1.0)
+        said = {**line(" ".join(job.arguments), "x", 1.0), "allocator": job.allocator.name}
+        return Outcome("ok", (said,), 1.0)
 
     def start(job: Job) -> FakeProcess:
         found.append([job])
-
-        def outcome(_: Launched) -> Outcome:
-            return ended(job)
-
-        return FakeProcess(job, outcome)
+        return FakeProcess(job, lambda _: ended(job))
 
     def at_once(items: Any, work: Any, stop: threading.Event) -> list[Outcome]:
         found.append([])
@@ -187,208 +174,3 @@ def test_a_quick_run_has_fewer_cases(writer: RowWriter, launched: list[Any], gro
     launched.clear()
     run(writer, group, quick=True)
     assert 0 < sum(map(len, launched)) < all_of_it
-
-
-def test_an_unknown_group_is_refused_and_without_a_gpu_it_is_left_out(
-    writer: RowWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(InvalidValueError, match="accepted are sums, predict, confirm, overhead"):
-        run(writer, "x")
-    monkeypatch.setattr(_launch, "load_core", machine_with(0))
-    with pytest.raises(UnavailableError, match="needs a GPU"):
-        run(writer)
-
-
-# --- programs -------------------------------------------------------------------------------------
-
-
-def test_the_names_are_those_of_the_programs() -> None:
-    pytest.importorskip("torch")
-    from benchmarks.programs import _ooms, _seeing_models, _seeing_overhead
-
-    assert tuple(_seeing_models.SUMMED) == seeing.MODELS
-    assert tuple(_seeing_models.PREDICTED) == seeing.PREDICTED
-    assert _seeing_models.WAYS == seeing.WAYS
-    assert tuple(_seeing_overhead.TRAININGS) == seeing.TIMED
-    assert set(_ooms.KINDS) == set(seeing.KINDS)
-
-
-@pytest.mark.parametrize("kind", [k for k in seeing.KINDS if k not in ("pool", "rank")])
-def test_a_kind_needs_more_of_torchs_allocator_and_most_where_that_fails(kind: str) -> None:
-    """The programs are predicted, replayed at the limit that is tried, and cut where it fails."""
-    import numpy as np
-
-    from benchmarks.programs import _ooms
-    from benchmarks.programs._seeing_confirm import SHARES
-    from vramx.memory.replay import replay
-
-    trace = trace_of(_ooms.KINDS[kind])
-    (free,) = replay(trace, "native", min_capacity=True)
-    assert free.min_capacity_bytes is not None
-    assert 900 * MIB < free.min_capacity_bytes < 3 * GIB
-    limit = int(SHARES[0] * free.min_capacity_bytes)
-    (failed,) = replay(trace, "native", capacity=limit)
-    assert failed.oom
-    until = trace.part(np.arange(failed.oom_event + 1))
-    (said,), (held,) = (replay(each, "vramx", capacity=limit) for each in (until, trace))
-    assert not said.oom
-    assert not held.oom
-    assert held.peak_reserved_bytes <= (1 + seeing.CONFIRM_GOAL / 2) * said.peak_reserved_bytes
-
-
-def trace_of(program: Any) -> Any:
-    """Return what a program allocates, without a GPU."""
-    import vramx
-    from vramx.planning import predict
-
-    found, replayed = [], predict.replay
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            predict, "replay", lambda trace, names: (found.append(trace), replayed(trace, names))[1]
-        )
-        vramx.predict(program, steps=1, policies="native")
-    return found[0]
-
-
-def test_a_provoked_failure_is_explained_and_each_remedy_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from benchmarks.programs import _seeing_confirm, _turn
-
-    monkeypatch.delenv(_turn.TURN, raising=False)
-    said: list[list[str]] = []
-
-    def run(words: Any, settings: Any, *, fails: bool = False) -> Any:
-        said.append(list(words))
-        if "--record" in words and "run" not in words:
-            Path(words[-1]).write_bytes(recorded_snapshot("oom"))
-            return done(0)
-        if "run" in words:
-            is_first = sum("run" in each for each in said) == 1
-            if not is_first:
-                written = Path(settings["VRAMX_OOM_DIR"], "oom-1.pickle")
-                written.write_bytes(recorded_snapshot("oom"))
-            return done(0 if is_first else 1)
-        remedy = {"policy": "vramx", "expected_bytes": 100, "exit_code": 0, "is_under_it": True}
-        broken = {**remedy, "policy": "expandable", "exit_code": 1, "measured_bytes": None}
-        confirmed = [{**remedy, "measured_bytes": 101}, broken]
-        return done(1, json.dumps({"cause": "size", "confirmed": confirmed}))
-
-    monkeypatch.setattr(_seeing_confirm, "run", run)
-    _seeing_confirm.main("leak")
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    figures = {line["metric"]: line["values"] for line in lines if "metric" in line}
-    assert figures["limit_bytes"] == [int(_seeing_confirm.SHARES[1] * figures["needed_bytes"][0])]
-    assert figures["remedies"] == [2]
-    assert figures["cause_size"] == [1]
-    assert figures["vramx_off"] == [pytest.approx(0.01)]
-    assert [line["status"] for line in lines if "status" in line] == [
-        "failed: under expandable it ended with 1"
-    ]
-    explain = said[-1]
-    assert explain[explain.index("--capacity") + 1] == str(figures["limit_bytes"][0])
-    assert explain[-2:] == [_seeing_confirm.SCRIPT, "leak"]
-
-
-def done(code: int, stdout: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.CompletedProcess([], code, stdout, "")
-
-
-@pytest.mark.parametrize("kind", seeing.KINDS)
-def test_a_kind_is_typed_with_its_own_limit_where_it_makes_one(kind: str) -> None:
-    from benchmarks.programs import _seeing_confirm
-
-    words = _seeing_confirm.command(kind, 123)
-    assert ("--limit" in words) == (kind in ("limit", "another_process"))
-    assert ("torch.distributed.run" in words) == (kind == "rank")
-    assert words[0] == sys.executable
-
-
-@pytest.fixture
-def on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have programs record the host's memory, and torch's counters say what that says."""
-    import torch
-    from cpu_history import CpuHistory
-
-    from benchmarks.programs import _turn
-    from vramx.memory import record
-
-    monkeypatch.delenv(_turn.TURN, raising=False)
-    monkeypatch.setattr(record, "CudaHistory", CpuHistory)
-    for name in ("reset_peak_memory_stats", "synchronize"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-
-
-def figures_in(text: str) -> dict[str, list[float]]:
-    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    return {line["metric"]: line["values"] for line in lines if "metric" in line}
-
-
-def test_a_program_is_timed_with_and_without_a_recording(
-    on_a_processor: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import contextlib
-
-    from benchmarks.programs import _seeing_overhead
-
-    monkeypatch.setattr(_seeing_overhead, "history", contextlib.nullcontext)
-    monkeypatch.setattr(_seeing_overhead, "ROUNDS", 2)
-    monkeypatch.setattr(_seeing_overhead, "STEPS", {"small_layers": 2})
-    _seeing_overhead.main("small_layers")
-    figures = figures_in(capsys.readouterr().out)
-    assert all(len(figures[f"{way}_ms"]) == 2 for way in ("never", "off", "on", "history"))
-    assert figures["events"][0] > 100
-    assert figures["hooks_left"] == [0]
-    judged = {(HOST, metric): values for metric, values in figures.items()}
-    metrics = [each.metric for each in seeing.judge_overhead(judged)]
-    assert metrics == ["hooks_left", "event_of_torchs"]
-
-
-def test_sums_are_compared_with_counters(
-    on_a_processor: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import torch
-
-    from benchmarks.programs import _seeing_models, _seeing_sums
-
-    counted = {"requested_bytes.all.peak": 7, "allocated_bytes.all.peak": 9}
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: counted)
-    monkeypatch.setattr(_seeing_sums, "used_bytes", lambda: 1 * GIB)
-    monkeypatch.setitem(_seeing_models.SUMMED, "llama", _seeing_models.small_layers)
-    monkeypatch.setitem(sys.modules, "torchvision", torch)
-    monkeypatch.setitem(sys.modules, "transformers", torch)
-    _seeing_sums.main("llama")
-    figures = figures_in(capsys.readouterr().out)
-    parts = [values[0] for name, values in figures.items() if name.endswith("s_bytes")]
-    sums = figures["categories_bytes"][0]
-    assert sum(parts) >= 2 * sums > 0  # its categories, and the sum of them
-    assert figures["requested_left_bytes"] == [7 - sums]
-    assert figures["allocated_left_bytes"] == [9 - figures["blocks_bytes"][0]]
-    assert figures["device_off"] == [figures["device_said_bytes"][0] / GIB - 1]
-
-
-@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
-@pytest.mark.parametrize(
-    ("name", "row"), [("llama", "amp"), ("llama", "checkpoint"), ("gpt2", "int8")]
-)
-def test_a_row_is_predicted_without_a_gpu(
-    name: str, row: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PROGRAM_SIZE", "tiny")
-    program = (
-        "from torchvision_operators import name_missing; name_missing(); "
-        f"from benchmarks.programs import _seeing_predict as p; p.main({name!r}, {row!r}, 'said')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert line["case"] == f"predict {name} {row}"
-    assert line["allocator"] == "none"
-    assert 64 * MIB < line["values"][0] < GIB  # with the workspaces of cuBLAS

@@ -6,24 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from program_stand_ins import FAKE, FakeProcess, Launched, machine_with, make_writer, rows
+from program_stand_ins import FAKE, FakeProcess, rows
 
 from benchmarks import streams
-from benchmarks.harness import Options, UnavailableError
-from benchmarks.programs import _launch
+from benchmarks.harness import RowWriter
 from benchmarks.programs._cases import Figures
 from benchmarks.programs._launch import Job, Outcome, Together
-from benchmarks.programs._rows import Request, RowWriter
-from vramx.errors import InvalidValueError
 from vramx.sizes import GIB
 
 REPORT = {"fresh": 1.0, "kept": 0.8, "in_turn": 2.0}
 PEAKS = {"peak_reserved": 2 * GIB, "peak_allocated": GIB}
-
-
-@pytest.fixture
-def writer(tmp_path: Path) -> RowWriter:
-    return make_writer(tmp_path)
 
 
 def line(case: str, name: str, **changes: Any) -> dict[str, Any]:
@@ -33,13 +25,8 @@ def line(case: str, name: str, **changes: Any) -> dict[str, Any]:
 def together(case: str, outcomes: dict[str, Outcome]) -> Together:
     """Return what stands for a case's processes, which end as they are told to."""
 
-    def process(name: str) -> FakeProcess:
-        def ended(_: Launched) -> Outcome:
-            return outcomes[name]
-
-        return FakeProcess(Job(streams.CHILD, FAKE[0], (case,)), ended)
-
-    return Together([process(allocator.name) for allocator in FAKE])
+    job = Job(streams.CHILD, FAKE[0], (case,))
+    return Together([FakeProcess(job, lambda _, n=a.name: outcomes[n]) for a in FAKE])
 
 
 def good(case: str, name: str, **changes: Any) -> Outcome:
@@ -174,14 +161,3 @@ def test_a_ring_hands_out_the_buffer_that_came_back_first(monkeypatch: pytest.Mo
     ring.give_back(first, SimpleNamespace(record_event=lambda: "first"))
     assert [ring.take(), ring.take()] == [second, first]
     assert waited == ["made", "made", "second", "first"]
-
-
-def test_an_unknown_case_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match="accepted are prefetch, runaway, offload"):
-        streams.run_all(Options(), Request(only=("x",)), None)  # type: ignore[arg-type]
-
-
-def test_without_a_gpu_the_streams_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_launch, "load_core", machine_with(0))
-    with pytest.raises(UnavailableError, match="needs a GPU"):
-        streams.run_all(Options(), Request(), None)  # type: ignore[arg-type]

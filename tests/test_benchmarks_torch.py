@@ -9,30 +9,25 @@ from types import SimpleNamespace
 import pytest
 from program_stand_ins import (
     FAKE,
+    ON_CPU,
     PROGRAM,
     ROOT,
     Launched,
     launcher,
     machine_with,
-    make_writer,
     outcome,
     rows,
 )
 
 from benchmarks import torch_programs
+from benchmarks.harness import RowWriter
 from benchmarks.programs import _launch
-from benchmarks.programs._launch import Allocator, Job, Outcome
-from benchmarks.programs._rows import RowWriter
+from benchmarks.programs._launch import Job, Outcome
 from benchmarks.programs._verdicts import Program
 from vramx.cli.main import main
 from vramx.sizes import GIB
 
 TOY_GOOD, TOY_BAD = Program("good", has_fixed_shapes=True), Program("bad")
-
-
-@pytest.fixture
-def writer(tmp_path: Path) -> RowWriter:
-    return make_writer(tmp_path)
 
 
 def test_every_program_is_in_the_catalogue() -> None:
@@ -56,13 +51,12 @@ for _ in range(recorder.steps):
 recorder.finish(batch_size=4)
 """
     (tmp_path / "program.py").write_text(program)
-    allocator = Allocator("none", environment=(("CUDA_VISIBLE_DEVICES", ""),))
-    done = _launch.run(Job(tmp_path / "program.py", allocator))
+    done = _launch.run(Job(tmp_path / "program.py", ON_CPU))
     assert done.status == "ok"
     report = done.reports[-1]
     assert (len(report["step_ms"]), report["warmup"], report["driver_calls"]) == (3, 1, None)
     assert report["extra"] == {"batch_size": 4}
-    in_steps = _launch.run(Job(tmp_path / "program.py", allocator, has_steps=True))
+    in_steps = _launch.run(Job(tmp_path / "program.py", ON_CPU, has_steps=True))
     assert in_steps.reports[-1]["losses"] == report["losses"]
     generator = torch.Generator().manual_seed(SEED)
     expected = [float(torch.rand((), generator=generator) / 3) for _ in range(3)]
@@ -91,15 +85,9 @@ recorder.finish(
 )
 """
     (tmp_path / "program.py").write_text(program)
-    allocator = Allocator("none", environment=(("CUDA_VISIBLE_DEVICES", ""),))
-    done = _launch.run(Job(tmp_path / "program.py", allocator))
-    assert done.reports[-1]["extra"] == {
-        "loose": False,
-        "strict": True,
-        "warns": False,
-        "fills": False,
-        "workspace": ":4096:8",
-    }
+    done = _launch.run(Job(tmp_path / "program.py", ON_CPU))
+    flags = {"loose": False, "strict": True, "warns": False, "fills": False}
+    assert done.reports[-1]["extra"] == {**flags, "workspace": ":4096:8"}
 
 
 def test_beginning_anew_draws_the_same_numbers() -> None:
@@ -158,7 +146,7 @@ def test_programs_run_in_turn_and_then_under_a_cap(writer: RowWriter, tmp_path: 
     assert {(row["samples"], row["median"]) for row in steps} == {("10 12", "11.0")}
 
 
-def test_a_program_that_fills_the_gpu_has_it_alone(writer: RowWriter) -> None:
+def test_a_program_that_fills_the_gpu_has_it_alone() -> None:
     alone = Program("toy", shares_gpu=False)
     turns = list(torch_programs.plan(alone, 2, FAKE))
     assert [len(together) for together in turns] == [1] * 10
@@ -167,10 +155,7 @@ def test_a_program_that_fills_the_gpu_has_it_alone(writer: RowWriter) -> None:
 
 
 def test_the_goals_that_have_a_value_are_rows(writer: RowWriter, tmp_path: Path) -> None:
-    def ended(launched: Launched) -> Outcome:
-        return outcome(launched.job.allocator.name)
-
-    lane = torch_programs.Lane(1, 60.0, writer, FAKE, launcher(ended))
+    lane = torch_programs.Lane(1, 60.0, writer, FAKE, launcher(good))
     torch_programs.spread([TOY_GOOD], ["0"], lane)
     goals = [row for row in rows(tmp_path) if row["case"] == "good goals"]
     assert {row["metric"]: float(row["median"]) for row in goals} == {
@@ -200,7 +185,7 @@ def test_a_compiled_program_runs_once_before_it_counts(writer: RowWriter, tmp_pa
 
     def ended(launched: Launched) -> Outcome:
         turns.append(launched.job.allocator.name)
-        return outcome(launched.job.allocator.name)
+        return good(launched)
 
     lane = torch_programs.Lane(1, 60.0, writer, FAKE, launcher(ended))
     assert len(list(lane.runs([Program("toy", compiles=True)], "0"))) == len(turns) - 1
@@ -247,6 +232,10 @@ def test_what_goes_wrong_outside_of_a_program_stops_all(writer: RowWriter) -> No
     with pytest.raises(OSError, match="no space left"):
         torch_programs.spread([Program("a"), Program("b")], ["0", "1"], lane)
     assert writer.count == 0
+
+
+def good(launched: Launched) -> Outcome:
+    return outcome(launched.job.allocator.name)
 
 
 @pytest.fixture

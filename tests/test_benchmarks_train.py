@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
+from program_stand_ins import run_tiny
 
 from benchmarks import train_3b
-from benchmarks.harness import ROOT
 from vramx.sizes import GIB
 
 
@@ -42,7 +38,7 @@ def test_a_peak_above_the_limit_is_missed() -> None:
     found = figures(row_3b_12_plan=30_000)
     found["3b_12_plan", "peak_reserved_bytes"] = [12.5 * GIB]
     assert ("3b_12_plan", "peak_reserved_bytes", 12.5 * GIB, False) in train_3b.goals(found)
-    assert "MISSED" in str([list(column.cells) for column in train_3b.table(found).columns])
+    assert "MISSED" in str([list(column.cells) for column in train_3b.SHEET.table(found).columns])
 
 
 def test_longest_sequences_are_compared_with_those_without() -> None:
@@ -72,24 +68,6 @@ def test_a_row_of_the_longest_sequence_goes_to_the_end(row: str) -> None:
 
 def metrics_of(row: str) -> dict[str, list[float]]:
     """Return what the program reports of a row, at its smallest size on this processor."""
-    # As conftest.py does for this process: transformers imports torchvision.
-    program = (
-        "from torchvision_operators import name_missing; name_missing(); "
-        f"from benchmarks.programs import _train_3b; _train_3b.main({row!r})"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PROGRAM_SIZE": "tiny",
-            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = run_tiny(f"from benchmarks.programs import _train_3b; _train_3b.main({row!r})")
     assert {line["case"] for line in lines} == {row}
     return {line["metric"]: line["values"] for line in lines}

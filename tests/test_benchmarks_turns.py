@@ -18,12 +18,12 @@ from program_stand_ins import (
     VRAMX,
     FakeProcess,
     Launched,
-    launcher,
-    make_writer,
+    ended_with,
     outcome,
 )
 
 from benchmarks import torch_programs
+from benchmarks.harness import RowWriter
 from benchmarks.programs import _launch, _turn
 from benchmarks.programs._launch import Job, Outcome
 from benchmarks.programs._verdicts import Program
@@ -137,25 +137,40 @@ def test_a_program_run_by_hand_begins_at_once(monkeypatch: pytest.MonkeyPatch) -
     assert _turn.wait() == _turn.Turn(None, 0.0)
     monkeypatch.setenv("PROGRAM_CAP_BYTES", "5")
     assert _turn.wait().cap_bytes == 5
+    monkeypatch.delenv(_turn.STEPS, raising=False)
+    assert _turn.wait_for_step() == 0.0
 
 
-def test_no_program_imports_while_another_has_its_turn(tmp_path: Path) -> None:
-    started: list[FakeProcess] = []
+class Started:
+    """Starts processes that end as a function says, and keeps them."""
+
+    def __init__(self, writer: RowWriter, repeats: int, ended: Callable[[Launched], Outcome]):
+        self.processes: list[FakeProcess] = []
+        self._ended = ended
+        self.lane = torch_programs.Lane(repeats, 60.0, writer, FAKE, self._launch)
+
+    def _launch(self, job: Job) -> FakeProcess:
+        self.processes.append(FakeProcess(job, self._ended))
+        return self.processes[-1]
+
+    @property
+    def cancelled(self) -> list[str]:
+        return [each.job.script.stem for each in self.processes if each.was_cancelled]
+
+
+def test_no_program_imports_while_another_has_its_turn(writer: RowWriter) -> None:
     turns: list[tuple[str, int]] = []
 
     def ended(launched: Launched) -> Outcome:
-        assert all(process.is_ready for process in started)
-        turns.append((launched.job.script.stem, len(started)))
+        assert all(process.is_ready for process in started.processes)
+        turns.append((launched.job.script.stem, len(started.processes)))
         return outcome(launched.job.allocator.name)
 
-    def launch(job: Job) -> FakeProcess:
-        started.append(FakeProcess(job, ended))
-        return started[-1]
-
-    lane = torch_programs.Lane(1, 60.0, make_writer(tmp_path), FAKE, launch)
+    started = Started(writer, 1, ended)
     programs = [Program(name) for name in "abc"]
-    runs = torch_programs.spread(programs, ["0"], lane)
-    assert [process.job.script.stem for process in started] == ["a"] * 7 + ["b"] * 7 + ["c"] * 7
+    runs = torch_programs.spread(programs, ["0"], started.lane)
+    names = [process.job.script.stem for process in started.processes]
+    assert names == ["a"] * 7 + ["b"] * 7 + ["c"] * 7
     # Two programs, of seven processes each, import at once.
     assert turns == [("a", 14)] * 7 + [("b", 14)] * 7 + [("c", 21)] * 7
     assert len(runs) == 21
@@ -165,7 +180,7 @@ def test_processes_of_cases_are_started_some_at_a_time() -> None:
     started: list[FakeProcess] = []
 
     def start(item: int) -> FakeProcess:
-        started.append(FakeProcess(Job(Path("x"), VRAMX), lambda launched: outcome()))
+        started.append(ended_with())
         return started[-1]
 
     seen = []
@@ -182,7 +197,7 @@ def test_one_that_cannot_be_started_ends_those_that_were() -> None:
     def start(item: int) -> FakeProcess:
         if item == 2:
             raise OSError("no more processes")
-        started.append(FakeProcess(Job(Path("x"), VRAMX), lambda launched: outcome()))
+        started.append(ended_with())
         return started[-1]
 
     with pytest.raises(OSError, match="no more processes"):
@@ -190,56 +205,35 @@ def test_one_that_cannot_be_started_ends_those_that_were() -> None:
     assert [process.was_cancelled for process in started] == [True, True]
 
 
-def test_what_was_started_ahead_ends_with_the_benchmark(tmp_path: Path) -> None:
-    processes: list[FakeProcess] = []
-
+def test_what_was_started_ahead_ends_with_the_benchmark(writer: RowWriter) -> None:
     def ended(launched: Launched) -> Outcome:
         raise OSError("no space left")
 
-    def launch(job: Job) -> FakeProcess:
-        processes.append(launcher(ended)(job))
-        return processes[-1]
-
-    lane = torch_programs.Lane(1, 60.0, make_writer(tmp_path), FAKE, launch)
+    started = Started(writer, 1, ended)
     with pytest.raises(OSError, match="no space left"):
-        torch_programs.spread([Program("a")], ["0"], lane)
-    assert len(processes) == 7
-    assert all(process.was_cancelled for process in processes)
+        torch_programs.spread([Program("a")], ["0"], started.lane)
+    assert started.cancelled == ["a"] * 7 == ["a"] * len(started.processes)
 
 
-def test_the_rest_of_a_program_that_does_not_run_is_cancelled(tmp_path: Path) -> None:
-    processes: list[FakeProcess] = []
-
+def test_the_rest_of_a_program_that_does_not_run_is_cancelled(writer: RowWriter) -> None:
     def ended(launched: Launched) -> Outcome:
         works = launched.job.script.stem == "good"
         return outcome(launched.job.allocator.name) if works else outcome(status="failed: x")
 
-    def launch(job: Job) -> FakeProcess:
-        processes.append(launcher(ended)(job))
-        return processes[-1]
-
-    lane = torch_programs.Lane(2, 60.0, make_writer(tmp_path), FAKE, launch)
-    runs = torch_programs.spread([Program("bad"), Program("good")], ["0"], lane)
+    started = Started(writer, 2, ended)
+    runs = torch_programs.spread([Program("bad"), Program("good")], ["0"], started.lane)
     assert [run.program.name for run in runs] == ["bad"] * 3 + ["good"] * 10
-    cancelled = [process.job.script.stem for process in processes if process.was_cancelled]
-    assert cancelled == ["bad"] * 7
+    assert started.cancelled == ["bad"] * 7
 
 
-def test_stopping_cancels_what_waits(tmp_path: Path) -> None:
-    processes: list[FakeProcess] = []
-
+def test_stopping_cancels_what_waits(writer: RowWriter) -> None:
     def ended(launched: Launched) -> Outcome:
-        lane.stop.set()
+        started.lane.stop.set()
         return outcome(status="failed: stopped")
 
-    def launch(job: Job) -> FakeProcess:
-        processes.append(launcher(ended)(job))
-        return processes[-1]
-
-    writer = make_writer(tmp_path)
-    lane = torch_programs.Lane(2, 60.0, writer, FAKE, launch)
-    assert len(list(lane.runs([Program("a"), Program("b")], "0"))) == 3
-    assert [process.was_cancelled for process in processes] == [False] * 3 + [True] * 10
+    started = Started(writer, 2, ended)
+    assert len(list(started.lane.runs([Program("a"), Program("b")], "0"))) == 3
+    assert [each.was_cancelled for each in started.processes] == [False] * 3 + [True] * 10
     assert writer.count == 0
 
 
@@ -269,28 +263,22 @@ def stepping(folder: Path, steps: dict[str, int]) -> list[Outcome]:
     return together.take_turns([None] * len(jobs), threading.Event())
 
 
-def test_programs_take_their_steps_in_turn(tmp_path: Path) -> None:
-    done = stepping(tmp_path, {"a": 3, "b": 3, "c": 3})
-    assert (tmp_path / "steps").read_text() == "abcbcacab"
-    # Of what ended while others went on is told how it ended.
-    assert [found.status for found in done] == [
-        "failed: the program printed no report",
-        "failed: it fails",
-        "failed: the program printed no report",
-    ]
-
-
-def test_one_that_ends_early_leaves_the_others_their_turns(tmp_path: Path) -> None:
-    stepping(tmp_path, {"a": 3, "b": 1, "c": 3})
-    assert (tmp_path / "steps").read_text() == "abccaac"
-
-
-def test_one_that_hangs_ends_with_its_time_and_leaves_the_others_their_turns(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("steps", "taken", "status"),
+    [
+        ({"a": 3, "b": 3, "c": 3}, "abcbcacab", "failed: it fails"),
+        ({"a": 3, "b": 1, "c": 3}, "abccaac", "failed: it fails"),  # it ends early
+        ({"a": 3, "d": 3, "c": 3}, "adcdcaac", "failed: no result after 2 s"),  # it hangs
+    ],
+)
+def test_programs_take_their_steps_in_turn_and_one_that_ends_leaves_the_others_theirs(
+    tmp_path: Path, steps: dict[str, int], taken: str, status: str
 ) -> None:
-    done = stepping(tmp_path, {"a": 3, "d": 3, "c": 3})
-    assert (tmp_path / "steps").read_text() == "adcdcaac"
-    assert done[1].status == "failed: no result after 2 s"
+    done = stepping(tmp_path, steps)
+    assert (tmp_path / "steps").read_text() == taken
+    # Of what ended while others went on is told how it ended.
+    silent = "failed: the program printed no report"
+    assert [found.status for found in done] == [silent, status, silent]
 
 
 def test_waiting_for_others_counts_as_nobodys_time(tmp_path: Path) -> None:
@@ -308,26 +296,3 @@ def test_waiting_for_others_counts_as_nobodys_time(tmp_path: Path) -> None:
     done = together.take_turns([None] * 3, threading.Event())
     assert [found.status for found in done] == ["ok"] * 3
     assert all(1.0 <= found.wall_s < 2.0 for found in done)
-
-
-def test_a_program_run_by_hand_waits_for_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(_turn.STEPS, raising=False)
-    assert _turn.wait_for_step() == 0.0
-
-
-def test_a_step_before_the_turn_is_refused() -> None:
-    pytest.importorskip("torch")
-    from benchmarks.programs._report import Recorder
-
-    recorder = Recorder(deterministic=False)
-    with pytest.raises(RuntimeError, match="before begin"), recorder.step():
-        pass
-
-
-def test_programs_take_their_turn_before_they_touch_the_gpu() -> None:
-    """A device of the GPU comes from `begin()` alone, and every program calls it."""
-    for path in _launch.PROGRAMS.glob("[a-z]*.py"):
-        text = path.read_text()
-        assert "recorder.begin()" in text or "llama(recorder" in text, path.name
-        for early in ('device("cuda', '="cuda', ".cuda()", "cuda.is_available"):
-            assert early not in text, path.name

@@ -1,10 +1,4 @@
-"""vramx.checkpoint: what it keeps of the inputs, and what it refuses.
-
-Inputs are packed wherever they lie in the arguments, once each, and go with the graph. The gradient
-from packed inputs has the direction of the exact one. Mistakes are named, and an error leaves
-nothing behind. What else holds as for torch's checkpoint is in test_checkpoint_options.py, nested
-ones in test_checkpoint_nesting.py, checkpoint_modules in test_checkpoint_modules.py.
-"""
+"""vramx.checkpoint: what it keeps of the inputs, and what it refuses."""
 
 from __future__ import annotations
 
@@ -39,9 +33,6 @@ __all__ = ["packs", "seeds"]
 pytestmark = pytest.mark.usefixtures("seeds")
 
 
-# -- What is kept ---------------------------------------------------------------------------------
-
-
 def test_input_is_kept_in_at_most_0_525_of_its_bytes(packs: Packs) -> None:
     x = activation(256, WIDTH).bfloat16()
     nbytes = x.numel() * x.element_size()
@@ -53,18 +44,13 @@ def test_input_is_kept_in_at_most_0_525_of_its_bytes(packs: Packs) -> None:
     assert y.grad_fn is not None
 
 
-def test_gradient_direction_survives_compression() -> None:
+def test_gradient_direction_survives_compression(monkeypatch: pytest.MonkeyPatch) -> None:
     block = Block()
     exact = gradients(block, block)
     packed = gradients(lambda x: vramx.checkpoint(block, x, level=SMALL), block)
-    # The promise of 8 bits; the next test shows a defect that this measure finds.
     assert cosine(exact, packed) > 0.999
     assert not same(exact, packed), "nothing was compressed"
-
-
-def test_gradient_direction_is_a_measure_that_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    block = Block()
-    exact = gradients(block, block)
+    # And a defect that this measure finds.
     unpack = codec.unpack
     monkeypatch.setattr(inputs, "unpack", lambda packed: unpack(packed).roll(1))
     packed = gradients(lambda x: vramx.checkpoint(block, x, level=SMALL), block)
@@ -151,24 +137,18 @@ def test_nothing_is_left_once_the_graph_is_gone(packs: Packs) -> None:
         gc.enable()
 
 
-# -- Mistakes and errors --------------------------------------------------------------------------
-
-
-def test_reentrant_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match="use_reentrant=True is not accepted: reentrant"):
-        vramx.checkpoint(torch.sin, activation(), use_reentrant=True)
-
-
-@pytest.mark.parametrize("level", [True, 8, "int3", None, "recompute_all"])
-def test_the_level_is_checked(level: Any) -> None:
-    with pytest.raises(InvalidValueError, match="accepted are 'keep', 'int8'"):
-        vramx.checkpoint(torch.sin, activation(), level=level)
-
-
-@pytest.mark.parametrize("offload", ["gpu", 1.5, -0.1])
-def test_offload_is_checked(offload: Any) -> None:
-    with pytest.raises(InvalidValueError, match="offload"):
-        vramx.checkpoint(torch.sin, activation(), offload=offload)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"use_reentrant": True}, "use_reentrant=True is not accepted: reentrant"),
+        *(({"level": each}, "accepted are 'keep', 'int8'") for each in (True, 8, "int3", None)),
+        ({"level": "recompute_all"}, "accepted are 'keep', 'int8'"),
+        *(({"offload": each}, "offload") for each in ("gpu", 1.5, -0.1)),
+    ],
+)
+def test_mistakes_are_named(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidValueError, match=words):
+        vramx.checkpoint(torch.sin, activation(), **options)
 
 
 def test_an_error_of_the_region_leaves_no_hooks_behind(packs: Packs) -> None:

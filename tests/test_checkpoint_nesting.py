@@ -1,8 +1,4 @@
-"""vramx.checkpoint within another checkpoint, or within compress().
-
-What the outer one recomputes, the inner one does not pack; inputs that both could pack are packed
-once, as the checkpoint says; and an exact checkpoint stays exact.
-"""
+"""vramx.checkpoint within another checkpoint, or within compress()."""
 
 from __future__ import annotations
 

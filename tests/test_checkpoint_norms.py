@@ -1,7 +1,6 @@
 """The input of a checkpoint that a norm reads is packed as what is normalised.
 
-Means are up to 1,000 deviations here, rows and channels differ by 10,000 times in scale; each
-gradient has a cosine of 0.999 with the exact one, as in test_compress_norms.py.
+The bound on gradients is that of test_compress_norms.py.
 """
 
 from __future__ import annotations
@@ -44,9 +43,7 @@ def uneven(name: str, mean: float, decades: float) -> Tensor:
     return (torch.randn(8, 48, 96) + means) * scales
 
 
-def gradients(
-    region: Callable[[Tensor], Tensor], parameters: list[Tensor], x: Tensor, level: Any
-) -> list[Tensor]:
+def gradients(region: Any, parameters: list[Tensor], x: Tensor, level: Any) -> list[Tensor]:
     leaf = x.detach().requires_grad_()
     y = vramx.checkpoint(region, leaf * 1, level=level)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
@@ -79,9 +76,7 @@ def test_neither_mean_nor_scale_costs_precision(
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_inputs_that_are_packed_as_other_numbers_are_found(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inputs_that_are_packed_as_other_numbers_are_found(name: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(norms.Readers, "look_at", lambda *_: None)
     assert worst_cosine(NORMS[name](), uneven(name, 1e3, 0)) < 0.99
 
@@ -136,6 +131,5 @@ def test_equal_numbers_and_infinities_stay_where_they_are() -> None:
     leaf = x.clone().requires_grad_()
     norm = nn.LayerNorm(128)
     vramx.checkpoint(norm, leaf * 1, level=SMALL).square().sum().backward()
-    assert leaf.grad is not None
     assert leaf.grad[[0, 1, *range(3, 32)]].isfinite().all()
     assert leaf.grad[2].isnan().all()

@@ -1,14 +1,9 @@
-"""vramx.checkpoint does what torch's does, in all but what it keeps of the inputs.
-
-Without compression it is torch's bit for bit. With it, outputs are exact still; random numbers,
-autocast, early stopping, selective policies, retained graphs, and inputs that were changed in place
-are as torch's checkpoint has them.
-"""
+"""vramx.checkpoint does what torch's does, in all but what it keeps of the inputs."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -92,32 +87,22 @@ def test_autocast_holds_in_the_recomputation() -> None:
     assert dtypes == [torch.bfloat16, torch.bfloat16]
 
 
-def count_calls(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
-    calls: list[int] = []
-
-    @functools.wraps(function)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        calls.append(1)  # past the last saved tensor: early stopping does not come here
-        return result
-
-    return counted, calls
-
-
 @pytest.mark.parametrize("early_stop", [True, False])
-def test_early_stop_is_honoured(early_stop: bool) -> None:
-    region, calls = count_calls(Block())
-    y = vramx.checkpoint(region, activation(), level=SMALL, early_stop=early_stop)
+@pytest.mark.parametrize("how", ["option", "context"])
+def test_early_stop_is_honoured(how: str, early_stop: bool) -> None:
+    block, calls = Block(), list[int]()
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        y = block(x)
+        calls.append(1)  # past the last saved tensor: early stopping does not come here
+        return y
+
+    context = set_checkpoint_early_stop(early_stop) if how == "context" else nullcontext()
+    options = {"early_stop": early_stop} if how == "option" else {}
+    with context:
+        y = vramx.checkpoint(region, activation(), level=SMALL, **options)
     y.sum().backward()
     assert len(calls) == (1 if early_stop else 2)
-
-
-def test_the_context_for_early_stop_is_honoured() -> None:
-    region, calls = count_calls(Block())
-    with set_checkpoint_early_stop(False):
-        y = vramx.checkpoint(region, activation(), level=SMALL)
-    y.sum().backward()
-    assert len(calls) == 2
 
 
 def test_selective_policy_composes() -> None:
@@ -137,15 +122,16 @@ def test_selective_policy_composes() -> None:
     assert cosine(exact, packed) > 0.999
 
 
-def test_debug_is_refused_together_with_a_policy_as_in_torch() -> None:
-    contexts = functools.partial(create_selective_checkpoint_contexts, [])
-    with pytest.raises(ValueError, match="debug=True is incompatible"):
-        vramx.checkpoint(Block(), activation(), level=SMALL, debug=True, context_fn=contexts)
-
-
-def test_an_unknown_determinism_check_is_refused_as_in_torch() -> None:
-    with pytest.raises(ValueError, match="determinism_check should be one of"):
-        vramx.checkpoint(Block(), activation(), level=SMALL, determinism_check="strong")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"debug": True, "context_fn": list}, "debug=True is incompatible"),
+        ({"determinism_check": "strong"}, "determinism_check should be one of"),
+    ],
+)
+def test_what_torch_refuses_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        vramx.checkpoint(Block(), activation(), level=SMALL, **options)
 
 
 def test_retain_graph_recomputes_twice_and_gives_the_same() -> None:

@@ -83,32 +83,26 @@ def test_the_line_to_write_stands_beside_each_remedy(run: Any, tmp_path: Path) -
     assert "50.00 MiB more" in out
 
 
-def test_too_little_memory_is_not_called_fragmentation(run: Any, tmp_path: Path) -> None:
-    report = explained(run, fragmented(tmp_path, device_free=0, request=500 * MIB))
-    assert report["cause"] == "size"
-    assert fitting(report) == {"native": False, "expandable": False, "vramx": False}
+@pytest.mark.parametrize(
+    ("request_bytes", "cause"), [(500 * MIB, "size"), (5 * MIB, "fitting_block")]
+)
+def test_too_little_memory_and_a_block_that_would_have_fitted_are_no_fragmentation(
+    run: Any, tmp_path: Path, request_bytes: int, cause: str
+) -> None:
+    report = explained(run, fragmented(tmp_path, device_free=0, request=request_bytes))
+    assert report["cause"] == cause
+    assert cause != "size" or not any(fitting(report).values())
 
 
-def test_a_block_that_would_have_fitted_is_named(run: Any, tmp_path: Path) -> None:
-    report = explained(run, fragmented(tmp_path, device_free=0, request=5 * MIB))
-    assert report["cause"] == "fitting_block"
-
-
-def test_a_free_block_of_another_stream_is_named(run: Any, tmp_path: Path) -> None:
-    recording = Recording()
-    recording.free(recording.alloc(40 * MIB, stream=5))
-    recording.oom(30 * MIB)
-    report = explained(run, recording.save(tmp_path / "oom.pickle"))
-    assert report["cause"] == "elsewhere"
-    assert report["fitting_hole_bytes"] == 0
-
-
-@pytest.mark.parametrize(("taken", "asked"), [(40 * MIB, 600_000), (600_000, MIB + 512)])
-def test_a_free_block_for_other_sizes_does_not_fit(
-    run: Any, tmp_path: Path, taken: int, asked: int
+@pytest.mark.parametrize(
+    ("taken", "asked", "stream"),
+    [(40 * MIB, 30 * MIB, 5), (40 * MIB, 600_000, 0), (600_000, MIB + 512, 0)],
+)
+def test_a_free_block_of_another_stream_or_for_other_sizes_does_not_fit(
+    run: Any, tmp_path: Path, taken: int, asked: int, stream: int
 ) -> None:
     recording = Recording()
-    recording.free(recording.alloc(taken, KEPT))
+    recording.free(recording.alloc(taken, KEPT, stream))
     recording.oom(asked)
     report = explained(run, recording.save(tmp_path / "oom.pickle"))
     assert (report["cause"], report["fitting_hole_bytes"]) == ("elsewhere", 0)

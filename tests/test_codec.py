@@ -76,9 +76,6 @@ def outliers(packed: Packed) -> Tensor:
     return (codes == -128) | (codes == 127)
 
 
-# ---- what comes back ----
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format", [*FORMATS, *EXPERIMENTS], ids=repr)
 def test_the_error_is_within_the_bound(format: Format, dtype: torch.dtype) -> None:
@@ -123,32 +120,20 @@ def test_a_group_with_a_nan_or_an_infinity_is_nan_and_no_other(format: Format, b
     assert not found[[0, 2]].any()
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=repr)
-def test_zeros_stay_zeros(format: Format) -> None:
-    assert not unpack(pack(torch.zeros(1000), format)).any()
-
-
-@pytest.mark.parametrize("format", FORMATS, ids=repr)
-def test_denormal_numbers_are_off_by_at_most_the_smallest_step(format: Format) -> None:
-    x = torch.randn(1000) * 1e-40
-    assert ((unpack(pack(x, format)) - x).abs() <= 2.0**-126).all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_numbers_of_3e38_stay_finite_at_8_bits(dtype: torch.dtype) -> None:
+def test_numbers_of_3e38_stay_finite_at_8_bits_and_are_never_wrong(dtype: torch.dtype) -> None:
     x = torch.tensor([3e38, -3e38, 1e38, 0.0] * 300, dtype=dtype)
     packed = pack(x, Format())
     error = (unpack(packed).double() - x.double()).abs()
     assert (error <= bound(x, packed)).all()
-
-
-def test_a_range_beyond_float32_is_nan_and_not_wrong() -> None:
-    x = torch.tensor([3e38, -3e38] * 32)
-    assert unpack(pack(x, Format(4, 64, False))).isnan().all()
+    assert unpack(pack(x, Format(4, 64, False))).isnan().all()  # a range beyond float32
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=repr)
-def test_float16_near_its_maximum_stays_finite(format: Format) -> None:
+def test_zeros_denormal_numbers_and_the_largest_of_float16_come_back(format: Format) -> None:
+    assert not unpack(pack(torch.zeros(1000), format)).any()
+    x = torch.randn(1000) * 1e-40
+    assert ((unpack(pack(x, format)) - x).abs() <= 2.0**-126).all()  # the smallest step
     x = torch.full((2000,), 65504.0, dtype=torch.float16)
     x[::3] *= -1
     decoded = unpack(pack(x, format))
@@ -166,17 +151,13 @@ def test_an_empty_tensor_comes_back_empty(format: Format) -> None:
 
 
 @pytest.mark.parametrize("numel", [1, 7, 8, 9, 127, 128, 129, 10_000])
-def test_masks_are_exact_and_take_a_bit(numel: int) -> None:
+def test_masks_are_exact_and_bit_k_of_byte_j_is_element_8j_plus_k(numel: int) -> None:
     mask = torch.rand(numel) > 0.5
     packed = pack(mask, MASK_FORMAT)
     assert torch.equal(unpack(packed), mask)
     assert packed.nbytes == -(-numel // 128) * 16
-
-
-def test_bit_k_of_byte_j_is_element_8j_plus_k() -> None:
-    mask = torch.rand(1000) > 0.5
-    expected = np.packbits(mask.numpy(), bitorder="little")
-    assert pack(mask, MASK_FORMAT).buffer[:125].tolist() == expected.tolist()
+    expected = np.packbits(mask.numpy(), bitorder="little").tolist()
+    assert packed.buffer[: len(expected)].tolist() == expected
 
 
 @given(
@@ -199,9 +180,6 @@ def test_any_tensor_comes_back_in_its_shape_and_within_the_bound(
     assert packed.nbytes == layout_of(numel, format).buffer_bytes
 
 
-# ---- what a Packed is ----
-
-
 @pytest.mark.parametrize("numel", [4096, 4000])
 def test_every_unpack_gives_equal_values_in_fresh_memory(numel: int) -> None:
     packed = pack(torch.randn(numel), Format())
@@ -214,34 +192,26 @@ def test_every_unpack_gives_equal_values_in_fresh_memory(numel: int) -> None:
     assert first.untyped_storage().nbytes() == 4 * numel
 
 
-def test_the_tensor_is_only_read_and_the_result_has_no_graph() -> None:
-    x = torch.randn(500, requires_grad=True)
-    before = x.detach().clone()
-    packed = pack(x, Format())
+@pytest.mark.parametrize("kind", [Tensor, torch.nn.Parameter])
+def test_the_tensor_is_only_read_and_the_result_has_no_graph(kind: Any) -> None:
+    x, nearest = torch.randn(500), Format(rounding="nearest")
+    before = x.clone()
+    packed = pack(torch.nn.Parameter(x) if kind is not Tensor else x.requires_grad_(), nearest)
     assert torch.equal(x.detach(), before)
+    assert torch.equal(packed.buffer, pack(before, nearest).buffer)
     assert not packed.buffer.requires_grad
     assert not unpack(packed).requires_grad
 
 
-def test_a_parameter_is_packed_as_its_tensor() -> None:
-    x = torch.randn(256)
-    nearest = Format(rounding="nearest")
-    packed = pack(torch.nn.Parameter(x), nearest)
-    assert torch.equal(packed.buffer, pack(x, nearest).buffer)
-
-
-def test_a_packed_is_immutable_and_weakly_referable() -> None:
-    packed = pack(torch.randn(256), Format())
+def test_a_packed_is_immutable_weakly_referable_and_says_what_it_is() -> None:
+    packed = pack(torch.randn(1000, dtype=torch.float16), Format(4, 64, False, "nearest"))
+    text = "Packed(1000 x float16 in 576 bytes, 4 bits, group 64, asymmetric, nearest, cpu)"
+    assert repr(packed) == text
     with pytest.raises(AttributeError):
         packed.numel = 3  # type: ignore[misc]
     reference_to_it = weakref.ref(packed)
     del packed
     assert reference_to_it() is None
-
-
-def test_a_packed_says_what_it_is() -> None:
-    text = repr(pack(torch.randn(1000, dtype=torch.float16), Format(4, 64, False, "nearest")))
-    assert text == "Packed(1000 x float16 in 576 bytes, 4 bits, group 64, asymmetric, nearest, cpu)"
 
 
 def mistakes() -> list[Any]:
@@ -271,14 +241,8 @@ def test_what_cannot_be_packed_is_named(case: int) -> None:
     value, text = mistakes()[case]
     with pytest.raises(InvalidValueError, match=re.escape(text)):
         pack(value, Format())
-
-
-def test_the_format_of_masks_takes_bools_only() -> None:
     with pytest.raises(InvalidValueError, match=r"float32; accepted is .* of bool"):
         pack(torch.randn(8), MASK_FORMAT)
-
-
-# ---- which implementation ----
 
 
 class Launchers:
@@ -287,23 +251,14 @@ class Launchers:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def quantize(
-        self, flat: Tensor, buffer: Tensor, layout: Any, *, noise: Any, stream: int
-    ) -> None:
-        self.calls.append("quantize")
-        buffer.copy_(reference.quantize(flat, layout, noise=noise, stream=stream))
+    def __getattr__(self, name: str) -> Any:
+        def launch(read: Tensor, written: Tensor, *layout: Any, **noise: Any) -> None:
+            self.calls.append(name)
+            more = [written.dtype] if name == "dequantize" else []
+            more += [written.numel()] if name == "unpack_mask" else []
+            written.copy_(getattr(reference, name)(read, *layout, *more, **noise))
 
-    def dequantize(self, buffer: Tensor, flat: Tensor, layout: Any) -> None:
-        self.calls.append("dequantize")
-        flat.copy_(reference.dequantize(buffer, layout, flat.dtype))
-
-    def pack_mask(self, flat: Tensor, buffer: Tensor) -> None:
-        self.calls.append("pack_mask")
-        buffer.copy_(reference.pack_mask(flat))
-
-    def unpack_mask(self, buffer: Tensor, flat: Tensor) -> None:
-        self.calls.append("unpack_mask")
-        flat.copy_(reference.unpack_mask(buffer, flat.numel()))
+        return launch
 
 
 @pytest.fixture
@@ -314,28 +269,21 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> Launchers:
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=repr)
-def test_kernels_do_8_and_4_bits_where_they_serve_the_device(
+def test_kernels_do_8_and_4_bits_and_masks_where_they_serve_the_device(
     format: Format, launchers: Launchers
 ) -> None:
-    x = torch.randn(1000, dtype=torch.bfloat16)
+    x, mask = torch.randn(1000, dtype=torch.bfloat16), torch.rand(1000) > 0.5
     packed = pack(x, format)
     error = (unpack(packed).double() - x.double()).abs()
-    assert launchers.calls == ["quantize", "dequantize"]
     assert (error <= bound(x, packed)).all()
-
-
-def test_kernels_do_masks_where_they_serve_the_device(launchers: Launchers) -> None:
-    mask = torch.rand(1000) > 0.5
     assert torch.equal(unpack(pack(mask, MASK_FORMAT)), mask)
-    assert launchers.calls == ["pack_mask", "unpack_mask"]
+    assert launchers.calls == ["quantize", "dequantize", "pack_mask", "unpack_mask"]
 
 
 @pytest.mark.parametrize(
     ("dtype", "format"), [(torch.float64, Format()), (torch.float32, Format(6, 64))], ids=str
 )
-def test_the_reference_does_what_kernels_do_not(
-    dtype: torch.dtype, format: Format, launchers: Launchers
-) -> None:
+def test_the_reference_does_what_kernels_do_not(dtype: Any, format: Format, launchers: Any) -> None:
     x = torch.randn(1000, dtype=dtype)
     assert unpack(pack(x, format)).dtype == dtype
     assert not launchers.calls

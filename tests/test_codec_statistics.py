@@ -1,8 +1,7 @@
 """Stochastic rounding is unbiased, element by element, and its variance is the one derived.
 
-Every statistic has its expectation and its spread from the distribution itself. Variances estimated
-from samples would give false alarms where f is near 0 or 1. A bound is four or more standard
-deviations, the seeds are fixed, and each test fails when the defect that it is for is planted.
+Expectations and spreads are of the distribution: variances of samples would give false alarms where
+f is near 0 or 1. A bound is four or more standard deviations.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -70,9 +69,6 @@ def test_the_steps_assumed_here_are_those_of_the_headers(format: Format) -> None
     header = pack(x, format).buffer[layout.code_bytes + layout.outlier_bytes :].view(torch.bfloat16)
     scales = header[:: 1 if format.symmetric else 2].double()
     assert torch.equal(scales, step_of(x, format).size.view(-1, format.group_size)[:, 0])
-
-
-# ---- the mean ----
 
 
 class Bias(NamedTuple):
@@ -164,9 +160,10 @@ def rounded_up_before(x: Tensor, format: Format) -> Tensor:
     return with_scales(x, format, scale, scale)
 
 
-def test_the_frame_of_the_defects_is_unbiased_without_one() -> None:
-    bias = bias_of(gaussian(), Format(8, 128), rounded_up_before)
-    assert not bias.found, bias
+def one_biased_element(x: Tensor, format: Format) -> Tensor:
+    decoded = codec(x, format)
+    decoded[1000] += 0.3 * step_of(x, format).size[1000]
+    return decoded
 
 
 DEFECTS = [
@@ -174,24 +171,19 @@ DEFECTS = [
     (rounded_to_nearest_and_clipped, Format(8, 128)),
     (nearest, Format(8, 128)),
     (nearest, Format(4, 64)),
+    (one_biased_element, Format(8, 128)),
 ]
+
+
+def test_the_frame_of_the_defects_is_unbiased_without_one() -> None:
+    bias = bias_of(gaussian(), Format(8, 128), rounded_up_before)
+    assert not bias.found, bias
 
 
 @pytest.mark.parametrize(("defect", "format"), DEFECTS)
 def test_a_biased_codec_is_found(defect: Codec, format: Format) -> None:
     assert bias_of(gaussian(), format, defect).found
 
-
-def test_one_biased_element_is_found() -> None:
-    def biased(x: Tensor, format: Format) -> Tensor:
-        decoded = codec(x, format)
-        decoded[1000] += 0.3 * step_of(x, format).size[1000]
-        return decoded
-
-    assert bias_of(gaussian(), Format(8, 128), biased).found
-
-
-# ---- the mean over all noise, without chance ----
 
 # Of fractions of steps below 16: float32 rounds x - low, 1 / s and the product by 2**-24 of them
 # each, and the sum with the noise as well.
@@ -223,9 +215,7 @@ MEANS = [Format(8, 32), Format(4, 128), Format(4, 1024, False)]
 
 
 @pytest.mark.parametrize("format", MEANS, ids=repr)
-def test_the_mean_is_off_by_half_a_value_of_the_noise(
-    format: Format, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_mean_is_off_by_half_a_value_of_the_noise(format: Format, monkeypatch: Any) -> None:
     half = 2.0**-9 if format.bits == 4 else 2.0**-17
     found = worst_mean(format, monkeypatch)
     assert 0.8 * half <= found <= half + FLOAT32  # 31 fractions or more: one is near the worst
@@ -248,9 +238,6 @@ def test_noise_that_is_not_centred_is_found(
     assert worst_mean(format, monkeypatch) > half + FLOAT32
 
 
-# ---- the variance ----
-
-
 def excess_variance(square: Tensor, step: Step) -> tuple[float, float]:
     """Return by how much squared errors exceed what is derived, and how much is accepted.
 
@@ -270,3 +257,30 @@ def test_too_much_noise_is_found() -> None:
     noise = 1.1 * (torch.rand(DRAWS, NUMEL).double() - 0.5)
     excess, accepted = excess_variance(((place + noise).round() - place).square().sum(0), step)
     assert abs(excess) > accepted
+
+
+def product_bias(same_stream: bool, draws: int = 100) -> float:
+    """Return the mean error of a product of two packed tensors, in its standard deviations.
+
+    With independent errors a and b of x and y the product's error x b + y a + a b has mean zero and
+    variance x**2 v_y + y**2 v_x + v_x v_y.
+    """
+    how = Format(4, 64, False)
+    x, y = gaussian(), gaussian()
+    streams = random.Streams()
+    total = 0.0
+    for step in range(draws):
+        streams.restart(step)
+        first = unpack(pack(x, how, streams)).double()
+        if same_stream:
+            streams.restart(step)
+        second = unpack(pack(y, how, streams)).double()
+        total += (first * second - x.double() * y.double()).sum().item()
+    vx, vy = step_of(x, how).variance, step_of(y, how).variance
+    variance = (x.double() ** 2 * vy + y.double() ** 2 * vx + vx * vy).sum() * draws
+    return abs(total) / variance.sqrt().item()
+
+
+def test_a_product_of_two_streams_is_unbiased_and_of_one_with_itself_is_not() -> None:
+    assert product_bias(same_stream=False) <= 4
+    assert product_bias(same_stream=True) > 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,11 +15,10 @@ from torch import fx, nn
 from torch._dynamo.utils import counters
 
 import vramx
-from vramx.compression import graph, graph_policy, reference
-from vramx.compression.config import Compression, Format
-from vramx.compression.graph import compressed_graphs, hash_halves
+from vramx.compression import graph, graph_policy
+from vramx.compression.config import Compression
+from vramx.compression.graph import compressed_graphs
 from vramx.errors import UnsupportedTorchError
-from vramx.kernels.layout import Layout
 from vramx.recompute import inputs
 
 SMALL = Compression(min_bytes=0)
@@ -58,9 +56,6 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 def saved_dtypes(y: torch.Tensor) -> list[torch.dtype]:
     return [tensor.dtype for tensor in y.grad_fn.saved_tensors]
-
-
-# -- Whole graphs ---------------------------------------------------------------------------------
 
 
 # A step of 8 bits is 1/127 of a group's largest value, some 3 standard deviations of 128 normal
@@ -249,111 +244,7 @@ def test_inductor_gives_the_gradient() -> None:
         assert torch.uint8 in saved_dtypes(compiled(x))
 
 
-# -- The codec and its noise in a graph -----------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_codes_are_those_of_the_reference(bits: int, dtype: torch.dtype) -> None:
-    form = Compression(level=f"int{bits}", rounding="nearest").format()
-    rows = torch.randn(16, form.group_size).to(dtype)
-    rows[0, 3], rows[1, 5] = float("inf"), float("nan")
-    layout = Layout(rows.numel(), bits, form.group_size, form.symmetric)
-    expected = reference.dequantize(reference.quantize(rows.view(-1), layout), layout, dtype)
-    decoded = graph.decode(*graph.encode(rows, form, None), form, dtype)
-    torch.testing.assert_close(decoded.view(-1), expected, rtol=0, atol=0, equal_nan=True)
-
-
-def keys(count: int) -> torch.Tensor:
-    return torch.stack([graph.noise_key(0, torch.device("cpu")) for _ in range(count)])
-
-
-def mean_errors(noise: Any) -> tuple[float, float, int]:
-    """Return the means of z² and z of the elements' mean errors over keys, and their number.
-
-    The error of one element has the variance f (1 - f) s², f its fraction of a step s.
-    """
-    form, draws = Format(), 400
-    x = torch.randn(64, 128)
-    others = reference.split_outliers(x)[0] == 0  # outliers are rounded to bfloat16, always alike
-    step = graph.encode(x, form, None)[1].to(torch.int32).__lshift__(16).view(torch.float32)
-    fraction = (x / step[:, None]) % 1.0
-    total = torch.zeros_like(x)
-    for key in keys(draws):
-        total += graph.decode(*graph.encode(x, form, noise(key)), form, torch.float32) - x
-    deviation = (fraction * (1 - fraction) / draws).sqrt() * step[:, None]
-    usable = others & (fraction * (1 - fraction) > 0.01)  # elsewhere the sum is far from normal
-    z = ((total / draws) / deviation)[usable]
-    return float((z**2).mean()), float(z.mean()), z.numel()
-
-
-def test_rounding_by_hash_is_unbiased() -> None:
-    square, mean, n = mean_errors(lambda key: key)
-    # z² has mean 1 and, for a normal z, variance 2; for these sums a little more, under 3.
-    assert abs(square - 1) < 4 * (3 / n) ** 0.5
-    assert abs(mean) < 4 / n**0.5
-
-
-def test_rounding_with_one_noise_for_ever_is_found_biased() -> None:
-    frozen = keys(1)[0]
-    square, _, n = mean_errors(lambda _: frozen)
-    assert abs(square - 1) > 4 * (3 / n) ** 0.5
-
-
-def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
-    return abs(float(torch.corrcoef(torch.stack([a, b]).double())[0, 1]))
-
-
-def test_noise_of_two_tensors_is_independent() -> None:
-    """The correlation of n independent pairs has a deviation of 1 / sqrt(n)."""
-    n = 1 << 14
-    noise = [hash_halves(n, key) for key in keys(8)]
-    for a, b in itertools.combinations(noise, 2):
-        assert correlation(a, b) < 4.5 / n**0.5
-        assert correlation(a[1:], b[:-1]) < 4.5 / n**0.5
-        # Nor the same noise in another order, as an exclusive or with the key alone would give.
-        assert not torch.equal(a.sort().values, b.sort().values)
-
-
-def test_noise_of_one_key_is_found_dependent() -> None:
-    key = keys(1)[0]
-    a = hash_halves(1 << 14, key)
-    other = key.clone()
-    other[0] ^= 64  # a key that differs in what rearranges only
-    b = hash_halves(1 << 14, other)
-    assert correlation(a, hash_halves(1 << 14, key)) > 0.99
-    assert torch.equal(a.sort().values, b.sort().values)
-
-
-def test_noise_is_uniform() -> None:
-    """Chi-square of 256 bins: mean 255, deviation sqrt(2 * 255); for the high and the low byte."""
-    halves = torch.cat([hash_halves(1 << 14, key) for key in keys(4)])
-    expected = halves.numel() / 256
-    for byte in (halves >> 8, halves & 0xFF):
-        chi = float(((torch.bincount(byte, minlength=256) - expected) ** 2 / expected).sum())
-        assert abs(chi - 255) < 4.5 * (2 * 255) ** 0.5
-
-
-# -- Block by block -------------------------------------------------------------------------------
-
-
-def test_compiled_blocks_within_compress_are_packed_if_a_policy_says_so() -> None:
-    model, x = nn.Sequential(net(), net()), torch.randn(64, WIDTH)
-    exact = gradients(model, model, x)
-    for block in model:
-        block.compile(backend="aot_eager")
-    with vramx.compress(min_bytes=0, policy={"CompiledFunction": "int8"}) as stats:
-        y = model(x)
-    assert stats.packed.tensors > 0
-    model.zero_grad()
-    y.square().sum().backward()
-    found = torch.cat([p.grad.flatten() for p in model.parameters()])
-    assert 0 < relative_error(found, exact) < 0.02
-
-
-def test_a_checkpoint_of_a_compiled_block_keeps_its_input_exactly(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_checkpoint_of_a_compiled_block_keeps_its_input_exactly(monkeypatch: Any) -> None:
     """What a compiler made of a block is not seen."""
     packed: list[int] = []
     pack = inputs.pack

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import inspect
-import io
-import pickle
-import weakref
 from typing import Any
 
 import pytest
 import torch
-from compress_tools import Block, gradient, relative_error
+from compress_tools import Block, gradient, input_of, relative_error
 from torch import nn
 
 import vramx
 from vramx.errors import InvalidValueError
 
 OPTIONS = {"min_bytes": 0}
-
-
-def input_of(*shape: int) -> torch.Tensor:
-    torch.manual_seed(3)
-    return torch.randn(*shape, requires_grad=True) * 1.0
 
 
 def packed(target: Any) -> int:
@@ -102,11 +92,10 @@ def test_a_bound_method_is_wrapped_and_its_object_is_not() -> None:
     assert "forward" not in vars(module)
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_an_instance_is_restored(times: int) -> None:
+def test_an_instance_is_restored_however_often_it_was_compressed() -> None:
     module = Plain()
     before = dict(vars(module))
-    for _ in range(times):
+    for _ in range(2):
         vramx.compressed_activations(module, **OPTIONS)
     assert len(vramx.restore(module)) == 1
     assert vars(module) == before
@@ -167,15 +156,13 @@ def test_what_others_see_of_a_module_does_not_change() -> None:
     module.load_state_dict(plain.state_dict())
     vramx.compressed_activations(module, **OPTIONS)
     assert isinstance(module, Plain)
-    assert type(module).__name__ == "Plain"
-    assert type(module).__module__ == Plain.__module__
+    assert (type(module).__name__, type(module).__module__) == ("Plain", Plain.__module__)
     assert repr(module) == repr(plain)
     assert list(module.state_dict()) == list(plain.state_dict())
     assert [n for n, _ in module.named_parameters()] == [n for n, _ in plain.named_parameters()]
     assert [n for n, _ in module.named_modules()] == [n for n, _ in plain.named_modules()]
     assert inspect.signature(module.forward) == inspect.signature(plain.forward)
-    assert module.forward.__name__ == "forward"
-    assert module.forward.__doc__ == "Scale."
+    assert (module.forward.__name__, module.forward.__doc__) == ("forward", "Scale.")
     assert module.forward.__self__ is module
 
 
@@ -195,53 +182,6 @@ def test_hooks_of_a_module_run_as_before() -> None:
     module.register_forward_hook(lambda *_: calls.append("after"))
     vramx.compressed_activations(module, **OPTIONS)(input_of(8, 64))
     assert calls == ["before", "after"]
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
-def test_a_copy_is_compressed_and_runs_its_own_weights(how: str) -> None:
-    module, x = Plain(), input_of(8, 64)
-    vramx.compressed_activations(module, **OPTIONS)
-    module(x)
-    if how == "deepcopy":
-        twin = copy.deepcopy(module)
-    elif how == "pickle":
-        twin = pickle.loads(pickle.dumps(module))
-    else:
-        stream = io.BytesIO()
-        torch.save(module, stream)
-        stream.seek(0)
-        twin = torch.load(stream, weights_only=False)
-    assert twin.forward.__self__ is twin
-    with torch.no_grad():
-        twin.layer.weight.zero_(), twin.layer.bias.zero_()
-    assert not bool(twin(x).any())
-    assert packed(twin) == 1  # counts of its own
-    assert len(vramx.restore(twin)) == 1
-    assert type(twin) is Plain
-    assert packed(module) == 1
-
-
-def test_a_compressed_module_dies_without_the_collector() -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        module = vramx.compressed_activations(Plain(), **OPTIONS)
-        module(input_of(8, 64))
-        alive = weakref.ref(module)
-        del module
-        assert alive() is None
-    finally:
-        gc.enable()
-
-
-def test_an_exception_in_forward_leaves_no_hooks() -> None:
-    @vramx.compressed_activations(**OPTIONS)
-    def fails(x: torch.Tensor) -> torch.Tensor:
-        raise KeyError
-
-    with pytest.raises(KeyError):
-        fails(input_of(8, 64))
-    assert not torch._C._is_torch_function_mode_enabled()
 
 
 def test_counts_sum_over_calls_until_they_are_reset() -> None:
@@ -269,21 +209,6 @@ def test_what_is_not_compressed_has_no_counts(target: Any) -> None:
 def test_a_wrong_option_is_refused_before_there_is_a_target() -> None:
     with pytest.raises(InvalidValueError, match="level 'int5'"):
         vramx.compressed_activations(level="int5")
-
-
-def test_a_pipeline_of_compressed_blocks_trains() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*[vramx.compressed_activations(Block(), **OPTIONS) for _ in range(2)])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    x, target = torch.randn(8, 16, 64), torch.randn(8, 16, 64)
-    losses = []
-    for _ in range(20):
-        loss = (model(x) - target).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
 
 
 @pytest.mark.parametrize("how", ["instance", "class"])

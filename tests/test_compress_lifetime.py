@@ -1,7 +1,6 @@
 """The memory of a tensor whose place a copy takes lives until the stream that reads it is done.
 
-On a stand-in for streams: tensors of the host, whose memory is noted when a stream is recorded.
-tests/gpu/test_compress_gpu.py shows the same on real streams, with kernels that are late.
+Streams are stand-ins here; tests/gpu/test_compress_gpu.py has real ones.
 """
 
 from __future__ import annotations

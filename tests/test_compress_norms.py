@@ -1,8 +1,7 @@
 """What norms save is packed so that what they subtract and divide by costs no precision.
 
-In a group with a larger row a small one is next to nothing, and its gradient, which is divided by
-its deviation, would be noise; so is all of it where the mean is many deviations. Rows and channels
-differ by up to 10,000 times here; each gradient has a cosine of 0.999 with the exact one.
+Rows and channels differ by up to 10,000 times, and in a group with a larger row a small one is next
+to nothing; each gradient has a cosine of 0.999 with the exact one.
 """
 
 from __future__ import annotations
@@ -134,15 +133,12 @@ def test_a_norm_of_bfloat16_gives_bfloat16_back() -> None:
     with vramx.compress(min_bytes=0):
         y = functional.layer_norm(x * 1, (96,))
     y.sum().backward()
-    assert x.grad is not None
     assert x.grad.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("exponents", [(-3, 0), (0, 3), (-2, 2)], ids=str)
 @pytest.mark.parametrize("last", [False, True], ids=["planes", "channels last"])
-def test_channels_of_different_scale_may_share_a_group(
-    exponents: tuple[int, int], last: bool
-) -> None:
+def test_channels_of_different_scale_may_share_a_group(exponents: Any, last: bool) -> None:
     """8 elements a channel and an image: a group has 16 channels, or the channels of a point."""
     torch.manual_seed(0)
     x = torch.randn(64, 48, 8) * torch.logspace(*exponents, 48)[:, None]
@@ -173,7 +169,6 @@ def test_numbers_without_a_deviation_stay_what_they_are() -> None:
     with vramx.compress(min_bytes=0):
         y = norm(x.requires_grad_() * 1)
     y.sum().backward()
-    assert x.grad is not None
     assert x.grad[0].isfinite().all()
     assert x.grad[3:].isfinite().all()
     assert x.grad[2].isnan().all()
@@ -184,7 +179,6 @@ def kept(module: Any, x: Tensor, **options: Any) -> tuple[int, int]:
     with vramx.compress(min_bytes=1024, **options) as stats:
         y = module(x.requires_grad_() * 1)
     y.sum().backward()
-    assert x.grad is not None
     assert x.grad.isfinite().all()
     return stats.packed.tensors - stats.shared_bytes // (4 * x.numel()), stats.packed.kept_bytes
 
@@ -219,7 +213,6 @@ def graph_cosine(norm: nn.Module, x: Tensor) -> float:
         with context:
             y = call(leaf)
         y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))
-        assert leaf.grad is not None
         return leaf.grad
 
     def program(x: Tensor) -> Tensor:
@@ -233,11 +226,8 @@ def graph_cosine(norm: nn.Module, x: Tensor) -> float:
     return float(functional.cosine_similarity(found.flatten(), exact.flatten(), 0))
 
 
-def test_a_compiled_graph_keeps_what_a_mean_is_subtracted_from() -> None:
+def test_a_compiled_graph_keeps_what_a_mean_is_subtracted_from(monkeypatch: Any) -> None:
     assert graph_cosine(nn.LayerNorm(96), far("layer", 1e4)) >= COSINE
-
-
-def test_a_graph_that_packs_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = graph_policy._HARMLESS | {"native_layer_norm_backward"}
     monkeypatch.setattr(graph_policy, "_HARMLESS", packed)
     assert graph_cosine(nn.LayerNorm(96), far("layer", 1e4)) < 0.99

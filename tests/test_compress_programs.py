@@ -1,7 +1,6 @@
 """Programs of the kinds that public reports tell of, packed and recomputed: the gradients are near.
 
-Each is a way to train or to differentiate that is more than one forward and one backward pass. The
-second step counts: of the first a gradient of a gradient is told, and not more.
+The second step counts: of the first a gradient of a gradient is told, and not more.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Results of tanh and sigmoid are packed so that their slopes are right where they saturate.
 
-The slope, 1 - y**2 or y (1 - y), vanishes there, and the error of a y that is packed as any other
-number would not. The gradient is to be within three times what it is off in bfloat16, or within
-0.05 (a cosine of 0.9987).
+The slope, 1 - y**2 or y (1 - y), vanishes there. A gradient may be off by three times what it is in
+bfloat16, or by 0.05 (a cosine of 0.9987).
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ PLACES = [(scale, shift * scale) for scale in (0.1, 1.0, 3.0, 10.0) for shift in
 def error(function: Callable[[Tensor], Tensor], place: tuple[float, float]) -> tuple[float, float]:
     """Return how far the gradient is off when packed, and in bfloat16."""
     torch.manual_seed(0)
+    vramx.manual_seed(0, rank=0)
     scale, shift = place
     x = torch.randn(64, 256) * scale + shift
 
@@ -43,7 +43,6 @@ def error(function: Callable[[Tensor], Tensor], place: tuple[float, float]) -> t
         leaf = x.to(dtype).detach().requires_grad_()
         y = function(leaf)
         y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype))
-        assert leaf.grad is not None
         return leaf.grad.double()
 
     exact = gradient(torch.float64)
@@ -62,17 +61,13 @@ def is_right(packed: float, bfloat16: float) -> bool:
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_slope_that_vanishes_is_as_good_as_in_bfloat16(
-    name: str, place: tuple[float, float]
-) -> None:
+def test_a_slope_that_vanishes_is_as_good_as_in_bfloat16(name: str, place: Any) -> None:
     found = error(FUNCTIONS[name], place)
     assert is_right(*found), found
 
 
 @pytest.mark.parametrize("name", ["tanh", "sigmoid"])
-def test_results_that_are_packed_as_other_numbers_are_found(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_that_are_packed_as_other_numbers_are_found(name: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(session, "function_of", lambda *_: "")
     assert not all(is_right(*error(FUNCTIONS[name], place)) for place in PLACES)
 
@@ -84,16 +79,13 @@ def test_saturated_elements_have_no_gradient_at_all(name: str, dtype: torch.dtyp
     with vramx.compress(min_bytes=0):
         y = FUNCTIONS[name](x)
     y.sum().backward()
-    assert x.grad is not None
     assert x.grad.dtype == dtype
     assert not x.grad.view(-1, 4)[:, :2].any()
     assert x.grad.view(-1, 4)[:, 2:].all()
 
 
 @pytest.mark.parametrize("kind", [nn.GRUCell, nn.RNNCell])
-def test_gates_of_a_recurrent_network_are_packed_as_angles(
-    kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gates_of_a_recurrent_network_are_packed_as_angles(kind: Any, monkeypatch: Any) -> None:
     made: list[str] = []
     original = angles.function_of
 
@@ -116,8 +108,6 @@ def test_what_was_written_to_since_is_packed_as_other_numbers() -> None:
         y.data.mul_(3)
         z = layer(y)
     z.sum().backward()
-    assert layer.weight.grad is not None
-    assert x.grad is not None
     slope = (1 - x.detach().tanh().square()) * layer.weight.detach().sum(0)
     assert functional.cosine_similarity(x.grad.flatten(), slope.flatten(), 0) > 0.999
     expected = 3 * x.detach().tanh().sum(0).expand(64, 64)
@@ -129,9 +119,7 @@ def test_what_was_written_to_since_is_packed_as_other_numbers() -> None:
 
 @pytest.mark.parametrize("power", [torch.square, lambda x: x.pow(2), lambda x: x**3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_small_arguments_of_powers_have_slopes_of_their_own(
-    power: Callable[[Tensor], Tensor], dtype: torch.dtype
-) -> None:
+def test_small_arguments_of_powers_have_slopes_of_their_own(power: Any, dtype: torch.dtype) -> None:
     """A step of the root is 1 / 126 of the largest root: of a hundredth of it, 2 x 10 / 126."""
     signs = torch.tensor([1.0, -1.0]).repeat(32)
     x = (torch.logspace(-2, 0, 64) * signs).to(dtype).requires_grad_()
@@ -151,7 +139,6 @@ def test_a_power_of_nothing_and_of_infinity() -> None:
     with vramx.compress(min_bytes=0, group_size=64):
         y = (x * 1).square()
     y.sum().backward()
-    assert x.grad is not None
     assert not x.grad[:64].any()
     assert x.grad[64:].isnan().all()
 

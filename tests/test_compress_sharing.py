@@ -17,20 +17,13 @@ from compress_tools import (
     check_that_nothing_is_left,
     held_bytes,
     input_of,
-    recorded_decodes,
     recorded_packs,
 )
 from torch import nn
 
-import vramx
-from vramx.compression import saved, session
+from vramx.compression import session
 from vramx.compression.hooks import compress
 from vramx.compression.operations import OperationMode
-from vramx.compression.saved import Holding, Restored, decoded_copies
-
-KEEP_ALL = dict.fromkeys(
-    ("linear", "gelu", "layer_norm", "dropout", "scaled_dot_product_attention"), "keep"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +74,20 @@ def memory_used_again() -> bool:
     return abs(float(found.mean()) - 6) < 0.1
 
 
-def test_memory_that_was_freed_and_used_again_is_not_taken_for_kept() -> None:
+def test_memory_that_was_freed_and_used_again_is_not_taken_for_kept(monkeypatch: Any) -> None:
     assert memory_used_again()
+
+    # The defect: a table by address.
+    def by_address(tensor: torch.Tensor, *_: Any) -> Any:
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
+
+    def find(self: session.Table, key: Any, _: Any) -> Any:
+        entry = self._entries.get(key)
+        return None if entry is None else entry()
+
+    monkeypatch.setattr(session, "range_key", by_address)
+    monkeypatch.setattr(session.Table, "find", find)
+    assert not memory_used_again()
 
 
 def test_the_object_of_a_storage_lives_as_long_as_its_memory() -> None:
@@ -98,19 +103,6 @@ def test_the_object_of_a_storage_lives_as_long_as_its_memory() -> None:
     assert storage() is None
 
 
-def test_a_table_by_address_would_be_found_out(monkeypatch: Any) -> None:
-    def by_address(tensor: torch.Tensor, *_: Any) -> Any:
-        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
-
-    def find(self: session.Table, key: Any, _: Any) -> Any:
-        entry = self._entries.get(key)
-        return None if entry is None else entry()
-
-    monkeypatch.setattr(session, "range_key", by_address)
-    monkeypatch.setattr(session.Table, "find", find)
-    assert not memory_used_again()
-
-
 def changed_between_saves(cast: bool) -> bool:
     """Save a tensor, change it in place, save it again; say if both gradients are right."""
     one, two = (nn.Linear(64, 64, bias=False) for _ in range(2))
@@ -123,20 +115,14 @@ def changed_between_saves(cast: bool) -> bool:
         second = two(x)
     (first.float().sum() + second.float().sum()).backward()
     scale = float(before.abs().sum())
-    assert one.weight.grad is not None
-    assert two.weight.grad is not None
     error = (one.weight.grad - before.sum(0)).abs().sum() / scale
     error += (two.weight.grad - -3 * before.sum(0)).abs().sum() / scale
     return float(error) < 1  # mistaken for each other: 4 * sum |sum x| / sum |x|, over 64 rows
 
 
 @pytest.mark.parametrize("cast", [False, True])
-def test_a_change_in_place_makes_it_other_data(cast: bool) -> None:
+def test_a_change_in_place_makes_it_other_data(cast: bool, monkeypatch: Any) -> None:
     assert changed_between_saves(cast)
-
-
-@pytest.mark.parametrize("cast", [False, True])
-def test_a_table_without_versions_would_be_found_out(monkeypatch: Any, cast: bool) -> None:
     original = session.range_key
 
     def without_version(tensor: torch.Tensor, *others: Any) -> Any:
@@ -219,16 +205,13 @@ def fused_projection_bytes() -> float:
     return (taken - y.numel() * 4) / (x.numel() * 4)
 
 
-def test_kept_views_do_not_hold_the_storage_of_what_is_packed() -> None:
+def test_kept_views_do_not_hold_the_storage_of_what_is_packed(monkeypatch: Any) -> None:
     # 2/3 of the storage as copies, 1/3 at 8.25 bits an element of 32, the packed output as much,
     # and the logsumexp, 1/16 of q.
-    assert fused_projection_bytes() < 2 / 3 + 2 / 3 * 0.27 + 1 / 48 + 0.01
-
-
-def test_holding_the_storage_would_be_found_out(monkeypatch: Any) -> None:
+    bound = 2 / 3 + 2 / 3 * 0.27 + 1 / 48 + 0.01
+    assert fused_projection_bytes() < bound
     monkeypatch.setattr(session, "_MOST", 0.0)
-    with pytest.raises(AssertionError):
-        test_kept_views_do_not_hold_the_storage_of_what_is_packed()
+    assert fused_projection_bytes() >= bound
 
 
 def test_what_is_held_by_reference_is_not_packed_beside_it() -> None:
@@ -264,95 +247,3 @@ def test_a_small_view_does_not_hold_a_large_storage() -> None:
 
 
 # Sharing decoded copies
-
-
-def test_consecutive_users_decode_once(monkeypatch: Any) -> None:
-    attention, x = Attention(), input_of(4, 16, 64)
-    with compress(min_bytes=0):
-        y = attention(x).sum()
-    with recorded_decodes(monkeypatch) as decoded:
-        y.backward()
-    # x once for q, k and v; v once for attention and for its output, which is computed again; and
-    # the output for the projection. q and k are kept.
-    assert len(decoded) == len(set(map(id, decoded))) == 3
-    assert len(decoded_copies) == 0
-
-
-def test_a_second_backward_decodes_once_again(monkeypatch: Any) -> None:
-    attention, x = Attention(), input_of(4, 16, 64)
-    with compress(min_bytes=0):
-        y = attention(x).sum()
-    with recorded_decodes(monkeypatch) as decoded:
-        y.backward(retain_graph=True)
-        y.backward()
-    assert len(decoded) == 6
-
-
-class WritesIntoSaved(torch.autograd.Function):
-    """Writes over what it saved in its backward, through memory that no version counter watches."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        x.numpy().fill(float("nan"))
-        return grad
-
-
-def test_a_function_that_writes_into_what_it_saved_spoils_nobody() -> None:
-    layers, x = [nn.Linear(64, 64) for _ in range(2)], input_of(16, 64)
-    with compress(min_bytes=0):
-        y = layers[0](x).sum() + WritesIntoSaved.apply(x).sum() + layers[1](x).sum()
-    y.backward()
-    for layer in layers:
-        assert layer.weight.grad is not None
-        assert bool(layer.weight.grad.isfinite().all())
-
-
-def users_of_one(count: int) -> tuple[list[Restored], list[torch.Tensor]]:
-    x = torch.randn(256)
-    kept = session._PLAIN_CODEC if hasattr(session, "_PLAIN_CODEC") else session.PlainCodec()
-    holding = Holding(kept.encode(x, vramx.Compression().format()), kept)
-    geometry = session.describe(x)
-    users = [Restored(holding, geometry, shared=True) for _ in range(count)]
-    return users, [x]
-
-
-def test_a_decoded_copy_that_was_written_into_is_not_given_on() -> None:
-    users, _ = users_of_one(2)
-    first = users[0].open()
-    expected = first.clone()
-    first.zero_()
-    assert torch.equal(users[1].open(), expected)
-    users.clear()
-
-
-def test_a_decoded_copy_goes_with_the_last_user_that_waits_for_it() -> None:
-    users, _ = users_of_one(3)
-    users[0].open()
-    assert len(decoded_copies) == 1
-    users.pop()
-    assert len(decoded_copies) == 1
-    users.pop()
-    assert len(decoded_copies) == 0
-
-
-def test_one_decoded_copy_is_kept_at_a_time() -> None:
-    one, two = users_of_one(2)[0], users_of_one(2)[0]
-    copy = weakref.ref(one[0].open()._base)
-    two[0].open()
-    assert len(decoded_copies) == 1
-    assert copy() is None
-
-
-def test_a_decoded_copy_does_not_wait_for_a_distant_user() -> None:
-    users, _ = users_of_one(2)
-    users[0].open()
-    singles = [users_of_one(1)[0][0] for _ in range(saved.DecodedCopies.REACH + 1)]
-    for single in singles:
-        single.open()
-    assert len(decoded_copies) == 0

@@ -1,8 +1,7 @@
 """Which tensors compress() never packs: weights in any shape or type, and what a rule excludes.
 
-A weight is found among what was packed by its elements, in any order, so that it may have been
-cast, transposed or copied on its way. Each rule against weights has a test that fails without it.
-The other rules go by type, size, layout and class; with strict=True what they exclude is an error.
+A weight is found among what was packed by its elements, in any order: it may have been cast,
+transposed or copied on its way.
 """
 
 from __future__ import annotations

@@ -28,18 +28,12 @@ def test_a_tensor_counts_by_operation_and_by_reason() -> None:
     assert (stats.tensors, stats.saved_bytes, stats.kept_bytes) == (5, 408, 208)
     assert (stats.packed.tensors, stats.packed.seen_bytes, stats.packed.kept_bytes) == (3, 400, 200)
     assert stats.shared_bytes == 200
-    assert {reason: tally.tensors for reason, tally in stats.kept.items()} == {
-        "small": 1,
-        "parameter": 1,
-    }
-    assert {name: tally.tensors for name, tally in stats.operations.items()} == {
-        "linear": 3,
-        "gelu": 1,
-    }
+    assert {why: tally.tensors for why, tally in stats.kept.items()} == {"small": 1, "parameter": 1}
+    assert {n: tally.tensors for n, tally in stats.operations.items()} == {"linear": 3, "gelu": 1}
 
 
-def counted_by_threads(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Record on threads while another reads, with a sum every few records; return the count."""
+def test_no_count_of_any_thread_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While another thread reads, with a sum every few records."""
     monkeypatch.setattr(stats_module, "_MOST_NOTES", 7)
     stats = CompressionStats()
     done = threading.Event()
@@ -52,19 +46,15 @@ def counted_by_threads(monkeypatch: pytest.MonkeyPatch) -> int:
         while not done.is_set():
             assert stats.saved_bytes % 2 == 0
 
-    threads = [threading.Thread(target=record) for _ in range(THREADS)]
     reader = threading.Thread(target=read)
+    threads = [threading.Thread(target=record) for _ in range(THREADS)]
     for thread in (*threads, reader):
         thread.start()
     for thread in threads:
         thread.join()
     done.set()
     reader.join()
-    return stats.tensors
-
-
-def test_no_count_of_any_thread_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert counted_by_threads(monkeypatch) == THREADS * RECORDS
+    assert stats.tensors == THREADS * RECORDS
 
 
 def test_notes_are_bounded() -> None:
@@ -74,14 +64,10 @@ def test_notes_are_bounded() -> None:
         assert len(stats._notes) < stats_module._MOST_NOTES
 
 
-def test_counts_are_equal_and_travel_by_pickle() -> None:
+def test_counts_are_equal_travel_by_pickle_and_are_reset_with_what_was_not_yet_summed() -> None:
     stats = recorded()
     assert pickle.loads(pickle.dumps(stats)) == recorded()
     stats.record("linear", "", 1, 1)
     assert stats != recorded()
-
-
-def test_reset_forgets_what_was_not_yet_summed() -> None:
-    stats = recorded()
     stats.reset()
     assert stats == CompressionStats()

@@ -12,16 +12,6 @@ from torch import nn
 import vramx
 from vramx.compression.hooks import compress
 
-
-def test_transforms_of_torch_func_run_inside_a_compressed_function() -> None:
-    @vramx.compressed_activations(min_bytes=0)
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return x.sin().sum()
-
-    x = torch.randn(8, 8)
-    assert torch.allclose(torch.func.grad(function)(x), x.cos())
-
-
 TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
     "vmap": lambda net, x: torch.func.vmap(net)(x),
     "jvp": lambda net, x: torch.func.jvp(net, (x,), (x,))[1],

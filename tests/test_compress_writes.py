@@ -82,7 +82,6 @@ def second_gradient(write: Callable[[torch.Tensor], Any]) -> tuple[torch.Tensor,
         z = second(h).sum()
     z.backward()
     del y
-    assert second.weight.grad is not None
     return second.weight.grad, h.detach().sum(0).expand(64, 64)
 
 
@@ -91,8 +90,11 @@ def is_near(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("how", ["data", "array", "function"])
-def test_what_was_written_is_packed_anew(how: str) -> None:
+def test_what_was_written_is_packed_anew(how: str, monkeypatch: Any) -> None:
     assert is_near(*second_gradient(WRITES[how]))
+    if how != "function":
+        monkeypatch.setattr(writes, "epoch", lambda _: 0)  # shared it would be far off
+        assert not is_near(*second_gradient(WRITES[how]))
 
 
 @pytest.mark.usefixtures("_group")
@@ -108,12 +110,6 @@ def test_what_another_librarys_operator_was_given_is_packed_anew(monkeypatch: An
         y = layer(h)
     assert len(packed) == 2
     del y
-
-
-@pytest.mark.parametrize("how", ["data", "array"])
-def test_shared_it_would_be_far_off(how: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(writes, "epoch", lambda _: 0)
-    assert not is_near(*second_gradient(WRITES[how]))
 
 
 def test_an_array_that_is_kept_may_be_written_at_any_time(monkeypatch: Any) -> None:

@@ -64,37 +64,24 @@ MISTAKES: list[tuple[type[Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "options", "text"), MISTAKES)
-def test_a_mistake_is_named_with_what_is_accepted(
-    kind: type[Any], options: dict[str, Any], text: str
-) -> None:
+def test_a_mistake_is_named_with_what_is_accepted(kind: type[Any], options: Any, text: str) -> None:
     with pytest.raises(InvalidValueError, match=text):
         kind(**options)
 
 
-@pytest.mark.parametrize("size", GROUP_SIZES)
-def test_every_power_of_two_from_16_to_1024_is_a_group_size(size: int) -> None:
-    assert Compression(group_size=size).format().group_size == size
-
-
 @pytest.mark.parametrize("offload", [None, "cpu", 0, 0.5, 1])
-def test_offload_accepts(offload: Any) -> None:
+def test_offload_and_sizes_accept(offload: Any) -> None:
     assert Compression(offload=offload).offload == offload
-
-
-def test_a_size_may_be_text() -> None:
     assert Compression(min_bytes="1MiB") == Compression(min_bytes=1 << 20)
 
 
-def test_equal_options_are_equal_and_hash_alike() -> None:
+def test_options_are_values() -> None:
     first = Compression(policy={"linear": "int8", "gelu": "int4"})
     second = Compression(policy={"gelu": "int4", "linear": "int8"})
     assert first == second
     assert hash(first) == hash(second)
-
-
-def test_options_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Compression().bits = 4  # type: ignore[misc]
+        first.bits = 4  # type: ignore[misc]
 
 
 def test_replace_keeps_the_policy() -> None:
@@ -109,27 +96,25 @@ def test_the_callers_mapping_is_not_kept() -> None:
     assert Rule("linear", None, False, "int8") in options.rules
 
 
-def test_8_bits_are_symmetric_in_groups_of_128() -> None:
-    assert Compression().format() == Format(8, 128, True, "stochastic")
+EACH = {"group_size": 32, "symmetric": True, "rounding": "nearest"}
 
 
-def test_int4_is_asymmetric_in_groups_of_64() -> None:
-    assert Compression(level="int4").format() == Format(4, 64, False, "stochastic")
-
-
-def test_what_is_given_holds_for_every_width() -> None:
-    options = Compression(group_size=32, symmetric=True, rounding="nearest")
-    assert [options.format(bits) for bits in (8, 4)] == [
-        Format(bits, 32, True, "nearest") for bits in (8, 4)
-    ]
-
-
-def test_masks_have_one_format() -> None:
-    assert Compression(level="int4").format(1) is MASK_FORMAT
-
-
-def test_a_format_is_of_the_options_own_width_by_default() -> None:
-    assert Compression(level="int4").format() == Compression(level="int4").format(4)
+@pytest.mark.parametrize(
+    ("options", "bits", "expected"),
+    [
+        ({}, (), Format(8, 128, True, "stochastic")),
+        ({"level": "int4"}, (), Format(4, 64, False, "stochastic")),
+        ({"level": "int4"}, (4,), Format(4, 64, False, "stochastic")),
+        (EACH, (8,), Format(8, 32, True, "nearest")),  # what is given holds for every width
+        (EACH, (4,), Format(4, 32, True, "nearest")),
+        ({"level": "int4"}, (1,), MASK_FORMAT),
+        *(({"group_size": size}, (), Format(8, size)) for size in GROUP_SIZES),
+    ],
+)
+def test_a_format_is_of_the_width_and_of_the_options(
+    options: dict[str, Any], bits: tuple[int, ...], expected: Format
+) -> None:
+    assert Compression(**options).format(*bits) == expected
 
 
 @pytest.mark.parametrize("bits", [2, 6, True])

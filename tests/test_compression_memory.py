@@ -1,9 +1,7 @@
 """What a transformer block keeps for backward, counted against the sum of what it has to.
 
-The unit is a byte for a token, a hidden unit and a layer, with activations in bfloat16. Held bytes
-are those of the host's allocator after a forward pass; those of a block are what four blocks hold
-more than two. A sum leaves out what is small (statistics of norms, the logarithms that attention
-keeps, headers of a buffer): the two agree within 3 %.
+The unit is a byte for a token, a hidden unit and a layer, in bfloat16: what four blocks hold more
+than two. A sum leaves out what is small (statistics, logarithms of attention, headers): within 3 %.
 """
 
 from __future__ import annotations

@@ -10,102 +10,33 @@ import copy
 import gc
 import math
 import random
-import weakref
 from typing import Any
 
 import pytest
 import torch
+from fit_tools import CAPACITY, Device, Held, Step
 from torch import nn
 
 from vramx.errors import InvalidValueError, VramxError
 from vramx.planning.fit import BatchFit, fit_batch
 from vramx.planning.search import Search
 
-CAPACITY = 10_000
-
-
-class Held:
-    """Memory that lives as long as this object."""
-
-    def __init__(self, device: Device, nbytes: int) -> None:
-        self.device, self.nbytes = device, nbytes
-
-    def __del__(self) -> None:
-        self.device.live -= self.nbytes
-
-
-class Device:
-    """A GPU of CAPACITY bytes; `held` has a reference to all that was allocated."""
-
-    def __init__(self, capacity: int = CAPACITY) -> None:
-        self.capacity, self.live, self.peak, self.releases = capacity, 0, 0, 0
-        self.held: list[weakref.ref[Held]] = []
-        self.held_at_release: list[int] = []
-
-    def take(self, nbytes: int) -> Held:
-        if self.live + nbytes > self.capacity:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more")
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
-        made = Held(self, nbytes)
-        self.held.append(weakref.ref(made))
-        return made
-
-    def limit_bytes(self) -> int:
-        return self.capacity
-
-    def allocated_bytes(self) -> int:
-        return self.live
-
-    def peak_bytes(self) -> int:
-        return self.peak
-
-    def reset_peak(self) -> None:
-        self.peak = self.live
-
-    def settle(self) -> None:
-        pass
-
-    def release(self) -> None:
-        self.held_at_release.append(sum(ref() is not None for ref in self.held))
-
-
-class Step:
-    """A step that takes memory as training does: activations, then gradients, then states."""
-
-    def __init__(self, device: Device, fixed: int = 500, row: int = 37, optimizer: int = 0) -> None:
-        self.device, self.fixed, self.row, self.optimizer = device, fixed, row, optimizer
-        self.sizes: list[int] = []
-
-    def __call__(self, batch: int) -> None:
-        self.sizes.append(batch)
-        activations = self.device.take(self.row * batch)
-        gradients = self.device.take(self.fixed)
-        del activations
-        states = self.device.take(self.optimizer)
-        del gradients, states
-
-    def largest(self, budget: int) -> int:
-        """Return the largest batch that fits, by trying them all."""
-        fits = [
-            n
-            for n in range(1, budget + 1)
-            if max(self.row * n + self.fixed, self.fixed + self.optimizer) <= budget
-        ]
-        return max(fits, default=0)
-
 
 def fit(step: Any, device: Device, **options: Any) -> BatchFit:
     return fit_batch(step, memory=device, state=(), **{"margin": 0.0, **options})
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
 
 
 @pytest.mark.parametrize("row", [1, 3, 37, 900, 4000])
 @pytest.mark.parametrize("fixed", [0, 500, 5000])
 @pytest.mark.parametrize("optimizer", [0, 3000])
 def test_the_largest_batch_is_that_of_an_exhaustive_search(
-    row: int, fixed: int, optimizer: int
+    device: Device, row: int, fixed: int, optimizer: int
 ) -> None:
-    device = Device()
     step = Step(device, fixed, row, optimizer)
     found = fit(step, device)
     assert found.batch == step.largest(CAPACITY)
@@ -115,22 +46,24 @@ def test_the_largest_batch_is_that_of_an_exhaustive_search(
     assert len(found.attempts) <= math.ceil(math.log2(found.batch + 1)) + 3
 
 
-def test_a_margin_is_left_free() -> None:
-    device = Device()
+@pytest.mark.parametrize(
+    ("options", "budget"),
+    [
+        ({"margin": 0.2}, CAPACITY * 8 // 10),
+        ({"budget": 2000}, 2000),
+        ({"start": 4000}, CAPACITY),  # the first size is too large
+    ],
+)
+def test_a_margin_is_left_free_and_a_budget_is_kept(
+    device: Device, options: dict[str, Any], budget: int
+) -> None:
     step = Step(device)
-    found = fit(step, device, margin=0.2)
-    assert found.batch == step.largest(CAPACITY * 8 // 10)
-    assert found.peak_bytes <= found.budget_bytes == CAPACITY * 8 // 10
+    found = fit(step, device, **options)
+    assert found.batch == step.largest(budget)
+    assert found.peak_bytes <= found.budget_bytes == budget
 
 
-def test_a_budget_is_kept_on_a_larger_device() -> None:
-    device = Device()
-    step = Step(device)
-    assert fit(step, device, budget=2000).batch == step.largest(2000)
-
-
-def test_the_second_step_counts_where_states_stay() -> None:
-    device = Device()
+def test_the_second_step_counts_where_states_stay(device: Device) -> None:
     states: list[Held] = []
 
     def step(batch: int) -> None:
@@ -150,22 +83,25 @@ def test_the_second_step_counts_where_states_stay() -> None:
     assert found.batch == 600
 
 
-def test_nothing_is_alive_between_trials() -> None:
-    device = Device()
-
+@pytest.mark.parametrize("collects", [True, False])
+def test_nothing_is_alive_between_trials(device: Device, collects: bool) -> None:
     def step(batch: int) -> None:
         activations = device.take(batch)
         if batch > 4:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         del activations
 
-    found = fit(step, device, start=64)
+    if not collects:
+        gc.disable()
+    try:
+        found = fit(step, device, start=64)
+    finally:
+        gc.enable()
     assert found.batch == 4
     assert set(device.held_at_release) == {0}
 
 
-def test_memory_that_grows_by_doubling_is_no_line_and_is_bisected() -> None:
-    device = Device()
+def test_memory_that_grows_by_doubling_is_no_line_and_is_bisected(device: Device) -> None:
 
     def step(batch: int) -> None:
         device.take(64 * 2 ** math.ceil(math.log2(batch)))
@@ -175,26 +111,16 @@ def test_memory_that_grows_by_doubling_is_no_line_and_is_bisected() -> None:
     assert len({attempt.batch for attempt in found.attempts}) <= math.ceil(math.log2(128)) + 4
 
 
-def test_the_largest_that_is_asked_for_is_tried() -> None:
-    device = Device()
-    step = Step(device, row=1)
+@pytest.mark.parametrize("row", [1, 0])  # which does not grow
+def test_the_largest_that_is_asked_for_is_tried(device: Device, row: int) -> None:
+    step = Step(device, row=row)
     assert fit(step, device, max=256).batch == 256
     assert 256 in step.sizes
 
 
-def test_memory_that_does_not_grow_ends_at_the_largest() -> None:
-    device = Device()
-    assert fit(lambda _: device.take(100) and None, device, max=1000).batch == 1000
-
-
-def test_the_first_size_may_be_too_large() -> None:
-    device = Device()
-    step = Step(device)
-    assert fit(step, device, start=4000).batch == step.largest(CAPACITY)
-
-
-def test_out_of_memory_once_and_for_another_reason_does_not_make_the_batch_smaller() -> None:
-    device = Device()
+def test_out_of_memory_once_and_for_another_reason_does_not_make_the_batch_smaller(
+    device: Device,
+) -> None:
     step = Step(device)
     calls = []
 
@@ -207,8 +133,7 @@ def test_out_of_memory_once_and_for_another_reason_does_not_make_the_batch_small
     assert fit(disturbed, device).batch == step.largest(CAPACITY)
 
 
-def test_memory_that_goes_away_is_an_error_and_no_batch_of_zero() -> None:
-    device = Device()
+def test_memory_that_goes_away_is_an_error_and_no_batch_of_zero(device: Device) -> None:
     step = Step(device)
 
     def leaking(batch: int) -> None:
@@ -220,8 +145,7 @@ def test_memory_that_goes_away_is_an_error_and_no_batch_of_zero() -> None:
         fit(leaking, device)
 
 
-def test_out_of_memory_at_every_size_is_one_error() -> None:
-    device = Device()
+def test_out_of_memory_at_every_size_is_one_error(device: Device) -> None:
     step = Step(device, fixed=2 * CAPACITY)
     with pytest.raises(InvalidValueError, match="a step with a batch of 1 does not fit"):
         fit(step, device, start=16)
@@ -241,29 +165,20 @@ def test_other_errors_are_the_callers_and_the_state_is_put_back() -> None:
     assert_same(model.state_dict(), before)
 
 
-def test_evaluation_has_a_batch_of_its_own() -> None:
-    device = Device()
+@pytest.mark.parametrize(("row", "largest"), [(1, CAPACITY), (200, 50)])
+def test_evaluation_has_a_batch_of_its_own(device: Device, row: int, largest: int) -> None:
     step = Step(device)
 
     def evaluate(batch: int) -> None:
         assert not torch.is_grad_enabled()
-        device.take(batch)
+        device.take(row * batch)
 
     found = fit(step, device, evaluate=evaluate)
-    assert found.batch == step.largest(CAPACITY)
-    assert found.evaluation_batch == CAPACITY
-
-
-def test_evaluation_that_needs_more_does_not_make_the_training_batch_smaller() -> None:
-    device = Device()
-    step = Step(device)
-    found = fit(step, device, evaluate=lambda batch: device.take(200 * batch) and None)
-    assert (found.batch, found.evaluation_batch) == (step.largest(CAPACITY), 50)
+    assert (found.batch, found.evaluation_batch) == (step.largest(CAPACITY), largest)
 
 
 @pytest.mark.parametrize(("rows", "cut"), [(1024, (256, 4)), (1000, (250, 4)), (8, (8, 1))])
-def test_a_global_batch_is_cut_evenly(rows: int, cut: tuple[int, int]) -> None:
-    device = Device()
+def test_a_global_batch_is_cut_evenly(device: Device, rows: int, cut: tuple[int, int]) -> None:
     found = fit(Step(device, fixed=0), device, max=256, global_batch=rows)
     assert (found.micro_batch, found.accumulation) == cut
 
@@ -329,16 +244,12 @@ def test_a_step_without_a_model_is_refused() -> None:
         ({"global_batch": -1}, "global_batch -1 is not accepted"),
         ({"evaluate": 3}, "step 3 is not accepted"),
         ({"budget": "much"}, "size 'much' is not understood"),
+        ({"step": 3}, "step 3 is not accepted"),
     ],
 )
 def test_bad_input_is_one_clear_error(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidValueError, match=said):
-        fit(lambda batch: None, Device(), **options)
-
-
-def test_what_is_no_step_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match="step 3 is not accepted"):
-        fit(3, Device())
+        fit(**{"step": lambda batch: None, "device": Device(), **options})
 
 
 def test_a_search_is_bounded_whatever_is_said_to_it() -> None:
@@ -351,21 +262,3 @@ def test_a_search_is_bounded_whatever_is_said_to_it() -> None:
             search.note(batch, generator.randint(1, 1000) if batch <= fits else None)
             assert search.tried <= 64
         assert search.best is None or search.best <= fits
-
-
-def test_gc_is_not_needed_for_a_trial_to_be_gone() -> None:
-    device = Device()
-    step = Step(device, fixed=0, row=100)
-
-    def failing(batch: int) -> None:
-        step(batch)
-        if batch > 50:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    gc.disable()
-    try:
-        found = fit(failing, device, start=1)
-    finally:
-        gc.enable()
-    assert found.batch == 50
-    assert set(device.held_at_release) == {0}

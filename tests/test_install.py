@@ -10,35 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from fake_cuda import GIB, FakeCuda, build_shim, fail_to_build  # noqa: E402
+import torch
+from fake_cuda import GIB, FakeCuda, cuda, fail_to_build, shim
 
 # Here, as an import while the allocator is installed would keep what the installation wraps.
-from torch.autograd import profiler_legacy  # noqa: E402
+from torch.autograd import profiler_legacy
 
-import vramx  # noqa: E402
-from vramx.allocator import cuda_init, install, plain, preconditions  # noqa: E402
-from vramx.allocator.options import choose, device_index, parse_limit  # noqa: E402
-from vramx.allocator.shim import Shim  # noqa: E402
-from vramx.config import Config  # noqa: E402
-from vramx.errors import (  # noqa: E402
-    InstallError,
-    InvalidValueError,
-    ShimError,
-    VramxWarning,
-)
+import vramx
+from vramx.allocator import cuda_init, install, plain, preconditions
+from vramx.allocator.options import choose, device_index, parse_limit
+from vramx.allocator.shim import Shim
+from vramx.config import Config
+from vramx.errors import InstallError, InvalidValueError, ShimError, VramxWarning
 
-
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_shim(tmp_path_factory.mktemp("shim"))
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shim: Path) -> FakeCuda:
-    return FakeCuda(monkeypatch, tmp_path, shim)
+__all__ = ["cuda", "shim"]
 
 
 # --- options --------------------------------------------------------------------------------------

@@ -8,25 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from fake_cuda import GIB, FakeCuda, cuda, shim
 
-torch = pytest.importorskip("torch")
+import vramx
+from vramx.allocator import exit_stats
+from vramx.allocator.options import NO_LIMIT
+from vramx.errors import NotInstalledError
 
-from fake_cuda import GIB, FakeCuda, build_shim  # noqa: E402
-
-import vramx  # noqa: E402
-from vramx.allocator import exit_stats  # noqa: E402
-from vramx.allocator.options import NO_LIMIT  # noqa: E402
-from vramx.errors import NotInstalledError  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_shim(tmp_path_factory.mktemp("shim"))
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shim: Path) -> FakeCuda:
-    return FakeCuda(monkeypatch, tmp_path, shim)
+__all__ = ["cuda", "shim"]
 
 
 def test_a_limit_in_bytes_is_set_at_once(cuda: FakeCuda) -> None:

@@ -112,9 +112,7 @@ def test_hooks_see_every_launch(kernel: Kernel, monkeypatch: pytest.MonkeyPatch)
     assert not kernel.compiled
 
 
-def test_other_versions_of_triton_are_called_as_they_want(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_versions_of_triton_are_called_as_they_want(kernel: Kernel, monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "_is_known_version", lambda: False)
     run(kernel, ALIGNED, None)
     run(kernel, ALIGNED, None)

@@ -58,12 +58,7 @@ LONG = {"asan": [], "tsan": [pytest.mark.slow]}
 @pytest.mark.parametrize(
     ("program", "sanitizer"),
     [
-        pytest.param(
-            program,
-            sanitizer,
-            id=f"{program.name}-{sanitizer}",
-            marks=LONG[sanitizer],
-        )
+        pytest.param(program, sanitizer, id=f"{program.name}-{sanitizer}", marks=LONG[sanitizer])
         for program in programs()
         for sanitizer in SANITIZERS
         if (program.name, sanitizer) != LEFT_OUT

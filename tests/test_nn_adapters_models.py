@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from norm_tools import held_bytes
 from optimize_tools import (
     INT8_NOISE,
     LAYERS,
@@ -18,10 +17,11 @@ from optimize_tools import (
     fused_calls,
     gradient_of,
     hugging_face,
+    llama_block,
+    optimised_copy,
     result_of,
     twin,
 )
-from torch import nn
 
 import vramx
 from benchmarks.programs._adapters import (
@@ -81,8 +81,7 @@ def test_adapters_of_every_family_learn_as_in_the_original(name: str, level: str
 def test_adapters_of_convolutional_blocks_learn_as_in_the_original(level: str) -> None:
     original, inputs = family("convnext")
     adapt_with_peft(original, Adapters(("fc1", "fc2"), 4, 8.0, 0.0), torch.float32)
-    model = twin(original)
-    vramx.optimize(model, level)
+    model = optimised_copy(original, level)
     assert error(result_of(model, inputs), result_of(original, inputs)) < ROUNDING
     bound = ROUNDING if level == "keep" else INT8_NOISE
     assert error(gradient_of(model, inputs), gradient_of(original, inputs)) < bound
@@ -150,8 +149,7 @@ def test_variants_are_called_as_they_are_and_named(options: dict[str, Any], word
 
 def test_adapters_are_added_chosen_disabled_and_merged_after_optimising() -> None:
     original, inputs = adapted()
-    model = twin(original)
-    vramx.optimize(model, "keep")
+    model = optimised_copy(original, "keep")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     for each in (original, model):
         torch.manual_seed(3)
@@ -200,8 +198,7 @@ def test_restored_model_is_the_original_to_the_bit() -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_of_the_model_itself_works_on_top(reentrant: bool, level: str) -> None:
     original, inputs = adapted()
-    model = twin(original)
-    vramx.optimize(model, level)
+    model = optimised_copy(original, level)
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     y = result_of(model, inputs)
@@ -226,8 +223,7 @@ def test_adapters_in_float32_on_halves_are_computed_as_peft_does() -> None:
     for module in original.modules():
         if not any("lora_" in name for name, _ in module.named_parameters()):
             module.to(torch.bfloat16)
-    model = twin(original)
-    vramx.optimize(model, "keep")
+    model = optimised_copy(original, "keep")
     # Some twenty roundings of bfloat16 in each layer, independent: half a step times their root.
     bound = torch.finfo(torch.bfloat16).eps / 2 * (20 * LAYERS) ** 0.5
     assert error(result_of(model, inputs), result_of(original, inputs)) < bound
@@ -237,8 +233,7 @@ def test_adapters_in_float32_on_halves_are_computed_as_peft_does() -> None:
 
 def test_autocast_computes_as_the_original_does() -> None:
     original, inputs = adapted()
-    model = twin(original)
-    vramx.optimize(model, "keep")
+    model = optimised_copy(original, "keep")
     bound = torch.finfo(torch.bfloat16).eps / 2 * (20 * LAYERS) ** 0.5
     with torch.autocast("cpu", torch.bfloat16):
         y, expected = result_of(model, inputs), result_of(original, inputs)
@@ -251,23 +246,10 @@ def test_autocast_computes_as_the_original_does() -> None:
 def test_adapted_llama_block_keeps_a_quarter_of_eager(
     dropout: float, least: float, library: str
 ) -> None:
-    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
-    hidden, tokens = 512, 128
-    config = transformers.LlamaConfig(
-        hidden_size=hidden, intermediate_size=7 * hidden // 2, num_attention_heads=8,
-        num_key_value_heads=2, attn_implementation="sdpa",
-    )  # fmt: skip
-    block: nn.Module = modeling.LlamaDecoderLayer(config, 0).bfloat16().train()
+    block, bytes_kept = llama_block(transformers)
     # A rank of 16 at a hidden size of 4096.
     adapt = adapt_with_peft if library == "peft" else adapt_without_peft
     adapt(block, Adapters(rank=2, dropout=dropout), torch.bfloat16)
-    x = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
-    positions = modeling.LlamaRotaryEmbedding(config)(x, torch.arange(tokens)[None])
-    apart = [*positions, *block.parameters()]
-
-    def bytes_kept() -> float:
-        return held_bytes(lambda: block(x, position_embeddings=positions), *apart) / x.numel()
-
     eager = bytes_kept()
     vramx.optimize(block)
     found = bytes_kept()

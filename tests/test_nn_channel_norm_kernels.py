@@ -1,13 +1,12 @@
 """The kernels of normalisation by channel against plain torch, in Triton's interpreter.
 
-The interpreter computes in numpy, one operation at a time and nothing fused, as plain torch does;
-so results and packed bytes must be the same to the bit, but for exponentials. Sums are
-added in another order.
+It fuses nothing: results and bytes are equal, but for exponentials, and sums in another order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -141,9 +140,7 @@ kept_cases = pytest.mark.parametrize(
 
 @kept_cases
 @pytest.mark.parametrize("wanted", [[1, 1, 1, 1], [1, 0, 1, 0]], ids=["all", "some"])
-def test_gradients_are_plain_torchs(
-    interpreted: Interpreted, case: Case, wanted: list[int]
-) -> None:
+def test_gradients_are_plain_torchs(interpreted: Any, case: Case, wanted: list[int]) -> None:
     """dx is computed of factors, and rounded as often; sums are of the same numbers."""
     arguments = backward_inputs(case, wanted)
     found = interpreted.operator("channel_norm_backward", *arguments)

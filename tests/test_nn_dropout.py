@@ -3,44 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
-from interpreted_nn import Evaluated, evaluate, interpreted_nn
-from nn_elementwise_tools import differs, gradients, leaves, sample, saved_by
+from nn_elementwise_tools import leaves, sample, saved_by
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from vramx.errors import InvalidValueError
 from vramx.nn.dropout import dropout, dropout_add, levels_kept
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Callable[..., Evaluated]:
-    return interpreted_nn().function
-
-
-@pytest.mark.parametrize("shape", [(40, 128), (5, 77), (3,)])
-@pytest.mark.parametrize("p", [0.25, 0.5, 1.0])
-def test_kernel_is_the_composite(
-    p: float, shape: tuple[int, ...], kernels: Callable[..., Evaluated]
-) -> None:
-    inputs, incoming = [sample(*shape), sample(*shape, seed=1)], sample(*shape, seed=2)
-    found = kernels("dropout.dropout_add", inputs, incoming, {"p": p})
-    expected = evaluate("dropout.dropout_add", inputs, incoming, {"p": p})
-    assert differs(found.result, expected.result) <= 1
-    for a, b in zip(found.gradients, expected.gradients, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_repeated_noise_would_be_seen(kernels: Callable[..., Evaluated]) -> None:
-    inputs, incoming, options = [torch.ones(40, 128)], torch.ones(40, 128), {"p": 0.5}
-    defect = "one block of noise for all"
-    assert not torch.equal(
-        kernels("dropout.dropout", inputs, incoming, options, defect=defect).result[32:],
-        evaluate("dropout.dropout", inputs, incoming, options).result[32:],
-    )
 
 
 @pytest.mark.parametrize("p", [2.0**-16, 0.1, 0.5, 0.9])
@@ -94,17 +63,6 @@ def test_gradient_passes_where_the_element_did(adds: bool) -> None:
         assert torch.equal(residual.grad, incoming)
 
 
-def test_derivatives_to_second_order_are_right() -> None:
-    inputs = leaves(*(sample(5, 7, seed=seed, dtype=torch.float64) for seed in (0, 1)))
-
-    def call(x: Tensor, residual: Tensor) -> Tensor:
-        torch.manual_seed(3)
-        return dropout_add(x * x, residual, 0.4)
-
-    assert torch.autograd.gradcheck(call, inputs)
-    assert torch.autograd.gradgradcheck(call, inputs)
-
-
 def test_torchs_seed_decides_and_calls_differ() -> None:
     x = torch.ones(1000)
     torch.manual_seed(5)
@@ -140,20 +98,6 @@ def test_only_a_key_is_kept() -> None:
         assert sum(tensor.numel() * tensor.element_size() for tensor in saved) == 16
 
 
-def test_checkpoint_drops_the_same_again() -> None:
-    """A mask that belongs to a count of calls, and not to torch's generator, would change here."""
-    x = sample(64, 32)
-
-    def run(call: object) -> Tensor:
-        torch.manual_seed(7)
-        return gradients(call, [x], torch.ones(64, 32))[0]  # type: ignore[arg-type]
-
-    def block(x: Tensor) -> Tensor:
-        return dropout(x, 0.5) ** 2
-
-    assert torch.equal(run(lambda x: checkpoint(block, x, use_reentrant=False)), run(block))
-
-
 def test_compiled_calls_of_one_graph_differ() -> None:
     compiled = torch.compile(
         lambda x: (dropout(x, 0.5), dropout(x, 0.5)), fullgraph=True, backend="aot_eager"
@@ -168,14 +112,3 @@ def test_compiled_calls_of_one_graph_differ() -> None:
 def test_types_are_promoted_as_by_an_addition() -> None:
     x, residual = sample(8, dtype=torch.bfloat16), sample(8)
     assert dropout_add(x, residual, 0.5).dtype == (x + residual).dtype
-
-
-@pytest.mark.parametrize("p", [-0.1, 1.1, math.nan, "0.5", True])
-def test_impossible_p_is_named(p: object) -> None:
-    with pytest.raises(InvalidValueError, match="accepted are 0 to 1"):
-        dropout(torch.ones(3), p)  # type: ignore[arg-type]
-
-
-def test_another_shape_of_residual_is_named() -> None:
-    with pytest.raises(InvalidValueError, match="one shape"):
-        dropout_add(torch.ones(3, 4), torch.ones(4), 0.5)

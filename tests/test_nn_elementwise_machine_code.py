@@ -1,22 +1,23 @@
-"""What the elementwise kernels of vramx.nn compile to for an H100 or H200 (sm_90), without one.
+"""What the elementwise kernels of vramx.nn compile to; see machine_code_tools.py.
 
-As test_kernels_machine_code.py: at 4.3 TB/s the schedulers of an H200 have time for 7.8
-instructions a byte. LIMITS are instructions an element of a whole tile in bfloat16, beside what
-memory leaves time for.
+LIMITS are instructions an element of a whole tile in bfloat16, beside what memory leaves time for.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
-from test_kernels_machine_code import SM_90, MachineCode, machine_code
+from machine_code_tools import MachineCode, compiled, folder
 
 from vramx.kernels import cross_entropy_launch, elementwise_launch, launch, rotary_launch
 from vramx.kernels.layout import Layout
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+
+__all__ = ["folder"]  # a fixture
 
 
 def loss_plan(*, shifted: bool) -> launch.Plan:
@@ -27,17 +28,14 @@ def loss_plan(*, shifted: bool) -> launch.Plan:
 
 INT8 = Layout(0, bits=8, group_size=128, symmetric=True)
 INT4 = Layout(0, bits=4, group_size=64, symmetric=False)
+tile_plan = elementwise_launch.tile_plan
 PLANS = {
-    "swiglu": lambda: elementwise_launch.tile_plan("glu", "silu", INT8, True),
-    "swiglu backward": lambda: elementwise_launch.tile_plan("glu_backward", "silu", INT8, True),
-    "gelu": lambda: elementwise_launch.tile_plan("activation", "gelu", INT8, True),
-    "gelu backward": lambda: elementwise_launch.tile_plan(
-        "activation_backward", "gelu", INT8, True
-    ),
-    "swiglu, 4 bits": lambda: elementwise_launch.tile_plan("glu", "silu", INT4, True),
-    "swiglu backward, 4 bits": lambda: elementwise_launch.tile_plan(
-        "glu_backward", "silu", INT4, True
-    ),
+    "swiglu": lambda: tile_plan("glu", "silu", INT8, True),
+    "swiglu backward": lambda: tile_plan("glu_backward", "silu", INT8, True),
+    "gelu": lambda: tile_plan("activation", "gelu", INT8, True),
+    "gelu backward": lambda: tile_plan("activation_backward", "gelu", INT8, True),
+    "swiglu, 4 bits": lambda: tile_plan("glu", "silu", INT4, True),
+    "swiglu backward, 4 bits": lambda: tile_plan("glu_backward", "silu", INT4, True),
     "dropout": lambda: elementwise_launch.dropout_plan(True),
     "loss": lambda: loss_plan(shifted=False),
     "loss of odd rows": lambda: loss_plan(shifted=True),
@@ -66,63 +64,35 @@ STRIDES = ("_stride", "_batch", "_head", "_token", "classes")
 OF_BACKWARD = {"gate_ptr": "*u8", "up_ptr": "*u8"}
 
 
-@pytest.fixture(scope="module")
-def code_of(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MachineCode]:
-    if not isinstance(launch.mask_plan(packs=True).kernel, triton.JITFunction):
-        pytest.skip("TRITON_INTERPRET is set: nothing compiles in this process")
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 3):
-        pytest.skip("triton before 3.3 describes what it compiles in another way")
-    folder = tmp_path_factory.mktemp("kernels")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(folder))
-        return {name: compiled(plan(), folder) for name, plan in PLANS.items()}
-
-
-def compiled(plan: launch.Plan, folder: Path) -> MachineCode:
-    kernel = plan.kernel
-    types = TYPES | (OF_BACKWARD if kernel.__name__ == "glu_backward_kernel" else {})
-    signature = {name: types.get(name, "*bf16") for name in kernel.arg_names}
-    signature |= dict.fromkeys(set(plan.constants) & set(kernel.arg_names), "constexpr")
-    place = {name: (i,) for i, name in enumerate(kernel.arg_names)}
-    constants = {place[name]: value for name, value in plan.constants.items() if name in place}
-    # A tensor's memory, and rows where their length is a multiple of 16.
-    aligned = [n for n, kind in signature.items() if kind[0] == "*" or n.endswith(STRIDES)]
-    source = triton.compiler.ASTSource(
-        kernel, signature, constants, {place[name]: [["tt.divisibility", 16]] for name in aligned}
-    )
-    target = triton.backends.compiler.GPUTarget("cuda", *SM_90)
-    warps = plan.constants["num_warps"]
-    options = {name: plan.constants.get(name) for name in ("num_warps", "maxnreg")}
-    binary = triton.compile(source, target=target, options=options)
-    return machine_code(binary.asm["cubin"], folder, plan.tile // (32 * warps))
+@lru_cache
+def code_of(name: str, folder: Path) -> MachineCode:
+    plan = PLANS[name]()
+    of_backward = OF_BACKWARD if plan.kernel.__name__ == "glu_backward_kernel" else {}
+    types = dict.fromkeys(plan.kernel.arg_names, "*bf16") | TYPES | of_backward
+    return compiled(
+        plan.kernel, types, plan.constants, folder, plan.tile // (32 * plan.constants["num_warps"]),
+        # A tensor's memory, and rows where their length is a multiple of 16.
+        lambda name, kind: kind[0] == "*" or name.endswith(STRIDES),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_instructions_per_element(name: str, code_of: dict[str, MachineCode]) -> None:
-    code = code_of[name]
-    print(f"{name}: {code.per_element:.2f} instructions an element, limit {LIMITS[name][0]}")
-    assert code.per_element <= LIMITS[name][0]
-
-
-@pytest.mark.parametrize("name", LIMITS)
-def test_data_and_codes_move_16_bytes_at_a_time(name: str, code_of: dict[str, MachineCode]) -> None:
-    """Every byte of them does, so nothing is left for a narrower access."""
-    code = code_of[name]
-    _, read, written = LIMITS[name]
+def test_instructions_and_accesses_of_16_bytes(name: str, folder: Path) -> None:
+    """Every byte of data and codes moves so: nothing is left for a narrower access."""
+    code, (limit, read, written) = code_of(name, folder), LIMITS[name]
+    assert code.per_element <= limit
     assert code.bytes_of("LDG") == read * code.elements
     assert code.bytes_of("STG") == written * code.elements
 
 
 @pytest.mark.parametrize(("name", "others"), [("loss", 8), ("loss of odd rows", 11)])
-def test_rows_of_logits_move_16_bytes_at_a_time(
-    name: str, others: int, code_of: dict[str, MachineCode]
-) -> None:
+def test_rows_of_logits_move_16_bytes_at_a_time(name: str, others: int, folder: Path) -> None:
     """Once each way: gradients or, in code of their own, the zeros of an ignored row.
 
     Narrower are, once a piece: the target, its logit and gradient, the loss twice, mail thrice; and
     an edge a thread, twice for its zero.
     """
-    code = code_of[name]
+    code = code_of(name, folder)
     accesses = Counter(
         {op: n for op, n in code.everything.items() if op.startswith(("LDG", "STG"))}
     )
@@ -132,17 +102,19 @@ def test_rows_of_logits_move_16_bytes_at_a_time(
 
 
 @pytest.mark.parametrize("name", ["loss", "loss of odd rows"])
-def test_memory_is_the_limit_of_the_loss(name: str, code_of: dict[str, MachineCode]) -> None:
+def test_memory_is_the_limit_of_the_loss(name: str, folder: Path) -> None:
     """2 bytes read and 2 written a logit leave time for 31 instructions."""
-    assert code_of[name].everything.total() / code_of[name].elements <= 22
+    code = code_of(name, folder)
+    assert code.everything.total() / code.elements <= 22
 
 
-def test_heads_and_their_cosines_move_16_bytes_at_a_time(code_of: dict[str, MachineCode]) -> None:
+def test_heads_and_their_cosines_move_16_bytes_at_a_time(folder: Path) -> None:
     """Per thread 8 elements of each half: of 2 blocks of x, of cos and sin, and of the results."""
-    moves = {op: n for op, n in code_of["rotary"].everything.items() if op[:3] in ("LDG", "STG")}
+    operations = code_of("rotary", folder).everything
+    moves = {op: n for op, n in operations.items() if op[:3] in ("LDG", "STG")}
     assert moves == {"LDG.E.128": 8, "STG.E.128": 4}
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_nothing_is_kept_in_local_memory(name: str, code_of: dict[str, MachineCode]) -> None:
-    assert not [op for op in code_of[name].everything if op.split(".")[0] in ("LDL", "STL")]
+def test_nothing_is_kept_in_local_memory(name: str, folder: Path) -> None:
+    assert not code_of(name, folder).of_local_memory

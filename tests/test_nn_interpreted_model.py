@@ -1,7 +1,4 @@
-"""A whole model's step with the kernels as Triton interprets them: as its blocks call them.
-
-The tests of single kernels choose the shapes that they give; here a model does, batches included.
-"""
+"""A whole model's step with the kernels as Triton interprets them, at the shapes of its blocks."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,8 +33,6 @@ def errors() -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize("kind", ["pre", "post"])
-def test_a_swapped_encoder_layer_has_the_gradients(
-    kind: str, errors: dict[str, dict[str, float]]
-) -> None:
+def test_a_swapped_encoder_layer_has_the_gradients(kind: str, errors: Any) -> None:
     assert len(errors[kind]) == 13
     assert {name: error for name, error in errors[kind].items() if not error <= _ERROR} == {}

@@ -23,9 +23,6 @@ def logits_of(
     return torch.empty(0, stride or classes, dtype=dtype, device="meta")[:, :classes]
 
 
-# -- How rows are cut ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("classes", [1, 7, 8, 1000, 8192, 8193, 50257, 128256, 262144, 1_000_003])
 def test_pieces_hold_the_row_and_none_is_empty(classes: int, dtype: torch.dtype) -> None:
@@ -77,12 +74,9 @@ def test_mail_has_a_box_for_each_two_pieces() -> None:
     assert pieces > 1
     for options, messages in ((plain, 1), (smoothed, 2)):
         mail = launch.new_mail(logits, options)
-        assert mail is not None
         assert (mail.shape, mail.dtype) == ((5, messages, pieces, pieces), torch.int64)
     assert launch.new_mail(logits[:, :1000], plain) is None
 
-
-# -- The kernel on several pieces ------------------------------------------------------------------
 
 WRONG = 2  # the row whose target is no class
 # Of what is rounded once, to the other side where arithmetic differs.

@@ -1,17 +1,17 @@
-"""Modules of vramx.nn without parameters: they are the functions, with torch's arguments."""
+"""Modules of vramx.nn: they are the functions, with torch's arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as functional
 from norm_tools import INT4, held_bytes, sample
-from torch import Tensor, nn
+from torch import nn
 
 from vramx import nn as vnn
-from vramx.errors import InvalidValueError
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,7 @@ def test_takes_torchs_place(ours: nn.Module, theirs: nn.Module) -> None:
     ],
     ids=["swiglu", "geglu", "geglu_tanh"],
 )
-def test_gated_units_are_products(
-    module: nn.Module, function: Callable[[Tensor, Tensor], Tensor]
-) -> None:
+def test_gated_units_are_products(module: nn.Module, function: Any) -> None:
     gate, up = sample(4, 33).detach(), sample(4, 33, seed=1).detach()
     assert torch.allclose(module(gate, up), function(gate, up), atol=1e-6)
 
@@ -68,11 +66,25 @@ def test_keep_says_how_the_input_is_kept() -> None:
     assert held_bytes(lambda: module(x)) < in_eight_bits
 
 
-def test_dropout_keeps_sixteen_bytes() -> None:
-    x = sample(4, 128)
-    assert held_bytes(lambda: vnn.Dropout(0.5)(x)) == 16
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(vnn.RMSNorm, nn.RMSNorm), (vnn.LayerNorm, nn.LayerNorm)]
+)
+@pytest.mark.parametrize("shape", [(64,), (4, 64)])
+def test_module_takes_torchs_place(ours: Any, theirs: Any, shape: tuple[int, ...]) -> None:
+    x, module = sample(3, *shape), theirs(shape)
+    nn.init.normal_(module.weight)
+    replaced = copy.deepcopy(module)
+    replaced.__class__ = ours
+    assert torch.allclose(replaced(x), module(x), atol=1e-5)
+    fresh = ours(shape)
+    fresh.load_state_dict(module.state_dict())
+    assert torch.equal(fresh(x), replaced(x))
 
 
-def test_unknown_approximation_is_named_when_it_is_given() -> None:
-    with pytest.raises(InvalidValueError, match="'erf'"):
-        vnn.GeGLU("erf")
+def test_module_keeps_as_it_is_told() -> None:
+    module = vnn.RMSNorm(64)
+    module.keep = INT4
+    x, residual = sample(3, 64), sample(3, 64, seed=1)
+    done = module.normed(x, residual)
+    assert done.kept.spec.bits == 4
+    assert torch.equal(done.residual_sum, x + residual)

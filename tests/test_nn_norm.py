@@ -1,13 +1,9 @@
 """The norms on a CPU: what they return, their gradients, what they keep, and how they are used.
 
-A CPU runs the plain torch implementation, which the kernels are compared with elsewhere. With
-level "keep" what is kept is exact, and gradients must be torch's own; else they must be within
-what the codec's step allows.
+With level "keep" gradients must be torch's own; else within what the codec's step allows.
 """
 
 from __future__ import annotations
-
-import copy
 
 import pytest
 import torch
@@ -18,9 +14,8 @@ from torch import Tensor
 from vramx.compression import random
 from vramx.compression.codec import layout_of, pack
 from vramx.compression.config import Compression, Format
-from vramx.errors import InvalidValueError
 from vramx.kernels import launch, start
-from vramx.nn import LayerNorm, RMSNorm, keeping
+from vramx.nn import keeping
 from vramx.nn import reference_norm as reference
 from vramx.nn.functional import layer_norm, rms_norm
 from vramx.nn.norm import Normed
@@ -111,26 +106,19 @@ def bounds_of_int8(
 
 
 @every_kind
-@pytest.mark.parametrize("keep", [INT8, NEAREST], ids=["stochastic", "nearest"])
+@pytest.mark.parametrize("keep", [INT8, NEAREST, INT4], ids=["stochastic", "nearest", "4 bits"])
 def test_int8_gradients_are_within_a_step(kind: str, keep: Compression) -> None:
+    """And those of 4 bits are not."""
     x, residual, affine = inputs(kind, 7, HIDDEN, dtype=torch.float32)
     dy = sample(7, HIDDEN, seed=8).detach()
     done = normed(kind, x, affine, residual, keep)
-    dx, dweight = torch.autograd.grad(done.y, [x, affine[0]], dy, retain_graph=True)
+    found = torch.autograd.grad(done.y, [x, affine[0]], dy, retain_graph=True)
     exact = torch.autograd.grad(torchs(kind, x + residual, affine), [x, affine[0]], dy)
-    off_x, off_weight, _ = bounds_of_int8(kind, x + residual, dy, affine[0])
     rounding = 1e-5  # float32's, of sums of 256 terms of order 1
-    assert ((dx - exact[0]).abs() <= off_x + rounding).all()
-    assert ((dweight - exact[1]).abs() <= off_weight + rounding).all()
-
-
-def test_bound_of_int8_sees_four_bits() -> None:
-    x, _, affine = inputs("rms", 7, HIDDEN, dtype=torch.float32)
-    dy = sample(7, HIDDEN, seed=8).detach()
-    (dweight,) = torch.autograd.grad(normed("rms", x, affine, None, INT4).y, [affine[0]], dy)
-    (exact,) = torch.autograd.grad(torchs("rms", x, affine), [affine[0]], dy)
-    _, off_weight, _ = bounds_of_int8("rms", x, dy, affine[0])
-    assert not ((dweight - exact).abs() <= off_weight + 1e-5).all()
+    for ours, theirs, off in zip(
+        found, exact, bounds_of_int8(kind, x + residual, dy, affine[0])[:2], strict=True
+    ):
+        assert ((ours - theirs).abs() <= off + rounding).all() == (keep is not INT4)
 
 
 @every_kind
@@ -153,16 +141,12 @@ def test_half_gradients_are_as_good_as_torchs(kind: str) -> None:
 def test_pack_is_the_codecs_of_the_normalised_input(kind: str, keep: Compression) -> None:
     x = sample(5, HIDDEN)
     random.manual_seed(3)
-    kept = normed(kind, x, keep=keep).kept
+    kept, again = (normed(kind, x, keep=keep).kept for _ in range(2))
     random.manual_seed(3)
     n, rstd = reference.normalise(x.detach(), 1e-5, KINDS[kind])
     assert torch.equal(kept.buffer, pack(n.view(-1), keep.format()).buffer)
     assert torch.equal(kept.rstd, rstd)
-
-
-def test_two_norms_draw_different_noise() -> None:
-    x = sample(5, HIDDEN)
-    assert not torch.equal(rms_norm(x).kept.buffer, rms_norm(x).kept.buffer)
+    assert torch.equal(kept.buffer, again.buffer) == (keep is NEAREST)  # noise is new
 
 
 @every_kind
@@ -182,14 +166,6 @@ def test_nothing_is_kept_without_grad_mode(kind: str) -> None:
         done = normed(kind, x, affine, residual)
     assert done.kept.buffer.numel() == 0
     assert torch.equal(done.y, normed(kind, x, affine, residual).y)
-
-
-@pytest.mark.parametrize("keep", [EXACT, INT8], ids=["exact", "int8"])
-def test_backward_can_be_repeated(keep: Compression) -> None:
-    x = sample(3, HIDDEN)
-    y = rms_norm(x, keep=keep).y.square().sum()
-    first, second = (torch.autograd.grad(y, x, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, second)
 
 
 def test_weight_changed_before_backward_is_an_error() -> None:
@@ -217,32 +193,6 @@ def test_gradient_of_the_sum_alone_passes_through(kind: str) -> None:
     total = normed(kind, x, affine, residual).residual_sum
     for gradient in torch.autograd.grad(total, [x, residual], torch.ones_like(total)):
         assert torch.equal(gradient, torch.ones_like(total))
-
-
-@every_kind
-def test_second_derivatives_are_right(kind: str) -> None:
-    x, residual, affine = inputs(kind, 2, 5)
-    vectors = [v for v in affine if v is not None]
-
-    def fused(x: Tensor, residual: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor]:
-        pair = (vectors[0], vectors[1] if len(vectors) == 2 else None)
-        done = normed(kind, x, pair, residual, EXACT)
-        return done.y, done.residual_sum
-
-    assert torch.autograd.gradcheck(fused, (x, residual, *vectors))
-    assert torch.autograd.gradgradcheck(fused, (x, residual, *vectors))
-
-
-def test_second_derivative_on_a_pack_is_near() -> None:
-    """A gradient's penalty: 2 % is far above int8's 0.3 % and far below a lost term's 100 %."""
-    x, weight = sample(16, HIDDEN), sample(HIDDEN, seed=1)
-
-    def penalty(y: Tensor) -> Tensor:
-        (gradient,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
-        return torch.autograd.grad(gradient.square().sum(), x)[0]
-
-    exact = penalty(functional.rms_norm(x, (HIDDEN,), weight, 1e-5))
-    assert (penalty(rms_norm(x, weight, 1e-5).y) - exact).norm() <= 0.02 * exact.norm()
 
 
 @every_kind
@@ -292,95 +242,6 @@ def test_a_row_with_nan_stays_alone() -> None:
     assert dx[[0, 2]].isfinite().all()
 
 
-@pytest.mark.parametrize("keep", [None, INT4, EXACT], ids=["int8", "int4", "exact"])
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-def test_compiles_without_a_break(keep: Compression | None) -> None:
-    torch.compiler.reset()
-    x, residual, weight = sample(3, HIDDEN), sample(3, HIDDEN, seed=1), sample(HIDDEN, seed=2)
-
-    def block(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        done = layer_norm(x, weight, None, 1e-5, residual, keep)
-        return rms_norm(done.residual_sum, weight, keep=keep).y, done.y
-
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    for ours, theirs in zip(compiled(x, residual), block(x, residual), strict=True):
-        assert torch.equal(ours, theirs)
-    found = gradients(lambda: compiled(x, residual), [x, residual, weight])
-    expected = gradients(lambda: block(x, residual), [x, residual, weight])
-    for ours, theirs in zip(found, expected, strict=True):
-        # Two draws of the noise: four bits are off by about 15 %.
-        assert (ours - theirs).norm() <= 0.3 * theirs.norm()
-
-
-def test_compiled_calls_draw_new_noise() -> None:
-    torch.compiler.reset()
-    x, weight = sample(3, HIDDEN), sample(HIDDEN, seed=2)
-    compiled = torch.compile(lambda: (rms_norm(x, weight).y,), fullgraph=True, backend="aot_eager")
-    first, second = (gradients(compiled, [weight])[0] for _ in range(2))
-    assert not torch.equal(first, second)
-
-
-OPERATOR_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor")
-
-
-@pytest.mark.parametrize("spec", [[-1, 0, 0, 0], [0, 0, 0, 0], [8, 128, 1, 1], [4, 64, 0, 0]])
-def test_operators_say_what_they_return(spec: list[int]) -> None:
-    x, residual, weight = sample(3, HIDDEN), sample(3, HIDDEN, seed=1), torch.ones(HIDDEN)
-    arguments = (x, residual, weight, None, 1e-5, True, torch.bfloat16, spec)
-    _, _, kept, rstd, _ = torch.ops.vramx.norm(*arguments)
-    torch.library.opcheck(torch.ops.vramx.norm.default, arguments, test_utils=OPERATOR_TESTS)
-    if spec[0] >= 0:
-        dy = torch.ones(3, HIDDEN)
-        arguments = (dy, None, weight, kept, rstd, True, x.dtype, [1, 1], spec)
-        torch.library.opcheck(
-            torch.ops.vramx.norm_backward.default, arguments, test_utils=OPERATOR_TESTS
-        )
-        arguments = (kept, weight, None, [3, HIDDEN], x.dtype, torch.bfloat16, spec)
-        torch.library.opcheck(torch.ops.vramx.norm_output.default, arguments)
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs"), [(RMSNorm, torch.nn.RMSNorm), (LayerNorm, torch.nn.LayerNorm)]
-)
-@pytest.mark.parametrize("shape", [(HIDDEN,), (4, HIDDEN)])
-def test_module_takes_torchs_place(
-    ours: type[torch.nn.Module], theirs: type[torch.nn.Module], shape: tuple[int, ...]
-) -> None:
-    x, module = sample(3, *shape), theirs(shape)
-    torch.nn.init.normal_(module.weight)
-    replaced = copy.deepcopy(module)
-    replaced.__class__ = ours
-    assert torch.allclose(replaced(x), module(x), atol=1e-5)
-    fresh = ours(shape)
-    fresh.load_state_dict(module.state_dict())
-    assert torch.equal(fresh(x), replaced(x))
-
-
-def test_module_keeps_as_it_is_told() -> None:
-    module = RMSNorm(HIDDEN)
-    module.keep = INT4
-    x, residual = sample(3, HIDDEN), sample(3, HIDDEN, seed=1)
-    done = module.normed(x, residual)
-    assert done.kept.spec.bits == 4
-    assert torch.equal(done.residual_sum, x + residual)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"x": torch.ones(2, 3, dtype=torch.int32)}, "torch.int32"),
-        ({"x": torch.ones(())}, r"shape \(\)"),
-        ({"x": torch.ones(2, 0)}, r"shape \(2, 0\)"),
-        ({"weight": torch.ones(4)}, r"weight has shape \(4,\)"),
-        ({"residual": torch.ones(3)}, r"residual \(3,\)"),
-        ({"keep": 8}, "keep 8"),
-    ],
-)
-def test_mistakes_are_named(arguments: dict[str, object], text: str) -> None:
-    with pytest.raises(InvalidValueError, match=text):
-        rms_norm(**{"x": torch.ones(2, 3), **arguments})
-
-
 @pytest.mark.parametrize(
     ("version", "is_served"), [((3, 2), False), ((3, 3), True), ((4, 0), True)]
 )
@@ -389,8 +250,5 @@ def test_kernels_are_left_to_a_triton_that_compiles_them(
 ) -> None:
     monkeypatch.setattr(launch, "supported", lambda _: True)
     monkeypatch.setattr(start, "triton_version", lambda: version)
-    keeping._launches_on.cache_clear()
-    try:
-        assert keeping.served(torch.ones(2)) == is_served
-    finally:
-        keeping._launches_on.cache_clear()
+    monkeypatch.setattr(keeping, "_launches_on", keeping._launches_on.__wrapped__)  # no cache
+    assert keeping.served(torch.ones(2)) == is_served

@@ -1,57 +1,31 @@
-"""What the kernels of the norms compile to for an H100 or H200 (sm_90), without one."""
+"""What the kernels of the norms compile to for an H100 or H200; see machine_code_tools.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from test_kernels_machine_code import SM_90, MachineCode, machine_code
+from machine_code_tools import MachineCode, compiled, folder
 
 from vramx.kernels import norm_backward_launch, norm_launch
 from vramx.kernels.norm_backward_launch import BackwardPlan, Reads
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-# Instructions of the kernel, or of its loop where it has one, an element of the tile. At 4.3 TB/s
-# an H200 has time for 7.8 an element and byte moved (test_kernels_machine_code.py): 70 for the
-# forward pass with a residual (9 bytes), 54 for the backward pass with one (7), 23 for the output
-# (3).
+__all__ = ["folder"]  # a fixture
+
+# Instructions of the kernel, or of its loop where it has one, an element of the tile. Memory leaves
+# time for 70 in the forward pass with a residual (9 bytes), 54 in the backward pass with one (7),
+# 23 for the output (3).
 LIMITS = {"forward": 46.0, "backward": 31.0, "output": 13.0}
 TYPES = {
     **dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "bias_ptr", "y_ptr"), "*bf16"),
     **dict.fromkeys(("sum_ptr", "dy_ptr", "dsum_ptr", "dx_ptr"), "*bf16"),
     **dict.fromkeys(("rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32"),
-    "kept_ptr": "*u8",
-    "seed_ptr": "*i64",
-    "rows": "i64",
-    "stream": "i64",
-    "eps": "fp32",
-}
-
-
-def triton_version() -> tuple[int, ...]:
-    return tuple(map(int, triton.__version__.split(".")[:2]))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    from vramx.kernels import norm_forward
-
-    if not isinstance(norm_forward.norm_forward_kernel, triton.JITFunction):
-        pytest.skip("TRITON_INTERPRET is set: nothing compiles in this process")
-    if triton_version() < (3, 3):
-        pytest.skip("triton before 3.3 describes what it compiles in another way")
-    folder = tmp_path_factory.mktemp("norms")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(folder))
-        yield folder
+} | {"kept_ptr": "*u8", "seed_ptr": "*i64", "rows": "i64", "stream": "i64", "eps": "fp32"}
 
 
 def plan_of(name: str, hidden: int) -> norm_launch.Plan:
-    if name == "backward":
-        return backward_plan(hidden).tile
     if name == "output":
         return norm_launch.output_plan(hidden, 128)
     return norm_launch.forward_plan(hidden, 128, True)
@@ -77,16 +51,17 @@ def code_of(name: str, hidden: int, folder: Path) -> MachineCode:
     if name == "sums":
         constants = {**norm_backward_launch.sums_apart_constants(hidden, 128), "PACKED": True}
     kernel = getattr(norm_sums if name == "sums" else norm_forward, f"norm_{name}_kernel")
-    return compiled(kernel, constants, TYPES, plan, folder)
+    return compiled(kernel, TYPES, constants, folder, elements_of(plan))
+
+
+def elements_of(plan: norm_launch.Plan) -> int:
+    return int(plan.elements // (32 * plan.constants["num_warps"]))
 
 
 def backward_code(
-    folder: Path,
-    hidden: int,
-    centred: bool = True,
-    residual: bool = True,
+    folder: Path, hidden: int, centred: bool = True, residual: bool = True,
     gradient_type: str = "*bf16",
-) -> MachineCode:
+) -> MachineCode:  # fmt: skip
     """Compile the backward kernel, of whose gradients `gradient_type` is the type."""
     from vramx.kernels.norm_backward import norm_backward_kernel
 
@@ -96,39 +71,13 @@ def backward_code(
     absent += [] if centred else ["dbias_ptr"]
     absent += ["dweight_ptr", "dbias_ptr"] if plan.sums_apart else []
     constants = plan.tile.constants | dict.fromkeys(absent)
-    return compiled(norm_backward_kernel, constants, types, plan.tile, folder)
-
-
-def compiled(
-    kernel: Any,
-    constants: dict[str, Any],
-    types: dict[str, str],
-    plan: norm_launch.Plan,
-    folder: Path,
-) -> MachineCode:
-    place = {name: (i,) for i, name in enumerate(kernel.arg_names)}
-    known = {name: value for name, value in constants.items() if name in place}
-    signature = {n: "constexpr" if n in known else types[n] for n in kernel.arg_names}
-    source = triton.compiler.ASTSource(
-        kernel,
-        signature,
-        {place[name]: value for name, value in known.items()},
-        {place[n]: [["tt.divisibility", 16]] for n, t in signature.items() if t.startswith("*")},
-    )
-    binary = triton.compile(
-        source,
-        target=triton.backends.compiler.GPUTarget("cuda", *SM_90),
-        options={name: constants.get(name) for name in ("num_warps", "maxnreg")},
-    )
-    threads = 32 * plan.constants["num_warps"]
-    return machine_code(binary.asm["cubin"], folder, plan.elements // threads)
+    return compiled(norm_backward_kernel, types, constants, folder, elements_of(plan.tile))
 
 
 @pytest.mark.parametrize("name", LIMITS)
 def test_instructions_leave_memory_the_slower_one(name: str, folder: Path) -> None:
     code = code_of(name, 4096, folder)
     per_element = (code.loop or code.everything).total() / code.elements
-    print(f"{name}: {per_element:.1f} instructions an element, limit {LIMITS[name]}")
     assert per_element <= LIMITS[name]
 
 
@@ -176,8 +125,7 @@ def test_groups_beyond_a_row_are_masked_whole(name: str, folder: Path) -> None:
     ],
 )  # fmt: skip
 def test_rows_are_not_kept_in_local_memory(name: str, hidden: int, folder: Path) -> None:
-    everything = code_of(name, hidden, folder).everything
-    assert not [op for op in everything if op.split(".")[0] in ("LDL", "STL")]
+    assert not code_of(name, hidden, folder).of_local_memory
 
 
 def is_waited_for(op: str) -> bool:
@@ -202,5 +150,5 @@ def test_loop_of_backward_waits_for_no_load_of_its_own(
 
 
 def test_rows_of_floats_are_not_kept_in_local_memory(folder: Path) -> None:
-    everything = backward_code(folder, 2048, residual=False, gradient_type="*fp32").everything
-    assert not [op for op in everything if op.split(".")[0] in ("LDL", "STL")]
+    code = backward_code(folder, 2048, residual=False, gradient_type="*fp32")
+    assert not code.of_local_memory

@@ -5,78 +5,135 @@ What is called is the public functions, at sizes at which a call is host time an
 
 from __future__ import annotations
 
-import timeit
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from nn_elementwise_tools import differs
 from norm_tools import sample
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
-    CheckpointPolicy,
     checkpoint,
-    create_selective_checkpoint_contexts,
 )
 
+from vramx.compression import reference
 from vramx.compression.config import Compression
 from vramx.nn.activation import gelu
 from vramx.nn.attention import scaled_dot_product_attention
+from vramx.nn.batch_norm import batch_norm
 from vramx.nn.convolution import conv2d
 from vramx.nn.dropout import dropout_add
 from vramx.nn.feed_forward import TwoLinears, two_linears
 from vramx.nn.glu import swiglu
+from vramx.nn.group_norm import group_norm
 from vramx.nn.linear import linear, linears
 from vramx.nn.loss import linear_cross_entropy
+from vramx.nn.low_rank import add_low_rank
 from vramx.nn.mlp import mlp
 from vramx.nn.norm import layer_norm, rms_norm
-from vramx.nn.operators import Operator, _flattened, _grouped, operator
 from vramx.nn.relu import relu
-from vramx.nn.unit_linear import gelu_linear, glu_linear
+from vramx.nn.sides import Side
+from vramx.nn.unit_linear import Behind, gelu_linear, glu_linear, unit_linear
 
 HIDDEN = 128
 NEAREST = Compression(rounding="nearest")
 EXACT = Compression(level="keep")
-Function = Callable[[Tensor, Tensor], Tensor]
+INT4 = Compression(level="int4", rounding="nearest")
+QUERIES = Compression(rounding="nearest", policy={"scaled_dot_product_attention:0,1": "int8"})
+Function = Callable[..., Tensor]
 
 
-def attend(x: Tensor, w: Tensor) -> Tensor:
+def attend(x: Tensor, w: Tensor, keep: Compression = NEAREST, **call: Any) -> Tensor:
     q, k = x.view(1, 4, 2, 64), (x @ w).view(1, 4, 2, 64)
-    return scaled_dot_product_attention(q, k, k * 2, keep=NEAREST).y
+    return scaled_dot_product_attention(q, k, k * 2, keep=keep, **call).y
 
 
-# Of x and of a square weight.
+def image(x: Tensor) -> Tensor:
+    return x.view(4, 8, 4, 4)
+
+
+def of_channels(
+    x: Tensor, w: Tensor, keep: Compression = NEAREST, *running: Tensor, training: bool = True
+) -> Tensor:
+    affine, how = (w[0, :8], w[1, :8]), {"activation": "silu", "keep": keep}
+    mean, var = running or (None, None)
+    return conv2d(
+        batch_norm(image(x), mean, var, *affine, training=training, **how),
+        w.view(-1, 8, 2, 2)[:8], keep=keep,
+    )  # fmt: skip
+
+
+def with_sides(x: Tensor, w: Tensor, keep: Compression = NEAREST) -> Tensor:
+    sides = [Side(w[:3]), Side(w[3:5], 0.3)]
+    return torch.cat(linears(rms_norm(x, keep=keep), [w], None, keep, sides=sides), -1)
+
+
+# Of x and of a square weight, and how what they keep is kept.
 FUNCTIONS: dict[str, Function] = {
-    "norm": lambda x, w: layer_norm(x, w[0], w[1], residual=x, keep=NEAREST).y,
-    "linear": lambda x, w: linear(x, w, w[0], NEAREST),
-    "linears": lambda x, w: torch.cat(
-        linears(rms_norm(x, keep=NEAREST), [w, w[:3]], [None, w[0, :3]]), 1
+    "norm": lambda x, w, keep=NEAREST: layer_norm(x, w[0], w[1], residual=x, keep=keep).y,
+    "linear": lambda x, w, keep=NEAREST: linear(x, w, w[0], keep),
+    "linears": lambda x, w, keep=NEAREST: torch.cat(
+        linears(rms_norm(x, keep=keep), [w, w[:3]], [None, w[0, :3]]), 1
     ),
-    "mlp": lambda x, w: mlp(rms_norm(x, w[0], keep=NEAREST), [w, w, w], residual=x),
-    "two_linears": lambda x, w: two_linears(
-        rms_norm(x, w[0], keep=NEAREST), TwoLinears([w, w], [w[0], None], "gelu", w[1]), x, NEAREST
+    "mlp": lambda x, w, keep=NEAREST: mlp(rms_norm(x, w[0], keep=keep), [w, w, w], residual=x),
+    "two_linears": lambda x, w, keep=NEAREST: two_linears(
+        rms_norm(x, w[0], keep=keep), TwoLinears([w, w], [w[0], None], "gelu", w[1]), x, keep
     ),
-    "two_linears_exact": lambda x, w: two_linears(
-        x, TwoLinears([w, w], [None, w[0]], "silu"), keep=EXACT
+    "two_linears_exact": lambda x, w, keep=EXACT: two_linears(
+        x, TwoLinears([w, w], [None, w[0]], "silu"), keep=keep
     ),
-    "conv2d": lambda x, w: conv2d(
-        x.view(4, 8, 4, 4), w.view(-1, 8, 2, 2)[:8], w[0, :8], padding=1, keep=NEAREST
+    "conv2d": lambda x, w, keep=NEAREST: conv2d(
+        image(x), w.view(-1, 8, 2, 2)[:8], w[0, :8], padding=1, keep=keep
     ),
-    "gelu": lambda x, w: gelu(x * w[0], keep=NEAREST),
-    "gelu_linear": lambda x, w: gelu_linear(x, w, w[0], residual=x, keep=NEAREST),
-    "gelu_linear_exact": lambda x, w: gelu_linear(x, w, keep=EXACT),
-    "swiglu": lambda x, w: swiglu(x, x * w[0], keep=NEAREST),
-    "glu_linear": lambda x, w: glu_linear(x, x * w[0], w, keep=NEAREST),
+    "conv2d of batch_norm": of_channels,
+    "conv2d of batch_norm, given": lambda x, w, keep=NEAREST: of_channels(
+        x, w, keep, torch.zeros(8), torch.ones(8), training=False
+    ),
+    "group_norm of images": lambda x, w, keep=NEAREST: (
+        group_norm(image(x), 2, w[0, :8], w[1, :8], activation="leaky_relu", keep=keep).y
+    ),
+    "batch_norm of images, channels last": lambda x, w, keep=NEAREST: (
+        batch_norm(
+            image(x).to(memory_format=torch.channels_last),
+            None,
+            None,
+            w[0, :8],
+            training=True,
+            keep=keep,
+        ).y
+    ),
+    "gelu": lambda x, w, keep=NEAREST: gelu(x * w[0], keep=keep),
+    "gelu_linear": lambda x, w, keep=NEAREST: gelu_linear(x, w, w[0], residual=x, keep=keep),
+    "gelu_linear_exact": lambda x, w, keep=EXACT: gelu_linear(x, w, keep=keep),
+    "swiglu": lambda x, w, keep=NEAREST: swiglu(x, x * w[0], keep=keep),
+    "glu_linear": lambda x, w, keep=NEAREST: glu_linear(x, x * w[0], w, keep=keep),
     "attention": attend,
-    "relu": lambda x, w: relu(x * w[0]),
-    "dropout": lambda x, w: dropout_add(x * w[0], x, 0.5),
+    "attention, mask": lambda x, w, keep=NEAREST: attend(
+        x, w, keep, attn_mask=torch.ones(2, 2, dtype=torch.bool).tril()
+    ),
+    "attention, queries": lambda x, w, keep=QUERIES: attend(x, w, keep, is_causal=True),
+    "relu": lambda x, w, keep=None: relu(x * w[0]),
+    "add_low_rank": lambda x, w, keep=None: add_low_rank(x, x[:, :3], w[:, :3], w[0], 0.5),
+    "dropout": lambda x, w, keep=None: dropout_add(x * w[0], x, 0.5),
+    "dropout in linears": with_sides,
+    "dropout in a unit": lambda x, w, keep=NEAREST: torch.cat(
+        unit_linear((x, x * w[0]), "silu", Behind(w, side=Side(w[:3], 0.3)), keep), -1
+    ),
+    "dropout in a unit alone": lambda x, w, keep=NEAREST: torch.cat(
+        unit_linear((x,), "gelu", Behind(side=Side(w[:3], 0.3)), keep), -1
+    ),
 }
 ONCE_ONLY: dict[str, Function] = {
-    "loss": lambda x, w: linear_cross_entropy(x, w, torch.arange(len(x))),
-    "losses": lambda x, w: linear_cross_entropy(x, w, torch.arange(len(x)), reduction="none"),
+    "loss": lambda x, w, keep=None: linear_cross_entropy(x, w, torch.arange(len(x))),
+    "losses": lambda x, w, keep=None: linear_cross_entropy(
+        x, w, torch.arange(len(x)), reduction="none"
+    ),
 }
+# Those that view their rows as so many images or heads.
+OF_FOUR_ROWS = [name for name in FUNCTIONS if "attention" in name or "conv2d" in name]
+OF_FOUR_ROWS += [name for name in FUNCTIONS if "images" in name]
 every_function = pytest.mark.parametrize("name", [*FUNCTIONS, *ONCE_ONLY])
 every_smooth_function = pytest.mark.parametrize("name", FUNCTIONS)
 
@@ -88,26 +145,17 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 
 class Watch(TorchDispatchMode):
-    """A mode that changes nothing and notes the operators that it sees."""
+    """A mode that changes nothing and notes the operators that it sees, and calls of ours."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
+        self.calls: list[tuple[Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
-class WatchFunctions(TorchFunctionMode):
-    """The same for torch's functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
+        if func.namespace == "vramx":
+            self.calls.append((func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -130,8 +178,7 @@ def test_both_routes_compute_the_same(name: str) -> None:
     with Watch() as watch:
         expected = outcome(name)
     assert any(each.startswith("vramx::") for each in watch.seen)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, found, expected))
 
 
 @every_function
@@ -153,43 +200,41 @@ def test_both_routes_save_the_same_tensors_in_the_same_order(name: str) -> None:
         assert saved() == found
 
 
+@pytest.mark.parametrize(
+    "keep", [NEAREST, EXACT, INT4, None], ids=["int8", "keep", "int4", "no_grad"]
+)
 @every_function
-def test_eager_mode_goes_around_the_dispatcher(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Operator, args: Any) -> bool:
-        assert not watched(self, args)
-        return False
-
-    watched = Operator.is_watched
-    monkeypatch.setattr(Operator, "is_watched", refuse)
-    outcome(name)
-
-
-@every_function
-def test_a_function_mode_sees_operators(name: str) -> None:
-    with WatchFunctions() as watch:
-        (FUNCTIONS | ONCE_ONLY)[name](*inputs())
-    assert any("vramx" in each for each in watch.seen)
-
-
-def test_selective_checkpoints_choose_operators_by_name() -> None:
-    chosen: list[str] = []
-
-    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if func is torch.ops.vramx.unit_linear.default:
-            chosen.append("recomputed" if context.is_recompute else "computed")
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
+def test_operators_say_what_they_return(name: str, keep: Compression | None) -> None:
+    """In every call that a function makes, forward and backward."""
     leaves = inputs()
-    y = checkpoint(
-        lambda x, w: gelu_linear(gelu(x, keep=NEAREST), w, keep=NEAREST), *leaves,
-        use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy),
-    )  # fmt: skip
-    found = torch.autograd.grad(y.sum(), leaves)
-    assert chosen[0] == "computed"
-    plain = gelu_linear(gelu(leaves[0], keep=NEAREST), leaves[1], keep=NEAREST)
-    for ours, expected in zip(found, torch.autograd.grad(plain.sum(), leaves), strict=True):
-        assert torch.equal(ours, expected)
+    with Watch() as watch, torch.set_grad_enabled(keep is not None):
+        others = [keep] if keep in (EXACT, INT4) else []  # else as the table says
+        result = (FUNCTIONS | ONCE_ONLY)[name](*leaves, *others)
+        if keep is not None:
+            torch.autograd.grad((result**2).sum(), leaves)
+    assert watch.calls or keep in (EXACT, None)  # which torch's own serve
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for operator, arguments, options in watch.calls:
+        torch.library.opcheck(operator, arguments, options, test_utils=tests)
+
+
+@every_function
+def test_backward_can_be_repeated(name: str) -> None:
+    torch.manual_seed(0)
+    leaves = inputs()
+    total = (FUNCTIONS | ONCE_ONLY)[name](*leaves).square().sum()
+    first, second = (torch.autograd.grad(total, leaves, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+@every_function
+def test_nothing_is_packed_or_kept_without_gradients(name: str, monkeypatch: Any) -> None:
+    for pack in ("quantize", "pack_mask"):
+        monkeypatch.setattr(reference, pack, None)
+    with torch.no_grad():
+        assert not (FUNCTIONS | ONCE_ONLY)[name](*inputs()).requires_grad
+    with pytest.raises(TypeError, match="not callable"):
+        gelu(relu(inputs()[0]))  # which packs
 
 
 @every_smooth_function
@@ -200,12 +245,11 @@ def test_a_checkpoint_gives_the_same_gradients(name: str) -> None:
     found = torch.autograd.grad((y**2).sum(), leaves)
     torch.manual_seed(0)
     plain = torch.autograd.grad((FUNCTIONS[name](*leaves) ** 2).sum(), leaves)
-    for ours, expected in zip(found, plain, strict=True):
-        assert torch.equal(ours, expected)
+    assert all(map(torch.equal, found, plain))
 
 
 # Attention's result is a view that torch's kernel makes.
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "attention"])
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if "attention" not in name])
 def test_results_can_be_written_to(name: str) -> None:
     """What an autograd.Function returns as a view of its own making cannot."""
     leaves = inputs()
@@ -213,91 +257,33 @@ def test_results_can_be_written_to(name: str) -> None:
     expected = torch.autograd.grad((FUNCTIONS[name](*leaves) * 2).sum(), leaves)
     torch.manual_seed(0)
     found = torch.autograd.grad(FUNCTIONS[name](*leaves).mul_(2).sum(), leaves)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, found, expected))
 
 
-def test_tensors_without_memory_have_shapes() -> None:
-    x = torch.empty(4, HIDDEN, device="meta", requires_grad=True)
-    assert gelu(x).shape == x.shape
-    assert rms_norm(x).y.is_meta
+@pytest.mark.parametrize("function", [gelu, swiglu, linear, lambda x, w: rms_norm(x, w[0]).y])
+def test_compiled_calls_draw_new_noise(function: Any) -> None:
+    torch.compiler.reset()
+    x, weight = inputs()
+    others = [] if function is gelu else [x * 2 if function is swiglu else weight]
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    first, second = (
+        torch.autograd.grad((compiled(x, *others) ** 2).sum(), (others or [x])[0]) for _ in range(2)
+    )
+    assert not torch.equal(*first, *second)
 
 
-def test_subclasses_and_symbolic_proxies_are_given_to_torch() -> None:
-    seen: list[str] = []
-
-    class Noted(Tensor):
-        @classmethod
-        def __torch_function__(
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            seen.append(str(func))
-            return super().__torch_function__(func, types, args, kwargs or {})
-
-    relu(sample(4, HIDDEN).detach().as_subclass(Noted))
-    linears(rms_norm(sample(4, HIDDEN)), [sample(HIDDEN, HIDDEN).as_subclass(Noted)])
-    assert {each.rpartition("vramx.")[2] for each in seen if "vramx" in each} >= {
-        "relu.default", "linears.default",
-    }  # fmt: skip
-
-
-def test_transforms_are_given_to_torch() -> None:
-    """torch.func has no rule for the operators, and says so or computes; it is never passed by."""
-    x, _ = inputs()
-    with pytest.raises(RuntimeError):
-        torch.func.grad(lambda x: gelu(x, keep=NEAREST).sum())(x.detach())
-
-
-def test_forward_derivatives_are_refused() -> None:
-    import torch.autograd.forward_ad as forward_ad
-
-    x, _ = inputs()
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError):
-        gelu(forward_ad.make_dual(x, torch.ones_like(x)), keep=NEAREST)
-
-
-def test_lists_come_back_as_they_were() -> None:
-    args = [1, ["a", "b"], [], None, [3]]
-    flat = _flattened(args, (1, 2))
-    assert flat == [1, "a", "b", None, [3]]
-    assert _grouped(flat, [(1, 2), (2, 0)]) == args
-
-
-# The others view their rows as so many images or heads.
-@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n not in ("attention", "conv2d")])
+@pytest.mark.parametrize("name", [n for n in (*FUNCTIONS, *ONCE_ONLY) if n not in OF_FOUR_ROWS])
 def test_a_graph_serves_rows_of_every_number(name: str) -> None:
     torch.compiler.reset()
-    function, (_, weight) = FUNCTIONS[name], inputs()
+    function, (_, weight) = (FUNCTIONS | ONCE_ONLY)[name], inputs()
     compiled = torch.compile(function, backend="aot_eager", dynamic=True, fullgraph=True)
     for rows in (4, 12, 7):
         x = sample(rows, HIDDEN)
         gradients = []
         for called in (function, compiled):
             torch.manual_seed(0)
-            gradients += torch.autograd.grad((called(x, weight) ** 2).sum(), x)
-        if name != "dropout":  # a compiled graph draws its masks elsewhere
-            torch.testing.assert_close(*gradients, rtol=1e-2, atol=1e-2)
-        assert gradients[0].shape == x.shape
-
-
-def test_eager_calls_take_less_host_time_than_torch_librarys() -> None:
-    """Both are the minimum over repetitions: of the same work, the one with less around it."""
-
-    @operator("vramx_test::nothing", schema="(Tensor x, Tensor[] xs, int[] form) -> Tensor")
-    def nothing(x: Tensor, xs: list[Tensor], form: list[int]) -> Tensor:
-        return torch.empty_like(x)
-
-    nothing.register_fake(lambda x, xs, form: torch.empty_like(x))
-    nothing.register_autograd(
-        lambda ctx, dy: (dy, [None, None], None), setup_context=lambda ctx, inputs, output: None
-    )
-    x = torch.ones(2, requires_grad=True)
-    others = [torch.ones(2), torch.ones(2)]
-
-    def best_s(call: Callable[..., Tensor]) -> float:
-        def step() -> None:
-            call(x, others, [1, 2]).backward(x.detach())
-
-        return min(timeit.repeat(step, number=50, repeat=20))
-
-    assert best_s(nothing) < 0.8 * best_s(torch.ops.vramx_test.nothing)
+            gradients.append(torch.autograd.grad((called(x, weight) ** 2).sum(), [x, weight]))
+        for expected, found in zip(*gradients, strict=True):
+            assert found.shape == expected.shape
+            if "dropout" not in name:  # a compiled graph draws its masks elsewhere
+                assert differs(found, expected) <= 4

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import io
-import pickle
 import types
 import warnings
 from typing import Any
@@ -22,6 +19,7 @@ from optimize_tools import (
     error,
     fused_calls,
     gradient_of,
+    optimised_copy,
     result_of,
     twin,
 )
@@ -45,8 +43,7 @@ def seed() -> None:
 @pytest.mark.parametrize("level", ["keep", "int8", "recompute_mlp", "recompute_all"])
 def test_encoder_layers_compute_what_their_originals_do(norm_first: bool, level: str) -> None:
     original = encoder(norm_first=norm_first)
-    model = twin(original)
-    vramx.optimize(model, level)
+    model = optimised_copy(original, level)
     with fused_calls() as calls:
         y = result_of(model, INPUTS)
     assert len(calls) == LAYERS
@@ -71,16 +68,14 @@ def test_the_last_product_of_a_block_is_not_computed_again(monkeypatch: Any) -> 
 
 def test_bound_of_8_bits_is_too_narrow_for_coarser_codes() -> None:
     original = encoder(norm_first=True)
-    model = twin(original)
-    vramx.optimize(model, level="int4", symmetric=True, group_size=1024)
+    model = optimised_copy(original, level="int4", symmetric=True, group_size=1024)
     assert error(gradient_of(model, INPUTS), gradient_of(original, INPUTS)) > INT8_NOISE
 
 
 @pytest.mark.parametrize("masks", ["bool", "float", "causal"])
 def test_masks_of_encoder_layers_are_honoured(masks: str) -> None:
     original = encoder(norm_first=True)
-    model = twin(original)
-    vramx.optimize(model, "keep")
+    model = optimised_copy(original, "keep")
     tokens = INPUTS["src"].shape[1]
     causal = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
     padding = torch.zeros(2, tokens, dtype=torch.bool)
@@ -118,51 +113,10 @@ def test_parameters_names_classes_and_state_stay() -> None:
     assert type(layer) is type(model.layers[1]) is not nn.TransformerEncoderLayer
 
 
-def test_restored_model_is_the_original_to_the_bit() -> None:
-    model = encoder()
-    expected, gradient = result_of(model, INPUTS), gradient_of(model, INPUTS)
-    before = [set(layer.__dict__) for layer in model.layers]
-    vramx.optimize(model)
-    assert len(vramx.restore(model)) == LAYERS
-    assert torch.equal(result_of(model, INPUTS), expected)
-    assert torch.equal(gradient_of(model, INPUTS), gradient)
-    assert [set(layer.__dict__) for layer in model.layers] == before
-    assert type(model.layers[0]) is nn.TransformerEncoderLayer
-
-
-def test_state_dict_of_an_optimised_model_loads_into_an_untouched_one() -> None:
-    model, other = encoder(), encoder()
-    vramx.optimize(model)
-    other.load_state_dict(model.state_dict())
-    assert torch.equal(result_of(other.eval(), INPUTS), result_of(model.eval(), INPUTS))
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch"])
-def test_copies_are_optimised_too(how: str) -> None:
-    model = encoder()
-    vramx.optimize(model, "keep")
-    if how == "deepcopy":
-        other = copy.deepcopy(model)
-    elif how == "pickle":
-        other = pickle.loads(pickle.dumps(model))
-    else:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        other = torch.load(file, weights_only=False)
-    assert type(other.layers[0]) is type(model.layers[0])
-    with fused_calls() as calls:
-        assert torch.equal(result_of(other, INPUTS), result_of(model, INPUTS))
-    assert len(calls) == 2 * LAYERS
-    assert len(vramx.restore(other)) == LAYERS
-    assert len(vramx.restore(model)) == LAYERS
-
-
 @pytest.mark.parametrize("how", ["no_grad", "eval", "integers"])
 def test_calls_that_do_not_train_go_the_original_way(how: str) -> None:
     original = encoder().train(how != "eval")
-    model = twin(original)
-    vramx.optimize(model)
+    model = optimised_copy(original)
     with fused_calls() as calls, torch.set_grad_enabled(how != "no_grad"):
         if how == "integers":
             with pytest.raises(RuntimeError):
@@ -172,26 +126,19 @@ def test_calls_that_do_not_train_go_the_original_way(how: str) -> None:
     assert calls == []
 
 
-def test_part_with_a_hook_is_called_as_it_is_and_reported() -> None:
+@pytest.mark.parametrize("part", ["linear1", "norm2"])
+@pytest.mark.parametrize("first", ["hook", "optimise"])
+def test_part_with_a_hook_is_called_as_it_is_and_reported(first: str, part: str) -> None:
     original = encoder(norm_first=True)
-    model = twin(original)
-    seen: list[int] = []
-    model.layers[0].linear1.register_forward_hook(lambda *_: seen.append(1))
-    report = vramx.optimize(model, "keep")
+    model, seen = twin(original), list[int]()
+    if first == "optimise":
+        vramx.optimize(model, "recompute_mlp")
+    getattr(model.layers[0], part).register_forward_hook(lambda *_: seen.append(1))
+    if first == "hook":
+        report = vramx.optimize(model, "keep")
+        hooked = [(row.name, row.done) for row in report.left if "hooks" in row.reason]
+        assert hooked == [(f"layers.0.{part}", "left")]
     assert error(result_of(model, INPUTS), result_of(original, INPUTS)) < ROUNDING
-    assert seen == [1]
-    assert [(row.name, row.done) for row in report.left if "hooks" in row.reason] == [
-        ("layers.0.linear1", "left")
-    ]
-
-
-@pytest.mark.parametrize("part", ["norm2", "linear1"])
-def test_hook_that_comes_after_optimising_is_called_too(part: str) -> None:
-    model = encoder()
-    vramx.optimize(model, "recompute_mlp")
-    seen: list[int] = []
-    getattr(model.layers[1], part).register_forward_hook(lambda *_: seen.append(1))
-    result_of(model, INPUTS)
     assert seen == [1]
 
 
@@ -216,24 +163,20 @@ def test_subclass_and_block_with_another_forward_are_left() -> None:
     assert "its forward was replaced" in str(report)
 
 
-def test_linear_of_another_class_is_called_as_it_is() -> None:
-    original = encoder(norm_first=True)
-    original.layers[0].linear2 = Wrapped(128, 64)
-    model = twin(original)
-    report = vramx.optimize(model, "keep")
-    assert error(result_of(model, INPUTS), result_of(original, INPUTS)) < ROUNDING
-    assert error(gradient_of(model, INPUTS), gradient_of(original, INPUTS)) < ROUNDING
-    assert "layers.0.linear2" in [row.name for row in report.left]
-
-
-def test_feed_forward_part_that_is_not_understood_is_reported_as_not_recomputed() -> None:
+@pytest.mark.parametrize(("level", "done"), [("keep", "keep"), ("recompute_mlp", "int8")])
+def test_linear_of_another_class_is_called_as_it_is_and_not_recomputed(
+    level: str, done: str
+) -> None:
     original = encoder(norm_first=True)
     original.layers[0].linear1 = Wrapped(64, 128)
     model = twin(original)
-    report = vramx.optimize(model, "recompute_mlp")
-    assert [row.done for row in report.swapped] == ["int8", "recompute_mlp"]
-    assert "not recomputed" in report.swapped[0].reason
-    assert error(gradient_of(model, INPUTS), gradient_of(original, INPUTS)) < INT8_NOISE
+    report = vramx.optimize(model, level)
+    assert [row.done for row in report.swapped] == [done, level]
+    assert ("not recomputed" in report.swapped[0].reason) == (level == "recompute_mlp")
+    assert "layers.0.linear1" in [row.name for row in report.left]
+    assert error(result_of(model, INPUTS), result_of(original, INPUTS)) < ROUNDING
+    bound = ROUNDING if level == "keep" else INT8_NOISE
+    assert error(gradient_of(model, INPUTS), gradient_of(original, INPUTS)) < bound
 
 
 def test_dropout_drops_and_scales_as_asked() -> None:
@@ -247,8 +190,7 @@ def test_dropout_drops_and_scales_as_asked() -> None:
 
 def test_autocast_computes_as_the_original_does() -> None:
     original = encoder(norm_first=True)
-    model = twin(original)
-    vramx.optimize(model, "keep")
+    model = optimised_copy(original, "keep")
     with torch.autocast("cpu", torch.bfloat16):
         y, expected = result_of(model, INPUTS), result_of(original, INPUTS)
     assert y.dtype == expected.dtype
@@ -279,19 +221,16 @@ def test_report_groups_equal_rows_and_names_every_reason() -> None:
     assert "it is of no known family" in text
 
 
-@pytest.mark.parametrize("level", ["int9", {"*": "fast"}])
-def test_unknown_level_is_an_error_and_changes_nothing(level: Any) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"level": "int9"}, {"level": {"*": "fast"}}, {"bit": 8}, {"level": "int3"}, {"keep": 8}],
+)
+def test_unknown_option_is_an_error_and_changes_nothing(options: dict[str, Any]) -> None:
     model = encoder()
     vramx.optimize(model)
-    with pytest.raises(InvalidValueError, match="level"):
-        vramx.optimize(model, level)
-    assert len(vramx.restore(model)) == LAYERS
-
-
-@pytest.mark.parametrize("options", [{"bit": 8}, {"level": "int3"}, {"keep": 8}])
-def test_unknown_option_is_an_error(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidValueError):
-        vramx.optimize(encoder(), **options)
+        vramx.optimize(model, **options)
+    assert len(vramx.restore(model)) == LAYERS
 
 
 def test_verification_passes_what_is_right_and_leaves_no_trace() -> None:
@@ -311,30 +250,22 @@ def test_verification_passes_what_is_right_and_leaves_no_trace() -> None:
     assert torch.equal(*gradients)
 
 
-def test_verification_restores_a_block_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = EncoderLayer.vramx_fused
+RIGHT = EncoderLayer.vramx_fused
+WRONG: dict[str, Any] = {
+    "result": lambda self, x, **others: RIGHT(self, x, **others) + 0.5 * x.detach(),
+    "gradient": lambda self, x, **others: RIGHT(
+        self, x.detach() + 0.5 * (x - x.detach()), **others
+    ),
+}
 
-    def wrong(self: Any, x: torch.Tensor, **others: Any) -> torch.Tensor:
-        return right(self, x, **others) + 0.5 * x.detach()
 
-    monkeypatch.setattr(EncoderLayer, "vramx_fused", wrong)
+@pytest.mark.parametrize("what", WRONG)
+def test_verification_restores_a_block_that_is_wrong(what: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(EncoderLayer, "vramx_fused", WRONG[what])
     model = encoder(norm_first=True)
-    expected = result_of(model, INPUTS)
-    vramx.optimize(model, verify=True)
-    with pytest.warns(VramxWarning, match="its result differs"):
-        assert torch.equal(result_of(model, INPUTS), expected)
-    assert type(model.layers[0]) is nn.TransformerEncoderLayer
-
-
-def test_verification_finds_a_gradient_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = EncoderLayer.vramx_fused
-
-    def wrong(self: Any, x: torch.Tensor, **others: Any) -> torch.Tensor:
-        return right(self, x.detach() + 0.5 * (x - x.detach()), **others)
-
-    monkeypatch.setattr(EncoderLayer, "vramx_fused", wrong)
-    model = encoder(norm_first=True)
-    vramx.optimize(model, verify=True)
     src = {"src": INPUTS["src"].clone().requires_grad_()}
-    with pytest.warns(VramxWarning, match="its gradient differs"):
-        result_of(model, src)
+    expected = result_of(model, src)
+    vramx.optimize(model, verify=True)
+    with pytest.warns(VramxWarning, match=f"its {what} differs"):
+        assert torch.equal(result_of(model, src), expected)
+    assert type(model.layers[0]) is nn.TransformerEncoderLayer

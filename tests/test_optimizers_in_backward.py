@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -45,25 +46,28 @@ def train(network: Deep, optimizer: torch.optim.Optimizer, steps: int) -> list[i
     return left
 
 
+def offloaded(**options: Any) -> tuple[Deep, torch.optim.Optimizer]:
+    network = Deep()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
+    vramx.offload_optimizer(optimizer, in_backward=True, least=64, **options)
+    return network, optimizer
+
+
 @pytest.mark.parametrize("bucket", [1, 5000, 1 << 30])
 def test_steps_in_backward_are_the_same_steps(link: LateLink, bucket: int) -> None:
-    plain, streamed = Deep(), Deep()
+    plain, (streamed, ours) = Deep(), offloaded(bucket=bucket)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    offloaded = torch.optim.AdamW(streamed.parameters(), lr=0.01)
-    vramx.offload_optimizer(offloaded, in_backward=True, bucket=bucket, least=64)
     train(plain, optimizer, 6)
-    left = train(streamed, offloaded, 6)
+    left = train(streamed, ours, 6)
     expect_alike(plain.parameters(), streamed.parameters())
-    expect_alike(values_of(optimizer), values_of(offloaded))
+    expect_alike(values_of(optimizer), values_of(ours))
     if bucket == 1:
         assert left == [0] * 6
     assert link.copies
 
 
 def test_the_next_bucket_comes_while_one_is_stepped(link: LateLink) -> None:
-    network = Deep()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
-    vramx.offload_optimizer(optimizer, in_backward=True, bucket=1, least=64)
+    network, optimizer = offloaded(bucket=1)
     train(network, optimizer, 4)
     events: list[str] = []
     copied = link.copy
@@ -74,9 +78,7 @@ def test_the_next_bucket_comes_while_one_is_stepped(link: LateLink) -> None:
 
 
 def test_a_second_backward_before_the_step_is_refused(link: LateLink) -> None:
-    network = Deep()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
-    vramx.offload_optimizer(optimizer, in_backward=True, bucket=1, least=64)
+    network, optimizer = offloaded(bucket=1)
     network(torch.ones(5, 24)).sum().backward()
     with pytest.raises(OffloadError, match="gradients cannot accumulate"):
         network(torch.ones(5, 24)).sum().backward()
@@ -85,9 +87,7 @@ def test_a_second_backward_before_the_step_is_refused(link: LateLink) -> None:
 
 
 def test_nothing_keeps_the_optimizer_or_the_model_alive(link: LateLink) -> None:
-    network = Deep()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
-    vramx.offload_optimizer(optimizer, in_backward=True, least=64)
+    network, optimizer = offloaded()
     train(network, optimizer, 2)
     of_model, of_optimizer = weakref.ref(network), weakref.ref(optimizer)
     del optimizer
@@ -111,12 +111,8 @@ def test_parameters_of_several_devices_are_refused(link: LateLink) -> None:
     assert link.copies == 0
 
 
-def test_processes_that_come_later_are_noticed(
-    link: LateLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    network = Deep()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
-    vramx.offload_optimizer(optimizer, in_backward=True, least=64)
+def test_processes_that_come_later_are_noticed(link: LateLink, monkeypatch: Any) -> None:
+    network, optimizer = offloaded()
     train(network, optimizer, 1)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)

@@ -1,8 +1,7 @@
 """Every way of ours on a small Llama, in every order with what libraries do to a model.
 
-A cell works, with gradients as close to the exact ones as int8 is, or ends in one clear line; and
-after vramx.restore() the gradients are bit for bit those of a model that had only the library.
-interactions.py says which, and has the page of the documentation.
+A cell works, or ends in one clear line; restored, it has the gradients of the library alone to the
+bit. interactions.py says which, and has the page of the documentation.
 """
 
 from __future__ import annotations
@@ -41,9 +40,6 @@ def batch() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-# -- Our ways --------------------------------------------------------------------------------------
-
-
 def layer(net: Any) -> Any:
     """Return the class that the layers have, below what libraries make of it."""
     return transformers.models.llama.modeling_llama.LlamaDecoderLayer
@@ -68,8 +64,6 @@ def plan(net: Any) -> None:
 
 
 OURS = {"packed": pack, "recomputed": recompute, "fused": fuse, "planned": plan}
-
-# -- What libraries do -----------------------------------------------------------------------------
 
 
 def run(net: Any) -> None:

@@ -1,7 +1,6 @@
 """Ours in either order with DDP and FSDP2 on two processes: gradients, counts, and undoing.
 
-The processes import this file: it imports nothing that takes long. Each trains with its own half of
-the batch, so that a gradient that was not averaged, or was averaged twice, is another one.
+Each trains with its own half of the batch: a gradient that was not averaged, or twice, shows.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import pytest
 import torch
 from distributed_tools import SHARDS_ON_HOSTS, run_on_two
 from interactions import FIRST, SPREAD_OURS, SPREAD_THEIRS, UNFUSED
-from patch_tools import OURS, error, inputs, is_equal, model
+from patch_tools import OURS, error, inputs, is_equal, model, pack
 from torch import Tensor, nn
 
 THEIRS = SPREAD_THEIRS if SHARDS_ON_HOSTS else ("DDP",)
@@ -54,11 +53,13 @@ def cell(rank: int, ours: Callable[[Any], None], theirs: str, first: str) -> dic
     if first == "theirs":
         ours(net)
     found = gradients_of(outer, rank)
+    counts = [vramx.compression_stats(outer).kept["parameter"].tensors] if ours is pack else []
     changed = len(vramx.report(outer).rows)
     undone = len(vramx.restore(outer))
     after = gradients_of(outer, rank)
     return {
         "found": found, "exact": exact, "after": after, "changed": changed, "undone": undone,
+        "by_reference": counts,
     }  # fmt: skip
 
 
@@ -87,11 +88,10 @@ def test_the_page_has_these_cells() -> None:
 
 
 @pytest.mark.parametrize("each", [each for each in CELLS if each != UNFUSED], ids="-".join)
-def test_cell_works_and_is_undone(
-    each: tuple[str, str, str], results: list[dict[str, Any]], whole: list[Tensor]
-) -> None:
+def test_cell_works_and_is_undone(each: Any, results: Any, whole: list[Tensor]) -> None:
     one, other = (result[str(each)] for result in results)
     assert is_equal(one["found"], other["found"])
+    assert one["by_reference"] == ([9] if each[0] == "packed" else [])  # as without them
     assert one["changed"] == one["undone"] == (1 if each[0] == "fused" else 2)
     assert error(one["exact"], whole) < 1e-5  # sums in another order
     assert 0 < error(one["found"], one["exact"]) < NEAR

@@ -6,7 +6,6 @@ Their behaviour in detail, forks and threads included, is in tests/native/proces
 from __future__ import annotations
 
 import ctypes
-import os
 import subprocess
 import sys
 import threading
@@ -64,22 +63,6 @@ def test_a_block_is_memory_of_its_own(process) -> None:
     ctypes.memset(second, 2, MIB)
     assert ctypes.string_at(first, MIB) == b"\1" * MIB
     assert ctypes.string_at(second, MIB) == b"\2" * MIB
-
-
-def test_a_block_is_freed_once(process) -> None:
-    block = process.allocate(1, 1000)
-    assert process.free(block) == OK
-    assert process.free(block) == NOT_OURS
-
-
-def test_out_of_memory_says_which_gpu_lacks_what(process) -> None:
-    assert process.try_allocate(1, 2 * CAPACITY) == (OUT_OF_MEMORY, 0)
-    text = process.devices.out_of_memory_text()
-    assert text.startswith(
-        "CUDA out of memory. Tried to allocate 128.00 MiB. GPU 1 has 64.00 MiB, "
-    )
-    assert "of which 64.00 MiB is free" in text
-    assert "\n" not in text
 
 
 def test_a_higher_limit_is_suggested_where_there_is_one(process) -> None:
@@ -146,13 +129,6 @@ def test_an_allocation_waits_for_what_another_thread_is_giving_back(process) -> 
         thread.join()
     assert trims
     assert process.devices.check(0) == ""
-
-
-def test_a_limit_is_kept_until_the_device_starts(process) -> None:
-    process.devices.set_limit(1, 4 * MIB)
-    assert process.try_allocate(1, 6 * MIB)[0] == OUT_OF_MEMORY
-    process.devices.set_limit(1, NO_LIMIT)
-    assert process.try_allocate(1, 6 * MIB)[0] == OK
 
 
 def test_the_opening_limit_is_every_devices() -> None:
@@ -234,18 +210,3 @@ def test_the_plain_functions_are_exported() -> None:
     library = ctypes.CDLL(core.__file__)
     for name in ("malloc", "free", "record_stream", "empty_cache", "memory_fraction", "begin_pool"):
         assert getattr(library, f"vramx_plain_{name}")
-
-
-# --- forked children ------------------------------------------------------------------------------
-
-
-def test_a_forked_child_gets_nothing_and_the_parent_does_not_notice(process) -> None:
-    block = process.allocate(0, MIB)
-    child = os.fork()
-    if child == 0:
-        codes = [process.try_allocate(d, MIB)[0] for d in (0, 1)] + [process.free(block)]
-        is_inert = codes == [FORKED] * 3 and process.devices.held() == 0
-        os._exit(0 if is_inert and process.devices.started() == [] else 1)
-    _, state = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(state) == 0
-    assert process.free(block) == OK

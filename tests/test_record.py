@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_history import CpuHistory
 from record_tools import (
     PROGRAMS,
     Kept,
     by_category,
+    category_of,
     features,
     loss_of,
-    recorder,
+    recording,
     residuals,
+    states_of,
     storage_bytes,
     train,
 )
@@ -27,8 +28,6 @@ from torch import nn
 
 import vramx
 from vramx.memory import categories as names
-from vramx.memory.holders import category_tree
-from vramx.memory.snapshot import Snapshot
 
 
 @pytest.fixture
@@ -42,28 +41,26 @@ def test_a_moment_before_backward_holds_what_is_counted_there(
     program: str, amp: bool, path: Path
 ) -> None:
     make, batch = PROGRAMS[program]
-    model, source = make(), CpuHistory()
+    model = make()
     optimizer = torch.optim.AdamW(model.parameters())
-    with recorder(path, source, model, optimizer):
+    with recording(path, model, optimizer) as seen:
         train(model, optimizer, batch)
         args, kwargs = batch()
         kept = Kept(model)
         with kept.watching(), torch.autocast("cpu", enabled=amp):
             out = model(*args, **kwargs)
             loss = loss_of(out)
-        moment = len(source.entries) - 1
-        live = sum(source.live.values())
+        seen.now()
+        live = sum(seen.source.live.values())
         kept_bytes = kept.bytes(out, loss, *args, *kwargs.values())
         kept.storages.clear()
         loss.backward()
         del loss, out
-    snapshot = Snapshot.load(path)
-    found = by_category(snapshot, moment)
-    states = [t for state in optimizer.state.values() for t in state.values()]
+    found = seen.found()
     input_bytes = storage_bytes([*args, *kwargs.values()])
     assert sum(found.values()) == live
     assert found[names.PARAMETERS] == storage_bytes(model.state_dict().values())
-    assert found[names.OPTIMIZER] == storage_bytes(states)
+    assert found[names.OPTIMIZER] == storage_bytes(states_of(optimizer))
     assert found[names.INPUTS] == input_bytes
     assert found[names.ACTIVATIONS] == kept_bytes - input_bytes
     assert names.GRADIENTS not in found
@@ -73,11 +70,11 @@ def test_a_moment_before_backward_holds_what_is_counted_there(
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_live_byte_has_one_category_at_any_event(program: str, path: Path) -> None:
     make, batch = PROGRAMS[program]
-    model, source = make(), CpuHistory()
+    model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with recorder(path, source, model, optimizer):
+    with recording(path, model, optimizer) as seen:
         train(model, optimizer, batch)
-    snapshot = Snapshot.load(path)
+    snapshot = seen.snapshot()
     assert not (snapshot.allocations.category == 0).any()
     for event in range(0, snapshot.event_count, 7):
         found = by_category(snapshot, event)
@@ -85,35 +82,28 @@ def test_every_live_byte_has_one_category_at_any_event(program: str, path: Path)
         assert set(found) <= set(names.CATEGORIES)
 
 
-def test_gradients_are_those_of_the_parameters(path: Path) -> None:
-    model, source = residuals(), CpuHistory()
-    with recorder(path, source, model):
+@pytest.mark.parametrize("are_dropped", [False, True], ids=["kept", "of a hand-made step"])
+def test_gradients_are_those_of_the_parameters(are_dropped: bool, path: Path) -> None:
+    model = residuals()
+    with recording(path, model) as seen:
         loss_of(model(*features()[0])).backward()
-        moment = len(source.entries) - 1
-    found = by_category(Snapshot.load(path), moment)
-    assert found[names.GRADIENTS] == storage_bytes(p.grad for p in model.parameters())
-
-
-def test_gradients_of_a_hand_made_step_are_gradients(path: Path) -> None:
-    model, source = residuals(), CpuHistory()
-    with recorder(path, source, model):
-        loss_of(model(*features()[0])).backward()
-        moment = len(source.entries) - 1
+        seen.now()
         expected = storage_bytes(p.grad for p in model.parameters())
-        for parameter in model.parameters():
-            parameter.grad = None
-    assert by_category(Snapshot.load(path), moment)[names.GRADIENTS] == expected
+        if are_dropped:
+            for parameter in model.parameters():
+                parameter.grad = None
+    assert seen.found()[names.GRADIENTS] == expected
 
 
 def test_packs_are_what_the_compression_keeps(path: Path) -> None:
-    model, source = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))), CpuHistory()
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     x = torch.randn(512, 256)
-    with recorder(path, source, model):
+    with recording(path, model) as seen:
         with vramx.compress(min_bytes=0) as stats:
             out = model(x)
-        moment = len(source.entries) - 1
+        seen.now()
         out.sum().backward()
-    found = by_category(Snapshot.load(path), moment)
+    found = seen.found()
     assert stats.packed.kept_bytes > 0
     assert found[names.PACKED] == stats.packed.kept_bytes
 
@@ -133,22 +123,18 @@ def test_what_backward_makes_and_frees_is_temporary(path: Path) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return Doubling.apply(x)
 
-    source = CpuHistory()
-    with recorder(path, source, Model()):
+    with recording(path, Model()) as seen:
         Model()(torch.randn(8, requires_grad=True)).sum().backward()
-    snapshot = Snapshot.load(path)
-    (number,) = (snapshot.allocations.size == 100_003).nonzero()[0]
-    assert snapshot.categories[snapshot.allocations.category[number]] == names.TEMPORARIES
-    assert snapshot.labels[snapshot.allocations.label[number]] == "(backward)"
+    assert category_of(seen.snapshot(), 100_003) == (names.TEMPORARIES, "(backward)")
 
 
 def test_activations_are_told_apart_by_module(path: Path) -> None:
-    model, source = residuals(), CpuHistory()
-    with recorder(path, source, model):
+    model = residuals()
+    with recording(path, model) as seen:
         loss = loss_of(model(*features()[0]))
-        moment = len(source.entries) - 1
+        seen.now()
         loss.backward()
-    tree = category_tree(Snapshot.load(path), moment)
+    tree = seen.tree()
     by_name = {frame.name: node for frame, node in tree.children.items()}
     blocks = {frame.name: node for frame, node in by_name[names.ACTIVATIONS].children.items()}
     assert {"0", "1", "2"} <= set(blocks)
@@ -157,55 +143,32 @@ def test_activations_are_told_apart_by_module(path: Path) -> None:
 
 
 def test_inference_has_no_activations(path: Path) -> None:
-    model, source = residuals(), CpuHistory()
-    with recorder(path, source, model), torch.no_grad():
+    model = residuals()
+    with recording(path, model) as seen, torch.no_grad():
         model(*features()[0])
-    snapshot = Snapshot.load(path)
+    snapshot = seen.snapshot()
     assert names.TEMPORARIES in snapshot.categories
     assert names.ACTIVATIONS not in snapshot.categories
 
 
-def test_without_a_model_parameters_are_the_optimizers(path: Path) -> None:
-    model, source = residuals(), CpuHistory()
+@pytest.mark.parametrize(
+    ("is_named", "history"),
+    [
+        ((True, False), {}),  # an optimizer that steps is found
+        ((False, True), {}),  # and has the parameters, where no model is named
+        *(((True, True), {"speed": speed}) for speed in (0.9, 1.0, 1.1)),  # another clock
+        ((True, True), {"last": 300}),  # the history has lost its beginning
+    ],
+)
+def test_parameters_and_states_are_told_apart(
+    is_named: tuple[bool, bool], history: dict[str, Any], path: Path
+) -> None:
+    model = residuals()
     optimizer = torch.optim.AdamW(model.parameters())
-    with recorder(path, source, None, [optimizer]):
+    named = model if is_named[0] else None, [optimizer] if is_named[1] else None
+    with recording(path, *named, **history) as seen:
         train(model, optimizer, features)
-    snapshot = Snapshot.load(path)
-    found = by_category(snapshot, snapshot.end_event)
-    assert found[names.PARAMETERS] == storage_bytes(model.parameters())
-
-
-def test_an_optimizer_that_was_not_named_is_found(path: Path) -> None:
-    model, source = residuals(), CpuHistory()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with recorder(path, source, model):
-        train(model, optimizer, features)
-    snapshot = Snapshot.load(path)
-    states = [t for state in optimizer.state.values() for t in state.values()]
-    assert by_category(snapshot, snapshot.end_event)[names.OPTIMIZER] == storage_bytes(states)
-
-
-@pytest.mark.parametrize("speed", [0.9, 1.0, 1.1])
-def test_another_clock_changes_nothing(speed: float, path: Path) -> None:
-    model, source = residuals(), CpuHistory(speed)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with recorder(path, source, model, optimizer):
-        train(model, optimizer, features)
-    snapshot = Snapshot.load(path)
-    found = by_category(snapshot, snapshot.end_event)
-    states = [t for state in optimizer.state.values() for t in state.values()]
-    assert found[names.OPTIMIZER] == storage_bytes(states)
-    assert found[names.PARAMETERS] == storage_bytes(model.parameters())
-
-
-def test_a_history_that_lost_its_beginning_is_still_told_apart(path: Path) -> None:
-    model, source = residuals(), CpuHistory(last=300)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with recorder(path, source, model, optimizer):
-        train(model, optimizer, features)
-    assert len(source.entries) > 300
-    snapshot = Snapshot.load(path)
-    found = by_category(snapshot, snapshot.end_event)
-    states = [t for state in optimizer.state.values() for t in state.values()]
-    assert found[names.OPTIMIZER] == storage_bytes(states)
+    assert len(seen.source.entries) > 300
+    found = seen.found()
+    assert found[names.OPTIMIZER] == storage_bytes(states_of(optimizer))
     assert found[names.PARAMETERS] == storage_bytes(model.parameters())

@@ -25,10 +25,9 @@ from shim_build import (
     raises,
     syntax_errors,
     torch_folder,
+    try_install,
 )
-from shim_process import in_own_process
-
-pytestmark = pytest.mark.skipif(bool(missing()), reason=f"cannot compile the shim: {missing()}")
+from shim_process import before_installing, in_own_process
 
 
 def header_folders() -> Iterator[Path]:
@@ -43,6 +42,8 @@ def header_folders() -> Iterator[Path]:
 
 @pytest.mark.parametrize("folder", list(header_folders()), ids=lambda path: path.parent.parent.name)
 def test_compiles_without_a_warning(folder: Path) -> None:
+    if missing():
+        pytest.skip(f"cannot compile the shim: {missing()}")
     if folder.parent == torch_folder():
         libraries()  # which every test below needs; there, too, a warning is an error
     else:
@@ -52,7 +53,7 @@ def test_compiles_without_a_warning(folder: Path) -> None:
 # --- installation --------------------------------------------------------------------------------
 
 
-@in_own_process
+@before_installing
 def test_install_makes_it_the_allocator_everywhere(bench: Bench) -> None:
     assert bench.shim.vramx_torch_is_installed() == 0
     installed(bench)
@@ -61,7 +62,7 @@ def test_install_makes_it_the_allocator_everywhere(bench: Bench) -> None:
     assert bench.is_accelerator()
 
 
-@in_own_process
+@before_installing
 def test_built_for_names_the_torch_that_it_was_compiled_for(bench: Bench) -> None:
     torch = torch_folder()
     assert torch is not None
@@ -71,27 +72,21 @@ def test_built_for_names_the_torch_that_it_was_compiled_for(bench: Bench) -> Non
 
 @in_own_process
 def test_a_second_install_is_refused(bench: Bench) -> None:
-    devices = installed(bench)
-    assert bench.install(devices.handle_address) == "vramx is already installed in this process"
+    said = bench.install(bench.devices.handle_address)
+    assert said == "vramx is already installed in this process"
 
 
-@in_own_process
+@before_installing
 def test_install_is_refused_once_torch_is_initialised(bench: Bench) -> None:
-    from vramx import _core
-
     bench.init(2)
-    devices = _core.open_simulated(1, 1 << 30)
-    text = bench.install(devices.handle_address)
-    assert text == "torch's CUDA allocator is already initialised"
+    assert try_install(bench) == "torch's CUDA allocator is already initialised"
     assert bench.name() == "native"
 
 
 @in_own_process
 def test_install_refuses_a_core_of_another_version(bench: Bench) -> None:
-    from vramx import _core
-
-    devices = _core.open_simulated(1, 1 << 30)
-    handle = (ctypes.c_uint32 * 4).from_address(devices.handle_address)  # version, layout, address
+    handle_address = bench.devices.handle_address
+    handle = (ctypes.c_uint32 * 4).from_address(handle_address)  # version, layout, address
     assert all(handle[:3])
     for field in (0, 1):
         changed = (ctypes.c_uint32 * 4)(*handle)
@@ -99,23 +94,17 @@ def test_install_refuses_a_core_of_another_version(bench: Bench) -> None:
         assert "different versions" in bench.install(ctypes.addressof(changed))
 
 
-@in_own_process
+@before_installing
 def test_install_is_refused_over_somebody_elses_allocator(bench: Bench) -> None:
-    from vramx import _core
-
     bench.rename_native("pluggable")
-    devices = _core.open_simulated(1, 1 << 30)
-    assert "another CUDA allocator is installed" in bench.install(devices.handle_address)
+    assert "another CUDA allocator is installed" in try_install(bench)
 
 
-@in_own_process
+@before_installing
 def test_a_late_install_frees_older_tensors_through_torch(bench: Bench) -> None:
-    from vramx import _core
-
     bench.init(2)
     old = bench.native_allocate(MIB)
-    devices = _core.open_simulated(2, 1 << 30, has_bytes=False)
-    assert bench.install(devices.handle_address, late=True) == ""
+    assert try_install(bench, late=True) == ""
     assert bench.initialized()
     new = bench.allocate(2 * MIB)
     assert bench.stats(0)["allocated_bytes"][0][:2] == [3 * MIB, 3 * MIB]
@@ -131,72 +120,64 @@ def test_a_late_install_frees_older_tensors_through_torch(bench: Bench) -> None:
 
 @in_own_process
 def test_ordinary_requests_are_the_cores(bench: Bench) -> None:
-    devices = installed(bench)
     pointer = bench.allocate(1000)
-    assert devices.allocated(0) == 1024
+    assert bench.devices.allocated(0) == 1024
     bench.free(pointer)
-    assert devices.allocated(0) == 0
+    assert bench.devices.allocated(0) == 0
     assert bench.journal() == []
 
 
 @in_own_process
 def test_requests_go_to_the_current_device(bench: Bench) -> None:
-    devices = installed(bench)
     bench.device(1)
     bench.allocate(MIB)
     bench.raw_alloc(MIB, SIDE_STREAM)
-    assert devices.started() == [1]
-    assert devices.allocated(1) == 2 * MIB
+    assert bench.devices.started() == [1]
+    assert bench.devices.allocated(1) == 2 * MIB
 
 
-@in_own_process
+@in_own_process(visible=1)
 def test_where_there_is_one_device_it_is_not_asked_for(bench: Bench) -> None:
-    devices = installed(bench, visible=1)
     bench.device(1)  # what an answer would be
     bench.raw_alloc(MIB, STREAM)
-    assert devices.started() == [0]
+    assert bench.devices.started() == [0]
 
 
 @in_own_process
 def test_a_request_of_nothing_starts_no_device(bench: Bench) -> None:
-    devices = installed(bench)
     assert bench.allocate(0) is None
     assert bench.raw_alloc(0, STREAM) is None
     bench.raw_delete(None)
-    assert devices.started() == []
+    assert bench.devices.started() == []
 
 
 @in_own_process
 def test_raw_memory_is_the_cores_too(bench: Bench) -> None:
-    devices = installed(bench)
     pointer = bench.raw_alloc(MIB, SIDE_STREAM)
-    assert devices.allocated(0) == MIB
+    assert bench.devices.allocated(0) == MIB
     bench.raw_delete(pointer)
-    assert devices.allocated(0) == 0
+    assert bench.devices.allocated(0) == 0
 
 
 @in_own_process
 def test_an_absurd_request_is_out_of_memory(bench: Bench) -> None:
-    installed(bench)
     with raises("OutOfMemoryError: CUDA out of memory."):
         bench.allocate(1 << 63)
 
 
-@in_own_process
+@in_own_process(count=1)
 def test_a_device_that_the_core_cannot_serve_is_torchs(bench: Bench) -> None:
-    devices = installed(bench, count=1)
     bench.device(1)
     pointer = bench.allocate(512)
     bench.free(pointer)
     assert bench.journal() == ["allocate 512", "delete"]
     bench.device(0)
     bench.allocate(512)
-    assert devices.allocated(0) == 512
+    assert bench.devices.allocated(0) == 512
 
 
 @in_own_process
 def test_record_stream_reaches_whoever_has_the_memory(bench: Bench) -> None:
-    devices = installed(bench)
     ours = bench.allocate(MIB)
     bench.record_stream(ours, SIDE_STREAM)
     assert bench.journal() == []
@@ -205,26 +186,24 @@ def test_record_stream_reaches_whoever_has_the_memory(bench: Bench) -> None:
     bench.journal()
     bench.record_stream(pooled, SIDE_STREAM)
     assert bench.journal() == ["record stream"]
-    assert devices.check(0) == ""
+    assert bench.devices.check(0) == ""
 
 
 @in_own_process
 def test_caching_switched_off_leaves_everything_to_torch(bench: Bench) -> None:
-    devices = installed(bench)
     before = bench.allocate(512)
     bench.enable(False)
     assert bench.make_and_drop(512) == 1
     assert bench.journal() == ["allocate uncached", "delete uncached"]
     bench.free(before)
-    assert devices.allocated(0) == 0
+    assert bench.devices.allocated(0) == 0
     bench.enable(True)
     bench.allocate(512)
-    assert devices.allocated(0) == 512
+    assert bench.devices.allocated(0) == 512
 
 
 @in_own_process
 def test_pool_memory_freed_while_caching_is_off_is_still_cached_memory(bench: Bench) -> None:
-    installed(bench)
     bench.begin_pool(0, POOL, STREAM)
     pointer = bench.allocate(512)
     bench.end_pool(0, POOL)
@@ -234,7 +213,7 @@ def test_pool_memory_freed_while_caching_is_off_is_still_cached_memory(bench: Be
     assert bench.journal() == ["delete"]
 
 
-@in_own_process
+@before_installing
 def test_torchs_switch_against_caching_is_obeyed(bench: Bench) -> None:
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     devices = installed(bench)
@@ -245,7 +224,6 @@ def test_torchs_switch_against_caching_is_obeyed(bench: Bench) -> None:
 
 @in_own_process
 def test_a_forked_child_frees_nothing_and_gets_nothing(bench: Bench) -> None:
-    devices = installed(bench)
     bench.begin_pool(0, POOL, SIDE_STREAM)
     bench.record_history(True, 100, 3, "")
     pointer = bench.allocate(512)
@@ -258,13 +236,12 @@ def test_a_forked_child_frees_nothing_and_gets_nothing(bench: Bench) -> None:
         os._exit(0 if calls == [] and bench.journal() == ["allocate 512"] else 1)
     assert os.waitpid(child, 0)[1] == 0
     bench.free(pointer)
-    assert devices.allocated(0) == 0
+    assert bench.devices.allocated(0) == 0
 
 
 @pytest.mark.skipif(has_cuda_libraries(), reason="torch's own CUDA libraries would be loaded too")
-@in_own_process
+@in_own_process(capacity_bytes=64 * MIB)
 def test_torch_raises_its_out_of_memory_error(bench: Bench) -> None:
-    installed(bench, capacity_bytes=64 * MIB)
     import torch
 
     bench.serve_cpu_tensors()

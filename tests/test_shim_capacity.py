@@ -1,11 +1,7 @@
-"""torch's shim bounds the core and torch's allocator together; in need each helps the other out.
-
-Each test runs in a process of its own, as those of test_shim.py do.
-"""
+"""torch's shim bounds the core and torch's allocator together; in need each helps the other out."""
 
 from __future__ import annotations
 
-import pytest
 from shim_build import (
     CURRENT,
     MIB,
@@ -15,22 +11,17 @@ from shim_build import (
     STREAM,
     Bench,
     in_pool,
-    installed,
-    missing,
     raises,
     stat,
+    try_install,
 )
-from shim_process import in_own_process
-
-pytestmark = pytest.mark.skipif(bool(missing()), reason=f"cannot compile the shim: {missing()}")
-
+from shim_process import before_installing, in_own_process
 
 # --- limits --------------------------------------------------------------------------------------
 
 
 @in_own_process
 def test_a_fraction_bounds_both_together(bench: Bench) -> None:
-    installed(bench)
     bench.set_fraction(0.25, 0)  # of 1 GiB
     assert bench.fraction(0) == 0.25
     bench.allocate(100 * MIB)
@@ -45,7 +36,6 @@ def test_a_fraction_bounds_both_together(bench: Bench) -> None:
 
 @in_own_process
 def test_a_lifted_limit_is_lifted_on_both_sides(bench: Bench) -> None:
-    installed(bench)
     bench.set_fraction(0.1, 0)
     bench.set_fraction(1.0, 0)
     assert bench.fraction(0) == 1.0
@@ -55,7 +45,6 @@ def test_a_lifted_limit_is_lifted_on_both_sides(bench: Bench) -> None:
 
 @in_own_process
 def test_a_fraction_that_is_none_is_refused(bench: Bench) -> None:
-    installed(bench)
     with raises("Error: invalid fraction"):
         bench.set_fraction(1.5, 0)
     with raises("Error: invalid fraction"):
@@ -63,12 +52,9 @@ def test_a_fraction_that_is_none_is_refused(bench: Bench) -> None:
     assert bench.fraction(0) == 1.0
 
 
-@in_own_process
+@before_installing
 def test_a_limit_set_before_cuda_starts_holds_afterwards(bench: Bench) -> None:
-    from vramx import _core
-
-    devices = _core.open_simulated(2, 1 << 30, has_bytes=False)
-    assert bench.install(devices.handle_address) == ""
+    assert try_install(bench) == ""
     bench.set_limit(-1, 256 * MIB)
     bench.init(2)
     assert [bench.fraction(0), bench.fraction(1)] == [0.25, 0.25]
@@ -79,22 +65,18 @@ def test_a_limit_set_before_cuda_starts_holds_afterwards(bench: Bench) -> None:
     bench.allocate(257 * MIB)
 
 
-@in_own_process
+@before_installing
 def test_a_limit_from_before_a_late_install_is_kept(bench: Bench) -> None:
-    from vramx import _core
-
     bench.init(2)
     bench.set_native_fraction(0.25, 0)
-    devices = _core.open_simulated(2, 1 << 30, has_bytes=False)
-    assert bench.install(devices.handle_address, late=True) == ""
+    assert try_install(bench, late=True) == ""
     assert bench.fraction(0) == 0.25
     with raises("OutOfMemoryError: CUDA out of memory."):
         bench.allocate(257 * MIB)
 
 
-@in_own_process
+@in_own_process(capacity_bytes=512 * MIB)
 def test_cache_info_is_what_could_be_had(bench: Bench) -> None:
-    installed(bench, capacity_bytes=512 * MIB)
     assert bench.cache_info(0) == 1024 * MIB  # not started: what CUDA has free
     assert bench.journal() == ["cache info"]
     bench.allocate(100 * MIB)
@@ -108,37 +90,33 @@ def test_cache_info_is_what_could_be_had(bench: Bench) -> None:
 
 @in_own_process
 def test_empty_cache_empties_both(bench: Bench) -> None:
-    devices = installed(bench)
     bench.free(bench.allocate(64 * MIB))
     bench.free(in_pool(bench, MIB))
     bench.journal()
     bench.empty_cache(0)
-    assert devices.held(0) == 0
+    assert bench.devices.held(0) == 0
     assert bench.journal() == ["empty cache 0,0"]
     assert stat(bench, "reserved_bytes")[CURRENT] == 0
 
 
 @in_own_process
 def test_empty_cache_of_a_pool_leaves_the_core_alone(bench: Bench) -> None:
-    devices = installed(bench)
     bench.free(bench.allocate(64 * MIB))
     bench.empty_cache(POOL)
-    assert devices.held(0) == 64 * MIB
+    assert bench.devices.held(0) == 64 * MIB
     assert bench.journal() == [f"empty cache 0,{POOL}"]
 
 
 @in_own_process
 def test_empty_cache_does_not_wait_while_a_graph_is_captured(bench: Bench) -> None:
-    devices = installed(bench)
     bench.free(bench.allocate(64 * MIB))
     bench.begin_pool(0, POOL, SIDE_STREAM)
     bench.empty_cache(0)
-    assert devices.held(0) == 64 * MIB
+    assert bench.devices.held(0) == 64 * MIB
 
 
-@in_own_process
+@in_own_process(capacity_bytes=64 * MIB)
 def test_out_of_memory_is_torchs_error_and_counted_once(bench: Bench) -> None:
-    installed(bench, capacity_bytes=64 * MIB)
     bench.memory(48 * MIB, 64 * MIB)
     bench.attach_observer()
     bench.allocate(16 * MIB)
@@ -150,20 +128,18 @@ def test_out_of_memory_is_torchs_error_and_counted_once(bench: Bench) -> None:
     bench.allocate(16 * MIB)  # the program goes on
 
 
-@in_own_process
+@in_own_process(capacity_bytes=64 * MIB)
 def test_out_of_memory_says_what_pools_hold(bench: Bench) -> None:
-    installed(bench, capacity_bytes=64 * MIB)
     in_pool(bench, 8 * MIB)
     with raises("OutOfMemoryError: CUDA out of memory.") as texts:
         bench.allocate(128 * MIB)
     assert "holds 8.00 MiB, of which 8.00 MiB is live" in texts[0]
 
 
-@in_own_process
+@in_own_process(capacity_bytes=64 * MIB)
 def test_an_observer_may_wait_for_a_snapshot_and_an_allocation_of_another_thread(
     bench: Bench,
 ) -> None:
-    installed(bench, capacity_bytes=64 * MIB)
     bench.attach_waiting_observer()
     kept = [bench.allocate(16 * MIB)]
     with raises("OutOfMemoryError: CUDA out of memory."):
@@ -176,7 +152,6 @@ def test_an_observer_may_wait_for_a_snapshot_and_an_allocation_of_another_thread
 
 @in_own_process
 def test_torchs_observers_hear_of_torchs_failures_once(bench: Bench) -> None:
-    installed(bench)
     bench.attach_observer()
     bench.memory(MIB, 64 * MIB)
     with raises("OutOfMemoryError: CUDA out of memory. (native)"):
@@ -184,17 +159,15 @@ def test_torchs_observers_hear_of_torchs_failures_once(bench: Bench) -> None:
     assert len(bench.observed()) == 1
 
 
-@in_own_process
+@in_own_process(capacity_bytes=64 * MIB)
 def test_an_earlier_error_of_the_device_is_not_called_out_of_memory(bench: Bench) -> None:
-    installed(bench, capacity_bytes=64 * MIB)
     bench.broken(True)
     with raises("Error: CUDA error"):
         bench.allocate(128 * MIB)
 
 
-@in_own_process
+@in_own_process(capacity_bytes=64 * MIB)
 def test_the_core_in_need_empties_torchs_cache(bench: Bench) -> None:
-    installed(bench, capacity_bytes=64 * MIB)
     bench.set_fraction(64 / 1024, 0)
     bench.free(in_pool(bench, 32 * MIB))
     bench.journal()
@@ -202,9 +175,8 @@ def test_the_core_in_need_empties_torchs_cache(bench: Bench) -> None:
     assert bench.journal() == ["empty cache 0,0"]
 
 
-@in_own_process
+@in_own_process(capacity_bytes=64 * MIB)
 def test_the_core_in_need_leaves_a_cache_that_a_graph_is_using(bench: Bench) -> None:
-    installed(bench, capacity_bytes=64 * MIB)
     bench.free(in_pool(bench, 32 * MIB))
     bench.begin_pool(0, POOL, SIDE_STREAM)
     bench.journal()
@@ -215,39 +187,35 @@ def test_the_core_in_need_leaves_a_cache_that_a_graph_is_using(bench: Bench) -> 
 
 @in_own_process
 def test_torch_in_need_gets_what_the_core_has_unused(bench: Bench) -> None:
-    devices = installed(bench)
     bench.free(bench.allocate(64 * MIB))
     in_pool(bench, MIB)  # memory is ample
-    assert devices.held(0) == 64 * MIB
+    assert bench.devices.held(0) == 64 * MIB
     bench.memory(3 * MIB, 1024 * MIB)
     with raises("OutOfMemoryError"):  # the stand-in's device does not grow by what is given back
         in_pool(bench, 4 * MIB)
-    assert devices.held(0) == 0
+    assert bench.devices.held(0) == 0
 
 
 @in_own_process
 def test_torch_in_need_of_a_limit_gets_the_cores_share(bench: Bench) -> None:
-    devices = installed(bench)
     bench.set_fraction(0.125, 0)  # 128 MiB
     bench.free(bench.allocate(100 * MIB))
     in_pool(bench, 64 * MIB)
-    assert devices.held(0) == 0
+    assert bench.devices.held(0) == 0
 
 
 @in_own_process
 def test_nothing_is_given_back_while_a_capture_would_be_broken(bench: Bench) -> None:
-    devices = installed(bench)
     bench.free(bench.allocate(64 * MIB))
     bench.memory(0, 1024 * MIB)
     bench.capturing(True)
     with raises("OutOfMemoryError"):
         in_pool(bench, MIB)
-    assert devices.held(0) == 64 * MIB
+    assert bench.devices.held(0) == 64 * MIB
 
 
-@in_own_process
+@in_own_process(capacity_bytes=64 * MIB)
 def test_pools_kept_for_need_are_tried_last(bench: Bench) -> None:
-    installed(bench, capacity_bytes=64 * MIB)
     bench.use_in_need(0, POOL)
     bench.allocate(128 * MIB)
     assert bench.journal() == [f"allocate {128 * MIB}"]

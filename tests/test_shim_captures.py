@@ -1,27 +1,12 @@
-"""torch's shim gets over a graph capture that has failed, of whose end torch tells it nothing.
-
-Each test runs in a process of its own, as those of test_shim.py do.
-"""
+"""torch's shim gets over a graph capture that has failed, of whose end torch tells it nothing."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 
-import pytest
-from shim_build import (
-    FOREIGN_STREAM,
-    MIB,
-    POOL,
-    SIDE_STREAM,
-    STREAM,
-    Bench,
-    installed,
-    missing,
-)
-from shim_process import in_own_process
-
-pytestmark = pytest.mark.skipif(bool(missing()), reason=f"cannot compile the shim: {missing()}")
+from shim_build import FOREIGN_STREAM, MIB, POOL, SIDE_STREAM, STREAM, Bench, try_install
+from shim_process import before_installing, in_own_process
 
 OWN = 5  # the number of a graph's own pool
 MANY = 16  # requests, after which captures have been looked at in any case
@@ -58,16 +43,14 @@ def on_another_thread(action: Callable[[], object]) -> None:
 
 @in_own_process
 def test_empty_cache_after_a_failed_capture_gives_everything_back(bench: Bench) -> None:
-    devices = installed(bench)
     bench.free(bench.allocate(64 * MIB))
     fail_a_capture(bench)
     bench.empty_cache(0)
-    assert devices.held(0) == 0
+    assert bench.devices.held(0) == 0
 
 
 @in_own_process
 def test_after_a_failed_capture_torch_is_told_its_end(bench: Bench) -> None:
-    installed(bench)
     fail_a_capture(bench)
     bench.journal()
     bench.empty_cache(0)
@@ -77,7 +60,6 @@ def test_after_a_failed_capture_torch_is_told_its_end(bench: Bench) -> None:
 
 @in_own_process
 def test_an_eager_program_notices_by_itself(bench: Bench) -> None:
-    installed(bench)
     fail_a_capture(bench)
     assert not is_ended(bench)
     for _ in range(MANY):
@@ -85,9 +67,8 @@ def test_an_eager_program_notices_by_itself(bench: Bench) -> None:
     assert is_ended(bench)
 
 
-@in_own_process
+@in_own_process(capacity_bytes=64 * MIB)
 def test_the_core_in_need_empties_torchs_cache_after_a_failed_capture(bench: Bench) -> None:
-    installed(bench, capacity_bytes=64 * MIB)
     bench.set_fraction(64 / 1024, 0)
     fail_a_capture(bench)
     bench.begin_pool(0, POOL, STREAM)
@@ -100,18 +81,16 @@ def test_the_core_in_need_empties_torchs_cache_after_a_failed_capture(bench: Ben
 
 @in_own_process
 def test_a_capture_that_could_not_begin_is_over(bench: Bench) -> None:
-    devices = installed(bench)
     bench.free(bench.allocate(64 * MIB))
     bench.stream(SIDE_STREAM)
     bench.capture_begin(0, OWN, 0)
     bench.capture_stop(SIDE_STREAM)  # nothing was seen of it
     bench.empty_cache(0)
-    assert devices.held(0) == 0
+    assert bench.devices.held(0) == 0
 
 
 @in_own_process
 def test_another_thread_gets_over_a_capture_that_it_saw(bench: Bench) -> None:
-    devices = installed(bench)
     bench.free(bench.allocate(64 * MIB))
     bench.stream(SIDE_STREAM)
     bench.capture_begin(0, OWN, 0)
@@ -119,14 +98,13 @@ def test_another_thread_gets_over_a_capture_that_it_saw(bench: Bench) -> None:
     bench.capture_stop(SIDE_STREAM)
     bench.journal()
     on_another_thread(lambda: bench.empty_cache(0))
-    assert devices.held(0) == 0
+    assert bench.devices.held(0) == 0
     # It may have come between the two steps of an end that did not fail.
     assert bench.journal() == [f"end graph {OWN}", "empty cache 0,0"]
 
 
 @in_own_process
 def test_the_next_capture_on_the_stream_begins_without_the_failed_one(bench: Bench) -> None:
-    installed(bench)
     on_another_thread(lambda: fail_a_capture(bench))
     bench.stream(SIDE_STREAM)
     bench.journal()
@@ -138,7 +116,6 @@ def test_the_next_capture_on_the_stream_begins_without_the_failed_one(bench: Ben
 
 @in_own_process
 def test_an_end_that_is_told_after_all_is_not_told_twice(bench: Bench) -> None:
-    installed(bench)
     fail_a_capture(bench)
     bench.empty_cache(0)
     bench.journal()
@@ -148,7 +125,6 @@ def test_an_end_that_is_told_after_all_is_not_told_twice(bench: Bench) -> None:
 
 @in_own_process
 def test_a_pool_that_was_named_may_be_named_again(bench: Bench) -> None:
-    installed(bench)
     fail_a_capture(bench, own=0, named=POOL)
     bench.empty_cache(0)
     fail_a_capture(bench, own=0, named=POOL)  # torch refuses a pool that nobody has a share in
@@ -162,32 +138,29 @@ def test_a_pool_that_was_named_may_be_named_again(bench: Bench) -> None:
 
 @in_own_process
 def test_a_capture_that_is_under_way_stays(bench: Bench) -> None:
-    devices = installed(bench)
     bench.free(bench.allocate(64 * MIB))
     bench.stream(SIDE_STREAM)
     bench.capture_begin(0, OWN, 0)
-    before = devices.allocated(0)
+    before = bench.devices.allocated(0)
     for _ in range(2 * MANY):
         bench.allocate(512)
     bench.empty_cache(0)
-    assert devices.allocated(0) == before
-    assert devices.held(0) == 64 * MIB
+    assert bench.devices.allocated(0) == before
+    assert bench.devices.held(0) == 64 * MIB
 
 
 @in_own_process
 def test_an_invalidated_capture_stays_until_its_end(bench: Bench) -> None:
-    devices = installed(bench)
     bench.free(bench.allocate(64 * MIB))
     bench.stream(SIDE_STREAM)
     bench.capture_begin(0, OWN, 0)
     bench.capture_invalidate(SIDE_STREAM)
     bench.empty_cache(0)  # would wait for a device that is capturing
-    assert devices.held(0) == 64 * MIB
+    assert bench.devices.held(0) == 64 * MIB
 
 
 @in_own_process
 def test_a_capture_about_to_begin_on_another_thread_stays(bench: Bench) -> None:
-    installed(bench)
 
     def begin() -> None:
         bench.stream(SIDE_STREAM)
@@ -204,7 +177,6 @@ def test_a_capture_about_to_begin_on_another_thread_stays(bench: Bench) -> None:
 def test_a_capture_on_another_librarys_stream_is_asked_only_where_it_is_current(
     bench: Bench,
 ) -> None:
-    installed(bench)
     fail_a_capture(bench, stream=FOREIGN_STREAM)
     bench.empty_cache(0)
     assert not is_ended(bench)
@@ -215,7 +187,6 @@ def test_a_capture_on_another_librarys_stream_is_asked_only_where_it_is_current(
 
 @in_own_process
 def test_nested_pools_of_a_thread_stay_until_their_ends(bench: Bench) -> None:
-    installed(bench)
     bench.stream(SIDE_STREAM)
     bench.begin_pool(0, POOL, SIDE_STREAM)
     bench.begin_pool(0, POOL + 1, SIDE_STREAM)
@@ -233,7 +204,6 @@ def test_nested_pools_of_a_thread_stay_until_their_ends(bench: Bench) -> None:
 
 @in_own_process
 def test_a_pool_inside_a_failed_capture_stays_until_its_end(bench: Bench) -> None:
-    installed(bench)
     bench.stream(SIDE_STREAM)
     bench.capture_begin(0, OWN, 0)
     bench.begin_pool(0, POOL, SIDE_STREAM)
@@ -246,14 +216,11 @@ def test_a_pool_inside_a_failed_capture_stays_until_its_end(bench: Bench) -> Non
     assert bench.journal() == [f"end {POOL}"]
 
 
-@in_own_process
+@before_installing
 def test_a_capture_from_before_a_late_install_is_ended_by_torch(bench: Bench) -> None:
-    from vramx import _core
-
     bench.init(2)
     bench.begin_pool(0, POOL, SIDE_STREAM)
-    bench.devices = _core.open_simulated(2, 1 << 30, has_bytes=False)
-    assert bench.install(bench.devices.handle_address, late=True) == ""
+    assert try_install(bench, late=True) == ""
     bench.journal()
     bench.end_pool(0, POOL)
     assert bench.journal() == [f"end {POOL}"]

@@ -1,25 +1,12 @@
-"""torch's shim keeps the history that torch asks for, one with that of torch's own allocator.
-
-Each test runs in a process of its own, as those of test_shim.py do.
-"""
+"""torch's shim keeps the history that torch asks for, one with that of torch's own allocator."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from shim_build import (
-    MIB,
-    SIDE_STREAM,
-    Bench,
-    in_pool,
-    installed,
-    missing,
-    raises,
-)
+from shim_build import MIB, SIDE_STREAM, Bench, in_pool, raises
 from shim_process import in_own_process
-
-pytestmark = pytest.mark.skipif(bool(missing()), reason=f"cannot compile the shim: {missing()}")
 
 STATE, ALLOC, ALL = 1, 2, 3  # torch's levels of stack traces
 
@@ -35,7 +22,6 @@ def actions(entries: list[dict[str, Any]]) -> list[str]:
 
 @in_own_process
 def test_without_a_history_nothing_is_recorded(bench: Bench) -> None:
-    installed(bench)
     assert not bench.is_history_enabled()
     bench.free(bench.allocate(512))
     assert trace(bench) == []
@@ -43,7 +29,6 @@ def test_without_a_history_nothing_is_recorded(bench: Bench) -> None:
 
 @in_own_process
 def test_the_history_tells_what_happened_in_order(bench: Bench) -> None:
-    installed(bench)
     bench.record_history(True, 100, ALL, "")
     assert bench.is_history_enabled()
     bench.stream(SIDE_STREAM)
@@ -60,7 +45,6 @@ def test_the_history_tells_what_happened_in_order(bench: Bench) -> None:
 
 @in_own_process
 def test_the_history_is_one_with_torchs(bench: Bench) -> None:
-    installed(bench)
     bench.record_history(True, 100, STATE, "")
     bench.allocate(1024)
     in_pool(bench, 2048)
@@ -72,15 +56,15 @@ def test_the_history_is_one_with_torchs(bench: Bench) -> None:
 
 @in_own_process
 def test_a_history_keeps_the_last_entries(bench: Bench) -> None:
-    installed(bench)
     bench.record_history(True, 3, STATE, "")
     for size in (512, 1024, 1536, 2048):
         bench.allocate(size)
     assert [e["size"] for e in trace(bench)] == [1024, 1536, 2048]
 
 
-def check_stack_traces(bench: Bench, level: int) -> None:
-    installed(bench)
+@pytest.mark.parametrize("level", [STATE, ALLOC, ALL], ids=["blocks", "allocations", "frees too"])
+@in_own_process
+def test_stack_traces_are_of_what_the_level_says(bench: Bench, level: int) -> None:
     bench.record_history(True, 100, level, "")
     pointer = bench.allocate(512)
     block = bench.snapshot(0)["segments"][0]["blocks"][0]
@@ -94,23 +78,7 @@ def check_stack_traces(bench: Bench, level: int) -> None:
 
 
 @in_own_process
-def test_stack_traces_of_level_state_are_of_blocks_alone(bench: Bench) -> None:
-    check_stack_traces(bench, STATE)
-
-
-@in_own_process
-def test_stack_traces_of_level_alloc_are_of_allocations(bench: Bench) -> None:
-    check_stack_traces(bench, ALLOC)
-
-
-@in_own_process
-def test_stack_traces_of_level_all_are_of_frees_too(bench: Bench) -> None:
-    check_stack_traces(bench, ALL)
-
-
-@in_own_process
 def test_a_block_has_its_stack_trace_and_no_others(bench: Bench) -> None:
-    installed(bench)
     bench.record_history(True, 100, ALL, "")
     first = bench.allocate(512)
     assert bench.context_of(first) in (1, -1)  # -1: this torch does not ask
@@ -123,7 +91,6 @@ def test_a_block_has_its_stack_trace_and_no_others(bench: Bench) -> None:
 
 @in_own_process
 def test_entries_carry_the_labels_of_their_thread(bench: Bench) -> None:
-    installed(bench)
     bench.record_history(True, 100, STATE, "")
     bench.labels("graph 7", "epoch 1")
     bench.allocate(512)
@@ -134,15 +101,13 @@ def test_entries_carry_the_labels_of_their_thread(bench: Bench) -> None:
 
 @in_own_process
 def test_skipped_actions_are_not_kept(bench: Bench) -> None:
-    installed(bench)
     bench.record_history(True, 100, STATE, "free_completed")
     bench.free(bench.allocate(512))
     assert actions(trace(bench)) == ["segment_map", "alloc", "free_requested"]
 
 
-@in_own_process
+@in_own_process(capacity_bytes=64 * MIB)
 def test_out_of_memory_is_in_the_history(bench: Bench) -> None:
-    installed(bench, capacity_bytes=64 * MIB)
     bench.record_history(True, 100, ALLOC, "")
     bench.memory(5 * MIB, 64 * MIB)
     with raises("OutOfMemoryError"):
@@ -154,7 +119,6 @@ def test_out_of_memory_is_in_the_history(bench: Bench) -> None:
 
 @in_own_process
 def test_trackers_hear_of_both_sides_without_a_history(bench: Bench) -> None:
-    installed(bench)
     bench.attach_tracker()
     bench.free(bench.allocate(512))
     assert actions(bench.tracked()) == ["segment_map", "alloc", "free_requested", "free_completed"]

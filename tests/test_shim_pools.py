@@ -1,32 +1,15 @@
-"""torch's shim leaves CUDA graphs and memory pools to torch's allocator, and shares memory rightly.
-
-Each test runs in a process of its own, as those of test_shim.py do.
-"""
+"""torch's shim leaves CUDA graphs and memory pools to torch's allocator, and shares memory."""
 
 from __future__ import annotations
 
-import pytest
-from shim_build import (
-    MIB,
-    POOL,
-    SIDE_STREAM,
-    STREAM,
-    Bench,
-    installed,
-    missing,
-    raises,
-)
+from shim_build import MIB, POOL, SIDE_STREAM, STREAM, Bench, raises
 from shim_process import in_own_process
-
-pytestmark = pytest.mark.skipif(bool(missing()), reason=f"cannot compile the shim: {missing()}")
-
 
 # --- pools ---------------------------------------------------------------------------------------
 
 
 @in_own_process
 def test_requests_of_a_pool_go_to_torch_while_it_is_filled(bench: Bench) -> None:
-    devices = installed(bench)
     bench.begin_pool(0, POOL, SIDE_STREAM)
     bench.stream(SIDE_STREAM)
     pooled = bench.allocate(512)
@@ -35,53 +18,48 @@ def test_requests_of_a_pool_go_to_torch_while_it_is_filled(bench: Bench) -> None
     bench.stream(SIDE_STREAM)
     bench.end_pool(0, POOL)
     bench.allocate(1024)
-    assert devices.allocated(0) == 2048
+    assert bench.devices.allocated(0) == 2048
     bench.free(pooled)
     assert bench.journal() == [f"begin {POOL}", "allocate 512", f"end {POOL}", "delete"]
 
 
 @in_own_process
 def test_a_pool_of_one_device_leaves_the_others_alone(bench: Bench) -> None:
-    devices = installed(bench)
     bench.begin_pool(0, POOL, STREAM)
     bench.device(1)
     bench.allocate(512)
-    assert devices.allocated(1) == 512
+    assert bench.devices.allocated(1) == 512
 
 
 @in_own_process
 def test_a_restored_checkpoint_carries_our_deleter(bench: Bench) -> None:
-    installed(bench)
     assert bench.checkpoint(0) == 2
     assert bench.journal() == ["allocate 512"] * 2 + ["delete"] * 2
 
 
 @in_own_process
 def test_a_pool_may_have_us_as_its_allocator(bench: Bench) -> None:
-    devices = installed(bench)
     bench.record_history(True, 100, 3, "")
     bench.segment_source()
     bench.begin_pool(0, POOL, STREAM)
     pointer = bench.allocate(2 * MIB)
-    assert devices.allocated(0) == 2 * MIB
+    assert bench.devices.allocated(0) == 2 * MIB
     bench.end_pool(0, POOL)
     bench.free(pointer)
     bench.empty_cache(0)
-    assert devices.allocated(0) == 0
+    assert bench.devices.allocated(0) == 0
 
 
-@in_own_process
+@in_own_process(capacity_bytes=64 * MIB)
 def test_a_pool_whose_allocator_has_no_memory_says_so_itself(bench: Bench) -> None:
-    installed(bench, capacity_bytes=64 * MIB)
     bench.segment_source()
     bench.begin_pool(0, POOL, STREAM)
     with raises("OutOfMemoryError: CUDA out of memory. (native)"):
         bench.allocate(128 * MIB)
 
 
-@in_own_process
+@in_own_process(count=1)
 def test_a_pool_whose_allocator_cannot_serve_the_device_says_so_itself(bench: Bench) -> None:
-    installed(bench, count=1)
     bench.segment_source()
     bench.device(1)
     bench.begin_pool(1, POOL, STREAM)
@@ -94,7 +72,6 @@ def test_a_pool_whose_allocator_cannot_serve_the_device_says_so_itself(bench: Be
 
 @in_own_process
 def test_base_allocation_is_the_block(bench: Bench) -> None:
-    installed(bench)
     assert bench.base_allocation(bench.allocate(1000)) == 1024
     bench.begin_pool(0, POOL, STREAM)
     assert bench.base_allocation(bench.allocate(512)) == 512
@@ -102,7 +79,6 @@ def test_base_allocation_is_the_block(bench: Bench) -> None:
 
 @in_own_process
 def test_sharing_with_a_process_names_the_way(bench: Bench) -> None:
-    installed(bench)
     with raises("Error: vramx: this tensor's memory cannot be shared") as texts:
         bench.share(bench.allocate(512))
     assert "with torch.cuda.use_mem_pool(torch.cuda.MemPool()):" in texts[0]
@@ -112,17 +88,15 @@ def test_sharing_with_a_process_names_the_way(bench: Bench) -> None:
 
 @in_own_process
 def test_peer_access_is_given_on_both_sides(bench: Bench) -> None:
-    devices = installed(bench)
     bench.allocate(MIB)
-    before = devices.driver_calls(0)["set_access"]
+    before = bench.devices.driver_calls(0)["set_access"]
     bench.peer(1, 0)
     assert bench.journal() == ["peer 1 to 0"]
-    assert devices.driver_calls(0)["set_access"] > before
+    assert bench.devices.driver_calls(0)["set_access"] > before
 
 
 @in_own_process
 def test_copies_without_peer_access_name_both_devices(bench: Bench) -> None:
-    installed(bench)
     bench.copy(1, 0, False)
     assert bench.peer_copies() == 0  # nothing mapped anywhere
     bench.allocate(MIB)

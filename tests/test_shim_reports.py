@@ -1,11 +1,7 @@
-"""What torch's shim reports is true of the core and torch's allocator as one.
-
-Each test runs in a process of its own, as those of test_shim.py do.
-"""
+"""What torch's shim reports is true of the core and torch's allocator as one."""
 
 from __future__ import annotations
 
-import pytest
 from shim_build import (
     ALLOCATED,
     CURRENT,
@@ -15,33 +11,27 @@ from shim_build import (
     SIDE_STREAM,
     Bench,
     in_pool,
-    installed,
-    missing,
     raises,
     stat,
 )
 from shim_process import in_own_process
-
-pytestmark = pytest.mark.skipif(bool(missing()), reason=f"cannot compile the shim: {missing()}")
-
 
 # --- statistics ----------------------------------------------------------------------------------
 
 
 @in_own_process
 def test_statistics_are_sums(bench: Bench) -> None:
-    devices = installed(bench)
     bench.allocate(1000)
     bench.free(bench.allocate(4 * MIB))
     in_pool(bench, 512)
     stats = bench.stats(0)
-    core = devices.stats(0)
+    core = bench.devices.stats(0)
     assert stats["allocated_bytes"][0][CURRENT] == 1024 + 512
     assert stats["active_bytes"] == stats["allocated_bytes"]
     assert stats["allocated_bytes"][0][ALLOCATED] == 1024 + 4 * MIB + 512
     assert stats["allocated_bytes"][0][FREED] == 4 * MIB
     assert stats["requested_bytes"][0][CURRENT] == 1000 + 512
-    assert stats["reserved_bytes"][0][CURRENT] == devices.held(0) + 512
+    assert stats["reserved_bytes"][0][CURRENT] == bench.devices.held(0) + 512
     assert stats["allocation"][0][CURRENT] == 2
     assert stats["num_device_alloc"] == core["num_device_alloc"] + 1
     assert stats["max_split_size"] == 77  # only torch's allocator has one
@@ -49,7 +39,6 @@ def test_statistics_are_sums(bench: Bench) -> None:
 
 @in_own_process
 def test_requests_up_to_a_mebibyte_are_small(bench: Bench) -> None:
-    installed(bench)
     bench.allocate(MIB)
     bench.allocate(MIB + 1)
     _, small, large = bench.stats(0)["allocated_bytes"]
@@ -57,18 +46,8 @@ def test_requests_up_to_a_mebibyte_are_small(bench: Bench) -> None:
 
 
 @in_own_process
-def test_peaks_of_the_core_alone_are_the_cores(bench: Bench) -> None:
-    installed(bench)
-    bench.free(bench.allocate(4 * MIB))
-    bench.allocate(MIB)
-    assert stat(bench, "allocated_bytes")[:2] == [MIB, 4 * MIB]
-    bench.reset_peaks(0)
-    assert stat(bench, "allocated_bytes")[:2] == [MIB, MIB]
-
-
 @in_own_process
 def test_accumulated_statistics_start_again_on_both_sides(bench: Bench) -> None:
-    installed(bench)
     bench.free(bench.allocate(MIB))
     bench.free(in_pool(bench, 512))
     bench.reset_accumulated(0)
@@ -77,18 +56,16 @@ def test_accumulated_statistics_start_again_on_both_sides(bench: Bench) -> None:
 
 @in_own_process
 def test_statistics_of_no_device_are_refused(bench: Bench) -> None:
-    installed(bench)
     with raises("Error: Invalid device argument 9"):
         bench.stats(9)
 
 
 @in_own_process
 def test_the_profiler_hears_of_every_block_with_joint_totals(bench: Bench) -> None:
-    devices = installed(bench)
     in_pool(bench, 512)
     bench.start_profiler()
     pointer = bench.allocate(1000)
-    held = devices.held(0) + 512
+    held = bench.devices.held(0) + 512
     bench.free(pointer)
     reports = bench.stop_profiler()
     assert reports == [[pointer, 1024, 1536, held, 0], [pointer, -1024, 512, held, 0]]
@@ -96,7 +73,6 @@ def test_the_profiler_hears_of_every_block_with_joint_totals(bench: Bench) -> No
 
 @in_own_process
 def test_a_profiler_that_is_announced_hears_of_frees_before_an_allocation(bench: Bench) -> None:
-    installed(bench)
     pointer = bench.allocate(1000)
     bench.shim.vramx_torch_note_profiler()
     bench.start_profiler()
@@ -106,7 +82,6 @@ def test_a_profiler_that_is_announced_hears_of_frees_before_an_allocation(bench:
 
 @in_own_process
 def test_a_profiler_that_nobody_announced_hears_from_its_first_allocation_on(bench: Bench) -> None:
-    installed(bench)
     early, late = bench.allocate(1000), bench.allocate(2000)
     bench.start_profiler()
     bench.free(early)
@@ -116,9 +91,8 @@ def test_a_profiler_that_nobody_announced_hears_from_its_first_allocation_on(ben
     assert changes == [[pointer, 512], [late, -2048]]
 
 
-@in_own_process
+@in_own_process(capacity_bytes=64 * MIB)
 def test_the_profiler_hears_of_the_end_of_memory(bench: Bench) -> None:
-    installed(bench, capacity_bytes=64 * MIB)
     bench.start_profiler()
     with raises("OutOfMemoryError"):
         bench.allocate(128 * MIB)
@@ -130,7 +104,6 @@ def test_the_profiler_hears_of_the_end_of_memory(bench: Bench) -> None:
 
 @in_own_process
 def test_a_snapshot_finds_every_block_and_adds_up(bench: Bench) -> None:
-    devices = installed(bench)
     kept = bench.allocate(1000)
     bench.free(bench.allocate(8 * MIB))
     bench.device(1)
@@ -142,7 +115,7 @@ def test_a_snapshot_finds_every_block_and_adds_up(bench: Bench) -> None:
     ours = [s for s in segments.values() if s["is_expandable"]]
     assert pooled in segments
     assert not segments[pooled]["is_expandable"]
-    assert sum(s["total_size"] for s in ours) == devices.held(-1)
+    assert sum(s["total_size"] for s in ours) == bench.devices.held(-1)
     assert sum(s["allocated_size"] for s in ours) == 1024 + 2 * MIB
     assert sum(s["requested_size"] for s in ours) == 1000 + 2 * MIB
     found = {}
@@ -159,7 +132,6 @@ def test_a_snapshot_finds_every_block_and_adds_up(bench: Bench) -> None:
 
 @in_own_process
 def test_a_segment_has_the_stream_of_its_blocks(bench: Bench) -> None:
-    installed(bench)
     blocks = {bench.allocate(512): 0, bench.raw_alloc(512, SIDE_STREAM): SIDE_STREAM}
     found = {s["address"]: s["stream"] for s in bench.snapshot(0)["segments"]}
     assert found == blocks
@@ -167,7 +139,6 @@ def test_a_segment_has_the_stream_of_its_blocks(bench: Bench) -> None:
 
 @in_own_process
 def test_a_snapshot_of_a_pool_is_torchs(bench: Bench) -> None:
-    installed(bench)
     bench.allocate(MIB)
     pooled = in_pool(bench, 512)
     assert [s["address"] for s in bench.snapshot(POOL)["segments"]] == [pooled]

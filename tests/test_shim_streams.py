@@ -1,23 +1,9 @@
-"""torch's shim tells the core what torch knows of streams.
-
-Each test runs in a process of its own, as those of test_shim.py do.
-"""
+"""torch's shim tells the core what torch knows of streams."""
 
 from __future__ import annotations
 
-import pytest
-from shim_build import (
-    FOREIGN_STREAM,
-    MIB,
-    POOL,
-    SIDE_STREAM,
-    STREAM,
-    Bench,
-    missing,
-)
-from shim_process import in_own_process
-
-pytestmark = pytest.mark.skipif(bool(missing()), reason=f"cannot compile the shim: {missing()}")
+from shim_build import FOREIGN_STREAM, MIB, POOL, SIDE_STREAM, STREAM, Bench
+from shim_process import before_installing
 
 
 def recording(bench: Bench) -> None:
@@ -26,7 +12,7 @@ def recording(bench: Bench) -> None:
     bench.init(2)
 
 
-@in_own_process
+@before_installing
 def test_a_recorded_stream_comes_with_its_device_and_whether_it_lasts(bench: Bench) -> None:
     recording(bench)
     bench.device(1)
@@ -40,7 +26,7 @@ def test_a_recorded_stream_comes_with_its_device_and_whether_it_lasts(bench: Ben
     ]
 
 
-@in_own_process
+@before_installing
 def test_streams_of_torchs_pool_and_the_default_one_last(bench: Bench) -> None:
     recording(bench)
     assert bench.is_lasting(STREAM, 0)
@@ -51,14 +37,14 @@ def test_streams_of_torchs_pool_and_the_default_one_last(bench: Bench) -> None:
     assert not bench.is_lasting(FOREIGN_STREAM, 0)
 
 
-@in_own_process
+@before_installing
 def test_a_stream_that_is_not_current_is_not_known_to_last(bench: Bench) -> None:
     recording(bench)
     bench.stream(SIDE_STREAM)
     assert not bench.is_lasting(SIDE_STREAM + 2, 0)
 
 
-@in_own_process
+@before_installing
 def test_the_current_stream_is_the_one_that_the_thread_works_on(bench: Bench) -> None:
     recording(bench)
     bench.stream(FOREIGN_STREAM)
@@ -66,7 +52,7 @@ def test_the_current_stream_is_the_one_that_the_thread_works_on(bench: Bench) ->
     assert not bench.is_current(STREAM, 0)
 
 
-@in_own_process
+@before_installing
 def test_a_device_is_capturing_while_a_graph_or_a_pool_is_filled_on_it(bench: Bench) -> None:
     recording(bench)
     assert not bench.is_capturing(0)

@@ -49,19 +49,28 @@ def test_late_recording_ends_with_the_same_live_bytes(snapshots: Path, read: Any
     assert live_bytes(late).min() >= 0
 
 
-def test_an_address_used_again_is_another_allocation(read: Any) -> None:
-    trace = read(
-        event("alloc", 0x1000, 100),
-        event("free_requested", 0x1000, 100, 5),
-        event("free_completed", 0x1000, 100, 7),
-        event("alloc", 0x1000, 200, 9),
-    )
-    assert rows(trace) == [
-        (0, 0, 100, 0, 0),
-        (1, 0, 100, 0, 5),
-        (2, 0, 100, 0, 7),
-        (0, 1, 200, 0, 9),
-    ]
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        (  # an address that is used again is another allocation
+            [("alloc", 100, 0), ("free_requested", 100, 5), ("free_completed", 100, 7),
+             ("alloc", 200, 9)],
+            [(0, 0, 100, 0, 0), (1, 0, 100, 0, 5), (2, 0, 100, 0, 7), (0, 1, 200, 0, 9)],
+        ),
+        (  # a missing free is completed when the address is used again
+            [("alloc", 100, 0), ("alloc", 200, 6)],
+            [(0, 0, 100, 0, 0), (1, 0, 100, 0, 6), (2, 0, 100, 0, 6), (0, 1, 200, 0, 6)],
+        ),
+        (  # a completed free without a request gets one
+            [("alloc", 100, 0), ("free_completed", 100, 6)],
+            [(0, 0, 100, 0, 0), (1, 0, 100, 0, 6), (2, 0, 100, 0, 6)],
+        ),
+    ],
+    ids=["used again", "missing free", "missing request"],
+)  # fmt: skip
+def test_events_at_one_address_become_whole_lives(read: Any, events: Any, expected: Any) -> None:
+    made = (event(action, 0x1000, size, at) for action, size, at in events)
+    assert rows(read(*made)) == expected
 
 
 def test_a_free_of_older_memory_is_allocated_at_the_start(read: Any) -> None:
@@ -71,10 +80,7 @@ def test_a_free_of_older_memory_is_allocated_at_the_start(read: Any) -> None:
         event("free_completed", 0x9000, 700, 4),
     )
     assert rows(trace) == [
-        (0, 0, 700, 0, 0),
-        (0, 1, 100, 0, 0),
-        (1, 0, 700, 0, 3),
-        (2, 0, 700, 0, 4),
+        *((0, 0, 700, 0, 0), (0, 1, 100, 0, 0), (1, 0, 700, 0, 3), (2, 0, 700, 0, 4))
     ]
 
 
@@ -95,21 +101,6 @@ def test_block_addresses_follow_from_sizes_where_absent(read: Any) -> None:
         del older["address"]
     trace = read(event("alloc", 0x1200, 300), segments=[segment(*blocks)])
     assert [size for _, _, size, _, _ in rows(trace)] == [100, 300]
-
-
-def test_a_missing_free_is_completed_when_its_address_is_used_again(read: Any) -> None:
-    trace = read(event("alloc", 0x1000, 100), event("alloc", 0x1000, 200, 6))
-    assert rows(trace) == [
-        (0, 0, 100, 0, 0),
-        (1, 0, 100, 0, 6),
-        (2, 0, 100, 0, 6),
-        (0, 1, 200, 0, 6),
-    ]
-
-
-def test_a_completed_free_without_a_request_gets_one(read: Any) -> None:
-    trace = read(event("alloc", 0x1000, 100), event("free_completed", 0x1000, 100, 6))
-    assert [op for op, *_ in rows(trace)] == [0, 1, 2]
 
 
 def test_streams_are_numbered_in_order_of_appearance(read: Any) -> None:

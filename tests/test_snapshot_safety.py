@@ -18,6 +18,9 @@ from vramx.errors import TraceError
 from vramx.memory import plain_pickle
 from vramx.memory.trace import load_trace
 
+_PACKED = gzip.compress(zlib.compress(bytes(1000)))
+DAMAGED = _PACKED[:12] + bytes([_PACKED[12] ^ 0xFF]) + _PACKED[13:]
+
 
 class _Call:
     """Pickles as a call of `function`, as a malicious snapshot would hold."""
@@ -49,18 +52,32 @@ def test_the_unpickler_refuses_names_by_itself() -> None:
         unpickler.load()
 
 
-def test_data_of_other_kinds_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "bytes.pickle"
-    path.write_bytes(pickle.dumps({"segments": [b"x"], "device_traces": []}))
-    with pytest.raises(TraceError, match="only plain data is accepted"):
-        load_trace(path)
-
-
-def test_a_memo_index_that_would_fill_memory_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "memo.pickle"
-    path.write_bytes(b"\x80\x04}r\xff\xff\xff\x7f.")  # LONG_BINPUT 2^31 - 1: a 32 GiB table
-    with pytest.raises(TraceError, match="memo jumps to index 2147483647"):
-        load_trace(path)
+@pytest.mark.parametrize(
+    ("name", "data", "what"),
+    [
+        ("bytes.pickle", pickle.dumps({"segments": [b"x"]}), "only plain data is accepted"),
+        # LONG_BINPUT 2^31 - 1: a table of 32 GiB.
+        ("memo.pickle", b"\x80\x04}r\xff\xff\xff\x7f.", "memo jumps to index 2147483647"),
+        # Text that claims more than the file has.
+        (
+            "long.pickle",
+            b"\x80\x04\x8d" + (1 << 60).to_bytes(8, "little") + b"abc.",
+            "no complete pickle",
+        ),
+        ("deep.json", b"[" * 200_000, "no complete JSON"),
+        ("many.pickle", b"\x80\x04](" + b"}" * 1001 + b"e.", "more than the 1000 objects"),
+        ("bomb.json.gz", gzip.compress(b" " * (2 << 20)), "larger than the 1 MiB accepted"),
+        ("bad.pickle.gz", DAMAGED, ""),
+    ],
+)
+def test_files_that_would_fill_memory_or_are_damaged_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, data: bytes, what: str
+) -> None:
+    monkeypatch.setattr(plain_pickle, "MAX_CONTAINERS", 1000)
+    monkeypatch.setattr("vramx.memory.snapshot_file.MAX_FILE_BYTES", 1 << 20)
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(TraceError, match=what):
+        load_trace(tmp_path / name)
 
 
 def accepted_opcode_by_opcode(data: bytes) -> bool | None:
@@ -104,38 +121,6 @@ def test_the_scan_in_runs_misses_nothing(protocol: int) -> None:
     assert verdicts.count(False) > 20
 
 
-def test_too_many_objects_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_pickle, "MAX_CONTAINERS", 1000)
-    path = tmp_path / "many.pickle"
-    path.write_bytes(b"\x80\x04](" + b"}" * 1001 + b"e.")
-    with pytest.raises(TraceError, match="more than the 1000 objects"):
-        load_trace(path)
-
-
-def test_text_that_claims_more_than_the_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "long.pickle"
-    path.write_bytes(b"\x80\x04\x8d" + (1 << 60).to_bytes(8, "little") + b"abc.")
-    with pytest.raises(TraceError, match="no complete pickle"):
-        load_trace(path)
-
-
-def test_a_compressed_file_is_not_unpacked_without_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vramx.memory.snapshot_file.MAX_FILE_BYTES", 1 << 20)
-    path = tmp_path / "bomb.json.gz"
-    path.write_bytes(gzip.compress(b" " * (2 << 20)))
-    with pytest.raises(TraceError, match="larger than the 1 MiB accepted"):
-        load_trace(path)
-
-
-def test_deeply_nested_json_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "deep.json"
-    path.write_bytes(b"[" * 200_000)
-    with pytest.raises(TraceError, match="no complete JSON"):
-        load_trace(path)
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_snapshot_cut_anywhere_is_refused(snapshots: Path, tmp_path: Path, packed: bool) -> None:
     data = (snapshots / "train.pickle").read_bytes()
@@ -145,15 +130,6 @@ def test_a_snapshot_cut_anywhere_is_refused(snapshots: Path, tmp_path: Path, pac
         path.write_bytes(data[:length])
         with pytest.raises(TraceError):
             load_trace(path)
-
-
-def test_a_corrupt_gzip_stream_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "bad.pickle.gz"
-    data = bytearray(gzip.compress(zlib.compress(bytes(1000))))
-    data[12] ^= 0xFF
-    path.write_bytes(data)
-    with pytest.raises(TraceError):
-        load_trace(path)
 
 
 def test_a_snapshot_with_changed_bytes_never_fails_otherwise(

@@ -57,9 +57,7 @@ def test_a_torch_without_observers_goes_on(cuda: FakeCuda, tmp_path: Path) -> No
     assert program.fail(GIB) == ""
 
 
-def test_recording_starts_torchs_history_once_and_leaves_the_programs_own(
-    cuda: FakeCuda,
-) -> None:
+def test_recording_starts_torchs_history_once_and_leaves_the_programs_own(cuda: FakeCuda) -> None:
     vramx.install_allocator(record=True)
     assert not cuda.histories  # starting it would initialise CUDA
     cuda.initialise()

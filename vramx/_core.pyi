@@ -41,6 +41,7 @@ class _Timeline(TypedDict):
 
 class _RunFigures(TypedDict):
     peak_reserved_bytes: int
+    peak_allocated_bytes: int  # by blocks, which may be larger than their requests
     oom: bool
     oom_event: int  # -1 where memory did not run out
     ns_per_event: float
@@ -217,9 +218,5 @@ def open_simulated(
 ) -> Devices: ...
 def probe_cuda() -> _CudaFacts: ...
 def benchmark_core(
-    live_blocks: int,
-    operations: int,
-    size_bytes_low: int,
-    size_bytes_high: int,
-    threads: int,
+    live_blocks: int, operations: int, size_bytes_low: int, size_bytes_high: int, threads: int
 ) -> _CoreCost: ...

@@ -12,7 +12,6 @@ from functools import reduce
 from operator import or_
 
 from benchmarks.documents.results import OUT_OF_MEMORY, Cell, Run, newest
-from vramx.sizes import GIB, MIB
 
 Show = Callable[[float], str]
 
@@ -22,44 +21,39 @@ def number(form: str, unit: str = "", scale: float = 1.0) -> Show:
     return lambda value: f"{value * scale:{form}}{unit}"
 
 
-PLAIN = number("g")
-COUNT = number(",.0f")
-RATIO = number(".2f")
-FINE_RATIO = number(".3f")
-COSINE = number(".4f")
-GIBS = number(".1f", " GiB", 1 / GIB)
-FINE_GIBS = number(".3f", " GiB", 1 / GIB)
-MIBS = number(".0f", " MiB", 1 / MIB)
-MS = number(".0f", " ms")
-FINE_MS = number(".1f", " ms")
-PERCENT = number(".2f", " %")
-
-
 @dataclass(frozen=True)
 class Column:
-    """A figure of each row; `over` is what it is divided by."""
+    """A figure of each row."""
 
     heading: str
     case: str
     metric: str
     show: Show
-    over: Cell | None = None
     is_needed: bool = True
 
-    def cells(self, name: str) -> list[Cell]:
-        """Return the figures that a row needs."""
-        pairs = [(self.case, self.metric), *([self.over] if self.over else [])]
-        return [(case.format(name), metric.format(name)) for case, metric in pairs]
+    def cell(self, name: str) -> Cell:
+        """Return the figure of a row."""
+        return self.case.format(name), self.metric.format(name)
 
     def text(self, run: Run, name: str) -> str:
         """Return what stands in a row: a figure, that memory ran out, or nothing."""
-        values = [run.value(*cell) for cell in self.cells(name)]
-        if any(run.ran_out(case) for case, _ in self.cells(name)):
+        case, metric = self.cell(name)
+        if run.ran_out(case):
             return OUT_OF_MEMORY
-        known = [value for value in values if value is not None]
-        if len(known) < len(values):
-            return ""
-        return self.show(known[0] / known[1] if self.over else known[0])
+        value = run.value(case, metric)
+        return "" if value is None else self.show(value)
+
+
+class Words(Column):
+    """How many blocks a plan treats in which way."""
+
+    def text(self, run: Run, name: str) -> str:
+        found = run.metrics(self.case.format(name))
+        return ", ".join(
+            f"{count:.0f} `{metric.removeprefix('blocks_')}`"
+            for metric, count in found.items()
+            if metric.startswith("blocks_")
+        )
 
 
 @dataclass(frozen=True)
@@ -80,7 +74,7 @@ class Table:
 
     def needed(self, name: str) -> list[Cell]:
         """Return the figures that a row must have."""
-        return [cell for each in self.columns if each.is_needed for cell in each.cells(name)]
+        return [each.cell(name) for each in self.columns if each.is_needed]
 
     def run(self) -> Run:
         """Return what the table shows.
@@ -96,8 +90,7 @@ class Table:
 
     def _row_run(self, name: str) -> Run:
         run = newest(self.source, self.needed(name))
-        cases = {case for each in self.columns for case, _ in each.cells(name)}
-        return run.part(cases)
+        return run.part(each.cell(name)[0] for each in self.columns)
 
     def shown_rows(self, run: Run) -> dict[str, str]:
         """Return the rows that the table has in a run."""
@@ -111,8 +104,7 @@ class Table:
     def shown(self, run: Run) -> Run:
         """Return the part of a run whose place is to be named."""
         names = self.shown_rows(run).values()
-        cells = (cell for name in names for each in self.columns for cell in each.cells(name))
-        return run.part(case for case, _ in cells)
+        return run.part(each.cell(name)[0] for name in names for each in self.columns)
 
     def lines(self) -> list[str]:
         """Return the table in Markdown, and below it where it was measured."""

@@ -1,4 +1,4 @@
-"""The text that is made: of a table, a figure, a help text, an explanation, the map of vramx."""
+"""The text that is made: tables, figures, help texts, an explanation, the map of vramx, recipes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 
 from benchmarks.documents.figures import figure
 from benchmarks.documents.tables import TABLES
-from benchmarks.harness import ROOT
+from benchmarks.harness import ROOT, read_csv
+from benchmarks.recipes import PAGES, ROWS, page_table
 from vramx.cli.main import main
 
 SNAPSHOT = ROOT / "examples" / "data" / "oom.pickle.gz"
@@ -32,6 +33,7 @@ def make(words: str) -> str:
         "help": help_text,
         "explain": explanation,
         "map": files_map,
+        "recipe": lambda name: _block(page_table(name, read_csv(ROWS))),
         "recipes": recipes,
     }
     if kind not in makers:
@@ -70,7 +72,7 @@ def files_map(_: str) -> str:
 def recipes(_: str) -> str:
     """Return the recipes that there are: their titles, and the first sentence of each."""
     found = []
-    for path in sorted((ROOT / "docs" / "recipes").glob("*.md")):
+    for path in sorted(PAGES.glob("*.md")):
         if path.name != "index.md":
             title, _, text = path.read_text().removeprefix("# ").partition("\n\n")
             first = re.match(r"(?:\*\*When\.\*\* )?(.*?[.:])(?:\s|$)", text, re.DOTALL)

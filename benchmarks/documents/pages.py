@@ -10,7 +10,7 @@ from benchmarks.harness import ROOT
 
 # A comment in quotes is one that a page speaks of.
 _MADE = re.compile(
-    r"(?<!`)<!--\s*(?P<words>(?:= |table |help|explain|map|recipes)[^>]*?)\s*-->"
+    r"(?<!`)<!--\s*(?P<words>(?:= |table |help|explain|map|recipe)[^>]*?)\s*-->"
     r"(?P<text>.*?)<!-- end -->",
     re.DOTALL,
 )

@@ -11,10 +11,8 @@ with the parameters' gradients allocated before; on a processor they are left ou
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
@@ -27,7 +25,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import vramx
 from benchmarks.models_workloads import WORKLOADS, Batch, Workload, build
-from benchmarks.programs._report import Recorder, allocator_name, sized
+from benchmarks.programs._report import Recorder, host_ms, in_turn, report, sized, timed_ms
 from vramx.sizes import MIB
 
 SEED = 1
@@ -116,11 +114,6 @@ WAYS: dict[str, dict[str, Way]] = {
 }
 
 
-def report(case: str, metric: str, unit: str, values: list[float]) -> None:
-    line = {"case": case, "metric": metric, "unit": unit, "values": values}
-    print(json.dumps({**line, "allocator": allocator_name()}), flush=True)
-
-
 def compare(case: str, workload: Workload, ways: dict[str, Way]) -> None:
     """Measure memory, gradients and time of each way; the first is the one to compare with."""
     device = next(workload.model.parameters()).device
@@ -168,13 +161,9 @@ def compare_gradients(case: str, workload: Workload, batch: Batch, ways: dict[st
 
 def compare_times(case: str, workload: Workload, batch: Batch, ways: dict[str, Way]) -> None:
     steps: dict[str, list[float]] = {name: [] for name in ways}
-    order = list(ways)
-    for _ in range(sized(MEASURED_STEPS, 1)):
-        for name in order:
-            with ways[name](workload):
-                steps[name].append(timed_ms(lambda: take_step(workload, batch)))
-        # What a way does to the clocks of the GPU reaches the one behind it.
-        order.reverse()
+    for name in in_turn(ways, sized(MEASURED_STEPS, 1)):
+        with ways[name](workload):
+            steps[name].append(timed_ms(partial(take_step, workload, batch))[0])
     first = statistics.median(next(iter(steps.values())))
     for name, taken in steps.items():
         report(f"{case} {name}", "step_ms", "ms", taken)
@@ -220,15 +209,6 @@ def compare_hosts(case: str, workload: Workload, ways: dict[str, Way]) -> None:
 
 def _packed(counts: Any) -> int:
     return sum(found.packed.tensors for found in counts or ())
-
-
-def host_ms(function: Callable[[], Any]) -> float:
-    """Return the milliseconds of a call on the host's clock; the device has nothing else to do."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start_s = time.perf_counter()
-    function()
-    return 1000 * (time.perf_counter() - start_s)
 
 
 def forward(workload: Workload, batch: Batch) -> Tensor:
@@ -325,21 +305,6 @@ def report_counts(case: str, counts: list[Any]) -> None:
         report(case, "packed_share", "1", [packed / saved])
 
 
-def timed_ms(function: Callable[[], Any]) -> float:
-    """Return the milliseconds of a call, on the device's clock where there is one."""
-    if not torch.cuda.is_available():
-        start_s = time.perf_counter()
-        function()
-        return 1000 * (time.perf_counter() - start_s)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    start.record()
-    function()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end))
-
-
 def report_link(case: str, device: torch.device) -> None:
     """Report what the link to the host carries, and what the offload says of itself."""
     if device.type == "cuda":
@@ -349,7 +314,7 @@ def report_link(case: str, device: torch.device) -> None:
             ("link_to_host", lambda: here.copy_(there, non_blocking=True)),
             ("link_from_host", lambda: there.copy_(here, non_blocking=True)),
         ):
-            times = [timed_ms(copy) for _ in range(5)][1:]
+            times = [timed_ms(copy)[0] for _ in range(5)][1:]
             report(f"{case} link", metric, "GB/s", [LINK_BYTES / 1e6 / ms for ms in times])
     for found in vramx.offload_report():
         for name, value in asdict(found).items():

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from benchmarks.harness import Measurement, Options
+from benchmarks.harness import Measurement, Options, Request, RowWriter
 from benchmarks.programs import _launch
 from benchmarks.programs._launch import (
     ALLOCATORS,
@@ -24,11 +24,9 @@ from benchmarks.programs._launch import (
     Job,
     Outcome,
     Started,
-    Waiting,
     in_batches,
     visible_gpus,
 )
-from benchmarks.programs._rows import Request, RowWriter
 from vramx.errors import InvalidValueError
 from vramx.sizes import format_size
 
@@ -40,6 +38,7 @@ Result = TypeVar("Result")
 Figures = dict[tuple[str, str], list[float]]  # by case ("llama int8") and metric
 # What to show, and whether everything ran and met its goals.
 Findings: TypeAlias = "tuple[list[Table | str], bool]"
+Goal = tuple[str, str, float, bool]  # case, metric, value, and whether the goal is met
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def chosen(names: Sequence[str], known: Iterable[str], noun: str) -> tuple[str, 
 
 
 def measure(
-    cases: Iterable[str], start: Callable[[str], Waiting], writer: RowWriter
+    cases: Iterable[str], start: Callable[[str], Started], writer: RowWriter
 ) -> tuple[Figures, bool]:
     """Give each case its turn; return all figures, and whether anything failed."""
     started = in_batches(cases, start, threading.Event())
@@ -187,6 +186,37 @@ def cells(
         write = size if metric.endswith("_bytes") else figure
         found.append(write(middle(values)) if values else "")
     return found
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """What a benchmark shows: some metrics of each case, and which of them missed their goals."""
+
+    title: str
+    metrics: tuple[str, ...]
+    goals: Callable[[Figures], Sequence[Goal]] = lambda _: ()
+    middle: Callable[[Sequence[float]], float] = median
+    size: Callable[[float], str] = lambda value: format_size(int(value))
+    lines: Callable[[Figures], list[str]] = names_in  # the cases that are shown
+
+    def findings(self, figures: Figures, has_failed: bool) -> Findings:
+        """Return the table, and whether all ran and met its goals."""
+        is_good = not has_failed and all(is_met for *_, is_met in self.goals(figures))
+        return [self.table(figures)], is_good
+
+    def table(self, figures: Figures) -> Table:
+        """Lay the figures out, one line for each case."""
+        lines = {
+            case: cells(figures, case, self.metrics, self.middle, self.size)
+            for case in self.lines(figures)
+        }
+        missed = [(case, metric) for case, metric, _, is_met in self.goals(figures) if not is_met]
+        return lay_out(self.title, self.metrics, lines, missed)
+
+
+def cases_with(metric: str) -> Callable[[Figures], list[str]]:
+    """Return what finds the cases of which a metric was measured."""
+    return lambda figures: [case for case, name in figures if name == metric]
 
 
 def lay_out(

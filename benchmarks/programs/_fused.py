@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import statistics
 import sys
 import time
@@ -29,10 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.models_workloads import Batch, Workload, build_by, cnn, convnext, gpt2, llama, vit
-from benchmarks.programs._activations import cosines, report
+from benchmarks.programs._activations import cosines
 from benchmarks.programs._adapters import Adapters, adapt, quantise
 from benchmarks.programs._fused_ways import COMPILED, WAYS, SkippedError, Subject
-from benchmarks.programs._report import Recorder, allocator_name, sized
+from benchmarks.programs._report import Recorder, in_turn, report, report_status, sized, timed_ms
 
 SEED = 1
 WARMUP_STEPS = 3
@@ -209,7 +208,7 @@ def main(name: str) -> None:
         with torch.device("meta"):  # imports the model's library ahead of the turn
             CASES[name].build()
     except SkippedError as error:
-        report_status(f"{name} eager", error)
+        report_failure(f"{name} eager", error)
         return
     device = recorder.begin()
     arena = Arena(CASES[name], device)
@@ -233,19 +232,19 @@ def prepare(case: str, arena: Arena) -> dict[str, Subject]:
             report_memory(name, arena, subject)
             reference = report_gradients(name, arena, subject, reference)
         except Exception as error:
-            report_status(name, error)
+            report_failure(name, error)
         else:
             subjects[way] = subject
         print(f"{name}: ready after {time.monotonic() - start_s:.0f} s", file=sys.stderr)
     return subjects
 
 
-def report_status(case: str, error: Exception) -> None:
+def report_failure(case: str, error: Exception) -> None:
     """Say why a way has no figures; whatever its reason, the others go on."""
     lines = str(error).strip().splitlines() or [""]
     reason = f"failed: {type(error).__name__}: {lines[0]}"
     status = f"skipped: {error}" if isinstance(error, SkippedError) else reason[:200]
-    print(json.dumps({"case": case, "status": status, "allocator": allocator_name()}), flush=True)
+    report_status(case, status)
 
 
 def report_memory(case: str, arena: Arena, subject: Subject) -> None:
@@ -300,35 +299,18 @@ def compare_times(case: str, arena: Arena, subjects: dict[str, Subject]) -> None
     gc.collect()
     steps: dict[str, list[float]] = {way: [] for way in subjects}
     hosts: dict[str, list[float]] = {way: [] for way in subjects}
-    for turn in range(sized(1 + MEASURED_ROUNDS, 2)):
-        for way in list(subjects)[:: 1 if turn % 2 else -1]:
-            step_ms, host_ms = timed_ms(partial(arena.step, subjects[way]))
-            if turn:  # in the first, the allocator's blocks are cut anew
-                steps[way].append(step_ms)
-                hosts[way].append(host_ms)
+    rounds = in_turn(reversed(subjects), sized(1 + MEASURED_ROUNDS, 2))
+    for number, way in enumerate(rounds):
+        step_ms, host_ms = timed_ms(partial(arena.step, subjects[way]))
+        if number >= len(subjects):  # in the first round, the allocator's blocks are cut anew
+            steps[way].append(step_ms)
+            hosts[way].append(host_ms)
     first = next(iter(steps.values()), [])
     for way, taken in steps.items():
         report(f"{case} {way}", "step_ms", "ms", taken)
         report(f"{case} {way}", "host_ms", "ms", hosts[way])
         ratios = [ours / theirs for ours, theirs in zip(taken, first, strict=True)]
         report(f"{case} {way}", "step_ratio", "1", [statistics.median(ratios)])
-
-
-def timed_ms(function: Callable[[], Any]) -> tuple[float, float]:
-    """Return the milliseconds of a call on the device's clock, and until it returned."""
-    has_gpu = torch.cuda.is_available()
-    if has_gpu:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-    start_s = time.perf_counter()
-    function()
-    host_ms = 1000 * (time.perf_counter() - start_s)
-    if not has_gpu:
-        return host_ms, host_ms
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)), host_ms
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ takes seconds on a processor. Dropout is 0 and nothing but the way differs betwe
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from torch import Tensor
 import vramx
 from benchmarks.language_model import SEEDS
 from benchmarks.models_gpt import Gpts, Shape, draw_starts, standard_library_text, windows
-from benchmarks.programs._report import Recorder, allocator_name, sized
+from benchmarks.programs._report import Recorder, report, sized
 
 STEPS, EVERY = 3000, 250
 WARMUP = 300
@@ -130,9 +129,9 @@ def models_for(way: str, shape: Shape, seeds: Sequence[int]) -> Gpts:
     from benchmarks.models_gpt2 import SeparateGpts
 
     models = SeparateGpts(seeds, shape)
-    report = vramx.optimize(models, LEVELS[way])
-    if len(report.swapped) != len(seeds) * shape.layers:
-        raise RuntimeError(f"only these blocks were swapped:\n{report}")
+    done = vramx.optimize(models, LEVELS[way])
+    if len(done.swapped) != len(seeds) * shape.layers:
+        raise RuntimeError(f"only these blocks were swapped:\n{done}")
     return models
 
 
@@ -141,11 +140,6 @@ def share_of_rate(step: int, steps: int, warmup: int) -> float:
     if step < warmup:
         return step / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-
-
-def report(case: str, metric: str, unit: str, values: list[float]) -> None:
-    line = {"case": case, "metric": metric, "unit": unit, "values": values}
-    print(json.dumps({**line, "allocator": allocator_name()}), flush=True)
 
 
 def main(way: str, *seeds: str) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Any, TypeVar
 
 from benchmarks.harness import UnavailableError
 from benchmarks.programs import _turn
@@ -35,7 +35,6 @@ from vramx.memory.replay import load_core
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAMS = Path(__file__).resolve().parent
 Item = TypeVar("Item")
-Process = TypeVar("Process", bound="Importing")
 BATCH = 9  # processes that import at once
 _POLL_S = 0.05
 _OUT_OF_MEMORY = ("CUDA out of memory.", "torch.OutOfMemoryError")
@@ -229,26 +228,6 @@ class Started:
         self._errors.close()
 
 
-class Waiting(Protocol):
-    """A process that waits for its turn, as Started."""
-
-    def take_turn(
-        self, cap_bytes: int | None = None, stop: threading.Event | None = None
-    ) -> Outcome: ...
-
-    def wait_until_ready(self, stop: threading.Event) -> None: ...
-
-    def begin(self, cap_bytes: int | None) -> None: ...
-
-    def take_step(self) -> None: ...
-
-    def comes_to_turn(self, stop: threading.Event) -> bool: ...
-
-    def finish(self) -> Outcome: ...
-
-    def cancel(self) -> None: ...
-
-
 class Together:
     """Processes that share a GPU and take their steps in turn.
 
@@ -256,7 +235,7 @@ class Together:
     first as often as the others, and none takes two steps in a row while there are three.
     """
 
-    def __init__(self, processes: Sequence[Waiting]) -> None:
+    def __init__(self, processes: Sequence[Started]) -> None:
         self._processes = processes
 
     def wait_until_ready(self, stop: threading.Event) -> None:
@@ -288,10 +267,7 @@ class Together:
             process.cancel()
 
 
-class Importing(Protocol):
-    def wait_until_ready(self, stop: threading.Event) -> None: ...
-
-    def cancel(self) -> None: ...
+Process = TypeVar("Process", Started, Together)
 
 
 def in_batches(

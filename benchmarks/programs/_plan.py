@@ -12,10 +12,10 @@ than plans differ. On a processor bytes are counted and times mean nothing.
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,8 +24,8 @@ import torch
 
 import vramx
 from benchmarks.models_workloads import WORKLOADS, Batch, Workload, build
-from benchmarks.programs._activations import SEED, forward, take_step, timed_ms
-from benchmarks.programs._report import Recorder, allocator_name, sized
+from benchmarks.programs._activations import SEED, forward, take_step
+from benchmarks.programs._report import Recorder, in_turn, report, sized, timed_ms
 from vramx.planning.meters import meter_of
 
 BUDGETS = 5
@@ -47,28 +47,28 @@ def main(case: str) -> None:
     smallest = fastest.with_budget(sample, "smallest")
     for parameter in workload.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    low, high = smallest.needed_bytes, fastest.needed_bytes
     plans = {}
-    for i in range(BUDGETS):
-        budget = low + (high - low) * i // (BUDGETS - 1)
+    for number, budget in enumerate(budgets_between(smallest, fastest, BUDGETS), 1):
         plan = fastest.with_budget(sample, budget)
         print(plan, file=sys.stderr)
-        plans[f"{case} budget {i + 1}"] = plan
+        plans[f"{case} budget {number}"] = plan
     for name, plan in plans.items():
         report_plan(name, plan)
         with applied(plan, workload, batch):
-            report(name, "peak_bytes", "B", [peak_bytes(workload, batch)])
+            meter = meter_of(device, workload.model)
+            report(name, "peak_bytes", "B", [peak_of(meter, partial(take_step, workload, batch))])
     compare_times(plans, workload, batch)
+
+
+def budgets_between(smallest: vramx.Plan, fastest: vramx.Plan, count: int) -> list[int]:
+    """Return so many budgets from what the one needs to what the other does."""
+    low, high = smallest.needed_bytes, fastest.needed_bytes
+    return [low + (high - low) * i // (count - 1) for i in range(count)]
 
 
 def loss_of(workload: Workload, batch: Batch, _model: Any) -> torch.Tensor:
     torch.manual_seed(SEED)
     return workload.loss(forward(workload, batch), batch)
-
-
-def report(case: str, metric: str, unit: str, values: list[float]) -> None:
-    line = {"case": case, "metric": metric, "unit": unit, "values": values}
-    print(json.dumps({**line, "allocator": allocator_name()}), flush=True)
 
 
 def report_plan(case: str, plan: vramx.Plan) -> None:
@@ -79,8 +79,12 @@ def report_plan(case: str, plan: vramx.Plan) -> None:
     report(case, "planned_bytes", "B", [plan.measured_bytes])
     report(case, "predicted_ms", "ms", [plan.predicted_ms])
     report(case, "planned_ms", "ms", [plan.measured_ms])
-    for word in sorted(set(plan.words.values())):
-        count = list(plan.words.values()).count(word)
+    report_words(case, plan)
+
+
+def report_words(case: str, plan: vramx.Plan) -> None:
+    """Report how many blocks a plan treats in which way."""
+    for word, count in sorted(Counter(plan.words.values()).items()):
         report(case, f"blocks_{word}", "1", [count])
 
 
@@ -101,24 +105,23 @@ def compare_times(plans: dict[str, vramx.Plan], workload: Workload, batch: Batch
     words = {name: tuple(plan.words.items()) for name, plan in plans.items()}
     different = {words[name]: plan for name, plan in plans.items()}
     steps: dict[Any, list[float]] = {key: [] for key in different}
-    order = list(different)
-    for _ in range(sized(TURNS, 1)):
-        for key in order:
-            with applied(different[key], workload, batch):
-                steps[key].append(timed_ms(partial(take_step, workload, batch)))
-        order.reverse()
+    for key in in_turn(different, sized(TURNS, 1)):
+        with applied(different[key], workload, batch):
+            steps[key].append(timed_ms(partial(take_step, workload, batch))[0])
     for name in plans:
         report(name, "step_ms", "ms", steps[words[name]])
 
 
-def peak_bytes(workload: Workload, batch: Batch) -> int:
+def peak_of(meter: Any, step: Callable[[], None], steps: int = 1) -> int:
+    """Return the peak of some steps, the first of them included."""
     gc.collect()
-    meter = meter_of(next(workload.model.parameters()).device, workload.model)
     with meter.watching():
         meter.settle()
         meter.reset_peak()
-        take_step(workload, batch)
-        return meter.peak_bytes()
+        for _ in range(steps):
+            step()
+        meter.settle()
+        return int(meter.peak_bytes())
 
 
 if __name__ == "__main__":

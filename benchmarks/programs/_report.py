@@ -16,7 +16,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ import torch
 from benchmarks.programs import _turn
 
 Size = TypeVar("Size")
+Way = TypeVar("Way")
 
 SEED = 20_26
 
@@ -88,13 +89,13 @@ class Recorder:
         """
         if self._turn is None:
             raise RuntimeError("step() comes before begin()")
-        _synchronize()
+        synchronize()
         self._waited_s += _wait_for_step()
         before = _counters()
-        _synchronize()
+        synchronize()
         start_s = time.perf_counter()
         yield
-        _synchronize()
+        synchronize()
         self._step_ms.append(1000 * (time.perf_counter() - start_s))
         after = _counters()
         self._device_calls.append(after[0] - before[0])
@@ -143,9 +144,45 @@ def _wait_for_step() -> float:
     return waited_s
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
+    """Wait for the GPU, where there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def host_ms(function: Callable[[], Any]) -> float:
+    """Return the milliseconds of a call on the host's clock; the device has nothing else to do."""
+    synchronize()
+    start_s = time.perf_counter()
+    function()
+    return 1000 * (time.perf_counter() - start_s)
+
+
+def timed_ms(function: Callable[[], Any]) -> tuple[float, float]:
+    """Return the milliseconds of a call on the device's clock, and until it returned."""
+    if not torch.cuda.is_available():
+        return (host_ms(function),) * 2
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    start_s = time.perf_counter()
+    function()
+    called_ms = 1000 * (time.perf_counter() - start_s)
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)), called_ms
+
+
+def in_turn(ways: Iterable[Way], times: int) -> Iterator[Way]:
+    """Yield all ways so many times, every other time backwards.
+
+    What slows the machine for a while slows all of them, and what a way does to the clocks of the
+    GPU, or to where memory lies, reaches not always the same one.
+    """
+    order = list(ways)
+    for _ in range(times):
+        yield from order
+        order.reverse()
 
 
 def _cap_memory(cap_bytes: int | None) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from benchmarks.models_configs import gpt2_config, llama_config
 from benchmarks.programs._report import sized
 
 VOCABULARY = sized(32_000, 512)
@@ -35,36 +36,17 @@ class Training:
 
 
 def llama(way: str = "eager", text: tuple[int, int] = TEXT) -> Training:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=sized(1024, 64),
-        intermediate_size=sized(2816, 128),
-        num_hidden_layers=sized(12, 2),
-        num_attention_heads=sized(16, 4),
-        num_key_value_heads=sized(4, 2),
-        max_position_embeddings=1024,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
+    sizes = sized((1024, 12, 2816, 16, 4), (64, 2, 128, 4, 2))
+    config = llama_config(VOCABULARY, sizes, max_position_embeddings=1024)
     return language_model(LlamaForCausalLM(config), way, text)
 
 
 def gpt2(way: str = "eager", text: tuple[int, int] = TEXT) -> Training:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel
 
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=sized(1024, 64),
-        n_layer=sized(12, 2),
-        n_head=sized(16, 4),
-        n_positions=1024,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-        attn_implementation="sdpa",
-    )
+    config = gpt2_config(VOCABULARY, *sized((1024, 12, 16), (64, 2, 4)))
     return language_model(GPT2LMHeadModel(config), way, text)
 
 

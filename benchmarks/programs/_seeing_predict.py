@@ -22,34 +22,43 @@ from vramx.planning.predict import predict_made
 from vramx.planning.words import apply_words
 
 STEPS = 3
+SAID = ("said_bytes", "said_allocated_bytes", "said_reserved_bytes")
+HELD = ("held_bytes", "held_allocated_bytes", "held_reserved_bytes")
 
 
 def main(name: str, row: str, what: str) -> None:
     case = f"predict {name} {row}"
     if what == "said":
-        said = said_bytes(name, row)
-        line = {"case": case, "metric": "said_bytes", "unit": "B", "values": [said]}
-        print(json.dumps({**line, "allocator": "none"}), flush=True)
+        for metric, said in zip(SAID, said_bytes(name, row), strict=True):
+            line = {"case": case, "metric": metric, "unit": "B", "values": [said]}
+            print(json.dumps({**line, "allocator": "none"}), flush=True)
         return
     recorder = Recorder(deterministic=False)
     import transformers  # noqa: F401  ahead of the turn: it takes seconds
 
     recorder.begin()
-    requested, allocated = held_bytes(name, row)
-    report(case, "held_bytes", "B", [requested])
-    report(case, "allocated_bytes", "B", [allocated])
+    for metric, held in zip(HELD, held_bytes(name, row), strict=True):
+        report(case, metric, "B", [held])
 
 
-def said_bytes(name: str, row: str) -> int:
-    """Return what a user without a GPU is told of a step."""
+def said_bytes(name: str, row: str) -> tuple[int, int, int]:
+    """Return what a user without a GPU is told of a step, in the order of SAID."""
     levels = None if row in WAYS else [row]
-    prediction = predict_made(lambda: made(name, row).step, levels=levels, policies="live")
+    prediction = predict_made(
+        lambda: made(name, row).step, levels=levels, policies=("live", "native")
+    )
     workspaces = sum(n for what, n in prediction.beside.items() if "cuBLAS" in what)
-    return prediction.peak_bytes() + workspaces
+    peaks = (
+        prediction.peak_bytes("live"),
+        prediction.allocated_bytes("native"),
+        prediction.peak_bytes("native"),
+    )
+    requested, allocated, reserved = (peak + workspaces for peak in peaks)
+    return requested, allocated, reserved
 
 
-def held_bytes(name: str, row: str) -> tuple[int, int]:
-    """Return the peaks of the first steps: of what was asked for, and of torch's blocks for it.
+def held_bytes(name: str, row: str) -> tuple[int, int, int]:
+    """Return the peaks of the first steps, in the order of HELD.
 
     A block of torch's own allocator may be a mebibyte larger than what was asked for.
     """
@@ -62,7 +71,10 @@ def held_bytes(name: str, row: str) -> tuple[int, int]:
         training.step()
     torch.cuda.synchronize()
     stats = torch.cuda.memory_stats()
-    return stats["requested_bytes.all.peak"], stats["allocated_bytes.all.peak"]
+    requested, allocated, reserved = (
+        stats[f"{what}_bytes.all.peak"] for what in ("requested", "allocated", "reserved")
+    )
+    return requested, allocated, reserved
 
 
 def made(name: str, row: str) -> Training:

@@ -10,7 +10,6 @@ of Liger and transformers.
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import sysconfig
 import time
@@ -23,15 +22,16 @@ import torch
 from torch import Tensor, nn
 
 import vramx
-from benchmarks.programs._report import SEED, Recorder, allocator_name, sized
+from benchmarks.models_configs import llama_config
+from benchmarks.programs._report import SEED, Recorder, report, report_status, sized, synchronize
 from benchmarks.train_3b import RECOMPUTED, ROWS, Row
 from vramx.sizes import GIB
 
-# Hidden, layers, feed-forward, heads, heads of keys, vocabulary: 3.015 billion parameters, and
-# those of Llama 3.1 8B.
+# Vocabulary and sizes: 3.015 billion parameters, and those of Llama 3.1 8B.
+_TINY = (300, (64, 4, 128, 4, 2))
 SHAPES = {
-    "3b": sized((3072, 28, 8192, 24, 8, 32_000), (64, 4, 128, 4, 2, 300)),
-    "8b": sized((4096, 32, 14_336, 32, 8, 128_256), (64, 4, 128, 4, 2, 300)),
+    "3b": sized((32_000, (3072, 28, 8192, 24, 8)), _TINY),
+    "8b": sized((128_256, (4096, 32, 14_336, 32, 8)), _TINY),
 }
 BATCH = sized((16, 512), (2, 32))
 WARM_UP, TIMED = sized(3, 1), sized(6, 2)
@@ -53,8 +53,7 @@ def main(name: str) -> None:
     try:
         (lengthen if row.grows else train)(name, row, device, limit_bytes)
     except torch.OutOfMemoryError:
-        line = {"case": name, "status": "out of memory", "allocator": allocator_name()}
-        print(json.dumps(line), flush=True)
+        report_status(name, "out of memory")
 
 
 def train(name: str, row: Row, device: torch.device, limit_bytes: int) -> None:
@@ -115,32 +114,21 @@ def step(
     model: Any, optimizer: Any, batch: Any, hooks: Callable[[], Any] = contextlib.nullcontext
 ) -> tuple[float, float]:
     """Train on a batch; return its loss and the milliseconds that it took."""
-    _synchronize()
+    synchronize()
     start_s = time.perf_counter()
     with hooks():
         loss = model(**batch).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    _synchronize()
+    synchronize()
     return float(loss.detach()), 1000 * (time.perf_counter() - start_s)
 
 
 def build(name: str, device: torch.device) -> nn.Module:
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM
 
-    hidden, layers, inner, heads, key_heads, vocabulary = SHAPES[name]
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        max_position_embeddings=4096,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
+    config = llama_config(*SHAPES[name], max_position_embeddings=4096)
     torch.manual_seed(SEED)
     with device:
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -233,16 +221,6 @@ class PerParameter:
     def step(self) -> None: ...
 
     def zero_grad(self) -> None: ...
-
-
-def report(case: str, metric: str, unit: str, values: list[float]) -> None:
-    line = {"case": case, "metric": metric, "unit": unit, "values": values}
-    print(json.dumps({**line, "allocator": allocator_name()}), flush=True)
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

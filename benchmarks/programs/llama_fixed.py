@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-
-from benchmarks.programs._models import llama, tokens, train_llama
+from benchmarks.programs._models import llama, train
 from benchmarks.programs._report import Recorder, sized
 
 
 def main() -> None:
     recorder = Recorder()
-    model = llama(recorder)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    for _ in range(recorder.steps):
-        batch = tokens(sized(8, 2), sized(1536, 16), model.device)
-        with recorder.step():
-            loss = train_llama(model, optimizer, batch)
-        recorder.loss(loss)
-    recorder.finish()
+    train(recorder, llama(recorder), sized(8, 2), sized((1536, 1536), (16, 16)))
 
 
 if __name__ == "__main__":

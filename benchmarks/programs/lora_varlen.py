@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from peft import LoraConfig, get_peft_model
 
-from benchmarks.programs._models import llama, tokens, train_llama
+from benchmarks.programs._models import llama, train
 from benchmarks.programs._report import Recorder, sized
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -17,15 +16,7 @@ def main() -> None:
         r=16, lora_alpha=32, lora_dropout=0.05, target_modules=TARGETS, task_type="CAUSAL_LM"
     )
     model = get_peft_model(llama(recorder), adapters)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4)
-    for _ in range(recorder.steps):
-        length = recorder.random.randint(*sized((256, 1792), (8, 32)))
-        batch = tokens(sized(8, 2), length, model.device)
-        with recorder.step():
-            loss = train_llama(model, optimizer, batch)
-        recorder.loss(loss)
-    recorder.finish()
+    train(recorder, model, sized(8, 2), sized((256, 1792), (8, 32)))
 
 
 if __name__ == "__main__":

@@ -149,6 +149,7 @@ TagSet DeviceAllocator::tags_of_free(const UsedSpan& block, SpanId first, bool i
   streams.insert(streams.end(), users.begin(), users.end());
   is_marked = is_marked || !users.empty();
   for (const StreamIndex stream : streams) order.let_go(stream);
+  for (const StreamIndex user : users) order.count_free(user, size_of(block.requested));
   if (!is_marked) return TagSet(order.stamp(block.stream));
   const InFlight in_flight(state_);
   return order.mark(streams, lock);

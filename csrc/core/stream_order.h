@@ -94,6 +94,8 @@ class StreamOrder {
     state.uncovered += max(size, kSmallest);
     return (do_others_ask && state.uncovered >= kMarked) || !state.is_lasting;
   }
+  // Counts such a free for another stream that the memory was used on.
+  void count_free(StreamIndex user, Bytes size) { streams_[user].uncovered += size; }
   // Records a mark on each stream where that can be, and returns the tags of what is freed now.
   TagSet mark(const std::vector<StreamIndex>& streams, Lock& lock);
   TagSet mark(StreamIndex stream, Lock& lock);
@@ -191,8 +193,11 @@ class StreamOrder {
   static constexpr Bytes kSmallest{4 << 10};
   // A stream that has more is far behind: every second of them is enough then.
   static constexpr std::size_t kMostMarks = 1024;
-  // Entries of streams that may have been destroyed: where there are more, the device is marked.
+  // Of streams that may have been destroyed: where there are more, or more memory that was freed on
+  // them and has no mark, the device is marked. It is not for less: that would spoil the capture
+  // of a library that nobody knows of.
   static constexpr std::size_t kMostPassing = 64;
+  static constexpr Bytes kMostUncovered{32 << 20};
 
   static std::size_t slot_of(Stream stream) {
     constexpr int kShift = 64 - std::countr_zero(kRecent);
@@ -221,6 +226,7 @@ class StreamOrder {
   std::vector<int> devices_where(Is is) const;
   void cover_streams(Lock& lock);
   void cover_devices(Lock& lock);
+  Bytes uncovered_by_passing() const;
   void cover_device(int device, Lock& lock);
   void ask_device_marks(Lock& lock);
   Mark mark_for(const Tag& tag) const;

@@ -41,7 +41,9 @@ void StreamOrder::ask(Lock& lock) {
     std::uint64_t over = 0;
   };
   cover_streams(lock);
-  if (streams_.size() > kMostPassing) cover_devices(lock);
+  if (streams_.size() > kMostPassing || uncovered_by_passing() >= kMostUncovered) {
+    cover_devices(lock);
+  }
   std::vector<Question> questions;
   for (StreamIndex index = 0; index < streams_.size(); ++index) {
     const std::deque<Mark>& marks = streams_[index].marks;
@@ -126,6 +128,14 @@ void StreamOrder::cover_streams(Lock& lock) {
 void StreamOrder::cover(Lock& lock) {
   cover_streams(lock);
   cover_devices(lock);
+}
+
+Bytes StreamOrder::uncovered_by_passing() const {
+  Bytes sum;
+  for (const State& state : streams_) {
+    if (state.has_uncovered && !state.is_lasting) sum += state.uncovered;
+  }
+  return sum;
 }
 
 // Of the devices that have streams which may be gone, and on them what no mark covers.

@@ -36,6 +36,8 @@ class AllocatorModel {
 
   // Held from the driver now.
   virtual Bytes reserved() const = 0;
+  // The most that blocks in use had together, each with what it is larger than its request by.
+  virtual Bytes peak_allocated() const = 0;
   // Modelled. The native model counts cudaMalloc as create and cudaFree as release.
   virtual DriverCalls driver_calls() const = 0;
   // Times that cached memory was given back to the driver and the request tried again.

@@ -22,6 +22,8 @@ AllocateResult CachingModel::allocate(std::uint32_t id, Bytes size, std::uint8_t
   if (block == nullptr) return AllocateResult::kOutOfMemory;
   if (block->size - rounded >= pool.smallest_remainder) insert_free(store_.split(block, rounded));
   block->in_use = true;
+  allocated_ += block->size;
+  peak_allocated_ = max(peak_allocated_, allocated_);
   block_of_[id] = block;
   return AllocateResult::kOk;
 }
@@ -31,6 +33,7 @@ void CachingModel::free(std::uint32_t id) {
   if (block == nullptr) return;
   block_of_[id] = nullptr;
   block->in_use = false;
+  allocated_ -= block->size;
   store_.merge_neighbours(block);
   insert_free(block);
 }

@@ -42,6 +42,7 @@ class CachingModel : public AllocatorModel {
   AllocateResult allocate(std::uint32_t id, Bytes size, std::uint8_t stream) final;
   void free(std::uint32_t id) final;
   Bytes reserved() const final { return reserved_; }
+  Bytes peak_allocated() const final { return peak_allocated_; }
   DriverCalls driver_calls() const final { return calls_; }
   std::uint64_t retries() const final { return retries_; }
   std::string check() const final;
@@ -82,6 +83,8 @@ class CachingModel : public AllocatorModel {
   std::pmr::unsynchronized_pool_resource nodes_;
   std::array<std::array<std::unique_ptr<Pool>, 256>, 2> pools_;  // by size class, then stream
   std::vector<Block*> block_of_;                                 // by id
+  Bytes allocated_;
+  Bytes peak_allocated_;
   std::uint64_t retries_ = 0;
 };
 

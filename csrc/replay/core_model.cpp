@@ -120,6 +120,11 @@ std::uint64_t CoreModel::retries() const {
   return static_cast<std::uint64_t>(allocator_->stats().num_alloc_retries);
 }
 
+Bytes CoreModel::peak_allocated() const {
+  const auto all = static_cast<std::size_t>(PoolKind::kAll);
+  return Bytes{static_cast<std::uint64_t>(stats().allocated_bytes[all].peak)};
+}
+
 std::vector<Placed> CoreModel::layout() const {
   std::unordered_map<std::uint64_t, std::int64_t> ids;
   for (std::size_t id = 0; id < blocks_.size(); ++id) {

@@ -50,6 +50,7 @@ class CoreModel final : public AllocatorModel {
   void set_time(std::uint32_t time_us) override { time_us_ = time_us; }
   void finish_until(std::uint32_t time_us) override;
   Bytes reserved() const override { return allocator_->held(); }
+  Bytes peak_allocated() const override;
   DriverCalls driver_calls() const override { return driver_->calls(); }
   std::uint64_t retries() const override;
   std::string check() const override { return allocator_->check(); }

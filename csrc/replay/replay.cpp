@@ -56,10 +56,12 @@ class LiveModel final : public AllocatorModel {
     if (live_ + size > capacity_) return AllocateResult::kOutOfMemory;
     sizes_[id] = size;
     live_ += size;
+    peak_ = max(peak_, live_);
     return AllocateResult::kOk;
   }
   void free(std::uint32_t id) override { live_ -= sizes_[id]; }
   Bytes reserved() const override { return live_; }
+  Bytes peak_allocated() const override { return peak_; }
   DriverCalls driver_calls() const override { return {}; }
   std::uint64_t retries() const override { return 0; }
 
@@ -67,6 +69,7 @@ class LiveModel final : public AllocatorModel {
   const Bytes capacity_;
   std::vector<Bytes> sizes_;
   Bytes live_{};
+  Bytes peak_{};
 };
 
 Result<std::unique_ptr<AllocatorModel>> make_model(const Trace& trace, const RunOptions& options) {
@@ -166,6 +169,7 @@ class Run {
   void finish() {
     result_.ns_per_event = done_ == 0 ? 0.0 : busy_ns_ / static_cast<double>(done_);
     result_.calls = model_.driver_calls();
+    result_.peak_allocated = model_.peak_allocated();
     if (!is_second_half_) first_half_ = result_.calls;
     result_.driver_us_second_half = result_.calls.total_us - first_half_.total_us;
     result_.calls_second_half = result_.calls.total() - first_half_.total();

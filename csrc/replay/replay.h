@@ -46,6 +46,7 @@ struct RunResult {
   Status status = ok_status();  // not ok where no run took place
   bool is_stopped = false;
   Bytes peak_reserved{};
+  Bytes peak_allocated{};  // by blocks, which may be larger than their requests
   bool is_out_of_memory = false;
   std::int64_t out_of_memory_event = -1;  // its index in the trace's arrays
   double ns_per_event = 0.0;

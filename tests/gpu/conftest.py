@@ -16,7 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+import vramx
 from gpu.tools import core_violation, settle
 
 
@@ -61,8 +63,6 @@ def allocator(request: pytest.FixtureRequest) -> str:
     """Install the chosen allocator before anything in this process uses CUDA; return its name."""
     name = chosen(request.config)
     if name == "vramx":
-        import vramx
-
         vramx.install_allocator()
     return name
 
@@ -70,8 +70,6 @@ def allocator(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def settled(allocator: str) -> Iterator[None]:
     """Start a test with nothing cached and fresh peaks; end it with the core intact."""
-    import torch
-
     settle()
     torch.cuda.reset_peak_memory_stats()
     yield

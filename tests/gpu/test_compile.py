@@ -7,9 +7,11 @@ recording and the replays of a graph.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from gpu.tools import MIB, block, holds, integer_network, integers
 
@@ -22,16 +24,12 @@ ROUNDS = 4
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    import torch
-
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
 def check_inference(mode: str | None) -> None:
-    import torch
-
     network = integer_network(WIDTH)
     compiled = torch.compile(network, mode=mode, dynamic=False)
     mine = [block(2 * MIB, 5) for _ in range(4)]
@@ -52,8 +50,6 @@ def gradients(network, call, x) -> list:
 
 
 def check_training(mode: str | None) -> None:
-    import torch
-
     network = integer_network(WIDTH)
     compiled = torch.compile(network, mode=mode, dynamic=False)
     mine = [block(2 * MIB, 5) for _ in range(4)]
@@ -80,7 +76,6 @@ def test_compiled_training_equals_eager(mode: str | None) -> None:
 
 def test_reduce_overhead_did_replay_graphs() -> None:
     """Without this the tests above could pass on a compiler that had given up on graphs."""
-    import torch
     from torch._inductor import cudagraph_trees
 
     network = integer_network(WIDTH)
@@ -96,8 +91,6 @@ def test_reduce_overhead_did_replay_graphs() -> None:
 
 
 def test_the_history_may_be_on_while_graphs_are_recorded() -> None:
-    import torch
-
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=10_000)
     try:
         check_inference("reduce-overhead")
@@ -106,10 +99,6 @@ def test_the_history_may_be_on_while_graphs_are_recorded() -> None:
 
 
 def test_compiled_programs_give_their_memory_back() -> None:
-    import gc
-
-    import torch
-
     def used() -> int:
         torch._dynamo.reset()
         gc.collect()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import vramx
-
-if TYPE_CHECKING:
-    import torch
+from vramx.compression import graph
 
 pytestmark = pytest.mark.gpu
 
@@ -19,10 +20,6 @@ WIDTH, ROWS = 1024, 4096
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    import torch
-
-    from vramx.compression import graph
-
     if graph._hook_context is None:
         pytest.skip("this torch does not say what hooks are inlined for")
     torch._dynamo.reset()
@@ -31,9 +28,6 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def network() -> torch.nn.Sequential:
-    import torch
-    from torch import nn
-
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU()) for _ in range(1)]
     layers += [nn.Sequential(nn.Linear(2 * WIDTH, 2 * WIDTH), nn.SiLU()) for _ in range(3)]
@@ -42,10 +36,6 @@ def network() -> torch.nn.Sequential:
 
 def step(call: Any, x: torch.Tensor, compressed: bool) -> tuple[torch.Tensor, int]:
     """Return the input's gradient, and the bytes that the graph kept."""
-    import contextlib
-
-    import torch
-
     leaf = x.clone().requires_grad_()
     before = torch.cuda.memory_allocated()
     with vramx.compressed_graphs() if compressed else contextlib.nullcontext():
@@ -62,8 +52,6 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_gradient_and_noise(mode: str | None) -> None:
     """Close to the exact one, with new noise in every step, replays of CUDA graphs included."""
-    import torch
-
     net = network()
     x = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)
     exact, _ = step(net, x, compressed=False)
@@ -75,8 +63,6 @@ def test_gradient_and_noise(mode: str | None) -> None:
 
 
 def test_a_graph_keeps_less() -> None:
-    import torch
-
     net = network()
     x = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)
     compiled = torch.compile(net)

@@ -9,7 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from compress_tools import Attention, Block, gradient, recorded_packs, relative_error
+from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import vramx
+from gpu.tools import captured
+from vramx.compression.hooks import compress
+from vramx.nn.functional import rms_norm
 
 pytestmark = pytest.mark.gpu
 
@@ -17,8 +25,6 @@ WIDTH, TOKENS = 1024, (4, 512)
 
 
 def block_and_input(dtype: Any = None) -> Any:
-    import torch
-
     torch.manual_seed(0)
     dtype = torch.bfloat16 if dtype is None else dtype
     block = Block(WIDTH).to("cuda", dtype)
@@ -27,8 +33,6 @@ def block_and_input(dtype: Any = None) -> Any:
 
 def held_after_forward(block: Any, x: Any, context: Any) -> int:
     """Return the bytes that a forward pass holds for its backward."""
-    import torch
-
     gradient(block, x, context)
     x = x.requires_grad_() * 1.0
     before = torch.cuda.memory_allocated()
@@ -38,8 +42,6 @@ def held_after_forward(block: Any, x: Any, context: Any) -> int:
 
 
 def test_a_block_holds_what_the_statistics_say() -> None:
-    from vramx.compression.hooks import compress
-
     block, x = block_and_input()
     context = compress()
     gradient(block, x, context)
@@ -54,18 +56,12 @@ def test_a_block_holds_what_the_statistics_say() -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_gradient_of_a_block_is_close(bits: int) -> None:
-    from vramx.compression.hooks import compress
-
     block, x = block_and_input()
     found = gradient(block, x, compress(level=f"int{bits}"))
     assert 0 < relative_error(found, gradient(block, x)) < (0.05 if bits == 8 else 0.5)
 
 
 def test_nothing_waits_for_the_device() -> None:
-    import torch
-
-    from vramx.compression.hooks import compress
-
     block, x = block_and_input()
     gradient(block, x, compress())  # the first use of a device may
     torch.cuda.set_sync_debug_mode("error")
@@ -78,11 +74,6 @@ def test_nothing_waits_for_the_device() -> None:
 
 
 def test_q_k_and_the_logsumexp_are_kept_in_every_kernel_of_attention() -> None:
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    from vramx.compression.hooks import compress
-
     q, k, v = (
         torch.randn(4, 16, 512, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) * 1.0
         for _ in range(3)
@@ -99,10 +90,6 @@ def test_q_k_and_the_logsumexp_are_kept_in_every_kernel_of_attention() -> None:
 
 @pytest.mark.parametrize("cast", [False, True])
 def test_no_weight_is_packed(cast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from vramx.compression.hooks import compress
-
     modules = [Attention(64), torch.nn.LSTM(64, 64), torch.nn.GRU(64, 64)]
     modules.append(Attention(64).requires_grad_(False))
     for module in modules:
@@ -121,10 +108,6 @@ def test_no_weight_is_packed(cast: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_double_backward_runs_on_the_backward_thread() -> None:
-    import torch
-
-    from vramx.compression.hooks import compress
-
     x = torch.randn(256, 256, device="cuda", requires_grad=True) * 1.0
     with compress(min_bytes=0) as stats:
         (inner,) = torch.autograd.grad((x.tanh() * x).sum(), x, create_graph=True)
@@ -134,10 +117,6 @@ def test_double_backward_runs_on_the_backward_thread() -> None:
 
 
 def test_users_on_two_streams_each_pack_their_own() -> None:
-    import torch
-
-    from vramx.compression.hooks import compress
-
     layers = [torch.nn.Linear(512, 512, device="cuda") for _ in range(2)]
     x = torch.randn(512, 512, device="cuda", requires_grad=True) * 1.0
     side = torch.cuda.Stream()
@@ -156,11 +135,6 @@ def test_users_on_two_streams_each_pack_their_own() -> None:
 
 
 def test_compiled_blocks_inside_a_context_are_one_graph() -> None:
-    import torch
-    from torch._dynamo.utils import counters
-
-    from vramx.compression.hooks import compress
-
     torch._dynamo.reset()
     counters.clear()
     block, x = block_and_input()
@@ -177,10 +151,6 @@ def test_compiled_blocks_inside_a_context_are_one_graph() -> None:
 
 
 def test_each_replay_of_a_captured_step_draws_new_noise() -> None:
-    import torch
-
-    from vramx.compression.hooks import compress
-
     layer = torch.nn.Linear(512, 512, device="cuda")
     x = torch.randn(512, 512, device="cuda", requires_grad=True)
     weight = torch.randn(512, 512, device="cuda")  # a plain sum would average the noise out
@@ -191,15 +161,8 @@ def test_each_replay_of_a_captured_step_draws_new_noise() -> None:
         (gradient,) = torch.autograd.grad((y * weight).sum(), layer.weight)
         return gradient
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        exact = torch.autograd.grad((layer(x * 1.0) * weight).sum(), layer.weight)[0]
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    exact = torch.autograd.grad((layer(x * 1.0) * weight).sum(), layer.weight)[0]
+    graph, found = captured(step)
     replays = []
     for _ in range(2):
         graph.replay()
@@ -210,29 +173,21 @@ def test_each_replay_of_a_captured_step_draws_new_noise() -> None:
 
 
 def _packed_by_hooks(x: Any, weight: Any) -> Any:
-    from vramx.compression.hooks import compress
-
     with compress(min_bytes=0):
         return x * weight
 
 
 def _fused(x: Any, weight: Any) -> Any:
-    from vramx.nn.functional import rms_norm
-
     return rms_norm(x, weight, eps=0.0).y
 
 
 def _checkpointed(x: Any, weight: Any) -> Any:
-    import vramx
-
     return vramx.checkpoint(lambda each: each * weight, x)
 
 
 @pytest.mark.parametrize("layer", [_packed_by_hooks, _fused, _checkpointed])
 def test_on_a_side_stream_a_dropped_input_lives_until_it_is_read(layer: Any) -> None:
     """The side stream is late; what the program allocates next must not take the input's place."""
-    import torch
-
     side = torch.cuda.Stream()
     rows, width = 1 << 14, 1024
     weight = torch.ones(width, device="cuda", requires_grad=True)

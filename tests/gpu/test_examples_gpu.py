@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from gpu.runner import CHECKOUT, environment, run
+from vramx.allocator import toolchain
+from vramx.allocator.torch_facts import find_torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vramx_only]
 
@@ -123,8 +125,6 @@ def ratio_of(text: str) -> tuple[str, float]:
 
 def build(folder: Path) -> Path:
     """Compile libvramx and the program for the installed torch."""
-    from vramx.allocator import toolchain
-    from vramx.allocator.torch_facts import find_torch
     from vramx.config import config
 
     torch, csrc = find_torch(), CHECKOUT / "csrc"

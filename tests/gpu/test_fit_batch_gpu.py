@@ -106,17 +106,6 @@ def test_nothing_of_a_trial_is_left_and_the_state_is_what_it_was() -> None:
     assert torch.equal(torch.cuda.get_rng_state(), generator)
 
 
-def test_evaluation_has_a_larger_batch() -> None:
-    program = PROGRAMS["adapters"]()
-
-    def evaluate(batch: int) -> None:
-        program.model(torch.zeros(batch, 256, dtype=torch.int64, device="cuda"))
-
-    found = vramx.fit_batch(program.step, evaluate=evaluate)
-    assert found.evaluation_batch is not None
-    assert found.evaluation_batch > found.batch
-
-
 def test_a_prediction_and_a_fit_agree() -> None:
     program = PROGRAMS["autocast"]()
     found = vramx.fit_batch(program.step, max=128)

@@ -6,7 +6,9 @@ Data are small integers, so a replay must equal the same work done eagerly bit f
 from __future__ import annotations
 
 import pytest
+import torch
 
+from gpu import tools
 from gpu.tools import MIB, block, holds, integer_network, integers, settle
 
 pytestmark = pytest.mark.gpu
@@ -22,23 +24,12 @@ def work(x, weight):
 
 def captured(weight, pool=None):
     """Capture `work` and return the graph, its input and its output."""
-    import torch
-
     static_input = torch.zeros(WIDTH, WIDTH, device="cuda")
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work(static_input, weight)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        output = work(static_input, weight)
+    graph, output = tools.captured(lambda: work(static_input, weight), pool=pool)
     return graph, static_input, output
 
 
 def check_replays(graph, static_input, output, weight) -> None:
-    import torch
-
     for seed in range(1, 4):
         x = integers(WIDTH, WIDTH, seed=seed)
         static_input.copy_(x)
@@ -64,8 +55,6 @@ def test_what_is_allocated_around_a_capture_is_not_touched_by_replays() -> None:
 
 def test_memory_that_is_freed_in_a_capture_stays_the_graphs() -> None:
     """A temporary's memory has no owner in Python any more, yet every replay writes to it."""
-    import torch
-
     static_input = torch.zeros(2 * MIB, dtype=torch.uint8, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -82,8 +71,6 @@ def test_memory_that_is_freed_in_a_capture_stays_the_graphs() -> None:
 
 
 def test_a_tensor_freed_during_a_capture_that_was_made_before_it_is_safe() -> None:
-    import torch
-
     static_input = torch.zeros(2 * MIB, dtype=torch.uint8, device="cuda")
     outside = [block(2 * MIB, 3) for _ in range(4)]
     torch.cuda.synchronize()
@@ -98,8 +85,6 @@ def test_a_tensor_freed_during_a_capture_that_was_made_before_it_is_safe() -> No
 
 def test_graphs_share_a_pool() -> None:
     """Replayed in the order of their capture, as torch asks of graphs that share one."""
-    import torch
-
     weight, second_weight = integers(WIDTH, WIDTH), integers(WIDTH, WIDTH, seed=9)
     graph, static_input, output = captured(weight)
     second = captured(second_weight, pool=graph.pool())
@@ -114,8 +99,6 @@ def test_graphs_share_a_pool() -> None:
 
 
 def test_a_deleted_graph_gives_its_memory_back() -> None:
-    import torch
-
     settle()
     held = torch.cuda.memory_reserved()
     static_input = torch.zeros(MIB, dtype=torch.uint8, device="cuda")
@@ -130,8 +113,6 @@ def test_a_deleted_graph_gives_its_memory_back() -> None:
 
 
 def test_capturing_and_deleting_again_and_again_leaks_nothing() -> None:
-    import torch
-
     weight = integers(WIDTH, WIDTH)
     held = []
     for _ in range(5):
@@ -144,8 +125,6 @@ def test_capturing_and_deleting_again_and_again_leaks_nothing() -> None:
 
 
 def test_statistics_include_what_graphs_hold() -> None:
-    import torch
-
     before = torch.cuda.memory_allocated()
     static_input = torch.zeros(32 * MIB, dtype=torch.uint8, device="cuda")
     graph = torch.cuda.CUDAGraph()
@@ -162,8 +141,6 @@ def test_statistics_include_what_graphs_hold() -> None:
 
 
 def test_graphed_callables_train_as_the_plain_ones_do() -> None:
-    import torch
-
     plain, graphed = integer_network(WIDTH), integer_network(WIDTH)
     sample = torch.zeros(16, WIDTH, device="cuda", requires_grad=True)
     call = torch.cuda.make_graphed_callables(graphed, (sample,))

@@ -15,6 +15,7 @@ from norm_tools import held_bytes
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gpu.tools import captured
 from vramx.compression.codec import layout_of
 from vramx.compression.config import Format
 from vramx.nn import attention_kernels as kernels
@@ -152,14 +153,8 @@ def test_attention_and_projection_can_be_captured() -> None:
         y = linear(attended.y.transpose(1, 2).flatten(2), weight, kept=attended.kept)
         return torch.autograd.grad(y.float().sum(), [*tensors, weight])
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        expected = step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    expected = step()
+    graph, found = captured(step)
     graph.replay()
     for ours, exact in zip(found, expected, strict=True):
         # Two draws of int8's noise.

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from vramx.compression.config import Compression
+from vramx.nn import reference_elementwise as reference
 from vramx.nn.activation import gelu, silu
-from vramx.nn.dropout import dropout, dropout_add
+from vramx.nn.dropout import _dropout, dropout, dropout_add
 from vramx.nn.glu import geglu, swiglu
 from vramx.nn.keeping import decode, spec_of
 from vramx.nn.loss import linear_cross_entropy
@@ -133,9 +134,6 @@ def test_gelu_linear_keeps_one_pack() -> None:
 
 @every_dtype
 def test_dropout_is_the_composites(dtype: torch.dtype) -> None:
-    from vramx.nn import reference_elementwise as reference
-    from vramx.nn.dropout import _dropout
-
     x, residual = on_gpu(37, 1001, dtype=dtype), on_gpu(37, 1001, seed=1, dtype=dtype)
     key = torch.tensor([-5, 1 << 40], device=GPU)
     assert torch.equal(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import vramx
+from gpu import tools
 from gpu.tools import LONG_SLEEP, MIB, settle
-
-if TYPE_CHECKING:
-    import torch
+from vramx.compression import offload
 
 pytestmark = pytest.mark.gpu
 
@@ -22,17 +23,12 @@ LAYER_BYTES = 2 * ROWS * WIDTH
 
 @pytest.fixture(autouse=True)
 def fresh_stashes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from vramx.compression import offload
-
     monkeypatch.setattr(offload, "_stashes", {})
     yield
     settle()
 
 
 def model() -> torch.nn.Sequential:
-    import torch
-    from torch import nn
-
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU()) for _ in range(LAYERS)]
     return nn.Sequential(*layers).to("cuda", torch.bfloat16)
@@ -40,8 +36,6 @@ def model() -> torch.nn.Sequential:
 
 def step(net: Any, x: torch.Tensor, offload: Any) -> tuple[torch.Tensor, int]:
     """Return the gradient of a step, and the bytes that were allocated after its forward pass."""
-    import torch
-
     net.zero_grad()
     with vramx.compress(offload=offload):
         y = net(x)
@@ -51,21 +45,15 @@ def step(net: Any, x: torch.Tensor, offload: Any) -> tuple[torch.Tensor, int]:
 
 
 def sample() -> torch.Tensor:
-    import torch
-
     return torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)
 
 
 def window_of(net: Any) -> int:
-    from vramx.compression import offload
-
     return next(iter(offload._stashes.values())).budget.window_bytes()
 
 
 @pytest.mark.parametrize("offload", [1.0, 0.5, "cpu"])
 def test_gradients_are_those_without_offload(offload: Any) -> None:
-    import torch
-
     net, x = model(), sample()
     for _ in range(4):
         vramx.manual_seed(5)
@@ -90,8 +78,6 @@ def test_memory_after_forward_is_the_window() -> None:
 
 def test_a_slow_device_reads_what_was_written() -> None:
     """The host is far ahead: every copy must wait for the device, not for the host."""
-    import torch
-
     net, x = model(), sample()
     step(net, x, 1.0)
     vramx.manual_seed(5)
@@ -104,8 +90,6 @@ def test_a_slow_device_reads_what_was_written() -> None:
 
 
 def test_graphs_that_are_dropped_leave_nothing() -> None:
-    import torch
-
     net, x = model(), sample()
     step(net, x, 1.0)
     settle()
@@ -134,18 +118,8 @@ def test_the_report_knows_the_link() -> None:
 
 
 def test_nothing_is_offloaded_under_capture() -> None:
-    import torch
-
     net, x = model(), sample()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step(net, x, 1.0)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured, _ = step(net, x, 1.0)
+    graph, (captured, _) = tools.captured(lambda: step(net, x, 1.0), warm_ups=2)
     (report,) = vramx.offload_report()
     assert report.kept_under_capture > 0
     exact, _ = step(net, x, None)
@@ -156,8 +130,6 @@ def test_nothing_is_offloaded_under_capture() -> None:
 
 
 def test_a_second_backward_fetches_again() -> None:
-    import torch
-
     net, x = model(), sample()
     with vramx.compress(offload=1.0):
         loss = net(x).float().square().mean()

@@ -98,19 +98,3 @@ def test_loading_never_has_all_states_on_the_device() -> None:
     train(network, optimizer, 2)
     train(other, resumed, 2)
     expect_alike(network, other)
-
-
-def test_restore_brings_the_states_to_the_device() -> None:
-    plain, streamed = model(), model()
-    optimizer, offloaded = (
-        MAKERS["fused"](plain.parameters()),
-        MAKERS["fused"](streamed.parameters()),
-    )
-    vramx.offload_optimizer(offloaded, bucket="16MiB")
-    for each, network in ((optimizer, plain), (offloaded, streamed)):
-        train(network, each, 2)
-    vramx.restore(offloaded)
-    assert all(v.is_cuda for s in offloaded.state.values() for k, v in s.items() if k != "step")
-    for each, network in ((optimizer, plain), (offloaded, streamed)):
-        train(network, each, 2)
-    expect_alike(plain, streamed)

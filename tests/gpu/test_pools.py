@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gpu.tools import MIB, block, failure_of, holds, room, settle
 
@@ -50,8 +51,6 @@ void user_free(void* address, size_t, int, void*) {
 
 def new_pool(**options: bool) -> Any:
     """Make a pool, or skip where this torch does not know an option."""
-    import torch
-
     unknown = set(options) - set(inspect.signature(torch.cuda.MemPool.__init__).parameters)
     if unknown:
         pytest.skip(f"torch {torch.__version__} has no MemPool({', '.join(sorted(unknown))}=...)")
@@ -66,8 +65,6 @@ def holds_address(segments: list[dict[str, Any]], address: int) -> bool:
 
 
 def test_what_is_allocated_inside_is_in_the_pool_and_the_rest_is_not() -> None:
-    import torch
-
     pool = new_pool()
     with torch.cuda.use_mem_pool(pool):
         inside = block(SIZE, 3)
@@ -81,8 +78,6 @@ def test_what_is_allocated_inside_is_in_the_pool_and_the_rest_is_not() -> None:
 
 
 def test_pools_count_in_the_statistics() -> None:
-    import torch
-
     allocated = torch.cuda.memory_allocated()
     pool = new_pool()
     with torch.cuda.use_mem_pool(pool):
@@ -94,23 +89,7 @@ def test_pools_count_in_the_statistics() -> None:
     assert sum(each["total_size"] for each in segments) == torch.cuda.memory_reserved()
 
 
-def test_the_joint_peak_is_that_of_the_sum() -> None:
-    """First outside, then inside: two peaks at different times must not be added up."""
-    import torch
-
-    settle()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    block(SIZE)
-    with torch.cuda.use_mem_pool(new_pool()):
-        inside = block(SIZE // 2)
-    assert torch.cuda.max_memory_allocated() - before == SIZE
-    del inside
-
-
 def test_a_pool_gives_its_memory_back() -> None:
-    import torch
-
     held = torch.cuda.memory_reserved()
     pool = new_pool()
     with torch.cuda.use_mem_pool(pool):
@@ -122,8 +101,6 @@ def test_a_pool_gives_its_memory_back() -> None:
 
 
 def test_memory_freed_inside_a_pool_serves_the_pool_again() -> None:
-    import torch
-
     pool = new_pool()
     with torch.cuda.use_mem_pool(pool):
         address = block(SIZE).data_ptr()
@@ -133,24 +110,7 @@ def test_memory_freed_inside_a_pool_serves_the_pool_again() -> None:
         assert block(SIZE).data_ptr() == address
 
 
-def test_pools_nest() -> None:
-    import torch
-
-    outer, inner = new_pool(), new_pool()
-    with torch.cuda.use_mem_pool(outer):
-        first = block(SIZE)
-        with torch.cuda.use_mem_pool(inner):
-            second = block(SIZE)
-        third = block(SIZE)
-    assert holds_address(outer.snapshot(), first.data_ptr())
-    assert holds_address(outer.snapshot(), third.data_ptr())
-    pools = [pool for pool in (outer, inner) if holds_address(pool.snapshot(), second.data_ptr())]
-    assert len(pools) == 1
-
-
 def test_a_pool_that_is_being_filled_takes_no_requests_of_other_threads() -> None:
-    import torch
-
     cached = block(SIZE)
     held = torch.cuda.memory_reserved()
     taken = []
@@ -164,8 +124,6 @@ def test_a_pool_that_is_being_filled_takes_no_requests_of_other_threads() -> Non
 
 
 def test_a_tensor_may_outlive_its_pool() -> None:
-    import torch
-
     pool = new_pool()
     with torch.cuda.use_mem_pool(pool):
         inside = block(SIZE, 3)
@@ -178,8 +136,6 @@ def test_a_tensor_may_outlive_its_pool() -> None:
 
 
 def test_record_stream_works_on_memory_of_a_pool() -> None:
-    import torch
-
     pool = new_pool()
     with torch.cuda.use_mem_pool(pool):
         inside = block(SIZE, 3)
@@ -194,8 +150,6 @@ def test_record_stream_works_on_memory_of_a_pool() -> None:
 
 
 def test_a_pool_that_may_be_used_on_oom_is() -> None:
-    import torch
-
     pool = new_pool(use_on_oom=True)
     with room(300 * MIB):
         with torch.cuda.use_mem_pool(pool):
@@ -207,8 +161,6 @@ def test_a_pool_that_may_be_used_on_oom_is() -> None:
 
 
 def test_a_pool_that_may_not_be_used_on_oom_is_not() -> None:
-    import torch
-
     pool = new_pool()
     with room(300 * MIB):
         with torch.cuda.use_mem_pool(pool):
@@ -218,8 +170,6 @@ def test_a_pool_that_may_not_be_used_on_oom_is_not() -> None:
 
 
 def test_a_pool_that_may_not_split_has_one_block_a_segment() -> None:
-    import torch
-
     pool = new_pool(no_split=True)
     with torch.cuda.use_mem_pool(pool):
         tensors = [block(5 * MIB) for _ in range(3)]
@@ -240,8 +190,6 @@ def user_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_pool_takes_its_memory_from_a_users_allocator(user_library: Path) -> None:
-    import torch
-
     calls = ctypes.CDLL(str(user_library))
     allocations = ctypes.c_int.in_dll(calls, "allocations")
     frees = ctypes.c_int.in_dll(calls, "frees")

@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+import torch
+from record_tools import PROGRAMS, WIDTH, Kept, loss_of, storage_bytes
+from torch import nn
 
 import vramx
-from gpu.tools import MIB, block, failure_of, room
+from gpu.tools import MIB, block, captured, failure_of, room
 from vramx.memory import categories as names
 from vramx.memory import history
-
-if TYPE_CHECKING:
-    from vramx.memory.snapshot import Snapshot
+from vramx.memory.holders import holders
+from vramx.memory.snapshot import Snapshot
+from vramx.memory.stacks import describe
+from vramx.nn import Linear, RMSNorm, SiLU
 
 pytestmark = pytest.mark.gpu
 
-PROGRAMS = ("residuals", "convolutions", "checkpointed", "named")
+NAMES = ("residuals", "convolutions", "checkpointed", "named")
 # Of a tensor that says, in the history, when something was.
 SIGN_BYTES = 777
 
@@ -33,9 +37,6 @@ def path(tmp_path: Path) -> Path:
 
 def program(name: str) -> tuple[Any, Any]:
     """Return a model on the GPU, and what makes batches for it."""
-    import torch
-    from record_tools import PROGRAMS
-
     torch.manual_seed(0)
     make, batch = PROGRAMS[name]
 
@@ -58,15 +59,11 @@ def event_of_sign(snapshot: Snapshot) -> int:
 
 
 def by_category(snapshot: Snapshot, event: int) -> dict[str, int]:
-    from vramx.memory.holders import holders
-
     return {each.name: each.bytes for each in holders(snapshot, event, "category")}
 
 
 def listed(snapshot: Snapshot, event: int, category: str) -> str:
     """Return each block of a category: its bytes, its module and its lines, the largest first."""
-    from vramx.memory.stacks import describe
-
     blocks, number = snapshot.allocations, snapshot.categories.index(category)
     live = [each for each in snapshot.live_at(event) if blocks.category[each] == number]
     return "\n".join(
@@ -81,13 +78,10 @@ def block_bytes_at(snapshot: Snapshot, event: int) -> int:
 
 
 @pytest.mark.parametrize("amp", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_categories_sum_to_what_torch_counts(
     name: str, amp: bool, path: Path, allocator: str
 ) -> None:
-    import torch
-    from record_tools import loss_of
-
     model, batch = program(name)
     optimizer = torch.optim.AdamW(model.parameters())
     torch.cuda.reset_peak_memory_stats()
@@ -113,13 +107,10 @@ def test_categories_sum_to_what_torch_counts(
 
 
 @pytest.mark.parametrize("amp", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_moment_before_backward_holds_what_is_counted_there(
     name: str, amp: bool, path: Path
 ) -> None:
-    import torch
-    from record_tools import Kept, loss_of, storage_bytes
-
     model, batch = program(name)
     optimizer = torch.optim.AdamW(model.parameters())
     with vramx.record(path, model, optimizer):
@@ -152,45 +143,7 @@ def test_a_moment_before_backward_holds_what_is_counted_there(
     assert names.GRADIENTS not in found
 
 
-def test_gradients_are_those_of_the_parameters(path: Path) -> None:
-    import torch
-    from record_tools import loss_of, storage_bytes
-
-    model, batch = program("residuals")
-    optimizer = torch.optim.AdamW(model.parameters())
-    with vramx.record(path, model, optimizer):
-        loss_of(model(*batch()[0])).backward()
-        expected = storage_bytes(p.grad for p in model.parameters())
-        sign()
-        optimizer.step()
-        optimizer.zero_grad()
-    snapshot = vramx.Snapshot.load(path)
-    assert by_category(snapshot, event_of_sign(snapshot))[names.GRADIENTS] == expected
-
-
-def test_packs_are_what_the_compression_keeps(path: Path) -> None:
-    import torch
-    from torch import nn
-
-    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).cuda()
-    x = torch.randn(1024, 512, device="cuda")
-    with vramx.record(path, model):
-        with vramx.compress(min_bytes=0) as stats:
-            out = model(x)
-        sign()
-        out.sum().backward()
-    snapshot = vramx.Snapshot.load(path)
-    found = by_category(snapshot, event_of_sign(snapshot))
-    assert stats.packed.kept_bytes > 0
-    assert found[names.PACKED] == stats.packed.kept_bytes
-
-
 def test_packs_of_fused_modules_are_packed(path: Path) -> None:
-    import torch
-    from torch import nn
-
-    from vramx.nn import Linear, RMSNorm, SiLU
-
     plain = nn.Sequential(nn.RMSNorm(512), nn.Linear(512, 512), nn.SiLU()).cuda()
     fused = nn.Sequential(RMSNorm(512), Linear(512, 512), SiLU()).cuda()
     x = torch.randn(4096, 512, device="cuda", dtype=torch.bfloat16)
@@ -207,8 +160,6 @@ def test_packs_of_fused_modules_are_packed(path: Path) -> None:
 
 
 def test_a_workspace_of_cublas_is_told_apart(path: Path) -> None:
-    import torch
-
     torch._C._cuda_clearCublasWorkspaces()
     model, batch = program("residuals")
     with vramx.record(path, model):
@@ -228,23 +179,6 @@ def test_the_clock_is_that_of_the_history(path: Path) -> None:
     assert pickle.loads(path.read_bytes())["vramx"]["clock_error_us"] < history._COARSE_ERROR_US
 
 
-def test_torchs_viewer_reads_the_file(path: Path) -> None:
-    import torch
-    from torch.cuda import _memory_viz as viz
-
-    model, batch = program("residuals")
-    with vramx.record(path, model):
-        model(*batch()[0]).sum().backward()
-    data = pickle.loads(path.read_bytes())
-    assert "<script" in viz.trace_plot(data)
-    assert "<script" in viz.segment_plot(data)
-    assert viz.segsum(data)
-    assert viz.trace(data)
-    trace = data["device_traces"][torch.cuda.current_device()]
-    assert "unknown" in {entry.get("category") for entry in trace}
-    assert any(entry.get("frames") for entry in trace if entry["action"] == "alloc")
-
-
 def test_out_of_memory_leaves_a_file_that_names_the_request(path: Path) -> None:
     model, batch = program("residuals")
 
@@ -262,8 +196,6 @@ def test_out_of_memory_leaves_a_file_that_names_the_request(path: Path) -> None:
 
 
 def test_a_recording_ends_torchs_history(path: Path) -> None:
-    import torch
-
     with vramx.record(path):
         block(MIB)
         assert torch._C._cuda_isHistoryEnabled()
@@ -271,8 +203,6 @@ def test_a_recording_ends_torchs_history(path: Path) -> None:
 
 
 def test_a_history_that_is_recorded_already_is_left_alone(path: Path) -> None:
-    import torch
-
     torch.cuda.memory._record_memory_history(max_entries=100, stacks="python")
     try:
         with pytest.raises(vramx.VramxError, match="being recorded already"):
@@ -283,20 +213,10 @@ def test_a_history_that_is_recorded_already_is_left_alone(path: Path) -> None:
 
 
 def test_a_graph_is_captured_while_recording(path: Path) -> None:
-    import torch
-    from record_tools import WIDTH
-
     model, _ = program("residuals")
     x = torch.randn(8, WIDTH, device="cuda")
     with vramx.record(path, model), torch.no_grad():
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            model(x)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = model(x)
+        graph, out = captured(lambda: model(x))
         graph.replay()
         expected = model(x)
     torch.testing.assert_close(out, expected)
@@ -304,9 +224,6 @@ def test_a_graph_is_captured_while_recording(path: Path) -> None:
 
 
 def test_a_compiled_model_is_recorded(path: Path) -> None:
-    import torch
-    from record_tools import WIDTH
-
     model, _ = program("residuals")
     compiled = torch.compile(model)
     torch.cuda.reset_peak_memory_stats()

@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.cuda import _memory_viz
+from torch.cuda._memory_viz import Bytes, segsum
 
 from gpu.tools import MIB, block, failure_of, room
+from vramx.memory.trace import load_trace
 
 pytestmark = pytest.mark.gpu
 
@@ -35,8 +39,6 @@ def active_at(segments: list[dict[str, Any]], address: int) -> dict[str, Any]:
 
 def events(action: str) -> list[dict[str, Any]]:
     """Return the recorded events of one kind on the first device."""
-    import torch
-
     trace = torch.cuda.memory._snapshot()["device_traces"][0]
     return [event for event in trace if event["action"] == action]
 
@@ -48,8 +50,6 @@ def allocate_here() -> Any:
 
 @pytest.fixture
 def history() -> Iterator[None]:
-    import torch
-
     torch.cuda.memory._record_memory_history(
         stacks="python", max_entries=10_000, clear_history=True
     )
@@ -61,8 +61,6 @@ def history() -> Iterator[None]:
 
 
 def test_segments_add_up_to_what_is_reserved() -> None:
-    import torch
-
     tensors = [block(size) for size in SIZES]
     del tensors[3]
     segments = torch.cuda.memory_snapshot()
@@ -71,23 +69,7 @@ def test_segments_add_up_to_what_is_reserved() -> None:
     del tensors
 
 
-def test_blocks_fill_their_segment_without_a_gap() -> None:
-    import torch
-
-    tensors = [block(size) for size in SIZES]
-    del tensors[1::2]
-    for segment in torch.cuda.memory_snapshot():
-        end = segment["address"]
-        for piece in segment["blocks"]:
-            assert piece["address"] == end
-            end += piece["size"]
-        assert end == segment["address"] + segment["total_size"]
-    del tensors
-
-
 def test_every_live_tensor_is_in_an_active_block() -> None:
-    import torch
-
     tensors = [block(size) for size in SIZES]
     segments = torch.cuda.memory_snapshot()
     for tensor, size in zip(tensors, SIZES, strict=True):
@@ -97,8 +79,6 @@ def test_every_live_tensor_is_in_an_active_block() -> None:
 
 
 def test_a_freed_tensor_is_in_no_active_block() -> None:
-    import torch
-
     tensor = block(32 * MIB)
     address = tensor.data_ptr()
     del tensor
@@ -109,25 +89,7 @@ def test_a_freed_tensor_is_in_no_active_block() -> None:
     ]
 
 
-def test_a_snapshot_names_the_stream_of_a_block() -> None:
-    import torch
-
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        tensor = block(32 * MIB)
-    holders = [
-        segment
-        for segment in torch.cuda.memory_snapshot()
-        if any(piece["address"] == tensor.data_ptr() for piece in segment["blocks"])
-    ]
-    assert len(holders) == 1
-    assert holders[0]["device"] == 0
-    assert holders[0]["stream"] == side.cuda_stream
-
-
 def test_a_dumped_snapshot_is_a_pickle_of_plain_data(tmp_path: Path) -> None:
-    import torch
-
     tensor = block(32 * MIB)
     path = tmp_path / "snapshot.pickle"
     torch.cuda.memory._dump_snapshot(str(path))
@@ -137,8 +99,6 @@ def test_a_dumped_snapshot_is_a_pickle_of_plain_data(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_has_a_trace_for_each_device() -> None:
-    import torch
-
     assert len(torch.cuda.memory._snapshot()["device_traces"]) == torch.cuda.device_count()
 
 
@@ -156,8 +116,6 @@ def test_an_allocation_is_recorded_with_the_python_stack() -> None:
 
 @pytest.mark.usefixtures("history")
 def test_a_live_block_knows_where_it_was_allocated() -> None:
-    import torch
-
     tensor = allocate_here()
     piece = active_at(torch.cuda.memory_snapshot(), tensor.data_ptr())
     assert allocate_here.__name__ in {frame["name"] for frame in piece["frames"]}
@@ -174,8 +132,6 @@ def test_a_free_is_recorded_as_requested_and_completed() -> None:
 
 @pytest.mark.usefixtures("history")
 def test_growth_and_its_end_are_recorded() -> None:
-    import torch
-
     before = torch.cuda.memory_reserved()
     tensor = block(512 * MIB)
     grown = events("segment_alloc") + events("segment_map")
@@ -194,35 +150,7 @@ def test_a_failure_is_recorded() -> None:
     assert [each["size"] for each in events("oom")] == [1024 * MIB]
 
 
-@pytest.mark.usefixtures("history")
-def test_events_are_in_the_order_of_time() -> None:
-    import torch
-
-    for _ in range(3):
-        allocate_here()
-    times = [each["time_us"] for each in torch.cuda.memory._snapshot()["device_traces"][0]]
-    assert times
-    assert times == sorted(times)
-
-
-def test_the_history_keeps_the_last_events_only() -> None:
-    import torch
-
-    record = torch.cuda.memory._record_memory_history
-    record(stacks="python", max_entries=10, clear_history=True)
-    try:
-        for _ in range(20):
-            last = allocate_here()
-        trace = torch.cuda.memory._snapshot()["device_traces"][0]
-        assert len(trace) <= 10
-        assert last.data_ptr() in {each["addr"] for each in trace if each["action"] == "alloc"}
-    finally:
-        record(enabled=None)
-
-
 def test_nothing_is_recorded_once_it_is_switched_off() -> None:
-    import torch
-
     record = torch.cuda.memory._record_memory_history
     record(stacks="python", max_entries=10_000, clear_history=True)
     record(enabled=None)
@@ -232,31 +160,12 @@ def test_nothing_is_recorded_once_it_is_switched_off() -> None:
     assert not active_at(torch.cuda.memory_snapshot(), tensor.data_ptr())["frames"]
 
 
-@pytest.mark.usefixtures("history")
-def test_metadata_of_the_user_is_kept_with_the_allocation() -> None:
-    import torch
-
-    memory = torch.cuda.memory
-    if not hasattr(memory, "_set_memory_metadata"):
-        pytest.skip(f"torch {torch.__version__} has no _set_memory_metadata")
-    memory._set_memory_metadata("third step")
-    try:
-        assert memory._get_memory_metadata() == "third step"
-        tensor = allocate_here()
-    finally:
-        memory._set_memory_metadata("")
-    (event,) = [each for each in events("alloc") if each["addr"] == tensor.data_ptr()]
-    assert event["user_metadata"] == "third step"
-
-
 # --- torch's own readers --------------------------------------------------------------------------
 
 
 @pytest.fixture
 def recorded(history: None) -> dict[str, Any]:
     """A snapshot with live and freed blocks, growth and a failure in it."""
-    import torch
-
     kept = [allocate_here() for _ in range(4)]
     del kept[1::2]
     with room(256 * MIB):
@@ -267,8 +176,6 @@ def recorded(history: None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["segsum", "trace", "trace_plot", "segment_plot"])
 def test_torchs_memory_viz_reads_it(recorded: dict[str, Any], name: str) -> None:
-    from torch.cuda import _memory_viz
-
     text = getattr(_memory_viz, name)(recorded)
     expected = {"segsum": "total_allocated", "trace": "raise OutOfMemoryError"}
     assert expected.get(name, '"base64"') in text
@@ -276,8 +183,6 @@ def test_torchs_memory_viz_reads_it(recorded: dict[str, Any], name: str) -> None
 
 @pytest.mark.parametrize("name", ["segments", "memory"])
 def test_torchs_flame_graphs_read_it(recorded: dict[str, Any], name: str) -> None:
-    from torch.cuda import _memory_viz
-
     # The lines themselves: drawing them needs a script from the network.
     lines = getattr(_memory_viz, name)(recorded, format_flamegraph=lambda text: text)
     frame = rf"{re.escape(Path(__file__).name)}:\d+:{allocate_here.__name__}"
@@ -285,15 +190,11 @@ def test_torchs_flame_graphs_read_it(recorded: dict[str, Any], name: str) -> Non
 
 
 def test_segsum_accounts_for_every_byte(recorded: dict[str, Any]) -> None:
-    from torch.cuda._memory_viz import Bytes, segsum
-
     total = sum(segment["total_size"] for segment in recorded["segments"])
     assert f"total_reserved: {Bytes(total)}" in segsum(recorded)
 
 
 def test_vramx_reads_it(recorded: dict[str, Any], tmp_path: Path) -> None:
-    from vramx.memory.trace import load_trace
-
     path = tmp_path / "snapshot.pickle"
     path.write_bytes(pickle.dumps(recorded))
     # Four allocations and two frees, beside what was live before.

@@ -7,6 +7,7 @@ allocator leaves no unsplit rest in a block, so that one expectation holds for b
 from __future__ import annotations
 
 import pytest
+import torch
 
 from gpu.tools import KIB, MIB, UNIT, block, counters
 
@@ -31,15 +32,12 @@ def beyond_what_is_held(size_bytes: int) -> int:
     Reserved memory is never less than allocated memory: a request of all that is idle and more has
     to bring the rest.
     """
-    import torch
 
     idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return size_bytes + -(-idle // (2 * MIB)) * 2 * MIB
 
 
 def test_memory_allocated_is_right_to_the_byte() -> None:
-    import torch
-
     before = torch.cuda.memory_allocated()
     tensors = [block(size) for size in SIZES]
     assert torch.cuda.memory_allocated() - before == sum(map(in_units, SIZES))
@@ -70,19 +68,7 @@ def test_blocks_are_counted_by_pool() -> None:
     del tensors
 
 
-def test_what_was_ever_allocated_and_freed_adds_up() -> None:
-    before = counters()
-    for size in SIZES:
-        block(size)
-    total = sum(map(in_units, SIZES))
-    assert growth(before, "allocated_bytes.all.allocated") == total
-    assert growth(before, "allocated_bytes.all.freed") == total
-    assert growth(before, "allocation.all.allocated") == len(SIZES)
-
-
 def test_the_peak_stays_until_it_is_reset() -> None:
-    import torch
-
     before = torch.cuda.memory_allocated()
     kept, dropped = block(32 * MIB), block(64 * MIB)
     del dropped
@@ -93,8 +79,6 @@ def test_the_peak_stays_until_it_is_reset() -> None:
 
 
 def test_the_peak_of_reserved_memory_is_reset_to_what_is_held() -> None:
-    import torch
-
     held = torch.cuda.memory_reserved()
     block(beyond_what_is_held(64 * MIB))
     torch.cuda.empty_cache()
@@ -104,22 +88,7 @@ def test_the_peak_of_reserved_memory_is_reset_to_what_is_held() -> None:
     assert torch.cuda.max_memory_reserved() == torch.cuda.memory_reserved()
 
 
-def test_accumulated_counts_start_again_and_current_ones_do_not() -> None:
-    import torch
-
-    kept = block(32 * MIB)
-    live = torch.cuda.memory_allocated()
-    torch.cuda.reset_accumulated_memory_stats()
-    stats = counters()
-    zeroed = ["allocated_bytes.all.allocated", "allocated_bytes.all.freed", "num_ooms"]
-    assert [stats[key] for key in zeroed] == [0, 0, 0]
-    assert stats["allocated_bytes.all.current"] == live
-    del kept
-
-
 def test_reserved_covers_allocated_and_falls_when_the_cache_is_emptied() -> None:
-    import torch
-
     held = torch.cuda.memory_reserved()
     tensor = block(beyond_what_is_held(64 * MIB))
     assert torch.cuda.memory_reserved() >= torch.cuda.memory_allocated()
@@ -132,8 +101,6 @@ def test_reserved_covers_allocated_and_falls_when_the_cache_is_emptied() -> None
 
 @pytest.mark.alone
 def test_empty_cache_gives_memory_back_to_the_device() -> None:
-    import torch
-
     size = beyond_what_is_held(512 * MIB)
     tensor = block(size)
     torch.cuda.synchronize()
@@ -147,8 +114,6 @@ def test_empty_cache_gives_memory_back_to_the_device() -> None:
 
 @pytest.mark.alone
 def test_what_is_reserved_is_what_the_device_lacks() -> None:
-    import torch
-
     free_before, held_before = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
     tensor = block(532 * MIB)
     taken = free_before - torch.cuda.mem_get_info()[0]
@@ -159,12 +124,9 @@ def test_what_is_reserved_is_what_the_device_lacks() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"],
+    "name", ["memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"]
 )
 def test_torch_accelerator_reports_what_torch_cuda_reports(name: str) -> None:
-    import torch
-
     if not hasattr(torch.accelerator, name):
         pytest.skip(f"torch {torch.__version__} has no torch.accelerator.{name}")
     kept, dropped = block(32 * MIB), block(64 * MIB)
@@ -174,8 +136,6 @@ def test_torch_accelerator_reports_what_torch_cuda_reports(name: str) -> None:
 
 
 def test_torch_accelerator_has_the_same_statistics() -> None:
-    import torch
-
     if not hasattr(torch.accelerator, "memory_stats"):
         pytest.skip(f"torch {torch.__version__} has no torch.accelerator.memory_stats")
     kept = block(32 * MIB)
@@ -187,8 +147,6 @@ def test_torch_accelerator_has_the_same_statistics() -> None:
 
 
 def test_torch_accelerator_empties_the_cache_and_resets_peaks() -> None:
-    import torch
-
     if not hasattr(torch.accelerator, "empty_cache"):
         pytest.skip(f"torch {torch.__version__} has no torch.accelerator.empty_cache")
     held = torch.cuda.memory_reserved()
@@ -201,16 +159,12 @@ def test_torch_accelerator_empties_the_cache_and_resets_peaks() -> None:
 
 @pytest.mark.alone
 def test_torch_accelerator_tells_free_and_total_memory() -> None:
-    import torch
-
     if not hasattr(torch.accelerator, "get_memory_info"):
         pytest.skip(f"torch {torch.__version__} has no torch.accelerator.get_memory_info")
     assert torch.accelerator.get_memory_info() == torch.cuda.mem_get_info()
 
 
 def test_memory_summary_is_a_table_of_these_numbers() -> None:
-    import torch
-
     kept = block(64 * MIB)
     for abbreviated in (False, True):
         text = torch.cuda.memory_summary(abbreviated=abbreviated)
@@ -224,6 +178,4 @@ def test_memory_summary_is_a_table_of_these_numbers() -> None:
 
 
 def test_the_backend_has_the_allocators_name(allocator: str) -> None:
-    import torch
-
     assert torch.cuda.get_allocator_backend() == allocator

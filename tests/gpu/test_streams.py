@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
-from gpu.tools import LONG_SLEEP, MIB, block, holds, room, settle
+from gpu.tools import LONG_SLEEP, MIB, block, holds, overwrite, room, settle
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +24,6 @@ def read_late(*, recorded: bool) -> bool:
     Without record_stream this is the caller's mistake: the memory belongs to the main stream, which
     may use it again at once.
     """
-    import torch
 
     side = torch.cuda.Stream()
     source, result = block(SIZE, 1), block(SIZE, 0)
@@ -35,20 +35,10 @@ def read_late(*, recorded: bool) -> bool:
         source.record_stream(side)
     begin = source.data_ptr()
     del source
-    overwriting = overwrite(begin, pieces=8)
+    overwriting = overwrite(begin, SIZE)
     torch.cuda.synchronize()
     assert all(holds(each, 2) for each in overwriting)
     return holds(result, 1)
-
-
-def overwrite(begin: int, pieces: int) -> list:
-    """Fill new tensors with 2 on the current stream, until one lies where the freed one lay."""
-    taken = []
-    for _ in range(pieces):
-        taken.append(block(SIZE, 2))
-        if abs(taken[-1].data_ptr() - begin) < SIZE:
-            break
-    return taken
 
 
 def test_without_record_stream_the_data_is_overwritten() -> None:
@@ -60,8 +50,6 @@ def test_with_record_stream_it_is_not() -> None:
 
 
 def test_memory_that_was_recorded_is_used_again_afterwards() -> None:
-    import torch
-
     rounds, blocks = 16, 10  # each round has ten blocks at most; what is left aside would add up
     before = torch.cuda.memory_reserved()
     for _ in range(rounds):
@@ -70,8 +58,6 @@ def test_memory_that_was_recorded_is_used_again_afterwards() -> None:
 
 
 def test_record_stream_of_the_own_stream_changes_nothing() -> None:
-    import torch
-
     tensor = block(SIZE, 1)
     held = torch.cuda.memory_reserved()
     torch.cuda._sleep(LONG_SLEEP // 4)
@@ -83,8 +69,6 @@ def test_record_stream_of_the_own_stream_changes_nothing() -> None:
 
 
 def test_record_stream_is_right_for_a_view_and_for_several_streams() -> None:
-    import torch
-
     sides = [torch.cuda.Stream() for _ in range(3)]
     source = block(SIZE, 1)
     results = [block(SIZE // 2, 0) for _ in sides]
@@ -97,7 +81,7 @@ def test_record_stream_is_right_for_a_view_and_for_several_streams() -> None:
         half.record_stream(side)
     begin = source.data_ptr()
     del source, half
-    overwriting = overwrite(begin, pieces=8)
+    overwriting = overwrite(begin, SIZE)
     torch.cuda.synchronize()
     assert all(holds(each, 1) for each in results)
     del overwriting
@@ -105,8 +89,6 @@ def test_record_stream_is_right_for_a_view_and_for_several_streams() -> None:
 
 def test_memory_of_a_busy_stream_goes_to_another_one_only_in_order() -> None:
     """Under a cap the main stream can be served only from what the side stream has freed."""
-    import torch
-
     side = torch.cuda.Stream()
     count = torch.zeros((), dtype=torch.int64, device="cuda")
     with room(1000 * MIB):
@@ -125,8 +107,6 @@ def test_memory_of_a_busy_stream_goes_to_another_one_only_in_order() -> None:
 
 
 def test_a_side_stream_reuses_its_own_memory_without_waiting() -> None:
-    import torch
-
     with torch.cuda.stream(torch.cuda.Stream()):
         tensor = block(SIZE, 1)
         held = torch.cuda.memory_reserved()
@@ -139,8 +119,6 @@ def test_a_side_stream_reuses_its_own_memory_without_waiting() -> None:
 
 
 def test_many_streams_that_come_and_go_do_not_mix_their_data() -> None:
-    import torch
-
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for round_ in range(8):
         streams = [torch.cuda.Stream() for _ in range(8)]
@@ -162,8 +140,6 @@ def test_many_streams_that_come_and_go_do_not_mix_their_data() -> None:
 
 
 def test_a_pinned_copy_that_does_not_block_arrives_whole() -> None:
-    import torch
-
     side = torch.cuda.Stream()
     host = torch.full((SIZE,), 7, dtype=torch.uint8, pin_memory=True)
     with torch.cuda.stream(side):
@@ -176,14 +152,12 @@ def test_a_pinned_copy_that_does_not_block_arrives_whole() -> None:
     begin = arrived.data_ptr()
     del arrived
     with torch.cuda.stream(side):
-        overwriting = overwrite(begin, pieces=8)
+        overwriting = overwrite(begin, SIZE)
     assert total.item() == 7 * SIZE
     del overwriting
 
 
 def test_a_copy_to_pinned_memory_is_right_when_the_source_is_freed_at_once() -> None:
-    import torch
-
     host = torch.zeros(SIZE, dtype=torch.uint8, pin_memory=True)
     torch.cuda._sleep(LONG_SLEEP // 4)
     host.copy_(block(SIZE, 9), non_blocking=True)
@@ -197,8 +171,6 @@ def test_a_copy_to_pinned_memory_is_right_when_the_source_is_freed_at_once() -> 
 
 
 def test_a_tensor_may_be_freed_on_another_thread() -> None:
-    import torch
-
     before = torch.cuda.memory_allocated()
     tensors = [block(SIZE)]
     thread = threading.Thread(target=tensors.clear)
@@ -209,8 +181,6 @@ def test_a_tensor_may_be_freed_on_another_thread() -> None:
 
 def churn(value: int, failures: list[str]) -> None:
     """Allocate, fill, check and free on a stream of this thread's own."""
-    import torch
-
     try:
         with torch.cuda.stream(torch.cuda.Stream()):
             for step in range(60):
@@ -222,8 +192,6 @@ def churn(value: int, failures: list[str]) -> None:
 
 
 def test_threads_do_not_get_each_others_memory() -> None:
-    import torch
-
     before = torch.cuda.memory_allocated()
     failures: list[str] = []
     threads = [threading.Thread(target=churn, args=(n, failures)) for n in range(1, 9)]

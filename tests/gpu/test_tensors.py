@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch.autograd import DeviceType
+from torch.cuda._memory_viz import profile_plot
 
 from gpu.tools import KIB, MIB, UNIT, block, holds, settle
 
@@ -16,8 +19,6 @@ pytestmark = pytest.mark.gpu
 
 
 def test_a_tensor_without_elements_has_no_memory() -> None:
-    import torch
-
     before = torch.cuda.memory_allocated()
     empty = torch.empty(0, device="cuda")
     assert empty.data_ptr() == 0
@@ -27,16 +28,12 @@ def test_a_tensor_without_elements_has_no_memory() -> None:
 
 
 def test_a_tensor_without_elements_grows() -> None:
-    import torch
-
     tensor = torch.empty(0, dtype=torch.uint8, device="cuda")
     tensor.resize_(MIB).fill_(3)
     assert holds(tensor, 3)
 
 
 def test_a_storage_gives_its_memory_up_and_takes_it_again() -> None:
-    import torch
-
     tensor = block(32 * MIB, 3)
     before = torch.cuda.memory_allocated()
     tensor.untyped_storage().resize_(0)
@@ -55,8 +52,6 @@ def test_a_storage_keeps_its_bytes_when_it_grows() -> None:
 
 
 def test_a_view_keeps_the_memory_of_the_whole() -> None:
-    import torch
-
     before = torch.cuda.memory_allocated()
     view = block(32 * MIB, 3)[16 * MIB :: 2]
     assert torch.cuda.memory_allocated() == before + 32 * MIB
@@ -87,8 +82,6 @@ class Raw:
 
 @pytest.mark.parametrize("on_side_stream", [False, True])
 def test_raw_memory_is_usable_counted_and_given_back(on_side_stream: bool) -> None:
-    import torch
-
     stream = torch.cuda.Stream() if on_side_stream else torch.cuda.current_stream()
     before = torch.cuda.memory_allocated()
     address = torch.cuda.caching_allocator_alloc(32 * MIB, stream=stream)
@@ -104,16 +97,12 @@ def test_raw_memory_is_usable_counted_and_given_back(on_side_stream: bool) -> No
 
 
 def test_deleting_nothing_is_allowed() -> None:
-    import torch
-
     before = torch.cuda.memory_allocated()
     torch.cuda.caching_allocator_delete(0)
     assert torch.cuda.memory_allocated() == before
 
 
 def test_caching_may_be_switched_off_for_a_while() -> None:
-    import torch
-
     if not hasattr(torch.cuda.memory, "caching_allocator_enable"):
         pytest.skip(f"torch {torch.__version__} has no caching_allocator_enable")
     before = block(MIB, 3)
@@ -139,8 +128,6 @@ def test_a_huge_warm_up_is_cheap_and_serves_the_model_afterwards() -> None:
     Reading the model from a fast disk takes a second for 10 GB. The warm-up is there to save time,
     so it may take a tenth of that.
     """
-    import torch
-
     size_bytes = torch.cuda.mem_get_info()[0] // 2 // (128 * MIB) * (128 * MIB)
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -158,8 +145,6 @@ def test_a_huge_warm_up_is_cheap_and_serves_the_model_afterwards() -> None:
 
 @pytest.fixture
 def cudnn_benchmark() -> Iterator[None]:
-    import torch
-
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
     yield
@@ -174,8 +159,6 @@ def rounded(tensor: Any) -> Any:
 def test_cudnn_benchmark_works_with_changing_shapes() -> None:
     """Every true result is an integer, so that one with an error below a half rounds to it,
     whichever algorithm the benchmark chooses."""
-    import torch
-
     generator = torch.Generator().manual_seed(0)
 
     def integers(*shape: int) -> torch.Tensor:
@@ -199,8 +182,6 @@ def test_cudnn_benchmark_works_with_changing_shapes() -> None:
 
 def memory_events(profile: Any) -> list[int]:
     """Return the bytes of each allocation and, negative, of each free on the GPU."""
-    from torch.autograd import DeviceType
-
     return [
         event.nbytes()
         for event in profile.profiler.kineto_results.events()
@@ -209,8 +190,6 @@ def memory_events(profile: Any) -> list[int]:
 
 
 def test_the_profilers_memory_events_add_up() -> None:
-    import torch
-
     before = torch.cuda.memory_allocated()
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
@@ -222,8 +201,6 @@ def test_the_profilers_memory_events_add_up() -> None:
 
 
 def test_the_profiler_sees_a_free_before_any_allocation() -> None:
-    import torch
-
     activities = [torch.profiler.ProfilerActivity.CPU]
     dropped = block(32 * MIB)
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
@@ -232,8 +209,6 @@ def test_the_profiler_sees_a_free_before_any_allocation() -> None:
 
 
 def test_the_profilers_table_shows_memory_by_operator() -> None:
-    import torch
-
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         kept = block(32 * MIB)
@@ -243,9 +218,6 @@ def test_the_profilers_table_shows_memory_by_operator() -> None:
 
 
 def test_torchs_memory_viz_plots_a_profile() -> None:
-    import torch
-    from torch.cuda._memory_viz import profile_plot
-
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU],
         profile_memory=True,
@@ -261,8 +233,6 @@ def test_torchs_memory_viz_plots_a_profile() -> None:
 
 
 def test_a_training_loop_gives_everything_back() -> None:
-    import torch
-
     def used() -> int:
         settle()
         torch._C._cuda_clearCublasWorkspaces()

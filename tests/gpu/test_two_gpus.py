@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 
 from gpu import runner
 from gpu.runner import PROGRAMS, Outcome
@@ -16,8 +17,6 @@ SIZE = 64 * MIB
 
 
 def on(device: int, size_bytes: int, value: int):
-    import torch
-
     return torch.full((size_bytes,), value, dtype=torch.uint8, device=f"cuda:{device}")
 
 
@@ -35,8 +34,6 @@ def test_a_copy_arrives_whole(source: int, target: int, size_bytes: int) -> None
 
 def test_a_copy_between_strided_tensors_arrives_whole() -> None:
     """Not a plain copy of bytes: a kernel on one GPU reads or writes the other's memory."""
-    import torch
-
     source = torch.arange(1 << 20, device="cuda:0").reshape(1024, 1024)
     target = torch.zeros(1024, 1024, dtype=torch.int64, device="cuda:1")
     target.t().copy_(source)
@@ -44,8 +41,6 @@ def test_a_copy_between_strided_tensors_arrives_whole() -> None:
 
 
 def test_the_source_may_be_freed_at_once() -> None:
-    import torch
-
     torch.cuda.synchronize(1)
     torch.cuda._sleep(LONG_SLEEP // 4)
     arrived = on(0, SIZE, 7).to("cuda:1", non_blocking=True)
@@ -76,8 +71,6 @@ def test_copies_to_memory_put_together_from_gaps() -> None:
 
 
 def test_statistics_are_kept_by_device() -> None:
-    import torch
-
     before = [torch.cuda.memory_allocated(device) for device in (0, 1)]
     kept = on(1, SIZE, 0)
     after = [torch.cuda.memory_allocated(device) for device in (0, 1)]
@@ -88,8 +81,6 @@ def test_statistics_are_kept_by_device() -> None:
 
 
 def test_a_tensor_is_freed_on_its_own_device_whichever_is_current() -> None:
-    import torch
-
     before = torch.cuda.memory_allocated(1)
     kept = on(1, SIZE, 0)
     with torch.cuda.device(0):
@@ -98,8 +89,6 @@ def test_a_tensor_is_freed_on_its_own_device_whichever_is_current() -> None:
 
 
 def test_one_full_device_leaves_the_other_alone() -> None:
-    import torch
-
     with room(256 * MIB):
         with pytest.raises(torch.OutOfMemoryError, match="GPU 0"):
             on(0, 512 * MIB, 1)

@@ -1,8 +1,10 @@
-"""vramx.plan on two GPUs: both processes have one plan, and neither exceeds the budget."""
+"""vramx.plan and fit_batch on two GPUs: one answer for both processes, within the room of each."""
 
 from __future__ import annotations
 
+import math
 import sys
+from typing import Any
 
 import pytest
 
@@ -12,11 +14,19 @@ from gpu.runner import PROGRAMS
 pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_both_processes_train_as_planned_within_the_budget(kind: str) -> None:
+both_kinds = pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+
+
+def facts(program: str, kind: str) -> dict[str, Any]:
+    """Return what a program prints that runs on two GPUs."""
     workers = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *workers, str(PROGRAMS / "two_gpu_plan.py"), kind]
-    plans = runner.run(command, runner.environment({})).facts()["plans"]
+    command = [sys.executable, *workers, str(PROGRAMS / program), kind]
+    return runner.run(command, runner.environment({})).facts()
+
+
+@both_kinds
+def test_both_processes_train_as_planned_within_the_budget(kind: str) -> None:
+    plans = facts("two_gpu_plan.py", kind)["plans"]
     for plan in plans:
         first, second = plan["texts"]
         assert first == second
@@ -24,3 +34,15 @@ def test_both_processes_train_as_planned_within_the_budget(kind: str) -> None:
         assert max(plan["peaks"]) >= 0.9 * plan["planned"]
     assert plans[0]["planned"] < 0.9 * plans[-1]["planned"]
     assert plans[0]["words"] != plans[-1]["words"]
+
+
+@both_kinds
+def test_both_processes_train_with_the_batch_that_the_smaller_has_room_for(kind: str) -> None:
+    found = facts("two_gpu_fit.py", kind)
+    (batch, attempts, is_within), other = found["told"]
+    assert other == [batch, attempts, True]
+    assert is_within
+    # What kernels are chosen, and with them their workspaces, is not the same every time.
+    assert abs(batch - found["by_hand"]) <= max(1, 0.05 * found["by_hand"])
+    assert attempts <= math.ceil(math.log2(batch + 1)) + 3
+    assert found["steps"] == 200

@@ -11,8 +11,9 @@ import ctypes
 import time
 
 import pytest
+import torch
 
-from gpu.tools import LONG_SLEEP, MIB, holds
+from gpu.tools import LONG_SLEEP, MIB, holds, overwrite
 
 pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
 
@@ -20,8 +21,6 @@ SIZE = 64 * MIB
 
 
 def on(device: int, value: int):
-    import torch
-
     return torch.full((SIZE,), value, dtype=torch.uint8, device=f"cuda:{device}")
 
 
@@ -31,16 +30,12 @@ def let_in_gpu_1() -> None:
 
 
 def wait_for_both() -> None:
-    import torch
-
     torch.cuda.synchronize(0)
     torch.cuda.synchronize(1)
 
 
 def slow_read(source, result, stream) -> None:
     """Queue a slow kernel and a copy of `source` on a stream of the GPU that `result` is on."""
-    import torch
-
     with torch.cuda.stream(stream):
         torch.cuda._sleep(LONG_SLEEP)
         target, origin = (ctypes.c_uint64(each.data_ptr()) for each in (result, source))
@@ -49,20 +44,8 @@ def slow_read(source, result, stream) -> None:
         assert code == 0, f"cuMemcpyAsync: CUDA error {code}"
 
 
-def overwrite(begin: int) -> list:
-    """Fill new tensors of GPU 0 with 2 until one lies where a freed one lay."""
-    taken = []
-    for _ in range(8):
-        taken.append(on(0, 2))
-        if abs(taken[-1].data_ptr() - begin) < SIZE:
-            break
-    return taken
-
-
 def read_late(*, recorded: bool) -> bool:
     """Free a tensor of GPU 0 that GPU 1 still reads; say whether it read what was in it."""
-    import torch
-
     let_in_gpu_1()
     stream = torch.cuda.Stream(device=1)
     source, result = on(0, 1), on(1, 0)
@@ -72,7 +55,7 @@ def read_late(*, recorded: bool) -> bool:
         source.record_stream(stream)
     begin = source.data_ptr()
     del source
-    overwriting = overwrite(begin)
+    overwriting = overwrite(begin, SIZE)
     wait_for_both()
     assert all(holds(each, 2) for each in overwriting)
     return holds(result, 1)
@@ -87,8 +70,6 @@ def test_with_record_stream_it_is_not() -> None:
 
 
 def test_memory_that_the_other_gpu_read_is_used_again_afterwards() -> None:
-    import torch
-
     read_late(recorded=True)
     before = torch.cuda.memory_reserved(0)
     for _ in range(6):
@@ -98,8 +79,6 @@ def test_memory_that_the_other_gpu_read_is_used_again_afterwards() -> None:
 
 
 def test_the_owner_does_not_wait_for_the_other_gpu() -> None:
-    import torch
-
     let_in_gpu_1()
     stream = torch.cuda.Stream(device=1)
     source, result = on(0, 1), on(1, 0)

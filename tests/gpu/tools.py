@@ -1,17 +1,17 @@
-"""What the tests of this package share: settling a process, bounding it, numbers that are exact.
-
-Imports torch inside its functions only, so that collecting the tests costs nothing.
-"""
+"""What the tests of this package share: settling a process, bounding it, numbers that are exact."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import pytest
+import torch
+
+import vramx
+from vramx.allocator.install import current
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 # What both allocators round a request up to.
@@ -23,8 +23,6 @@ LONG_SLEEP = 500_000_000
 
 def settle() -> None:
     """Wait for the device and give back what is cached."""
-    import torch
-
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -32,11 +30,8 @@ def settle() -> None:
 
 def core_violation() -> str:
     """Return the first broken invariant of vramx's core in this process, or an empty text."""
-    import vramx
-
     if not vramx.allocator_installed():
         return ""
-    from vramx.allocator.install import current
 
     core = current().devices
     broken = ((device, core.check(device)) for device in core.started())
@@ -46,8 +41,6 @@ def core_violation() -> str:
 @contextmanager
 def room(size_bytes: int) -> Iterator[None]:
     """Let this process hold `size_bytes` more than it holds now, and no more."""
-    import torch
-
     settle()
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + size_bytes) / total)
@@ -59,9 +52,6 @@ def room(size_bytes: int) -> Iterator[None]:
 
 def failure_of(action: Callable[[], object]) -> Exception:
     """Return the error of an action that runs out of memory, without the frames that hold it."""
-    import pytest
-    import torch
-
     with pytest.raises(torch.OutOfMemoryError) as caught:
         action()
     return caught.value.with_traceback(None)
@@ -69,8 +59,6 @@ def failure_of(action: Callable[[], object]) -> Exception:
 
 def block(size_bytes: int, value: int | None = None) -> torch.Tensor:
     """Return a tensor of so many bytes, each of them `value`, or as they come."""
-    import torch
-
     if value is None:
         return torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
     return torch.full((size_bytes,), value, dtype=torch.uint8, device="cuda")
@@ -81,14 +69,38 @@ def holds(tensor: torch.Tensor, value: int) -> bool:
     return bool((tensor == value).all())
 
 
+def overwrite(begin: int, size_bytes: int) -> list[torch.Tensor]:
+    """Fill new tensors with 2 on the current stream, until one lies where the freed one lay."""
+    taken = []
+    for _ in range(8):
+        taken.append(block(size_bytes, 2))
+        if abs(taken[-1].data_ptr() - begin) < size_bytes:
+            break
+    return taken
+
+
+def captured(
+    work: Callable[[], Any], warm_ups: int = 1, **options: Any
+) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Capture `work` after it was done on a stream of its own; return the graph and its result."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(warm_ups):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, **options):
+        result = work()
+    return graph, result
+
+
 def integers(*shape: int, seed: int = 0) -> torch.Tensor:
     """Return floats that are small integers: sums of products of them are exact in any order.
 
     Below 2**24 float32 represents every integer, so two ways to compute the same sum agree bit
     for bit, and results are compared with torch.equal.
     """
-    import torch
-
     generator = torch.Generator(device="cuda").manual_seed(seed)
     values = torch.randint(-2, 3, shape, generator=generator, device="cuda")
     return values.to(torch.float32)
@@ -96,8 +108,6 @@ def integers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def integer_network(width: int, seed: int = 0) -> torch.nn.Module:
     """Return two linear layers with a ReLU between, whose parameters are small integers."""
-    import torch
-
     layers = torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, width)
     network = torch.nn.Sequential(*layers).cuda()
     with torch.no_grad():
@@ -108,6 +118,4 @@ def integer_network(width: int, seed: int = 0) -> torch.nn.Module:
 
 def counters() -> dict[str, Any]:
     """Return torch.cuda.memory_stats() of the current device."""
-    import torch
-
     return dict(torch.cuda.memory_stats())

@@ -6,11 +6,13 @@
 // after another; an expectation may be stated from several threads.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
-#include <cstdint>
 #include <cstdio>
+#include <filesystem>
 #include <memory>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -63,25 +65,63 @@ inline bool expect(bool holds, const char* claim, const char* file, int line) {
     return;                                          \
   }
 
-template <class Subject>
+// A check, which a program has from its definition on: the name is the claim, and the body a member
+// of a fixture that is made for it alone.
+//   CHECK(Fixture, a_freed_block_is_found) { EXPECT(find(block)); }
+#define CHECK(Fixture, claim)                                                                     \
+  struct claim final : Fixture {                                                                  \
+    void hold();                                                                                  \
+  };                                                                                              \
+  const vramx::contract::Registered registered_##claim(__FILE__, #claim, [] { claim().hold(); }); \
+  void claim::hold()
+
+// For a check that has no state to set up.
+struct Nothing {};
+
 struct Check {
-  const char* name;  // the claim
-  void (*run)(Subject&);
+  std::string file;  // without its folder and ending
+  std::string claim;
+  void (*run)();
+};
+inline std::vector<Check>& all_checks() {
+  static std::vector<Check> instance;
+  return instance;
+}
+
+struct Registered {
+  Registered(const char* file, std::string claim, void (*run)()) {
+    std::ranges::replace(claim, '_', ' ');
+    all_checks().push_back({std::filesystem::path(file).stem(), std::move(claim), run});
+  }
 };
 
-template <class Subject>
-void run_check(const Check<Subject>& check, Subject& subject) {
+inline void run_check(const Check& check) {
   tally().broken = 0;
   tally().skipped_for = nullptr;
-  check.run(subject);
+  check.run();
   const bool holds = tally().broken == 0;
-  if (holds && tally().skipped_for != nullptr) {
-    ++tally().skipped;
-    std::printf("skip   %s: %s\n", check.name, tally().skipped_for);
-    return;
+  const bool is_skipped = holds && tally().skipped_for != nullptr;
+  ++(is_skipped ? tally().skipped : holds ? tally().passed : tally().failed);
+  std::printf("%s %s%s%s\n",
+              is_skipped ? "skip  "
+              : holds    ? "ok    "
+                         : "FAILED",
+              check.claim.c_str(), is_skipped ? ": " : "", is_skipped ? tally().skipped_for : "");
+  std::fflush(stdout);
+}
+
+// Runs the checks of these files, or all.
+inline void run_checks(std::span<const std::string> files = {}) {
+  for (const Check& check : all_checks()) {
+    if (files.empty() || std::ranges::find(files, check.file) != files.end()) run_check(check);
   }
-  ++(holds ? tally().passed : tally().failed);
-  std::printf("%s %s\n", holds ? "ok    " : "FAILED", check.name);
+}
+
+// Prints how many passed; returns the program's exit code.
+inline int closing_line() {
+  std::printf("%d passed, %d failed, %d skipped\n", tally().passed, tally().failed,
+              tally().skipped);
+  return tally().failed == 0 && tally().passed > 0 ? 0 : 1;
 }
 
 // A reservation that unmaps what was mapped through it and goes back when it goes out of scope.
@@ -198,10 +238,18 @@ class AStream {
   Stream stream_ = Stream::kDefault;
 };
 
-std::span<const Check<Device>> memory_checks();
-std::span<const Check<Device>> stream_checks();
-std::span<const Check<Device>> capture_checks();
-std::span<const Check<Device>> peer_checks();
+// What the contract is checked on at the moment.
+inline Device*& device_under_test() {
+  static Device* instance = nullptr;
+  return instance;
+}
+
+struct OnDevice {
+  Device& device = *device_under_test();
+  Driver& driver = device.driver;
+  Bytewise& bytes = device.bytes;
+  const Bytes unit = device.unit();
+};
 
 // --- the simulated device alone -----------------------------------------------------------------
 
@@ -220,7 +268,16 @@ inline bool is_empty(const SimDriver& sim) {
          sim.live_events() == 0 && !sim.used() && sim.check().empty();
 }
 
-std::span<const Check<SimDriver>> sim_memory_checks();
-std::span<const Check<SimDriver>> sim_stream_checks();
+// A simulated device that its check leaves empty.
+struct SimAlone {
+  explicit SimAlone(const SimOptions& options = small_sim()) : opened(open_sim(options)) {}
+  ~SimAlone() { EXPECT(is_empty(sim)); }
+  SimAlone(const SimAlone&) = delete;
+  SimAlone& operator=(const SimAlone&) = delete;
+
+  const std::unique_ptr<SimDriver> opened;
+  SimDriver& sim = *opened;
+  Device device{sim, sim};
+};
 
 }  // namespace vramx::contract

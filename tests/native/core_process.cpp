@@ -3,19 +3,9 @@
 // a second or two.
 //
 // Exit 0 when all hold, 1 when one does not.
-#include <cstdio>
-
 #include "contract.h"
-#include "process/process.h"
 
 int main() {
-  namespace checks = vramx::process_checks;
-  checks::check_devices();
-  checks::check_allocators();
-  checks::check_plain();
-  checks::check_forks();
-  checks::check_threads();
-  const auto& tally = vramx::contract::tally();
-  std::printf("%d passed, %d failed\n", tally.passed, tally.failed);
-  return tally.failed == 0 ? 0 : 1;
+  vramx::contract::run_checks();
+  return vramx::contract::closing_line();
 }

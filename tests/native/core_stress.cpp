@@ -16,45 +16,18 @@
 #include <cstdlib>
 #include <span>
 #include <string>
-#include <string_view>
+#include <vector>
 
 #include "stress/suite.h"
 
 namespace vramx::stress {
 namespace {
 
-struct Part {
-  std::string_view name;
-  std::span<const Check> (*checks)();
-};
+// The files of checks.
+const std::string kParts[] = {"regressions", "random",  "repeats", "defects",
+                              "failures",    "threads", "forks"};
 
-constexpr Part kParts[] = {
-    {"regressions", regression_checks},
-    {"random", random_checks},
-    {"repeats", repeat_checks},
-    {"defects", defect_checks},
-    {"failures", failure_checks},
-    {"threads", thread_checks},
-    {"forks", fork_checks},
-};
-
-bool is_part(std::string_view name) {
-  return std::ranges::any_of(kParts, [&](const Part& part) { return part.name == name; });
-}
-
-// The parts of these names, or all.
-int run_parts(const Options& options, std::span<const char* const> names) {
-  for (const Part& part : kParts) {
-    if (!names.empty() && std::ranges::find(names, part.name) == names.end()) continue;
-    for (const Check& check : part.checks()) {
-      contract::run_check(check, options);
-      std::fflush(stdout);
-    }
-  }
-  const contract::Tally& tally = contract::tally();
-  std::printf("%d passed, %d failed\n", tally.passed, tally.failed);
-  return tally.failed == 0 ? 0 : 1;
-}
+bool is_part(const std::string& name) { return std::ranges::count(kParts, name) != 0; }
 
 bool is_number(const std::string& text, std::uint64_t* value) {
   char* end = nullptr;
@@ -64,17 +37,14 @@ bool is_number(const std::string& text, std::uint64_t* value) {
 
 int usage() {
   std::fprintf(stderr, "usage: core_stress [operations [first seed [part...]]] | seed N\nparts:");
-  for (const Part& part : kParts) {
-    std::fprintf(stderr, " %.*s", static_cast<int>(part.name.size()), part.name.data());
-  }
+  for (const std::string& part : kParts) std::fprintf(stderr, " %s", part.c_str());
   std::fprintf(stderr, "\n");
   return 2;
 }
 
-int run(std::span<const char* const> arguments) {
-  Options options;
+int run(const std::vector<std::string>& arguments) {
   std::uint64_t operations = 0;
-  if (arguments.size() == 2 && std::string(arguments[0]) == "seed") {
+  if (arguments.size() == 2 && arguments[0] == "seed") {
     if (!is_number(arguments[1], &options.first_seed)) return usage();
     return explain_seed(options.first_seed) ? 0 : 1;
   }
@@ -83,14 +53,15 @@ int run(std::span<const char* const> arguments) {
     options.operations = static_cast<std::int64_t>(operations);
   }
   if (arguments.size() > 1 && !is_number(arguments[1], &options.first_seed)) return usage();
-  const auto names = arguments.subspan(std::min<std::size_t>(arguments.size(), 2));
-  return std::ranges::all_of(names, is_part) ? run_parts(options, names) : usage();
+  const auto parts = std::span(arguments).subspan(std::min<std::size_t>(arguments.size(), 2));
+  if (!std::ranges::all_of(parts, is_part)) return usage();
+  contract::run_checks(parts.empty() ? std::span<const std::string>(kParts) : parts);
+  return contract::closing_line();
 }
 
 }  // namespace
 }  // namespace vramx::stress
 
 int main(int argc, char** argv) {
-  return vramx::stress::run({const_cast<const char* const*>(argv) + 1,
-                             static_cast<std::size_t>(argc > 0 ? argc - 1 : 0)});
+  return vramx::stress::run({argv + std::min(argc, 1), argv + argc});
 }

@@ -12,7 +12,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
-#include <span>
 #include <string>
 #include <utility>
 
@@ -26,27 +25,9 @@ namespace vramx::contract {
 namespace {
 
 void run_contract(Device& device) {
-  for (const auto& check : memory_checks()) run_check(check, device);
-  for (const auto& check : stream_checks()) run_check(check, device);
-  for (const auto& check : capture_checks()) run_check(check, device);
-  for (const auto& check : peer_checks()) run_check(check, device);
-}
-
-// Each on a fresh device, which it leaves empty.
-void run_alone(std::span<const Check<SimDriver>> checks) {
-  for (const auto& check : checks) {
-    const auto sim = open_sim(small_sim());
-    if (sim != nullptr) run_check(check, *sim);
-    if (sim != nullptr && is_empty(*sim)) continue;
-    ++tally().failed;
-    std::printf("FAILED %s: no device, or not left empty\n", check.name);
-  }
-}
-
-int closing_line() {
-  std::printf("%d passed, %d failed, %d skipped\n", tally().passed, tally().failed,
-              tally().skipped);
-  return tally().failed == 0 ? 0 : 1;
+  static const std::string kFiles[] = {"memory", "streams", "captures", "peers"};
+  device_under_test() = &device;
+  run_checks(kFiles);
 }
 
 int run_sim() {
@@ -67,8 +48,8 @@ int run_sim() {
     std::printf("FAILED the contract left the device empty: %s\n", driver.check().c_str());
   }
   std::printf("simulated device alone\n");
-  run_alone(sim_memory_checks());
-  run_alone(sim_stream_checks());
+  static const std::string kFiles[] = {"sim_memory", "sim_streams"};
+  run_checks(kFiles);
   return closing_line();
 }
 

@@ -1,8 +1,6 @@
 // torch's allocator interface as C functions: allocations, pools, other devices.
 #include "bench.h"
 
-#include <algorithm>
-
 #include "recording_core.h"
 
 namespace vramx::stub {
@@ -127,16 +125,6 @@ BENCH int bench_is_capturing(int device) {
 }
 
 BENCH void bench_enable(int value) { current().enable(value != 0); }
-// ns for one allocation and one free, the least of `repeats` rounds.
-BENCH double bench_nanoseconds(std::size_t size, int rounds, int repeats) {
-  double best = 1e18;
-  for (int repeat = 0; repeat < repeats; ++repeat) {
-    const auto begin = c10::getTime();
-    for (int i = 0; i < rounds; ++i) current().allocate(size).clear();
-    best = std::min(best, static_cast<double>(c10::getTime() - begin) / rounds);
-  }
-  return best;
-}
 
 // --- memory as a whole ---
 
@@ -200,10 +188,6 @@ BENCH void bench_capture_stop(std::uintptr_t stream) {
 BENCH void bench_capture_tell_end(int device, unsigned long long own, unsigned long long named) {
   guarded([&] { current().endAllocateToPool(static_cast<DeviceIndex>(device), {own, named}); });
 }
-BENCH void bench_release_pool(int device, unsigned long long own, unsigned long long named) {
-  guarded([&] { current().releasePool(static_cast<DeviceIndex>(device), {own, named}); });
-}
-
 BENCH int bench_pool_use_count(unsigned long long named) {
   return native().getPoolUseCount(0, {0, named});
 }

@@ -16,13 +16,7 @@ from typing import Any
 
 from vramx.allocator import cuda_init
 from vramx.allocator.install import Installation, current, current_device
-from vramx.allocator.options import (
-    CURRENT_DEVICE,
-    Limit,
-    device_index,
-    limit_in_bytes,
-    parse_limit,
-)
+from vramx.allocator.options import CURRENT_DEVICE, Limit, device_index, limit_in_bytes, parse_limit
 from vramx.allocator.shim import ALL_DEVICES
 from vramx.errors import InstallError
 from vramx.sizes import format_size

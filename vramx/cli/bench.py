@@ -38,9 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--traces", metavar="DIR", type=Path, help="a folder of traces to replay instead"
     )
     parser.add_argument("--driver", choices=("sim", "cuda"), default="sim", help="default: sim")
-    parser.add_argument(
-        "--device", metavar="N", type=common.argument(common.index_argument), default=0
-    )
+    parser.add_argument("--device", metavar="N", type=common.index_argument, default=0)
     parser.add_argument(
         "-o", "--output", metavar="FILE", type=Path, help="append the rows to FILE instead"
     )
@@ -53,21 +51,15 @@ def _add_process_arguments(parser: argparse.ArgumentParser) -> None:
         "for torch_programs, torch_calls, streams, activations, fused, plan, language_model, "
         "real_weights, train_3b and seeing"
     )
+    count = common.count_argument("number")
     group.add_argument("--only", metavar="NAME[,NAME...]", help="these programs, cases or groups")
-    group.add_argument("--repeats", metavar="N", type=count_argument, help="under each allocator")
+    group.add_argument("--repeats", metavar="N", type=count, help="under each allocator")
     group.add_argument(
-        "--jobs", metavar="N", type=count_argument, default=1, help="GPUs to use (default: 1)"
+        "--jobs", metavar="N", type=count, default=1, help="GPUs to use (default: 1)"
     )
     group.add_argument(
-        "--limit-s", metavar="S", type=count_argument, help="seconds that one process may take"
+        "--limit-s", metavar="S", type=count, help="seconds that one process may take"
     )
-
-
-def count_argument(text: str) -> int:
-    """Read a whole number of at least one."""
-    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number; accepted are 1, 2, ...")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -127,9 +119,8 @@ def _options(harness: Any, args: argparse.Namespace) -> Any:
 
 def _run_processes(harness: Any, name: str, args: argparse.Namespace, path: Path) -> int:
     """Run a benchmark that starts its own processes and writes each row when it is known."""
-    rows = importlib.import_module("benchmarks.programs._rows")
-    writer = rows.RowWriter(name, command_line(name, args), path, _report)
-    request = rows.Request(
+    writer = harness.RowWriter(name, command_line(name, args), path, _report)
+    request = harness.Request(
         only=tuple(args.only.split(",")) if args.only else (),
         repeats=args.repeats,
         jobs=args.jobs,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vramx.cli import common, snapshots
-from vramx.errors import InvalidValueError, TraceError
+from vramx.errors import InvalidValueError
 from vramx.sizes import format_gib, format_size, parse_size
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=common.argument(parse_size),
         help="the most that may be reserved, as in 18GiB",
     )
-    snapshots.add_report_arguments(parser)
+    common.add_report_arguments(parser)
 
 
 def tolerance_argument(text: str) -> float:
@@ -67,7 +67,10 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.update:
         common.check_output(args.baseline, force=True)
-    before = None if args.update or args.baseline is None else _read(args.baseline)
+    before = None
+    if not args.update and args.baseline is not None:
+        with common.naming(args.baseline):
+            before = check.read_baseline(args.baseline)
     measured = check.measure(snapshots.read_snapshot(args))
     verdicts = []
     if before is not None:
@@ -91,15 +94,6 @@ def run(args: argparse.Namespace) -> int:
         lines.append(f"The figures of {args.snapshot.name} are in {args.baseline}.")
     snapshots.report(args, document, *lines)
     return 1 if failed else 0
-
-
-def _read(path: Path) -> Measured:
-    from vramx.memory.check import read_baseline
-
-    try:
-        return read_baseline(path)
-    except TraceError as error:
-        raise TraceError(f"{path}: {error}") from None
 
 
 def _write(path: Path, measured: Measured) -> None:

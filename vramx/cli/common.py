@@ -10,11 +10,11 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from vramx.errors import InvalidValueError, OutputError, TraceError
+from vramx.errors import InvalidValueError, OutputError, TraceError, VramxError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -68,11 +68,36 @@ def capacity_argument(text: str) -> int:
     return check_capacity(text)
 
 
-def index_argument(text: str) -> int:
-    """Read a device number."""
-    if not text.isascii() or not text.isdigit() or len(text) > 4:
-        raise InvalidValueError(f"{text!r} is no device number; accepted are 0, 1, ...")
-    return int(text)
+def count_argument(what: str, least: int = 1) -> Callable[[str], int]:
+    """Return an argparse type: a whole number of at least 0 or 1 and at most nine digits."""
+
+    def check(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < least:
+            raise InvalidValueError(
+                f"{text!r} is no {what}; accepted are {least}, {least + 1}, ..."
+            )
+        return int(text)
+
+    return argument(check)
+
+
+index_argument = count_argument("device number", least=0)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have errors of a file name it."""
+    try:
+        yield
+    except VramxError as error:
+        kind = TraceError if isinstance(error, TraceError) else VramxError
+        raise kind(f"{path}: {error}") from None
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --json, -o and -f."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add_output_arguments(parser, "write to FILE instead of stdout")
 
 
 def add_output_arguments(parser: argparse.ArgumentParser, what: str) -> None:
@@ -103,7 +128,7 @@ def add_driver_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         metavar="N",
-        type=argument(index_argument),
+        type=index_argument,
         default=0,
         help="the GPU of --driver cuda (default: 0)",
     )
@@ -115,7 +140,7 @@ def add_snapshot_device_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--snapshot-device",
         metavar="N",
-        type=argument(index_argument),
+        type=index_argument,
         help="of a snapshot of several devices, the one that is meant (default: the one that ran "
         "out of memory, else the busiest)",
     )
@@ -125,10 +150,14 @@ def read_trace(path: Path, device: int | None = None) -> Trace:
     """Load a trace; an error names the file."""
     from vramx.memory.trace import load_trace
 
-    try:
+    with naming(path):
         return load_trace(path, device=device)
-    except TraceError as error:
-        raise TraceError(f"{path}: {error}") from None
+
+
+def check_report(args: argparse.Namespace) -> None:
+    """Refuse an output that could not be written, before the work begins."""
+    if args.output is not None:
+        check_output(args.output, args.force)
 
 
 def check_output(path: Path, force: bool) -> None:
@@ -191,6 +220,14 @@ def print_parts(*parts: RenderableType) -> None:
     """Lay out tables and lines on stdout."""
     if sys.stdout is not None:
         print_text(render_text(*parts, file=sys.stdout))
+
+
+def put_out(args: argparse.Namespace, text: str) -> None:
+    """Write text to stdout, or to the file that was asked for."""
+    if args.output is None:
+        print_text(text)
+    else:
+        write_output(args.output, text.encode(errors="backslashreplace"), args.force)
 
 
 def print_text(text: str) -> None:

@@ -36,20 +36,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--steps",
         metavar="N",
-        type=common.argument(steps_argument),
+        type=common.count_argument("number of steps"),
         help="how many steps lie between the first and the last: growth is said for one step, and "
         "a leak keeps at least one tensor a step",
     )
     common.add_snapshot_device_argument(parser)
     snapshots.add_count_argument(parser)
-    snapshots.add_report_arguments(parser)
-
-
-def steps_argument(text: str) -> int:
-    """Read a number of steps."""
-    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < 1:
-        raise InvalidValueError(f"{text!r} is no number of steps; accepted are 1, 2, ...")
-    return int(text)
+    common.add_report_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
     if len(args.snapshots) < 2:
         raise InvalidValueError("one snapshot cannot be compared; two or more are needed")
-    snapshots.check_report(args)
+    common.check_report(args)
     files = [snapshots.load_snapshot(path, args.snapshot_device) for path in args.snapshots]
     names = [snapshot.name for snapshot in files]
     live = [snapshot.live_bytes_at(snapshot.end_event) for snapshot in files]

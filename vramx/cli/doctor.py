@@ -132,12 +132,7 @@ def _allocator() -> dict[str, Any]:
     except Exception as error:  # a variable that vramx does not understand
         return {**facts, "shim_fault": " ".join(str(error).split())}
     built = None if status.built is None else str(status.built)
-    return {
-        **facts,
-        "shim_torch": status.torch,
-        "shim_built": built,
-        "shim_fault": status.fault,
-    }
+    return {**facts, "shim_torch": status.torch, "shim_built": built, "shim_fault": status.fault}
 
 
 def _obstacle() -> str:

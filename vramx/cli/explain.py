@@ -6,7 +6,6 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from vramx.cli import common, confirm, snapshots
-from vramx.errors import VramxError
 from vramx.progress import ProgressBar
 from vramx.sizes import format_gib, format_size
 
@@ -66,25 +65,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "with what is said of it",
     )
     snapshots.add_count_argument(parser)
-    snapshots.add_report_arguments(parser)
+    common.add_report_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Explain; return 1 if there was a failure to explain."""
     from vramx.memory.explain import explain
 
-    snapshots.check_report(args)
+    common.check_report(args)
     if args.snapshot is None:
         args.snapshot = snapshots.newest_failure()
         common.note("explain", f"reading the newest snapshot of a failure, {args.snapshot}")
     snapshot = snapshots.load_snapshot(args.snapshot, args.snapshot_device)
-    with ProgressBar() as bar:
-        try:
-            why = explain(
-                snapshot, capacity=args.capacity, progress=bar.reporter(snapshot.trace.name)
-            )
-        except VramxError as error:
-            raise VramxError(f"{args.snapshot}: {error}") from None
+    with ProgressBar() as bar, common.naming(args.snapshot):
+        why = explain(snapshot, capacity=args.capacity, progress=bar.reporter(snapshot.trace.name))
     document = {"schema": SCHEMA, **why.to_dict()}
     parts = _parts(why, snapshot.event_count, args.count)
     if not args.confirm:
@@ -100,14 +94,13 @@ def run(args: argparse.Namespace) -> int:
 def _parts(why: Explanation, events: int, count: int) -> list[Any]:
     from vramx.memory.holders import cut
 
+    is_for = []
+    if why.categories:
+        is_for = [snapshots.holders_table("is for", why.categories, why.at.live_bytes)]
     return [
         _heading(why, events),
         *_facts(why),
-        *(
-            [snapshots.holders_table("is for", why.categories, why.at.live_bytes)]
-            if why.categories
-            else []
-        ),
+        *is_for,
         snapshots.holders_table("held by", cut(why.holders, count), why.at.live_bytes),
         _remedies(why),
         _fidelity(why) if events > why.failures else _NO_HISTORY,

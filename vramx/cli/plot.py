@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vramx.cli import common, snapshots
-from vramx.errors import InvalidValueError, TraceError, VramxError
+from vramx.errors import InvalidValueError
 from vramx.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -57,10 +57,8 @@ def run(args: argparse.Namespace) -> int:
         options = ReplayOptions(
             driver=args.driver, device=args.device, progress=bar.reporter(trace.name)
         )
-        try:
+        with common.naming(args.trace):
             picture = take_picture(source, args.policy, options, capacity=args.capacity)
-        except VramxError as error:
-            raise VramxError(f"{args.trace}: {error}") from None
     common.write_output(args.output, render(picture, format_name), args.force)
     return 0
 
@@ -69,10 +67,8 @@ def _read(path: Path, device: int | None) -> Snapshot | Trace:
     """Read a snapshot as one, because it says more than its trace."""
     from vramx.memory.trace import is_trace_file
 
-    try:
+    with common.naming(path):
         is_trace = is_trace_file(path)
-    except TraceError as error:
-        raise TraceError(f"{path}: {error}") from None
     if is_trace:
         return common.read_trace(path, device)
     return snapshots.load_snapshot(path, device)

@@ -25,9 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "data: it returns a step, or a tuple of a model, a sample and an optimizer.",
     )
     parser.add_argument(
-        "target",
-        metavar="TARGET",
-        help="package.module:function or path/to/script.py:function",
+        "target", metavar="TARGET", help="package.module:function or path/to/script.py:function"
     )
     parser.add_argument(
         "--levels",
@@ -36,24 +34,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "(default: the step as it is)",
     )
     common.add_policy_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    common.add_output_arguments(parser, "write to FILE instead of stdout")
+    common.add_report_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Predict and report."""
-    if args.output is not None:
-        common.check_output(args.output, args.force)
+    common.check_report(args)
     function = load(args.target)
     from vramx.planning.predict import predict_made
 
     levels = None if args.levels is None else [word.strip() for word in args.levels.split(",")]
     prediction = predict_made(function, levels=levels, policies=args.policy)
-    text = (prediction.to_json() if args.json else str(prediction)) + "\n"
-    if args.output is None:
-        common.print_text(text)
-    else:
-        common.write_output(args.output, text.encode(errors="backslashreplace"), args.force)
+    common.put_out(args, (prediction.to_json() if args.json else str(prediction)) + "\n")
     return 0
 
 

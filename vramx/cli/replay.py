@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vramx.cli import common
-from vramx.errors import VramxError
 from vramx.progress import ProgressBar
 from vramx.sizes import format_gib
 
@@ -56,20 +55,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="the device's memory, as in 24GiB (default: unlimited)",
     )
     common.add_driver_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    common.add_output_arguments(parser, "write to FILE instead of stdout")
+    common.add_report_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Replay, report, and return 1 if any replay found memory that changed under its owner."""
-    if args.output is not None:
-        common.check_output(args.output, args.force)
+    common.check_report(args)
     reports = _replay_all(args)
-    text = _render(args, reports)
-    if args.output is None:
-        common.print_text(text)
-    else:
-        common.write_output(args.output, text.encode(errors="backslashreplace"), args.force)
+    common.put_out(args, _render(args, reports))
     return report_mismatches("replay", reports)
 
 
@@ -97,7 +90,7 @@ def _replay_all(args: argparse.Namespace) -> list[list[ReplayResult]]:
             options = ReplayOptions(
                 driver=args.driver, device=args.device, progress=bar.reporter(trace.name)
             )
-            try:
+            with common.naming(path):
                 results = replay(
                     trace,
                     args.policy,
@@ -105,8 +98,6 @@ def _replay_all(args: argparse.Namespace) -> list[list[ReplayResult]]:
                     min_capacity=args.min_capacity or not args.json,
                     options=options,
                 )
-            except VramxError as error:
-                raise VramxError(f"{path}: {error}") from None
             reports.append(results)
     return reports
 

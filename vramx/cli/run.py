@@ -147,8 +147,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, str]:
     settings = {name: text for name, text in chosen.items() if text is not None}
     if not config.config().torch_autoload:
         common.note(
-            "run",
-            f"{config.TORCH_AUTOLOAD} is on for the program: torch finds vramx that way",
+            "run", f"{config.TORCH_AUTOLOAD} is on for the program: torch finds vramx that way"
         )
         settings[config.TORCH_AUTOLOAD] = "1"
     return settings

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vramx.cli import common
-from vramx.errors import InvalidValueError, TraceError
+from vramx.errors import TraceError
 from vramx.sizes import format_gib, format_size
 
 if TYPE_CHECKING:
@@ -42,34 +42,15 @@ def add_count_argument(parser: argparse.ArgumentParser) -> None:
         "-n",
         "--count",
         metavar="N",
-        type=common.argument(count_argument),
+        type=common.count_argument("number of lines"),
         default=10,
         help="how many lines to print (default: 10); JSON has all of them",
     )
 
 
-def count_argument(text: str) -> int:
-    """Read a number of lines."""
-    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < 1:
-        raise InvalidValueError(f"{text!r} is no number of lines; accepted are 1, 2, ...")
-    return int(text)
-
-
-def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --json, -o and -f."""
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    common.add_output_arguments(parser, "write to FILE instead of stdout")
-
-
-def check_report(args: argparse.Namespace) -> None:
-    """Refuse an output that could not be written, before the work begins."""
-    if args.output is not None:
-        common.check_output(args.output, args.force)
-
-
 def read_snapshot(args: argparse.Namespace) -> Snapshot:
     """Load the snapshot of the arguments, once the output can be written."""
-    check_report(args)
+    common.check_report(args)
     return load_snapshot(args.snapshot, args.snapshot_device)
 
 
@@ -95,10 +76,8 @@ def load_snapshot(path: Path, device: int | None) -> Snapshot:
     """Load a snapshot; an error names the file."""
     from vramx.memory.snapshot import Snapshot
 
-    try:
+    with common.naming(path):
         return Snapshot.load(path, device=device)
-    except TraceError as error:
-        raise TraceError(f"{path}: {error}") from None
 
 
 def report(args: argparse.Namespace, document: dict[str, Any], *parts: RenderableType) -> None:
@@ -108,10 +87,7 @@ def report(args: argparse.Namespace, document: dict[str, Any], *parts: Renderabl
     else:
         file = sys.stdout if args.output is None and sys.stdout is not None else io.StringIO()
         text = common.render_text(*parts, file=file)
-    if args.output is None:
-        common.print_text(text)
-    else:
-        common.write_output(args.output, text.encode(errors="backslashreplace"), args.force)
+    common.put_out(args, text)
 
 
 def plain_table(**options: Any) -> Any:

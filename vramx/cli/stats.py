@@ -42,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="the moment: most is live, the end, the last request that failed, or after an event",
     )
     snapshots.add_count_argument(parser)
-    snapshots.add_report_arguments(parser)
+    common.add_report_arguments(parser)
 
 
 def moment_argument(text: str) -> str | int:

@@ -171,10 +171,9 @@ def packed(
     flat: Tensor, format: Format, streams: random.Streams | None, mapping: Mapping | None
 ) -> Packed:
     """Return what pack() does; arguments are trusted. The tensor may have any shape and a graph."""
-    if format.bits == MASK_BITS:
-        return Packed(_pack_mask(flat, mapping), flat.numel(), flat.dtype, MASK_FORMAT, mapping)
-    buffer = encoded(flat, format, streams, mapping)
-    return Packed(buffer, flat.numel(), flat.dtype, format, mapping)
+    form = MASK_FORMAT if format.bits == MASK_BITS else format
+    buffer = encoded(flat, form, streams, mapping)
+    return Packed(buffer, flat.numel(), flat.dtype, form, mapping)
 
 
 def unpack(packed: Packed) -> Tensor:
@@ -190,28 +189,27 @@ def unpack(packed: Packed) -> Tensor:
     """
     buffer = packed.buffer
     outlive(buffer)  # backward may read it on another stream than the one that packed it
-    form, mapping = packed.format, packed.mapping
-    if form.bits == MASK_BITS:
-        return _unpack_mask(buffer, packed.numel, packed.dtype, mapping)
-    return decoded(buffer, packed.numel, packed.dtype, form, mapping)
+    return decoded(buffer, packed.numel, packed.dtype, packed.format, packed.mapping)
 
 
 def decoded(
-    buffer: Tensor,
-    numel: int,
-    dtype: torch.dtype,
-    format: Format,
-    mapping: Mapping | None = None,
+    buffer: Tensor, numel: int, dtype: torch.dtype, format: Format, mapping: Mapping | None = None
 ) -> Tensor:
-    """Return what unpack() does of a buffer that holds no mask; arguments are trusted."""
-    launch, function = _kernels(buffer.device, dtype, format.bits, mapping)
+    """Return what unpack() does of a buffer; arguments are trusted."""
+    bits = format.bits
+    launch, function = _kernels(buffer.device, dtype, bits, mapping)
     if mapping is not None and function is None:
-        return mapping.back(decoded(buffer, numel, torch.float32, format), dtype)
-    layout, _ = _layout(numel, format.bits, format.group_size, format.symmetric)
+        of = torch.bool if bits == MASK_BITS else torch.float32
+        return mapping.back(decoded(buffer, numel, of, format), dtype)
+    layout, _ = _layout(numel, bits, format.group_size, format.symmetric)
     if launch is None:
+        if bits == MASK_BITS:
+            return reference.unpack_mask(buffer, numel)
         return reference.dequantize(buffer, layout, dtype)
     flat = torch.empty(numel, dtype=dtype, device=buffer.device)
-    if function is None:
+    if bits == MASK_BITS:
+        (launch.unpack_mask if function is None else launch.unpack_signs)(buffer, flat)
+    elif function is None:
         launch.dequantize(buffer, flat, layout)
     else:
         launch.dequantize_map(buffer, flat, layout, function)
@@ -224,7 +222,7 @@ def encoded(
     streams: random.Streams | None = None,
     mapping: Mapping | None = None,
 ) -> Tensor:
-    """Return the buffer of what packed() returns of a tensor of numbers."""
+    """Return the buffer of what packed() returns."""
     device, bits, noise, stream = flat.device, format.bits, None, 0
     launch, function = _kernels(device, flat.dtype, bits, mapping)
     if mapping is not None and function is None:
@@ -234,27 +232,17 @@ def encoded(
         stream = random.next_stream() if streams is None else streams.next()
     layout, nbytes = _layout(flat.numel(), bits, format.group_size, format.symmetric)
     if launch is None:
-        return packs.made(reference.quantize(_range(flat), layout, noise=noise, stream=stream))
+        plain = _range(flat)
+        if bits == MASK_BITS:
+            return packs.made(reference.pack_mask(plain))
+        return packs.made(reference.quantize(plain, layout, noise=noise, stream=stream))
     buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    if function is None:
+    if bits == MASK_BITS:
+        (launch.pack_mask if function is None else launch.pack_signs)(flat, buffer)
+    elif function is None:
         launch.quantize(flat, buffer, layout, noise=noise, stream=stream)
     else:
         launch.quantize_map(flat, buffer, layout, function, noise=noise, stream=stream)
-    return packs.made(buffer)
-
-
-def _pack_mask(flat: Tensor, mapping: Mapping | None) -> Tensor:
-    launch, function = _kernels(flat.device, flat.dtype, MASK_BITS, mapping)
-    if mapping is not None and function is None:
-        return _pack_mask(mapping.of(_range(flat)), None)
-    if launch is None:
-        return packs.made(reference.pack_mask(_range(flat)))
-    layout = layout_of(flat.numel(), MASK_FORMAT)
-    buffer = torch.empty(layout.buffer_bytes, dtype=torch.uint8, device=flat.device)
-    if function is None:
-        launch.pack_mask(flat, buffer)
-    else:
-        launch.pack_signs(flat, buffer)
     return packs.made(buffer)
 
 
@@ -262,20 +250,6 @@ def _range(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor as 1-D, without a graph; kernels ask for its address only."""
     plain = tensor.dim() == 1 and not tensor.requires_grad
     return tensor if plain else tensor.detach().view(-1)
-
-
-def _unpack_mask(buffer: Tensor, numel: int, dtype: torch.dtype, mapping: Mapping | None) -> Tensor:
-    launch, function = _kernels(buffer.device, dtype, MASK_BITS, mapping)
-    if mapping is not None and function is None:
-        return mapping.back(_unpack_mask(buffer, numel, torch.bool, None), dtype)
-    if launch is None:
-        return reference.unpack_mask(buffer, numel)
-    flat = torch.empty(numel, dtype=dtype, device=buffer.device)
-    if function is None:
-        launch.unpack_mask(buffer, flat)
-    else:
-        launch.unpack_signs(buffer, flat)
-    return flat
 
 
 def _kernels(

@@ -225,9 +225,7 @@ def _pairs(policy: Policy | None) -> Iterable[tuple[str, str]]:
     raise InvalidValueError(f'policy {brief(policy)} is not a mapping such as {{"linear": "int8"}}')
 
 
-def _entries(
-    pairs: Iterable[tuple[str, str]],
-) -> dict[tuple[str, int | None, bool], str]:
+def _entries(pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, int | None, bool], str]:
     """Split every key into single positions; the same one with two levels is a mistake."""
     found: dict[tuple[str, int | None, bool], str] = {}
     for key, level in pairs:

@@ -191,13 +191,9 @@ class Session:
         return self._formats.setdefault((bits, most), (form, astuple(form)))
 
     def _pack_once(
-        self,
-        tensor: torch.Tensor,
-        geometry: Geometry,
-        operation: Operation,
-        format: Format,
+        self, tensor: torch.Tensor, geometry: Geometry, operation: Operation, format: Format,
         place: Hashable,
-    ) -> Holding:
+    ) -> Holding:  # fmt: skip
         """Pack memory that is new, unless it is a cast of memory whose cast is kept already."""
         source = cast_source(tensor, geometry, operation)
         if source is None:
@@ -215,11 +211,7 @@ class Session:
         return holding
 
     def _encode(
-        self,
-        tensor: torch.Tensor,
-        geometry: Geometry,
-        operation: Operation,
-        format: Format,
+        self, tensor: torch.Tensor, geometry: Geometry, operation: Operation, format: Format
     ) -> Holding:
         device = tensor.get_device()
         if format.rounding == "stochastic" and device not in self._devices:
@@ -247,11 +239,7 @@ class Session:
         return Reference(tensor)
 
     def _keep_large(
-        self,
-        tensor: torch.Tensor,
-        storage: torch.UntypedStorage,
-        operation: Operation,
-        reason: str,
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, operation: Operation, reason: str
     ) -> Reference | Restored:
         """Keep a tensor of a large storage: the storage, or a copy where the rest can be freed."""
         name, geometry = operation.name, describe(tensor)

@@ -111,20 +111,10 @@ def value_and_slope(x, KIND: tl.constexpr):
 
 @triton.jit(do_not_specialize=["numel", "stream"])
 def activation_kernel(
-    x_ptr,
-    y_ptr,
-    buffer_ptr,
-    seed_ptr,
-    numel: tl.int64,
-    stream: tl.int64,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    TAIL_ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):
+    x_ptr, y_ptr, buffer_ptr, seed_ptr, numel: tl.int64, stream: tl.int64,
+    KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    TAIL_ROWS: tl.constexpr, SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
     """Write y = act(x) and, if BITS is 8 or 4, the packed x.
 
     x_ptr, y_ptr: bf16, fp16 or fp32 [numel]; they may be one if BITS is 0. buffer_ptr: uint8
@@ -150,22 +140,10 @@ def activation_kernel(
 
 @triton.jit
 def _activation_tile(
-    x_ptr,
-    y_ptr,
-    buffer_ptr,
-    seed_ptr,
-    stream,
-    numel,
-    first,
-    left,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    x_ptr, y_ptr, buffer_ptr, seed_ptr, stream, numel, first, left,
+    KIND: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     if BITS == 4:
         a, b = load_halves(x_ptr + first, left, ROWS, GROUP, MASKED)
         value_a = value_of(a, KIND, y_ptr.dtype.element_ty)
@@ -188,19 +166,10 @@ def _activation_tile(
 
 @triton.jit(do_not_specialize=["numel"])
 def activation_backward_kernel(
-    dy_ptr,
-    kept_ptr,
-    dx_ptr,
-    y_ptr,
-    numel: tl.int64,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    TAIL_ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    WITH_VALUE: tl.constexpr,
-):
+    dy_ptr, kept_ptr, dx_ptr, y_ptr, numel: tl.int64,
+    KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    TAIL_ROWS: tl.constexpr, SYMMETRIC: tl.constexpr, WITH_VALUE: tl.constexpr,
+):  # fmt: skip
     """Write dx = dy * act'(x) and, if WITH_VALUE, y = act(x).
 
     dy_ptr, dx_ptr: bf16, fp16 or fp32 [numel]. kept_ptr: the packed x, or x itself if BITS is 0;
@@ -226,16 +195,10 @@ def activation_backward_kernel(
 
 @triton.jit
 def kept_tile(
-    kept_ptr,
-    numel,
-    first,
-    left,
-    BITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
+    kept_ptr, numel, first, left,
+    BITS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
     MASKED: tl.constexpr,
-):
+):  # fmt: skip
     """Return fp32[ROWS, GROUP] of what was kept: packed if BITS is 8, as it was if 0."""
     if BITS == 8:
         return unpack_tile(kept_ptr, numel, first, left, ROWS, GROUP, SYMMETRIC, MASKED)
@@ -245,21 +208,10 @@ def kept_tile(
 
 @triton.jit
 def _activation_backward_tile(
-    dy_ptr,
-    kept_ptr,
-    dx_ptr,
-    y_ptr,
-    numel,
-    first,
-    left,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    WITH_VALUE: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    dy_ptr, kept_ptr, dx_ptr, y_ptr, numel, first, left,
+    KIND: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr, WITH_VALUE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     if BITS == 4:
         dy_a, dy_b = load_halves(dy_ptr + first, left, ROWS, GROUP, MASKED)
         a, b = unpack_halves(kept_ptr, numel, first, left, ROWS, GROUP, SYMMETRIC, MASKED)

@@ -29,17 +29,10 @@ from vramx.kernels.tiles import load_tile, pack_tile, store_tile, tile_offsets
 
 @triton.jit
 def position_of(
-    first,
-    left,
-    inner,
-    channels,
-    POSITIONS: tl.constexpr,
-    INNER: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    first, left, inner, channels,
+    POSITIONS: tl.constexpr, INNER: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
+    GROUP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Return what channel_values() takes: channels, those that follow, and where these begin.
 
     What is beyond the end of a MASKED tile has the last element's channel, as load_tile() has its
@@ -123,32 +116,13 @@ def load_bits(bits_ptr, first, left, ROWS: tl.constexpr, GROUP: tl.constexpr, MA
 
 @triton.jit(do_not_specialize=["numel", "stream", "inner", "channels", "leak"])
 def channel_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    mean_ptr,
-    rstd_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    kept_ptr,
-    bits_ptr,
-    seed_ptr,
-    numel: tl.int64,
-    stream: tl.int64,
-    inner: tl.int64,
-    channels: tl.int64,
+    x_ptr, residual_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, y_ptr, kept_ptr, bits_ptr,
+    seed_ptr, numel: tl.int64, stream: tl.int64, inner: tl.int64, channels: tl.int64,
     leak: tl.float32,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    INNER: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    TAIL_ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):
+    KIND: tl.constexpr, BITS: tl.constexpr, POSITIONS: tl.constexpr, INNER: tl.constexpr,
+    CHANNELS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr,
+    SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
     """Write y, n as BITS says (8: packed, 0: as it is, -1: not at all), and the bits.
 
     x_ptr, y_ptr, residual_ptr (or None): bf16, fp16 or fp32 [numel] of one type, as kept_ptr if
@@ -180,34 +154,12 @@ def channel_norm_kernel(
 
 @triton.jit
 def _channel_norm_tile(
-    x_ptr,
-    residual_ptr,
-    mean_ptr,
-    rstd_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    kept_ptr,
-    bits_ptr,
-    seed_ptr,
-    numel,
-    stream,
-    inner,
-    channels,
-    leak,
-    first,
-    left,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    INNER: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    x_ptr, residual_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, y_ptr, kept_ptr, bits_ptr,
+    seed_ptr, numel, stream, inner, channels, leak, first, left,
+    KIND: tl.constexpr, BITS: tl.constexpr, POSITIONS: tl.constexpr, INNER: tl.constexpr,
+    CHANNELS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SYMMETRIC: tl.constexpr,
+    STOCHASTIC: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     position = position_of(
         first, left, inner, channels, POSITIONS, INNER, CHANNELS, ROWS, GROUP, MASKED
     )
@@ -241,25 +193,12 @@ def _channel_norm_tile(
 
 @triton.jit(do_not_specialize=["numel", "inner", "channels", "leak"])
 def channel_norm_output_kernel(
-    kept_ptr,
-    bits_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    numel: tl.int64,
-    inner: tl.int64,
-    channels: tl.int64,
-    leak: tl.float32,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    INNER: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    TAIL_ROWS: tl.constexpr,
+    kept_ptr, bits_ptr, weight_ptr, bias_ptr, y_ptr, numel: tl.int64, inner: tl.int64,
+    channels: tl.int64, leak: tl.float32,
+    KIND: tl.constexpr, BITS: tl.constexpr, POSITIONS: tl.constexpr, INNER: tl.constexpr,
+    CHANNELS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr,
     SYMMETRIC: tl.constexpr,
-):
+):  # fmt: skip
     """Write y again, of a norm without a residual. Arguments as channel_norm_kernel's.
 
     What ReLU passed stays as it was decoded, below zero too: so its mean is that of y.
@@ -284,27 +223,11 @@ def channel_norm_output_kernel(
 
 @triton.jit
 def _output_tile(
-    kept_ptr,
-    bits_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    numel,
-    inner,
-    channels,
-    leak,
-    first,
-    left,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    INNER: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
+    kept_ptr, bits_ptr, weight_ptr, bias_ptr, y_ptr, numel, inner, channels, leak, first, left,
+    KIND: tl.constexpr, BITS: tl.constexpr, POSITIONS: tl.constexpr, INNER: tl.constexpr,
+    CHANNELS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SYMMETRIC: tl.constexpr,
     MASKED: tl.constexpr,
-):
+):  # fmt: skip
     position = position_of(
         first, left, inner, channels, POSITIONS, INNER, CHANNELS, ROWS, GROUP, MASKED
     )

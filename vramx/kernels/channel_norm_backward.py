@@ -20,27 +20,12 @@ from vramx.kernels.tiles import load_tile, store_tile, unpack_groups
 
 @triton.jit(do_not_specialize=["numel", "inner", "channels", "leak"])
 def channel_norm_gradient_kernel(
-    dy_ptr,
-    kept_ptr,
-    bits_ptr,
-    weight_ptr,
-    bias_ptr,
-    g_ptr,
-    n_ptr,
-    numel: tl.int64,
-    inner: tl.int64,
-    channels: tl.int64,
-    leak: tl.float32,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    INNER: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    TAIL_ROWS: tl.constexpr,
+    dy_ptr, kept_ptr, bits_ptr, weight_ptr, bias_ptr, g_ptr, n_ptr, numel: tl.int64,
+    inner: tl.int64, channels: tl.int64, leak: tl.float32,
+    KIND: tl.constexpr, BITS: tl.constexpr, POSITIONS: tl.constexpr, INNER: tl.constexpr,
+    CHANNELS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr,
     SYMMETRIC: tl.constexpr,
-):
+):  # fmt: skip
     """Write g and n, for the sums over them; None where one is there already.
 
     dy_ptr, g_ptr, n_ptr: [numel] of one type. Others as channel_norm_kernel's.
@@ -66,29 +51,12 @@ def channel_norm_gradient_kernel(
 
 @triton.jit
 def _gradient_tile(
-    dy_ptr,
-    kept_ptr,
-    bits_ptr,
-    weight_ptr,
-    bias_ptr,
-    g_ptr,
-    n_ptr,
-    numel,
-    inner,
-    channels,
-    leak,
-    first,
-    left,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    INNER: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
+    dy_ptr, kept_ptr, bits_ptr, weight_ptr, bias_ptr, g_ptr, n_ptr, numel, inner, channels, leak,
+    first, left,
+    KIND: tl.constexpr, BITS: tl.constexpr, POSITIONS: tl.constexpr, INNER: tl.constexpr,
+    CHANNELS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SYMMETRIC: tl.constexpr,
     MASKED: tl.constexpr,
-):
+):  # fmt: skip
     n = kept_tile(kept_ptr, numel, first, left, BITS, ROWS, GROUP, SYMMETRIC, MASKED)
     if n_ptr is not None:
         store_tile(n_ptr + first, n, left, ROWS, GROUP, MASKED)
@@ -105,21 +73,10 @@ def _gradient_tile(
 
 @triton.jit
 def _gradient_of(
-    dy_ptr,
-    n,
-    bits_ptr,
-    weight_ptr,
-    bias_ptr,
-    position,
-    leak,
-    first,
-    left,
-    KIND: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
+    dy_ptr, n, bits_ptr, weight_ptr, bias_ptr, position, leak, first, left,
+    KIND: tl.constexpr, POSITIONS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
     MASKED: tl.constexpr,
-):
+):  # fmt: skip
     """Return g of a tile."""
     g = load_tile(dy_ptr + first, left, ROWS, GROUP, MASKED)
     if KIND == "leaky_relu":
@@ -134,30 +91,12 @@ def _gradient_of(
 
 @triton.jit(do_not_specialize=["numel", "inner", "channels", "leak"])
 def channel_norm_input_kernel(
-    dy_ptr,
-    kept_ptr,
-    bits_ptr,
-    weight_ptr,
-    bias_ptr,
-    slope_ptr,
-    offset_ptr,
-    along_ptr,
-    g_ptr,
-    dx_ptr,
-    numel: tl.int64,
-    inner: tl.int64,
-    channels: tl.int64,
-    leak: tl.float32,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    INNER: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    TAIL_ROWS: tl.constexpr,
+    dy_ptr, kept_ptr, bits_ptr, weight_ptr, bias_ptr, slope_ptr, offset_ptr, along_ptr, g_ptr,
+    dx_ptr, numel: tl.int64, inner: tl.int64, channels: tl.int64, leak: tl.float32,
+    KIND: tl.constexpr, BITS: tl.constexpr, POSITIONS: tl.constexpr, INNER: tl.constexpr,
+    CHANNELS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr,
     SYMMETRIC: tl.constexpr,
-):
+):  # fmt: skip
     """Write g and dx, each unless it is None.
 
     dx_ptr: [numel], may be dy_ptr: a tile is read before it is written. slope_ptr: fp32 [channels].
@@ -185,32 +124,12 @@ def channel_norm_input_kernel(
 
 @triton.jit
 def _input_tile(
-    dy_ptr,
-    kept_ptr,
-    bits_ptr,
-    weight_ptr,
-    bias_ptr,
-    slope_ptr,
-    offset_ptr,
-    along_ptr,
-    g_ptr,
-    dx_ptr,
-    numel,
-    inner,
-    channels,
-    leak,
-    first,
-    left,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    INNER: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
+    dy_ptr, kept_ptr, bits_ptr, weight_ptr, bias_ptr, slope_ptr, offset_ptr, along_ptr, g_ptr,
+    dx_ptr, numel, inner, channels, leak, first, left,
+    KIND: tl.constexpr, BITS: tl.constexpr, POSITIONS: tl.constexpr, INNER: tl.constexpr,
+    CHANNELS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SYMMETRIC: tl.constexpr,
     MASKED: tl.constexpr,
-):
+):  # fmt: skip
     position = position_of(
         first, left, inner, channels, POSITIONS, INNER, CHANNELS, ROWS, GROUP, MASKED
     )
@@ -231,22 +150,11 @@ def _input_tile(
 
 @triton.jit(do_not_specialize=["numel", "leak"])
 def channel_norm_sums_kernel(
-    dy_ptr,
-    kept_ptr,
-    bits_ptr,
-    weight_ptr,
-    bias_ptr,
-    shares_ptr,
-    numel: tl.int64,
-    width,
+    dy_ptr, kept_ptr, bits_ptr, weight_ptr, bias_ptr, shares_ptr, numel: tl.int64, width,
     leak: tl.float32,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-):
+    KIND: tl.constexpr, BITS: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, SYMMETRIC: tl.constexpr,
+):  # fmt: skip
     """Write each program's share of the sums of g and of g n, where channels are innermost.
 
     The tensor is rows of `width` elements, of which the last one may be cut: CHANNELS divides

@@ -198,13 +198,9 @@ def sums_plan(channels: int, form: tuple[int, bool] | None) -> Plan:
     group, symmetric = form or (_WIDEST_GROUP, True)
     rows = TILE // group
     constants: dict[str, Any] = {
-        "BITS": 0 if form is None else 8,
-        "CHANNELS": channels if channels < group else 0,
-        "GROUP": group,
-        "ROWS": rows,
-        "SYMMETRIC": symmetric,
-        "num_warps": _WARPS,
-    }
+        "BITS": 0 if form is None else 8, "CHANNELS": channels if channels < group else 0,
+        "GROUP": group, "ROWS": rows, "SYMMETRIC": symmetric, "num_warps": _WARPS,
+    }  # fmt: skip
     return Plan(channel_norm_sums_kernel, rows, constants)
 
 
@@ -236,16 +232,9 @@ def _plan(
     bits, group, symmetric = packs
     rows = TILE // group
     constants: dict[str, Any] = {
-        "BITS": bits,
-        "POSITIONS": how,
-        "INNER": divides[0],
-        "CHANNELS": divides[1],
-        "GROUP": group,
-        "ROWS": rows,
-        "TAIL_ROWS": max(1, rows // 4),
-        "SYMMETRIC": symmetric,
-        "num_warps": _WARPS,
-    }
+        "BITS": bits, "POSITIONS": how, "INNER": divides[0], "CHANNELS": divides[1], "GROUP": group,
+        "ROWS": rows, "TAIL_ROWS": max(1, rows // 4), "SYMMETRIC": symmetric, "num_warps": _WARPS,
+    }  # fmt: skip
     if name == "channel_norm" and bits == 8:
         # Told nothing, the assembler keeps a word of some tiles in local memory.
         constants["maxnreg"] = _PACKING_REGISTERS

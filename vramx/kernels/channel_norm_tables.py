@@ -17,18 +17,10 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["channels", "eps", "momentum", "unbiased"])
 def channel_norm_statistics_kernel(
-    mean_ptr,
-    var_ptr,
-    rstd_ptr,
-    running_mean_ptr,
-    running_var_ptr,
-    tracked_ptr,
-    channels,
-    eps: tl.float32,
-    momentum: tl.float32,
-    unbiased: tl.float32,
+    mean_ptr, var_ptr, rstd_ptr, running_mean_ptr, running_var_ptr, tracked_ptr, channels,
+    eps: tl.float32, momentum: tl.float32, unbiased: tl.float32,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Write rstd, and move running statistics towards what was found, unless they are None.
 
     mean_ptr, var_ptr, rstd_ptr: fp32 [channels]. running_mean_ptr, running_var_ptr: [channels] of
@@ -60,18 +52,10 @@ def _move(pointers, new, momentum, inside):
 
 @triton.jit(do_not_specialize=["rows", "channels", "count"])
 def channel_norm_factors_kernel(
-    shares_ptr,
-    rstd_ptr,
-    weight_ptr,
-    factors_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    rows,
-    channels,
+    shares_ptr, rstd_ptr, weight_ptr, factors_ptr, dweight_ptr, dbias_ptr, rows, channels,
     count: tl.float32,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Add shares up and write the factors of dx, and the gradients of weight and bias.
 
     shares_ptr: fp32 [2, rows, channels], of the sums of g and of g n; rows are added in tiles of

@@ -24,27 +24,12 @@ from vramx.kernels.cross_entropy_pieces import base_of, combine, exp, receive, s
 
 @triton.jit(do_not_specialize=["ignored", "zero"])
 def cross_entropy_kernel(
-    logits_ptr,
-    targets_ptr,
-    losses_ptr,
-    weights_ptr,
-    mail_ptr,
-    row_stride: tl.int64,
-    classes,
-    ignored: tl.int64,
-    smoothing: tl.float32,
-    cap: tl.float32,
-    zero: tl.int32,
-    PIECES: tl.constexpr,
-    TILES: tl.constexpr,
-    THREADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SMOOTHED: tl.constexpr,
-    GRADIENT: tl.constexpr,
+    logits_ptr, targets_ptr, losses_ptr, weights_ptr, mail_ptr, row_stride: tl.int64, classes,
+    ignored: tl.int64, smoothing: tl.float32, cap: tl.float32, zero: tl.int32,
+    PIECES: tl.constexpr, TILES: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr,
+    SHIFTED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, GRADIENT: tl.constexpr,
     WEIGHTED: tl.constexpr,
-):
+):  # fmt: skip
     """Write losses and, if GRADIENT, dlogits over the logits; a program owns a piece of a row.
 
     logits_ptr: bf16, fp16 or fp32 [rows, classes], rows row_stride apart. targets_ptr: int64
@@ -79,27 +64,11 @@ def cross_entropy_kernel(
 
 @triton.jit
 def _do_piece(
-    row_ptr,
-    loss_ptr,
-    weight_ptr,
-    mail_ptr,
-    row,
-    piece,
-    span,
-    held,
-    edges,
-    target,
-    smoothing,
-    cap,
+    row_ptr, loss_ptr, weight_ptr, mail_ptr, row, piece, span, held, edges, target, smoothing, cap,
     zero,
-    PIECES: tl.constexpr,
-    THREADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SMOOTHED: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-):
+    PIECES: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr, CAPPED: tl.constexpr,
+    SMOOTHED: tl.constexpr, GRADIENT: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
     """Do a piece of a row that counts.
 
     span: of row_ptr's logits, where the piece begins, where the row does, and where the row ends.
@@ -168,13 +137,9 @@ def _edges(span, TILES: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def _read(
-    ptr,
-    span,
-    TILES: tl.constexpr,
-    THREADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SHIFTED: tl.constexpr,
-):
+    ptr, span,
+    TILES: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr, SHIFTED: tl.constexpr,
+):  # fmt: skip
     """Return a tuple of tiles, as _packed() makes them, without edges; beyond the row is -inf."""
     held = ()
     for tile in tl.static_range(TILES):
@@ -233,17 +198,9 @@ def _unpacked(words, ptr, zero):
 
 @triton.jit
 def _sums(
-    ptr,
-    held,
-    edges,
-    span,
-    cap,
-    zero,
-    THREADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SMOOTHED: tl.constexpr,
-):
+    ptr, held, edges, span, cap, zero,
+    THREADS: tl.constexpr, WIDTH: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
+):  # fmt: skip
     """Return maximum, sum of exp(l - base_of(maximum)) and, if SMOOTHED, of logits."""
     # The maximum first, a thread for itself: all tiles are on their way by then.
     top = tl.full((THREADS,), float("-inf"), tl.float32)
@@ -302,16 +259,9 @@ def _gradient(x, slope, CAPPED: tl.constexpr):
 
 @triton.jit
 def _write(
-    ptr,
-    held,
-    edges,
-    span,
-    slope,
-    zero,
-    THREADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
+    ptr, held, edges, span, slope, zero,
+    THREADS: tl.constexpr, WIDTH: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
     """Write the gradient of a piece without a target over its logits."""
     dtype: tl.constexpr = ptr.dtype.element_ty
     for tile in tl.static_range(len(held)):
@@ -326,13 +276,9 @@ def _write(
 
 @triton.jit
 def _write_zeros(
-    ptr,
-    span,
-    TILES: tl.constexpr,
-    THREADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SHIFTED: tl.constexpr,
-):
+    ptr, span,
+    TILES: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr, SHIFTED: tl.constexpr,
+):  # fmt: skip
     """Write the gradient of a piece of a row that does not count."""
     dtype: tl.constexpr = ptr.dtype.element_ty
     for tile in tl.static_range(TILES):

@@ -158,16 +158,9 @@ def loss_plan(how: tuple[bool, bool], mode: str, row_cut: Cut, width: int) -> Pl
     capped, smoothed = how
     threads = _WARP * row_cut.warps
     constants = {
-        "PIECES": row_cut.pieces,
-        "TILES": row_cut.tiles,
-        "THREADS": threads,
-        "WIDTH": width,
-        "SHIFTED": row_cut.shifted,
-        "CAPPED": capped,
-        "SMOOTHED": smoothed,
-        "GRADIENT": mode != "loss",
-        "WEIGHTED": mode == "weighted",
-        "num_warps": row_cut.warps,
+        "PIECES": row_cut.pieces, "TILES": row_cut.tiles, "THREADS": threads, "WIDTH": width,
+        "SHIFTED": row_cut.shifted, "CAPPED": capped, "SMOOTHED": smoothed,
+        "GRADIENT": mode != "loss", "WEIGHTED": mode == "weighted", "num_warps": row_cut.warps,
         "maxnreg": _REGISTERS,
-    }
+    }  # fmt: skip
     return Plan(cross_entropy_kernel, row_cut.tiles * threads * width, constants)

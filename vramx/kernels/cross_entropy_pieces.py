@@ -39,12 +39,7 @@ def combine(tops, sums):
 
 @triton.jit
 def send(
-    mail_ptr,
-    piece,
-    found,
-    PIECES: tl.constexpr,
-    THREADS: tl.constexpr,
-    SMOOTHED: tl.constexpr,
+    mail_ptr, piece, found, PIECES: tl.constexpr, THREADS: tl.constexpr, SMOOTHED: tl.constexpr
 ):
     """Send all pieces what is found in this: maximum, sum and, if SMOOTHED, the sum of its logits.
 

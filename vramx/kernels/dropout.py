@@ -18,19 +18,10 @@ from vramx.kernels.tiles import load_tile, store_tile
 
 @triton.jit(do_not_specialize=["numel", "stream", "kept"])
 def dropout_kernel(
-    x_ptr,
-    residual_ptr,
-    y_ptr,
-    key_ptr,
-    numel: tl.int64,
-    stream: tl.int64,
-    kept: tl.int32,
+    x_ptr, residual_ptr, y_ptr, key_ptr, numel: tl.int64, stream: tl.int64, kept: tl.int32,
     scale: tl.float32,
-    ROWS: tl.constexpr,
-    TAIL_ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    ADD: tl.constexpr,
-):
+    ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr, COLS: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
     """Write y.
 
     x_ptr, residual_ptr, y_ptr: bf16, fp16 or fp32 [numel]; residual_ptr: any pointer unless ADD.
@@ -55,20 +46,9 @@ def dropout_kernel(
 
 @triton.jit
 def _dropout_tile(
-    x_ptr,
-    residual_ptr,
-    y_ptr,
-    key_ptr,
-    stream,
-    kept,
-    scale,
-    first,
-    left,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    ADD: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    x_ptr, residual_ptr, y_ptr, key_ptr, stream, kept, scale, first, left,
+    ROWS: tl.constexpr, COLS: tl.constexpr, ADD: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     words = noise_words(key_ptr, stream, first // 8, ROWS, COLS // 2)
     halves = tl.reshape(tl.join(words & 0xFFFF, words >> 16), (ROWS, COLS)).to(tl.int32)
     x = load_tile(x_ptr + first, left, ROWS, COLS, MASKED)

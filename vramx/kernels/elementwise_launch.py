@@ -60,13 +60,9 @@ def activation_backward(
 
 
 def glu(
-    inputs: tuple[Tensor, Tensor],
-    z: Tensor,
-    buffers: tuple[Tensor, Tensor],
-    layout: Layout | None,
-    kind: str,
-    noise: Noise | None,
-) -> None:
+    inputs: tuple[Tensor, Tensor], z: Tensor, buffers: tuple[Tensor, Tensor], layout: Layout | None,
+    kind: str, noise: Noise | None,
+) -> None:  # fmt: skip
     """Write z = act(gate) * up and, with a layout, the packed gate and up."""
     if z.numel():
         plan = tile_plan("glu", kind, layout, noise is not None)
@@ -75,13 +71,9 @@ def glu(
 
 
 def glu_backward(
-    dz: Tensor,
-    kept: tuple[Tensor, Tensor],
-    outputs: tuple[Tensor, Tensor],
-    z: Tensor | None,
-    layout: Layout | None,
-    kind: str,
-) -> None:
+    dz: Tensor, kept: tuple[Tensor, Tensor], outputs: tuple[Tensor, Tensor], z: Tensor | None,
+    layout: Layout | None, kind: str,
+) -> None:  # fmt: skip
     """Write dgate and dup and, where it is given, z; z may be dz."""
     if dz.numel():
         plan = tile_plan("glu_backward", kind, layout, z is not None)
@@ -159,10 +151,7 @@ def dropout_plan(adds: bool) -> Plan:
 
     rows = _THREADS * _ELEMENTS_WIDE // _DROPOUT_COLUMNS
     constants = {
-        "ROWS": rows,
-        "TAIL_ROWS": rows // 4,
-        "COLS": _DROPOUT_COLUMNS,
-        "ADD": adds,
+        "ROWS": rows, "TAIL_ROWS": rows // 4, "COLS": _DROPOUT_COLUMNS, "ADD": adds,
         "num_warps": _WARPS,
-    }
+    }  # fmt: skip
     return Plan(dropout_kernel, rows * _DROPOUT_COLUMNS, constants)

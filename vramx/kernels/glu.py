@@ -21,23 +21,11 @@ from vramx.kernels.tiles import load_tile, pack_tile, store_tile
 
 @triton.jit(do_not_specialize=["numel", "gate_stream", "up_stream"])
 def glu_kernel(
-    gate_ptr,
-    up_ptr,
-    z_ptr,
-    gate_buffer_ptr,
-    up_buffer_ptr,
-    seed_ptr,
-    numel: tl.int64,
-    gate_stream: tl.int64,
-    up_stream: tl.int64,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    TAIL_ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):
+    gate_ptr, up_ptr, z_ptr, gate_buffer_ptr, up_buffer_ptr, seed_ptr, numel: tl.int64,
+    gate_stream: tl.int64, up_stream: tl.int64,
+    KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    TAIL_ROWS: tl.constexpr, SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
     """Write z = act(gate) * up and, if BITS is 8 or 4, the packed gate and up.
 
     gate_ptr, up_ptr, z_ptr: bf16, fp16 or fp32 [numel]; z_ptr may be another of them if BITS is 0,
@@ -66,25 +54,11 @@ def glu_kernel(
 
 @triton.jit
 def _glu_tile(
-    gate_ptr,
-    up_ptr,
-    z_ptr,
-    gate_buffer_ptr,
-    up_buffer_ptr,
-    seed_ptr,
-    gate_stream,
-    up_stream,
-    numel,
-    first,
-    left,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    gate_ptr, up_ptr, z_ptr, gate_buffer_ptr, up_buffer_ptr, seed_ptr, gate_stream, up_stream,
+    numel, first, left,
+    KIND: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     if BITS == 4:
         gate_a, gate_b = load_halves(gate_ptr + first, left, ROWS, GROUP, MASKED)
         up_a, up_b = load_halves(up_ptr + first, left, ROWS, GROUP, MASKED)
@@ -117,21 +91,10 @@ def _glu_tile(
 
 @triton.jit(do_not_specialize=["numel"])
 def glu_backward_kernel(
-    dz_ptr,
-    gate_ptr,
-    up_ptr,
-    dgate_ptr,
-    dup_ptr,
-    z_ptr,
-    numel: tl.int64,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    TAIL_ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    WITH_VALUE: tl.constexpr,
-):
+    dz_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, z_ptr, numel: tl.int64,
+    KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    TAIL_ROWS: tl.constexpr, SYMMETRIC: tl.constexpr, WITH_VALUE: tl.constexpr,
+):  # fmt: skip
     """Write dgate, dup and, if WITH_VALUE, z.
 
     dz_ptr, dgate_ptr, dup_ptr: bf16, fp16 or fp32 [numel]. gate_ptr, up_ptr: the packed tensors, or
@@ -157,23 +120,10 @@ def glu_backward_kernel(
 
 @triton.jit
 def _glu_backward_tile(
-    dz_ptr,
-    gate_ptr,
-    up_ptr,
-    dgate_ptr,
-    dup_ptr,
-    z_ptr,
-    numel,
-    first,
-    left,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    WITH_VALUE: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    dz_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, z_ptr, numel, first, left,
+    KIND: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr, WITH_VALUE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     if BITS == 4:
         _glu_backward_halves(
             dz_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, z_ptr, numel, first, left,
@@ -192,22 +142,10 @@ def _glu_backward_tile(
 
 @triton.jit
 def _glu_backward_halves(
-    dz_ptr,
-    gate_ptr,
-    up_ptr,
-    dgate_ptr,
-    dup_ptr,
-    z_ptr,
-    numel,
-    first,
-    left,
-    KIND: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    WITH_VALUE: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    dz_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, z_ptr, numel, first, left,
+    KIND: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
+    WITH_VALUE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Do a tile of 4 bits."""
     dz_a, dz_b = load_halves(dz_ptr + first, left, ROWS, GROUP, MASKED)
     gate_a, gate_b = unpack_halves(gate_ptr, numel, first, left, ROWS, GROUP, SYMMETRIC, MASKED)

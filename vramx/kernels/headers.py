@@ -14,12 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def header_pointer(
-    buffer_ptr,
-    numel,
-    first,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
+    buffer_ptr, numel, first, GROUP: tl.constexpr, BITS: tl.constexpr, SYMMETRIC: tl.constexpr
 ):
     """Return a pointer to the header of the group that begins with element `first` (int64).
 

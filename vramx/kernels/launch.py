@@ -110,14 +110,9 @@ class Function(NamedTuple):
 
 
 def quantize_map(
-    flat: Tensor,
-    buffer: Tensor,
-    layout: Layout,
-    function: Function,
-    *,
-    noise: Tensor | None,
+    flat: Tensor, buffer: Tensor, layout: Layout, function: Function, *, noise: Tensor | None,
     stream: int,
-) -> None:
+) -> None:  # fmt: skip
     """Write the packed form of a function of a tensor; arguments as quantize()'s."""
     if layout.numel:
         plan = quantize_map_plan(
@@ -144,13 +139,13 @@ def dequantize_map(buffer: Tensor, flat_out: Tensor, layout: Layout, function: F
 def pack_signs(flat: Tensor, buffer: Tensor) -> None:
     """Write a bit an element: whether it is above zero, or NaN."""
     if numel := flat.numel():
-        sign_plan(packs=True).start((flat, buffer), (numel,), numel)
+        mask_plan(packs=True).start((flat, buffer), (numel,), numel)
 
 
 def unpack_signs(buffer: Tensor, flat_out: Tensor) -> None:
     """Write 1 and 0 for bits, in the type of `flat_out`."""
     if numel := flat_out.numel():
-        sign_plan(packs=False).start((buffer, flat_out), (numel,), numel)
+        mask_plan(packs=False).start((buffer, flat_out), (numel,), numel)
 
 
 def pack_mask(flat_bool: Tensor, buffer: Tensor) -> None:
@@ -171,26 +166,23 @@ def unpack_mask(buffer: Tensor, flat_bool_out: Tensor) -> None:
 def quantize_plan(bits: int, symmetric: bool, group_size: int, stochastic: bool) -> Plan:
     """Return how tensors of a layout are quantised."""
     from vramx.kernels.quantize import quantize_kernel
-    from vramx.kernels.quantize4 import quantize4_kernel
 
     finds = has_outliers(bits, symmetric)
     rows = _rows(group_size, _ELEMENTS_WITH_OUTLIERS if finds else _ELEMENTS)
-    constants = _constants(group_size, rows, symmetric) | {"STOCHASTIC": stochastic}
+    constants = _constants(bits, group_size, rows, symmetric) | {"STOCHASTIC": stochastic}
     if finds:
         constants["maxnreg"] = _REGISTERS_WITH_OUTLIERS
-    kernel = quantize_kernel if bits == 8 else quantize4_kernel
-    return Plan(kernel, rows * group_size, constants)
+    return Plan(quantize_kernel, rows * group_size, constants)
 
 
 @lru_cache(maxsize=64)
 def dequantize_plan(bits: int, symmetric: bool, group_size: int) -> Plan:
     """Return how tensors of a layout are dequantised."""
     from vramx.kernels.quantize import dequantize_kernel
-    from vramx.kernels.quantize4 import dequantize4_kernel
 
     rows = _rows(group_size, _ELEMENTS)
-    kernel = dequantize_kernel if bits == 8 else dequantize4_kernel
-    return Plan(kernel, rows * group_size, _constants(group_size, rows, symmetric))
+    constants = _constants(bits, group_size, rows, symmetric)
+    return Plan(dequantize_kernel, rows * group_size, constants)
 
 
 @lru_cache(maxsize=128)
@@ -198,7 +190,7 @@ def quantize_map_plan(format: tuple[int, bool, int, bool], kind: str, place: str
     """Return how a function of tensors is quantised; the format is quantize_plan's arguments."""
     from vramx.kernels.mapped import quantize_map_kernel
 
-    return _mapped(quantize_map_kernel, quantize_plan(*format), format[0], kind, place)
+    return _mapped(quantize_map_kernel, quantize_plan(*format), kind, place)
 
 
 @lru_cache(maxsize=128)
@@ -206,13 +198,13 @@ def dequantize_map_plan(format: tuple[int, bool, int], kind: str, place: str) ->
     """Return how it becomes the tensors again; the format is dequantize_plan's arguments."""
     from vramx.kernels.mapped import dequantize_map_kernel
 
-    return _mapped(dequantize_map_kernel, dequantize_plan(*format), format[0], kind, place)
+    return _mapped(dequantize_map_kernel, dequantize_plan(*format), kind, place)
 
 
-def _mapped(kernel: Any, plan: Plan, bits: int, kind: str, place: str) -> Plan:
+def _mapped(kernel: Any, plan: Plan, kind: str, place: str) -> Plan:
     """Return a plan with a map's kernel in place of the plain one."""
     _, tile, constants = plan
-    constants = {**constants, "MAP": kind, "PLACE": place, "BITS": bits}
+    constants = {**constants, "MAP": kind, "PLACE": place}
     if place == "each":  # two loads an element: with as many more, registers spill
         tile //= 2
         constants |= {"ROWS": constants["ROWS"] // 2, "TAIL_ROWS": constants["TAIL_ROWS"] // 2}
@@ -221,18 +213,8 @@ def _mapped(kernel: Any, plan: Plan, bits: int, kind: str, place: str) -> Plan:
 
 
 @lru_cache(maxsize=2)
-def sign_plan(*, packs: bool) -> Plan:
-    """Return how signs are packed or unpacked."""
-    from vramx.kernels.mask import pack_signs_kernel, unpack_signs_kernel
-
-    constants = {"BYTES": _MASK_BYTES_OF_PROGRAM, "num_warps": _WARPS}
-    kernel = pack_signs_kernel if packs else unpack_signs_kernel
-    return Plan(kernel, 8 * _MASK_BYTES_OF_PROGRAM, constants)
-
-
-@lru_cache(maxsize=2)
 def mask_plan(*, packs: bool) -> Plan:
-    """Return how masks are packed or unpacked."""
+    """Return how masks, or the signs of numbers, are packed or unpacked."""
     from vramx.kernels.mask import pack_mask_kernel, unpack_mask_kernel
 
     constants = {"BYTES": _MASK_BYTES_OF_PROGRAM, "num_warps": _WARPS}
@@ -244,16 +226,13 @@ def _rows(group_size: int, elements: int) -> int:
     return max(1, _THREADS * elements // group_size)
 
 
-def _constants(group_size: int, rows: int, symmetric: bool) -> dict[str, Any]:
+def _constants(bits: int, group_size: int, rows: int, symmetric: bool) -> dict[str, Any]:
     # A quarter: the checked accesses of a short tile then take fewer registers than a whole tile.
     tail_rows = max(1, rows // 4)
     return {
-        "GROUP": group_size,
-        "ROWS": rows,
-        "TAIL_ROWS": tail_rows,
-        "SYMMETRIC": symmetric,
-        "num_warps": _WARPS,
-    }
+        "BITS": bits, "GROUP": group_size, "ROWS": rows, "TAIL_ROWS": tail_rows,
+        "SYMMETRIC": symmetric, "num_warps": _WARPS,
+    }  # fmt: skip
 
 
 @lru_cache(maxsize=64)

@@ -1,8 +1,8 @@
 """Quantise numbers that are computed from what is read, and back to what they were computed from.
 
-As quantize.py and quantize4.py, whose tiles these are, with one function more in registers: nothing
-is written in between. One pass: the traffic of packing the elements themselves, and of a norm's
-statistics. The functions, by MAP:
+As quantize.py, whose tiles these are, with one function more in registers: nothing is written in
+between. One pass: the traffic of packing the elements themselves, and of a norm's statistics. The
+functions, by MAP:
 
     normal    (x - mean) * rstd         back: y / rstd + mean, of the statistics of the element
     root      sign(x) sqrt(|x|)         back: y |y|
@@ -24,29 +24,16 @@ import triton.language as tl
 
 from vramx.kernels.headers import narrow
 from vramx.kernels.quantize4 import load_halves, pack_halves, store_halves, unpack_halves
-from vramx.kernels.tiles import load_tile, pack_tile, tile_offsets, unpack_tile
+from vramx.kernels.tiles import load_tile, pack_tile, store_tile, tile_offsets, unpack_tile
 
 
 @triton.jit(do_not_specialize=["numel", "stream"])
 def quantize_map_kernel(
-    x_ptr,
-    mean_ptr,
-    rstd_ptr,
-    buffer_ptr,
-    seed_ptr,
-    numel: tl.int64,
-    stream: tl.int64,
-    inner,
+    x_ptr, mean_ptr, rstd_ptr, buffer_ptr, seed_ptr, numel: tl.int64, stream: tl.int64, inner,
     count,
-    MAP: tl.constexpr,
-    PLACE: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    TAIL_ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):
+    MAP: tl.constexpr, PLACE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr, SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
     """Write the codes and headers of MAP of a flat tensor; a program owns one tile.
 
     mean_ptr, rstd_ptr: fp32 [count]; None unless MAP is "normal". inner, count: int32, above 0.
@@ -72,26 +59,10 @@ def quantize_map_kernel(
 
 @triton.jit
 def _quantize_tile(
-    x_ptr,
-    mean_ptr,
-    rstd_ptr,
-    buffer_ptr,
-    seed_ptr,
-    stream,
-    numel,
-    inner,
-    count,
-    first,
-    left,
-    MAP: tl.constexpr,
-    PLACE: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    x_ptr, mean_ptr, rstd_ptr, buffer_ptr, seed_ptr, stream, numel, inner, count, first, left,
+    MAP: tl.constexpr, PLACE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Do ROWS groups, of which `left` elements are to be done."""
     if BITS == 8:
         x = load_tile(x_ptr + first, left, ROWS, GROUP, MASKED)
@@ -117,21 +88,10 @@ def _quantize_tile(
 
 @triton.jit(do_not_specialize=["numel"])
 def dequantize_map_kernel(
-    buffer_ptr,
-    mean_ptr,
-    rstd_ptr,
-    out_ptr,
-    numel: tl.int64,
-    inner,
-    count,
-    MAP: tl.constexpr,
-    PLACE: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    TAIL_ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-):
+    buffer_ptr, mean_ptr, rstd_ptr, out_ptr, numel: tl.int64, inner, count,
+    MAP: tl.constexpr, PLACE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, TAIL_ROWS: tl.constexpr, SYMMETRIC: tl.constexpr,
+):  # fmt: skip
     """Write what MAP was computed from. Arguments as quantize_map_kernel's."""
     first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * (ROWS * GROUP)
     left = tl.minimum(numel - first, ROWS * GROUP).to(tl.int32)
@@ -153,31 +113,16 @@ def dequantize_map_kernel(
 
 @triton.jit
 def _dequantize_tile(
-    buffer_ptr,
-    mean_ptr,
-    rstd_ptr,
-    out_ptr,
-    numel,
-    inner,
-    count,
-    first,
-    left,
-    MAP: tl.constexpr,
-    PLACE: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    buffer_ptr, mean_ptr, rstd_ptr, out_ptr, numel, inner, count, first, left,
+    MAP: tl.constexpr, PLACE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, SYMMETRIC: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Do ROWS groups, of which `left` elements are to be done."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if BITS == 8:
         y = unpack_tile(buffer_ptr, numel, first, left, ROWS, GROUP, SYMMETRIC, MASKED)
         x = _unmap(y, mean_ptr, rstd_ptr, inner, count, first, MAP, PLACE, GROUP, ROWS, 0, GROUP)
-        offsets = tile_offsets(ROWS, GROUP)
-        inside = offsets < left if MASKED else None
-        tl.store(out_ptr + first + offsets, narrow(x, dtype), mask=inside)
+        store_tile(out_ptr + first, narrow(x, dtype), left, ROWS, GROUP, MASKED)
     else:
         HALF: tl.constexpr = GROUP // 2
         a, b = unpack_halves(buffer_ptr, numel, first, left, ROWS, GROUP, SYMMETRIC, MASKED)
@@ -188,19 +133,10 @@ def _dequantize_tile(
 
 @triton.jit
 def _map(
-    x,
-    mean_ptr,
-    rstd_ptr,
-    inner,
-    count,
-    first,
-    MAP: tl.constexpr,
-    PLACE: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    START: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    x, mean_ptr, rstd_ptr, inner, count, first,
+    MAP: tl.constexpr, PLACE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    START: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Return MAP of fp32[ROWS, WIDTH]: of each group the elements from START on."""
     if MAP == "normal":
         mean, factor = _statistics(
@@ -217,19 +153,10 @@ def _map(
 
 @triton.jit
 def _unmap(
-    y,
-    mean_ptr,
-    rstd_ptr,
-    inner,
-    count,
-    first,
-    MAP: tl.constexpr,
-    PLACE: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    START: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    y, mean_ptr, rstd_ptr, inner, count, first,
+    MAP: tl.constexpr, PLACE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    START: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Return what _map() made y of."""
     if MAP == "normal":
         mean, factor = _statistics(
@@ -247,18 +174,10 @@ def _unmap(
 
 @triton.jit
 def _statistics(
-    mean_ptr,
-    rstd_ptr,
-    inner,
-    count,
-    first,
-    PLACE: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    START: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BACK: tl.constexpr,
-):
+    mean_ptr, rstd_ptr, inner, count, first,
+    PLACE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, START: tl.constexpr,
+    WIDTH: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
     """Return the mean of elements, and what to multiply by: fp32 that broadcasts over them.
 
     Numbers are taken modulo count, so that those of groups behind the end are in bounds as well.

@@ -122,18 +122,10 @@ def spread(values, GROUPS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def load_normalised(
-    kept_ptr,
-    rows,
-    first,
-    offsets,
-    inside,
-    left,
-    HIDDEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
+    kept_ptr, rows, first, offsets, inside, left,
+    HIDDEN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
     PACKED: tl.constexpr,
-):
+):  # fmt: skip
     """Return n of a tile as fp32, 0 outside, of what was kept of it."""
     kept = tl.load(kept_ptr + first + offsets, mask=inside, other=0)
     if PACKED:
@@ -149,14 +141,9 @@ def load_normalised(
 
 @triton.jit
 def _load_scales(
-    kept_ptr,
-    rows,
-    first,
-    filled,
-    HIDDEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    TILE_GROUPS: tl.constexpr,
-):
+    kept_ptr, rows, first, filled,
+    HIDDEN: tl.constexpr, GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr,
+):  # fmt: skip
     """Return fp32[TILE_GROUPS], the scales of a tile's groups.
 
     They are read in words of two: copies to shared memory that a program does not wait for have

@@ -31,24 +31,11 @@ from vramx.kernels.norm import (
 
 @triton.jit(do_not_specialize=["rows"])
 def norm_backward_kernel(
-    dy_ptr,
-    dsum_ptr,
-    weight_ptr,
-    kept_ptr,
-    rstd_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dbias_ptr,
+    dy_ptr, dsum_ptr, weight_ptr, kept_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr,
     rows: tl.int64,
-    HIDDEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    CENTRED: tl.constexpr,
-    PACKED: tl.constexpr,
-    STAGES: tl.constexpr,
-    DSUM_LAST: tl.constexpr,
-):
+    HIDDEN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
+    CENTRED: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr, DSUM_LAST: tl.constexpr,
+):  # fmt: skip
     """Write dx and each program's share of dweight and dbias.
 
         g = dy * weight        dx = r * (g - n * mean(g n) - mean(g) if CENTRED) + dsum
@@ -98,14 +85,9 @@ def norm_backward_kernel(
 
 @triton.jit
 def _gradient(
-    g,
-    n,
-    rstd,
-    HIDDEN: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    CENTRED: tl.constexpr,
-):
+    g, n, rstd,
+    HIDDEN: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr,
+):  # fmt: skip
     """Return r * (g - n * mean(g n) - mean(g) if CENTRED) of a tile, two products an element."""
     by_mean = rstd / HIDDEN
     if CENTRED:
@@ -141,13 +123,9 @@ def _load_factors(rstd_ptr, left, ROWS: tl.constexpr):
 
 @triton.jit
 def _store_share(
-    tile,
-    share_ptr,
-    HIDDEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    tile, share_ptr,
+    HIDDEN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Write the sum of a tile's rows."""
     if ROWS > 1:
         tile = tl.sum(tl.reshape(tile, (ROWS, GROUPS, GROUP)), 0)

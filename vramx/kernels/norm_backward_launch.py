@@ -117,8 +117,7 @@ def _partial(wanted: Shares, programs: int, hidden: int) -> Shares:
     dtype = torch.bfloat16 if narrow else torch.float32
     shares = given[0].new_empty((len(given), programs, hidden), dtype=dtype)
     return Shares(
-        None if wanted.dweight is None else shares[0],
-        None if wanted.dbias is None else shares[-1],
+        None if wanted.dweight is None else shares[0], None if wanted.dbias is None else shares[-1]
     )
 
 
@@ -178,12 +177,11 @@ def backward_plan(hidden: int, group_size: int, reads: Reads) -> BackwardPlan:
     most = _ELEMENTS_OF_MULTIPROCESSOR // tile.elements
     programs = max(1, min(most, _MOST_PROGRAMS))
     constants = {
-        "CENTRED": reads.centred,
-        "PACKED": group_size > 0,
+        "CENTRED": reads.centred, "PACKED": group_size > 0,
         "STAGES": min(_STAGES, 1 + _STAGED_BYTES // (tile.elements * reads.element_bytes)),
         "DSUM_LAST": sums_apart or (hidden >= _LONG_ROW and not reads.centred),
         "maxnreg": _REGISTERS // (32 * tile.constants["num_warps"] * programs) // 8 * 8,
-    }
+    }  # fmt: skip
     tile = Plan(tile.rows, tile.elements, tile.constants | constants)
     return BackwardPlan(tile, programs, sums_apart)
 

@@ -30,26 +30,11 @@ from vramx.kernels.tiles import pack_groups, tile_offsets
 
 @triton.jit(do_not_specialize=["rows", "stream", "eps"])
 def norm_forward_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    sum_ptr,
-    kept_ptr,
-    rstd_ptr,
-    seed_ptr,
-    rows: tl.int64,
-    stream: tl.int64,
-    eps,
-    HIDDEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    CENTRED: tl.constexpr,
-    PACKED: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, kept_ptr, rstd_ptr, seed_ptr,
+    rows: tl.int64, stream: tl.int64, eps,
+    HIDDEN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
+    CENTRED: tl.constexpr, PACKED: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
     """Write y, and s, n and r where they are asked for. A program owns ROWS rows of all of them.
 
     x_ptr, residual_ptr (or None), sum_ptr (None with it): [rows, HIDDEN] of one type, as kept_ptr
@@ -90,18 +75,9 @@ def norm_forward_kernel(
 
 @triton.jit
 def _store_packed(
-    n,
-    buffer_ptr,
-    seed_ptr,
-    numel,
-    stream,
-    first,
-    inside,
-    filled,
-    GROUP: tl.constexpr,
-    TILE_GROUPS: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):
+    n, buffer_ptr, seed_ptr, numel, stream, first, inside, filled,
+    GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
     """Write what a tile is packed to, whose first element is `first` (int64)."""
     codes = pack_groups(
         n, buffer_ptr, seed_ptr, stream, numel, first, filled, TILE_GROUPS, GROUP, True, STOCHASTIC
@@ -112,14 +88,9 @@ def _store_packed(
 
 @triton.jit
 def _affine(
-    n,
-    weight_ptr,
-    bias_ptr,
-    HIDDEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    n, weight_ptr, bias_ptr,
+    HIDDEN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Return n * weight + bias, either of which may be None."""
     columns = row_columns(GROUP, GROUPS, ROWS)
     known = columns < HIDDEN if HIDDEN != GROUPS * GROUP else None
@@ -132,17 +103,10 @@ def _affine(
 
 @triton.jit(do_not_specialize=["rows"])
 def norm_output_kernel(
-    kept_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    rows: tl.int64,
-    HIDDEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
+    kept_ptr, weight_ptr, bias_ptr, y_ptr, rows: tl.int64,
+    HIDDEN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
     PACKED: tl.constexpr,
-):
+):  # fmt: skip
     """Write y = n * weight + bias. Arguments as norm_forward_kernel's; a program owns ROWS rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS
     first = row * HIDDEN

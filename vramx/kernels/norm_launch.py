@@ -134,12 +134,8 @@ def tile_plan(hidden: int, group_size: int, elements: int, smallest: int = _SMAL
     rows = max(1, smallest // tile) if tile == hidden else 1
     warps = min(max(1, rows * tile // (32 * elements)), _MOST_WARPS)
     constants = {
-        "HIDDEN": hidden,
-        "GROUP": group,
-        "GROUPS": groups,
-        "ROWS": rows,
-        "num_warps": warps,
-    }
+        "HIDDEN": hidden, "GROUP": group, "GROUPS": groups, "ROWS": rows, "num_warps": warps,
+    }  # fmt: skip
     return Plan(rows, rows * tile, constants)
 
 

@@ -17,15 +17,9 @@ from vramx.kernels.tiles import unpack_groups
 
 @triton.jit(do_not_specialize=["rows"])
 def column_sums_kernel(
-    shares_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    rows,
-    HIDDEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    STEPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    shares_ptr, dweight_ptr, dbias_ptr, rows,
+    HIDDEN: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Write dweight[c] = sum of shares[0, :, c], and dbias of what is next there, in one order.
 
     shares_ptr: [1 or 2, rows, HIDDEN], rows <= ROWS * STEPS. dweight_ptr, dbias_ptr: [HIDDEN] of
@@ -55,16 +49,9 @@ def column_sums_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def norm_sums_kernel(
-    dy_ptr,
-    kept_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    rows: tl.int64,
-    HIDDEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+    dy_ptr, kept_ptr, dweight_ptr, dbias_ptr, rows: tl.int64,
+    HIDDEN: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
     """Write shares of dweight and dbias, for rows too long to be summed in norm_backward_kernel.
 
     Arguments as there. Program (i, j) owns columns i * GROUP to (i + 1) * GROUP of share j, and

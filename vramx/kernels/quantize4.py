@@ -1,18 +1,11 @@
-"""Quantise to two codes a byte, and back, and the device functions of both for other kernels.
+"""Device functions that pack a tile to two codes a byte, and unpack one, as tiles.py at 8 bits.
 
-As quantize.py, with half a byte an element. A byte holds elements j and j + GROUP/2 of a group, so
-a tile is read as two halves that meet byte by byte in one thread's registers: nothing is shuffled.
-Two codes share a register, 16 bits each, from where noise is added to where bytes are made.
-One pass: n * (element size + 0.5) bytes of memory traffic, and a header a group.
-
-    symmetric    scale = up(max|x| * (1 + 2**-20) / 7)           code = round(x / scale), -7 to 7
-    asymmetric   low = down(min x), scale = up((max x - low) * (1 + 2**-20) / 15)
-                 code = round((x - low) / scale), 0 to 15
-    decoded      code * scale, or code * scale + low
+A byte holds elements j and j + GROUP/2 of a group, so a tile is read as two halves that meet byte
+by byte in one thread's registers: nothing is shuffled. Two codes share a register, 16 bits each,
+from where noise is added to where bytes are made.
 
 Stochastic rounding is code = floor((p + b) / 256): p is 256 times the quotient, rounded, and b the
 byte of noise of this code, noise_bytes of vramx/compression/reference.py says which.
-up and down round to bfloat16. A group with NaN or Inf gets a NaN scale: it decodes to NaN.
 """
 
 from __future__ import annotations
@@ -26,64 +19,9 @@ from vramx.kernels.headers import (
     header_pointer,
     load_scale,
     magnitude_key,
-    narrow,
     symmetric_header,
 )
 from vramx.kernels.noise import code_bits, fixed_point_bits, noise_words
-
-
-@triton.jit(do_not_specialize=["numel", "stream"])
-def quantize4_kernel(
-    x_ptr,
-    buffer_ptr,
-    seed_ptr,
-    numel: tl.int64,
-    stream: tl.int64,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    TAIL_ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):
-    """Write the codes and headers of a flat tensor. Arguments as quantize_kernel's."""
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * (ROWS * GROUP)
-    left = tl.minimum(numel - first, ROWS * GROUP).to(tl.int32)
-    if left == ROWS * GROUP:
-        _quantize4_tile(
-            x_ptr, buffer_ptr, seed_ptr, stream, numel, first, left,
-            GROUP, ROWS, SYMMETRIC, STOCHASTIC, False,
-        )  # fmt: skip
-    else:
-        row = 0
-        while row * GROUP < left:
-            _quantize4_tile(
-                x_ptr, buffer_ptr, seed_ptr, stream, numel, first + row * GROUP,
-                left - row * GROUP, GROUP, TAIL_ROWS, SYMMETRIC, STOCHASTIC, True,
-            )  # fmt: skip
-            row += TAIL_ROWS
-
-
-@triton.jit
-def _quantize4_tile(
-    x_ptr,
-    buffer_ptr,
-    seed_ptr,
-    stream,
-    numel,
-    first,
-    left,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Do ROWS groups, of which `left` elements are to be done."""
-    a, b = load_halves(x_ptr + first, left, ROWS, GROUP, MASKED)
-    pack_halves(
-        a, b, buffer_ptr, seed_ptr, stream, numel, first, left,
-        ROWS, GROUP, SYMMETRIC, STOCHASTIC, MASKED,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -109,20 +47,10 @@ def store_halves(x_ptr, a, b, left, ROWS: tl.constexpr, GROUP: tl.constexpr, MAS
 
 @triton.jit
 def pack_halves(
-    a,
-    b,
-    buffer_ptr,
-    seed_ptr,
-    stream,
-    numel,
-    first,
-    left,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    a, b, buffer_ptr, seed_ptr, stream, numel, first, left,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr,
     MASKED: tl.constexpr,
-):
+):  # fmt: skip
     """Write the codes and headers of groups that load_halves() returned.
 
     The first element of them is `first` (int64) of numel. Arguments as tiles.pack_tile's.
@@ -181,60 +109,11 @@ def _lanes(bits, ROWS: tl.constexpr, HALF: tl.constexpr):
     return (even & 0xFFFF) | (odd << 16)
 
 
-@triton.jit(do_not_specialize=["numel"])
-def dequantize4_kernel(
-    buffer_ptr,
-    out_ptr,
-    numel: tl.int64,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    TAIL_ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-):
-    """Write the elements of a packed buffer. Arguments as dequantize_kernel's."""
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * (ROWS * GROUP)
-    left = tl.minimum(numel - first, ROWS * GROUP).to(tl.int32)
-    if left == ROWS * GROUP:
-        _dequantize4_tile(buffer_ptr, out_ptr, numel, first, left, GROUP, ROWS, SYMMETRIC, False)
-    else:
-        row = 0
-        while row * GROUP < left:
-            _dequantize4_tile(
-                buffer_ptr, out_ptr, numel, first + row * GROUP, left - row * GROUP,
-                GROUP, TAIL_ROWS, SYMMETRIC, True,
-            )  # fmt: skip
-            row += TAIL_ROWS
-
-
-@triton.jit
-def _dequantize4_tile(
-    buffer_ptr,
-    out_ptr,
-    numel,
-    first,
-    left,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Do ROWS groups, of which `left` elements are to be done."""
-    a, b = unpack_halves(buffer_ptr, numel, first, left, ROWS, GROUP, SYMMETRIC, MASKED)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    store_halves(out_ptr + first, narrow(a, dtype), narrow(b, dtype), left, ROWS, GROUP, MASKED)
-
-
 @triton.jit
 def unpack_halves(
-    buffer_ptr,
-    numel,
-    first,
-    left,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    buffer_ptr, numel, first, left,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Return what pack_halves() wrote, as load_halves() does; any numbers beyond the end."""
     HALF: tl.constexpr = GROUP // 2
     rows = tl.arange(0, ROWS)

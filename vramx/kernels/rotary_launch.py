@@ -46,12 +46,7 @@ def rotary_plan(shape: tuple[int, int], transposed: bool, *, shares: bool) -> Pl
     block = min(rows, 1 << (heads - 1).bit_length())
     steps = _STEPS if shares and heads > block else 1
     constants = {
-        "SIZE": size,
-        "LANES": lanes,
-        "HEADS": block,
-        "TOKENS": rows // block,
-        "STEPS": steps,
-        "TRANSPOSED": transposed,
-        "num_warps": _WARPS,
-    }
+        "SIZE": size, "LANES": lanes, "HEADS": block, "TOKENS": rows // block, "STEPS": steps,
+        "TRANSPOSED": transposed, "num_warps": _WARPS,
+    }  # fmt: skip
     return Plan(rotary_kernel, rows * steps * size, constants)

@@ -74,13 +74,9 @@ def start_always_with(
 
 
 def _start(
-    what: tuple[Any, ...],
-    kernel: Any,
-    grid: tuple[int, ...],
-    tensors: Sequence[Tensor | None],
-    numbers: Sequence[float],
-    constants: dict[str, Any],
-) -> None:
+    what: tuple[Any, ...], kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor | None],
+    numbers: Sequence[float], constants: dict[str, Any],
+) -> None:  # fmt: skip
     """Launch a kernel with constants that `what` tells from all others."""
     if not _launches:
         return

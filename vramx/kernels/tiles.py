@@ -50,19 +50,10 @@ def store_tile(x_ptr, x, left, ROWS: tl.constexpr, GROUP: tl.constexpr, MASKED: 
 
 @triton.jit
 def pack_tile(
-    x,
-    buffer_ptr,
-    seed_ptr,
-    stream,
-    numel,
-    first,
-    left,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    x, buffer_ptr, seed_ptr, stream, numel, first, left,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr,
     MASKED: tl.constexpr,
-):
+):  # fmt: skip
     """Write the codes and headers of the tile that begins with element `first` (int64) of numel.
 
     x: fp32[ROWS, GROUP]. buffer_ptr: uint8 [Layout.buffer_bytes] of the whole tensor. seed_ptr:
@@ -84,18 +75,9 @@ def pack_tile(
 
 @triton.jit
 def pack_groups(
-    x,
-    buffer_ptr,
-    seed_ptr,
-    stream,
-    numel,
-    first,
-    filled,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):
+    x, buffer_ptr, seed_ptr, stream, numel, first, filled,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
     """Return the codes of a tile in the low bytes of int32, and write the rest of its groups.
 
     filled: the mask of the groups that are written, or None. Others as pack_tile's.
@@ -126,15 +108,9 @@ def pack_groups(
 
 @triton.jit
 def unpack_tile(
-    buffer_ptr,
-    numel,
-    first,
-    left,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    buffer_ptr, numel, first, left,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Return fp32[ROWS, GROUP], what pack_tile wrote; what lies beyond the end is 0."""
     rows = tl.arange(0, ROWS)
     offsets = tile_offsets(ROWS, GROUP)

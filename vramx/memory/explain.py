@@ -17,13 +17,7 @@ import numpy as np
 
 from vramx.memory.holders import Holder, Totals, holders, totals
 from vramx.memory.pools import Parts, parted
-from vramx.memory.replay import (
-    CHUNK_BYTES,
-    Progress,
-    ReplayOptions,
-    check_capacity,
-    replay,
-)
+from vramx.memory.replay import CHUNK_BYTES, Progress, ReplayOptions, check_capacity, replay
 from vramx.memory.snapshot import FailedRequest, Ids, Snapshot
 from vramx.memory.trace import FREE_REQUESTED
 from vramx.sizes import MIB

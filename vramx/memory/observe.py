@@ -1,17 +1,17 @@
 """Sees whose memory is whose while a program trains, by hooks that are few and change nothing.
 
-Hooks of torch on every module's call and on every optimizer's step, and a function around the one
-that starts autograd's engine. They are process-wide: nothing is put on a module, a tensor or an
+Functions around `nn.Module.__call__` and around the one that starts autograd's engine, and torch's
+hooks on every optimizer's step. They are process-wide: nothing is put on a module, a tensor or an
 optimizer, so that copies, pickles, fast paths and compiled code are what they were. Each makes a
 note of a few words; what the notes mean is found out afterwards, by categories.py. A call of a
-module costs some microseconds, a gradient or a state one. In a compiled region modules are not
+module costs a microsecond or two (torch's hooks on every module would cost several, for a module
+with hooks is called the long way), a gradient or a state one. In a compiled region modules are not
 called, and its memory is the caller's. Notes are made from any thread.
 """
 
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.utils._pytree import tree_leaves
 
@@ -29,19 +28,13 @@ from vramx.memory.categories import GRADIENTS, INPUTS, OPTIMIZER, PACKED, PARAME
 from vramx.memory.history import HistorySource, Tick, clock_ns
 from vramx.memory.spans import BACKWARD, FORWARD, STEP
 from vramx.memory.tensors import fingerprint, parameters_of, plain_tensors, states_of
-from vramx.patch.watching import looks_on
 
-# torch notes in them how a hook wants to be called, and some releases leave the note when it goes:
-# then every module would be called the long way for good.
-_MARKS_OF_HOOKS = ("_global_forward_hooks_with_kwargs", "_global_forward_hooks_always_called")
 _NO_PATH: tuple[Any, str] = (lambda: None, "")
 _TENSORS = (Tensor, nn.Parameter)
 _ENGINE = "_engine_run_backward"
 # Between two ticks clocks drift apart by less than a microsecond.
 _TICK_NS = 50_000_000
 _TRIES = 5
-# Of hooks that are process-wide; these pass compiled modules by.
-_WARNING_OF_COMPILER = r"Using `torch.compile\(module\)` when there are global hooks"
 
 
 class Observer:
@@ -72,8 +65,8 @@ class Observer:
         self._states: dict[int, int] = {}  # of an optimizer, which they were
         self._depths: dict[int, int] = {}  # of a thread, how many calls are open
         self._handles: list[Any] = []
-        self._filter: Any = None
-        self._engine: Callable[..., Any] | None = None
+        self._replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
+        self._is_over = False
         self._backwards = 0
         self._last_tick_ns = 0
         self._least_width_ns = 1 << 62
@@ -88,14 +81,12 @@ class Observer:
         self._tick(clock_ns())
         self.see_all()
         self._handles = [
-            modules.register_module_forward_pre_hook(self._enter),
-            modules.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
             optimizers.register_optimizer_step_pre_hook(self._begin_step),
             optimizers.register_optimizer_step_post_hook(self._end_step),
         ]
-        warnings.filterwarnings("ignore", message=_WARNING_OF_COMPILER)
-        self._filter = warnings.filters[0]
-        self._wrap_engine()
+        self._replace(nn.Module, "__call__", self._around_call)
+        for place in _engine_places():
+            self._replace(place, _ENGINE, self._around_engine)
         packs.watchers.append(self._see_pack)
 
     def stop(self) -> None:
@@ -104,12 +95,12 @@ class Observer:
             packs.watchers.remove(self._see_pack)
         for handle in self._handles:
             handle.remove()
-            for table in _MARKS_OF_HOOKS:
-                getattr(modules, table, {}).pop(handle.id, None)
         self._handles = []
-        with contextlib.suppress(ValueError):  # also where the program has its own filters by now
-            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
-        self._unwrap_engine()
+        self._is_over = True  # for those that stay, where another has put its own around them
+        for place, name, original, replacement in self._replaced:
+            if getattr(place, name) is replacement:
+                setattr(place, name, original)
+        self._replaced = []
         self.see_all()
         self._last_tick_ns = 0
         self._tick(clock_ns())
@@ -128,65 +119,67 @@ class Observer:
             self._see(reference(), PARAMETERS, name)
         self._see_gradients()
 
+    def _replace(
+        self, place: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        original = getattr(place, name)
+        replacement = around(original)
+        self._replaced.append((place, name, original, replacement))
+        setattr(place, name, replacement)
+
     # -- Modules ----------------------------------------------------------------------------------
 
-    # A compiler leaves out what stands behind this question, and so the hooks.
-    @looks_on
-    def _enter(self, module: nn.Module, _args: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            return
-        reference, label = self._paths.get(id(module), _NO_PATH)
-        if reference() is not module:
-            label = f"({type(module).__name__})"
-        thread, records = get_ident(), torch.is_grad_enabled()
-        self._depths[thread] = self._depths.get(thread, 0) + 1
-        self.marks.append((clock_ns(), FORWARD, True, thread, label, records))
+    def _around_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        note, depths, paths = self.marks.append, self._depths, self._paths
+        is_compiling, records = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 
-    # After a failure torch calls without the keyword arguments.
-    @looks_on
-    def _leave(self, _module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            return
-        now_ns, thread = clock_ns(), get_ident()
-        # Without a result the call has failed, as far as can be told.
-        completed = kwargs_and_output[-1] is not None
-        self.marks.append((now_ns, FORWARD, False, thread, "", completed))
-        depth = self._depths[thread] = self._depths.get(thread, 1) - 1
-        if depth <= 0:
-            del self._depths[thread]
-            for leaf in tree_leaves((args, kwargs_and_output[:-1])):
-                self._see(leaf, INPUTS)
-            self._tick(now_ns)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # A compiler leaves out what stands behind this question.
+            if is_compiling() or self._is_over:
+                return original(module, *args, **kwargs)
+            reference, label = paths.get(id(module), _NO_PATH)
+            if reference() is not module:
+                label = f"({type(module).__name__})"
+            thread = get_ident()
+            depth = depths.get(thread, 0)
+            depths[thread] = depth + 1
+            completed = False
+            note((clock_ns(), FORWARD, True, thread, label, records()))
+            try:
+                result = original(module, *args, **kwargs)
+                completed = True
+                return result
+            finally:
+                now_ns = clock_ns()
+                note((now_ns, FORWARD, False, thread, "", completed))
+                if depth:
+                    depths[thread] = depth
+                else:
+                    del depths[thread]
+                    for leaf in tree_leaves((args, kwargs)):
+                        self._see(leaf, INPUTS)
+                    self._tick(now_ns)
+
+        return call
 
     # -- Backward ---------------------------------------------------------------------------------
 
-    def _wrap_engine(self) -> None:
-        engine = getattr(torch.autograd.graph, _ENGINE, None)
-        if engine is None:  # this torch starts backward elsewhere
-            return
-
+    def _around_engine(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def run_backward(*args: Any, **kwargs: Any) -> Any:
+            if self._is_over:
+                return original(*args, **kwargs)
             thread = get_ident()
             self.marks.append((clock_ns(), BACKWARD, True, thread, "", True))
             self._backwards += 1
             try:
-                return engine(*args, **kwargs)
+                return original(*args, **kwargs)
             finally:
                 self._backwards -= 1
                 self.marks.append((clock_ns(), BACKWARD, False, thread, "", True))
                 if not self._backwards:
                     self._see_gradients()
 
-        self._engine, self._wrapper = engine, run_backward
-        for place in _engine_places():
-            setattr(place, _ENGINE, run_backward)
-
-    def _unwrap_engine(self) -> None:
-        if self._engine is None:
-            return
-        for place in _engine_places():
-            if getattr(place, _ENGINE) is self._wrapper:  # else another has wrapped this one
-                setattr(place, _ENGINE, self._engine)
+        return run_backward
 
     # -- Optimizers -------------------------------------------------------------------------------
 
@@ -282,6 +275,6 @@ def _paths(model: nn.Module | None) -> dict[int, tuple[Any, str]]:
 
 
 def _engine_places() -> list[Any]:
-    """Return the modules that have the function by name."""
+    """Return the modules that have the function by name; a torch may start backward elsewhere."""
     places = (torch.autograd, torch.autograd.graph)
     return [place for place in places if hasattr(place, _ENGINE)]

@@ -27,23 +27,14 @@ from vramx.memory.trace import Trace
 from vramx.sizes import MIB, format_gib
 
 FORMATS = ("png", "html")
-COLOURS = {
-    "live": "#9aa0a6",
-    "native": "#d9822b",
-    "expandable": "#3b7dd8",
-    "vramx": "#1b9e63",
-}
+COLOURS = {"live": "#9aa0a6", "native": "#d9822b", "expandable": "#3b7dd8", "vramx": "#1b9e63"}
 # Two shades a kind, so that neighbours of one kind can be told apart without drawing edges.
 EXTENT_COLOURS = {
     "block": ("#1b9e63", "#57c194"),
     "alias": ("#7b5cc4", "#a994dd"),
     "free": ("#eceff1", "#eceff1"),
 }
-EXTENT_LABELS = {
-    "block": "block",
-    "alias": "block mapped a second time",
-    "free": "free",
-}
+EXTENT_LABELS = {"block": "block", "alias": "block mapped a second time", "free": "free"}
 CATEGORY_COLOURS = (
     *("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1"),
     *("#76b7b2", "#edc948", "#9c755f", "#bab0ac", "#d37295"),

@@ -21,13 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vramx.errors import (
-    InvalidValueError,
-    MissingDependencyError,
-    TraceError,
-    VramxError,
-    brief,
-)
+from vramx.errors import InvalidValueError, MissingDependencyError, TraceError, VramxError, brief
 from vramx.memory.snapshot import Snapshot
 from vramx.memory.trace import Trace, load_trace
 from vramx.sizes import MIB, format_size, parse_size
@@ -39,6 +33,7 @@ CHUNK_BYTES = 2 * MIB  # the smallest piece that a driver hands out
 # What the core reports of a run; the rest of a ReplayResult belongs to the trace.
 _FIGURES = (
     "peak_reserved_bytes",
+    "peak_allocated_bytes",
     "oom",
     "oom_event",
     "ns_per_event",
@@ -94,6 +89,8 @@ class Timeline:
 class ReplayResult:
     """What one policy did with one trace.
 
+    peak_allocated_bytes is what torch.cuda.max_memory_allocated() says: of the blocks in use, which
+    torch's own allocator leaves up to 1 MiB larger than what was asked for (peak_live_bytes).
     ns_per_event is the time of the loop over the events, by their number; the median of several
     runs where one takes a few milliseconds. oom_event is the event that did not fit, or -1;
     oom_as_recorded says that this request failed when it was recorded as well. min_capacity_bytes
@@ -107,6 +104,7 @@ class ReplayResult:
     events: int
     peak_live_bytes: int
     peak_reserved_bytes: int
+    peak_allocated_bytes: int
     min_capacity_bytes: int | None
     oom: bool
     oom_event: int
@@ -124,6 +122,7 @@ class ReplayResult:
         """Return the figures as plain values under the keys of the JSON report."""
         return {
             "peak_reserved_bytes": self.peak_reserved_bytes,
+            "peak_allocated_bytes": self.peak_allocated_bytes,
             "min_capacity_bytes": self.min_capacity_bytes,
             "oom": self.oom,
             "ns_per_event": self.ns_per_event,

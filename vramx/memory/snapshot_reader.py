@@ -22,10 +22,7 @@ from pathlib import Path
 from vramx.memory.attribution import Attribution
 from vramx.memory.snapshot import Snapshot
 from vramx.memory.snapshot_builder import Builder
-from vramx.memory.snapshot_file import (
-    events_of_device,
-    read_snapshot_file,
-)
+from vramx.memory.snapshot_file import events_of_device, read_snapshot_file
 
 
 def read_snapshot(path: Path, device: int | None = None) -> Snapshot:

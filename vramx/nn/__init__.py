@@ -14,15 +14,7 @@ from vramx.nn.channel_norm import ChannelNormed
 from vramx.nn.convolution import Conv2d, Conv3d
 from vramx.nn.group_norm import GroupNorm, InstanceNorm1d, InstanceNorm2d, InstanceNorm3d
 from vramx.nn.linear import Linear
-from vramx.nn.modules import (
-    GELU,
-    Dropout,
-    GeGLU,
-    LinearCrossEntropy,
-    ReLU,
-    SiLU,
-    SwiGLU,
-)
+from vramx.nn.modules import GELU, Dropout, GeGLU, LinearCrossEntropy, ReLU, SiLU, SwiGLU
 from vramx.nn.norm import LayerNorm, Normed, RMSNorm
 
 __all__ = [

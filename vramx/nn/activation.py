@@ -78,8 +78,7 @@ def _activate(x: Tensor, kind: str, keep: Compression | None) -> Tensor:
 
 
 @operator(
-    "vramx::activation",
-    schema="(Tensor x, str kind, int[] form) -> (Tensor, Tensor, Tensor)",
+    "vramx::activation", schema="(Tensor x, str kind, int[] form) -> (Tensor, Tensor, Tensor)"
 )
 def _activation(x: Tensor, kind: str, form: Sequence[int]) -> tuple[Tensor, ...]:
     """Return act(x), the packed x, and its probe."""
@@ -108,8 +107,7 @@ def _(x: Tensor, _kind: str, form: Sequence[int]) -> tuple[Tensor, ...]:
 
 
 @operator(
-    "vramx::activation_backward",
-    schema="(Tensor dy, Tensor kept, str kind, int[] form) -> Tensor",
+    "vramx::activation_backward", schema="(Tensor dy, Tensor kept, str kind, int[] form) -> Tensor"
 )
 def _activation_backward(dy: Tensor, kept: Tensor, kind: str, form: Sequence[int]) -> Tensor:
     dy = dy.contiguous(memory_format=keeping.ORDERS[form[4]])

@@ -223,14 +223,9 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def _input(
-    ctx: Any,
-    kept: Tensor,
-    probe: Tensor,
-    rstd: Tensor | None,
-    bits: Tensor,
-    weight: Tensor | None,
+    ctx: Any, kept: Tensor, probe: Tensor, rstd: Tensor | None, bits: Tensor, weight: Tensor | None,
     bias: Tensor | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return y again: by operations that have gradients themselves where they are asked for."""
     norm, spec = ctx.norm, Spec(*ctx.spec)
     if rstd is None:
@@ -284,10 +279,7 @@ class Conv3d(nn.Conv3d):
 
 
 def convolved_by(
-    module: Any,
-    x: Tensor | ChannelNormed,
-    keep: Compression | None,
-    kept: Kept | None = None,
+    module: Any, x: Tensor | ChannelNormed, keep: Compression | None, kept: Kept | None = None
 ) -> Tensor:
     """Return what a module of torch's computes of a batch."""
     y = x.y if isinstance(x, ChannelNormed) else x

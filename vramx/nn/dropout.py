@@ -105,10 +105,7 @@ def drop_again(x: Tensor, key: Tensor, kept: int, residual: Tensor | None = None
     return y
 
 
-@operator(
-    "vramx::dropout",
-    schema="(Tensor x, Tensor? residual, Tensor key, int kept) -> Tensor",
-)
+@operator("vramx::dropout", schema="(Tensor x, Tensor? residual, Tensor key, int kept) -> Tensor")
 def _dropout(x: Tensor, residual: Tensor | None, key: Tensor, kept: int) -> Tensor:
     if not keeping.served(x):
         return reference.dropout(x, residual, key, kept)

@@ -119,17 +119,10 @@ def _check_scale(scale: Tensor | None, weights: Sequence[Tensor]) -> None:
     "ScalarType stored, int[] spec) -> (Tensor, Tensor)",
 )
 def _two_linears(
-    y: Tensor,
-    inner: Tensor,
-    inner_bias: Tensor | None,
-    outer: Tensor,
-    outer_bias: Tensor | None,
-    scale: Tensor | None,
-    residual: Tensor | None,
-    kind: str,
-    form: Sequence[int],
+    y: Tensor, inner: Tensor, inner_bias: Tensor | None, outer: Tensor, outer_bias: Tensor | None,
+    scale: Tensor | None, residual: Tensor | None, kind: str, form: Sequence[int],
     *_for_backward: Any,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the result, and the buffer of what is between, empty if `form` is NOTHING."""
     # Cast by hand: autocast would cache a cast that autograd has not seen.
     wide = F.linear(y, inner.to(y.dtype), None if inner_bias is None else inner_bias.to(y.dtype))
@@ -156,21 +149,11 @@ def _(
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _two_linears_backward(
-    dresult: Tensor,
-    buffer: Tensor,
-    kept: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    inner: Tensor,
-    outer: Tensor,
-    outer_bias: Tensor | None,
-    scale: Tensor | None,
-    kind: str,
-    form: Sequence[int],
-    stored: torch.dtype,
-    spec: Sequence[int],
+    dresult: Tensor, buffer: Tensor, kept: Tensor, norm_weight: Tensor | None,
+    norm_bias: Tensor | None, inner: Tensor, outer: Tensor, outer_bias: Tensor | None,
+    scale: Tensor | None, kind: str, form: Sequence[int], stored: torch.dtype, spec: Sequence[int],
     needs: Sequence[bool],
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the gradients of y, inner and its bias, outer and its bias, and scale.
 
     Those of `needs`, empty for others; of the weights they have the weights' types.
@@ -282,14 +265,9 @@ def _backward(ctx: Any, dresult: Tensor | None, _: Any) -> tuple[Tensor | None, 
 
 
 def _composite(
-    kind: str,
-    y: Tensor,
-    inner: Tensor,
-    inner_bias: Tensor | None,
-    outer: Tensor,
-    outer_bias: Tensor | None,
-    scale: Tensor | None,
-) -> Tensor:
+    kind: str, y: Tensor, inner: Tensor, inner_bias: Tensor | None, outer: Tensor,
+    outer_bias: Tensor | None, scale: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Return the result, by operations that can be differentiated as often as one likes."""
     if scale is not None:
         outer = outer * scale.view(-1, 1)

@@ -51,11 +51,7 @@ def swiglu(gate: Tensor, up: Tensor, *, keep: Compression | None = None) -> Tens
 
 
 def geglu(
-    gate: Tensor,
-    up: Tensor,
-    approximate: str = "none",
-    *,
-    keep: Compression | None = None,
+    gate: Tensor, up: Tensor, approximate: str = "none", *, keep: Compression | None = None
 ) -> Tensor:
     """Return gelu(gate) * up and keep both packed; see `swiglu`.
 

@@ -23,15 +23,7 @@ from vramx.kernels import channel_norm_launch as launch
 from vramx.nn import channel_norm_passes as passes
 from vramx.nn import reference_channel_norm as reference
 from vramx.nn.differentiation import attach, differentiable_gradients, new_probe
-from vramx.nn.keeping import (
-    NOTHING,
-    ORDERS,
-    Spec,
-    buffer_bytes,
-    decode,
-    dense_like,
-    fused_layout,
-)
+from vramx.nn.keeping import NOTHING, ORDERS, Spec, buffer_bytes, decode, dense_like, fused_layout
 from vramx.nn.operators import operator
 
 
@@ -103,20 +95,10 @@ def _(x: Tensor, _residual: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
     "-> (Tensor, Tensor, Tensor, Tensor)",
 )
 def channel_norm_backward(
-    dy: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    kept: Tensor,
-    rstd: Tensor,
-    bits: Tensor,
-    groups: int,
-    given: bool,
-    kind: str,
-    leak: float,
-    stored: torch.dtype,
-    wanted: list[int],
-    spec: list[int],
-) -> passes.Results:
+    dy: Tensor, weight: Tensor | None, bias: Tensor | None, kept: Tensor, rstd: Tensor,
+    bits: Tensor, groups: int, given: bool, kind: str, leak: float, stored: torch.dtype,
+    wanted: list[int], spec: list[int],
+) -> passes.Results:  # fmt: skip
     """Return the gradients of x, of the residual, of weight and of bias; None if not wanted.
 
     given: the statistics were, and have no gradient. wanted: of the four.
@@ -151,18 +133,9 @@ def _(dy: Tensor, weight: Tensor | None, bias: Tensor | None, *others: Any) -> t
     "str kind, float leak, ScalarType stored, ScalarType dtype, int[] spec) -> Tensor",
 )
 def channel_norm_output(
-    kept: Tensor,
-    bits: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    shape: list[int],
-    groups: int,
-    kind: str,
-    leak: float,
-    stored: torch.dtype,
-    dtype: torch.dtype,
-    spec: list[int],
-) -> Tensor:
+    kept: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[int],
+    groups: int, kind: str, leak: float, stored: torch.dtype, dtype: torch.dtype, spec: list[int],
+) -> Tensor:  # fmt: skip
     """Return y again in `dtype`, of a norm without a residual; `stored` is what was packed."""
     norm, form = passes.Norm(groups, 0.0, kind, leak), Spec(*spec)
     sizes = reference.Shape(groups, torch.Size(shape))

@@ -55,14 +55,9 @@ keep_operator.register_autograd(_keep_backward, setup_context=_keep_setup)
     "Tensor? norm_bias, float eps, bool centred, ScalarType stored, int[] spec) -> Tensor[]",
 )
 def linears_operator(
-    y: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    sides: list[Tensor],
-    keys: list[Tensor],
-    levels: list[int],
-    *_for_backward: Any,
-) -> list[Tensor]:
+    y: Tensor, weights: list[Tensor], biases: list[Tensor], sides: list[Tensor], keys: list[Tensor],
+    levels: list[int], *_for_backward: Any,
+) -> list[Tensor]:  # fmt: skip
     """Return the products, those of weights first; an empty bias or key is none."""
     # Cast by hand: autocast would cache a cast that autograd has not seen.
     own = [

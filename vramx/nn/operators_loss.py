@@ -156,14 +156,9 @@ class _Gradients:
     "Tensor)",
 )
 def loss_and_gradients(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    settings: Sequence[float],
-    needs: Sequence[bool],
-    mean: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: Sequence[float],
+    needs: Sequence[bool], mean: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the loss, the gradients of the sum, and the factor that makes them the loss's."""
     options = _Options.of(settings)
     targets = targets.contiguous()
@@ -188,14 +183,9 @@ def _empty_losses(hidden: Tensor) -> Tensor:
 
 @loss_and_gradients.register_fake
 def _(
-    hidden: Tensor,
-    weight: Tensor,
-    _bias: Tensor | None,
-    _targets: Tensor,
-    _settings: Sequence[float],
-    needs: Sequence[bool],
-    _mean: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, _bias: Tensor | None, _targets: Tensor,
+    _settings: Sequence[float], needs: Sequence[bool], _mean: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     gradients = _Gradients(hidden, weight, needs)
     scalar = _empty_losses(hidden).new_empty(())
     other = scalar.new_empty(())
@@ -249,11 +239,7 @@ loss_and_gradients.register_autograd(_differentiate, setup_context=_save)
     "settings) -> Tensor",
 )
 def losses_of_tokens(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    settings: Sequence[float],
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: Sequence[float]
 ) -> Tensor:
     options = _Options.of(settings)
     targets = targets.contiguous()
@@ -280,14 +266,9 @@ def _(
     "targets, float[] settings, bool[] needs) -> (Tensor, Tensor, Tensor)",
 )
 def _losses_backward(
-    gradient: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    settings: Sequence[float],
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+    gradient: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
+    settings: Sequence[float], needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     options = _Options.of(settings)
     targets, gradient = targets.contiguous(), gradient.contiguous()
     gradients = _Gradients(hidden, weight, needs)
@@ -300,14 +281,9 @@ def _losses_backward(
 
 @_losses_backward.register_fake
 def _(
-    _gradient: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    _bias: Tensor | None,
-    _targets: Tensor,
-    _settings: Sequence[float],
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+    _gradient: Tensor, hidden: Tensor, weight: Tensor, _bias: Tensor | None, _targets: Tensor,
+    _settings: Sequence[float], needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     gradients = _Gradients(hidden, weight, needs)
     return gradients.hidden, gradients.weight, gradients.bias
 

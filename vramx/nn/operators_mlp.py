@@ -87,17 +87,10 @@ def _(y: Tensor, weights: list[Tensor], *_others: Any) -> Tensor:
     "-> Tensor[]",
 )
 def mlp_backward(
-    dresult: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    kind: str,
-    kept: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    stored: torch.dtype,
-    spec: list[int],
+    dresult: Tensor, weights: list[Tensor], biases: list[Tensor], kind: str, kept: Tensor,
+    norm_weight: Tensor | None, norm_bias: Tensor | None, stored: torch.dtype, spec: list[int],
     needs: list[bool],
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Return the gradients of y, of weights and of biases, those of `needs`; empty for others."""
     shape, dtype = (*dresult.shape[:-1], weights[0].shape[1]), dresult.dtype
     *inner, (outer, _) = _terms(weights, biases, dtype)

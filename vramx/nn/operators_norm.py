@@ -43,15 +43,9 @@ from vramx.nn.operators import operator
     "ScalarType dtype, int[] spec) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    centred: bool,
-    dtype: torch.dtype,
-    spec: list[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
+    centred: bool, dtype: torch.dtype, spec: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return y of `dtype`, the sum (empty without a residual), the buffer, rstd, and the probe.
 
     x and residual: of one type and shape. weight, bias: [last dimension]. The buffer, rstd and the
@@ -141,16 +135,9 @@ def _(x: Tensor, residual: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
     "ScalarType dtype, int[] wanted, int[] spec) -> (Tensor, Tensor, Tensor)",
 )
 def norm_backward(
-    dy: Tensor,
-    dsum: Tensor | None,
-    weight: Tensor | None,
-    kept: Tensor,
-    rstd: Tensor,
-    centred: bool,
-    dtype: torch.dtype,
-    wanted: list[int],
-    spec: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, dsum: Tensor | None, weight: Tensor | None, kept: Tensor, rstd: Tensor,
+    centred: bool, dtype: torch.dtype, wanted: list[int], spec: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of x (of `dtype`, as x was), of weight and of bias; empty if not wanted.
 
     dsum: the gradient of the sum, which dx contains.
@@ -194,14 +181,9 @@ def _(dy: Tensor, _dsum: Tensor | None, weight: Tensor | None, *others: Any) -> 
     "ScalarType dtype, int[] spec) -> Tensor",
 )
 def norm_output(
-    kept: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    shape: list[int],
-    stored: torch.dtype,
-    dtype: torch.dtype,
-    spec: list[int],
-) -> Tensor:
+    kept: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[int], stored: torch.dtype,
+    dtype: torch.dtype, spec: list[int],
+) -> Tensor:  # fmt: skip
     """Return what was kept, times weight, plus bias, in `dtype`; `stored` is what was packed."""
     return output_again(kept, (weight, bias), shape, (stored, dtype), spec)
 

@@ -135,8 +135,7 @@ def _gradients(
     packs: Any = kept if len(kept) > 1 else kept[0]
     wants = needs_weight or needs_side
     found, value = passed(dvalue, packs, how, with_value=wants, in_place=in_place)
-    none = value.new_empty(0)
-    dweight, dbias, dside = none, none, none
+    dweight = dbias = dside = None
     if weight is not None and rows is not None:
         dweight, dbias = weight_gradients(rows, value, weight, (needs_weight, needs_bias))
     if needs_side and side is not None and of_side is not None:
@@ -163,18 +162,18 @@ def _value_gradient(
 
 @_unit_linear_backward.register_fake
 def _(
-    _first: Tensor, up: Tensor | None, dresult: Tensor | None, dproduct: Tensor | None, *others: Any
+    first: Tensor, up: Tensor | None, dresult: Tensor | None, dproduct: Tensor | None, *others: Any
 ) -> tuple[Tensor, ...]:
     weight, side, _, _, shape, _, _, needs = others
     like = dresult if dresult is not None else dproduct
     assert like is not None
-    slopes = like.new_empty(shape), like.new_empty(0 if up is None else shape)
-    dweight = dbias = like.new_empty(0)
+    second = first.new_empty(0) if up is None else like.new_empty(shape)
+    dweight, dbias, dside = (first.new_empty(0) for _ in range(3))
     if weight is not None and dresult is not None:
         dweight, dbias = fake_weight_gradients(weight, needs)
-    wants = needs[2] and dproduct is not None
-    dside = torch.empty_like(side) if wants else like.new_empty(0)
-    return *slopes, dweight, dbias, dside
+    if needs[2] and dproduct is not None:
+        dside = torch.empty_like(side)
+    return like.new_empty(shape), second, dweight, dbias, dside
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -37,10 +37,7 @@ def relu(x: Tensor) -> Tensor:
     return y
 
 
-@operator(
-    "vramx::relu",
-    schema="(Tensor x, bool keep, int order) -> (Tensor, Tensor)",
-)
+@operator("vramx::relu", schema="(Tensor x, bool keep, int order) -> (Tensor, Tensor)")
 def _relu(x: Tensor, keep: bool, order: int) -> tuple[Tensor, Tensor]:
     x = x.contiguous(memory_format=keeping.ORDERS[order])
     if keep and keeping.served(x):
@@ -63,10 +60,7 @@ def _(x: Tensor, keep: bool, order: int) -> tuple[Tensor, Tensor]:
     return keeping.dense_like(x, order), _empty_bits(x if keep else x.new_empty(0))
 
 
-@operator(
-    "vramx::relu_backward",
-    schema="(Tensor dy, Tensor bits, int order) -> Tensor",
-)
+@operator("vramx::relu_backward", schema="(Tensor dy, Tensor bits, int order) -> Tensor")
 def _relu_backward(dy: Tensor, bits: Tensor, order: int) -> Tensor:
     dy = dy.contiguous(memory_format=keeping.ORDERS[order])
     dx = torch.empty_like(dy)

@@ -64,11 +64,7 @@ class StateStream:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        link: Link,
-        bucket_bytes: int,
-        least_bytes: int,
+        self, device: torch.device, link: Link, bucket_bytes: int, least_bytes: int
     ) -> None:
         self._device, self._link = device, link.transport
         self._pool, self._lock = link.pool, link.lock

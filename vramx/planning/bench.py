@@ -52,12 +52,7 @@ class Bench:
     """A step of a model in its loop, and what measures it."""
 
     def __init__(
-        self,
-        step: Step,
-        meter: Meter,
-        loop: MeasuredLoop,
-        agreement: Agreement,
-        bar: ProgressBar,
+        self, step: Step, meter: Meter, loop: MeasuredLoop, agreement: Agreement, bar: ProgressBar
     ) -> None:
         self._model = step.model
         self._step = step
@@ -293,10 +288,7 @@ def ready(model: nn.Module, sample: Any, loop: Loop, agreement: Agreement) -> It
     gc.collect()  # what nothing refers to would count as the model's, until some step frees it
     with loop.without_steps(), unchanged(model, device, loop) as trained:
         step = Step(
-            model,
-            sample,
-            lambda: loop.begin_step(trained),
-            lambda: loop.before_backward(trained),
+            model, sample, lambda: loop.begin_step(trained), lambda: loop.before_backward(trained)
         )
         states = [tensor for each in loop.optimizers for tensor in tensors_of(each.state)]
         meter = meter_of(device, model, states)

@@ -109,20 +109,34 @@ def answering() -> Iterator[None]:
         yield
 
 
-def unpacked(assume: Callable[[str], None]) -> contextlib.AbstractContextManager[Any]:
-    """Have transformers find no several sequences in one row, which it reads off the positions.
+@contextlib.contextmanager
+def undecided(assume: Callable[[str], None]) -> Iterator[None]:
+    """Have transformers find no several sequences in one row, and no end of what it generates.
 
-    Without data it makes the mask that they would need: a byte for each pair of tokens.
+    It reads the first off positions: without data it makes the mask that they would need, a byte
+    for each pair of tokens. It reads the second off the tokens that it drew.
     """
-    masks = sys.modules.get("transformers.masking_utils")
-    name = "find_packed_sequence_indices"
-    if masks is None or not hasattr(masks, name):
-        return contextlib.nullcontext()
 
     def found(*_: Any, **__: Any) -> None:
         assume("a row of tokens is taken for one sequence, as transformers reads off positions")
 
-    return mock.patch.object(masks, name, found)
+    def ended(_: Any, tokens: torch.Tensor, *__: Any, **___: Any) -> torch.Tensor:
+        assume("what is generated is taken to be as long as it may be")
+        return torch.full((tokens.shape[0],), False, device=tokens.device, dtype=torch.bool)
+
+    masks = sys.modules.get("transformers.masking_utils")
+    criteria = getattr(
+        sys.modules.get("transformers.generation.stopping_criteria"), "EosTokenCriteria", None
+    )
+    replaced = (
+        (masks, "find_packed_sequence_indices", found),
+        (criteria, "__call__", ended),
+    )
+    with contextlib.ExitStack() as stack:
+        for place, name, function in replaced:
+            if hasattr(place, name) and place is not None:
+                stack.enter_context(mock.patch.object(place, name, function))
+        yield
 
 
 @contextlib.contextmanager
@@ -136,6 +150,22 @@ def fakes_for_each() -> Iterator[None]:
     finally:
         for kind in kinds:
             kind.remove(FakeTensor)
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Have what torch finds out by data taken for what it is in a program that works.
+
+    Distributions do not check their parameters, and layers of a transformer do not look for padding
+    to leave out.
+    """
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with mock.patch.object(torch.distributions.Distribution, "_validate_args", False):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def _heard(function: Any, replacement: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,17 +15,30 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from vramx.errors import UntraceableError
-from vramx.planning.fake_answers import answering, fakes_for_each, unpacked
+from vramx.planning.fake_answers import answering, fakes_for_each, unchecked, undecided
+from vramx.planning.fake_batches import loading
 from vramx.planning.fake_device import guarded
-from vramx.planning.fake_kernels import REPLACED, bounded, read_value
+from vramx.planning.fake_kernels import REPLACED
+from vramx.planning.fake_reads import read, read_value
+from vramx.planning.fake_results import bounded
+from vramx.planning.fake_sequences import SEQUENCES
+from vramx.planning.fake_values import (
+    Copies,
+    follow,
+    keep_value,
+    taken_for_finite,
+    taken_for_large,
+)
 
 GPU = torch.device("cuda:0")
 _META = torch.device("meta")
@@ -45,7 +58,9 @@ class FakeGpu:
         self.mode = FakeTensorMode(
             allow_non_fake_inputs=True, allow_fallback_kernels=not self.is_cuda
         )
-        self._bases: dict[int, Tensor] = {}  # by storages that several tensors may share
+        # By storage, the first of the tensors that share it.
+        self._firsts: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self._copies: Copies = {}
         self.assumptions: dict[str, None] = {}
 
     def assume(self, text: str) -> None:
@@ -54,44 +69,59 @@ class FakeGpu:
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Run what is within on the fake GPU."""
-        engine = _Engine()
+        engine = _Engine(self)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(unpacked(self.assume))
+            stack.enter_context(undecided(self.assume))
             if self.is_cuda:
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 stack.enter_context(answering())
             stack.enter_context(fakes_for_each())
+            stack.enter_context(loading(self.stand_in))
+            stack.enter_context(unchecked())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", engine))
             stack.enter_context(self.mode)
             stack.enter_context(_made_on_the_host())
             stack.enter_context(_Operations(self, engine))
-            if self.is_cuda:
-                stack.enter_context(_Calls(engine))
+            stack.enter_context(_Calls(self, engine))
             yield
 
     def guarded(self) -> contextlib.AbstractContextManager[None]:
         """Have a guard for CUDA where torch has none, for as long as fake tensors are there."""
         return guarded() if self.is_cuda else contextlib.nullcontext()
 
-    def like(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Return a tensor without data that stands for one; tensors of one storage share one."""
+    def like(self, tensor: Tensor, device: torch.device, *, shares: bool = True) -> Tensor:
+        """Return a tensor without data that stands for one; tensors of one storage share one.
+
+        Args:
+            shares: the tensor is there as long as the program, as a batch that is loaded is not.
+        """
         whole = tensor.untyped_storage()
-        with self.mode, torch.no_grad():
-            if whole.nbytes() == tensor.numel() * tensor.itemsize:
+        first = self._firsts.get(whole._cdata) if shares else None
+        with self.mode, torch.enable_grad():
+            if first is None and whole.nbytes() != tensor.numel() * tensor.itemsize:
+                first = torch.empty(whole.nbytes(), dtype=torch.uint8, device=device)
+            if first is None:
                 made = torch.empty_strided(
                     tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
                 )
             else:
-                base = self._bases.get(whole._cdata)
-                if base is None:
-                    base = torch.empty(whole.nbytes(), dtype=torch.uint8, device=device)
-                    self._bases[whole._cdata] = base
-                base = base[: len(base) // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
-                made = base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+                count = first.numel() * first.itemsize // tensor.itemsize * tensor.itemsize
+                flat = first.detach().as_strided((first.numel(),), (1,), 0).view(torch.uint8)
+                flat = flat[:count].view(tensor.dtype)
+                made = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         if isinstance(tensor, torch.nn.Parameter):
             made = torch.nn.Parameter(made, tensor.requires_grad)
+        if shares and whole._cdata not in self._firsts:
+            self._firsts[whole._cdata] = made if first is None else first
+        keep_value(made, tensor, self._copies if shares else None)
         return made.requires_grad_(tensor.requires_grad)
+
+    def stand_in(self, value: Any) -> Any:
+        """Return a tensor without data for one of which no copy was made, as a library's."""
+        if _is_real(value) and value.layout == torch.strided and not value.is_quantized:
+            return self.like(value, value.device, shares=False)
+        return value
 
 
 @contextlib.contextmanager
@@ -115,13 +145,16 @@ def _made_on_the_host() -> Iterator[None]:
 class _Engine:
     """Runs backward, and knows whether it or a function that Python called asks for a device."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
         self._run: Any = torch.autograd.graph._engine_run_backward
         self.asks = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # A function that Python called, as Tensor.backward is, has taken the mode off.
-        with self.set(True), _Calls(self):
+        # A function that Python called, as Tensor.backward is, has taken the mode off. Transforms
+        # of torch.func say of their tensors where they are, whatever is answered here.
+        asks = not torch._C._are_functorch_transforms_active()
+        with self.set(asks), _Calls(self._gpu, self):
             return self._run(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -134,24 +167,36 @@ class _Engine:
 
 
 class _Calls(TorchFunctionMode):
-    """Functions that Python calls: "cuda" is the fake GPU, and some choose their kernel here."""
+    """Functions that Python calls: "cuda" is the fake GPU, some choose their kernel, some read."""
 
-    def __init__(self, engine: _Engine) -> None:
+    def __init__(self, gpu: FakeGpu, engine: _Engine) -> None:
         super().__init__()
+        self._gpu = gpu
         self._engine = engine
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = {name: _indexed(value) for name, value in (kwargs or {}).items()}
+        kwargs = dict(kwargs or {})
         if isinstance(func, torch._ops.OpOverload):  # also of modes, which call on
             return func(*args, **kwargs)
         with self._engine.set(False):
-            if func is torch.Tensor.cuda:
-                return args[0].to(GPU)
-            if func in (torch.Tensor.pin_memory, torch.Tensor.record_stream):
-                return args[0]
-            return REPLACED.get(func, func)(*map(_indexed, args), **kwargs)
+            found = read(func, args, self._gpu.assume)
+            if found is NotImplemented:
+                found = self._run(SEQUENCES.get(func, func), args, kwargs)
+            if taken_for_finite(func, found):
+                self._gpu.assume("numbers are taken for finite, where the step asks for it")
+            return found
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not self._gpu.is_cuda:
+            return func(*args, **kwargs)
+        kwargs = {name: _indexed(value) for name, value in kwargs.items()}
+        if func is torch.Tensor.cuda:
+            return args[0].to(GPU)
+        if func in (torch.Tensor.pin_memory, torch.Tensor.record_stream):
+            return args[0]
+        return REPLACED.get(func, func)(*map(_indexed, args), **kwargs)
 
 
 class _Operations(TorchDispatchMode):
@@ -178,14 +223,23 @@ class _Operations(TorchDispatchMode):
             known = getattr(args[0], "constant", None) if args else None
             if known is not None:  # torch would compute with the number, on a GPU
                 dtype = kwargs.get("dtype") or args[0].dtype
-                return torch.empty(args[0].shape, dtype=dtype, device=GPU)
+                made = torch.empty(args[0].shape, dtype=dtype, device=GPU)
+                follow(func, args, kwargs, made)
+                return made
         if any(type(x) is torch.nn.Parameter for x in (*args, *kwargs.values())):
             raise UntraceableError(
                 f"{func} meets a parameter of the program itself, of which predict has made no "
                 "copy: give predict the model, or a step that refers to it"
             )
-        limited = bounded(func, args, self._gpu.assume)
-        return func(*args, **kwargs) if limited is NotImplemented else limited
+        if any(_is_real(x) for x in tree_leaves((args, kwargs))):
+            args, kwargs = tree_map(self._gpu.stand_in, (args, kwargs))
+        result = bounded(func, args, kwargs, self._gpu.assume)
+        if result is NotImplemented:
+            result = func(*args, **kwargs)
+        follow(func, args, kwargs, result)
+        if taken_for_large(func, result):
+            self._gpu.assume("a single number that is drawn at random is taken for 1.0")
+        return result
 
 
 def _indexed(value: Any) -> Any:
@@ -195,5 +249,5 @@ def _indexed(value: Any) -> Any:
     return value
 
 
-def is_fake(value: Any) -> bool:
-    return isinstance(value, FakeTensor)
+def _is_real(value: Any) -> bool:
+    return type(value) is Tensor

@@ -27,15 +27,10 @@ from vramx.planning.blocks import find_blocks
 from vramx.planning.fake_gpu import GPU, FakeGpu
 from vramx.planning.loop import FRESH
 from vramx.planning.prediction import AS_IT_IS, PredictedRow, Prediction
-from vramx.planning.program import (
-    Copied,
-    check_step,
-    device_type_of,
-    found_in,
-    is_on_the_host,
-)
+from vramx.planning.program import Copied, check_step, device_type_of, found_in, is_on_the_host
 from vramx.planning.recording import CUBLAS, CUDNN, Recording
 from vramx.planning.step_programs import Program, program_of
+from vramx.planning.steps import generators_as_before
 from vramx.planning.words import WORDS, apply_words, words_for
 from vramx.sizes import MIB
 
@@ -47,11 +42,19 @@ CUBLAS_BYTES = 32 * MIB
 # the libraries, so it stands beside the peak and never in it.
 CONTEXT_BYTES = 512 * MIB
 _NO_WORKSPACES = "workspaces of cuDNN, which it chooses when it runs, are not counted"
+_NOTHING_THERE = (
+    "nothing of the step is on a GPU: what it makes is on the host, where it says no device"
+)
 # As torch 2.13 says it, and as releases before it do.
 _TWO_DEVICES = ("found at least two devices", "found two different devices")
 _ON_THE_HOST = (
     "; what the step refers to is taken to be on a GPU, and what it makes is where it makes it: "
     "make it before the step, or on the device of the model's parameters"
+)
+_NO_ACCELERATOR = "Cannot access accelerator device"
+_TRANSFORMED = (
+    " This build of torch has no CUDA, and there torch.func's derivatives are predicted with "
+    "device='cpu' alone."
 )
 _UNSEEN = (
     DataDependentOutputException,
@@ -99,7 +102,8 @@ def predict(
             names it.
 
     Memory: host memory for the events, some hundred bytes each; none of the device.
-    Sync: none. Other threads must not use torch meanwhile.
+    Sync: only where numbers that the step may read, as counters are, lie on a GPU. Other threads
+        must not use torch meanwhile.
     Error bound: exact to the byte in what operations return. What kernels use within themselves,
         workspaces of cuDNN above all, is not seen. Attention is taken to run the kernel that a GPU
         of compute capability 8.0 or above would choose, recurrent layers torch's own kernels.
@@ -141,7 +145,7 @@ def predict_made(function: Callable[[], Any], **options: Any) -> Prediction:
     gpu, recording = FakeGpu(kind), Recording(kind)
     with gpu.guarded():
         on_host = is_on_the_host(found_in(function))
-        copied = Copied(lambda x: _fake(gpu, recording, x, on_host), function)
+        copied = _copied(gpu, recording, on_host, function)
         with _named(recording), gpu.entered():
             made = copied.values[0]()
     if isinstance(made, tuple) and made and isinstance(made[0], nn.Module):
@@ -166,9 +170,8 @@ class _Tracer:
         """Return the row of a level; None is the program as it is."""
         name = AS_IT_IS if word is None else word
         gpu, recording = FakeGpu(self._kind), Recording(self._kind)
-        with gpu.guarded(), fakes_are_plain():
-            values = self._program.values
-            copied = Copied(lambda x: _fake(gpu, recording, x, self._on_host), *values)
+        with generators_as_before(), gpu.guarded(), fakes_are_plain():
+            copied = _copied(gpu, recording, self._on_host, *self._program.values)
             try:
                 self._apply(copied.found.models, word)
             except InvalidValueError as error:
@@ -178,14 +181,22 @@ class _Tracer:
                 step = self._program.run(*copied.values)
                 for _ in range(self._steps):
                     step()
+            for handle in copied.handles:
+                handle.remove()
         self.assumptions |= gpu.assumptions
         self._kernels |= recording.kernels
+        if self._kind == "cuda" and not recording.peak_bytes:
+            self.assumptions[_NOTHING_THERE] = None
         trace = recording.trace(name)
-        peaks = {result.policy: result.peak_reserved_bytes for result in replay(trace, policies)}
+        results = replay(trace, policies)
+        peaks = {result.policy: result.peak_reserved_bytes for result in results}
+        allocated = {result.policy: result.peak_allocated_bytes for result in results}
         if "live" in peaks:
-            peaks["live"] = recording.peak_bytes
+            peaks["live"] = allocated["live"] = recording.peak_bytes
         place = recording.place
-        return PredictedRow(name, peaks, place.phase, place.module, before)
+        return PredictedRow(
+            name, peaks, place.phase, place.module, before, allocated_bytes=allocated
+        )
 
     def _apply(self, models: Sequence[nn.Module], word: str | None) -> None:
         if word is None:
@@ -208,6 +219,18 @@ class _Tracer:
         if any(name == CUDNN for name, _ in self._kernels):
             self.assumptions[_NO_WORKSPACES] = None
         return {name: n for name, n in found.items() if n} | {"CUDA's context": CONTEXT_BYTES}
+
+
+def _copied(gpu: FakeGpu, recording: Recording, on_host: bool, *values: Any) -> Copied:
+    """Copy values of a program; what is on the host there may be moved to the GPU here."""
+
+    def make(tensor: Tensor) -> Tensor:
+        return _fake(gpu, recording, tensor, on_host)
+
+    def make_here(tensor: Tensor) -> Tensor:
+        return _fake(gpu, recording, tensor, False)
+
+    return Copied(make, make_here, *values)
 
 
 def _fake(gpu: FakeGpu, recording: Recording, tensor: Tensor, on_host: bool) -> Tensor:
@@ -244,6 +267,9 @@ def _named(recording: Recording) -> Iterator[None]:
         text = " ".join(str(error).split())[:300]
         if any(words in text for words in _TWO_DEVICES):
             text += _ON_THE_HOST
+        if _NO_ACCELERATOR in text:
+            text += _TRANSFORMED
+        # contextlib takes an error that comes of a StopIteration for its own, and gives that on.
         raise UntraceableError(
             f"the step fails without data, in {place}: {type(error).__name__}: {text}"
-        ) from error
+        ) from (None if isinstance(error, StopIteration) else error)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vramx.errors import InvalidValueError, brief
@@ -24,6 +24,8 @@ class PredictedRow:
     Attributes:
         level: the word of the level, or "as it is".
         peak_bytes: what each policy reserves at most; of "live", what is requested at once.
+        allocated_bytes: what torch.cuda.max_memory_allocated() says under each policy: of blocks,
+            which torch's own allocator leaves up to 1 MiB larger than what is requested.
         phase, module: where the live peak is; the module's path, "" outside of all modules.
         before_bytes: what is there before the step: parameters, buffers, states and the batch.
         why_not: why there is no prediction for this level; None: there is one.
@@ -35,6 +37,7 @@ class PredictedRow:
     module: str = ""
     before_bytes: int = 0
     why_not: str | None = None
+    allocated_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def where(self) -> str:
@@ -83,13 +86,11 @@ class Prediction:
         Raises:
             InvalidValueError: the policy or the level was not asked for.
         """
-        row = self.row(level)
-        if policy not in row.peak_bytes:
-            raise InvalidValueError(
-                f"policy {brief(policy)} has no prediction; accepted are "
-                f"{', '.join(map(repr, row.peak_bytes))}"
-            )
-        return row.peak_bytes[policy]
+        return _of_policy(self.row(level).peak_bytes, policy)
+
+    def allocated_bytes(self, policy: str = "native", level: str | None = None) -> int:
+        """Return what torch.cuda.max_memory_allocated() is to say; arguments are peak_bytes()'s."""
+        return _of_policy(self.row(level).allocated_bytes, policy)
 
     def needed_bytes(self, policy: str = "native", level: str | None = None) -> int:
         """Return the memory that a GPU must have: a peak and all that is beside it."""
@@ -103,6 +104,7 @@ class Prediction:
                 {
                     "level": row.level,
                     "peak_bytes": dict(row.peak_bytes),
+                    "allocated_bytes": dict(row.allocated_bytes),
                     "before_bytes": row.before_bytes,
                     "phase": row.phase,
                     "module": row.module,
@@ -131,3 +133,11 @@ class Prediction:
         text = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
         text += [f"beside: {name} {format_size(n)}" for name, n in self.beside.items()]
         return "\n".join([*text, *(f"assumed: {each}" for each in self.assumptions)])
+
+
+def _of_policy(found: Mapping[str, int], policy: str) -> int:
+    if policy not in found:
+        raise InvalidValueError(
+            f"policy {brief(policy)} has no prediction; accepted are {', '.join(map(repr, found))}"
+        )
+    return found[policy]

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from vramx.errors import InvalidValueError, brief
 from vramx.optimizers.copies import unwrapped
 
+Make = Callable[[Tensor], Tensor]
 _LIBRARIES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
 _CONTAINERS = (list, tuple, dict, set)
 _ACCEPTED = "accepted are a function, a method, an object that is called, and a torch.nn.Module"
@@ -57,19 +58,27 @@ class Found:
             value = unwrapped(value)
         if isinstance(value, Tensor):
             self.tensors.append(value)
+            self._visit_hooks(value)
         elif isinstance(value, nn.Module):
             self.models.append(value)
+            for parameter in value.parameters():
+                self._visit_hooks(parameter)
         elif isinstance(value, Optimizer):
             self.optimizers.append(value)
         else:
             self._visit_within(value)
+
+    def _visit_hooks(self, tensor: Tensor) -> None:
+        for hooks in hooks_of(tensor):
+            for hook in hooks.values():
+                self.visit(hook)
 
     def _visit_within(self, value: Any) -> None:
         inner: Iterable[Any] = ()
         if is_followed(value):
             inner = [each for _, each in references(value)]
         elif isinstance(value, Mapping):
-            inner = value.values()
+            inner = (*value.keys(), *value.values())
         elif isinstance(value, _CONTAINERS):
             inner = value
         elif _has_state(value):
@@ -79,6 +88,12 @@ class Found:
             inner = vars(value).values()
         for each in inner:
             self.visit(each)
+
+
+def hooks_of(tensor: Tensor) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
+    """Return what runs when a leaf's gradient comes, and when it is there."""
+    when_there = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return (tensor._backward_hooks if tensor.is_leaf else None) or {}, when_there or {}
 
 
 def is_followed(value: Any) -> bool:
@@ -154,17 +169,26 @@ class Copied:
 
     Args:
         make: makes the tensor without data that stands for one.
+        make_here: the same, on the device of the one.
         values: of the program: they refer to each other in the copy as they do there.
+
+    Attributes:
+        handles: of hooks on tensors of the copy, which live as long as these.
     """
 
-    def __init__(self, make: Callable[[Tensor], Tensor], *values: Any) -> None:
+    def __init__(self, make: Make, make_here: Make, *values: Any) -> None:
         self._make = make
+        self._make_here = make_here
         self._memo: dict[int, Any] = {}
         self._functions: dict[int, Any] = {}
         self._kept: list[Any] = []  # whose ids are keys
+        self.handles: list[Any] = []
         found = found_in(*values)
         self._prepare(found)
         self._copy_optimizers(found.optimizers)
+        for tensor in list(self._kept):
+            if isinstance(tensor, Tensor):
+                self._copy_hooks(tensor, self._memo[id(tensor)])
         self.values = tuple(self._copy(value) for value in values)
         self.found = found_in(*self.values)
 
@@ -175,15 +199,20 @@ class Copied:
                 for tensor in tree_leaves(list(vars(module).values())):
                     self._stand_in(tensor)
         for optimizer in found.optimizers:
-            for tensor in tree_leaves([g["params"] for g in optimizer.param_groups]):
-                self._stand_in(tensor)
+            for group in optimizer.param_groups:
+                for tensor in tree_leaves(group["params"]):
+                    self._stand_in(tensor)
+                self._stand_in_beside(group)
             for state in optimizer.state.values():
-                for tensor in tree_leaves(state):
-                    # What counts steps waits on the host.
-                    if isinstance(tensor, Tensor) and tensor.dim():
-                        self._stand_in(tensor)
+                self._stand_in_beside(state)
         for tensor in found.tensors:
             self._stand_in(tensor)
+
+    def _stand_in_beside(self, tree: Any) -> None:
+        """Have numbers of an optimizer, such as the count of its steps, wait where they are."""
+        for tensor in tree_leaves(tree):
+            if isinstance(tensor, Tensor):
+                self._stand_in(tensor, self._make if tensor.dim() else self._make_here)
 
     def _copy_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Copy optimizers with all of their attributes; their own way leaves out some."""
@@ -198,16 +227,27 @@ class Copied:
             }
             self._memo[id(optimizer)].__dict__.update(attributes)
 
+    def _copy_hooks(self, tensor: Tensor, made: Tensor) -> None:
+        """Have hooks of the program, as of an optimizer that steps in backward, run on the copy."""
+        if tensor.requires_grad:
+            for hooks, register in zip(
+                hooks_of(tensor),
+                (made.register_hook, made.register_post_accumulate_grad_hook),
+                strict=True,
+            ):
+                for hook in hooks.values():
+                    self.handles.append(register(self._copy(hook)))
+
     def _copied_attribute(self, value: Any) -> Any:
         try:
             return copy.deepcopy(value, self._memo)
         except Exception:  # what cannot be copied has no parameter
             return value
 
-    def _stand_in(self, tensor: Any) -> None:
+    def _stand_in(self, tensor: Any, make: Make | None = None) -> None:
         if not isinstance(tensor, Tensor) or id(tensor) in self._memo:
             return
-        made = self._make(tensor)
+        made = (make or self._make)(tensor)
         self._kept.append(tensor)
         self._memo[id(tensor)] = made
         if tensor.is_leaf and tensor.grad is not None:
@@ -217,7 +257,8 @@ class Copied:
         if is_followed(value):
             return self._copy_function(value)
         if isinstance(value, dict) and type(value) is dict:
-            return self._remember(value, {key: self._copy(each) for key, each in value.items()})
+            copied = {self._copied_key(key): self._copy(each) for key, each in value.items()}
+            return self._remember(value, copied)
         if type(value) in (list, tuple):
             return self._remember(value, type(value)(map(self._copy, value)))
         if id(value) in self._memo:
@@ -226,6 +267,9 @@ class Copied:
         if isinstance(value, known) or _has_state(value) or _is_of_the_program(value):
             return self._deep_copy(value)
         return self._memo.get(id(value), value)
+
+    def _copied_key(self, key: Any) -> Any:
+        return self._copy(key) if isinstance(key, (Tensor, nn.Module, Optimizer)) else key
 
     def _remember(self, value: Any, made: Any) -> Any:
         self._kept.append(value)

@@ -158,6 +158,11 @@ class _Recorder(Watch):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch.is_inference_mode_enabled() and func is not torch.ops.prim.device.default:
+            with self:  # autograd, which takes such an operation apart, is off
+                made = func.decompose(*args, **(kwargs or {}))
+            if made is not NotImplemented:
+                return made
         library = _KERNELS.get(getattr(func, "__name__", "").partition(".")[0])
         if getattr(func, "namespace", "") == "vramx":  # most of whose operators have products
             library = CUBLAS

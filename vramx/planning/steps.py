@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random as python_random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -154,8 +154,7 @@ def unchanged(model: nn.Module, device: torch.device, loop: Loop) -> Iterator[li
             stack.callback(_put_back_gradient, parameter, parameter.grad, kept)
         loop.prepare(trained)
         stack.enter_context(Caches(model).off())
-        stack.enter_context(_generators_as_before())
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(generators_as_before([device] if device.type == "cuda" else []))
         stack.enter_context(random.restored_streams())
         yield trained
 
@@ -199,12 +198,13 @@ def _put_back_gradient(
 
 
 @contextlib.contextmanager
-def _generators_as_before() -> Iterator[None]:
-    """Put the random numbers of Python and NumPy back on leaving."""
+def generators_as_before(devices: Sequence[torch.device] = ()) -> Iterator[None]:
+    """Put the random numbers of torch, on the host and on devices, Python and NumPy back."""
     python, numpy = python_random.getstate(), sys.modules.get("numpy")
     state = None if numpy is None else numpy.random.get_state()
     try:
-        yield
+        with torch.random.fork_rng(devices):
+            yield
     finally:
         python_random.setstate(python)
         if numpy is not None:

@@ -145,10 +145,7 @@ def _options_of_word(level: str) -> Compression:
 
 
 def run(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    settings: Settings,
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
 ) -> Any:
     # While it traces, dynamo must meet torch's own function first: that one it knows.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():

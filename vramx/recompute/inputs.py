@@ -131,10 +131,7 @@ def _rules(options: Compression) -> SavePolicy:
 
 
 def _save(
-    tensor: Tensor,
-    compression: Compression | None,
-    share: str | float | None,
-    norm: Norm | None,
+    tensor: Tensor, compression: Compression | None, share: str | float | None, norm: Norm | None
 ) -> _Saved | None:
     geometry = describe(tensor)
     elements = flat(tensor, geometry)

@@ -7,7 +7,10 @@ the capture; it catches the error, as those do that fall back to eager execution
 then still to serve larger requests under a limit, and empty_cache() is to give it back.
 """
 
+import contextlib
+import gc
 import threading
+from collections.abc import Callable
 
 import kind_tools
 import torch
@@ -114,6 +117,103 @@ def dropped() -> Finding:
     return goes_on(x)
 
 
+# --- captures that torch makes, or that the program itself gives up -------------------------------
+
+kept_graph = torch.cuda.CUDAGraph()  # what the allocator was told of it may refer to it
+
+
+def captured(
+    work: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, graph: torch.cuda.CUDAGraph
+) -> torch.Tensor:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.graph(graph, stream=side):
+        return work(x)
+
+
+def wait_if_captured() -> None:
+    """Do what a capture does not survive, where there is one."""
+    if torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream().synchronize()
+
+
+def goes_on_after(fails: Callable[[torch.Tensor], object]) -> Finding:
+    """Let something that captures fail, go on, and capture something that works."""
+    x = numbers()
+    try:
+        fails(x)
+    except RuntimeError:
+        pass
+    else:
+        return False, "the capture did not fail"
+    finally:
+        torch.cuda.set_stream(torch.cuda.default_stream())
+    gc.collect()
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.synchronize()
+    good, told = goes_on(x)
+    graph = torch.cuda.CUDAGraph()
+    output = captured(lambda x: x * 3, x, graph)
+    graph.replay()
+    replayed = bool((output == x * 3).all())
+    return good and replayed, f"next capture {'right' if replayed else 'WRONG'}; {told}"
+
+
+def refused() -> Finding:
+    """The program raises in a capture that is left without a fault of its own."""
+
+    def work(x: torch.Tensor) -> torch.Tensor:
+        _ = x * 2
+        raise RuntimeError("the program's own")
+
+    return goes_on_after(lambda x: captured(work, x, torch.cuda.CUDAGraph()))
+
+
+def in_a_pool() -> Finding:
+    def work(x: torch.Tensor) -> torch.Tensor:
+        outer, inner = torch.cuda.MemPool(), torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(outer), torch.cuda.use_mem_pool(inner):
+            doubled = x * 2
+            wait_if_captured()
+        return doubled
+
+    return goes_on_after(lambda x: captured(work, x, kept_graph))
+
+
+def in_a_graphed_callable() -> Finding:
+    class Waiting(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            wait_if_captured()
+            return x * 2
+
+    return goes_on_after(
+        lambda x: torch.cuda.make_graphed_callables(Waiting(), (x.clone().requires_grad_(),))
+    )
+
+
+@torch.library.custom_op("vramx_tests::doubled_and_waited", mutates_args=())
+def doubled_and_waited(x: torch.Tensor) -> torch.Tensor:
+    wait_if_captured()
+    return x * 2
+
+
+@doubled_and_waited.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def in_a_compiled_function() -> Finding:
+    def work(x: torch.Tensor) -> None:
+        compiled = torch.compile(lambda x: doubled_and_waited(x + 1) + 1, mode="reduce-overhead")
+        with torch.no_grad():
+            for _ in range(4):  # the first calls only warm up
+                torch.compiler.cudagraph_mark_step_begin()
+                compiled(x)
+
+    return goes_on_after(work)
+
+
 if __name__ == "__main__":
-    cases = (once, several_then_one_that_works, in_another_thread, dropped)
-    kind_tools.run({case.__name__: case for case in cases})
+    by_hand = (once, several_then_one_that_works, in_another_thread, dropped)
+    others = (refused, in_a_pool, in_a_graphed_callable, in_a_compiled_function)
+    kind_tools.run({case.__name__: case for case in (*by_hand, *others)})

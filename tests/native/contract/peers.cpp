@@ -1,15 +1,10 @@
 // The contract of peers, for any Driver: who is let in, and from which set_access on. Linked into
 // driver_contract. On a GPU it takes a second one that reaches the first.
-#include <array>
 #include <cstdint>
-#include <span>
 
 #include "contract.h"
-#include "core/driver.h"
 
-namespace vramx::contract {
-namespace peers_claims {
-namespace {
+namespace vramx::contract::peers_claims {
 
 constexpr Stream kStream = Stream::kDefault;
 constexpr const char* kNoPeer = "no second device is here";
@@ -24,56 +19,41 @@ bool peer_writes(Device& device, Address address, Bytes size, std::uint32_t patt
   return by_peer.ok() && by_own.ok() && by_peer.value() == 0 && by_own.value() == 0;
 }
 
-void a_device_that_does_not_exist_is_refused(Device& device) {
-  Chunk chunk(device, device.unit());
-  Range range(device, device.unit());
+CHECK(OnDevice, a_device_that_does_not_exist_is_refused) {
+  Chunk chunk(device, unit);
+  Range range(device, unit);
   REQUIRE(chunk && range);
-  EXPECT(device.driver.allow_peer(-1).code == StatusCode::kInvalidValue);
-  EXPECT(range.map_with_access({}, device.unit(), chunk.handle()).ok());
+  EXPECT(driver.allow_peer(-1).code == StatusCode::kInvalidValue);
+  EXPECT(range.map_with_access({}, unit, chunk.handle()).ok());
 }
 
-void a_peer_gets_access_where_it_is_set_again(Device& device) {
+CHECK(OnDevice, a_peer_gets_access_where_it_is_set_again) {
   SKIP_UNLESS(device.peer >= 0, kNoPeer);
-  const Bytes unit = device.unit();
   Chunk chunk(device, unit);
   Range range(device, unit);
   REQUIRE(chunk && range);
   REQUIRE(range.map_with_access({}, unit, chunk.handle()).ok());
-  REQUIRE(device.bytes.fill(range.at({}), unit, 41, kStream).ok());
-  const Status allowed = device.driver.allow_peer(device.peer);
+  REQUIRE(bytes.fill(range.at({}), unit, 41, kStream).ok());
+  const Status allowed = driver.allow_peer(device.peer);
   SKIP_UNLESS(allowed.code != StatusCode::kNotSupported, kNoReach);
-  REQUIRE(allowed.ok() && device.driver.set_access(range.at({}), unit).ok());
-  const auto kept = device.bytes.count_mismatches(range.at({}), unit, 41, kStream);
+  REQUIRE(allowed.ok() && driver.set_access(range.at({}), unit).ok());
+  const auto kept = bytes.count_mismatches(range.at({}), unit, 41, kStream);
   EXPECT(kept.ok() && kept.value() == 0);
   EXPECT(peer_writes(device, range.at({}), unit, 42));
 }
 
-void a_peer_has_access_to_later_mappings(Device& device) {
+CHECK(OnDevice, a_peer_has_access_to_later_mappings) {
   SKIP_UNLESS(device.peer >= 0, kNoPeer);
-  const Status allowed = device.driver.allow_peer(device.peer);
+  const Status allowed = driver.allow_peer(device.peer);
   SKIP_UNLESS(allowed.code != StatusCode::kNotSupported, kNoReach);
-  REQUIRE(allowed.ok() && device.driver.allow_peer(device.peer).ok());
-  const Bytes unit = device.unit();
+  REQUIRE(allowed.ok() && driver.allow_peer(device.peer).ok());
   Chunk chunk(device, unit);
   Range range(device, unit * 2);
   REQUIRE(chunk && range);
   REQUIRE(range.map({}, unit, chunk.handle()).ok() && range.map(unit, unit, chunk.handle()).ok());
-  REQUIRE(device.driver.set_access(range.at({}), unit * 2).ok());
+  REQUIRE(driver.set_access(range.at({}), unit * 2).ok());
   EXPECT(peer_writes(device, range.at({}), unit, 43));
   EXPECT(peer_writes(device, range.at(unit), unit, 44));
 }
 
-constexpr std::array kChecks{
-    Check<Device>{"a device that does not exist is refused as a peer",
-                  a_device_that_does_not_exist_is_refused},
-    Check<Device>{"a peer gets access where it is set again",
-                  a_peer_gets_access_where_it_is_set_again},
-    Check<Device>{"a peer has access to later mappings", a_peer_has_access_to_later_mappings},
-};
-
-}  // namespace
-}  // namespace peers_claims
-
-std::span<const Check<Device>> peer_checks() { return peers_claims::kChecks; }
-
-}  // namespace vramx::contract
+}  // namespace vramx::contract::peers_claims

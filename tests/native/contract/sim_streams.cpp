@@ -4,20 +4,14 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <csignal>
 #include <cstdint>
-#include <span>
 #include <string>
 #include <thread>
 
 #include "contract.h"
-#include "core/units.h"
-#include "driver/sim_driver.h"
 
-namespace vramx::contract {
-namespace sim_streams_claims {
-namespace {
+namespace vramx::contract::sim_streams_claims {
 
 constexpr Bytes kUnit = kSimUnit;
 constexpr Stream kA{11};
@@ -51,34 +45,31 @@ Status grow_once(SimDriver& sim) {
   return status;
 }
 
-void every_call_can_be_made_to_fail_and_then_changes_nothing(SimDriver&) {
-  const auto sim = open_sim(small_sim());
-  REQUIRE(sim != nullptr);
+CHECK(SimAlone, every_call_can_be_made_to_fail_and_then_changes_nothing) {
   std::uint64_t nth = 1;
   for (;; ++nth) {
-    const std::uint64_t fired = sim->faults_fired();
-    sim->fail_nth_call(nth, StatusCode::kDriverError);
-    const Status status = grow_once(*sim);
-    EXPECT(is_empty(*sim));
-    if (sim->faults_fired() == fired) break;
+    const std::uint64_t fired = sim.faults_fired();
+    sim.fail_nth_call(nth, StatusCode::kDriverError);
+    const Status status = grow_once(sim);
+    EXPECT(is_empty(sim));
+    if (sim.faults_fired() == fired) break;
     EXPECT(status.ok() || status.code == StatusCode::kDriverError);
   }
   EXPECT(nth == 8);  // the seven calls of grow_once, then none is left to fail
-  sim->clear_faults();
-  sim->fail_call(CallKind::kCreateChunk, 2, StatusCode::kOutOfMemory);
-  EXPECT(grow_once(*sim).ok());
-  EXPECT(grow_once(*sim).code == StatusCode::kOutOfMemory);
-  EXPECT(grow_once(*sim).ok());
+  sim.clear_faults();
+  sim.fail_call(CallKind::kCreateChunk, 2, StatusCode::kOutOfMemory);
+  EXPECT(grow_once(sim).ok());
+  EXPECT(grow_once(sim).code == StatusCode::kOutOfMemory);
+  EXPECT(grow_once(sim).ok());
 }
 
-void the_journal_keeps_the_latest_calls(SimDriver&) {
+CHECK(Nothing, the_journal_keeps_the_latest_calls) {
   SimOptions options = small_sim();
   options.journal_entries = 3;
-  const auto sim = open_sim(options);
-  REQUIRE(sim != nullptr);
-  REQUIRE(grow_once(*sim).ok());
-  EXPECT(!sim->unmap(Address{kUnit.count}, kUnit).ok());
-  const auto journal = sim->journal();
+  SimAlone other(options);
+  REQUIRE(grow_once(other.sim).ok());
+  EXPECT(!other.sim.unmap(Address{kUnit.count}, kUnit).ok());
+  const auto journal = other.sim.journal();
   REQUIRE(journal.size() == 3);
   EXPECT(journal[0].kind == CallKind::kReleaseChunk && journal[0].chunk != ChunkHandle::kNone);
   EXPECT(journal[1].kind == CallKind::kReleaseAddress && journal[1].status.ok());
@@ -88,7 +79,7 @@ void the_journal_keeps_the_latest_calls(SimDriver&) {
 
 // --- streams ------------------------------------------------------------------------------------
 
-void order_is_known_only_through_waits(SimDriver& sim) {
+CHECK(SimAlone, order_is_known_only_through_waits) {
   const StreamPoint early = sim.submit(kA).value();
   const Event event = sim.create_event(kHere).value();
   EXPECT(sim.record_event(event, here(kA)).ok());
@@ -110,7 +101,7 @@ void order_is_known_only_through_waits(SimDriver& sim) {
   EXPECT(sim.destroy_event(event).ok() && sim.destroy_event(relay).ok());
 }
 
-void a_waiting_stream_does_not_run_ahead(SimDriver& sim) {
+CHECK(SimAlone, a_waiting_stream_does_not_run_ahead) {
   const Event event = sim.create_event(kHere).value();
   EXPECT(sim.submit(kA, 3).ok());
   EXPECT(sim.record_event(event, here(kA)).ok());
@@ -127,7 +118,7 @@ void a_waiting_stream_does_not_run_ahead(SimDriver& sim) {
   EXPECT(sim.destroy_event(event).ok());
 }
 
-void synchronizing_runs_one_device_and_what_that_waits_for(SimDriver& sim) {
+CHECK(SimAlone, synchronizing_runs_one_device_and_what_that_waits_for) {
   const Event event = sim.create_event(kThere).value();
   EXPECT(sim.submit(here(kA)).ok() && sim.submit(there(kB)).ok());
   EXPECT(sim.record_event(event, there(kB)).ok());
@@ -141,7 +132,7 @@ void synchronizing_runs_one_device_and_what_that_waits_for(SimDriver& sim) {
   EXPECT(sim.destroy_event(event).ok());
 }
 
-void an_event_of_the_device_covers_destroyed_streams_and_no_other_device(SimDriver& sim) {
+CHECK(SimAlone, an_event_of_the_device_covers_destroyed_streams_and_no_other_device) {
   const Stream gone = sim.create_stream(kHere);
   const Event event = sim.create_event(kHere).value();
   const StreamPoint covered = sim.submit(gone).value();
@@ -157,7 +148,7 @@ void an_event_of_the_device_covers_destroyed_streams_and_no_other_device(SimDriv
 }
 
 // As CUDA's documentation says of both calls.
-void a_call_about_the_whole_device_spoils_its_captures(SimDriver& sim) {
+CHECK(SimAlone, a_call_about_the_whole_device_spoils_its_captures) {
   const Event of_here = sim.create_event(kHere).value();
   const Event of_there = sim.create_event(kThere).value();
   EXPECT(sim.begin_capture(kA).ok());
@@ -172,7 +163,7 @@ void a_call_about_the_whole_device_spoils_its_captures(SimDriver& sim) {
   EXPECT(sim.destroy_event(of_here).ok() && sim.destroy_event(of_there).ok());
 }
 
-void a_handle_is_of_one_device(SimDriver& sim) {
+CHECK(SimAlone, a_handle_is_of_one_device) {
   const Stream stream = sim.create_stream(kThere);
   const Event event = sim.create_event(kHere).value();
   EXPECT(sim.submit(there(stream)).ok() && !sim.submit(here(stream)).ok());
@@ -184,7 +175,7 @@ void a_handle_is_of_one_device(SimDriver& sim) {
   EXPECT(sim.destroy_event(event).ok());
 }
 
-void per_thread_streams_are_not_ordered_with_each_other(SimDriver& sim) {
+CHECK(SimAlone, per_thread_streams_are_not_ordered_with_each_other) {
   StreamPoint work;
   std::thread([&] { work = sim.submit(Stream::kPerThread).value(); }).join();
   EXPECT(!sim.happens_before(work, Stream::kPerThread));
@@ -193,7 +184,7 @@ void per_thread_streams_are_not_ordered_with_each_other(SimDriver& sim) {
   EXPECT(sim.happens_before(sim.submit(Stream::kPerThread).value(), Stream::kPerThread));
 }
 
-void a_revived_stream_is_another_stream(SimDriver& sim) {
+CHECK(SimAlone, a_revived_stream_is_another_stream) {
   const Stream stream = sim.create_stream(kHere);
   const Event event = sim.create_event(kHere).value();
   const StreamPoint old = sim.submit(stream).value();
@@ -233,7 +224,7 @@ bool ends_the_process(Call call) {
   return is_aborted && std::count(said.begin(), said.end(), '\n') == 1;
 }
 
-void a_call_on_a_destroyed_stream_ends_the_process(SimDriver& sim) {
+CHECK(SimAlone, a_call_on_a_destroyed_stream_ends_the_process) {
   const StreamName gone = here(sim.create_stream(kHere));
   const Event event = sim.create_event(kHere).value();
   EXPECT(sim.destroy_stream(gone.handle).ok());
@@ -244,29 +235,4 @@ void a_call_on_a_destroyed_stream_ends_the_process(SimDriver& sim) {
   EXPECT(sim.destroy_event(event).ok());
 }
 
-constexpr std::array kChecks{
-    Check<SimDriver>{"every call can be made to fail and then changes nothing",
-                     every_call_can_be_made_to_fail_and_then_changes_nothing},
-    Check<SimDriver>{"the journal keeps the latest calls", the_journal_keeps_the_latest_calls},
-    Check<SimDriver>{"order is known only through waits", order_is_known_only_through_waits},
-    Check<SimDriver>{"a waiting stream does not run ahead", a_waiting_stream_does_not_run_ahead},
-    Check<SimDriver>{"synchronizing runs one device and what that waits for",
-                     synchronizing_runs_one_device_and_what_that_waits_for},
-    Check<SimDriver>{"an event of the device covers destroyed streams and no other device",
-                     an_event_of_the_device_covers_destroyed_streams_and_no_other_device},
-    Check<SimDriver>{"a call about the whole device spoils its captures",
-                     a_call_about_the_whole_device_spoils_its_captures},
-    Check<SimDriver>{"a handle is of one device", a_handle_is_of_one_device},
-    Check<SimDriver>{"per-thread streams are not ordered with each other",
-                     per_thread_streams_are_not_ordered_with_each_other},
-    Check<SimDriver>{"a revived stream is another stream", a_revived_stream_is_another_stream},
-    Check<SimDriver>{"a call on a destroyed stream ends the process",
-                     a_call_on_a_destroyed_stream_ends_the_process},
-};
-
-}  // namespace
-}  // namespace sim_streams_claims
-
-std::span<const Check<SimDriver>> sim_stream_checks() { return sim_streams_claims::kChecks; }
-
-}  // namespace vramx::contract
+}  // namespace vramx::contract::sim_streams_claims

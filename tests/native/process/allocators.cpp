@@ -3,41 +3,37 @@
 
 #include "process/process.h"
 
-namespace vramx::process_checks {
-namespace allocators_claims {
-namespace {
+namespace vramx::process_checks::allocators_claims {
 
 constexpr Bytes kPiece = 8_MiB;
 
-void the_handle_leads_to_the_interface(Fixture& fixture) {
-  const AllocatorsHandle& handle = fixture.devices.handle();
-  EXPECT(handle.fits() && handle.allocators == &fixture.core);
+CHECK(Fixture, the_handle_leads_to_the_interface) {
+  const AllocatorsHandle& handle = devices.handle();
+  EXPECT(handle.fits() && handle.allocators == &core);
 }
 
-void a_handle_of_other_headers_does_not_fit(Fixture& fixture) {
-  AllocatorsHandle older = fixture.devices.handle();
+CHECK(Fixture, a_handle_of_other_headers_does_not_fit) {
+  AllocatorsHandle older = devices.handle();
   --older.version;
-  AllocatorsHandle wider = fixture.devices.handle();
+  AllocatorsHandle wider = devices.handle();
   wider.layout += sizeof(void*);
   EXPECT(!older.fits() && !wider.fits() && !AllocatorsHandle{}.fits());
 }
 
-void sums_are_over_all_that_were_started(Fixture& fixture) {
-  Allocators& core = fixture.core;
-  const Address block = fixture.take(0, kPiece);
-  REQUIRE(block && fixture.take(3, kPiece * 2));
+CHECK(Fixture, sums_are_over_all_that_were_started) {
+  const Address block = take(0, kPiece);
+  REQUIRE(block && take(3, kPiece * 2));
   EXPECT(core.held(-1) == kPiece * 3 && core.held(3) == kPiece * 2);
   EXPECT(core.allocated(-1) == kPiece * 3);
-  fixture.free(block);
+  free(block);
   EXPECT(core.allocated(-1) == kPiece * 2);
   const CoreReport report = core.defragment(-1);
   EXPECT(report.released == kPiece && report.extents_before == 1 && report.extents_after == 0);
   EXPECT(core.held(-1) == kPiece * 2);
 }
 
-void peaks_are_reset(Fixture& fixture) {
-  Allocators& core = fixture.core;
-  fixture.free(fixture.take(0, kPiece));
+CHECK(Fixture, peaks_are_reset) {
+  free(take(0, kPiece));
   EXPECT(core.stats(0).allocated_bytes[0].peak == static_cast<std::int64_t>(kPiece.count));
   core.reset_peak_stats(0);
   EXPECT(core.stats(0).allocated_bytes[0].peak == 0);
@@ -45,12 +41,11 @@ void peaks_are_reset(Fixture& fixture) {
   EXPECT(core.stats(0).allocated_bytes[0].allocated == 0);
 }
 
-void peaks_of_an_interval_leave_the_whole_alone(Fixture& fixture) {
-  Allocators& core = fixture.core;
+CHECK(Fixture, peaks_of_an_interval_leave_the_whole_alone) {
   const auto piece = static_cast<std::int64_t>(kPiece.count);
-  fixture.free(fixture.take(0, kPiece * 2));
+  free(take(0, kPiece * 2));
   EXPECT(core.take_interval_stats(0).allocated_bytes[0].peak == piece * 2);
-  fixture.free(fixture.take(0, kPiece));
+  free(take(0, kPiece));
   EXPECT(core.stats(0).allocated_bytes[0].peak == piece * 2);
   EXPECT(core.take_interval_stats(0).allocated_bytes[0].peak == piece);
   EXPECT(core.take_interval_stats(0).allocated_bytes[0].peak == 0);
@@ -60,24 +55,22 @@ void peaks_of_an_interval_leave_the_whole_alone(Fixture& fixture) {
   EXPECT(core.stats(0).allocated_bytes[0].peak == 0);
 }
 
-void what_could_be_had_is_asked_of_the_device(Fixture& fixture) {
-  Allocators& core = fixture.core;
+CHECK(Fixture, what_could_be_had_is_asked_of_the_device) {
   EXPECT(core.largest_obtainable(0) == Bytes{});  // not started: nobody knows
-  REQUIRE(static_cast<bool>(fixture.take(0, kPiece)));
+  REQUIRE(take(0, kPiece));
   EXPECT(core.largest_obtainable(0) == kCapacity - kPiece);
 }
 
 // Two pieces that touch are one segment; the alias, and what lies behind the hole under it, begin
 // others.
-void pieces_say_where_segments_begin(Fixture& fixture) {
-  Allocators& core = fixture.core;
+CHECK(Fixture, pieces_say_where_segments_begin) {
   std::vector<Address> blocks;
-  for (int i = 0; i < 4; ++i) blocks.push_back(fixture.take(0, kPiece));
-  fixture.free(blocks[0]);
-  fixture.free(blocks[2]);
-  fixture.devices.set_limit(0, kPiece * 4);
-  const Address stitched = fixture.take(0, kPiece * 2);
-  REQUIRE(static_cast<bool>(stitched));
+  for (int i = 0; i < 4; ++i) blocks.push_back(take(0, kPiece));
+  free(blocks[0]);
+  free(blocks[2]);
+  devices.set_limit(0, kPiece * 4);
+  const Address stitched = take(0, kPiece * 2);
+  REQUIRE(stitched);
   std::vector<CorePiece> pieces;
   core.for_each_piece(
       0,
@@ -94,9 +87,8 @@ void pieces_say_where_segments_begin(Fixture& fixture) {
   EXPECT(pieces[2].begin == stitched && pieces[2].size == kPiece * 2);
 }
 
-void neighbours_are_one_segment(Fixture& fixture) {
-  Allocators& core = fixture.core;
-  REQUIRE(fixture.take(0, kPiece) && fixture.take(0, kPiece));
+CHECK(Fixture, neighbours_are_one_segment) {
+  REQUIRE(take(0, kPiece) && take(0, kPiece));
   std::vector<bool> begins;
   core.for_each_piece(
       0,
@@ -107,20 +99,4 @@ void neighbours_are_one_segment(Fixture& fixture) {
   EXPECT((begins == std::vector<bool>{true, false}));
 }
 
-constexpr Check<Fixture> kChecks[] = {
-    {"the handle leads to the interface", the_handle_leads_to_the_interface},
-    {"a handle of other headers does not fit", a_handle_of_other_headers_does_not_fit},
-    {"sums are over all that were started", sums_are_over_all_that_were_started},
-    {"peaks are reset", peaks_are_reset},
-    {"peaks of an interval leave the whole alone", peaks_of_an_interval_leave_the_whole_alone},
-    {"what could be had is asked of the device", what_could_be_had_is_asked_of_the_device},
-    {"pieces say where segments begin", pieces_say_where_segments_begin},
-    {"neighbours are one segment", neighbours_are_one_segment},
-};
-
-}  // namespace
-}  // namespace allocators_claims
-
-void check_allocators() { run_checks("interface", allocators_claims::kChecks); }
-
-}  // namespace vramx::process_checks
+}  // namespace vramx::process_checks::allocators_claims

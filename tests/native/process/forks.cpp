@@ -7,9 +7,7 @@
 
 #include "process/process.h"
 
-namespace vramx::process_checks {
-namespace forks_claims {
-namespace {
+namespace vramx::process_checks::forks_claims {
 
 constexpr unsigned kChildLimitS = 20;  // then the child is killed by its alarm
 
@@ -65,37 +63,26 @@ int failure_in_child(Fixture& fixture, Address live) {
   return WIFEXITED(state) ? WEXITSTATUS(state) : -WTERMSIG(state);
 }
 
-void a_child_is_inert(Fixture& fixture) {
-  const Address live = fixture.take(0, 1_MiB);
-  REQUIRE(static_cast<bool>(live));
-  EXPECT(failure_in_child(fixture, live) == 0);
-  EXPECT(fixture.free(live) == CoreCode::kOk);
+CHECK(Fixture, a_child_is_inert) {
+  const Address live = take(0, 1_MiB);
+  REQUIRE(live);
+  EXPECT(failure_in_child(*this, live) == 0);
+  EXPECT(free(live) == CoreCode::kOk);
 }
 
-void a_child_does_not_wait_for_a_start_of_its_parent(Fixture& fixture) {
-  const Address live = fixture.take(0, 1_MiB);
-  REQUIRE(static_cast<bool>(live));
-  fixture.source.close_gate();
-  std::thread starting([&] { EXPECT(static_cast<bool>(fixture.take(1, 1_MiB))); });
-  fixture.source.wait_until_held();
-  EXPECT(failure_in_child(fixture, live) == 0);
+CHECK(Fixture, a_child_does_not_wait_for_a_start_of_its_parent) {
+  const Address live = take(0, 1_MiB);
+  REQUIRE(live);
+  source.close_gate();
+  std::thread starting([&] { EXPECT(static_cast<bool>(take(1, 1_MiB))); });
+  source.wait_until_held();
+  EXPECT(failure_in_child(*this, live) == 0);
   // Nor does the parent, where the device is there already.
-  EXPECT(static_cast<bool>(fixture.take(0, 1_MiB)));
-  EXPECT(fixture.free(live) == CoreCode::kOk);
-  fixture.core.set_limit(0, kCapacity);
-  fixture.source.open_gate();
+  EXPECT(take(0, 1_MiB));
+  EXPECT(free(live) == CoreCode::kOk);
+  core.set_limit(0, kCapacity);
+  source.open_gate();
   starting.join();
 }
 
-constexpr Check<Fixture> kChecks[] = {
-    {"a child is inert", a_child_is_inert},
-    {"a child does not wait for a start of its parent",
-     a_child_does_not_wait_for_a_start_of_its_parent},
-};
-
-}  // namespace
-}  // namespace forks_claims
-
-void check_forks() { run_checks("forked children", forks_claims::kChecks); }
-
-}  // namespace vramx::process_checks
+}  // namespace vramx::process_checks::forks_claims

@@ -9,7 +9,6 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
-#include <span>
 #include <string>
 #include <utility>
 
@@ -18,7 +17,6 @@
 
 namespace vramx::process_checks {
 
-using contract::Check;
 using namespace vramx::literals;
 
 constexpr Bytes kCapacity = 64_MiB;
@@ -103,20 +101,5 @@ struct Fixture {
     return options;
   }
 };
-
-void check_devices();     // devices.cpp
-void check_allocators();  // allocators.cpp
-void check_threads();     // threads.cpp
-void check_forks();       // forks.cpp
-void check_plain();       // plain.cpp
-
-template <std::size_t kCount>
-void run_checks(const char* subject, const Check<Fixture> (&checks)[kCount]) {
-  std::printf("%s\n", subject);
-  for (const Check<Fixture>& check : checks) {
-    Fixture fresh;
-    contract::run_check(check, fresh);
-  }
-}
 
 }  // namespace vramx::process_checks

@@ -7,9 +7,7 @@
 #include "process/process.h"
 #include "stress/random.h"
 
-namespace vramx::process_checks {
-namespace threads_claims {
-namespace {
+namespace vramx::process_checks::threads_claims {
 
 constexpr int kThreads = 4;
 constexpr int kDevices = 4;
@@ -56,12 +54,11 @@ void look(Fixture& fixture, const std::atomic<bool>& is_over) {
   }
 }
 
-void threads_may_start_and_use_devices_at_once(Fixture& fixture) {
+CHECK(Fixture, threads_may_start_and_use_devices_at_once) {
   std::atomic<int> broken{0};
   std::atomic<bool> is_over{false};
   std::atomic<std::int64_t> balance{0};
-  fixture.core.set_observer(
-
+  core.set_observer(
       [](void* context, const CoreEvent& event) {
         const auto size = static_cast<std::int64_t>(event.size.count);
         *static_cast<std::atomic<std::int64_t>*>(context) +=
@@ -70,31 +67,22 @@ void threads_may_start_and_use_devices_at_once(Fixture& fixture) {
       &balance);
   std::vector<std::thread> threads;
   for (int i = 1; i <= kThreads; ++i) {
-    threads.emplace_back([&, i] { work(fixture, i, broken); });
+    threads.emplace_back([&, i] { work(*this, i, broken); });
   }
-  std::thread looking([&] { look(fixture, is_over); });
+  std::thread looking([&] { look(*this, is_over); });
   for (std::thread& thread : threads) thread.join();
   is_over = true;
   looking.join();
-  EXPECT(broken == 0 && fixture.source.opened == kDevices);
-  EXPECT(balance == static_cast<std::int64_t>(fixture.core.held(-1).count));
-  EXPECT(fixture.core.allocated(-1) == Bytes{});
+  EXPECT(broken == 0 && source.opened == kDevices);
+  EXPECT(balance == static_cast<std::int64_t>(core.held(-1).count));
+  EXPECT(core.allocated(-1) == Bytes{});
   for (int device = 0; device < kDevices; ++device) {
-    REQUIRE(fixture.devices.started(device) != nullptr);
-    EXPECT(fixture.devices.started(device)->check().empty());
-    const SimDriver& sim = *fixture.source.drivers[static_cast<std::size_t>(device)];
+    REQUIRE(devices.started(device) != nullptr);
+    EXPECT(devices.started(device)->check().empty());
+    const SimDriver& sim = *source.drivers[static_cast<std::size_t>(device)];
     EXPECT(sim.check().empty());
     EXPECT(sim.mappings_open_to(kPeer) == sim.live_mappings());
   }
 }
 
-constexpr Check<Fixture> kChecks[] = {
-    {"threads may start and use devices at once", threads_may_start_and_use_devices_at_once},
-};
-
-}  // namespace
-}  // namespace threads_claims
-
-void check_threads() { run_checks("threads", threads_claims::kChecks); }
-
-}  // namespace vramx::process_checks
+}  // namespace vramx::process_checks::threads_claims

@@ -7,8 +7,6 @@
 // time goes into pages that are touched first. Before that the device fills the first words under
 // each mapping, so that an address without access is a failed claim and not a fault of this
 // program.
-#include <algorithm>
-
 #include "core/types.h"
 #include "stress/world.h"
 

@@ -129,7 +129,7 @@ void expect_harmless_until_none_fires(StatusCode code) {
   EXPECT(false);
 }
 
-void the_scenario_takes_every_path(const Options&) {
+CHECK(Nothing, the_scenario_takes_every_path) {
   const Scenario scenario = every_path();
   World world(scenario.setup);
   for (const Step& step : scenario.steps) world.apply(step);
@@ -147,15 +147,15 @@ void the_scenario_takes_every_path(const Options&) {
   EXPECT(world.failure().empty());
 }
 
-void a_failed_call_changes_nothing(const Options&) {
+CHECK(Nothing, a_failed_call_changes_nothing) {
   expect_harmless_until_none_fires(StatusCode::kDriverError);
 }
 
-void an_exhausted_call_changes_nothing(const Options&) {
+CHECK(Nothing, an_exhausted_call_changes_nothing) {
   expect_harmless_until_none_fires(StatusCode::kOutOfMemory);
 }
 
-void a_failed_creation_leaves_nothing(const Options&) {
+CHECK(Nothing, a_failed_creation_leaves_nothing) {
   const auto sim = contract::open_sim(contract::small_sim());
   REQUIRE(sim != nullptr);
   std::uint64_t nth = 0;
@@ -172,15 +172,4 @@ void a_failed_creation_leaves_nothing(const Options&) {
 }
 
 }  // namespace
-
-std::span<const Check> failure_checks() {
-  static constexpr Check kChecks[] = {
-      {"the scenario of failures takes every path", the_scenario_takes_every_path},
-      {"a failed call, whichever, changes nothing", a_failed_call_changes_nothing},
-      {"an exhausted call, whichever, changes nothing", an_exhausted_call_changes_nothing},
-      {"a failed creation leaves nothing", a_failed_creation_leaves_nothing},
-  };
-  return kChecks;
-}
-
 }  // namespace vramx::stress

@@ -5,8 +5,6 @@
 // growth that failed already leaves what nobody can account for. failures.cpp has the cases with
 // one failure, where nothing may be left.
 #include <array>
-#include <cstdio>
-#include <utility>
 
 #include "stress/world.h"
 
@@ -58,7 +56,6 @@ std::string World::leftovers() const {
 }
 
 // --- coverage
-// -------------------------------------------------------------------------------------
 
 namespace {
 

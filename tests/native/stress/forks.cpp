@@ -39,7 +39,7 @@ int exit_code_of_child(DeviceAllocator& allocator, Address live) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
 }
 
-void a_forked_child_neither_allocates_nor_hangs(const Options&) {
+CHECK(Nothing, a_forked_child_neither_allocates_nor_hangs) {
   const auto sim = contract::open_sim({.capacity = kGranularity * 64, .granularity = kGranularity});
   REQUIRE(sim != nullptr);
   auto created = DeviceAllocator::create(*sim, {.alias_addresses = kGranularity * 4096});
@@ -65,18 +65,9 @@ void a_forked_child_neither_allocates_nor_hangs(const Options&) {
   EXPECT(contract::is_empty(*sim));
 }
 
-void a_child_may_have_an_allocator_of_its_own(const Options&) {
+CHECK(Nothing, a_child_may_have_an_allocator_of_its_own) {
   EXPECT(first_failure_in_child({}).empty());
 }
 
 }  // namespace
-
-std::span<const Check> fork_checks() {
-  static constexpr Check kChecks[] = {
-      {"a forked child neither allocates nor hangs", a_forked_child_neither_allocates_nor_hangs},
-      {"a child may have an allocator of its own", a_child_may_have_an_allocator_of_its_own},
-  };
-  return kChecks;
-}
-
 }  // namespace vramx::stress

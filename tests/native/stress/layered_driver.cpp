@@ -1,12 +1,9 @@
 // The drivers in between; see the header.
 #include "stress/layered_driver.h"
 
-#include <algorithm>
-
 namespace vramx::stress {
 
 // --- one broken promise
-// ---------------------------------------------------------------------------
 
 Status DefectiveDriver::release_chunk(ChunkHandle chunk) {
   if (defect_ == Defect::kReleaseDoesNothing) return ok_status();
@@ -67,7 +64,6 @@ Result<std::uint64_t> DefectiveDriver::stream_id(StreamName stream) {
 }
 
 // --- the book
-// -------------------------------------------------------------------------------------
 
 Result<Address> ObservedDriver::reserve_address(Bytes size) {
   ++counts_.calls;

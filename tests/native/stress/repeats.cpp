@@ -118,7 +118,7 @@ bool is_sound(const Ran& ran, std::uint64_t seed) {
 
 // That blocks lie elsewhere than best fit puts them proves that it was not in vain. A program that
 // best fit alone would place alike every time is one of a few.
-void every_claim_holds_while_a_program_repeats_itself(const Options& options) {
+CHECK(Nothing, every_claim_holds_while_a_program_repeats_itself) {
   const auto seeds =
       static_cast<std::uint64_t>(std::clamp<std::int64_t>(options.operations / 10'000, 2, 60));
   std::uint64_t differing = 0;
@@ -131,13 +131,5 @@ void every_claim_holds_while_a_program_repeats_itself(const Options& options) {
   EXPECT(differing > seeds / 2);
 }
 
-constexpr Check kChecks[] = {
-    {"every claim holds while a program repeats itself",
-     every_claim_holds_while_a_program_repeats_itself},
-};
-
 }  // namespace
-
-std::span<const Check> repeat_checks() { return kChecks; }
-
 }  // namespace vramx::stress

@@ -33,7 +33,6 @@ enum class Defect : std::uint8_t {
   kStreamsByHandle,     // a stream is known by its handle, whoever has it now
   kDeviceMissing,       // what another device's stream does is recorded on this one
 };
-constexpr std::uint8_t kDefects = 9;
 
 struct Setup {
   Bytes capacity{4 << 20};

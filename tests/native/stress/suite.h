@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <span>
 #include <string>
 
 #include "contract.h"
@@ -18,15 +17,10 @@ struct Options {
   std::uint64_t first_seed = 1;
 };
 
-using Check = contract::Check<const Options>;
+// What the command line says.
+inline Options options;
 
-std::span<const Check> random_checks();      // seeds.cpp
-std::span<const Check> repeat_checks();      // repeats.cpp
-std::span<const Check> defect_checks();      // defect_checks.cpp
-std::span<const Check> failure_checks();     // failures.cpp
-std::span<const Check> thread_checks();      // threads.cpp
-std::span<const Check> fork_checks();        // forks.cpp
-std::span<const Check> regression_checks();  // regressions.cpp
+using contract::Nothing;
 
 // Takes `steps` steps from the seed and finishes; `taken` gets the steps, if it is not null.
 constexpr int kStepsPerSeed = 2000;

@@ -2,7 +2,6 @@
 // changes the limit and looks. Under the thread sanitizer this is the proof that one lock guards
 // everything and that driver calls are made without it; under the others, that no two threads ever
 // hold the same bytes.
-#include <array>
 #include <atomic>
 #include <thread>
 #include <vector>
@@ -112,7 +111,7 @@ void maintain(Arena& arena) {
   }
 }
 
-void threads_never_share_bytes(const Options& options) {
+CHECK(Nothing, threads_never_share_bytes) {
   const auto sim = contract::open_sim({.capacity = kCapacity, .granularity = kGranularity});
   REQUIRE(sim != nullptr);
   auto created = DeviceAllocator::create(*sim, {.alias_addresses = kCapacity * 64,
@@ -146,10 +145,4 @@ void threads_never_share_bytes(const Options& options) {
 }
 
 }  // namespace
-
-std::span<const Check> thread_checks() {
-  static constexpr Check kChecks[] = {{"threads never share bytes", threads_never_share_bytes}};
-  return kChecks;
-}
-
 }  // namespace vramx::stress

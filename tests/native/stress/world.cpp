@@ -118,7 +118,6 @@ void World::dispatch(const Step& step) {
 }
 
 // --- blocks
-// ---------------------------------------------------------------------------------------
 
 void World::allocate(const Step& step) {
   if (step.stream == kForeignDevice) return;
@@ -219,7 +218,6 @@ void World::record_stream(const Step& step) {
 }
 
 // --- memory
-// ---------------------------------------------------------------------------------------
 
 void World::give_memory_back(const Step& step) {
   const Bytes held = allocator_->held();

@@ -3,12 +3,9 @@
 #include <utility>
 #include <vector>
 
-#include "core/arena.h"
 #include "units/units.h"
 
-namespace vramx::units {
-namespace arena_tags_claims {
-namespace {
+namespace vramx::units::arena_tags_claims {
 
 constexpr Bytes kPart = 64_KiB;
 
@@ -20,7 +17,7 @@ TagSet on_both(std::uint64_t first, std::uint64_t second) {
 }
 const TagSet kOver;
 
-struct Fixture : ArenaFixture {
+struct Fixture : SoundArena {
   Fixture() { arena.note_several_streams(); }
 
   struct Part {
@@ -53,7 +50,7 @@ struct Fixture : ArenaFixture {
 // --- alike and unlike ---------------------------------------------------------------------------
 
 // The first is the larger, so that no free ties it.
-void only_neighbours_that_are_alike_become_one(Nothing&) {
+CHECK(Nothing, only_neighbours_that_are_alike_become_one) {
   const struct {
     TagSet first;
     TagSet second;
@@ -76,13 +73,13 @@ void only_neighbours_that_are_alike_become_one(Nothing&) {
   }
 }
 
-void one_extent_waits_for_what_both_waited_for(Nothing&) {
+CHECK(Nothing, one_extent_waits_for_what_both_waited_for) {
   Fixture of_one;
   const Address at = of_one.lay({{kPart, on(0, 5)}, {kPart, on(0, 3)}}, {0, 1});
   EXPECT(of_one.tags_at(at)[0] == (Tag{0, 5}));
 }
 
-void of_one_stream_all_neighbours_become_one(Nothing&) {
+CHECK(Nothing, of_one_stream_all_neighbours_become_one) {
   ArenaFixture fixture;
   const Address at = fixture.map({kPage});
   for (std::uint64_t i = 0; i < 4; ++i) fixture.take(at + kPart * i, kPart);
@@ -92,7 +89,7 @@ void of_one_stream_all_neighbours_become_one(Nothing&) {
 
 // --- ties ---------------------------------------------------------------------------------------
 
-void a_free_ties_what_is_over_or_older_up_to_its_own_size(Nothing&) {
+CHECK(Nothing, a_free_ties_what_is_over_or_older_up_to_its_own_size) {
   const struct {
     Fixture::Part before;
     std::size_t extents;
@@ -108,28 +105,27 @@ void a_free_ties_what_is_over_or_older_up_to_its_own_size(Nothing&) {
   }
 }
 
-void what_was_tied_waits_for_the_free(Fixture& fixture) {
-  const Address at = fixture.lay({{kPart, kOver}, {kPart, on(0, 200)}}, {0, 1});
-  EXPECT(fixture.tags_at(at)[0] == (Tag{0, 200}));
+CHECK(Fixture, what_was_tied_waits_for_the_free) {
+  const Address at = lay({{kPart, kOver}, {kPart, on(0, 200)}}, {0, 1});
+  EXPECT(tags_at(at)[0] == (Tag{0, 200}));
 }
 
-void a_free_ties_no_more_on_both_sides_together(Fixture& fixture) {
-  EXPECT(fixture.extents_after({{kPart, kOver}, {kPart, on(0, 200)}, {kPart, kOver}}, {0, 2, 1}) ==
-         2);
+CHECK(Fixture, a_free_ties_no_more_on_both_sides_together) {
+  EXPECT(extents_after({{kPart, kOver}, {kPart, on(0, 200)}, {kPart, kOver}}, {0, 2, 1}) == 2);
 }
 
-void what_is_alike_already_ties_nothing(Fixture& fixture) {
+CHECK(Fixture, what_is_alike_already_ties_nothing) {
   const std::vector<Fixture::Part> parts = {
       {kPart * 2, kOver}, {kPart, on(0, 200)}, {kPart * 4, on(0, 201)}};
-  EXPECT(fixture.extents_after(parts, {0, 2, 1}) == 2);
+  EXPECT(extents_after(parts, {0, 2, 1}) == 2);
 }
 
-void memory_that_waits_for_nothing_ties_nothing(Fixture& fixture) {
-  EXPECT(fixture.extents_after({{kPart, on(0, 1)}, {kPart, kOver}}, {0, 1}) == 2);
+CHECK(Fixture, memory_that_waits_for_nothing_ties_nothing) {
+  EXPECT(extents_after({{kPart, on(0, 1)}, {kPart, kOver}}, {0, 1}) == 2);
 }
 
 // On either side.
-void what_is_alike_behind_a_tie_becomes_one_with_it(Nothing&) {
+CHECK(Nothing, what_is_alike_behind_a_tie_becomes_one_with_it) {
   const Fixture::Part alike{kPart * 2, on(0, 17)};
   const Fixture::Part tied{kPart, kOver};
   const Fixture::Part freed{kPart, on(0, 18)};
@@ -143,88 +139,88 @@ void what_is_alike_behind_a_tie_becomes_one_with_it(Nothing&) {
 
 constexpr auto kAllHaveNews = [](StreamIndex) { return true; };
 
-void what_is_over_joins_its_neighbours(Fixture& fixture) {
-  fixture.lay({{kPart, on(0, 1)}, {kPart, on(1, 1)}, {kPart, on(0, 40)}}, {0, 1, 2});
-  EXPECT(fixture.arena.extent_count() == 3);
-  fixture.arena.drop_tags(kAllHaveNews, [](const Tag&) { return true; });
-  EXPECT(fixture.arena.extent_count() == 1 && fixture.arena.check().empty());
+CHECK(Fixture, what_is_over_joins_its_neighbours) {
+  lay({{kPart, on(0, 1)}, {kPart, on(1, 1)}, {kPart, on(0, 40)}}, {0, 1, 2});
+  EXPECT(arena.extent_count() == 3);
+  arena.drop_tags(kAllHaveNews, [](const Tag&) { return true; });
+  EXPECT(arena.extent_count() == 1);
 }
 
-void of_several_tags_those_that_are_not_over_stay(Fixture& fixture) {
-  const Address at = fixture.lay({{kPart * 2, on(0, 1)}, {kPart, on_both(2, 1)}}, {0, 1});
-  EXPECT(fixture.arena.extent_count() == 2);
-  fixture.arena.drop_tags(kAllHaveNews, [](const Tag& tag) { return tag.stream == 1; });
-  EXPECT(fixture.arena.extent_count() == 1 && fixture.arena.check().empty());
-  EXPECT(fixture.tags_at(at)[0] == (Tag{0, 2}));
+CHECK(Fixture, of_several_tags_those_that_are_not_over_stay) {
+  const Address at = lay({{kPart * 2, on(0, 1)}, {kPart, on_both(2, 1)}}, {0, 1});
+  EXPECT(arena.extent_count() == 2);
+  arena.drop_tags(kAllHaveNews, [](const Tag& tag) { return tag.stream == 1; });
+  EXPECT(arena.extent_count() == 1 && arena.check().empty());
+  EXPECT(tags_at(at)[0] == (Tag{0, 2}));
 }
 
-void extents_of_streams_without_news_are_left_alone(Fixture& fixture) {
-  const Address at = fixture.lay({{kPart, on(0, 1)}, {kPart, on(1, 1)}}, {0, 1});
+CHECK(Fixture, extents_of_streams_without_news_are_left_alone) {
+  const Address at = lay({{kPart, on(0, 1)}, {kPart, on(1, 1)}}, {0, 1});
   int asked = 0;
-  fixture.arena.drop_tags([](StreamIndex stream) { return stream == 1; },
-                          [&](const Tag& tag) { return ++asked != 0 && tag.stream == 1; });
+  arena.drop_tags([](StreamIndex stream) { return stream == 1; },
+                  [&](const Tag& tag) { return ++asked != 0 && tag.stream == 1; });
   EXPECT(asked == 1);
-  EXPECT(!fixture.tags_at(at).empty() && fixture.tags_at(at + kPart).empty());
+  EXPECT(!tags_at(at).empty() && tags_at(at + kPart).empty());
 }
 
 // --- runs ---------------------------------------------------------------------------------------
 
-void unlike_neighbours_are_found_as_a_run(Fixture& fixture) {
-  const Address at = fixture.lay({{kPart, on(0, 1)}, {kPart, on(1, 1)}, {kPart, kOver}}, {0, 1, 2});
-  const Piece all = fixture.arena.best_run(kPart * 3, kAnyExtent);
+CHECK(Fixture, unlike_neighbours_are_found_as_a_run) {
+  const Address at = lay({{kPart, on(0, 1)}, {kPart, on(1, 1)}, {kPart, kOver}}, {0, 1, 2});
+  const Piece all = arena.best_run(kPart * 3, kAnyExtent);
   EXPECT(all.begin == at && all.size == kPart * 3);
-  EXPECT(!fixture.arena.best_run(kPart * 3 + kBlockUnit, kAnyExtent).size);
-  EXPECT(fixture.arena.is_run(at + kBlockUnit, kPart * 2, kAnyExtent));
-  EXPECT(!fixture.arena.is_run(at + kBlockUnit, kPart * 3, kAnyExtent));
+  EXPECT(!arena.best_run(kPart * 3 + kBlockUnit, kAnyExtent).size);
+  EXPECT(arena.is_run(at + kBlockUnit, kPart * 2, kAnyExtent));
+  EXPECT(!arena.is_run(at + kBlockUnit, kPart * 3, kAnyExtent));
 }
 
-void a_run_ends_at_what_may_not_be_taken(Fixture& fixture) {
-  const Address at = fixture.lay({{kPart, on(0, 1)}, {kPart, on(1, 1)}, {kPart, kOver}}, {0, 1, 2});
+CHECK(Fixture, a_run_ends_at_what_may_not_be_taken) {
+  const Address at = lay({{kPart, on(0, 1)}, {kPart, on(1, 1)}, {kPart, kOver}}, {0, 1, 2});
   const auto is_not_of_1 = [&](SpanId id) {
-    const TagSet tags = fixture.arena.tags_of(id);
+    const TagSet tags = arena.tags_of(id);
     return tags.empty() || tags[0].stream != 1;
   };
-  EXPECT(fixture.arena.best_run(kPart, is_not_of_1).begin == at);
-  EXPECT(!fixture.arena.best_run(kPart + kBlockUnit, is_not_of_1).size);
-  EXPECT(!fixture.arena.is_run(at, kPart * 2, is_not_of_1));
+  EXPECT(arena.best_run(kPart, is_not_of_1).begin == at);
+  EXPECT(!arena.best_run(kPart + kBlockUnit, is_not_of_1).size);
+  EXPECT(!arena.is_run(at, kPart * 2, is_not_of_1));
 }
 
-void the_smallest_run_that_fits_is_the_best(Fixture& fixture) {
-  const Address large = fixture.lay({{kPart, on(0, 1)}, {kPart * 2, on(1, 1)}}, {0, 1});
-  const Address small = fixture.lay({{kPart, on(0, 1)}, {kPart, on(1, 1)}}, {0, 1});
-  EXPECT(fixture.arena.best_run(kPart * 2, kAnyExtent).begin == small);
-  EXPECT(fixture.arena.best_run(kPart * 3, kAnyExtent).begin == large);
+CHECK(Fixture, the_smallest_run_that_fits_is_the_best) {
+  const Address large = lay({{kPart, on(0, 1)}, {kPart * 2, on(1, 1)}}, {0, 1});
+  const Address small = lay({{kPart, on(0, 1)}, {kPart, on(1, 1)}}, {0, 1});
+  EXPECT(arena.best_run(kPart * 2, kAnyExtent).begin == small);
+  EXPECT(arena.best_run(kPart * 3, kAnyExtent).begin == large);
 }
 
 // Neither half of the page has a chunk's bound in it but at its outer end.
-void a_stitch_is_made_of_runs(Fixture& fixture) {
-  const Address at = fixture.map({kPage, kPage});
+CHECK(Fixture, a_stitch_is_made_of_runs) {
+  const Address at = map({kPage, kPage});
   const Address begin = at + 512_KiB;
   const std::pair<Address, Bytes> halves[] = {{begin, 1_MiB}, {begin + 1_MiB, 1_MiB}};
-  fixture.take(at, kPage * 2);
-  fixture.free(at);
-  fixture.take(at, 512_KiB);
-  for (const auto& [from, size] : halves) fixture.take(from, size);
-  fixture.take(begin + kPage, kPage * 2 - kPage - 512_KiB);
-  for (StreamIndex i = 0; i < 2; ++i) fixture.free(halves[i].first, on(i, 1));
-  EXPECT(fixture.arena.extent_count() == 2);
-  const auto runs = fixture.arena.stitchable(kBlockUnit, 9, kAnyExtent);
+  take(at, kPage * 2);
+  free(at);
+  take(at, 512_KiB);
+  for (const auto& [from, size] : halves) take(from, size);
+  take(begin + kPage, kPage * 2 - kPage - 512_KiB);
+  for (StreamIndex i = 0; i < 2; ++i) free(halves[i].first, on(i, 1));
+  EXPECT(arena.extent_count() == 2);
+  const auto runs = arena.stitchable(kBlockUnit, 9, kAnyExtent);
   REQUIRE(runs.size() == 1);
   EXPECT(runs[0].begin == begin && runs[0].size == kPage);
 }
 
 // The first is the larger, so that no free ties it.
-void while_one_stream_asks_its_memory_is_one(Fixture& fixture) {
-  const Address begin = fixture.lay({{1_MiB, on(0, 1)}, {kPart, on(0, 200)}}, {0, 1});
-  EXPECT(fixture.arena.extent_count() == 2);
-  fixture.arena.let_mix();
-  EXPECT(fixture.arena.extent_count() == 1);
-  EXPECT(fixture.arena.check().empty());
-  EXPECT(fixture.tags_at(begin)[0] == (Tag{0, 200}));
+CHECK(Fixture, while_one_stream_asks_its_memory_is_one) {
+  const Address begin = lay({{1_MiB, on(0, 1)}, {kPart, on(0, 200)}}, {0, 1});
+  EXPECT(arena.extent_count() == 2);
+  arena.let_mix();
+  EXPECT(arena.extent_count() == 1);
+  EXPECT(arena.check().empty());
+  EXPECT(tags_at(begin)[0] == (Tag{0, 200}));
 }
 
 // Its request comes before the streams are told apart.
-void the_first_request_of_a_second_stream_stitches_nothing_of_the_first(Nothing&) {
+CHECK(Nothing, the_first_request_of_a_second_stream_stitches_nothing_of_the_first) {
   ArenaFixture fixture;
   const Address at = fixture.map({kPage});
   fixture.take(at, kPage);
@@ -234,40 +230,4 @@ void the_first_request_of_a_second_stream_stitches_nothing_of_the_first(Nothing&
   EXPECT(fixture.arena.stitchable(kBlockUnit, 9, kAnyExtent).size() == 1);
 }
 
-constexpr Check<Nothing> kRules[] = {
-    {"only neighbours that are alike become one", only_neighbours_that_are_alike_become_one},
-    {"one extent waits for what both waited for", one_extent_waits_for_what_both_waited_for},
-    {"of one stream all neighbours become one", of_one_stream_all_neighbours_become_one},
-    {"a free ties what is over, or older, up to its own size",
-     a_free_ties_what_is_over_or_older_up_to_its_own_size},
-    {"what is alike behind a tie becomes one with it",
-     what_is_alike_behind_a_tie_becomes_one_with_it},
-    {"the first request of a second stream stitches nothing of the first",
-     the_first_request_of_a_second_stream_stitches_nothing_of_the_first},
-};
-
-constexpr Check<Fixture> kChecks[] = {
-    {"what was tied waits for the free", what_was_tied_waits_for_the_free},
-    {"while one stream asks its memory is one", while_one_stream_asks_its_memory_is_one},
-    {"a free ties no more on both sides together", a_free_ties_no_more_on_both_sides_together},
-    {"what is alike already ties nothing", what_is_alike_already_ties_nothing},
-    {"memory that waits for nothing ties nothing", memory_that_waits_for_nothing_ties_nothing},
-    {"what is over joins its neighbours", what_is_over_joins_its_neighbours},
-    {"of several tags those that are not over stay", of_several_tags_those_that_are_not_over_stay},
-    {"extents of streams without news are left alone",
-     extents_of_streams_without_news_are_left_alone},
-    {"unlike neighbours are found as a run", unlike_neighbours_are_found_as_a_run},
-    {"a run ends at what may not be taken", a_run_ends_at_what_may_not_be_taken},
-    {"the smallest run that fits is the best", the_smallest_run_that_fits_is_the_best},
-    {"a stitch is made of runs", a_stitch_is_made_of_runs},
-};
-
-}  // namespace
-}  // namespace arena_tags_claims
-
-void check_arena_tags() {
-  run_checks("arena, of several streams", arena_tags_claims::kRules);
-  run_checks("arena, ties and runs", arena_tags_claims::kChecks);
-}
-
-}  // namespace vramx::units
+}  // namespace vramx::units::arena_tags_claims

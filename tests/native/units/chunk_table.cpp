@@ -1,21 +1,13 @@
 // Which chunk lies where, and how large the chunks of a growth are: chunk_table and chunk_policy.
-#include "core/chunk_table.h"
-
 #include <algorithm>
 #include <vector>
 
 #include "core/chunk_policy.h"
 #include "units/units.h"
 
-namespace vramx::units {
+namespace vramx::units::chunk_table_claims {
 
-struct ChunkBytes {
-  friend auto member(ChunkBytes);
-};
-template struct Reveal<ChunkBytes, &ChunkTable::bytes_>;
-
-namespace chunk_table_claims {
-namespace {
+REVEAL(ChunkBytes, &ChunkTable::bytes_);
 
 constexpr ChunkHandle kHandle{7};
 
@@ -29,22 +21,22 @@ struct Table {
   ChunkId third = table.add(page(3), kPage * 3, kHandle);
 };
 
-void a_chunk_is_found_from_each_of_its_bytes(Table& fixture) {
-  EXPECT(fixture.table.at(page(0)) == fixture.first);
-  EXPECT(fixture.table.at(page(2) - kBlockUnit) == fixture.first);
-  EXPECT(fixture.table.at(page(2)) == fixture.second);
-  EXPECT(fixture.table.find(page(5)) == fixture.third);
+CHECK(Table, a_chunk_is_found_from_each_of_its_bytes) {
+  EXPECT(table.at(page(0)) == first);
+  EXPECT(table.at(page(2) - kBlockUnit) == first);
+  EXPECT(table.at(page(2)) == second);
+  EXPECT(table.find(page(5)) == third);
 }
 
-void nothing_is_found_where_nothing_is_mapped(Table& fixture) {
-  EXPECT(fixture.table.find(page(6)) == kNoId);
-  EXPECT(fixture.table.find(kBase - kBlockUnit) == kNoId);
-  fixture.table.remove(fixture.second);
-  EXPECT(fixture.table.find(page(2)) == kNoId);
+CHECK(Table, nothing_is_found_where_nothing_is_mapped) {
+  EXPECT(table.find(page(6)) == kNoId);
+  EXPECT(table.find(kBase - kBlockUnit) == kNoId);
+  table.remove(second);
+  EXPECT(table.find(page(2)) == kNoId);
 }
 
 // Six mebibytes are three pages: the page is the largest power of two in them.
-void a_granularity_that_is_no_power_of_two_will_do(Nothing&) {
+CHECK(Nothing, a_granularity_that_is_no_power_of_two_will_do) {
   ChunkTable table{kBase, 6_MiB};
   const ChunkId first = table.add(kBase, 6_MiB, kHandle);
   const ChunkId second = table.add(kBase + 6_MiB, 12_MiB, kHandle);
@@ -55,7 +47,7 @@ void a_granularity_that_is_no_power_of_two_will_do(Nothing&) {
   EXPECT(table.check().empty());
 }
 
-void a_range_inside_a_page_touches_no_boundary_of_it(Nothing&) {
+CHECK(Nothing, a_range_inside_a_page_touches_no_boundary_of_it) {
   const ChunkTable table{kBase, kPage};
   EXPECT(table.is_inside_page(page(1) + kBlockUnit, page(2) - kBlockUnit));
   EXPECT(!table.is_inside_page(page(1), page(2) - kBlockUnit));
@@ -63,59 +55,57 @@ void a_range_inside_a_page_touches_no_boundary_of_it(Nothing&) {
   EXPECT(!table.is_inside_page(kBase, kBase + kBlockUnit));
 }
 
-void a_removed_chunk_leaves_its_number_to_the_next(Table& fixture) {
-  fixture.table.remove(fixture.second);
-  EXPECT(fixture.table.count() == 2);
-  EXPECT(fixture.table.add(page(2), kPage, kHandle) == fixture.second);
+CHECK(Table, a_removed_chunk_leaves_its_number_to_the_next) {
+  table.remove(second);
+  EXPECT(table.count() == 2);
+  EXPECT(table.add(page(2), kPage, kHandle) == second);
 }
 
-void bytes_are_the_sum_of_the_chunks(Table& fixture) {
-  EXPECT(fixture.table.bytes() == kPage * 6);
-  fixture.table.remove(fixture.first);
-  EXPECT(fixture.table.bytes() == kPage * 4);
+CHECK(Table, bytes_are_the_sum_of_the_chunks) {
+  EXPECT(table.bytes() == kPage * 6);
+  table.remove(first);
+  EXPECT(table.bytes() == kPage * 4);
 }
 
-void addresses_round_to_chunk_boundaries_and_not_to_pages(Table& fixture) {
-  EXPECT(fixture.table.round_up(page(1)) == page(2));
-  EXPECT(fixture.table.round_down(page(1)) == page(0));
-  EXPECT(fixture.table.round_up(page(2)) == page(2));
-  EXPECT(fixture.table.round_down(page(2)) == page(2));
+CHECK(Table, addresses_round_to_chunk_boundaries_and_not_to_pages) {
+  EXPECT(table.round_up(page(1)) == page(2));
+  EXPECT(table.round_down(page(1)) == page(0));
+  EXPECT(table.round_up(page(2)) == page(2));
+  EXPECT(table.round_down(page(2)) == page(2));
+  // The end of what is mapped is a boundary, too.
+  EXPECT(table.round_up(page(6)) == page(6));
+  EXPECT(table.round_down(page(6)) == page(6));
 }
 
-void the_end_of_what_is_mapped_is_a_boundary(Table& fixture) {
-  EXPECT(fixture.table.round_up(page(6)) == page(6));
-  EXPECT(fixture.table.round_down(page(6)) == page(6));
+CHECK(Table, only_chunks_inside_a_range_are_whole) {
+  EXPECT(table.whole_bytes(page(1), page(6)) == kPage * 4);
+  EXPECT(table.whole_bytes(page(1), page(4)) == kPage);
+  EXPECT(!table.whole_bytes(page(0), page(1)));
+  EXPECT(!table.whole_bytes(page(2), page(2)));
 }
 
-void only_chunks_inside_a_range_are_whole(Table& fixture) {
-  EXPECT(fixture.table.whole_bytes(page(1), page(6)) == kPage * 4);
-  EXPECT(fixture.table.whole_bytes(page(1), page(4)) == kPage);
-  EXPECT(!fixture.table.whole_bytes(page(0), page(1)));
-  EXPECT(!fixture.table.whole_bytes(page(2), page(2)));
-}
-
-void chunks_that_begin_in_a_range_are_visited_in_address_order(Table& fixture) {
+CHECK(Table, chunks_that_begin_in_a_range_are_visited_in_address_order) {
   std::vector<ChunkId> seen;
-  fixture.table.for_each_beginning_in(page(1), page(4), [&](ChunkId id) { seen.push_back(id); });
-  EXPECT((seen == std::vector<ChunkId>{fixture.second, fixture.third}));
+  table.for_each_beginning_in(page(1), page(4), [&](ChunkId id) { seen.push_back(id); });
+  EXPECT((seen == std::vector<ChunkId>{second, third}));
 }
 
 // --- planted defects -----------------------------------------------------------------------------
 
-void check_names_a_chunk_that_the_page_table_does_not_know(Table& fixture) {
-  fixture.table[fixture.first].size = kPage * 3;
-  EXPECT(starts_with(fixture.table.check(), "chunk 0: page table"));
+CHECK(Table, check_names_a_chunk_that_the_page_table_does_not_know) {
+  table[first].size = kPage * 3;
+  EXPECT(starts_with(table.check(), "chunk 0: page table"));
 }
 
-void check_names_bytes_that_are_off(Table& fixture) {
-  fixture.table[fixture.first].size = kPage;
-  EXPECT(starts_with(fixture.table.check(), "chunks: bytes"));
+CHECK(Table, check_names_bytes_that_are_off) {
+  table[first].size = kPage;
+  EXPECT(starts_with(table.check(), "chunks: bytes"));
 }
 
-void check_names_a_page_of_a_chunk_that_is_gone(Table& fixture) {
-  fixture.table[fixture.second].handle = ChunkHandle::kNone;
-  fixture.table.*member(ChunkBytes{}) -= kPage;
-  EXPECT(starts_with(fixture.table.check(), "chunks: a page names"));
+CHECK(Table, check_names_a_page_of_a_chunk_that_is_gone) {
+  table[second].handle = ChunkHandle::kNone;
+  table.*member(ChunkBytes{}) -= kPage;
+  EXPECT(starts_with(table.check(), "chunks: a page names"));
 }
 
 // --- chunk policy --------------------------------------------------------------------------------
@@ -137,47 +127,31 @@ void for_each_growth(Visit visit) {
   }
 }
 
-void chunks_add_up_to_the_growth(Nothing&) {
-  for_each_growth(
-      [](const ChunkDemand& growth) { EXPECT(sum(chunk_sizes(growth, kPage)) == growth.bytes); });
-}
-
-void chunks_are_multiples_of_the_granularity(Nothing&) {
-  for_each_growth([](const ChunkDemand& growth) {
-    for (const Bytes size : chunk_sizes(growth, kPage)) EXPECT(size && !(size % kPage));
-  });
-}
-
-void a_growth_is_divided_evenly(Nothing&) {
+CHECK(Nothing, a_growth_is_divided_evenly_into_multiples_of_the_granularity) {
   for_each_growth([](const ChunkDemand& growth) {
     const std::vector<Bytes> sizes = chunk_sizes(growth, kPage);
+    EXPECT(sum(sizes) == growth.bytes);
+    for (const Bytes size : sizes) EXPECT(size && !(size % kPage));
     const auto [smallest, largest] = std::minmax_element(sizes.begin(), sizes.end());
     EXPECT(*largest - *smallest <= kPage);
   });
 }
 
-void no_growth_is_no_chunk(Nothing&) {
+CHECK(Nothing, no_growth_is_no_chunk_and_the_smallest_is_one) {
   EXPECT(chunk_sizes({.bytes = 0_B, .request = 1_MiB, .held = 1_GiB}, kPage).empty());
-}
-
-void the_smallest_growth_is_one_chunk(Nothing&) {
   const ChunkDemand growth{.bytes = kPage, .request = 1_MiB, .held = 20_GiB};
   EXPECT((chunk_sizes(growth, kPage) == std::vector<Bytes>{kPage}));
 }
 
-void chunks_are_larger_where_more_is_held(Nothing&) {
-  const ChunkDemand early{.bytes = 240_MiB, .request = 8_MiB, .held = 0_B};
-  const ChunkDemand late{.bytes = 240_MiB, .request = 8_MiB, .held = 80_GiB};
-  EXPECT(chunk_sizes(late, kPage).size() < chunk_sizes(early, kPage).size());
+CHECK(Nothing, chunks_are_larger_where_more_is_held_and_for_a_larger_request) {
+  const auto count = [](Bytes request, Bytes held) {
+    return chunk_sizes({.bytes = 240_MiB, .request = request, .held = held}, kPage).size();
+  };
+  EXPECT(count(8_MiB, 80_GiB) < count(8_MiB, 0_B));
+  EXPECT(count(2_GiB, 0_B) < count(8_MiB, 0_B));
 }
 
-void chunks_are_larger_for_a_larger_request(Nothing&) {
-  const ChunkDemand small{.bytes = 240_MiB, .request = 8_MiB, .held = 0_B};
-  const ChunkDemand large{.bytes = 240_MiB, .request = 2_GiB, .held = 0_B};
-  EXPECT(chunk_sizes(large, kPage).size() < chunk_sizes(small, kPage).size());
-}
-
-void chunks_are_larger_the_more_often_they_were_stitched(Nothing&) {
+CHECK(Nothing, chunks_are_larger_the_more_often_they_were_stitched) {
   ChunkDemand growth{.bytes = 960_MiB, .request = 8_MiB, .held = 1_GiB};
   const std::size_t count = chunk_sizes(growth, kPage).size();
   growth.mapped_again = 3;  // twice that of a settled program makes them twice as large
@@ -188,57 +162,10 @@ void chunks_are_larger_the_more_often_they_were_stitched(Nothing&) {
   EXPECT(chunk_sizes(growth, kPage).size() == count / 4);
 }
 
-void chunks_are_finest_where_no_room_is_left(Nothing&) {
+CHECK(Nothing, chunks_are_finest_where_no_room_is_left) {
   const ChunkDemand tight{
       .bytes = 64_MiB, .request = 2_GiB, .held = 80_GiB, .room = 64_MiB, .mapped_again = 9};
   EXPECT(chunk_sizes(tight, kPage).size() == 64_MiB / kPage);
 }
 
-constexpr Check<Table> kTableChecks[] = {
-    {"a chunk is found from each of its bytes", a_chunk_is_found_from_each_of_its_bytes},
-    {"nothing is found where nothing is mapped", nothing_is_found_where_nothing_is_mapped},
-    {"a removed chunk leaves its number to the next",
-     a_removed_chunk_leaves_its_number_to_the_next},
-    {"bytes are the sum of the chunks", bytes_are_the_sum_of_the_chunks},
-    {"addresses round to chunk boundaries and not to pages",
-     addresses_round_to_chunk_boundaries_and_not_to_pages},
-    {"the end of what is mapped is a boundary", the_end_of_what_is_mapped_is_a_boundary},
-    {"only chunks inside a range are whole", only_chunks_inside_a_range_are_whole},
-    {"chunks that begin in a range are visited in address order",
-     chunks_that_begin_in_a_range_are_visited_in_address_order},
-    {"check names a chunk that the page table does not know",
-     check_names_a_chunk_that_the_page_table_does_not_know},
-    {"check names bytes that are off", check_names_bytes_that_are_off},
-    {"check names a page of a chunk that is gone", check_names_a_page_of_a_chunk_that_is_gone},
-};
-
-constexpr Check<Nothing> kPageChecks[] = {
-    {"a granularity that is no power of two will do",
-     a_granularity_that_is_no_power_of_two_will_do},
-    {"a range inside a page touches no boundary of it",
-     a_range_inside_a_page_touches_no_boundary_of_it},
-};
-
-constexpr Check<Nothing> kPolicyChecks[] = {
-    {"chunks add up to the growth", chunks_add_up_to_the_growth},
-    {"chunks are multiples of the granularity", chunks_are_multiples_of_the_granularity},
-    {"a growth is divided evenly", a_growth_is_divided_evenly},
-    {"no growth is no chunk", no_growth_is_no_chunk},
-    {"the smallest growth is one chunk", the_smallest_growth_is_one_chunk},
-    {"chunks are larger where more is held", chunks_are_larger_where_more_is_held},
-    {"chunks are larger for a larger request", chunks_are_larger_for_a_larger_request},
-    {"chunks are larger the more often they were stitched",
-     chunks_are_larger_the_more_often_they_were_stitched},
-    {"chunks are finest where no room is left", chunks_are_finest_where_no_room_is_left},
-};
-
-}  // namespace
-}  // namespace chunk_table_claims
-
-void check_chunk_table() {
-  run_checks("chunk table", chunk_table_claims::kTableChecks);
-  run_checks("pages", chunk_table_claims::kPageChecks);
-  run_checks("chunk policy", chunk_table_claims::kPolicyChecks);
-}
-
-}  // namespace vramx::units
+}  // namespace vramx::units::chunk_table_claims

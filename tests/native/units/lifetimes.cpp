@@ -1,20 +1,13 @@
 // What is learnt from how long blocks lived: in which context, and the last time round.
 #include "core/lifetimes.h"
 
-#include <array>
 #include <cstdint>
 
 #include "units/units.h"
 
-namespace vramx::units {
+namespace vramx::units::lifetimes_claims {
 
-struct Known {
-  friend auto member(Known);
-};
-template struct Reveal<Known, &Lifetimes::known_>;
-
-namespace lifetimes_claims {
-namespace {
+REVEAL(Known, &Lifetimes::known_);
 
 constexpr Bytes kSize = Lifetimes::kSmallest;
 constexpr std::uint32_t kLong = 64;  // the shortest lifetime that is not brief
@@ -41,89 +34,60 @@ struct Fixture {
   bool is_brief(Bytes size) { return Lifetimes::is_brief(kin_of(size)); }
 };
 
-void nothing_is_known_before_its_like_was_freed(Fixture& fixture) {
-  EXPECT(fixture.kin_of(kSize) == 0);
-  fixture.lifetimes.note_request(kSize);
-  EXPECT(fixture.kin_of(kSize) == 0 && !fixture.is_brief(kSize));
+CHECK(Fixture, nothing_is_known_before_its_like_was_freed) {
+  EXPECT(kin_of(kSize) == 0);
+  lifetimes.note_request(kSize);
+  EXPECT(kin_of(kSize) == 0 && !is_brief(kSize));
 }
 
-void lifetimes_of_as_many_bits_make_kin(Fixture& fixture) {
-  fixture.live(kSize, kLong);
-  fixture.live(kSize * 2, kLong * 2 - 1);
-  fixture.live(kSize * 4, kLong * 2);
-  EXPECT(fixture.kin_of(kSize) == fixture.kin_of(kSize * 2));
-  EXPECT(fixture.kin_of(kSize * 4) == fixture.kin_of(kSize) + 1);
+CHECK(Fixture, lifetimes_of_as_many_bits_make_kin) {
+  live(kSize, kLong);
+  live(kSize * 2, kLong * 2 - 1);
+  live(kSize * 4, kLong * 2);
+  EXPECT(kin_of(kSize) == kin_of(kSize * 2));
+  EXPECT(kin_of(kSize * 4) == kin_of(kSize) + 1);
 }
 
-void a_block_is_brief_if_its_like_was_freed_soon(Fixture& fixture) {
-  fixture.live(kSize, kLong - 1);
-  EXPECT(fixture.is_brief(kSize));
+CHECK(Fixture, a_block_is_brief_if_its_like_was_freed_soon_the_last_time) {
+  for (const std::uint32_t lifetime : {kLong - 1, kLong, std::uint32_t{1}, kLong}) {
+    live(kSize, lifetime);
+    EXPECT(is_brief(kSize) == (lifetime < kLong));
+  }
 }
 
-void a_block_stays_if_its_like_did(Fixture& fixture) {
-  fixture.live(kSize, kLong);
-  EXPECT(!fixture.is_brief(kSize));
+CHECK(Fixture, another_size_is_another_context) {
+  live(kSize, 1);
+  EXPECT(!is_brief(kSize + kBlockUnit));
 }
 
-void the_last_time_round_counts(Fixture& fixture) {
-  fixture.live(kSize, kLong);
-  fixture.live(kSize, 1);
-  EXPECT(fixture.is_brief(kSize));
-  fixture.live(kSize, kLong);
-  EXPECT(!fixture.is_brief(kSize));
+CHECK(Fixture, other_requests_before_it_are_another_context) {
+  live(kSize, 1);
+  enter(kSize * 4);
+  EXPECT(lifetimes.kin_of(kSize) == 0);
+  lifetimes.note_request(kSize * 8);  // only the last is the same
+  EXPECT(lifetimes.kin_of(kSize) == 0);
 }
 
-void another_size_is_another_context(Fixture& fixture) {
-  fixture.live(kSize, 1);
-  EXPECT(!fixture.is_brief(kSize + kBlockUnit));
+CHECK(Fixture, a_life_beyond_what_a_number_holds_is_long) {
+  live(kSize, (1u << 16) + 1);
+  EXPECT(kin_of(kSize) == Lifetimes::kKins - 1);
 }
 
-void other_requests_before_it_are_another_context(Fixture& fixture) {
-  fixture.live(kSize, 1);
-  fixture.enter(kSize * 4);
-  EXPECT(fixture.lifetimes.kin_of(kSize) == 0);
-  fixture.lifetimes.note_request(kSize * 8);  // only the last is the same
-  EXPECT(fixture.lifetimes.kin_of(kSize) == 0);
-}
-
-void a_life_beyond_what_a_number_holds_is_long(Fixture& fixture) {
-  fixture.live(kSize, (1u << 16) + 1);
-  EXPECT(fixture.kin_of(kSize) == Lifetimes::kKins - 1);
-}
-
-void a_thousand_contexts_are_told_apart(Fixture& fixture) {
+CHECK(Fixture, a_thousand_contexts_are_told_apart) {
   constexpr std::uint64_t kContexts = 1000;
-  for (std::uint64_t n = 0; n < kContexts; ++n) fixture.live(kSize + kBlockUnit * n, 1);
+  for (std::uint64_t n = 0; n < kContexts; ++n) live(kSize + kBlockUnit * n, 1);
   std::uint64_t known = 0;
-  for (std::uint64_t n = 0; n < kContexts; ++n) known += fixture.is_brief(kSize + kBlockUnit * n);
+  for (std::uint64_t n = 0; n < kContexts; ++n) known += is_brief(kSize + kBlockUnit * n);
   // Of a thousand in 4096 slots one in nine is overwritten by a later one, on average; more than
   // one in six is ten standard deviations off.
   EXPECT(known > kContexts * 5 / 6);
 }
 
-void check_names_a_context_without_a_lifetime(Fixture& fixture) {
-  fixture.live(kSize, 1);
-  EXPECT(fixture.lifetimes.check().empty());
-  for (auto& known : fixture.lifetimes.*member(Known())) known.lifetime = 0;
-  EXPECT(starts_with(fixture.lifetimes.check(), "lifetimes 1"));
+CHECK(Fixture, check_names_a_context_without_a_lifetime) {
+  live(kSize, 1);
+  EXPECT(lifetimes.check().empty());
+  for (auto& known : lifetimes.*member(Known())) known.lifetime = 0;
+  EXPECT(starts_with(lifetimes.check(), "lifetimes 1"));
 }
 
-constexpr Check<Fixture> kChecks[] = {
-    {"nothing is known before its like was freed", nothing_is_known_before_its_like_was_freed},
-    {"lifetimes of as many bits make kin", lifetimes_of_as_many_bits_make_kin},
-    {"a block is brief if its like was freed soon", a_block_is_brief_if_its_like_was_freed_soon},
-    {"a block stays if its like did", a_block_stays_if_its_like_did},
-    {"the last time round counts", the_last_time_round_counts},
-    {"another size is another context", another_size_is_another_context},
-    {"other requests before it are another context", other_requests_before_it_are_another_context},
-    {"a life beyond what a number holds is long", a_life_beyond_what_a_number_holds_is_long},
-    {"a thousand contexts are told apart", a_thousand_contexts_are_told_apart},
-    {"check names a context without a lifetime", check_names_a_context_without_a_lifetime},
-};
-
-}  // namespace
-}  // namespace lifetimes_claims
-
-void check_lifetimes() { run_checks("lifetimes", lifetimes_claims::kChecks); }
-
-}  // namespace vramx::units
+}  // namespace vramx::units::lifetimes_claims

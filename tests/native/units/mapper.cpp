@@ -4,12 +4,9 @@
 #include <memory>
 #include <vector>
 
-#include "driver/sim_driver.h"
 #include "units/units.h"
 
-namespace vramx::units {
-namespace mapper_claims {
-namespace {
+namespace vramx::units::mapper_claims {
 
 const std::vector<Bytes> kSizes{kPage, kPage * 2, kPage};
 constexpr Bytes kTotal = kPage * 4;
@@ -29,29 +26,29 @@ struct Fixture {
   }
 };
 
-void chunks_lie_one_behind_the_other(Fixture& fixture) {
-  REQUIRE(fixture.create().status.ok());
-  REQUIRE(fixture.chunks.size() == 3);
-  EXPECT(fixture.chunks[1].size == kPage * 2);
-  EXPECT(fixture.sim->live_mappings() == 3 && fixture.sim->used() == kTotal);
-  EXPECT(fixture.sim->unmap(fixture.at + kPage, kPage * 2).ok());
+CHECK(Fixture, chunks_lie_one_behind_the_other) {
+  REQUIRE(create().status.ok());
+  REQUIRE(chunks.size() == 3);
+  EXPECT(chunks[1].size == kPage * 2);
+  EXPECT(sim->live_mappings() == 3 && sim->used() == kTotal);
+  EXPECT(sim->unmap(at + kPage, kPage * 2).ok());
 }
 
-void access_is_set_in_one_call(Fixture& fixture) {
-  REQUIRE(fixture.create().status.ok());
-  EXPECT(fixture.sim->call_count(CallKind::kSetAccess) == 1);
+CHECK(Fixture, access_is_set_in_one_call) {
+  REQUIRE(create().status.ok());
+  EXPECT(sim->call_count(CallKind::kSetAccess) == 1);
 }
 
-void chunks_are_mapped_again_without_new_memory(Fixture& fixture) {
-  REQUIRE(fixture.create().status.ok());
-  REQUIRE(map_again(*fixture.sim, fixture.elsewhere, fixture.chunks).status.ok());
-  EXPECT(fixture.sim->live_mappings() == 6 && fixture.sim->used() == kTotal);
+CHECK(Fixture, chunks_are_mapped_again_without_new_memory) {
+  REQUIRE(create().status.ok());
+  REQUIRE(map_again(*sim, elsewhere, chunks).status.ok());
+  EXPECT(sim->live_mappings() == 6 && sim->used() == kTotal);
 }
 
-void what_is_released_leaves_the_device_empty(Fixture& fixture) {
-  REQUIRE(fixture.create().status.ok());
-  EXPECT(unmap_and_release(*fixture.sim, fixture.at, fixture.chunks).status.ok());
-  EXPECT(fixture.is_empty());
+CHECK(Fixture, what_is_released_leaves_the_device_empty) {
+  REQUIRE(create().status.ok());
+  EXPECT(unmap_and_release(*sim, at, chunks).status.ok());
+  EXPECT(is_empty());
 }
 
 bool is_undone(const MapOutcome& outcome) {
@@ -61,85 +58,61 @@ bool is_undone(const MapOutcome& outcome) {
 // --- a failure at each call ---------------------------------------------------------------------
 
 // Three creates, three maps, one set_access.
-void a_growth_that_fails_at_any_call_leaves_nothing(Fixture& fixture) {
+CHECK(Fixture, a_growth_that_fails_at_any_call_leaves_nothing) {
   for (std::uint64_t nth = 1; nth <= 7; ++nth) {
-    fixture.chunks.clear();
-    fixture.sim->fail_nth_call(nth, StatusCode::kOutOfMemory);
-    const MapOutcome outcome = fixture.create();
+    chunks.clear();
+    sim->fail_nth_call(nth, StatusCode::kOutOfMemory);
+    const MapOutcome outcome = create();
     EXPECT(outcome.status.code == StatusCode::kOutOfMemory && is_undone(outcome));
-    EXPECT(fixture.is_empty());
+    EXPECT(is_empty());
   }
-  EXPECT(fixture.sim->faults_fired() == 7);
+  EXPECT(sim->faults_fired() == 7);
 }
 
 // Three maps, one set_access.
-void an_alias_that_fails_at_any_call_leaves_the_first_mapping(Fixture& fixture) {
-  REQUIRE(fixture.create().status.ok());
+CHECK(Fixture, an_alias_that_fails_at_any_call_leaves_the_first_mapping) {
+  REQUIRE(create().status.ok());
   for (std::uint64_t nth = 1; nth <= 4; ++nth) {
-    fixture.sim->fail_nth_call(nth, StatusCode::kDriverError);
-    const MapOutcome outcome = map_again(*fixture.sim, fixture.elsewhere, fixture.chunks);
+    sim->fail_nth_call(nth, StatusCode::kDriverError);
+    const MapOutcome outcome = map_again(*sim, elsewhere, chunks);
     EXPECT(outcome.status.code == StatusCode::kDriverError && is_undone(outcome));
-    EXPECT(fixture.sim->live_mappings() == 3 && fixture.sim->live_chunks() == 3);
+    EXPECT(sim->live_mappings() == 3 && sim->live_chunks() == 3);
   }
-  EXPECT(fixture.sim->faults_fired() == 4);
+  EXPECT(sim->faults_fired() == 4);
 }
 
-void what_cannot_be_unmapped_again_is_reported(Fixture& fixture) {
-  REQUIRE(fixture.create().status.ok());
-  fixture.sim->fail_call(CallKind::kMap, 3, StatusCode::kDriverError);
-  fixture.sim->fail_call(CallKind::kUnmap, 1, StatusCode::kDriverError);
-  const MapOutcome outcome = map_again(*fixture.sim, fixture.elsewhere, fixture.chunks);
+CHECK(Fixture, what_cannot_be_unmapped_again_is_reported) {
+  REQUIRE(create().status.ok());
+  sim->fail_call(CallKind::kMap, 3, StatusCode::kDriverError);
+  sim->fail_call(CallKind::kUnmap, 1, StatusCode::kDriverError);
+  const MapOutcome outcome = map_again(*sim, elsewhere, chunks);
   EXPECT(outcome.left_mapped == kPage * 3);
-  EXPECT(fixture.sim->live_mappings() == 5);
-  EXPECT(fixture.sim->unmap(fixture.elsewhere, outcome.left_mapped).ok());
+  EXPECT(sim->live_mappings() == 5);
+  EXPECT(sim->unmap(elsewhere, outcome.left_mapped).ok());
 }
 
-void chunks_that_cannot_be_released_again_are_reported(Fixture& fixture) {
-  fixture.sim->fail_call(CallKind::kSetAccess, 1, StatusCode::kDriverError);
-  fixture.sim->fail_call(CallKind::kReleaseChunk, 1, StatusCode::kDriverError);
-  const MapOutcome outcome = fixture.create();
-  REQUIRE(outcome.unreleased.size() == 1 && fixture.sim->live_chunks() == 1);
-  EXPECT(fixture.sim->release_chunk(outcome.unreleased[0]).ok());
-  EXPECT(fixture.is_empty());
+CHECK(Fixture, chunks_that_cannot_be_released_again_are_reported) {
+  sim->fail_call(CallKind::kSetAccess, 1, StatusCode::kDriverError);
+  sim->fail_call(CallKind::kReleaseChunk, 1, StatusCode::kDriverError);
+  const MapOutcome outcome = create();
+  REQUIRE(outcome.unreleased.size() == 1 && sim->live_chunks() == 1);
+  EXPECT(sim->release_chunk(outcome.unreleased[0]).ok());
+  EXPECT(is_empty());
 }
 
-void chunks_that_cannot_be_unmapped_are_not_released(Fixture& fixture) {
-  REQUIRE(fixture.create().status.ok());
-  fixture.sim->fail_call(CallKind::kUnmap, 1, StatusCode::kDriverError);
-  const MapOutcome outcome = unmap_and_release(*fixture.sim, fixture.at, fixture.chunks);
+CHECK(Fixture, chunks_that_cannot_be_unmapped_are_not_released) {
+  REQUIRE(create().status.ok());
+  sim->fail_call(CallKind::kUnmap, 1, StatusCode::kDriverError);
+  const MapOutcome outcome = unmap_and_release(*sim, at, chunks);
   EXPECT(!outcome.status.ok() && outcome.left_mapped == kTotal);
-  EXPECT(fixture.sim->call_count(CallKind::kReleaseChunk) == 0);
-  EXPECT(fixture.sim->live_chunks() == 3);
+  EXPECT(sim->call_count(CallKind::kReleaseChunk) == 0);
+  EXPECT(sim->live_chunks() == 3);
 }
 
-void a_growth_beyond_the_device_gives_back_what_it_got(Fixture& fixture) {
-  const MapOutcome outcome =
-      create_and_map(*fixture.sim, fixture.at, {kPage * 8, kPage * 9}, fixture.chunks);
+CHECK(Fixture, a_growth_beyond_the_device_gives_back_what_it_got) {
+  const MapOutcome outcome = create_and_map(*sim, at, {kPage * 8, kPage * 9}, chunks);
   EXPECT(outcome.status.code == StatusCode::kOutOfMemory);
-  EXPECT(fixture.is_empty());
+  EXPECT(is_empty());
 }
 
-constexpr Check<Fixture> kChecks[] = {
-    {"chunks lie one behind the other", chunks_lie_one_behind_the_other},
-    {"access is set in one call", access_is_set_in_one_call},
-    {"chunks are mapped again without new memory", chunks_are_mapped_again_without_new_memory},
-    {"what is released leaves the device empty", what_is_released_leaves_the_device_empty},
-    {"a growth that fails at any call leaves nothing",
-     a_growth_that_fails_at_any_call_leaves_nothing},
-    {"an alias that fails at any call leaves the first mapping",
-     an_alias_that_fails_at_any_call_leaves_the_first_mapping},
-    {"what cannot be unmapped again is reported", what_cannot_be_unmapped_again_is_reported},
-    {"chunks that cannot be released again are reported",
-     chunks_that_cannot_be_released_again_are_reported},
-    {"chunks that cannot be unmapped are not released",
-     chunks_that_cannot_be_unmapped_are_not_released},
-    {"a growth beyond the device gives back what it got",
-     a_growth_beyond_the_device_gives_back_what_it_got},
-};
-
-}  // namespace
-}  // namespace mapper_claims
-
-void check_mapper() { run_checks("mapper", mapper_claims::kChecks); }
-
-}  // namespace vramx::units
+}  // namespace vramx::units::mapper_claims

@@ -1,12 +1,9 @@
 // The fast path where a request goes to the place of its counterpart.
 #include "core/quick_placement.h"
 
-#include "driver/sim_driver.h"
 #include "units/units.h"
 
-namespace vramx::units {
-namespace quick_placement_claims {
-namespace {
+namespace vramx::units::quick_placement_claims {
 
 constexpr StreamIndex kStream = 0;
 // Longer than a layer may be, so that one recurrence is enough.
@@ -53,18 +50,18 @@ struct Fixture {
   }
 };
 
-void a_run_of_two_extents_serves_the_counterpart(Fixture& fixture) {
-  const Address at = fixture.free_two_extents(fixture.page);
-  fixture.repeat_until(kHalf * 2, at);
-  const Placement placement = fixture.quick.take(kHalf * 2, kStream);
+CHECK(Fixture, a_run_of_two_extents_serves_the_counterpart) {
+  const Address at = free_two_extents(page);
+  repeat_until(kHalf * 2, at);
+  const Placement placement = quick.take(kHalf * 2, kStream);
   EXPECT(placement.address == at);
-  EXPECT(fixture.state.arena.used(placement.first_span).next != kNoId);
-  EXPECT(fixture.state.arena.check().empty());
+  EXPECT(state.arena.used(placement.first_span).next != kNoId);
+  EXPECT(state.arena.check().empty());
 }
 
 // A search by address gives up behind many spans of a page, where it may find the run's first
 // extent and not the second.
-void a_run_behind_many_small_blocks_is_taken_whole_or_left(Nothing&) {
+CHECK(Nothing, a_run_behind_many_small_blocks_is_taken_whole_or_left) {
   bool was_taken = false;
   bool was_left = false;
   for (std::uint64_t blocks = 0; blocks < 64; ++blocks) {
@@ -86,67 +83,46 @@ AliasId alias_of_page(Fixture& fixture) {
                                    fixture.state.arena);
 }
 
-void the_alias_of_the_counterpart_serves_it(Fixture& fixture) {
-  const AliasId alias = alias_of_page(fixture);
-  const Address place = fixture.state.aliases[alias].base + kHalf;
-  fixture.free_two_extents(fixture.page + kHalf);
-  fixture.repeat_until(kHalf * 2, place);
-  const Placement placement = fixture.quick.take(kHalf * 2, kStream);
+CHECK(Fixture, the_alias_of_the_counterpart_serves_it) {
+  const AliasId alias = alias_of_page(*this);
+  const Address place = state.aliases[alias].base + kHalf;
+  free_two_extents(page + kHalf);
+  repeat_until(kHalf * 2, place);
+  const Placement placement = quick.take(kHalf * 2, kStream);
   EXPECT(placement.address == place && placement.alias == alias);
-  EXPECT(fixture.state.aliases[alias].pins == 1);
-  EXPECT(fixture.state.stats.num_alias_hits == 1);
-  const SpanId second = fixture.state.arena.used(placement.first_span).next;
-  EXPECT(second != kNoId && fixture.state.arena.used(second).next == kNoId);
-  EXPECT(fixture.state.arena.check().empty());
+  EXPECT(state.aliases[alias].pins == 1);
+  EXPECT(state.stats.num_alias_hits == 1);
+  const SpanId second = state.arena.used(placement.first_span).next;
+  EXPECT(second != kNoId && state.arena.used(second).next == kNoId);
+  EXPECT(state.arena.check().empty());
 }
 
-void an_alias_whose_memory_is_used_is_left(Fixture& fixture) {
-  const AliasId alias = alias_of_page(fixture);
-  fixture.free_two_extents(fixture.page);
-  fixture.repeat_until(kHalf * 2, fixture.state.aliases[alias].base + kHalf);
-  EXPECT(fixture.quick.take(kHalf * 2, kStream).alias == kNoId);
-  EXPECT(fixture.state.aliases[alias].pins == 0);
+CHECK(Fixture, an_alias_whose_memory_is_used_is_left) {
+  const AliasId alias = alias_of_page(*this);
+  free_two_extents(page);
+  repeat_until(kHalf * 2, state.aliases[alias].base + kHalf);
+  EXPECT(quick.take(kHalf * 2, kStream).alias == kNoId);
+  EXPECT(state.aliases[alias].pins == 0);
 }
 
-void an_alias_that_is_being_unmapped_is_left(Fixture& fixture) {
-  const AliasId alias = alias_of_page(fixture);
-  fixture.free_two_extents(fixture.page);
-  fixture.repeat_until(kHalf * 2, fixture.state.aliases[alias].base);
-  fixture.state.aliases.set_leaving(alias, true);
-  EXPECT(fixture.quick.take(kHalf * 2, kStream).alias == kNoId);
-  fixture.state.aliases.set_leaving(alias, false);
-  fixture.state.aliases.remove(alias, fixture.state.arena);
-  fixture.repeat_until(kHalf * 2, fixture.state.grounds.aliases.begin);
-  EXPECT(fixture.quick.take(kHalf * 2, kStream).alias == kNoId);
+CHECK(Fixture, an_alias_that_is_being_unmapped_is_left) {
+  const AliasId alias = alias_of_page(*this);
+  free_two_extents(page);
+  repeat_until(kHalf * 2, state.aliases[alias].base);
+  state.aliases.set_leaving(alias, true);
+  EXPECT(quick.take(kHalf * 2, kStream).alias == kNoId);
+  state.aliases.set_leaving(alias, false);
+  state.aliases.remove(alias, state.arena);
+  repeat_until(kHalf * 2, state.grounds.aliases.begin);
+  EXPECT(quick.take(kHalf * 2, kStream).alias == kNoId);
 }
 
-void an_alias_that_ends_before_the_request_is_left(Fixture& fixture) {
-  const AliasId alias = alias_of_page(fixture);
-  fixture.free_two_extents(fixture.page);
-  const Address near_end = fixture.state.aliases[alias].base + (kPage - kHalf);
-  fixture.repeat_until(kHalf * 2, near_end);
-  EXPECT(fixture.quick.take(kHalf * 2, kStream).alias == kNoId);
+CHECK(Fixture, an_alias_that_ends_before_the_request_is_left) {
+  const AliasId alias = alias_of_page(*this);
+  free_two_extents(page);
+  const Address near_end = state.aliases[alias].base + (kPage - kHalf);
+  repeat_until(kHalf * 2, near_end);
+  EXPECT(quick.take(kHalf * 2, kStream).alias == kNoId);
 }
 
-constexpr Check<Fixture> kChecks[] = {
-    {"a run of two extents serves the counterpart", a_run_of_two_extents_serves_the_counterpart},
-    {"the alias of the counterpart serves it", the_alias_of_the_counterpart_serves_it},
-    {"an alias whose memory is used is left", an_alias_whose_memory_is_used_is_left},
-    {"an alias that is being unmapped is left", an_alias_that_is_being_unmapped_is_left},
-    {"an alias that ends before the request is left",
-     an_alias_that_ends_before_the_request_is_left},
-};
-constexpr Check<Nothing> kFreshChecks[] = {
-    {"a run behind many small blocks is taken whole or left",
-     a_run_behind_many_small_blocks_is_taken_whole_or_left},
-};
-
-}  // namespace
-}  // namespace quick_placement_claims
-
-void check_quick_placement() {
-  run_checks("quick placement", quick_placement_claims::kChecks);
-  run_checks("quick placement behind small blocks", quick_placement_claims::kFreshChecks);
-}
-
-}  // namespace vramx::units
+}  // namespace vramx::units::quick_placement_claims

@@ -8,23 +8,12 @@
 #include <random>
 #include <vector>
 
-#include "core/device_allocator.h"
-#include "driver/sim_driver.h"
 #include "units/units.h"
 
-namespace vramx::units {
+namespace vramx::units::recurrence_claims {
 
-struct Distance {
-  friend auto member(Distance);
-};
-struct Run {
-  friend auto member(Run);
-};
-template struct Reveal<Distance, &Recurrence::distance_>;
-template struct Reveal<Run, &Recurrence::run_>;
-
-namespace recurrence_claims {
-namespace {
+REVEAL(Distance, &Recurrence::distance_);
+REVEAL(Run, &Recurrence::run_);
 
 constexpr std::uint32_t kStep = 300;  // requests of a period that is no layer's
 
@@ -48,99 +37,96 @@ struct Fixture {
   }
 };
 
-void nothing_is_expected_of_what_never_came_before(Fixture& fixture) {
-  EXPECT(fixture.repeat(5 * kStep) == 0);
-}
+CHECK(Fixture, nothing_is_expected_of_what_never_came_before) { EXPECT(repeat(5 * kStep) == 0); }
 
 // The first time round shows nothing, the second that it is a period, and it takes all of that.
-void a_long_period_is_expected_after_one_recurrence(Fixture& fixture) {
+CHECK(Fixture, a_long_period_is_expected_after_one_recurrence) {
   constexpr std::uint32_t kAtMost = 16 + 4;  // of a window, and to the next that is remembered
-  EXPECT(fixture.repeat() == 0);
-  fixture.repeat();
-  fixture.repeat();
-  fixture.repeat();
-  EXPECT(fixture.repeat() == kStep);
+  EXPECT(repeat() == 0);
+  repeat();
+  repeat();
+  repeat();
+  EXPECT(repeat() == kStep);
   Fixture other;
   std::uint32_t expected = 0;
   for (int time = 0; time < 4; ++time) expected += other.repeat();
   EXPECT(expected >= kStep - kAtMost);
 }
 
-void a_short_period_is_not_expected_before_layers_would_be_over(Fixture& fixture) {
+CHECK(Fixture, a_short_period_is_not_expected_before_layers_would_be_over) {
   constexpr std::uint32_t kLayer = 100;
   for (std::uint32_t seen = 0; seen < Recurrence::kLayers; seen += kLayer) {
-    EXPECT(fixture.repeat(kLayer) == 0);
+    EXPECT(repeat(kLayer) == 0);
   }
-  for (int time = 0; time < 4; ++time) fixture.repeat(kLayer);
-  EXPECT(fixture.repeat(kLayer) == kLayer);
+  for (int time = 0; time < 4; ++time) repeat(kLayer);
+  EXPECT(repeat(kLayer) == kLayer);
 }
 
-void a_small_request_is_not_expected_anywhere(Fixture& fixture) {
-  for (int time = 0; time < 5; ++time) fixture.repeat();
-  EXPECT(static_cast<bool>(fixture.recurrence.expect(size_of(0), 0)));
-  EXPECT(!fixture.recurrence.expect(Recurrence::kSmallest - kBlockUnit, 0));
+CHECK(Fixture, a_small_request_is_not_expected_anywhere) {
+  for (int time = 0; time < 5; ++time) repeat();
+  EXPECT(recurrence.expect(size_of(0), 0));
+  EXPECT(!recurrence.expect(Recurrence::kSmallest - kBlockUnit, 0));
 }
 
-void the_same_size_on_another_stream_is_another_request(Fixture& fixture) {
-  for (int time = 0; time < 5; ++time) fixture.repeat();
-  EXPECT(fixture.recurrence.expect(size_of(0), 0) == place_of(0));
-  EXPECT(!fixture.recurrence.expect(size_of(0), 1));
+CHECK(Fixture, the_same_size_on_another_stream_is_another_request) {
+  for (int time = 0; time < 5; ++time) repeat();
+  EXPECT(recurrence.expect(size_of(0), 0) == place_of(0));
+  EXPECT(!recurrence.expect(size_of(0), 1));
 }
 
-void one_request_more_ends_it_until_the_period_has_come_again(Fixture& fixture) {
-  for (int time = 0; time < 5; ++time) fixture.repeat();
-  fixture.recurrence.note(size_of(kStep), 0, kBase);
-  EXPECT(fixture.repeat() == 0);
+CHECK(Fixture, one_request_more_ends_it_until_the_period_has_come_again) {
+  for (int time = 0; time < 5; ++time) repeat();
+  recurrence.note(size_of(kStep), 0, kBase);
+  EXPECT(repeat() == 0);
   // What is followed first are distances with that request in them, each to the period's end.
-  for (int time = 0; time < 3; ++time) fixture.repeat();
-  EXPECT(fixture.repeat() == kStep);
+  for (int time = 0; time < 3; ++time) repeat();
+  EXPECT(repeat() == kStep);
 }
 
-void the_last_place_counts(Fixture& fixture) {
-  for (int time = 0; time < 5; ++time) fixture.repeat();
-  fixture.recurrence.note(size_of(0), 0, place_of(7));
-  for (std::uint32_t n = 1; n < kStep; ++n) fixture.recurrence.note(size_of(n), 0, place_of(n));
-  EXPECT(fixture.recurrence.expect(size_of(0), 0) == place_of(7));
+CHECK(Fixture, the_last_place_counts) {
+  for (int time = 0; time < 5; ++time) repeat();
+  recurrence.note(size_of(0), 0, place_of(7));
+  for (std::uint32_t n = 1; n < kStep; ++n) recurrence.note(size_of(n), 0, place_of(n));
+  EXPECT(recurrence.expect(size_of(0), 0) == place_of(7));
 }
 
-void a_place_that_is_no_arena_address_is_not_expected(Fixture& fixture) {
+CHECK(Fixture, a_place_that_is_no_arena_address_is_not_expected) {
   for (const Address outside : {kBase - 1_GiB, kBase + Bytes{1ull << 42}}) {
-    Recurrence& recurrence = fixture.recurrence;
     for (std::uint32_t n = 0; n < 5 * kStep; ++n) recurrence.note(size_of(n % kStep), 0, outside);
     EXPECT(recurrence.is_running());
     EXPECT(!recurrence.expect(size_of(0), 0));
   }
 }
 
-void a_period_beyond_the_longest_is_not_followed(Fixture& fixture) {
-  for (int time = 0; time < 4; ++time) EXPECT(fixture.repeat(Recurrence::kLongest) == 0);
+CHECK(Fixture, a_period_beyond_the_longest_is_not_followed) {
+  for (int time = 0; time < 4; ++time) EXPECT(repeat(Recurrence::kLongest) == 0);
 }
 
-void what_does_not_recur_takes_eight_kibibytes_and_what_does_a_bounded_part_more(Fixture& fixture) {
+CHECK(Fixture, what_does_not_recur_takes_eight_kibibytes_and_what_does_a_bounded_part_more) {
   std::mt19937 random(1);
-  for (int i = 0; i < 100'000; ++i) fixture.recurrence.note(kBlockUnit * random(), 0, kBase);
-  EXPECT(fixture.recurrence.host_bytes() <= 8200);
-  EXPECT(!fixture.recurrence.is_running());
-  for (int time = 0; time < 4; ++time) fixture.repeat(Recurrence::kLongest - 1);
-  EXPECT(fixture.recurrence.host_bytes() <= (8_KiB + 256_KiB).count);
-  EXPECT(fixture.recurrence.check().empty());
+  for (int i = 0; i < 100'000; ++i) recurrence.note(kBlockUnit * random(), 0, kBase);
+  EXPECT(recurrence.host_bytes() <= 8200);
+  EXPECT(!recurrence.is_running());
+  for (int time = 0; time < 4; ++time) repeat(Recurrence::kLongest - 1);
+  EXPECT(recurrence.host_bytes() <= (8_KiB + 256_KiB).count);
+  EXPECT(recurrence.check().empty());
 }
 
-void a_distance_beyond_what_is_remembered_is_named(Fixture& fixture) {
-  for (int time = 0; time < 5; ++time) fixture.repeat();
-  EXPECT(fixture.recurrence.check().empty());
-  fixture.recurrence.*member(Distance{}) = 1 << 20;
-  EXPECT(starts_with(fixture.recurrence.check(), "recurrence 1"));
+CHECK(Fixture, a_distance_beyond_what_is_remembered_is_named) {
+  for (int time = 0; time < 5; ++time) repeat();
+  EXPECT(recurrence.check().empty());
+  recurrence.*member(Distance{}) = 1 << 20;
+  EXPECT(starts_with(recurrence.check(), "recurrence 1"));
 }
 
-void a_run_of_what_was_not_so_is_named(Fixture& fixture) {
-  for (int time = 0; time < 5; ++time) fixture.repeat();
-  fixture.recurrence.*member(Distance{}) = kStep - 1;
-  EXPECT(starts_with(fixture.recurrence.check(), "recurrence 2"));
-  fixture.recurrence.*member(Distance{}) = 0;
-  EXPECT(starts_with(fixture.recurrence.check(), "recurrence 2"));
-  fixture.recurrence.*member(Run{}) = 0;
-  EXPECT(fixture.recurrence.check().empty());
+CHECK(Fixture, a_run_of_what_was_not_so_is_named) {
+  for (int time = 0; time < 5; ++time) repeat();
+  recurrence.*member(Distance{}) = kStep - 1;
+  EXPECT(starts_with(recurrence.check(), "recurrence 2"));
+  recurrence.*member(Distance{}) = 0;
+  EXPECT(starts_with(recurrence.check(), "recurrence 2"));
+  recurrence.*member(Run{}) = 0;
+  EXPECT(recurrence.check().empty());
 }
 
 // --- a program ----------------------------------------------------------------------------------
@@ -209,12 +195,12 @@ std::uint64_t calls_once_settled(bool repeats_placements) {
   return calls;
 }
 
-void a_program_of_fixed_shapes_settles_though_small_blocks_shift(Nothing&) {
+CHECK(Nothing, a_program_of_fixed_shapes_settles_though_small_blocks_shift) {
   EXPECT(calls_once_settled(true) == 0);
 }
 
 // The control: else the program would settle anyway, and the check above would say nothing.
-void without_it_the_same_program_does_not_settle(Nothing&) {
+CHECK(Nothing, without_it_the_same_program_does_not_settle) {
   EXPECT(calls_once_settled(false) != 0);
 }
 
@@ -254,45 +240,8 @@ std::uint64_t memory_calls_on_streams(std::uint32_t seed) {
   return sim->calls().total() - settled;
 }
 
-void a_program_whose_streams_share_memory_settles(Nothing&) {
+CHECK(Nothing, a_program_whose_streams_share_memory_settles) {
   for (std::uint32_t seed = 1; seed <= 6; ++seed) EXPECT(memory_calls_on_streams(seed) == 0);
 }
 
-constexpr Check<Fixture> kChecks[] = {
-    {"nothing is expected of what never came before",
-     nothing_is_expected_of_what_never_came_before},
-    {"a long period is expected after one recurrence",
-     a_long_period_is_expected_after_one_recurrence},
-    {"a short period is not expected before layers would be over",
-     a_short_period_is_not_expected_before_layers_would_be_over},
-    {"a small request is not expected anywhere", a_small_request_is_not_expected_anywhere},
-    {"the same size on another stream is another request",
-     the_same_size_on_another_stream_is_another_request},
-    {"one request more ends it until the period has come again",
-     one_request_more_ends_it_until_the_period_has_come_again},
-    {"the last place counts", the_last_place_counts},
-    {"a place that is no arena address is not expected",
-     a_place_that_is_no_arena_address_is_not_expected},
-    {"a period beyond the longest is not followed", a_period_beyond_the_longest_is_not_followed},
-    {"what does not recur takes 8 KiB, and what does a bounded part more",
-     what_does_not_recur_takes_eight_kibibytes_and_what_does_a_bounded_part_more},
-    {"a distance beyond what is remembered is named",
-     a_distance_beyond_what_is_remembered_is_named},
-    {"a run of what was not so is named", a_run_of_what_was_not_so_is_named},
-};
-constexpr Check<Nothing> kProgramChecks[] = {
-    {"a program of fixed shapes settles though small blocks shift",
-     a_program_of_fixed_shapes_settles_though_small_blocks_shift},
-    {"without it the same program does not settle", without_it_the_same_program_does_not_settle},
-    {"a program whose streams share memory settles", a_program_whose_streams_share_memory_settles},
-};
-
-}  // namespace
-}  // namespace recurrence_claims
-
-void check_recurrence() {
-  run_checks("recurrence", recurrence_claims::kChecks);
-  run_checks("a program that repeats itself", recurrence_claims::kProgramChecks);
-}
-
-}  // namespace vramx::units
+}  // namespace vramx::units::recurrence_claims

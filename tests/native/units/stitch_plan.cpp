@@ -11,9 +11,7 @@
 
 #include "units/units.h"
 
-namespace vramx::units {
-namespace stitch_plan_claims {
-namespace {
+namespace vramx::units::stitch_plan_claims {
 
 struct Planner {
   ChunkTable chunks{kBase, kPage};
@@ -23,7 +21,7 @@ struct Planner {
   }
   // Where the n-th page begins, `into` bytes in.
   static Address page(std::uint64_t n, Bytes into = {}) { return kBase + kPage * n + into; }
-  StitchPlan plan(const std::vector<Piece>& extents, Bytes size) const {
+  StitchPlan stitch(const std::vector<Piece>& extents, Bytes size) const {
     return plan_stitch(extents, chunks, size);
   }
 };
@@ -34,60 +32,55 @@ Bytes total(const StitchPlan& plan) {
   return sum;
 }
 
-void whole_chunks_come_from_the_largest_extents(Planner& planner) {
-  const StitchPlan plan = planner.plan(
-      {{planner.page(0), kPage * 4}, {planner.page(8), kPage * 2}, {planner.page(16), kPage}},
-      kPage * 6);
+CHECK(Planner, whole_chunks_come_from_the_largest_extents) {
+  const StitchPlan plan =
+      stitch({{page(0), kPage * 4}, {page(8), kPage * 2}, {page(16), kPage}}, kPage * 6);
   REQUIRE(plan.pieces.size() == 2 && !plan.missing);
-  EXPECT(plan.pieces[0].begin == planner.page(0) && plan.pieces[0].size == kPage * 4);
-  EXPECT(plan.pieces[1].begin == planner.page(8) && plan.pieces[1].size == kPage * 2);
+  EXPECT(plan.pieces[0].begin == page(0) && plan.pieces[0].size == kPage * 4);
+  EXPECT(plan.pieces[1].begin == page(8) && plan.pieces[1].size == kPage * 2);
 }
 
-void the_smallest_extent_that_can_finish_ends_the_block(Planner& planner) {
-  const StitchPlan plan = planner.plan(
-      {{planner.page(0), kPage * 4}, {planner.page(8), kPage * 3}, {planner.page(16), kPage}},
-      kPage * 5);
+CHECK(Planner, the_smallest_extent_that_can_finish_ends_the_block) {
+  const StitchPlan plan =
+      stitch({{page(0), kPage * 4}, {page(8), kPage * 3}, {page(16), kPage}}, kPage * 5);
   REQUIRE(plan.pieces.size() == 2);
-  EXPECT(plan.pieces[1].begin == planner.page(16));
+  EXPECT(plan.pieces[1].begin == page(16));
 }
 
-void the_block_begins_with_the_largest_head(Planner& planner) {
-  const StitchPlan plan = planner.plan({{planner.page(0), kPage * 4},
-                                        {planner.page(8, 512_KiB), kPage * 2 - 512_KiB},
-                                        {planner.page(16, 1_MiB), kPage * 2 - 1_MiB}},
-                                       kPage * 5);
+CHECK(Planner, the_block_begins_with_the_largest_head) {
+  const StitchPlan plan = stitch({{page(0), kPage * 4},
+                                  {page(8, 512_KiB), kPage * 2 - 512_KiB},
+                                  {page(16, 1_MiB), kPage * 2 - 1_MiB}},
+                                 kPage * 5);
   REQUIRE(!plan.pieces.empty());
-  EXPECT(plan.pieces[0].begin == planner.page(8, 512_KiB));
+  EXPECT(plan.pieces[0].begin == page(8, 512_KiB));
 }
 
-void the_block_may_end_in_the_middle_of_a_chunk(Planner& planner) {
-  const StitchPlan plan = planner.plan({{planner.page(0), kPage * 2}, {planner.page(8), kPage}},
-                                       kPage * 2 + kBlockUnit);
+CHECK(Planner, the_block_may_end_in_the_middle_of_a_chunk) {
+  const StitchPlan plan = stitch({{page(0), kPage * 2}, {page(8), kPage}}, kPage * 2 + kBlockUnit);
   REQUIRE(plan.pieces.size() == 2);
   EXPECT(plan.pieces[1].size == kBlockUnit);
 }
 
-void an_extent_inside_one_chunk_serves_no_middle(Planner& planner) {
-  const StitchPlan plan =
-      planner.plan({{planner.page(0), kPage}, {planner.page(4, 64_KiB), 512_KiB}}, kPage * 2);
+CHECK(Planner, an_extent_inside_one_chunk_serves_no_middle) {
+  const StitchPlan plan = stitch({{page(0), kPage}, {page(4, 64_KiB), 512_KiB}}, kPage * 2);
   EXPECT(total(plan) == kPage);
   EXPECT(plan.missing == kPage);
 }
 
-void what_no_extent_can_give_is_missing(Planner& planner) {
-  const StitchPlan plan = planner.plan({{planner.page(0), kPage}}, kPage * 3);
+CHECK(Planner, what_no_extent_can_give_is_missing) {
+  const StitchPlan plan = stitch({{page(0), kPage}}, kPage * 3);
   EXPECT(plan.missing == kPage * 2);
   EXPECT(!plan.ends_in_tail);
-  EXPECT(planner.plan({}, kPage).missing == kPage);
+  EXPECT(stitch({}, kPage).missing == kPage);
 }
 
-void a_tail_is_kept_for_the_end_where_that_saves_growth(Planner& planner) {
-  const StitchPlan plan =
-      planner.plan({{planner.page(0), kPage * 2 + 1_MiB}, {planner.page(8), kPage * 2}}, kPage * 6);
+CHECK(Planner, a_tail_is_kept_for_the_end_where_that_saves_growth) {
+  const StitchPlan plan = stitch({{page(0), kPage * 2 + 1_MiB}, {page(8), kPage * 2}}, kPage * 6);
   EXPECT(plan.ends_in_tail);
   EXPECT(plan.missing == kPage * 2 - 1_MiB);
   REQUIRE(!plan.pieces.empty());
-  EXPECT(plan.pieces.back().begin == planner.page(0));
+  EXPECT(plan.pieces.back().begin == page(0));
 }
 
 // --- any extents ---------------------------------------------------------------------------------
@@ -135,47 +128,27 @@ bool is_contiguous(const StitchPlan& plan, const ChunkTable& chunks) {
 }
 
 // Chunk 3 has a free start, the tail of an extent, and a free end, the largest head.
-void no_chunk_is_both_first_and_last(Planner& planner) {
+CHECK(Planner, no_chunk_is_both_first_and_last) {
   const Bytes size = 1_MiB + kPage + 256_KiB;
-  const StitchPlan plan =
-      planner.plan({{planner.page(2), kPage + 512_KiB}, {planner.page(3, 1_MiB), 1_MiB}}, size);
-  REQUIRE(!plan.pieces.empty() && plan.pieces[0].begin == planner.page(3, 1_MiB));
-  const std::vector<ChunkId> ids = chunks_under(plan, planner.chunks);
+  const StitchPlan plan = stitch({{page(2), kPage + 512_KiB}, {page(3, 1_MiB), 1_MiB}}, size);
+  REQUIRE(!plan.pieces.empty() && plan.pieces[0].begin == page(3, 1_MiB));
+  const std::vector<ChunkId> ids = chunks_under(plan, chunks);
   EXPECT(std::set<ChunkId>(ids.begin(), ids.end()).size() == ids.size());
   EXPECT(total(plan) + plan.missing == size);
 }
 
-void any_plan_can_be_mapped(Planner& planner) {
+CHECK(Planner, any_plan_can_be_mapped) {
   std::mt19937_64 random(99);
   for (int round = 0; round < 2000; ++round) {
     const std::vector<Piece> extents = random_extents(random);
     const Bytes size = kBlockUnit * (4096 + random() % 200000);
-    const StitchPlan plan = planner.plan(extents, size);
+    const StitchPlan plan = stitch(extents, size);
     REQUIRE(total(plan) + plan.missing == size);
     for (const Piece& piece : plan.pieces) REQUIRE(piece.size && lies_in_one(piece, extents));
-    const std::vector<ChunkId> ids = chunks_under(plan, planner.chunks);
+    const std::vector<ChunkId> ids = chunks_under(plan, chunks);
     REQUIRE(std::set<ChunkId>(ids.begin(), ids.end()).size() == ids.size());
-    REQUIRE(is_contiguous(plan, planner.chunks));
+    REQUIRE(is_contiguous(plan, chunks));
   }
 }
 
-constexpr Check<Planner> kChecks[] = {
-    {"whole chunks come from the largest extents", whole_chunks_come_from_the_largest_extents},
-    {"the smallest extent that can finish ends the block",
-     the_smallest_extent_that_can_finish_ends_the_block},
-    {"the block begins with the largest head", the_block_begins_with_the_largest_head},
-    {"the block may end in the middle of a chunk", the_block_may_end_in_the_middle_of_a_chunk},
-    {"an extent inside one chunk serves no middle", an_extent_inside_one_chunk_serves_no_middle},
-    {"what no extent can give is missing", what_no_extent_can_give_is_missing},
-    {"a tail is kept for the end where that saves growth",
-     a_tail_is_kept_for_the_end_where_that_saves_growth},
-    {"no chunk is both first and last", no_chunk_is_both_first_and_last},
-    {"any plan can be mapped", any_plan_can_be_mapped},
-};
-
-}  // namespace
-}  // namespace stitch_plan_claims
-
-void check_stitch_plan() { run_checks("stitch plan", stitch_plan_claims::kChecks); }
-
-}  // namespace vramx::units
+}  // namespace vramx::units::stitch_plan_claims

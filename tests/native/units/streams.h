@@ -73,7 +73,7 @@ struct StreamFixture {
     }
   }
   std::uint64_t count(CallKind kind) const { return sim->call_count(kind); }
-  std::uint64_t records() const { return count(CallKind::kRecordEvent); }
+  std::uint64_t record_count() const { return count(CallKind::kRecordEvent); }
 
   StreamPoint work;  // the last
 };

@@ -1,4 +1,4 @@
-// The small parts: free address ranges, the blocks that callers hold, counters, the ring of events,
+// The small parts: free address ranges, the blocks that callers hold, the ring of events,
 // whether this process was forked, and the lock.
 #include <sys/wait.h>
 #include <unistd.h>
@@ -15,12 +15,9 @@
 #include "core/event_trace.h"
 #include "core/fork_guard.h"
 #include "core/range_set.h"
-#include "core/stats.h"
 #include "units/units.h"
 
-namespace vramx::units {
-namespace tables_claims {
-namespace {
+namespace vramx::units::tables_claims {
 
 // --- range set ----------------------------------------------------------------------------------
 
@@ -28,24 +25,24 @@ struct Ranges {
   RangeSet set{kBase, kPage * 4};
 };
 
-void the_first_range_that_fits_is_taken_from_its_start(Ranges& fixture) {
-  EXPECT(fixture.set.take(kPage) == kBase);
-  EXPECT(fixture.set.take(kPage * 3) == kBase + kPage);
+CHECK(Ranges, the_first_range_that_fits_is_taken_from_its_start) {
+  EXPECT(set.take(kPage) == kBase);
+  EXPECT(set.take(kPage * 3) == kBase + kPage);
 }
 
-void nothing_is_taken_where_nothing_fits(Ranges& fixture) {
-  EXPECT(!fixture.set.take(kPage * 4 + 1_B));
-  EXPECT(fixture.set.take(kPage * 4) == kBase);
-  EXPECT(!fixture.set.take(1_B));
+CHECK(Ranges, nothing_is_taken_where_nothing_fits) {
+  EXPECT(!set.take(kPage * 4 + 1_B));
+  EXPECT(set.take(kPage * 4) == kBase);
+  EXPECT(!set.take(1_B));
 }
 
-void returned_ranges_merge_with_both_neighbours(Ranges& fixture) {
-  for (int i = 0; i < 4; ++i) fixture.set.take(kPage);
-  fixture.set.give_back(kBase, kPage);
-  fixture.set.give_back(kBase + kPage * 2, kPage);
-  EXPECT(!fixture.set.take(kPage + 1_B));
-  fixture.set.give_back(kBase + kPage, kPage);
-  EXPECT(fixture.set.take(kPage * 3) == kBase);
+CHECK(Ranges, returned_ranges_merge_with_both_neighbours) {
+  for (int i = 0; i < 4; ++i) set.take(kPage);
+  set.give_back(kBase, kPage);
+  set.give_back(kBase + kPage * 2, kPage);
+  EXPECT(!set.take(kPage + 1_B));
+  set.give_back(kBase + kPage, kPage);
+  EXPECT(set.take(kPage * 3) == kBase);
 }
 
 // --- block table --------------------------------------------------------------------------------
@@ -64,51 +61,45 @@ struct Blocks {
   }
 };
 
-void a_block_is_found_by_its_address_alone(Blocks& blocks) {
-  blocks.insert(kBase);
-  EXPECT(blocks.find(kBase).span == 0);
-  EXPECT(blocks.find(kBase + kBlockUnit).span == kNoId);
-  EXPECT(blocks.find(Address{}).span == kNoId);
-}
-
 // An entry has no room for the upper bits of an address.
-void addresses_that_differ_by_two_tebibytes_are_told_apart(Blocks& blocks) {
+CHECK(Blocks, addresses_that_differ_by_two_tebibytes_are_told_apart) {
   const Address far = kBase + kBlockUnit * (std::uint64_t{1} << 32);
-  blocks.insert(kBase);
-  EXPECT(blocks.find(far).span == kNoId);
-  blocks.insert(far);
-  EXPECT(blocks.find(far).span == 1 && blocks.find(kBase).span == 0);
-  blocks.table.erase(blocks.find(kBase));
-  EXPECT(blocks.find(kBase).span == kNoId && blocks.find(far).span == 1);
+  insert(kBase);
+  EXPECT(find(far).span == kNoId);
+  insert(far);
+  EXPECT(find(far).span == 1 && find(kBase).span == 0);
+  table.erase(find(kBase));
+  EXPECT(find(kBase).span == kNoId && find(far).span == 1);
+  EXPECT(find(Address{}).span == kNoId);
 }
 
 // Enough blocks to grow the table several times and to fill some buckets, with erasures of entries
 // that had to go to another bucket.
-void every_answer_is_that_of_a_map(Blocks& blocks) {
+CHECK(Blocks, every_answer_is_that_of_a_map) {
   std::mt19937_64 random(7);
   std::map<Address, SpanId> reference;
   for (std::uint64_t step = 0; step < 20000; ++step) {
     const Address address = kBase + kBlockUnit * (random() % 6000);
-    const BlockTable::Entry found = blocks.find(address);
+    const BlockTable::Entry found = find(address);
     const auto known = reference.find(address);
     REQUIRE((found.span != kNoId) == (known != reference.end()));
     if (found.span == kNoId) {
-      reference[address] = static_cast<SpanId>(blocks.addresses.size());
-      blocks.insert(address);
+      reference[address] = static_cast<SpanId>(addresses.size());
+      insert(address);
     } else {
       REQUIRE(found.span == known->second);
-      blocks.table.erase(found);
+      table.erase(found);
       reference.erase(known);
     }
   }
   std::size_t visited = 0;
-  blocks.table.for_each([&](SpanId span) { visited += reference.count(blocks.addresses[span]); });
-  EXPECT(visited == reference.size() && blocks.table.count() == reference.size());
+  table.for_each([&](SpanId span) { visited += reference.count(addresses[span]); });
+  EXPECT(visited == reference.size() && table.count() == reference.size());
 }
 
 // In each bucket a block that found the one before it full, which no longer is: no bucket says that
 // nothing lies behind it.
-void a_search_ends_where_every_bucket_was_passed(Blocks& blocks) {
+CHECK(Blocks, a_search_ends_where_every_bucket_was_passed) {
   constexpr std::size_t kBuckets = 128;
   constexpr std::size_t kRoom = 7;
   std::vector<std::vector<Address>> of_bucket(kBuckets);
@@ -120,66 +111,12 @@ void a_search_ends_where_every_bucket_was_passed(Blocks& blocks) {
   for (std::size_t bucket = 0; bucket < kBuckets; ++bucket) {
     const std::size_t own = bucket == 0 ? kRoom : kRoom - 1;  // beside one of the bucket before
     REQUIRE(of_bucket[bucket].size() > own + 1);
-    for (std::size_t i = 0; i <= own; ++i) blocks.insert(of_bucket[bucket][i]);
-    for (std::size_t i = 0; i < own; ++i) blocks.table.erase(blocks.find(of_bucket[bucket][i]));
+    for (std::size_t i = 0; i <= own; ++i) insert(of_bucket[bucket][i]);
+    for (std::size_t i = 0; i < own; ++i) table.erase(find(of_bucket[bucket][i]));
   }
-  EXPECT(blocks.table.count() == kBuckets);
-  EXPECT(blocks.find(of_bucket[5].back()).span == kNoId);
-  EXPECT(blocks.find(of_bucket[5][kRoom - 1]).span != kNoId);
-}
-
-// --- stats --------------------------------------------------------------------------------------
-
-constexpr auto kAll = static_cast<std::size_t>(PoolKind::kAll);
-constexpr auto kSmall = static_cast<std::size_t>(PoolKind::kSmall);
-constexpr auto kLarge = static_cast<std::size_t>(PoolKind::kLarge);
-
-void a_counter_keeps_its_peak_and_both_sums(Nothing&) {
-  Counter counter;
-  counter.increase(5);
-  counter.decrease(3);
-  counter.increase(1);
-  EXPECT(counter.current == 3 && counter.peak == 5);
-  EXPECT(counter.allocated == 6 && counter.freed == 3);
-}
-
-void a_request_of_one_mebibyte_is_small_and_one_more_byte_is_large(Nothing&) {
-  AllocatorStats stats;
-  stats.count_allocation(1_MiB, 1_MiB);
-  stats.count_allocation(1_MiB + 1_B, 1_MiB + 512_B);
-  EXPECT(stats.allocation[kSmall].current == 1 && stats.allocation[kLarge].current == 1);
-  EXPECT(stats.allocation[kAll].current == 2);
-  EXPECT(stats.allocated_bytes[kLarge].current == (1 << 20) + 512);
-  EXPECT(stats.requested_bytes[kLarge].current == (1 << 20) + 1);
-}
-
-void a_free_takes_back_what_its_allocation_counted(Nothing&) {
-  AllocatorStats stats;
-  stats.count_allocation(100_B, 512_B);
-  stats.count_free(100_B, 512_B);
-  for (const std::size_t pool : {kAll, kSmall}) {
-    EXPECT(stats.allocation[pool].current == 0 && stats.allocation[pool].freed == 1);
-    EXPECT(stats.allocated_bytes[pool].current == 0 && stats.allocated_bytes[pool].peak == 512);
-    EXPECT(stats.requested_bytes[pool].freed == 100);
-  }
-}
-
-void a_reset_peak_is_what_is_there_now(Nothing&) {
-  AllocatorStats stats;
-  stats.count_allocation(100_B, 512_B);
-  stats.count_allocation(100_B, 512_B);
-  stats.count_free(100_B, 512_B);
-  stats.reset_peak();
-  EXPECT(stats.allocation[kAll].peak == 1 && stats.allocated_bytes[kSmall].peak == 512);
-}
-
-void reset_sums_leave_what_is_there_now(Nothing&) {
-  AllocatorStats stats;
-  stats.count_allocation(100_B, 512_B);
-  stats.num_ooms = stats.num_alloc_retries = 3;
-  stats.reset_accumulated();
-  EXPECT(stats.allocation[kAll].allocated == 0 && stats.allocation[kAll].current == 1);
-  EXPECT(stats.num_ooms == 0 && stats.num_alloc_retries == 0);
+  EXPECT(table.count() == kBuckets);
+  EXPECT(find(of_bucket[5].back()).span == kNoId);
+  EXPECT(find(of_bucket[5][kRoom - 1]).span != kNoId);
 }
 
 // --- event trace --------------------------------------------------------------------------------
@@ -194,21 +131,7 @@ std::vector<std::uint64_t> sizes(const EventTrace& trace) {
   return result;
 }
 
-void a_ring_without_room_keeps_nothing(Nothing&) {
-  EventTrace trace(0);
-  add(trace, 1);
-  EXPECT(trace.events().empty() && trace.added() == 0);
-}
-
-void events_come_oldest_first(Nothing&) {
-  EventTrace trace(3);
-  EXPECT(trace.events().empty());
-  add(trace, 1);
-  add(trace, 2);
-  EXPECT((sizes(trace) == std::vector<std::uint64_t>{1, 2}));
-}
-
-void a_full_ring_forgets_the_oldest(Nothing&) {
+CHECK(Nothing, a_full_ring_forgets_the_oldest) {
   EventTrace trace(3);
   for (std::uint64_t size = 1; size <= 3; ++size) add(trace, size);
   EXPECT((sizes(trace) == std::vector<std::uint64_t>{1, 2, 3}));
@@ -217,7 +140,7 @@ void a_full_ring_forgets_the_oldest(Nothing&) {
   EXPECT(trace.added() == 4);
 }
 
-void the_time_of_events_does_not_go_back(Nothing&) {
+CHECK(Nothing, the_time_of_events_does_not_go_back) {
   EventTrace trace(2);
   add(trace, 1);
   add(trace, 2);
@@ -227,7 +150,7 @@ void the_time_of_events_does_not_go_back(Nothing&) {
 
 // --- fork guard ---------------------------------------------------------------------------------
 
-void an_object_knows_that_it_is_in_a_child(Nothing&) {
+CHECK(Nothing, an_object_knows_that_it_is_in_a_child) {
   const ForkGuard guard;
   EXPECT(!guard.is_in_child());
   const pid_t child = fork();
@@ -241,7 +164,7 @@ void an_object_knows_that_it_is_in_a_child(Nothing&) {
 
 // --- adaptive mutex -----------------------------------------------------------------------------
 
-void no_increment_under_the_lock_is_lost(Nothing&) {
+CHECK(Nothing, no_increment_under_the_lock_is_lost) {
   constexpr int kThreads = 4;
   constexpr int kIncrements = 20'000;
   AdaptiveMutex mutex;
@@ -259,7 +182,7 @@ void no_increment_under_the_lock_is_lost(Nothing&) {
   EXPECT(count == kThreads * kIncrements);
 }
 
-void a_lock_that_is_held_is_not_taken(Nothing&) {
+CHECK(Nothing, a_lock_that_is_held_is_not_taken) {
   AdaptiveMutex mutex;
   EXPECT(mutex.try_lock());
   EXPECT(!mutex.try_lock());
@@ -268,7 +191,7 @@ void a_lock_that_is_held_is_not_taken(Nothing&) {
 }
 
 // Held for far longer than a waiter tries before it sleeps.
-void a_waiter_that_sleeps_gets_the_lock_in_the_end(Nothing&) {
+CHECK(Nothing, a_waiter_that_sleeps_gets_the_lock_in_the_end) {
   AdaptiveMutex mutex;
   mutex.lock();
   bool is_free = false;
@@ -284,59 +207,4 @@ void a_waiter_that_sleeps_gets_the_lock_in_the_end(Nothing&) {
   EXPECT(was_free);
 }
 
-constexpr Check<Ranges> kRangeChecks[] = {
-    {"the first range that fits is taken from its start",
-     the_first_range_that_fits_is_taken_from_its_start},
-    {"nothing is taken where nothing fits", nothing_is_taken_where_nothing_fits},
-    {"returned ranges merge with both neighbours", returned_ranges_merge_with_both_neighbours},
-};
-
-constexpr Check<Blocks> kBlockChecks[] = {
-    {"a block is found by its address alone", a_block_is_found_by_its_address_alone},
-    {"addresses that differ by two tebibytes are told apart",
-     addresses_that_differ_by_two_tebibytes_are_told_apart},
-    {"every answer is that of a map", every_answer_is_that_of_a_map},
-    {"a search ends where every bucket was passed", a_search_ends_where_every_bucket_was_passed},
-};
-
-constexpr Check<Nothing> kStatsChecks[] = {
-    {"a counter keeps its peak and both sums", a_counter_keeps_its_peak_and_both_sums},
-    {"a request of one mebibyte is small and one more byte is large",
-     a_request_of_one_mebibyte_is_small_and_one_more_byte_is_large},
-    {"a free takes back what its allocation counted",
-     a_free_takes_back_what_its_allocation_counted},
-    {"a reset peak is what is there now", a_reset_peak_is_what_is_there_now},
-    {"reset sums leave what is there now", reset_sums_leave_what_is_there_now},
-};
-
-constexpr Check<Nothing> kTraceChecks[] = {
-    {"a ring without room keeps nothing", a_ring_without_room_keeps_nothing},
-    {"events come oldest first", events_come_oldest_first},
-    {"a full ring forgets the oldest", a_full_ring_forgets_the_oldest},
-    {"the time of events does not go back", the_time_of_events_does_not_go_back},
-};
-
-constexpr Check<Nothing> kForkChecks[] = {
-    {"an object knows that it is in a child", an_object_knows_that_it_is_in_a_child},
-};
-
-constexpr Check<Nothing> kMutexChecks[] = {
-    {"no increment under the lock is lost", no_increment_under_the_lock_is_lost},
-    {"a lock that is held is not taken", a_lock_that_is_held_is_not_taken},
-    {"a waiter that sleeps gets the lock in the end",
-     a_waiter_that_sleeps_gets_the_lock_in_the_end},
-};
-
-}  // namespace
-}  // namespace tables_claims
-
-void check_tables() {
-  run_checks("range set", tables_claims::kRangeChecks);
-  run_checks("block table", tables_claims::kBlockChecks);
-  run_checks("stats", tables_claims::kStatsChecks);
-  run_checks("event trace", tables_claims::kTraceChecks);
-  run_checks("fork guard", tables_claims::kForkChecks);
-  run_checks("adaptive mutex", tables_claims::kMutexChecks);
-}
-
-}  // namespace vramx::units
+}  // namespace vramx::units::tables_claims

@@ -4,65 +4,65 @@
 // Expectations and the tally are the contract suite's. Single-threaded.
 #pragma once
 
-#include <cstddef>
-#include <cstdio>
-#include <span>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "contract.h"
 #include "core/arena.h"
 #include "core/chunk_table.h"
+#include "core/device_allocator.h"
 #include "core/types.h"
 #include "core/units.h"
+#include "driver/sim_driver.h"
 
 namespace vramx::units {
 
-using contract::Check;
+using contract::Nothing;
 using namespace vramx::literals;
 
 // The granularity of every arena here, and where it lies.
 constexpr Bytes kPage = 2_MiB;
 constexpr Address kBase{1ull << 40};
 
-// One function for each file of this folder: runs its checks, each on a fixture of its own.
-void check_free_index();
-void check_chunk_table();
-void check_arena();
-void check_arena_invariants();
-void check_arena_tags();
-void check_zones();
-void check_tag_table();
-void check_stitch_plan();
-void check_alias_cache();
-void check_recurrence();
-void check_quick_placement();
-void check_planner();
-void check_lifetimes();
-void check_tables();
-void check_streams();
-void check_stream_order();
-void check_mapper();
-void check_device_allocator();
-void check_handed_over();
-void check_holdings();
-void check_peers();
-
-// For a subject that has no state to set up.
-struct Nothing {};
-
-template <class Fixture, std::size_t kCount>
-void run_checks(const char* subject, const Check<Fixture> (&checks)[kCount]) {
-  std::printf("%s\n", subject);
-  for (const Check<Fixture>& check : checks) {
-    Fixture fresh;
-    contract::run_check(check, fresh);
-  }
-}
-
 inline bool starts_with(const std::string& text, const char* beginning) {
   return text.starts_with(beginning);
 }
+
+// What the allocators here cut blocks of.
+constexpr Bytes kPiece = 8_MiB;
+
+inline std::unique_ptr<DeviceAllocator> open_allocator(Driver& driver,
+                                                       AllocatorConfig config = {}) {
+  config.alias_addresses = 1_GiB;
+  auto made = DeviceAllocator::create(driver, config);
+  return made.ok() ? std::move(made.value()) : nullptr;
+}
+
+// A device of 64 MiB without bytes, and its allocator.
+struct AllocatorFixture {
+  std::unique_ptr<SimDriver> sim =
+      contract::open_sim({.capacity = 64_MiB, .mode = SimMode::kAccounting});
+  std::unique_ptr<DeviceAllocator> allocator = open_allocator(*sim);
+
+  Address take(Bytes size, Stream stream = Stream::kDefault) {
+    const Result<Address> made = allocator->allocate(size, stream);
+    return made.ok() ? made.value() : Address{};
+  }
+  bool free(Address address) { return allocator->free(address).ok(); }
+  // Two holes that together are twice a piece; no growth is allowed.
+  void leave_holes() {
+    const Address pieces[] = {take(kPiece), take(kPiece), take(kPiece), take(kPiece)};
+    EXPECT(free(pieces[0]) && free(pieces[2]));
+    allocator->set_limit(kPiece * 4);
+  }
+  // A block on both holes, hence in an alias.
+  Address take_stitched(Bytes size = kPiece * 2) {
+    leave_holes();
+    return take(size);
+  }
+};
 
 // An arena of 64 pages on chunks that no driver made.
 struct ArenaFixture {
@@ -93,18 +93,26 @@ struct ArenaFixture {
   }
 };
 
+// One whose invariants hold after each check.
+struct SoundArena : ArenaFixture {
+  ~SoundArena() { EXPECT(arena.check().empty()); }
+};
+
 // For what anybody may have.
 constexpr auto kAnyExtent = [](SpanId) { return true; };
 
 // Reveals a private member to the check that has to break it, by the one way that the language
 // leaves open: an explicit instantiation may name it.
-//
-//   struct FreeBytes { friend auto member(FreeBytes); };
-//   template struct Reveal<FreeBytes, &Arena::free_bytes_>;
+//   REVEAL(FreeBytes, &Arena::free_bytes_);
 //   arena.*member(FreeBytes{}) = ...;
-template <class Name, auto kMember>
-struct Reveal {
-  friend auto member(Name) { return kMember; }
-};
+#define REVEAL(Name, pointer)                    \
+  struct Name {                                  \
+    friend auto member(Name);                    \
+  };                                             \
+  template <auto kMember>                        \
+  struct Reveal##Name {                          \
+    friend auto member(Name) { return kMember; } \
+  };                                             \
+  template struct Reveal##Name<pointer>
 
 }  // namespace vramx::units

@@ -20,18 +20,10 @@ from vramx.nn.families.attention import (
 )
 from vramx.nn.families.parts import FeedForward, add_normalise, feed_forward
 from vramx.nn.families.projection import Source, project, tensor_of
-from vramx.nn.families.small import calls_of_transformers, layer_of_transformers
-from vramx.nn.families.swap import Fused, all_untouched, cache_of, class_name
-from vramx.patch.module import original_class
+from vramx.nn.families.small import of_transformers
+from vramx.nn.families.swap import Fused, all_untouched, cache_of
 
 _FILE = "transformers.models.bert.modeling_bert"
-_CLASSES = {
-    "attention": "BertAttention",
-    "attention.self": "BertSelfAttention",
-    "attention.output": "BertSelfOutput",
-    "intermediate": "BertIntermediate",
-    "output": "BertOutput",
-}
 
 
 class BertLayer(Fused):
@@ -46,20 +38,17 @@ class BertLayer(Fused):
         *("attention.output.LayerNorm", "attention.output.dropout", "attention.output.dense"),
         *("output.LayerNorm", "output.dropout", "intermediate.intermediate_act_fn"),
     )  # fmt: skip
-    PARAMETERS: ClassVar[dict[str, frozenset[str]]] = {
-        "": frozenset(
-            [
-                "hidden_states",
-                "attention_mask",
-                "encoder_hidden_states",
-                "encoder_attention_mask",
-                "past_key_values",
-                "cache_position",
-            ]
-        ),
-        "attention.self": frozenset(
-            ["hidden_states", "attention_mask", "past_key_values", "cache_position"]
-        ),
+    PARAMETERS: ClassVar[dict[str, str]] = {
+        "": "hidden_states attention_mask encoder_hidden_states encoder_attention_mask "
+        "past_key_values cache_position",
+        "attention.self": "hidden_states attention_mask past_key_values cache_position",
+    }
+    TYPES: ClassVar[dict[str, str]] = {
+        "attention": f"{_FILE}.BertAttention",
+        "attention.self": f"{_FILE}.BertSelfAttention",
+        "attention.output": f"{_FILE}.BertSelfOutput",
+        "intermediate": f"{_FILE}.BertIntermediate",
+        "output": f"{_FILE}.BertOutput",
     }
 
     attention: Any
@@ -68,24 +57,15 @@ class BertLayer(Fused):
 
     @classmethod
     def why_not(cls, module: Any) -> str | None:
-        """Return why a layer cannot be swapped."""
         if getattr(module, "chunk_size_feed_forward", 1):
             return "its feed-forward part is computed in chunks"
-        found = super().why_not(module)
-        for path, name in _CLASSES.items() if found is None else ():
-            part = module.get_submodule(path)
-            if class_name(type(part)) != f"{_FILE}.{name}":
-                return f"{path} is a {type(part).__name__}"
-        return found
+        return super().why_not(module)
 
     @classmethod
     def small(cls, module: Any) -> tuple[nn.Module, list[dict[str, Any]]]:
-        """Return a small module of a module's class, and calls of it."""
-        layer = layer_of_transformers(original_class(module), module)
-        return layer, calls_of_transformers(layer, cls.ARGUMENTS[0], None, False)
+        return of_transformers(module)
 
     def vramx_understands(self, call: dict[str, Any]) -> bool:
-        """Tell whether a call has neither an encoder's states nor a cache, nor wants weights."""
         return (
             call.get("encoder_hidden_states") is None
             and cache_of(call)[1] is None
@@ -93,7 +73,6 @@ class BertLayer(Fused):
         )
 
     def vramx_fused(self, x: Tensor, /, **others: Any) -> Tensor:
-        """Return the layer's result."""
         options = {k: v for k, v in others.items() if not k.startswith("encoder_")}
         source = self._attend(x, options)
         return tensor_of(self._feed_forward(source))
@@ -137,7 +116,6 @@ class BertLayer(Fused):
         )[0]
 
     def vramx_feed_forward(self) -> FeedForward | None:
-        """Return the Linears of intermediate and output."""
         inner, output = self.intermediate, self.output
         if not all_untouched([inner, output]):
             return None

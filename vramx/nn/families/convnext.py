@@ -16,6 +16,7 @@ from vramx.nn.families.parts import (
     FeedForward,
     feed_forward,
     normalise,
+    nothing,
     terms_of_all,
     whole_feed_forward,
 )
@@ -30,7 +31,6 @@ class ConvNext(Fused):
     """What the blocks have in common."""
 
     def vramx_understands(self, call: dict[str, Any]) -> bool:
-        """Tell whether a call is of a batch."""
         return bool(call[self.ARGUMENTS[0]].dim() == 4)
 
     def _vramx_parts(self) -> tuple[Any, Any, Tensor | None]:
@@ -68,7 +68,7 @@ class TimmConvNext(ConvNext):
 
     CLASSES = ("timm.models.convnext.ConvNeXtBlock",)
     ARGUMENTS = ("x",)
-    PARAMETERS: ClassVar[dict[str, frozenset[str]]] = {"": frozenset(("x",))}
+    PARAMETERS: ClassVar[dict[str, str]] = {"": "x"}
     PARTS = ("conv_dw", "norm", "mlp", "shortcut", "drop_path", "use_conv_mlp")
     OPTIONAL = ("mlp.fc1", "mlp.fc2")
 
@@ -81,7 +81,6 @@ class TimmConvNext(ConvNext):
 
     @classmethod
     def why_not(cls, module: Any) -> str | None:
-        """Return why a block cannot be swapped."""
         found = super().why_not(module)
         if found is None and module.use_conv_mlp:
             found = "its MLP is of convolutions"
@@ -89,19 +88,16 @@ class TimmConvNext(ConvNext):
 
     @classmethod
     def small(cls, module: Any) -> tuple[nn.Module, list[dict[str, Any]]]:
-        """Return a small module of a module's class, and calls of it."""
         block: nn.Module = original_class(module)(WIDTH, ls_init_value=0.5)
         return block, [{"x": images(2, WIDTH, 6, 6)}]
 
     def vramx_fused(self, x: Tensor, /, **_others: Any) -> Tensor:
-        """Return the block's result."""
         if nothing(self.drop_path):
             return self.vramx_branch(x, self.shortcut(x))
         y: Tensor = self.drop_path(self.vramx_branch(x, None)) + self.shortcut(x)
         return y
 
     def vramx_feed_forward(self) -> FeedForward | None:
-        """Return the MLP."""
         part = self.mlp
         known = class_name(type(part)) == "timm.layers.mlp.Mlp" and all_untouched([part])
         if not known or not all(map(nothing, (part.drop1, part.norm, part.drop2))):
@@ -121,7 +117,7 @@ class TorchvisionConvNext(ConvNext):
 
     CLASSES = ("torchvision.models.convnext.CNBlock",)
     ARGUMENTS = ("input",)
-    PARAMETERS: ClassVar[dict[str, frozenset[str]]] = {"": frozenset(("input",))}
+    PARAMETERS: ClassVar[dict[str, str]] = {"": "input"}
     PARTS = ("block", "layer_scale", "stochastic_depth")
 
     block: Any
@@ -130,7 +126,6 @@ class TorchvisionConvNext(ConvNext):
 
     @classmethod
     def why_not(cls, module: Any) -> str | None:
-        """Return why a block cannot be swapped."""
         found = super().why_not(module)
         names = [type(part).__name__ for part in module.block] if found is None else []
         if found is None and names != _NAMES:
@@ -139,16 +134,13 @@ class TorchvisionConvNext(ConvNext):
 
     @classmethod
     def small(cls, module: Any) -> tuple[nn.Module, list[dict[str, Any]]]:
-        """Return a small module of a module's class, and calls of it."""
         block: nn.Module = original_class(module)(WIDTH, 0.5, 0.0)
         return block, [{"input": images(2, WIDTH, 6, 6)}]
 
     def vramx_understands(self, call: dict[str, Any]) -> bool:
-        """Tell whether a call is of a batch, and the sequence has no hooks."""
         return super().vramx_understands(call) and all_untouched([self.block])
 
     def vramx_fused(self, x: Tensor, /, **_others: Any) -> Tensor:
-        """Return the block's result."""
         depth = self.stochastic_depth
         if depth.p == 0 and all_untouched([depth]):
             return self.vramx_branch(x, x)
@@ -156,7 +148,6 @@ class TorchvisionConvNext(ConvNext):
         return y + x
 
     def vramx_feed_forward(self) -> FeedForward | None:
-        """Return the Linears and what is between them."""
         _, _, _, first, activation, last, _ = self.block
         return FeedForward((first,), activation, last)
 
@@ -169,9 +160,3 @@ class TorchvisionConvNext(ConvNext):
 
 
 _NAMES = ["Conv2d", "Permute", "LayerNorm", "Linear", "GELU", "Linear", "Permute"]
-
-
-def nothing(module: Any) -> bool:
-    """Tell whether a module returns its input."""
-    idle = type(module) is nn.Dropout and (module.p == 0 or not module.training)
-    return (type(module) is nn.Identity or idle) and all_untouched([module])

@@ -13,7 +13,6 @@ from vramx.compression.config import Compression
 from vramx.nn.convolution import convolved_by
 from vramx.nn.families.projection import plain_tensor
 from vramx.nn.families.swap import untouched
-from vramx.nn.keeping import Kept
 
 _WORDS = {nn.Identity: "none", nn.ReLU: "relu", nn.SiLU: "silu"}
 
@@ -23,10 +22,10 @@ def plain_convolution(module: Any) -> bool:
     return type(module) is nn.Conv2d and untouched(module) and plain_tensor(module.weight)
 
 
-def convolve(module: Any, x: Tensor, keep: Compression, kept: Kept | None = None) -> Tensor:
+def convolve(module: Any, x: Tensor, keep: Compression) -> Tensor:
     """Return a convolution of a tensor; one that is not understood is called as it is."""
     if plain_convolution(module):
-        return convolved_by(module, x, keep, kept)
+        return convolved_by(module, x, keep)
     y: Tensor = module(x)
     return y
 

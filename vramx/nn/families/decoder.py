@@ -27,9 +27,8 @@ from vramx.nn.families.attention import (
 )
 from vramx.nn.families.parts import FeedForward, feed_forward, normalise
 from vramx.nn.families.projection import project, tensor_of
-from vramx.nn.families.small import calls_of_transformers, layer_of_transformers
-from vramx.nn.families.swap import Fused, all_untouched, cache_name_of, cache_of, class_name
-from vramx.patch.module import original_class
+from vramx.nn.families.small import of_transformers
+from vramx.nn.families.swap import Fused, all_untouched, cache_of, class_name
 
 _HF = "transformers.models"
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -50,27 +49,11 @@ class DecoderLayer(Fused):
         "self_attn.attention_dropout",
     )
     OPTIONAL = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-    PARAMETERS: ClassVar[dict[str, frozenset[str]]] = {
-        "": frozenset(
-            [
-                "hidden_states",
-                "attention_mask",
-                "position_ids",
-                "past_key_values",
-                "use_cache",
-                "position_embeddings",
-                "cache_position",
-            ]
-        ),
-        "self_attn": frozenset(
-            [
-                "hidden_states",
-                "position_embeddings",
-                "attention_mask",
-                "past_key_values",
-                "cache_position",
-            ]
-        ),
+    PARAMETERS: ClassVar[dict[str, str]] = {
+        "": "hidden_states attention_mask position_ids past_key_values use_cache "
+        "position_embeddings cache_position",
+        "self_attn": "hidden_states position_embeddings attention_mask past_key_values "
+        "cache_position",
     }
 
     # Its modules, as the original class has them.
@@ -81,7 +64,6 @@ class DecoderLayer(Fused):
 
     @classmethod
     def why_not(cls, module: Any) -> str | None:
-        """Return why a layer cannot be swapped."""
         missing = super().why_not(module)
         if missing is None and not _is_own(type(module), module.self_attn, "Attention"):
             return f"its attention is a {type(module.self_attn).__name__}"
@@ -89,12 +71,9 @@ class DecoderLayer(Fused):
 
     @classmethod
     def small(cls, module: Any) -> tuple[nn.Module, list[dict[str, Any]]]:
-        """Return a small module of a module's class, and calls of it."""
-        layer = layer_of_transformers(original_class(module), module)
-        return layer, calls_of_transformers(layer, cls.ARGUMENTS[0], cache_name_of(layer), True)
+        return of_transformers(module, cached=True, turned=True)
 
     def vramx_understands(self, call: dict[str, Any]) -> bool:
-        """Tell whether a call has positions and wants no attention weights."""
         return (
             call.get("position_embeddings") is not None
             and not call.get("output_attentions")
@@ -102,11 +81,9 @@ class DecoderLayer(Fused):
         )
 
     def vramx_is_in(self, cache: Any) -> bool:
-        """Tell whether a cache has keys of this block."""
         return is_in(cache, self.self_attn)
 
     def vramx_fused(self, x: Tensor, /, **others: Any) -> Tensor:
-        """Return the layer's result."""
         return self._feed_forward(self._attend(x, others), x)
 
     def _attend(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
@@ -155,7 +132,6 @@ class DecoderLayer(Fused):
         return finish(residual)
 
     def vramx_feed_forward(self) -> FeedForward | None:
-        """Return the gated part."""
         mlp = self.mlp
         if not _is_own(self._vramx_original, mlp, "MLP") or not all_untouched([mlp]):
             return None
@@ -178,7 +154,6 @@ class Qwen2Layer(DecoderLayer):
 
     @classmethod
     def why_not(cls, module: Any) -> str | None:
-        """Return why a layer cannot be swapped."""
         if not hasattr(getattr(module, "self_attn", None), "sliding_window"):
             return "it has no self_attn.sliding_window"
         return super().why_not(module)

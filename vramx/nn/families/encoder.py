@@ -32,7 +32,7 @@ class EncoderLayer(Fused):
         *("self_attn", "linear1", "dropout", "linear2", "norm1", "norm2", "dropout1", "dropout2"),
         *("activation", "_sa_block", "_ff_block"),
     )
-    PARAMETERS: ClassVar[dict[str, frozenset[str]]] = {"": frozenset(ARGUMENTS)}
+    PARAMETERS: ClassVar[dict[str, str]] = {"": " ".join(ARGUMENTS)}
 
     self_attn: Any
     linear1: Any
@@ -47,17 +47,14 @@ class EncoderLayer(Fused):
 
     @classmethod
     def small(cls, module: Any) -> tuple[nn.Module, list[dict[str, Any]]]:
-        """Return a small module of a module's class, and calls of it."""
         options = {"activation": module.activation, "norm_first": module.norm_first}
         layer = nn.TransformerEncoderLayer(WIDTH, HEADS, INNER, batch_first=True, **options)
         return layer, [{"src": images(2, TOKENS, WIDTH)}]
 
     def vramx_understands(self, call: dict[str, Any]) -> bool:  # noqa: ARG002
-        """Tell whether the layer's blocks are those of its class."""
         return "_sa_block" not in self.__dict__ and "_ff_block" not in self.__dict__
 
     def vramx_fused(self, x: Tensor, /, **others: Any) -> Tensor:
-        """Return the layer's result."""
         masks = _canonical(x, others)
         causal = others.get("is_causal", False)
         keep, none = self.vramx_settings.keep, _NO_DROPOUT

@@ -26,9 +26,8 @@ from vramx.nn.families.parts import (
     normalise,
 )
 from vramx.nn.families.projection import project, tensor_of
-from vramx.nn.families.small import calls_of_transformers, layer_of_transformers
-from vramx.nn.families.swap import Fused, all_untouched, cache_name_of, cache_of, class_name
-from vramx.patch.module import original_class
+from vramx.nn.families.small import of_transformers
+from vramx.nn.families.swap import Fused, all_untouched, cache_of, class_name
 
 _FILE = "transformers.models.gpt2.modeling_gpt2"
 
@@ -43,30 +42,13 @@ class Gpt2Block(Fused):
         *("mlp.dropout",),
     )
     ARGUMENTS = ("hidden_states", "past_key_values", "attention_mask", "encoder_hidden_states")
-    PARAMETERS: ClassVar[dict[str, frozenset[str]]] = {
-        "": frozenset(
-            [
-                "hidden_states",
-                "past_key_values",
-                "attention_mask",
-                "encoder_hidden_states",
-                "encoder_attention_mask",
-                "use_cache",
-                "cache_position",
-            ]
-        ),
-        "attn": frozenset(
-            [
-                "hidden_states",
-                "past_key_values",
-                "attention_mask",
-                "encoder_hidden_states",
-                "encoder_attention_mask",
-                "output_attentions",
-                "cache_position",
-            ]
-        ),
+    PARAMETERS: ClassVar[dict[str, str]] = {
+        "": "hidden_states past_key_values attention_mask encoder_hidden_states "
+        "encoder_attention_mask use_cache cache_position",
+        "attn": "hidden_states past_key_values attention_mask encoder_hidden_states "
+        "encoder_attention_mask output_attentions cache_position",
     }
+    TYPES: ClassVar[dict[str, str]] = {"attn": f"{_FILE}.GPT2Attention"}
 
     ln_1: Any
     ln_2: Any
@@ -74,21 +56,10 @@ class Gpt2Block(Fused):
     mlp: Any
 
     @classmethod
-    def why_not(cls, module: Any) -> str | None:
-        """Return why a block cannot be swapped."""
-        found = super().why_not(module)
-        if found is None and class_name(type(module.attn)) != f"{_FILE}.GPT2Attention":
-            return f"its attention is a {type(module.attn).__name__}"
-        return found
-
-    @classmethod
     def small(cls, module: Any) -> tuple[nn.Module, list[dict[str, Any]]]:
-        """Return a small module of a module's class, and calls of it."""
-        layer = layer_of_transformers(original_class(module), module)
-        return layer, calls_of_transformers(layer, cls.ARGUMENTS[0], cache_name_of(layer), False)
+        return of_transformers(module, cached=True)
 
     def vramx_understands(self, call: dict[str, Any]) -> bool:
-        """Tell whether a call has no encoder's states and wants no attention weights."""
         return (
             call.get("encoder_hidden_states") is None
             and not call.get("output_attentions")
@@ -96,11 +67,9 @@ class Gpt2Block(Fused):
         )
 
     def vramx_is_in(self, cache: Any) -> bool:
-        """Tell whether a cache has keys of this block."""
         return is_in(cache, self.attn)
 
     def vramx_fused(self, x: Tensor, /, **others: Any) -> Tensor:
-        """Return the block's result."""
         options = {k: v for k, v in others.items() if not k.startswith("encoder_")}
         attended, dropout = self._attend(x, options)
         return self._feed_forward(dropout, (attended, x))
@@ -138,7 +107,6 @@ class Gpt2Block(Fused):
         return feed_forward_add(finish, self.mlp.dropout, residual)
 
     def vramx_feed_forward(self) -> FeedForward | None:
-        """Return the MLP but for its dropout."""
         mlp = self.mlp
         if class_name(type(mlp)) != f"{_FILE}.GPT2MLP" or not all_untouched([mlp]):
             return None

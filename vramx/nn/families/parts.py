@@ -30,7 +30,7 @@ from vramx.nn.families.projection import (
     tensor_of,
     terms_of,
 )
-from vramx.nn.families.swap import RECOMPUTE_MLP, Settings, class_name, untouched
+from vramx.nn.families.swap import RECOMPUTE_MLP, Settings, all_untouched, class_name, untouched
 from vramx.nn.feed_forward import TwoLinears, two_linears
 from vramx.nn.linear import linears
 from vramx.nn.mlp import mlp
@@ -93,11 +93,7 @@ def normalise(
 
 
 def normed_by(
-    norm: Any,
-    x: Tensor,
-    residual: Tensor | None,
-    keep: Compression,
-    into: Sequence[nn.Module] = (),
+    norm: Any, x: Tensor, residual: Tensor | None, keep: Compression, into: Sequence[nn.Module] = ()
 ) -> Normed | None:
     """Return the result by what a norm's class is; None for a class or weights not understood."""
     name = class_name(type(norm))
@@ -273,3 +269,9 @@ def add_normalise(
     if p > 0:
         return normalise(norm, dropout_add(x, residual, p), None, keep)
     return normalise(norm, x, residual, keep)
+
+
+def nothing(module: Any) -> bool:
+    """Tell whether a module returns its input."""
+    idle = type(module) is nn.Dropout and (module.p == 0 or not module.training)
+    return (type(module) is nn.Identity or idle) and all_untouched([module])

@@ -33,7 +33,7 @@ class Residual(Fused):
     """A residual block: STAGES are the names of its convolutions, norms and activations."""
 
     ARGUMENTS = ("x",)
-    PARAMETERS: ClassVar[dict[str, frozenset[str]]] = {"": frozenset(("x",))}
+    PARAMETERS: ClassVar[dict[str, str]] = {"": "x"}
     STAGES: ClassVar[tuple[tuple[str, str, str], ...]] = ()
     # What must be there and do nothing, or be None.
     NOTHING: ClassVar[tuple[str, ...]] = ()
@@ -42,7 +42,6 @@ class Residual(Fused):
 
     @classmethod
     def why_not(cls, module: Any) -> str | None:
-        """Return why a block cannot be swapped."""
         found = super().why_not(module)
         if found is not None:
             return found
@@ -62,19 +61,16 @@ class Residual(Fused):
 
     @classmethod
     def small(cls, module: Any) -> tuple[nn.Module, list[dict[str, Any]]]:
-        """Return a small module of a module's class, and calls of it."""
         block_class: Any = original_class(module)
         block: nn.Module = block_class(WIDTH, WIDTH // block_class.expansion)
         return block, [{"x": images(2, WIDTH, 6, 6)}]
 
     def vramx_understands(self, call: dict[str, Any]) -> bool:
-        """Tell whether a call is of a batch, and no part has been changed."""
         parts = [getattr(self, name) for stage in self.STAGES for name in stage]
         plain = all(plain_convolution(getattr(self, stage[0])) for stage in self.STAGES)
         return plain and bool(call["x"].dim() == 4) and all_untouched(parts)
 
     def vramx_fused(self, x: Tensor, /, **_others: Any) -> Tensor:
-        """Return the block's result."""
         return self._vramx_block(_Calls(), x)
 
     def vramx_recomputed(self) -> Any:

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vramx.nn.families.swap import cache_name_of
+from vramx.patch.module import original_class
+
 WIDTH, INNER, HEADS, HEAD, TOKENS, CLASSES = 16, 24, 4, 8, 5, 37
 # What a config of a kind that is not known may have left as large as it was.
 _MOST_WEIGHTS = 1 << 22
@@ -75,20 +78,28 @@ def language_model(cls: Any, like: Any) -> tuple[nn.Module, Call]:
     return cls(config), {"input_ids": ids, "labels": labels}
 
 
-def calls_of_transformers(layer: Any, first: str, cached: str | None, turned: bool) -> list[Call]:
-    """Return calls with and without a mask, and one with a cache if an argument takes it."""
+def of_transformers(
+    module: nn.Module, *, cached: bool = False, turned: bool = False
+) -> tuple[nn.Module, list[Call]]:
+    """Return a small layer of a module's class, and calls of it with and without a mask.
+
+    One more has a cache, if the layer is to be called with such and takes it.
+    """
+    layer: Any = layer_of_transformers(original_class(module), module)
     generator = torch.Generator().manual_seed(0)
-    call: Call = {first: torch.randn(2, TOKENS, WIDTH, generator=generator).requires_grad_()}
+    x = torch.randn(2, TOKENS, WIDTH, generator=generator).requires_grad_()
+    call: Call = {"hidden_states": x}
     if turned:
         size = layer.self_attn.head_dim
         angles = torch.randn(1, TOKENS, size // 2, generator=generator).repeat(1, 1, 2)
         call["position_embeddings"] = (angles.cos(), angles.sin())
     mask = torch.full((TOKENS, TOKENS), torch.finfo(torch.float32).min).triu(1)
     calls = [{**call, "attention_mask": mask.repeat(2, 1, 1, 1)}, call]
-    if cached is not None:
+    name = cache_name_of(layer) if cached else None
+    if name is not None:
         cache: Any = sys.modules["transformers"].DynamicCache
-        calls.append({**call, cached: cache()})
-    return calls
+        calls.append({**call, name: cache()})
+    return layer, calls
 
 
 def images(*shape: int) -> Tensor:

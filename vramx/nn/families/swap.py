@@ -59,12 +59,13 @@ class Fused:
     # The originals' modules and names.
     CLASSES: ClassVar[tuple[str, ...]] = ()
     # Dotted names of what an original must have, and of what it may have; the first parameters of
-    # its forward, which calls may give by position; and all parameters that are known, of forwards
-    # by dotted name.
+    # its forward, which calls may give by position; all parameters that are known, of forwards by
+    # dotted name; and the classes of parts, as class_name() has them.
     PARTS: ClassVar[tuple[str, ...]] = ()
     OPTIONAL: ClassVar[tuple[str, ...]] = ()
     ARGUMENTS: ClassVar[tuple[str, ...]] = ("hidden_states",)
-    PARAMETERS: ClassVar[dict[str, frozenset[str]]] = {}
+    PARAMETERS: ClassVar[dict[str, str]] = {}
+    TYPES: ClassVar[dict[str, str]] = {}
 
     # Whether the levels that recompute say something to it.
     RECOMPUTES: ClassVar[bool] = True
@@ -90,9 +91,13 @@ class Fused:
         if _roles(module)[: len(cls.ARGUMENTS)] != cls.ARGUMENTS:
             return f"its forward does not begin with {', '.join(cls.ARGUMENTS)}"
         for path, known in cls.PARAMETERS.items():
-            unknown = set(_roles(part_of(module, path))) - known
+            unknown = set(_roles(part_of(module, path))).difference(known.split())
             if unknown:
                 return f"{path or 'its forward'} takes {', '.join(sorted(unknown))}: not known"
+        for path, name in cls.TYPES.items():
+            kind = type(part_of(module, path))
+            if class_name(kind) != name:
+                return f"its {path} is a {kind.__name__}"
         return None
 
     @classmethod

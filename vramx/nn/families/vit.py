@@ -25,16 +25,10 @@ from vramx.nn.families.parts import (
     feed_forward,
     feed_forward_add,
     normalise,
+    nothing,
 )
 from vramx.nn.families.projection import project, tensor_of
-from vramx.nn.families.small import (
-    HEADS,
-    TOKENS,
-    WIDTH,
-    calls_of_transformers,
-    images,
-    layer_of_transformers,
-)
+from vramx.nn.families.small import HEADS, TOKENS, WIDTH, images, of_transformers
 from vramx.nn.families.swap import Fused, all_untouched, class_name
 from vramx.patch.module import original_class
 
@@ -52,10 +46,10 @@ class VitLayer(Fused):
         *(f"attention.{name}_proj" for name in "qkvo"),
         "attention.attention_dropout",
     )
-    PARAMETERS: ClassVar[dict[str, frozenset[str]]] = {
-        "": frozenset(("hidden_states", "attention_mask")),
-        "attention": frozenset(("hidden_states", "attention_mask")),
-    }
+    PARAMETERS: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("", "attention"), "hidden_states attention_mask"
+    )
+    TYPES: ClassVar[dict[str, str]] = {"attention": f"{_VIT}.ViTAttention", "mlp": f"{_VIT}.ViTMLP"}
 
     layernorm_before: Any
     layernorm_after: Any
@@ -64,26 +58,13 @@ class VitLayer(Fused):
     dropout: Any
 
     @classmethod
-    def why_not(cls, module: Any) -> str | None:
-        """Return why a layer cannot be swapped."""
-        found = super().why_not(module)
-        for path, name in (("attention", "ViTAttention"), ("mlp", "ViTMLP")):
-            if found is None and class_name(type(getattr(module, path))) != f"{_VIT}.{name}":
-                found = f"{path} is a {type(getattr(module, path)).__name__}"
-        return found
-
-    @classmethod
     def small(cls, module: Any) -> tuple[nn.Module, list[dict[str, Any]]]:
-        """Return a small module of a module's class, and calls of it."""
-        layer = layer_of_transformers(original_class(module), module)
-        return layer, calls_of_transformers(layer, cls.ARGUMENTS[0], None, False)
+        return of_transformers(module)
 
     def vramx_understands(self, call: dict[str, Any]) -> bool:
-        """Tell whether a call wants no attention weights."""
         return not call.get("output_attentions")
 
     def vramx_fused(self, x: Tensor, /, **others: Any) -> Tensor:
-        """Return the layer's result."""
         return self._feed_forward(self._attend(x, dict(others)), x)
 
     def _attend(self, x: Tensor, options: dict[str, Any]) -> Tensor:
@@ -113,7 +94,6 @@ class VitLayer(Fused):
         return feed_forward_add(finish, self.dropout, residual)
 
     def vramx_feed_forward(self) -> FeedForward | None:
-        """Return the MLP."""
         mlp = self.mlp
         if not all_untouched([mlp]):
             return None
@@ -131,10 +111,8 @@ class TimmBlock(Fused):
         *("ls1", "drop_path1", "ls2", "drop_path2"),
     )
     OPTIONAL = ("mlp.fc2",)
-    PARAMETERS: ClassVar[dict[str, frozenset[str]]] = {
-        "": frozenset(("x", "attn_mask", "is_causal")),
-        "attn": frozenset(("x", "attn_mask", "is_causal")),
-    }
+    PARAMETERS: ClassVar[dict[str, str]] = dict.fromkeys(("", "attn"), "x attn_mask is_causal")
+    TYPES: ClassVar[dict[str, str]] = {"attn": "timm.layers.attention.Attention"}
 
     norm1: Any
     norm2: Any
@@ -146,25 +124,14 @@ class TimmBlock(Fused):
     drop_path2: Any
 
     @classmethod
-    def why_not(cls, module: Any) -> str | None:
-        """Return why a block cannot be swapped."""
-        found = super().why_not(module)
-        if found is None and class_name(type(module.attn)) != "timm.layers.attention.Attention":
-            found = f"its attention is a {type(module.attn).__name__}"
-        return found
-
-    @classmethod
     def small(cls, module: Any) -> tuple[nn.Module, list[dict[str, Any]]]:
-        """Return a small module of a module's class, and calls of it."""
         block: nn.Module = original_class(module)(WIDTH, HEADS, qkv_bias=True)
         return block, [{"x": images(2, TOKENS, WIDTH)}]
 
     def vramx_understands(self, call: dict[str, Any]) -> bool:
-        """Tell whether a call is (batch, tokens, hidden)."""
         return bool(call["x"].dim() == 3)
 
     def vramx_fused(self, x: Tensor, /, **others: Any) -> Tensor:
-        """Return the block's result."""
         attended = self.drop_path1(self.ls1(self._attend(x, others)))
         part = self.vramx_feed_forward()
         into = () if part is None else part.inner
@@ -173,7 +140,7 @@ class TimmBlock(Fused):
             return self._add(self.mlp(tensor_of(source)), residual)
         finish = feed_forward(source, part, self.vramx_settings)
         del source
-        if all(map(_nothing, (self.mlp.drop2, self.ls2, self.drop_path2))):
+        if all(map(nothing, (self.mlp.drop2, self.ls2, self.drop_path2))):
             return finish(residual)
         return self._add(self.mlp.drop2(finish(None)), residual)
 
@@ -206,15 +173,8 @@ class TimmBlock(Fused):
         return attention.proj_drop(project_out(attended, attention.proj))  # type: ignore[no-any-return]
 
     def vramx_feed_forward(self) -> FeedForward | None:
-        """Return the MLP but for its last dropout."""
         mlp = self.mlp
         known = class_name(type(mlp)) == "timm.layers.mlp.Mlp" and all_untouched([mlp])
-        if not known or not _nothing(mlp.drop1) or not _nothing(mlp.norm):
+        if not known or not nothing(mlp.drop1) or not nothing(mlp.norm):
             return None
         return FeedForward((mlp.fc1,), mlp.act, mlp.fc2)
-
-
-def _nothing(module: Any) -> bool:
-    """Tell whether a module returns its input."""
-    idle = type(module) is nn.Dropout and (module.p == 0 or not module.training)
-    return (type(module) is nn.Identity or idle) and all_untouched([module])

@@ -41,7 +41,7 @@ void print_shrunk(const Scenario& scenario, const std::string& failure) {
               scenario.steps.size(), as_test_body(small, "test_that_it_holds").c_str());
 }
 
-void every_claim_holds_after_every_step(const Options& options) {
+CHECK(Nothing, every_claim_holds_after_every_step) {
   constexpr int kReported = 3;
   Coverage total;
   int failed = 0;
@@ -59,7 +59,7 @@ void every_claim_holds_after_every_step(const Options& options) {
   EXPECT(total.is_complete());
 }
 
-void the_same_seed_places_blocks_at_the_same_addresses(const Options& options) {
+CHECK(Nothing, the_same_seed_places_blocks_at_the_same_addresses) {
   for (std::uint64_t seed = options.first_seed; seed < options.first_seed + 4; ++seed) {
     const SeedRun one = run_seed(seed, kStepsPerSeed / 2);
     const SeedRun other = run_seed(seed, kStepsPerSeed / 2);
@@ -117,15 +117,6 @@ bool explain_seed(std::uint64_t seed) {
   const std::string failure = first_failure_in_child(scenario);
   if (!failure.empty()) print_shrunk(scenario, failure);
   return failure.empty();
-}
-
-std::span<const Check> random_checks() {
-  static constexpr Check kChecks[] = {
-      {"every claim holds after every step", every_claim_holds_after_every_step},
-      {"the same seed places blocks at the same addresses",
-       the_same_seed_places_blocks_at_the_same_addresses},
-  };
-  return kChecks;
 }
 
 }  // namespace vramx::stress

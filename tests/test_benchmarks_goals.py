@@ -1,0 +1,202 @@
+"""What benchmarks ask of their figures, and of the machine: each goal is met by good figures,
+missed by bad ones and by those that were not measured; unknown cases are refused.
+"""
+
+from __future__ import annotations
+
+import pytest
+from program_stand_ins import machine_with
+
+from benchmarks import fused, harness
+from benchmarks.fused import BLOCK
+from benchmarks.harness import Options, Request, UnavailableError
+from benchmarks.models_workloads import WORKLOADS
+from benchmarks.programs import _launch
+from benchmarks.programs._cases import Figures, Goal
+from vramx.errors import InvalidValueError
+
+NAN = float("nan")
+B1, B2 = "llama budget 1", "llama budget 2"
+GOOD: dict[str, Figures] = {
+    "activations": {
+        ("llama exact", "loss_seed_deviation"): [0.1],
+        ("llama int8", "gradient_cosine"): [0.9999],
+        ("llama int8", "packed_share"): [0.9],
+        ("llama exact", "kept_bytes"): [190.0],
+        ("llama int8", "kept_bytes"): [100.0],
+        ("llama exact", "step_ms"): [100.0, 101.0, 99.0],
+        ("llama int8", "step_ms"): [107.0, 150.0, 90.0],
+        ("llama int8", "loss_gap_same_seed"): [0.01],
+        ("llama int4", "gradient_cosine"): [0.99],
+        ("llama_offload share cpu", "hidden_predicted"): [0.95],
+        ("llama_offload share cpu", "hidden_measured"): [0.9],
+    },
+    "budgets": {
+        (B1, "budget_bytes"): [100.0],
+        (B1, "peak_bytes"): [100.0],
+        (B1, "of_best_rival"): [1.01],
+        (B2, "budget_bytes"): [200.0],
+        (B2, "peak_bytes"): [150.0],
+        (B2, "of_best_rival"): [0.0],  # none fits
+    },
+    "fused": {
+        ("llama eager", "step_ms"): [200.0, 201.0, 199.0],
+        ("llama liger", "step_ms"): [170.0, 170.0, 170.0],
+        ("llama liger_checkpoint", "step_ms"): [210.0, 210.0, 210.0],
+        ("llama int8", "step_ms"): [174.0, 400.0, 174.0],
+        ("llama int8", BLOCK): [13.1],
+        ("llama int8", "gradient_cosine"): [0.9996],
+        ("llama int4", "gradient_cosine"): [0.97],
+        ("llama recompute_mlp", "step_ms"): [198.0, 198.0, 198.0],
+        ("llama recompute_mlp", BLOCK): [6.0],
+        ("llama recompute_all", "step_ms"): [209.0, 209.0, 209.0],
+        ("llama recompute_all", BLOCK): [1.02],
+    },
+    "plan": {
+        (B1, "budget_bytes"): [100.0],
+        (B1, "predicted_bytes"): [96.0],
+        (B1, "peak_bytes"): [99.0],
+        (B1, "step_ms"): [20.0, 30.0, 21.0],  # a host that is slow for a turn
+        (B2, "budget_bytes"): [200.0],
+        (B2, "predicted_bytes"): [190.0],
+        (B2, "peak_bytes"): [185.0],
+        (B2, "step_ms"): [20.1, 30.1, 31.0],  # and for two; within the noise
+    },
+    "real_weights": {
+        ("pretrained bfloat16", "cosine_least"): [0.99],  # what is compared with has no goal
+        ("pretrained hooks", "cosine_least"): [0.9994],
+        ("pretrained hooks", "bytes_per_element"): [1.047],
+        ("key_biases int8", "cosine_least"): [0.9991],
+    },
+}
+
+
+def goals(name: str, figures: Figures) -> list[Goal]:
+    if name == "fused":
+        judged = fused.judge(figures)
+        return [(goal.case, goal.metric, goal.most, is_met) for goal, _, is_met in judged]
+    return list(harness.load(name).goals(figures))
+
+
+def missed(name: str, figures: Figures) -> list[str]:
+    return [metric for _, metric, _, is_met in goals(name, figures) if not is_met]
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "lines"),
+    [
+        *(("activations", 6, 4), ("budgets", 4, 2), ("plan", 6, 2), ("real_weights", 3, 3)),
+        ("fused", 8, 7),
+    ],
+)
+def test_good_figures_meet_every_goal(name: str, count: int, lines: int) -> None:
+    assert len(goals(name, GOOD[name])) == count
+    assert missed(name, GOOD[name]) == []
+    module = harness.load(name)
+    table = module.table if name in ("fused", "plan") else module.SHEET.table
+    judged = [fused.judge(GOOD[name])] if name == "fused" else []
+    assert table(GOOD[name], *judged).row_count == lines
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "metric", "value", "goal"),
+    [
+        ("activations", "llama int8", "gradient_cosine", 0.998, "gradient_cosine"),
+        ("activations", "llama int8", "gradient_cosine", NAN, "gradient_cosine"),
+        # Nothing was compressed: all else would look perfect.
+        ("activations", "llama int8", "packed_share", 0.0, "packed_share"),
+        ("activations", "llama int8", "kept_bytes", 110.0, "kept_bytes"),
+        ("activations", "llama int8", "step_ms", 109.0, "step_ms"),
+        ("activations", "llama int8", "loss_gap_same_seed", 0.2, "loss_gap_same_seed"),
+        ("activations", "llama int8", "loss_gap_same_seed", NAN, "loss_gap_same_seed"),
+        *(
+            ("activations", "llama_offload share cpu", "hidden_predicted", v, "hidden_predicted")
+            for v in (0.8, 1.0, NAN)
+        ),
+        ("budgets", B1, "peak_bytes", 100.5, "peak_of_budget"),
+        ("budgets", B1, "peak_bytes", NAN, "peak_of_budget"),
+        ("budgets", B1, "of_best_rival", 1.02, "of_best_rival"),
+        ("budgets", B1, "of_best_rival", NAN, "of_best_rival"),
+        ("fused", "llama int8", BLOCK, 13.6, BLOCK),
+        ("fused", "llama int8", BLOCK, NAN, BLOCK),
+        ("fused", "llama int8", "step_ms", 176.0, "step_ms"),
+        ("fused", "llama eager", "step_ms", 173.0, "step_ms"),  # int8 must be below it, too
+        ("fused", "llama int8", "gradient_cosine", 0.998, "gradient_cosine"),
+        ("fused", "llama recompute_mlp", BLOCK, 6.6, BLOCK),
+        ("fused", "llama recompute_mlp", "step_ms", 200.0, "step_ms"),
+        ("fused", "llama recompute_all", BLOCK, 1.2, BLOCK),
+        ("fused", "llama recompute_all", "step_ms", 211.0, "step_ms"),
+        ("plan", B1, "peak_bytes", 100.5, "peak_of_budget"),
+        ("plan", B2, "predicted_bytes", 200.0, "peak_of_prediction"),
+        ("plan", B2, "predicted_bytes", 170.0, "peak_of_prediction"),
+        ("plan", B2, "step_ms", 21.5, "step_of_smaller_budget"),
+        ("plan", B2, "step_ms", NAN, "step_of_smaller_budget"),
+        ("real_weights", "pretrained hooks", "cosine_least", 0.9992, "cosine_least"),
+        ("real_weights", "pretrained hooks", "bytes_per_element", 1.06, "bytes_per_element"),
+        ("real_weights", "key_biases int8", "cosine_least", 0.9989, "cosine_least"),
+    ],
+)
+def test_each_goal_can_be_missed(
+    name: str, case: str, metric: str, value: float, goal: str
+) -> None:
+    good = GOOD[name]
+    assert missed(name, {**good, (case, metric): [value] * len(good[case, metric])}) == [goal]
+
+
+def test_what_was_not_measured_is_missed() -> None:
+    alone = {key: values for key, values in GOOD["budgets"].items() if key[1] == "budget_bytes"}
+    assert len(missed("budgets", alone)) == 4
+    rest = {key: v for key, v in GOOD["fused"].items() if not key[0].startswith("llama liger")}
+    cases = [case for case, _, _, is_met in goals("fused", rest) if not is_met]
+    assert cases == ["llama int8", "llama recompute_mlp", "llama recompute_all"]
+    lines = fused.summary(fused.judge(rest))
+    assert "MISSED llama int8 against liger: step_ms not measured (<= 1.03)" in lines
+
+
+@pytest.mark.parametrize(("cosine", "is_met"), [(0.9969, True), (0.9967, False)])
+def test_gradients_may_be_twice_as_far_from_eagers_as_those_of_other_exact_kernels(
+    cosine: float, is_met: bool
+) -> None:
+    exact = {("llama liger", "gradient_cosine"): [0.9992]}
+    ours = {("llama int8", "gradient_cosine"): [cosine]}
+    assert missed("fused", {**GOOD["fused"], **exact, **ours}) == ["gradient_cosine"][is_met:]
+
+
+@pytest.mark.parametrize(
+    ("name", "accepted"),
+    [
+        ("activations", "llama, "),
+        ("budgets", "llama, "),
+        ("fused", "llama, "),
+        ("language_model", "exact, "),
+        ("plan", "llama, "),
+        ("recipes", "amp/"),
+        ("seeing", "sums, predict, confirm, overhead"),
+        ("streams", "prefetch, runaway, offload"),
+        ("torch_calls", ""),
+        ("torch_programs", "llama_fixed, "),
+        ("train_3b", "3b_24_all, "),
+    ],
+)
+def test_an_unknown_case_is_refused_and_without_a_gpu_a_benchmark_is_left_out(
+    name: str, accepted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_all = harness.load(name).run_all
+    monkeypatch.setattr(_launch, "load_core", machine_with(1))
+    with pytest.raises(InvalidValueError, match=f"'x' is unknown; accepted are {accepted}"):
+        run_all(Options(), Request(only=("x",)), None)
+    monkeypatch.setattr(_launch, "load_core", machine_with(0))
+    with pytest.raises(UnavailableError, match="needs a GPU"):
+        run_all(Options(), Request(), None)
+
+
+def test_an_unknown_case_of_pretrained_weights_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="accepted are pretrained, "):
+        harness.load("real_weights").run_all(Options(), Request(only=("other",)), None)
+
+
+@pytest.mark.parametrize("name", ["activations", "plan"])
+def test_every_case_has_a_model_and_without_a_name_all_are_chosen(name: str) -> None:
+    module = harness.load(name)
+    assert {case.split("_")[0] for case in module.CASES} <= set(WORKLOADS)
+    assert module.PROCESSES.chosen(()) == module.CASES

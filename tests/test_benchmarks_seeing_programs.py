@@ -1,0 +1,195 @@
+"""The programs of the benchmark of seeing memory, on a processor: what they provoke and report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from program_stand_ins import run_tiny
+from samples import recorded_snapshot
+
+from benchmarks import seeing
+from vramx.sizes import GIB, MIB
+
+
+def test_the_names_are_those_of_the_programs() -> None:
+    pytest.importorskip("torch")
+    from benchmarks.programs import _ooms, _seeing_models, _seeing_overhead
+
+    assert tuple(_seeing_models.SUMMED) == seeing.MODELS
+    assert tuple(_seeing_models.PREDICTED) == seeing.PREDICTED
+    assert _seeing_models.WAYS == seeing.WAYS
+    assert tuple(_seeing_overhead.TRAININGS) == seeing.TIMED
+    assert set(_ooms.KINDS) == set(seeing.KINDS)
+
+
+@pytest.mark.parametrize("kind", [k for k in seeing.KINDS if k not in ("pool", "rank")])
+def test_a_kind_needs_more_of_torchs_allocator_and_most_where_that_fails(kind: str) -> None:
+    """The programs are predicted, replayed at the limit that is tried, and cut where it fails."""
+    import numpy as np
+
+    from benchmarks.programs import _ooms
+    from benchmarks.programs._seeing_confirm import SHARES
+    from vramx.memory.replay import replay
+
+    trace = trace_of(_ooms.KINDS[kind])
+    (free,) = replay(trace, "native", min_capacity=True)
+    assert free.min_capacity_bytes is not None
+    assert 900 * MIB < free.min_capacity_bytes < 3 * GIB
+    limit = int(SHARES[0] * free.min_capacity_bytes)
+    (failed,) = replay(trace, "native", capacity=limit)
+    assert failed.oom
+    until = trace.part(np.arange(failed.oom_event + 1))
+    (said,), (held,) = (replay(each, "vramx", capacity=limit) for each in (until, trace))
+    assert not said.oom
+    assert not held.oom
+    assert held.peak_reserved_bytes <= (1 + seeing.CONFIRM_GOAL / 2) * said.peak_reserved_bytes
+
+
+def trace_of(program: Any) -> Any:
+    """Return what a program allocates, without a GPU."""
+    import vramx
+    from vramx.planning import predict
+
+    found, replayed = [], predict.replay
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            predict, "replay", lambda trace, names: (found.append(trace), replayed(trace, names))[1]
+        )
+        vramx.predict(program, steps=1, policies="native")
+    return found[0]
+
+
+def test_a_provoked_failure_is_explained_and_each_remedy_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks.programs import _seeing_confirm, _turn
+
+    monkeypatch.delenv(_turn.TURN, raising=False)
+    said: list[list[str]] = []
+
+    def run(words: Any, settings: Any, *, fails: bool = False) -> Any:
+        said.append(list(words))
+        if "--record" in words and "run" not in words:
+            Path(words[-1]).write_bytes(recorded_snapshot("oom"))
+            return done(0)
+        if "run" in words:
+            is_first = sum("run" in each for each in said) == 1
+            if not is_first:
+                written = Path(settings["VRAMX_OOM_DIR"], "oom-1.pickle")
+                written.write_bytes(recorded_snapshot("oom"))
+            return done(0 if is_first else 1)
+        remedy = {"policy": "vramx", "expected_bytes": 100, "exit_code": 0, "is_under_it": True}
+        broken = {**remedy, "policy": "expandable", "exit_code": 1, "measured_bytes": None}
+        confirmed = [{**remedy, "measured_bytes": 101}, broken]
+        return done(1, json.dumps({"cause": "size", "confirmed": confirmed}))
+
+    monkeypatch.setattr(_seeing_confirm, "run", run)
+    _seeing_confirm.main("leak")
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    figures = {line["metric"]: line["values"] for line in lines if "metric" in line}
+    assert figures["limit_bytes"] == [int(_seeing_confirm.SHARES[1] * figures["needed_bytes"][0])]
+    assert figures["remedies"] == [2]
+    assert figures["cause_size"] == [1]
+    assert figures["vramx_off"] == [pytest.approx(0.01)]
+    assert [line["status"] for line in lines if "status" in line] == [
+        "failed: under expandable it ended with 1"
+    ]
+    explain = said[-1]
+    assert explain[explain.index("--capacity") + 1] == str(figures["limit_bytes"][0])
+    assert explain[-2:] == [_seeing_confirm.SCRIPT, "leak"]
+
+
+def done(code: int, stdout: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.CompletedProcess([], code, stdout, "")
+
+
+@pytest.mark.parametrize("kind", seeing.KINDS)
+def test_a_kind_is_typed_with_its_own_limit_where_it_makes_one(kind: str) -> None:
+    from benchmarks.programs import _seeing_confirm
+
+    words = _seeing_confirm.command(kind, 123)
+    assert ("--limit" in words) == (kind in ("limit", "another_process"))
+    assert ("torch.distributed.run" in words) == (kind == "rank")
+    assert words[0] == sys.executable
+
+
+@pytest.fixture
+def on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have programs record the host's memory, and torch's counters say what that says."""
+    import torch
+    from cpu_history import CpuHistory
+
+    from benchmarks.programs import _turn
+    from vramx.memory import record
+
+    monkeypatch.delenv(_turn.TURN, raising=False)
+    monkeypatch.setattr(record, "CudaHistory", CpuHistory)
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+
+
+def figures_in(text: str) -> dict[str, list[float]]:
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    return {line["metric"]: line["values"] for line in lines if "metric" in line}
+
+
+def test_a_program_is_timed_with_and_without_a_recording(
+    on_a_processor: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks.programs import _seeing_overhead
+
+    monkeypatch.setattr(_seeing_overhead, "history", contextlib.nullcontext)
+    monkeypatch.setattr(_seeing_overhead, "ROUNDS_OF_HOST_BOUND", 2)
+    monkeypatch.setattr(_seeing_overhead, "STEPS_OF_HOST_BOUND", 4)
+    _seeing_overhead.main("small_layers")
+    figures = figures_in(capsys.readouterr().out)
+    assert all(len(figures[f"{way}_ms"]) == 2 for way in ("never", "off", "on", "history"))
+    assert figures["events"][0] > 100
+    assert figures["hooks_left"] == [0]
+    judged = {("overhead small_layers", metric): values for metric, values in figures.items()}
+    metrics = [each.metric for each in seeing.judge_overhead(judged)]
+    assert metrics == ["hooks_left", "event_of_torchs"]
+
+
+def test_sums_are_compared_with_counters(
+    on_a_processor: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    from benchmarks.programs import _seeing_models, _seeing_sums
+
+    counted = {"requested_bytes.all.peak": 7, "allocated_bytes.all.peak": 9}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: counted)
+    monkeypatch.setattr(_seeing_sums, "used_bytes", lambda: 1 * GIB)
+    monkeypatch.setitem(_seeing_models.SUMMED, "llama", _seeing_models.small_layers)
+    monkeypatch.setitem(sys.modules, "torchvision", torch)
+    monkeypatch.setitem(sys.modules, "transformers", torch)
+    _seeing_sums.main("llama")
+    figures = figures_in(capsys.readouterr().out)
+    parts = [values[0] for name, values in figures.items() if name.endswith("s_bytes")]
+    sums = figures["categories_bytes"][0]
+    assert sum(parts) >= 2 * sums > 0  # its categories, and the sum of them
+    assert figures["requested_left_bytes"] == [7 - sums]
+    assert figures["allocated_left_bytes"] == [9 - figures["blocks_bytes"][0]]
+    assert figures["device_off"] == [figures["device_said_bytes"][0] / GIB - 1]
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize(
+    ("name", "row"), [("llama", "amp"), ("llama", "checkpoint"), ("gpt2", "int8")]
+)
+def test_a_row_is_predicted_without_a_gpu(name: str, row: str) -> None:
+    program = f"_seeing_predict as p; p.main({name!r}, {row!r}, 'said')"
+    lines = run_tiny(f"from benchmarks.programs import {program}")
+    assert {(line["case"], line["allocator"]) for line in lines} == {
+        (f"predict {name} {row}", "none")
+    }
+    requested, allocated, reserved = (line["values"][0] for line in lines)
+    assert 64 * MIB < requested <= allocated <= reserved < GIB  # with the workspaces of cuBLAS

@@ -1,0 +1,110 @@
+"""A recomputation leaves the buffers of modules as one forward pass does, and has its gradient."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_tools import SMALL, WIDTH, activation, quiet, seeds
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+
+import vramx
+from vramx.compression.config import Compression
+
+__all__ = ["quiet", "seeds"]
+pytestmark = pytest.mark.usefixtures("seeds", "quiet")
+
+
+class Average(nn.Module):
+    """Takes off a running mean, which it moves."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0), 0.5)
+        return (x - self.mean).square()
+
+
+class Counter(Average):
+    """The same with a new tensor in each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean * 0.5 + x.detach().mean(0) * 0.5
+        return (x - self.mean).square()
+
+
+MOVING: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": lambda: nn.BatchNorm1d(WIDTH),
+    "batch norm with a plain average": lambda: nn.BatchNorm1d(WIDTH, momentum=None),
+    "instance norm": lambda: nn.Sequential(
+        nn.Unflatten(1, (4, -1)), nn.InstanceNorm1d(4, track_running_stats=True), nn.Flatten()
+    ),
+    "power iteration": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    "average": Average,
+    "average in a new tensor": Counter,
+}
+
+
+@pytest.mark.parametrize("name", MOVING)
+@pytest.mark.parametrize("level", [SMALL, "keep"], ids=["int8", "exact"])
+@pytest.mark.parametrize("way", ["modules", "function", "lambda"])
+def test_buffers_move_once_a_step(name: str, level: str | Compression, way: str) -> None:
+    ours = nn.Sequential(MOVING[name](), nn.Linear(WIDTH, WIDTH), nn.GELU())
+    plain = copy.deepcopy(ours)
+    run: Callable[[Tensor], Tensor] = ours
+    if way == "modules":
+        vramx.checkpoint_modules(ours, where=nn.Sequential, level=level)
+    else:
+        call = ours if way == "function" else lambda x: ours(x * 1.0)
+        run = functools.partial(vramx.checkpoint, call, level=level)
+    for step in range(3):
+        pair = []
+        for model, function in ((plain, plain), (ours, run)):
+            torch.manual_seed(step)
+            leaf = torch.randn(16, WIDTH, requires_grad=True)
+            model.zero_grad()
+            function(leaf * 1.0).square().sum().backward()
+            pair.append(leaf.grad)
+        for (key, found), expected in zip(ours.named_buffers(), plain.buffers(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=f"{key} at {step}")
+        cosine = F.cosine_similarity(pair[0].flatten(), pair[1].flatten(), dim=0)
+        assert cosine > 0.999 if level != "keep" else torch.equal(*pair)
+
+
+def test_buffers_are_the_modules_own_after_an_early_stop() -> None:
+    norm = nn.BatchNorm1d(WIDTH)
+    before = {name: id(buffer) for name, buffer in norm.named_buffers()}
+    y = vramx.checkpoint(norm, activation(), level=SMALL, early_stop=True)
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert {name: id(buffer) for name, buffer in norm.named_buffers()} == before
+    assert norm.num_batches_tracked == 1
+
+
+GLOBAL_NORM = nn.BatchNorm1d(WIDTH)
+
+
+def named(x: Tensor) -> Tensor:
+    return GLOBAL_NORM(x).sin()
+
+
+def within(x: Tensor) -> Tensor:
+    return vramx.checkpoint(GLOBAL_NORM, x.sin(), level=SMALL).sin()
+
+
+@pytest.mark.parametrize("region", [named, within])
+def test_buffers_of_a_module_that_a_function_names_move_once(region: Any) -> None:
+    GLOBAL_NORM.reset_running_stats()
+    vramx.checkpoint(region, activation(), level=SMALL).sum().backward()
+    assert GLOBAL_NORM.num_batches_tracked == 1

@@ -1,0 +1,90 @@
+"""The kernels' noise and masks, in Triton's interpreter, and the layout's arithmetic.
+
+The noise of the kernels is that of the reference, bit for bit.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from interpreted_kernels import InterpretedKernels, Noise, kernels, mask_bytes
+from test_kernels import KINDS, every_group, every_kind, layout_of
+
+from vramx.compression import reference
+from vramx.kernels import launch
+from vramx.kernels.layout import Layout
+
+pytest.importorskip("triton")
+
+__all__ = ["kernels"]  # a fixture
+
+
+@pytest.mark.parametrize("block", [0, 2**32 - 256, 2**32, 2**40 + 512])
+@pytest.mark.parametrize(("rows", "cols"), [(32, 8), (4, 64)])
+def test_noise_is_philox_of_a_64_bit_counter(
+    kernels: InterpretedKernels, block: int, rows: int, cols: int
+) -> None:
+    noise = Noise()
+    blocks = torch.arange(rows * cols // 8) + block
+    word = 0xFFFFFFFF
+    words = reference.philox(
+        [blocks & word, blocks >> 32, torch.tensor(noise.stream), torch.tensor(noise.epoch)],
+        [torch.tensor(noise.seed & word), torch.tensor((noise.seed >> 32) & word)],
+    )
+    halves = torch.stack([half for w in words for half in (w & 0xFFFF, w >> 16)], 1).view(-1)
+    # (h + 1/2) / 2**16 - 1/2 needs 17 bits: float32 has it exactly.
+    expected = ((halves * 2 + 1).double() / 2**17 - 0.5).float()
+    torch.testing.assert_close(
+        kernels.noise(block, rows, cols, noise), expected, rtol=0, atol=0, equal_nan=False
+    )
+
+
+@pytest.mark.parametrize("change", [{"seed": 7}, {"epoch": 4}, {"stream": 6}])
+def test_noise_depends_on(kernels: InterpretedKernels, change: dict[str, int]) -> None:
+    other = kernels.noise(0, 4, 64, Noise(**change))
+    assert (kernels.noise(0, 4, 64, Noise()) != other).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("numel", [0, 1, 7, 8, 9, 4096, 4097, 9000])
+@pytest.mark.parametrize("offset", [0, 3])
+def test_mask_bits_equal_the_reference_and_come_back(kernels: Any, numel: int, offset: int) -> None:
+    flags = (torch.randn(numel + offset, generator=torch.Generator().manual_seed(1)) > 0)[offset:]
+    packed, used = kernels.pack_mask(flags), (numel + 7) // 8
+    assert torch.equal(packed[:used], reference.pack_mask(flags.clone())[:used])
+    assert torch.equal(kernels.unpack_mask(packed, numel), flags.view(torch.uint8))
+
+
+def test_supported_on_the_cpu_where_triton_interprets(kernels: InterpretedKernels) -> None:
+    assert kernels.supported("cpu")
+    assert not kernels.supported("meta")
+
+
+def test_not_supported_on_the_cpu_where_triton_compiles() -> None:
+    if "triton" in sys.modules and not isinstance(
+        launch.mask_plan(packs=True).kernel, sys.modules["triton"].JITFunction
+    ):
+        pytest.skip("this process interprets")
+    assert not launch.supported(torch.device("cpu"))
+
+
+@every_kind
+@every_group
+@pytest.mark.parametrize("numel", [0, 1, 15, 16, 1000, 2**32 + 1])
+def test_layout_sizes_are_those_of_the_format(kind: str, group: int, numel: int) -> None:
+    layout = layout_of(kind, numel, group)
+    bits, _ = KINDS[kind]
+    groups = (numel + group - 1) // group
+    assert layout.groups == groups
+    assert 0 <= layout.code_bytes - groups * group * bits // 8 < 16
+    assert layout.code_bytes % 16 == 0
+    beside_the_codes = {"8sym": 6, "8asym": 4, "4sym": 2, "4asym": 4}[kind]
+    assert layout.buffer_bytes == layout.code_bytes + groups * beside_the_codes
+
+
+@pytest.mark.parametrize(("numel", "size"), [(0, 0), (1, 16), (128, 16), (129, 32)])
+def test_layout_of_a_mask_is_a_bit_an_element(numel: int, size: int) -> None:
+    assert mask_bytes(numel) == size
+    assert Layout(numel, 1, 128, True).buffer_bytes == size

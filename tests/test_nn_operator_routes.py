@@ -1,0 +1,145 @@
+"""Who sees an operator, and what its two routes cost; the functions are in test_nn_operators.py."""
+
+from __future__ import annotations
+
+import timeit
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from norm_tools import sample
+from test_nn_operators import FUNCTIONS, HIDDEN, NEAREST, ONCE_ONLY, every_function, inputs, outcome
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from vramx.nn.activation import gelu
+from vramx.nn.linear import linears
+from vramx.nn.norm import rms_norm
+from vramx.nn.operators import Operator, _flattened, _grouped, operator
+from vramx.nn.relu import relu
+from vramx.nn.unit_linear import gelu_linear
+
+
+class WatchFunctions(TorchFunctionMode):
+    """The same for torch's functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@every_function
+def test_eager_mode_goes_around_the_dispatcher(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Operator, args: Any) -> bool:
+        assert not watched(self, args)
+        return False
+
+    watched = Operator.is_watched
+    monkeypatch.setattr(Operator, "is_watched", refuse)
+    outcome(name)
+
+
+@every_function
+def test_a_function_mode_sees_operators(name: str) -> None:
+    with WatchFunctions() as watch:
+        (FUNCTIONS | ONCE_ONLY)[name](*inputs())
+    assert any("vramx" in each for each in watch.seen)
+
+
+def test_selective_checkpoints_choose_operators_by_name() -> None:
+    chosen: list[str] = []
+
+    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if func is torch.ops.vramx.unit_linear.default:
+            chosen.append("recomputed" if context.is_recompute else "computed")
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    leaves = inputs()
+    y = checkpoint(
+        lambda x, w: gelu_linear(gelu(x, keep=NEAREST), w, keep=NEAREST), *leaves,
+        use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy),
+    )  # fmt: skip
+    found = torch.autograd.grad(y.sum(), leaves)
+    assert chosen[0] == "computed"
+    plain = gelu_linear(gelu(leaves[0], keep=NEAREST), leaves[1], keep=NEAREST)
+    assert all(map(torch.equal, found, torch.autograd.grad(plain.sum(), leaves)))
+
+
+def test_tensors_without_memory_have_shapes() -> None:
+    x = torch.empty(4, HIDDEN, device="meta", requires_grad=True)
+    assert gelu(x).shape == x.shape
+    assert rms_norm(x).y.is_meta
+
+
+def test_subclasses_and_symbolic_proxies_are_given_to_torch() -> None:
+    seen: list[str] = []
+
+    class Noted(Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(func))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    relu(sample(4, HIDDEN).detach().as_subclass(Noted))
+    linears(rms_norm(sample(4, HIDDEN)), [sample(HIDDEN, HIDDEN).as_subclass(Noted)])
+    assert {each.rpartition("vramx.")[2] for each in seen if "vramx" in each} >= {
+        "relu.default", "linears.default",
+    }  # fmt: skip
+
+
+def test_transforms_are_given_to_torch() -> None:
+    """torch.func has no rule for the operators, and says so or computes; it is never passed by."""
+    x, _ = inputs()
+    with pytest.raises(RuntimeError):
+        torch.func.grad(lambda x: gelu(x, keep=NEAREST).sum())(x.detach())
+
+
+def test_forward_derivatives_are_refused() -> None:
+    import torch.autograd.forward_ad as forward_ad
+
+    x, _ = inputs()
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError):
+        gelu(forward_ad.make_dual(x, torch.ones_like(x)), keep=NEAREST)
+
+
+def test_lists_come_back_as_they_were() -> None:
+    args = [1, ["a", "b"], [], None, [3]]
+    flat = _flattened(args, (1, 2))
+    assert flat == [1, "a", "b", None, [3]]
+    assert _grouped(flat, [(1, 2), (2, 0)]) == args
+
+
+def test_eager_calls_take_less_host_time_than_torch_librarys() -> None:
+    """Both are the minimum over repetitions: of the same work, the one with less around it."""
+
+    @operator("vramx_test::nothing", schema="(Tensor x, Tensor[] xs, int[] form) -> Tensor")
+    def nothing(x: Tensor, xs: list[Tensor], form: list[int]) -> Tensor:
+        return torch.empty_like(x)
+
+    nothing.register_fake(lambda x, xs, form: torch.empty_like(x))
+    nothing.register_autograd(
+        lambda ctx, dy: (dy, [None, None], None), setup_context=lambda ctx, inputs, output: None
+    )
+    x = torch.ones(2, requires_grad=True)
+    others = [torch.ones(2), torch.ones(2)]
+
+    def best_s(call: Callable[..., Tensor]) -> float:
+        def step() -> None:
+            call(x, others, [1, 2]).backward(x.detach())
+
+        return min(timeit.repeat(step, number=50, repeat=20))
+
+    assert best_s(nothing) < 0.8 * best_s(torch.ops.vramx_test.nothing)

@@ -1,0 +1,280 @@
+"""vramx.predict of programs that read values, load batches, step in backward or share storages."""
+
+from __future__ import annotations
+
+from collections import deque  # which a copy of a step shares, as it does no list
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from plan_tools import Stack
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import vramx
+from vramx.errors import UntraceableError
+from vramx.planning.fake_reads import Unread
+
+WEIGHTS = nn.Linear(64, 64, bias=False)
+BYTES = WEIGHTS.weight.nbytes
+
+
+def peak(step: Any, **options: Any) -> int:
+    return vramx.predict(step, policies="live", **options).peak_bytes()
+
+
+# -- Values that are known -------------------------------------------------------------------------
+
+
+def test_a_buffer_that_counts_is_read() -> None:
+    averaged = torch.optim.swa_utils.AveragedModel(WEIGHTS)
+    seen = deque[Any]()
+
+    def step() -> None:
+        averaged.update_parameters(WEIGHTS)
+        seen.append(averaged.n_averaged.item())
+
+    vramx.predict(step, steps=3)
+    assert ([*seen], averaged.n_averaged.item()) == ([1, 2, 3], 0)
+
+
+def test_a_place_in_a_queue_moves_on() -> None:
+    queue, place = torch.zeros(8, 4), torch.zeros(1, dtype=torch.long)
+    seen = deque[Any]()
+
+    def step() -> None:
+        at = int(place)
+        queue[at : at + 2] = torch.ones(2, 4, device=queue.device)
+        place[0] = (at + 2) % 8
+        seen.append(at)
+
+    vramx.predict(step, steps=4)
+    assert ([*seen], int(place)) == ([0, 2, 4, 6], 0)
+
+
+def test_lengths_of_a_batch_are_read() -> None:
+    lengths = torch.tensor([2, 5, 1])
+    x = torch.zeros(8, 64)
+    parts = deque[Any]()
+
+    def step() -> None:
+        parts.append([WEIGHTS(part).shape[0] for part in x.split(lengths.tolist())])
+
+    vramx.predict(step, steps=1)
+    assert [*parts] == [[2, 5, 1]]
+
+
+def test_what_a_write_of_unknown_data_spoils_is_not_read() -> None:
+    numbers = torch.arange(4)
+    view = numbers[1:]
+
+    def step() -> None:
+        view.copy_(torch.randint(4, (3,), device=view.device))
+        if numbers[2] > 2:
+            numbers.zero_()
+
+    with pytest.raises(UntraceableError, match="reads a value of bool"):
+        vramx.predict(step, steps=1)
+    assert numbers.tolist() == [0, 1, 2, 3]
+
+
+def test_no_layer_is_dropped_by_a_drawn_number() -> None:
+    x = torch.zeros(256, 64)
+
+    def step(share: float = 0.9) -> None:
+        y = WEIGHTS(x) if torch.rand([]) >= share else x
+        y.sum().backward()
+
+    assert peak(step, steps=1) > BYTES + 2 * x.nbytes
+
+
+@pytest.mark.parametrize("asks", [torch.isnan, torch.isinf, lambda x: ~torch.isfinite(x)])
+def test_numbers_are_taken_for_finite(asks: Any) -> None:
+    x = torch.zeros(1 << 14, requires_grad=True)
+
+    def step() -> None:
+        if asks(x).any() or not torch.isfinite(x.sum()):
+            raise FloatingPointError
+        x.sum().backward()
+
+    prediction = vramx.predict(step)
+    assert any("finite" in each for each in prediction.assumptions)
+    assert prediction.peak_bytes() >= 2 * x.nbytes
+
+
+# -- Reads that decide nothing ---------------------------------------------------------------------
+
+
+def test_a_metric_may_count() -> None:
+    x, labels = torch.zeros(32, 64), torch.zeros(32, dtype=torch.long)
+    said = deque[Any]()
+
+    def step() -> None:
+        right = (WEIGHTS(x).argmax(-1) == labels).sum().item()
+        said.append(f"{100 * right / len(x):.1f}%")
+
+    prediction = vramx.predict(step, steps=1)
+    assert [*said] == ["0.0%"]
+    assert any("metric" in each for each in prediction.assumptions)
+
+
+@pytest.mark.parametrize("use", [range, bool, int, lambda n: n > 1, lambda n: [0][n]])
+def test_an_unread_number_decides_nothing(use: Any) -> None:
+    with pytest.raises(UntraceableError, match="reads a value of int64"):
+        use(2 * Unread("int64") + 1)
+
+
+def test_arrays_are_zeros_of_the_same_kind() -> None:
+    x = torch.zeros(4, 64)
+    seen = deque[Any]()
+
+    def step() -> None:
+        with torch.no_grad():
+            seen.append(WEIGHTS(x).cpu().numpy())
+
+    prediction = vramx.predict(step, steps=1)
+    assert (seen[0].shape, seen[0].dtype.name, seen[0].sum()) == ((4, 64), "float32", 0)
+    assert any("numpy" in each for each in prediction.assumptions)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_what_an_operation_takes_within_is_seen_without_autograd(mode: Any) -> None:
+    x = torch.zeros(1 << 10, 64)
+
+    def step() -> float:
+        with mode():
+            return torch.einsum("ij,kj->", x, x.double().float()).sum().item()
+
+    assert peak(step, device="cpu", steps=1) == peak(step, device="cpu", steps=1)
+    assert peak(step, device="cpu", steps=1) >= 4 * x.nbytes
+
+
+# -- Batches ---------------------------------------------------------------------------------------
+
+
+class Numbered(Dataset[Tensor]):
+    """Reads what cannot be read without data."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((64,), float(torch.tensor([index]).numpy()[0]))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_in_the_step_gives_batches(workers: int) -> None:
+    loader = DataLoader(Numbered(), batch_size=16, shuffle=True, num_workers=workers)
+    generator = torch.get_rng_state()
+
+    def step() -> None:
+        for batch in loader:
+            WEIGHTS(batch.to(WEIGHTS.weight.device)).sum().backward()
+
+    # The weight, its gradient and another one, a batch, its result and the gradient of that.
+    assert peak(step, steps=1) >= 3 * BYTES + 16 * 64 * 4
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_an_iterator_of_the_program_is_not_advanced() -> None:
+    batches = iter(DataLoader(TensorDataset(torch.arange(128.0).view(2, 64)), batch_size=1))
+    begun = endless(DataLoader(TensorDataset(torch.arange(128.0).view(2, 64)), batch_size=1))
+
+    def step() -> None:
+        for source in (batches, begun):
+            (batch,) = next(source)
+            WEIGHTS(batch.to(WEIGHTS.weight.device)).sum().backward()
+
+    vramx.predict(step, steps=2)
+    assert torch.equal(next(batches)[0], torch.arange(64.0)[None])
+    assert type(next(begun)[0]) is Tensor
+
+
+def endless(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+# -- Hooks and storages ----------------------------------------------------------------------------
+
+
+def test_a_step_in_backward_is_counted() -> None:
+    model, x = Stack(3), torch.randn(4, 8)
+    optimizers = {p: torch.optim.AdamW([p]) for p in model.parameters()}
+
+    def learn(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    handles = [p.register_post_accumulate_grad_hook(learn) for p in model.parameters()]
+    weights = sum(p.nbytes for p in model.parameters())
+    assert peak(lambda: model(x).mean().backward()) >= 3 * weights
+    assert not any(each.state for each in optimizers.values())
+    for handle in handles:
+        handle.remove()
+
+
+def test_tensors_of_one_storage_share_one() -> None:
+    whole = torch.zeros(1 << 12)
+    alias, half = whole.detach(), whole.view(torch.int32)[: 1 << 11]
+
+    def step() -> Tensor:
+        return whole[:1] + alias[:1] + half[:1]
+
+    assert vramx.predict(step).row().before_bytes == whole.nbytes
+
+
+# -- Layers whose kernels read data ----------------------------------------------------------------
+
+
+def recurrent(kind: Any, lengths: Tensor) -> int:
+    layer, x = kind(16, 32, batch_first=True), torch.randn(len(lengths), 12, 16)
+
+    def step() -> None:
+        rows = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        out, found = nn.utils.rnn.pad_packed_sequence(layer(rows)[0], batch_first=True)
+        assert out.shape == (len(lengths), int(lengths.max()), 32)
+        assert found.tolist() == lengths.tolist()
+        out.sum().backward()
+
+    return peak(step)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_packed_rows_take_less_than_whole_ones(kind: Any) -> None:
+    long, short = torch.tensor([12, 12, 12]), torch.tensor([6, 2, 1])
+    assert recurrent(kind, long) > recurrent(kind, short)
+
+
+def test_ctc_is_followed() -> None:
+    x = torch.randn(50, 4, 20, requires_grad=True)
+    targets = torch.randint(1, 20, (4, 10))
+    lengths = torch.full((4,), 50), torch.full((4,), 10)
+
+    def step() -> None:
+        nn.functional.ctc_loss(x.log_softmax(-1), targets, *lengths).backward()
+
+    # Probabilities, the forward variables of twice the targets and one, and two gradients.
+    assert peak(step, steps=1) >= 3 * x.nbytes + 4 * 50 * 21 * 4
+
+
+def test_unique_finds_no_element_twice() -> None:
+    x = torch.zeros(1 << 14, dtype=torch.long)
+    prediction = vramx.predict(lambda: torch.unique(x, return_inverse=True), steps=1)
+    assert prediction.peak_bytes() >= 3 * x.nbytes
+    assert any("unique" in each for each in prediction.assumptions)
+
+
+def test_a_step_that_is_not_on_the_gpu_is_told_of() -> None:
+    assert "nothing of the step" in vramx.predict(lambda: torch.ones(8).sum()).assumptions[0]
+
+
+def test_a_stream_of_batches_that_ends_is_one_error() -> None:
+    batches = iter([torch.zeros(4, 64)])
+
+    def step() -> None:
+        WEIGHTS(next(batches).to(WEIGHTS.weight.device))
+
+    with pytest.raises(UntraceableError, match="StopIteration"):
+        vramx.predict(step)

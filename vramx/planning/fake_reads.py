@@ -1,0 +1,142 @@
+"""What a program reads of tensors without data: item(), bool(), tolist(), numpy().
+
+What is known (fake_values.py) is read. A float of which nothing is known is taken for 0.0, arrays
+and lists of floats likewise. An integer that item() reads may count for a metric, or it may be a
+size: an Unread is computed with, and printed, as a number is, and is an error that names the line
+where a size, a comparison or an index is made of it. Other reads are that error at once.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from vramx.errors import UntraceableError
+from vramx.planning.fake_values import real, value_of
+
+Assume = Callable[[str], None]
+_FLOATS = "floats of the GPU that the step reads, as by item(), are taken for 0.0"
+_COUNTS = "integers that the step reads and only computes with, as for a metric, are taken for 0"
+_ARRAYS = "arrays that the step reads, as by numpy(), are taken for zeros"
+
+
+def read_value(tensor: Tensor, assume: Assume) -> Any:
+    """Return what item() returns: a number that is known, or zero for a float.
+
+    Raises:
+        UntraceableError: it is an integer or a truth value, on which sizes and branches depend.
+    """
+    known = value_of(tensor)
+    if known is not None:
+        with real():
+            return known.flatten()[0].item() if known.numel() else known.item()
+    if tensor.is_floating_point():
+        assume(_FLOATS)
+        return 0.0
+    if tensor.is_complex():
+        assume(_FLOATS)
+        return 0j
+    raise _error(str(tensor.dtype).removeprefix("torch."))
+
+
+def read(function: Any, args: Any, assume: Assume) -> Any:
+    """Return what a call reads of a tensor without data, NotImplemented for other calls."""
+    how = _READS.get(function)
+    if how is None or not args or not isinstance(args[0], FakeTensor):
+        return NotImplemented
+    return how(args[0], assume)
+
+
+def _item(tensor: Tensor, assume: Assume) -> Any:
+    whole = not tensor.is_floating_point() and not tensor.is_complex()
+    if tensor.numel() != 1 or value_of(tensor) is not None or tensor.dtype == torch.bool:
+        return NotImplemented
+    if not whole:
+        return NotImplemented
+    assume(_COUNTS)
+    return Unread(str(tensor.dtype).removeprefix("torch."))
+
+
+def _array(tensor: Tensor, assume: Assume) -> Any:
+    if tensor.requires_grad or tensor.device.type != "cpu" or tensor.dtype not in _NUMPY:
+        return NotImplemented  # torch's own error
+    known = value_of(tensor)
+    if known is not None:
+        with real():
+            return known.clone().numpy()
+    assume(_ARRAYS)
+    return np.zeros(tuple(tensor.shape), _NUMPY[tensor.dtype])  # pages that nobody writes
+
+
+def _list(tensor: Tensor, assume: Assume) -> Any:
+    known = value_of(tensor)
+    if known is not None:
+        with real():
+            return known.tolist()
+    if not tensor.is_floating_point():
+        raise _error(str(tensor.dtype).removeprefix("torch."))
+    assume(_FLOATS)
+    return np.zeros(tuple(tensor.shape)).tolist()
+
+
+_NUMPY: dict[torch.dtype, Any] = {
+    getattr(torch, name): np.dtype(name)
+    for name in ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
+} | {torch.bool: np.dtype(bool), torch.complex64: np.dtype("complex64")}
+_READS: dict[Any, Callable[[Tensor, Assume], Any]] = {
+    Tensor.item: _item,
+    Tensor.tolist: _list,
+    Tensor.numpy: _array,
+    Tensor.__array__: _array,
+}
+
+
+class Unread:
+    """An integer whose value is not known: a number to compute with, and nothing to decide by."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def _refuse(self, *_: Any) -> Any:
+        raise _error(self._kind)
+
+    def _same(self, *_: Any) -> Unread:
+        return self
+
+    def __float__(self) -> float:
+        return 0.0
+
+    def __str__(self) -> str:
+        return "0"
+
+    def __format__(self, spec: str) -> str:
+        return format(0, spec)
+
+    __repr__ = __str__
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _same
+    __floordiv__ = __mod__ = __pow__ = __neg__ = __pos__ = __abs__ = __round__ = _same
+    __int__ = __index__ = __bool__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = _refuse
+    __eq__ = __ne__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _error(kind: str) -> UntraceableError:
+    return UntraceableError(
+        f"the step reads a value of {kind} that depends on data, by item(), int(), bool() or an "
+        f"if{_place()}; compute it before the step, or have predict run without it"
+    )
+
+
+def _place() -> str:
+    """Return the line of the program that asks, of what is neither torch's nor ours."""
+    for frame in reversed(traceback.extract_stack()):
+        if "/torch/" not in frame.filename and "/vramx/planning/" not in frame.filename:
+            return f" ({frame.filename.rpartition('/')[2]}:{frame.lineno})"
+    return ""

@@ -1,0 +1,177 @@
+"""Values of tensors without data, where the program has them: counters, lengths, positions, flags.
+
+A small tensor of integers or one number that the program holds, or makes of nothing, keeps a real
+copy on the host beside its stand-in. Operations on such tensors alone are computed for the copies
+too, views of them share memory as theirs do, and a write of what is not known spoils a copy with
+all of its views. So a buffer that counts, the lengths of a batch or a loop's end can be read, and
+nothing is guessed. Not thread-safe; some microseconds an operation, more where values are known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+# The copies are for counters, and for lengths and positions of a batch; larger ones cost time.
+MOST_ELEMENTS = 4096
+_MOST_BYTES = 8 * MOST_ELEMENTS
+Copies = dict[int, torch.UntypedStorage]
+_KEPT, _SPOILED = "_vramx_value", "_vramx_spoiled"
+_aten = torch.ops.aten
+# What makes a tensor of numbers alone.
+_FACTORIES = {
+    *(_aten.zeros.default, _aten.ones.default, _aten.full.default, _aten.scalar_tensor.default),
+    *(_aten.arange.default, _aten.arange.start, _aten.arange.start_step),
+    *(_aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default),
+    *(_aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default),
+}
+# Of elements that are all the same these make the same of one element.
+_OF_ONE = {
+    *(_aten.any.default, _aten.any.dim, _aten.all.default, _aten.all.dim),
+    *(_aten.logical_not.default, _aten.logical_or.default, _aten.logical_and.default),
+    *(_aten.bitwise_not.default, _aten.bitwise_or.Tensor, _aten.bitwise_and.Tensor),
+}
+_FINITE = {
+    **dict.fromkeys((torch.isfinite, Tensor.isfinite), True),
+    **dict.fromkeys((torch.isnan, Tensor.isnan, torch.isinf, Tensor.isinf), False),
+}
+
+
+def value_of(tensor: Any) -> Tensor | None:
+    """Return the values of a tensor without data, None where they are not known."""
+    kept = getattr(tensor, _KEPT, None)
+    if kept is None:
+        return getattr(tensor, "constant", None)
+    return None if getattr(kept.untyped_storage(), _SPOILED, False) else kept
+
+
+def keep_value(stand_in: Tensor, tensor: Tensor, copies: Copies | None = None) -> None:
+    """Keep a copy of the values of a tensor of the program beside what stands for it.
+
+    Args:
+        copies: of storages, by their address, where several tensors of the program may share one.
+    """
+    if tensor.device.type == "meta" or not _is_read(tensor):
+        return
+    whole = tensor.untyped_storage()
+    with real(), torch.no_grad():
+        copy = None if copies is None else copies.get(whole._cdata)
+        if copy is None and whole.nbytes() > _MOST_BYTES:
+            _keep(stand_in, tensor.detach().to("cpu", copy=True))
+            return
+        if copy is None:
+            copy = whole.cpu().clone()
+            if copies is not None:
+                copies[whole._cdata] = copy
+        place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        _keep(stand_in, torch.empty(0, dtype=tensor.dtype).set_(copy, *place))
+
+
+def follow(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    """Compute for known values what an operation made of their stand-ins."""
+    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    values = [value_of(x) if isinstance(x, FakeTensor) else None for x in given]
+    if func in _FACTORIES:
+        if result.layout == torch.strided and result.numel() <= MOST_ELEMENTS:
+            _compute(func, args, kwargs, result)
+        return
+    if not values or any(value is None for value in values):
+        _spoil(func, args, kwargs)
+        return
+    made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+    large = any(x.numel() > MOST_ELEMENTS for x in (*given, *made))
+    if (large and func not in _OF_ONE) or torch.Tag.nondeterministic_seeded in func.tags:
+        _spoil(func, args, kwargs)
+    else:
+        _compute(func, args, kwargs, result)
+
+
+def _compute(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    try:
+        with real():
+            computed = func(*tree_map(_known, args), **tree_map(_known, kwargs))
+    except Exception:  # of what cannot be computed nothing is known
+        _spoil(func, args, kwargs)
+        return
+    for stand_in, value in zip(tree_leaves(result), tree_leaves(computed), strict=False):
+        if isinstance(stand_in, FakeTensor) and isinstance(value, Tensor):
+            whole = _as_large(value, stand_in)
+            if whole.shape == stand_in.shape and whole.dtype == stand_in.dtype:
+                _keep(stand_in, whole)
+
+
+def _as_large(value: Tensor, stand_in: Tensor) -> Tensor:
+    """Return one element as all of those that it was computed for."""
+    if value.shape == stand_in.shape or value.numel() != 1:
+        return value
+    with real():
+        return value.reshape([1] * stand_in.dim()).expand(stand_in.shape)
+
+
+def taken_for_finite(function: Any, result: Any) -> bool:
+    """Have isnan() and its like find what they are there to rule out nowhere."""
+    if function not in _FINITE or not isinstance(result, FakeTensor):
+        return False
+    with real():
+        _keep(result, torch.full((1,) * result.dim(), _FINITE[function]).expand(result.shape))
+    return True
+
+
+def taken_for_large(func: Any, result: Any) -> bool:
+    """Have a single number that is drawn between 0 and 1 be as good as 1: no layer is left out."""
+    if func is not _aten.rand.default or result.numel() != 1:
+        return False
+    with real():
+        _keep(
+            result, torch.full(result.shape, 1 - torch.finfo(result.dtype).eps, dtype=result.dtype)
+        )
+    return True
+
+
+def _is_read(tensor: Tensor) -> bool:
+    """Tell whether a program may read a tensor: several integers, or one number."""
+    if tensor.layout != torch.strided or tensor.is_complex():
+        return False
+    return tensor.numel() <= (1 if tensor.is_floating_point() else MOST_ELEMENTS)
+
+
+def _keep(stand_in: Tensor, value: Tensor) -> None:
+    setattr(stand_in, _KEPT, value)
+
+
+def _known(value: Any) -> Any:
+    """Return what an argument is on the host."""
+    if isinstance(value, FakeTensor):
+        found = value_of(value)
+        if found is None:  # of a factory, which reads the shape alone
+            return torch.empty(value.shape, dtype=value.dtype)
+        alike = found.numel() > MOST_ELEMENTS
+        return found[(slice(0, 1),) * found.dim()] if alike else found
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _spoil(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Forget what an operation writes to."""
+    if not func._schema.is_mutable:
+        return
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written = args[at] if at < len(args) else kwargs.get(argument.name)
+            for tensor in tree_leaves(written):
+                kept = getattr(tensor, _KEPT, None)
+                if kept is not None:
+                    setattr(kept.untyped_storage(), _SPOILED, True)
+
+
+@contextlib.contextmanager
+def real() -> Iterator[None]:
+    """Run what is within with data, on the host."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
