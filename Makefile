@@ -1,5 +1,6 @@
 # Every target prepares what it needs: a Python with torch (the active one, or else .venv) and the
-# compiled core. On a bare machine only python3 and g++ must be there. See .ci/environment.py.
+# compiled core. On a bare machine python3 with its headers and venv, and g++, must be there. See
+# .ci/environment.py, which names what is not.
 #
 #   make demo       replay two recorded programs under four allocators, with a picture
 #   make test       every test that needs no GPU and is not long, the build included

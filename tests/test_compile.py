@@ -113,6 +113,22 @@ def test_sizes_that_change_compile_once_more_and_no_oftener() -> None:
 
 
 @inlines
+def test_a_size_that_a_tensor_has_twice_may_change() -> None:
+    linear = nn.Linear(WIDTH, WIDTH)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = linear(x)
+        return nn.functional.gelu(y @ y.mT)
+
+    compiled = torch.compile(program, backend="aot_eager", dynamic=True)
+    for rows in (32, 48):
+        x = torch.randn(rows, WIDTH)
+        found = gradients(linear, compiled, x, compressed_graphs(SMALL))
+        exact = gradients(linear, program, x)
+        assert 0 < relative_error(found, exact) < 0.02
+
+
+@inlines
 def test_small_tensors_and_statistics_are_kept() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
     compiled = torch.compile(model, backend="aot_eager")

@@ -30,6 +30,7 @@ COMPLETE: dict[str, Any] = {
     "torch": {"version": "2.11.0+cu130", "cuda": "13.0", "error": ""},
     "triton": "3.6.0",
     "compiler": "g++ 13.3.0",
+    "python_headers": True,
     "allocator": {
         "obstacle": "",
         "entry_point": True,
@@ -76,6 +77,8 @@ def test_everything_works_on_a_complete_machine() -> None:
         ("VRAMX=1 without vramx run", allocator(entry_point=False), doctor.MISSING, "pip install"),
         ("compressed activations", {"triton": None}, doctor.LIMITED, "triton is not installed"),
         ("compressed activations", {"triton": "3.2.0"}, doctor.LIMITED, "they need 3.3 or newer"),
+        ("compressed activations", {"python_headers": False}, doctor.LIMITED, "no Python.h"),
+        ("compressed activations", {"compiler": None}, doctor.LIMITED, "no C++ compiler"),
         ("compressed activations", {"cuda": {**NO_GPU, "devices": []}}, doctor.LIMITED, "no GPU"),
         ("compressed activations", {"cuda": TURING}, doctor.LIMITED, "capability is 7.5"),
         ("compressed activations", {"torch": NO_TORCH}, doctor.MISSING, "not installed"),

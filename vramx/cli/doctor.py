@@ -15,8 +15,10 @@ import json
 import platform
 import shutil
 import subprocess
+import sysconfig
 import textwrap
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from vramx import __version__, config
@@ -80,6 +82,7 @@ def collect() -> dict[str, Any]:
         "torch": _torch(),
         "triton": _version("triton"),
         "compiler": _compiler(),
+        "python_headers": (Path(sysconfig.get_path("include")) / "Python.h").exists(),
         "allocator": _allocator(),
         "packages": {name: _version(name) for name in ("numpy", "rich", "matplotlib", "plotly")},
     }
@@ -208,6 +211,12 @@ def _compression_finding(facts: dict[str, Any]) -> Finding:
         needed = ".".join(map(str, OLDEST_TRITON))
         limits.append(
             f"fused blocks in plain torch: triton is {facts['triton']}, they need {needed} or newer"
+        )
+    elif not facts["compiler"] or not facts["python_headers"]:
+        lacking = "Python.h" if facts["compiler"] else "C++ compiler"
+        limits.append(
+            f"only with kernels in Triton's cache: no {lacking} for it to start others with "
+            "(apt-get install g++ python3-dev, dnf install gcc-c++ python3-devel)"
         )
     old = [d for d in devices if float(d["compute_capability"]) < OLDEST_CAPABILITY]
     limits += [

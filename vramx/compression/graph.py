@@ -175,13 +175,15 @@ class _Hooks:
         codes, header, outliers = encode(dims.reshape(-1, form.group_size), form, key)
         # Constants become part of the graphs; an object of ours could not.
         stored = (form.bits, form.group_size, form.symmetric)
-        return codes, header, outliers, stored, tensor.dtype, tuple(order), tuple(dims.shape)
+        sizes, places = _distinct(dims.shape)
+        return codes, header, outliers, stored, tensor.dtype, tuple(order), sizes, places
 
     @staticmethod
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        codes, header, outliers, stored, dtype, order, size = packed
+        codes, header, outliers, stored, dtype, order, sizes, places = packed
+        size = [sizes[place] for place in places]
         dims = decode(codes, header, outliers, Format(*stored), dtype).view(size)
         back = [0] * len(order)
         for position, dim in enumerate(order):
@@ -216,6 +218,19 @@ def _dense_order(tensor: Tensor) -> list[int]:
             return []
         span = span * tensor.shape[dim]
     return order
+
+
+def _distinct(shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the sizes that a shape has, and which of them each dimension is.
+
+    torch renames what a hook returns and erases what had the name before, so that a graph with
+    dynamic shapes must not return one size twice: torch 2.11 to 2.13 fail where it does. Sizes are
+    told apart by their text, as comparing them would tie the graph to the answer.
+    """
+    texts = [str(size) for size in shape]
+    distinct = list(dict.fromkeys(texts))
+    sizes = tuple(shape[texts.index(text)] for text in distinct)
+    return sizes, tuple(map(distinct.index, texts))
 
 
 def _module(function: Callable[..., Any], name: str, options: Compression) -> fx.GraphModule:
