@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from typing import Any
 
 import pytest
 
