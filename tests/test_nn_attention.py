@@ -24,8 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vramx.compression import codec
 from vramx.compression.codec import layout_of
 from vramx.compression.config import Compression, Format
-from vramx.nn import attention
 from vramx.nn import attention_kernels as kernels
+from vramx.nn import operators_attention
 from vramx.nn.attention import Attended, scaled_dot_product_attention
 from vramx.nn.functional import linear
 
@@ -155,7 +155,7 @@ def packed_result(call: Any, decoded: Any, mask: Tensor | None) -> tuple[Tensor,
 
 def test_a_packed_result_is_found_under_a_bias(monkeypatch: Any) -> None:
     """The defect: dq gets the mean key times what is missing in rowsum(dy y)."""
-    monkeypatch.setattr(attention, "_result_again", packed_result)
+    monkeypatch.setattr(operators_attention, "_result_again", packed_result)
     assert worst_cosine_under_a_bias() < COSINE
 
 
@@ -181,7 +181,7 @@ def test_gradients_are_right_where_attention_is_sharp(sharpness: float, name: st
 
 
 def test_a_packed_result_is_found_where_attention_is_sharp(monkeypatch: Any) -> None:
-    monkeypatch.setattr(attention, "_result_again", packed_result)
+    monkeypatch.setattr(operators_attention, "_result_again", packed_result)
     assert worst_cosine_where_sharp(6.0) < COSINE
 
 
@@ -200,7 +200,7 @@ def test_what_all_tokens_have_in_common_has_no_gradient_through_the_keys(name: s
 
 
 def test_gradients_of_keys_that_have_a_sum_are_found(monkeypatch: Any) -> None:
-    monkeypatch.setattr(attention, "_result_again", packed_result)
+    monkeypatch.setattr(operators_attention, "_result_again", packed_result)
     assert worst_share_of_a_constant() > 1e-3
 
 
@@ -379,17 +379,23 @@ def test_operators_say_what_they_return() -> None:
     call = (kernels.HOST, 0.0, False, None)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     for of_queries in ([-1, 0, 0, 0, 0], [8, 128, 1, 0, 0]):
-        arguments = (*inputs(), None, *call, [8, 128, 1, 0, 0], of_queries)
+        how = (*call, [8, 128, 1, 0, 0], of_queries)
+        nobody = (None, None, None, None, 0)
+        arguments = (*inputs(), None, *nobody, *how)
         torch.library.opcheck(torch.ops.vramx.attention.default, arguments, test_utils=tests)
         q, k, v = (x.detach() for x in inputs())
         with torch.no_grad():
-            _, y, _, *kept, sums, seed, offset = torch.ops.vramx.attention(q, k, v, *arguments[3:])
+            _, _, y, _, *kept, sums, seed, offset = torch.ops.vramx.attention(
+                q, k, v, *arguments[3:]
+            )
         packs = kept[:3]
         q, k = (q, k) if of_queries[0] == -1 else packs[:2]
+        shapes, needs = (list(incoming().shape), list(v.shape), v.dtype), [False] * 3
         for result in ([], [y, sums, seed, offset]):
+            given = (result, incoming(), None, *nobody, *how, *shapes, needs)
             torch.library.opcheck(
                 torch.ops.vramx.attention_backward.default,
-                (incoming(), q, k, packs[2], None, result, list(v.shape), *arguments[4:]),
+                (q, k, packs[2], None, *given),
                 test_utils=tests,
             )
 

@@ -21,7 +21,6 @@ from vramx.nn.families.attention import (
     heads_of,
     implementation,
     is_in,
-    project_out,
     takes_cache,
     turn,
 )
@@ -133,8 +132,7 @@ class DecoderLayer(Fused):
         }
         if cannot_centre(attention.k_proj):
             keep = replace(keep, level="keep")
-        attended = attend(attention, (q, k, v), mask, options, keep)
-        return project_out(attended, attention.o_proj)
+        return attend(attention, (q, k, v), mask, options, keep)(attention.o_proj)
 
     def _normalise_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q, k
