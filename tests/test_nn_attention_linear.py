@@ -47,6 +47,7 @@ def readers(kind: str, p: float = 0.0, dtype: torch.dtype = torch.float32) -> Be
         "frozen": Behind(weight.detach(), None, None, side),
         "both": Behind(weight, bias, None, side),
         "side": Behind(side=side),
+        "nobody": Behind(),
     }[kind]
 
 
@@ -85,7 +86,7 @@ def off(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("p", [0.0, 0.4])
-@pytest.mark.parametrize("kind", ["learning", "frozen", "both", "side"])
+@pytest.mark.parametrize("kind", ["learning", "frozen", "both", "side", "nobody"])
 def test_projections_are_computed_and_learn_from_the_result_of_decoded_values(
     kind: str, p: float
 ) -> None:
@@ -125,6 +126,41 @@ def test_nothing_is_kept_of_the_result(kind: str) -> None:
     terms = [x for x in (behind.weight, behind.bias) if x is not None]
     held = held_bytes(lambda: fused(tensors, behind), *tensors, *terms, *leaves(behind))
     assert held == layout_of(tensors[2].numel(), Format()).buffer_bytes + 4  # and a probe
+
+
+def test_values_that_are_made_again_are_not_kept() -> None:
+    q, k, v = heads()
+    exact, behind, calls = v.detach().clone(), readers("both"), list[int]()
+
+    def make() -> Tensor:
+        calls.append(1)
+        return exact
+
+    made = attention_linear((q, k, v), behind, enable_gqa=True, values=make)
+    with torch.no_grad():
+        v.zero_()  # which torch would name if v were kept
+    every = [q, k, *leaves(behind)]
+    found = gradients([each for each in made if each is not None], every)
+    expected = gradients(plain((q, k, exact), behind), every)
+    assert all(off(a, b) < ROUNDING for a, b in zip(found, expected, strict=True))
+    assert len(calls) == 1
+
+
+def test_values_are_packed_under_hooks_of_others_and_after_dropout() -> None:
+    q, k, v = heads()
+    calls: list[int] = []
+
+    def make() -> Tensor:
+        calls.append(1)
+        return v.detach()
+
+    with torch.autograd.graph.save_on_cpu():
+        hooked, _ = attention_linear((q, k, v), readers("learning"), enable_gqa=True, values=make)
+    dropped, _ = attention_linear(
+        (q, k, v), readers("learning"), dropout_p=0.2, enable_gqa=True, values=make
+    )
+    (hooked + dropped).sum().backward()
+    assert not calls
 
 
 @pytest.mark.parametrize("case", ["dropout", "keep", "no gradients"])
@@ -186,7 +222,7 @@ def test_second_derivatives_reach_every_input() -> None:
         assert (ours - theirs).norm() <= 0.1 * theirs.norm()
 
 
-@pytest.mark.parametrize("kind", ["learning", "frozen", "side"])
+@pytest.mark.parametrize("kind", ["learning", "frozen", "side", "nobody"])
 def test_compiles_to_one_graph(kind: str) -> None:
     tensors, behind = heads(), readers(kind)
     compiled = torch.compile(

@@ -15,12 +15,16 @@ is one operator, some tens of microseconds of host time more than torch's.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
+from vramx.compression import enclosing
 from vramx.compression.config import BITS, Compression, rules_of
 from vramx.nn import arguments, keeping, linear
 from vramx.nn import attention_kernels as kernels
@@ -115,15 +119,19 @@ def attention_linear(
     scale: float | None = None,
     enable_gqa: bool = False,
     keep: Compression | None = None,
+    values: Callable[[], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return a projection of attention's result, and the product of a side of it.
 
     Args:
         heads: q, k and v, as scaled_dot_product_attention() takes them.
-        behind: the projection, without a residual, and a side, or one of the two: they read the
-            result as (batch, tokens, heads * size), which is what is returned without a weight. The
-            second result is None without a side.
+        behind: the projection, without a residual, and a side; there may be one of them or none.
+            They read the result as (batch, tokens, heads * size), which is what is returned without
+            a weight. The second result is None without a side.
         attn_mask: these and what follows as scaled_dot_product_attention() has them.
+        values: makes v again in backward, so that nothing is kept of it; None: it is packed. Not
+            called in a graph of a compiler, after dropout, and under hooks of others, who would
+            not see what is kept.
 
     Raises:
         InvalidValueError: a type or a shape does not fit.
@@ -141,16 +149,20 @@ def attention_linear(
         torch.Size([2, 8, 3])
     """
     options = _Options(attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    made = _attend(heads, options, keep, behind)
+    made = _attend(heads, options, keep, behind, values)
     if made is not None:
         y, h = made[0][:2]
+        if behind.weight is None and behind.side is None:
+            y = y.transpose(1, 2).flatten(2)
         return y, None if behind.side is None else h
     y = _as_torch_does(heads, options).transpose(1, 2).flatten(2)
     weights = [] if behind.weight is None else [behind.weight]
     sides = [] if behind.side is None else [behind.side]
     # The result is kept by torch's attention, so that nothing is won by a pack.
     exact = Compression(level="keep")
-    found = list(linear.linears(y, weights, [behind.bias] * len(weights), exact, sides=sides))
+    found = list[Tensor]()
+    if weights or sides:
+        found += linear.linears(y, weights, [behind.bias] * len(weights), exact, sides=sides)
     result = found.pop(0) if weights else y
     return result, found[0] if sides else None
 
@@ -164,7 +176,11 @@ class _Options(NamedTuple):
 
 
 def _attend(
-    heads: Heads, options: _Options, keep: Compression | None, behind: Behind
+    heads: Heads,
+    options: _Options,
+    keep: Compression | None,
+    behind: Behind,
+    values: Callable[[], Tensor] | None = None,
 ) -> tuple[tuple[Any, ...], list[int]] | None:
     """Return the operator's first four results, and how values are kept; None: by no kernel."""
     form = keeping.form_of(keep, *heads)
@@ -178,9 +194,37 @@ def _attend(
     of_queries = _form_of_queries(keep)
     if options.dropout_p:
         form, of_queries = list(keeping.EXACTLY), list(keeping.AS_IT_IS)
+    hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if values is not None and not options.dropout_p and _may_hook():
+        form, hooks = list(keeping.AS_IT_IS), _made_again(v, values)
     readers = _checked(behind, q)
-    found = attention_operator(q, k, v, mask, *readers, kernel, *call[1:], form, of_queries)
+    with hooks:
+        found = attention_operator(q, k, v, mask, *readers, kernel, *call[1:], form, of_queries)
     return found[:4], form
+
+
+def _may_hook() -> bool:
+    """Tell whether there are no hooks of others, which ours would hide what is kept from."""
+    if torch.compiler.is_compiling() or not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return False
+    return enclosing.is_told() and enclosing.top_hook() is None
+
+
+def _made_again(v: Tensor, values: Callable[[], Tensor]) -> saved_tensors_hooks:
+    place = _place(v)
+
+    def note(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+        return values if _place(tensor) == place else tensor
+
+    return saved_tensors_hooks(note, _open)
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
+
+
+def _open(held: Tensor | Callable[[], Tensor]) -> Tensor:
+    return held if isinstance(held, Tensor) else held()
 
 
 def _as_torch_does(heads: Heads, options: _Options) -> Tensor:

@@ -163,9 +163,9 @@ def _result_again(
 
 @_attention_backward.register_fake
 def _(
-    q: Tensor, k: Tensor, _v: Tensor, mask: Tensor | None, result: list[Tensor], *others: Any
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, result: list[Tensor], *others: Any
 ) -> tuple[Tensor, ...]:
-    readers, call, _, of_queries = _taken(others[2:-4])
+    readers, call, form, of_queries = _taken(others[2:-4])
     shape, of_keys, dtype, needs = others[-4:]
     incoming = others[:2]
     like = next(each for each in incoming if each is not None).to(dtype)
@@ -173,7 +173,7 @@ def _(
     decoded = (
         q if as_it_is else _empty_heads(like, shape),
         k if as_it_is else _empty_heads(like, of_keys),
-        _empty_heads(like, of_keys),
+        v if form[0] == keeping.NOTHING else _empty_heads(like, of_keys),
     )
     dy = _empty_heads(like, shape)
     if result:
@@ -216,11 +216,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
         tuple(k.shape),
         q.dtype,
     )
-    as_they_are = ctx.of_queries[0] == keeping.NOTHING
-    without = (*packs, sums, seed, offset, *(probes[:2] if as_they_are else ()))
-    ctx.mark_non_differentiable(*without, *(() if buffer is None else (buffer,)))
-    if as_they_are:
-        packs[:2] = q, k
+    forms = (ctx.of_queries, ctx.of_queries, ctx.form)
+    as_they_are = [form[0] == keeping.NOTHING for form in forms]
+    unused = [probe for probe, each in zip(probes, as_they_are, strict=True) if each]
+    buffers = packs if buffer is None else [*packs, buffer]
+    ctx.mark_non_differentiable(*buffers, *unused, sums, seed, offset)
+    packs = [x if each else pack for x, pack, each in zip(inputs, packs, as_they_are, strict=False)]
     result = (buffer, sums, seed, offset) if ctx.call[1] else ()
     ctx.save_for_backward(*packs, *probes, mask, weight, bias, side, key, *result)
 

@@ -81,14 +81,15 @@ class _InPasses:
             return self._part(y, residual)
 
 
-class _Held(NamedTuple):
-    """What stands for the part's input."""
+class Held(NamedTuple):
+    """What stands for an input: what is kept of it, its shape and type."""
 
     kept: Kept
     shape: torch.Size
     dtype: torch.dtype
 
     def open(self) -> Tensor:
+        """Return the input with the values that were kept."""
         kept = self.kept
         y: Tensor = norm_output(
             kept.buffer, kept.weight, kept.bias, list(self.shape), kept.dtype, self.dtype,
@@ -113,15 +114,15 @@ class _Inputs:
     """The hook that meets the tensors that a checkpoint keeps of its arguments."""
 
     def __init__(self, y: Tensor, kept: Kept | None, residual: Tensor | None) -> None:
-        self._held: dict[int, _Held | _Unread] = {}
+        self._held: dict[int, Held | _Unread] = {}
         if kept is not None:
-            self._held[_storage(y)] = _Held(kept, y.shape, y.dtype)
+            self._held[_storage(y)] = Held(kept, y.shape, y.dtype)
         if residual is not None:
             self._held[_storage(residual)] = _Unread(
                 residual.shape, residual.dtype, residual.device
             )
 
-    def note(self, tensor: Tensor) -> Tensor | _Held | _Unread:
+    def note(self, tensor: Tensor) -> Tensor | Held | _Unread:
         return self._held.get(_storage(tensor), tensor)
 
 
@@ -129,5 +130,5 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _open(held: Tensor | _Held | _Unread) -> Tensor:
+def _open(held: Tensor | Held | _Unread) -> Tensor:
     return held if isinstance(held, Tensor) else held.open()
