@@ -78,12 +78,13 @@ def prefer_to_the_base(model: Any) -> Tensor:
 
 
 def prefer_to_another_adapter(model: Any) -> Tensor:
-    """The policy's adapter is another one while its backward pass runs."""
+    """Take another adapter between the forward and the backward pass of the policy's."""
     model.set_adapter("default")
     policy = likelihood(model)
     model.set_adapter("other")
     with torch.no_grad():
         reference = likelihood(model)
+    model.set_adapter("default")
     return preference(policy - reference)
 
 
