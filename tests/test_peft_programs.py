@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from optimize_tools import INT8_NOISE, decoder, error
+from test_nn_adapters import Quantised
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
@@ -42,6 +43,21 @@ def of_another_kind() -> Any:
     config = peft.VeraConfig(r=4, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM")
     torch.manual_seed(1)
     return peft.get_peft_model(decoder(transformers), config).train()
+
+
+class Linear4bit(Quantised):
+    """Stands for bitsandbytes' class, a base whose weight is made when it is called."""
+
+
+Linear4bit.__module__ = "bitsandbytes.nn.modules"
+
+
+def quantised() -> Any:
+    model = adapted()
+    for module in list(model.modules()):
+        if hasattr(module, "base_layer"):
+            module.base_layer = Linear4bit(module.base_layer)
+    return model
 
 
 def prepared_for_few_bits() -> Any:
@@ -93,6 +109,7 @@ PROGRAMS: dict[str, tuple[Callable[[], Any], Callable[[Any], Tensor]]] = {
     "values only": (lambda: adapted(target_modules=["q_proj", "v_proj"]), fine_tune),
     "output only": (lambda: adapted(target_modules=["o_proj"]), fine_tune),
     "another kind": (of_another_kind, fine_tune),
+    "quantised base": (quantised, fine_tune),
     "few bits": (prepared_for_few_bits, fine_tune),
     "base as reference": (adapted, prefer_to_the_base),
     "adapter as reference": (with_a_second, prefer_to_another_adapter),
@@ -116,6 +133,18 @@ def test_program_learns_as_without(program: str, level: str) -> None:
     assert found.keys() == expected.keys()
     flat = [torch.cat([each[name].flatten() for name in expected]) for each in (found, expected)]
     assert 0 < error(*flat) < INT8_NOISE
+
+
+def test_values_of_frozen_projections_are_made_again_and_nothing_else_at_int8() -> None:
+    model = quantised()
+    vramx.optimize(model, "int8")
+    fine_tune(model).backward()
+    calls = {
+        name: module.calls for name, module in model.named_modules() if hasattr(module, "calls")
+    }
+    again = {name for name, count in calls.items() if count == 2}
+    assert again == {name for name in calls if ".v_proj." in name}
+    assert set(calls.values()) == {1, 2}
 
 
 # -- Bytes -----------------------------------------------------------------------------------------

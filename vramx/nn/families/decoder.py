@@ -126,8 +126,8 @@ class DecoderLayer(Fused):
         q, k = self._normalise_heads(q, k)
         q, k = turn(attention, q, k, positions)
         if cache is not None:
+            values = None if is_in(cache, attention) else values
             k, v = cache.update(k, v, attention.layer_idx)
-            values = None
         options |= {
             "dropout": attention.attention_dropout if attention.training else 0.0,
             "scaling": attention.scaling,
