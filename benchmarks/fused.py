@@ -8,12 +8,13 @@ benchmarks/results/fused.csv` draws bytes against time. The Llama stack takes un
 H200, the others a minute each.
 
 The goals, on the Llama stack, in bytes per token and hidden unit that a block keeps: int8 at most
-13.5 in 1.03 of Liger's time and less than eager's; recompute_mlp 6.5 in 1.17 of Liger's;
+12.3 in 1.03 of Liger's time and less than eager's; recompute_mlp 5.0 in 1.17 of Liger's;
 recompute_all 1.1 in the time of Liger with checkpoints. Gradients of 8 bits, of recomputation and
 of exact kernels have a cosine of 0.999 with eager's in every case, or lie no more than twice as far
 from eager's as those of Liger or of torch.compile, which round at other places than eager does.
 With adapters at every linear layer of frozen weights, in bfloat16 or in 4 bits, int8 keeps at least
-3.7 times less than eager and takes no more than its time.
+3.7 times less than eager and takes no more than its time; recompute_mlp, which takes two products
+of three of the feed-forward part again, keeps 9 times less.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ class Goal(NamedTuple):
 
 
 GOALS = (
-    Goal("llama int8", BLOCK, 13.5),
+    Goal("llama int8", BLOCK, 12.3),
     Goal("llama int8", "step_ms", 1.03, "llama liger"),
     Goal("llama int8", "step_ms", 1.0, "llama eager"),
-    Goal("llama recompute_mlp", BLOCK, 6.5),
+    Goal("llama recompute_mlp", BLOCK, 5.0),
     Goal("llama recompute_mlp", "step_ms", 1.17, "llama liger"),
     Goal("llama recompute_all", BLOCK, 1.1),
     Goal("llama recompute_all", "step_ms", 1.0, "llama liger_checkpoint"),
@@ -60,6 +61,10 @@ GOALS = (
         Goal(f"{case} int8", metric, most, f"{case} eager")
         for case in ("lora", "lora_undropped", "qlora")
         for metric, most in ((BLOCK, 1 / 3.7), ("step_ms", 1.0))
+    ),
+    *(
+        Goal(f"{case} recompute_mlp", BLOCK, 1 / 9, f"{case} eager")
+        for case in ("lora", "lora_undropped", "qlora")
     ),
 )
 

@@ -62,7 +62,7 @@ def lora_rows(report: Any) -> dict[str, str]:
     return {row.name: row.reason for row in report.left if row.name.endswith(TARGETS)}
 
 
-@pytest.mark.parametrize("level", ["keep", "int8"])
+@pytest.mark.parametrize("level", ["keep", "int8", "recompute_mlp"])
 @pytest.mark.parametrize("name", ADAPTED)
 def test_adapters_of_every_family_learn_as_in_the_original(name: str, level: str) -> None:
     original, inputs = adapted(name)
@@ -77,7 +77,7 @@ def test_adapters_of_every_family_learn_as_in_the_original(name: str, level: str
     assert error(gradient, gradient_of(original, inputs)) < bound
 
 
-@pytest.mark.parametrize("level", ["keep", "int8"])
+@pytest.mark.parametrize("level", ["keep", "int8", "recompute_mlp"])
 def test_adapters_of_convolutional_blocks_learn_as_in_the_original(level: str) -> None:
     original, inputs = family("convnext")
     adapt_with_peft(original, Adapters(("fc1", "fc2"), 4, 8.0, 0.0), torch.float32)

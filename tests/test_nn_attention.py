@@ -274,10 +274,13 @@ def test_backward_takes_a_result_that_was_kept(of_queries: list[int]) -> None:
     # As behind dropout, which no CPU kernel has: there only CUDA's kernels call it so.
     q, k, v = (x.detach() for x in inputs())
     how = (kernels.HOST, 0.0, False, None, [8, 128, 1, 0, 0], of_queries)
-    _, y, _, *packs, sums, seed, offset = torch.ops.vramx.attention(q, k, v, None, *how)
+    nobody = (None, None, None, None, 0)
+    _, _, y, _, *packs, sums, seed, offset = torch.ops.vramx.attention(q, k, v, None, *nobody, *how)
     q, k = (q, k) if of_queries[0] == -1 else packs[:2]
+    shapes, needs = (list(incoming().shape), list(v.shape), v.dtype), [False] * 3
+    given = ([y, sums, seed, offset], incoming(), None, *nobody, *how, *shapes, needs)
     torch.library.opcheck(
         torch.ops.vramx.attention_backward.default,
-        (incoming(), q, k, packs[2], None, [y, sums, seed, offset], list(v.shape), *how),
+        (q, k, packs[2], None, *given),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )

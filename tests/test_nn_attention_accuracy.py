@@ -23,8 +23,8 @@ from torch import Tensor
 
 from vramx.compression import codec
 from vramx.compression.config import Format
-from vramx.nn import attention
 from vramx.nn import attention_kernels as kernels
+from vramx.nn import operators_attention
 
 KEY_BIAS = 100.0  # deviations of the keys
 
@@ -109,5 +109,5 @@ DEFECTIVE = {
 
 @pytest.mark.parametrize("name", DEFECTIVE)
 def test_a_packed_result_is_found(name: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(attention, "_result_again", packed_result)
+    monkeypatch.setattr(operators_attention, "_result_again", packed_result)
     assert DEFECTIVE[name]()

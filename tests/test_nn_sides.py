@@ -17,8 +17,9 @@ from vramx.nn.dropout import dropout
 from vramx.nn.linear import linears
 from vramx.nn.low_rank import add_low_rank
 from vramx.nn.norm import rms_norm
+from vramx.nn.readers import Behind
 from vramx.nn.sides import Side
-from vramx.nn.unit_linear import Behind, unit_linear
+from vramx.nn.unit_linear import unit_linear
 
 INPUTS, OUTPUTS, RANK = 128, 5, 3
 F64 = torch.float64

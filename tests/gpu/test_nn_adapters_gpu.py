@@ -22,8 +22,9 @@ from vramx.nn.dropout import dropout
 from vramx.nn.linear import linears
 from vramx.nn.low_rank import add_low_rank
 from vramx.nn.norm import rms_norm
+from vramx.nn.readers import Behind
 from vramx.nn.sides import Side
-from vramx.nn.unit_linear import Behind, unit_linear
+from vramx.nn.unit_linear import unit_linear
 
 pytestmark = pytest.mark.gpu
 
@@ -100,8 +101,8 @@ def test_packed_adapters_learn_within_the_noise(p: float) -> None:
         assert error(ours, right) < 0.016 * 3**0.5
 
 
-@pytest.mark.parametrize(("rate", "least"), [(0.0, 3.3), (0.05, 4.3)])
-def test_adapted_llama_block_keeps_less_than_a_third_of_eager(rate: float, least: float) -> None:
+@pytest.mark.parametrize(("rate", "least"), [(0.0, 3.7), (0.05, 5.5)])
+def test_adapted_llama_block_keeps_so_many_times_less_than_eager(rate: float, least: float) -> None:
     transformers = pytest.importorskip("transformers")
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
     hidden, tokens = 2048, 2048

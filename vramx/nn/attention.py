@@ -1,33 +1,39 @@
-"""Scaled dot product attention that keeps values packed, and its result for the projection behind.
+"""Scaled dot product attention that keeps values packed, alone or with the projection behind it.
 
 torch keeps q, k, v, the result and a float a row; the output projection that follows shares the
-result. Here v is packed, and the result too, for the projection, which takes that pack (linear.py).
-q and k stay as they are: an error of theirs passes through an exponential. Backward takes
-rowsum(dy y) from dy v^T, and where attention is sharp next to nothing is left: y must be that of
-the very v that backward has. So it is computed again, from the decoded v. Dropout cannot be
-repeated: with it v and y are kept exactly. The kernels are torch's own,
-forward and backward, called by the names that its scaled_dot_product_attention calls; this file
-decides which of them takes a call, and what is kept. attention_kernels.py knows how they are
-called. No state; any thread; nothing waits for the device. A call is one operator, some tens of
-microseconds of host time more than torch's.
+result. Here v is packed. q and k stay as they are: an error of theirs passes through an
+exponential. Backward takes rowsum(dy y) from dy v^T, and where attention is sharp next to nothing
+is left: y must be that of the very v that backward has. So it is computed again, from the decoded
+v, and nobody keeps it for the projection: attention_linear() has that in the same operator. Of
+attention alone the result is packed too, for a projection that takes that pack (linear.py). Dropout
+cannot be repeated: with it v and y are kept exactly. The kernels are torch's own, forward and
+backward, called by the names that its scaled_dot_product_attention calls; this file decides which
+of them takes a call, and what is kept. attention_kernels.py knows how they are called, and
+operators_attention.py has the operators. No state; any thread; nothing waits for the device. A call
+is one operator, some tens of microseconds of host time more than torch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
+from vramx.compression import enclosing
 from vramx.compression.config import BITS, Compression, rules_of
-from vramx.errors import FirstDerivativeOnlyError
-from vramx.nn import arguments, differentiation, keeping
+from vramx.nn import arguments, keeping, linear
 from vramx.nn import attention_kernels as kernels
+from vramx.nn import sides as beside
 from vramx.nn.keeping import Kept
-from vramx.nn.operators import operator
+from vramx.nn.operators_attention import attention_operator
+from vramx.nn.readers import Behind
 
+Heads = tuple[Tensor, Tensor, Tensor]
 _POLICY_KEY = "scaled_dot_product_attention"
 
 
@@ -96,22 +102,152 @@ def scaled_dot_product_attention(
         >>> attended.y.shape, attended.kept.dtype
         (torch.Size([2, 4, 8, 16]), torch.float32)
     """
-    spec = keeping.form_of(keep, q, k, v)
-    attn_mask, (q, k, v) = _cast(attn_mask, q, k, v)
-    call = kernels.Call(kernels.NO_KERNEL, dropout_p, is_causal, scale)
-    if spec[0] != keeping.NOTHING:
-        kernel = kernels.choose((q, k, v), attn_mask, call, enable_gqa)
-        call = kernels.Call(kernel, dropout_p, is_causal, scale)
-    if dropout_p:
-        spec = list(keeping.EXACTLY)
-    if call.kernel == kernels.NO_KERNEL:
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-        return Attended(y, None)
-    of_queries = list(keeping.AS_IT_IS) if dropout_p else _form_of_queries(keep)
-    y, buffer, probe, *_ = _attention(q, k, v, attn_mask, *_as_arguments(call), spec, of_queries)
-    return Attended(y, keeping.kept_tensor(buffer, probe, keeping.Spec(*spec)))
+    heads, options = (q, k, v), _Options(attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    made = _attend(heads, options, keep, Behind())
+    if made is None:
+        return Attended(_as_torch_does(heads, options), None)
+    (y, _, buffer, probe), form = made
+    return Attended(y, keeping.kept_tensor(buffer, probe, keeping.Spec(*form)))
+
+
+def attention_linear(
+    heads: Heads,
+    behind: Behind,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    keep: Compression | None = None,
+    values: Callable[[], Tensor] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return a projection of attention's result, and the product of a side of it.
+
+    Args:
+        heads: q, k and v, as scaled_dot_product_attention() takes them.
+        behind: the projection, without a residual, and a side; there may be one of them or none.
+            They read the result as (batch, tokens, heads * size), which is what is returned without
+            a weight. The second result is None without a side.
+        attn_mask: these and what follows as scaled_dot_product_attention() has them.
+        values: makes v again in backward, so that nothing is kept of it; None: it is packed. Not
+            called in a graph of a compiler, after dropout, and under hooks of others, who would
+            not see what is kept.
+
+    Raises:
+        InvalidValueError: a type or a shape does not fit.
+
+    Memory: as scaled_dot_product_attention(), but for the result, of which nothing is kept: with
+        dropout it is kept exactly.
+    Sync: none.
+    Error bound: results as torch's own. The projection's gradients are those of attention's result
+        for a v that is off by at most a step of its group.
+    Double backward: works, on what was decoded.
+
+    Example:
+        >>> q = torch.randn(2, 4, 8, 16, requires_grad=True)
+        >>> attention_linear((q, q, q), Behind(torch.ones(3, 64)))[0].shape
+        torch.Size([2, 8, 3])
+    """
+    options = _Options(attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    made = _attend(heads, options, keep, behind, values)
+    if made is not None:
+        y, h = made[0][:2]
+        if behind.weight is None and behind.side is None:
+            y = y.transpose(1, 2).flatten(2)
+        return y, None if behind.side is None else h
+    y = _as_torch_does(heads, options).transpose(1, 2).flatten(2)
+    weights = [] if behind.weight is None else [behind.weight]
+    sides = [] if behind.side is None else [behind.side]
+    # The result is kept by torch's attention, so that nothing is won by a pack.
+    exact = Compression(level="keep")
+    found = list[Tensor]()
+    if weights or sides:
+        found += linear.linears(y, weights, [behind.bias] * len(weights), exact, sides=sides)
+    result = found.pop(0) if weights else y
+    return result, found[0] if sides else None
+
+
+class _Options(NamedTuple):
+    mask: Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+
+
+def _attend(
+    heads: Heads,
+    options: _Options,
+    keep: Compression | None,
+    behind: Behind,
+    values: Callable[[], Tensor] | None = None,
+) -> tuple[tuple[Any, ...], list[int]] | None:
+    """Return the operator's first four results, and how values are kept; None: by no kernel."""
+    form = keeping.form_of(keep, *heads)
+    if form[0] == keeping.NOTHING:
+        return None
+    mask, (q, k, v) = _cast(options.mask, *heads)
+    call = kernels.Call(kernels.NO_KERNEL, *options[1:4])
+    kernel = kernels.choose((q, k, v), mask, call, options.enable_gqa)
+    if kernel == kernels.NO_KERNEL:
+        return None
+    of_queries = _form_of_queries(keep)
+    if options.dropout_p:
+        form, of_queries = list(keeping.EXACTLY), list(keeping.AS_IT_IS)
+    hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if values is not None and not options.dropout_p and _may_hook():
+        form, hooks = list(keeping.AS_IT_IS), _made_again(v, values)
+    readers = _checked(behind, q)
+    with hooks:
+        found = attention_operator(q, k, v, mask, *readers, kernel, *call[1:], form, of_queries)
+    return found[:4], form
+
+
+def _may_hook() -> bool:
+    """Tell whether there are no hooks of others, which ours would hide what is kept from."""
+    if torch.compiler.is_compiling() or not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return False
+    return enclosing.is_told() and enclosing.top_hook() is None
+
+
+def _made_again(v: Tensor, values: Callable[[], Tensor]) -> saved_tensors_hooks:
+    place = _place(v)
+
+    def note(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+        return values if _place(tensor) == place else tensor
+
+    return saved_tensors_hooks(note, _open)
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
+
+
+def _open(held: Tensor | Callable[[], Tensor]) -> Tensor:
+    return held if isinstance(held, Tensor) else held()
+
+
+def _as_torch_does(heads: Heads, options: _Options) -> Tensor:
+    mask, dropout_p, is_causal, scale, enable_gqa = options
+    mask, (q, k, v) = _cast(mask, *heads)
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _checked(behind: Behind, q: Tensor) -> tuple[Any, ...]:
+    """Return the readers of the result, as the operator has them."""
+    weight, bias, _, side = behind
+    if weight is None and side is None:
+        return None, None, None, None, 0
+    batch, heads, tokens, size = q.shape
+    y = q.new_empty_strided((batch, tokens, heads * size), (0, 0, 0))  # which is not made yet
+    if weight is not None:
+        arguments.check_floats(weight=weight, bias=bias)
+        arguments.check_linear(y, weight, bias)
+        linear.check_types(y, [weight], y.dtype)
+    drawn = (None, None, 0) if side is None else beside.draw([side], y)[0]
+    return weight, bias, *drawn
 
 
 def _cast(mask: Tensor | None, *tensors: Tensor) -> tuple[Tensor | None, tuple[Tensor, ...]]:
@@ -139,193 +275,3 @@ def _bits_of_argument(policy: Any, argument: int) -> int:
         if here and (rule.arguments is None or argument in rule.arguments):
             return BITS.get(rule.level, 0)
     return 0
-
-
-def _as_arguments(call: kernels.Call) -> tuple[int, float, bool, float | None]:
-    """Return a call as operators have it."""
-    return call.kernel, call.dropout_p, call.causal, call.scale
-
-
-# -- The operators ---------------------------------------------------------------------------------
-
-
-@operator(
-    "vramx::attention",
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, int kernel, float dropout_p, bool causal, "
-    "float? scale, int[] form, int[] of_queries) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
-    "Tensor)",
-)
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *how: Any
-) -> tuple[Tensor, ...]:
-    """Return y, its buffer and probe; those of q, k and v; what the kernel keeps."""
-    *call, form, of_queries = how
-    y, *state = kernels.forward(kernels.Call(*call), (q, k, v), mask)
-    forms = (of_queries, of_queries, form)
-    packs = (keeping.encode(_tokens_first(x), f) for x, f in zip((q, k, v), forms, strict=True))
-    probes = _probes((q, k, v), forms)
-    return y, keeping.encode(_tokens_first(y), form), _probe(y), *packs, *probes, *state
-
-
-@_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *how: Any) -> tuple[Tensor, ...]:
-    *call, form, of_queries = how
-    y, *state = kernels.forward(kernels.Call(*call), (q, k, v), mask)
-    forms = (of_queries, of_queries, form)
-    packs = (keeping.empty_buffer(x, f) for x, f in zip((q, k, v), forms, strict=True))
-    probes = _probes((q, k, v), forms)
-    return y, keeping.empty_buffer(y, form), _probe(y), *packs, *probes, *state
-
-
-def _probes(tensors: Sequence[Tensor], forms: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
-    q, k, v = tensors
-    of_queries, _, form = forms
-    return *differentiation.probes_of((q, k), of_queries), *differentiation.probes_of((v,), form)
-
-
-def _probe(y: Tensor) -> Tensor:
-    """Return the probe of y as it goes into the output projection."""
-    batch, heads, tokens, size = y.shape
-    return y.new_empty_strided((batch, tokens, heads * size), (0, 0, 0))
-
-
-def _tokens_first(x: Tensor) -> Tensor:
-    """Return (batch, tokens, heads, size): as the result of a projection lies in memory."""
-    return x.transpose(1, 2)
-
-
-@operator(
-    "vramx::attention_backward",
-    schema="(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor[] result, "
-    "SymInt[] of_keys, int kernel, float dropout_p, bool causal, float? scale, int[] form, "
-    "int[] of_queries) -> (Tensor, Tensor, Tensor)",
-)
-def _attention_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *others: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v; `of_keys` is the shape of k and v.
-
-    `result` is y and what the kernel kept with it; empty if these are to be computed again.
-    """
-    result, of_keys, *how, form, of_queries = others
-    call = kernels.Call(*how)
-    decoded = (
-        _decoded_heads(q, dy.shape, dy.dtype, of_queries),
-        _decoded_heads(k, of_keys, dy.dtype, of_queries),
-        _decoded_heads(v, of_keys, dy.dtype, form),
-    )
-    if result:
-        y, *state = result
-        y = _decoded_heads(y, dy.shape, dy.dtype, form)
-    else:
-        y, *state = _result_again(call, decoded, mask)
-    return kernels.backward(call, dy, (*decoded, y), mask, state)
-
-
-def _result_again(
-    call: kernels.Call, decoded: tuple[Tensor, Tensor, Tensor], mask: Tensor | None
-) -> tuple[Tensor, ...]:
-    """Return the result that goes with decoded values, and what the kernel keeps with it."""
-    return kernels.forward(call, decoded, mask)
-
-
-@_attention_backward.register_fake
-def _(dy: Tensor, q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    k, _, mask, result, of_keys, *how, _, of_queries = others
-    call = kernels.Call(*how)
-    as_it_is = of_queries[0] == keeping.NOTHING
-    decoded = (
-        q if as_it_is else _empty_heads(dy, dy.shape),
-        k if as_it_is else _empty_heads(dy, of_keys),
-        _empty_heads(dy, of_keys),
-    )
-    if result:
-        y, state = _empty_heads(dy, dy.shape), result[1:]
-    else:
-        y, *state = kernels.forward(call, decoded, mask)
-    return kernels.backward(call, dy, (*decoded, y), mask, state)
-
-
-def _decoded_heads(
-    kept: Tensor, shape: Sequence[int], dtype: torch.dtype, form: Sequence[int]
-) -> Tensor:
-    """Return what was kept of a tensor (batch, heads, tokens, size)."""
-    if form[0] == keeping.NOTHING:
-        return kept
-    batch, heads, tokens, size = shape
-    return keeping.decode(kept, (batch, tokens, heads, size), dtype, form).transpose(1, 2)
-
-
-def _empty_heads(like: Tensor, shape: Sequence[int]) -> Tensor:
-    batch, heads, tokens, size = shape
-    return like.new_empty(batch, tokens, heads, size).transpose(1, 2)
-
-
-# -- Derivatives -----------------------------------------------------------------------------------
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, _, mask, *call, ctx.form, ctx.of_queries = inputs
-    _, buffer, _, *kept, sums, seed, offset = output
-    packs, probes = kept[:3], kept[3:]
-    ctx.set_materialize_grads(False)
-    ctx.call, ctx.of_keys = tuple(call), tuple(k.shape)
-    as_they_are = ctx.of_queries[0] == keeping.NOTHING
-    without = probes[:2] if as_they_are else ()
-    ctx.mark_non_differentiable(buffer, *packs, *without, sums, seed, offset)
-    if as_they_are:
-        packs[:2] = q, k
-    result = (buffer, sums, seed, offset) if ctx.call[1] else ()
-    ctx.save_for_backward(*packs, *probes, mask, *result)
-
-
-def _differentiate(
-    ctx: Any, dy: Tensor | None, _: Any, dprobe: Tensor | None, *others: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    none, dprobes = (None,) * 7, others[3:6]
-    if dprobe is not None:
-        # The probe stands for y with tokens first and heads flattened.
-        of_y = dprobe.unflatten(-1, (-1, ctx.of_keys[-1])).transpose(1, 2)
-        dy = of_y if dy is None else dy + of_y
-    if dy is None:
-        return *dprobes, *none
-    q, k, v, *saved = ctx.saved_tensors
-    probes, mask, result = saved[:3], saved[3], saved[4:]
-    gradients: tuple[Tensor | None, ...]
-    if torch.is_grad_enabled():
-        kept = tuple(zip((q, k, v), probes, strict=True))
-        gradients = _differentiable_backward(ctx, kept, mask, dy)
-    else:
-        gradients = _attention_backward(
-            dy, q, k, v, mask, list(result), ctx.of_keys, *ctx.call, ctx.form, ctx.of_queries
-        )
-    return *map(differentiation.add, gradients, dprobes), *none
-
-
-def _differentiable_backward(
-    ctx: Any, kept: tuple[tuple[Tensor, Tensor], ...], mask: Tensor | None, dy: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Return the same gradients by operations that have gradients themselves.
-
-    `kept` is what was kept of q, k and v, and their probes.
-    """
-    call = kernels.Call(*ctx.call)
-    if call.dropout_p:
-        raise FirstDerivativeOnlyError(
-            "scaled_dot_product_attention has no second derivative after dropout: what was dropped "
-            "is known to the kernel only; with create_graph=True use dropout_p=0"
-        )
-    shapes = (dy.shape, ctx.of_keys, ctx.of_keys)
-    forms = (ctx.of_queries, ctx.of_queries, ctx.form)
-    inputs = [
-        x if form[0] == keeping.NOTHING
-        else differentiation.attach(_decoded_heads(x, shape, dy.dtype, form), probe)
-        for (x, probe), shape, form in zip(kept, shapes, forms, strict=True)
-    ]  # fmt: skip
-    return differentiation.differentiable_gradients(
-        lambda *inputs: kernels.in_whole_matrices(call, inputs, mask), inputs, dy
-    )
-
-
-_attention.register_autograd(_differentiate, setup_context=_save)

@@ -23,7 +23,7 @@ from vramx.compression.config import Compression
 from vramx.errors import InvalidValueError, VramxWarning, brief
 from vramx.nn.families import family_of, head, known_base, projection, trial
 from vramx.nn.families.attention import KNOWN
-from vramx.nn.families.parts import terms_of_all
+from vramx.nn.families.parts import can_repeat
 from vramx.nn.families.swap import (
     RECOMPUTE_MLP,
     Fusing,
@@ -232,7 +232,7 @@ def _done(block: Any, word: str) -> tuple[str, str]:
     if word != RECOMPUTE_MLP:
         return word, reason
     part = block.vramx_feed_forward()
-    if part is not None and terms_of_all(part) is not None:
+    if part is not None and can_repeat(part):
         return word, reason
     if block.RECOMPUTES:
         reason += "; its feed-forward part is not understood: not recomputed"

@@ -15,7 +15,6 @@ then that result.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -25,8 +24,8 @@ from vramx.nn import arguments, keeping
 from vramx.nn import sides as beside
 from vramx.nn.activation import kind_of
 from vramx.nn.operators_unit_linear import unit_linear_operator
+from vramx.nn.readers import Behind
 from vramx.nn.reference_elementwise import KINDS
-from vramx.nn.sides import Side
 
 
 def glu_linear(
@@ -117,18 +116,6 @@ def silu_linear(
         torch.Size([2, 4])
     """
     return unit_linear((x,), "silu", Behind(weight, bias, residual), keep)[0]
-
-
-class Behind(NamedTuple):
-    """What reads a unit's result: a weight (outputs, inputs), its bias and a residual; a side.
-
-    Without a weight the result itself is returned, and there are neither bias nor residual.
-    """
-
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    residual: Tensor | None = None
-    side: Side | None = None
 
 
 def unit_linear(

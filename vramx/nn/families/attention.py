@@ -1,9 +1,9 @@
 """Attention of a block, from heads to the output projection.
 
-Where a model calls torch's scaled_dot_product_attention, vramx's takes its place: the values and
-the result are packed, and the output projection shares that pack. Any other call goes to the
-model's own function, found as its modules find it, with the arguments that it is given there. So
-masks, windows and random state are the model's. No state but a cache; any thread.
+Where a model calls torch's scaled_dot_product_attention, vramx's takes its place, with the output
+projection in the same operator: values are packed, and the result is not kept. Any other call goes
+to the model's own function, found as its modules find it, with the arguments that it is given
+there. So masks, windows and random state are the model's. No state but a cache; any thread.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from torch import Tensor, nn
 
 from vramx.compression.config import Compression
 from vramx.nn import passes
-from vramx.nn.attention import Attended, scaled_dot_product_attention
-from vramx.nn.families.projection import project, projection_of
+from vramx.nn.attention import attention_linear, scaled_dot_product_attention
+from vramx.nn.families.projection import Source, behind, project, projected, projection_of
 from vramx.nn.families.swap import cache_of, names_of
+from vramx.nn.keeping import NOTHING, Kept
+from vramx.nn.norm import Normed
+from vramx.nn.recomputed import Held
 from vramx.nn.rotary import rotary
 
 KNOWN = ("sdpa", "eager")
@@ -34,6 +37,8 @@ _UNDERSTOOD = frozenset(
 )
 
 Heads = Sequence[Tensor]
+# Returns what an output projection, a module, makes of attention's result; None: the result.
+Finish = Callable[[nn.Module | None], Tensor]
 _AS_IT_IS = Compression(level="keep")
 
 
@@ -60,9 +65,17 @@ def is_in(cache: Any, attention: Any) -> bool:
 
 
 def attend(
-    attention: Any, heads: Heads, mask: Tensor | None, options: dict[str, Any], keep: Compression
-) -> Attended:
-    """Return the result as a model of transformers makes it, of shape (batch, tokens, hidden)."""
+    attention: Any,
+    heads: Heads,
+    mask: Tensor | None,
+    options: dict[str, Any],
+    keep: Compression,
+    values: Callable[[], Tensor] | None = None,
+) -> Finish:
+    """Attend as a model of transformers does; the projection is to be called next.
+
+    `values` as values_again() returns it.
+    """
     names = names_of(attention)
     if implementation(attention) == "eager":
         function = names.eager_attention_forward
@@ -77,19 +90,66 @@ def attend(
                 causal = getattr(attention, "is_causal", True)
             causal = causal and mask is None and heads[0].shape[2] > 1
             how = {"is_causal": causal, "scale": options["scaling"]}
-            return packed(heads, mask, {"dropout_p": options["dropout"], **how}, keep)
+            how |= {"dropout_p": options["dropout"], "values": values}
+            return packed(heads, mask, how, keep)
     result: Tensor = function(attention, *heads, mask, **options)[0]
-    return Attended(result.reshape(*result.shape[:-2], -1).contiguous(), None)
+    return of_result(result.reshape(*result.shape[:-2], -1).contiguous())
 
 
-def packed(
-    heads: Heads, mask: Tensor | None, options: dict[str, Any], keep: Compression
-) -> Attended:
-    """Return vramx's scaled_dot_product_attention, tokens first and heads flattened."""
+def of_result(y: Tensor, kept: Kept | None = None) -> Finish:
+    """Return how a projection is made of a result that is there already."""
+
+    def finish(module: nn.Module | None) -> Tensor:
+        # Without a pack the projection keeps what attention keeps, too.
+        return y if module is None else project(y, [module], _AS_IT_IS, kept)[0]
+
+    return finish
+
+
+def packed(heads: Heads, mask: Tensor | None, options: dict[str, Any], keep: Compression) -> Finish:
+    """Attend by vramx's scaled_dot_product_attention; the projection is to be called next."""
     q, k, v = heads
-    gqa = q.shape[1] != k.shape[1]
-    y, kept = scaled_dot_product_attention(q, k, v, mask, enable_gqa=gqa, keep=keep, **options)
-    return Attended(y.transpose(1, 2).flatten(2), kept)
+    values = options.pop("values", None)
+    how = {"attn_mask": mask, "enable_gqa": q.shape[1] != k.shape[1], "keep": keep, **options}
+
+    def finish(module: nn.Module | None) -> Tensor:
+        y = None
+        if module is not None:
+            y = behind(
+                projection_of(module),
+                lambda read: attention_linear((q, k, v), read, values=values, **how),
+            )
+        if y is not None:
+            return y
+        alone = scaled_dot_product_attention(q, k, v, **how)
+        return of_result(alone.y.transpose(1, 2).flatten(2), alone.kept)(module)
+
+    return finish
+
+
+def values_again(source: Source, module: nn.Module, head_size: int) -> Callable[[], Tensor] | None:
+    """Return how values are made again in backward, from what a norm keeps; None: they are packed.
+
+    They are where the projection's weight is frozen. Frozen weights take two products where others
+    take three, and one more of the narrowest is a hundredth of a Llama block's time, for a fiftieth
+    of what the block keeps. Not under autocast, which backward is without, and not where a mask
+    would have to be drawn again.
+    """
+    found = projection_of(module)
+    learns = found.weight is not None and found.weight.requires_grad
+    if learns or not found.is_known or any(adapter.p for adapter in found.adapters):
+        return None
+    if not isinstance(source, Normed) or source.kept.spec.bits == NOTHING:
+        return None
+    if torch.is_autocast_enabled(source.y.device.type):
+        return None
+    held = Held(source.kept, source.y.shape, source.y.dtype)
+
+    def make() -> Tensor:
+        with torch.no_grad():
+            return heads_of(projected(held.open(), [found], _AS_IT_IS), head_size)[0]
+
+    return make
 
 
 def turn(attention: Any, q: Tensor, k: Tensor, positions: tuple[Tensor, Tensor]) -> Heads:
@@ -110,12 +170,6 @@ def cannot_centre(projection: nn.Module) -> bool:
     known case without is a projection that has no bias; all else may have one.
     """
     return projection_of(projection).may_add
-
-
-def project_out(attended: Attended, module: nn.Module) -> Tensor:
-    """Return an output projection, from what attention keeps if it keeps a pack."""
-    # Without a pack the projection keeps what attention keeps, too.
-    return project(attended.y, [module], _AS_IT_IS, attended.kept)[0]
 
 
 def _is_plain(

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from vramx.nn.attention import Attended
 from vramx.nn.families.attention import (
+    Finish,
     attend,
     heads_of,
     implementation,
-    project_out,
+    of_result,
 )
 from vramx.nn.families.parts import FeedForward, add_normalise, feed_forward
 from vramx.nn.families.projection import Source, project, tensor_of
@@ -84,16 +84,16 @@ class BertLayer(Fused):
             return y
         watched = not all_untouched([attention, attention.dropout])
         if watched or implementation(attention) is None:
-            attended = Attended(attention(x, **options)[0], None)
+            finish = of_result(attention(x, **options)[0])
         else:
-            attended = self._heads(x, dict(options))
+            finish = self._heads(x, dict(options))
         output = whole.output
         if not all_untouched([output]):
-            return output(attended.y, x)  # type: ignore[no-any-return]
-        parts = (project_out(attended, output.dense), x)
+            return output(finish(None), x)  # type: ignore[no-any-return]
+        parts = (finish(output.dense), x)
         return add_normalise(output.dropout, output.LayerNorm, parts, self.vramx_settings.keep)[0]
 
-    def _heads(self, x: Tensor, options: dict[str, Any]) -> Attended:
+    def _heads(self, x: Tensor, options: dict[str, Any]) -> Finish:
         attention, keep = self.attention.self, self.vramx_settings.keep
         mask = options.pop("attention_mask", None)
         options = {k: v for k, v in options.items() if v is not None}

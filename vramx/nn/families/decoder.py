@@ -21,9 +21,9 @@ from vramx.nn.families.attention import (
     heads_of,
     implementation,
     is_in,
-    project_out,
     takes_cache,
     turn,
+    values_again,
 )
 from vramx.nn.families.parts import FeedForward, feed_forward, normalise
 from vramx.nn.families.projection import project, tensor_of
@@ -97,11 +97,13 @@ class DecoderLayer(Fused):
         cache_name, cache = cache_of(options)
         options = {k: v for k, v in options.items() if k != cache_name and v is not None}
         projections = project(source, [attention.q_proj, attention.k_proj, attention.v_proj], keep)
+        values = values_again(source, attention.v_proj, attention.head_dim)
         del source  # a norm's result is not needed while attention runs
         q, k, v = heads_of(projections, attention.head_dim)
         q, k = self._normalise_heads(q, k)
         q, k = turn(attention, q, k, positions)
         if cache is not None:
+            values = None if is_in(cache, attention) else values
             k, v = cache.update(k, v, attention.layer_idx)
         options |= {
             "dropout": attention.attention_dropout if attention.training else 0.0,
@@ -110,8 +112,7 @@ class DecoderLayer(Fused):
         }
         if cannot_centre(attention.k_proj):
             keep = replace(keep, level="keep")
-        attended = attend(attention, (q, k, v), mask, options, keep)
-        return project_out(attended, attention.o_proj)
+        return attend(attention, (q, k, v), mask, options, keep, values)(attention.o_proj)
 
     def _normalise_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q, k

@@ -15,7 +15,6 @@ from vramx.nn.families.attention import (
     heads_of,
     implementation,
     is_in,
-    project_out,
     takes_cache,
 )
 from vramx.nn.families.parts import (
@@ -94,8 +93,8 @@ class Gpt2Block(Fused):
             "dropout": attention.attn_dropout.p if attention.training else 0.0,
             "scaling": attention.scaling,
         }
-        attended = attend(attention, (q, k, v), mask, options, keep)
-        return project_out(attended, attention.c_proj), attention.resid_dropout
+        finish = attend(attention, (q, k, v), mask, options, keep)
+        return finish(attention.c_proj), attention.resid_dropout
 
     def _feed_forward(self, dropout: Any, parts: tuple[Tensor, Tensor]) -> Tensor:
         source, residual = add_normalise(dropout, self.ln_2, parts, self.vramx_settings.keep)

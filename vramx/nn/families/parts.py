@@ -21,11 +21,12 @@ from vramx.nn import passes
 from vramx.nn.arguments import autocast_dtype
 from vramx.nn.dropout import dropout_add
 from vramx.nn.families.projection import (
+    Projection,
     Source,
-    adapted,
+    behind,
     plain_tensor,
     probability_of,
-    project,
+    projected,
     projection_of,
     tensor_of,
     terms_of,
@@ -37,8 +38,9 @@ from vramx.nn.mlp import mlp
 from vramx.nn.norm import Normed, rms_norm
 from vramx.nn.norm import norm as norm_as
 from vramx.nn.products import is_long
-from vramx.nn.sides import can_join, joined
-from vramx.nn.unit_linear import Behind, unit_linear
+from vramx.nn.readers import Behind
+from vramx.nn.recomputed import recomputed
+from vramx.nn.unit_linear import unit_linear
 
 HALVES = (torch.bfloat16, torch.float16)
 _HF = "transformers.models"
@@ -170,8 +172,11 @@ def feed_forward(source: Source, part: FeedForward, settings: Settings) -> Finis
     terms = None if apart and not _keeps_nothing(source, settings) else terms_of_all(part)
     if terms is not None:
         return partial(whole_feed_forward, source, TwoLinears(*terms), settings)
-    inside = project(source, part.inner, settings.keep)
-    return partial(_finish, inside, part, settings.keep)
+    found = _found(part)
+    if settings.level == RECOMPUTE_MLP and found.is_known:
+        run = partial(_in_order, found, settings.keep)
+        return lambda residual: recomputed(run, source, residual, settings.keep)
+    return _begin(found, settings.keep, source)
 
 
 def _keeps_nothing(source: Source, settings: Settings) -> bool:
@@ -199,8 +204,7 @@ def whole_feed_forward(
     if again:
         return mlp(source, weights, biases, activation=kind, residual=residual, keep=keep)
     (inside,) = linears(source, weights[:1], biases[:1], keep)
-    behind = Behind(weights[-1], biases[-1], residual)
-    return unit_linear((inside,), kind, behind, keep)[0]
+    return unit_linear((inside,), kind, Behind(weights[-1], biases[-1], residual), keep)[0]
 
 
 def feed_forward_add(finish: Finish, dropout: Any, residual: Tensor) -> Tensor:
@@ -220,24 +224,49 @@ def terms_of_all(part: FeedForward) -> tuple[list[Tensor], list[Tensor | None], 
     return [weight for weight, _ in known], [bias for _, bias in known], kind
 
 
+class _Found(NamedTuple):
+    """What a feed-forward part computes now: adapters come and go between two calls."""
+
+    inner: tuple[Projection, ...]
+    activation: Any
+    kind: str | None
+    outer: Projection
+
+    @property
+    def is_known(self) -> bool:
+        """Tell whether all of it is, so that it may run again on an input that is a pack's."""
+        return self.kind is not None and all(p.is_known for p in (*self.inner, self.outer))
+
+
+def _found(part: FeedForward) -> _Found:
+    inner = tuple(projection_of(module) for module in part.inner)
+    return _Found(inner, part.activation, kind_of(part.activation), projection_of(part.outer))
+
+
+def can_repeat(part: FeedForward) -> bool:
+    """Tell whether a part can be computed again in backward."""
+    return terms_of_all(part) is not None or _found(part).is_known
+
+
+def _in_order(part: _Found, keep: Compression, source: Source, residual: Tensor | None) -> Tensor:
+    return _begin(part, keep, source)(residual)
+
+
+def _begin(part: _Found, keep: Compression, source: Source) -> Finish:
+    inside = projected(source, part.inner, keep)
+    return partial(_finish, inside, part, keep)
+
+
 def _finish(
-    inside: Sequence[Tensor], part: FeedForward, keep: Compression, residual: Tensor | None
+    inside: Sequence[Tensor], part: _Found, keep: Compression, residual: Tensor | None
 ) -> Tensor:
-    kind, outer = kind_of(part.activation), projection_of(part.outer)
-    sides = [adapter.side for adapter in outer.adapters]
-    if kind is None or not can_join(sides):
-        value = _unit(inside, part.activation, kind, keep)
-        (y,) = project(value, [part.outer], keep)
-        return y if residual is None else residual + y
-    added = None if outer.weight is None else residual
-    behind = Behind(outer.weight, outer.bias, added, joined(sides))
-    y, product = unit_linear(inside, kind, behind, keep)
-    if outer.weight is None:
-        y = outer.base(y)
-    if product is not None:
-        ranks = [len(side.weight) for side in sides]
-        y = adapted(y, outer.adapters, product.split(ranks, -1))
-    return y if residual is None or added is residual else residual + y
+    kind, y = part.kind, None
+    if kind is not None:
+        y = behind(part.outer, lambda read: unit_linear(inside, kind, read, keep), residual)
+    if y is not None:
+        return y
+    (y,) = projected(_unit(inside, part.activation, kind, keep), [part.outer], keep)
+    return y if residual is None else residual + y
 
 
 def _unit(inside: Sequence[Tensor], activation: Any, kind: str | None, keep: Compression) -> Tensor:

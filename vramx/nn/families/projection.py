@@ -10,7 +10,7 @@ import of peft. No state; any thread; some microseconds a module.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -22,7 +22,8 @@ from vramx.nn.keeping import Kept
 from vramx.nn.linear import linears
 from vramx.nn.low_rank import add_low_rank
 from vramx.nn.norm import Normed
-from vramx.nn.sides import Side
+from vramx.nn.readers import Behind
+from vramx.nn.sides import Side, can_join, joined
 
 # What goes into projections: a norm's result, or any tensor.
 Source = Normed | Tensor
@@ -68,11 +69,15 @@ class Projection(NamedTuple):
     base: Any = None
 
     @property
+    def is_known(self) -> bool:
+        """Tell whether it is a product of a weight, a plain one or one of QUANTISED."""
+        return self.weight is not None or class_name(type(self.base)) in QUANTISED
+
+    @property
     def may_add(self) -> bool:
         """Tell whether a constant may be added to what the product gives."""
         if self.weight is None:
-            known = class_name(type(self.base)) in QUANTISED
-            base_adds = not known or self.base.bias is not None
+            base_adds = not self.is_known or self.base.bias is not None
         else:
             base_adds = self.bias is not None
         return base_adds or any(adapter.bias is not None for adapter in self.adapters)
@@ -124,7 +129,13 @@ def project(
 
     `kept` is what already is kept of a source that is a tensor.
     """
-    found = [projection_of(module) for module in modules]
+    return projected(source, [projection_of(module) for module in modules], keep, kept)
+
+
+def projected(
+    source: Source, found: Sequence[Projection], keep: Compression, kept: Kept | None = None
+) -> list[Tensor]:
+    """Return what each of several projections makes of one source; see project()."""
     weights = [each.weight for each in found if each.weight is not None]
     biases = [each.bias for each in found if each.weight is not None]
     sides = [adapter.side for each in found for adapter in each.adapters]
@@ -140,6 +151,29 @@ def project(
         results.append(adapted(base, each.adapters, products[:count]))
         del products[:count]
     return results
+
+
+def behind(
+    found: Projection,
+    read: Callable[[Behind], tuple[Tensor, Tensor | None]],
+    residual: Tensor | None = None,
+) -> Tensor | None:
+    """Return what a projection makes of a value that an operator makes, plus a residual.
+
+    `read` calls the operator with what is to read its value. None: it has room for one adapter's
+    weight, and those of the projection cannot be joined.
+    """
+    sides = [adapter.side for adapter in found.adapters]
+    if not can_join(sides):
+        return None
+    added = None if found.weight is None else residual
+    y, products = read(Behind(found.weight, found.bias, added, joined(sides)))
+    if found.weight is None:
+        y = found.base(y)
+    if products is not None:
+        ranks = [len(side.weight) for side in sides]
+        y = adapted(y, found.adapters, products.split(ranks, -1))
+    return y if residual is None or added is residual else residual + y
 
 
 def adapted(base: Tensor, adapters: Sequence[Adapter], products: Sequence[Tensor]) -> Tensor:

@@ -10,13 +10,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from vramx.nn.attention import Attended
 from vramx.nn.families.attention import (
     attend,
     heads_of,
     implementation,
+    of_result,
     packed,
-    project_out,
 )
 from vramx.nn.families.parts import (
     FeedForward,
@@ -81,7 +80,7 @@ class VitLayer(Fused):
             "dropout": attention.attention_dropout if attention.training else 0.0,
             "scaling": attention.scaling,
         }
-        return project_out(attend(attention, heads, mask, options, keep), attention.o_proj)
+        return attend(attention, heads, mask, options, keep)(attention.o_proj)
 
     def _feed_forward(self, attended: Tensor, residual: Tensor) -> Tensor:
         parts, keep = (attended, residual), self.vramx_settings.keep
@@ -167,10 +166,10 @@ class TimmBlock(Fused):
             "dropout_p": attention.attn_drop.p if attention.training else 0.0,
             "is_causal": options.get("is_causal", False),
         }
-        attended = packed(heads, options.get("attn_mask"), how, self.vramx_settings.keep)
+        finish = packed(heads, options.get("attn_mask"), how, self.vramx_settings.keep)
         if type(attention.norm) is not nn.Identity:
-            attended = Attended(attention.norm(attended.y), None)
-        return attention.proj_drop(project_out(attended, attention.proj))  # type: ignore[no-any-return]
+            finish = of_result(attention.norm(finish(None)))
+        return attention.proj_drop(finish(attention.proj))  # type: ignore[no-any-return]
 
     def vramx_feed_forward(self) -> FeedForward | None:
         mlp = self.mlp

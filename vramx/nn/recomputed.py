@@ -1,0 +1,134 @@
+"""A part of a block that runs again in backward, from what is kept of its input already.
+
+torch's non-reentrant checkpoint runs the part; hooks around it hold a norm's pack in the place of
+the part's input, and of a residual, which a second run does not read, only its shape. So any part
+that is a function of a norm's result keeps nothing: what mlp() is to plain weights, this is to
+weights with adapters and to quantised ones. A call costs some hundred microseconds of host time.
+No state; any thread; nothing waits for the device.
+
+Memory, temporary, in backward: all that the part saves, for one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from vramx.compression import enclosing
+from vramx.compression.config import Compression
+from vramx.nn import passes
+from vramx.nn.keeping import NOTHING, Kept
+from vramx.nn.linear import keep_tensor
+from vramx.nn.norm import Normed
+from vramx.nn.operators_norm import norm_output
+
+# Of an input, or a norm's result, and a residual, or None.
+Part = Callable[[Tensor | Normed, Tensor | None], Tensor]
+
+
+def recomputed(
+    part: Part, source: Tensor | Normed, residual: Tensor | None, keep: Compression | None
+) -> Tensor:
+    """Return part(source, residual); in backward, run it again on what is kept of the source.
+
+    It is run as it is, and keeps what it does, without grad mode, in a region of a checkpoint,
+    which keeps nothing of it, and where a compiler or a transform of torch.func watches.
+
+    Args:
+        part: smooth in its input, which a second run gets as a tensor with the values that a norm's
+            pack has; its result of the second run is not read. Where it draws random numbers it
+            gets the same again.
+        source: a norm's result, or a tensor, of which a pack is made here.
+        residual: what the part adds to its result and does not save; None: nothing.
+        keep: how a plain tensor is kept; None is int8.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or not torch.is_grad_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or enclosing.in_checkpoint()
+    ):
+        return part(source, residual)
+    y = source.y if isinstance(source, Normed) else source
+    inputs = _Inputs(y, _kept_of(source, keep), residual)
+    with saved_tensors_hooks(inputs.note, _open):
+        result: Tensor = checkpoint(_InPasses(part), y, residual, use_reentrant=False)
+    return result
+
+
+def _kept_of(source: Tensor | Normed, keep: Compression | None) -> Kept | None:
+    if isinstance(source, Normed) and source.kept.spec.bits != NOTHING:
+        return source.kept
+    return keep_tensor(source.y if isinstance(source, Normed) else source, keep)
+
+
+class _InPasses:
+    """What a checkpoint calls: first for the part's result, then for what it saves alone."""
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self._has_run = False
+
+    def __call__(self, y: Tensor, residual: Tensor | None) -> Tensor:
+        word = passes.SECOND if self._has_run else passes.FIRST
+        self._has_run = True
+        with passes.running(word):
+            return self._part(y, residual)
+
+
+class Held(NamedTuple):
+    """What stands for an input: what is kept of it, its shape and type."""
+
+    kept: Kept
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def open(self) -> Tensor:
+        """Return the input with the values that were kept."""
+        kept = self.kept
+        y: Tensor = norm_output(
+            kept.buffer, kept.weight, kept.bias, list(self.shape), kept.dtype, self.dtype,
+            list(kept.spec),
+        )  # fmt: skip
+        return y
+
+
+class _Unread(NamedTuple):
+    """What stands for a residual."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def open(self) -> Tensor:
+        none = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
+        return none.expand(self.shape)
+
+
+class _Inputs:
+    """The hook that meets the tensors that a checkpoint keeps of its arguments."""
+
+    def __init__(self, y: Tensor, kept: Kept | None, residual: Tensor | None) -> None:
+        self._held: dict[int, Held | _Unread] = {}
+        if kept is not None:
+            self._held[_storage(y)] = Held(kept, y.shape, y.dtype)
+        if residual is not None:
+            self._held[_storage(residual)] = _Unread(
+                residual.shape, residual.dtype, residual.device
+            )
+
+    def note(self, tensor: Tensor) -> Tensor | Held | _Unread:
+        return self._held.get(_storage(tensor), tensor)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _open(held: Tensor | Held | _Unread) -> Tensor:
+    return held if isinstance(held, Tensor) else held.open()
