@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from program_stand_ins import ON_CPU, ended_with, figures_of, line, rows
+from program_stand_ins import ON_CPU, ended_with, figures_of, line, rows, run_tiny
 
 from benchmarks import activations
 from benchmarks.harness import RowWriter
@@ -59,12 +59,8 @@ def test_a_text_counts_in_steps_of_its_own() -> None:
     assert abs(float(wrong) - 0.25 * 63 / 64) < 6 * (0.25 * 0.75 / 1950) ** 0.5
 
 
-def run_child(case: str) -> Outcome:
-    return _launch.run(Job(PROGRAMS / "_activations.py", ON_CPU, (case,), limit_s=120.0))
-
-
 def test_a_case_measures_exact_and_compressed_in_one_process() -> None:
-    done = run_child("unet3d")
+    done = _launch.run(Job(PROGRAMS / "_activations.py", ON_CPU, ("unet3d",), limit_s=120.0))
     assert done.status == "ok"
     found = figures_of(*done.reports)
     assert found["unet3d exact", "gradient_cosine"] == [1.0]
@@ -92,9 +88,8 @@ def test_a_training_ends_with_a_loss_of_each_seed(capsys: pytest.CaptureFixture[
 )
 def test_recomputation_and_offload_are_compared_on_the_llama(what: str, way: str) -> None:
     pytest.importorskip("transformers")
-    done = run_child(f"llama_{what}")
-    assert done.status == "ok"
-    found = figures_of(*done.reports)
+    case = f"_activations.main('llama_{what}')"
+    found = figures_of(*run_tiny(f"from benchmarks.programs import _activations; {case}"))
     assert found[f"llama_{what} exact", "gradient_cosine"] == [1.0]
     assert 0.99 < found[f"llama_{what} {way}", "gradient_cosine"][0] < 1.0  # it was compressed
 
