@@ -316,3 +316,14 @@ def test_what_torch_jit_compiled_is_one_clear_line() -> None:
     x = torch.zeros(4, 64)
     with pytest.raises(UntraceableError, match="has compiled cannot run"):
         vramx.predict(lambda: script(x).sum().backward())
+
+
+@pytest.mark.parametrize("name", ["silu", "mish"])
+def test_what_is_one_kernel_on_a_gpu_is_one_without(name: str) -> None:
+    x = torch.zeros(1 << 16, requires_grad=True)
+
+    def step() -> None:
+        getattr(nn.functional, name)(x).sum().backward()
+
+    # In backward x and its gradient, and scalars: no copies between the two.
+    assert 2 * x.nbytes <= peak(step, steps=1) < 2.1 * x.nbytes
