@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque  # which a copy of a step shares, as it does no list
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,7 +93,7 @@ def test_no_layer_is_dropped_by_a_drawn_number() -> None:
 
 @pytest.mark.parametrize("asks", [torch.isnan, torch.isinf, lambda x: ~torch.isfinite(x)])
 def test_numbers_are_taken_for_finite(asks: Any) -> None:
-    x = torch.zeros(1 << 14, requires_grad=True)
+    x = torch.zeros(1 << 17, requires_grad=True)
 
     def step() -> None:
         if asks(x).any() or not torch.isfinite(x.sum()):
@@ -115,6 +117,20 @@ def test_a_tensor_of_tensors_is_known_where_all_of_them_are() -> None:
     with pytest.raises(UntraceableError, match="reads a value of bool"):
         vramx.predict(step)
     assert [*seen] == [7]
+
+
+def test_transformers_looks_at_a_mask_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = SimpleNamespace(is_tracing=lambda tensor: type(tensor) is not Tensor)
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", masks)
+    mask, seen = torch.ones(4, 2048, dtype=torch.long), deque[Any]()
+
+    def step() -> None:
+        known = mask == 1
+        seen.extend([masks.is_tracing(known), bool(known.all())])
+        seen.append(masks.is_tracing(torch.randint_like(mask, 2)))
+
+    vramx.predict(step, steps=1)
+    assert [*seen] == [False, True, True]
 
 
 # -- Reads that decide nothing ---------------------------------------------------------------------
@@ -316,3 +332,14 @@ def test_what_torch_jit_compiled_is_one_clear_line() -> None:
     x = torch.zeros(4, 64)
     with pytest.raises(UntraceableError, match="has compiled cannot run"):
         vramx.predict(lambda: script(x).sum().backward())
+
+
+@pytest.mark.parametrize("name", ["silu", "mish"])
+def test_what_is_one_kernel_on_a_gpu_is_one_without(name: str) -> None:
+    x = torch.zeros(1 << 16, requires_grad=True)
+
+    def step() -> None:
+        getattr(nn.functional, name)(x).sum().backward()
+
+    # In backward x and its gradient, and scalars: no copies between the two.
+    assert 2 * x.nbytes <= peak(step, steps=1) < 2.1 * x.nbytes

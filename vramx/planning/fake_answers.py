@@ -23,6 +23,7 @@ from torch.utils import _foreach_utils
 from vramx.nn import attention_kernels
 from vramx.nn.operators import Operator
 from vramx.planning.fake_kernels import REPLACED
+from vramx.planning.fake_values import value_of
 
 # What a program asks of torch.cuda before it computes. Compute capability 9.0 is an H100's.
 _ANSWERS: dict[str, Any] = {
@@ -129,11 +130,18 @@ def undecided(assume: Callable[[str], None]) -> Iterator[None]:
         return torch.full((tokens.shape[0],), False, device=tokens.device, dtype=torch.bool)
 
     masks = sys.modules.get("transformers.masking_utils")
+    asked = getattr(masks, "is_tracing", None)
+
+    def traced(tensor: Any = None) -> Any:
+        # A mask whose values are known is looked at, as it is where there are data.
+        return asked(tensor) if asked is not None and value_of(tensor) is None else False
+
     criteria = getattr(
         sys.modules.get("transformers.generation.stopping_criteria"), "EosTokenCriteria", None
     )
     replaced = (
         (masks, "find_packed_sequence_indices", found),
+        (masks, "is_tracing", traced),
         (criteria, "__call__", ended),
     )
     with contextlib.ExitStack() as stack:

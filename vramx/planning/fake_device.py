@@ -46,6 +46,8 @@ _OF_GUARD = {
     "record": _NOTHING,
     "block": _NOTHING,
 }
+# Of native_functions.yaml, those with a kernel for CUDA and CompositeImplicitAutograd for others.
+_OF_A_GPU = ("silu_backward", "mish_backward", "_fused_rms_norm")
 _OF_HOOKS = {"hasPrimaryContext": _TRUE}
 
 
@@ -62,6 +64,7 @@ def guarded() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(_guard())
+            stack.enter_context(_whole())
             if torch.version.cuda is not None:
                 stack.enter_context(_hooks())
         except (OSError, ValueError, AttributeError) as error:
@@ -87,6 +90,30 @@ def _guard() -> Iterator[None]:
         yield
     finally:
         registry[_CUDA_TYPE] = before
+
+
+@contextlib.contextmanager
+def _whole() -> Iterator[None]:
+    """Have operations be one kernel each which are so on a GPU alone.
+
+    A build without CUDA has no such kernel, and autograd takes these operations apart.
+    """
+    if torch.version.cuda is not None:
+        yield
+        return
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name in _OF_A_GPU:
+            if hasattr(torch.ops.aten, name):
+                library.impl(name, _unreached, "CUDA")
+        yield
+    finally:
+        library._destroy()
+
+
+def _unreached(*_: object) -> None:
+    """Stand for a kernel: tensors without data have another one."""
+    raise AssertionError("a kernel of the GPU runs without a GPU")
 
 
 @contextlib.contextmanager
