@@ -165,7 +165,8 @@ def _custom_function(frame: FrameType | None) -> Operation | None:
 _NOTE = "_vramx_operation"
 _CHECKPOINTS_FUNCTION = "_NoopSaveInputs"
 _OURS = f"{third_party.OURS}."
-_APPLY_CODE = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+# From torch 2.14 on it is written in C and has no frame: those Functions are unknown, and kept.
+_APPLY_CODE = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 # Functions that save nothing themselves, but call operations with policies of their own.
 _COMPOSITES = frozenset({functional.multi_head_attention_forward})
 
