@@ -19,7 +19,7 @@ from vramx.compression import exactness
 _BACKWARD = frozenset(
     f"{name}_backward"
     for name in (
-        *("convolution", "gelu", "silu", "mish", "glu", "native_dropout"),
+        *("convolution", "gelu", "silu", "mish", "native_dropout"),
         *("_fused_rms_norm", "max_pool2d_with_indices", "_adaptive_avg_pool2d"),
         *("avg_pool2d", "upsample_nearest2d", "upsample_bilinear2d"),
     )

@@ -83,6 +83,34 @@ def comes_of_power(tensor: Tensor) -> bool:
     return False
 
 
+def multiplies_exponential(tensor: Tensor, operation: Operation) -> bool:
+    """Tell whether the other factor of a product is an exponential, or a multiple of one.
+
+    It spans decades, and is large where this factor is small beside its group: a step of that is
+    multiplied by it.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> [multiplies_exponential(x, Operation("mul", (x, y), {})) for y in (2 * x.exp(), x + 1)]
+        [True, False]
+    """
+    if operation.name not in _PRODUCTS:
+        return False
+    return any(each is not tensor and _is_exponential(each) for each in operation.tensors)
+
+
+def _is_exponential(tensor: Tensor) -> bool:
+    node: Any = tensor.grad_fn
+    for _ in range(_WALK):
+        name = "" if node is None else node.name()
+        if name == "ExpBackward0":
+            return True
+        if name not in _SCALED:
+            return False
+        node = node.next_functions[0][0]
+    return False
+
+
 class Root:
     """The roots of magnitudes, with the signs of what they are of."""
 
