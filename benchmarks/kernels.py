@@ -107,7 +107,7 @@ def codec_subjects() -> dict[str, Callable[[int], Subject]]:
 
 
 def mapped_subjects() -> dict[str, Callable[[int], Subject]]:
-    both = {
+    both: dict[str, Callable[[int], Subject]] = {
         f"{name}_{kind}": partial(make, kind=kind)
         for kind in ("normal", "root", "tanh")
         for name, make in (("quantize8", quantizing_a_map), ("dequantize8", dequantizing_a_map))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tests.fuzz import pieces
 from tests.fuzz.compare import FaultError, check
 from tests.fuzz.directed import setting
-from vramx.compression import exactness, normalised, policy, session
+from vramx.compression import exactness, graph, graph_policy, normalised, policy, session
 from vramx.compression.calls import Operation
 from vramx.compression.config import Compression
 from vramx.compression.policy import SavePolicy
@@ -199,3 +199,43 @@ def test_what_a_kernel_of_a_recurrent_network_has_made_is_kept(name: str) -> Non
     assert choose(torch.randn(8, 64), operation).bits == 0
     assert choose(x, operation).bits == 8
     assert choose(x.tanh(), operation).bits == 8
+
+
+# Compiled graphs, with operators of torch and with those that a compiler makes of them.
+
+BACKENDS = ("aot_eager", "aot_eager_decomp_partition")
+IN_GRAPHS: dict[str, tuple[Kind, list[tuple[Any, str, Any]]]] = {
+    "gated unit": (
+        KINDS["gated unit"],
+        [
+            (graph_policy, "_is_gate", lambda _: False),
+            (graph_policy, "_HARMLESS", graph_policy._HARMLESS | {"glu_backward"}),
+        ],
+    ),
+    "factor of an exponential": (
+        KINDS["factor of an exponential"],
+        [(graph, "multiplies_exponential", lambda _: False)],
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", IN_GRAPHS)
+def test_a_graph_has_it_right_and_wrong_without_the_decision(
+    name: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, decisions = IN_GRAPHS[name]
+
+    class Program(program_of(kind.modules, kind.forward, "packed")):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Any:
+            region = torch.compile(self.region, backend=backend)
+            h = self.first(x)
+            with pieces.api.graphs():
+                return region(h)
+
+    check(Program, setting(style="none"))
+    for place, decision, wrong in decisions:
+        monkeypatch.setattr(place, decision, wrong)
+    with pytest.raises(FaultError):
+        check(Program, setting(style="none"))

@@ -43,6 +43,7 @@ _SCALED = frozenset(
         *("Permute", "ToCopy", "Clone", "Select", "Unsqueeze", "Squeeze", "Expand", "Slice"),
     )
 )
+_EXPONENTIALS = frozenset({"ExpBackward0", "Exp2Backward0", "Expm1Backward0"})
 _WALK = 8
 
 
@@ -103,7 +104,7 @@ def _is_exponential(tensor: Tensor) -> bool:
     node: Any = tensor.grad_fn
     for _ in range(_WALK):
         name = "" if node is None else node.name()
-        if name == "ExpBackward0":
+        if name in _EXPONENTIALS:
             return True
         if name not in _SCALED:
             return False
