@@ -40,8 +40,8 @@ REPETITIONS = {
 }
 ROUNDINGS = {"nearest": None, "stochastic": Noise()}
 LIMITS = {  # instructions an element of bfloat16, rounded to nearest, and back
-    ("normal", "group"): (26.5, 17.5),
-    ("normal", "split"): (31.5, 23.5),
+    ("normal", "group"): (28.5, 18.5),
+    ("normal", "split"): (33.5, 24.5),
     ("root", "group"): (19.5, 12.5),
     ("tanh", "group"): (32.0, 25.0),
     ("sigmoid", "group"): (32.0, 25.0),
@@ -82,7 +82,7 @@ def numbers_of(x: Tensor, function: Function) -> tuple[Tensor, Tensor, Tensor]:
     assert mean is not None
     assert rstd is not None
     factor = torch.where((rstd > 0) & rstd.isfinite(), rstd, 1.0)[:, None]
-    return roots.ROOT.of((x - mean[:, None]) * factor), factor, mean[:, None]
+    return roots.ROOT_OF_MOST.of((x - mean[:, None]) * factor), factor, mean[:, None]
 
 
 @every_format
@@ -109,7 +109,7 @@ def test_a_norm_comes_back_as_the_reference_has_it(
     packed = reference.quantize(numbers.flatten(), layout)
     back = kernels.dequantize_map(packed, layout, function, torch.float32)
     decoded = reference.dequantize(packed, layout, torch.float32).view_as(x)
-    numbers = decoded * decoded.abs()
+    numbers = decoded * decoded.abs().clamp(max=2)
     assert torch.equal(back.view_as(x), numbers * (1 / factor) + mean)
 
 
@@ -271,7 +271,7 @@ def test_kernels_know_which_statistics_an_element_has(name: str) -> None:
     elements = flat(x, describe(x))
     number = torch.arange(elements.numel()) // function.inner % function.period
     mean, rstd = function.mean.flatten()[number], function.rstd.flatten()[number]
-    assert torch.equal(mapping.of(elements), roots.ROOT.of((elements - mean) * rstd))
+    assert torch.equal(mapping.of(elements), roots.ROOT_OF_MOST.of((elements - mean) * rstd))
 
 
 @pytest.mark.parametrize("name", OTHERS)

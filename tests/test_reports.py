@@ -140,7 +140,7 @@ def with_other_operators(m: Any, h: Tensor) -> Tensor:
 
 
 NORM = (lambda: nn.LayerNorm(64),)
-NO_ROOT = (normalised, "ROOT", Same)
+NO_ROOT = (normalised, "ROOT_OF_MOST", Same)
 NO_BOUND = (session, "bound_of", lambda _: 0)
 KINDS = {
     "gated unit": Kind(

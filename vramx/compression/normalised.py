@@ -1,6 +1,6 @@
 """Inputs of norms that subtract a mean, packed as roots of what is normalised.
 
-Normalised is (x - mean) / deviation.
+Normalised is (x - mean) / deviation; of magnitudes above 4 halves are packed.
 
 Backward subtracts the mean again and divides by the deviation. Where the mean is many deviations, a
 step of a packed x is many as well, and nothing is left of the gradient; and a group of channels or
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from vramx.compression.calls import Operation
 from vramx.compression.geometry import Geometry, describe, restore
-from vramx.compression.roots import ROOT
+from vramx.compression.roots import ROOT_OF_MOST
 from vramx.compression.saved import Pending, Reference, Restored
 from vramx.kernels.launch import Function
 
@@ -77,11 +77,11 @@ class Normal:
         mean, factor = self._factors()
         numbers = torch.empty_like(elements, dtype=torch.float32)
         torch.sub(self._seen(elements), mean, out=self._seen(numbers)).mul_(factor)
-        return ROOT.of(numbers)
+        return ROOT_OF_MOST.of(numbers)
 
     def back(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
         mean, factor = self._factors()
-        numbers = ROOT.back(numbers, torch.float32)
+        numbers = ROOT_OF_MOST.back(numbers, torch.float32)
         normal = self._seen(numbers)
         torch.addcmul(mean, normal, factor.reciprocal_(), out=normal)
         return numbers.to(dtype)
@@ -204,13 +204,13 @@ def _statistics(x: Tensor, name: str, later: list[Tensor]) -> Statistics | None:
 
 
 def _of_channels(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and the reciprocal deviation of channels, as they are."""
-    if x.is_cuda:
-        mean, rstd = torch.batch_norm_stats(x, _EPSILON)
-        return mean.float(), rstd.float()
+    """Return the mean and the reciprocal deviation of channels, as they are, rounded as x is.
+
+    Not the variance: in float16 it would be infinite from deviations of 256 on.
+    """
     dims = [dim for dim in range(x.dim()) if dim != 1]
-    variance, mean = torch.var_mean(x.float(), dims, correction=0)
-    return mean, (variance + _EPSILON).rsqrt()
+    deviation, mean = torch.std_mean(x, dims, correction=0)
+    return mean.float(), (deviation.float().square() + _EPSILON).rsqrt()
 
 
 @lru_cache(maxsize=1024)

@@ -124,4 +124,16 @@ class Root:
         return (numbers * numbers.abs()).to(dtype)
 
 
+class RootOfMost:
+    """The same of magnitudes up to 4; beyond, halves: what is kept as an outlier is not squared."""
+
+    def of(self, elements: Tensor) -> Tensor:
+        magnitudes = elements.float().abs()
+        return torch.maximum(magnitudes.sqrt(), 0.5 * magnitudes).copysign_(elements)
+
+    def back(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        return (numbers * numbers.abs().clamp(max=2)).to(dtype)
+
+
 ROOT = Root()
+ROOT_OF_MOST = RootOfMost()

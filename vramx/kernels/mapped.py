@@ -4,7 +4,8 @@ As quantize.py and quantize4.py, whose tiles these are, with one function more i
 is written in between. One pass: the traffic of packing the elements themselves, and of a norm's
 statistics. The functions, by MAP:
 
-    normal    root((x - mean) * rstd)   back: y |y| / rstd + mean, of the element's statistics
+    normal    of n = (x - mean) * rstd, by the element's statistics, sign(n) max(sqrt(|n|), |n| / 2)
+                                  back: y min(|y|, 2) / rstd + mean
     root      sign(x) sqrt(|x|)         back: y |y|
     tanh      arcsin(x), in quarter turns         back: the sine
     sigmoid   arcsin(sqrt(x)), in quarter turns   back: the sine's square
@@ -218,9 +219,11 @@ def _map(
         mean, factor = _statistics(
             mean_ptr, rstd_ptr, inner, count, first, PLACE, GROUP, ROWS, START, WIDTH, False
         )
-        return _root((x - mean) * factor)
+        normal = (x - mean) * factor
+        size = tl.abs(normal)
+        return _with_sign_of(tl.maximum(tl.sqrt(size), 0.5 * size), normal)
     elif MAP == "root":  # noqa: RET505 - the compiler types what it sees: no dead return
-        return _root(x)
+        return _with_sign_of(tl.sqrt(tl.abs(x)), x)
     elif MAP == "tanh":
         return _with_sign_of(_arcsine(tl.abs(x)), x)
     else:
@@ -247,7 +250,7 @@ def _unmap(
         mean, factor = _statistics(
             mean_ptr, rstd_ptr, inner, count, first, PLACE, GROUP, ROWS, START, WIDTH, True
         )
-        return y * tl.abs(y) * factor + mean
+        return y * tl.minimum(tl.abs(y), 2.0) * factor + mean
     elif MAP == "root":  # noqa: RET505 - the compiler types what it sees: no dead return
         return y * tl.abs(y)
     elif MAP == "tanh":
@@ -337,11 +340,6 @@ def _halves_within(a, b, left, ROWS: tl.constexpr, GROUP: tl.constexpr):
     last = tl.sum(tl.sum(tl.where(offsets == left - 1, a, 0.0), 1), 0)
     last += tl.sum(tl.sum(tl.where(offsets + HALF == left - 1, b, 0.0), 1), 0)
     return tl.where(offsets < left, a, last), tl.where(offsets + HALF < left, b, last)
-
-
-@triton.jit
-def _root(x):
-    return _with_sign_of(tl.sqrt(tl.abs(x)), x)
 
 
 @triton.jit
