@@ -6,6 +6,7 @@ kernel, torch.neg. What counts is the ratio to the faster of the two, turn by tu
 share says which it was. Each runs over several tensors in a row, too many for any one to be still
 in the L2 cache when its turn comes again, and all calls are one CUDA graph, so that launches are
 not in the figure. Tensors are bfloat16 and normal; the formats are the defaults at 8 and 4 bits.
+Kernels that pack a function of what they read round to nearest; a norm's has statistics of rows.
 The fused kernels of vramx.nn are measured up to 1 GiB a tensor. Needs a GPU with 40 GiB; takes
 under two minutes. The goals: 90 % for rounding to nearest and for decoding, 85 % for stochastic
 rounding and for the fused kernels, 80 % at 4 bits.
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from benchmarks.programs._fused_kernels import Maker
+    from vramx.kernels.launch import Function
 
 DESCRIPTION = "bandwidth of the compression kernels, as a share of a device copy (GPU)"
 
@@ -33,6 +35,7 @@ SIZES = {"64MiB": 64 * MIB, "256MiB": 256 * MIB, "1GiB": GIB, "4GiB": 4 * GIB}
 # Several times the L2 cache of an H200, which has 50 MiB: what a tensor left there is gone.
 _TURNOVER_BYTES = 512 * MIB
 _MOST_FUSED_BYTES = GIB
+_ROW = 4096
 _LAUNCHES_BYTES = 4 * GIB  # in one graph: a millisecond, beside which starting it is nothing
 
 
@@ -100,7 +103,61 @@ def codec_subjects() -> dict[str, Callable[[int], Subject]]:
         "dequantize4": lambda size: dequantizing(size, bits=4),
         "pack_mask": packing_masks,
         "unpack_mask": unpacking_masks,
+    } | mapped_subjects()
+
+
+def mapped_subjects() -> dict[str, Callable[[int], Subject]]:
+    both: dict[str, Callable[[int], Subject]] = {
+        f"{name}_{kind}": partial(make, kind=kind)
+        for kind in ("normal", "root", "tanh")
+        for name, make in (("quantize8", quantizing_a_map), ("dequantize8", dequantizing_a_map))
     }
+    return both | {"quantize8_within": partial(quantizing_a_map, kind="within 6")}
+
+
+def function_of(kind: str, layout: Layout) -> Function:
+    """Return a function of the kernels, a norm's with the statistics of rows of _ROW elements."""
+    import torch
+
+    from vramx.kernels.launch import Function
+
+    if kind != "normal":
+        return Function(kind)
+    mean = torch.zeros(layout.numel // _ROW, device="cuda")
+    return Function(kind, mean, torch.ones_like(mean), _ROW, mean.numel())
+
+
+def quantizing_a_map(size: int, kind: str) -> Subject:
+    import torch
+
+    from vramx.kernels import launch
+
+    layout = default_layout(size, 8)
+
+    def make() -> Callable[[], object]:
+        x = torch.rand(layout.numel, dtype=torch.bfloat16, device="cuda")
+        buffer = torch.empty(layout.buffer_bytes, dtype=torch.uint8, device="cuda")
+        function = function_of(kind, layout)
+        return lambda: launch.quantize_map(x, buffer, layout, function, noise=None, stream=0)
+
+    return rotated(make, size + layout.buffer_bytes)
+
+
+def dequantizing_a_map(size: int, kind: str) -> Subject:
+    import torch
+
+    from vramx.kernels import launch
+
+    layout = default_layout(size, 8)
+
+    def make() -> Callable[[], object]:
+        out = torch.rand(layout.numel, dtype=torch.bfloat16, device="cuda")
+        buffer = torch.empty(layout.buffer_bytes, dtype=torch.uint8, device="cuda")
+        function = function_of(kind, layout)
+        launch.quantize_map(out, buffer, layout, function, noise=None, stream=0)
+        return lambda: launch.dequantize_map(buffer, out, layout, function)
+
+    return rotated(make, size + layout.buffer_bytes)
 
 
 def fused_subjects() -> dict[str, Callable[[int], Subject]]:

@@ -84,6 +84,11 @@ def _as_it_is(x, left, ROWS: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _unbounded(x, low, high):
+    return x
+
+
+@triton.jit
 def _factor_of_anything(rstd_ptr, BACK: tl.constexpr):
     rstd = tl.load(rstd_ptr)
     return 1.0 / rstd if BACK else rstd
@@ -109,6 +114,7 @@ DEFECTS: dict[str, tuple[tuple[ModuleType, ...], str, Any]] = {
     "decoded with an offset": ((tiles,), "decode_with_outliers", _decode_shifted),
     "one outlier for both": ((tiles,), "decode_with_outliers", _first_for_both),
     "the end repeated unmapped": ((mapped,), "_within", _as_it_is),
+    "arguments as they are": ((mapped,), "_between", _unbounded),
     "any deviation used": ((mapped,), "_factor", _factor_of_anything),
     "one series for all angles": ((mapped,), "_arcsine", _arcsine_of_one_series),
     "outliers in the scale": ((tiles,), "outlier_header", _outliers_in_the_scale),

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from compress_tools import Attention, input_of
-from policy_tools import saved_reason
+from policy_tools import functions_have_names, saved_reason
 from torch import nn
 
 from vramx.compression.hooks import compress
@@ -58,6 +58,7 @@ def test_masks_follow_their_own_rule() -> None:
     assert stats.packed.kept_bytes == 64 * 64 // 8
 
 
+@functions_have_names
 def test_an_autograd_function_has_the_name_of_its_class() -> None:
     class Doubled(torch.autograd.Function):
         @staticmethod

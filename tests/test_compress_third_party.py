@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from compress_tools import input_of
-from policy_tools import saved_reason
+from policy_tools import functions_have_names, saved_reason
 
 from vramx.compression import notices, third_party
 from vramx.compression.hooks import compress
@@ -63,6 +63,7 @@ def test_every_listed_function_has_a_stand_in() -> None:
     assert named == {key for key in third_party.PACKED if key[0] != "torchvision"}
 
 
+@functions_have_names
 @pytest.mark.parametrize(("module", "name", "packed"), FUNCTIONS)
 def test_of_a_known_function_what_is_harmless_is_packed(
     module: str, name: str, packed: set[int]
@@ -135,6 +136,7 @@ def test_a_function_in_python_that_offers_itself_to_modes_is_kept() -> None:
     assert set(saved_reason(lambda: wrapped(input_of(8, 64)))) == {"unknown"}
 
 
+@functions_have_names
 def test_an_unknown_operation_is_named_once_with_the_way_out() -> None:
     function, x = function_of("theirs", "Splat"), input_of(16, 64)
     notices.forget()

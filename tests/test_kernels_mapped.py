@@ -19,6 +19,7 @@ from vramx.compression import angles, codec, reference, roots, signs
 from vramx.compression.config import MASK_FORMAT, Format
 from vramx.compression.geometry import describe, flat
 from vramx.compression.normalised import Normal, Statistics
+from vramx.compression.slopes import Within
 from vramx.kernels.launch import Function
 from vramx.kernels.layout import Layout
 
@@ -56,10 +57,10 @@ def normal_of(repetition: str) -> tuple[Tensor, Function]:
 
 
 def numbers_of(x: Tensor, function: Function) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the numbers that are packed, the factors and the means, as x has them."""
+    """Return the roots that are packed, the factors and the means, as x has them."""
     mean, rstd = function.mean, function.rstd
     factor = torch.where((rstd > 0) & rstd.isfinite(), rstd, 1.0)[:, None]
-    return (x - mean[:, None]) * factor, factor, mean[:, None]
+    return roots.ROOT_OF_MOST.of((x - mean[:, None]) * factor), factor, mean[:, None]
 
 
 @every_format
@@ -76,7 +77,8 @@ def test_packed_bytes_of_a_norm_equal_the_reference_and_come_back(
     assert differences(packed, expected, layout) == 0
     back = kernels.dequantize_map(expected, layout, function, torch.float32)
     decoded = reference.dequantize(expected, layout, torch.float32).view_as(x)
-    assert torch.equal(back.view_as(x), decoded * (1 / factor) + mean)
+    numbers = decoded * decoded.abs().clamp(max=2)
+    assert torch.equal(back.view_as(x), numbers * (1 / factor) + mean)
 
 
 def test_the_places_are_the_ones_that_are_meant() -> None:
@@ -142,6 +144,37 @@ def test_comparison_sees_one_series_for_all_angles(kernels: InterpretedKernels, 
     assert differences(packed, expected, layout) > layout.groups / 8
 
 
+BOUNDS = {"within 6": 6, "within 20": 20}
+
+
+@every_format
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("kind", BOUNDS)
+def test_packed_bytes_of_arguments_equal_the_reference(
+    kernels: InterpretedKernels, name: str, rounding: str, kind: str
+) -> None:
+    """Of groups that are wide, that have one sign, and of which a few are not finite."""
+    torch.manual_seed(0)
+    x = torch.randn(5000) * torch.logspace(-3, 2, 5000).flip(0)
+    x[1024:2048] = -30 - x[1024:2048].abs()
+    x[77], x[3001], x[4001], x[4500] = torch.inf, torch.nan, -torch.inf, -50.0
+    layout = layout_of(name, x.numel())
+    packed = kernels.quantize_map(x, layout, Function(kind), ROUNDINGS[rounding])
+    numbers = Within(BOUNDS[kind], layout.group_size).of(x)
+    assert differences(packed, reference_of(numbers, layout, ROUNDINGS[rounding]), layout) == 0
+    back = kernels.dequantize_map(packed, layout, Function(kind), torch.float32)
+    decoded = reference.dequantize(packed, layout, torch.float32)
+    assert torch.equal(back.nan_to_num(5), decoded.nan_to_num(5))
+
+
+@pytest.mark.parametrize("kind", BOUNDS)
+def test_comparison_sees_arguments_without_a_bound(kernels: InterpretedKernels, kind: str) -> None:
+    x, layout = torch.randn(5000) * 100, layout_of("8sym", 5000)
+    packed = kernels.quantize_map(x, layout, Function(kind), defect="arguments as they are")
+    expected = reference.quantize(Within(BOUNDS[kind], layout.group_size).of(x), layout)
+    assert differences(packed, expected, layout) > 0
+
+
 def test_zero_and_one_are_exact(kernels: InterpretedKernels) -> None:
     y = torch.tensor([1.0, 0.0, -1.0]).repeat(50)
     layout = layout_of("8sym", 150)
@@ -199,7 +232,7 @@ def test_kernels_know_which_statistics_an_element_has(name: str) -> None:
     elements = flat(x, describe(x))
     number = torch.arange(elements.numel()) // function.inner % function.period
     mean, rstd = function.mean.flatten()[number], function.rstd.flatten()[number]
-    assert torch.equal(mapping.of(elements), (elements - mean) * rstd)
+    assert torch.equal(mapping.of(elements), roots.ROOT_OF_MOST.of((elements - mean) * rstd))
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -225,11 +258,12 @@ class Launchers:
     ("mapping", "form", "calls"),
     [
         (roots.ROOT, Format(), ["quantize_map", "dequantize_map"]),
+        (Within(6, 128), Format(), ["quantize_map", "dequantize_map"]),
         (signs.SIGN, MASK_FORMAT, ["pack_signs", "unpack_signs"]),
         (normal(*SEEN["rows"]()), Format(), ["quantize_map", "dequantize_map"]),
         (normal(*OTHERS["rows in turn"]()), Format(), ["quantize", "dequantize"]),
     ],
-    ids=["root", "sign", "rows", "rows in turn"],
+    ids=["root", "within", "sign", "rows", "rows in turn"],
 )
 def test_a_mapping_is_one_launch_where_the_kernels_have_it(
     monkeypatch: pytest.MonkeyPatch, mapping: Any, form: Format, calls: list[str]

@@ -76,7 +76,8 @@ def _exact(program: type[nn.Module], setting: Setting) -> list[Step]:
     except RuntimeError as error:
         raise UnusableError(str(error)) from error
     for step in steps:
-        if not all(g is None or g.isfinite().all() for g in step.gradients.values()):
+        numbers = (step.output, *step.gradients.values())
+        if not all(each is None or each.isfinite().all() for each in numbers):
             raise UnusableError("not finite")
     return steps
 

@@ -26,7 +26,7 @@ LINES = {
     "chain": "F.silu(F.gelu(F.silu(F.gelu(F.silu(F.gelu({0} * 2)))))) * 4",
     "own_product": "{0} * {0}",
     "squares": "({0}.square().square() + 0.01).log()",
-    "saturated": "({0} * 8).tanh() + 0.1 * {0}",
+    "saturated": "({0} * 30).tanh() + 0.1 * {0}",
     "variance_norm": "({0} - {0}.mean(1, True)) * ({0}.var(1, keepdim=True) + 0.01).rsqrt()",
     "square_norm": "{0} * (({0} * {0}).mean(1, True) + 0.01).rsqrt()",
     "exp": "{0}.tanh().exp()",

@@ -45,10 +45,10 @@ PRODUCTS = FACTORS | frozenset(
 )
 # Their slopes change by about as much as their argument, or their result, where that is saved. Of
 # attention, policy says which of the tensors.
-SMOOTH = frozenset(
+RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "lstm_cell", "gru_cell", "rnn_tanh_cell"})
+SMOOTH = RECURRENT | frozenset(
     {
-        *("sigmoid", "tanh", "tanhshrink", "gelu", "silu", "mish", "glu"),
-        *("lstm", "gru", "rnn_tanh", "lstm_cell", "gru_cell", "rnn_tanh_cell"),
+        *("sigmoid", "tanh", "tanhshrink", "gelu", "silu", "mish"),
         "scaled_dot_product_attention",
     }
 )

@@ -29,7 +29,13 @@ from torch import Tensor, fx
 from vramx.compression import random, reference
 from vramx.compression.asked import options_of
 from vramx.compression.config import Compression, Format
-from vramx.compression.graph_policy import is_exact, is_normalised, is_statistic, saturates
+from vramx.compression.graph_policy import (
+    is_exact,
+    is_normalised,
+    is_statistic,
+    multiplies_exponential,
+    saturates,
+)
 from vramx.errors import UnsupportedTorchError
 from vramx.kernels.layout import has_outliers
 
@@ -312,7 +318,8 @@ def _is_exact_here() -> bool:
         return True
     made = context["_node"]
     saved = made.name
-    if saturates(made) or is_normalised(made) or is_statistic(made):
+    exact = saturates, is_normalised, is_statistic, multiplies_exponential
+    if any(rule(made) for rule in exact):
         return True
     for node in context["_bw_graph"].find_nodes(op="placeholder"):
         if node.name == saved:

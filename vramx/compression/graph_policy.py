@@ -19,24 +19,37 @@ from vramx.compression import exactness
 _BACKWARD = frozenset(
     f"{name}_backward"
     for name in (
-        *("convolution", "gelu", "silu", "mish", "glu", "native_dropout"),
+        *("convolution", "gelu", "silu", "mish", "native_dropout"),
         *("_fused_rms_norm", "max_pool2d_with_indices", "_adaptive_avg_pool2d"),
         *("avg_pool2d", "upsample_nearest2d", "upsample_bilinear2d"),
     )
 )
 # Sums, and functions whose slope is bounded and changes by as much as the argument does.
-_SUMS = frozenset({"sum", "mean", "neg", "rsub", "erf"})
+_SUMS = frozenset({"sum", "mean", "erf"})
 _HARMLESS = exactness.PRODUCTS | exactness.SMOOTH | _BACKWARD | _SUMS
 # What gives the same data, moved or shifted: a softmax is the exponential of a difference.
 _PASSES = frozenset(
     {
         *("_to_copy", "convert_element_type", "view", "_unsafe_view", "reshape", "unsqueeze"),
         *("squeeze", "expand", "permute", "transpose", "t", "clone", "alias", "slice", "select"),
-        *("sub", "add", "where", "cat", "stack", "split", "split_with_sizes", "unbind", "getitem"),
+        *(
+            "neg",
+            "rsub",
+            "sub",
+            "add",
+            "where",
+            "cat",
+            "stack",
+            "split",
+            "split_with_sizes",
+            "unbind",
+            "getitem",
+        ),
         *("constant_pad_nd", "unfold", "squeeze_", "detach", "_reshape_alias"),
     }
 )
 _SATURATE = frozenset({"tanh", "sigmoid"})  # decomposed, their backward is one of products
+_EXPONENTIALS = frozenset({"exp", "exp2", "expm1"})
 _REPEATS = frozenset({"mul", "div", "expand"})
 _STATISTIC_RATIO = 16  # as in policy.py
 _DEPTH = 8
@@ -57,6 +70,26 @@ def is_normalised(made: fx.Node) -> bool:
             return True
         if _is_power(user, made) and any(map(_sums_columns, user.users)):
             return True
+    return False
+
+
+def multiplies_exponential(made: fx.Node) -> bool:
+    """Tell whether a node is a factor beside an exponential, or a multiple of one (roots.py)."""
+    for user in made.users:
+        if _name(user) == "mul" and any(_comes_of_exp(each) for each in user.args[:2]):
+            return True
+    return False
+
+
+def _comes_of_exp(node: object) -> bool:
+    for _ in range(_DEPTH):
+        if not isinstance(node, fx.Node):
+            return False
+        if _name(node) in _EXPONENTIALS:
+            return True
+        if not _passes(node):
+            return False
+        node = node.args[0]
     return False
 
 
@@ -99,10 +132,16 @@ def is_exact(saved: fx.Node) -> bool:
                 if _passes(user):
                     seen.add(user)
                     below.append(user)
-                elif not _is_harmless(user, node):
+                elif not _is_harmless(user, node) or (node is not saved and _is_gate(node)):
                     return True
         front = below
     return bool(front)  # what comes after has not been looked at
+
+
+def _is_gate(part: fx.Node) -> bool:
+    """Tell whether a part of a tensor is read by a sigmoid alone, as a gated unit's is: what its
+    slope is multiplied by is another part. silu reads its argument once more."""
+    return [_name(user) for user in part.users] == ["sigmoid"]
 
 
 def _is_harmless(user: fx.Node, argument: fx.Node) -> bool:

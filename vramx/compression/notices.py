@@ -19,8 +19,8 @@ _WAYS = {
     "checkpoint": "a checkpoint's inputs are computed with again; vramx.checkpoint() packs them",
     "CheckpointFunction": "a checkpoint's inputs are computed with again; vramx.checkpoint() "
     "packs them",
-    UNKNOWN: "TorchScript, a backward pass within, or C++ that is no operator of torch; it can be "
-    "kept only",
+    UNKNOWN: "TorchScript, a backward pass within, C++ that is no operator of torch, or, from "
+    "torch 2.14 on, an autograd.Function; it can be kept only",
 }
 
 

@@ -24,6 +24,7 @@ from vramx.compression.exactness import (
     FACTORS,
     NORMS,
     PRODUCTS,
+    RECURRENT,
     SIGN_ONLY,
     SIZE_ONLY,
     SMOOTH,
@@ -31,7 +32,13 @@ from vramx.compression.exactness import (
 )
 from vramx.compression.fakes import PLAIN
 from vramx.compression.geometry import covered_elements
-from vramx.compression.roots import MAYBE_POWERS, comes_of_power, is_power
+from vramx.compression.roots import (
+    MAYBE_POWERS,
+    comes_of_power,
+    is_power,
+    multiplies_exponential,
+)
+from vramx.compression.slopes import is_result
 from vramx.compression.weights import (
     derives_from_parameter,
     is_parameter,
@@ -190,7 +197,10 @@ class SavePolicy:
             return _CHOICES[self._bits] if packed else _KEPT[POLICY]
         if operation.name in NORMS:
             return self._norm(tensor, operation)
+        if operation.name in RECURRENT and _is_of_kernel(tensor, operation):
+            return _KEPT[POLICY]
         exact = operation.needs_exact or (is_power(operation) and comes_of_power(tensor))
+        exact = exact or is_result(tensor) or multiplies_exponential(tensor, operation)
         return _KEPT[POLICY] if exact else _CHOICES[self._bits]
 
     def _norm(self, tensor: torch.Tensor, operation: Operation) -> Choice:
@@ -263,12 +273,19 @@ def _plain_choices(bits: int, rules: tuple[Rule, ...]) -> dict[str, Choice]:
     named = _rules_by_operation(rules)
     found = dict.fromkeys(PRODUCTS | SMOOTH | SIZE_ONLY, _CHOICES[bits or MASK_BITS])
     found |= dict.fromkeys(SIGN_ONLY, _CHOICES[MASK_BITS])
-    # Attention, and what may be the power of a power, depend on what they are called with.
+    # Attention, recurrent networks, and what may be the power of a power depend on what they are
+    # called with.
+    others = MAYBE_POWERS | RECURRENT
     return {
         name: choice
         for name, choice in found.items()
-        if _canonical(name) not in named and not _is_attention(name) and name not in MAYBE_POWERS
+        if _canonical(name) not in named and not _is_attention(name) and name not in others
     }
+
+
+def _is_of_kernel(tensor: Tensor, operation: Operation) -> bool:
+    """Tell whether a kernel has made what it saves: gates, whose slopes vanish, or weights."""
+    return tensor.grad_fn is None and operation.match(tensor) is None
 
 
 def _is_attention(name: str) -> bool:

@@ -43,6 +43,7 @@ _SCALED = frozenset(
         ),
     )
 )
+_EXPONENTIALS = frozenset({"ExpBackward0", "Exp2Backward0", "Expm1Backward0"})
 _WALK = 8
 
 
@@ -83,6 +84,34 @@ def comes_of_power(tensor: Tensor) -> bool:
     return False
 
 
+def multiplies_exponential(tensor: Tensor, operation: Operation) -> bool:
+    """Tell whether the other factor of a product is an exponential, or a multiple of one.
+
+    It spans decades, and is large where this factor is small beside its group: a step of that is
+    multiplied by it.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> [multiplies_exponential(x, Operation("mul", (x, y), {})) for y in (2 * x.exp(), x + 1)]
+        [True, False]
+    """
+    if operation.name not in _PRODUCTS:
+        return False
+    return any(each is not tensor and _is_exponential(each) for each in operation.tensors)
+
+
+def _is_exponential(tensor: Tensor) -> bool:
+    node: Any = tensor.grad_fn
+    for _ in range(_WALK):
+        name = "" if node is None else node.name()
+        if name in _EXPONENTIALS:
+            return True
+        if name not in _SCALED:
+            return False
+        node = node.next_functions[0][0]
+    return False
+
+
 class Root:
     """The roots of magnitudes, with the signs of what they are of."""
 
@@ -95,4 +124,16 @@ class Root:
         return (numbers * numbers.abs()).to(dtype)
 
 
+class RootOfMost:
+    """The same of magnitudes up to 4; beyond, halves: what is kept as an outlier is not squared."""
+
+    def of(self, elements: Tensor) -> Tensor:
+        magnitudes = elements.float().abs()
+        return torch.maximum(magnitudes.sqrt(), 0.5 * magnitudes).copysign_(elements)
+
+    def back(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        return (numbers * numbers.abs().clamp(max=2)).to(dtype)
+
+
 ROOT = Root()
+ROOT_OF_MOST = RootOfMost()

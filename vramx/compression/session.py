@@ -35,6 +35,7 @@ from vramx.compression.roots import ROOT, is_power
 from vramx.compression.saved import Codec, Copy, Holding, Payload, Pending, Reference, Restored
 from vramx.compression.sharing import Table, cast_source, range_key
 from vramx.compression.signs import SIGN
+from vramx.compression.slopes import Within, bound_of
 from vramx.compression.stats import CompressionStats
 
 _TRANSFORMED = transformed.__name__
@@ -170,14 +171,14 @@ class Session:
         outlive(tensor)
         form, values = self._formats.get(how) or self._format(*how)
         plain = (values, current_stream(tensor))
-        kind = _kind_of(operation)
+        kind, serves_all = _kind_of(operation)
         place = plain if kind is None else (*plain, kind)
         key = range_key(tensor, geometry, storage, place)
         holding = self._table.find(key, storage)
         if holding is None:
             holding = self._pack_once(tensor, geometry, operation, form, place)
             self._table.add(key, storage, holding)
-            if place is not plain:
+            if kind is not None and serves_all:
                 # Whoever reads the same as it is, without a norm or a power, is served by it too.
                 self._table.offer(range_key(tensor, geometry, storage, plain), storage, holding)
         else:
@@ -293,14 +294,21 @@ def _mapping(
     function = function_of(tensor, operation)
     if function:
         return ANGLES[function]
-    return ROOT if is_power(operation) else None
+    if is_power(operation):
+        return ROOT
+    bound = bound_of(operation)
+    return Within(bound, format.group_size) if bound else None
 
 
-def _kind_of(operation: Operation) -> Hashable | None:
-    """Return what is packed in place of a tensor, None if its elements are."""
+def _kind_of(operation: Operation) -> tuple[Hashable | None, bool]:
+    """Return what is packed in place of a tensor, None if its elements are; and whether these come
+    back near wherever they lie."""
     if operation.waiting is not None:
-        return operation.waiting.statistics.kind  # type: ignore[no-any-return]
-    return "roots" if is_power(operation) else None
+        return operation.waiting.statistics.kind, True
+    if is_power(operation):
+        return "roots", True
+    bound = bound_of(operation)
+    return (("within", bound) if bound else None), False
 
 
 # Kept for what they are, not for whose memory they lie in: a look at the storage may save memory.

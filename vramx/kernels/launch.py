@@ -93,6 +93,10 @@ def dequantize(buffer: Tensor, flat_out: Tensor, layout: Layout) -> None:
         plan.start((buffer, flat_out), (layout.numel,), layout.numel)
 
 
+# Functions whose results stand for what they are of.
+_UNCHANGED = frozenset({"within 6", "within 20"})
+
+
 class Function(NamedTuple):
     """A function of mapped.py; of "normal" the statistics: element i has (i // inner) % period."""
 
@@ -126,7 +130,9 @@ def quantize_map(
 
 def dequantize_map(buffer: Tensor, flat_out: Tensor, layout: Layout, function: Function) -> None:
     """Write what the function was of, in the type of `flat_out`."""
-    if layout.numel:
+    if function.kind in _UNCHANGED:
+        dequantize(buffer, flat_out, layout)
+    elif layout.numel:
         plan = dequantize_map_plan(
             (layout.bits, layout.symmetric, layout.group_size),
             function.kind,

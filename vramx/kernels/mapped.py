@@ -4,10 +4,13 @@ As quantize.py, whose tiles these are, with one function more in registers: noth
 between. One pass: the traffic of packing the elements themselves, and of a norm's statistics. The
 functions, by MAP:
 
-    normal    (x - mean) * rstd         back: y / rstd + mean, of the statistics of the element
+    normal    of n = (x - mean) * rstd, by the element's statistics, sign(n) max(sqrt(|n|), |n| / 2)
+                                  back: y min(|y|, 2) / rstd + mean
     root      sign(x) sqrt(|x|)         back: y |y|
     tanh      arcsin(x), in quarter turns         back: the sine
     sigmoid   arcsin(sqrt(x)), in quarter turns   back: the sine's square
+    within 6  x, at most 6, and at least 6 below the least of 0 and the group's largest; also 20
+                                  back: y, which is quantize.py's to read
 
 Element i has the statistics number (i // inner) % count. A statistic that is no positive normal
 number counts as 1, in both directions. A group's statistics are found by PLACE:
@@ -66,7 +69,11 @@ def _quantize_tile(
     """Do ROWS groups, of which `left` elements are to be done."""
     if BITS == 8:
         x = load_tile(x_ptr + first, left, ROWS, GROUP, MASKED)
-        x = _map(x, mean_ptr, rstd_ptr, inner, count, first, MAP, PLACE, GROUP, ROWS, 0, GROUP)
+        if MAP == "within 6" or MAP == "within 20":
+            low, high = _limits(tl.max(x, 1), MAP)
+            x = _between(x, low, high)
+        else:
+            x = _map(x, mean_ptr, rstd_ptr, inner, count, first, MAP, PLACE, GROUP, ROWS, 0, GROUP)
         if MASKED and MAP == "normal":  # repeated elements have got the statistics of others
             x = _within(x, left, ROWS, GROUP)
         pack_tile(
@@ -76,8 +83,14 @@ def _quantize_tile(
     else:
         HALF: tl.constexpr = GROUP // 2
         a, b = load_halves(x_ptr + first, left, ROWS, GROUP, MASKED)
-        a = _map(a, mean_ptr, rstd_ptr, inner, count, first, MAP, PLACE, GROUP, ROWS, 0, HALF)
-        b = _map(b, mean_ptr, rstd_ptr, inner, count, first, MAP, PLACE, GROUP, ROWS, HALF, HALF)
+        if MAP == "within 6" or MAP == "within 20":
+            low, high = _limits(tl.maximum(tl.max(a, 1), tl.max(b, 1)), MAP)
+            a, b = _between(a, low, high), _between(b, low, high)
+        else:
+            a = _map(a, mean_ptr, rstd_ptr, inner, count, first, MAP, PLACE, GROUP, ROWS, 0, HALF)
+            b = _map(
+                b, mean_ptr, rstd_ptr, inner, count, first, MAP, PLACE, GROUP, ROWS, HALF, HALF
+            )
         if MASKED and MAP == "normal":
             a, b = _halves_within(a, b, left, ROWS, GROUP)
         pack_halves(
@@ -142,7 +155,9 @@ def _map(
         mean, factor = _statistics(
             mean_ptr, rstd_ptr, inner, count, first, PLACE, GROUP, ROWS, START, WIDTH, False
         )
-        return (x - mean) * factor
+        normal = (x - mean) * factor
+        size = tl.abs(normal)
+        return _with_sign_of(tl.maximum(tl.sqrt(size), 0.5 * size), normal)
     elif MAP == "root":  # noqa: RET505 - the compiler types what it sees: no dead return
         return _with_sign_of(tl.sqrt(tl.abs(x)), x)
     elif MAP == "tanh":
@@ -162,7 +177,7 @@ def _unmap(
         mean, factor = _statistics(
             mean_ptr, rstd_ptr, inner, count, first, PLACE, GROUP, ROWS, START, WIDTH, True
         )
-        return y * factor + mean
+        return y * tl.minimum(tl.abs(y), 2.0) * factor + mean
     elif MAP == "root":  # noqa: RET505 - the compiler types what it sees: no dead return
         return y * tl.abs(y)
     elif MAP == "tanh":
@@ -211,6 +226,21 @@ def _factor(rstd_ptr, BACK: tl.constexpr):
     usable = (rstd >= 1.1754943508222875e-38) & (rstd <= 3.4028234663852886e38)
     rstd = tl.where(usable, rstd, 1.0)
     return 1.0 / rstd if BACK else rstd
+
+
+@triton.jit
+def _limits(largest, MAP: tl.constexpr):
+    """Return fp32[ROWS, 1] twice: below and above which a group with that largest changes."""
+    BOUND: tl.constexpr = 6.0 if MAP == "within 6" else 20.0
+    low = tl.minimum(largest, 0.0) - BOUND
+    return low[:, None], tl.where(largest == float("inf"), largest, BOUND)[:, None]
+
+
+@triton.jit
+def _between(x, low, high):
+    """Return x where it lies between two numbers, or is NaN, else the nearer one."""
+    x = tl.maximum(x, low, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, high, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

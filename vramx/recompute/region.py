@@ -55,6 +55,7 @@ class Region:
         self._allowed: frozenset[str] = frozenset() if inputs is None else inputs.allowed
         self._vouched = vouched
         self._is_watched = False
+        self._ran_in_mode = False
         self._key: Hashable | None = None
         self._buffers: Buffers | None = None
         self._members: Members | None = None
@@ -87,6 +88,7 @@ class Region:
         self._key = verdicts.key_of(self._function, leaves, self._allowed)
         verdict = verdicts.known(self._key)
         if verdict is None:
+            self._ran_in_mode = True
             watch = Watch(self._allowed, inputs)
             with watch.running():
                 result = self._function(*args, **kwargs)
@@ -105,9 +107,10 @@ class Region:
         assert self._buffers is not None
         assert self._members is not None
         with self._members.restored(), self._buffers.restored():
-            if not self._is_watched:
+            if not self._is_watched and not self._ran_in_mode:
                 return self._function(*args, **kwargs)
-            with Operators(self._refuse, self._allowed):
+            # Some of torch's functions, such as ctc_loss, save other tensors in a mode.
+            with Operators(self._refuse if self._is_watched else _accept, self._allowed):
                 return self._function(*args, **kwargs)
 
     def _refuse(self, rough: str) -> None:
@@ -117,3 +120,7 @@ class Region:
             f"{rough}, which is not known to be smooth; an earlier call of the same kind did not. "
             "From now on its inputs are kept exactly; level='keep' keeps them so from the start"
         )
+
+
+def _accept(_rough: str) -> None:
+    """Take any operation: what a region computes from exact inputs is what it was."""

@@ -15,7 +15,8 @@ from torch import Tensor, strided
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _SATURATING = frozenset(
-    f"aten::{name}" for name in ("tanh", "sigmoid", "erf", "special_expit", "log_sigmoid_forward")
+    f"aten::{name}"
+    for name in ("tanh", "sigmoid", "erf", "special_expit", "log_sigmoid_forward", "glu")
 )
 # Of one tensor, and numbers: the elements are the same, or multiples.
 _SAME = frozenset(
