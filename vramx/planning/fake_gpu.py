@@ -246,7 +246,7 @@ class _Operations(TorchDispatchMode):
 
     def _followed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return what an operation makes, with what is known of its values."""
-        if any(_is_real(x) for x in tree_leaves((args, kwargs))):
+        if any(map(_is_real, tree_leaves((args, kwargs)))):
             args, kwargs = tree_map(self._gpu.stand_in, (args, kwargs))
         result = bounded(func, args, kwargs, self._gpu.assume)
         if result is NotImplemented:

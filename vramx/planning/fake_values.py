@@ -47,6 +47,8 @@ _FINITE = {
 
 def value_of(tensor: Any) -> Tensor | None:
     """Return the values of a tensor without data, None where they are not known."""
+    if not isinstance(tensor, FakeTensor):
+        return None
     kept = getattr(tensor, _KEPT, None)
     if kept is None:
         return getattr(tensor, "constant", None)
@@ -89,13 +91,12 @@ def forget_value(stand_in: Any) -> None:
 
 def follow(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
     """Compute for known values what an operation made of their stand-ins."""
-    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    values = [value_of(x) if isinstance(x, FakeTensor) else None for x in given]
     if func in _FACTORIES:
         if result.layout == torch.strided and result.numel() <= MOST_ELEMENTS:
             _compute(func, args, kwargs, result)
         return
-    if not values or any(value is None for value in values):
+    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if not given or any(value_of(x) is None for x in given):  # the first of most is not known
         _spoil(func, args, kwargs)
         return
     made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
