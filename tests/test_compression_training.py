@@ -31,7 +31,7 @@ from benchmarks.models_gpt import (
     standard_library_text,
     windows,
 )
-from benchmarks.programs._equivalence import Equivalence, compare
+from benchmarks.language_model import Equivalence, compare
 from benchmarks.programs._language_model import share_of_rate
 from vramx.compression import reference
 from vramx.compression.config import Compression
