@@ -48,7 +48,7 @@ def peak_bytes(model: nn.Module, sample: Any) -> int:
 
 
 def test_every_budget_is_kept_and_more_bytes_are_never_slower() -> None:
-    model, sample = Stack(3), rows(PACKED_ROWS)
+    model, sample = Stack(6), rows(PACKED_ROWS)
     widest = vramx.plan(model, sample, levels=(*LEVELS, "int8"))
     assert set(widest.words.values()) == {"left"}
     low = widest.with_budget(sample, "smallest").measured_bytes

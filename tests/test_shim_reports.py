@@ -46,7 +46,6 @@ def test_requests_up_to_a_mebibyte_are_small(bench: Bench) -> None:
 
 
 @in_own_process
-@in_own_process
 def test_accumulated_statistics_start_again_on_both_sides(bench: Bench) -> None:
     bench.free(bench.allocate(MIB))
     bench.free(in_pool(bench, 512))

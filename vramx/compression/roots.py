@@ -29,18 +29,8 @@ _SCALED = frozenset(
     f"{name}Backward0"
     for name in (
         *("Mul", "Div", "Neg", "Add", "Sub", "View", "UnsafeView", "ReshapeAlias"),
-        *(
-            "T",
-            "Transpose",
-            "Permute",
-            "ToCopy",
-            "Clone",
-            "Select",
-            "Unsqueeze",
-            "Squeeze",
-            "Expand",
-            "Slice",
-        ),
+        *("T", "Transpose", "Permute", "ToCopy", "Clone", "Select"),
+        *("Unsqueeze", "Squeeze", "Expand", "Slice"),
     )
 )
 _EXPONENTIALS = frozenset({"ExpBackward0", "Exp2Backward0", "Expm1Backward0"})
@@ -121,7 +111,7 @@ class Root:
         return elements.float().abs().sqrt_().copysign_(elements)
 
     def back(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-        return (numbers * numbers.abs()).to(dtype)
+        return numbers.abs().mul_(numbers).to(dtype)
 
 
 class RootOfMost:
@@ -129,10 +119,11 @@ class RootOfMost:
 
     def of(self, elements: Tensor) -> Tensor:
         magnitudes = elements.float().abs()
-        return torch.maximum(magnitudes.sqrt(), 0.5 * magnitudes).copysign_(elements)
+        numbers = magnitudes.sqrt()
+        return torch.maximum(numbers, magnitudes.mul_(0.5), out=numbers).copysign_(elements)
 
     def back(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-        return (numbers * numbers.abs().clamp(max=2)).to(dtype)
+        return numbers.abs().clamp_(max=2).mul_(numbers).to(dtype)
 
 
 ROOT = Root()

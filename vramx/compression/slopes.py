@@ -59,7 +59,9 @@ class Within:
 
     def of(self, elements: Tensor) -> Tensor:
         short = -elements.numel() % self._group
-        groups = functional.pad(elements.float(), (0, short), value=-torch.inf)
+        groups = elements.float()
+        if short:
+            groups = functional.pad(groups, (0, short), value=-torch.inf)
         groups = groups.view(-1, self._group)
         largest = groups.amax(1, keepdim=True)
         high = torch.where(largest == torch.inf, largest, float(self._bound))
