@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import vramx
+from benchmarks.language_model import Equivalence, compare
 from benchmarks.models_gpt import (
     Block,
     Gpts,
@@ -31,7 +32,6 @@ from benchmarks.models_gpt import (
     standard_library_text,
     windows,
 )
-from benchmarks.language_model import Equivalence, compare
 from benchmarks.programs._language_model import share_of_rate
 from vramx.compression import reference
 from vramx.compression.config import Compression

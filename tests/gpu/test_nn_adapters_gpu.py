@@ -101,7 +101,8 @@ def test_packed_adapters_learn_within_the_noise(p: float) -> None:
         assert error(ours, right) < 0.016 * 3**0.5
 
 
-@pytest.mark.parametrize(("rate", "least"), [(0.0, 3.7), (0.05, 5.5)])
+# A mask of dropout is a byte here, of which eager has seven.
+@pytest.mark.parametrize(("rate", "least"), [(0.0, 3.7), (0.05, 4.9)])
 def test_adapted_llama_block_keeps_so_many_times_less_than_eager(rate: float, least: float) -> None:
     transformers = pytest.importorskip("transformers")
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")

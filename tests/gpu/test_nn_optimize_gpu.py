@@ -43,8 +43,8 @@ def test_llama_block_holds_the_bytes_of_its_packs() -> None:
 
     before = bytes_kept()
     vramx.optimize(block, verify=True)
-    # 134 bytes for 128 elements: of two norms' inputs, values, and a gated unit's two. q and k are in
-    # bfloat16; norms and attention keep a float a row.
+    # 134 bytes for 128 elements: of two norms' inputs, values, and a gated unit's two. q and k are
+    # in bfloat16; norms and attention keep a float a row.
     packed = 134 / 128
     attended = (2 + 1 / 4) * packed + 2 * (1 + 1 / 4)
     assert attended + 7 * packed <= bytes_kept() < attended + 7 * packed + 0.2 < before
