@@ -234,3 +234,23 @@ def test_nothing_runs_twice_without_gradients() -> None:
         y = recomputed(run, x, None, EXACT)
     assert not y.requires_grad
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("keep", [None, EXACT], ids=["packed", "kept"])
+@pytest.mark.parametrize("of", ["itself", "view", "other half"])
+def test_residual_in_the_memory_of_the_input_does_not_hide_it(of: str, keep: Any) -> None:
+    weight, whole = sample(128, 128, seed=3), sample(64, 256, seed=4)
+
+    def gradients(run: Any) -> tuple[Tensor, ...]:
+        halves = 1.0 * whole  # a new one, which no other use keeps
+        y = halves[:, :128]
+        residual = {"itself": y, "view": y.view(64, 128), "other half": halves[:, 128:]}[of]
+        return torch.autograd.grad(run(y, residual).square().sum(), (whole, weight))
+
+    def part(source: Any, residual: Tensor | None) -> Tensor:
+        assert residual is not None
+        return residual + torch.tanh(0.05 * getattr(source, "y", source) @ weight)
+
+    found = gradients(lambda y, residual: recomputed(part, y, residual, keep))
+    for ours, right in zip(found, gradients(part), strict=True):
+        assert error(ours, right) < (INT8_NOISE if keep is None else ROUNDING)

@@ -211,16 +211,12 @@ def _may_hook() -> bool:
 
 
 def _made_again(v: Tensor, values: Callable[[], Tensor]) -> saved_tensors_hooks:
-    place = _place(v)
+    place = keeping.place_of(v)
 
     def note(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
-        return values if _place(tensor) == place else tensor
+        return values if keeping.place_of(tensor) == place else tensor
 
     return saved_tensors_hooks(note, _open)
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
 
 
 def _open(held: Tensor | Callable[[], Tensor]) -> Tensor:

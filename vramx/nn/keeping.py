@@ -196,6 +196,12 @@ def dense_like(x: Tensor, order: int) -> Tensor:
     return torch.empty_like(x, memory_format=ORDERS[order])
 
 
+def place_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return where a tensor lies, and how: of two that are alive, equal ones are the same data."""
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
 def encode(x: Tensor, spec: Sequence[int]) -> Tensor:
     """Return the buffer of a tensor; RAW of a contiguous one shares its memory."""
     bits, *_, order = Spec(*spec)

@@ -12,7 +12,7 @@ Memory, temporary, in backward: all that the part saves, for one block.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from vramx.compression import enclosing
 from vramx.compression.config import Compression
 from vramx.nn import passes
-from vramx.nn.keeping import NOTHING, Kept
+from vramx.nn.keeping import NOTHING, Kept, place_of
 from vramx.nn.linear import keep_tensor
 from vramx.nn.norm import Normed
 from vramx.nn.operators_norm import norm_output
@@ -114,20 +114,18 @@ class _Inputs:
     """The hook that meets the tensors that a checkpoint keeps of its arguments."""
 
     def __init__(self, y: Tensor, kept: Kept | None, residual: Tensor | None) -> None:
-        self._held: dict[int, Held | _Unread] = {}
-        if kept is not None:
-            self._held[_storage(y)] = Held(kept, y.shape, y.dtype)
+        self._held: dict[tuple[Any, ...], Held | _Unread] = {}
         if residual is not None:
-            self._held[_storage(residual)] = _Unread(
+            self._held[place_of(residual)] = _Unread(
                 residual.shape, residual.dtype, residual.device
             )
+        # The residual may be the input itself, which is read.
+        self._held.pop(place_of(y), None)
+        if kept is not None:
+            self._held[place_of(y)] = Held(kept, y.shape, y.dtype)
 
     def note(self, tensor: Tensor) -> Tensor | Held | _Unread:
-        return self._held.get(_storage(tensor), tensor)
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+        return self._held.get(place_of(tensor), tensor)
 
 
 def _open(held: Tensor | Held | _Unread) -> Tensor:
