@@ -193,9 +193,9 @@ class StreamOrder {
   static constexpr Bytes kSmallest{4 << 10};
   // A stream that has more is far behind: every second of them is enough then.
   static constexpr std::size_t kMostMarks = 1024;
-  // Of streams that may have been destroyed: where there are more, or more memory that was freed on
-  // them and has no mark, the device is marked. It is not for less: that would spoil the capture
-  // of a library that nobody knows of.
+  // Of streams that may have been destroyed. Where there are more of them, or they left more memory
+  // without a mark, the device is marked; not for less, because a mark of the device spoils a
+  // capture of another library that is not known here.
   static constexpr std::size_t kMostPassing = 64;
   static constexpr Bytes kMostUncovered{32 << 20};
 

@@ -32,19 +32,8 @@ _PASSES = frozenset(
     {
         *("_to_copy", "convert_element_type", "view", "_unsafe_view", "reshape", "unsqueeze"),
         *("squeeze", "expand", "permute", "transpose", "t", "clone", "alias", "slice", "select"),
-        *(
-            "neg",
-            "rsub",
-            "sub",
-            "add",
-            "where",
-            "cat",
-            "stack",
-            "split",
-            "split_with_sizes",
-            "unbind",
-            "getitem",
-        ),
+        *("neg", "rsub", "sub", "add", "where", "cat", "stack", "split", "split_with_sizes"),
+        *("unbind", "getitem"),
         *("constant_pad_nd", "unfold", "squeeze_", "detach", "_reshape_alias"),
     }
 )
