@@ -15,7 +15,7 @@ import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from threading import get_ident
+from threading import RLock, get_ident
 from typing import Any
 
 import torch
@@ -68,6 +68,7 @@ class Observer:
         self._replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
         self._is_over = False
         self._backwards = 0
+        self._backwards_lock = RLock()
         self._last_tick_ns = 0
         self._least_width_ns = 1 << 62
         if model is not None:
@@ -170,14 +171,17 @@ class Observer:
                 return original(*args, **kwargs)
             thread = get_ident()
             self.marks.append((clock_ns(), BACKWARD, True, thread, "", True))
-            self._backwards += 1
+            with self._backwards_lock:
+                self._backwards += 1
             try:
                 return original(*args, **kwargs)
             finally:
-                self._backwards -= 1
                 self.marks.append((clock_ns(), BACKWARD, False, thread, "", True))
-                if not self._backwards:
-                    self._see_gradients()
+                # None begins meanwhile: it would write, without the GIL, the gradients seen here.
+                with self._backwards_lock:
+                    self._backwards -= 1
+                    if not self._backwards:
+                        self._see_gradients()
 
         return run_backward
 
