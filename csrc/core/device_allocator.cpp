@@ -66,13 +66,18 @@ Result<Address> DeviceAllocator::allocate(Bytes requested, Stream stream, OutOfM
   }
   const Bytes size = size_of(requested);
   const StreamIndex index = state_.order.index_of(stream);
+  // For the block, and from here on: without the lock others look for an entry that none needs.
+  state_.order.hold(index);
   if (!state_.order.is_single()) ask_now_and_then(size, index, lock);
   if (const Placement quick = quick_.take(size, index); quick.address) {
     if (quick.alias != kNoId) note_asker(index);  // no extent of its own would have served it
     return publish(quick, requested, size, index);
   }
   const Result<Placement> placed = place_slowly(size, index, lock);
-  if (!placed.ok()) return note_out_of_memory(requested, placed.status(), why, lock);
+  if (!placed.ok()) {
+    state_.order.let_go(index);
+    return note_out_of_memory(requested, placed.status(), why, lock);
+  }
   return publish(placed.value(), requested, size, index);
 }
 
@@ -81,10 +86,7 @@ Address DeviceAllocator::publish(const Placement& placement, Bytes requested, By
   UsedSpan& block = state_.arena.used(placement.first_span);
   block.stream = stream;
   block.requested = requested;
-  if (!state_.order.is_single()) {
-    state_.order.hold(stream);
-    state_.arena.note_several_streams();
-  }
+  if (!state_.order.is_single()) state_.arena.note_several_streams();
   blocks_.insert(placement);
   quick_.note(placement, size, stream);
   state_.stats.count_allocation(requested, size);
@@ -148,11 +150,12 @@ TagSet DeviceAllocator::tags_of_free(const UsedSpan& block, SpanId first, bool i
   const std::vector<StreamIndex>& users = blocks_.users_of(first);
   streams.insert(streams.end(), users.begin(), users.end());
   is_marked = is_marked || !users.empty();
-  for (const StreamIndex stream : streams) order.let_go(stream);
   for (const StreamIndex user : users) order.count_free(user, size_of(block.requested));
-  if (!is_marked) return TagSet(order.stamp(block.stream));
   const InFlight in_flight(state_);
-  return order.mark(streams, lock);
+  const TagSet tags = is_marked ? order.mark(streams, lock) : TagSet(order.stamp(block.stream));
+  // Not before: marks are recorded without the lock, and the tags keep the entries from now on.
+  for (const StreamIndex stream : streams) order.let_go(stream);
+  return tags;
 }
 
 void DeviceAllocator::give_back(SpanId first, const UsedSpan& block, const TagSet& tags) {

@@ -3,8 +3,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <functional>
+#include <utility>
 #include <vector>
 
+#include "stress/layered_driver.h"
+#include "units/streams.h"
 #include "units/units.h"
 
 namespace vramx::units::device_allocator_claims {
@@ -68,6 +72,83 @@ CHECK(Fixture, an_alias_of_a_capturing_stream_does_not_stop_a_stitch) {
   EXPECT(allocator->stats().alias_count == 2);
   EXPECT(allocator->check().empty());
   EXPECT(sim->end_capture(kA).ok());
+}
+
+// --- other threads' requests --------------------------------------------------------------------
+
+// Calls back once in the middle of a driver call, which is made without the lock: what another
+// thread does meanwhile.
+class Interrupted final : public stress::ForwardingDriver {
+ public:
+  using ForwardingDriver::ForwardingDriver;
+
+  Result<ChunkHandle> create_chunk(Bytes size) override {
+    interrupt(at_growth);
+    return inner_.create_chunk(size);
+  }
+  Status record_event(Event event, StreamName stream) override {
+    interrupt(at_mark);
+    return inner_.record_event(event, stream);
+  }
+
+  std::function<void()> at_growth, at_mark;
+
+ private:
+  static void interrupt(std::function<void()>& once) {
+    if (once) std::exchange(once, {})();
+  }
+};
+
+// Streams of another library, of which the thread works on the one that is named last.
+struct Passing {
+  std::unique_ptr<SimDriver> sim =
+      contract::open_sim({.capacity = 1_GiB, .mode = SimMode::kAccounting});
+  Interrupted driver{*sim};
+  KnownStreams known;
+  std::unique_ptr<DeviceAllocator> allocator = open_allocator(driver, {.patience = {}});
+  Stream streams[3];
+
+  Passing() {
+    allocator->set_surroundings(&known);
+    EXPECT(static_cast<bool>(take(kPage, Stream::kDefault)));
+    for (Stream& each : streams) each = sim->create_stream(0);
+  }
+  Address take(Bytes size, Stream stream) {
+    known.current = stream;
+    const Result<Address> made = allocator->allocate(size, stream);
+    return made.ok() ? made.value() : Address{};
+  }
+  void free(Address block, Stream current) {
+    known.current = current;
+    EXPECT(allocator->free(block).ok() && allocator->check().empty());
+  }
+};
+
+CHECK(Passing, a_stream_whose_first_request_grows_is_not_taken_for_one_that_is_gone) {
+  driver.at_growth = [this] { EXPECT(static_cast<bool>(take(kPiece, streams[1]))); };
+  const Address block = take(kPiece, streams[0]);
+  REQUIRE(sim->submit(streams[0]).ok());
+  free(block, streams[0]);
+  const Address other = take(kPiece, streams[1]);
+  EXPECT(static_cast<bool>(other) && other != block);
+}
+
+CHECK(Passing, a_stream_whose_request_fails_is_let_go) {
+  EXPECT(!take(2_GiB, streams[0]));
+  EXPECT(static_cast<bool>(take(kPiece, streams[1])));
+  EXPECT((allocator.get()->*member(State{})).order.count() == 2);
+}
+
+CHECK(Passing, a_user_of_freed_memory_is_not_taken_for_one_that_is_gone) {
+  const Address block = take(kPiece, streams[0]);
+  known.current = streams[1];
+  REQUIRE(allocator->record_stream(block, {streams[1], 0}, false).ok());
+  REQUIRE(sim->submit(streams[1]).ok());
+  driver.at_mark = [this] { EXPECT(static_cast<bool>(take(kPage, streams[2]))); };
+  free(block, streams[0]);
+  sim->advance(streams[0], 1);
+  const Address other = take(kPiece, streams[2]);
+  EXPECT(static_cast<bool>(other) && other != block);
 }
 
 // --- forked children ----------------------------------------------------------------------------
