@@ -145,17 +145,25 @@ def test_a_program_is_timed_with_and_without_a_recording(
 ) -> None:
     from benchmarks.programs import _seeing_overhead
 
-    monkeypatch.setattr(_seeing_overhead, "history", contextlib.nullcontext)
+    started: list[dict[str, str]] = []
+
+    def history(**arguments: str) -> contextlib.AbstractContextManager[None]:
+        started.append(arguments)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(_seeing_overhead, "history", history)
     monkeypatch.setattr(_seeing_overhead, "ROUNDS_OF_HOST_BOUND", 2)
     monkeypatch.setattr(_seeing_overhead, "STEPS_OF_HOST_BOUND", 4)
     _seeing_overhead.main("small_layers")
     figures = figures_in(capsys.readouterr().out)
-    assert all(len(figures[f"{way}_ms"]) == 2 for way in ("never", "off", "on", "history"))
+    ways = ("never", "off", "on", "history", "history_python")
+    assert all(len(figures[f"{way}_ms"]) == 2 for way in ways)
+    assert sorted(started, key=len) == [{}, {}, {"stacks": "python"}, {"stacks": "python"}]
     assert figures["events"][0] > 100
     assert figures["hooks_left"] == [0]
     judged = {("overhead small_layers", metric): values for metric, values in figures.items()}
     metrics = [each.metric for each in seeing.judge_overhead(judged)]
-    assert metrics == ["hooks_left", "event_of_torchs"]
+    assert metrics == ["hooks_left", "event_of_torchs", "event_of_stacks"]
 
 
 def test_sums_are_compared_with_counters(

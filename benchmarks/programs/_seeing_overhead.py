@@ -4,8 +4,10 @@
 
 Some steps are taken without and some with vramx.record, in turn, so that what slows the machine
 slows both; before all of them come steps of a process that has never recorded. Of `small_layers`,
-whose steps wait for the host, steps with torch's own history are in turn as well; a turn is short
-and its fastest step counts, for what else a host does at times is more than what a recording adds.
+whose steps wait for the host, steps with torch's own history are in turn as well, as torch's
+documentation starts it and with the stacks of Python alone, which a recording has too; a turn is
+short and its fastest step counts, for what else a host does at times is more than what a recording
+adds.
 Starting a recording and writing its file is not timed. Prints a line of JSON for each figure.
 """
 
@@ -69,6 +71,7 @@ def main(name: str) -> None:
         }
         if name == HOST_BOUND:
             ways["history"] = history
+            ways["history_python"] = lambda: history(stacks="python")
         taken: dict[str, list[float]] = {way: [] for way in ways}
         for way in in_turn(ways, rounds):
             with ways[way]():
@@ -96,9 +99,9 @@ def mean_step_ms(training: Training, count: int) -> float:
 
 
 @contextlib.contextmanager
-def history() -> Any:
-    """torch's own history, as a user has it who knows that stacks of C++ are slow."""
-    torch.cuda.memory._record_memory_history(stacks="python")
+def history(**arguments: Any) -> Any:
+    """torch's own history, with stacks of Python and C++ if nothing else is said."""
+    torch.cuda.memory._record_memory_history(**arguments)
     try:
         yield
     finally:
