@@ -31,6 +31,8 @@ from optimize_tools import (
 
 import vramx
 from vramx.errors import VramxWarning
+from vramx.nn import products
+from vramx.nn.families import attention
 from vramx.nn.families import decoder as decoder_family
 
 transformers = pytest.importorskip("transformers")
@@ -98,6 +100,31 @@ def test_a_mask_and_shared_heads_do_not_meet_in_torchs_attention(
     gradient_of(model, {**inputs, "attention_mask": mask})
     assert not any(both)
     assert len(both) >= (0 if level == "int8" else 2 * LAYERS)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", DECODERS)
+def test_long_sequences_go_through_some_heads_at_a_time(
+    name: str, masked: bool, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(products, "_TILE_ROWS", 4)
+    groups: list[Any] = []
+    monkeypatch.setattr(
+        decoder_family,
+        "attend_in_groups",
+        lambda *of: groups.append(attention.attend_in_groups(*of)) or groups[-1],
+    )
+    original, inputs = hugging_face(transformers, name)
+    if masked:
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        inputs["attention_mask"][0, :3] = 0
+    model = twin(original)
+    vramx.optimize(model, "recompute_all")
+    gradient = gradient_of(model, inputs)
+    assert len(groups) == 2 * LAYERS
+    assert all(each is not None for each in groups)
+    assert error(result_of(model, inputs), result_of(original, inputs)) < ROUNDING
+    assert error(gradient, gradient_of(original, inputs)) < INT8_NOISE
 
 
 def test_block_whose_class_is_changed_on_top_is_fused_still(monkeypatch: Any) -> None:

@@ -17,12 +17,23 @@ import torch
 from torch import Tensor, nn
 
 from vramx.compression.config import Compression
+from vramx.nn import attention_kernels as kernels
 from vramx.nn import passes
 from vramx.nn.attention import attention_linear, scaled_dot_product_attention
-from vramx.nn.families.projection import Source, behind, project, projected, projection_of
+from vramx.nn.attention_groups import Heads as InGroups
+from vramx.nn.attention_groups import attention_in_groups
+from vramx.nn.families.projection import (
+    Source,
+    behind,
+    project,
+    projected,
+    projection_of,
+    tensor_of,
+)
 from vramx.nn.families.swap import cache_of, names_of
 from vramx.nn.keeping import NOTHING, Kept
 from vramx.nn.norm import Normed
+from vramx.nn.products import tiles
 from vramx.nn.recomputed import Held
 from vramx.nn.rotary import rotary
 
@@ -84,16 +95,39 @@ def attend(
         # What a recomputed block saves is not packed, and a mask with shared heads is better off
         # with the model's function, which repeats them: torch's kernels do not take both.
         packs = keep.packs and not passes.saves_are_brief()
-        if packs and _is_plain(function, heads, mask, options):
-            causal = options.get("is_causal")
-            if causal is None:
-                causal = getattr(attention, "is_causal", True)
-            causal = causal and mask is None and heads[0].shape[2] > 1
+        tokens = [each.shape[2] for each in heads]
+        if packs and len(set(tokens)) == 1 and _is_plain(function, tokens[0], mask, options):
+            causal = _is_causal(attention, tokens[0], mask, options)
             how = {"is_causal": causal, "scale": options["scaling"]}
             how |= {"dropout_p": options["dropout"], "values": values}
             return packed(heads, mask, how, keep)
     result: Tensor = function(attention, *heads, mask, **options)[0]
     return of_result(result.reshape(*result.shape[:-2], -1).contiguous())
+
+
+def attend_in_groups(
+    attention: Any, source: Source, mask: Tensor | None, options: dict[str, Any], heads: InGroups
+) -> Tensor | None:
+    """Attend from a norm's result to the output projection; None: not some heads at a time.
+
+    So it is in a block that is recomputed as a whole, of sequences that are long: what attention
+    takes in backward is most of what grows with them then.
+    """
+    x = tensor_of(source)
+    if not passes.saves_are_brief() or len(tiles(x.shape[-2])) == 1:
+        return None
+    function = names_of(attention).ALL_ATTENTION_FUNCTIONS["sdpa"]
+    tokens = x.shape[-2]
+    if implementation(attention) != "sdpa" or not _is_plain(function, tokens, mask, options):
+        return None
+    modules = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    found = [projection_of(module) for module in modules]
+    terms = [(each.weight, each.bias) for each in found if each.weight is not None]
+    if len(terms) < len(found) or any(each.adapters for each in found):
+        return None
+    causal = _is_causal(attention, tokens, mask, options)
+    call = kernels.Call(kernels.NO_KERNEL, options["dropout"], causal, options["scaling"])
+    return attention_in_groups(x, terms, heads, mask, call)
 
 
 def of_result(y: Tensor, kept: Kept | None = None) -> Finish:
@@ -172,16 +206,23 @@ def cannot_centre(projection: nn.Module) -> bool:
     return projection_of(projection).may_add
 
 
+def _is_causal(attention: Any, tokens: int, mask: Tensor | None, options: dict[str, Any]) -> bool:
+    causal = options.get("is_causal")
+    if causal is None:
+        causal = getattr(attention, "is_causal", True)
+    return bool(causal and mask is None and tokens > 1)
+
+
 def _is_plain(
-    function: Callable[..., Any], heads: Heads, mask: Tensor | None, options: dict[str, Any]
+    function: Callable[..., Any], tokens: int, mask: Tensor | None, options: dict[str, Any]
 ) -> bool:
-    """Tell whether a call of transformers' function is torch's attention and nothing else."""
-    q, k, v = heads
-    keys = k.shape[2]
+    """Tell whether a call of transformers' function is torch's attention and nothing else.
+
+    `tokens` are those of queries, keys and values.
+    """
     return (
         function.__module__ == _SDPA
-        and q.shape[2] == keys == v.shape[2]
-        and (mask is None or mask.shape[-1] == keys)
+        and (mask is None or mask.shape[-1] == tokens)
         and not any(options.get(name) is not None for name in _not_understood(function))
     )
 

@@ -10,13 +10,17 @@ attention keeps: its values and result exactly, as torch does, where keys have a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from vramx.compression.config import Compression
+from vramx.nn.attention_groups import Heads
 from vramx.nn.families.attention import (
     attend,
+    attend_in_groups,
     cannot_centre,
     heads_of,
     implementation,
@@ -25,12 +29,14 @@ from vramx.nn.families.attention import (
     turn,
     values_again,
 )
-from vramx.nn.families.parts import FeedForward, feed_forward, normalise
+from vramx.nn.families.parts import RMS_NORMS, FeedForward, feed_forward, normalise
 from vramx.nn.families.projection import project, tensor_of
 from vramx.nn.families.small import of_transformers
-from vramx.nn.families.swap import Fused, all_untouched, cache_of, class_name
+from vramx.nn.families.swap import Fused, all_untouched, cache_of, class_name, untouched
+from vramx.nn.norm import rms_norm
 
 _HF = "transformers.models"
+_AS_IT_IS = Compression(level="keep")
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -96,6 +102,16 @@ class DecoderLayer(Fused):
         positions, mask = options.pop("position_embeddings"), options.pop("attention_mask", None)
         cache_name, cache = cache_of(options)
         options = {k: v for k, v in options.items() if k != cache_name and v is not None}
+        options |= {
+            "dropout": attention.attention_dropout if attention.training else 0.0,
+            "scaling": attention.scaling,
+            **self._options(attention),
+        }
+        heads = self._heads_in_groups(positions) if cache is None else None
+        if heads is not None:
+            whole = attend_in_groups(attention, source, mask, options, heads)
+            if whole is not None:
+                return whole
         projections = project(source, [attention.q_proj, attention.k_proj, attention.v_proj], keep)
         values = values_again(source, attention.v_proj, attention.head_dim)
         del source  # a norm's result is not needed while attention runs
@@ -105,17 +121,21 @@ class DecoderLayer(Fused):
         if cache is not None:
             values = None if is_in(cache, attention) else values
             k, v = cache.update(k, v, attention.layer_idx)
-        options |= {
-            "dropout": attention.attention_dropout if attention.training else 0.0,
-            "scaling": attention.scaling,
-            **self._options(attention),
-        }
         if cannot_centre(attention.k_proj):
             keep = replace(keep, level="keep")
         return attend(attention, (q, k, v), mask, options, keep, values)(attention.o_proj)
 
     def _normalise_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q, k
+
+    def _heads_in_groups(self, positions: tuple[Tensor, Tensor]) -> Heads | None:
+        """Return what happens to heads between projections and attention; None: it is not known."""
+        attention = self.self_attn
+
+        def between(q: Tensor, k: Tensor) -> Sequence[Tensor]:
+            return turn(attention, q, k, positions)
+
+        return Heads(attention.head_dim, between)
 
     def _options(self, _attention: Any) -> dict[str, Any]:
         return {}
@@ -173,10 +193,27 @@ class Qwen3Layer(Qwen2Layer):
         attention = self.self_attn
         return self._normalise(attention.q_norm, q), self._normalise(attention.k_norm, k)
 
+    def _heads_in_groups(self, positions: tuple[Tensor, Tensor]) -> Heads | None:
+        attention = self.self_attn
+        norms = attention.q_norm, attention.k_norm
+        if not all(class_name(type(each)) in RMS_NORMS and untouched(each) for each in norms):
+            return None
+
+        def between(q: Tensor, k: Tensor, *weights: Tensor) -> Sequence[Tensor]:
+            each = zip((q, k), weights, norms, strict=True)
+            return turn(attention, *(_by_rms(*of) for of in each), positions)
+
+        return Heads(attention.head_dim, between, tuple(norm.weight for norm in norms))
+
     def _normalise(self, norm: Any, heads: Tensor) -> Tensor:
         # As they lie in memory, (batch, tokens, heads, size): no copy.
         rows = heads.transpose(1, 2)
         return tensor_of(normalise(norm, rows, None, self.vramx_settings.keep)[0]).transpose(1, 2)
+
+
+def _by_rms(heads: Tensor, weight: Tensor, norm: Any) -> Tensor:
+    made = rms_norm(heads.transpose(1, 2), weight, norm.variance_epsilon, None, _AS_IT_IS)
+    return made.y.transpose(1, 2)
 
 
 def _is_own(layer: type, part: Any, suffix: str) -> bool:
