@@ -223,7 +223,7 @@ def _gradients(
             dweights[3][:, part] = drows.t() @ values[:, part]
         for added, each in zip(sums_learned, own, strict=True):
             if added is not None:
-                added += each
+                added.add_(each)
         _add_projections(group, dheads, rows, (dweights[:3], dbiases[:3]))
         if dx is not None and part.start == 0:
             torch.mm(dheads, weight, out=dx.flatten(0, 1))
