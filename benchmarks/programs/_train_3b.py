@@ -35,8 +35,10 @@ SHAPES = {
 }
 BATCH = sized((16, 512), (2, 32))
 WARM_UP, TIMED = sized(3, 1), sized(6, 2)
-# Of the longest sequence: the first that is tried, by how much it grows, and the last.
+# Of the longest sequence: the first that is tried, by how much it grows, and the last; how often
+# the interval between what fits and what does not is halved then.
 SHORTEST, GROWTH, LONGEST = sized((16_384, 1.25, 1 << 20), (32, 2, 128))
+HALVINGS = 2
 RATE = 1e-5
 
 
@@ -96,15 +98,21 @@ def lengthen(name: str, row: Row, device: torch.device, limit_bytes: int) -> Non
         hooks = partial(torch.autograd.graph.save_on_cpu, pin_memory=device.type == "cuda")
     step_in_backward(row.optimizer, model, optimizer)
     done: list[tuple[int, float]] = []
-    length = SHORTEST
-    with contextlib.suppress(torch.OutOfMemoryError):
-        while length <= LONGEST:
+    length, halved = SHORTEST, 0
+    while length <= LONGEST and halved <= HALVINGS:
+        ms = None
+        with contextlib.suppress(torch.OutOfMemoryError):
             _, ms = step(model, optimizer, next(text(device, 1, length)), hooks)
+        if ms is not None:
             done.append((length, ms))
             print(name, length, f"{ms:.0f} ms", file=sys.stderr, flush=True)
-            length = int(length * GROWTH) // 32 * 32
-    if not done:
-        raise torch.OutOfMemoryError
+        elif not done:
+            raise torch.OutOfMemoryError
+        else:
+            optimizer.zero_grad()
+            torch.cuda.empty_cache()
+        halved += ms is None or halved > 0
+        length = int(done[-1][0] * GROWTH ** (0.5**halved)) // 32 * 32
     report(name, "longest_tokens", "1", [done[-1][0]])
     report(name, "step_ms", "ms", [done[-1][1]])
     report(name, "limit_bytes", "B", [limit_bytes])

@@ -68,8 +68,7 @@ def attention_in_groups(
     Double backward: works, by torch's formula in whole matrices.
     """
     dtype = arguments.autocast_dtype(x)
-    tensors = [each for term in terms for each in term]
-    queries, keys = (tensors[i].shape[0] // heads.size for i in (0, 2))
+    queries, keys = (weight.shape[0] // heads.size for weight, _ in terms[:2])
     shares = queries % keys == 0 and (mask is None or mask.dim() < 4 or mask.shape[1] == 1)
     if call.dropout_p or x.dim() != 3 or not shares:
         return None
@@ -84,6 +83,7 @@ def attention_in_groups(
     kernel = kernels.choose((q, k, k), mask, call, shares_heads=True)
     if kernel == kernels.NO_KERNEL:
         return None
+    tensors = [each for term in terms for each in term]
     plan = _Plan(call._replace(kernel=kernel), heads, queries // count, keys // count, count)
     y: Tensor = _Groups.apply(plan, mask, x.to(dtype), *tensors, *heads.learned)
     return y
@@ -96,11 +96,11 @@ class _Plan(NamedTuple):
     heads: Heads
     queries: int
     keys: int
-    count: int
+    parts: int
 
     def groups(self) -> Iterator[_Group]:
         wide, narrow = self.queries * self.heads.size, self.keys * self.heads.size
-        for i in range(self.count):
+        for i in range(self.parts):
             yield _Group(
                 self,
                 slice(i * wide, (i + 1) * wide),
@@ -142,7 +142,8 @@ class _Group(NamedTuple):
         return [self.as_heads(each) for each in made.split(self.sizes, -1)]
 
     def as_heads(self, flat: Tensor) -> Tensor:
-        return flat.unflatten(-1, (-1, self.plan.heads.size)).transpose(1, 2)
+        heads: Tensor = flat.unflatten(-1, (-1, self.plan.heads.size)).transpose(1, 2)
+        return heads
 
     def turn(self, q: Tensor, k: Tensor, learned: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return queries and keys as attention has them, in their type: autocast may widen it."""
@@ -159,7 +160,7 @@ class _Groups(torch.autograd.Function):
         ctx: Any, plan: _Plan, mask: Tensor | None, x: Tensor, *tensors: Tensor | None
     ) -> Tensor:
         weights, biases, learned = _split(tensors)
-        width = plan.count * plan.queries * plan.heads.size
+        width = plan.parts * plan.queries * plan.heads.size
         y = x.new_empty(*x.shape[:2], width)
         sums = []
         for group in plan.groups():

@@ -200,8 +200,8 @@ class Qwen3Layer(Qwen2Layer):
             return None
 
         def between(q: Tensor, k: Tensor, *weights: Tensor) -> Sequence[Tensor]:
-            each = zip((q, k), weights, norms, strict=True)
-            return turn(attention, *(_by_rms(*of) for of in each), positions)
+            q, k = (_by_rms(*of) for of in zip((q, k), weights, norms, strict=True))
+            return turn(attention, q, k, positions)
 
         return Heads(attention.head_dim, between, tuple(norm.weight for norm in norms))
 
