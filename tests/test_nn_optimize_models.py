@@ -121,8 +121,8 @@ def test_long_sequences_go_through_some_heads_at_a_time(
     model = twin(original)
     vramx.optimize(model, "recompute_all")
     gradient = gradient_of(model, inputs)
-    assert len(groups) == 2 * LAYERS
-    assert all(each is not None for each in groups)
+    # In both passes, and not where a kind of block is compared with its original first.
+    assert sum(each is not None for each in groups) == 2 * LAYERS
     assert error(result_of(model, inputs), result_of(original, inputs)) < ROUNDING
     assert error(gradient, gradient_of(original, inputs)) < INT8_NOISE
 

@@ -90,14 +90,15 @@ class DecoderLayer(Fused):
         return is_in(cache, self.self_attn)
 
     def vramx_fused(self, x: Tensor, /, **others: Any) -> Tensor:
-        return self._feed_forward(self._attend(x, others), x)
+        return self._feed_forward(*self._attend(x, others))
 
-    def _attend(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    def _attend(self, x: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """Return attention's result, and x where it is to be added to it."""
         attention, keep = self.self_attn, self.vramx_settings.keep
         source, _ = normalise(self.input_layernorm, x, None, keep)
         if not all_untouched([attention]) or implementation(attention) is None:
             result: Tensor = attention(hidden_states=tensor_of(source), **kwargs)[0]
-            return result
+            return result, x
         options = dict(kwargs)
         positions, mask = options.pop("position_embeddings"), options.pop("attention_mask", None)
         cache_name, cache = cache_of(options)
@@ -111,7 +112,7 @@ class DecoderLayer(Fused):
         if heads is not None:
             whole = attend_in_groups(attention, source, mask, options, heads)
             if whole is not None:
-                return whole
+                return whole.add_(x), None  # in its memory, which nobody else has
         projections = project(source, [attention.q_proj, attention.k_proj, attention.v_proj], keep)
         values = values_again(source, attention.v_proj, attention.head_dim)
         del source  # a norm's result is not needed while attention runs
@@ -123,7 +124,7 @@ class DecoderLayer(Fused):
             k, v = cache.update(k, v, attention.layer_idx)
         if cannot_centre(attention.k_proj):
             keep = replace(keep, level="keep")
-        return attend(attention, (q, k, v), mask, options, keep, values)(attention.o_proj)
+        return attend(attention, (q, k, v), mask, options, keep, values)(attention.o_proj), x
 
     def _normalise_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q, k
@@ -140,10 +141,11 @@ class DecoderLayer(Fused):
     def _options(self, _attention: Any) -> dict[str, Any]:
         return {}
 
-    def _feed_forward(self, attended: Tensor, residual: Tensor) -> Tensor:
+    def _feed_forward(self, attended: Tensor, x: Tensor | None) -> Tensor:
         settings = self.vramx_settings
         norm = self.post_attention_layernorm
-        source, residual = normalise(norm, attended, residual, settings.keep)
+        source, residual = normalise(norm, attended, x, settings.keep)
+        del attended, x
         part = self.vramx_feed_forward()
         if part is None:
             result: Tensor = residual + self.mlp(tensor_of(source))
