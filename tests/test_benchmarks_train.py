@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
-from program_stand_ins import run_tiny
+from program_stand_ins import make_writer, run_tiny
 
-from benchmarks import train_3b
+from benchmarks import loss_parity, train_3b
+from benchmarks.harness import Options, Request
+from benchmarks.programs._cases import Cases
+from benchmarks.programs._launch import ALLOCATORS, Job, Outcome
 from vramx.sizes import GIB
 
 
@@ -71,3 +75,49 @@ def metrics_of(row: str) -> dict[str, list[float]]:
     lines = run_tiny(f"from benchmarks.programs import _train_3b; _train_3b.main({row!r})")
     assert {line["case"] for line in lines} == {row}
     return {line["metric"]: line["values"] for line in lines}
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("way", ["exact", "flash_recompute_all", "nearest"])
+def test_a_recipe_learns_and_reports(way: str) -> None:
+    losses = losses_of(way)
+    assert list(losses) == ["validation_loss_at_2", "validation_loss_at_4"]
+    assert all(4 < loss < 7 for (loss,) in losses.values())  # log(256) = 5.5
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+def test_recipes_begin_with_the_same_weights_and_batches() -> None:
+    exact, found = (losses_of(way)["validation_loss_at_2"][0] for way in ("exact", "nearest"))
+    assert found == pytest.approx(exact, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("way", "gaps", "is_good"),
+    [
+        ("flash_int8", [0.001, -0.001, 0.002, 0.0, -0.002], True),
+        ("flash_int8", [0.2, 0.21, 0.19, 0.2, 0.2], False),
+        ("nearest", [0.2, 0.21, 0.19, 0.2, 0.2], True),
+        ("nearest", [0.001, -0.001, 0.002, 0.0, -0.002], False),
+    ],
+)
+def test_recipes_are_equivalent_and_rounding_to_the_nearest_is_not(
+    way: str, gaps: list[float], is_good: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    exact = [5.0, 5.1, 4.9, 5.05, 4.95]
+
+    def outcome(job: Any, _stop: Any) -> Outcome:
+        name, seed = job.arguments
+        place = loss_parity.SEEDS.index(int(seed))
+        loss = exact[place] + (gaps[place] if name == way else 0.0)
+        said = {"case": name, "metric": "validation_loss_at_500", "unit": "nat", "values": [loss]}
+        return Outcome("ok", (said,), 1.0)
+
+    monkeypatch.setattr(loss_parity._launch, "run", outcome)
+    monkeypatch.setattr(Cases, "job", lambda *_: lambda name: Job(Path(name), ALLOCATORS[0]))
+    request, writer = Request(only=(way,)), make_writer(tmp_path)
+    assert loss_parity.run_all(Options(), request, writer)[1] is is_good
+
+
+def losses_of(way: str) -> dict[str, list[float]]:
+    found = run_tiny(f"from benchmarks.programs import _loss_parity as p; p.main({way!r}, '1')")
+    return {each["metric"]: each["values"] for each in found if "loss" in each.get("metric", "")}

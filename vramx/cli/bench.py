@@ -49,7 +49,7 @@ def _add_process_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the benchmarks take that compare whole processes on GPUs."""
     group = parser.add_argument_group(
         "for torch_programs, torch_calls, streams, activations, fused, plan, language_model, "
-        "real_weights, train_3b and seeing"
+        "real_weights, train_3b, loss_parity and seeing"
     )
     count = common.count_argument("number")
     group.add_argument("--only", metavar="NAME[,NAME...]", help="these programs, cases or groups")
