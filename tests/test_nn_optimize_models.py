@@ -127,6 +127,31 @@ def test_long_sequences_go_through_some_heads_at_a_time(
     assert error(gradient, gradient_of(original, inputs)) < INT8_NOISE
 
 
+@pytest.mark.parametrize("level", ["int8", "recompute_all"])
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_transforms_of_torch_differentiate_the_original(name: str, level: str) -> None:
+    original, inputs = hugging_face(transformers, name)
+    model = twin(original)
+    vramx.optimize(model, level)
+    inputs |= {"labels": inputs["input_ids"]} if name in DECODERS else {}
+    found = []
+    for each in (model, original):
+        each.train()
+        parameters = {key: value.detach() for key, value in each.named_parameters()}
+
+        def loss(values: dict[str, Any], each: Any = each) -> torch.Tensor:
+            torch.manual_seed(0)  # of dropout
+            y = torch.func.functional_call(each, values, (), dict(inputs))
+            return y.loss if "labels" in inputs else y[0].square().mean()
+
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            tangents = (parameters,)
+            along = torch.func.jvp(loss, (parameters,), tangents)[1]
+        found.append({"": along, **torch.func.grad(loss)(parameters)})
+    for key, gradient in found[1].items():
+        torch.testing.assert_close(found[0][key], gradient, msg=key)
+
+
 def test_block_whose_class_is_changed_on_top_is_fused_still(monkeypatch: Any) -> None:
     # fully_shard() makes a subclass, named otherwise, for each module that it is given.
     original, inputs = hugging_face(transformers, "llama")

@@ -26,7 +26,7 @@ from vramx.compression.fakes import PLAIN
 from vramx.errors import brief
 from vramx.nn.families.projection import plain_tensor
 from vramx.nn.families.small import language_model, randomised
-from vramx.nn.families.swap import Swapped, class_name, parameters_of
+from vramx.nn.families.swap import Swapped, class_name, is_transformed, parameters_of
 from vramx.nn.families.verify import difference_of, run
 from vramx.nn.logits import Logits
 from vramx.patch.module import find, original_class, patch_of, put
@@ -162,7 +162,8 @@ def _telling(head: Any) -> Iterator[None]:
 def _learns(model: Any) -> bool:
     compiles = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
     is_replica = getattr(model, "_is_replica", False)  # whose results DataParallel joins
-    return bool(model.training) and torch.is_grad_enabled() and not (compiles or is_replica)
+    learns = bool(model.training) and torch.is_grad_enabled()
+    return learns and not (compiles or is_replica or is_transformed())
 
 
 def _labels_of(model: nn.Module) -> int | None:

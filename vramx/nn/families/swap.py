@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from vramx.compression.config import Compression
 from vramx.compression.fakes import PLAIN
@@ -241,8 +242,15 @@ def _roles(module: Any) -> tuple[str, ...]:
     return tuple(CACHE if _takes_cache(p) else p.name for p in parameters_of(module))
 
 
+def is_transformed() -> bool:
+    """Tell whether torch.func or forward differentiation asks what the original is made of."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def _learns(module: Fused, call: dict[str, Any]) -> bool:
     if not (module.training and torch.is_grad_enabled()):
+        return False
+    if is_transformed():
         return False
     x: Any = call.get(module.ARGUMENTS[0])
     return type(x) in PLAIN and x.is_floating_point() and not x.is_nested
