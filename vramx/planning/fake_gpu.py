@@ -15,7 +15,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -59,8 +58,9 @@ class FakeGpu:
         self.mode = FakeTensorMode(
             allow_non_fake_inputs=True, allow_fallback_kernels=not self.is_cuda
         )
-        # By storage, the first of the tensors that share it.
-        self._firsts: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        # By storage, the first of the tensors that share it: as long as this, for where it is the
+        # whole of a storage, as that of a recurrent layer's weights, nothing else refers to it.
+        self._firsts: dict[int, Tensor] = {}
         self._copies: Copies = {}
         self.assumptions: dict[str, None] = {}
 
