@@ -111,8 +111,10 @@ def _kept(snapshot: Snapshot) -> dict[Stack, _Kept]:
     allocations, made = snapshot.allocations, snapshot.rows_of_allocation
     ids = snapshot.live_at(snapshot.end_event)
     by_stack: dict[Stack, list[int]] = {}
-    for number, id_ in zip(allocations.stack[ids].tolist(), ids.tolist(), strict=True):
-        by_stack.setdefault(shown_frames(snapshot.stacks[number]), []).append(id_)
+    numbers = allocations.stack[ids].tolist()
+    shown = {number: shown_frames(snapshot.stacks[number]) for number in set(numbers)}
+    for number, id_ in zip(numbers, ids.tolist(), strict=True):
+        by_stack.setdefault(shown[number], []).append(id_)
     return {
         stack: _Kept(allocations.size[members], made[members])
         for stack, members in by_stack.items()
