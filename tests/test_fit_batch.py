@@ -177,6 +177,34 @@ def test_evaluation_has_a_batch_of_its_own(device: Device, row: int, largest: in
     assert (found.batch, found.evaluation_batch) == (step.largest(CAPACITY), largest)
 
 
+class Keeping(Step):
+    """A step that leaves states behind, which another state makes it drop."""
+
+    kept: Any = None
+
+    def __call__(self, batch: int) -> None:
+        super().__call__(batch)
+        self.kept = self.kept or self.device.take(self.fixed)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        self.kept = None
+
+
+def test_evaluation_has_what_steps_leave_behind_beside_it(device: Device) -> None:
+    step, rows = Keeping(device, fixed=2000), 100
+
+    def evaluate(batch: int) -> None:
+        device.take(rows * batch)
+
+    found = fit_batch(step, memory=device, margin=0.0, evaluate=evaluate, state=step)
+    assert found.evaluation_batch == (CAPACITY - step.fixed) // rows
+    # No step is taken outside of a trial, where out of memory would be an error.
+    assert len(step.sizes) == 2 * len(found.attempts)
+
+
 @pytest.mark.parametrize(("rows", "cut"), [(1024, (256, 4)), (1000, (250, 4)), (8, (8, 1))])
 def test_a_global_batch_is_cut_evenly(device: Device, rows: int, cut: tuple[int, int]) -> None:
     found = fit(Step(device, fixed=0), device, max=256, global_batch=rows)
