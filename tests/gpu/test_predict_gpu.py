@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +81,24 @@ def test_recurrent_layers_are_predicted_by_torchs_own_kernels(
     predicted = vramx.predict(step, policies="live").peak_bytes()
     with torch.backends.cudnn.flags(enabled=False):
         real = measured(step) - before
+    assert abs(predicted - real) <= ERROR * real + ROUNDING, (predicted, real)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SparseAdam, torch.optim.Adagrad])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_predicted_within_three_percent(kind: Any, optimizer: Any) -> None:
+    before = others()
+    model = kind(100_000, 512, sparse=True).cuda()
+    words = torch.randperm(100_000, device="cuda")[: 1 << 15].view(-1, 64)
+    learner = optimizer(list(model.parameters()), lr=0.1)
+
+    def step() -> None:
+        model(words).square().mean().backward()
+        learner.step()
+        learner.zero_grad()
+
+    predicted = vramx.predict(step, policies="live").peak_bytes()
+    real = measured(step) - before
     assert abs(predicted - real) <= ERROR * real + ROUNDING, (predicted, real)
 
 
