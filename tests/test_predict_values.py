@@ -282,7 +282,11 @@ def test_unique_finds_no_element_twice() -> None:
 
 
 def test_a_step_that_is_not_on_the_gpu_is_told_of() -> None:
-    assert "nothing of the step" in vramx.predict(lambda: torch.ones(8).sum()).assumptions[0]
+    def elsewhere() -> None:
+        WEIGHTS.cpu()(torch.ones(8, 64)).sum().backward()
+
+    for step in (lambda: torch.ones(8).sum(), elsewhere):
+        assert "nothing that the step makes" in vramx.predict(step).assumptions[0]
 
 
 def test_a_stream_of_batches_that_ends_is_one_error() -> None:
