@@ -257,6 +257,26 @@ def test_the_state_of_a_training_is_bit_for_bit_what_it_was(began: bool) -> None
     step(4)  # it goes on
 
 
+def test_sparse_gradients_and_states_are_put_back() -> None:
+    model, device = nn.Embedding(100, 8, sparse=True), Device()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(batch: int) -> None:
+        device.take(batch)
+        model(torch.randint(100, (batch,))).sum().backward()
+        optimizer.step()
+
+    step(4)
+    gradient, state = model.weight.grad, optimizer.state[model.weight]["momentum_buffer"]
+    kept = [each.clone() for each in (gradient, state, model.weight)]
+    fit_batch(step, memory=device, margin=0.0, max=16)
+    assert model.weight.grad is gradient
+    assert optimizer.state[model.weight]["momentum_buffer"] is state
+    for found, expected in zip((gradient, state, model.weight), kept, strict=True):
+        assert torch.equal(found.to_dense(), expected.to_dense())
+        assert not found.is_sparse or found._nnz() == expected._nnz()
+
+
 def test_a_step_without_a_model_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="refers to no model and no optimizer"):
         fit_batch(lambda batch: None, memory=Device())
