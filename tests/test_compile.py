@@ -75,6 +75,32 @@ def test_a_whole_graph_keeps_codes(bits: int, bound: float) -> None:
     assert dtypes.count(torch.uint8) == 3, "two inputs of activations, and one of a linear layer"
 
 
+class Gated(nn.Module):
+    """A gated unit of one product, as many language models have it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, value = x.chunk(2, -1)
+        return nn.functional.silu(gate) * value
+
+
+@inlines
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("activation", "width"), [(nn.SiLU, 256), (nn.GELU, 256), (Gated, 512)])
+def test_what_a_compiler_takes_apart_keeps_codes(
+    activation: type[nn.Module], width: int, dtype: torch.dtype
+) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, width), activation(), nn.Linear(256, WIDTH)).to(dtype)
+    x = torch.randn(64, WIDTH, dtype=dtype)
+    compiled = torch.compile(model, backend="aot_eager_decomp_partition")
+    found = gradients(model, compiled, x, compressed_graphs(SMALL))
+    # Beside the 1 % of 8 bits, that of bfloat16, which torch rounds to after each operation.
+    assert 0 < relative_error(found, gradients(model, model, x)) < 0.02
+    with compressed_graphs(SMALL):
+        dtypes = saved_dtypes(compiled(x))
+    assert dtypes.count(torch.uint8) == 2, "the activation's argument and its result"
+    assert dtypes.count(dtype) == 2, "the input and the second weight"
+
+
 @inlines
 def test_without_the_context_a_graph_is_exact_again() -> None:
     model, x = net(), torch.randn(64, WIDTH)
@@ -183,6 +209,12 @@ def backward_graph(function: Any) -> fx.Node:
         (lambda x: x / 3.0, False),
         (lambda x: torch.ones(4, 4) @ x, False),
         (lambda x: x.sigmoid() * x, False),
+        (lambda x: x / (1 + (-x).exp()), False),  # a silu, as a compiler takes it apart
+        (lambda x: torch.ones(4, 4) / (1 + (-x).exp()), False),
+        (lambda x: torch.ones(2) / (1 + (-x[:, :2]).exp()), True),  # a gate is kept
+        (lambda x: (-x).exp() / (1 + (-x).exp()), True),
+        (lambda x: (1 + (-x).exp()) * x, True),
+        (lambda x: x / (x.sum() + (-x).exp()), True),
         (lambda x: torch.cat([x, x]).exp(), True),
         (lambda x: torch.cat([x, x]) * 2.0, False),
         (lambda x: x.atan(), True),  # nothing is known of it here

@@ -177,6 +177,34 @@ def test_evaluation_has_a_batch_of_its_own(device: Device, row: int, largest: in
     assert (found.batch, found.evaluation_batch) == (step.largest(CAPACITY), largest)
 
 
+class Keeping(Step):
+    """A step that leaves states behind, which another state makes it drop."""
+
+    kept: Any = None
+
+    def __call__(self, batch: int) -> None:
+        super().__call__(batch)
+        self.kept = self.kept or self.device.take(self.fixed)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        self.kept = None
+
+
+def test_evaluation_has_what_steps_leave_behind_beside_it(device: Device) -> None:
+    step, rows = Keeping(device, fixed=2000), 100
+
+    def evaluate(batch: int) -> None:
+        device.take(rows * batch)
+
+    found = fit_batch(step, memory=device, margin=0.0, evaluate=evaluate, state=step)
+    assert found.evaluation_batch == (CAPACITY - step.fixed) // rows
+    # No step is taken outside of a trial, where out of memory would be an error.
+    assert len(step.sizes) == 2 * len(found.attempts)
+
+
 @pytest.mark.parametrize(("rows", "cut"), [(1024, (256, 4)), (1000, (250, 4)), (8, (8, 1))])
 def test_a_global_batch_is_cut_evenly(device: Device, rows: int, cut: tuple[int, int]) -> None:
     found = fit(Step(device, fixed=0), device, max=256, global_batch=rows)
@@ -227,6 +255,26 @@ def test_the_state_of_a_training_is_bit_for_bit_what_it_was(began: bool) -> None
     assert_same(state(), before)
     assert [p.data_ptr() for p in model.parameters()] == tensors
     step(4)  # it goes on
+
+
+def test_sparse_gradients_and_states_are_put_back() -> None:
+    model, device = nn.Embedding(100, 8, sparse=True), Device()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(batch: int) -> None:
+        device.take(batch)
+        model(torch.randint(100, (batch,))).sum().backward()
+        optimizer.step()
+
+    step(4)
+    gradient, state = model.weight.grad, optimizer.state[model.weight]["momentum_buffer"]
+    kept = [each.clone() for each in (gradient, state, model.weight)]
+    fit_batch(step, memory=device, margin=0.0, max=16)
+    assert model.weight.grad is gradient
+    assert optimizer.state[model.weight]["momentum_buffer"] is state
+    for found, expected in zip((gradient, state, model.weight), kept, strict=True):
+        assert torch.equal(found.to_dense(), expected.to_dense())
+        assert not found.is_sparse or found._nnz() == expected._nnz()
 
 
 def test_a_step_without_a_model_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -175,6 +176,52 @@ def test_tied_weights_that_are_moved_stay_tied(device: str) -> None:
         model(torch.zeros(8, dtype=torch.long, device=device)).backward()
 
     vramx.predict(step, policies="live", steps=1, device=device)
+
+
+class Imitating:
+    """A wrapper around an optimizer that passes for one of its class, as Lightning Fabric's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        kind = type(optimizer)
+        self.__class__ = type(f"Imitating{kind.__name__}", (Imitating, kind), {})
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+def test_an_optimizer_in_a_wrapper_is_that_optimizer() -> None:
+    model, x = Stack(2), rows(16)
+    plain = torch.optim.AdamW(model.parameters())
+    wrapped = Imitating(plain)
+
+    def step(learner: Any) -> None:
+        model(x).sum().backward()
+        learner.step()
+        learner.zero_grad()
+
+    found, expected = (vramx.predict(step, each).peak_bytes() for each in (wrapped, plain))
+    assert found == expected
+    assert not plain.state
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_models_in_other_threads_are_refused_in_words(count: int) -> None:
+    model, x = Stack(1), rows(4)
+
+    def step() -> None:
+        with ThreadPoolExecutor(count) as pool:
+            sum(y.sum() for y in pool.map(model, [x] * count)).backward()
+
+    with pytest.raises(UntraceableError, match="runs a model in another thread"):
+        vramx.predict(step)
 
 
 def test_a_read_float_is_assumed() -> None:

@@ -14,6 +14,8 @@ from snapshot_writer import DEFAULT_POOL, KEPT, LOSS, MIB, MINORS, MODEL, Record
 import vramx
 from vramx.errors import InvalidValueError
 from vramx.memory import replay
+from vramx.memory.diff import diff
+from vramx.memory.explain import explain
 from vramx.memory.holders import frame_tree, holders, totals
 from vramx.memory.snapshot import Snapshot
 from vramx.memory.stacks import describe
@@ -195,7 +197,7 @@ def test_json_says_the_same(tmp_path: Path) -> None:
         assert facts_at(snapshot, event) == facts
 
 
-@pytest.mark.parametrize("event", [-2, 3, 10**12])
+@pytest.mark.parametrize("event", [-2, 3, 10**12, None, 1.5])
 def test_an_event_that_is_not_there_is_refused(tmp_path: Path, event: int) -> None:
     recording = Recording()
     recording.free(recording.alloc(512))
@@ -209,3 +211,30 @@ def test_a_grouping_that_is_unknown_is_refused(snapshots: Path) -> None:
     snapshot = Snapshot.load(snapshots / "train.pickle")
     with pytest.raises(InvalidValueError, match="accepted are stack, size, stream, pool"):
         holders(snapshot, 0, "colour")
+
+
+@pytest.mark.parametrize("wrong", [3, None, b"run.pickle", []], ids=repr)
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(Snapshot.load, vramx.load_trace, vramx.replay, vramx.record, explain),
+        *(diff, lambda wrong: diff([wrong, wrong])),
+    ],
+)
+def test_what_is_no_path_and_no_snapshot_is_refused_in_one_line(call: Any, wrong: Any) -> None:
+    with pytest.raises(InvalidValueError, match=r"is not accepted; |too few") as raised:
+        call(wrong)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("steps", [0, "2", 1.5])
+def test_numbers_of_steps_and_policies_that_are_none_are_refused(
+    snapshots: Path, steps: Any
+) -> None:
+    snapshot = Snapshot.load(snapshots / "train.pickle")
+    with pytest.raises(InvalidValueError, match=f"steps {steps!r} is not accepted"):
+        diff([snapshot, snapshot], steps=steps)
+    with pytest.raises(InvalidValueError, match=f"policy {steps!r} is unknown"):
+        replay(snapshot, steps)
+    with pytest.raises(InvalidValueError, match="a file's name"):
+        snapshot.trace.save(3)  # type: ignore[arg-type]

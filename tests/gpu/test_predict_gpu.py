@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
 from budget_models import PROGRAMS, Language
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import vramx
 from vramx.nn.optimize import optimize
@@ -60,6 +62,44 @@ def test_a_recurrent_step_is_predicted_by_torchs_own_kernels() -> None:
     with torch.backends.cudnn.flags(enabled=False):
         real = measured(program.step, BATCH) - before
     assert abs(prediction.peak_bytes() - real) <= ERROR * real + ROUNDING
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("lengths", [[256] * 16, [256, 200, 128, 4] * 4], ids=["whole", "packed"])
+def test_recurrent_layers_are_predicted_by_torchs_own_kernels(
+    kind: type[nn.RNNBase], lengths: list[int]
+) -> None:
+    before = others()
+    layer = kind(256, 256, 2, batch_first=True, bidirectional=True).cuda()
+    x, of_each = torch.randn(16, 256, 256, device="cuda"), torch.tensor(lengths)
+
+    def step() -> None:
+        rows = pack_padded_sequence(x, of_each, batch_first=True, enforce_sorted=False)
+        (layer(x)[0] if min(lengths) == 256 else layer(rows)[0].data).square().mean().backward()
+        layer.zero_grad()
+
+    predicted = vramx.predict(step, policies="live").peak_bytes()
+    with torch.backends.cudnn.flags(enabled=False):
+        real = measured(step) - before
+    assert abs(predicted - real) <= ERROR * real + ROUNDING, (predicted, real)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SparseAdam, torch.optim.Adagrad])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_predicted_within_three_percent(kind: Any, optimizer: Any) -> None:
+    before = others()
+    model = kind(100_000, 512, sparse=True).cuda()
+    words = torch.randperm(100_000, device="cuda")[: 1 << 15].view(-1, 64)
+    learner = optimizer(list(model.parameters()), lr=0.1)
+
+    def step() -> None:
+        model(words).square().mean().backward()
+        learner.step()
+        learner.zero_grad()
+
+    predicted = vramx.predict(step, policies="live").peak_bytes()
+    real = measured(step) - before
+    assert abs(predicted - real) <= ERROR * real + ROUNDING, (predicted, real)
 
 
 @pytest.mark.parametrize("level", ["left", "int8", "int4", "recompute_all"])

@@ -118,7 +118,7 @@ def is_exact(saved: fx.Node) -> bool:
             for user in node.users:
                 if user.op == "output" or user in seen:
                     continue
-                if _passes(user):
+                if _passes(user) and not _is_sigmoid(user):
                     seen.add(user)
                     below.append(user)
                 elif not _is_harmless(user, node) or (node is not saved and _is_gate(node)):
@@ -130,16 +130,34 @@ def is_exact(saved: fx.Node) -> bool:
 def _is_gate(part: fx.Node) -> bool:
     """Tell whether a part of a tensor is read by a sigmoid alone, as a gated unit's is: what its
     slope is multiplied by is another part. silu reads its argument once more."""
-    return [_name(user) for user in part.users] == ["sigmoid"]
+    return [_is_sigmoid(user) for user in part.users] == [True]
+
+
+def _is_sigmoid(node: fx.Node) -> bool:
+    """Tell whether a node is a sigmoid, or the negative that a compiler begins one with: to the
+    exponential of this it adds 1, and divides by the sum."""
+    if _name(node) != "neg":
+        return _name(node) == "sigmoid"
+    sums = [user for each in node.users for user in each.users]
+    return (
+        all(_name(each) == "exp" for each in node.users)
+        and all(_name(each) == "add" and 1 in each.args for each in sums)
+        and all(_divides_by(each, user) for each in sums for user in each.users)
+    )
+
+
+def _divides_by(divisor: fx.Node, user: fx.Node) -> bool:
+    name = _name(user)
+    return name == "reciprocal" or (name == "div" and user.args[0] is not divisor)
 
 
 def _is_harmless(user: fx.Node, argument: fx.Node) -> bool:
     name = _name(user)
     if name == "div":
-        return user.args[1] is not argument
+        return not _divides_by(argument, user)
     if name == "pow":
         return user.args[0] is argument and user.args[1] in exactness.POWERS
-    return name in _HARMLESS
+    return name in _HARMLESS or _is_sigmoid(user)
 
 
 def _passes(user: fx.Node) -> bool:

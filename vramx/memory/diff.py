@@ -10,7 +10,7 @@ makes once (optimizer states in its first step, a cache) grows as well, but not 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vramx.errors import InvalidValueError
-from vramx.memory.snapshot import Snapshot
+from vramx.errors import InvalidValueError, brief
+from vramx.memory.snapshot import Snapshot, check_snapshot
 from vramx.memory.stacks import Stack, describe, shown_frames
 
 # Of the allocations and frees between two snapshots, which pass more evenly than time does. Tensors
@@ -74,7 +74,8 @@ def diff(snapshots: Sequence[Snapshot], *, steps: int | None = None) -> list[Gro
             a leak only if it keeps at least one tensor a step.
 
     Raises:
-        InvalidValueError: there are less than two snapshots, or less than one step.
+        InvalidValueError: there are less than two snapshots, or one is none; or steps are less
+            than one.
 
     Example:
         >>> files = ["step1.pickle", "step3.pickle"]                     # doctest: +SKIP
@@ -82,10 +83,12 @@ def diff(snapshots: Sequence[Snapshot], *, steps: int | None = None) -> list[Gro
         >>> [growth.name for growth in found if growth.is_leak]          # doctest: +SKIP
         ['train.py:21 <module>']
     """
+    given = snapshots if isinstance(snapshots, Iterable) else [snapshots]
+    snapshots = [check_snapshot(each) for each in given]
     if len(snapshots) < 2:
         raise InvalidValueError(f"{len(snapshots)} snapshot is too few; 2 or more are compared")
-    if steps is not None and steps < 1:
-        raise InvalidValueError(f"steps {steps} is not accepted; 1, 2, ... are")
+    if steps is not None and (not isinstance(steps, int) or steps < 1):
+        raise InvalidValueError(f"steps {brief(steps)} is not accepted; 1, 2, ... are")
     kept = [_kept(snapshot) for snapshot in snapshots]
     since = _first_row_after(snapshots[-1], snapshots[0])
     between = range(since, len(snapshots[-1].trace))
@@ -111,8 +114,10 @@ def _kept(snapshot: Snapshot) -> dict[Stack, _Kept]:
     allocations, made = snapshot.allocations, snapshot.rows_of_allocation
     ids = snapshot.live_at(snapshot.end_event)
     by_stack: dict[Stack, list[int]] = {}
-    for number, id_ in zip(allocations.stack[ids].tolist(), ids.tolist(), strict=True):
-        by_stack.setdefault(shown_frames(snapshot.stacks[number]), []).append(id_)
+    numbers = allocations.stack[ids].tolist()
+    shown = {number: shown_frames(snapshot.stacks[number]) for number in set(numbers)}
+    for number, id_ in zip(numbers, ids.tolist(), strict=True):
+        by_stack.setdefault(shown[number], []).append(id_)
     return {
         stack: _Kept(allocations.size[members], made[members])
         for stack, members in by_stack.items()

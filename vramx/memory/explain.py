@@ -18,7 +18,7 @@ import numpy as np
 from vramx.memory.holders import Holder, Totals, holders, totals
 from vramx.memory.pools import Parts, parted
 from vramx.memory.replay import CHUNK_BYTES, Progress, ReplayOptions, check_capacity, replay
-from vramx.memory.snapshot import FailedRequest, Ids, Snapshot
+from vramx.memory.snapshot import FailedRequest, Ids, Snapshot, check_snapshot
 from vramx.memory.trace import FREE_REQUESTED
 from vramx.sizes import MIB
 
@@ -109,7 +109,8 @@ def explain(
         progress: called with a policy, the events done and the events in all.
 
     Raises:
-        InvalidValueError: the capacity is no size, or less than the 2 MiB of one chunk.
+        InvalidValueError: the capacity is no size, or less than the 2 MiB of one chunk; or what is
+            given is no snapshot.
         TraceError: the events contradict each other.
         MissingDependencyError: vramx was installed without its compiled core.
 
@@ -119,7 +120,7 @@ def explain(
         >>> why.cause, [each.policy for each in why.remedies if each.fits]     # doctest: +SKIP
         ('fragmentation', ['vramx'])
     """
-    given = check_capacity(capacity)
+    given, snapshot = check_capacity(capacity), check_snapshot(snapshot)
     request = snapshot.failures[-1] if snapshot.failures else None
     event = snapshot.peak_event if request is None else request.event
     limit = Capacity(given, given, "given") if given else recorded_capacity(snapshot, request)

@@ -62,25 +62,23 @@ def _counted(prefix: bytes, rest_of_length: bytes = b"") -> bytes:
     return prefix + b"(?:" + b"|".join(lengths) + b")"
 
 
-# Opcodes that take no room worth counting: numbers, short texts, fills, gets and puts below 256.
-# A run is bounded because the matcher keeps a place to come back to for each of its opcodes.
-_HARMLESS_RUN = re.compile(
-    b"(?:"
-    + b"|".join(
-        (
-            rb"[\x88\x89\x94N(012aesu]",
-            rb"[hKq\x80].",
-            rb"M..",
-            rb"[Jj]....",
-            rb"[G\x95].{8}",
-            _counted(rb"\x8a"),  # LONG1
-            _counted(rb"\x8c"),  # SHORT_BINUNICODE
-            _counted(rb"X", rb"\x00\x00\x00"),  # BINUNICODE
-        )
+def _runs(others: bytes = b"") -> re.Pattern[bytes]:
+    """Match runs of opcodes that take no room worth counting, and of others without arguments.
+
+    These are numbers, short texts, fills, gets, and puts below 256; the most frequent come first.
+    """
+    kinds = (
+        *(rb"j....", b"[" + re.escape(b"\x88\x89\x94N(012aesu" + others) + b"]"),
+        *(rb"[hKq\x80].", rb"J....", rb"M..", rb"[G\x95].{8}"),
+        _counted(rb"\x8a"),  # LONG1
+        _counted(rb"\x8c"),  # SHORT_BINUNICODE
+        _counted(rb"X", rb"\x00\x00\x00"),  # BINUNICODE
     )
-    + b"){1,1000}",
-    re.DOTALL,
-)
+    # Bounded because the matcher keeps a place to come back to for each of a run's opcodes.
+    return re.compile(b"(?:" + b"|".join(kinds) + b"){1,1000}", re.DOTALL)
+
+
+_RUN, _RUN_WITH_CONTAINERS = _runs(), _runs(bytes(_CONTAINER_BYTES))
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -107,8 +105,11 @@ def load_plain_pickle(data: bytes) -> Any:
 def _scan(data: bytes) -> None:
     stream = io.BytesIO(data)
     position = containers = 0
+    # Of bytes that might be containers there are no less than of containers.
+    most = len(data) - len(data.translate(None, bytes(_CONTAINER_BYTES)))
+    runs = _RUN if most > MAX_CONTAINERS else _RUN_WITH_CONTAINERS
     while True:
-        if run := _HARMLESS_RUN.match(data, position):
+        if run := runs.match(data, position):
             position = run.end()
         opcode = data[position] if position < len(data) else None
         if opcode in _CONTAINER_BYTES:

@@ -26,6 +26,7 @@ from vramx.memory.attribution import add_categories
 from vramx.memory.categories import Log, Seen
 from vramx.memory.history import TICK_BYTES, Clock, CudaHistory, HistorySource, clock_of
 from vramx.memory.spans import Mark
+from vramx.memory.trace import path_of
 
 if TYPE_CHECKING:
     import torch
@@ -191,14 +192,7 @@ def record(
         raise InvalidValueError(
             f"stacks {brief(stacks)} is not accepted; accepted are {', '.join(_STACKS)}"
         )
-    return Recorder(_path(path), model, _optimizers(optimizer), (max_entries, stacks))
-
-
-def _path(path: Any) -> Path:
-    try:
-        return Path(path).absolute()
-    except TypeError:
-        raise InvalidValueError(f"path {brief(path)} is not accepted; a file's name is") from None
+    return Recorder(path_of(path).absolute(), model, _optimizers(optimizer), (max_entries, stacks))
 
 
 def _optimizers(given: Any) -> tuple[Any, ...]:

@@ -168,15 +168,16 @@ def replay(
 
 def check_policies(policies: str | Iterable[str]) -> list[str]:
     """Return the policies without repetition, or raise InvalidValueError for one unknown."""
-    names = list(dict.fromkeys([policies] if isinstance(policies, str) else policies))
+    is_one = isinstance(policies, str) or not isinstance(policies, Iterable)
+    names: list[Any] = [policies] if is_one else list(policies)
     for name in names:
         if name not in POLICIES:
             raise InvalidValueError(
-                f"policy {name!r} is unknown; accepted are {', '.join(POLICIES)}"
+                f"policy {brief(name)} is unknown; accepted are {', '.join(POLICIES)}"
             )
     if not names:
         raise InvalidValueError(f"no policy is named; accepted are {', '.join(POLICIES)}")
-    return names
+    return list(dict.fromkeys(names))
 
 
 def check_capacity(capacity: int | str | None) -> int:

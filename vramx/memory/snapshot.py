@@ -12,17 +12,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from vramx.errors import InvalidValueError, TraceError
+from vramx.errors import InvalidValueError, TraceError, brief
 from vramx.memory.blocks import exact_block_bytes
 from vramx.memory.segments import Hole, PoolId, Segment, SegmentEvent, holes_in, regions_at
 from vramx.memory.stacks import Stack
-from vramx.memory.trace import ALLOCATE, FREE_COMPLETED, Trace, is_trace_file
+from vramx.memory.trace import ALLOCATE, FREE_COMPLETED, Trace, is_trace_file, path_of
 
 Ids = npt.NDArray[np.int64]
 _NEVER = np.iinfo(np.int64).max
@@ -98,6 +97,7 @@ class Snapshot:
                 that ran out of memory, else the one with the most events.
 
         Raises:
+            InvalidValueError: the path is none.
             TraceError: the file cannot be read, is damaged, asks for code, holds no events, or is
                 no snapshot; the text does not repeat its name.
 
@@ -109,11 +109,12 @@ class Snapshot:
         """
         from vramx.memory.snapshot_reader import read_snapshot
 
-        if is_trace_file(Path(path)):
+        file = path_of(path)
+        if is_trace_file(file):
             raise TraceError(
                 "it is a trace (.npz), which has no stacks; a torch memory snapshot is needed"
             )
-        return read_snapshot(Path(path), device)
+        return read_snapshot(file, device)
 
     @property
     def name(self) -> str:
@@ -153,9 +154,9 @@ class Snapshot:
         Raises:
             InvalidValueError: it does not.
         """
-        if not -1 <= event < self.event_count:
+        if not isinstance(event, (int, np.integer)) or not -1 <= event < self.event_count:
             raise InvalidValueError(
-                f"event {event} is not in {self.name}; accepted are -1 to {self.end_event}"
+                f"event {brief(event)} is not in {self.name}; accepted are -1 to {self.end_event}"
             )
         return event
 
@@ -251,3 +252,10 @@ class Snapshot:
         totals = np.array([0, *changes], np.int64).cumsum()
         totals += at_end - totals[-1]
         return np.array([each.event for each in self.segment_events], np.int64), totals.clip(0)
+
+
+def check_snapshot(snapshot: Any) -> Snapshot:
+    """Return a snapshot, or raise InvalidValueError for what is none."""
+    if not isinstance(snapshot, Snapshot):
+        raise InvalidValueError(f"snapshot {brief(snapshot)} is not accepted; a Snapshot is")
+    return snapshot

@@ -12,7 +12,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from vramx.errors import TraceError
+from vramx.errors import TraceError, brief
 from vramx.memory.plain_pickle import PICKLE_MAGIC, load_plain_pickle
 
 # Eight million events; unpacked, for a compressed file.
@@ -90,7 +90,7 @@ def events_of_device(
     if device not in with_events:
         listed = ", ".join(map(str, with_events))
         raise TraceError(
-            f"the snapshot holds no events of device {device}; it has them of {listed}"
+            f"the snapshot holds no events of device {brief(device)}; it has them of {listed}"
         )
     events: list[Any] | tuple[Any, ...] = traces[device]
     return device, events

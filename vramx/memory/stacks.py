@@ -1,7 +1,8 @@
 """Stack traces of allocations: kept once each, and named by the line of the program's own code.
 
-Frames are innermost first, as torch records them. Torch shares one list among the events of a
-stack; the table finds it by identity then, and by its content where a format (JSON) has copied it.
+Frames are innermost first, as torch records them. Torch shares the frames among the stacks, and
+one list among some events of a stack; the table finds a stack by the identity of its frames then,
+and by its content where a format (JSON) has copied them.
 """
 
 from __future__ import annotations
@@ -45,19 +46,19 @@ class StackTable:
     def __init__(self) -> None:
         self.stacks: list[Stack] = [NO_STACK, PREDATING]
         self._by_content = {NO_STACK: 0, PREDATING: 1}
-        self._by_identity: dict[int, int] = {}
+        self._by_identity: dict[tuple[int, ...], int] = {}
 
     def number(self, frames: Any) -> int:
         """Return the number of a record's frames, which must stay alive while the table is used."""
-        found = self._by_identity.get(id(frames))
-        if found is None:
-            found = self._number_of_content(frames)
-            self._by_identity[id(frames)] = found
-        return found
-
-    def _number_of_content(self, frames: Any) -> int:
         if not isinstance(frames, (list, tuple)):
             return 0
+        key = tuple(map(id, frames))
+        found = self._by_identity.get(key)
+        if found is None:
+            found = self._by_identity[key] = self._number_of_content(frames)
+        return found
+
+    def _number_of_content(self, frames: list[Any] | tuple[Any, ...]) -> int:
         stack = tuple(_frame(record) for record in frames if isinstance(record, dict))
         found = self._by_content.setdefault(stack, len(self.stacks))
         if found == len(self.stacks):

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vramx.errors import TraceError
+from vramx.errors import InvalidValueError, TraceError, brief
 from vramx.memory import trace_columns
 
 ALLOCATE, FREE_REQUESTED, FREE_COMPLETED = 0, 1, 2
@@ -96,8 +96,10 @@ class Trace:
         """Write an .npz, which is a fiftieth of a snapshot's size and says nothing of the program.
 
         Raises:
+            InvalidValueError: the path is none.
             OSError: it cannot be written.
         """
+        path = path_of(path)
         written = {"version": np.array(VERSION), **trace_columns.differences(self.arrays())}
         # Some builds of Python have no LZMA.
         packing = zipfile.ZIP_LZMA if zipfile.lzma else zipfile.ZIP_DEFLATED  # type: ignore[attr-defined]
@@ -127,6 +129,7 @@ def load_trace(path: str | os.PathLike[str], *, device: int | None = None) -> Tr
             one that ran out of memory, else the one with the most events.
 
     Raises:
+        InvalidValueError: the path is none.
         TraceError: the file cannot be read or is neither; the text does not repeat its name.
 
     Example:
@@ -134,12 +137,22 @@ def load_trace(path: str | os.PathLike[str], *, device: int | None = None) -> Tr
         >>> len(trace), trace.name                   # doctest: +SKIP
         (123074, 'train.npz')
     """
-    path = Path(path)
+    path = path_of(path)
     if is_trace_file(path):
         return _load_npz(path)
     from vramx.memory.snapshot_reader import read_snapshot
 
     return read_snapshot(path, device).trace
+
+
+def path_of(path: Any) -> Path:
+    """Return a path, or raise InvalidValueError for what is none."""
+    try:
+        return Path(path)
+    except TypeError:
+        raise InvalidValueError(
+            f"path {brief(path)} is not accepted; a file's name as text or pathlib.Path is"
+        ) from None
 
 
 def is_trace_file(path: Path) -> bool:

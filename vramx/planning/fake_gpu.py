@@ -15,7 +15,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -32,6 +31,7 @@ from vramx.planning.fake_kernels import REPLACED
 from vramx.planning.fake_reads import as_numbers, read, read_value
 from vramx.planning.fake_results import bounded
 from vramx.planning.fake_sequences import SEQUENCES
+from vramx.planning.fake_sparse import assume_elements, sparse_result
 from vramx.planning.fake_values import (
     Copies,
     follow,
@@ -59,8 +59,9 @@ class FakeGpu:
         self.mode = FakeTensorMode(
             allow_non_fake_inputs=True, allow_fallback_kernels=not self.is_cuda
         )
-        # By storage, the first of the tensors that share it.
-        self._firsts: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        # By storage, the first of the tensors that share it: as long as this, for where it is the
+        # whole of a storage, as that of a recurrent layer's weights, nothing else refers to it.
+        self._firsts: dict[int, Tensor] = {}
         self._copies: Copies = {}
         self.assumptions: dict[str, None] = {}
 
@@ -250,7 +251,10 @@ class _Operations(TorchDispatchMode):
             args, kwargs = tree_map(self._gpu.stand_in, (args, kwargs))
         result = bounded(func, args, kwargs, self._gpu.assume)
         if result is NotImplemented:
+            result = sparse_result(func, args, self._gpu.assume)
+        if result is NotImplemented:
             result = func(*args, **kwargs)
+            assume_elements(func, result, self._gpu.assume)
         follow(func, args, kwargs, result)
         if taken_for_large(func, result):
             self._gpu.assume("a single number that is drawn at random is taken for 1.0")

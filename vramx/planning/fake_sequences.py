@@ -1,7 +1,7 @@
 """Packed sequences without data: torch's own calls read from memory how many rows go on.
 
-Each is done by what needs no data and takes the same memory: packing is a part of the rows, and a
-recurrent layer runs on rows that are padded, which is what it runs on where all are of one length.
+Each is done by what needs no data and takes the same memory: packing is a part of the rows. A
+recurrent layer is given the known numbers of rows themselves, which it reads as ever.
 """
 
 from __future__ import annotations
@@ -60,13 +60,7 @@ def _recurrent(function: Any) -> Any:
         # Of packed rows there are sizes, then states; of others states, then weights.
         is_packed = isinstance(rest[0], Tensor) and rest[0].dtype == torch.int64
         known = value_of(rest[0]) if is_packed else None
-        if not isinstance(x, FakeTensor) or known is None:
-            return function(x, *rest)
-        with real():
-            count = int(known[0])
-        rows = _filled(x, len(known), count)
-        out, *states = function(rows, *rest[1:], False)
-        return out.flatten(0, 1)[: x.shape[0]], *states
+        return function(x, *(rest if known is None else (known, *rest[1:])))
 
     return run
 

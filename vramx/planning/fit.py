@@ -138,7 +138,8 @@ class _Fitting:
         self._ranks = ranks
         self._attempts: list[Attempt] = []
         self._clean()
-        self._states_bytes = 0
+        self._states_bytes = 0  # and of gradients, which are there in evaluation
+        self._left_bytes: list[int] = []  # by trials that had memory
         self._base = memory.allocated_bytes()
         limit = memory.limit_bytes() if budget is None else parse_size(budget)
         self.budget_bytes = int(limit * (1 - margin))
@@ -160,8 +161,7 @@ class _Fitting:
         attempts = tuple(self._attempts)
         evaluated = None
         if evaluate is not None:
-            smallest = sizes[0] if sizes[0] < batch else batch
-            self._states_bytes = self._bytes_of_states(step, smallest)
+            self._states_bytes = min(self._left_bytes)
             evaluated = self._largest(_without_grad(evaluate), sizes, "evaluation")
         micro, accumulation = cut_evenly(global_batch, batch, self._ranks.count)
         return BatchFit(
@@ -173,16 +173,6 @@ class _Fitting:
             micro_batch=micro,
             accumulation=accumulation,
         )
-
-    def _bytes_of_states(self, step: Callable[[int], Any], batch: int) -> int:
-        """Return what a step leaves behind: states and gradients, which are there in evaluation."""
-        step(batch)
-        self._memory.settle()
-        gc.collect()
-        left = self._memory.allocated_bytes() - self._base
-        self._kept.restore()
-        self._clean()
-        return left
 
     def _largest(self, step: Callable[[int], Any], sizes: tuple[int, int | None], what: str) -> int:
         start, most = sizes
@@ -222,6 +212,9 @@ class _Fitting:
             peak = _peak_of(step, batch, self._memory)
             if peak is None:
                 attempt.fail()
+            else:
+                gc.collect()
+                self._left_bytes.append(self._memory.allocated_bytes() - self._base)
         # The error is gone, and with it the frames that held tensors.
         self._kept.restore()
         self._clean()

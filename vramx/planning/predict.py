@@ -34,7 +34,7 @@ from vramx.planning.program import (
     found_in,
     is_on_the_host,
 )
-from vramx.planning.recording import CUBLAS, CUDNN, Recording
+from vramx.planning.recording import BEFORE, CUBLAS, CUDNN, Recording
 from vramx.planning.step_programs import Program, program_of
 from vramx.planning.steps import generators_as_before
 from vramx.planning.words import WORDS, apply_words, words_for
@@ -49,7 +49,7 @@ CUBLAS_BYTES = 32 * MIB
 CONTEXT_BYTES = 512 * MIB
 _NO_WORKSPACES = "workspaces of cuDNN, which it chooses when it runs, are not counted"
 _NOTHING_THERE = (
-    "nothing of the step is on a GPU: what it makes is on the host, where it says no device"
+    "nothing that the step makes is on a GPU: it is on the host, where the step says no device"
 )
 # As torch 2.13 says it, and as releases before it do.
 _TWO_DEVICES = ("found at least two devices", "found two different devices")
@@ -192,11 +192,12 @@ class _Tracer:
                 step = self._program.run(*copied.values)
                 for _ in range(self._steps):
                     step()
+                recording.check_threads()
             for handle in copied.handles:
                 handle.remove()
         self.assumptions |= gpu.assumptions
         self._kernels |= recording.kernels
-        if self._kind == "cuda" and not recording.peak_bytes:
+        if self._kind == "cuda" and recording.place.phase == BEFORE:
             self.assumptions[_NOTHING_THERE] = None
         trace = recording.trace(name)
         results = replay(trace, policies)

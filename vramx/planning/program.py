@@ -41,11 +41,12 @@ def found_in(*roots: Any) -> Found:
 
 
 class Found:
-    """Models, optimizers, tensors outside of these, and others that have a state_dict()."""
+    """Models, optimizers and what wraps these, tensors outside, and others with a state_dict()."""
 
     def __init__(self) -> None:
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
+        self.wrappers: list[Optimizer] = []
         self.others: list[Any] = []
         self.tensors: list[Tensor] = []
         self._seen: dict[int, Any] = {}
@@ -56,6 +57,8 @@ class Found:
             return
         self._seen[id(value)] = value
         if isinstance(value, Optimizer):
+            if unwrapped(value) is not value:
+                self.wrappers.append(value)
             value = unwrapped(value)
         if isinstance(value, Tensor):
             self.tensors.append(value)
@@ -184,7 +187,7 @@ class Copied:
         self.handles: list[Any] = []
         found = found_in(*values)
         self._prepare(found)
-        self._copy_optimizers(found.optimizers)
+        self._copy_optimizers([*found.optimizers, *found.wrappers])
         for tensor in list(self._kept):
             if isinstance(tensor, Tensor):
                 self._copy_hooks(tensor, self._memo[id(tensor)])

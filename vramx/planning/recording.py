@@ -8,6 +8,7 @@ what the tracer of storages.py does.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
+from vramx.errors import UntraceableError
 from vramx.memory.trace import ALLOCATE, FREE_COMPLETED, Trace
 from vramx.patch.watching import looks_on
 from vramx.planning.reductions import staging_bytes
@@ -52,6 +54,8 @@ class Recording:
         self.storages = Storages(device, self._hear)
         self.place = Place(BEFORE)
         self.peak_bytes = 0
+        self._in_threads = False
+        self._thread = threading.get_ident()
         self.kernels: set[tuple[str, bool]] = set()
         self._now = Place(BEFORE)
         self._events: list[tuple[int, int, int]] = []
@@ -65,6 +69,14 @@ class Recording:
             live = self.storages.live_bytes + nbytes  # it is told before it is added
             if live > self.peak_bytes:
                 self.peak_bytes, self.place = live, self._where()
+
+    def check_threads(self) -> None:
+        """Raise where another thread called a module: no mode sees what it made there."""
+        if self._in_threads:
+            raise UntraceableError(
+                "the step runs a model in another thread, which is not followed without data: "
+                "accepted is a step that runs it in its own"
+            )
 
     def now(self) -> Place:
         """Return where the program is."""
@@ -113,8 +125,12 @@ class Recording:
 
     @looks_on
     def _enter(self, module: nn.Module, _: Any) -> None:
-        if id(module) in self._names:
-            self._stack.append(self._names[id(module)])
+        if id(module) not in self._names:
+            return
+        if threading.get_ident() != self._thread:
+            self._in_threads = True
+            self.check_threads()
+        self._stack.append(self._names[id(module)])
 
     @looks_on
     def _leave(self, module: nn.Module, _: Any, result: Any) -> None:

@@ -69,8 +69,9 @@ def _saved(tensor: Tensor) -> Undo:
     kept = own.to("cpu", copy=True)
 
     def undo() -> None:
-        # Not through the tensor itself: its version would say that a graph's input was changed.
-        _plain(tensor).data.copy_(kept)
+        # Not through the tensor itself: its version would say that a graph's input was changed. A
+        # sparse one's elements are no memory that another has, too.
+        (tensor if tensor.is_sparse else _plain(tensor).data).copy_(kept)
 
     return undo
 

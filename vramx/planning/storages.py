@@ -38,6 +38,10 @@ class Storages:
 
     def add(self, tensor: Tensor, *, counts: bool) -> None:
         """See a tensor; with `counts`, its storage is memory that was allocated just now."""
+        if tensor.layout == torch.sparse_coo:
+            self.add(tensor._indices(), counts=counts)
+            self.add(tensor._values(), counts=counts)
+            return
         try:
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):

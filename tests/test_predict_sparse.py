@@ -1,0 +1,102 @@
+"""vramx.predict of sparse gradients: those of embeddings, and the optimizers that take them."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
+
+import vramx
+
+WORDS, WIDTH, COUNT = 5000, 64, 2000
+# An int64 says where an element is.
+GRADIENT_BYTES = COUNT * (WIDTH * 4 + 8)
+
+
+def embedding() -> tuple[nn.Embedding, torch.Tensor]:
+    """Return an embedding and words of which none comes twice."""
+    return nn.Embedding(WORDS, WIDTH, sparse=True), torch.randperm(WORDS)[:COUNT].clone()
+
+
+def taken_bytes(step: Any) -> int:
+    """Return the most that a step takes of the host's allocator.
+
+    No mode watches it: torch copies a sparse gradient that one refers to.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    results: Any = profiled.profiler
+    events, sizes = [*results.kineto_results.experimental_event_tree()], []
+    while events:
+        event = events.pop()
+        events += event.children
+        if event.tag == _EventType.Allocation:
+            sizes.append((event.start_time_ns, event.extra_fields.alloc_size))
+    return max(itertools.accumulate(size for _, size in sorted(sizes)))
+
+
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD]
+)
+def test_a_step_takes_what_real_ones_do(optimizer: Any) -> None:
+    model, words = embedding()
+    learner = optimizer(list(model.parameters()), lr=0.1)
+
+    def step() -> None:
+        model(words).square().mean().backward()
+        learner.step()
+        learner.zero_grad()
+
+    prediction = vramx.predict(step, device="cpu", policies="live")
+    step()
+    states = [x for state in learner.state.values() for x in state.values()]
+    there = sum(x.nbytes for x in (model.weight, words, *states) if isinstance(x, torch.Tensor))
+    # Numbers on a host are tensors of their own for a moment: up to two at once.
+    assert abs(prediction.peak_bytes() - there - taken_bytes(step)) <= 2 * 8
+    joins = any("no two elements" in each for each in prediction.assumptions)
+    assert joins == (optimizer is not torch.optim.SGD)
+
+
+def test_gradients_that_add_up_are_joined_one_to_another() -> None:
+    model, words = embedding()
+
+    def step(count: int) -> None:
+        for _ in range(count):
+            model(words).square().mean().backward()
+        model.zero_grad()
+
+    once, thrice = (
+        vramx.predict(step, count, policies="live", steps=1).peak_bytes() for count in (1, 3)
+    )
+    assert thrice == once + 2 * GRADIENT_BYTES
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bags_have_a_gradient_of_each_word(mode: str) -> None:
+    bag = nn.EmbeddingBag(WORDS, WIDTH, sparse=True, mode=mode)
+    words = torch.randint(0, WORDS, (COUNT // 20, 20))
+    held = deque[int]()  # which a copy of a step shares, as it does no list
+
+    def step() -> None:
+        bag(words).sum().backward()
+        assert bag.weight.grad is not None
+        held.append(bag.weight.grad._nnz())
+
+    prediction = vramx.predict(step, policies="live", steps=1)
+    assert [*held] == [COUNT]
+    there = bag.weight.nbytes + words.nbytes
+    assert prediction.peak_bytes() >= there + GRADIENT_BYTES
+
+
+def test_a_sparse_tensor_that_is_taken_for_empty_is_told_of() -> None:
+    bag = nn.EmbeddingBag(WORDS, WIDTH, sparse=True, mode="sum")
+    words = torch.randint(0, WORDS, (COUNT // 20, 20))
+    prediction = vramx.predict(lambda: bag(words).sum().backward(), device="cpu", steps=1)
+    # On a host the words' bags are found within the kernel of the gradient.
+    assert any("is taken for empty" in each for each in prediction.assumptions)
