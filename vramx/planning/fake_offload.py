@@ -1,0 +1,58 @@
+"""Buffers that leave a GPU without data: what is on its way there, and what has come back.
+
+Copies are done at once here. On a GPU one is under way while the next is made, so the last two
+buffers stay until the first comes back; what is brought back ahead of its time is not counted. Not
+thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+_UNDER_WAY = 2
+
+
+class FakeTicket:
+    """A buffer that is on the host, or that stays, as compression/stash.py has tickets."""
+
+    def __init__(self, buffer: Tensor, moves: bool, under_way: deque[Tensor]) -> None:
+        self.nbytes = buffer.nbytes
+        self._device = buffer.device
+        self._under_way = under_way
+        self._held = buffer.to("cpu") if moves else buffer
+
+    def get(self) -> Tensor:
+        self._under_way.clear()
+        return self._held.to(self._device)
+
+
+class FakeStashes:
+    """Stands for stash_of() of compression/offload.py while a step is predicted."""
+
+    def __init__(self) -> None:
+        self._stashes: dict[tuple[str, str | float], FakeStash] = {}
+
+    def __call__(self, device: torch.device, share: str | float) -> FakeStash | None:
+        if device.type != "cuda":
+            return None
+        return self._stashes.setdefault((str(device), share), FakeStash(share))
+
+
+class FakeStash:
+    """Lets as large a share of all bytes go as it is to."""
+
+    def __init__(self, share: str | float) -> None:
+        self._share = 1.0 if isinstance(share, str) else share
+        self._moved_bytes = self._bytes = 0
+        self._under_way: deque[Tensor] = deque(maxlen=_UNDER_WAY)
+
+    def put(self, buffer: Tensor) -> FakeTicket:
+        self._bytes += buffer.nbytes
+        moves = self._moved_bytes + buffer.nbytes <= self._share * self._bytes
+        if moves:
+            self._moved_bytes += buffer.nbytes
+            self._under_way.append(buffer)
+        return FakeTicket(buffer, moves, self._under_way)
