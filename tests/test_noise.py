@@ -127,7 +127,7 @@ def test_threads_never_get_the_same_stream() -> None:
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, FakeTensorMode], ids=["inference", "fake"])
 def test_a_state_made_inside_a_mode_outlives_it(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random._noise, "_states", {})
+    monkeypatch.setattr(random._noise, "states", {})
     with mode():
         random.state("cpu")
     random.advance_epoch("cpu")

@@ -127,9 +127,9 @@ class SavePolicy:
         """
         reason = self._reason(tensor, operation)
         if reason is None:
-            if operation is not None and not operation.custom and tensor.dtype != torch.bool:
+            if operation is not None:
                 choice = self._plain.get(operation.name)
-                if choice is not None:
+                if choice is not None and not operation.custom and tensor.dtype != torch.bool:
                     return choice
             level = self._level(tensor, operation)
             if level is None:
@@ -151,10 +151,9 @@ class SavePolicy:
             return PARAMETER
         if tensor.numel() * dtype.itemsize < self.min_bytes:
             return SMALL
-        node = tensor.grad_fn
-        if node is None and tensor.requires_grad:
+        if tensor.requires_grad and tensor.grad_fn is None:
             return LEAF  # the graph holds it anyway, to give it its gradient
-        unsupported = _unsupported(tensor)
+        unsupported = _unsupported(tensor, dtype)
         if unsupported is not None:
             return unsupported
         if (
@@ -298,32 +297,30 @@ def _canonical(name: str) -> str:
     return _ATTENTION if name.startswith("scaled_dot_product") else name
 
 
-def _unsupported(tensor: torch.Tensor) -> str | None:
+def _unsupported(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
     if type(tensor) not in PLAIN:
         return SUBCLASS
     if tensor.layout is not STRIDED or tensor.is_nested:
         return LAYOUT
     if not tensor.is_cuda and not tensor.is_cpu:
         return DEVICE
-    if tensor.dtype in _DATA:
+    if dtype in _DATA:
         return LAYOUT if tensor.is_neg() else None
     return DTYPE
 
 
 def _is_statistic(tensor: torch.Tensor, operation: Operation) -> bool:
-    # A graph is many operations: what it saves is no statistic of what it was given.
     is_factor = operation.name in FACTORS
     if operation.match(tensor) is not None and not is_factor:
         return False
+    # A graph is many operations: what it saves is no statistic of what it was given.
     if tensor.dtype == torch.bool or operation.name == GRAPH:
         return False
     data = [t for t in operation.tensors if not is_parameter(t)]
-    if not data:
-        return False
-    largest = max([t.numel() for t in data])
-    if operation.name in NORMS:  # also of a norm over a few elements: backward divides by it
-        return covered_elements(tensor) < largest
+    largest = max([t.numel() for t in data], default=0)
     elements = covered_elements(tensor)
+    if operation.name in NORMS:  # also of a norm over a few elements: backward divides by it
+        return elements < largest
     if is_factor:
         return elements * _STATISTIC_RATIO <= largest
     if elements * _REDUCED_RATIO > largest:

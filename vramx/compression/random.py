@@ -48,24 +48,24 @@ class _Noise:
     def __init__(self) -> None:
         self._seed = 0
         self._rank: int | None = None
-        self._states: dict[torch.device, Tensor] = {}
+        self.states: dict[torch.device, Tensor] = {}
         self._counter = itertools.count()
 
     def seed(self, seed: int, rank: int | None) -> None:
         self._seed, self._rank = seed, rank
         self._counter = itertools.count()
-        for state in list(self._states.values()):
+        for state in list(self.states.values()):
             # In place: a captured graph keeps the address.
             self._write(state)
 
     def state(self, device: torch.device) -> Tensor:
-        state = self._states.get(device)
+        state = self.states.get(device)
         return self._create(device) if state is None else state
 
     def next(self) -> int:
         count = next(self._counter)  # atomic
         if count and count % _HALF == 0:
-            for device in list(self._states):
+            for device in list(self.states):
                 self.advance_epoch(device)
         return count % _HALF
 
@@ -101,7 +101,7 @@ class _Noise:
         if on_cuda:
             # Once a device: from here on every stream may read it without asking.
             torch.cuda.current_stream(device).synchronize()
-        return self._states.setdefault(device, state)  # atomic: the first thread's one stays
+        return self.states.setdefault(device, state)  # atomic: the first thread's one stays
 
     def _write(self, state: Tensor) -> None:
         rank = _global_rank() if self._rank is None else self._rank
@@ -158,6 +158,9 @@ def state(device: torch.device | str) -> Tensor:
         >>> state("cpu").shape
         torch.Size([2])
     """
+    found = _noise.states.get(device)  # type: ignore[arg-type]
+    if found is not None:
+        return found
     return _noise.state(torch.device(device) if isinstance(device, str) else device)
 
 

@@ -66,9 +66,9 @@ def range_key(
     tensor: torch.Tensor, geometry: Geometry, storage: torch.UntypedStorage, place: Hashable
 ) -> Hashable:
     """Name the elements that a tensor has now; known and possible writes give it another name."""
-    _, _, span, whole, _ = geometry
+    size, _, span, whole, _ = geometry
     start = tensor.storage_offset()
-    views = None if whole else (geometry.size, tensor.stride())
+    views = None if whole else (size, tensor.stride())
     version = (tensor._version, writes.epoch(storage))
     return (place, id(storage), tensor.dtype, start, span, version, views)
 

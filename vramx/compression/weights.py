@@ -6,6 +6,7 @@ Weights are never packed: their memory lives in any case. Pure functions; a walk
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -47,7 +48,9 @@ _DERIVED = frozenset(
     for version in range(3)
 )  # fmt: skip
 # Of a tensor that was overwritten as a whole, as a recurrent network's weights are under autocast.
-_COPY = "torch::autograd::CopyBackwards"
+_COPY = "CopyBackwards"
+# Of a leaf that a gradient is asked of.
+_LEAF = "AccumulateGrad"
 _WALK = 16
 
 
@@ -58,16 +61,16 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 
 def derives_from_parameter(tensor: torch.Tensor) -> bool:
     """Walk up through views and casts; a chain that ends in a Parameter's gradient is a weight."""
-    node = tensor.grad_fn
+    node: Any = tensor.grad_fn
     for _ in range(_WALK):
-        if node is None:
-            return False
-        name = node.name()
-        if name not in _DERIVED and name != _COPY:
-            variable = getattr(node, "variable", None)
-            return variable is not None and is_parameter(variable)
-        # What is copied comes last, behind what it overwrites.
-        node = node.next_functions[-1 if name == _COPY else 0][0]
+        # The type's name, not name(), which demangles some of them each time.
+        name = type(node).__name__
+        if name in _DERIVED:
+            node = node.next_functions[0][0]
+        elif name == _COPY:  # what is copied comes last, behind what it overwrites
+            node = node.next_functions[-1][0]
+        else:
+            return name == _LEAF and is_parameter(node.variable)
     return False
 
 
