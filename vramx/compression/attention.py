@@ -60,15 +60,15 @@ def may_pack_value(operation: Operation) -> bool:
 def is_value(tensor: torch.Tensor, operation: Operation) -> bool:
     """Tell whether a saved tensor is the value of an attention."""
     match = operation.match(tensor)
-    return match is not None and match.argument.position == _VALUE
+    return match is not None and match.position == _VALUE
 
 
 def note(tensor: torch.Tensor, operation: Operation, saved: Reference | Restored | Pending) -> None:
     """Note what is kept of an argument of attention, for its result, which is saved last."""
     if operation.name == NAME and not operation.custom:
         match = operation.match(tensor)
-        if match is not None and match.argument.position is not None:
-            operation.kept = {**operation.kept, match.argument.position: saved}
+        if match is not None and match.position is not None:
+            operation.kept = {**operation.kept, match.position: saved}
 
 
 def result_of(tensor: torch.Tensor, operation: Operation) -> Result | None:

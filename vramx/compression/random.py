@@ -49,11 +49,11 @@ class _Noise:
         self._seed = 0
         self._rank: int | None = None
         self.states: dict[torch.device, Tensor] = {}
-        self._counter = itertools.count()
+        self.counter = itertools.count()
 
     def seed(self, seed: int, rank: int | None) -> None:
         self._seed, self._rank = seed, rank
-        self._counter = itertools.count()
+        self.counter = itertools.count()
         for state in list(self.states.values()):
             # In place: a captured graph keeps the address.
             self._write(state)
@@ -62,8 +62,8 @@ class _Noise:
         state = self.states.get(device)
         return self._create(device) if state is None else state
 
-    def next(self) -> int:
-        count = next(self._counter)  # atomic
+    def restarted(self, count: int) -> int:
+        """Return what a count stands for, and begin an epoch where they begin again."""
         if count and count % _HALF == 0:
             for device in list(self.states):
                 self.advance_epoch(device)
@@ -75,12 +75,12 @@ class _Noise:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        count = next(self._counter)
-        self._counter = itertools.count(count)
+        count = next(self.counter)
+        self.counter = itertools.count(count)
         try:
             yield
         finally:
-            self._counter = itertools.count(count)
+            self.counter = itertools.count(count)
 
     def _create(self, device: torch.device) -> Tensor:
         on_cuda = device.type == "cuda"
@@ -173,7 +173,8 @@ def next_stream() -> int:
         >>> next_stream() != next_stream()
         True
     """
-    return _noise.next()
+    count = next(_noise.counter)  # atomic
+    return count if 0 < count < _HALF else _noise.restarted(count)
 
 
 def restored_streams() -> contextlib.AbstractContextManager[None]:

@@ -137,9 +137,10 @@ class Restored:
         return self.holding.format is not None and self.holding.format.bits != MASK_BITS
 
     def open(self) -> torch.Tensor:
-        payload = self.holding.payload
+        holding, geometry = self.holding, self.geometry
+        payload = holding.payload
         if not isinstance(payload, Copy):
-            elements, geometry = decoded_copies.take(self), self.geometry
+            elements = decoded_copies.take(self)
             return restore(elements, geometry) if elements.dim() == 1 else elements
         check_version(payload.elements, payload.version)
         outlive(payload.elements)

@@ -186,7 +186,11 @@ class Session:
         key = range_key(tensor, geometry, storage, place)
         holding = self._table.find(key, storage)
         if holding is None:
-            holding = self._pack_once(tensor, geometry, operation, form, place)
+            match = operation.match(tensor)
+            if match is None or not match.cast:
+                holding = self._encode(tensor, geometry, operation, form)
+            else:
+                holding = self._pack_once(tensor, geometry, operation, form, place)
             self._table.add(key, storage, holding)
             if serves_all:
                 # Whoever reads the same as it is, without a norm or a power, is served by it too.
@@ -207,11 +211,8 @@ class Session:
         self, tensor: torch.Tensor, geometry: Geometry, operation: Operation, format: Format,
         place: Hashable,
     ) -> Holding:  # fmt: skip
-        """Pack memory that is new, unless it is a cast of memory whose cast is kept already."""
-        match = operation.match(tensor)
-        source = None
-        if match is not None and match.cast:
-            source = cast_source(tensor, geometry, operation)
+        """Pack a cast of an argument, unless it is of memory whose cast is kept already."""
+        source = cast_source(tensor, geometry, operation)
         if source is None:
             return self._encode(tensor, geometry, operation, format)
         storage = source.untyped_storage()
@@ -306,9 +307,10 @@ def _mapping(
         return None if tensor.dtype == torch.bool else SIGN
     if operation.waiting is not None:
         return Normal(operation.waiting.statistics, geometry)
-    function = function_of(tensor, operation)
-    if function:
-        return ANGLES[function]
+    if type(tensor.grad_fn).__name__ in ANGLES:
+        function = function_of(tensor, operation)
+        if function:
+            return ANGLES[function]
     if operation.name not in _MAPPED:
         return None
     if is_power(operation):

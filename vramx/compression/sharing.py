@@ -89,6 +89,6 @@ def cast_source(
         return None
     if geometry.span * tensor.element_size() != tensor.untyped_storage().nbytes():
         return None
-    source = match.argument.tensor
+    source = match.tensor
     plain = type(source) in PLAIN and source.layout is STRIDED
     return source if plain and source.numel() == geometry.span else None

@@ -52,6 +52,8 @@ _COPY = "CopyBackwards"
 # Of a leaf that a gradient is asked of.
 _LEAF = "AccumulateGrad"
 _WALK = 16
+# Of nodes that a tensor may have which derives_from_parameter().
+MAY_DERIVE = _DERIVED | {_COPY, _LEAF}
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
@@ -78,11 +80,10 @@ def is_weight(tensor: torch.Tensor, operation: Operation) -> bool:
     """Whether the operation uses the tensor as a weight, itself or through a view or a cast."""
     match = operation.match(tensor)
     if match is not None:
-        argument = match.argument
         positions = _WEIGHTS.get(operation.name)
-        return is_parameter(argument.tensor) or (
+        return is_parameter(match.tensor) or (
             positions is not None
-            and (argument.position in positions or argument.keyword in _WEIGHT_NAMES)
+            and (match.position in positions or match.keyword in _WEIGHT_NAMES)
         )
     if tensor.grad_fn is not None or tensor.requires_grad:
         return False
@@ -121,5 +122,5 @@ def is_read_for_a_weight(tensor: torch.Tensor, operation: Operation) -> bool:
     match = operation.match(tensor)
     if match is None:
         return False
-    others = [t for t in operation.tensors if t is not match.argument.tensor]
+    others = [t for t in operation.tensors if t is not match.tensor]
     return any(is_parameter(t) or derives_from_parameter(t) for t in others if t.dim() > 1)
