@@ -63,6 +63,12 @@ def is_value(tensor: torch.Tensor, operation: Operation) -> bool:
     return match is not None and match.position == _VALUE
 
 
+def inputs(operation: Operation) -> list[torch.Tensor]:
+    """Return the query, the key and the value of an attention, without those that are not told."""
+    found = [operation.argument(position) for position in (_QUERY, _KEY, _VALUE)]
+    return [tensor for tensor in found if tensor is not None]
+
+
 def note(tensor: torch.Tensor, operation: Operation, saved: Reference | Restored | Pending) -> None:
     """Note what is kept of an argument of attention, for its result, which is saved last."""
     if operation.name == NAME and not operation.custom:

@@ -194,7 +194,7 @@ class Session:
             self._table.add(key, storage, holding)
             if serves_all:
                 # Whoever reads the same as it is, without a norm or a power, is served by it too.
-                self._table.offer(range_key(tensor, geometry, storage, plain), storage, holding)
+                self._table.offer((plain, *key[1:]), storage, holding)
         else:
             self._stats.record(operation.name, "", 0, 0, shared_bytes=nbytes)
         return Restored(holding, geometry, shared=not operation.custom)
@@ -269,11 +269,13 @@ class Session:
         if reason == policy.SMALL and self._rules.is_parameter(tensor, operation):
             self._stats.record(name, policy.PARAMETER, nbytes, nbytes)
             return Reference(tensor)
-        if range_bytes >= _MOST * storage.nbytes():
+        beside_bytes = self._kept_beside(tensor, storage, operation)
+        if range_bytes + beside_bytes >= _MOST * storage.nbytes():
             packed = self._is_packed(tensor, geometry, storage)
             reference = Reference(tensor)
             self._table.add(id(storage), storage, reference)
-            self._stats.record(name, reason, 0 if packed else nbytes, nbytes)
+            kept_bytes = nbytes + beside_bytes
+            self._stats.record(name, reason, 0 if packed else kept_bytes, kept_bytes)
             return reference
         outlive(tensor)
         key = range_key(tensor, geometry, storage, current_stream(tensor))
@@ -286,6 +288,25 @@ class Session:
         else:
             self._stats.record(name, reason, 0, 0, shared_bytes=nbytes)
         return Restored(holding, geometry, shared=not operation.custom)
+
+    def _kept_beside(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, operation: Operation
+    ) -> int:
+        """Return the bytes of a storage that an attention's other arguments keep of it.
+
+        It saves all three. Of one projection, they would be copied one after the other, and be as
+        large as the storage together.
+        """
+        match = operation.match(tensor)
+        if operation.name != attention.NAME or operation.custom or match is None:
+            return 0
+        found = {match.tensor.storage_offset(): 0}
+        for other in attention.inputs(operation):
+            if type(other) not in PLAIN or other.untyped_storage() is not storage:
+                continue
+            if not self._rules.choose(other, operation).bits:
+                found.setdefault(other.storage_offset(), covered_bytes(other))
+        return sum(found.values())
 
     def _is_packed(
         self, tensor: torch.Tensor, geometry: Geometry, storage: torch.UntypedStorage

@@ -64,8 +64,11 @@ class Table:
 
 def range_key(
     tensor: torch.Tensor, geometry: Geometry, storage: torch.UntypedStorage, place: Hashable
-) -> Hashable:
-    """Name the elements that a tensor has now; known and possible writes give it another name."""
+) -> tuple[Hashable, ...]:
+    """Name the elements that a tensor has now; known and possible writes give it another name.
+
+    The place comes first.
+    """
     size, _, span, whole, _ = geometry
     start = tensor.storage_offset()
     views = None if whole else (size, tensor.stride())
