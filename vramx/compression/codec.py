@@ -185,8 +185,8 @@ def packed(
 def unpack(packed: Packed, shape: tuple[Size, Size] | None = None) -> Tensor:
     """Decode a packed tensor into fresh memory, on the device of its buffer.
 
-    1-D; or of the `shape`, a size and a stride that reach over as many elements, where a kernel
-    does it.
+    1-D; or of the `shape`, where a kernel does it: a size and a stride that reach over as many
+    elements, each of them once.
 
     Memory: the decoded tensor; temporary: none by a kernel, up to 12 bytes an element by the
     reference.

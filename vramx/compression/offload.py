@@ -92,7 +92,7 @@ class OffloadCodec:
 
     def decode(self, payload: Packed | Moved, geometry: Geometry | None = None) -> Tensor:
         packed = payload.get() if isinstance(payload, Moved) else payload
-        return plain_codec.unpack(packed, None if geometry is None else geometry[:2])
+        return plain_codec.unpack(packed, None if geometry is None else geometry.dense)
 
 
 def codec(options: Compression, streams: random.Streams | None = None) -> OffloadCodec:

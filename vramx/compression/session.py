@@ -58,7 +58,7 @@ class PlainCodec:
         return plain_codec.packed(elements, format, self._streams, mapping)
 
     def decode(self, payload: plain_codec.Packed, geometry: Geometry | None = None) -> torch.Tensor:
-        return plain_codec.unpack(payload, None if geometry is None else geometry[:2])
+        return plain_codec.unpack(payload, None if geometry is None else geometry.dense)
 
 
 class _Thread(threading.local):

@@ -69,7 +69,7 @@ def range_key(
 
     The place comes first.
     """
-    size, _, span, whole, _ = geometry
+    size, _, span, whole, *_ = geometry
     start = tensor.storage_offset()
     views = None if whole else (size, tensor.stride())
     version = (tensor._version, writes.epoch(storage))
