@@ -133,7 +133,6 @@ def subjects(device: torch.device) -> dict[str, Subject]:
     with device:
         linear, norm = nn.Linear(64, 64).bfloat16(), nn.LayerNorm(64)
         conv, batch = nn.Conv2d(8, 8, 1).bfloat16(), nn.BatchNorm2d(8)
-        other = torch.randn(TOKENS, requires_grad=True).bfloat16() * 1
 
     def attention(x: Tensor) -> Tensor:
         query, key, value = x.unbind(0)
@@ -149,6 +148,6 @@ def subjects(device: torch.device) -> dict[str, Subject]:
         "tanh": Subject(TOKENS, torch.tanh),
         "pow": Subject(TOKENS, lambda x: x**2),
         "dropout": Subject(TOKENS, lambda x: functional.dropout(x, 0.1)),
-        "mul": Subject(TOKENS, lambda x: x * other),
+        "mul": Subject(TOKENS, lambda x: x * (x + 1)),
         "attention": Subject((3, 2, 4, 64, 16), attention),
     }

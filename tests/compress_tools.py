@@ -108,9 +108,9 @@ def recorded_decodes(monkeypatch: Any) -> Iterator[list[codec.Packed]]:
     decoded: list[codec.Packed] = []
     original = PlainCodec.decode
 
-    def decode(self: PlainCodec, payload: codec.Packed) -> torch.Tensor:
+    def decode(self: PlainCodec, payload: codec.Packed, *geometry: Any) -> torch.Tensor:
         decoded.append(payload)
-        return original(self, payload)
+        return original(self, payload, *geometry)
 
     with monkeypatch.context() as patch:
         patch.setattr(PlainCodec, "decode", decode)

@@ -16,7 +16,7 @@ from policy_tools import SelfAttention
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vramx.compression import attention, codec
+from vramx.compression import attention, codec, saved, session
 from vramx.compression.config import Format
 from vramx.compression.hooks import compress
 
@@ -43,6 +43,34 @@ def test_q_and_k_are_kept_where_autocast_casts_them() -> None:
     with torch.autocast("cpu", torch.bfloat16), compress(min_bytes=0) as stats:
         functional.scaled_dot_product_attention(q, k, v)
     assert stats.kept["policy"].tensors == 2
+
+
+@pytest.mark.parametrize(("parts", "copies"), [(3, 0), (5, 3)])
+def test_what_one_projection_gives_is_copied_only_where_the_rest_can_be_freed(
+    parts: int, copies: int, monkeypatch: Any
+) -> None:
+    """A query, a key and a value that are kept are each a third of what all three hold."""
+    made: list[saved.Copy] = []
+
+    class Copy(saved.Copy):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr(session, "Copy", Copy)
+    joint = input_of(2, 8, parts * 64)
+    q, k, v = joint.view(2, 8, parts, 4, 16).permute(2, 0, 3, 1, 4)[:3]
+    with compress(min_bytes=0, policy={"scaled_dot_product_attention": "keep"}) as stats:
+        y = functional.scaled_dot_product_attention(q, k, v)
+    assert len(made) == copies
+    made.clear()
+    parts_and_result = 4 * q.numel() * q.element_size()
+    logsumexp = q.numel() // q.shape[-1] * 4
+    held = stats.kept["policy"]
+    assert parts_and_result <= held.kept_bytes <= parts_and_result + logsumexp
+    exact = functional.scaled_dot_product_attention(q, k, v)
+    (mine,), (expected,) = (torch.autograd.grad(r.square().sum(), joint) for r in (y, exact))
+    assert torch.equal(mine, expected)
 
 
 def test_q_and_k_are_kept_inside_of_multi_head_attention() -> None:

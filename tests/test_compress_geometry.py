@@ -50,6 +50,18 @@ def test_a_range_without_holes_keeps_its_stride_and_is_not_copied(name: str) -> 
     assert restore(elements, geometry).stride() == view.stride()
 
 
+@pytest.mark.parametrize("name", VIEWS)
+def test_memory_is_made_in_a_shape_only_where_it_has_each_element_once(name: str) -> None:
+    geometry = describe(VIEWS[name])
+    repeats = name in ("expanded", "expanded_slice", "unfolded")
+    assert (geometry.dense is None) == repeats
+    if geometry.dense is not None:
+        made = torch.empty_strided(*geometry.dense)
+        assert made.numel() == made.untyped_storage().nbytes() // 4 == geometry.span
+        flat(made, describe(made)).copy_(flat(VIEWS[name], geometry))
+        assert torch.equal(made, VIEWS[name].float())
+
+
 @pytest.mark.parametrize(
     ("name", "elements"),
     [("expanded", 40), ("expanded_slice", 20), ("unfolded", 120), ("every_second", 72)],

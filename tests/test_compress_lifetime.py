@@ -14,7 +14,7 @@ import torch.nn.functional as functional
 from compress_tools import input_of
 
 import vramx
-from vramx.compression import lifetime
+from vramx.compression import codec, lifetime
 from vramx.compression.codec import pack, unpack
 from vramx.compression.config import MASK_FORMAT, Format
 from vramx.compression.hooks import compress
@@ -88,11 +88,16 @@ def test_the_input_of_a_checkpoint_is_recorded(level: str, recorded: set[int]) -
     assert address(x) in recorded
 
 
-def test_a_packed_buffer_is_recorded_where_it_is_read(recorded: set[int]) -> None:
-    for data, form in ((torch.ones(256), Format()), (torch.ones(256) > 0, MASK_FORMAT)):
-        packed = pack(data, form)
-        unpack(packed)
-        assert address(packed.buffer) in recorded
+@pytest.mark.parametrize("form", [Format(), MASK_FORMAT], ids=["numbers", "masks"])
+def test_a_packed_buffer_is_recorded_where_another_stream_reads_it(
+    form: Format, recorded: set[int], monkeypatch: Any
+) -> None:
+    packed = pack(torch.ones(256) > 0 if form is MASK_FORMAT else torch.ones(256), form)
+    unpack(packed)
+    assert recorded == set()  # it is the memory of the stream that packed it
+    monkeypatch.setattr(codec, "current_stream", lambda _tensor: 1)
+    unpack(packed)
+    assert recorded == {address(packed.buffer)}
 
 
 FUSED: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -190,7 +190,7 @@ def test_an_argument_is_found_through_views_and_casts() -> None:
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         operation = mode.current(1)
         match = operation.match(tensor)
-        found.append((operation.name, match.argument.position, match.memory, match.cast))
+        found.append((operation.name, match.position, match.memory, match.cast))
         return tensor.detach()
 
     mode = OperationMode()

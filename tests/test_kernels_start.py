@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vramx.kernels import start as module
-from vramx.kernels.start import start, start_always_with
+from vramx.kernels.start import Ready, start, start_always_with
 
 pytest.importorskip("triton")
 
@@ -137,3 +137,31 @@ def test_a_dictionary_that_is_known_lives_on(kernel: Kernel) -> None:
         del constants
     assert len(set(known)) == 3
     assert len(kernel.own) == 3
+
+
+def test_what_is_ready_gives_what_was_compiled_addresses_and_numbers(kernel: Kernel) -> None:
+    ready = Ready({"KIND": "gelu", "num_warps": 4, "GROUP": 128}, kernel, (3,), -1)
+    for tensor, stream in ((ALIGNED, 1), (ALIGNED[16:], 16), (UNALIGNED, 7), (ALIGNED, 1 << 31)):
+        ready.start((tensor, None), 5, stream)
+    assert [args[1:] for _, args, _ in kernel.own] == [(None, 5, 1), (None, 5, 7)]
+    assert [args[0].data_ptr() % 16 for _, args, _ in kernel.own] == [0, 1]
+    calls = [(ALIGNED[16:], 16), (ALIGNED, 1 << 31)]
+    expected = [(tensor.data_ptr(), 0, 5, stream, 128, "gelu") for tensor, stream in calls]
+    assert [call[9:] for call in kernel.compiled] == expected
+    assert {call[:4] for call in kernel.compiled} == {(3, 1, 1, STREAM - 1)}
+
+
+def test_what_is_ready_is_tritons_own_call_where_somebody_watches(kernel: Kernel) -> None:
+    ready = Ready({"KIND": "gelu", "num_warps": 4, "GROUP": 128}, kernel, (3,), -1)
+    for hooks in ([], [], [print], []):
+        kernel.pre_run_hooks = hooks
+        ready.start((ALIGNED, None), 5, 1)
+    assert (len(kernel.own), len(kernel.compiled)) == (2, 2)  # the first compiles
+
+
+def test_what_is_ready_launches_nothing_while_a_step_is_predicted(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_launches", False)
+    Ready({"KIND": "gelu", "GROUP": 128}, kernel, (3,), -1).start((ALIGNED, None), 5, 1)
+    assert not kernel.own

@@ -79,7 +79,7 @@ def test_a_new_epoch_draws_new_noise_for_the_same_streams() -> None:
 
 def test_the_epoch_advances_when_the_streams_are_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
     before = random.state("cpu").clone()
-    monkeypatch.setattr(random._noise, "_counter", itertools.count(2**31 - 1))
+    monkeypatch.setattr(random._noise, "counter", itertools.count(2**31 - 1))
     assert [random.next_stream(), random.next_stream()] == [2**31 - 1, 0]
     assert (random.state("cpu") - before).tolist() == [0, 1]
 
@@ -127,7 +127,7 @@ def test_threads_never_get_the_same_stream() -> None:
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, FakeTensorMode], ids=["inference", "fake"])
 def test_a_state_made_inside_a_mode_outlives_it(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random._noise, "_states", {})
+    monkeypatch.setattr(random._noise, "states", {})
     with mode():
         random.state("cpu")
     random.advance_epoch("cpu")

@@ -60,15 +60,21 @@ def may_pack_value(operation: Operation) -> bool:
 def is_value(tensor: torch.Tensor, operation: Operation) -> bool:
     """Tell whether a saved tensor is the value of an attention."""
     match = operation.match(tensor)
-    return match is not None and match.argument.position == _VALUE
+    return match is not None and match.position == _VALUE
+
+
+def inputs(operation: Operation) -> list[torch.Tensor]:
+    """Return the query, the key and the value of an attention, without those that are not told."""
+    found = [operation.argument(position) for position in (_QUERY, _KEY, _VALUE)]
+    return [tensor for tensor in found if tensor is not None]
 
 
 def note(tensor: torch.Tensor, operation: Operation, saved: Reference | Restored | Pending) -> None:
     """Note what is kept of an argument of attention, for its result, which is saved last."""
     if operation.name == NAME and not operation.custom:
         match = operation.match(tensor)
-        if match is not None and match.argument.position is not None:
-            operation.kept = {**operation.kept, match.argument.position: saved}
+        if match is not None and match.position is not None:
+            operation.kept = {**operation.kept, match.position: saved}
 
 
 def result_of(tensor: torch.Tensor, operation: Operation) -> Result | None:

@@ -39,28 +39,22 @@ _KEYWORDS: dict[str, tuple[str, ...]] = {
 _COMMON_KEYWORDS = ("input", "weight", "bias")
 
 
-# A tensor among the arguments as an Argument says it, in a form that is faster to make.
+# A tensor among the arguments: its position, None where only a name is known; its name; and it.
 _Given = tuple[int | None, str | None, torch.Tensor]
 _NOTHING: Mapping[int, Any] = {}
 _NO_TENSORS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 
 
-class Argument(NamedTuple):
-    """A tensor that was given to the operation: its position, None where only a name is known."""
-
-    position: int | None
-    keyword: str | None
-    tensor: torch.Tensor
-
-
 class Match(NamedTuple):
-    """The argument whose data a saved tensor holds.
+    """The argument whose data a saved tensor holds; no position where only a name is known.
 
     `memory`: it is the same memory. `cast`: it is a copy in another dtype with the elements in the
     same order, so that equal arguments give equal copies.
     """
 
-    argument: Argument
+    position: int | None
+    keyword: str | None
+    tensor: torch.Tensor
     memory: bool
     cast: bool
 
@@ -143,16 +137,16 @@ class Operation:
     def _find(self, tensor: torch.Tensor) -> Match | None:
         for position, value in enumerate(self._args):
             if value is tensor:
-                return Match(Argument(position, None, tensor), True, False)
+                return Match(position, None, tensor, True, False)
         given = self._given()
         for place in given:
             if place[2] is tensor:
-                return Match(Argument(*place), True, False)
+                return Match(*place, True, False)
         numel, dtype = tensor.numel(), tensor.dtype
         for place in given:
             other = place[2]
             if other.numel() == numel and other.dtype == dtype and _same_memory(other, tensor):
-                return Match(Argument(*place), True, False)
+                return Match(*place, True, False)
         return None if tensor.grad_fn is None else self._match_copy(tensor)
 
     def _match_copy(self, tensor: torch.Tensor) -> Match | None:
@@ -162,9 +156,9 @@ class Operation:
         copied = False
         for _ in range(_WALK):
             if copied:
-                argument = self._made_by(node, output)
-                if argument is not None:
-                    return Match(argument, memory=False, cast=cast)
+                place = self._made_by(node, output)
+                if place is not None:
+                    return Match(*place, False, cast)
             name = "" if node is None else node.name()
             if name not in _ORDER_KEPT and name not in _COPIES and name not in _REARRANGED:
                 return None
@@ -173,14 +167,14 @@ class Operation:
             node, output = node.next_functions[0]
         return None
 
-    def _made_by(self, node: Any, output: int) -> Argument | None:
+    def _made_by(self, node: Any, output: int) -> _Given | None:
         for place in self._given():
             tensor = place[2]
             if tensor.grad_fn is None:
                 if tensor.requires_grad and getattr(node, "variable", None) is tensor:
-                    return Argument(*place)
+                    return place
             elif tensor.grad_fn is node and tensor.output_nr == output:
-                return Argument(*place)
+                return place
         return None
 
 

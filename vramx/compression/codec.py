@@ -29,7 +29,6 @@ from 3.36e38 at 8 bits and from 2.96e38 at 4. An asymmetric group of a wider ran
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
 
@@ -39,10 +38,9 @@ from torch import Tensor
 from vramx.compression import packs, random, reference
 from vramx.compression.config import MASK_BITS, MASK_FORMAT, Format
 from vramx.compression.fakes import PLAIN
-from vramx.compression.lifetime import outlive
+from vramx.compression.lifetime import current_stream, outlive
 from vramx.compression.mapping import Mapping
 from vramx.errors import InvalidValueError
-from vramx.kernels.launch import Function
 from vramx.kernels.layout import Layout
 
 # float64 is computed in float32 and never by a kernel; a policy passes it by unless it is forced.
@@ -50,11 +48,11 @@ FLOAT_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32, torch.fl
 _MASK_DTYPES = frozenset((torch.bool,))
 _KERNEL_DTYPES = (FLOAT_DTYPES | _MASK_DTYPES) - {torch.float64}
 _KERNEL_BITS = (8, 4, MASK_BITS)
+Size = tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Packed:
-    """One packed tensor: immutable, and equal to itself only.
+    """One packed tensor: not written again once it is made, and equal to itself only.
 
     Args:
         buffer: uint8, 1-D, laid out as vramx/kernels/layout.py says; on any device, at an address
@@ -63,6 +61,7 @@ class Packed:
         dtype: of the tensor.
         format: of the buffer.
         mapping: what its numbers are of the elements; None: the elements.
+        stream: whose memory the buffer is, as current_stream() says it; None: not known.
 
     Memory: nbytes; 1.047 bytes an element at 8 bits and 0.5625 at 4 with the formats by default.
 
@@ -71,13 +70,18 @@ class Packed:
         Packed(1048576 x bfloat16 in 1097728 bytes, 8 bits, group 128, symmetric, stochastic, cpu)
     """
 
-    __slots__ = ("__weakref__", "buffer", "dtype", "format", "mapping", "numel")
+    __slots__ = ("__weakref__", "buffer", "dtype", "format", "mapping", "numel", "stream")
 
-    buffer: Tensor
-    numel: int
-    dtype: torch.dtype
-    format: Format
-    mapping: Mapping | None
+    def __init__(
+        self, buffer: Tensor, numel: int, dtype: torch.dtype, format: Format,
+        mapping: Mapping | None, *, stream: int | None = None,
+    ) -> None:  # fmt: skip
+        self.buffer = buffer
+        self.numel = numel
+        self.dtype = dtype
+        self.format = format
+        self.mapping = mapping
+        self.stream = stream
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +105,7 @@ def layout_of(numel: int, format: Format) -> Layout:
         >>> layout_of(1 << 20, Format()).buffer_bytes
         1097728
     """
-    return _layout(numel, format.bits, format.group_size, format.symmetric)[0]
+    return Layout(numel, format.bits, format.group_size, format.symmetric)
 
 
 def bytes_of(numel: int, format: Format) -> int:
@@ -114,15 +118,17 @@ def bytes_of(numel: int, format: Format) -> int:
     facts = format.bits, format.group_size, format.symmetric
     if type(numel) is not int:  # of a compiler, which knows of a size no more than its name
         return Layout(numel, *facts).buffer_bytes
-    return _layout(numel, *facts)[1]
+    return _facts(torch.float32, numel, *facts)[2]
 
 
 # A program packs tensors of the same few sizes in every step.
-@lru_cache(maxsize=1024)
-def _layout(numel: int, bits: int, group_size: int, symmetric: bool) -> tuple[Layout, int]:
-    """Return a layout and the bytes of its buffer."""
+@lru_cache(maxsize=4096)
+def _facts(
+    dtype: torch.dtype, numel: int, bits: int, group_size: int, symmetric: bool
+) -> tuple[bool, Layout, int]:
+    """Return whether kernels pack tensors like this, the layout, and the bytes of the buffer."""
     layout = Layout(numel, bits, group_size, symmetric)
-    return layout, layout.buffer_bytes
+    return dtype in _KERNEL_DTYPES and bits in _KERNEL_BITS, layout, layout.buffer_bytes
 
 
 def pack(
@@ -172,12 +178,15 @@ def packed(
 ) -> Packed:
     """Return what pack() does; arguments are trusted. The tensor may have any shape and a graph."""
     form = MASK_FORMAT if format.bits == MASK_BITS else format
-    buffer = encoded(flat, form, streams, mapping)
-    return Packed(buffer, flat.numel(), flat.dtype, form, mapping)
+    buffer, stream = encoded(flat, form, streams, mapping), current_stream(flat)
+    return Packed(buffer, flat.numel(), flat.dtype, form, mapping, stream=stream)
 
 
-def unpack(packed: Packed) -> Tensor:
-    """Decode a packed tensor into fresh memory, 1-D, on the device of its buffer.
+def unpack(packed: Packed, shape: tuple[Size, Size] | None = None) -> Tensor:
+    """Decode a packed tensor into fresh memory, on the device of its buffer.
+
+    1-D; or of the `shape`, where a kernel does it: a size and a stride that reach over as many
+    elements, each of them once.
 
     Memory: the decoded tensor; temporary: none by a kernel, up to 12 bytes an element by the
     reference.
@@ -188,25 +197,30 @@ def unpack(packed: Packed) -> Tensor:
         tensor([ True, False])
     """
     buffer = packed.buffer
-    outlive(buffer)  # backward may read it on another stream than the one that packed it
-    return decoded(buffer, packed.numel, packed.dtype, packed.format, packed.mapping)
+    if packed.stream is None or packed.stream != current_stream(buffer):
+        outlive(buffer)  # backward reads it on another stream than the one that packed it
+    return decoded(buffer, packed.numel, packed.dtype, packed.format, packed.mapping, shape)
 
 
 def decoded(
-    buffer: Tensor, numel: int, dtype: torch.dtype, format: Format, mapping: Mapping | None = None
-) -> Tensor:
+    buffer: Tensor, numel: int, dtype: torch.dtype, format: Format, mapping: Mapping | None = None,
+    shape: tuple[Size, Size] | None = None,
+) -> Tensor:  # fmt: skip
     """Return what unpack() does of a buffer; arguments are trusted."""
-    bits = format.bits
-    launch, function = _kernels(buffer.device, dtype, bits, mapping)
+    bits, device = format.bits, buffer.device
+    has_kernels, layout, _ = _facts(dtype, numel, bits, format.group_size, format.symmetric)
+    launch = _launch(device) if has_kernels else None
+    function = None if launch is None or mapping is None else mapping.function
     if mapping is not None and function is None:
         of = torch.bool if bits == MASK_BITS else torch.float32
         return mapping.back(decoded(buffer, numel, of, format), dtype)
-    layout, _ = _layout(numel, bits, format.group_size, format.symmetric)
     if launch is None:
         if bits == MASK_BITS:
             return reference.unpack_mask(buffer, numel)
         return reference.dequantize(buffer, layout, dtype)
-    flat = torch.empty(numel, dtype=dtype, device=buffer.device)
+    # Made in its shape: a view of it takes as long as the memory.
+    size, stride = shape or ((numel,), (1,))
+    flat = torch.empty_strided(size, stride, dtype=dtype, device=device)
     if bits == MASK_BITS:
         (launch.unpack_mask if function is None else launch.unpack_signs)(buffer, flat)
     elif function is None:
@@ -224,13 +238,16 @@ def encoded(
 ) -> Tensor:
     """Return the buffer of what packed() returns."""
     device, bits, noise, stream = flat.device, format.bits, None, 0
-    launch, function = _kernels(device, flat.dtype, bits, mapping)
+    has_kernels, layout, nbytes = _facts(
+        flat.dtype, flat.numel(), bits, format.group_size, format.symmetric
+    )
+    launch = _launch(device) if has_kernels else None
+    function = None if launch is None or mapping is None else mapping.function
     if mapping is not None and function is None:
         return encoded(mapping.of(_range(flat)), format, streams)
     if format.rounding == "stochastic":
         noise = random.state(device)
         stream = random.next_stream() if streams is None else streams.next()
-    layout, nbytes = _layout(flat.numel(), bits, format.group_size, format.symmetric)
     if launch is None:
         plain = _range(flat)
         if bits == MASK_BITS:
@@ -243,21 +260,13 @@ def encoded(
         launch.quantize(flat, buffer, layout, noise=noise, stream=stream)
     else:
         launch.quantize_map(flat, buffer, layout, function, noise=noise, stream=stream)
-    return packs.made(buffer)
+    return packs.made(buffer) if packs.watchers else buffer
 
 
 def _range(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor as 1-D, without a graph; kernels ask for its address only."""
     plain = tensor.dim() == 1 and not tensor.requires_grad
     return tensor if plain else tensor.detach().view(-1)
-
-
-def _kernels(
-    device: torch.device, dtype: torch.dtype, bits: int, mapping: Mapping | None
-) -> tuple[ModuleType | None, Function | None]:
-    """Return the launchers where they serve tensors like this, and what they know of a mapping."""
-    launch = _launch(device) if dtype in _KERNEL_DTYPES and bits in _KERNEL_BITS else None
-    return launch, None if launch is None or mapping is None else mapping.function
 
 
 @lru_cache(maxsize=64)

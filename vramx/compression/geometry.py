@@ -9,6 +9,7 @@ a new shape, and a copy of the elements only where a tensor leaves holes in its 
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ class Geometry(NamedTuple):
     every element of the range belongs to it (so a range is all that has to be kept), and `stride`
     is its own. Where not, the range has holes: `flat` compacts it and `stride` is of the compacted
     elements. `covered` of the elements are in memory: what is expanded or overlaps counts once.
+    `dense` is the size and the stride of memory that has each element once, so that a decoded range
+    may be made in them; None where elements are expanded or overlap.
 
     ```
     dense        [x x x x x x]     span = numel, any permutation of the dimensions
@@ -35,6 +38,7 @@ class Geometry(NamedTuple):
     span: int
     whole: bool
     covered: int
+    dense: tuple[tuple[int, ...], tuple[int, ...]] | None
 
 
 def describe(tensor: torch.Tensor) -> Geometry:
@@ -61,7 +65,7 @@ def covered_elements(tensor: torch.Tensor) -> int:
 @lru_cache(maxsize=4096)
 def _describe(size: tuple[int, ...], stride: tuple[int, ...]) -> Geometry:
     if 0 in size:
-        return Geometry(size, stride, 0, True, 0)
+        return Geometry(size, stride, 0, True, 0, None)
     reach = 1 + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
     covered = min(_unexpanded(size, stride), reach)
     span = 1
@@ -72,7 +76,8 @@ def _describe(size: tuple[int, ...], stride: tuple[int, ...]) -> Geometry:
         if step > span:
             return _compacted(size, stride, covered)
         span += (count - 1) * step
-    return Geometry(size, stride, span, True, covered)
+    dense = (size, stride) if prod(size) == span else None
+    return Geometry(size, stride, span, True, covered, dense)
 
 
 @lru_cache(maxsize=4096)
@@ -90,7 +95,8 @@ def _compacted(size: tuple[int, ...], stride: tuple[int, ...], covered: int) -> 
     for dim in reversed(_moving_dims(size, stride)):
         compact[dim] = span
         span *= size[dim]
-    return Geometry(size, tuple(compact), span, False, covered)
+    dense = (size, tuple(compact)) if prod(size) == span else None
+    return Geometry(size, tuple(compact), span, False, covered, dense)
 
 
 def _moving_dims(size: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:

@@ -191,8 +191,7 @@ def _statistics(x: Tensor, name: str, later: list[Tensor]) -> Statistics | None:
     An evaluated norm saves two empty ones. It divides by running statistics, which may be far from
     what x has, as its channels then are from each other: those of x are computed.
     """
-    geometry = describe(x)
-    if len(later) < 2 or x.dim() < 2 or geometry.covered != x.numel():
+    if len(later) < 2 or x.dim() < 2 or describe(x).covered != x.numel():
         return None
     mean, rstd = later[-2:]
     if mean.numel() == 0 and name in _OF_CHANNELS:

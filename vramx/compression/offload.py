@@ -22,6 +22,7 @@ from vramx.compression import forecast, random
 from vramx.compression.budget import Share
 from vramx.compression.codec import Packed
 from vramx.compression.config import Compression, Format
+from vramx.compression.geometry import Geometry
 from vramx.compression.host_memory import bytes_of_a_rank
 from vramx.compression.mapping import Mapping
 from vramx.compression.pinned import HostPool
@@ -89,8 +90,9 @@ class OffloadCodec:
     ) -> Packed | Moved:
         return put(plain_codec.packed(elements, format, self._streams, mapping), self._share)
 
-    def decode(self, payload: Packed | Moved) -> Tensor:
-        return plain_codec.unpack(payload.get() if isinstance(payload, Moved) else payload)
+    def decode(self, payload: Packed | Moved, geometry: Geometry | None = None) -> Tensor:
+        packed = payload.get() if isinstance(payload, Moved) else payload
+        return plain_codec.unpack(packed, None if geometry is None else geometry.dense)
 
 
 def codec(options: Compression, streams: random.Streams | None = None) -> OffloadCodec:

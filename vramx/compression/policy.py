@@ -40,6 +40,7 @@ from vramx.compression.roots import (
 )
 from vramx.compression.slopes import is_result
 from vramx.compression.weights import (
+    MAY_DERIVE,
     derives_from_parameter,
     is_parameter,
     is_read_for_a_weight,
@@ -127,9 +128,9 @@ class SavePolicy:
         """
         reason = self._reason(tensor, operation)
         if reason is None:
-            if operation is not None and not operation.custom and tensor.dtype != torch.bool:
+            if operation is not None:
                 choice = self._plain.get(operation.name)
-                if choice is not None:
+                if choice is not None and not operation.custom and tensor.dtype != torch.bool:
                     return choice
             level = self._level(tensor, operation)
             if level is None:
@@ -151,12 +152,16 @@ class SavePolicy:
             return PARAMETER
         if tensor.numel() * dtype.itemsize < self.min_bytes:
             return SMALL
-        node = tensor.grad_fn
-        if node is None and tensor.requires_grad:
+        if tensor.requires_grad and tensor.grad_fn is None:
             return LEAF  # the graph holds it anyway, to give it its gradient
-        unsupported = _unsupported(tensor)
-        if unsupported is not None:
-            return unsupported
+        plain = type(tensor) in PLAIN and tensor.layout is STRIDED and dtype in _DATA
+        if (
+            not plain
+            or not (tensor.is_cuda or tensor.is_cpu)
+            or tensor.is_nested
+            or tensor.is_neg()
+        ):
+            return _unsupported(tensor)
         if (
             not tensor.is_contiguous()
             and covered_elements(tensor) * dtype.itemsize < self.min_bytes
@@ -173,7 +178,7 @@ class SavePolicy:
             return None
         mask = tensor.dtype == torch.bool
         match = operation.match(tensor)
-        position = None if match is None else match.argument.position
+        position = None if match is None else match.position
         for rule in rules:
             fits = rule.arguments is None or position in rule.arguments
             if fits and (rule.mask == mask or (mask and rule.level == KEEP)):
@@ -228,14 +233,15 @@ class SavePolicy:
         base = tensor._base
         if base is not None and is_parameter(base):
             return True
-        if derives_from_parameter(tensor):
+        if type(tensor.grad_fn).__name__ in MAY_DERIVE and derives_from_parameter(tensor):
             return True
         if operation is not None and is_weight(tensor, operation):
             return True
         # Last, because it is the only rule that is not cheap: it looks at the whole module, once.
         if self._module is None:
             return False
-        return tensor.untyped_storage()._cdata in self._storages(self._module)
+        owned = self._owned or self._storages(self._module)
+        return tensor.untyped_storage()._cdata in owned
 
     def _storages(self, module: torch.nn.Module) -> frozenset[int]:
         """Return the storages of the module's parameters and buffers; the module holds them."""
@@ -298,32 +304,29 @@ def _canonical(name: str) -> str:
     return _ATTENTION if name.startswith("scaled_dot_product") else name
 
 
-def _unsupported(tensor: torch.Tensor) -> str | None:
+def _unsupported(tensor: torch.Tensor) -> str:
+    """Return why a tensor is none that could be packed."""
     if type(tensor) not in PLAIN:
         return SUBCLASS
     if tensor.layout is not STRIDED or tensor.is_nested:
         return LAYOUT
     if not tensor.is_cuda and not tensor.is_cpu:
         return DEVICE
-    if tensor.dtype in _DATA:
-        return LAYOUT if tensor.is_neg() else None
-    return DTYPE
+    return LAYOUT if tensor.dtype in _DATA else DTYPE
 
 
 def _is_statistic(tensor: torch.Tensor, operation: Operation) -> bool:
-    # A graph is many operations: what it saves is no statistic of what it was given.
     is_factor = operation.name in FACTORS
-    if operation.match(tensor) is not None and not is_factor:
+    if not is_factor and operation.match(tensor) is not None:
         return False
+    # A graph is many operations: what it saves is no statistic of what it was given.
     if tensor.dtype == torch.bool or operation.name == GRAPH:
         return False
     data = [t for t in operation.tensors if not is_parameter(t)]
-    if not data:
-        return False
-    largest = max([t.numel() for t in data])
-    if operation.name in NORMS:  # also of a norm over a few elements: backward divides by it
-        return covered_elements(tensor) < largest
+    largest = max([t.numel() for t in data], default=0)
     elements = covered_elements(tensor)
+    if operation.name in NORMS:  # also of a norm over a few elements: backward divides by it
+        return elements < largest
     if is_factor:
         return elements * _STATISTIC_RATIO <= largest
     if elements * _REDUCED_RATIO > largest:

@@ -48,24 +48,24 @@ class _Noise:
     def __init__(self) -> None:
         self._seed = 0
         self._rank: int | None = None
-        self._states: dict[torch.device, Tensor] = {}
-        self._counter = itertools.count()
+        self.states: dict[torch.device, Tensor] = {}
+        self.counter = itertools.count()
 
     def seed(self, seed: int, rank: int | None) -> None:
         self._seed, self._rank = seed, rank
-        self._counter = itertools.count()
-        for state in list(self._states.values()):
+        self.counter = itertools.count()
+        for state in list(self.states.values()):
             # In place: a captured graph keeps the address.
             self._write(state)
 
     def state(self, device: torch.device) -> Tensor:
-        state = self._states.get(device)
+        state = self.states.get(device)
         return self._create(device) if state is None else state
 
-    def next(self) -> int:
-        count = next(self._counter)  # atomic
+    def restarted(self, count: int) -> int:
+        """Return what a count stands for, and begin an epoch where they begin again."""
         if count and count % _HALF == 0:
-            for device in list(self._states):
+            for device in list(self.states):
                 self.advance_epoch(device)
         return count % _HALF
 
@@ -75,12 +75,12 @@ class _Noise:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        count = next(self._counter)
-        self._counter = itertools.count(count)
+        count = next(self.counter)
+        self.counter = itertools.count(count)
         try:
             yield
         finally:
-            self._counter = itertools.count(count)
+            self.counter = itertools.count(count)
 
     def _create(self, device: torch.device) -> Tensor:
         on_cuda = device.type == "cuda"
@@ -101,7 +101,7 @@ class _Noise:
         if on_cuda:
             # Once a device: from here on every stream may read it without asking.
             torch.cuda.current_stream(device).synchronize()
-        return self._states.setdefault(device, state)  # atomic: the first thread's one stays
+        return self.states.setdefault(device, state)  # atomic: the first thread's one stays
 
     def _write(self, state: Tensor) -> None:
         rank = _global_rank() if self._rank is None else self._rank
@@ -158,6 +158,9 @@ def state(device: torch.device | str) -> Tensor:
         >>> state("cpu").shape
         torch.Size([2])
     """
+    found = _noise.states.get(device)  # type: ignore[arg-type]
+    if found is not None:
+        return found
     return _noise.state(torch.device(device) if isinstance(device, str) else device)
 
 
@@ -170,7 +173,8 @@ def next_stream() -> int:
         >>> next_stream() != next_stream()
         True
     """
-    return _noise.next()
+    count = next(_noise.counter)  # atomic
+    return count if 0 < count < _HALF else _noise.restarted(count)
 
 
 def restored_streams() -> contextlib.AbstractContextManager[None]:

@@ -40,16 +40,18 @@ class Reference:
         # A leaf by itself, so that a sharding library that swaps its data finds it; a view of a
         # parameter too, whose history is views. All else detached: of an operation's result the
         # graph would hold itself. Both share the version counter.
-        own = tensor.is_leaf
-        if not own:
+        if not tensor.is_leaf:
             base = tensor._base
-            own = base is not None and base.is_leaf and base.requires_grad
-        self._tensor = tensor if own else tensor.detach()
+            if base is None or not base.is_leaf or not base.requires_grad:
+                tensor = tensor.detach()
+        self._tensor = tensor
         self._version = tensor._version
 
     def open(self) -> torch.Tensor:
-        check_version(self._tensor, self._version)
-        return self._tensor
+        tensor = self._tensor
+        if tensor._version != self._version:
+            check_version(tensor, self._version)
+        return tensor
 
 
 def check_version(tensor: torch.Tensor, expected: int) -> None:
@@ -87,7 +89,8 @@ class Codec(Protocol):
         self, elements: torch.Tensor, format: Format, mapping: Mapping | None = None
     ) -> Payload: ...
 
-    def decode(self, payload: Any) -> torch.Tensor: ...
+    def decode(self, payload: Any, geometry: Geometry | None = None) -> torch.Tensor:
+        """Return them; where a geometry is given, they may have its size and stride already."""
 
 
 class Holding:
@@ -134,9 +137,11 @@ class Restored:
         return self.holding.format is not None and self.holding.format.bits != MASK_BITS
 
     def open(self) -> torch.Tensor:
-        payload = self.holding.payload
+        holding, geometry = self.holding, self.geometry
+        payload = holding.payload
         if not isinstance(payload, Copy):
-            return restore(decoded_copies.take(self), self.geometry)
+            elements = decoded_copies.take(self)
+            return restore(elements, geometry) if elements.dim() == 1 else elements
         check_version(payload.elements, payload.version)
         outlive(payload.elements)
         elements = payload.elements if self.shared else payload.elements.clone()
@@ -197,7 +202,7 @@ class DecodedCopies:
         assert holding.codec is not None
         others = holding.others(user) if user.shared else []
         if not self._slots and not others:
-            return holding.codec.decode(holding.payload)
+            return holding.codec.decode(holding.payload, user.geometry)
         found = self._find(user) if user.shared else None
         if found is not None:
             return found

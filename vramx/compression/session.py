@@ -3,7 +3,8 @@
 policy decides, codec packs, saved.py stands for it in the graph, and a Table finds data that a
 graph keeps already. Nothing outlives the graphs that use it. A Session belongs to one thread; a
 saved tensor costs 2 to 4 microseconds of host time where it is kept and 6 to 13 where it is packed
-(without the codec; one core of a server), and never waits for a device.
+(without the codec; one core of a server, in a loop; within a model, whose own code takes the caches
+meanwhile, about twice that), and never waits for a device.
 """
 
 from __future__ import annotations
@@ -31,14 +32,17 @@ from vramx.compression.normalised import MEAN_NORMS, Normal, Waiting
 from vramx.compression.notices import tell_of_unknown
 from vramx.compression.operations import OperationMode, transformed
 from vramx.compression.policy import SavePolicy
-from vramx.compression.roots import ROOT, is_power
+from vramx.compression.roots import MAYBE_POWERS, ROOT, is_power
 from vramx.compression.saved import Codec, Copy, Holding, Payload, Pending, Reference, Restored
 from vramx.compression.sharing import Table, cast_source, range_key
 from vramx.compression.signs import SIGN
-from vramx.compression.slopes import Within, bound_of
+from vramx.compression.slopes import BOUNDED, Within, bound_of
 from vramx.compression.stats import CompressionStats
 
 _TRANSFORMED = transformed.__name__
+# Operations whose arguments are packed as functions of them.
+_MAPPED = MAYBE_POWERS | BOUNDED
+_numbers: dict[Hashable, int] = {}  # of formats
 # A view that covers less of its storage than this is kept as a copy: the rest can be freed.
 _MOST = 0.75
 
@@ -54,8 +58,8 @@ class PlainCodec:
     ) -> Payload:
         return plain_codec.packed(elements, format, self._streams, mapping)
 
-    def decode(self, payload: plain_codec.Packed) -> torch.Tensor:
-        return plain_codec.unpack(payload)
+    def decode(self, payload: plain_codec.Packed, geometry: Geometry | None = None) -> torch.Tensor:
+        return plain_codec.unpack(payload, None if geometry is None else geometry.dense)
 
 
 class _Thread(threading.local):
@@ -96,53 +100,57 @@ class Session:
         self._rules = SavePolicy(options, module, only_weights=only_weights)
         self._codec = PlainCodec() if codec is None else codec
         self._table = _thread.table
-        # By bits and the most of a group; as plain values too, which are faster to compare.
-        self._formats: dict[tuple[int, int], tuple[Format, Hashable]] = {}
+        # By bits and the most of a group; with a number, which is faster to compare.
+        self._formats: dict[tuple[int, int], tuple[Format, int]] = {}
         self._devices: set[int] = set()  # that noise was drawn on
 
     @run_uncompiled
     def pack(self, tensor: torch.Tensor) -> Reference | Restored | Pending | Result:
         """Take what an operation saves; called by torch, through C++, in the operation's frame."""
         operation = self._mode.current(1)
-        if operation.name == _TRANSFORMED or is_functorch_wrapped_tensor(tensor):
+        name = operation.name
+        if name == _TRANSFORMED or is_functorch_wrapped_tensor(tensor):
             return Reference(tensor)
         if operation.custom:  # whose frame the mode is active in
             with torch._C.DisableTorchFunction():
-                return self._take(tensor, operation)
-        return self._take(tensor, operation)
-
-    def _take(
-        self, tensor: torch.Tensor, operation: Operation
-    ) -> Reference | Restored | Pending | Result:
+                return self._take_of_custom(tensor, operation)
         if operation.waiting is not None:
             operation.waiting.note(tensor)
-        if operation.name != attention.NAME:
-            return self._take_one(tensor, operation)
+        if name == attention.NAME:
+            return self._take_of_attention(tensor, operation)
+        return self._take(tensor, operation)
+
+    def _take_of_custom(
+        self, tensor: torch.Tensor, operation: Operation
+    ) -> Reference | Restored | Pending:
+        if operation.position == 0 and not third_party.is_known(operation.library, operation.name):
+            writes.note(operation.tensors)  # its forward may have written into them
+        return self._take(tensor, operation)
+
+    def _take_of_attention(
+        self, tensor: torch.Tensor, operation: Operation
+    ) -> Reference | Restored | Pending | Result:
         result = attention.result_of(tensor, operation)
         if result is not None:
             # What torch would have held of it counts with whatever reads it next.
             self._stats.record(operation.name, "", 0, 0)
             return result
-        saved = self._take_one(tensor, operation)
+        saved = self._take(tensor, operation)
         attention.note(tensor, operation, saved)
         return saved
 
-    def _take_one(
-        self, tensor: torch.Tensor, operation: Operation
-    ) -> Reference | Restored | Pending:
-        unread = operation.custom and operation.position == 0
-        if unread and not third_party.is_known(operation.library, operation.name):
-            writes.note(operation.tensors)  # its forward may have written into them
+    def _take(self, tensor: torch.Tensor, operation: Operation) -> Reference | Restored | Pending:
         bits, reason, most = self._rules.choose(tensor, operation)
-        if bits > MASK_BITS and self._mode.is_given(tensor, operation):
-            return self._keep(tensor, operation, policy.INPUT)
-        if bits > MASK_BITS and operation.name in MEAN_NORMS and not operation.custom:
-            return self._normalise(tensor, operation, bits)
-        if bits:
-            return self._compress(tensor, operation, (bits, most))
-        if reason == policy.UNKNOWN:
-            tell_of_unknown(operation)
-        return self._keep(tensor, operation, reason)
+        if not bits:
+            if reason == policy.UNKNOWN:
+                tell_of_unknown(operation)
+            return self._keep(tensor, operation, reason)
+        if bits > MASK_BITS:
+            if not tensor.requires_grad and self._mode.is_given(tensor, operation):
+                return self._keep(tensor, operation, policy.INPUT)
+            if operation.name in MEAN_NORMS and not operation.custom:
+                return self._normalise(tensor, operation, bits)
+        return self._compress(tensor, operation, (bits, most))
 
     def _normalise(
         self, tensor: torch.Tensor, operation: Operation, bits: int
@@ -169,33 +177,42 @@ class Session:
             self._stats.record(operation.name, policy.HELD, 0, 0, shared_bytes=nbytes)
             return Reference(tensor)
         outlive(tensor)
-        form, values = self._formats.get(how) or self._format(*how)
-        plain = (values, current_stream(tensor))
-        kind, serves_all = _kind_of(operation)
-        place = plain if kind is None else (*plain, kind)
+        form, number = self._formats.get(how) or self._format(*how)
+        plain = (number, current_stream(tensor))
+        place: tuple[Hashable, ...] = plain
+        serves_all = False
+        if operation.waiting is not None or operation.name in _MAPPED:
+            kind, serves_all = _kind_of(operation)
+            place = plain if kind is None else (*plain, kind)
         key = range_key(tensor, geometry, storage, place)
         holding = self._table.find(key, storage)
         if holding is None:
-            holding = self._pack_once(tensor, geometry, operation, form, place)
+            match = operation.match(tensor)
+            if match is None or not match.cast:
+                holding = self._encode(tensor, geometry, operation, form)
+            else:
+                holding = self._pack_once(tensor, geometry, operation, form, place)
             self._table.add(key, storage, holding)
-            if kind is not None and serves_all:
+            if serves_all:
                 # Whoever reads the same as it is, without a norm or a power, is served by it too.
-                self._table.offer(range_key(tensor, geometry, storage, plain), storage, holding)
+                self._table.offer((plain, *key[1:]), storage, holding)
         else:
             self._stats.record(operation.name, "", 0, 0, shared_bytes=nbytes)
         return Restored(holding, geometry, shared=not operation.custom)
 
-    def _format(self, bits: int, most: int) -> tuple[Format, Hashable]:
+    def _format(self, bits: int, most: int) -> tuple[Format, int]:
         form = self._options.format(bits)
         if most and most < form.group_size:
             form = replace(form, group_size=most)
-        return self._formats.setdefault((bits, most), (form, astuple(form)))
+        # Of equal formats one number, as long as the process lives: there are few.
+        number = _numbers.setdefault(astuple(form), len(_numbers))
+        return self._formats.setdefault((bits, most), (form, number))
 
     def _pack_once(
         self, tensor: torch.Tensor, geometry: Geometry, operation: Operation, format: Format,
         place: Hashable,
     ) -> Holding:  # fmt: skip
-        """Pack memory that is new, unless it is a cast of memory whose cast is kept already."""
+        """Pack a cast of an argument, unless it is of memory whose cast is kept already."""
         source = cast_source(tensor, geometry, operation)
         if source is None:
             return self._encode(tensor, geometry, operation, format)
@@ -253,11 +270,13 @@ class Session:
         if reason == policy.SMALL and self._rules.is_parameter(tensor, operation):
             self._stats.record(name, policy.PARAMETER, nbytes, nbytes)
             return Reference(tensor)
-        if range_bytes >= _MOST * storage.nbytes():
+        beside_bytes = self._kept_beside(tensor, storage, operation)
+        if range_bytes + beside_bytes >= _MOST * storage.nbytes():
             packed = self._is_packed(tensor, geometry, storage)
             reference = Reference(tensor)
             self._table.add(id(storage), storage, reference)
-            self._stats.record(name, reason, 0 if packed else nbytes, nbytes)
+            kept_bytes = nbytes + beside_bytes
+            self._stats.record(name, reason, 0 if packed else kept_bytes, kept_bytes)
             return reference
         outlive(tensor)
         key = range_key(tensor, geometry, storage, current_stream(tensor))
@@ -271,14 +290,33 @@ class Session:
             self._stats.record(name, reason, 0, 0, shared_bytes=nbytes)
         return Restored(holding, geometry, shared=not operation.custom)
 
+    def _kept_beside(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, operation: Operation
+    ) -> int:
+        """Return the bytes of a storage that an attention's other arguments keep of it.
+
+        It saves all three. Of one projection, they would be copied one after the other, and be as
+        large as the storage together.
+        """
+        match = operation.match(tensor)
+        if operation.name != attention.NAME or operation.custom or match is None:
+            return 0
+        found = {match.tensor.storage_offset(): 0}
+        for other in attention.inputs(operation):
+            if type(other) not in PLAIN or other.untyped_storage() is not storage:
+                continue
+            if not self._rules.choose(other, operation).bits:
+                found.setdefault(other.storage_offset(), covered_bytes(other))
+        return sum(found.values())
+
     def _is_packed(
         self, tensor: torch.Tensor, geometry: Geometry, storage: torch.UntypedStorage
     ) -> bool:
         """Tell whether the data is packed already: torch would have held it once."""
         stream = current_stream(tensor)
         keys = [
-            range_key(tensor, geometry, storage, (values, stream))
-            for _, values in self._formats.values()
+            range_key(tensor, geometry, storage, (number, stream))
+            for _, number in self._formats.values()
         ]
         return any(self._table.find(key, storage) is not None for key in keys)
 
@@ -291,9 +329,12 @@ def _mapping(
         return None if tensor.dtype == torch.bool else SIGN
     if operation.waiting is not None:
         return Normal(operation.waiting.statistics, geometry)
-    function = function_of(tensor, operation)
-    if function:
-        return ANGLES[function]
+    if type(tensor.grad_fn).__name__ in ANGLES:
+        function = function_of(tensor, operation)
+        if function:
+            return ANGLES[function]
+    if operation.name not in _MAPPED:
+        return None
     if is_power(operation):
         return ROOT
     bound = bound_of(operation)

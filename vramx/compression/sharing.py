@@ -64,11 +64,14 @@ class Table:
 
 def range_key(
     tensor: torch.Tensor, geometry: Geometry, storage: torch.UntypedStorage, place: Hashable
-) -> Hashable:
-    """Name the elements that a tensor has now; known and possible writes give it another name."""
-    _, _, span, whole, _ = geometry
+) -> tuple[Hashable, ...]:
+    """Name the elements that a tensor has now; known and possible writes give it another name.
+
+    The place comes first.
+    """
+    size, _, span, whole, *_ = geometry
     start = tensor.storage_offset()
-    views = None if whole else (geometry.size, tensor.stride())
+    views = None if whole else (size, tensor.stride())
     version = (tensor._version, writes.epoch(storage))
     return (place, id(storage), tensor.dtype, start, span, version, views)
 
@@ -89,6 +92,6 @@ def cast_source(
         return None
     if geometry.span * tensor.element_size() != tensor.untyped_storage().nbytes():
         return None
-    source = match.argument.tensor
+    source = match.tensor
     plain = type(source) in PLAIN and source.layout is STRIDED
     return source if plain and source.numel() == geometry.span else None

@@ -24,6 +24,7 @@ from vramx.kernels.launch import Function
 # below zero on the slope has fallen by as much: x phi(x) for gelu, and exp(x) for others, with a
 # factor of x or none.
 _BOUNDS = {"gelu": 6, "silu": 20, "mish": 20, "softplus": 20, "elu": 20, "celu": 20}
+BOUNDED = frozenset(_BOUNDS)
 # Nodes of elu in place, which saves its result: the slope is that and 1, which cancel.
 _RESULTS = frozenset({"EluBackward1", "CeluBackward1"})
 

@@ -6,6 +6,7 @@ Weights are never packed: their memory lives in any case. Pure functions; a walk
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -47,8 +48,12 @@ _DERIVED = frozenset(
     for version in range(3)
 )  # fmt: skip
 # Of a tensor that was overwritten as a whole, as a recurrent network's weights are under autocast.
-_COPY = "torch::autograd::CopyBackwards"
+_COPY = "CopyBackwards"
+# Of a leaf that a gradient is asked of.
+_LEAF = "AccumulateGrad"
 _WALK = 16
+# Of nodes that a tensor may have which derives_from_parameter().
+MAY_DERIVE = _DERIVED | {_COPY, _LEAF}
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
@@ -58,16 +63,16 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 
 def derives_from_parameter(tensor: torch.Tensor) -> bool:
     """Walk up through views and casts; a chain that ends in a Parameter's gradient is a weight."""
-    node = tensor.grad_fn
+    node: Any = tensor.grad_fn
     for _ in range(_WALK):
-        if node is None:
-            return False
-        name = node.name()
-        if name not in _DERIVED and name != _COPY:
-            variable = getattr(node, "variable", None)
-            return variable is not None and is_parameter(variable)
-        # What is copied comes last, behind what it overwrites.
-        node = node.next_functions[-1 if name == _COPY else 0][0]
+        # The type's name, not name(), which demangles some of them each time.
+        name = type(node).__name__
+        if name in _DERIVED:
+            node = node.next_functions[0][0]
+        elif name == _COPY:  # what is copied comes last, behind what it overwrites
+            node = node.next_functions[-1][0]
+        else:
+            return name == _LEAF and is_parameter(node.variable)
     return False
 
 
@@ -75,11 +80,10 @@ def is_weight(tensor: torch.Tensor, operation: Operation) -> bool:
     """Whether the operation uses the tensor as a weight, itself or through a view or a cast."""
     match = operation.match(tensor)
     if match is not None:
-        argument = match.argument
         positions = _WEIGHTS.get(operation.name)
-        return is_parameter(argument.tensor) or (
+        return is_parameter(match.tensor) or (
             positions is not None
-            and (argument.position in positions or argument.keyword in _WEIGHT_NAMES)
+            and (match.position in positions or match.keyword in _WEIGHT_NAMES)
         )
     if tensor.grad_fn is not None or tensor.requires_grad:
         return False
@@ -118,5 +122,5 @@ def is_read_for_a_weight(tensor: torch.Tensor, operation: Operation) -> bool:
     match = operation.match(tensor)
     if match is None:
         return False
-    others = [t for t in operation.tensors if t is not match.argument.tensor]
+    others = [t for t in operation.tensors if t is not match.tensor]
     return any(is_parameter(t) or derives_from_parameter(t) for t in others if t.dim() > 1)

@@ -74,5 +74,6 @@ def note(values: Iterable[Any], *, for_good: bool = False) -> None:
 
 def epoch(storage: torch.UntypedStorage) -> Hashable:
     """Return what is equal for two moments only if no write in between is known to be possible."""
-    count = _counts.of.get(storage, 0)
+    counts = _counts.of
+    count = counts.get(storage, 0) if counts else 0
     return object() if count == _FOR_GOOD else count

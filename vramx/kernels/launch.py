@@ -9,6 +9,7 @@ about a second. Importing this module does not import triton, calling it does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vramx.kernels.layout import Layout, has_outliers
-from vramx.kernels.start import start, start_always_with
+from vramx.kernels.start import Ready, start, start_always_with
 
 _OLDEST_CAPABILITY = (8, 0)  # bfloat16 arithmetic
 _WARPS = 4
@@ -81,16 +82,18 @@ def quantize(
         stream: number of the tensor's stream of noise, 0 to 2**32 - 1.
     """
     if layout.numel:
-        plan = quantize_plan(layout.bits, layout.symmetric, layout.group_size, noise is not None)
-        seed = buffer if noise is None else noise
-        plan.start((flat, buffer, seed), (layout.numel, stream), layout.numel)
+        of = (layout.bits, layout.symmetric, layout.group_size, noise is not None)
+        ready = _ready(quantize_plan, of, (layout.numel,), (flat.dtype, flat.get_device()))
+        ready.start((flat, buffer, buffer if noise is None else noise), layout.numel, stream)
 
 
 def dequantize(buffer: Tensor, flat_out: Tensor, layout: Layout) -> None:
     """Write the elements of a packed buffer, in the type of `flat_out`; 8 or 4 bits."""
     if layout.numel:
-        plan = dequantize_plan(layout.bits, layout.symmetric, layout.group_size)
-        plan.start((buffer, flat_out), (layout.numel,), layout.numel)
+        of = (layout.bits, layout.symmetric, layout.group_size)
+        kind = (flat_out.dtype, flat_out.get_device())
+        ready = _ready(dequantize_plan, of, (layout.numel,), kind)
+        ready.start((buffer, flat_out), layout.numel)
 
 
 # Functions whose results stand for what they are of.
@@ -119,13 +122,13 @@ def quantize_map(
 ) -> None:  # fmt: skip
     """Write the packed form of a function of a tensor; arguments as quantize()'s."""
     if layout.numel:
-        plan = quantize_map_plan(
-            (layout.bits, layout.symmetric, layout.group_size, noise is not None),
-            function.kind,
-            function.place(layout.group_size),
-        )
-        tensors = (flat, function.mean, function.rstd, buffer, buffer if noise is None else noise)
-        plan.start(tensors, (layout.numel, stream, function.inner, function.period), layout.numel)
+        name, mean, rstd, inner, period = function
+        form = (layout.bits, layout.symmetric, layout.group_size, noise is not None)
+        of = (form, name, function.place(layout.group_size))
+        kind = (flat.dtype, flat.get_device())
+        ready = _ready(quantize_map_plan, of, (layout.numel, inner, period), kind)
+        tensors = (flat, mean, rstd, buffer, buffer if noise is None else noise)
+        ready.start(tensors, layout.numel, stream, inner, period)
 
 
 def dequantize_map(buffer: Tensor, flat_out: Tensor, layout: Layout, function: Function) -> None:
@@ -133,39 +136,52 @@ def dequantize_map(buffer: Tensor, flat_out: Tensor, layout: Layout, function: F
     if function.kind in _UNCHANGED:
         dequantize(buffer, flat_out, layout)
     elif layout.numel:
-        plan = dequantize_map_plan(
-            (layout.bits, layout.symmetric, layout.group_size),
-            function.kind,
-            function.place(layout.group_size),
-        )
-        tensors = (buffer, function.mean, function.rstd, flat_out)
-        plan.start(tensors, (layout.numel, function.inner, function.period), layout.numel)
+        name, mean, rstd, inner, period = function
+        form = (layout.bits, layout.symmetric, layout.group_size)
+        kind = (flat_out.dtype, flat_out.get_device())
+        sizes = (layout.numel, inner, period)
+        of = (form, name, function.place(layout.group_size))
+        ready = _ready(dequantize_map_plan, of, sizes, kind)
+        ready.start((buffer, mean, rstd, flat_out), *sizes)
 
 
 def pack_signs(flat: Tensor, buffer: Tensor) -> None:
     """Write a bit an element: whether it is above zero, or NaN."""
     if numel := flat.numel():
-        mask_plan(packs=True).start((flat, buffer), (numel,), numel)
+        kind = (flat.dtype, flat.get_device())
+        _ready(_pack_mask_plan, (), (numel,), kind).start((flat, buffer), numel)
 
 
 def unpack_signs(buffer: Tensor, flat_out: Tensor) -> None:
     """Write 1 and 0 for bits, in the type of `flat_out`."""
     if numel := flat_out.numel():
-        mask_plan(packs=False).start((buffer, flat_out), (numel,), numel)
+        kind = (flat_out.dtype, flat_out.get_device())
+        _ready(_unpack_mask_plan, (), (numel,), kind).start((buffer, flat_out), numel)
 
 
 def pack_mask(flat_bool: Tensor, buffer: Tensor) -> None:
     """Write the bits of a bool tensor; bytes beyond the last bit's are left alone."""
-    if numel := flat_bool.numel():
-        plan = mask_plan(packs=True)
-        plan.start((flat_bool.view(torch.uint8), buffer), (numel,), numel)
+    pack_signs(flat_bool.view(torch.uint8), buffer)
 
 
 def unpack_mask(buffer: Tensor, flat_bool_out: Tensor) -> None:
     """Write the bools of packed bits."""
-    if numel := flat_bool_out.numel():
-        plan = mask_plan(packs=False)
-        plan.start((buffer, flat_bool_out.view(torch.uint8)), (numel,), numel)
+    unpack_signs(buffer, flat_bool_out.view(torch.uint8))
+
+
+# A program packs tensors of the same few sizes and types in every step.
+@lru_cache(maxsize=4096)
+def _ready(
+    plan_of: Callable[..., Plan], of: tuple[Any, ...], sizes: tuple[int, ...],
+    kind: tuple[torch.dtype, int],
+) -> Ready:  # fmt: skip
+    """Return what launches a plan's kernel for tensors of some sizes, the first the elements.
+
+    The kind, a type and the index of a device, only tells those of one plan from each other, as
+    sizes other than the first do. All other tensors have always the same types.
+    """
+    plan = plan_of(*of)
+    return Ready(plan.constants, plan.kernel, (-(-sizes[0] // plan.tile),), kind[1])
 
 
 @lru_cache(maxsize=64)
@@ -226,6 +242,14 @@ def mask_plan(*, packs: bool) -> Plan:
     constants = {"BYTES": _MASK_BYTES_OF_PROGRAM, "num_warps": _WARPS}
     kernel = pack_mask_kernel if packs else unpack_mask_kernel
     return Plan(kernel, 8 * _MASK_BYTES_OF_PROGRAM, constants)
+
+
+def _pack_mask_plan() -> Plan:
+    return mask_plan(packs=True)
+
+
+def _unpack_mask_plan() -> Plan:
+    return mask_plan(packs=False)
 
 
 def _rows(group_size: int, elements: int) -> int:
