@@ -4,6 +4,9 @@
 // Steps name blocks by the number that their allocation was given and not by position, so that one
 // step can be taken out and the others still mean what they meant. A step whose subject does not
 // exist (a block that was never placed, a stream that already captures) does nothing.
+//
+// A step may be put off until the allocator, in a later one, calls the driver without its lock:
+// then another thread takes it, in the middle of the call.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +21,7 @@
 namespace vramx::stress {
 
 constexpr Bytes kGranularity{64 << 10};
-constexpr std::uint32_t kStreams = 7;  // of every origin: streams.h
+constexpr std::uint32_t kStreams = 8;  // of every origin: streams.h
 
 // What is broken on purpose, to prove that the checks see it. All but kNone misbehave in the
 // driver, below what the checks take for granted.
@@ -73,6 +76,9 @@ struct Step {
   std::uint32_t block = 0;
   std::uint32_t stream = 0;
   std::uint64_t amount = 0;
+  // 0: taken at once; n: at the n-th chance from now on. A call is one before it is carried out and
+  // another one after that.
+  std::uint32_t meanwhile = 0;
 };
 
 struct Scenario {
