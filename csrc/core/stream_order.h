@@ -164,6 +164,7 @@ class StreamOrder {
   };
   // Everything that streams of one device had queued.
   struct DeviceMark {
+    std::uint64_t id = 0;  // no other one's
     int device = 0;
     Event event = Event::kNone;
     std::vector<std::uint64_t> numbers;  // by stream
@@ -219,6 +220,7 @@ class StreamOrder {
   void record(Pending& pending);
   void finish_mark(const Pending& pending);
   void thin_out(State& state);
+  bool is_waited_for(StreamIndex index, std::uint64_t number) const;
   void note_over(StreamIndex index, std::uint64_t number);
   std::vector<std::uint64_t> close_numbers(int device);
   bool may_touch_device(int device) const;
@@ -241,6 +243,7 @@ class StreamOrder {
   std::unordered_map<std::uint64_t, StreamIndex> by_id_;      // the others
   std::vector<Captured> captured_;
   std::vector<DeviceMark> device_marks_;  // oldest first
+  std::uint64_t device_marks_made_ = 0;
   std::array<Recent, kRecent> recent_{};  // the last that were looked up, by slot
   std::size_t finished_ = 0;
 };

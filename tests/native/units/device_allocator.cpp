@@ -3,11 +3,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <functional>
-#include <utility>
 #include <vector>
 
-#include "stress/layered_driver.h"
+#include "units/interrupted.h"
 #include "units/streams.h"
 #include "units/units.h"
 
@@ -75,29 +73,6 @@ CHECK(Fixture, an_alias_of_a_capturing_stream_does_not_stop_a_stitch) {
 }
 
 // --- other threads' requests --------------------------------------------------------------------
-
-// Calls back once in the middle of a driver call, which is made without the lock: what another
-// thread does meanwhile.
-class Interrupted final : public stress::ForwardingDriver {
- public:
-  using ForwardingDriver::ForwardingDriver;
-
-  Result<ChunkHandle> create_chunk(Bytes size) override {
-    interrupt(at_growth);
-    return inner_.create_chunk(size);
-  }
-  Status record_event(Event event, StreamName stream) override {
-    interrupt(at_mark);
-    return inner_.record_event(event, stream);
-  }
-
-  std::function<void()> at_growth, at_mark;
-
- private:
-  static void interrupt(std::function<void()>& once) {
-    if (once) std::exchange(once, {})();
-  }
-};
 
 // Streams of another library, of which the thread works on the one that is named last.
 struct Passing {

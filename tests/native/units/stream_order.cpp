@@ -161,6 +161,17 @@ CHECK(Fixture, nothing_is_over_early_after_marks_were_thinned_out) {
   EXPECT(order.is_over(freed.back().first) && live_marks(*this) == 0);
 }
 
+// Of each two marks that are thinned out the event of one goes to another stream, which is done.
+CHECK(Fixture, an_answer_is_not_for_a_mark_whose_event_was_used_again) {
+  const auto freed = free_often(*this, kMarks);
+  when_asked([this] {
+    free_often(*this, 1);
+    for (std::size_t i = 0; i < kMarks / 2; ++i) free(b);
+  });
+  order.ask(lock);
+  for (const auto& [tag, before] : freed) EXPECT(!order.is_over(tag));
+}
+
 // --- planted defects ----------------------------------------------------------------------------
 
 CHECK(Fixture, order_1_is_named_where_a_tag_lies_in_the_future) {
