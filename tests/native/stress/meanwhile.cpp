@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "stress/unguarded.h"
 #include "stress/world.h"
 
 namespace vramx::stress {
@@ -43,7 +44,10 @@ void World::take_meanwhile(Step step, CallKind call, Moment moment) {
   const ObservedDriver::Counts now = driver_->counts();
   ++seen_.meanwhile;
   is_meanwhile_ = true;
-  streams_->on_thread_of(other, [&] { take(step); });
+  {
+    const Unguarded unguarded(*allocator_, setup_.defect);
+    streams_->on_thread_of(other, [&] { take(step); });
+  }
   is_meanwhile_ = false;
   is_interrupted_ = true;
   driver_->forget_since(now);

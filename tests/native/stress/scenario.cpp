@@ -20,7 +20,9 @@ constexpr std::array kDefectNames = {"kNone",
                                      "kReleaseDoesNothing",
                                      "kEventAtTheTake",
                                      "kStreamsByHandle",
-                                     "kDeviceMissing"};
+                                     "kDeviceMissing",
+                                     "kEntryNotHeld",
+                                     "kGrowthNotCounted"};
 
 template <class Names, class Enum>
 std::string name_of(const Names& names, Enum value) {

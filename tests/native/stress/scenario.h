@@ -23,8 +23,8 @@ namespace vramx::stress {
 constexpr Bytes kGranularity{64 << 10};
 constexpr std::uint32_t kStreams = 8;  // of every origin: streams.h
 
-// What is broken on purpose, to prove that the checks see it. All but kNone misbehave in the
-// driver, below what the checks take for granted.
+// What is broken on purpose, to prove that the checks see it: a promise of the driver, below what
+// the checks take for granted, or what keeps others off while a call is under way (unguarded.h).
 enum class Defect : std::uint8_t {
   kNone,
   kWaitDoesNothing,     // wait_event orders nothing
@@ -35,6 +35,8 @@ enum class Defect : std::uint8_t {
   kEventAtTheTake,      // an event stands for what is queued when it is waited for
   kStreamsByHandle,     // a stream is known by its handle, whoever has it now
   kDeviceMissing,       // what another device's stream does is recorded on this one
+  kEntryNotHeld,        // a stream's entry is held by blocks alone, by no call that is under way
+  kGrowthNotCounted,    // what is being mapped does not count against the limit
 };
 
 struct Setup {
