@@ -115,7 +115,8 @@ class StreamOrder {
   // Adds what the reader has to wait for.
   void add_waits(const TagSet& tags, StreamIndex reader, std::vector<StreamWait>* waits) const;
 
-  // Whether some memory waits for a mark, and how many marks were found to be over so far.
+  // Whether some memory waits for a mark, or will once that is recorded; how many marks were found
+  // to be over so far.
   bool has_unfinished() const;
   std::size_t finished() const { return finished_; }
 
@@ -246,6 +247,7 @@ class StreamOrder {
   std::uint64_t device_marks_made_ = 0;
   std::array<Recent, kRecent> recent_{};  // the last that were looked up, by slot
   std::size_t finished_ = 0;
+  std::size_t under_way_ = 0;  // marks, or waits for a device, of threads that have let the lock go
 };
 
 }  // namespace vramx

@@ -12,7 +12,8 @@ void StreamOrder::note_told() {
 
 bool StreamOrder::has_unfinished() const {
   const auto has_marks = [](const State& state) { return !state.marks.empty(); };
-  return !device_marks_.empty() || std::any_of(streams_.begin(), streams_.end(), has_marks);
+  return under_way_ != 0 || !device_marks_.empty() ||
+         std::any_of(streams_.begin(), streams_.end(), has_marks);
 }
 
 void StreamOrder::note_over(StreamIndex index, std::uint64_t number) {
@@ -165,11 +166,13 @@ void StreamOrder::cover_device(int device, Lock& lock) {
                   [&](const Captured& each) { return each.name.device == device; });
   if (has_captured || !may_touch_device(device)) return;
   DeviceMark mark{++device_marks_made_, device, events_.take(device), close_numbers(device)};
+  ++under_way_;
   lock.unlock();
   if (mark.event == Event::kNone) mark.event = events_.create(device);
   const bool is_recorded =
       mark.event != Event::kNone && driver_.record_device(mark.event, device).ok();
   lock.lock();
+  --under_way_;
   if (is_recorded) {
     device_marks_.push_back(std::move(mark));
     return;
@@ -184,9 +187,11 @@ void StreamOrder::settle(Lock& lock) {
   for (const int device : devices_where([](const State& state) { return !state.is_quiet(); })) {
     if (!may_touch_device(device)) continue;
     const std::vector<std::uint64_t> numbers = close_numbers(device);
+    ++under_way_;
     lock.unlock();
     const bool is_done = driver_.synchronize(device).ok();
     lock.lock();
+    --under_way_;
     for (StreamIndex index = 0; index < numbers.size(); ++index) {
       if (is_done)
         note_over(index, numbers[index]);

@@ -29,8 +29,13 @@ class Interrupted final : public stress::ForwardingDriver {
     return answer;
   }
 
-  // Before growth, before a mark, and after an event was asked.
-  std::function<void()> at_growth, at_mark, at_answer;
+  Status unmap(Address at, Bytes size) override {
+    interrupt(at_unmap);
+    return inner_.unmap(at, size);
+  }
+
+  // Before growth, a mark and an unmapping, and after an event was asked.
+  std::function<void()> at_growth, at_mark, at_unmap, at_answer;
 
  private:
   static void interrupt(std::function<void()>& once) {

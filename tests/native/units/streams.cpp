@@ -152,6 +152,18 @@ CHECK(Nothing, a_mark_that_fails_leaves_its_frees_to_the_next) {
   }
 }
 
+// A request that finds nothing may wait for it.
+CHECK(Two, a_mark_that_is_being_recorded_is_one_to_wait_for) {
+  order.ask(lock);
+  bool was_unfinished = false;
+  driver.at_mark = [&] { was_unfinished = order.has_unfinished(); };
+  EXPECT(!order.has_unfinished());
+  free(a);
+  EXPECT(was_unfinished && order.has_unfinished());
+  order.ask(lock);
+  EXPECT(!order.has_unfinished());
+}
+
 // --- captures -----------------------------------------------------------------------------------
 
 CHECK(Two, what_is_freed_in_a_capture_is_covered_by_the_first_mark_after_it) {
