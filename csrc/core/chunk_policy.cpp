@@ -16,8 +16,8 @@ constexpr std::uint64_t kLargestUnits = 12;
 // Chunks that were stitched n times on average cost n times what they cost at first, so the next
 // ones are n times as large, up to this. Of twenty recorded programs a graph network whose peak
 // grows to its end stitches each of its chunks sixteen times: 3.0 % of its time in the driver, 3.6
-// if n is halved and 4.9 without. Two of the others gain a little, and none holds more. At n + 1 one
-// holds 1.4 % more than is live; with twice this ceiling the graph network holds 0.1 % more.
+// if n is halved and 4.9 without. Two of the others gain a little, and none holds more. At n + 1
+// one holds 1.4 % more than is live; with twice this ceiling the graph network holds 0.1 % more.
 constexpr std::uint64_t kMostTimesAsLarge = 4;
 
 }  // namespace
