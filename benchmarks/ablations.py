@@ -114,6 +114,7 @@ def built(variant: str) -> Path:
         RuntimeError: the rule's text is not in its file, once, or the copy does not compile.
     """
     folder = BUILDS / variant.replace(" ", "-").replace("/", "-")
+    folder.mkdir(parents=True, exist_ok=True)
     for name in ("setup.py", "pyproject.toml", "README.md", "csrc", "vramx"):
         _copy_changed(ROOT / name, folder / name)
     if variant != AS_IT_IS:
@@ -138,7 +139,7 @@ def text_without(rule: str) -> str:
 def _copy_changed(source: Path, copy: Path) -> None:
     """Copy what changed, and no compiled file: ninja goes by the times."""
     if source.is_dir():
-        copy.mkdir(parents=True, exist_ok=True)
+        copy.mkdir(exist_ok=True)
         for name in {path.name for path in copy.iterdir() if path.suffix != ".so"}:
             if not (source / name).exists():
                 _remove(copy / name)
