@@ -83,6 +83,7 @@ constexpr std::array kPaths = {
     Path{"captures", &Coverage::captures},
     Path{"streams replaced", &Coverage::streams_replaced},
     Path{"in the middle of a call", &Coverage::meanwhile},
+    Path{"for a while only", &Coverage::paused},
 };
 
 }  // namespace

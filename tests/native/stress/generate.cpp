@@ -13,6 +13,8 @@ constexpr std::uint64_t kMostStreams = 4;
 // One step of so many comes in the middle of another one, at this chance for it at the latest.
 constexpr std::uint64_t kPutOff = 6;
 constexpr std::uint64_t kLatest = 24;
+// And pauses at this chance of its own, if it has as many.
+constexpr std::uint64_t kLatestPause = 4;
 
 }  // namespace
 
@@ -56,6 +58,8 @@ Step Generator::next(const World& world) {
   Step step = draw(world);
   if (has_other_threads_ && random_.one_in(kPutOff)) {
     step.meanwhile = static_cast<std::uint32_t>(random_.log_uniform(kLatest));
+    if (random_.one_in(2))
+      step.pause = static_cast<std::uint32_t>(random_.log_uniform(kLatestPause));
   }
   return step;
 }

@@ -53,7 +53,7 @@ void World::check_counters() {
   require(stats.num_device_alloc - stats.num_device_free == stats.segment.current,
           "stats: segment");
   // Others have some set aside.
-  if (is_meanwhile_) return;
+  if (are_others_in_flight()) return;
   require(stats.inactive_split_bytes.current + stats.allocated_bytes[0].current ==
               stats.reserved_bytes.current,
           "stats: inactive_split_bytes");
@@ -63,7 +63,7 @@ void World::check_books() {
   if (const std::string broken = allocator_->check(); !broken.empty()) fail(broken);
   if (const std::string broken = sim_->check(); !broken.empty()) fail("device: " + broken);
   // What the device refused to take back is with it until the next trim.
-  if (is_meanwhile_ || driver_->counts().failed_returns != 0) return;
+  if (are_others_in_flight() || driver_->counts().failed_returns != 0) return;
   const AllocatorStats stats = allocator_->stats();
   const ObservedDriver::Chunks& chunks = driver_->chunks();
   Bytes held{};

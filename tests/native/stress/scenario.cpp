@@ -59,6 +59,7 @@ std::string as_test_body(const Scenario& scenario, std::string_view name) {
             std::to_string(step.block) + ", " + std::to_string(step.stream) + ", " +
             std::to_string(step.amount);
     if (step.meanwhile != 0) text += ", " + std::to_string(step.meanwhile);
+    if (step.pause != 0) text += ", " + std::to_string(step.pause);
     text += "},\n";
   }
   return text + "      }};\n  EXPECT(first_failure(scenario) == \"\");\n}\n";

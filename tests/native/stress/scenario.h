@@ -81,6 +81,9 @@ struct Step {
   // 0: taken at once; n: at the n-th chance from now on. A call is one before it is carried out and
   // another one after that.
   std::uint32_t meanwhile = 0;
+  // Of one that is put off: n: at its own n-th chance the step in whose middle it came goes on, to
+  // the next chance or its end.
+  std::uint32_t pause = 0;
 };
 
 struct Scenario {

@@ -59,6 +59,9 @@ class Streams final : public Surroundings {
   std::uint32_t of_other_thread() const {
     return third_.is_here() ? kSecondThreads : kThirdThreads;
   }
+  // By the work of such a thread: who called it goes on, until it calls go_on().
+  void pause() { (second_.is_here() ? second_ : third_).pause(); }
+  void go_on(std::uint32_t thread_of) { (thread_of == kSecondThreads ? second_ : third_).go_on(); }
   // The calling thread works on this one from now on.
   void use(std::uint32_t stream) { used_last_[thread()] = current_[stream]; }
   bool is_used_here(std::uint32_t stream) const { return used_last_[thread()] == current_[stream]; }

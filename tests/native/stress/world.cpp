@@ -73,6 +73,7 @@ void World::apply(const Step& step) {
   highest_limit_ = limit_;
   is_interrupted_ = false;
   streams_->on_thread_of(step.stream, [&] { take(step); });
+  if (is_paused_) go_on();
   if (setup_.check_every != 0 && seen_.steps % setup_.check_every == 0) check_books();
 }
 

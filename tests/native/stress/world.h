@@ -52,6 +52,7 @@ struct Coverage {
   std::int64_t captures = 0;
   std::int64_t streams_replaced = 0;
   std::int64_t meanwhile = 0;  // steps in the middle of another's driver call
+  std::int64_t paused = 0;     // of which it went on before they were done
 
   void add(const Coverage& other);
   std::string text() const;
@@ -123,6 +124,9 @@ class World final : private ObservedDriver::Listener, private InterruptedDriver:
   // meanwhile.cpp
   bool may_come(const Step& step, CallKind call, Moment moment) const;
   void take_meanwhile(Step step, CallKind call, Moment moment);
+  void pause_if_due();
+  void go_on();
+  bool are_others_in_flight() const { return is_meanwhile_ || is_paused_; }
   bool is_undisturbed() const { return !is_meanwhile_ && !is_interrupted_; }
 
   // bytes.cpp
@@ -165,6 +169,10 @@ class World final : private ObservedDriver::Listener, private InterruptedDriver:
   std::vector<Step> put_off_;
   bool is_meanwhile_ = false;    // a step is taken in the middle of another one
   bool is_interrupted_ = false;  // that has happened to this step
+  bool is_paused_ = false;       // the other one has begun and waits for this one
+  std::uint32_t chances_to_pause_ = 0;
+  std::uint32_t paused_on_ = 0;  // the per-thread stream of its thread
+  ObservedDriver::Counts paused_counts_;
   std::uint64_t placement_hash_ = 0;
   std::string failure_;
 };
