@@ -8,13 +8,12 @@
 // B comes before the call is carried out or after. Nobody comes in the middle of B, but B may pause
 // there, without the lock, for A to go on to its own next call or to its end:
 //
-//   step A   ──── driver call ────           ──── returns
-//                  │                ▲       │
-//   step B         └── driver call ─┘       └──── returns
+//   step A   ──── driver call            ┌──── returns
+//                  │                     │    │
+//   step B         └──── driver call ────┘    └──── returns
 //
-// What a program
-// may not do, B does not: destroy the stream that A works on, or begin a capture while a device is
-// marked or waited for as a whole, which no lock keeps from it.
+// What a program may not do, B does not: destroy the stream that A works on, or begin a capture
+// while a device is marked or waited for as a whole, which no lock keeps from it.
 #include <algorithm>
 #include <vector>
 
