@@ -152,7 +152,7 @@ def test_an_unknown_benchmark_is_refused(
 ) -> None:
     monkeypatch.chdir(ROOT)
     assert main(["bench", "../core"]) == 2
-    assert "accepted are activations, " in capsys.readouterr().err
+    assert "accepted are ablations, activations, " in capsys.readouterr().err
 
 
 def test_files_of_models_and_of_what_runs_benchmarks_are_none() -> None:

@@ -60,7 +60,7 @@ PROGRAMS = {
 # create, map, set_access, unmap and release, in this order.
 GOLDEN_DRIVER_CALLS = {
     "llama_varlen": [2344, 5600, 709, 0, 0],
-    "unet3d_patch": [936, 3005, 178, 0, 0],
+    "unet3d_patch": [859, 2918, 179, 0, 0],
     "offload_streams": [867, 2224, 464, 0, 0],
 }
 

@@ -243,6 +243,7 @@ void Executor::abort(const Plan& plan, const Request& request, const Claim& clai
 
 std::size_t Executor::unmap(const std::vector<AliasId>& ids, Lock& lock, Bytes* addresses) {
   std::size_t count = 0;
+  const InFlight in_flight(state_);
   for (const AliasId id : ids) state_.aliases.set_leaving(id, true);
   for (const AliasId id : ids) {
     const Piece range{state_.aliases[id].base, state_.aliases[id].size};

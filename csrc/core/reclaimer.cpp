@@ -57,23 +57,26 @@ std::vector<ChunkId> Reclaimer::releasable(std::vector<AliasId>* aliases) const 
   return {chunks.begin(), chunks.end()};
 }
 
-// Whether the chunk is the one that was seen and still unused. One that is still mapped in an
-// alias, because the driver would not unmap that, stays: its memory would not come free.
-bool Reclaimer::is_releasable(ChunkId id, const Chunk& seen) const {
+// A chunk that is still mapped in an alias, because the driver would not unmap that, stays: its
+// memory would not come free.
+bool Reclaimer::is_releasable(ChunkId id) const {
   const Chunk& chunk = state_.arena.chunks()[id];
-  return chunk.handle == seen.handle && chunk.alias_count == 0 && state_.arena.is_whole_free(id) &&
-         waits_for_nothing(chunk);
+  return chunk.alias_count == 0 && state_.arena.is_whole_free(id) && waits_for_nothing(chunk);
 }
 
-// One after the other, so that whoever needs memory meanwhile finds all but one of them.
+// One after the other, so that whoever needs memory meanwhile finds all but one of them. Another
+// chunk may lie there by then, even under the same handle, so only the address is kept.
 void Reclaimer::release_whole_chunks(Lock& lock, DefragmentReport* report) {
   std::vector<AliasId> aliases;
-  std::vector<Chunk> leaving;
-  for (const ChunkId id : releasable(&aliases)) leaving.push_back(state_.arena.chunks()[id]);
+  std::vector<Address> leaving;
+  for (const ChunkId id : releasable(&aliases)) {
+    leaving.push_back(state_.arena.chunks()[id].begin);
+  }
   collect(aliases, lock, report);
-  for (const Chunk& chunk : leaving) {
-    const ChunkId id = state_.arena.chunks().find(chunk.begin);
-    if (id == kNoId || !is_releasable(id, chunk)) continue;
+  for (const Address begin : leaving) {
+    const ChunkId id = state_.arena.chunks().find(begin);
+    if (id == kNoId || !is_releasable(id)) continue;
+    const Chunk chunk = state_.arena.chunks()[id];
     const InFlight in_flight(state_);
     const SpanId span = state_.arena.begin_removing(id);
     if (!release(chunk, lock)) {

@@ -32,7 +32,7 @@ class Reclaimer {
 
  private:
   std::vector<ChunkId> releasable(std::vector<AliasId>* aliases) const;
-  bool is_releasable(ChunkId id, const Chunk& seen) const;
+  bool is_releasable(ChunkId id) const;
   bool waits_for_nothing(const Chunk& chunk) const;
   void collect(const std::vector<AliasId>& ids, Lock& lock, DefragmentReport* report);
   void release_whole_chunks(Lock& lock, DefragmentReport* report);

@@ -168,9 +168,11 @@ void StreamOrder::thin_out(State& state) {
 TagSet StreamOrder::mark(StreamIndex stream, Lock& lock) {
   if (!may_record(streams_[stream])) return TagSet(stamp(stream));
   Pending pending = begin_mark(stream);
+  ++under_way_;
   lock.unlock();
   record(pending);
   lock.lock();
+  --under_way_;
   finish_mark(pending);
   return TagSet(Tag{stream, pending.mark.number});
 }

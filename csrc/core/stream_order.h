@@ -115,7 +115,8 @@ class StreamOrder {
   // Adds what the reader has to wait for.
   void add_waits(const TagSet& tags, StreamIndex reader, std::vector<StreamWait>* waits) const;
 
-  // Whether some memory waits for a mark, and how many marks were found to be over so far.
+  // Whether some memory waits for a mark, or will once that is recorded; how many marks were found
+  // to be over so far.
   bool has_unfinished() const;
   std::size_t finished() const { return finished_; }
 
@@ -164,6 +165,7 @@ class StreamOrder {
   };
   // Everything that streams of one device had queued.
   struct DeviceMark {
+    std::uint64_t id = 0;  // no other one's
     int device = 0;
     Event event = Event::kNone;
     std::vector<std::uint64_t> numbers;  // by stream
@@ -219,6 +221,7 @@ class StreamOrder {
   void record(Pending& pending);
   void finish_mark(const Pending& pending);
   void thin_out(State& state);
+  bool is_waited_for(StreamIndex index, std::uint64_t number) const;
   void note_over(StreamIndex index, std::uint64_t number);
   std::vector<std::uint64_t> close_numbers(int device);
   bool may_touch_device(int device) const;
@@ -241,8 +244,10 @@ class StreamOrder {
   std::unordered_map<std::uint64_t, StreamIndex> by_id_;      // the others
   std::vector<Captured> captured_;
   std::vector<DeviceMark> device_marks_;  // oldest first
+  std::uint64_t device_marks_made_ = 0;
   std::array<Recent, kRecent> recent_{};  // the last that were looked up, by slot
   std::size_t finished_ = 0;
+  std::size_t under_way_ = 0;  // marks, or waits for a device, of threads that have let the lock go
 };
 
 }  // namespace vramx

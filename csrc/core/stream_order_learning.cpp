@@ -12,7 +12,8 @@ void StreamOrder::note_told() {
 
 bool StreamOrder::has_unfinished() const {
   const auto has_marks = [](const State& state) { return !state.marks.empty(); };
-  return !device_marks_.empty() || std::any_of(streams_.begin(), streams_.end(), has_marks);
+  return under_way_ != 0 || !device_marks_.empty() ||
+         std::any_of(streams_.begin(), streams_.end(), has_marks);
 }
 
 void StreamOrder::note_over(StreamIndex index, std::uint64_t number) {
@@ -31,9 +32,17 @@ void StreamOrder::note_waited(StreamIndex reader, const StreamWait& wait) {
   known[wait.donor] = std::max(known[wait.donor], wait.number);
 }
 
-// Marks of one stream are over in their order: each question halves what is unknown. Where another
-// thread has found a mark over meanwhile its event may stand for a later one: an answer about that
-// is right for the earlier one too.
+// Whether it is still to be asked: then its event has stood for it all the time. An event that was
+// given back may stand for the work of any stream.
+bool StreamOrder::is_waited_for(StreamIndex index, std::uint64_t number) const {
+  const std::deque<Mark>& marks = streams_[index].marks;
+  const auto found = std::partition_point(marks.begin(), marks.end(),
+                                          [&](const Mark& mark) { return mark.number < number; });
+  return found != marks.end() && found->number == number;
+}
+
+// Marks of one stream are over in their order: each question halves what is unknown. An answer
+// about a mark that another thread has given up meanwhile says nothing.
 void StreamOrder::ask(Lock& lock) {
   struct Question {
     StreamIndex stream;
@@ -65,18 +74,21 @@ void StreamOrder::ask(Lock& lock) {
     }
     lock.lock();
   }
-  for (const Question& each : questions) note_over(each.stream, each.over);
+  for (const Question& each : questions) {
+    if (is_waited_for(each.stream, each.over)) note_over(each.stream, each.over);
+  }
   ask_device_marks(lock);
 }
 
 void StreamOrder::ask_device_marks(Lock& lock) {
   for (std::size_t i = 0; i < device_marks_.size();) {
+    const std::uint64_t id = device_marks_[i].id;
     const Event event = device_marks_[i].event;
     lock.unlock();
     const Result<bool> done = driver_.query_event(event);
     lock.lock();
-    // Another thread may have been here.
-    if (i >= device_marks_.size() || device_marks_[i].event != event) return;
+    // Another thread may have been here, and the event may stand for a mark that came since.
+    if (i >= device_marks_.size() || device_marks_[i].id != id) return;
     if (!done.ok() || !done.value()) {
       ++i;
       continue;
@@ -153,12 +165,14 @@ void StreamOrder::cover_device(int device, Lock& lock) {
       std::any_of(captured_.begin(), captured_.end(),
                   [&](const Captured& each) { return each.name.device == device; });
   if (has_captured || !may_touch_device(device)) return;
-  DeviceMark mark{device, events_.take(device), close_numbers(device)};
+  DeviceMark mark{++device_marks_made_, device, events_.take(device), close_numbers(device)};
+  ++under_way_;
   lock.unlock();
   if (mark.event == Event::kNone) mark.event = events_.create(device);
   const bool is_recorded =
       mark.event != Event::kNone && driver_.record_device(mark.event, device).ok();
   lock.lock();
+  --under_way_;
   if (is_recorded) {
     device_marks_.push_back(std::move(mark));
     return;
@@ -173,9 +187,11 @@ void StreamOrder::settle(Lock& lock) {
   for (const int device : devices_where([](const State& state) { return !state.is_quiet(); })) {
     if (!may_touch_device(device)) continue;
     const std::vector<std::uint64_t> numbers = close_numbers(device);
+    ++under_way_;
     lock.unlock();
     const bool is_done = driver_.synchronize(device).ok();
     lock.lock();
+    --under_way_;
     for (StreamIndex index = 0; index < numbers.size(); ++index) {
       if (is_done)
         note_over(index, numbers[index]);

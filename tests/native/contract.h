@@ -75,6 +75,20 @@ inline bool expect(bool holds, const char* claim, const char* file, int line) {
   const vramx::contract::Registered registered_##claim(__FILE__, #claim, [] { claim().hold(); }); \
   void claim::hold()
 
+// Reveals a private member to the check that needs it, by the one way that the language
+// leaves open: an explicit instantiation may name it.
+//   REVEAL(FreeBytes, &Arena::free_bytes_);
+//   arena.*member(FreeBytes{}) = ...;
+#define REVEAL(Name, pointer)                    \
+  struct Name {                                  \
+    friend auto member(Name);                    \
+  };                                             \
+  template <auto kMember>                        \
+  struct Reveal##Name {                          \
+    friend auto member(Name) { return kMember; } \
+  };                                             \
+  template struct Reveal##Name<pointer>
+
 // For a check that has no state to set up.
 struct Nothing {};
 

@@ -1,7 +1,7 @@
 // The allocator's core under random use, on the simulated device: model-based scenarios with a
-// shadow of every byte, planted defects that the shadow must see, a failure at every driver call,
-// threads, and a forked child. Prints one line a check and a closing count. The parts are in
-// stress/.
+// shadow of every byte, in which threads come in the middle of each other's driver calls, planted
+// defects that the shadow must see, a failure at every driver call, threads that run at once, and a
+// forked child. Prints one line a check and a closing count. The parts are in stress/.
 //
 // Build and run, from the repository's root:
 //   g++ -std=c++20 -O2 -g -Wall -Wextra -Werror -Icsrc -Itests/native -pthread csrc/core/*.cpp

@@ -13,6 +13,8 @@ namespace vramx::stress {
 void World::finish() {
   if (!failure_.empty()) return;
   sim_->clear_faults();
+  put_off_.clear();
+  is_interrupted_ = false;
   faults_before_step_ = sim_->faults_fired();
   finish_live_blocks();
   if (failure_.empty()) ask_for_everything();
@@ -80,6 +82,8 @@ constexpr std::array kPaths = {
     Path{"injected failures", &Coverage::faults},
     Path{"captures", &Coverage::captures},
     Path{"streams replaced", &Coverage::streams_replaced},
+    Path{"in the middle of a call", &Coverage::meanwhile},
+    Path{"for a while only", &Coverage::paused},
 };
 
 }  // namespace

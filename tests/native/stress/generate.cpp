@@ -10,6 +10,11 @@ namespace {
 
 // More would seldom meet.
 constexpr std::uint64_t kMostStreams = 4;
+// One step of so many comes in the middle of another one, at this chance for it at the latest.
+constexpr std::uint64_t kPutOff = 6;
+constexpr std::uint64_t kLatest = 24;
+// And pauses at this chance of its own, if it has as many.
+constexpr std::uint64_t kLatestPause = 4;
 
 }  // namespace
 
@@ -37,7 +42,8 @@ Generator::Generator(std::uint64_t seed, const Setup& setup)
       largest_(setup.capacity.count >> random_.between(1, 5)),
       has_faults_(random_.one_in(2)),
       has_captures_(random_.one_in(3)),
-      replaces_streams_(random_.one_in(3)) {
+      replaces_streams_(random_.one_in(3)),
+      has_other_threads_(random_.one_in(2)) {
   const std::uint64_t repeated = random_.one_in(2) ? random_.between(2, 12) : 0;
   for (std::uint64_t i = 0; i < repeated; ++i) palette_.push_back(random_.log_uniform(largest_));
 }
@@ -49,6 +55,16 @@ void Generator::begin_phase() {
 }
 
 Step Generator::next(const World& world) {
+  Step step = draw(world);
+  if (has_other_threads_ && random_.one_in(kPutOff)) {
+    step.meanwhile = static_cast<std::uint32_t>(random_.log_uniform(kLatest));
+    if (random_.one_in(2))
+      step.pause = static_cast<std::uint32_t>(random_.log_uniform(kLatestPause));
+  }
+  return step;
+}
+
+Step Generator::draw(const World& world) {
   if (left_in_phase_ == 0) begin_phase();
   --left_in_phase_;
   const std::uint64_t roll = random_.below(1000);

@@ -1,9 +1,10 @@
 // Draws scenarios: the setup from the seed alone, each step from the seed and from what is live.
 //
 // A seed has a character: how large its blocks are, whether sizes repeat (as a training step's do),
-// how blocks are freed, and whether streams come and go, capture, or driver calls fail. Within it,
-// phases of growth and of shrinking alternate, so that memory is full and fragmented again and
-// again. Not thread-safe; a step costs well below a microsecond.
+// how blocks are freed, and whether streams come and go, capture, driver calls fail, or other
+// threads come in the middle of one. Within it, phases of growth and of shrinking alternate, so
+// that memory is full and fragmented again and again. Not thread-safe; a step costs well below a
+// microsecond.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +26,7 @@ class Generator {
   enum class Order : std::uint8_t { kRandom, kNewestFirst, kOldestFirst };
 
   void begin_phase();
+  Step draw(const World& world);
   Step rare_step(const World& world);
   Step allocation(const World& world);
   std::uint64_t size(const World& world);
@@ -44,6 +46,7 @@ class Generator {
   const bool has_faults_;
   const bool has_captures_;
   const bool replaces_streams_;
+  const bool has_other_threads_;        // that come in the middle of a call
   std::vector<std::uint64_t> palette_;  // empty: sizes do not repeat
   std::uint32_t next_block_ = 1;
 

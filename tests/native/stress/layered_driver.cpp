@@ -1,6 +1,8 @@
 // The drivers in between; see the header.
 #include "stress/layered_driver.h"
 
+#include <utility>
+
 namespace vramx::stress {
 
 // --- one broken promise
@@ -182,6 +184,12 @@ Status ObservedDriver::synchronize(int device) {
 
 Result<std::uint64_t> ObservedDriver::stream_id(StreamName stream) {
   return ++counts_.calls, inner_.stream_id(stream);
+}
+
+void ObservedDriver::forget_since(const Counts& then) {
+  const Counts now = std::exchange(counts_, then);
+  counts_.failed_growths = now.failed_growths;
+  counts_.failed_returns = now.failed_returns;
 }
 
 std::vector<PhysicalPiece> ObservedDriver::pieces(Address at, Bytes size) const {

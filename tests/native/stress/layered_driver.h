@@ -1,6 +1,6 @@
 // Two drivers that stand between the allocator and the simulated device.
 //
-//   allocator --> ObservedDriver --> DefectiveDriver --> SimDriver
+//   allocator --> InterruptedDriver --> ObservedDriver --> DefectiveDriver --> SimDriver
 //
 // ForwardingDriver passes every call on. DefectiveDriver breaks one promise, to prove that the
 // checks see it. ObservedDriver keeps its own book of what the allocator has asked for: which
@@ -138,6 +138,8 @@ class ObservedDriver final : public ForwardingDriver {
   std::uint64_t relative(Address at) const;
 
   const Counts& counts() const { return counts_; }
+  // What was counted since then was another step's; failures are counted for all.
+  void forget_since(const Counts& then);
   const Chunks& chunks() const { return chunks_; }
   std::size_t mappings() const { return mappings_.size(); }
 

@@ -4,7 +4,8 @@
 // wholly free chunks lack of n: stitching puts whole chunks together in any order, and growth fills
 // the deficit. That is claimed only while nothing outside the allocator stands in the way: no
 // injected failure, no capture, no ceiling of mappings; other streams' memory counts only where the
-// policy may take it or all work is done; aliases must have addresses and mappings left.
+// policy may take it or all work is done; aliases must have addresses and mappings left; nobody
+// came in the middle.
 #include <algorithm>
 
 #include "stress/world.h"
@@ -51,6 +52,8 @@ void World::check_counters() {
           "stats: reserved_bytes");
   require(stats.num_device_alloc - stats.num_device_free == stats.segment.current,
           "stats: segment");
+  // Others have some set aside.
+  if (are_others_in_flight()) return;
   require(stats.inactive_split_bytes.current + stats.allocated_bytes[0].current ==
               stats.reserved_bytes.current,
           "stats: inactive_split_bytes");
@@ -60,7 +63,7 @@ void World::check_books() {
   if (const std::string broken = allocator_->check(); !broken.empty()) fail(broken);
   if (const std::string broken = sim_->check(); !broken.empty()) fail("device: " + broken);
   // What the device refused to take back is with it until the next trim.
-  if (driver_->counts().failed_returns != 0) return;
+  if (are_others_in_flight() || driver_->counts().failed_returns != 0) return;
   const AllocatorStats stats = allocator_->stats();
   const ObservedDriver::Chunks& chunks = driver_->chunks();
   Bytes held{};
@@ -73,8 +76,9 @@ void World::check_books() {
 }
 
 bool World::may_judge() const {
-  return !streams_->any_captures() && sim_->faults_fired() == faults_before_step_ &&
-         driver_->counts().failed_returns == 0 && setup_.mapping_ceiling == Setup{}.mapping_ceiling;
+  return is_undisturbed() && !streams_->any_captures() &&
+         sim_->faults_fired() == faults_before_step_ && driver_->counts().failed_returns == 0 &&
+         setup_.mapping_ceiling == Setup{}.mapping_ceiling;
 }
 
 bool World::all_work_is_done() const {
@@ -141,7 +145,7 @@ std::vector<StreamPoint> World::later_work(const Step& step) const {
 // freed: what came after may itself wait for the work that the memory is taken for.
 void World::judge_waits(const Step& step, Bytes room, const std::vector<StreamPoint>& later) {
   const ObservedDriver::Counts& now = driver_->counts();
-  if (now.waits == counts_before_step_.waits) return;
+  if (now.waits == counts_before_step_.waits || !is_undisturbed()) return;
   const Bytes grown = round_up(rounded(Bytes{step.amount}), kGranularity);
   require(!may_judge() || setup_.cross_stream != CrossStream::kUnderPressure || grown > room,
           "policy: a stream was made to wait where there was room");

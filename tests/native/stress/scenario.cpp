@@ -17,7 +17,12 @@ constexpr std::array kDefectNames = {"kNone",
                                      "kQueryIsHasty",
                                      "kAliasOfWrongChunk",
                                      "kAccessNotGranted",
-                                     "kReleaseDoesNothing"};
+                                     "kReleaseDoesNothing",
+                                     "kEventAtTheTake",
+                                     "kStreamsByHandle",
+                                     "kDeviceMissing",
+                                     "kEntryNotHeld",
+                                     "kGrowthNotCounted"};
 
 template <class Names, class Enum>
 std::string name_of(const Names& names, Enum value) {
@@ -52,7 +57,10 @@ std::string as_test_body(const Scenario& scenario, std::string_view name) {
   for (const Step& step : scenario.steps) {
     text += "          {StepKind::" + name_of(kStepNames, step.kind) + ", " +
             std::to_string(step.block) + ", " + std::to_string(step.stream) + ", " +
-            std::to_string(step.amount) + "},\n";
+            std::to_string(step.amount);
+    if (step.meanwhile != 0) text += ", " + std::to_string(step.meanwhile);
+    if (step.pause != 0) text += ", " + std::to_string(step.pause);
+    text += "},\n";
   }
   return text + "      }};\n  EXPECT(first_failure(scenario) == \"\");\n}\n";
 }

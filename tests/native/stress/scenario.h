@@ -4,6 +4,9 @@
 // Steps name blocks by the number that their allocation was given and not by position, so that one
 // step can be taken out and the others still mean what they meant. A step whose subject does not
 // exist (a block that was never placed, a stream that already captures) does nothing.
+//
+// A step may be put off until the allocator, in a later one, calls the driver without its lock:
+// then another thread takes it, in the middle of the call.
 #pragma once
 
 #include <cstdint>
@@ -18,10 +21,10 @@
 namespace vramx::stress {
 
 constexpr Bytes kGranularity{64 << 10};
-constexpr std::uint32_t kStreams = 7;  // of every origin: streams.h
+constexpr std::uint32_t kStreams = 8;  // of every origin: streams.h
 
-// What is broken on purpose, to prove that the checks see it. All but kNone misbehave in the
-// driver, below what the checks take for granted.
+// What is broken on purpose, to prove that the checks see it: a promise of the driver, below what
+// the checks take for granted, or what keeps others off while a call is under way (unguarded.h).
 enum class Defect : std::uint8_t {
   kNone,
   kWaitDoesNothing,     // wait_event orders nothing
@@ -32,6 +35,8 @@ enum class Defect : std::uint8_t {
   kEventAtTheTake,      // an event stands for what is queued when it is waited for
   kStreamsByHandle,     // a stream is known by its handle, whoever has it now
   kDeviceMissing,       // what another device's stream does is recorded on this one
+  kEntryNotHeld,        // a stream's entry is held by blocks alone, by no call that is under way
+  kGrowthNotCounted,    // what is being mapped does not count against the limit
 };
 
 struct Setup {
@@ -73,6 +78,12 @@ struct Step {
   std::uint32_t block = 0;
   std::uint32_t stream = 0;
   std::uint64_t amount = 0;
+  // 0: taken at once; n: at the n-th chance from now on. A call is one before it is carried out and
+  // another one after that.
+  std::uint32_t meanwhile = 0;
+  // Of one that is put off: n: at its own n-th chance the step in whose middle it came goes on, to
+  // the next chance or its end.
+  std::uint32_t pause = 0;
 };
 
 struct Scenario {

@@ -1,7 +1,8 @@
 // A thread that does one errand at a time while the first one waits for it.
 //
-// So a step can be taken by another thread and the order of steps stays what the seed says. The
-// thread starts with its first errand.
+// So a step can be taken by another thread and the order of steps stays what the seed says. An
+// errand may pause, and the first thread goes on meanwhile. The thread starts with its first
+// errand.
 #pragma once
 
 #include <condition_variable>
@@ -28,8 +29,18 @@ class SecondThread {
   void run(std::function<void()> errand) {
     if (!thread_.joinable()) thread_ = std::thread([this] { work(); });
     hand_over(std::move(errand));
+    wait_until_done();
+  }
+  // By the errand: returns once the first thread says that it goes on.
+  void pause() {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return !has_errand_; });
+    has_errand_ = false;
+    changed_.notify_all();
+    changed_.wait(lock, [this] { return has_errand_; });
+  }
+  void go_on() {
+    hand_over({});
+    wait_until_done();
   }
 
  private:
@@ -38,6 +49,10 @@ class SecondThread {
     errand_ = std::move(errand);
     has_errand_ = true;
     changed_.notify_all();
+  }
+  void wait_until_done() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return !has_errand_; });
   }
 
   // An empty errand is the last.

@@ -20,6 +20,7 @@ Streams::Streams(SimDriver& sim) : sim_(sim) {
             {.name = {handle_of(3), here}},
             {.name = {Stream::kPerThread, here}},
             {.name = {Stream::kPerThread, here}},
+            {.name = {Stream::kPerThread, here}},
             {.name = {sim.create_stream(elsewhere), elsewhere}}};
   for (std::uint32_t stream = 0; stream < kStreams; ++stream) {
     current_[stream] = stream;
@@ -89,7 +90,7 @@ bool Streams::is_lasting(StreamName stream) const {
 }
 
 bool Streams::is_current(StreamName stream) const {
-  const Life& life = lives_[used_last_[second_.is_here()]];
+  const Life& life = lives_[used_last_[thread()]];
   return !life.is_over && life.name == stream;
 }
 

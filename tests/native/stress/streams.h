@@ -4,8 +4,9 @@
 //   0      the default stream of CUDA          lasts, and the allocator is told so
 //   1      one of torch's                      likewise
 //   2, 3   another library's                   come and go; a handle may come again
-//   4, 5   the per-thread default stream       one handle, another stream in each of two threads
-//   6      one of another device               uses memory, allocates none
+//   4      the per-thread default stream       one handle, another stream in each of three threads
+//   5, 6   likewise                            of two threads that may come in the middle of a call
+//   7      one of another device               uses memory, allocates none
 //
 // Lives are numbered; each stream has a current one. What the allocator asks about streams is
 // answered for the thread that asks, as torch answers it. Used by one thread at a time.
@@ -22,8 +23,10 @@
 
 namespace vramx::stress {
 
+constexpr std::uint32_t kFirstThreads = 4;
 constexpr std::uint32_t kSecondThreads = 5;
-constexpr std::uint32_t kForeignDevice = 6;
+constexpr std::uint32_t kThirdThreads = 6;
+constexpr std::uint32_t kForeignDevice = 7;
 static_assert(kForeignDevice + 1 == kStreams);
 
 class Streams final : public Surroundings {
@@ -48,11 +51,20 @@ class Streams final : public Surroundings {
   // Calls work() on the thread that the stream is of, and returns after it.
   template <class Work>
   void on_thread_of(std::uint32_t stream, Work work) {
-    if (stream != kSecondThreads || second_.is_here()) return work();
+    if (stream == kThirdThreads) return third_.run(work);
+    if (stream != kSecondThreads) return work();
     second_.run(work);
   }
+  // The per-thread stream of a thread that is not the calling one.
+  std::uint32_t of_other_thread() const {
+    return third_.is_here() ? kSecondThreads : kThirdThreads;
+  }
+  // By the work of such a thread: who called it goes on, until it calls go_on().
+  void pause() { (second_.is_here() ? second_ : third_).pause(); }
+  void go_on(std::uint32_t thread_of) { (thread_of == kSecondThreads ? second_ : third_).go_on(); }
   // The calling thread works on this one from now on.
-  void use(std::uint32_t stream) { used_last_[second_.is_here()] = current_[stream]; }
+  void use(std::uint32_t stream) { used_last_[thread()] = current_[stream]; }
+  bool is_used_here(std::uint32_t stream) const { return used_last_[thread()] == current_[stream]; }
 
   // Each says whether the device did it.
   bool submit(std::uint32_t stream, std::uint64_t items);
@@ -74,12 +86,14 @@ class Streams final : public Surroundings {
 
  private:
   Life& life(std::uint32_t stream) { return lives_[current_[stream]]; }
+  std::size_t thread() const { return second_.is_here() ? 1 : third_.is_here() ? 2 : 0; }
 
   SimDriver& sim_;
-  mutable SecondThread second_;
+  SecondThread second_;
+  SecondThread third_;
   std::vector<Life> lives_;
   std::array<std::uint32_t, kStreams> current_{};
-  std::array<std::uint32_t, 2> used_last_{};  // by thread, into lives_
+  std::array<std::uint32_t, 3> used_last_{};  // by thread, into lives_
   std::uint64_t next_handle_ = kStreams;
   std::int64_t captures_ = 0;
   std::int64_t replaced_ = 0;

@@ -6,8 +6,11 @@
 // under work, the statistics equal a count of our own, a free makes no driver call, the host waits
 // in trim and defragment alone, a failed request leaves what is held unchanged, and memory runs out
 // only where it had to (oracle.cpp says when it need not). Every now and then: check() of the
-// allocator and of the device. The first claim that fails is kept; later steps do nothing. Not
-// thread-safe. A step costs a few microseconds plus a memory access for each 512 bytes of a block.
+// allocator and of the device. The first claim that fails is kept; later steps do nothing.
+//
+// Of a step that others came in the middle of, and of those, the same holds, but for what is said
+// of what is held and of what might have been had: meanwhile.cpp. Not thread-safe. A step costs a
+// few microseconds plus a memory access for each 512 bytes of a block.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +21,7 @@
 
 #include "core/device_allocator.h"
 #include "driver/sim_driver.h"
+#include "stress/interrupted_driver.h"
 #include "stress/layered_driver.h"
 #include "stress/scenario.h"
 #include "stress/shadow.h"
@@ -47,13 +51,15 @@ struct Coverage {
   std::int64_t faults = 0;
   std::int64_t captures = 0;
   std::int64_t streams_replaced = 0;
+  std::int64_t meanwhile = 0;  // steps in the middle of another's driver call
+  std::int64_t paused = 0;     // of which it went on before they were done
 
   void add(const Coverage& other);
   std::string text() const;
   bool is_complete() const;  // every path was taken
 };
 
-class World final : private ObservedDriver::Listener {
+class World final : private ObservedDriver::Listener, private InterruptedDriver::Listener {
  public:
   explicit World(const Setup& setup);
   ~World();
@@ -82,6 +88,7 @@ class World final : private ObservedDriver::Listener {
   std::int64_t ooms() const { return seen_.ooms; }
 
  private:
+  using Moment = InterruptedDriver::Moment;
   struct Block {
     Address address;
     Bytes requested;
@@ -95,6 +102,7 @@ class World final : private ObservedDriver::Listener {
 
   void on_unmap(Address at, Bytes size) override;
   void on_chunk_gone(ChunkHandle chunk) override;
+  void on_call_without_lock(CallKind call, Moment moment) override;
 
   // world.cpp
   void open();
@@ -110,7 +118,16 @@ class World final : private ObservedDriver::Listener {
   void give_memory_back(const Step& step);
   void inject(const Step& step);
   StreamName name(std::uint32_t stream) const { return streams_->current(stream).name; }
+  void take(const Step& step);
   void dispatch(const Step& step);
+
+  // meanwhile.cpp
+  bool may_come(const Step& step, CallKind call, Moment moment) const;
+  void take_meanwhile(Step step, CallKind call, Moment moment);
+  void pause_if_due();
+  void go_on();
+  bool are_others_in_flight() const { return is_meanwhile_ || is_paused_; }
+  bool is_undisturbed() const { return !is_meanwhile_ && !is_interrupted_; }
 
   // bytes.cpp
   void stamp(const Block& block, std::uint32_t number);
@@ -136,17 +153,26 @@ class World final : private ObservedDriver::Listener {
   std::unique_ptr<SimDriver> sim_;
   std::unique_ptr<DefectiveDriver> defective_;
   std::unique_ptr<ObservedDriver> driver_;
+  std::unique_ptr<InterruptedDriver> interrupted_;
   std::unique_ptr<Shadow> shadow_;
   std::unique_ptr<Streams> streams_;
   std::unique_ptr<DeviceAllocator> allocator_;
 
   std::map<std::uint32_t, Block> blocks_;  // by number, hence oldest first
   Bytes limit_{UINT64_MAX};
+  Bytes highest_limit_{UINT64_MAX};  // since the step began
   Bytes live_bytes_{};
   Expected expected_;
   Coverage seen_;  // what the allocator's own statistics do not count
   std::uint64_t faults_before_step_ = 0;
   ObservedDriver::Counts counts_before_step_;
+  std::vector<Step> put_off_;
+  bool is_meanwhile_ = false;    // a step is taken in the middle of another one
+  bool is_interrupted_ = false;  // that has happened to this step
+  bool is_paused_ = false;       // the other one has begun and waits for this one
+  std::uint32_t chances_to_pause_ = 0;
+  std::uint32_t paused_on_ = 0;  // the per-thread stream of its thread
+  ObservedDriver::Counts paused_counts_;
   std::uint64_t placement_hash_ = 0;
   std::string failure_;
 };

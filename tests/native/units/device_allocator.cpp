@@ -3,11 +3,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <functional>
-#include <utility>
+#include <map>
 #include <vector>
 
-#include "stress/layered_driver.h"
+#include "units/interrupted.h"
 #include "units/streams.h"
 #include "units/units.h"
 
@@ -76,29 +75,6 @@ CHECK(Fixture, an_alias_of_a_capturing_stream_does_not_stop_a_stitch) {
 
 // --- other threads' requests --------------------------------------------------------------------
 
-// Calls back once in the middle of a driver call, which is made without the lock: what another
-// thread does meanwhile.
-class Interrupted final : public stress::ForwardingDriver {
- public:
-  using ForwardingDriver::ForwardingDriver;
-
-  Result<ChunkHandle> create_chunk(Bytes size) override {
-    interrupt(at_growth);
-    return inner_.create_chunk(size);
-  }
-  Status record_event(Event event, StreamName stream) override {
-    interrupt(at_mark);
-    return inner_.record_event(event, stream);
-  }
-
-  std::function<void()> at_growth, at_mark;
-
- private:
-  static void interrupt(std::function<void()>& once) {
-    if (once) std::exchange(once, {})();
-  }
-};
-
 // Streams of another library, of which the thread works on the one that is named last.
 struct Passing {
   std::unique_ptr<SimDriver> sim =
@@ -149,6 +125,73 @@ CHECK(Passing, a_user_of_freed_memory_is_not_taken_for_one_that_is_gone) {
   sim->advance(streams[0], 1);
   const Address other = take(kPiece, streams[2]);
   EXPECT(static_cast<bool>(other) && other != block);
+}
+
+// The handles of chunks that were released come again at once.
+class FewHandles final : public stress::ForwardingDriver {
+ public:
+  using ForwardingDriver::ForwardingDriver;
+
+  Result<ChunkHandle> create_chunk(Bytes size) override {
+    const Result<ChunkHandle> made = inner_.create_chunk(size);
+    if (!made.ok()) return made;
+    std::uint64_t handle = 1;
+    while (behind_.contains(handle)) ++handle;
+    behind_[handle] = made.value();
+    return ChunkHandle{handle};
+  }
+  Status map(Address at, Bytes size, ChunkHandle chunk) override {
+    return inner_.map(at, size, behind_.at(static_cast<std::uint64_t>(chunk)));
+  }
+  Status release_chunk(ChunkHandle chunk) override {
+    const auto behind = behind_.find(static_cast<std::uint64_t>(chunk));
+    const Status released = inner_.release_chunk(behind->second);
+    if (released.ok()) behind_.erase(behind);
+    return released;
+  }
+
+ private:
+  std::map<std::uint64_t, ChunkHandle> behind_;
+};
+
+struct Trimmed : AllocatorFixture {
+  const LastingStreams streams;
+  std::unique_ptr<SimDriver> sim =
+      contract::open_sim({.capacity = 128_GiB, .mode = SimMode::kAccounting});
+  FewHandles handles{*sim};
+  Interrupted driver{handles};
+
+  Trimmed() {
+    allocator = open_allocator(driver, {.patience = {}});
+    allocator->set_surroundings(&streams);
+  }
+  ~Trimmed() { allocator.reset(); }
+};
+
+// Large chunks are gone and small ones made in their place, under their handles.
+CHECK(Trimmed, a_trim_gives_back_what_lies_there_now) {
+  take(kPage);
+  const Address large[] = {take(1_GiB), take(1_GiB)};
+  for (const Address block : large) EXPECT(free(block));
+  driver.at_unmap = [this] {
+    allocator->trim();
+    Address small[16];
+    for (Address& block : small) block = take(kPage);
+    for (const Address block : small) EXPECT(free(block));
+    EXPECT(!take(256_GiB));  // what is over is known then
+  };
+  allocator->trim();
+  EXPECT(allocator->held() == sim->used() && sim->live_mappings() == sim->live_chunks());
+  allocator->trim();
+  EXPECT(allocator->held() == kPage && sim->live_mappings() == 1);
+}
+
+CHECK(Trimmed, an_alias_that_is_being_unmapped_is_one_to_wait_for) {
+  EXPECT(free(take_stitched()));
+  std::size_t in_flight = 0;
+  driver.at_unmap = [&] { in_flight = (*allocator.*member(State{})).operations_in_flight; };
+  EXPECT(allocator->defragment().aliases_collected == 1);
+  EXPECT(in_flight == 1);
 }
 
 // --- forked children ----------------------------------------------------------------------------

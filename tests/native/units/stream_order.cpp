@@ -161,6 +161,29 @@ CHECK(Fixture, nothing_is_over_early_after_marks_were_thinned_out) {
   EXPECT(order.is_over(freed.back().first) && live_marks(*this) == 0);
 }
 
+CHECK(Fixture, no_event_is_used_again_while_a_wait_for_it_is_under_way) {
+  const TagSet tags(work_and_free(a));
+  const Event waited_for = waits_for(tags, b).at(0).event;
+  order.begin_waits();
+  sim->advance_all();
+  order.ask(lock);
+  EXPECT(order.is_over(tags));
+  EXPECT(waits_for(TagSet(work_and_free(a)), b).at(0).event != waited_for);
+  order.end_waits();
+  EXPECT(waits_for(TagSet(work_and_free(b)), a).at(0).event == waited_for);
+}
+
+// Of each two marks that are thinned out the event of one goes to another stream, which is done.
+CHECK(Fixture, an_answer_is_not_for_a_mark_whose_event_was_used_again) {
+  const auto freed = free_often(*this, kMarks);
+  when_asked([this] {
+    free_often(*this, 1);
+    for (std::size_t i = 0; i < kMarks / 2; ++i) free(b);
+  });
+  order.ask(lock);
+  for (const auto& [tag, before] : freed) EXPECT(!order.is_over(tag));
+}
+
 // --- planted defects ----------------------------------------------------------------------------
 
 CHECK(Fixture, order_1_is_named_where_a_tag_lies_in_the_future) {

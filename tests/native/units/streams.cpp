@@ -152,6 +152,18 @@ CHECK(Nothing, a_mark_that_fails_leaves_its_frees_to_the_next) {
   }
 }
 
+// A request that finds nothing may wait for it.
+CHECK(Two, a_mark_that_is_being_recorded_is_one_to_wait_for) {
+  order.ask(lock);
+  bool was_unfinished = false;
+  driver.at_mark = [&] { was_unfinished = order.has_unfinished(); };
+  EXPECT(!order.has_unfinished());
+  free(a);
+  EXPECT(was_unfinished && order.has_unfinished());
+  order.ask(lock);
+  EXPECT(!order.has_unfinished());
+}
+
 // --- captures -----------------------------------------------------------------------------------
 
 CHECK(Two, what_is_freed_in_a_capture_is_covered_by_the_first_mark_after_it) {
@@ -205,6 +217,28 @@ CHECK(Fixture, what_destroyed_streams_leave_is_over_without_being_asked_for_once
   order.ask(lock);
   EXPECT(count(CallKind::kRecordDevice) == 1);
   EXPECT(order.is_over(little) && order.is_over(much));
+}
+
+// Its event is used again for the next one.
+CHECK(Fixture, an_answer_about_a_device_is_not_for_its_next_mark) {
+  enter(on_a);
+  const StreamIndex foreign = enter_foreign(sim->create_stream(0));
+  order.ask(lock);
+  free_from_afar(*this, foreign);
+  order.cover(lock);
+  Tag later;
+  when_asked([&] {
+    order.ask(lock);
+    REQUIRE(sim->submit(order.name_of(foreign)).ok());
+    later = free_from_afar(*this, foreign);
+    order.cover(lock);
+  });
+  order.ask(lock);
+  EXPECT(count(CallKind::kRecordDevice) == 2 && count(CallKind::kCreateEvent) == 1);
+  EXPECT(!order.is_over(later));
+  sim->advance_all();
+  order.ask(lock);
+  EXPECT(order.is_over(later));
 }
 
 CHECK(Fixture, a_capture_of_another_library_is_not_spoiled_until_it_must_be) {

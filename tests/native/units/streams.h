@@ -11,6 +11,7 @@
 #include "core/stream_order.h"
 #include "core/surroundings.h"
 #include "driver/sim_driver.h"
+#include "units/interrupted.h"
 #include "units/units.h"
 
 namespace vramx::units {
@@ -36,8 +37,9 @@ class KnownStreams final : public Surroundings {
 struct StreamFixture {
   std::unique_ptr<SimDriver> sim =
       contract::open_sim({.capacity = kPage, .mode = SimMode::kAccounting, .journal_entries = 64});
+  Interrupted driver{*sim};
   KnownStreams known;
-  StreamOrder order{*sim};
+  StreamOrder order{driver};
   AdaptiveMutex mutex;
   Lock lock{mutex};
   const Stream on_a = sim->create_stream(0);
@@ -62,6 +64,15 @@ struct StreamFixture {
   Tag work_and_free(StreamIndex index, Bytes size = kMarkedFree) {
     work = sim->submit(order.name_of(index)).value();
     return free(index, size);
+  }
+  // What another thread does in the middle of the next question.
+  template <class Act>
+  void when_asked(Act act) {
+    driver.at_answer = [this, act]() mutable {
+      lock.lock();
+      act();
+      lock.unlock();
+    };
   }
   // Makes the reader wait for all of it, as the executor does.
   void wait(StreamIndex reader, const TagSet& tags) {

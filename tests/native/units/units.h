@@ -101,18 +101,4 @@ struct SoundArena : ArenaFixture {
 // For what anybody may have.
 constexpr auto kAnyExtent = [](SpanId) { return true; };
 
-// Reveals a private member to the check that has to break it, by the one way that the language
-// leaves open: an explicit instantiation may name it.
-//   REVEAL(FreeBytes, &Arena::free_bytes_);
-//   arena.*member(FreeBytes{}) = ...;
-#define REVEAL(Name, pointer)                    \
-  struct Name {                                  \
-    friend auto member(Name);                    \
-  };                                             \
-  template <auto kMember>                        \
-  struct Reveal##Name {                          \
-    friend auto member(Name) { return kMember; } \
-  };                                             \
-  template struct Reveal##Name<pointer>
-
 }  // namespace vramx::units
