@@ -55,10 +55,10 @@ RULES = {
         "planner.cpp", "kSmallestPiece{64 << 10};", "kSmallestPiece{512};"
     ),
     "a stitch must spare 1/128": Edit("planner.cpp", "kWorth = 128;", "kWorth = 1ull << 62;"),
-    "an alias beside a stitch that lacks little": Edit(
+    "an alias that exists in place of a stitch": Edit(
         "planner.cpp",
         "if (pieces.missing * kNearly <= request.size) {",
-        "if (!(pieces.missing * kNearly)) {",
+        "if (pieces.missing * kNearly > request.size && !request.size) {",
     ),
     "chunks of 6 MiB at least": Edit(
         "chunk_policy.cpp", "kSmallestUnits = 3;", "kSmallestUnits = 1;"
