@@ -127,6 +127,24 @@ def test_long_sequences_go_through_some_heads_at_a_time(
     assert error(gradient, gradient_of(original, inputs)) < INT8_NOISE
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_autocast_leaves_the_residuals_of_long_sequences_in_their_type(
+    name: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(products, "_TILE_ROWS", 4)
+    original, inputs = hugging_face(transformers, name)
+    model = twin(original)
+    vramx.optimize(model, "recompute_all")
+    types: list[Any] = []
+    for block in model.model.layers:
+        block.register_forward_hook(lambda _module, _inputs, y: types.append(y.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        gradient = gradient_of(model, inputs)
+        exact = gradient_of(original, inputs)
+    assert set(types) == {torch.float32}
+    assert error(gradient, exact) < 2 * INT8_NOISE
+
+
 @pytest.mark.parametrize("level", ["int8", "recompute_all"])
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_transforms_of_torch_differentiate_the_original(name: str, level: str) -> None:

@@ -207,10 +207,11 @@ def _gradients(
     x, y, sums = kept
     weights, biases, learned = _split(tensors)
     rows, values, drows = (each.flatten(0, 1) for each in (x, y, dresult))
-    dx, *found = (
+    dx = x.new_empty(x.shape) if needs[0] else None  # contiguous, to be written as rows
+    found = [
         torch.empty_like(each) if each is not None and need else None
-        for each, need in zip((x, *tensors), needs, strict=True)
-    )
+        for each, need in zip(tensors, needs[1:], strict=True)
+    ]
     dweights, dbiases, dlearned = _split(found)
     sums_learned = [None if each is None else each.zero_() for each in dlearned]
     outer = weights[3].to(x.dtype)

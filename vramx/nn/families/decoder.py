@@ -111,8 +111,10 @@ class DecoderLayer(Fused):
         heads = self._heads_in_groups(positions) if cache is None else None
         if heads is not None:
             whole = attend_in_groups(attention, source, mask, options, heads)
-            if whole is not None:
+            if whole is not None and whole.dtype == x.dtype:
                 return whole.add_(x), None  # in its memory, which nobody else has
+            if whole is not None:
+                return whole, x
         projections = project(source, [attention.q_proj, attention.k_proj, attention.v_proj], keep)
         values = values_again(source, attention.v_proj, attention.head_dim)
         del source  # a norm's result is not needed while attention runs
