@@ -20,6 +20,8 @@ from vramx.compression import attention, codec, saved, session
 from vramx.compression.config import Format
 from vramx.compression.hooks import compress
 
+RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
+
 
 def heads_of(*shape: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return a query, a key and a value that differ."""
@@ -238,7 +240,9 @@ def worst_cosine_where_sharp(options: dict[str, Any], key_heads: int = 4) -> flo
     exact = gradients([x.detach().double().requires_grad_() for x in leaves])
     with compress(min_bytes=0) as stats:
         found = gradients(leaves)
-    assert stats.packed.tensors >= 2
+    # Before 2.11 torch has no kernel on a processor for heads that are shared.
+    in_parts = key_heads != 4 and RELEASE < (2, 11)
+    assert stats.packed.tensors >= (1 if in_parts else 2)
     return min(
         float(functional.cosine_similarity(a.double().flatten(), b.flatten(), 0))
         for a, b in zip(found, exact, strict=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import vramx
-from vramx.compression import graph_policy, normalised, session
+from vramx.compression import graph, graph_policy, normalised, session
 from vramx.compression.policy import SavePolicy
 
 COSINE = 0.999
@@ -226,6 +226,9 @@ def graph_cosine(norm: nn.Module, x: Tensor) -> float:
     return float(functional.cosine_similarity(found.flatten(), exact.flatten(), 0))
 
 
+@pytest.mark.skipif(
+    graph._hook_context is None, reason="this torch does not say what hooks are inlined for"
+)
 def test_a_compiled_graph_keeps_what_a_mean_is_subtracted_from(monkeypatch: Any) -> None:
     assert graph_cosine(nn.LayerNorm(96), far("layer", 1e4)) >= COSINE
     packed = graph_policy._HARMLESS | {"native_layer_norm_backward"}
