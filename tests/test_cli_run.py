@@ -251,9 +251,10 @@ def test_a_program_runs_unchanged_with_the_hook_in_place(tmp_path: Path) -> None
     done = vramx_run(tmp_path, "train.py", "--lr", "3", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.stdout == "['train.py', '--lr', '3'] __main__ 3.0\n", done.stderr
     assert done.returncode == 7
-    said = done.stderr.splitlines()  # the variable that was turned, and what is not served here
+    # The variable that was turned; of a build for CUDA what is compiled; what is not served here.
+    said = done.stderr.splitlines()
     assert all(line.startswith("vramx run: ") for line in said)
-    assert len(said) <= 2
+    assert len(said) <= 3
 
 
 def test_signals_are_the_programs(tmp_path: Path) -> None:

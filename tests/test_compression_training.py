@@ -5,6 +5,7 @@ In float32, so that the codec's error is the only one; with a defect under which
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -123,8 +124,8 @@ INT4_MARGIN_NAT = 0.02
 
 
 def test_a_language_model_learns(exact_losses: list[float]) -> None:
-    """Else equal losses would say nothing: a model that knows nothing has 5.5 nat."""
-    assert max(exact_losses) < 3.5
+    """Else equal losses would say nothing. The text differs from one Python to another."""
+    assert max(exact_losses) < 2 / 3 * math.log(256)  # what a model has that knows nothing
 
 
 @pytest.mark.parametrize(
