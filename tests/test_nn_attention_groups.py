@@ -112,6 +112,14 @@ def test_an_input_may_lie_in_memory_in_any_order() -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_result_may_be_written_into(bias: bool) -> None:
+    case = Case(4, 2, bias=bias)
+    exact = case.gradients(case.by_torch() + 1)
+    for one, other in zip(case.gradients(case.in_groups().add_(1)), exact, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_heads_go_through_in_groups_of_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     forward = attention_kernels.forward

@@ -127,6 +127,16 @@ def test_long_sequences_go_through_some_heads_at_a_time(
     assert error(gradient, gradient_of(original, inputs)) < INT8_NOISE
 
 
+def test_long_sequences_meet_biases_of_every_projection(monkeypatch: Any) -> None:
+    monkeypatch.setattr(products, "_TILE_ROWS", 4)
+    config = hugging_face(transformers, "llama")[0].config
+    config.attention_bias = config.mlp_bias = True
+    original, inputs = transformers.LlamaForCausalLM(config), hugging_face(transformers, "llama")[1]
+    model = twin(original)
+    vramx.optimize(model, "recompute_all")
+    assert error(gradient_of(model, inputs), gradient_of(original, inputs)) < INT8_NOISE
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_autocast_leaves_the_residuals_of_long_sequences_in_their_type(
     name: str, monkeypatch: Any

@@ -23,7 +23,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from vramx.nn import arguments
 from vramx.nn import attention_kernels as kernels
 from vramx.nn.differentiation import differentiable_gradients
-from vramx.nn.products import bias_gradient
+from vramx.nn.products import bias_gradient, project_into
 
 _MOST_GROUPS = 8
 _PROJECTIONS = 4
@@ -172,8 +172,13 @@ class _Groups(torch.autograd.Function):
             del q, k, v, made
         ctx.plan, ctx.count = plan, len(tensors)
         ctx.save_for_backward(x, y, mask, *tensors, *sums)
-        bias = biases[3]
-        return F.linear(y, weights[3].to(x.dtype), None if bias is None else bias.to(x.dtype))
+        bias = None if biases[3] is None else biases[3].to(x.dtype)
+        # In memory of its own: a view that a function returns may not be written into.
+        result = x.new_empty(*x.shape[:2], len(weights[3]))
+        project_into(
+            result.flatten(0, 1), y.flatten(0, 1), weights[3].to(x.dtype), bias, residual=None
+        )
+        return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
