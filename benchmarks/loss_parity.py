@@ -31,7 +31,7 @@ WAYS = (
 PROCESSES = Cases(
     "_loss_parity.py", WAYS, quick=("exact", "flash_int8", FAILS), limit_s=600.0, noun="way"
 )
-AT_ONCE = 12  # processes of one core each, which hold up to 6 GiB
+AT_ONCE = 12  # processes, which keep a core each busy
 
 
 def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
