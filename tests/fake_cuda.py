@@ -181,6 +181,8 @@ class FakeCuda:
         patch.setattr(torch.cuda.memory, record, lambda **how: self.histories.append(how))
         patch.setattr(torch.OutOfMemoryError, "__init__", torch.OutOfMemoryError.__init__)
         patch.setattr(torch.cuda, "_cudart", object())
+        # Nor a fork that is bad because an earlier test asked for the number of devices.
+        patch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
         patch.setattr(torch.cuda, "_initialized", False)
         patch.setattr(torch.cuda, "_queued_calls", [])  # the real ones ask the driver
         # Nor a seed that an earlier test of this process asked for.

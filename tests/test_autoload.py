@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+import traceback
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -106,6 +107,8 @@ def test_a_forked_child_installs_for_itself(cuda: FakeCuda) -> None:
         try:
             cuda.initialise()
             code = 0 if vramx.allocator_installed() else 1
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
