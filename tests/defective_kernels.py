@@ -116,6 +116,6 @@ DEFECTS: dict[str, tuple[tuple[ModuleType, ...], str, Any]] = {
     "the end repeated unmapped": ((mapped,), "_within", _as_it_is),
     "arguments as they are": ((mapped,), "_between", _unbounded),
     "any deviation used": ((mapped,), "_factor", _factor_of_anything),
-    "one series for all angles": ((mapped,), "_arcsine", _arcsine_of_one_series),
+    "one series for all angles": ((mapped,), "arcsine", _arcsine_of_one_series),
     "outliers in the scale": ((tiles,), "outlier_header", _outliers_in_the_scale),
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vramx.cli import doctor
+from vramx.cli import doctor, doctor_facts
 from vramx.cli.main import main
 
 H200 = {
@@ -20,7 +20,7 @@ H200 = {
     "posix_handles": True,
     "fabric_handles": False,
     "compute_capability": "9.0",
-    "mapping_ceiling": doctor.MAPPING_CEILING,
+    "mapping_ceiling": doctor_facts.MAPPING_CEILING,
 }
 COMPLETE: dict[str, Any] = {
     "vramx": {"version": "0.1.0", "core_error": ""},
@@ -139,8 +139,8 @@ def test_a_torch_that_cannot_be_imported_is_reported(monkeypatch: pytest.MonkeyP
     def broken(name: str) -> Any:
         raise OSError("libtorch_cuda.so:\n undefined symbol")
 
-    monkeypatch.setattr(doctor.importlib, "import_module", broken)
-    facts = doctor.collect()
+    monkeypatch.setattr(doctor_facts.importlib, "import_module", broken)
+    facts = doctor_facts.collect()
     assert facts["torch"]["error"] == "OSError: libtorch_cuda.so: undefined symbol"
     assert any("undefined symbol" in line for line in doctor.fact_lines(facts))
 

@@ -29,7 +29,7 @@ import vramx
 from vramx.compression import notices
 from vramx.errors import VramxWarning
 from vramx.nn.logits import Logits
-from vramx.nn.operators_loss import chunk_tokens
+from vramx.nn.loss_chunks import chunk_tokens
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},

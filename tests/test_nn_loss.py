@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramx.compression.hooks import compress
 from vramx.errors import FirstDerivativeOnlyError
-from vramx.nn import operators_loss
+from vramx.nn import loss_chunks, operators_loss
 from vramx.nn.loss import linear_cross_entropy
 
 CLASSES, TOKENS, WIDTH = 37, 21, 16
@@ -112,7 +112,7 @@ def test_memory_that_holds_nan_does_not_reach_the_gradients(dtype: torch.dtype) 
     torch.use_deterministic_algorithms(True)  # torch fills new memory with NaN then
     try:
         assert torch.empty(1, dtype=dtype).isnan()
-        logits = operators_loss._empty_logits(inputs[0], 256, CLASSES)
+        logits = loss_chunks.empty_logits(inputs[0], 256, CLASSES)
         found = gradients(lambda *t: ours(*t, **options), inputs, torch.ones(()))
     finally:
         torch.use_deterministic_algorithms(was)
@@ -221,7 +221,7 @@ def test_logits_are_never_held() -> None:
 def test_chunks_by_default_hold_2048_tokens_or_512_mib() -> None:
     def chunk(tokens: int, classes: int) -> int:
         rows = torch.empty(tokens, 8, dtype=torch.bfloat16, device="meta")
-        return operators_loss.chunk_tokens(rows, torch.empty(classes, 8, device="meta"), 0)
+        return loss_chunks.chunk_tokens(rows, torch.empty(classes, 8, device="meta"), 0)
 
     assert chunk(8192, 128_000) == 2048
     assert chunk(6000, 32_000) == 2048

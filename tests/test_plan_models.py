@@ -14,7 +14,7 @@ from plan_tools import one_thread
 import vramx
 from vramx.errors import InvalidValueError
 from vramx.nn.logits import Logits
-from vramx.nn.operators_loss import chunk_tokens
+from vramx.nn.loss_chunks import chunk_tokens
 from vramx.planning.meters import HostMeter
 
 transformers = pytest.importorskip("transformers")

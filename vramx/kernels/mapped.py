@@ -28,6 +28,7 @@ import triton.language as tl
 from vramx.kernels.headers import narrow
 from vramx.kernels.quantize4 import load_halves, pack_halves, store_halves, unpack_halves
 from vramx.kernels.tiles import load_tile, pack_tile, store_tile, tile_offsets, unpack_tile
+from vramx.kernels.turns import arcsine, sine, with_sign_of
 
 
 @triton.jit(do_not_specialize=["numel", "stream"])
@@ -157,13 +158,13 @@ def _map(
         )
         normal = (x - mean) * factor
         size = tl.abs(normal)
-        return _with_sign_of(tl.maximum(tl.sqrt(size), 0.5 * size), normal)
+        return with_sign_of(tl.maximum(tl.sqrt(size), 0.5 * size), normal)
     elif MAP == "root":  # noqa: RET505 - the compiler types what it sees: no dead return
-        return _with_sign_of(tl.sqrt(tl.abs(x)), x)
+        return with_sign_of(tl.sqrt(tl.abs(x)), x)
     elif MAP == "tanh":
-        return _with_sign_of(_arcsine(tl.abs(x)), x)
+        return with_sign_of(arcsine(tl.abs(x)), x)
     else:
-        return _arcsine(tl.sqrt(x))
+        return arcsine(tl.sqrt(x))
 
 
 @triton.jit
@@ -181,10 +182,10 @@ def _unmap(
     elif MAP == "root":  # noqa: RET505 - the compiler types what it sees: no dead return
         return y * tl.abs(y)
     elif MAP == "tanh":
-        return _with_sign_of(_sine(tl.abs(y)), y)
+        return with_sign_of(sine(tl.abs(y)), y)
     else:
-        sine = _sine(tl.abs(y))
-        return sine * sine
+        root = sine(tl.abs(y))
+        return root * root
 
 
 @triton.jit
@@ -259,45 +260,3 @@ def _halves_within(a, b, left, ROWS: tl.constexpr, GROUP: tl.constexpr):
     last = tl.sum(tl.sum(tl.where(offsets == left - 1, a, 0.0), 1), 0)
     last += tl.sum(tl.sum(tl.where(offsets + HALF == left - 1, b, 0.0), 1), 0)
     return tl.where(offsets < left, a, last), tl.where(offsets + HALF < left, b, last)
-
-
-@triton.jit
-def _with_sign_of(magnitude, x):
-    """Return a number that is not negative, or NaN, with the sign of another."""
-    sign = x.to(tl.uint32, bitcast=True) & 0x80000000
-    return (magnitude.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _arcsine(x):
-    """Return arcsin(x) in quarter turns for x in [0, 1]; NaN above.
-
-    Relative error 3e-7. Source: asinf of Cephes (Moshier), the polynomial for x up to a half; above
-    it arcsin(x) is a quarter turn less twice the arcsine of sqrt((1 - x) / 2).
-    """
-    is_large = x > 0.5
-    square = tl.where(is_large, 0.5 - 0.5 * x, x * x)
-    root = tl.where(is_large, tl.sqrt(square), x)
-    p = 4.2163199048e-2 * square + 2.4181311049e-2
-    p = p * square + 4.5470025998e-2
-    p = p * square + 7.4953002686e-2
-    p = p * square + 1.6666752422e-1
-    turns = (root + root * square * p) * 0.6366197723675814  # 2 / pi
-    return tl.where(is_large, 1.0 - 2.0 * turns, turns)
-
-
-@triton.jit
-def _sine(turns):
-    """Return the sine of quarter turns in [0, 2]; error 2e-7, and none at 0 and 1.
-
-    Source: Taylor's series up to half a quarter turn; beyond, 1 - 2 sin(h)**2 of half of what is
-    left to a whole one, which is negative beyond it.
-    """
-    is_large = turns > 0.5
-    half = tl.where(is_large, 0.5 - 0.5 * turns, turns) * 1.5707963267948966
-    square = half * half
-    p = 2.7557319224e-6 * square - 1.9841269841e-4
-    p = p * square + 8.3333333333e-3
-    p = p * square - 1.6666666667e-1
-    sine = half + half * square * p
-    return tl.where(is_large, 1.0 - 2.0 * sine * sine, sine)

@@ -28,9 +28,9 @@ from vramx.nn.differentiation import differentiable_gradients
 from vramx.nn.keeping import AS_IT_IS, empty_buffer, fields_of, spec_for
 from vramx.nn.mlp import check, kept_of
 from vramx.nn.norm import Normed
+from vramx.nn.norm_kept import output_again
 from vramx.nn.operators import operator
 from vramx.nn.operators_linear import differentiable_input
-from vramx.nn.operators_norm import output_again
 from vramx.nn.products import fake_weight_gradients, project, weight_gradients
 
 

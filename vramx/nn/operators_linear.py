@@ -20,8 +20,9 @@ from vramx.nn import reference_norm as reference
 from vramx.nn import sides as beside
 from vramx.nn.differentiation import attach, new_probe
 from vramx.nn.keeping import NOTHING, Spec, decode, empty_buffer, encode
+from vramx.nn.norm_kept import input_again
 from vramx.nn.operators import operator
-from vramx.nn.operators_norm import input_again, norm_output
+from vramx.nn.operators_norm import norm_output
 from vramx.nn.products import bias_gradient, weight_gradient
 
 

@@ -1,150 +1,21 @@
-"""The operators of linear_cross_entropy: chunks of tokens, their logits, and the sums of gradients.
+"""The operators of linear_cross_entropy: what autograd and the compiler see of it.
 
-Two, for what is differentiated in forward (mean, sum) and in backward (a loss each token). Both use
-one buffer of a chunk's logits, over which the kernel writes their gradient. Arguments are checked
-by loss.py. No state; any thread; nothing waits for the device.
+Two, for what is differentiated in forward (mean, sum) and in backward (a loss each token). Both go
+through tokens in chunks, which are loss_chunks.py's. Arguments are checked by loss.py. No state;
+any thread; nothing waits for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vramx.errors import FirstDerivativeOnlyError
-from vramx.kernels import cross_entropy_launch as launch
-from vramx.nn import keeping
-from vramx.nn import reference_elementwise as reference
+from vramx.nn.loss_chunks import Gradients, Options, chunks_of, evaluate
 from vramx.nn.operators import operator
-
-# The gradient of weight is read and written once a chunk: 4 bytes a weight beside 6 operations a
-# weight and token. At 2048 tokens that is 6 % of the time of an H200's products, at 512 a quarter.
-_TOKENS_OF_CHUNK = 2048
-_LOGITS_BYTES = 512 << 20
-_TOKENS_MULTIPLE = 128  # of the products' tiles
-_ACCESS_BYTES = 16
-
-
-@dataclass(frozen=True)
-class _Options:
-    """What an operator's list of floats says: a schema has no other room for it."""
-
-    ignored: int
-    smoothing: float
-    cap: float | None
-    chunk: int
-
-    @classmethod
-    def of(cls, settings: Sequence[float]) -> _Options:
-        ignored, smoothing, cap, chunk = settings
-        return cls(int(ignored), smoothing, cap or None, int(chunk))
-
-    @property
-    def of_kernel(self) -> launch.LossOptions:
-        return launch.LossOptions(self.ignored, self.smoothing, self.cap)
-
-
-def chunk_tokens(rows: Tensor, weight: Tensor, chunk: int) -> int:
-    """Return the tokens of a chunk: what was asked for, or for 0 chunks of about equal size."""
-    if chunk:
-        return chunk
-    most = min(_TOKENS_OF_CHUNK, _LOGITS_BYTES // max(1, weight.shape[0] * rows.element_size()))
-    chunks = -(-rows.shape[0] // max(most, _TOKENS_MULTIPLE))
-    even = -(-rows.shape[0] // max(1, chunks))
-    return max(1, -(-even // _TOKENS_MULTIPLE)) * _TOKENS_MULTIPLE
-
-
-class _Chunk(NamedTuple):
-    """Some tokens, and memory that the next chunk has too."""
-
-    part: slice
-    logits: Tensor
-    mail: Tensor | None
-
-
-def _chunks(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, options: _Options
-) -> Iterator[_Chunk]:
-    """Yield each chunk with its logits."""
-    tokens = min(chunk_tokens(rows, weight, options.chunk), rows.shape[0])
-    buffer = _empty_logits(rows, tokens, weight.shape[0])
-    mail = launch.new_mail(buffer, options.of_kernel) if _is_served(buffer) else None
-    for start in range(0, rows.shape[0], max(1, tokens)):
-        part = slice(start, min(start + tokens, rows.shape[0]))
-        logits = buffer[: part.stop - start]
-        if bias is None:
-            torch.mm(rows[part], weight.t(), out=logits)
-        else:
-            torch.addmm(bias, rows[part], weight.t(), out=logits)
-        yield _Chunk(part, logits, mail)
-
-
-def _empty_logits(rows: Tensor, tokens: int, classes: int) -> Tensor:
-    """Return memory for logits whose rows begin at multiples of 16 bytes.
-
-    From elsewhere matrix products would read and write some bytes at a time. What is behind the
-    rows is zero: oneDNN's products in bfloat16 on processors with AMX multiply it by zero and add
-    the result, which is NaN where the memory held a NaN (torch 2.13).
-    """
-    multiple = _ACCESS_BYTES // rows.element_size()
-    memory = rows.new_empty(tokens, -(-classes // multiple) * multiple)
-    memory[:, classes:].zero_()
-    return memory[:, :classes]
-
-
-def _is_served(logits: Tensor) -> bool:
-    return keeping.served(logits) and launch.fits(logits)
-
-
-def _evaluate(
-    chunk: _Chunk, targets: Tensor, losses: Tensor, options: _Options, gradient: Tensor | bool
-) -> None:
-    """Write the losses, and over the logits their gradients, weighted if `gradient` is a tensor.
-
-    Targets and losses are of all tokens, the weights of the chunk's.
-    """
-    logits, targets, losses = chunk.logits, targets[chunk.part], losses[chunk.part]
-    if _is_served(logits):
-        rows = launch.LossRows(targets, losses, chunk.mail)
-        launch.cross_entropy(logits, rows, options.of_kernel, gradient)
-        return
-    values, change = reference.cross_entropy(
-        logits, targets, options.ignored, options.smoothing, options.cap
-    )
-    losses.copy_(values)
-    if gradient is not False:
-        logits.copy_(change * gradient[:, None] if isinstance(gradient, Tensor) else change)
-
-
-class _Gradients:
-    """The sums over chunks of the gradients that are needed; empty tensors for the others."""
-
-    def __init__(self, rows: Tensor, weight: Tensor, needs: Sequence[bool]) -> None:
-        self._needs = needs
-        self._rows, self._weight = rows, weight
-        sums = torch.float32 if weight.dtype == torch.float16 else weight.dtype
-        self.hidden = rows.new_empty(rows.shape if needs[0] else 0)
-        shape = weight.shape if needs[1] else (0,)
-        self.weight = torch.zeros(shape, dtype=sums, device=rows.device)
-        size = weight.shape[0] if needs[2] else 0
-        self.bias = torch.zeros(size, dtype=reference.wide(rows[:0]).dtype, device=rows.device)
-
-    def add(self, part: slice, change: Tensor) -> None:
-        """Add what the gradient of a chunk's logits gives."""
-        if self._needs[0]:
-            torch.mm(change, self._weight, out=self.hidden[part])
-        if self._needs[1]:
-            rows = self._rows[part]
-            if self.weight.dtype == rows.dtype:
-                self.weight.addmm_(change.t(), rows)
-            else:
-                self.weight.add_(change.t() @ rows)
-        if self._needs[2]:
-            self.bias += change.sum(0, dtype=self.bias.dtype)
-
 
 # -- Mean and sum: differentiated in forward -------------------------------------------------------
 
@@ -160,12 +31,12 @@ def loss_and_gradients(
     needs: Sequence[bool], mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the loss, the gradients of the sum, and the factor that makes them the loss's."""
-    options = _Options.of(settings)
+    options = Options.of(settings)
     targets = targets.contiguous()
-    gradients = _Gradients(hidden, weight, needs)
+    gradients = Gradients(hidden, weight, needs)
     losses = _empty_losses(hidden)
-    for chunk in _chunks(hidden, weight, bias, options):
-        _evaluate(chunk, targets, losses, options, any(needs))
+    for chunk in chunks_of(hidden, weight, bias, options):
+        evaluate(chunk, targets, losses, options, any(needs))
         gradients.add(chunk.part, chunk.logits)
     if not mean:
         factor = losses.new_ones(())
@@ -186,7 +57,7 @@ def _(
     hidden: Tensor, weight: Tensor, _bias: Tensor | None, _targets: Tensor,
     _settings: Sequence[float], needs: Sequence[bool], _mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    gradients = _Gradients(hidden, weight, needs)
+    gradients = Gradients(hidden, weight, needs)
     scalar = _empty_losses(hidden).new_empty(())
     other = scalar.new_empty(())
     return scalar, other, gradients.hidden, gradients.weight, gradients.bias
@@ -241,11 +112,11 @@ loss_and_gradients.register_autograd(_differentiate, setup_context=_save)
 def losses_of_tokens(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: Sequence[float]
 ) -> Tensor:
-    options = _Options.of(settings)
+    options = Options.of(settings)
     targets = targets.contiguous()
     losses = _empty_losses(hidden)
-    for chunk in _chunks(hidden, weight, bias, options):
-        _evaluate(chunk, targets, losses, options, False)
+    for chunk in chunks_of(hidden, weight, bias, options):
+        evaluate(chunk, targets, losses, options, False)
     return losses
 
 
@@ -269,12 +140,12 @@ def _losses_backward(
     gradient: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
     settings: Sequence[float], needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    options = _Options.of(settings)
+    options = Options.of(settings)
     targets, gradient = targets.contiguous(), gradient.contiguous()
-    gradients = _Gradients(hidden, weight, needs)
+    gradients = Gradients(hidden, weight, needs)
     losses = _empty_losses(hidden)
-    for chunk in _chunks(hidden, weight, bias, options):
-        _evaluate(chunk, targets, losses, options, gradient[chunk.part])
+    for chunk in chunks_of(hidden, weight, bias, options):
+        evaluate(chunk, targets, losses, options, gradient[chunk.part])
         gradients.add(chunk.part, chunk.logits)
     return gradients.hidden, gradients.weight, gradients.bias
 
@@ -284,7 +155,7 @@ def _(
     _gradient: Tensor, hidden: Tensor, weight: Tensor, _bias: Tensor | None, _targets: Tensor,
     _settings: Sequence[float], needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    gradients = _Gradients(hidden, weight, needs)
+    gradients = Gradients(hidden, weight, needs)
     return gradients.hidden, gradients.weight, gradients.bias
 
 

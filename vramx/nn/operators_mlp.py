@@ -24,9 +24,9 @@ from vramx.kernels import elementwise_launch
 from vramx.nn import reference_elementwise as reference
 from vramx.nn.differentiation import differentiable_gradients
 from vramx.nn.keeping import served
+from vramx.nn.norm_kept import output_again
 from vramx.nn.operators import operator
 from vramx.nn.operators_linear import differentiable_input
-from vramx.nn.operators_norm import output_again
 from vramx.nn.products import (
     WeightSums,
     fake_weight_gradients,

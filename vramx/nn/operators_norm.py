@@ -13,7 +13,6 @@ flat schemas, hence their many arguments. A call never waits for the device; any
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,17 +21,22 @@ from torch import Tensor
 from vramx.kernels import norm_backward_launch, norm_launch
 from vramx.nn import passes
 from vramx.nn import reference_norm as reference
-from vramx.nn.differentiation import attach, new_probe
+from vramx.nn.differentiation import new_probe
 from vramx.nn.keeping import (
-    KERNEL_DTYPES,
     NOTHING,
-    RAW,
     Spec,
     buffer_bytes,
-    decode,
     draw,
     encode,
-    served,
+)
+from vramx.nn.norm_kept import (
+    contiguous_of,
+    has_kernel,
+    input_again,
+    normalised_of,
+    output_again,
+    packs_in_kernel,
+    rows_of,
 )
 from vramx.nn.operators import operator
 
@@ -54,7 +58,7 @@ def norm(
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     affine, kind = norm_launch.Affine(weight, bias), Spec(*spec)
-    run = _norm_kernel if _has_kernel(x) else _norm_reference
+    run = _norm_kernel if has_kernel(x) else _norm_reference
     y, total, kept, rstd = run((x, residual), affine, (eps, centred), dtype, kind)
     return y, total, kept, rstd, _probe(x, kind)
 
@@ -75,7 +79,7 @@ def _norm_kernel(
     y = torch.empty_like(x, dtype=dtype)
     total = x.new_empty(0) if residual is None else torch.empty_like(x)
     keeps = spec.bits != NOTHING
-    group_size = spec.group_size if _packs_in_kernel(x, spec) else 0
+    group_size = spec.group_size if packs_in_kernel(x, spec) else 0
     kept, noise = None, norm_launch.Noise(None, 0)
     rstd = x.new_empty(x.shape[:-1] if keeps else 0, dtype=torch.float32)
     if group_size:
@@ -87,7 +91,7 @@ def _norm_kernel(
     target = None if passes.saves_are_unread() else kept
     norm_launch.norm_forward(
         (x.view(-1, hidden), None if residual is None else residual.view(-1, hidden)),
-        _contiguous(affine),
+        contiguous_of(affine),
         (y, None if residual is None else total),
         None if target is None else norm_launch.Kept(target, rstd, group_size),
         (*how, noise),
@@ -113,7 +117,7 @@ def _norm_reference(
     total = x.new_empty(0) if residual is None else total
     if spec.bits == NOTHING:
         return y, total, x.new_empty(0, dtype=torch.uint8), rstd.new_empty(0)
-    if not _packs_in_kernel(x, spec):
+    if not packs_in_kernel(x, spec):
         normalised = normalised.to(x.dtype)  # as the kernel would write it for a second pass
     return y, total, encode(normalised, spec), rstd
 
@@ -150,8 +154,8 @@ def norm_backward(
     hidden = dy.shape[-1]
     kind = Spec(*spec)
     vectors = _new_vectors(dy, weight, wanted)
-    if not _has_kernel(dy):
-        normalised = _normalised(kept, dy, dtype, kind)
+    if not has_kernel(dy):
+        normalised = normalised_of(kept, dy, dtype, kind)
         dx = reference.gradient(dy, normalised, rstd, weight, centred)
         dx = dx.to(dtype) if dsum is None else (dx + dsum).to(dtype)
         for vector, total in zip(vectors, reference.sums(dy, normalised), strict=True):
@@ -165,7 +169,7 @@ def norm_backward(
     norm_backward_launch.norm_backward(
         (dy.view(-1, hidden), None if dsum is None else dsum.view(-1, hidden)),
         None if weight is None else weight.contiguous(),
-        _rows_of(kept, dx, kind, rstd),
+        rows_of(kept, dx, kind, rstd),
         dx.view(-1, hidden),
         (norm_backward_launch.Shares(dweight, dbias), centred),
     )
@@ -189,26 +193,6 @@ def norm_output(
 ) -> Tensor:  # fmt: skip
     """Return what was kept, times weight, plus bias, in `dtype`; `stored` is what was packed."""
     return output_again(kept, (weight, bias), shape, (stored, dtype), spec)
-
-
-def output_again(
-    kept: Tensor,
-    affine: tuple[Tensor | None, Tensor | None],
-    shape: Sequence[int],
-    dtypes: tuple[torch.dtype, torch.dtype],
-    spec: Sequence[int],
-) -> Tensor:
-    """Return what norm_output() does, inside of an operator; `dtypes` are its stored and dtype."""
-    kind, (weight, bias), (stored, dtype) = Spec(*spec), affine, dtypes
-    if weight is None and bias is None and kind.bits != RAW:
-        return decode(kept, shape, dtype, kind)
-    y = kept.new_empty(shape, dtype=dtype)
-    like = y if stored == dtype else kept.new_empty(shape, dtype=stored)
-    if not (_has_kernel(like) and dtype in KERNEL_DTYPES):
-        return y.copy_(reference.affine(_normalised(kept, y, stored, kind), weight, bias))
-    vectors = _contiguous(norm_launch.Affine(weight, bias))
-    norm_launch.norm_output(_rows_of(kept, like, kind, None), vectors, y.view(-1, shape[-1]))
-    return y
 
 
 @norm_output.register_fake
@@ -266,29 +250,7 @@ def _differentiable_backward(
     return dx.to(ctx.dtype), dweight if weight is None else dweight.to(weight.dtype), dbias
 
 
-def input_again(kept: Tensor, rstd: Tensor, probe: Tensor, spec: Spec) -> Tensor:
-    """Return a norm's input, up to a constant if it was centred, in its place in the graph."""
-    normalised = _normalised(kept, probe, probe.dtype, spec)
-    return attach(normalised / rstd.unsqueeze(-1), probe)
-
-
 norm.register_autograd(_backward, setup_context=_setup)
-
-
-def _has_kernel(x: Tensor) -> bool:
-    return served(x) and x.shape[-1] <= norm_launch.LONGEST_ROW
-
-
-def _packs_in_kernel(x: Tensor, spec: Spec) -> bool:
-    fits = spec.bits == 8 and spec.symmetric
-    return bool(fits) and norm_launch.packs(x.shape[-1], x.numel(), spec.group_size)
-
-
-def _contiguous(affine: norm_launch.Affine) -> norm_launch.Affine:
-    weight, bias = affine
-    return norm_launch.Affine(
-        None if weight is None else weight.contiguous(), None if bias is None else bias.contiguous()
-    )
 
 
 def _probe(x: Tensor, spec: Spec) -> Tensor:
@@ -299,17 +261,3 @@ def _new_vectors(dy: Tensor, weight: Tensor | None, wanted: list[int]) -> tuple[
     like = dy if weight is None else weight
     dweight, dbias = (like.new_empty(dy.shape[-1] if want else 0) for want in wanted)
     return dweight, dbias
-
-
-def _rows_of(kept: Tensor, like: Tensor, spec: Spec, rstd: Tensor | None) -> norm_launch.Kept:
-    """Return what a kernel reads; `like` has the shape and the type of what was kept."""
-    if _packs_in_kernel(like, spec):
-        return norm_launch.Kept(kept, rstd, spec.group_size)
-    return norm_launch.Kept(decode(kept, like.shape, like.dtype, spec), rstd, 0)
-
-
-def _normalised(kept: Tensor, like: Tensor, stored: torch.dtype, spec: Spec) -> Tensor:
-    """Return the normalised input of the shape of `like`, in the type that is computed in."""
-    packed_wide = spec.bits != RAW and stored != torch.float64
-    dtype = torch.float32 if packed_wide else stored
-    return reference.wide(decode(kept, like.shape, dtype, spec))

@@ -24,15 +24,8 @@ from vramx.errors import InvalidValueError, VramxWarning, brief
 from vramx.nn.families import family_of, head, known_base, projection, trial
 from vramx.nn.families.attention import KNOWN
 from vramx.nn.families.parts import can_repeat
-from vramx.nn.families.swap import (
-    RECOMPUTE_MLP,
-    Fusing,
-    Settings,
-    part_of,
-    swap,
-    unswap,
-    untouched,
-)
+from vramx.nn.families.questions import part_of, untouched
+from vramx.nn.families.swap import RECOMPUTE_MLP, Fusing, Settings, swap, unswap
 from vramx.nn.levels import LEFT, check_patterns, kept_by, levels_of, word_for
 from vramx.patch.module import find, original_class, patch_of
 from vramx.patch.table import table

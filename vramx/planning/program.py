@@ -1,34 +1,28 @@
-"""What a step of a program refers to, and a copy of it that a fake GPU can run.
+"""What a step of a program refers to.
 
 A step is a function, a method, or an object that is called. It refers to what its closure, its
 defaults, its object and the globals that its code names hold; functions among these that are of no
-library are followed. found_in() lists it; Copied makes a copy in which every model, optimizer and
-tensor is one without data, so that the program's own are never touched. What is of no known kind,
-such as a data loader or a file, is shared with the copy.
+library are followed. found_in() lists it; program_copy.py makes a copy of it.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from vramx.errors import InvalidValueError, brief
 from vramx.optimizers.copies import unwrapped
 
-Make = Callable[[Tensor], Tensor]
 _LIBRARIES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
 _CONTAINERS = (list, tuple, dict, set)
-_ITERATORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
 _ACCEPTED = "accepted are a function, a method, an object that is called, and a torch.nn.Module"
 
 
@@ -85,10 +79,10 @@ class Found:
             inner = (*value.keys(), *value.values())
         elif isinstance(value, _CONTAINERS):
             inner = value
-        elif _has_state(value):
+        elif has_state(value):
             self.others.append(value)
             inner = [getattr(value, "optimizer", None)]  # of a scheduler
-        elif _is_of_the_program(value):
+        elif is_of_the_program(value):
             inner = vars(value).values()
         for each in inner:
             self.visit(each)
@@ -119,7 +113,7 @@ def references(function: Any) -> Iterator[tuple[str, Any]]:
         yield from (("", x) for x in (function.func, *function.args, *function.keywords.values()))
         return
     for cell in function.__closure__ or ():
-        if _filled(cell):
+        if is_filled(cell):
             yield "", cell.cell_contents
     yield from (
         ("", x) for x in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
@@ -138,20 +132,22 @@ def globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         yield name, function.__globals__[name]
 
 
-def _filled(cell: Any) -> bool:
+def is_filled(cell: Any) -> bool:
+    """Tell whether a closure's cell holds something."""
     try:
         return cell.cell_contents is not None
     except ValueError:  # of a name that was not assigned yet
         return False
 
 
-def _has_state(value: Any) -> bool:
+def has_state(value: Any) -> bool:
     """Tell whether a value is an object like a scheduler or a scaler."""
     names = ("state_dict", "load_state_dict")
     return not isinstance(value, type) and all(callable(getattr(value, n, None)) for n in names)
 
 
-def _is_of_the_program(value: Any) -> bool:
+def is_of_the_program(value: Any) -> bool:
+    """Tell whether a value is an object, and its class is of no library."""
     if isinstance(value, (type, types.ModuleType)) or not hasattr(value, "__dict__"):
         return False
     return not _is_of_a_library(type(value).__module__)
@@ -164,158 +160,6 @@ def _is_of_a_library(name: str | None) -> bool:
     file = getattr(sys.modules.get(name), "__file__", None)
     # A test or a script may lie below either: what is installed lies in them.
     return file is not None and file.startswith(_LIBRARIES)
-
-
-class Copied:
-    """A copy of values in which tensors have no data.
-
-    Args:
-        make: makes the tensor without data that stands for one.
-        make_here: the same, on the device of the one.
-        values: of the program: they refer to each other in the copy as they do there.
-
-    Attributes:
-        handles: of hooks on tensors of the copy, which live as long as these.
-    """
-
-    def __init__(self, make: Make, make_here: Make, *values: Any) -> None:
-        self._make = make
-        self._make_here = make_here
-        self._memo: dict[int, Any] = {}
-        self._functions: dict[int, Any] = {}
-        self._kept: list[Any] = []  # whose ids are keys
-        self.handles: list[Any] = []
-        found = found_in(*values)
-        self._prepare(found)
-        self._copy_optimizers([*found.optimizers, *found.wrappers])
-        for tensor in list(self._kept):
-            if isinstance(tensor, Tensor):
-                self._copy_hooks(tensor, self._memo[id(tensor)])
-        self.values = tuple(self._copy(value) for value in values)
-        self.found = found_in(*self.values)
-
-    def _prepare(self, found: Found) -> None:
-        """Decide what stands for each tensor, so that copying meets none with data."""
-        for model in found.models:
-            for module in model.modules():
-                for tensor in tree_leaves(list(vars(module).values())):
-                    self._stand_in(tensor)
-        for optimizer in found.optimizers:
-            for group in optimizer.param_groups:
-                for tensor in tree_leaves(group["params"]):
-                    self._stand_in(tensor)
-                self._stand_in_beside(group)
-            for state in optimizer.state.values():
-                self._stand_in_beside(state)
-        for tensor in found.tensors:
-            self._stand_in(tensor)
-
-    def _stand_in_beside(self, tree: Any) -> None:
-        """Have numbers of an optimizer, such as the count of its steps, wait where they are."""
-        for tensor in tree_leaves(tree):
-            if isinstance(tensor, Tensor):
-                self._stand_in(tensor, self._make if tensor.dim() else self._make_here)
-
-    def _copy_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Copy optimizers with all of their attributes; their own way leaves out some."""
-        for optimizer in optimizers:
-            self._remember(optimizer, object.__new__(type(optimizer)))
-        for optimizer in optimizers:
-            attributes = {
-                # A scheduler wraps the step of the original, by name.
-                name: self._copied_attribute(value)
-                for name, value in vars(optimizer).items()
-                if name != "step"
-            }
-            self._memo[id(optimizer)].__dict__.update(attributes)
-
-    def _copy_hooks(self, tensor: Tensor, made: Tensor) -> None:
-        """Have hooks of the program, as of an optimizer that steps in backward, run on the copy."""
-        if tensor.requires_grad:
-            for hooks, register in zip(
-                hooks_of(tensor),
-                (made.register_hook, made.register_post_accumulate_grad_hook),
-                strict=True,
-            ):
-                for hook in hooks.values():
-                    self.handles.append(register(self._copy(hook)))
-
-    def _copied_attribute(self, value: Any) -> Any:
-        try:
-            return copy.deepcopy(value, self._memo)
-        except Exception:  # what cannot be copied has no parameter
-            return value
-
-    def _stand_in(self, tensor: Any, make: Make | None = None) -> None:
-        if not isinstance(tensor, Tensor) or id(tensor) in self._memo:
-            return
-        made = (make or self._make)(tensor)
-        self._kept.append(tensor)
-        self._memo[id(tensor)] = made
-        if tensor.is_leaf and tensor.grad is not None:
-            made.grad = self._make(tensor.grad)
-
-    def _copy(self, value: Any) -> Any:
-        if is_followed(value):
-            return self._copy_function(value)
-        if isinstance(value, dict) and type(value) is dict:
-            copied = {self._copied_key(key): self._copy(each) for key, each in value.items()}
-            return self._remember(value, copied)
-        if type(value) in (list, tuple):
-            return self._remember(value, type(value)(map(self._copy, value)))
-        if id(value) in self._memo:
-            return self._memo[id(value)]
-        if isinstance(value, _ITERATORS):
-            return self._remember(value, copy.copy(value))  # the program's own is not advanced
-        known = (Tensor, nn.Module, Optimizer)
-        if isinstance(value, known) or _has_state(value) or _is_of_the_program(value):
-            return self._deep_copy(value)
-        return self._memo.get(id(value), value)
-
-    def _copied_key(self, key: Any) -> Any:
-        return self._copy(key) if isinstance(key, (Tensor, nn.Module, Optimizer)) else key
-
-    def _remember(self, value: Any, made: Any) -> Any:
-        self._kept.append(value)
-        return self._memo.setdefault(id(value), made)
-
-    def _deep_copy(self, value: Any) -> Any:
-        try:
-            return copy.deepcopy(value, self._memo)
-        except Exception as error:
-            if isinstance(value, (nn.Module, Optimizer)):
-                raise InvalidValueError(
-                    f"a {type(value).__name__} of the step cannot be copied "
-                    f"({type(error).__name__}: {brief(str(error))}); predict before DDP, FSDP or "
-                    "others wrap the model"
-                ) from error
-            return value  # a file, a lock: what has no tensor of the model is shared
-
-    def _copy_function(self, function: Any) -> Any:
-        if isinstance(function, types.MethodType):
-            code: Any = self._copy_function(function.__func__)
-            return types.MethodType(code, self._copy(function.__self__))
-        if isinstance(function, functools.partial):
-            keywords = {name: self._copy(x) for name, x in function.keywords.items()}
-            return functools.partial(
-                self._copy(function.func), *map(self._copy, function.args), **keywords
-            )
-        if not is_followed(function):
-            return function
-        if id(function) in self._functions:
-            return self._functions[id(function)]
-        cells = tuple(types.CellType() for _ in function.__closure__ or ())
-        made = types.FunctionType(
-            function.__code__, dict(function.__globals__), function.__name__, None, cells
-        )
-        self._functions[id(function)] = made  # before what it refers to, which may be itself
-        made.__kwdefaults__ = {k: self._copy(x) for k, x in (function.__kwdefaults__ or {}).items()}
-        made.__defaults__ = tuple(map(self._copy, function.__defaults__ or ())) or None
-        for cell, original in zip(cells, function.__closure__ or (), strict=True):
-            if _filled(original):
-                cell.cell_contents = self._copy(original.cell_contents)
-        made.__globals__.update({name: self._copy(x) for name, x in globals_of(function)})
-        return made
 
 
 def check_step(step: Any) -> None:

@@ -14,8 +14,9 @@ from vramx.nn.families.decoder import DecoderLayer, MistralLayer, Qwen2Layer, Qw
 from vramx.nn.families.encoder import EncoderLayer
 from vramx.nn.families.gpt2 import Gpt2Block
 from vramx.nn.families.norms import GemmaNorm, RmsNorm
+from vramx.nn.families.questions import class_name
 from vramx.nn.families.resnet import BasicBlock, Bottleneck, TimmBasicBlock, TimmBottleneck
-from vramx.nn.families.swap import Fused, class_name
+from vramx.nn.families.swap import Fused
 from vramx.nn.families.vit import TimmBlock, VitLayer
 
 FAMILIES: tuple[type[Fused], ...] = (

@@ -30,7 +30,7 @@ from vramx.nn.families.projection import (
     projection_of,
     tensor_of,
 )
-from vramx.nn.families.swap import cache_of, names_of
+from vramx.nn.families.questions import cache_of, names_of
 from vramx.nn.keeping import NOTHING, Kept
 from vramx.nn.norm import Normed
 from vramx.nn.products import tiles

@@ -20,8 +20,9 @@ from vramx.nn.families.attention import (
 )
 from vramx.nn.families.parts import FeedForward, add_normalise, feed_forward
 from vramx.nn.families.projection import Source, project, tensor_of
+from vramx.nn.families.questions import all_untouched, cache_of
 from vramx.nn.families.small import of_transformers
-from vramx.nn.families.swap import Fused, all_untouched, cache_of
+from vramx.nn.families.swap import Fused
 
 _FILE = "transformers.models.bert.modeling_bert"
 

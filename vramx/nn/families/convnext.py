@@ -12,17 +12,18 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from vramx.nn.families.convolutions import convolve
+from vramx.nn.families.norm_modules import normalise
 from vramx.nn.families.parts import (
     FeedForward,
     feed_forward,
-    normalise,
     nothing,
     terms_of_all,
     whole_feed_forward,
 )
 from vramx.nn.families.projection import tensor_of
+from vramx.nn.families.questions import all_untouched, class_name
 from vramx.nn.families.small import WIDTH, images
-from vramx.nn.families.swap import Fused, all_untouched, class_name
+from vramx.nn.families.swap import Fused
 from vramx.nn.feed_forward import TwoLinears
 from vramx.patch.module import original_class
 

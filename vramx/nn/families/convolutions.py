@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vramx.compression.config import Compression
 from vramx.nn.convolution import convolved_by
 from vramx.nn.families.projection import plain_tensor
-from vramx.nn.families.swap import untouched
+from vramx.nn.families.questions import untouched
 
 _WORDS = {nn.Identity: "none", nn.ReLU: "relu", nn.SiLU: "silu"}
 

@@ -29,10 +29,12 @@ from vramx.nn.families.attention import (
     turn,
     values_again,
 )
-from vramx.nn.families.parts import RMS_NORMS, FeedForward, feed_forward, normalise
+from vramx.nn.families.norm_modules import RMS_NORMS, normalise
+from vramx.nn.families.parts import FeedForward, feed_forward
 from vramx.nn.families.projection import project, tensor_of
+from vramx.nn.families.questions import all_untouched, cache_of, class_name, untouched
 from vramx.nn.families.small import of_transformers
-from vramx.nn.families.swap import Fused, all_untouched, cache_of, class_name, untouched
+from vramx.nn.families.swap import Fused
 from vramx.nn.norm import rms_norm
 
 _HF = "transformers.models"

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from vramx.nn.families.norm_modules import normalise
 from vramx.nn.families.parts import (
     FeedForward,
     Finish,
     add_normalise,
     feed_forward,
     feed_forward_add,
-    normalise,
 )
 from vramx.nn.families.projection import Source, project, tensor_of
 from vramx.nn.families.small import HEADS, INNER, TOKENS, WIDTH, images

@@ -17,16 +17,12 @@ from vramx.nn.families.attention import (
     is_in,
     takes_cache,
 )
-from vramx.nn.families.parts import (
-    FeedForward,
-    add_normalise,
-    feed_forward,
-    feed_forward_add,
-    normalise,
-)
+from vramx.nn.families.norm_modules import normalise
+from vramx.nn.families.parts import FeedForward, add_normalise, feed_forward, feed_forward_add
 from vramx.nn.families.projection import project, tensor_of
+from vramx.nn.families.questions import all_untouched, cache_of, class_name
 from vramx.nn.families.small import of_transformers
-from vramx.nn.families.swap import Fused, all_untouched, cache_of, class_name
+from vramx.nn.families.swap import Fused
 
 _FILE = "transformers.models.gpt2.modeling_gpt2"
 

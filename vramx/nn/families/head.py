@@ -25,8 +25,9 @@ from vramx.compression import notices
 from vramx.compression.fakes import PLAIN
 from vramx.errors import brief
 from vramx.nn.families.projection import plain_tensor
+from vramx.nn.families.questions import class_name, is_transformed, parameters_of
 from vramx.nn.families.small import language_model, randomised
-from vramx.nn.families.swap import Swapped, class_name, is_transformed, parameters_of
+from vramx.nn.families.swap import Swapped
 from vramx.nn.families.verify import difference_of, run
 from vramx.nn.logits import Logits
 from vramx.patch.module import find, original_class, patch_of, put

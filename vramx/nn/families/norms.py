@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vramx.nn.families.parts import GEMMA_NORM, RMS_NORMS, normed_by
+from vramx.nn.families.norm_modules import GEMMA_NORM, RMS_NORMS, normed_by
 from vramx.nn.families.projection import plain_tensor
 from vramx.nn.families.small import TOKENS, WIDTH, images
 from vramx.nn.families.swap import Fused

@@ -21,8 +21,9 @@ from vramx.nn.batch_norm import normed_by
 from vramx.nn.channel_norm import ChannelNormed
 from vramx.nn.convolution import convolved_by, keep_input
 from vramx.nn.families.convolutions import plain_convolution, word_of
+from vramx.nn.families.questions import all_untouched
 from vramx.nn.families.small import WIDTH, images
-from vramx.nn.families.swap import Fused, all_untouched
+from vramx.nn.families.swap import Fused
 from vramx.nn.keeping import Kept
 from vramx.patch.module import original_class
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vramx.nn.families.swap import cache_name_of
+from vramx.nn.families.questions import cache_name_of
 from vramx.patch.module import original_class
 
 WIDTH, INNER, HEADS, HEAD, TOKENS, CLASSES = 16, 24, 4, 8, 5, 37

@@ -8,31 +8,32 @@ call of a module that is to be verified. A call costs some microseconds for the 
 
 from __future__ import annotations
 
-import inspect
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from vramx.compression.config import Compression
 from vramx.compression.fakes import PLAIN
 from vramx.errors import VramxWarning
 from vramx.nn import passes
+from vramx.nn.families.questions import (
+    cache_of,
+    class_name,
+    is_transformed,
+    parameters_of,
+    part_of,
+    roles_of,
+)
 from vramx.patch.change import Change
-from vramx.patch.module import find, patch_of, put, remove
+from vramx.patch.module import find, put, remove
 from vramx.patch.subclass import Patch
-from vramx.patch.watching import has_other_hooks
 from vramx.recompute import call as recompute
-from vramx.recompute.objects import is_cache
 
-# Stands for the parameter that takes a cache, which releases of transformers call otherwise.
-CACHE = "past_key_values"
 RECOMPUTE_ALL, RECOMPUTE_MLP = "recompute_all", "recompute_mlp"
 
 # Models of transformers make a cache in training too, unless they are told not to.
@@ -89,10 +90,10 @@ class Fused:
         for path in cls.PARTS:
             if part_of(module, path) is None:
                 return f"it has no {path}"
-        if _roles(module)[: len(cls.ARGUMENTS)] != cls.ARGUMENTS:
+        if roles_of(module)[: len(cls.ARGUMENTS)] != cls.ARGUMENTS:
             return f"its forward does not begin with {', '.join(cls.ARGUMENTS)}"
         for path, known in cls.PARAMETERS.items():
-            unknown = set(_roles(part_of(module, path))).difference(known.split())
+            unknown = set(roles_of(part_of(module, path))).difference(known.split())
             if unknown:
                 return f"{path or 'its forward'} takes {', '.join(sorted(unknown))}: not known"
         for path, name in cls.TYPES.items():
@@ -173,78 +174,6 @@ def unswap(module: nn.Module) -> bool:
     """Have a swapped module computed as its class does; return whether it was swapped."""
     swapped = find(module, Swapped)
     return swapped is not None and remove(module, swapped)
-
-
-def class_name(cls: type) -> str:
-    """Return a class's module and name, by which families know it.
-
-    Example:
-        >>> class_name(nn.Linear)
-        'torch.nn.modules.linear.Linear'
-    """
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def untouched(module: Any) -> bool:
-    """Tell whether calling a module does nothing but its class's own forward."""
-    state = module.__dict__
-    return not (
-        "forward" in state
-        or patch_of(module) is not None
-        or state["_forward_hooks"]
-        or state["_forward_pre_hooks"]
-        or state["_backward_hooks"]
-        or state["_backward_pre_hooks"]
-        or type(module).forward.__module__ != type(module).__module__
-    )
-
-
-def all_untouched(modules: Iterable[Any]) -> bool:
-    """Tell whether all are untouched(), and all of modules in general."""
-    return not has_other_hooks() and all(untouched(module) for module in modules)
-
-
-def part_of(module: Any, path: str) -> Any:
-    """Return what a dotted path leads to; None if there is nothing."""
-    for name in path.split(".") if path else ():
-        module = getattr(module, name, None)
-    return module
-
-
-def names_of(module: Any) -> Any:
-    """Return the Python module that a module's class is from, where its functions are found."""
-    return sys.modules[type(module).__module__]
-
-
-def cache_of(call: dict[str, Any]) -> tuple[str, Any]:
-    """Return the name and the value of the cache that a call is given; "" and None: it has none."""
-    found = ((name, value) for name, value in call.items() if is_cache(value))
-    return next(found, ("", None))
-
-
-def parameters_of(module: Any) -> list[inspect.Parameter]:
-    """Return the parameters of a module's forward that have names."""
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    return [p for p in parameters if p.kind is not p.VAR_KEYWORD]
-
-
-def cache_name_of(module: Any) -> str | None:
-    """Return the name of the parameter whose type is that of a cache; None: there is none."""
-    return next((p.name for p in parameters_of(module) if _takes_cache(p)), None)
-
-
-def _takes_cache(parameter: inspect.Parameter) -> bool:
-    return "Cache" in str(parameter.annotation)
-
-
-def _roles(module: Any) -> tuple[str, ...]:
-    """Return the names of parameters, and CACHE for one whose type is that of a cache."""
-    return tuple(CACHE if _takes_cache(p) else p.name for p in parameters_of(module))
-
-
-def is_transformed() -> bool:
-    """Tell whether torch.func or forward differentiation asks what the original is made of."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _learns(module: Fused, call: dict[str, Any]) -> bool:

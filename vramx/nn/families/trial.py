@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from vramx.errors import brief
+from vramx.nn.families.questions import class_name
 from vramx.nn.families.small import randomised
-from vramx.nn.families.swap import Fused, Settings, class_name, swap
+from vramx.nn.families.swap import Fused, Settings, swap
 from vramx.nn.families.verify import EXACT, difference
 from vramx.patch.module import original_class
 

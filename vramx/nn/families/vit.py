@@ -17,18 +17,19 @@ from vramx.nn.families.attention import (
     of_result,
     packed,
 )
+from vramx.nn.families.norm_modules import normalise
 from vramx.nn.families.parts import (
     FeedForward,
     add,
     add_normalise,
     feed_forward,
     feed_forward_add,
-    normalise,
     nothing,
 )
 from vramx.nn.families.projection import project, tensor_of
+from vramx.nn.families.questions import all_untouched, class_name
 from vramx.nn.families.small import HEADS, TOKENS, WIDTH, images, of_transformers
-from vramx.nn.families.swap import Fused, all_untouched, class_name
+from vramx.nn.families.swap import Fused
 from vramx.patch.module import original_class
 
 _VIT = "transformers.models.vit.modeling_vit"

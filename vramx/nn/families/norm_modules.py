@@ -1,0 +1,95 @@
+"""The norms of blocks, each on a module that is understood and on any other.
+
+A module that is not understood is called as it is, in its place. No state; any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vramx.compression.config import Compression
+from vramx.nn import passes
+from vramx.nn.arguments import autocast_dtype
+from vramx.nn.families.projection import Source, plain_tensor, projection_of
+from vramx.nn.families.questions import class_name, untouched
+from vramx.nn.norm import Normed, rms_norm
+from vramx.nn.norm import norm as norm_as
+
+HALVES = (torch.bfloat16, torch.float16)
+_HF = "transformers.models"
+RMS_NORMS = frozenset(
+    f"{_HF}.{name}.modeling_{name}.{prefix}RMSNorm"
+    for name, prefix in (
+        ("llama", "Llama"),
+        ("mistral", "Mistral"),
+        ("qwen2", "Qwen2"),
+        ("qwen3", "Qwen3"),
+    )
+)
+GEMMA_NORM = f"{_HF}.gemma.modeling_gemma.GemmaRMSNorm"
+TIMM_NORM = "timm.layers.norm.LayerNorm"
+
+
+def normalise(
+    norm: nn.Module,
+    x: Tensor,
+    residual: Tensor | None,
+    keep: Compression,
+    into: Sequence[nn.Module] = (),
+) -> tuple[Source, Tensor]:
+    """Return a norm module's result for x + residual, and that sum.
+
+    `into`: the Linears that the result goes into, and nothing else; none where it may be read by
+    others. Under autocast it then has the type that they compute in.
+    """
+    if residual is not None and residual.dtype != x.dtype and keep.packs:
+        # Under autocast: the sum has the type of the residual stream, and of the norm's weight.
+        # Not worth another operator where nothing is packed.
+        x, residual = x + residual, None
+    normed = normed_by(norm, x, residual, keep, into) if untouched(norm) else None
+    if normed is not None:
+        return normed, normed.residual_sum
+    total = x if residual is None else x + residual
+    return norm(total), total
+
+
+def normed_by(
+    norm: Any, x: Tensor, residual: Tensor | None, keep: Compression, into: Sequence[nn.Module] = ()
+) -> Normed | None:
+    """Return the result by what a norm's class is; None for a class or weights not understood."""
+    name = class_name(type(norm))
+    weight: Any = getattr(norm, "weight", None)
+    if weight is not None and not plain_tensor(weight):
+        return None
+    if name == GEMMA_NORM:
+        return rms_norm(x, 1.0 + weight.float(), norm.eps, residual, keep)
+    if type(norm) is nn.LayerNorm or (name == TIMM_NORM and not norm._fast_norm):
+        if len(norm.normalized_shape) != 1 or not (_fits(weight, x) or _widens(weight, x, keep)):
+            return None
+        asks = into and torch.is_autocast_enabled(x.device.type)
+        asks = asks and all(projection_of(module).weight is not None for module in into)
+        dtype = autocast_dtype(x) if asks else None
+        return norm_as((x, residual), (weight, norm.bias), (norm.eps, True), keep, dtype)
+    if name in RMS_NORMS and _fits(weight, x):
+        return rms_norm(x, weight, norm.variance_epsilon, residual, keep)
+    return None
+
+
+def _fits(weight: Tensor | None, x: Tensor) -> bool:
+    """Tell whether a norm's result has the type of x: another is promoted, or there is none."""
+    return weight is None or weight.dtype == x.dtype
+
+
+def _widens(weight: Tensor, x: Tensor, keep: Compression) -> bool:
+    """Tell whether autocast gives torch's layer norm a copy of x, and a pack can be in its place.
+
+    Its weights are in float32 then, as is the copy, which torch keeps. What lives for one block's
+    backward is not worth an operator.
+    """
+    half = x.dtype in HALVES and weight.dtype == torch.float32
+    packs = keep.packs and not passes.saves_are_brief()
+    return half and packs and torch.is_autocast_enabled(x.device.type)

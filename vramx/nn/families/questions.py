@@ -1,0 +1,93 @@
+"""Questions of modules and of calls, which families decide by: classes, hooks, parameters, caches.
+
+No state; any thread. Each takes some microseconds.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from vramx.patch.module import patch_of
+from vramx.patch.watching import has_other_hooks
+from vramx.recompute.objects import is_cache
+
+# Stands for the parameter that takes a cache, which releases of transformers call otherwise.
+CACHE = "past_key_values"
+
+
+def class_name(cls: type) -> str:
+    """Return a class's module and name, by which families know it.
+
+    Example:
+        >>> class_name(nn.Linear)
+        'torch.nn.modules.linear.Linear'
+    """
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def untouched(module: Any) -> bool:
+    """Tell whether calling a module does nothing but its class's own forward."""
+    state = module.__dict__
+    return not (
+        "forward" in state
+        or patch_of(module) is not None
+        or state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+        or type(module).forward.__module__ != type(module).__module__
+    )
+
+
+def all_untouched(modules: Iterable[Any]) -> bool:
+    """Tell whether all are untouched(), and all of modules in general."""
+    return not has_other_hooks() and all(untouched(module) for module in modules)
+
+
+def part_of(module: Any, path: str) -> Any:
+    """Return what a dotted path leads to; None if there is nothing."""
+    for name in path.split(".") if path else ():
+        module = getattr(module, name, None)
+    return module
+
+
+def names_of(module: Any) -> Any:
+    """Return the Python module that a module's class is from, where its functions are found."""
+    return sys.modules[type(module).__module__]
+
+
+def cache_of(call: dict[str, Any]) -> tuple[str, Any]:
+    """Return the name and the value of the cache that a call is given; "" and None: it has none."""
+    found = ((name, value) for name, value in call.items() if is_cache(value))
+    return next(found, ("", None))
+
+
+def parameters_of(module: Any) -> list[inspect.Parameter]:
+    """Return the parameters of a module's forward that have names."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+
+
+def cache_name_of(module: Any) -> str | None:
+    """Return the name of the parameter whose type is that of a cache; None: there is none."""
+    return next((p.name for p in parameters_of(module) if _takes_cache(p)), None)
+
+
+def _takes_cache(parameter: inspect.Parameter) -> bool:
+    return "Cache" in str(parameter.annotation)
+
+
+def roles_of(module: Any) -> tuple[str, ...]:
+    """Return the names of parameters, and CACHE for one whose type is that of a cache."""
+    return tuple(CACHE if _takes_cache(p) else p.name for p in parameters_of(module))
+
+
+def is_transformed() -> bool:
+    """Tell whether torch.func or forward differentiation asks what the original is made of."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
