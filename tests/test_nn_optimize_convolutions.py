@@ -143,6 +143,8 @@ def test_blocks_compute_what_their_originals_do(name: str, level: str, fused: li
     # Once each, and not again where a block is recomputed.
     for buffer, right in zip(block.buffers(), original.buffers(), strict=True):
         assert torch.allclose(buffer.double(), right.double(), rtol=1e-5, atol=1e-6)
+    assert len(vramx.restore(block)) == 1
+    assert torch.equal(gradient(block, x)[1], gradient(original, x)[1])
 
 
 @pytest.mark.parametrize("name", RECOMPUTED)

@@ -60,7 +60,11 @@ def test_models_of_transformers_compute_what_their_originals_do(name: str, level
     assert len(calls) == len(report.swapped) - len(others) == LAYERS
     assert error(result_of(model, inputs), result_of(original, inputs)) < ROUNDING
     bound = ROUNDING if level == "keep" else INT8_NOISE
-    assert error(gradient, gradient_of(original, inputs)) < bound
+    exact = gradient_of(original, inputs)
+    assert error(gradient, exact) < bound
+    vramx.restore(model)
+    assert torch.equal(gradient_of(model, inputs), exact)
+    assert list(model.state_dict()) == list(original.state_dict())
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

@@ -82,6 +82,13 @@ def run(command: Sequence[str], variables: Mapping[str, str]) -> Outcome:
     return Outcome(process.returncode, stdout, stderr)
 
 
+def on_two_gpus(program: str, *words: str) -> Outcome:
+    """Run one of the programs in two processes, a GPU each."""
+    workers = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *workers, str(PROGRAMS / f"{program}.py"), *words]
+    return run(command, environment({}))
+
+
 @contextmanager
 def started(
     commands: Mapping[Key, tuple[Sequence[str], Mapping[str, str]]],

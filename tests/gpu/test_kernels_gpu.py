@@ -282,18 +282,6 @@ def test_launches_on_the_current_stream() -> None:
     assert torch.equal(decoded, dequantize(expected, layout, torch.float32))
 
 
-@pytest.mark.two_gpus
-def test_launches_on_the_tensor_s_device_and_leaves_the_current_one() -> None:
-    layout = layout_of("8sym", 100_003)
-    x = sample(layout.numel, torch.bfloat16)
-    expected = quantize(x, layout, seed_and_epoch())
-    packed = quantize(x.to("cuda:1"), layout, seed_and_epoch("cuda:1"))
-    decoded = dequantize(packed, layout, torch.bfloat16)
-    assert torch.cuda.current_device() == 0
-    assert torch.equal(packed.to(GPU), expected)
-    assert torch.equal(decoded.to(GPU), dequantize(expected, layout, torch.bfloat16))
-
-
 def test_one_binary_serves_every_size_and_stream() -> None:
     layout = layout_of("8sym", 100_003)
     x = sample(layout.numel, torch.bfloat16)

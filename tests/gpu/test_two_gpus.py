@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
 from gpu import runner
-from gpu.runner import PROGRAMS, Outcome
+from gpu.runner import Outcome
 from gpu.tools import LONG_SLEEP, MIB, holds, room, settle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
@@ -102,16 +100,10 @@ def test_one_full_device_leaves_the_other_alone() -> None:
 def trainings(allocator: str) -> dict[tuple[str, str], Outcome]:
     """Train in both ways under both allocators, one after another: each takes both GPUs."""
     return {
-        (kind, each): launch("two_gpu_training", each, kind)
+        (kind, each): runner.on_two_gpus("two_gpu_training", each, kind)
         for each in ("native", allocator)
         for kind in ("ddp", "fsdp")
     }
-
-
-def launch(name: str, *arguments: str) -> Outcome:
-    workers = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *workers, str(PROGRAMS / f"{name}.py"), *arguments]
-    return runner.run(command, runner.environment({}))
 
 
 @pytest.mark.vramx_only
@@ -136,7 +128,7 @@ def test_training_reserves_no_more_than_under_torchs_own_allocator(
 
 @pytest.fixture(scope="module")
 def collectives(allocator: str) -> Outcome:
-    return launch("two_gpu_collectives", allocator)
+    return runner.on_two_gpus("two_gpu_collectives", allocator)
 
 
 @pytest.mark.parametrize(

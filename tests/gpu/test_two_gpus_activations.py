@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 from optimize_tools import INT8_NOISE
 
 from gpu import runner
-from gpu.runner import PROGRAMS, Outcome
+from gpu.runner import Outcome
 
 pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
 
@@ -25,9 +23,7 @@ WAYS = (
 @pytest.fixture(scope="module")
 def outcome() -> Outcome:
     pytest.importorskip("transformers")
-    workers = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *workers, str(PROGRAMS / "two_gpu_activations.py")]
-    return runner.run(command, runner.environment({}))
+    return runner.on_two_gpus("two_gpu_activations")
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 
 import pytest
 
 from gpu import runner
-from gpu.runner import PROGRAMS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
-
-
 both_kinds = pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-
-
-def run(program: str, *words: str) -> runner.Outcome:
-    """Run a program on two GPUs."""
-    workers = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *workers, str(PROGRAMS / program), *words]
-    return runner.run(command, runner.environment({}))
 
 
 @both_kinds
 def test_both_processes_train_as_planned_within_the_budget(kind: str) -> None:
-    plans = run("two_gpu_plan.py", kind).facts()["plans"]
+    plans = runner.on_two_gpus("two_gpu_plan", kind).facts()["plans"]
     for plan in plans:
         first, second = plan["texts"]
         assert first == second
@@ -38,7 +27,7 @@ def test_both_processes_train_as_planned_within_the_budget(kind: str) -> None:
 
 @both_kinds
 def test_both_processes_train_with_the_batch_that_the_smaller_has_room_for(kind: str) -> None:
-    found = run("two_gpu_fit.py", kind).facts()
+    found = runner.on_two_gpus("two_gpu_fit", kind).facts()
     (batch, attempts, is_within), other = found["told"]
     assert other == [batch, attempts, True]
     assert is_within
@@ -49,7 +38,7 @@ def test_both_processes_train_with_the_batch_that_the_smaller_has_room_for(kind:
 
 
 def test_out_of_memory_in_one_of_them_leaves_none_waiting() -> None:
-    outcome = run("two_gpu_fit_fails.py")
+    outcome = runner.on_two_gpus("two_gpu_fit_fails")
     assert outcome.code == 0, str(outcome)
     told = [json.loads(line) for line in outcome.stdout.splitlines() if line.startswith("{")]
     waiting, failed = (each["said"] for each in sorted(told, key=lambda each: each["rank"]))

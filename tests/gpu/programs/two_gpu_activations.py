@@ -9,7 +9,6 @@ ranks have the same, and how many tensors were packed or blocks swapped.
 
 import copy
 import json
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel, ViTConfig, ViTModel
+from two_gpu_tools import gathered, group
 
 import vramx
 
@@ -157,20 +157,15 @@ def compared(name: str, rank: int) -> dict[str, dict[str, Any]]:
     return facts
 
 
-def main() -> None:
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    distributed.init_process_group("nccl", device_id=torch.device("cuda", rank))
+def main(rank: int) -> None:
     facts: dict[str, dict[str, Any]] = {}
     for name in MODELS:
         facts |= compared(name, rank)
-    same = [None, None]
-    distributed.all_gather_object(same, all(fact["same"] for fact in facts.values()))
+    same = gathered(all(fact["same"] for fact in facts.values()))
     if rank == 0:
         print(json.dumps({"ways": facts, "same": all(same)}), flush=True)
-    distributed.barrier()
-    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    with group() as rank:
+        main(rank)

@@ -6,11 +6,11 @@ Rank 0 prints how many elements were wrong, for each collective.
 """
 
 import json
-import os
 import sys
 
 import torch
 import torch.distributed as distributed
+from two_gpu_tools import group
 
 if sys.argv[1] == "vramx":
     import vramx
@@ -67,19 +67,15 @@ def reduce_while_defragmenting(rank: int) -> int:
     return errors + sum(wrong(tensor, last[index]) for index, tensor in enumerate(kept))
 
 
-def main() -> None:
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    distributed.init_process_group("nccl", device_id=torch.device("cuda", rank))
+def main(rank: int) -> None:
     steps = (reduce_in_turn, reduce_and_drop, reduce_while_defragmenting)
     errors = torch.tensor([step(rank) for step in steps], device="cuda")
     distributed.all_reduce(errors)
     if rank == 0:
         names = [step.__name__ for step in steps]
         print(json.dumps(dict(zip(names, errors.tolist(), strict=True))), flush=True)
-    distributed.barrier()
-    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    with group() as rank:
+        main(rank)

@@ -8,16 +8,11 @@ have room for two steps), and whether 200 more steps of random lengths went thro
 
 import gc
 import json
-import os
 import random
 import sys
-from typing import Any
 
 import torch
-import torch.distributed as distributed
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from two_gpu_tools import blocks, gathered, group, wrapped
 
 import vramx
 
@@ -25,41 +20,10 @@ WIDTH, LAYERS, LENGTH, STEPS = 1024, 4, 512, 200
 ROOM_BYTES = (6 << 30, 5 << 30)  # of each rank
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return x + hidden
-
-
-def wrapped(kind: str, rank: int) -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(LAYERS))).cuda()
-    if kind == "ddp":
-        return DistributedDataParallel(model, device_ids=[rank])
-    for block in model:
-        fully_shard(block)
-    fully_shard(model)
-    return model
-
-
-def gathered(value: Any) -> list[Any]:
-    found: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(found, value)
-    return found
-
-
-def main() -> None:
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    distributed.init_process_group("nccl", device_id=torch.device("cuda", rank))
+def main(rank: int) -> None:
     total = torch.cuda.get_device_properties(rank).total_memory
     torch.cuda.set_per_process_memory_fraction(ROOM_BYTES[rank] / total)
-    model = wrapped(sys.argv[1], rank)
+    model = wrapped(sys.argv[1], blocks(LAYERS, WIDTH, 4 * WIDTH), rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def step(batch: int, length: int = LENGTH) -> None:
@@ -92,9 +56,8 @@ def main() -> None:
     told = gathered([found.batch, len(found.attempts), found.peak_bytes <= found.budget_bytes])
     if rank == 0:
         print(json.dumps({"told": told, "by_hand": by_hand, "steps": STEPS}), flush=True)
-    distributed.barrier()
-    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    with group() as rank:
+        main(rank)

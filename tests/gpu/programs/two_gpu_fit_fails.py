@@ -7,9 +7,9 @@ import json
 import os
 
 import torch
-import torch.distributed as distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from two_gpu_tools import join
 
 import vramx
 from vramx.errors import VramxError
@@ -39,11 +39,9 @@ class Training:
 
 
 def main() -> None:
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
+    rank = join()
     total = torch.cuda.get_device_properties(rank).total_memory
     torch.cuda.set_per_process_memory_fraction(LIMIT_BYTES / total)
-    distributed.init_process_group("nccl", device_id=torch.device("cuda", rank))
     said = "nothing"
     try:
         vramx.fit_batch(Training(rank).step, timeout_s=60)

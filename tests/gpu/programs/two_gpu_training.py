@@ -6,7 +6,6 @@ Rank 0 prints the losses of each step, exactly, and the peak of what each rank r
 """
 
 import json
-import os
 import sys
 
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as distributed
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from two_gpu_tools import blocks, gathered, group
 
 if sys.argv[1] == "vramx":
     import vramx
@@ -25,16 +25,6 @@ LAYERS = 6
 STEPS = 8
 # Rows of each step, different ones in turn, as batches of sequences are.
 ROWS = (512, 3000, 1024, 4096)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
 def replicated(model: nn.Sequential, rank: int) -> nn.Module:
@@ -70,21 +60,15 @@ def train(model: nn.Module, rank: int) -> list[str]:
     return losses
 
 
-def main() -> None:
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    distributed.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(LAYERS))).cuda()
+def main(rank: int) -> None:
+    model = blocks(LAYERS, WIDTH, 2 * WIDTH)
     losses = train({"ddp": replicated, "fsdp": sharded}[sys.argv[2]](model, rank), rank)
-    peaks: list[int] = [0] * distributed.get_world_size()
-    distributed.all_gather_object(peaks, torch.cuda.max_memory_reserved())
+    peaks = gathered(torch.cuda.max_memory_reserved())
     if rank == 0:
         backend = torch.cuda.get_allocator_backend()
         print(json.dumps({"backend": backend, "losses": losses, "peaks": peaks}), flush=True)
-    distributed.barrier()
-    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    with group() as rank:
+        main(rank)
