@@ -70,17 +70,6 @@ def test_a_trace_is_refused(run: Any, traces: Path, verb: str) -> None:
     )
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_snapshot_cut_anywhere_is_refused(
-    run: Any, snapshots: Path, tmp_path: Path, verb: str
-) -> None:
-    data = (snapshots / "oom.pickle").read_bytes()
-    path = tmp_path / "cut.pickle"
-    for length in (3, 1000, len(data) // 2, len(data) - 1):
-        path.write_bytes(data[:length])
-        assert_one_line_refusal(*run(*command(verb, path)), "no complete pickle")
-
-
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
     """Yield every container in plain data with each of its keys."""
     keys: Any = range(len(value)) if isinstance(value, list) else value

@@ -228,13 +228,6 @@ def test_what_no_kernel_takes_is_torchs(tensors: list[Tensor], call: dict[str, A
     assert all(map(torch.equal, found, exact))
 
 
-def test_nothing_is_kept_without_gradients() -> None:
-    tensors = [x.detach() for x in inputs()]
-    assert attend(*tensors).kept is None
-    with torch.no_grad():
-        assert attend(*inputs()).kept is None
-
-
 def test_a_kernel_that_is_switched_off_is_not_used() -> None:
     with sdpa_kernel(SDPBackend.MATH):
         assert attend(*inputs()).kept is None

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from channel_norm_tools import (
-    SHAPE,
     affine_of,
     every_kind,
     every_order,
@@ -150,14 +149,6 @@ def test_weight_gradient_is_unbiased_behind_a_relu() -> None:
     # Rounding to nearest is what this must see.
     off = gradient(Compression(level="int4", rounding="nearest")) - exact
     assert (off / (draws.std(0) / 64**0.5)).abs().max() > 5
-
-
-def test_nothing_is_kept_without_grad_mode() -> None:
-    x = image(0)
-    with torch.no_grad():
-        done = ours("batch", x, affine_of(SHAPE), activation="relu")
-    assert done.kept is None
-    assert torch.equal(done.y, ours("batch", x, affine_of(SHAPE), activation="relu").y)
 
 
 def test_channel_with_nan_stays_alone() -> None:

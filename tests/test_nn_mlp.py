@@ -58,21 +58,6 @@ def check_derivatives(ours: Any, theirs: Any, every: list[Tensor]) -> None:
         assert torch.allclose(a, b, rtol=1e-11, atol=1e-11)
 
 
-@every_form
-def test_exact_derivatives_are_torchs(count: int) -> None:
-    x = sample(3, 5, INPUTS, dtype=torch.float64)
-    weights, biases = parameters(count, dtype=torch.float64)
-    scale = sample(INPUTS, seed=3, dtype=torch.float64)
-
-    def ours() -> list[Tensor]:
-        return [fused(rms_norm(x, scale, 1e-5, keep=EXACT), weights, biases, residual=x)]
-
-    def theirs() -> list[Tensor]:
-        return [plain(F.rms_norm(x, (INPUTS,), scale, 1e-5), weights, biases) + x]
-
-    check_derivatives(ours, theirs, [x, scale, *weights, biases[0]])
-
-
 @pytest.fixture(scope="module")
 def kernels() -> Interpreted:
     return interpreted_nn()
