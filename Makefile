@@ -1,6 +1,6 @@
-# Every target prepares what it needs: a Python with torch (the active one, or else .venv) and the
-# compiled core. On a bare machine python3 with its headers and venv, and g++, must be there. See
-# .ci/environment.py, which names what is not.
+# Every target prepares what it needs: the active Python if it has torch, or else .venv, and the
+# compiled core; demo, build and wheel need no torch. On a bare machine python3 with its headers and
+# venv, and g++, must be there. See .ci/environment.py, which names what is not.
 #
 #   make demo       replay two recorded programs under four allocators, with a picture
 #   make test       every test that needs no GPU and is not long, the build included
@@ -29,11 +29,11 @@ prepare = python="$$(python3 .ci/environment.py $(1))"
 build = "$$python" setup.py --quiet build_ext --inplace
 
 build:
-	@$(call prepare,run)
+	@$(call prepare,core)
 	$(build)
 
 demo:
-	@$(call prepare,run)
+	@$(call prepare,core)
 	$(build)
 	"$$python" -m vramx demo --force
 
@@ -112,7 +112,7 @@ test-gpu:
 	exit $$failed
 
 sdist wheel:
-	@$(call prepare,run)
+	@$(call prepare,core)
 	"$$python" .ci/wheel.py $@
 
 test-wheel:

@@ -1,6 +1,6 @@
 """Finds or makes the Python that `make` works with, and prints its path; the rest goes to stderr.
 
-    python3 .ci/environment.py run [test] [docs] [dev]      what it must be able to do
+    python3 .ci/environment.py core|run [test] [docs] [dev]      what it must be able to do
 
 The Python that calls this is used as it is when it already has torch: what else is missing there is
 installed at the pinned version, and nothing that is there is touched. Otherwise .venv is made once,
@@ -24,11 +24,11 @@ VENV = ROOT / ".venv"
 PINS = ROOT / "constraints.txt"
 PYTHONS = ((3, 10), (3, 14))  # from the first, below the second
 
+# To build the core and replay recordings: without torch, which is gigabytes.
+CORE = ("numpy", "rich", "matplotlib", "plotly", "setuptools", "pybind11", "ninja")
 GROUPS = {
-    "run": (
-        *("torch", "triton", "numpy", "rich", "matplotlib", "plotly"),
-        *("setuptools", "pybind11", "ninja"),
-    ),
+    "core": CORE,
+    "run": ("torch", "triton", *CORE),
     "test": ("pytest", "pytest-xdist", "hypothesis"),
     "docs": ("mkdocs-material", "mkdocstrings", "mkdocstrings-python"),
     "dev": ("ruff", "mypy", "clang-format"),
