@@ -14,7 +14,7 @@ from torch import nn
 
 from vramx.compression import codec, session
 from vramx.compression.saved import decoded_copies
-from vramx.compression.session import PlainCodec, Session
+from vramx.compression.session import PlainCodec
 
 
 class Attention(nn.Module):
@@ -115,23 +115,6 @@ def recorded_decodes(monkeypatch: Any) -> Iterator[list[codec.Packed]]:
     with monkeypatch.context() as patch:
         patch.setattr(PlainCodec, "decode", decode)
         yield decoded
-
-
-@contextlib.contextmanager
-def recorded_hooks(monkeypatch: Any) -> Iterator[list[tuple[torch.Tensor, Any]]]:
-    """Give a list that gets every saved tensor, and what was kept for it."""
-    saved: list[tuple[torch.Tensor, Any]] = []
-    original = Session.pack
-
-    def pack(self: Session, tensor: torch.Tensor) -> Any:
-        kept = original(self, tensor)
-        saved.append((tensor.detach(), kept))
-        return kept
-
-    pack.__qualname__ = original.__qualname__
-    with monkeypatch.context() as patch:
-        patch.setattr(Session, "pack", pack)
-        yield saved
 
 
 def table() -> session.Table:

@@ -17,8 +17,6 @@ INT4 = Compression(level="int4")
 # A step of int8 is at most this part of the greatest magnitude of its group (codec.py).
 INT8_STEP = 1.0079 / 126
 
-Outputs = Sequence[Tensor]
-
 
 def sample(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(seed)

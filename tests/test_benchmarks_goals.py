@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from program_stand_ins import machine_with
 
-from benchmarks import fused, harness
+from benchmarks import fused, harness, language_model, seeing, streams
 from benchmarks.fused import BLOCK
 from benchmarks.harness import Options, Request, UnavailableError
 from benchmarks.models_workloads import WORKLOADS
@@ -193,6 +193,20 @@ def test_an_unknown_case_is_refused_and_without_a_gpu_a_benchmark_is_left_out(
 def test_an_unknown_case_of_pretrained_weights_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="accepted are pretrained, "):
         harness.load("real_weights").run_all(Options(), Request(only=("other",)), None)
+
+
+def test_benchmarks_and_their_programs_know_the_same_names() -> None:
+    pytest.importorskip("torch")
+    from benchmarks.programs import _fused, _language_model, _ooms, _streams
+    from benchmarks.programs import _seeing_models as models
+    from benchmarks.programs._seeing_overhead import TRAININGS
+
+    assert tuple(_fused.CASES) == fused.CASES
+    assert tuple(_language_model.WAYS) == language_model.WAYS
+    assert tuple(_streams.CASES) == streams.CASES
+    assert (tuple(models.SUMMED), models.WAYS) == (seeing.MODELS, seeing.WAYS)
+    assert (tuple(models.PREDICTED), tuple(TRAININGS)) == (seeing.PREDICTED, seeing.TIMED)
+    assert set(_ooms.KINDS) == set(seeing.KINDS)
 
 
 @pytest.mark.parametrize("name", ["activations", "plan"])

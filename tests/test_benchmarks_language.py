@@ -180,10 +180,6 @@ def test_separate_blocks_compute_what_the_stacked_ones_do() -> None:
     torch.testing.assert_close(stacked.tokens.grad, separate.tokens.grad)
 
 
-def test_both_sides_know_the_same_ways() -> None:
-    assert tuple(_language_model.WAYS) == language_model.WAYS
-
-
 def curve(gap: float) -> tuple[dict[str, Any], ...]:
     """Two evaluations; the last with what must come out of it, the first with anything."""
     last = [2.0 + 0.1 * seed + gap for seed in range(5)]
@@ -227,20 +223,6 @@ def test_curves_and_verdicts_are_rows_and_a_failure_is_one(
 
 def test_without_the_exact_curve_nothing_is_judged() -> None:
     assert language_model.judge({"int8_nearest": {1: [1.0, 2.0]}}) == {}
-
-
-def test_the_rows_become_a_picture_of_the_curves(writer: RowWriter, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from benchmarks import plot
-
-    language_model.train_all(tuple(GAPS), fake_train, writer)
-    losses, gaps = plot.draw_curves(rows(tmp_path)).axes
-    assert [line.get_label() for line in losses.lines] == list(GAPS)
-    assert all(line.get_xdata().tolist() == [250, 3000] for line in losses.lines)
-    heights = {line.get_label(): line.get_ydata() for line in gaps.lines[:-1]}  # the last is zero
-    assert {way: found[-1] for way, found in heights.items() if way != "exact"} == pytest.approx(
-        {way: gap for way, gap in GAPS.items() if way != "exact"}
-    )
 
 
 def test_the_exact_way_is_always_among_the_chosen() -> None:

@@ -16,7 +16,7 @@ from benchmarks.programs._cases import Figures
 from benchmarks.programs._launch import Job, Outcome
 from vramx.sizes import GIB
 
-SUMS, PREDICT, CONFIRM = "sums llama native", "predict llama int8", "confirm leak"
+SUMS, PREDICT = "sums llama native", "predict llama int8"
 TIMED, HOST = "overhead resnet50", "overhead small_layers"
 
 GOOD: dict[str, Figures] = {

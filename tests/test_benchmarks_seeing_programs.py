@@ -18,17 +18,6 @@ from benchmarks import seeing
 from vramx.sizes import GIB, MIB
 
 
-def test_the_names_are_those_of_the_programs() -> None:
-    pytest.importorskip("torch")
-    from benchmarks.programs import _ooms, _seeing_models, _seeing_overhead
-
-    assert tuple(_seeing_models.SUMMED) == seeing.MODELS
-    assert tuple(_seeing_models.PREDICTED) == seeing.PREDICTED
-    assert _seeing_models.WAYS == seeing.WAYS
-    assert tuple(_seeing_overhead.TRAININGS) == seeing.TIMED
-    assert set(_ooms.KINDS) == set(seeing.KINDS)
-
-
 @pytest.mark.parametrize("kind", [k for k in seeing.KINDS if k not in ("pool", "rank")])
 def test_a_kind_needs_more_of_torchs_allocator_and_most_where_that_fails(kind: str) -> None:
     """The programs are predicted, replayed at the limit that is tried, and cut where it fails."""

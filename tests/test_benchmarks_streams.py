@@ -137,14 +137,6 @@ def test_the_table_marks_what_was_missed() -> None:
     assert any("1.00 GiB" in str(column[1]) for column in cells)
 
 
-def test_the_cases_are_those_of_the_program() -> None:
-    pytest.importorskip("torch")
-    from benchmarks.programs import _streams
-
-    assert tuple(_streams.CASES) == streams.CASES
-    assert set(streams.QUICK) <= set(streams.CASES)
-
-
 def test_a_ring_hands_out_the_buffer_that_came_back_first(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     from types import SimpleNamespace

@@ -18,7 +18,6 @@ from vramx.nn.functional import layer_norm, linears, rms_norm
 from vramx.nn.unit_linear import gelu_linear, silu_linear
 
 INPUTS, INNER = 128, 256
-BFLOAT16_STEP = 2.0**-8
 
 
 def leaves(dtype: torch.dtype = torch.float32, inputs: int = INPUTS, inner: int = INNER) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -186,15 +185,6 @@ def test_free_memory_at_the_end_is_that_of_the_blocks(snapshots: Path) -> None:
     blocks = [block for segment in snapshot.segments for block in segment.blocks]
     free = sorted((block.size_bytes for block in blocks if not block.is_live), reverse=True)
     assert [hole.size_bytes for hole in snapshot.holes_at(snapshot.end_event)] == free
-
-
-def test_json_says_the_same(tmp_path: Path) -> None:
-    recording, seen = some_program(12)
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps(recording.snapshot()))
-    snapshot = Snapshot.load(path)
-    for event, facts in seen:
-        assert facts_at(snapshot, event) == facts
 
 
 @pytest.mark.parametrize("event", [-2, 3, 10**12, None, 1.5])
