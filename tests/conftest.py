@@ -174,6 +174,28 @@ def logged() -> Iterator[io.StringIO]:
 
 
 @pytest.fixture
+def seeded() -> None:
+    """Begin with the same random numbers, torch's and those of packing."""
+    import torch
+
+    import vramx
+
+    torch.manual_seed(0)
+    vramx.manual_seed(0, rank=0)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tiny tensors gain nothing by threads, which wait for each other on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def writer(tmp_path: Path) -> Any:
     """What a benchmark hands its rows to; they are in the folder's rows.csv."""
     from program_stand_ins import make_writer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import vramx
 from vramx.planning import meters, storages
 
 WIDTH = 64
@@ -97,21 +95,6 @@ class Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1000 if func.__name__.split(".")[0] in PRODUCTS else 1
         return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Compute on one thread: tensors are small, and several would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def seeded() -> None:
-    torch.manual_seed(0)
-    vramx.manual_seed(0, rank=0)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import json
 import math
 import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -190,15 +190,6 @@ def losses_of(name: str, capsys: pytest.CaptureFixture[str]) -> list[float]:
     importlib.import_module(f"benchmarks.programs.recorded.{name}").main()
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     return [float.fromhex(loss) for loss in report["losses"]]
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Tiny tensors gain nothing by threads, which wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -28,14 +28,10 @@ from torch import nn
 import vramx
 from benchmarks.programs._adapters import Adapters, adapt_without_peft
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 INPUTS = encoder_inputs()
 TARGETS = ("linear1", "linear2")
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-    vramx.manual_seed(0, rank=0)
 
 
 def adapted(dropout: float = 0.0, dtype: torch.dtype = torch.float32, **options: Any) -> Any:

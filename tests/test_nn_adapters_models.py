@@ -29,6 +29,8 @@ from benchmarks.programs._adapters import (
     adapt_with_peft,
 )
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
@@ -40,12 +42,6 @@ ADAPTED = {
     "vit": ("q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2"),
 }
 Model = tuple[Any, dict[str, torch.Tensor]]
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-    vramx.manual_seed(0, rank=0)
 
 
 def adapted(name: str = "llama", targets: Any = None, **options: Any) -> Model:

@@ -28,14 +28,10 @@ from norm_tools import EXACT, INT8, gradients, sample
 from torch import Tensor, nn
 
 import vramx.nn
-from vramx.compression import random
 from vramx.compression.config import Compression
 from vramx.nn.functional import batch_norm, conv2d, group_norm
 
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    random.manual_seed(0, rank=0)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 @every_kind

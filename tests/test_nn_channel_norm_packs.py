@@ -26,10 +26,7 @@ from vramx.nn.convolution import keep_input
 from vramx.nn.functional import batch_norm, conv2d
 from vramx.nn.keeping import decode
 
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    random.manual_seed(0, rank=0)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 WIDE = (4, 64, 4, 4)

@@ -30,13 +30,9 @@ from vramx.errors import InvalidValueError, VramxWarning
 from vramx.nn import products
 from vramx.nn.families.encoder import EncoderLayer
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 INPUTS = encoder_inputs()
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-    vramx.manual_seed(0, rank=0)
 
 
 @pytest.mark.parametrize("norm_first", [True, False])

@@ -24,6 +24,8 @@ from timm.models import convnext as timm_convnext  # noqa: E402
 from timm.models import resnet as timm_resnet  # noqa: E402
 from torchvision.models import convnext, resnet  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 CHANNELS = 64
 # float32: some twenty roundings by half a step in a row, and sums of a thousand terms.
 ROUNDING = 64 * torch.finfo(torch.float32).eps
@@ -98,11 +100,6 @@ def gradient(block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def error(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    vramx.manual_seed(0, rank=0)
 
 
 @pytest.fixture

@@ -35,14 +35,10 @@ from vramx.nn.readers import Behind
 from vramx.nn.recomputed import recomputed
 from vramx.nn.unit_linear import unit_linear
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 INPUTS = encoder_inputs()
 TARGETS = ("linear1", "linear2")
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-    vramx.manual_seed(0, rank=0)
 
 
 def adapted(dropout: float = 0.0, targets: tuple[str, ...] = TARGETS) -> Any:

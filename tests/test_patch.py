@@ -39,13 +39,9 @@ from vramx.nn.levels import LEVELS
 from vramx.patch.change import Change
 from vramx.patch.module import patch_of, put
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 PAIRS = [*itertools.permutations(OURS, 2)]
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-    vramx.manual_seed(0, rank=0)
 
 
 @pytest.mark.parametrize("ways", [*[(way,) for way in OURS], *PAIRS, tuple(OURS)], ids="+".join)

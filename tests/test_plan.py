@@ -10,16 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from plan_tools import (
-    PACKED_ROWS,
-    Skipping,
-    Stack,
-    counted_time,
-    one_thread,
-    rows,
-    seeded,
-    small_device,
-)
+from plan_tools import PACKED_ROWS, Skipping, Stack, counted_time, rows, small_device
 from torch import Tensor, nn
 
 import vramx
@@ -29,7 +20,7 @@ from vramx.planning.blocks import find_blocks
 from vramx.planning.meters import HostMeter, Spread
 from vramx.planning.steps import Step
 
-__all__ = ["counted_time", "one_thread", "seeded", "small_device"]
+__all__ = ["counted_time", "small_device"]
 pytestmark = pytest.mark.usefixtures("seeded", "counted_time")
 
 # Predictions for a host are exact but for scalars of a few bytes; the goal on a GPU is 5 %.

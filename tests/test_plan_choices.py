@@ -14,14 +14,14 @@ from collections.abc import Iterator
 import numpy
 import pytest
 import torch
-from plan_tools import PACKED_ROWS, WIDTH, counted_time, one_thread
+from plan_tools import PACKED_ROWS, WIDTH, counted_time
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 import vramx
 from vramx.errors import InvalidValueError, VramxWarning
 
-__all__ = ["counted_time", "one_thread"]
+__all__ = ["counted_time"]
 pytestmark = pytest.mark.usefixtures("_quiet", "counted_time")
 
 

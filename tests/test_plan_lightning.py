@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from plan_tools import PACKED_ROWS, Stack, counted_time, one_thread
+from plan_tools import PACKED_ROWS, Stack, counted_time
 from torch import Tensor, nn
 
 import vramx
@@ -16,7 +16,7 @@ from vramx.planning.meters import HostMeter
 
 lightning = pytest.importorskip("lightning.pytorch")
 
-__all__ = ["counted_time", "one_thread"]
+__all__ = ["counted_time"]
 pytestmark = pytest.mark.usefixtures("counted_time")
 
 LEVELS = ("left", "recompute_all")

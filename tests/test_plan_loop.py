@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from optimizer_tools import LateLink, link
-from plan_tools import PACKED_ROWS, Stack, counted_time, one_thread, seeded
+from plan_tools import PACKED_ROWS, Stack, counted_time
 from torch import Tensor, nn
 
 import vramx
@@ -18,7 +18,7 @@ from vramx.optimizers.stream import SLOTS
 from vramx.planning.meters import HostMeter
 from vramx.planning.states import cost_of, tensors_of
 
-__all__ = ["counted_time", "link", "one_thread", "seeded"]
+__all__ = ["counted_time", "link"]
 pytestmark = pytest.mark.usefixtures("seeded", "counted_time")
 
 # Predictions for a host are exact but for scalars of a few bytes.

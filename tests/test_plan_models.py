@@ -9,7 +9,6 @@ import pytest
 import torch
 from language_model_tools import sizes_made
 from optimize_tools import HIDDEN, INT8_NOISE, LAYERS, decoder, error, hugging_face
-from plan_tools import one_thread
 
 import vramx
 from vramx.errors import InvalidValueError
@@ -19,7 +18,6 @@ from vramx.planning.meters import HostMeter
 
 transformers = pytest.importorskip("transformers")
 
-__all__ = ["one_thread"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Predictions for a host are exact but for scalars of a few bytes.

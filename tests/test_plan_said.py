@@ -8,16 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from plan_tools import (
-    PACKED_ROWS,
-    Block,
-    Stack,
-    counted_time,
-    one_thread,
-    rows,
-    seeded,
-    small_device,
-)
+from plan_tools import PACKED_ROWS, Block, Stack, counted_time, rows, small_device
 from test_plan import peak_bytes
 from torch import Tensor, nn
 
@@ -27,7 +18,7 @@ from vramx.planning.plan_text import _list_of
 from vramx.planning.words import WORDS, chosen_words
 from vramx.progress import ProgressBar
 
-__all__ = ["counted_time", "one_thread", "seeded", "small_device"]
+__all__ = ["counted_time", "small_device"]
 pytestmark = pytest.mark.usefixtures("seeded", "counted_time")
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from plan_tools import Stack, counted_time, one_thread
+from plan_tools import Stack, counted_time
 
 import vramx
 from vramx import progress
 from vramx.allocator import shim_build
 from vramx.progress import ProgressBar
 
-__all__ = ["counted_time", "one_thread"]
+__all__ = ["counted_time"]
 
 
 class Terminal(io.StringIO):

@@ -25,6 +25,8 @@ from benchmarks.programs import _launch
 from benchmarks.programs._launch import ALLOCATORS, Job
 from benchmarks.programs._recipes import lines
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PAGES = sorted(recipes.PAGES.glob("*.md"))
 # Those of whole processes are tested apart.
 HERE = [case for case in recipes.all_cases() if not case.startswith("several_gpus/")]
@@ -34,15 +36,6 @@ SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ROUNDING = 2.0**-8
 
 common: Any = recipes.script("common")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads cost more than models of this size compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

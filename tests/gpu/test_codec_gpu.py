@@ -19,7 +19,7 @@ from vramx.compression import random
 from vramx.compression.codec import layout_of, pack, unpack
 from vramx.compression.config import MASK_FORMAT, ROUNDINGS, Format
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("seeded")]
 
 FORMATS = [
     Format(bits, size, symmetric, rounding)
@@ -29,12 +29,6 @@ FORMATS = [
 ]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 NUMEL = 1_000_001
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-    random.manual_seed(0, rank=0)
 
 
 def packed_on(device: str, x: torch.Tensor, format: Format, seed: int = 3) -> torch.Tensor:

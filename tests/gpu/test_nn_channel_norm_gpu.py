@@ -15,10 +15,9 @@ from norm_tools import EXACT, INT8, held_bytes
 from torch import Tensor
 
 import vramx
-from vramx.compression import random
 from vramx.nn.functional import ChannelNormed, batch_norm, conv2d, group_norm, instance_norm
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("seeded")]
 
 # Channels within a group of the codec, groups within channels, neither; runs of a channel that are
 # longer than a tile, shorter, and of an odd length; a channel of which too few are for a kernel.
@@ -37,11 +36,6 @@ ACTIVATIONS = {
 FEW, CHANCE_OF_FEW = 16, 12
 # Half a step of int8, of a group whose largest magnitude is at most 5 deviations.
 NOISE = 5 / 127 / 2
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    random.manual_seed(0, rank=0)
 
 
 def sample(seed: int, *shape: int, last: bool = False) -> Tensor:

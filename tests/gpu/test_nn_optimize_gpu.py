@@ -12,17 +12,11 @@ from optimize_tools import LAYERS, error, gradient_of, hugging_face, twin
 
 import vramx
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("seeded")]
 
 # bfloat16 rounds by half a step some thirty times in a row in each layer, independently, and both
 # ways do; the norm of a difference of two such results, with a margin of two.
 ROUNDING = 2 * 2**0.5 * torch.finfo(torch.bfloat16).eps / 2 * (30 * LAYERS) ** 0.5
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-    vramx.manual_seed(0, rank=0)
 
 
 def test_llama_block_holds_the_bytes_of_its_packs() -> None:
