@@ -94,25 +94,17 @@ def subjects(case: str) -> dict[str, Callable[[int], Subject]]:
 
 
 def codec_subjects() -> dict[str, Callable[[int], Subject]]:
-    return {
-        "quantize8_nearest": lambda size: quantizing(size, bits=8, rounding="nearest"),
-        "quantize8_stochastic": lambda size: quantizing(size, bits=8, rounding="stochastic"),
-        "dequantize8": lambda size: dequantizing(size, bits=8),
-        "quantize4_nearest": lambda size: quantizing(size, bits=4, rounding="nearest"),
-        "quantize4_stochastic": lambda size: quantizing(size, bits=4, rounding="stochastic"),
-        "dequantize4": lambda size: dequantizing(size, bits=4),
-        "pack_mask": packing_masks,
-        "unpack_mask": unpacking_masks,
-    } | mapped_subjects()
-
-
-def mapped_subjects() -> dict[str, Callable[[int], Subject]]:
-    both: dict[str, Callable[[int], Subject]] = {
-        f"{name}_{kind}": partial(make, kind=kind)
-        for kind in ("normal", "root", "tanh")
-        for name, make in (("quantize8", quantizing_a_map), ("dequantize8", dequantizing_a_map))
-    }
-    return both | {"quantize8_within": partial(quantizing_a_map, kind="within 6")}
+    found: dict[str, Callable[[int], Subject]] = {}
+    for bits in (8, 4):
+        for rounding in ("nearest", "stochastic"):
+            found[f"quantize{bits}_{rounding}"] = partial(coding, bits=bits, rounding=rounding)
+        found[f"dequantize{bits}"] = partial(coding, bits=bits, decodes=True)
+    for decodes in (False, True):
+        found["unpack_mask" if decodes else "pack_mask"] = partial(masking, decodes=decodes)
+    for kind in ("normal", "root", "tanh"):
+        found[f"quantize8_{kind}"] = partial(coding, kind=kind)
+        found[f"dequantize8_{kind}"] = partial(coding, kind=kind, decodes=True)
+    return found | {"quantize8_within": partial(coding, kind="within 6")}
 
 
 def function_of(kind: str, layout: Layout) -> Function:
@@ -127,37 +119,57 @@ def function_of(kind: str, layout: Layout) -> Function:
     return Function(kind, mean, torch.ones_like(mean), _ROW, mean.numel())
 
 
-def quantizing_a_map(size: int, kind: str) -> Subject:
+def coding(
+    size: int,
+    bits: int = 8,
+    rounding: str = "nearest",
+    kind: str | None = None,
+    *,
+    decodes: bool = False,
+) -> Subject:
+    """Return the packing of numbers, or of a function of them of this kind, or the way back."""
     import torch
 
     from vramx.kernels import launch
 
-    layout = default_layout(size, 8)
+    layout = default_layout(size, bits)
+    noise = torch.zeros(2, dtype=torch.int64, device="cuda") if rounding == "stochastic" else None
 
     def make() -> Callable[[], object]:
-        x = torch.rand(layout.numel, dtype=torch.bfloat16, device="cuda")
+        draw = torch.randn if kind is None else torch.rand  # within the functions' domains
+        x = draw(layout.numel, dtype=torch.bfloat16, device="cuda")
         buffer = torch.empty(layout.buffer_bytes, dtype=torch.uint8, device="cuda")
-        function = function_of(kind, layout)
-        return lambda: launch.quantize_map(x, buffer, layout, function, noise=None, stream=0)
+        if kind is None:
+            encode = partial(launch.quantize, x, buffer, layout, noise=noise, stream=1)
+            decode = partial(launch.dequantize, buffer, x, layout)
+        else:
+            function = function_of(kind, layout)
+            encode = partial(
+                launch.quantize_map, x, buffer, layout, function, noise=noise, stream=1
+            )
+            decode = partial(launch.dequantize_map, buffer, x, layout, function)
+        if not decodes:
+            return encode
+        encode()
+        return decode
 
     return rotated(make, size + layout.buffer_bytes)
 
 
-def dequantizing_a_map(size: int, kind: str) -> Subject:
+def masking(size: int, *, decodes: bool) -> Subject:
+    """Return the packing of so many flags, or the way back."""
     import torch
 
     from vramx.kernels import launch
 
-    layout = default_layout(size, 8)
-
     def make() -> Callable[[], object]:
-        out = torch.rand(layout.numel, dtype=torch.bfloat16, device="cuda")
-        buffer = torch.empty(layout.buffer_bytes, dtype=torch.uint8, device="cuda")
-        function = function_of(kind, layout)
-        launch.quantize_map(out, buffer, layout, function, noise=None, stream=0)
-        return lambda: launch.dequantize_map(buffer, out, layout, function)
+        flags = torch.randint(0, 2, (size,), dtype=torch.uint8, device="cuda").view(torch.bool)
+        buffer = torch.randint(0, 256, (size // 8,), dtype=torch.uint8, device="cuda")
+        if decodes:
+            return partial(launch.unpack_mask, buffer, flags)
+        return partial(launch.pack_mask, flags, buffer)
 
-    return rotated(make, size + layout.buffer_bytes)
+    return rotated(make, size + size // 8)
 
 
 def fused_subjects() -> dict[str, Callable[[int], Subject]]:
@@ -169,64 +181,6 @@ def fused_subjects() -> dict[str, Callable[[int], Subject]]:
 def fused(maker: Maker, size: int) -> Subject:
     """Return a subject whose bytes are those of the tensors that a launch reads and writes."""
     return rotated(lambda: maker(size, "cuda").call, maker(size, "meta").bytes_moved)
-
-
-def quantizing(size: int, bits: int, rounding: str) -> Subject:
-    import torch
-
-    from vramx.kernels import launch
-
-    layout = default_layout(size, bits)
-    noise = torch.zeros(2, dtype=torch.int64, device="cuda") if rounding == "stochastic" else None
-
-    def make() -> Callable[[], object]:
-        x = torch.randn(layout.numel, dtype=torch.bfloat16, device="cuda")
-        buffer = torch.empty(layout.buffer_bytes, dtype=torch.uint8, device="cuda")
-        return lambda: launch.quantize(x, buffer, layout, noise=noise, stream=1)
-
-    return rotated(make, size + layout.buffer_bytes)
-
-
-def dequantizing(size: int, bits: int) -> Subject:
-    import torch
-
-    from vramx.kernels import launch
-
-    layout = default_layout(size, bits)
-
-    def make() -> Callable[[], object]:
-        out = torch.randn(layout.numel, dtype=torch.bfloat16, device="cuda")
-        buffer = torch.empty(layout.buffer_bytes, dtype=torch.uint8, device="cuda")
-        launch.quantize(out, buffer, layout, noise=None, stream=0)
-        return lambda: launch.dequantize(buffer, out, layout)
-
-    return rotated(make, size + layout.buffer_bytes)
-
-
-def packing_masks(size: int) -> Subject:
-    import torch
-
-    from vramx.kernels import launch
-
-    def make() -> Callable[[], object]:
-        flags = torch.randint(0, 2, (size,), dtype=torch.uint8, device="cuda").view(torch.bool)
-        buffer = torch.empty(size // 8, dtype=torch.uint8, device="cuda")
-        return lambda: launch.pack_mask(flags, buffer)
-
-    return rotated(make, size + size // 8)
-
-
-def unpacking_masks(size: int) -> Subject:
-    import torch
-
-    from vramx.kernels import launch
-
-    def make() -> Callable[[], object]:
-        flags = torch.empty(size, dtype=torch.bool, device="cuda")
-        buffer = torch.randint(0, 256, (size // 8,), dtype=torch.uint8, device="cuda")
-        return lambda: launch.unpack_mask(buffer, flags)
-
-    return rotated(make, size + size // 8)
 
 
 def copies(subject: Subject) -> dict[str, Subject]:
