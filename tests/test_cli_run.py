@@ -149,6 +149,18 @@ def test_why_nothing_is_served_is_said_before_the_start(
     assert run_verb._unserved(Path(sys.executable)) == what
 
 
+def test_where_nothing_is_served_nothing_is_compiled(
+    run: Any, started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[int] = []
+    monkeypatch.setattr(run_verb, "_build_shim", lambda: built.append(1))
+    for reason in ("there is no GPU here", ""):
+        monkeypatch.setattr(run_verb, "_unserved", lambda _, reason=reason: reason)
+        run("run", "train.py")
+        assert len(built) == (not reason)
+    assert len(started) == 2
+
+
 def test_a_compiled_program_on_libtorch_is_told_apart(run: Any, tmp_path: Path) -> None:
     program = tmp_path / "trainer"
     program.write_bytes(b"\x7fELF" + bytes(100) + b"libtorch_cuda.so\0libc.so.6\0")
@@ -251,10 +263,10 @@ def test_a_program_runs_unchanged_with_the_hook_in_place(tmp_path: Path) -> None
     done = vramx_run(tmp_path, "train.py", "--lr", "3", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.stdout == "['train.py', '--lr', '3'] __main__ 3.0\n", done.stderr
     assert done.returncode == 7
-    # The variable that was turned; of a build for CUDA what is compiled; what is not served here.
+    # The variable that was turned; and what is compiled, or why nothing is.
     said = done.stderr.splitlines()
     assert all(line.startswith("vramx run: ") for line in said)
-    assert len(said) <= 3
+    assert len(said) <= 2
 
 
 def test_signals_are_the_programs(tmp_path: Path) -> None:

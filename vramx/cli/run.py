@@ -123,7 +123,8 @@ def run(args: argparse.Namespace) -> int:
     command = [_executable(args.command[0]), *args.command[1:]]
     if reason := _unserved(Path(command[0])):
         common.note("run", f"{reason}; the program runs, without the allocator")
-    _build_shim()
+    else:
+        _build_shim()
     environment = config.program_environment(settings, _import_path(command))
     sys.stdout.flush()
     try:
@@ -210,8 +211,6 @@ def _build_shim() -> None:
     """Compile the shim now; what goes wrong is said, and the program runs with torch's own."""
     try:
         torch = find_torch()
-        if torch.cuda is None:
-            return
         status = shim_build.shim_status(config.config())
         if status.built is None and not status.fault:
             common.note("run", f"compiling for torch {torch.version}, once")
