@@ -12,7 +12,7 @@ Four groups, which --only selects; each case is a process (benchmarks/programs/_
               where the host does, an event costs no more than in torch's own history as torch's
               documentation starts it; steps after a recording are those of a process that has never
               recorded
-A run takes about five minutes on an H100. Bytes are measured side by side; times and what the whole
+A run takes about eight minutes on an H200. Bytes are measured side by side; times and what the whole
 GPU has in use alone.
 """
 
