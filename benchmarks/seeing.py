@@ -12,7 +12,8 @@ Four groups, which --only selects; each case is a process (benchmarks/programs/_
               where the host does, an event costs no more than in torch's own history as torch's
               documentation starts it; steps after a recording are those of a process that has never
               recorded
-A run takes about five minutes on an H100. Bytes are measured side by side; times and what the whole
+A run takes about eight minutes on an H200. Bytes are measured side by side; times and what the
+whole
 GPU has in use alone.
 """
 
@@ -206,18 +207,19 @@ def judge_overhead(figures: Figures) -> Iterator[Verdict]:
 
 
 def added(figures: Figures, case: str, way: str) -> float | None:
-    """Return how many milliseconds a step takes longer than with nothing recorded."""
+    """Return how many milliseconds a step takes longer than with nothing recorded.
+
+    A busy host's speed changes from a second to the next, by more than recording adds: what counts
+    is the difference within a round, whose ways follow each other, and of the rounds the median.
+    """
     with_it, without = (figures.get((case, f"{each}_ms"), []) for each in (way, "off"))
-    return low(with_it) - low(without) if with_it and without else None
+    if not (with_it and without):
+        return None
+    return median(a - b for a, b in zip(with_it, without, strict=True))
 
 
 def of(share: float | None, whole: float | None) -> float | None:
     return share / whole if share is not None and whole else None
-
-
-def low(values: Sequence[float]) -> float:
-    """Return the lowest tenth's upper end: a busy host adds to a time and takes nothing away."""
-    return sorted(values)[len(values) // 10]
 
 
 # --- what groups share ----------------------------------------------------------------------------

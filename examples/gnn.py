@@ -52,7 +52,7 @@ class MeanSage(nn.Module):
 def main() -> None:
     has_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description="a graph network on subgraphs that grow")
-    parser.add_argument("--nodes", type=int, default=40_000 if has_gpu else 1_000, help="at first")
+    parser.add_argument("--nodes", type=int, default=100_000 if has_gpu else 1_000, help="at first")
     parser.add_argument("--steps", type=int, default=40 if has_gpu else 12)
     parser.add_argument("--native", action="store_true", help="leave torch's own allocator")
     args = parser.parse_args()

@@ -116,7 +116,8 @@ def make_optimizer(model: nn.Module, offloads: bool) -> tuple[torch.optim.Optimi
     if torch.cuda.is_available() and importlib.util.find_spec("flashoptim"):
         from flashoptim import FlashAdamW
 
-        optimizer = FlashAdamW(model.parameters(), lr=1e-5)
+        # Second moments of 8 bits need a beta2 below torch's 0.999: docs/recipes/small_states.md.
+        optimizer = FlashAdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95))
         if not offloads:
             return optimizer, True
     else:

@@ -23,7 +23,7 @@ from benchmarks.models_configs import llama_config
 from benchmarks.models_gpt import Shape, draw_starts, standard_library_text, windows
 from benchmarks.programs._language_model import PERTURBATION, VALIDATION_SEED
 from benchmarks.programs._report import Recorder, report, sized
-from benchmarks.programs._train_3b import RATE, PerParameter
+from benchmarks.programs._train_3b import BETAS, RATE, PerParameter
 
 MODEL = sized((256, (768, 12, 2048, 12, 4)), (256, (64, 2, 128, 4, 2)))
 STEPS, EVERY = sized((500, 100), (4, 2))
@@ -106,10 +106,10 @@ def optimizer_of(word: str, model: nn.Module) -> Any:
     if word == "flash" and torch.cuda.is_available():
         from flashoptim import FlashAdamW
 
-        return FlashAdamW(model.parameters(), lr=RATE)
+        return FlashAdamW(model.parameters(), lr=RATE, betas=BETAS)
     if word == "torchao" and torch.cuda.is_available():
         return PerParameter(model)
-    return torch.optim.AdamW(model.parameters(), lr=RATE)
+    return torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS)
 
 
 if __name__ == "__main__":

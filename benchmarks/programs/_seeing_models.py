@@ -21,7 +21,7 @@ from benchmarks.programs._report import sized
 VOCABULARY = sized(32_000, 512)
 CLASSES = 1000
 TEXT = sized((8, 512), (2, 32))  # sequences and tokens
-MANY = sized((32, 512), (2, 32))  # as many as let a GPU set the pace
+MANY = sized((48, 512), (2, 32))  # as many as let a GPU set the pace
 IMAGES = sized((96, 224), (2, 64))  # and pixels a side
 WAYS = ("eager", "amp", "checkpoint")
 

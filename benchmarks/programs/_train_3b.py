@@ -40,6 +40,9 @@ WARM_UP, TIMED = sized(3, 1), sized(6, 2)
 SHORTEST, GROWTH, LONGEST = sized((16_384, 1.25, 1 << 20), (32, 2, 128))
 HALVINGS = 2
 RATE = 1e-5
+# As language models are trained. At 0.999 second moments of 8 bits never shrink: what a step
+# takes from their roots is 0.05 %, less than half of what 8 bits can tell.
+BETAS = (0.9, 0.95)
 
 
 def main(name: str) -> None:
@@ -193,12 +196,12 @@ def checkpoint(model: Any, share: float) -> None:
 
 def optimizer_of(name: str, model: nn.Module) -> Any:
     if not torch.cuda.is_available():
-        return torch.optim.AdamW(model.parameters(), lr=RATE)
+        return torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS)
     if name == "torchao":
         return PerParameter(model)
     from flashoptim import FlashAdamW
 
-    optimizer = FlashAdamW(model.parameters(), lr=RATE)
+    optimizer = FlashAdamW(model.parameters(), lr=RATE, betas=BETAS)
     return vramx.offload_optimizer(optimizer, in_backward=True) if "offload" in name else optimizer
 
 
@@ -223,7 +226,7 @@ class PerParameter:
             return hook
 
         for parameter in model.parameters():
-            one = AdamW8bit([parameter], lr=RATE, bf16_stochastic_round=True)
+            one = AdamW8bit([parameter], lr=RATE, betas=BETAS, bf16_stochastic_round=True)
             parameter.register_post_accumulate_grad_hook(hook_of(one))
 
     def step(self) -> None: ...
