@@ -24,7 +24,8 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks.harness import Measurement, Options, Request, RowWriter
-from benchmarks.programs._cases import Cases, Figures, Findings, cells, lay_out, names_in
+from benchmarks.programs import _cases
+from benchmarks.programs._cases import Cases, Figures, Findings, cells, lay_out, lines_of, names_in
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -132,18 +133,14 @@ def write_ratios(verdicts: Sequence[Verdict], writer: RowWriter) -> None:
 
 def summary(verdicts: Sequence[Verdict]) -> list[str]:
     """Say what became of each goal, a line each."""
-    lines = []
+    told = []
     for goal, values, is_met in verdicts:
-        figure = f"{median(values):.4g}" if values else "not measured"
-        bound = (
-            f"at least {goal.most:.4g}"
-            if goal.metric == "gradient_cosine"
-            else f"<= {goal.most:.4g}"
-        )
+        sign = ">=" if goal.metric == "gradient_cosine" else "<="
         against = f" against {goal.baseline.split()[1]}" if goal.baseline else ""
-        mark = "ok    " if is_met else "MISSED"
-        lines.append(f"{mark} {goal.case}{against}: {goal.metric} {figure} ({bound})")
-    return lines
+        value = median(values) if values else None
+        name = f"{goal.case}{against}"
+        told.append(_cases.Verdict(name, goal.metric, value, f"{sign} {goal.most:.4g}", is_met))
+    return lines_of(told)
 
 
 SHOWN = (BLOCK, "kept_bytes", "peak_bytes", "step_ms", "step_ratio", "host_ms", "gradient_cosine")

@@ -20,16 +20,21 @@ GPU has in use alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from benchmarks.harness import Measurement, Options, Request, RowWriter
-from benchmarks.programs._cases import Figures, Findings, chosen, measure, measure_together
+from benchmarks.programs._cases import (
+    Figures,
+    Findings,
+    Verdict,
+    chosen,
+    lines_of,
+    measure,
+    measure_together,
+)
 from benchmarks.programs._launch import ALLOCATORS, PROGRAMS, Allocator, Job, Started, visible_gpus
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 DESCRIPTION = "recorded sums, predictions, confirmed remedies and overhead, beside torch's (GPU)"
 
@@ -72,16 +77,6 @@ class Plan(NamedTuple):
         return Job(PROGRAMS / script, allocator, arguments, gpu=gpu, limit_s=self.limit_s)
 
 
-class Verdict(NamedTuple):
-    """A figure beside its goal; None where it was not measured."""
-
-    case: str
-    metric: str
-    value: float | None
-    goal: str
-    is_met: bool
-
-
 def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
     """Run the chosen groups, and judge their goals.
 
@@ -101,8 +96,7 @@ def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
         verdicts += judge(figures)
     write_verdicts(verdicts, writer)
     is_good = not has_failed and all(found.is_met for found in verdicts)
-    met = sum(found.is_met for found in verdicts)
-    return [table(verdicts), f"{met} of {len(verdicts)} goals met"], is_good
+    return [*lines_of(verdicts)], is_good
 
 
 # --- sums -----------------------------------------------------------------------------------------
@@ -283,18 +277,3 @@ def write_verdicts(verdicts: Iterable[Verdict], writer: RowWriter) -> None:
     for case, metric, value, *_ in verdicts:
         if value is not None and metric in DERIVED:
             writer.write(case, [Measurement(metric, "1", [value])])
-
-
-def table(verdicts: Sequence[Verdict]) -> Table:
-    """Lay out each figure that has a goal."""
-    from rich.table import Table
-
-    from vramx.cli.bench import figure
-
-    laid_out = Table(title="what is said of memory, beside what a GPU has")
-    for heading in ("case", "figure", "value", "goal", ""):
-        laid_out.add_column(heading, no_wrap=heading == "case")
-    for case, metric, value, goal, is_met in verdicts:
-        mark = "" if is_met else "MISSED"
-        laid_out.add_row(case, metric, figure(value) or "not measured", goal, mark)
-    return laid_out

@@ -15,11 +15,19 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from benchmarks.harness import Measurement, Options, Request, RowWriter
 from benchmarks.programs import _cases
-from benchmarks.programs._cases import Figures, Findings, cells, lay_out, names_in
+from benchmarks.programs._cases import (
+    Figures,
+    Findings,
+    Verdict,
+    cells,
+    lay_out,
+    lines_of,
+    names_in,
+)
 from benchmarks.programs._launch import (
     ALLOCATORS,
     PROGRAMS,
@@ -58,15 +66,6 @@ METRICS = {
 }
 
 
-class Verdict(NamedTuple):
-    """A ratio of vramx to the better of torch's allocators; none where it was not measured."""
-
-    case: str
-    metric: str
-    ratio: float | None
-    is_met: bool
-
-
 def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
     """Run the chosen cases under every allocator.
 
@@ -88,7 +87,7 @@ def run_all(options: Options, request: Request, writer: RowWriter) -> Findings:
     verdicts = judge(cases, figures)
     write_verdicts(verdicts, writer)
     is_good = not has_failed and all(found.is_met for found in verdicts)
-    return [table(figures, verdicts), *summary(verdicts)], is_good
+    return [table(figures, verdicts), *lines_of(verdicts)], is_good
 
 
 def measure(
@@ -151,29 +150,19 @@ def _verdict(case: str, metric: str, figures: Figures) -> Verdict:
         if (values := figures.get((f"{case} {allocator.name}", metric)))
     }
     ours = medians.pop(OURS, None)
+    goal = f"<= {GOALS[metric]} of torch's better"
     if ours is None or not medians:
-        return Verdict(case, metric, None, False)
+        return Verdict(case, metric, None, goal, False)
     ratio = ours / min(medians.values())
-    return Verdict(case, metric, ratio, ratio <= GOALS[metric])
+    return Verdict(case, metric, ratio, goal, ratio <= GOALS[metric])
 
 
 def write_verdicts(verdicts: Iterable[Verdict], writer: RowWriter) -> None:
     """Write each ratio that is known as a row of its own."""
-    for case, metric, ratio, _ in verdicts:
+    for case, metric, ratio, *_ in verdicts:
         if ratio is not None:
             name = f"{metric}_ratio_to_better"
             writer.write(f"{case} {OURS}", [Measurement(name, "1", [ratio])])
-
-
-def summary(verdicts: Sequence[Verdict]) -> list[str]:
-    """Say what became of each goal, a line each, and of all."""
-    lines = []
-    for case, metric, ratio, is_met in verdicts:
-        figure = "not measured" if ratio is None else f"{ratio:.4g} of torch's better"
-        mark = "ok    " if is_met else "MISSED"
-        lines.append(f"{mark} {case}: {metric} {figure} (<= {GOALS[metric]})")
-    met = sum(found.is_met for found in verdicts)
-    return [*lines, f"{met} of {len(verdicts)} goals met"]
 
 
 SHOWN = (
@@ -185,5 +174,5 @@ SHOWN = (
 def table(figures: Figures, verdicts: Sequence[Verdict]) -> Table:
     """Lay the medians out, one line for each case and allocator."""
     lines = {name: cells(figures, name, SHOWN) for name in names_in(figures)}
-    missed = [(f"{case} {OURS}", metric) for case, metric, _, is_met in verdicts if not is_met]
+    missed = [(f"{case} {OURS}", metric) for case, metric, *_, is_met in verdicts if not is_met]
     return lay_out("programs of several streams", SHOWN, lines, missed)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from benchmarks.harness import Measurement, Options, Request, RowWriter
 from benchmarks.programs import _launch
@@ -39,6 +39,26 @@ Figures = dict[tuple[str, str], list[float]]  # by case ("llama int8") and metri
 # What to show, and whether everything ran and met its goals.
 Findings: TypeAlias = "tuple[list[Table | str], bool]"
 Goal = tuple[str, str, float, bool]  # case, metric, value, and whether the goal is met
+
+
+class Verdict(NamedTuple):
+    """A figure that has a goal, which is told in words; no value where it was not measured."""
+
+    case: str
+    metric: str
+    value: float | None
+    goal: str
+    is_met: bool
+
+
+def lines_of(verdicts: Sequence[Verdict]) -> list[str]:
+    """Say what became of each goal, a line each, and of all."""
+    lines = []
+    for case, metric, value, goal, is_met in verdicts:
+        figure = "not measured" if value is None else f"{value:.4g}"
+        lines.append(f"{'ok    ' if is_met else 'MISSED'} {case}: {metric} {figure} ({goal})")
+    met = sum(found.is_met for found in verdicts)
+    return [*lines, f"{met} of {len(verdicts)} goals met"]
 
 
 @dataclass(frozen=True)
