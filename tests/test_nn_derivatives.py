@@ -124,7 +124,7 @@ CASES: dict[str, Case] = {
     "gated mlp": (partial(feed, "rms"), [*OF_FEED, INNER, INNER, (5, 4), BIAS, ROW]),
     "gated mlp of a tensor": (partial(feed, "tensor"), [*OF_FEED, INNER, INNER, (5, 4), BIAS, ROW]),
     "two_linears": (two, [(2, 5), ROW, ROW, INNER, (5, 4), BIAS, ROW, ROW]),
-    "linears with sides": (with_sides, [(1, 2, 16), (5, 16), (3, 16), (3, 16)]),
+    "linears with sides": (with_sides, [(1, 2, 8), (3, 8), (2, 8), (2, 8)]),
     **{
         f"{kind} of {count} with a side": (
             partial(unit, kind), [*[(1, 2, 8)] * count, (5, 8), (3, 8)]
