@@ -32,9 +32,10 @@ _TINY = (300, (64, 4, 128, 4, 2))
 SHAPES = {
     "3b": sized((32_000, (3072, 28, 8192, 24, 8)), _TINY),
     "8b": sized((128_256, (4096, 32, 14_336, 32, 8)), _TINY),
+    "11b": sized((32_000, (4096, 48, 14_336, 32, 8)), _TINY),  # 10.7 B, of 24 GiB 20 for weights
 }
 BATCH = sized((16, 512), (2, 32))
-WARM_UP, TIMED = sized(3, 1), sized(6, 2)
+WARM_UP, TIMED = sized(4, 1), sized(10, 2)
 # Of the longest sequence: the first that is tried, by how much it grows, and the last; how often
 # the interval between what fits and what does not is halved then.
 SHORTEST, GROWTH, LONGEST = sized((16_384, 1.25, 1 << 20), (32, 2, 128))
