@@ -9,7 +9,7 @@ one kernel; nothing waits for the device.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,10 +21,12 @@ from vramx.compression.codec import Packed, pack, unpack
 from vramx.compression.config import KEEP, Compression
 from vramx.compression.geometry import Geometry, describe, flat, restore
 from vramx.compression.lifetime import outlive
+from vramx.compression.mapping import Mapping
 from vramx.compression.policy import SavePolicy
+from vramx.compression.roots import ROOT
 from vramx.compression.saved import Reference
 from vramx.errors import ModifiedInPlaceError
-from vramx.recompute.norms import Norm
+from vramx.recompute.verdicts import Verdict
 
 
 class _Saved(NamedTuple):
@@ -50,16 +52,25 @@ class _Slot:
         self.held: Reference | _Saved = Reference(tensor)
 
     def settle(
-        self, compression: Compression | None, share: str | float | None, norm: Norm | None
-    ) -> None:
+        self, number: int, verdict: Verdict, compression: Compression | None,
+        share: str | float | None,
+    ) -> None:  # fmt: skip
         try:
             tensor = self.held.open()
         except (
             ModifiedInPlaceError
         ):  # by the region; torch refuses it in backward, and so does this
             return
+        exact = bool(verdict.rough) or number in verdict.exact
+        compression = None if exact else compression
+        if compression is None and share is None:
+            return
         outlive(tensor)
-        self.held = _save(tensor, compression, share, norm) or self.held
+        norm = verdict.norms.get(number)
+        mapping: Mapping | None = ROOT if number in verdict.rooted else None
+        if norm is not None and not exact:
+            mapping = norm.mapping(tensor)
+        self.held = _save(tensor, compression, share, mapping) or self.held
 
 
 class Inputs:
@@ -107,15 +118,13 @@ class Inputs:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What may be packed; settle() is told of norms by the numbers of these."""
+        """What may be packed; a verdict has the numbers of these."""
         return [slot.held.open() for slot in self._slots.values()]
 
-    def settle(self, norms: Mapping[int, Norm], *, exact: bool) -> None:
-        """Pack the inputs, or move them to the host; `exact`: with the values that they have."""
-        compression = None if exact else self._compression
-        if compression is not None or self._share is not None:
-            for number, slot in enumerate(self._slots.values()):
-                slot.settle(compression, self._share, norms.get(number))
+    def settle(self, verdict: Verdict) -> None:
+        """Pack the inputs, or move them to the host with the values that they have."""
+        for number, slot in enumerate(self._slots.values()):
+            slot.settle(number, verdict, self._compression, self._share)
         # The graph keeps the hooks; it must not keep through them what it has let go.
         self._slots = {}
 
@@ -131,7 +140,10 @@ def _rules(options: Compression) -> SavePolicy:
 
 
 def _save(
-    tensor: Tensor, compression: Compression | None, share: str | float | None, norm: Norm | None
+    tensor: Tensor,
+    compression: Compression | None,
+    share: str | float | None,
+    mapping: Mapping | None,
 ) -> _Saved | None:
     geometry = describe(tensor)
     elements = flat(tensor, geometry)
@@ -141,7 +153,6 @@ def _save(
         return None if moved is None else _Saved(moved, geometry)
     if compression.rounding == "stochastic":
         random.renew_on_replay(tensor.device)
-    mapping = None if norm is None else norm.mapping(tensor)
     packed = pack(elements, compression.format(), None, mapping)
     return _Saved(packed if share is None else offload.put(packed, share), geometry)
 

@@ -12,7 +12,7 @@ and for parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +22,6 @@ from vramx.recompute import verdicts
 from vramx.recompute.buffers import Buffers, modules_of
 from vramx.recompute.inputs import Inputs
 from vramx.recompute.members import Members
-from vramx.recompute.norms import Norm
 from vramx.recompute.objects import Before, as_before
 from vramx.recompute.structure import Structure
 from vramx.recompute.verdicts import Verdict
@@ -32,9 +31,7 @@ from vramx.recompute.watch import Operators, Watch
 class Region:
     """One call of a function.
 
-    `rough` is known once it has run: the first of its operations under which a small change of the
-    input need not be one of the gradient; empty if there is none, or if no input is to be packed.
-    `norms` are those that read the inputs, by number.
+    `verdict` is known once it has run. It names nothing if no input is to be packed.
     """
 
     def __init__(
@@ -46,8 +43,7 @@ class Region:
         *,
         vouched: bool = False,
     ) -> None:
-        self.rough = ""
-        self.norms: Mapping[int, Norm] = {}
+        self.verdict = Verdict("")
         self._function = function
         self._structure = structure
         self._arguments: tuple[Any, Any] | None = arguments
@@ -93,12 +89,12 @@ class Region:
             with watch.running():
                 result = self._function(*args, **kwargs)
             watch.look_at(result, leaves)
-            verdict = Verdict(watch.rough, watch.norms)
+            verdict = Verdict(watch.rough, watch.norms, watch.rooted, watch.exact)
             verdicts.remember(self._key, self._function, verdict)
         else:
             result = self._function(*args, **kwargs)
-        self.rough, self.norms = verdict
-        self._is_watched = not self.rough
+        self.verdict = verdict
+        self._is_watched = not verdict.rough
         return result
 
     def _recompute(self, leaves: tuple[Any, ...]) -> Any:
