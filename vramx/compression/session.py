@@ -124,7 +124,8 @@ class Session:
         self, tensor: torch.Tensor, operation: Operation
     ) -> Reference | Restored | Pending:
         if operation.position == 0 and not third_party.is_known(operation.library, operation.name):
-            writes.note(operation.tensors)  # its forward may have written into them
+            # Its forward may have written into them.
+            writes.note_anywhere() if operation.untold else writes.note(operation.tensors)
         return self._take(tensor, operation)
 
     def _take_of_attention(
