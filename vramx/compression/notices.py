@@ -33,7 +33,7 @@ def tell_of_unknown(operation: Operation) -> None:
         if not operation.untold:
             way += f', or {{"{name}:0": "int8"}} for its first argument,'
         way += " packs what its backward is linear or smooth in"
-        if operation.untold:
+        if operation.untold:  # from torch 2.14 on
             way += "; torch does not show its arguments, and one for some of them has no effect"
     tell(
         f"{operation.library}.{name}",

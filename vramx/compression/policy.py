@@ -177,7 +177,8 @@ class SavePolicy:
         rules = None if operation is None else self._by_operation.get(_canonical(operation.name))
         if operation is None or not rules:
             return None
-        if operation.untold and any(rule.arguments is not None for rule in rules):
+        some = operation.name == GRAPH or any(rule.arguments is not None for rule in rules)
+        if some and operation.untold:  # which is an argument, and which a weight, is not seen
             return None
         mask = tensor.dtype == torch.bool
         match = operation.match(tensor)

@@ -90,7 +90,7 @@ def checkpoint(
         Where a gradient may jump with an input that moves a little (the region compares, chooses,
         sorts or rounds, or does what is not known), inputs are kept exactly, and a warning names
         the operation once. A policy that gives an operation such a level says that it is smooth.
-        So is an input of which the region gives a function of elements, such as its gelu.
+        The same where the region gives a function of an input's elements, such as its gelu.
     Sync: never waits for the device.
 
     Within a transform of torch.func the function runs as it is, and nothing is recomputed. Within

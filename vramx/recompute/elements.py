@@ -2,11 +2,11 @@
 
 Most of a group may be large beside the elements that a gradient comes from: all of tanh's comes
 from those that do not saturate it. A step of a packed input is no small part of these. So what
-saturates keeps all inputs exact, and a function that leaves the region as it is keeps those that it
-is of: what follows may saturate. Behind a layer, a sum over many elements, the noise of packing is
-as small beside its result as in any other place: an input that a function within the region reads
-is packed as roots (see roots.py), which serve small elements better. Costs a look-up an operation
-while a region is watched; holds no tensor.
+saturates keeps the inputs exact, and so does a function that leaves the region as it is, for what
+follows may saturate. Behind a layer, a sum over many elements, the noise of packing is as small
+beside its result as in any other place: an input that a function within the region reads is packed
+as roots (see roots.py), which serve small elements better. Costs a look-up an operation while a
+region is watched; holds no tensor.
 """
 
 from __future__ import annotations
@@ -41,28 +41,27 @@ _SOFTMAXES = frozenset(
 
 
 class _Elements(NamedTuple):
-    """The numbers of inputs: whose elements a tensor has functions of, and which of these bend."""
+    """The numbers of inputs whose elements a tensor has functions of, and the last that bends."""
 
     read: frozenset[int] = frozenset()
-    bent: frozenset[int] = frozenset()
+    bend: str = ""
 
 
 _NONE = _Elements()
 
 
 class Elements:
-    """How functions read some inputs by elements: `rooted` and `exact` are numbers of these.
+    """How functions read some inputs by elements: `rooted` has numbers of these.
 
-    Calls `on_rough` with what a saturating function does to one of them. The caller holds the
-    inputs meanwhile. Functions in `allowed` may do it.
+    Calls `on_rough` with what a function does to one of them that wants it exactly. The caller
+    holds the inputs meanwhile. Functions in `allowed` may do it.
     """
 
     def __init__(
         self, inputs: Sequence[Tensor], on_rough: Callable[[str], None], allowed: frozenset[str]
     ) -> None:
-        self.exact: frozenset[int] = frozenset()
         self._on_rough = on_rough
-        self._saturating = _SATURATING - {f"aten::{name}" for name in allowed}
+        self._allowed = frozenset(f"aten::{name}" for name in allowed)
         self._factors: set[int] = set()
         self._largest: set[int] = set()
         self._memory: dict[int, _Elements] = {}
@@ -79,7 +78,9 @@ class Elements:
 
     def look_at(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         """Look at a call of the dispatcher."""
-        if name in self._saturating:
+        if name in self._allowed:
+            return
+        if name in _SATURATING:
             if self._of(args[0]).read:
                 self._on_rough(f"the slope of {name}, where an input saturates it,")
         elif name in _SOFTMAXES:
@@ -88,8 +89,9 @@ class Elements:
             self._follow(name, [each for each in args if isinstance(each, Tensor)], result)
 
     def leave(self, results: Iterable[Any]) -> None:
-        """Note what a region gives."""
-        self.exact = self.exact.union(*(self._of(each).bent for each in results))
+        """Look at what a region gives."""
+        for bend in filter(None, (self._of(each).bend for each in results)):
+            self._on_rough(f"the slope of {bend}, which it gives as it is,")
 
     def _follow(self, name: str, tensors: list[Tensor], result: Any) -> None:
         several = len(tensors) > 1
@@ -102,9 +104,9 @@ class Elements:
         bends = name in _BENDING or len(found) > 1
         if bends or several:
             self._factors |= read
-        bent = read if bends else found[0].bent
+        bend = name if bends else found[0].bend
         for each in result if isinstance(result, (list, tuple)) else (result,):
-            self._functions[each] = _Elements(read, bent)
+            self._functions[each] = _Elements(read, bend)
 
     def _of(self, x: Any) -> _Elements:
         if not isinstance(x, Tensor) or x.layout is not strided:  # others have no storage

@@ -61,14 +61,10 @@ class _Slot:
             ModifiedInPlaceError
         ):  # by the region; torch refuses it in backward, and so does this
             return
-        exact = bool(verdict.rough) or number in verdict.exact
-        compression = None if exact else compression
-        if compression is None and share is None:
-            return
         outlive(tensor)
         norm = verdict.norms.get(number)
         mapping: Mapping | None = ROOT if number in verdict.rooted else None
-        if norm is not None and not exact:
+        if norm is not None and compression is not None:
             mapping = norm.mapping(tensor)
         self.held = _save(tensor, compression, share, mapping) or self.held
 
@@ -123,8 +119,10 @@ class Inputs:
 
     def settle(self, verdict: Verdict) -> None:
         """Pack the inputs, or move them to the host with the values that they have."""
-        for number, slot in enumerate(self._slots.values()):
-            slot.settle(number, verdict, self._compression, self._share)
+        compression = None if verdict.rough else self._compression
+        if compression is not None or self._share is not None:
+            for number, slot in enumerate(self._slots.values()):
+                slot.settle(number, verdict, compression, self._share)
         # The graph keeps the hooks; it must not keep through them what it has let go.
         self._slots = {}
 

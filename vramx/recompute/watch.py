@@ -114,7 +114,7 @@ class Watch:
     """What one run of a region showed: `rough` names the first operation that is not smooth.
 
     Those in `allowed` are, as their user says. `norms` read `inputs`, by number, and functions of
-    elements those in `rooted` and `exact`.
+    elements those in `rooted`.
     """
 
     def __init__(self, allowed: frozenset[str], inputs: Sequence[Tensor] = ()) -> None:
@@ -130,10 +130,6 @@ class Watch:
     @property
     def rooted(self) -> frozenset[int]:
         return self._elements.rooted
-
-    @property
-    def exact(self) -> frozenset[int]:
-        return self._elements.exact
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
