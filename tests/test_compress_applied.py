@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from policy_tools import apply_has_a_frame
 
 from vramx.compression import applied
+from vramx.compression.operations import OperationMode
 
 pytestmark = pytest.mark.skipif(
     sys.version_info < (3, 11), reason="Python 3.10 does not tell where in the source a call stands"
@@ -43,6 +45,12 @@ class Owner:
         raise AssertionError("a property was asked")
 
 
+owner = Owner()
+sees_locals = pytest.mark.skipif(
+    not applied._SEES_LOCALS, reason="before Python 3.13 a look at locals keeps them alive"
+)
+
+
 def by_name(looks: Looks) -> None:
     repr(looks)
 
@@ -52,8 +60,12 @@ def by_attributes(looks: Looks) -> None:
 
 
 def by_a_method(looks: Looks) -> None:
-    self = Owner()
-    self.apply(looks)  # a function in C binds to nothing
+    owner.apply(looks)  # a function in C binds to nothing
+
+
+def by_a_local_name(looks: Looks) -> None:
+    local = here
+    local.apply(looks)
 
 
 def in_lines(looks: Looks) -> None:
@@ -72,7 +84,10 @@ def unpacked(looks: Looks) -> None:
     here.apply(*[looks])
 
 
-CALLS = (by_name, by_attributes, by_a_method, in_lines, within_others, unpacked)
+CALLS = (
+    *(by_name, by_attributes, by_a_method, in_lines, within_others, unpacked),
+    pytest.param(by_a_local_name, marks=sees_locals),
+)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -102,25 +117,33 @@ def test_what_names_alone_do_not_tell_is_unknown(call: Callable[[Looks], Any]) -
 
 
 def test_no_property_is_asked() -> None:
-    owner = Owner()  # noqa: F841 - read by its name
     frame = sys._getframe()
     assert isinstance(applied._value(frame, ("owner", "made")), property)
 
 
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, x * 2)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad
+
+
+def test_a_look_keeps_no_local_alive() -> None:
+    kept = Owner()
+    seen = weakref.ref(kept)
+    called.clear()
+    here.apply(Looks())
+    del kept
+    assert called == [repr]
+    assert seen() is None
+
+
 @pytest.mark.skipif(apply_has_a_frame, reason="before torch 2.14 `apply` has a frame of its own")
 def test_functions_that_are_called_again_begin_anew() -> None:
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(x, x * 2)
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            return grad
-
-    from vramx.compression.operations import OperationMode
-
     mode, places = OperationMode(), []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

@@ -58,19 +58,20 @@ def test_masks_follow_their_own_rule() -> None:
     assert stats.packed.kept_bytes == 64 * 64 // 8
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return grad * y, grad * x
+
+
 @functions_have_names
 def test_an_autograd_function_has_the_name_of_its_class() -> None:
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(x, y)
-            return x * y
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            x, y = ctx.saved_tensors
-            return grad * y, grad * x
-
     x, y = input_of(32, 64), input_of(32, 64) * 2
     assert saved_reason(lambda: Doubled.apply(x, y), policy={"Doubled": "int8"}) == {"packed": 2}
     with compress(min_bytes=0, policy={"Doubled": "int8", "Doubled:0": "keep"}) as stats:
@@ -82,19 +83,20 @@ def test_an_autograd_function_has_the_name_of_its_class() -> None:
         assert stats.kept["unknown"].tensors == 2
 
 
+class Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        row, column = x.norm(dim=-1), x.norm(dim=-1, keepdim=True)
+        ctx.save_for_backward(x, row, column, x * 2)
+        return x / column
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad
+
+
 @functions_have_names
 def test_statistics_that_an_autograd_function_makes_are_kept() -> None:
-    class Norm(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            row, column = x.norm(dim=-1), x.norm(dim=-1, keepdim=True)
-            ctx.save_for_backward(x, row, column, x * 2)
-            return x / column
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            return grad
-
     x = input_of(4, 32, 64)
     found = saved_reason(lambda: Norm.apply(x), policy={"Norm": "int8"})
     assert found == {"packed": 2, "statistic": 2}

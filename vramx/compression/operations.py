@@ -75,6 +75,11 @@ class OperationMode(TorchFunctionMode):
             self._note_made(result, args)
         return result
 
+    def __exit__(self, *error: Any) -> None:
+        # What it was asked for is a tensor of the graph, which holds the mode through its hooks.
+        self._applied = (-1, None)
+        super().__exit__(*error)
+
     def _call_transformed(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
