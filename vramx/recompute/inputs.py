@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from vramx.compression import offload, random
 from vramx.compression.codec import Packed, pack, unpack
 from vramx.compression.config import KEEP, Compression
-from vramx.compression.geometry import Geometry, describe, flat, restore
+from vramx.compression.geometry import Geometry, can_spread, describe, flat, restore, spread
 from vramx.compression.lifetime import outlive
 from vramx.compression.mapping import Mapping
 from vramx.compression.policy import SavePolicy
@@ -34,13 +34,16 @@ class _Saved(NamedTuple):
 
     held: Packed | offload.Moved | offload.MovedExactly
     geometry: Geometry
+    stride: tuple[int, ...]
 
     def open(self) -> Tensor:
+        """Return it with its strides, holes included: by them operations choose how they run."""
         held = self.held
         if isinstance(held, offload.MovedExactly):
-            return restore(held.get(), self.geometry)
-        packed = held.get() if isinstance(held, offload.Moved) else held
-        return restore(unpack(packed), self.geometry)
+            found = held.get()
+        else:
+            found = unpack(held.get() if isinstance(held, offload.Moved) else held)
+        return spread(restore(found, self.geometry), self.stride)
 
 
 class _Slot:
@@ -107,6 +110,8 @@ class Inputs:
         # What needs no gradient is an index, a mask or data that its owner holds anyway.
         if nothing or not tensor.requires_grad or not self._rules.choose(tensor, None).bits:
             return Reference(tensor)
+        if not can_spread(tensor):
+            return Reference(tensor)
         slot = self._slots.get(id(tensor))
         if slot is None:
             slot = self._slots[id(tensor)] = _Slot(tensor)
@@ -143,16 +148,16 @@ def _save(
     share: str | float | None,
     mapping: Mapping | None,
 ) -> _Saved | None:
-    geometry = describe(tensor)
+    geometry, stride = describe(tensor), tensor.stride()
     elements = flat(tensor, geometry)
     if compression is None:
         assert share is not None
         moved = offload.put_exact(elements, share)
-        return None if moved is None else _Saved(moved, geometry)
+        return None if moved is None else _Saved(moved, geometry, stride)
     if compression.rounding == "stochastic":
         random.renew_on_replay(tensor.device)
     packed = pack(elements, compression.format(), None, mapping)
-    return _Saved(packed if share is None else offload.put(packed, share), geometry)
+    return _Saved(packed if share is None else offload.put(packed, share), geometry, stride)
 
 
 def _open(saved: Reference | _Slot) -> Tensor:
