@@ -6,7 +6,6 @@ A word after each says whose report or tutorial it is after.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -170,18 +169,10 @@ def adjoint(m: Any, h: Tensor) -> Tensor:
 class Ensemble(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        layers = [nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)]
-        self.one = [layers[0].to("meta")]  # no part of this module
         made = [nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)]
-        names = dict(made[0].named_parameters())
-        self.stacked = nn.ParameterDict(
-            {
-                name.replace(".", "_"): torch.stack(
-                    [dict(x.named_parameters())[name] for x in made]
-                )
-                for name in names
-            }
-        )
+        stacked, _ = torch.func.stack_module_state(made)
+        self.stacked = nn.ParameterDict({k.replace(".", "_"): p for k, p in stacked.items()})
+        self.one = [made[0].to("meta")]  # in a list: no part of this module
 
 
 @program(Ensemble)
@@ -301,23 +292,11 @@ def fourier_operator(m: Any, h: Tensor) -> Tensor:
     return F.gelu(torch.fft.irfft(kept, n=16, dim=1).to(h) + m.a(h))
 
 
-class User:
-    """saved_tensors_hooks of the program's own, inside those of vramx (torchtune#1913)."""
-
-    def __enter__(self) -> None:
-        self._own = torch.autograd.graph.saved_tensors_hooks(
-            lambda x: x.detach().clone(), lambda x: x
-        )
-        self._own.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._own.__exit__(*error)
-
-
 @program(linear(), linear(), linear())
 def own_hooks(m: Any, h: Tensor) -> Tensor:
+    """torchtune#1913: saved_tensors_hooks of the program's own, inside those of vramx."""
     h = F.gelu(m.a(h))
-    with User():
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
         h = h + F.silu(m.b(h)) * h
     return m.c(h.sigmoid())
 
@@ -340,6 +319,3 @@ def time_mixing(m: Any, h: Tensor) -> Tensor:
     k, v, r = m.a(h - 0.5 * h.roll(1, 1)).chunk(3, -1)
     mixed = _wkv(k * 3, v, F.softplus(m.b))
     return m.c(r.sigmoid() * mixed) + F.relu(k).square()
-
-
-Step = Callable[[Any, Tensor], Tensor]

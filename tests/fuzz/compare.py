@@ -196,6 +196,8 @@ def _own_drawn(program: type[nn.Module], setting: Setting, number: int, name: st
 def _gradients(
     program: type[nn.Module], setting: Setting, number: int, dtype: torch.dtype, shift: int = 0
 ) -> dict[str, Any]:
+    if dtype is torch.bfloat16:  # all of it, what autocast would compute in float32 too
+        setting = replace(setting, autocast=False)
     try:
         return run(program, setting, Plain(), dtype, shift=shift)[number].gradients
     except RuntimeError as error:
