@@ -92,6 +92,8 @@ class Choice(NamedTuple):
     most: int = 0
 
 
+# Their kernels fill what was saved before: the noise of its slopes.
+_FILLED_LATER = frozenset({"rrelu", "rrelu_with_noise"})
 _CHOICES = {bits: Choice(bits, "") for bits in range(1, 9)}
 _REASONS = (INTEGER, SMALL, PARAMETER, LEAF, POLICY, STATISTIC, UNKNOWN, DERIVATIVE, DISABLED)
 _KEPT = {reason: Choice(0, reason) for reason in (*_REASONS, *UNSUPPORTED)}
@@ -182,6 +184,8 @@ class SavePolicy:
             return None
         mask = tensor.dtype == torch.bool
         match = operation.match(tensor)
+        if match is None and _canonical(operation.name) in _FILLED_LATER:
+            return KEEP
         position = None if match is None else match.position
         for rule in rules:
             fits = rule.arguments is None or position in rule.arguments

@@ -24,6 +24,7 @@ from vramx.recompute.inputs import Inputs
 from vramx.recompute.members import Members
 from vramx.recompute.objects import Before, as_before
 from vramx.recompute.structure import Structure
+from vramx.recompute.unfilled import saved_behind
 from vramx.recompute.verdicts import Verdict
 from vramx.recompute.watch import Operators, Watch
 
@@ -72,6 +73,7 @@ class Region:
             result = self._run_to_pack(args, kwargs, leaves, inputs.tensors)
         else:
             result = self._function(*args, **kwargs)
+        result = saved_behind(result)
         self._buffers.settle()
         for leaf in leaves:
             if isinstance(leaf, Before):
@@ -104,10 +106,10 @@ class Region:
         assert self._members is not None
         with self._members.restored(), self._buffers.restored():
             if not self._is_watched and not self._ran_in_mode:
-                return self._function(*args, **kwargs)
+                return saved_behind(self._function(*args, **kwargs))
             # Some of torch's functions, such as ctc_loss, save other tensors in a mode.
             with Operators(self._refuse if self._is_watched else _accept, self._allowed):
-                return self._function(*args, **kwargs)
+                return saved_behind(self._function(*args, **kwargs))
 
     def _refuse(self, rough: str) -> None:
         verdicts.remember(self._key, self._function, Verdict(rough))
