@@ -6,7 +6,7 @@
 #   make test       every test that needs no GPU and is not long, the build included
 #   make test-long  those that are: endurance, threads under their sanitizer, times of large inputs
 #   make test-models  the tests of the libraries whose models it trains, a release after the other
-#   make test-versions  the tests of hooks and checkpoints with older releases of torch
+#   make test-versions  the tests of hooks and checkpoints with other releases of torch
 #   make test-gpu   every test that needs a GPU; without one they fail
 #   make stress     ten million random steps of the allocator's core, from other seeds than the tests'
 #   make sdist, make wheel  what is uploaded, into dist/; wheels for all: cibuildwheel
@@ -89,7 +89,7 @@ test-versions:
 	@$(call prepare,run test)
 	$(build)
 	failed=0
-	for release in 2.6 2.8 2.11; do
+	for release in 2.6 2.8 2.11 2.14; do
 	    version="$$("$$python" .ci/versions.py $$release)"
 	    "$$version" -m pytest -q -n 2 --dist worksteal $(version_tests) || failed=1
 	done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ def test_gradient_direction_survives_compression(monkeypatch: pytest.MonkeyPatch
 
 def test_keyword_and_nested_tensors_are_packed(packs: Packs) -> None:
     def region(x: torch.Tensor, *, pair: dict[str, Any]) -> torch.Tensor:
-        return x * pair["a"][0] * pair["b"]
+        return x @ pair["a"][0].t() @ pair["b"]
 
     pair = {"a": [activation(8, 16)], "b": activation(8, 16)}
     vramx.checkpoint(region, activation(8, 16), pair=pair, level=SMALL).sum().backward()
@@ -107,8 +108,28 @@ def test_integers_masks_parameters_and_small_tensors_pass(packs: Packs) -> None:
 
 def test_one_tensor_as_two_arguments_is_packed_once(packs: Packs) -> None:
     x = activation(8, 16)
-    vramx.checkpoint(torch.mul, x, x, level=SMALL).sum().backward()
+    vramx.checkpoint(torch.add, x, x, level=SMALL).sum().backward()
     assert packs.sizes == [128]
+
+
+PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "columns": lambda h: torch.cat([h, h], -1)[..., :16],
+    "every other column": lambda h: torch.cat([h, h], -1)[..., ::2],
+    "rows": lambda h: torch.cat([h, h], 1)[:, ::2],
+    "expanded columns": lambda h: torch.cat([h, h], -1)[:, :1, :16].expand(4, 8, 16),
+    "windows": lambda h: torch.cat([h, h], -1)[..., ::2].unfold(-1, 4, 2)[..., :3],
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": "cpu"}, {"level": "keep", "offload": "cpu"}])
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_of_a_tensor_is_recomputed_the_same_way(name: str, options: dict[str, Any]) -> None:
+    """By the strides of its input a layer with a bias chooses what it saves."""
+    h = PARTS[name](activation(4, 8, 16) * 1.0)
+    layer = nn.Linear(h.shape[-1], 16)
+    options = {"level": SMALL, **options}
+    vramx.checkpoint(layer, h, **options).sum().backward()
+    assert layer.weight.grad is not None
 
 
 @pytest.mark.parametrize("level", ["int8", "int4"])

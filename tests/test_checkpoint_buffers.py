@@ -15,6 +15,8 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 import vramx
 from vramx.compression.config import Compression
+from vramx.errors import VramxWarning
+from vramx.recompute import buffers
 
 __all__ = ["quiet", "seeds"]
 pytestmark = pytest.mark.usefixtures("seeds", "quiet")
@@ -108,3 +110,40 @@ def test_buffers_of_a_module_that_a_function_names_move_once(region: Any) -> Non
     GLOBAL_NORM.reset_running_stats()
     vramx.checkpoint(region, activation(), level=SMALL).sum().backward()
     assert GLOBAL_NORM.num_batches_tracked == 1
+
+
+class Follows(nn.Module):
+    """Has a layer that follows another while it runs, and takes a difference to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast = nn.Linear(WIDTH, WIDTH)
+        self.slow = copy.deepcopy(self.fast).requires_grad_(requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.slow.weight.lerp_(self.fast.weight + 1, 0.5)
+        return (self.fast(x) - self.slow(x)).square()
+
+
+def test_a_parameter_that_follows_moves_once_a_step() -> None:
+    plain, again = Follows(), Follows()
+    again.load_state_dict(plain.state_dict())
+    x = activation().detach()
+    near = []
+    for _ in range(2):
+        for net in (plain, again):
+            net.zero_grad()
+        plain(x).sum().backward()
+        vramx.checkpoint(again, x, level="keep").sum().backward()
+        assert torch.equal(plain.slow.weight, again.slow.weight)
+        assert isinstance(again.slow.weight, nn.Parameter)
+        near.append(torch.equal(plain.fast.weight.grad, again.fast.weight.grad))
+    # Nothing was copied before the first call; from the second on what was there is read again.
+    assert near == [False, True]
+
+
+def test_that_a_region_writes_into_a_parameter_is_said() -> None:
+    buffers._say.cache_clear()
+    with pytest.warns(VramxWarning, match="weight of Linear, which is no buffer"):
+        vramx.checkpoint(Follows(), activation(), level="keep")

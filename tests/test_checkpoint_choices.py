@@ -152,7 +152,7 @@ SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
     "attention": lambda x: F.scaled_dot_product_attention(*(x[None, None],) * 3, is_causal=True),
     "norm by hand": lambda x: x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt(),
     "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
-    "gelu": lambda x: F.gelu(x) * F.silu(x) * torch.sigmoid(x.mean(0)),
+    "gelu": lambda x: (F.gelu(x) * F.silu(x) * torch.sigmoid(x.mean(0))) @ torch.ones(16, 4),
     "dropout": lambda x: F.dropout(x.sin(), 0.5),
     "convolution": lambda x: F.conv1d(x[None], torch.ones(3, 64, 5), padding=2).tanh(),
     "average pooling": lambda x: F.avg_pool1d(x[None], 4).sin(),

@@ -159,8 +159,10 @@ def test_an_input_changed_in_place_does_no_harm_where_it_was_packed() -> None:
     with torch.no_grad():
         x.fill_(float("nan"))
     y.sum().backward()
-    # One step of 8 bits: 1/127 of the largest of a group, the scale rounded up by under 1 %.
-    assert (leaf.grad - expected).abs().max() < 1.01 / 127 * expected.abs().max()
+    # Roots are packed of a factor. A step of one is 1/127 of the largest of a group, the scale
+    # rounded up by under 1 %, and what it is of has twice that, and its square.
+    step = 1.01 / 127
+    assert (leaf.grad - expected).abs().max() < (2 * step + step**2) * expected.abs().max()
 
 
 def test_arguments_in_forward_are_the_callers_own() -> None:

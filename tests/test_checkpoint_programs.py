@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 import vramx
+from vramx.compression.config import Compression
+from vramx.recompute.structure import flatten
 
 __all__ = ["quiet", "seeds"]
 pytestmark = pytest.mark.usefixtures("seeds", "quiet")
@@ -165,3 +167,40 @@ def test_sparse_neighbours_are_multiplied_as_without(name: str) -> None:
     plain = gradient(layer(x * 1.0))
     # Its products are not known to be smooth, so that the input is kept exactly.
     assert torch.equal(gradient(vramx.checkpoint(layer, x * 1.0, level=SMALL)), plain)
+
+
+# What is saved before it is filled: torch would end the recomputation there.
+ENDS_UNFILLED: dict[str, Callable[[Tensor], Any]] = {
+    "last": lambda x: F.rrelu(x, 0.1, 0.9, training=True),
+    "before views and sums": lambda x: F.rrelu(x, 0.1, 0.9, training=True).view(-1) + x.view(-1),
+    "one of two": lambda x: (x.sin(), {"y": F.rrelu(x.cos(), 0.1, 0.9, training=True)}),
+    "twice": lambda x: F.rrelu(F.rrelu(x, 0.1, 0.9, True).tanh(), 0.1, 0.9, True),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("level", ["keep", Compression(min_bytes=0)])
+@pytest.mark.parametrize("name", ENDS_UNFILLED)
+def test_noise_that_is_saved_before_it_is_drawn_is_drawn_again(name: str, level: Any) -> None:
+    def gradient_of(run: Callable[[Tensor], Any]) -> Tensor:
+        torch.manual_seed(0)
+        leaf = torch.randn(64, 512, requires_grad=True)
+        results, _ = flatten(run(leaf * 1.0))
+        weights = torch.linspace(-1, 1, leaf.numel())
+        sum((each.flatten() * weights).sum() for each in results).backward()
+        return leaf.grad
+
+    function = ENDS_UNFILLED[name]
+    expected = gradient_of(function)
+    found = gradient_of(lambda x: vramx.checkpoint(function, x, level=level))
+    assert torch.equal(found, expected)
+
+
+def test_noise_of_slopes_is_kept_whatever_a_policy_says() -> None:
+    torch.manual_seed(0)
+    leaf = torch.randn(64, 512, requires_grad=True)
+    with vramx.compress(min_bytes=0, policy={"rrelu": "int8"}):
+        y = F.rrelu(leaf * 1.0, 0.1, 0.9, training=True)
+    slopes = torch.where(leaf < 0, y.detach() / leaf.detach(), 1.0)
+    (found,) = torch.autograd.grad(y.sum(), leaf)
+    assert torch.allclose(found, slopes)

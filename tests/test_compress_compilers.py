@@ -18,6 +18,7 @@ from compress_tools import (
     recorded_packs,
     relative_error,
 )
+from policy_tools import apply_has_a_frame
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -39,6 +40,9 @@ def breaks() -> int:
 
 # What the hooks see of a graph does not say what its backward does; a user may know.
 PACKED_GRAPHS = {"CompiledFunction": "int8"}
+weights_are_seen = pytest.mark.skipif(
+    not apply_has_a_frame, reason="from torch 2.14 on weights of a graph are not told: all is kept"
+)
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
@@ -50,6 +54,7 @@ def test_what_a_compiled_block_saves_is_kept() -> None:
     assert "unknown" in context.stats.kept
 
 
+@weights_are_seen
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compiled_blocks_inside_a_context_stay_one_graph_each() -> None:
     counter = CompileCounterWithBackend("aot_eager")
@@ -65,6 +70,7 @@ def test_compiled_blocks_inside_a_context_stay_one_graph_each() -> None:
     assert 0 < relative_error(found, exact) < 0.05
 
 
+@weights_are_seen
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("cast", [False, True])
 def test_of_a_compiled_block_activations_are_packed_and_weights_are_not(
@@ -121,6 +127,7 @@ def test_eager_parts_between_graphs_compile_nothing_of_ours() -> None:
     assert counts[0] == counts[1]
 
 
+@weights_are_seen
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("how", ["instance", "class", "whole"])
 def test_a_compressed_module_compiles_within(how: str) -> None:

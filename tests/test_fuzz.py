@@ -16,7 +16,8 @@ from tests.fuzz.directed import PROGRAMS, program, setting
 from tests.fuzz.faults import FAULTS, ONLY_WITH_CUDA
 from tests.fuzz.search import search
 from vramx.compression import policy, session
-from vramx.recompute.saturation import Saturations
+from vramx.compression.slopes import BOUNDED
+from vramx.recompute.elements import Elements
 
 SEED = 20
 HERE = FAULTS | (ONLY_WITH_CUDA if torch.cuda.is_available() else {})
@@ -156,6 +157,37 @@ def test_a_region_whose_input_saturates_it(line: str, monkeypatch: pytest.Monkey
         (f"h = {line}.to(h.dtype)",),
     )
     check(source, setting(style="none"))
-    monkeypatch.setattr(Saturations, "look_at", lambda *_: None)
+    monkeypatch.setattr(Elements, "look_at", lambda *_: None)
     with pytest.raises(FaultError):
         check(source, setting(style="none"))
+
+
+WIDE_OFF = "h = self.a(h) + 100 * torch.linspace(-1, 1, 64).to(h)"
+SQUARED = "h = (self.a(h) * 10).square()"
+BENT = ("F.gelu(h)", "F.silu(h)", "F.softplus(h)", "h * h", "h.pow(3)", "F.silu(h) * h")
+
+
+@pytest.mark.parametrize("before", [WIDE_OFF, SQUARED])
+@pytest.mark.parametrize("line", BENT)
+def test_a_region_that_bends_its_input(
+    line: str, before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows the region leaves only elements that are small beside their group."""
+    source = program(
+        ("nn.Linear(64, 64)", "Region()"),
+        (before, "h = pieces.api.checkpoint(self.b, h)", "h = h.tanh()"),
+        (f"h = {line}",),
+    )
+    check(source, setting(style="none"))
+    monkeypatch.setattr(Elements, "look_at", lambda *_: None)
+    with pytest.raises(FaultError):
+        check(source, setting(style="none"))
+
+
+def test_a_product_of_which_only_small_elements_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = WIDE_OFF.replace("100", "30")
+    source = program(("nn.Linear(64, 64)",), (columns, "h = (F.silu(h) * h).tanh()"))
+    check(source, setting())
+    monkeypatch.setattr(session, "_MAPPED", BOUNDED)
+    with pytest.raises(FaultError):
+        check(source, setting())

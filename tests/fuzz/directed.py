@@ -90,8 +90,8 @@ PROGRAMS: dict[str, tuple[str, Setting]] = {
     ),
     "packs the batch": (
         program(
-            ["nn.Parameter(torch.logspace(2, -2, 64) ** 0.1)"],
-            ["h = h * self.a**10"],
+            ["nn.Parameter(torch.logspace(2, -2, 64).diag() ** 0.1)"],
+            ["h = h @ self.a**10"],
         ),
         setting(raw=True, learns_input=False),
     ),

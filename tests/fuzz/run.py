@@ -19,6 +19,7 @@ from tests.fuzz.settings import Setting
 from tests.fuzz.writer import BATCH, TOKENS, WIDTHS
 
 STEPS = 2
+_STEP = 2**-7  # of bfloat16, at 1
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _numbers = itertools.count()
 
@@ -53,13 +54,20 @@ def run(
     dtype: torch.dtype = torch.float32,
     *,
     noise: int = 0,
+    shift: int = 0,
 ) -> list[Step]:
     """Run the steps of a program through an api; parameters and inputs follow from the setting,
-    what packing draws from `noise` too."""
+    what packing draws from `noise` too. With a `shift` they are a bit others, by a random step of
+    bfloat16 at the most."""
     torch.manual_seed(setting.seed)
     with torch.random.fork_rng():
         model = program().to(DEVICE)
     inputs = [_input(setting) for _ in range(STEPS)]
+    if shift:
+        generator = torch.Generator().manual_seed(shift)
+        for tensor in (*inputs, *model.parameters()):
+            steps = torch.rand(tensor.shape, generator=generator) * _STEP
+            tensor.data.mul_(1 + steps.to(tensor.device))
     pieces.api = api
     own = _forwards(model)
     api.seed(setting.seed + noise)

@@ -71,7 +71,7 @@ class Operation:
 
     __slots__ = (
         *("_answer", "_args", "_asked", "_found", "_kwargs"),
-        *("custom", "kept", "library", "name", "position", "waiting"),
+        *("custom", "kept", "largest", "library", "name", "position", "waiting"),
     )
 
     def __init__(
@@ -83,11 +83,17 @@ class Operation:
         self.position = 0
         self.kept: Mapping[int, Any] = _NOTHING
         self.waiting: Any = None
+        self.largest = 0  # of what was saved so far, in elements, where no argument is known
         self._args = args
         self._kwargs = kwargs
         self._found: list[_Given] | None = None
         self._asked: torch.Tensor | None = None
         self._answer: Match | None = None
+
+    @property
+    def untold(self) -> bool:
+        """Whether nothing is known of the arguments."""
+        return self.custom and not self._args and not self._kwargs
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -135,3 +135,38 @@ def restore(elements: torch.Tensor, geometry: Geometry) -> torch.Tensor:
         (0, 1)
     """
     return elements.as_strided(geometry.size, geometry.stride, elements.storage_offset())
+
+
+def spread(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor with other strides, that leave holes and keep its elements apart.
+
+    Memory: one copy, holes included, where its strides are not these.
+
+    Example:
+        >>> spread(torch.ones(2, 3), (8, 2)).stride()
+        (8, 2)
+    """
+    size = tensor.shape
+    if tensor.stride() == stride:
+        return tensor
+    once = tuple(slice(0, 1) if step == 0 else slice(None) for step in stride)
+    base = tensor[once]
+    return base.new_empty_strided(base.shape, stride).copy_(base).as_strided(size, stride)
+
+
+def can_spread(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor could have its strides again after it was one flat range.
+
+    Not where it leaves holes and its elements share memory, but for what is expanded.
+    """
+    return describe(tensor).whole or _are_apart(tensor.shape, tensor.stride())
+
+
+@lru_cache(maxsize=4096)
+def _are_apart(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    reach = 0
+    for dim in reversed(_moving_dims(size, stride)):
+        if stride[dim] <= reach:
+            return False
+        reach += (size[dim] - 1) * stride[dim]
+    return True

@@ -20,7 +20,7 @@ _WAYS = {
     "CheckpointFunction": "a checkpoint's inputs are computed with again; vramx.checkpoint() "
     "packs them",
     UNKNOWN: "TorchScript, a backward pass within, C++ that is no operator of torch, or, from "
-    "torch 2.14 on, an autograd.Function; it can be kept only",
+    "torch 2.14 on, an autograd.Function whose call does not name it; it can be kept only",
 }
 
 
@@ -29,10 +29,12 @@ def tell_of_unknown(operation: Operation) -> None:
     name = operation.name
     way = _WAYS.get(name)
     if way is None:
-        way = (
-            f'a policy such as {{"{name}": "int8"}}, or {{"{name}:0": "int8"}} for its first '
-            "argument, packs what its backward is linear or smooth in"
-        )
+        way = f'a policy such as {{"{name}": "int8"}}'
+        if not operation.untold:
+            way += f', or {{"{name}:0": "int8"}} for its first argument,'
+        way += " packs what its backward is linear or smooth in"
+        if operation.untold:  # from torch 2.14 on
+            way += "; torch does not show its arguments, and one for some of them has no effect"
     tell(
         f"{operation.library}.{name}",
         f"{name} is not known to compression, and what it saves is kept exactly: {way}",

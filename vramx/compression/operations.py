@@ -22,6 +22,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from vramx.compression import third_party
+from vramx.compression.applied import function_called
 from vramx.compression.calls import STRIDED, UNKNOWN, Operation
 from vramx.compression.compiler import caller, skip_frames
 from vramx.compression.fakes import PLAIN
@@ -36,6 +37,8 @@ class OperationMode(TorchFunctionMode):
         self._call: tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]] | None = None
         self._operation: Operation | None = None
         self._made: WeakSet[torch.UntypedStorage] = WeakSet()
+        # The last call of an autograd.Function that has no frame, by the number of its node.
+        self._applied: tuple[int, Operation | None] = (-1, None)
 
     def __torch_function__(
         self,
@@ -71,6 +74,11 @@ class OperationMode(TorchFunctionMode):
         if type(result) in PLAIN and not result.requires_grad:
             self._note_made(result, args)
         return result
+
+    def __exit__(self, *error: Any) -> None:
+        # What it was asked for is a tensor of the graph, which holds the mode through its hooks.
+        self._applied = (-1, None)
+        super().__exit__(*error)
 
     def _call_transformed(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -114,7 +122,10 @@ class OperationMode(TorchFunctionMode):
         """
         if self._call is None:
             # A device's backward thread has no frame above a hook's.
-            unseen = _custom_function(caller(sys._getframe(frame_depth)))
+            frame = caller(sys._getframe(frame_depth))
+            unseen = _custom_function(frame)
+            if unseen is None and _APPLY_CODE is None:
+                unseen = self._applied_in(frame)
             return Operation(UNKNOWN, (), {}, UNKNOWN) if unseen is None else unseen
         if self._operation is None:
             func, args, kwargs = self._call
@@ -123,6 +134,19 @@ class OperationMode(TorchFunctionMode):
         else:
             self._operation.position += 1
         return self._operation
+
+    def _applied_in(self, frame: FrameType | None) -> Operation | None:
+        """Return the Function that a frame is calling, of whose arguments nothing is known."""
+        number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        if number == self._applied[0]:
+            found = self._applied[1]
+            if found is not None:
+                found.position += 1
+            return found
+        function = None if frame is None else function_called(frame)
+        found = None if function is None else _operation_of(function, (), {})
+        self._applied = (number, found)
+        return found
 
 
 def transformed() -> None:
@@ -153,19 +177,21 @@ def _custom_function(frame: FrameType | None) -> Operation | None:
     if known is not None:
         known.position += 1
         return cast(Operation, known)
-    function = values["cls"]
+    # Its frame is the one object that lives as long as the call does.
+    values[_NOTE] = found = _operation_of(values["cls"], values["args"], values["kwargs"])
+    return found
+
+
+def _operation_of(function: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operation:
     if function.__name__ == _CHECKPOINTS_FUNCTION:
         return Operation("checkpoint", (), {}, function.__module__)
-    library = function.__module__.split(".")[0]
-    # Its frame is the one object that lives as long as the call does.
-    values[_NOTE] = found = Operation(function.__name__, values["args"], values["kwargs"], library)
-    return found
+    return Operation(function.__name__, args, kwargs, function.__module__.split(".")[0])
 
 
 _NOTE = "_vramx_operation"
 _CHECKPOINTS_FUNCTION = "_NoopSaveInputs"
 _OURS = f"{third_party.OURS}."
-# From torch 2.14 on it is written in C and has no frame: those Functions are unknown, and kept.
+# From torch 2.14 on it is written in C and has no frame: see applied.py.
 _APPLY_CODE = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 # Functions that save nothing themselves, but call operations with policies of their own.
 _COMPOSITES = frozenset({functional.multi_head_attention_forward})

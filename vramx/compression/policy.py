@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vramx.compression import attention, third_party
 from vramx.compression.calls import GRAPH, STRIDED, Operation
+from vramx.compression.calls import UNKNOWN as UNKNOWN_CALL
 from vramx.compression.config import BITS, GROUP_SIZES, KEEP, MASK_BITS, WIDTHS, Compression, Rule
 from vramx.compression.exactness import (
     FACTORS,
@@ -91,6 +92,8 @@ class Choice(NamedTuple):
     most: int = 0
 
 
+# Their kernels fill what was saved before: the noise of its slopes.
+_FILLED_LATER = frozenset({"rrelu", "rrelu_with_noise"})
 _CHOICES = {bits: Choice(bits, "") for bits in range(1, 9)}
 _REASONS = (INTEGER, SMALL, PARAMETER, LEAF, POLICY, STATISTIC, UNKNOWN, DERIVATIVE, DISABLED)
 _KEPT = {reason: Choice(0, reason) for reason in (*_REASONS, *UNSUPPORTED)}
@@ -176,8 +179,13 @@ class SavePolicy:
         rules = None if operation is None else self._by_operation.get(_canonical(operation.name))
         if operation is None or not rules:
             return None
+        some = operation.name == GRAPH or any(rule.arguments is not None for rule in rules)
+        if some and operation.untold:  # which is an argument, and which a weight, is not seen
+            return None
         mask = tensor.dtype == torch.bool
         match = operation.match(tensor)
+        if match is None and _canonical(operation.name) in _FILLED_LATER:
+            return KEEP
         position = None if match is None else match.position
         for rule in rules:
             fits = rule.arguments is None or position in rule.arguments
@@ -316,6 +324,8 @@ def _unsupported(tensor: torch.Tensor) -> str:
 
 
 def _is_statistic(tensor: torch.Tensor, operation: Operation) -> bool:
+    if operation.untold and operation.name != UNKNOWN_CALL:
+        return _is_untold_statistic(tensor, operation)
     is_factor = operation.name in FACTORS
     if not is_factor and operation.match(tensor) is not None:
         return False
@@ -333,6 +343,17 @@ def _is_statistic(tensor: torch.Tensor, operation: Operation) -> bool:
         return False
     reduced = tensor.dim() < max([t.dim() for t in data])
     return reduced or elements * _STATISTIC_RATIO <= largest
+
+
+def _is_untold_statistic(tensor: torch.Tensor, operation: Operation) -> bool:
+    """Tell it of what a Function made itself, whose arguments are not known: by its shape, or by
+    what was saved before it."""
+    elements, before = covered_elements(tensor), operation.largest
+    operation.largest = max(elements, before)
+    if tensor.requires_grad or tensor.dtype == torch.bool:
+        return False
+    reduced = tensor.dim() < 2 or tensor.shape[-1] == 1
+    return reduced or elements * _REDUCED_RATIO <= before
 
 
 def _refusal(tensor: torch.Tensor, operation: Operation | None, reason: str) -> str:

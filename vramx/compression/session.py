@@ -124,7 +124,8 @@ class Session:
         self, tensor: torch.Tensor, operation: Operation
     ) -> Reference | Restored | Pending:
         if operation.position == 0 and not third_party.is_known(operation.library, operation.name):
-            writes.note(operation.tensors)  # its forward may have written into them
+            # Its forward may have written into them.
+            writes.note_anywhere() if operation.untold else writes.note(operation.tensors)
         return self._take(tensor, operation)
 
     def _take_of_attention(
@@ -335,7 +336,8 @@ def _mapping(
             return ANGLES[function]
     if operation.name not in _MAPPED:
         return None
-    if is_power(operation):
+    # A product's factor too, where roots cost little: what follows may leave only small products.
+    if is_power(operation) or (operation.name in MAYBE_POWERS and format.bits == 8):
         return ROOT
     bound = bound_of(operation)
     return Within(bound, format.group_size) if bound else None
@@ -346,8 +348,8 @@ def _kind_of(operation: Operation) -> tuple[Hashable | None, bool]:
     back near wherever they lie."""
     if operation.waiting is not None:
         return operation.waiting.statistics.kind, True
-    if is_power(operation):
-        return "roots", True
+    if operation.name in MAYBE_POWERS:
+        return "roots" if is_power(operation) else None, True
     bound = bound_of(operation)
     return (("within", bound) if bound else None), False
 

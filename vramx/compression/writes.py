@@ -33,6 +33,7 @@ _FOR_GOOD = -1
 class _Counts(threading.local):
     def __init__(self) -> None:
         self.of: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
+        self.anywhere = 0
 
 
 _counts = _Counts()
@@ -72,8 +73,13 @@ def note(values: Iterable[Any], *, for_good: bool = False) -> None:
             note(value, for_good=for_good)
 
 
+def note_anywhere() -> None:
+    """Count a possible write to any memory."""
+    _counts.anywhere += 1
+
+
 def epoch(storage: torch.UntypedStorage) -> Hashable:
     """Return what is equal for two moments only if no write in between is known to be possible."""
     counts = _counts.of
     count = counts.get(storage, 0) if counts else 0
-    return object() if count == _FOR_GOOD else count
+    return object() if count == _FOR_GOOD else count + _counts.anywhere

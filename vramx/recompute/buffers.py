@@ -1,11 +1,15 @@
 """Buffers that a region changes: a recomputation finds them as the first run did, and leaves them.
 
 Running statistics of a batch norm move once a step, not twice; so do the vectors of a power
-iteration, an average, or a counter. What a region writes is told by versions; what a module wrote
-once, it is taken to write in each call. For a recomputation its modules have copies for buffers.
+iteration, an average, or a counter, and parameters without a gradient, as of a network that follows
+another. What a region writes is told by versions; what a module wrote once, it is taken to write in
+each call. For a recomputation its modules have copies for these.
+
+Of parameters that a region has not written before there is no copy: they may be all of a model. A
+recomputation of that one call has the new ones, and a warning says so.
 
 A region is recomputed by one thread at a time. A call costs a look at each buffer of its modules
-and a copy of those that it writes, which are small.
+and a copy of those that it writes.
 """
 
 from __future__ import annotations
@@ -13,16 +17,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from vramx.errors import VramxWarning
+
+_Members = dict[str, Any]  # the buffers of a module, or its parameters
+
 
 class _Kept(NamedTuple):
-    module: nn.Module
+    members: _Members
     name: str
     value: Tensor | None  # as it was before; None: what it is now will do
 
@@ -35,53 +44,80 @@ class Buffers:
     """The buffers of a region's modules, for one run of it and for those that recompute it."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._seen: list[tuple[nn.Module, str, Tensor, int]] = []
+        self._seen: list[tuple[nn.Module, _Members, str, Tensor, int]] = []
         self._copies: dict[tuple[int, str], Tensor] = {}
         self._kept: list[_Kept] = []
         for module in modules:
             written = _written.get(module)
-            for name, buffer in module._buffers.items():
-                if buffer is None:
-                    continue
-                self._seen.append((module, name, buffer, buffer._version))
+            for members, name, tensor in _changeable(module):
+                self._seen.append((module, members, name, tensor, tensor._version))
                 # A norm in training does not read its statistics.
-                if not isinstance(module, _NormBase) and (written is None or name in written):
-                    self._copies[id(module), name] = buffer.detach().clone()
+                is_statistic = members is module._buffers and isinstance(module, _NormBase)
+                may_write = members is module._buffers if written is None else name in written
+                if may_write and not is_statistic:
+                    self._copies[id(module), name] = tensor.detach().clone()
 
     def settle(self) -> None:
         """Note what the first run wrote."""
-        moved: dict[nn.Module, set[str]] = {}
-        for module, name, buffer, version in self._seen:
-            names = moved.setdefault(module, set())
-            if module._buffers.get(name) is not buffer or buffer._version != version:
-                names.add(name)
+        moved: dict[nn.Module, dict[str, _Members]] = {}
+        for module, members, name, tensor, version in self._seen:
+            names = moved.setdefault(module, {})
+            if members.get(name) is not tensor or tensor._version != version:
+                names[name] = members
         for module, names in moved.items():
             known = _written.setdefault(module, set())
-            known |= names
+            known.update(names)
             # The kernels of norms write statistics without a new version.
-            all_moved = isinstance(module, _NormBase) and _moves(module, names)
-            self._kept += [
-                _Kept(module, name, self._copies.get((id(module), name)))
-                for name in (module._buffers if all_moved else names)
-            ]
+            if isinstance(module, _NormBase) and _moves(module, names):
+                names.update(dict.fromkeys(module._buffers, module._buffers))
+            for name, members in names.items():
+                value = self._copies.get((id(module), name))
+                if value is None and members is module._parameters:
+                    _tell(module, name)
+                self._kept.append(_Kept(members, name, value))
         self._seen, self._copies = [], {}
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Have the modules write into copies meanwhile."""
-        own = [(each, each.module._buffers.get(each.name)) for each in self._kept]
+        own = [(each, each.members.get(each.name)) for each in self._kept]
         for each, now in own:
             source = now if each.value is None else each.value
             copy = None if source is None else source.detach().clone()
-            each.module._buffers[each.name] = copy
+            if isinstance(now, nn.Parameter) and copy is not None:
+                copy = nn.Parameter(copy, requires_grad=False)
+            each.members[each.name] = copy
         try:
             yield
         finally:
             for each, now in own:
-                each.module._buffers[each.name] = now
+                each.members[each.name] = now
 
 
-def _moves(module: Any, names: set[str]) -> bool:
+def _changeable(module: nn.Module) -> Iterator[tuple[_Members, str, Tensor]]:
+    """Give what a module may change while it runs: buffers, and parameters without a gradient."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            yield module._buffers, name, buffer
+    for name, parameter in module._parameters.items():
+        if type(parameter) is nn.Parameter and not parameter.requires_grad:
+            yield module._parameters, name, parameter
+
+
+@functools.lru_cache(maxsize=256)
+def _say(text: str) -> None:
+    warnings.warn(text, VramxWarning, stacklevel=7)
+
+
+def _tell(module: nn.Module, name: str) -> None:
+    _say(
+        f"a region under vramx.checkpoint writes into {name} of {type(module).__name__}, which is "
+        "no buffer: this step is recomputed with what it wrote, and from the next one on with what "
+        "was there before; update it outside of the region, or register a buffer"
+    )
+
+
+def _moves(module: Any, names: Collection[str]) -> bool:
     # A batch norm counts its calls; an instance norm does not.
     return bool(names) or (module.training and module.track_running_stats)
 

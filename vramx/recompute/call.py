@@ -90,6 +90,7 @@ def checkpoint(
         Where a gradient may jump with an input that moves a little (the region compares, chooses,
         sorts or rounds, or does what is not known), inputs are kept exactly, and a warning names
         the operation once. A policy that gives an operation such a level says that it is smooth.
+        The same where the region gives a function of an input's elements, such as its gelu.
     Sync: never waits for the device.
 
     Within a transform of torch.func the function runs as it is, and nothing is recomputed. Within
@@ -161,7 +162,7 @@ def run(
     region = Region(function, structure, (args, kwargs), inputs, vouched=settings.vouched)
     with inputs.collected():
         result = _torch_checkpoint(region, region.leaves_of(leaves), {}, settings.torch_options)
-    inputs.settle(region.norms, exact=bool(region.rough))
+    inputs.settle(region.verdict)
     return result
 
 

@@ -9,7 +9,7 @@ one kernel; nothing waits for the device.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,12 +19,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from vramx.compression import offload, random
 from vramx.compression.codec import Packed, pack, unpack
 from vramx.compression.config import KEEP, Compression
-from vramx.compression.geometry import Geometry, describe, flat, restore
+from vramx.compression.geometry import Geometry, can_spread, describe, flat, restore, spread
 from vramx.compression.lifetime import outlive
+from vramx.compression.mapping import Mapping
 from vramx.compression.policy import SavePolicy
+from vramx.compression.roots import ROOT
 from vramx.compression.saved import Reference
 from vramx.errors import ModifiedInPlaceError
-from vramx.recompute.norms import Norm
+from vramx.recompute.verdicts import Verdict
 
 
 class _Saved(NamedTuple):
@@ -32,13 +34,16 @@ class _Saved(NamedTuple):
 
     held: Packed | offload.Moved | offload.MovedExactly
     geometry: Geometry
+    stride: tuple[int, ...]
 
     def open(self) -> Tensor:
+        """Return it with its strides, holes included: by them operations choose how they run."""
         held = self.held
         if isinstance(held, offload.MovedExactly):
-            return restore(held.get(), self.geometry)
-        packed = held.get() if isinstance(held, offload.Moved) else held
-        return restore(unpack(packed), self.geometry)
+            found = held.get()
+        else:
+            found = unpack(held.get() if isinstance(held, offload.Moved) else held)
+        return spread(restore(found, self.geometry), self.stride)
 
 
 class _Slot:
@@ -50,8 +55,9 @@ class _Slot:
         self.held: Reference | _Saved = Reference(tensor)
 
     def settle(
-        self, compression: Compression | None, share: str | float | None, norm: Norm | None
-    ) -> None:
+        self, number: int, verdict: Verdict, compression: Compression | None,
+        share: str | float | None,
+    ) -> None:  # fmt: skip
         try:
             tensor = self.held.open()
         except (
@@ -59,7 +65,11 @@ class _Slot:
         ):  # by the region; torch refuses it in backward, and so does this
             return
         outlive(tensor)
-        self.held = _save(tensor, compression, share, norm) or self.held
+        norm = verdict.norms.get(number)
+        mapping: Mapping | None = ROOT if number in verdict.rooted else None
+        if norm is not None and compression is not None:
+            mapping = norm.mapping(tensor)
+        self.held = _save(tensor, compression, share, mapping) or self.held
 
 
 class Inputs:
@@ -100,6 +110,8 @@ class Inputs:
         # What needs no gradient is an index, a mask or data that its owner holds anyway.
         if nothing or not tensor.requires_grad or not self._rules.choose(tensor, None).bits:
             return Reference(tensor)
+        if not can_spread(tensor):
+            return Reference(tensor)
         slot = self._slots.get(id(tensor))
         if slot is None:
             slot = self._slots[id(tensor)] = _Slot(tensor)
@@ -107,15 +119,15 @@ class Inputs:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What may be packed; settle() is told of norms by the numbers of these."""
+        """What may be packed; a verdict has the numbers of these."""
         return [slot.held.open() for slot in self._slots.values()]
 
-    def settle(self, norms: Mapping[int, Norm], *, exact: bool) -> None:
-        """Pack the inputs, or move them to the host; `exact`: with the values that they have."""
-        compression = None if exact else self._compression
+    def settle(self, verdict: Verdict) -> None:
+        """Pack the inputs, or move them to the host with the values that they have."""
+        compression = None if verdict.rough else self._compression
         if compression is not None or self._share is not None:
             for number, slot in enumerate(self._slots.values()):
-                slot.settle(compression, self._share, norms.get(number))
+                slot.settle(number, verdict, compression, self._share)
         # The graph keeps the hooks; it must not keep through them what it has let go.
         self._slots = {}
 
@@ -131,19 +143,21 @@ def _rules(options: Compression) -> SavePolicy:
 
 
 def _save(
-    tensor: Tensor, compression: Compression | None, share: str | float | None, norm: Norm | None
+    tensor: Tensor,
+    compression: Compression | None,
+    share: str | float | None,
+    mapping: Mapping | None,
 ) -> _Saved | None:
-    geometry = describe(tensor)
+    geometry, stride = describe(tensor), tensor.stride()
     elements = flat(tensor, geometry)
     if compression is None:
         assert share is not None
         moved = offload.put_exact(elements, share)
-        return None if moved is None else _Saved(moved, geometry)
+        return None if moved is None else _Saved(moved, geometry, stride)
     if compression.rounding == "stochastic":
         random.renew_on_replay(tensor.device)
-    mapping = None if norm is None else norm.mapping(tensor)
     packed = pack(elements, compression.format(), None, mapping)
-    return _Saved(packed if share is None else offload.put(packed, share), geometry)
+    return _Saved(packed if share is None else offload.put(packed, share), geometry, stride)
 
 
 def _open(saved: Reference | _Slot) -> Tensor:

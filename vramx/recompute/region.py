@@ -12,7 +12,7 @@ and for parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import Tensor
@@ -22,9 +22,9 @@ from vramx.recompute import verdicts
 from vramx.recompute.buffers import Buffers, modules_of
 from vramx.recompute.inputs import Inputs
 from vramx.recompute.members import Members
-from vramx.recompute.norms import Norm
 from vramx.recompute.objects import Before, as_before
 from vramx.recompute.structure import Structure
+from vramx.recompute.unfilled import saved_behind
 from vramx.recompute.verdicts import Verdict
 from vramx.recompute.watch import Operators, Watch
 
@@ -32,9 +32,7 @@ from vramx.recompute.watch import Operators, Watch
 class Region:
     """One call of a function.
 
-    `rough` is known once it has run: the first of its operations under which a small change of the
-    input need not be one of the gradient; empty if there is none, or if no input is to be packed.
-    `norms` are those that read the inputs, by number.
+    `verdict` is known once it has run. It names nothing if no input is to be packed.
     """
 
     def __init__(
@@ -46,8 +44,7 @@ class Region:
         *,
         vouched: bool = False,
     ) -> None:
-        self.rough = ""
-        self.norms: Mapping[int, Norm] = {}
+        self.verdict = Verdict("")
         self._function = function
         self._structure = structure
         self._arguments: tuple[Any, Any] | None = arguments
@@ -76,6 +73,7 @@ class Region:
             result = self._run_to_pack(args, kwargs, leaves, inputs.tensors)
         else:
             result = self._function(*args, **kwargs)
+        result = saved_behind(result)
         self._buffers.settle()
         for leaf in leaves:
             if isinstance(leaf, Before):
@@ -93,12 +91,12 @@ class Region:
             with watch.running():
                 result = self._function(*args, **kwargs)
             watch.look_at(result, leaves)
-            verdict = Verdict(watch.rough, watch.norms)
+            verdict = Verdict(watch.rough, watch.norms, watch.rooted)
             verdicts.remember(self._key, self._function, verdict)
         else:
             result = self._function(*args, **kwargs)
-        self.rough, self.norms = verdict
-        self._is_watched = not self.rough
+        self.verdict = verdict
+        self._is_watched = not verdict.rough
         return result
 
     def _recompute(self, leaves: tuple[Any, ...]) -> Any:
@@ -108,10 +106,10 @@ class Region:
         assert self._members is not None
         with self._members.restored(), self._buffers.restored():
             if not self._is_watched and not self._ran_in_mode:
-                return self._function(*args, **kwargs)
+                return saved_behind(self._function(*args, **kwargs))
             # Some of torch's functions, such as ctc_loss, save other tensors in a mode.
             with Operators(self._refuse if self._is_watched else _accept, self._allowed):
-                return self._function(*args, **kwargs)
+                return saved_behind(self._function(*args, **kwargs))
 
     def _refuse(self, rough: str) -> None:
         verdicts.remember(self._key, self._function, Verdict(rough))

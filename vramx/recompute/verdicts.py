@@ -29,11 +29,12 @@ _VALUES = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, 
 
 
 class Verdict(NamedTuple):
-    """What a watched call showed: the operation that is not smooth, empty where all are; and the
-    norms that read its inputs, by the input's number."""
+    """What a watched call showed: the operation that is not smooth, empty where all are; the norms
+    that read its inputs, by the input's number; and which inputs are packed as roots."""
 
     rough: str
     norms: Mapping[int, Norm] = MappingProxyType({})
+    rooted: frozenset[int] = frozenset()
 
 
 _seen: dict[Hashable, Verdict] = {}

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vramx.recompute.elements import Elements
 from vramx.recompute.norms import Norm, Readers
-from vramx.recompute.saturation import Saturations
 from vramx.recompute.smooth import holds_floats, is_smooth, leaves_unfilled, name_of
 from vramx.recompute.structure import flatten
 
@@ -43,7 +43,7 @@ class Operators(TorchDispatchMode):
         self,
         on_rough: Callable[[str], None],
         allowed: frozenset[str],
-        readers: Sequence[Readers | Saturations] = (),
+        readers: Sequence[Readers | Elements] = (),
     ) -> None:
         super().__init__()
         self._on_rough = on_rough
@@ -113,23 +113,28 @@ class _Reads(TorchFunctionMode):
 class Watch:
     """What one run of a region showed: `rough` names the first operation that is not smooth.
 
-    Those in `allowed` are, as their user says. `norms` read `inputs`, by number.
+    Those in `allowed` are, as their user says. `norms` read `inputs`, by number, and functions of
+    elements those in `rooted`.
     """
 
     def __init__(self, allowed: frozenset[str], inputs: Sequence[Tensor] = ()) -> None:
         self.rough = ""
         self._allowed = allowed
         self._readers = Readers(inputs)
-        self._saturations = Saturations(inputs, self._note, allowed)
+        self._elements = Elements(inputs, self._note, allowed)
 
     @property
     def norms(self) -> dict[int, Norm]:
         return self._readers.found
 
+    @property
+    def rooted(self) -> frozenset[int]:
+        return self._elements.rooted
+
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Watch what runs on this thread meanwhile."""
-        readers = (self._readers, self._saturations)
+        readers = (self._readers, self._elements)
         operators = Operators(self._note, self._allowed, readers)
         with _Reads(self._note), operators:
             yield
@@ -139,6 +144,7 @@ class Watch:
         """Look for autograd.Functions between a region's result and the leaves of its arguments."""
         seen: set[Any] = {leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)} | {None}
         nodes: list[Any] = [leaf.grad_fn for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+        self._elements.leave(flatten(result)[0])
         if not nodes:
             self._note(f"a result without tensors, {type(result).__name__}")
         while nodes:
