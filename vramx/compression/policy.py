@@ -32,12 +32,7 @@ from vramx.compression.exactness import (
 )
 from vramx.compression.fakes import PLAIN
 from vramx.compression.geometry import covered_elements
-from vramx.compression.roots import (
-    MAYBE_POWERS,
-    comes_of_power,
-    is_power,
-    multiplies_exponential,
-)
+from vramx.compression.roots import MAYBE_POWERS, graph_of_factor
 from vramx.compression.slopes import is_result
 from vramx.compression.weights import (
     MAY_DERIVE,
@@ -119,6 +114,9 @@ class SavePolicy:
         self._by_operation = _rules_by_operation(options.rules)
         self._plain = {} if only_weights else _plain_choices(self._bits, options.rules)
         self._owned: frozenset[int] | None = None
+        self.packs = bool(self._bits)
+        # Whether looks.py's keys hold all that is asked: not the graphs of other arguments.
+        self.sees_alike = not only_weights
 
     def choose(self, tensor: torch.Tensor, operation: Operation | None) -> Choice:
         """Decide for a tensor that `operation` is saving; None where none is.
@@ -204,8 +202,8 @@ class SavePolicy:
             return self._norm(tensor, operation)
         if operation.name in RECURRENT and _is_of_kernel(tensor, operation):
             return _KEPT[POLICY]
-        exact = operation.needs_exact or (is_power(operation) and comes_of_power(tensor))
-        exact = exact or is_result(tensor) or multiplies_exponential(tensor, operation)
+        exact = operation.needs_exact or is_result(tensor)
+        exact = exact or any(graph_of_factor(tensor, operation))
         return _KEPT[POLICY] if exact else _CHOICES[self._bits]
 
     def _norm(self, tensor: torch.Tensor, operation: Operation) -> Choice:
@@ -238,16 +236,16 @@ class SavePolicy:
         if operation is not None and is_weight(tensor, operation):
             return True
         # Last, because it is the only rule that is not cheap: it looks at the whole module, once.
+        return self.owns(tensor.untyped_storage())
+
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the memory is of the module's parameters or buffers, which the module holds."""
         if self._module is None:
             return False
-        owned = self._owned or self._storages(self._module)
-        return tensor.untyped_storage()._cdata in owned
-
-    def _storages(self, module: torch.nn.Module) -> frozenset[int]:
-        """Return the storages of the module's parameters and buffers; the module holds them."""
         if self._owned is None:
-            self._owned = frozenset([t.untyped_storage()._cdata for t in _tensors_of(module)])
-        return self._owned
+            found = _tensors_of(self._module)
+            self._owned = frozenset([t.untyped_storage()._cdata for t in found])
+        return storage._cdata in self._owned
 
 
 def _tensors_of(module: torch.nn.Module) -> list[Tensor]:

@@ -1,0 +1,153 @@
+"""What is decided once for tensors that are alike is what would be decided for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.fuzz.search import search
+from vramx import compress
+from vramx.compression import looks, plans
+from vramx.compression.calls import Operation
+from vramx.compression.plans import Plan
+from vramx.compression.session import Session
+
+pytestmark = pytest.mark.skipif(looks._call_key is None, reason="the core is not compiled")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors are small
+    yield
+    torch.set_num_threads(before)
+
+
+def facts_of(plan: Plan) -> dict[str, Any]:
+    """Return all that a plan says, mappings by what they pack."""
+    facts = {name: getattr(plan, name, None) for name in Plan.__slots__}
+    mapping = facts.pop("mapping")
+    return facts | {"function": None if mapping is None else mapping.function}
+
+
+@pytest.fixture
+def found_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Compare each plan with one that is made anew; give the names of the operations."""
+    names: list[str] = []
+    original = Session._plan
+
+    def compared(self: Session, tensor: Tensor, operation: Operation) -> Plan:
+        found = original(self, tensor, operation)
+        choice = self._rules.choose(tensor, operation)
+        made = self._plans.make(tensor, operation, choice)
+        assert facts_of(found) == facts_of(made), f"{operation.name}: {tensor.shape}"
+        names.append(operation.name)
+        return found
+
+    monkeypatch.setattr(Session, "_plan", compared)
+    return names
+
+
+def test_random_programs_find_the_plans_that_they_would_make(found_again: list[str]) -> None:
+    found = search(60, 5)
+
+    assert not found.fault, found
+    assert len(set(found_again)) >= 10
+
+
+X = torch.randn(8, 64)
+WEIGHT = nn.Parameter(torch.randn(64, 64))
+# Two calls that look much alike and are decided differently, in this order and the other.
+PAIRS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "an exponent": (lambda x: x.pow(2), lambda x: x.pow(3.5)),
+    "an option": (functional.elu, lambda x: functional.elu(x, 2.0)),
+    "an option by name": (functional.elu, lambda x: functional.elu(x, alpha=2.0)),
+    "a power of a power": (lambda x: (x + 1).square(), lambda x: (x.square() + 1).square()),
+    "both factors": (lambda x: x * x, lambda x: x * (x + 1)),
+    "an exponential": (lambda x: x * (2 * x.sin()), lambda x: x * (2 * x.exp())),
+    "a parameter's view": (lambda x: x @ (x.T + 1), lambda x: x @ WEIGHT[:, :8]),
+    "a parameter's cast": (
+        lambda x: x.bfloat16() @ (x.T @ x).bfloat16(),
+        lambda x: x.bfloat16() @ WEIGHT.bfloat16(),
+    ),
+    "a larger argument": (lambda x: x * (x + 1)[:1, :1], lambda x: x[:1, :1] * (x[:1, :1] + 1)),
+    "a position": (
+        lambda x: functional.linear(x, (x.T @ x)),
+        lambda x: functional.linear((x.T @ x), (x.T @ x)),
+    ),
+    "dropout": (
+        lambda x: attention(x, dropout_p=0.0),
+        lambda x: attention(x, dropout_p=0.5),
+    ),
+    "a leaf": (lambda x: (x + 1).tanh().mm(WEIGHT), lambda x: X.mm(WEIGHT)),
+}
+
+
+def attention(x: Tensor, **options: Any) -> Tensor:
+    q, k, v = (x.view(1, 8, 4, 16).transpose(1, 2) * factor for factor in (1, 2, 3))
+    return functional.scaled_dot_product_attention(q, k, v, **options)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("name", PAIRS)
+def test_calls_that_differ_have_plans_of_their_own(
+    name: str, backwards: bool, found_again: list[str]
+) -> None:
+    calls = PAIRS[name][::-1] if backwards else PAIRS[name]
+    for call in (*calls, *calls):
+        x = torch.randn(8, 64, requires_grad=True) * 1
+        with compress(min_bytes=16):
+            call(x).sum().backward()
+    assert found_again
+
+
+def test_a_decision_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    original = plans.Plans.make
+
+    def make(self: plans.Plans, tensor: Tensor, operation: Operation, choice: Any) -> Plan:
+        made.append(operation.name)
+        return original(self, tensor, operation, choice)
+
+    monkeypatch.setattr(plans.Plans, "make", make)
+    for _ in range(3):
+        x = torch.randn(8, 64, requires_grad=True) * 1
+        with compress(min_bytes=0):
+            functional.gelu(functional.linear(x, WEIGHT).tanh() * x)
+    # Both factors of the product; the input of linear, its weight is a parameter.
+    assert sorted(made) == ["gelu", "linear", "linear", "mul", "mul", "tanh"]
+
+
+def test_memory_of_a_module_is_told_from_other_memory() -> None:
+    """A buffer looks like any tensor that has no gradient; where it lies is asked each time."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.randn(8, 64))
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return x * (scale + 0) + x * self.scale
+
+    from vramx import compressed_activations, compression_stats
+
+    module = compressed_activations(Scaled(), min_bytes=0)
+    for _ in range(2):
+        module((torch.randn(8, 64, requires_grad=True) * 1), torch.randn(8, 64))
+    kept = compression_stats(module).kept
+    assert kept["parameter"].tensors == 2
+
+
+def test_sizes_that_never_return_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "_MOST_CALLS", 8)
+    made = plans.plans_of(compress(min_bytes=0).options)
+    for length in range(1, 50):
+        x = torch.randn(length, 4, requires_grad=True) * 1
+        with compress(min_bytes=0):
+            x.tanh()
+    assert len(made._of_calls) <= 8

@@ -1,0 +1,113 @@
+"""What is kept as it is: by reference, or as a copy of a view where the rest can be freed.
+
+Counts what is kept, and finds what a graph keeps already. A Keeper is a Session's own.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vramx.compression import attention, policy
+from vramx.compression.calls import STRIDED, Operation
+from vramx.compression.fakes import PLAIN
+from vramx.compression.geometry import Geometry, covered_bytes, describe, flat
+from vramx.compression.lifetime import current_stream, outlive
+from vramx.compression.plans import Plans
+from vramx.compression.policy import SavePolicy
+from vramx.compression.saved import Copy, Holding, Reference, Restored
+from vramx.compression.sharing import Table, range_key
+from vramx.compression.stats import CompressionStats
+
+# A view that covers less of its storage than this is kept as a copy: the rest can be freed.
+_MOST = 0.75
+# Kept for what they are, not for whose memory they lie in: a look at the storage may save memory.
+_EXAMINED = frozenset(
+    {policy.SMALL, policy.POLICY, policy.STATISTIC, policy.UNKNOWN, policy.DERIVATIVE}
+)
+
+
+class Keeper:
+    """Keeps tensors for the reasons that a policy gives."""
+
+    def __init__(
+        self, stats: CompressionStats, rules: SavePolicy, plans: Plans, table: Table
+    ) -> None:
+        self._stats = stats
+        self._rules = rules
+        self._plans = plans
+        self._table = table
+
+    def keep(self, tensor: torch.Tensor, operation: Operation, reason: str) -> Reference | Restored:
+        if type(tensor) in PLAIN and tensor.layout is STRIDED:
+            nbytes = tensor.nbytes if tensor.is_contiguous() else covered_bytes(tensor)
+            if reason in _EXAMINED and nbytes:
+                storage = tensor.untyped_storage()
+                if storage.nbytes() >= self._rules.min_bytes:
+                    return self._keep_large(tensor, storage, operation, reason)
+        else:
+            nbytes = tensor.numel() * tensor.element_size()
+        self._stats.record(operation.name, reason, nbytes, nbytes)
+        return Reference(tensor)
+
+    def _keep_large(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, operation: Operation, reason: str
+    ) -> Reference | Restored:
+        """Keep a tensor of a large storage: the storage, or a copy where the rest can be freed."""
+        name, geometry = operation.name, describe(tensor)
+        nbytes = geometry.covered * tensor.element_size()
+        range_bytes = geometry.span * tensor.element_size()
+        if self._table.find(id(storage), storage) is not None:
+            self._stats.record(name, reason, 0, 0, shared_bytes=nbytes)
+            return Reference(tensor)
+        # Of what is not small the rules have asked.
+        if reason == policy.SMALL and self._rules.is_parameter(tensor, operation):
+            self._stats.record(name, policy.PARAMETER, nbytes, nbytes)
+            return Reference(tensor)
+        beside_bytes = self._kept_beside(tensor, storage, operation)
+        if range_bytes + beside_bytes >= _MOST * storage.nbytes():
+            packed = self._is_packed(tensor, geometry, storage)
+            reference = Reference(tensor)
+            self._table.add(id(storage), storage, reference)
+            kept_bytes = nbytes + beside_bytes
+            self._stats.record(name, reason, 0 if packed else kept_bytes, kept_bytes)
+            return reference
+        outlive(tensor)
+        key = range_key(tensor, geometry, storage, current_stream(tensor))
+        holding = self._table.find(key, storage)
+        if holding is None:
+            copy = Copy(flat(tensor, geometry), compact=not geometry.whole)
+            holding = Holding(copy, None)
+            self._table.add(key, storage, holding)
+            self._stats.record(name, reason, range_bytes, range_bytes)
+        else:
+            self._stats.record(name, reason, 0, 0, shared_bytes=nbytes)
+        return Restored(holding, geometry, shared=not operation.custom)
+
+    def _kept_beside(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, operation: Operation
+    ) -> int:
+        """Return the bytes of a storage that an attention's other arguments keep of it.
+
+        It saves all three. Of one projection, they would be copied one after the other, and be as
+        large as the storage together.
+        """
+        match = operation.match(tensor)
+        if operation.name != attention.NAME or operation.custom or match is None:
+            return 0
+        found = {match.tensor.storage_offset(): 0}
+        for other in attention.inputs(operation):
+            if type(other) not in PLAIN or other.untyped_storage() is not storage:
+                continue
+            if not self._rules.choose(other, operation).bits:
+                found.setdefault(other.storage_offset(), covered_bytes(other))
+        return sum(found.values())
+
+    def _is_packed(
+        self, tensor: torch.Tensor, geometry: Geometry, storage: torch.UntypedStorage
+    ) -> bool:
+        """Tell whether the data is packed already: torch would have held it once."""
+        stream = current_stream(tensor)
+        keys = [
+            range_key(tensor, geometry, storage, (number, stream)) for number in self._plans.numbers
+        ]
+        return any(self._table.find(key, storage) is not None for key in keys)

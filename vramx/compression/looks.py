@@ -1,0 +1,80 @@
+"""What a policy can know of a saved tensor and of the call that saves it, as a key: equal keys, one
+decision.
+
+A program saves the same few kinds of tensors in every layer and every step. A key holds all that
+policy.py asks about, elements apart, for which it never asks; what only a walk over the graph tells
+is asked for anew and is part of the key. What a key cannot hold has none, and is decided each time:
+types, layouts and arguments that are not known. Without the compiled half of vramx nothing has one.
+
+Pure functions, thread-safe; half a microsecond for a call, and as much for a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vramx.compression.calls import MAY_BE_COPY, Operation
+from vramx.compression.roots import MAYBE_POWERS, graph_of_factor, is_power
+from vramx.compression.weights import MAY_DERIVE, derives_from_parameter
+
+# Arguments that are keys as they are.
+_VALUES = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
+
+_call_key: Callable[..., Any] | None
+_tensor_key: Callable[..., Any]
+try:
+    from vramx import _core
+except ImportError:
+    _call_key = None
+else:
+    _core.set_kinds(Tensor, torch.nn.Parameter, _VALUES)
+    _call_key, _tensor_key = _core.call_key, _core.tensor_key
+
+
+def of_call(operation: Operation) -> Hashable | None:
+    """Return what a call is, its tensors by what they are like; None: it has no key.
+
+    Example:
+        >>> x = torch.ones(2, 3)
+        >>> one, other = (of_call(Operation("tanh", (each,), {})) for each in (x, x + 1))
+        >>> one == other
+        True
+    """
+    if _call_key is None or operation.custom:
+        return None
+    key: Hashable = _call_key(operation.name, operation.args, operation.kwargs)
+    if key is None or operation.name not in MAYBE_POWERS:
+        return key
+    return key, is_power(operation)
+
+
+def of_tensor(tensor: Tensor, operation: Operation) -> tuple[Hashable, torch.UntypedStorage] | None:
+    """Return what a tensor is that a call with a key saves, and its storage; None: no key."""
+    found: tuple[Any, torch.UntypedStorage] | None
+    found = _tensor_key(tensor, operation.args, operation.kwargs)
+    if found is None:
+        return None
+    key, storage = found
+    if _is_walked[key[0]]:
+        match = operation.match(tensor)
+        place = None if match is None else (match.position, match.keyword, match.cast)
+        key = key, derives_from_parameter(tensor), place
+    if operation.name in MAYBE_POWERS:
+        key = key, graph_of_factor(tensor, operation)
+    return key, storage
+
+
+class _Walked(dict[type, bool]):
+    """Whether what has a node of a type may be a weight, or a copy of an argument."""
+
+    def __missing__(self, node: type) -> bool:
+        name = node.__name__
+        found = self[node] = name in MAY_DERIVE or name in MAY_BE_COPY
+        return found
+
+
+_is_walked = _Walked()
