@@ -83,7 +83,7 @@ def test_memory_that_was_freed_and_used_again_is_not_taken_for_kept(monkeypatch:
 
     def find(self: session.Table, key: Any, _: Any) -> Any:
         entry = self._entries.get(key)
-        return None if entry is None else entry()
+        return None if entry is None else entry[0]()
 
     monkeypatch.setattr(session, "range_key", by_address)
     monkeypatch.setattr(session.Table, "find", find)

@@ -12,7 +12,7 @@ from vramx.compression.calls import STRIDED, Operation
 from vramx.compression.fakes import PLAIN
 from vramx.compression.geometry import Geometry, covered_bytes, describe, flat
 from vramx.compression.lifetime import current_stream, outlive
-from vramx.compression.plans import Plans
+from vramx.compression.plans import Planner
 from vramx.compression.policy import SavePolicy
 from vramx.compression.saved import Copy, Holding, Reference, Restored
 from vramx.compression.sharing import Table, range_key
@@ -30,11 +30,11 @@ class Keeper:
     """Keeps tensors for the reasons that a policy gives."""
 
     def __init__(
-        self, stats: CompressionStats, rules: SavePolicy, plans: Plans, table: Table
+        self, stats: CompressionStats, rules: SavePolicy, planner: Planner, table: Table
     ) -> None:
         self._stats = stats
         self._rules = rules
-        self._plans = plans
+        self._planner = planner
         self._table = table
 
     def keep(self, tensor: torch.Tensor, operation: Operation, reason: str) -> Reference | Restored:
@@ -98,7 +98,8 @@ class Keeper:
         for other in attention.inputs(operation):
             if type(other) not in PLAIN or other.untyped_storage() is not storage:
                 continue
-            if not self._rules.choose(other, operation).bits:
+            plan = self._planner.plan(other, operation)
+            if plan is not None and not plan.bits:
                 found.setdefault(other.storage_offset(), covered_bytes(other))
         return sum(found.values())
 
@@ -108,6 +109,7 @@ class Keeper:
         """Tell whether the data is packed already: torch would have held it once."""
         stream = current_stream(tensor)
         keys = [
-            range_key(tensor, geometry, storage, (number, stream)) for number in self._plans.numbers
+            range_key(tensor, geometry, storage, (number, stream))
+            for number in self._planner.numbers
         ]
         return any(self._table.find(key, storage) is not None for key in keys)

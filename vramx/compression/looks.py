@@ -60,8 +60,9 @@ def of_tensor(tensor: Tensor, operation: Operation) -> tuple[Hashable, torch.Unt
         return None
     key, storage = found
     if _is_walked[key[0]]:
-        match = operation.match(tensor)
-        place = None if match is None else (match.position, match.keyword, match.cast)
+        # What is an argument's memory is no copy of one.
+        copied = operation.match(tensor) if key[1] < 0 else None
+        place = None if copied is None else (copied.position, copied.keyword, copied.cast)
         key = key, derives_from_parameter(tensor), place
     if operation.name in MAYBE_POWERS:
         key = key, graph_of_factor(tensor, operation)

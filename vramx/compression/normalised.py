@@ -199,7 +199,8 @@ def _statistics(x: Tensor, name: str, later: list[Tensor]) -> Statistics | None:
     sizes = _sizes(x.shape, name, mean.shape)
     if sizes is None or mean.numel() != rstd.numel():
         return None
-    return Statistics(mean.detach(), rstd.detach(), *sizes)
+    mean, rstd = (each if each.grad_fn is None else each.detach() for each in (mean, rstd))
+    return Statistics(mean, rstd, *sizes)
 
 
 def _of_channels(x: Tensor) -> tuple[Tensor, Tensor]:

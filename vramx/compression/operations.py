@@ -51,12 +51,13 @@ class OperationMode(TorchFunctionMode):
                 # Written in Python with a super() that cannot be traced; the method itself can.
                 return args[0].unflatten(*args[1:], **kwargs)
             return func(*args, **kwargs)
-        if func in _COMPOSITES:
+        special = _special(func)
+        if special == _COMPOSITE:
             with self:
                 return _opened(func)(*args, **kwargs)
         if _transforms_are_active():
             return self._call_transformed(func, args, kwargs)
-        if may_write(func):
+        if special:
             note_call(func, (*args, *kwargs.values()))
         outer = self._call
         self._call = (func, args, kwargs)
@@ -169,6 +170,15 @@ _OURS = f"{third_party.OURS}."
 _APPLY_CODE = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 # Functions that save nothing themselves, but call operations with policies of their own.
 _COMPOSITES = frozenset({functional.multi_head_attention_forward})
+_WRITES, _COMPOSITE = "writes", "composite"
+
+
+@lru_cache(maxsize=2048)
+def _special(func: Callable[..., Any]) -> str:
+    """Return what is to be done for a call beside noting it; empty for almost all."""
+    if func in _COMPOSITES:
+        return _COMPOSITE
+    return _WRITES if may_write(func) else ""
 
 
 @lru_cache(maxsize=8)

@@ -13,7 +13,9 @@ from dataclasses import astuple, replace
 from functools import lru_cache
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
+from vramx.compression import looks
 from vramx.compression.angles import ANGLES, function_of
 from vramx.compression.calls import STRIDED, Operation
 from vramx.compression.config import MASK_BITS, Compression, Format
@@ -21,7 +23,7 @@ from vramx.compression.fakes import PLAIN
 from vramx.compression.geometry import Geometry, describe
 from vramx.compression.mapping import Mapping
 from vramx.compression.normalised import MEAN_NORMS
-from vramx.compression.policy import Choice
+from vramx.compression.policy import Choice, SavePolicy
 from vramx.compression.roots import MAYBE_POWERS, ROOT, is_power
 from vramx.compression.signs import SIGN
 from vramx.compression.slopes import BOUNDED, Within, bound_of
@@ -78,7 +80,7 @@ class Like(dict[Hashable, Plan]):
         self[key] = plan
 
 
-NEW = Like()  # of calls without a key: nothing is added
+UNALIKE = Like()  # of calls without a key: nothing is added
 
 
 class Plans:
@@ -93,7 +95,7 @@ class Plans:
     def of_call(self, key: Hashable | None) -> Like:
         """Return the plans for calls with a key."""
         if key is None:
-            return NEW
+            return UNALIKE
         found = self._of_calls.get(key)
         if found is None:
             if len(self._of_calls) >= _MOST_CALLS:
@@ -139,6 +141,42 @@ class Plans:
 def plans_of(options: Compression) -> Plans:
     """Return the plans that all contexts with equal options share."""
     return Plans(options)
+
+
+class Planner:
+    """What one session does with what is saved: what was decided of its like, or is decided now."""
+
+    def __init__(self, options: Compression, rules: SavePolicy) -> None:
+        self._rules = rules
+        self._plans = plans_of(options)
+
+    def plan(self, tensor: torch.Tensor, operation: Operation) -> Plan | None:
+        """Return what is done with a tensor.
+
+        None for a tensor of torch.func's transforms, which stands for another and has no memory.
+        """
+        like = operation.plans
+        if like is None:
+            key = looks.of_call(operation) if self._rules.sees_alike else None
+            like = operation.plans = self._plans.of_call(key)
+        found = None if like is UNALIKE else looks.of_tensor(tensor, operation)
+        if found is None and is_functorch_wrapped_tensor(tensor):
+            return None
+        if found is None or self._rules.owns(found[1]):
+            return self._new(tensor, operation)
+        plan: Plan | None = like.get(found[0])
+        if plan is None:
+            plan = self._new(tensor, operation)
+            like.add(found[0], plan)
+        return plan
+
+    def _new(self, tensor: torch.Tensor, operation: Operation) -> Plan:
+        return self._plans.make(tensor, operation, self._rules.choose(tensor, operation))
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the formats in which something may have been packed."""
+        return self._plans.numbers
 
 
 def _mapping(tensor: torch.Tensor, operation: Operation, format: Format) -> Mapping | None:

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn import Parameter
 
 from vramx.compression import attention, third_party
 from vramx.compression.calls import GRAPH, STRIDED, Operation
@@ -237,6 +239,24 @@ class SavePolicy:
             return True
         # Last, because it is the only rule that is not cheap: it looks at the whole module, once.
         return self.owns(tensor.untyped_storage())
+
+    def plainly_kept(self, tensor: torch.Tensor) -> str:
+        """Return why a tensor is kept where hardly anything need be asked, else an empty text.
+
+        It is a parameter, or small, as all its memory is.
+        """
+        if type(tensor) is Parameter and self.packs:
+            return PARAMETER
+        is_small = (
+            tensor.nbytes < self.min_bytes
+            and type(tensor) is Tensor
+            and tensor.dtype in _DATA
+            and tensor.layout is STRIDED
+            and tensor.is_contiguous()
+            and not is_functorch_wrapped_tensor(tensor)
+            and tensor.untyped_storage().nbytes() < self.min_bytes
+        )
+        return SMALL if is_small and self.packs else ""
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
         """Whether the memory is of the module's parameters or buffers, which the module holds."""

@@ -15,9 +15,8 @@ from collections.abc import Hashable
 from functools import partial
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
 
-from vramx.compression import attention, looks, policy, random, third_party, writes
+from vramx.compression import attention, policy, random, third_party, writes
 from vramx.compression import codec as plain_codec
 from vramx.compression.attention import Result
 from vramx.compression.calls import Operation
@@ -30,7 +29,7 @@ from vramx.compression.mapping import Mapping
 from vramx.compression.normalised import Normal, Waiting
 from vramx.compression.notices import tell_of_unknown
 from vramx.compression.operations import OperationMode, transformed
-from vramx.compression.plans import NEW, Plan, plans_of
+from vramx.compression.plans import Plan, Planner
 from vramx.compression.policy import SavePolicy
 from vramx.compression.saved import Codec, Holding, Payload, Pending, Reference, Restored
 from vramx.compression.sharing import Table, cast_source, range_key
@@ -89,10 +88,10 @@ class Session:
         self._stats = stats
         self._mode = mode
         self._rules = SavePolicy(options, module, only_weights=only_weights)
-        self._plans = plans_of(options)
+        self._planner = planner = Planner(options, self._rules)
         self._codec = PlainCodec() if codec is None else codec
         self._table = _thread.table
-        self._keep = Keeper(stats, self._rules, self._plans, self._table).keep
+        self._keep = Keeper(stats, self._rules, planner, self._table).keep
         self._devices: set[int] = set()  # that noise was drawn on
 
     @run_uncompiled
@@ -100,7 +99,7 @@ class Session:
         """Take what an operation saves; called by torch, through C++, in the operation's frame."""
         operation = self._mode.current(1)
         name = operation.name
-        if name == _TRANSFORMED or is_functorch_wrapped_tensor(tensor):
+        if name == _TRANSFORMED:
             return Reference(tensor)
         if operation.custom:  # whose frame the mode is active in
             with torch._C.DisableTorchFunction():
@@ -131,9 +130,13 @@ class Session:
         return saved
 
     def _take(self, tensor: torch.Tensor, operation: Operation) -> Reference | Restored | Pending:
-        if type(tensor) is torch.nn.Parameter and self._rules.packs:
-            return self._keep(tensor, operation, policy.PARAMETER)
-        plan = self._plan(tensor, operation)
+        reason = self._rules.plainly_kept(tensor)
+        if reason:
+            self._stats.record(operation.name, reason, tensor.nbytes, tensor.nbytes)
+            return Reference(tensor)
+        plan = self._planner.plan(tensor, operation)
+        if plan is None:
+            return Reference(tensor)
         if not plan.bits:
             if plan.reason == policy.UNKNOWN:
                 tell_of_unknown(operation)
@@ -144,21 +147,6 @@ class Session:
             if plan.normalises:
                 return self._normalise(tensor, operation, plan)
         return self._compress(tensor, operation, plan, plan.mapping)
-
-    def _plan(self, tensor: torch.Tensor, operation: Operation) -> Plan:
-        """Return what is done with a tensor, as with those before that are like it."""
-        plans = operation.plans
-        if plans is None:
-            key = looks.of_call(operation) if self._rules.sees_alike else None
-            plans = operation.plans = self._plans.of_call(key)
-        found = None if plans is NEW else looks.of_tensor(tensor, operation)
-        if found is None or self._rules.owns(found[1]):
-            return self._plans.make(tensor, operation, self._rules.choose(tensor, operation))
-        plan: Plan | None = plans.get(found[0])
-        if plan is None:
-            plan = self._plans.make(tensor, operation, self._rules.choose(tensor, operation))
-            plans.add(found[0], plan)
-        return plan
 
     def _normalise(
         self, tensor: torch.Tensor, operation: Operation, plan: Plan

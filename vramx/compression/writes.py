@@ -75,5 +75,5 @@ def note(values: Iterable[Any], *, for_good: bool = False) -> None:
 def epoch(storage: torch.UntypedStorage) -> Hashable:
     """Return what is equal for two moments only if no write in between is known to be possible."""
     counts = _counts.of
-    count = counts.get(storage, 0) if counts else 0
+    count = counts.get(storage, 0) if counts.data else 0  # its length takes a call
     return object() if count == _FOR_GOOD else count
