@@ -48,6 +48,7 @@ struct Names {
   PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
   PyObject* grad_fn = PyUnicode_InternFromString("grad_fn");
   PyObject* base = PyUnicode_InternFromString("_base");
+  PyObject* version = PyUnicode_InternFromString("_version");
   PyObject* numel = PyUnicode_InternFromString("numel");
   PyObject* storage_offset = PyUnicode_InternFromString("storage_offset");
   PyObject* untyped_storage = PyUnicode_InternFromString("untyped_storage");
@@ -186,14 +187,29 @@ Py_ssize_t place_of(const Saved& saved, PyObject* args, PyObject* kwargs) {
               [&](PyObject* each) { return is_plain_tensor(each) && saved.is_memory_of(each); });
 }
 
-// Returns whether a tensor is a view of a parameter, or null where it is one of something unknown.
-PyObject* is_view_of_parameter(PyObject* tensor) {
+// Of a view, what it is of: the type of that tensor's node, or of a parameter True; of others None.
+// Null where it is of something unknown.
+PyObject* base_like(PyObject* tensor) {
   const Owned base(read(tensor, names().base));
-  if (!base || (base.get() != Py_None && !is_plain_tensor(base.get()))) return nullptr;
-  return Py_NewRef(type_of(base.get()) == kinds.parameter ? Py_True : Py_False);
+  if (!base || base.get() == Py_None) return base ? Py_NewRef(Py_None) : nullptr;
+  if (type_of(base.get()) == kinds.parameter) return Py_NewRef(Py_True);
+  if (!is_plain_tensor(base.get())) return nullptr;
+  const Owned node(read(base.get(), names().grad_fn));
+  return node ? Py_NewRef(type_of(node.get())) : nullptr;
 }
 
-// tensor_key(tensor, args, kwargs): the key and the storage of a tensor
+// Whether the operation that made a tensor, or what it is a view of, has made its memory, which
+// nothing has written to since; so it has that of no module. -1 with an exception set.
+int is_fresh(PyObject* tensor, PyObject* node, PyObject* base, Py_ssize_t place) {
+  if (node == Py_None)
+    return place < 0 ? 1 : 0;  // made within the call, of which it is no argument
+  if (base == Py_True || base == type_of(Py_None)) return 0;
+  const Owned version(read(tensor, names().version));
+  const long count = version ? PyLong_AsLong(version.get()) : -1;
+  return count < 0 ? -1 : (count == 0 ? 1 : 0);
+}
+
+// tensor_key(tensor, args, kwargs): the key of a tensor; and its storage, None where it is fresh
 PyObject* tensor_key(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (count != 3 || !PyTuple_Check(given[1]) || !PyDict_Check(given[2])) {
     PyErr_SetString(PyExc_TypeError, "a tensor, a tuple and a dictionary are needed");
@@ -210,16 +226,18 @@ PyObject* tensor_key(PyObject*, PyObject* const* given, Py_ssize_t count) {
   const Owned device(read(tensor, names().device));
   const Owned requires_grad(read(tensor, names().requires_grad));
   const Owned node(read(tensor, names().grad_fn));
-  const Owned of_parameter(is_view_of_parameter(tensor));
-  if (!dtype || !shape || !stride || !device || !requires_grad || !node || !of_parameter) {
+  const Owned base(base_like(tensor));
+  if (!dtype || !shape || !stride || !device || !requires_grad || !node || !base) {
     return without_key();
   }
   const Saved saved(tensor, storage.get(), dtype.get());
-  const Owned place(PyLong_FromSsize_t(place_of(saved, given[1], given[2])));
+  const Py_ssize_t found = place_of(saved, given[1], given[2]);
+  const int fresh = is_fresh(tensor, node.get(), base.get(), found);
+  const Owned place(PyLong_FromSsize_t(found));
   if (!place || PyErr_Occurred() != nullptr) return without_key();
-  const Owned key(PyTuple_Pack(8, type_of(node.get()), place.get(), of_parameter.get(), dtype.get(),
+  const Owned key(PyTuple_Pack(8, type_of(node.get()), place.get(), base.get(), dtype.get(),
                                shape.get(), stride.get(), device.get(), requires_grad.get()));
-  return key ? PyTuple_Pack(2, key.get(), storage.get()) : nullptr;
+  return key ? PyTuple_Pack(2, key.get(), fresh == 1 ? Py_None : storage.get()) : nullptr;
 }
 
 // set_kinds(torch.Tensor, torch.nn.Parameter, values)

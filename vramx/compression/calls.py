@@ -68,12 +68,24 @@ class Operation:
     whose, empty for torch's own. `position` is the one, among all that the call saves, of the
     tensor that it is saving now; `kept` is what is kept of arguments, by position, where something
     else that the call saves depends on it. `waiting` is told what else is saved, and of the end of
-    the call, where that decides how a tensor is kept. `plans` are those for calls like this one.
+    the call, where that decides how a tensor is kept. `plans` are those for calls like this one,
+    and `beside` what its arguments keep of one storage.
     """
 
     __slots__ = (
         *("_answer", "_asked", "_found"),
-        *("args", "custom", "kept", "kwargs", "library", "name", "plans", "position", "waiting"),
+        *(
+            "args",
+            "beside",
+            "custom",
+            "kept",
+            "kwargs",
+            "library",
+            "name",
+            "plans",
+            "position",
+            "waiting",
+        ),
     )
 
     def __init__(
@@ -86,6 +98,7 @@ class Operation:
         self.kept: Mapping[int, Any] = _NOTHING
         self.waiting: Any = None
         self.plans: Any = None
+        self.beside: Any = None
         self.args = args
         self.kwargs = kwargs
         self._found: list[_Given] | None = None

@@ -91,17 +91,26 @@ class Keeper:
         It saves all three. Of one projection, they would be copied one after the other, and be as
         large as the storage together.
         """
-        match = operation.match(tensor)
-        if operation.name != attention.NAME or operation.custom or match is None:
+        if operation.name != attention.NAME or operation.custom:
             return 0
-        found = {match.tensor.storage_offset(): 0}
-        for other in attention.inputs(operation):
-            if type(other) not in PLAIN or other.untyped_storage() is not storage:
+        match = operation.match(tensor)
+        if match is None:
+            return 0
+        if operation.beside is None or operation.beside[0] is not storage:
+            operation.beside = storage, self._kept_by(storage, operation)
+        start = match.tensor.storage_offset()
+        return sum([n for offset, n in operation.beside[1].items() if offset != start])
+
+    def _kept_by(self, storage: torch.UntypedStorage, operation: Operation) -> dict[int, int]:
+        """Return the bytes that an attention's arguments keep of a storage, by where they begin."""
+        found: dict[int, int] = {}
+        for each in attention.inputs(operation):
+            if type(each) not in PLAIN or each.untyped_storage() is not storage:
                 continue
-            plan = self._planner.plan(other, operation)
+            plan = self._planner.plan(each, operation)
             if plan is not None and not plan.bits:
-                found.setdefault(other.storage_offset(), covered_bytes(other))
-        return sum(found.values())
+                found.setdefault(int(each.storage_offset()), covered_bytes(each))
+        return found
 
     def _is_packed(
         self, tensor: torch.Tensor, geometry: Geometry, storage: torch.UntypedStorage

@@ -52,18 +52,25 @@ def of_call(operation: Operation) -> Hashable | None:
     return key, is_power(operation)
 
 
-def of_tensor(tensor: Tensor, operation: Operation) -> tuple[Hashable, torch.UntypedStorage] | None:
-    """Return what a tensor is that a call with a key saves, and its storage; None: no key."""
-    found: tuple[Any, torch.UntypedStorage] | None
+def of_tensor(
+    tensor: Tensor, operation: Operation
+) -> tuple[Hashable, torch.UntypedStorage | None] | None:
+    """Return what a tensor is that a call with a key saves, and its storage; None: no key.
+
+    No storage is given of memory that an operation made and nothing wrote to: it is no module's.
+    """
+    found: tuple[Any, torch.UntypedStorage | None] | None
     found = _tensor_key(tensor, operation.args, operation.kwargs)
     if found is None:
         return None
     key, storage = found
-    if _is_walked[key[0]]:
-        # What is an argument's memory is no copy of one.
-        copied = operation.match(tensor) if key[1] < 0 else None
-        place = None if copied is None else (copied.position, copied.keyword, copied.cast)
-        key = key, derives_from_parameter(tensor), place
+    node, place, base = key[:3]
+    if _is_walked[node]:
+        # What is an argument's memory is no copy of one; a view is a weight if its base is one.
+        copied = operation.match(tensor) if place < 0 else None
+        where = None if copied is None else (copied.position, copied.keyword, copied.cast)
+        is_open = base is None or (base is not True and _is_walked[base])
+        key = key, is_open and derives_from_parameter(tensor), where
     if operation.name in MAYBE_POWERS:
         key = key, graph_of_factor(tensor, operation)
     return key, storage

@@ -34,7 +34,8 @@ class OperationMode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._call: tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]] | None = None
-        self._operation: Operation | None = None
+        # The call that is running, once it has saved something.
+        self.operation: Operation | None = None
         self._made: WeakSet[torch.UntypedStorage] = WeakSet()
 
     def __torch_function__(
@@ -63,12 +64,12 @@ class OperationMode(TorchFunctionMode):
         self._call = (func, args, kwargs)
         try:
             result = func(*args, **kwargs)
-            if self._operation is not None and self._operation.waiting is not None:
+            if self.operation is not None and self.operation.waiting is not None:
                 with torch._C.DisableTorchFunction():
-                    self._operation.waiting.end(self._operation)
+                    self.operation.waiting.end(self.operation)
         finally:
             self._call = outer
-            self._operation = None
+            self.operation = None
         if type(result) in PLAIN and not result.requires_grad:
             self._note_made(result, args)
         return result
@@ -80,12 +81,12 @@ class OperationMode(TorchFunctionMode):
 
         What is saved there is kept, and nothing is asked of the arguments.
         """
-        outer, operation = self._call, self._operation
-        self._call, self._operation = (transformed, (), {}), None
+        outer, operation = self._call, self.operation
+        self._call, self.operation = (transformed, (), {}), None
         try:
             return func(*args, **kwargs)
         finally:
-            self._call, self._operation = outer, operation
+            self._call, self.operation = outer, operation
 
     def _note_made(self, result: torch.Tensor, args: tuple[Any, ...]) -> None:
         """Note memory that a call made, which is not the memory of what it was given."""
@@ -108,22 +109,20 @@ class OperationMode(TorchFunctionMode):
         return tensor.untyped_storage() not in self._made
 
     def current(self, frame_depth: int) -> Operation:
-        """Return the call that is saving; `frame_depth` counts the frames up to the hook's.
+        """Return the call that is saving its first tensor; `frame_depth` counts the frames up to
+        the hook's.
 
         TorchScript, and functions in C++ that are no operators of torch, are one unknown operation.
-        To be asked once for each tensor, since the call counts them.
+        An autograd.Function is asked for with each of its tensors, and counts them.
         """
         if self._call is None:
             # A device's backward thread has no frame above a hook's.
             unseen = _custom_function(caller(sys._getframe(frame_depth)))
             return Operation(UNKNOWN, (), {}, UNKNOWN) if unseen is None else unseen
-        if self._operation is None:
-            func, args, kwargs = self._call
-            name, library = _identity(func)
-            self._operation = Operation(name, args, kwargs, library)
-        else:
-            self._operation.position += 1
-        return self._operation
+        func, args, kwargs = self._call
+        name, library = _identity(func)
+        self.operation = found = Operation(name, args, kwargs, library)
+        return found
 
 
 def transformed() -> None:

@@ -23,7 +23,7 @@ from vramx.compression.fakes import PLAIN
 from vramx.compression.geometry import Geometry, describe
 from vramx.compression.mapping import Mapping
 from vramx.compression.normalised import MEAN_NORMS
-from vramx.compression.policy import Choice, SavePolicy
+from vramx.compression.policy import OWNED, WHEREVER, Choice, SavePolicy
 from vramx.compression.roots import MAYBE_POWERS, ROOT, is_power
 from vramx.compression.signs import SIGN
 from vramx.compression.slopes import BOUNDED, Within, bound_of
@@ -42,6 +42,7 @@ class Plan:
     Attributes:
         bits: to pack them with; 0: they are kept.
         reason: why they are kept.
+        may_be_owned: they are kept all the same where the module owns their memory.
         geometry: where the elements lie, and
         nbytes: how many bytes of memory they are. Both are of strided tensors only.
         format, number: how they are packed, and a number that equal formats share.
@@ -54,7 +55,7 @@ class Plan:
 
     __slots__ = (
         *("bits", "format", "geometry", "is_cast", "kind", "mapping"),
-        *("nbytes", "normalises", "number", "reason", "serves_all"),
+        *("may_be_owned", "nbytes", "normalises", "number", "reason", "serves_all"),
     )
 
     geometry: Geometry
@@ -69,6 +70,10 @@ class Plan:
 
     def __init__(self, choice: Choice) -> None:
         self.bits, self.reason, _ = choice
+        self.may_be_owned = choice.reason not in WHEREVER
+
+
+_OWNED = Plan(OWNED)
 
 
 class Like(dict[Hashable, Plan]):
@@ -88,20 +93,16 @@ class Plans:
 
     def __init__(self, options: Compression) -> None:
         self._options = options
-        self._of_calls: dict[Hashable, Like] = {}
+        self.of_calls: dict[Hashable | None, Like] = {None: UNALIKE}
         # By bits and the most of a group.
         self._formats: dict[tuple[int, int], tuple[Format, int]] = {}
 
-    def of_call(self, key: Hashable | None) -> Like:
-        """Return the plans for calls with a key."""
-        if key is None:
-            return UNALIKE
-        found = self._of_calls.get(key)
-        if found is None:
-            if len(self._of_calls) >= _MOST_CALLS:
-                self._of_calls.clear()
-            found = self._of_calls.setdefault(key, Like())
-        return found
+    def add_call(self, key: Hashable) -> Like:
+        """Return the plans for calls with a key of which there are none."""
+        if len(self.of_calls) > _MOST_CALLS:
+            self.of_calls.clear()
+            self.of_calls[None] = UNALIKE
+        return self.of_calls.setdefault(key, Like())
 
     def make(self, tensor: torch.Tensor, operation: Operation, choice: Choice) -> Plan:
         """Return what follows from a choice for a tensor."""
@@ -149,6 +150,7 @@ class Planner:
     def __init__(self, options: Compression, rules: SavePolicy) -> None:
         self._rules = rules
         self._plans = plans_of(options)
+        self._of_calls = self._plans.of_calls
 
     def plan(self, tensor: torch.Tensor, operation: Operation) -> Plan | None:
         """Return what is done with a tensor.
@@ -158,20 +160,24 @@ class Planner:
         like = operation.plans
         if like is None:
             key = looks.of_call(operation) if self._rules.sees_alike else None
-            like = operation.plans = self._plans.of_call(key)
+            like = self._of_calls.get(key)
+            if like is None:
+                like = self._plans.add_call(key)
+            operation.plans = like
         found = None if like is UNALIKE else looks.of_tensor(tensor, operation)
         if found is None and is_functorch_wrapped_tensor(tensor):
             return None
-        if found is None or self._rules.owns(found[1]):
-            return self._new(tensor, operation)
-        plan: Plan | None = like.get(found[0])
+        if found is None:
+            return self._plans.make(tensor, operation, self._rules.choose(tensor, operation))
+        key, storage = found
+        plan: Plan | None = like.get(key)
         if plan is None:
-            plan = self._new(tensor, operation)
-            like.add(found[0], plan)
-        return plan
-
-    def _new(self, tensor: torch.Tensor, operation: Operation) -> Plan:
-        return self._plans.make(tensor, operation, self._rules.choose(tensor, operation))
+            choice = self._rules.choose_by_look(tensor, operation)
+            plan = self._plans.make(tensor, operation, choice)
+            like.add(key, plan)
+        # Where a tensor lies is no part of a key.
+        is_owned = storage is not None and plan.may_be_owned and self._rules.owns(storage)
+        return _OWNED if is_owned else plan
 
     @property
     def numbers(self) -> list[int]:

@@ -91,6 +91,9 @@ class Choice(NamedTuple):
 _CHOICES = {bits: Choice(bits, "") for bits in range(1, 9)}
 _REASONS = (INTEGER, SMALL, PARAMETER, LEAF, POLICY, STATISTIC, UNKNOWN, DERIVATIVE, DISABLED)
 _KEPT = {reason: Choice(0, reason) for reason in (*_REASONS, *UNSUPPORTED)}
+# Of what lies in memory that the module owns; it is asked for behind these reasons.
+OWNED = _KEPT[PARAMETER]
+WHEREVER = UNSUPPORTED | {DISABLED, INTEGER, PARAMETER, SMALL, LEAF}
 
 
 class SavePolicy:
@@ -113,8 +116,8 @@ class SavePolicy:
         self._bits = BITS.get(options.level, 0)
         self._module = module
         self.min_bytes = max(1, int(options.min_bytes))
-        self._by_operation = _rules_by_operation(options.rules)
-        self._plain = {} if only_weights else _plain_choices(self._bits, options.rules)
+        self._by_operation, plain = _tables(options)
+        self._plain = {} if only_weights else plain
         self._owned: frozenset[int] | None = None
         self.packs = bool(self._bits)
         # Whether looks.py's keys hold all that is asked: not the graphs of other arguments.
@@ -126,6 +129,13 @@ class SavePolicy:
         Raises:
             UnsupportedTensorError: the options are strict, and the tensor cannot be compressed.
         """
+        choice = self.choose_by_look(tensor, operation)
+        if choice.reason not in WHEREVER and self.owns(tensor.untyped_storage()):
+            return OWNED
+        return choice
+
+    def choose_by_look(self, tensor: torch.Tensor, operation: Operation | None) -> Choice:
+        """Do so without asking whether the module owns the memory: what is packed, it may own."""
         reason = self._reason(tensor, operation)
         if reason is None:
             if operation is not None:
@@ -146,10 +156,10 @@ class SavePolicy:
             return DISABLED
         # A call in Python takes as long as three looks at a tensor: no more of them than needed.
         dtype = tensor.dtype
-        if dtype not in _DATA and not dtype.is_floating_point and not dtype.is_complex:
-            return INTEGER
         if type(tensor) is not Tensor and is_parameter(tensor):
             return PARAMETER
+        if dtype not in _DATA and not dtype.is_floating_point and not dtype.is_complex:
+            return INTEGER
         if tensor.numel() * dtype.itemsize < self.min_bytes:
             return SMALL
         if tensor.requires_grad and tensor.grad_fn is None:
@@ -167,7 +177,7 @@ class SavePolicy:
             and covered_elements(tensor) * dtype.itemsize < self.min_bytes
         ):
             return SMALL  # a small tensor, expanded
-        if self.is_parameter(tensor, operation):
+        if _is_weight(tensor, operation):
             return PARAMETER
         return STATISTIC if operation is not None and _is_statistic(tensor, operation) else None
 
@@ -230,15 +240,7 @@ class SavePolicy:
 
     def is_parameter(self, tensor: torch.Tensor, operation: Operation | None) -> bool:
         """Whether a plain tensor is a parameter or buffer, a view or a cast of one, or a weight."""
-        base = tensor._base
-        if base is not None and is_parameter(base):
-            return True
-        if type(tensor.grad_fn).__name__ in MAY_DERIVE and derives_from_parameter(tensor):
-            return True
-        if operation is not None and is_weight(tensor, operation):
-            return True
-        # Last, because it is the only rule that is not cheap: it looks at the whole module, once.
-        return self.owns(tensor.untyped_storage())
+        return _is_weight(tensor, operation) or self.owns(tensor.untyped_storage())
 
     def plainly_kept(self, tensor: torch.Tensor) -> str:
         """Return why a tensor is kept where hardly anything need be asked, else an empty text.
@@ -268,6 +270,15 @@ class SavePolicy:
         return storage._cdata in self._owned
 
 
+def _is_weight(tensor: torch.Tensor, operation: Operation | None) -> bool:
+    base = tensor._base
+    if base is not None and is_parameter(base):
+        return True
+    if type(tensor.grad_fn).__name__ in MAY_DERIVE and derives_from_parameter(tensor):
+        return True
+    return operation is not None and is_weight(tensor, operation)
+
+
 def _tensors_of(module: torch.nn.Module) -> list[Tensor]:
     """Return the plain parameters and buffers; module.parameters() also makes all their names."""
     found: list[Tensor] = []
@@ -284,6 +295,12 @@ def _tensors_of(module: torch.nn.Module) -> list[Tensor]:
 
 
 @lru_cache(maxsize=256)
+def _tables(options: Compression) -> tuple[dict[str, list[Rule]], dict[str, Choice]]:
+    """Return the rules by operation, and what is done where none of them speaks."""
+    plain = _plain_choices(BITS.get(options.level, 0), options.rules)
+    return _rules_by_operation(options.rules), plain
+
+
 def _rules_by_operation(rules: tuple[Rule, ...]) -> dict[str, list[Rule]]:
     found: dict[str, list[Rule]] = {}
     for rule in rules:
@@ -291,7 +308,6 @@ def _rules_by_operation(rules: tuple[Rule, ...]) -> dict[str, list[Rule]]:
     return found
 
 
-@lru_cache(maxsize=256)
 def _plain_choices(bits: int, rules: tuple[Rule, ...]) -> dict[str, Choice]:
     """Return, by name, what is done where no rule speaks and no argument matters."""
     named = _rules_by_operation(rules)

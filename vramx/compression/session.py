@@ -97,7 +97,11 @@ class Session:
     @run_uncompiled
     def pack(self, tensor: torch.Tensor) -> Reference | Restored | Pending | Result:
         """Take what an operation saves; called by torch, through C++, in the operation's frame."""
-        operation = self._mode.current(1)
+        operation = self._mode.operation
+        if operation is None:
+            operation = self._mode.current(1)
+        else:
+            operation.position += 1
         name = operation.name
         if name == _TRANSFORMED:
             return Reference(tensor)
@@ -105,7 +109,7 @@ class Session:
             with torch._C.DisableTorchFunction():
                 return self._take_of_custom(tensor, operation)
         if operation.waiting is not None:
-            operation.waiting.note(tensor)
+            operation.waiting.later.append(tensor)
         if name == attention.NAME:
             return self._take_of_attention(tensor, operation)
         return self._take(tensor, operation)

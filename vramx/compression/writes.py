@@ -11,10 +11,10 @@ writes, or C++ that no mode sees, is not known here. A cached look-up a call; no
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterable
 from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -30,9 +30,26 @@ _ARRAYS = frozenset({"numpy", "__array__", "__dlpack__", "share_memory_"})
 _FOR_GOOD = -1
 
 
+# Counts of memory that is gone wait until there are as many as of what lives, and so many more.
+_MOST_DEAD = 64
+
+
 class _Counts(threading.local):
+    """How often each storage may have been written to, by the id of its object: see sharing.py."""
+
     def __init__(self) -> None:
-        self.of: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
+        self.of: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._swept_at = _MOST_DEAD
+
+    def get(self, storage: torch.UntypedStorage) -> int:
+        found = self.of.get(id(storage))
+        return found[1] if found is not None and found[0]() is storage else 0
+
+    def set(self, storage: torch.UntypedStorage, count: int) -> None:
+        self.of[id(storage)] = weakref.ref(storage), count
+        if len(self.of) >= self._swept_at:
+            self.of = {key: each for key, each in self.of.items() if each[0]() is not None}
+            self._swept_at = 2 * len(self.of) + _MOST_DEAD
 
 
 _counts = _Counts()
@@ -66,14 +83,13 @@ def note(values: Iterable[Any], *, for_good: bool = False) -> None:
         kind = type(value)
         if kind in PLAIN and value.layout is STRIDED:
             storage = value.untyped_storage()
-            count = _counts.of.get(storage, 0)
-            _counts.of[storage] = _FOR_GOOD if for_good or count == _FOR_GOOD else count + 1
+            count = _counts.get(storage)
+            _counts.set(storage, _FOR_GOOD if for_good or count == _FOR_GOOD else count + 1)
         elif kind is list or kind is tuple:
             note(value, for_good=for_good)
 
 
 def epoch(storage: torch.UntypedStorage) -> Hashable:
     """Return what is equal for two moments only if no write in between is known to be possible."""
-    counts = _counts.of
-    count = counts.get(storage, 0) if counts.data else 0  # its length takes a call
+    count = _counts.get(storage)
     return object() if count == _FOR_GOOD else count
