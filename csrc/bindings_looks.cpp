@@ -86,19 +86,9 @@ PyObject* row_of_integers(PyObject* row) {
   return items.release();
 }
 
-// Of a parameter a policy asks whether it is trained.
-PyObject* tensor_like(PyObject* tensor) {
-  const bool is_parameter = type_of(tensor) == kinds.parameter;
-  const Owned dtype(read(tensor, names().dtype));
-  const Owned shape(read(tensor, names().shape));
-  const Owned trained(is_parameter ? read(tensor, names().requires_grad) : Py_NewRef(Py_None));
-  if (!dtype || !shape || !trained) return nullptr;
-  return PyTuple_Pack(4, type_of(tensor), dtype.get(), shape.get(), trained.get());
-}
-
 // Returns what an argument is like, or null: with an exception set, or none.
 PyObject* like(PyObject* value) {
-  if (is_plain_tensor(value)) return tensor_like(value);
+  if (is_plain_tensor(value)) return Py_NewRef(type_of(value));
   const int is_value = PySet_Contains(kinds.values, type_of(value));
   if (is_value < 0) return nullptr;
   if (is_value == 1) return PyTuple_Pack(2, type_of(value), value);
@@ -187,6 +177,27 @@ Py_ssize_t place_of(const Saved& saved, PyObject* args, PyObject* kwargs) {
               [&](PyObject* each) { return is_plain_tensor(each) && saved.is_memory_of(each); });
 }
 
+// Of a parameter a policy asks whether it is trained.
+PyObject* tensor_like(PyObject* tensor) {
+  const bool is_parameter = type_of(tensor) == kinds.parameter;
+  const Owned dtype(read(tensor, names().dtype));
+  const Owned shape(read(tensor, names().shape));
+  const Owned trained(is_parameter ? read(tensor, names().requires_grad) : Py_NewRef(Py_None));
+  if (!dtype || !shape || !trained) return nullptr;
+  return PyTuple_Pack(4, type_of(tensor), dtype.get(), shape.get(), trained.get());
+}
+
+// What the tensors among the arguments are like, for a policy that compares a tensor with them.
+PyObject* tensors_like(PyObject* args, PyObject* kwargs) {
+  Owned found(PyList_New(0));
+  const Py_ssize_t failed = find(args, kwargs, [&](PyObject* each) {
+    if (!is_plain_tensor(each)) return false;
+    const Owned item(tensor_like(each));
+    return !item || PyList_Append(found.get(), item.get()) != 0;
+  });
+  return failed >= 0 ? nullptr : PyList_AsTuple(found.get());
+}
+
 // Of a view, what it is of: the type of that tensor's node, or of a parameter True; of others None.
 // Null where it is of something unknown.
 PyObject* base_like(PyObject* tensor) {
@@ -209,10 +220,11 @@ int is_fresh(PyObject* tensor, PyObject* node, PyObject* base, Py_ssize_t place)
   return count < 0 ? -1 : (count == 0 ? 1 : 0);
 }
 
-// tensor_key(tensor, args, kwargs): the key of a tensor; and its storage, None where it is fresh
+// tensor_key(tensor, args, kwargs, compares): the key of a tensor, and its storage, None where it
+// is fresh. What is no argument is compared with them, and everything where a call `compares`.
 PyObject* tensor_key(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  if (count != 3 || !PyTuple_Check(given[1]) || !PyDict_Check(given[2])) {
-    PyErr_SetString(PyExc_TypeError, "a tensor, a tuple and a dictionary are needed");
+  if (count != 4 || !PyTuple_Check(given[1]) || !PyDict_Check(given[2])) {
+    PyErr_SetString(PyExc_TypeError, "a tensor, a tuple, a dictionary and a bool are needed");
     return nullptr;
   }
   PyObject* tensor = given[0];
@@ -234,9 +246,12 @@ PyObject* tensor_key(PyObject*, PyObject* const* given, Py_ssize_t count) {
   const Py_ssize_t found = place_of(saved, given[1], given[2]);
   const int fresh = is_fresh(tensor, node.get(), base.get(), found);
   const Owned place(PyLong_FromSsize_t(found));
-  if (!place || PyErr_Occurred() != nullptr) return without_key();
-  const Owned key(PyTuple_Pack(8, type_of(node.get()), place.get(), base.get(), dtype.get(),
-                               shape.get(), stride.get(), device.get(), requires_grad.get()));
+  const bool compares = found < 0 || given[3] == Py_True;
+  const Owned beside(compares ? tensors_like(given[1], given[2]) : Py_NewRef(Py_None));
+  if (!place || !beside || PyErr_Occurred() != nullptr) return without_key();
+  const Owned key(PyTuple_Pack(9, type_of(node.get()), place.get(), base.get(), dtype.get(),
+                               shape.get(), stride.get(), device.get(), requires_grad.get(),
+                               beside.get()));
   return key ? PyTuple_Pack(2, key.get(), fresh == 1 ? Py_None : storage.get()) : nullptr;
 }
 

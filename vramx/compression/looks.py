@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from vramx.compression.calls import MAY_BE_COPY, Operation
+from vramx.compression.exactness import FACTORS
 from vramx.compression.roots import MAYBE_POWERS, graph_of_factor, is_power
 from vramx.compression.weights import MAY_DERIVE, derives_from_parameter
 
@@ -36,7 +37,9 @@ else:
 
 
 def of_call(operation: Operation) -> Hashable | None:
-    """Return what a call is, its tensors by what they are like; None: it has no key.
+    """Return what a call is, but for what its tensors are like; None: it has no key.
+
+    Those only what is compared with them depends on: a tensor that the call made, and factors.
 
     Example:
         >>> x = torch.ones(2, 3)
@@ -60,7 +63,7 @@ def of_tensor(
     No storage is given of memory that an operation made and nothing wrote to: it is no module's.
     """
     found: tuple[Any, torch.UntypedStorage | None] | None
-    found = _tensor_key(tensor, operation.args, operation.kwargs)
+    found = _tensor_key(tensor, operation.args, operation.kwargs, operation.name in FACTORS)
     if found is None:
         return None
     key, storage = found
