@@ -20,10 +20,6 @@ from vramx.compression.stats import CompressionStats
 
 # A view that covers less of its storage than this is kept as a copy: the rest can be freed.
 _MOST = 0.75
-# Kept for what they are, not for whose memory they lie in: a look at the storage may save memory.
-_EXAMINED = frozenset(
-    {policy.SMALL, policy.POLICY, policy.STATISTIC, policy.UNKNOWN, policy.DERIVATIVE}
-)
 
 
 class Keeper:
@@ -40,7 +36,7 @@ class Keeper:
     def keep(self, tensor: torch.Tensor, operation: Operation, reason: str) -> Reference | Restored:
         if type(tensor) in PLAIN and tensor.layout is STRIDED:
             nbytes = tensor.nbytes if tensor.is_contiguous() else covered_bytes(tensor)
-            if reason in _EXAMINED and nbytes:
+            if reason in policy.EXAMINED and nbytes:
                 storage = tensor.untyped_storage()
                 if storage.nbytes() >= self._rules.min_bytes:
                     return self._keep_large(tensor, storage, operation, reason)
@@ -71,8 +67,7 @@ class Keeper:
             kept_bytes = nbytes + beside_bytes
             self._stats.record(name, reason, 0 if packed else kept_bytes, kept_bytes)
             return reference
-        outlive(tensor)
-        key = range_key(tensor, geometry, storage, current_stream(tensor))
+        key = range_key(tensor, geometry, storage, outlive(tensor))
         holding = self._table.find(key, storage)
         if holding is None:
             copy = Copy(flat(tensor, geometry), compact=not geometry.whole)

@@ -23,7 +23,7 @@ from vramx.compression.fakes import PLAIN
 from vramx.compression.geometry import Geometry, describe
 from vramx.compression.mapping import Mapping
 from vramx.compression.normalised import MEAN_NORMS
-from vramx.compression.policy import OWNED, WHEREVER, Choice, SavePolicy
+from vramx.compression.policy import EXAMINED, OWNED, WHEREVER, Choice, SavePolicy
 from vramx.compression.roots import MAYBE_POWERS, ROOT, is_power
 from vramx.compression.signs import SIGN
 from vramx.compression.slopes import BOUNDED, Within, bound_of
@@ -42,6 +42,7 @@ class Plan:
     Attributes:
         bits: to pack them with; 0: they are kept.
         reason: why they are kept.
+        is_counted_only: the reason says that no look at the storage saves memory.
         may_be_owned: they are kept all the same where the module owns their memory.
         geometry: where the elements lie, and
         nbytes: how many bytes of memory they are. Both are of strided tensors only.
@@ -54,7 +55,7 @@ class Plan:
     """
 
     __slots__ = (
-        *("bits", "format", "geometry", "is_cast", "kind", "mapping"),
+        *("bits", "format", "geometry", "is_cast", "is_counted_only", "kind", "mapping"),
         *("may_be_owned", "nbytes", "normalises", "number", "reason", "serves_all"),
     )
 
@@ -71,6 +72,7 @@ class Plan:
     def __init__(self, choice: Choice) -> None:
         self.bits, self.reason, _ = choice
         self.may_be_owned = choice.reason not in WHEREVER
+        self.is_counted_only = False
 
 
 _OWNED = Plan(OWNED)
@@ -110,6 +112,7 @@ class Plans:
         if type(tensor) in PLAIN and tensor.layout is STRIDED and not tensor.is_nested:
             plan.geometry = describe(tensor)
             plan.nbytes = plan.geometry.covered * tensor.element_size()
+            plan.is_counted_only = not choice.bits and choice.reason not in EXAMINED
         if choice.bits:
             match = operation.match(tensor)
             plan.is_cast = match is not None and match.cast

@@ -66,6 +66,9 @@ UNSUPPORTED = frozenset({SUBCLASS, LAYOUT, DEVICE, DTYPE})
 # Kept by reference without a further look: memory that lives as long as the graph in any case.
 OWNED_ELSEWHERE = frozenset({PARAMETER, LEAF, INPUT})
 
+# Kept for what they are, not for whose memory they lie in: a look at the storage may save memory.
+EXAMINED = frozenset({SMALL, POLICY, STATISTIC, UNKNOWN, DERIVATIVE})
+
 _PACKED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _DATA = _PACKED_DTYPES | {torch.bool}
 _ATTENTION = "scaled_dot_product_attention"
@@ -247,18 +250,19 @@ class SavePolicy:
 
         It is a parameter, or small, as all its memory is.
         """
-        if type(tensor) is Parameter and self.packs:
+        if tensor.layout is not STRIDED or not self.packs:
+            return ""
+        if type(tensor) is Parameter:
             return PARAMETER
         is_small = (
             tensor.nbytes < self.min_bytes
             and type(tensor) is Tensor
             and tensor.dtype in _DATA
-            and tensor.layout is STRIDED
             and tensor.is_contiguous()
             and not is_functorch_wrapped_tensor(tensor)
             and tensor.untyped_storage().nbytes() < self.min_bytes
         )
-        return SMALL if is_small and self.packs else ""
+        return SMALL if is_small else ""
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
         """Whether the memory is of the module's parameters or buffers, which the module holds."""

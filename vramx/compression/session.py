@@ -24,7 +24,7 @@ from vramx.compression.compiler import run_uncompiled
 from vramx.compression.config import MASK_BITS, Compression, Format
 from vramx.compression.geometry import Geometry, covered_bytes, describe, flat
 from vramx.compression.keeping import Keeper
-from vramx.compression.lifetime import current_stream, outlive
+from vramx.compression.lifetime import outlive
 from vramx.compression.mapping import Mapping
 from vramx.compression.normalised import Normal, Waiting
 from vramx.compression.notices import tell_of_unknown
@@ -142,6 +142,9 @@ class Session:
         if plan is None:
             return Reference(tensor)
         if not plan.bits:
+            if plan.is_counted_only:
+                self._stats.record(operation.name, plan.reason, plan.nbytes, plan.nbytes)
+                return Reference(tensor)
             if plan.reason == policy.UNKNOWN:
                 tell_of_unknown(operation)
             return self._keep(tensor, operation, plan.reason)
@@ -179,8 +182,7 @@ class Session:
         if self._table.find(id(storage), storage) is not None:
             self._stats.record(operation.name, policy.HELD, 0, 0, shared_bytes=plan.nbytes)
             return Reference(tensor)
-        outlive(tensor)
-        plain = (plan.number, current_stream(tensor))
+        plain = (plan.number, outlive(tensor))
         serves_all = plan.serves_all if kind is None else True
         kind = plan.kind if kind is None else kind
         place: tuple[Hashable, ...] = plain if kind is None else (*plain, kind)

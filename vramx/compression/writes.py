@@ -28,8 +28,6 @@ _ADDRESSES = frozenset({"data_ptr", "const_data_ptr", "mutable_data_ptr"})
 # Gives an object that others keep.
 _ARRAYS = frozenset({"numpy", "__array__", "__dlpack__", "share_memory_"})
 _FOR_GOOD = -1
-
-
 # Counts of memory that is gone wait until there are as many as of what lives, and so many more.
 _MOST_DEAD = 64
 
@@ -41,11 +39,10 @@ class _Counts(threading.local):
         self.of: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._swept_at = _MOST_DEAD
 
-    def get(self, storage: torch.UntypedStorage) -> int:
+    def add(self, storage: torch.UntypedStorage, *, for_good: bool) -> None:
         found = self.of.get(id(storage))
-        return found[1] if found is not None and found[0]() is storage else 0
-
-    def set(self, storage: torch.UntypedStorage, count: int) -> None:
+        count = found[1] if found is not None and found[0]() is storage else 0
+        count = _FOR_GOOD if for_good or count == _FOR_GOOD else count + 1
         self.of[id(storage)] = weakref.ref(storage), count
         if len(self.of) >= self._swept_at:
             self.of = {key: each for key, each in self.of.items() if each[0]() is not None}
@@ -82,14 +79,14 @@ def note(values: Iterable[Any], *, for_good: bool = False) -> None:
     for value in values:
         kind = type(value)
         if kind in PLAIN and value.layout is STRIDED:
-            storage = value.untyped_storage()
-            count = _counts.get(storage)
-            _counts.set(storage, _FOR_GOOD if for_good or count == _FOR_GOOD else count + 1)
+            _counts.add(value.untyped_storage(), for_good=for_good)
         elif kind is list or kind is tuple:
             note(value, for_good=for_good)
 
 
 def epoch(storage: torch.UntypedStorage) -> Hashable:
     """Return what is equal for two moments only if no write in between is known to be possible."""
-    count = _counts.get(storage)
-    return object() if count == _FOR_GOOD else count
+    found = _counts.of.get(id(storage))
+    if found is None or found[0]() is not storage:
+        return 0
+    return object() if found[1] == _FOR_GOOD else found[1]
