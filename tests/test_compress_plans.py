@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.fuzz.search import search
-from vramx import compress
-from vramx.compression import looks, plans
+from vramx import compress, compressed_activations, compression_stats
+from vramx.compression import looks, plans, sharing
 from vramx.compression.calls import Operation
 from vramx.compression.plans import Plan, Planner
+from vramx.compression.saved import Pending
 
 pytestmark = pytest.mark.skipif(looks._call_key is None, reason="the core is not compiled")
 
@@ -108,6 +109,33 @@ def test_calls_that_differ_have_plans_of_their_own(
     assert found_again
 
 
+@pytest.mark.parametrize(
+    ("name", "part"), [("an option", "_call_key"), ("a power of a power", "graph_of_factor")]
+)
+def test_a_key_that_leaves_something_out_is_found(
+    name: str, part: str, found_again: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(looks, part, lambda name, *_: name if isinstance(name, str) else None)
+    with pytest.raises(AssertionError, match=r"elu|pow|square"):
+        test_calls_that_differ_have_plans_of_their_own(name, False, found_again)
+
+
+def test_without_the_core_all_is_decided_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    def counts() -> Any:
+        with compress(min_bytes=0) as stats:
+            for calls in PAIRS.values():
+                for call in calls:
+                    call(torch.randn(8, 64, requires_grad=True) * 1).sum().backward()
+        return stats
+
+    expected = counts()
+    monkeypatch.setattr(looks, "_call_key", None)
+    plans.plans_of.cache_clear()
+    assert counts() == expected
+    made = plans.plans_of(compress(min_bytes=0).options)
+    assert list(made.of_calls) == [None]
+
+
 def test_a_decision_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     original = plans.Plans.make
@@ -136,13 +164,43 @@ def test_memory_of_a_module_is_told_from_other_memory() -> None:
         def forward(self, x: Tensor, scale: Tensor) -> Tensor:
             return x * (scale + 0) + x * self.scale
 
-    from vramx import compressed_activations, compression_stats
-
     module = compressed_activations(Scaled(), min_bytes=0)
     for _ in range(2):
         module((torch.randn(8, 64, requires_grad=True) * 1), torch.randn(8, 64))
     kept = compression_stats(module).kept
     assert kept["parameter"].tensors == 2
+
+
+def test_memory_of_a_module_that_was_written_to_is_the_modules() -> None:
+    module = compressed_activations(Scaling(), min_bytes=0)
+    for _ in range(2):
+        module(torch.randn(8, 64, requires_grad=True) * 1)
+    assert compression_stats(module).kept["parameter"].tensors == 2
+
+
+class Scaling(nn.Module):
+    """Writes over its own memory, and multiplies by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.zeros(8, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state.detach_()
+        return self.state.add_(x) @ (x.T + 1)
+
+
+def test_entries_of_what_is_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "_MOST_DEAD", 4)
+    table, storage = sharing.Table(), torch.zeros(4).untyped_storage()
+    kept = [Pending(torch.zeros(1)) for _ in range(3)]
+    for number, each in enumerate(kept):
+        table.add(number, storage, each)
+    for number in range(100):
+        table.add(100 + number, storage, Pending(torch.zeros(1)))
+    assert len(table._entries) < 20
+    assert [table.find(number, storage) for number in range(3)] == kept
+    assert table.find(0, torch.zeros(4).untyped_storage()) is None
 
 
 def test_sizes_that_never_return_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,4 @@
-"""What a policy can know of a saved tensor and of the call that saves it, as a key: equal keys, one
-decision.
+"""What a policy can know of a saved tensor and its call, as a key: equal keys, one decision.
 
 A program saves the same few kinds of tensors in every layer and every step. A key holds all that
 policy.py asks about, elements apart, for which it never asks; what only a walk over the graph tells

@@ -37,11 +37,10 @@ from vramx.compression.geometry import covered_elements
 from vramx.compression.roots import MAYBE_POWERS, graph_of_factor
 from vramx.compression.slopes import is_result
 from vramx.compression.weights import (
-    MAY_DERIVE,
-    derives_from_parameter,
+    is_any_weight,
     is_parameter,
     is_read_for_a_weight,
-    is_weight,
+    storages_of,
 )
 from vramx.errors import UnsupportedTensorError
 
@@ -180,7 +179,7 @@ class SavePolicy:
             and covered_elements(tensor) * dtype.itemsize < self.min_bytes
         ):
             return SMALL  # a small tensor, expanded
-        if _is_weight(tensor, operation):
+        if is_any_weight(tensor, operation):
             return PARAMETER
         return STATISTIC if operation is not None and _is_statistic(tensor, operation) else None
 
@@ -243,7 +242,7 @@ class SavePolicy:
 
     def is_parameter(self, tensor: torch.Tensor, operation: Operation | None) -> bool:
         """Whether a plain tensor is a parameter or buffer, a view or a cast of one, or a weight."""
-        return _is_weight(tensor, operation) or self.owns(tensor.untyped_storage())
+        return is_any_weight(tensor, operation) or self.owns(tensor.untyped_storage())
 
     def plainly_kept(self, tensor: torch.Tensor) -> str:
         """Return why a tensor is kept where hardly anything need be asked, else an empty text.
@@ -269,33 +268,8 @@ class SavePolicy:
         if self._module is None:
             return False
         if self._owned is None:
-            found = _tensors_of(self._module)
-            self._owned = frozenset([t.untyped_storage()._cdata for t in found])
+            self._owned = storages_of(self._module)
         return storage._cdata in self._owned
-
-
-def _is_weight(tensor: torch.Tensor, operation: Operation | None) -> bool:
-    base = tensor._base
-    if base is not None and is_parameter(base):
-        return True
-    if type(tensor.grad_fn).__name__ in MAY_DERIVE and derives_from_parameter(tensor):
-        return True
-    return operation is not None and is_weight(tensor, operation)
-
-
-def _tensors_of(module: torch.nn.Module) -> list[Tensor]:
-    """Return the plain parameters and buffers; module.parameters() also makes all their names."""
-    found: list[Tensor] = []
-    seen = {module}
-    waiting = [module]
-    while waiting:
-        one = waiting.pop()
-        for tensors in (one._parameters, one._buffers):
-            found += [t for t in tensors.values() if t is not None and type(t) in PLAIN]
-        below = [m for m in one._modules.values() if m is not None and m not in seen]
-        seen.update(below)
-        waiting += below
-    return found
 
 
 @lru_cache(maxsize=256)
