@@ -101,7 +101,9 @@ FAULTS: dict[str, Fault] = {
     "takes data of before a hidden write": Fault(
         _set(writes, "epoch", lambda _: 0), ("data_write", "alias_write", "array_write")
     ),
-    "keeps everything": Fault(_set(SavePolicy, "choose", _keep_everything), ("linear", "gelu")),
+    "keeps everything": Fault(
+        _set(SavePolicy, "choose_by_look", _keep_everything), ("linear", "gelu")
+    ),
     "packs inputs of norms as other numbers": Fault(
         _set(plans, "MEAN_NORMS", frozenset()), ("uneven_norm",)
     ),
