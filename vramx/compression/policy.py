@@ -5,8 +5,9 @@ third_party.py (those of other libraries) names it, or the user's policy does.
 
 The rules are asked in one order and the first that speaks decides. This file only decides; hooks
 carries it out. A SavePolicy is immutable but for a cache and belongs to one thread. A decision
-costs half a microsecond for what is small and 3 to 9 for what is large enough to matter; no rule
-looks at the elements of a tensor.
+costs half a microsecond for what is small and 3 to 9 for what is large enough to matter, which
+plans.py asks for once for all that are alike; no rule looks at the elements of a tensor. What a
+rule asks of a tensor or a call must be in the keys of looks.py.
 """
 
 from __future__ import annotations
