@@ -69,4 +69,5 @@ PYBIND11_MODULE(_core, module) {
   bindings::bind_replay(module);
   bindings::bind_device(module);
   bindings::bind_process(module);
+  bindings::bind_looks(module);
 }

@@ -8,5 +8,6 @@ namespace vramx::bindings {
 void bind_replay(pybind11::module_& module);
 void bind_device(pybind11::module_& module);
 void bind_process(pybind11::module_& module);
+void bind_looks(pybind11::module_& module);
 
 }  // namespace vramx::bindings

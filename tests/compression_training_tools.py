@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import vramx
+from vramx.compression import plans
 from vramx.compression.config import MASK_FORMAT, Compression, Format
 
 EVERYTHING = {"min_bytes": 1}  # these tensors are small
@@ -48,6 +49,7 @@ def fewer_bits(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
             return Format(bits, group_size=64, symmetric=False, rounding=self.rounding)
 
         monkeypatch.setattr(Compression, "format", format_of)
+        plans.plans_of.cache_clear()
 
     return use
 

@@ -37,7 +37,7 @@ PYTHON_PARTS = {
     "kernels": set[str](),
     "patch": {"errors"},
     "allocator": {*BASE, "_core"},
-    "compression": {*BASE, "kernels", "patch"},
+    "compression": {*BASE, "_core", "kernels", "patch"},
     "nn": {*BASE, "compression", "kernels", "patch", "recompute"},
     "recompute": {*BASE, "compression", "patch"},
     "optimizers": {*BASE, "compression", "patch"},

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vramx.compression import exactness
+from vramx.compression import exactness, plans
 from vramx.compression.hooks import CompressionContext, compress
 
 # More samples of an operation are mostly other shapes.
@@ -144,6 +144,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     counted, packed = answers(set())
     exactness.needs_exact = lambda *_: False
+    plans.plans_of.cache_clear()
     _, forced = answers(set(sys.argv[1:]))
     print(json.dumps({"operations": counted, "packed": packed, "forced": forced}))
 

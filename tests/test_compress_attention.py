@@ -16,7 +16,7 @@ from policy_tools import SelfAttention
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vramx.compression import attention, codec, saved, session
+from vramx.compression import attention, codec, keeping, saved
 from vramx.compression.config import Format
 from vramx.compression.hooks import compress
 
@@ -59,7 +59,7 @@ def test_what_one_projection_gives_is_copied_only_where_the_rest_can_be_freed(
             super().__init__(*args, **options)
             made.append(self)
 
-    monkeypatch.setattr(session, "Copy", Copy)
+    monkeypatch.setattr(keeping, "Copy", Copy)
     joint = input_of(2, 8, parts * 64)
     q, k, v = joint.view(2, 8, parts, 4, 16).permute(2, 0, 3, 1, 4)[:3]
     with compress(min_bytes=0, policy={"scaled_dot_product_attention": "keep"}) as stats:

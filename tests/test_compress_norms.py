@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import vramx
-from vramx.compression import graph, graph_policy, normalised, session
-from vramx.compression.policy import SavePolicy
+from vramx.compression import graph, graph_policy, normalised, plans
+from vramx.compression.policy import Choice, SavePolicy
 
 COSINE = 0.999
 NORMS: dict[str, Any] = {
@@ -82,7 +82,7 @@ def test_rows_of_whole_groups_are_packed_as_ever() -> None:
 
 
 def test_groups_that_span_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SavePolicy, "_norm", lambda self, *_: (8, "", 0))
+    monkeypatch.setattr(SavePolicy, "_norm", lambda self, *_: Choice(8, ""))
     assert worst_cosine(nn.RMSNorm(48), uneven(64, 48)) < 0.99
 
 
@@ -152,7 +152,7 @@ def test_channels_of_different_scale_may_share_a_group(exponents: Any, last: boo
 def test_inputs_of_norms_that_are_packed_as_other_numbers_are_found(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "MEAN_NORMS", frozenset())
+    monkeypatch.setattr(plans, "MEAN_NORMS", frozenset())
     assert worst_cosine(MEAN_NORMS[name](), far(name, 1e2)) < 0.99
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import vramx
-from vramx.compression import angles, session
+from vramx.compression import angles, plans
 from vramx.compression.slopes import BOUNDED
 
 TIMES_BFLOAT16, NEAR = 3, 0.05
@@ -69,7 +69,7 @@ def test_a_slope_that_vanishes_is_as_good_as_in_bfloat16(name: str, place: Any) 
 
 @pytest.mark.parametrize("name", ["tanh", "sigmoid"])
 def test_results_that_are_packed_as_other_numbers_are_found(name: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(session, "function_of", lambda *_: "")
+    monkeypatch.setattr(plans, "function_of", lambda *_: "")
     assert not all(is_right(*error(FUNCTIONS[name], place)) for place in PLACES)
 
 
@@ -94,7 +94,7 @@ def test_gates_of_a_recurrent_network_are_packed_as_angles(kind: Any, monkeypatc
         made.append(original(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(session, "function_of", noted)
+    monkeypatch.setattr(plans, "function_of", noted)
     network = kind(64, 64)
     with vramx.compress(min_bytes=0):
         network(torch.randn(8, 64))
@@ -145,7 +145,7 @@ def test_a_power_of_nothing_and_of_infinity() -> None:
 
 
 def test_powers_that_are_packed_as_other_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "_MAPPED", BOUNDED)
+    monkeypatch.setattr(plans, "_MAPPED", BOUNDED)
 
     def often() -> None:  # noise may round the small ones well, but not each time
         for _ in range(20):

@@ -15,7 +15,7 @@ from tests.fuzz.compare import FaultError, check
 from tests.fuzz.directed import PROGRAMS, program, setting
 from tests.fuzz.faults import FAULTS, ONLY_WITH_CUDA
 from tests.fuzz.search import search
-from vramx.compression import policy, session
+from vramx.compression import plans, policy
 from vramx.compression.slopes import BOUNDED
 from vramx.recompute.elements import Elements
 
@@ -96,8 +96,9 @@ def test_a_power_of_a_power(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = (f"h = (self.a(h) * 2){POWERS[name]}", *products, "h = (h.abs() + 1e-6).log()")
     source = program(("nn.Linear(64, 64)",), lines)
     check(source, setting())
-    monkeypatch.setattr(session, "is_power", lambda _: False)
-    monkeypatch.setattr(policy, "is_power", lambda _: False)
+    monkeypatch.setattr(plans, "is_power", lambda _: False)
+    plans.plans_of.cache_clear()
+    monkeypatch.setattr(policy, "graph_of_factor", lambda *_: (False, False))
     with pytest.raises(FaultError):
         check(source, setting())
 
@@ -188,6 +189,6 @@ def test_a_product_of_which_only_small_elements_count(monkeypatch: pytest.Monkey
     columns = WIDE_OFF.replace("100", "30")
     source = program(("nn.Linear(64, 64)",), (columns, "h = (F.silu(h) * h).tanh()"))
     check(source, setting())
-    monkeypatch.setattr(session, "_MAPPED", BOUNDED)
+    monkeypatch.setattr(plans, "_MAPPED", BOUNDED)
     with pytest.raises(FaultError):
         check(source, setting())

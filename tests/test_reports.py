@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tests.fuzz import pieces
 from tests.fuzz.compare import FaultError, check
 from tests.fuzz.directed import setting
-from vramx.compression import exactness, graph, graph_policy, normalised, policy, session
+from vramx.compression import exactness, graph, graph_policy, normalised, plans, policy
 from vramx.compression.calls import Operation
 from vramx.compression.config import Compression
 from vramx.compression.policy import SavePolicy
@@ -142,7 +142,7 @@ def with_other_operators(m: Any, h: Tensor) -> Tensor:
 
 NORM = (lambda: nn.LayerNorm(64),)
 NO_ROOT = (normalised, "ROOT_OF_MOST", Same)
-NO_BOUND = (session, "bound_of", lambda _: 0)
+NO_BOUND = (plans, "bound_of", lambda _: 0)
 KINDS = {
     "gated unit": Kind(
         (linear(128),), gated, "packed", [(exactness, "_PACKED", exactness._PACKED | {"glu"})]
@@ -151,7 +151,7 @@ KINDS = {
         (linear(),), written_over, "packed", [(policy, "is_result", lambda _: False), NO_BOUND]
     ),
     "factor of an exponential": Kind(
-        (linear(),), decay, "packed", [(policy, "multiplies_exponential", lambda *_: False)]
+        (linear(),), decay, "packed", [(policy, "graph_of_factor", lambda *_: (False, False))]
     ),
     "sharp slope": Kind(NORM, sharp, "packed", [NO_ROOT]),
     "sharp slope, recomputed": Kind(NORM, sharp, "recomputed", [NO_ROOT]),
@@ -178,6 +178,7 @@ def test_a_kind_is_right_and_is_wrong_without_the_decision(
     check(program, how)
     for place, decision, wrong in kind.decisions:
         monkeypatch.setattr(place, decision, wrong)
+    plans.plans_of.cache_clear()
     with pytest.raises(FaultError):
         check(program, how)
 
@@ -238,5 +239,6 @@ def test_a_graph_has_it_right_and_wrong_without_the_decision(
     check(Program, setting(style="none"))
     for place, decision, wrong in decisions:
         monkeypatch.setattr(place, decision, wrong)
+    plans.plans_of.cache_clear()
     with pytest.raises(FaultError):
         check(Program, setting(style="none"))

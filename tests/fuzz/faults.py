@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 
-from vramx.compression import config, exactness, hooks, policy, session, writes
+from vramx.compression import config, exactness, hooks, plans, policy, session, writes
 from vramx.compression.derivatives import Unpacking
 from vramx.compression.operations import OperationMode
 from vramx.compression.policy import Choice, SavePolicy
@@ -30,7 +30,14 @@ class Fault(NamedTuple):
 
 
 def _set(place: Any, name: str, value: Any) -> Callable[[], Any]:
-    return lambda: patch.object(place, name, value)
+    @contextlib.contextmanager
+    def plant() -> Iterator[None]:
+        plans.plans_of.cache_clear()  # made without the fault
+        with patch.object(place, name, value):
+            yield
+        plans.plans_of.cache_clear()
+
+    return plant
 
 
 def _pack_integers(self: Any, tensor: torch.Tensor, original: Any = session.Session.pack) -> Any:
@@ -94,9 +101,11 @@ FAULTS: dict[str, Fault] = {
     "takes data of before a hidden write": Fault(
         _set(writes, "epoch", lambda _: 0), ("data_write", "alias_write", "array_write")
     ),
-    "keeps everything": Fault(_set(SavePolicy, "choose", _keep_everything), ("linear", "gelu")),
+    "keeps everything": Fault(
+        _set(SavePolicy, "choose_by_look", _keep_everything), ("linear", "gelu")
+    ),
     "packs inputs of norms as other numbers": Fault(
-        _set(session, "MEAN_NORMS", frozenset()), ("uneven_norm",)
+        _set(plans, "MEAN_NORMS", frozenset()), ("uneven_norm",)
     ),
     "leaves changed modules": Fault(
         lambda: patch("vramx.restore", lambda *_: None), ("linear", "gelu")

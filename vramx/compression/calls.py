@@ -24,6 +24,8 @@ _COPIES = frozenset({"ToCopyBackward0"})
 _REARRANGED = frozenset(
     {"CloneBackward0", "ConstantPadNdBackward0", "ExpandBackward0", "AliasBackward0"}
 )
+# Of nodes that a tensor may have which a call has copied from its argument, or viewed.
+MAY_BE_COPY = _ORDER_KEPT | _COPIES | _REARRANGED
 # The name of what no mode sees and no frame tells.
 UNKNOWN = "unknown"
 # The autograd.Function that runs what torch.compile made.
@@ -66,12 +68,14 @@ class Operation:
     whose, empty for torch's own. `position` is the one, among all that the call saves, of the
     tensor that it is saving now; `kept` is what is kept of arguments, by position, where something
     else that the call saves depends on it. `waiting` is told what else is saved, and of the end of
-    the call, where that decides how a tensor is kept.
+    the call, where that decides how a tensor is kept. `plans` are those for calls like this one,
+    and `beside` what its arguments keep of one storage.
     """
 
     __slots__ = (
-        *("_answer", "_args", "_asked", "_found", "_kwargs"),
-        *("custom", "kept", "largest", "library", "name", "position", "waiting"),
+        *("_answer", "_asked", "_found"),
+        *("args", "beside", "custom", "kept", "kwargs", "largest"),
+        *("library", "name", "plans", "position", "waiting"),
     )
 
     def __init__(
@@ -84,8 +88,10 @@ class Operation:
         self.kept: Mapping[int, Any] = _NOTHING
         self.waiting: Any = None
         self.largest = 0  # of what was saved so far, in elements, where no argument is known
-        self._args = args
-        self._kwargs = kwargs
+        self.plans: Any = None
+        self.beside: Any = None
+        self.args = args
+        self.kwargs = kwargs
         self._found: list[_Given] | None = None
         self._asked: torch.Tensor | None = None
         self._answer: Match | None = None
@@ -93,7 +99,7 @@ class Operation:
     @property
     def untold(self) -> bool:
         """Whether nothing is known of the arguments."""
-        return self.custom and not self._args and not self._kwargs
+        return self.custom and not self.args and not self.kwargs
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -107,21 +113,21 @@ class Operation:
 
     def option(self, position: int, keyword: str, default: Any) -> Any:
         """Return an argument that is no tensor, as it was given or by default."""
-        if position < len(self._args):
-            return self._args[position]
-        return self._kwargs.get(keyword, default)
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(keyword, default)
 
     def _given(self) -> list[_Given]:
         """Return the tensors with their places; those in a list have the place of the list."""
         if self._found is None:
             found: list[_Given] = []
-            for position, value in enumerate(self._args):
+            for position, value in enumerate(self.args):
                 if type(value) in PLAIN:
                     found.append((position, None, value))
                 elif type(value) not in _NO_TENSORS:  # isinstance asks torch, which takes longer
                     _add_tensors(found, value, position, None)
-            keywords = _KEYWORDS.get(self.name, _COMMON_KEYWORDS) if self._kwargs else ()
-            for keyword, value in self._kwargs.items():
+            keywords = _KEYWORDS.get(self.name, _COMMON_KEYWORDS) if self.kwargs else ()
+            for keyword, value in self.kwargs.items():
                 place = keywords.index(keyword) if keyword in keywords else None
                 _add_tensors(found, value, place, keyword)
             self._found = found
@@ -130,7 +136,7 @@ class Operation:
     @property
     def needs_exact(self) -> bool:
         """Whether backward needs exact values of what the operation saves."""
-        return not self.custom and exactness.needs_exact(self.name, self._args, self._kwargs)
+        return not self.custom and exactness.needs_exact(self.name, self.args, self.kwargs)
 
     def match(self, tensor: torch.Tensor) -> Match | None:
         """Return the argument that a saved tensor is, views and casts of it; None for all else."""
@@ -141,7 +147,7 @@ class Operation:
         return self._answer
 
     def _find(self, tensor: torch.Tensor) -> Match | None:
-        for position, value in enumerate(self._args):
+        for position, value in enumerate(self.args):
             if value is tensor:
                 return Match(position, None, tensor, True, False)
         given = self._given()
@@ -166,7 +172,7 @@ class Operation:
                 if place is not None:
                     return Match(*place, False, cast)
             name = "" if node is None else node.name()
-            if name not in _ORDER_KEPT and name not in _COPIES and name not in _REARRANGED:
+            if name not in MAY_BE_COPY:
                 return None
             cast = cast and name not in _REARRANGED
             copied = copied or name not in _ORDER_KEPT

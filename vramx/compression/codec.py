@@ -70,7 +70,7 @@ class Packed:
         Packed(1048576 x bfloat16 in 1097728 bytes, 8 bits, group 128, symmetric, stochastic, cpu)
     """
 
-    __slots__ = ("__weakref__", "buffer", "dtype", "format", "mapping", "numel", "stream")
+    __slots__ = ("__weakref__", "buffer", "dtype", "format", "mapping", "nbytes", "numel", "stream")
 
     def __init__(
         self, buffer: Tensor, numel: int, dtype: torch.dtype, format: Format,
@@ -82,11 +82,7 @@ class Packed:
         self.format = format
         self.mapping = mapping
         self.stream = stream
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the buffer."""
-        return self.buffer.numel()
+        self.nbytes = buffer.numel()
 
     def __repr__(self) -> str:
         form = self.format

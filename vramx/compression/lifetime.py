@@ -18,14 +18,20 @@ from torch import Tensor
 from torch.nn import Parameter
 
 
-def outlive(tensor: Tensor) -> None:
+def outlive(tensor: Tensor) -> int:
     """Keep the memory of a tensor until the current stream is done with what it was asked so far.
+
+    Returns the stream's number, as current_stream() does.
 
     Example:
         >>> outlive(torch.zeros(4))  # on the host there is nothing to keep
+        0
     """
-    if _has_streams(tensor):
-        tensor.record_stream(_current_stream(tensor.get_device()))
+    if not _has_streams(tensor):
+        return 0
+    device = tensor.get_device()
+    tensor.record_stream(_current_stream(device))
+    return int(_raw_stream(device)) if tensor.is_cuda else 0
 
 
 def outlive_all(values: Iterable[Any]) -> None:

@@ -161,27 +161,23 @@ def _steps(size: tuple[int, ...], stride: tuple[int, ...], split: tuple[int, ...
 class Waiting:
     """The input of a norm whose call goes on, and what the call has saved since.
 
-    `pack` is called with the operation when that has ended and `statistics` are known; None: none
-    were found.
+    `later` gets what is saved after the input. `pack` is called with the operation when that has
+    ended and `statistics` are known; None: none were found.
     """
 
-    __slots__ = ("_later", "_pack", "_tensor", "pending", "statistics")
+    __slots__ = ("_pack", "_tensor", "later", "pending", "statistics")
 
     def __init__(self, tensor: Tensor, pack: Callable[[Operation], Reference | Restored]) -> None:
         self.pending = Pending(tensor)
         self.statistics: Statistics | None = None
         self._tensor = tensor
         self._pack = pack
-        self._later: list[Tensor] = []
-
-    def note(self, tensor: Tensor) -> None:
-        """Note what is saved after the input."""
-        if tensor.is_floating_point():
-            self._later.append(tensor)
+        self.later: list[Tensor] = []
 
     def end(self, operation: Operation) -> None:
         """Pack the input, now that the call has ended."""
-        self.statistics = _statistics(self._tensor, operation.name, self._later)
+        numbers = [each for each in self.later if each.is_floating_point()]
+        self.statistics = _statistics(self._tensor, operation.name, numbers)
         self.pending.held = self._pack(operation)
 
 
@@ -199,7 +195,11 @@ def _statistics(x: Tensor, name: str, later: list[Tensor]) -> Statistics | None:
     sizes = _sizes(x.shape, name, mean.shape)
     if sizes is None or mean.numel() != rstd.numel():
         return None
-    return Statistics(mean.detach(), rstd.detach(), *sizes)
+    return Statistics(_without_graph(mean), _without_graph(rstd), *sizes)
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 def _of_channels(x: Tensor) -> tuple[Tensor, Tensor]:

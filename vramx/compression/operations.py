@@ -35,7 +35,8 @@ class OperationMode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._call: tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]] | None = None
-        self._operation: Operation | None = None
+        # The call that is running, once it has saved something.
+        self.operation: Operation | None = None
         self._made: WeakSet[torch.UntypedStorage] = WeakSet()
         # The last call of an autograd.Function that has no frame, by the number of its node.
         self._applied: tuple[int, Operation | None] = (-1, None)
@@ -54,23 +55,24 @@ class OperationMode(TorchFunctionMode):
                 # Written in Python with a super() that cannot be traced; the method itself can.
                 return args[0].unflatten(*args[1:], **kwargs)
             return func(*args, **kwargs)
-        if func in _COMPOSITES:
+        special = _special(func)
+        if special == _COMPOSITE:
             with self:
                 return _opened(func)(*args, **kwargs)
         if _transforms_are_active():
             return self._call_transformed(func, args, kwargs)
-        if may_write(func):
+        if special:
             note_call(func, (*args, *kwargs.values()))
         outer = self._call
         self._call = (func, args, kwargs)
         try:
             result = func(*args, **kwargs)
-            if self._operation is not None and self._operation.waiting is not None:
+            if self.operation is not None and self.operation.waiting is not None:
                 with torch._C.DisableTorchFunction():
-                    self._operation.waiting.end(self._operation)
+                    self.operation.waiting.end(self.operation)
         finally:
             self._call = outer
-            self._operation = None
+            self.operation = None
         if type(result) in PLAIN and not result.requires_grad:
             self._note_made(result, args)
         return result
@@ -87,12 +89,12 @@ class OperationMode(TorchFunctionMode):
 
         What is saved there is kept, and nothing is asked of the arguments.
         """
-        outer, operation = self._call, self._operation
-        self._call, self._operation = (transformed, (), {}), None
+        outer, operation = self._call, self.operation
+        self._call, self.operation = (transformed, (), {}), None
         try:
             return func(*args, **kwargs)
         finally:
-            self._call, self._operation = outer, operation
+            self._call, self.operation = outer, operation
 
     def _note_made(self, result: torch.Tensor, args: tuple[Any, ...]) -> None:
         """Note memory that a call made, which is not the memory of what it was given."""
@@ -115,10 +117,11 @@ class OperationMode(TorchFunctionMode):
         return tensor.untyped_storage() not in self._made
 
     def current(self, frame_depth: int) -> Operation:
-        """Return the call that is saving; `frame_depth` counts the frames up to the hook's.
+        """Return the call that is saving its first tensor; `frame_depth` counts the frames up to
+        the hook's.
 
         TorchScript, and functions in C++ that are no operators of torch, are one unknown operation.
-        To be asked once for each tensor, since the call counts them.
+        An autograd.Function is asked for with each of its tensors, and counts them.
         """
         if self._call is None:
             # A device's backward thread has no frame above a hook's.
@@ -127,13 +130,10 @@ class OperationMode(TorchFunctionMode):
             if unseen is None and _APPLY_CODE is None:
                 unseen = self._applied_in(frame)
             return Operation(UNKNOWN, (), {}, UNKNOWN) if unseen is None else unseen
-        if self._operation is None:
-            func, args, kwargs = self._call
-            name, library = _identity(func)
-            self._operation = Operation(name, args, kwargs, library)
-        else:
-            self._operation.position += 1
-        return self._operation
+        func, args, kwargs = self._call
+        name, library = _identity(func)
+        self.operation = found = Operation(name, args, kwargs, library)
+        return found
 
     def _applied_in(self, frame: FrameType | None) -> Operation | None:
         """Return the Function that a frame is calling, of whose arguments nothing is known."""
@@ -195,6 +195,15 @@ _OURS = f"{third_party.OURS}."
 _APPLY_CODE = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 # Functions that save nothing themselves, but call operations with policies of their own.
 _COMPOSITES = frozenset({functional.multi_head_attention_forward})
+_WRITES, _COMPOSITE = "writes", "composite"
+
+
+@lru_cache(maxsize=2048)
+def _special(func: Callable[..., Any]) -> str:
+    """Return what is to be done for a call beside noting it; empty for almost all."""
+    if func in _COMPOSITES:
+        return _COMPOSITE
+    return _WRITES if may_write(func) else ""
 
 
 @lru_cache(maxsize=8)

@@ -5,8 +5,9 @@ third_party.py (those of other libraries) names it, or the user's policy does.
 
 The rules are asked in one order and the first that speaks decides. This file only decides; hooks
 carries it out. A SavePolicy is immutable but for a cache and belongs to one thread. A decision
-costs half a microsecond for what is small and 3 to 9 for what is large enough to matter; no rule
-looks at the elements of a tensor.
+costs half a microsecond for what is small and 3 to 9 for what is large enough to matter, which
+plans.py asks for once for all that are alike; no rule looks at the elements of a tensor. What a
+rule asks of a tensor or a call must be in the keys of looks.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn import Parameter
 
 from vramx.compression import attention, third_party
 from vramx.compression.calls import GRAPH, STRIDED, Operation
@@ -33,19 +36,13 @@ from vramx.compression.exactness import (
 )
 from vramx.compression.fakes import PLAIN
 from vramx.compression.geometry import covered_elements
-from vramx.compression.roots import (
-    MAYBE_POWERS,
-    comes_of_power,
-    is_power,
-    multiplies_exponential,
-)
+from vramx.compression.roots import MAYBE_POWERS, graph_of_factor
 from vramx.compression.slopes import is_result
 from vramx.compression.weights import (
-    MAY_DERIVE,
-    derives_from_parameter,
+    is_any_weight,
     is_parameter,
     is_read_for_a_weight,
-    is_weight,
+    storages_of,
 )
 from vramx.errors import UnsupportedTensorError
 
@@ -69,6 +66,9 @@ DISABLED = "disabled"
 UNSUPPORTED = frozenset({SUBCLASS, LAYOUT, DEVICE, DTYPE})
 # Kept by reference without a further look: memory that lives as long as the graph in any case.
 OWNED_ELSEWHERE = frozenset({PARAMETER, LEAF, INPUT})
+
+# Kept for what they are, not for whose memory they lie in: a look at the storage may save memory.
+EXAMINED = frozenset({SMALL, POLICY, STATISTIC, UNKNOWN, DERIVATIVE})
 
 _PACKED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _DATA = _PACKED_DTYPES | {torch.bool}
@@ -97,6 +97,9 @@ _FILLED_LATER = frozenset({"rrelu", "rrelu_with_noise"})
 _CHOICES = {bits: Choice(bits, "") for bits in range(1, 9)}
 _REASONS = (INTEGER, SMALL, PARAMETER, LEAF, POLICY, STATISTIC, UNKNOWN, DERIVATIVE, DISABLED)
 _KEPT = {reason: Choice(0, reason) for reason in (*_REASONS, *UNSUPPORTED)}
+# Of what lies in memory that the module owns; it is asked for behind these reasons.
+OWNED = _KEPT[PARAMETER]
+WHEREVER = UNSUPPORTED | {DISABLED, INTEGER, PARAMETER, SMALL, LEAF}
 
 
 class SavePolicy:
@@ -119,9 +122,12 @@ class SavePolicy:
         self._bits = BITS.get(options.level, 0)
         self._module = module
         self.min_bytes = max(1, int(options.min_bytes))
-        self._by_operation = _rules_by_operation(options.rules)
-        self._plain = {} if only_weights else _plain_choices(self._bits, options.rules)
+        self._by_operation, plain = _tables(options)
+        self._plain = {} if only_weights else plain
         self._owned: frozenset[int] | None = None
+        self.packs = bool(self._bits)
+        # Whether looks.py's keys hold all that is asked: not the graphs of other arguments.
+        self.sees_alike = not only_weights
 
     def choose(self, tensor: torch.Tensor, operation: Operation | None) -> Choice:
         """Decide for a tensor that `operation` is saving; None where none is.
@@ -129,6 +135,13 @@ class SavePolicy:
         Raises:
             UnsupportedTensorError: the options are strict, and the tensor cannot be compressed.
         """
+        choice = self.choose_by_look(tensor, operation)
+        if choice.reason not in WHEREVER and self.owns(tensor.untyped_storage()):
+            return OWNED
+        return choice
+
+    def choose_by_look(self, tensor: torch.Tensor, operation: Operation | None) -> Choice:
+        """Do so without asking whether the module owns the memory: what is packed, it may own."""
         reason = self._reason(tensor, operation)
         if reason is None:
             if operation is not None:
@@ -149,10 +162,10 @@ class SavePolicy:
             return DISABLED
         # A call in Python takes as long as three looks at a tensor: no more of them than needed.
         dtype = tensor.dtype
-        if dtype not in _DATA and not dtype.is_floating_point and not dtype.is_complex:
-            return INTEGER
         if type(tensor) is not Tensor and is_parameter(tensor):
             return PARAMETER
+        if dtype not in _DATA and not dtype.is_floating_point and not dtype.is_complex:
+            return INTEGER
         if tensor.numel() * dtype.itemsize < self.min_bytes:
             return SMALL
         if tensor.requires_grad and tensor.grad_fn is None:
@@ -170,7 +183,7 @@ class SavePolicy:
             and covered_elements(tensor) * dtype.itemsize < self.min_bytes
         ):
             return SMALL  # a small tensor, expanded
-        if self.is_parameter(tensor, operation):
+        if is_any_weight(tensor, operation):
             return PARAMETER
         return STATISTIC if operation is not None and _is_statistic(tensor, operation) else None
 
@@ -212,8 +225,8 @@ class SavePolicy:
             return self._norm(tensor, operation)
         if operation.name in RECURRENT and _is_of_kernel(tensor, operation):
             return _KEPT[POLICY]
-        exact = operation.needs_exact or (is_power(operation) and comes_of_power(tensor))
-        exact = exact or is_result(tensor) or multiplies_exponential(tensor, operation)
+        exact = operation.needs_exact or is_result(tensor)
+        exact = exact or any(graph_of_factor(tensor, operation))
         return _KEPT[POLICY] if exact else _CHOICES[self._bits]
 
     def _norm(self, tensor: torch.Tensor, operation: Operation) -> Choice:
@@ -238,42 +251,43 @@ class SavePolicy:
 
     def is_parameter(self, tensor: torch.Tensor, operation: Operation | None) -> bool:
         """Whether a plain tensor is a parameter or buffer, a view or a cast of one, or a weight."""
-        base = tensor._base
-        if base is not None and is_parameter(base):
-            return True
-        if type(tensor.grad_fn).__name__ in MAY_DERIVE and derives_from_parameter(tensor):
-            return True
-        if operation is not None and is_weight(tensor, operation):
-            return True
-        # Last, because it is the only rule that is not cheap: it looks at the whole module, once.
+        return is_any_weight(tensor, operation) or self.owns(tensor.untyped_storage())
+
+    def plainly_kept(self, tensor: torch.Tensor) -> str:
+        """Return why a tensor is kept where hardly anything need be asked, else an empty text.
+
+        It is a parameter, or small, as all its memory is.
+        """
+        if tensor.layout is not STRIDED or not self.packs:
+            return ""
+        if type(tensor) is Parameter:
+            return PARAMETER
+        is_small = (
+            tensor.nbytes < self.min_bytes
+            and type(tensor) is Tensor
+            and tensor.dtype in _DATA
+            and tensor.is_contiguous()
+            and not is_functorch_wrapped_tensor(tensor)
+            and tensor.untyped_storage().nbytes() < self.min_bytes
+        )
+        return SMALL if is_small else ""
+
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the memory is of the module's parameters or buffers, which the module holds."""
         if self._module is None:
             return False
-        owned = self._owned or self._storages(self._module)
-        return tensor.untyped_storage()._cdata in owned
-
-    def _storages(self, module: torch.nn.Module) -> frozenset[int]:
-        """Return the storages of the module's parameters and buffers; the module holds them."""
         if self._owned is None:
-            self._owned = frozenset([t.untyped_storage()._cdata for t in _tensors_of(module)])
-        return self._owned
-
-
-def _tensors_of(module: torch.nn.Module) -> list[Tensor]:
-    """Return the plain parameters and buffers; module.parameters() also makes all their names."""
-    found: list[Tensor] = []
-    seen = {module}
-    waiting = [module]
-    while waiting:
-        one = waiting.pop()
-        for tensors in (one._parameters, one._buffers):
-            found += [t for t in tensors.values() if t is not None and type(t) in PLAIN]
-        below = [m for m in one._modules.values() if m is not None and m not in seen]
-        seen.update(below)
-        waiting += below
-    return found
+            self._owned = storages_of(self._module)
+        return storage._cdata in self._owned
 
 
 @lru_cache(maxsize=256)
+def _tables(options: Compression) -> tuple[dict[str, list[Rule]], dict[str, Choice]]:
+    """Return the rules by operation, and what is done where none of them speaks."""
+    plain = _plain_choices(BITS.get(options.level, 0), options.rules)
+    return _rules_by_operation(options.rules), plain
+
+
 def _rules_by_operation(rules: tuple[Rule, ...]) -> dict[str, list[Rule]]:
     found: dict[str, list[Rule]] = {}
     for rule in rules:
@@ -281,7 +295,6 @@ def _rules_by_operation(rules: tuple[Rule, ...]) -> dict[str, list[Rule]]:
     return found
 
 
-@lru_cache(maxsize=256)
 def _plain_choices(bits: int, rules: tuple[Rule, ...]) -> dict[str, Choice]:
     """Return, by name, what is done where no rule speaks and no argument matters."""
     named = _rules_by_operation(rules)

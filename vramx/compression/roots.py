@@ -102,6 +102,12 @@ def _is_exponential(tensor: Tensor) -> bool:
     return False
 
 
+def graph_of_factor(tensor: Tensor, operation: Operation) -> tuple[bool, bool]:
+    """Return whether a factor is the power of a power, and whether an exponential multiplies it."""
+    of_power = is_power(operation) and comes_of_power(tensor)
+    return of_power, multiplies_exponential(tensor, operation)
+
+
 class Root:
     """The roots of magnitudes, with the signs of what they are of."""
 

@@ -96,22 +96,19 @@ class Codec(Protocol):
 class Holding:
     """One payload and its users. A table may find it while a user lives; it holds neither."""
 
-    __slots__ = ("__weakref__", "_users", "codec", "format", "payload")
+    __slots__ = ("__weakref__", "codec", "format", "payload", "users")
 
     def __init__(self, payload: Payload, codec: Codec | None, format: Format | None = None) -> None:
         self.payload = payload
         self.codec = codec
         self.format = format
-        self._users: list[weakref.ref[Restored]] = []
-
-    def add(self, user: Restored) -> None:
-        self._users.append(weakref.ref(user))
+        self.users: list[weakref.ref[Restored]] = []
 
     def others(self, user: Restored) -> list[Restored]:
         """Return the live users that may share a decoded copy with `user`."""
-        if len(self._users) == 1:
+        if len(self.users) == 1:
             return []
-        alive = [ref() for ref in self._users]
+        alive = [ref() for ref in self.users]
         return [u for u in alive if u is not None and u is not user and u.shared]
 
 
@@ -129,7 +126,7 @@ class Restored:
         self.holding = holding
         self.geometry = geometry
         self.shared = shared
-        holding.add(self)
+        holding.users.append(weakref.ref(self))
 
     @property
     def is_approximate(self) -> bool:

@@ -16,14 +16,10 @@ from vramx.compression.calls import STRIDED, Operation
 from vramx.compression.fakes import PLAIN
 from vramx.compression.geometry import Geometry
 
-
-class _Entry(weakref.ref[Any]):
-    """Weakly, what is kept under a key, and the storage that the key speaks of."""
-
-    __slots__ = ("key", "storage")
-
-    key: Hashable
-    storage: weakref.ref[torch.UntypedStorage]
+# Weakly, what is kept under a key, and the storage that the key speaks of.
+_Entry = tuple[weakref.ref[Any], weakref.ref[torch.UntypedStorage]]
+# Entries of what is gone wait until there are as many as of what is kept, and so many more.
+_MOST_DEAD = 256
 
 
 class Table:
@@ -31,35 +27,39 @@ class Table:
 
     A key names a storage by the id of its Python object, which lives, and is the same one, as long
     as the storage does (torch keeps it alive): an entry whose weak reference gives another object,
-    or none, speaks of memory that is gone. An entry goes with the last user of what it finds.
+    or none, speaks of memory that is gone. What an entry finds does not live by it.
     """
 
     def __init__(self) -> None:
         self._entries: dict[Hashable, _Entry] = {}
+        self._swept_at = _MOST_DEAD
 
     def __len__(self) -> int:
+        self._sweep()
         return len(self._entries)
 
     def find(self, key: Hashable, storage: torch.UntypedStorage) -> Any:
         entry = self._entries.get(key)
-        if entry is None or entry.storage() is not storage:
+        if entry is None or entry[1]() is not storage:
             return None
-        return entry()
+        return entry[0]()
 
     def add(self, key: Hashable, storage: torch.UntypedStorage, kept: Any) -> None:
-        entry = _Entry(kept, self._drop)
-        entry.key = key
-        entry.storage = weakref.ref(storage)
-        self._entries[key] = entry
+        # A reference that calls back would take as long as all else here.
+        self._entries[key] = weakref.ref(kept), weakref.ref(storage)
+        if len(self._entries) >= self._swept_at:
+            self._sweep()
 
     def offer(self, key: Hashable, storage: torch.UntypedStorage, kept: Any) -> None:
         """Add, unless something is found there already."""
         if self.find(key, storage) is None:
             self.add(key, storage, kept)
 
-    def _drop(self, entry: _Entry) -> None:
-        if self._entries.get(entry.key) is entry:
-            del self._entries[entry.key]
+    def _sweep(self) -> None:
+        """Forget the entries of what is gone."""
+        alive = {key: entry for key, entry in self._entries.items() if entry[0]() is not None}
+        self._entries = alive
+        self._swept_at = 2 * len(alive) + _MOST_DEAD
 
 
 def range_key(

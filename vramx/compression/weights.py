@@ -12,6 +12,7 @@ import torch
 from torch.nn import Parameter
 
 from vramx.compression.calls import GRAPH, Operation
+from vramx.compression.fakes import PLAIN
 
 # Arguments that are weights by what the operation does with them, and so never data: also where
 # they are computed from parameters (weight norm, an adapter merged into its base).
@@ -124,3 +125,33 @@ def is_read_for_a_weight(tensor: torch.Tensor, operation: Operation) -> bool:
         return False
     others = [t for t in operation.tensors if t is not match.tensor]
     return any(is_parameter(t) or derives_from_parameter(t) for t in others if t.dim() > 1)
+
+
+def is_any_weight(tensor: torch.Tensor, operation: Operation | None) -> bool:
+    """Whether a plain tensor is a view or a cast of a parameter, or used as a weight."""
+    base = tensor._base
+    if base is not None and is_parameter(base):
+        return True
+    if type(tensor.grad_fn).__name__ in MAY_DERIVE and derives_from_parameter(tensor):
+        return True
+    return operation is not None and is_weight(tensor, operation)
+
+
+def storages_of(module: torch.nn.Module) -> frozenset[int]:
+    """Return the storages of the plain parameters and buffers, by their addresses in C++."""
+    return frozenset([t.untyped_storage()._cdata for t in _tensors_of(module)])
+
+
+def _tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the plain parameters and buffers; module.parameters() also makes all their names."""
+    found: list[torch.Tensor] = []
+    seen = {module}
+    waiting = [module]
+    while waiting:
+        one = waiting.pop()
+        for tensors in (one._parameters, one._buffers):
+            found += [t for t in tensors.values() if t is not None and type(t) in PLAIN]
+        below = [m for m in one._modules.values() if m is not None and m not in seen]
+        seen.update(below)
+        waiting += below
+    return found

@@ -11,10 +11,10 @@ writes, or C++ that no mode sees, is not known here. A cached look-up a call; no
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterable
 from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -28,12 +28,26 @@ _ADDRESSES = frozenset({"data_ptr", "const_data_ptr", "mutable_data_ptr"})
 # Gives an object that others keep.
 _ARRAYS = frozenset({"numpy", "__array__", "__dlpack__", "share_memory_"})
 _FOR_GOOD = -1
+# Counts of memory that is gone wait until there are as many as of what lives, and so many more.
+_MOST_DEAD = 64
 
 
 class _Counts(threading.local):
+    """How often each storage may have been written to, by the id of its object: see sharing.py."""
+
     def __init__(self) -> None:
-        self.of: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
+        self.of: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self.anywhere = 0
+        self._swept_at = _MOST_DEAD
+
+    def add(self, storage: torch.UntypedStorage, *, for_good: bool) -> None:
+        found = self.of.get(id(storage))
+        count = found[1] if found is not None and found[0]() is storage else 0
+        count = _FOR_GOOD if for_good or count == _FOR_GOOD else count + 1
+        self.of[id(storage)] = weakref.ref(storage), count
+        if len(self.of) >= self._swept_at:
+            self.of = {key: each for key, each in self.of.items() if each[0]() is not None}
+            self._swept_at = 2 * len(self.of) + _MOST_DEAD
 
 
 _counts = _Counts()
@@ -66,9 +80,7 @@ def note(values: Iterable[Any], *, for_good: bool = False) -> None:
     for value in values:
         kind = type(value)
         if kind in PLAIN and value.layout is STRIDED:
-            storage = value.untyped_storage()
-            count = _counts.of.get(storage, 0)
-            _counts.of[storage] = _FOR_GOOD if for_good or count == _FOR_GOOD else count + 1
+            _counts.add(value.untyped_storage(), for_good=for_good)
         elif kind is list or kind is tuple:
             note(value, for_good=for_good)
 
@@ -80,6 +92,7 @@ def note_anywhere() -> None:
 
 def epoch(storage: torch.UntypedStorage) -> Hashable:
     """Return what is equal for two moments only if no write in between is known to be possible."""
-    counts = _counts.of
-    count = counts.get(storage, 0) if counts else 0
-    return object() if count == _FOR_GOOD else count + _counts.anywhere
+    found = _counts.of.get(id(storage))
+    if found is None or found[0]() is not storage:
+        return _counts.anywhere
+    return object() if found[1] == _FOR_GOOD else found[1] + _counts.anywhere

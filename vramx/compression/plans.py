@@ -1,0 +1,216 @@
+"""What is done with a saved tensor, worked out once for all that are like it, in calls alike.
+
+A Plan is a policy's choice and what follows from it: where the elements lie, how they are packed,
+and what is packed in their place. Plans of one Compression serve all its sessions, for as long as
+it lives: looks.py says when two tensors are alike. Safe from any thread, since each step is one
+operation of a dictionary; threads that meet make a plan twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import astuple, replace
+from functools import lru_cache
+
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from vramx.compression import looks
+from vramx.compression.angles import ANGLES, function_of
+from vramx.compression.calls import STRIDED, Operation
+from vramx.compression.config import MASK_BITS, Compression, Format
+from vramx.compression.fakes import PLAIN
+from vramx.compression.geometry import Geometry, describe
+from vramx.compression.mapping import Mapping
+from vramx.compression.normalised import MEAN_NORMS
+from vramx.compression.policy import EXAMINED, OWNED, WHEREVER, Choice, SavePolicy
+from vramx.compression.roots import MAYBE_POWERS, ROOT, is_power
+from vramx.compression.signs import SIGN
+from vramx.compression.slopes import BOUNDED, Within, bound_of
+
+# Kinds of calls, and of tensors in one; a program with more of them has sizes that never return.
+_MOST_CALLS = 1024
+_MOST_TENSORS = 256
+# Operations whose arguments are packed as functions of them.
+_MAPPED = MAYBE_POWERS | BOUNDED
+_numbers: dict[Hashable, int] = {}  # of formats
+
+
+class Plan:
+    """What is done with tensors that are alike.
+
+    Attributes:
+        bits: to pack them with; 0: they are kept.
+        reason: why they are kept.
+        is_counted_only: the reason says that no look at the storage saves memory.
+        may_be_owned: they are kept all the same where the module owns their memory.
+        geometry: where the elements lie, and
+        nbytes: how many bytes of memory they are. Both are of strided tensors only.
+        format, number: how they are packed, and a number that equal formats share.
+        mapping: what is packed in place of the elements; None: these.
+        kind: what tells that from others of the same elements; None: the elements are packed.
+        serves_all: what is packed comes back near the elements wherever these lie.
+        normalises: the call is a norm's, whose statistics tell at its end what is packed.
+        is_cast: the tensor is a cast of an argument, made by the call.
+    """
+
+    __slots__ = (
+        *("bits", "format", "geometry", "is_cast", "is_counted_only", "kind", "mapping"),
+        *("may_be_owned", "nbytes", "normalises", "number", "reason", "serves_all"),
+    )
+
+    geometry: Geometry
+    nbytes: int
+    format: Format
+    number: int
+    mapping: Mapping | None
+    kind: Hashable | None
+    serves_all: bool
+    normalises: bool
+    is_cast: bool
+
+    def __init__(self, choice: Choice) -> None:
+        self.bits, self.reason, _ = choice
+        self.may_be_owned = choice.reason not in WHEREVER
+        self.is_counted_only = False
+
+
+_OWNED = Plan(OWNED)
+
+
+class Like(dict[Hashable, Plan]):
+    """The plans of calls that are alike, by the keys of their tensors."""
+
+    def add(self, key: Hashable, plan: Plan) -> None:
+        if len(self) >= _MOST_TENSORS:
+            self.clear()
+        self[key] = plan
+
+
+UNALIKE = Like()  # of calls without a key: nothing is added
+
+
+class Plans:
+    """Those of one Compression, by the keys of calls and of tensors."""
+
+    def __init__(self, options: Compression) -> None:
+        self._options = options
+        self.of_calls: dict[Hashable | None, Like] = {None: UNALIKE}
+        # By bits and the most of a group.
+        self._formats: dict[tuple[int, int], tuple[Format, int]] = {}
+
+    def add_call(self, key: Hashable) -> Like:
+        """Return the plans for calls with a key of which there are none."""
+        if len(self.of_calls) > _MOST_CALLS:
+            self.of_calls.clear()
+            self.of_calls[None] = UNALIKE
+        return self.of_calls.setdefault(key, Like())
+
+    def make(self, tensor: torch.Tensor, operation: Operation, choice: Choice) -> Plan:
+        """Return what follows from a choice for a tensor."""
+        plan = Plan(choice)
+        if type(tensor) in PLAIN and tensor.layout is STRIDED and not tensor.is_nested:
+            plan.geometry = describe(tensor)
+            plan.nbytes = plan.geometry.covered * tensor.element_size()
+            plan.is_counted_only = not choice.bits and choice.reason not in EXAMINED
+        if choice.bits:
+            match = operation.match(tensor)
+            plan.is_cast = match is not None and match.cast
+            plan.format, plan.number = self.format(choice.bits, choice.most)
+            is_norm = operation.name in MEAN_NORMS and not operation.custom
+            plan.normalises = is_norm and choice.bits > MASK_BITS
+            plan.mapping = _mapping(tensor, operation, plan.format)
+            plan.kind, plan.serves_all = _kind_of(operation)
+        return plan
+
+    def format(self, bits: int, most: int) -> tuple[Format, int]:
+        """Return how elements are packed, in groups of at most so many, and its number."""
+        found = self._formats.get((bits, most))
+        if found is None:
+            form = self._options.format(bits)
+            if most and most < form.group_size:
+                form = replace(form, group_size=most)
+            # Of equal formats one number, as long as the process lives: there are few.
+            number = _numbers.setdefault(astuple(form), len(_numbers))
+            found = self._formats.setdefault((bits, most), (form, number))
+        return found
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the formats that were asked for."""
+        return [number for _, number in self._formats.values()]
+
+
+@lru_cache(maxsize=32)
+def plans_of(options: Compression) -> Plans:
+    """Return the plans that all contexts with equal options share."""
+    return Plans(options)
+
+
+class Planner:
+    """What one session does with what is saved: what was decided of its like, or is decided now."""
+
+    def __init__(self, options: Compression, rules: SavePolicy) -> None:
+        self._rules = rules
+        self._plans = plans_of(options)
+        self._of_calls = self._plans.of_calls
+
+    def plan(self, tensor: torch.Tensor, operation: Operation) -> Plan | None:
+        """Return what is done with a tensor.
+
+        None for a tensor of torch.func's transforms, which stands for another and has no memory.
+        """
+        like = operation.plans
+        if like is None:
+            key = looks.of_call(operation) if self._rules.sees_alike else None
+            like = self._of_calls.get(key)
+            if like is None:
+                like = self._plans.add_call(key)
+            operation.plans = like
+        found = None if like is UNALIKE else looks.of_tensor(tensor, operation)
+        if found is None and is_functorch_wrapped_tensor(tensor):
+            return None
+        if found is None:
+            return self._plans.make(tensor, operation, self._rules.choose(tensor, operation))
+        key, storage = found
+        plan: Plan | None = like.get(key)
+        if plan is None:
+            choice = self._rules.choose_by_look(tensor, operation)
+            plan = self._plans.make(tensor, operation, choice)
+            like.add(key, plan)
+        # Where a tensor lies is no part of a key.
+        is_owned = storage is not None and plan.may_be_owned and self._rules.owns(storage)
+        return _OWNED if is_owned else plan
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the formats in which something may have been packed."""
+        return self._plans.numbers
+
+
+def _mapping(tensor: torch.Tensor, operation: Operation, format: Format) -> Mapping | None:
+    """Return what is packed in place of a tensor's elements; None: these."""
+    if format.bits == MASK_BITS:
+        return None if tensor.dtype == torch.bool else SIGN
+    if type(tensor.grad_fn).__name__ in ANGLES:
+        function = function_of(tensor, operation)
+        if function:
+            return ANGLES[function]
+    if operation.name not in _MAPPED:
+        return None
+    # A product's factor too, where roots cost little: what follows may leave only small products.
+    if is_power(operation) or (operation.name in MAYBE_POWERS and format.bits == 8):
+        return ROOT
+    bound = bound_of(operation)
+    return Within(bound, format.group_size) if bound else None
+
+
+def _kind_of(operation: Operation) -> tuple[Hashable | None, bool]:
+    """Return what is packed in place of a tensor, None if its elements are; and whether these come
+    back near wherever they lie."""
+    if operation.name not in _MAPPED:
+        return None, False
+    if operation.name in MAYBE_POWERS:
+        return "roots" if is_power(operation) else None, True
+    bound = bound_of(operation)
+    return (("within", bound) if bound else None), False
