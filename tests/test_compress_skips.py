@@ -17,7 +17,7 @@ from policy_tools import SelfAttention, saved_reason
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from vramx.compression import policy
+from vramx.compression import weights
 from vramx.compression.hooks import compress
 from vramx.errors import UnsupportedTensorError
 
@@ -150,7 +150,7 @@ def test_without_its_rule_a_weight_would_be_packed(
     name: str, cast: bool, rules: list[str], monkeypatch: Any
 ) -> None:
     for rule in rules:
-        monkeypatch.setattr(policy, rule, lambda *_: False)
+        monkeypatch.setattr(weights, rule, lambda *_: False)
     torch.manual_seed(0)
     assert packed_weights(MODULES[name](), cast, monkeypatch) != []
 
