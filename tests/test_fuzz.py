@@ -190,5 +190,6 @@ def test_a_product_of_which_only_small_elements_count(monkeypatch: pytest.Monkey
     source = program(("nn.Linear(64, 64)",), (columns, "h = (F.silu(h) * h).tanh()"))
     check(source, setting())
     monkeypatch.setattr(plans, "_MAPPED", BOUNDED)
+    plans.plans_of.cache_clear()
     with pytest.raises(FaultError):
         check(source, setting())
