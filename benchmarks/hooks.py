@@ -74,7 +74,8 @@ def kernels_left_out() -> Iterator[None]:
     """Have no kernel launched, and no other way taken for want of a device that has them."""
     from unittest import mock
 
-    from vramx.compression import codec, fakes
+    from vramx.compression import fakes
+    from vramx.compression.codec import codec
 
     with mock.patch.object(codec, "_launch", fakes.answering(fakes.NoLaunches)):
         yield

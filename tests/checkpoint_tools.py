@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from vramx.compression import codec
+from vramx.compression.codec import codec
 from vramx.compression.config import Compression
 from vramx.errors import VramxWarning
 from vramx.recompute import inputs, objects

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
-from vramx.compression import codec, session
+from vramx.compression import session
+from vramx.compression.codec import codec
 from vramx.compression.saved import decoded_copies
 from vramx.compression.session import PlainCodec
 

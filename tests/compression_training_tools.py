@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import vramx
-from vramx.compression import plans
 from vramx.compression.config import MASK_FORMAT, Compression, Format
+from vramx.compression.policy import plans
 
 EVERYTHING = {"min_bytes": 1}  # these tensors are small
 

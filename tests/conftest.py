@@ -40,7 +40,7 @@ WAITING = ("test_benchmarks_turns", "test_benchmarks_launch")
 @pytest.fixture(autouse=True)
 def _no_plans() -> None:
     """Have no test see what hooks have decided under the defects that another has planted."""
-    plans = sys.modules.get("vramx.compression.plans")
+    plans = sys.modules.get("vramx.compression.policy.plans")
     if plans is not None:
         plans.plans_of.cache_clear()
 

@@ -1,7 +1,8 @@
 """A device, its host and the link between them whose streams run only when a test says so.
 
-Stands in for vramx.compression.transport.CudaTransport. Device memory is one tensor, divided into
-blocks of one size, each of one stream. As in torch's caching allocator, a block that is freed goes
+Stands in for CudaTransport of vramx.compression.offload.transport. Device memory is one tensor,
+divided into blocks of one size, each of one stream.
+As in torch's caching allocator, a block that is freed goes
 to the next allocation of its stream at once; it is overwritten in the order of that stream. So a
 copy that is not ordered against the life of its memory reads or leaves garbage, if the streams run
 in an order that shows it, and tests try those.
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vramx.compression.transport import Lane
+from vramx.compression.offload.transport import Lane
 
 POISON = 0xDD
 BLOCK_BYTES = 1 << 10

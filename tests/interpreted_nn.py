@@ -49,7 +49,7 @@ def evaluate(
 
     Of several results the first counts.
     """
-    from vramx.compression import random
+    from vramx.compression.codec import random
 
     module, _, function = name.rpartition(".")
     call = getattr(importlib.import_module(f"vramx.nn.{module}"), function)
@@ -76,7 +76,7 @@ def evaluate(
 def call_operator(name: str, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
     """Run an operator and return its results as contiguous tensors."""
     import vramx.nn.feed_forward  # noqa: F401 - registers the operators
-    from vramx.compression import random
+    from vramx.compression.codec import random
 
     random.manual_seed(0, rank=0)
     result = getattr(torch.ops.vramx, name)(*arguments)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from fake_link import BLOCK_BYTES, FakeLink
 
-from vramx.compression.parcel import State
-from vramx.compression.pinned import HostPool
-from vramx.compression.stash import Stash, Ticket
+from vramx.compression.offload.parcel import State
+from vramx.compression.offload.pinned import HostPool
+from vramx.compression.offload.stash import Stash, Ticket
 from vramx.sizes import MIB
 
 LIMIT_BYTES = 256 * MIB

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vramx.compression import exactness, plans
 from vramx.compression.hooks import CompressionContext, compress
+from vramx.compression.policy import exactness, plans
 
 # More samples of an operation are mostly other shapes.
 _SAMPLES = 4

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import vramx
-from vramx.compression import pinned
-from vramx.compression.transport import Lane
+from vramx.compression.offload import pinned
+from vramx.compression.offload.transport import Lane
 from vramx.optimizers import offload, rounds
 from vramx.optimizers.states import plain_tensors
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from vramx.compression import operations
 from vramx.compression.hooks import compress
+from vramx.compression.policy import operations
 
 # From torch 2.14 on it is written in C, and its call tells a Function's name at the most.
 apply_has_a_frame = operations._APPLY_CODE is not None

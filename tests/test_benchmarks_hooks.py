@@ -6,7 +6,7 @@ import torch
 
 from benchmarks import hooks
 from benchmarks.harness import Options
-from vramx.compression import codec
+from vramx.compression.codec import codec
 
 CPU = torch.device("cpu")
 

@@ -25,7 +25,7 @@ from checkpoint_tools import (
 from torch import nn
 
 import vramx
-from vramx.compression import codec
+from vramx.compression.codec import codec
 from vramx.compression.config import Compression
 from vramx.errors import InvalidValueError
 from vramx.recompute import inputs

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vramx.compression import codec, random, reference
-from vramx.compression.codec import Packed, layout_of, pack, unpack
+from vramx.compression.codec import codec, random, reference
+from vramx.compression.codec.codec import Packed, layout_of, pack, unpack
 from vramx.compression.config import MASK_FORMAT, ROUNDINGS, Format
 from vramx.errors import InvalidValueError
 
@@ -291,7 +291,7 @@ def test_a_cpu_needs_no_triton() -> None:
     program = (
         "import sys\n"
         "sys.modules['triton'] = None\n"  # an import of it fails
-        "import torch, vramx.compression.codec as codec, vramx.compression.config as config\n"
+        "import torch, vramx.compression.codec.codec as codec, vramx.compression.config as config\n"
         "x = torch.randn(999)\n"
         "assert (codec.unpack(codec.pack(x, config.Format())) - x).norm() < 0.02 * x.norm()"
     )

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from vramx.compression import reference
-from vramx.compression.codec import layout_of
+from vramx.compression.codec import reference
+from vramx.compression.codec.codec import layout_of
 from vramx.compression.config import ROUNDINGS, Format
 
 FORMATS = [

@@ -26,8 +26,8 @@ from codec_samples import (
 )
 from torch import Tensor
 
-from vramx.compression import random, reference
-from vramx.compression.codec import layout_of, pack, unpack
+from vramx.compression.codec import random, reference
+from vramx.compression.codec.codec import layout_of, pack, unpack
 from vramx.compression.config import Format
 
 DRAWS = 400

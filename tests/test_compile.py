@@ -15,9 +15,10 @@ from torch import fx, nn
 from torch._dynamo.utils import counters
 
 import vramx
-from vramx.compression import graph, graph_policy
+from vramx.compression import graph
 from vramx.compression.config import Compression
 from vramx.compression.graph import compressed_graphs
+from vramx.compression.policy import graph_policy
 from vramx.errors import UnsupportedTorchError
 from vramx.recompute import inputs
 

@@ -10,7 +10,8 @@ import torch
 import torch._dynamo
 from test_compile import fresh_compiler
 
-from vramx.compression import graph, reference
+from vramx.compression import graph
+from vramx.compression.codec import reference
 from vramx.compression.config import Compression, Format
 from vramx.compression.graph import hash_halves
 from vramx.kernels.layout import Layout

@@ -18,7 +18,7 @@ from compress_tools import (
 )
 from torch import nn
 
-from vramx.compression import codec
+from vramx.compression.codec import codec
 from vramx.compression.hooks import compress
 from vramx.errors import ModifiedInPlaceError
 
@@ -95,7 +95,7 @@ def test_random_state_of_torch_is_not_touched() -> None:
 
 def test_each_entry_that_draws_noise_renews_it_once_for_captured_graphs(monkeypatch: Any) -> None:
     # What it does under capture is tested on a GPU.
-    from vramx.compression import random
+    from vramx.compression.codec import random
 
     renewed: list[torch.device] = []
     monkeypatch.setattr(random, "renew_on_replay", renewed.append)

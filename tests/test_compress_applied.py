@@ -16,8 +16,8 @@ import pytest
 import torch
 from policy_tools import apply_has_a_frame
 
-from vramx.compression import applied
-from vramx.compression.operations import OperationMode
+from vramx.compression.policy import applied
+from vramx.compression.policy.operations import OperationMode
 
 pytestmark = pytest.mark.skipif(
     sys.version_info < (3, 11), reason="Python 3.10 does not tell where in the source a call stands"

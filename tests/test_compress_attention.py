@@ -16,7 +16,8 @@ from policy_tools import SelfAttention
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vramx.compression import attention, codec, keeping, saved
+from vramx.compression import attention, keeping, saved
+from vramx.compression.codec import codec
 from vramx.compression.config import Format
 from vramx.compression.hooks import compress
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vramx.compression.exactness import needs_exact
+from vramx.compression.policy.exactness import needs_exact
 
 _CHILD = Path(__file__).with_name("operations_child.py")
 _LIMIT_S = 120

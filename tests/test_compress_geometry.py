@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vramx.compression.geometry import describe, flat, restore
+from vramx.compression.codec.geometry import describe, flat, restore
 
 BASE = torch.arange(2.0 * 3 * 4 * 5).view(2, 3, 4, 5)
 VIEWS = {

@@ -14,8 +14,9 @@ import torch.nn.functional as functional
 from compress_tools import input_of
 
 import vramx
-from vramx.compression import codec, lifetime
-from vramx.compression.codec import pack, unpack
+from vramx.compression import lifetime
+from vramx.compression.codec import codec
+from vramx.compression.codec.codec import pack, unpack
 from vramx.compression.config import MASK_FORMAT, Format
 from vramx.compression.hooks import compress
 from vramx.nn.linear import linears

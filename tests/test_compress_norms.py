@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import vramx
-from vramx.compression import graph, graph_policy, normalised, plans
-from vramx.compression.policy import Choice, SavePolicy
+from vramx.compression import graph
+from vramx.compression.codec import normalised
+from vramx.compression.policy import graph_policy, plans
+from vramx.compression.policy.policy import Choice, SavePolicy
 
 COSINE = 0.999
 NORMS: dict[str, Any] = {

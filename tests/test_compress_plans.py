@@ -12,9 +12,10 @@ from torch.nn import functional
 
 from tests.fuzz.search import search
 from vramx import compress, compressed_activations, compression_stats
-from vramx.compression import looks, plans, sharing
-from vramx.compression.calls import Operation
-from vramx.compression.plans import Plan, Planner
+from vramx.compression import sharing
+from vramx.compression.policy import looks, plans
+from vramx.compression.policy.calls import Operation
+from vramx.compression.policy.plans import Plan, Planner
 from vramx.compression.saved import Pending
 
 pytestmark = pytest.mark.skipif(looks._call_key is None, reason="the core is not compiled")

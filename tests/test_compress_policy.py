@@ -16,7 +16,7 @@ from policy_tools import apply_has_a_frame, functions_have_names, saved_reason
 from torch import nn
 
 from vramx.compression.hooks import compress
-from vramx.compression.operations import OperationMode
+from vramx.compression.policy.operations import OperationMode
 
 # Policies by operation
 
@@ -198,7 +198,7 @@ def test_what_compares_divides_or_inverts_is_exact(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["div", "amax", "log", "prod", "rsqrt", "largest norm"])
 def test_packed_it_would_be_far_off(name: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr("vramx.compression.exactness.needs_exact", lambda *_: False)
+    monkeypatch.setattr("vramx.compression.policy.exactness.needs_exact", lambda *_: False)
     with pytest.raises(AssertionError):
         test_what_compares_divides_or_inverts_is_exact(name)
 

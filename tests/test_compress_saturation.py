@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import vramx
-from vramx.compression import angles, plans
-from vramx.compression.slopes import BOUNDED
+from vramx.compression.codec import angles
+from vramx.compression.codec.slopes import BOUNDED
+from vramx.compression.policy import plans
 
 TIMES_BFLOAT16, NEAR = 3, 0.05
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {

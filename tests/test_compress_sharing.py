@@ -23,7 +23,7 @@ from torch import nn
 
 from vramx.compression import keeping, session
 from vramx.compression.hooks import compress
-from vramx.compression.operations import OperationMode
+from vramx.compression.policy.operations import OperationMode
 
 
 @pytest.fixture(autouse=True)

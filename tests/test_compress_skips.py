@@ -17,8 +17,8 @@ from policy_tools import SelfAttention, saved_reason
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from vramx.compression import weights
 from vramx.compression.hooks import compress
+from vramx.compression.policy import weights
 from vramx.errors import UnsupportedTensorError
 
 

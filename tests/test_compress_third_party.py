@@ -14,8 +14,9 @@ import torch
 from compress_tools import input_of
 from policy_tools import functions_have_names, saved_reason
 
-from vramx.compression import notices, third_party
+from vramx.compression import notices
 from vramx.compression.hooks import compress
+from vramx.compression.policy import third_party
 from vramx.errors import VramxWarning
 
 

@@ -12,8 +12,8 @@ import torch.distributed as distributed
 from compress_tools import input_of, recorded_packs
 from torch import nn
 
-from vramx.compression import writes
 from vramx.compression.hooks import compress
+from vramx.compression.policy import writes
 
 
 def double_data(h: torch.Tensor) -> None:

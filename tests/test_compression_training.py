@@ -34,7 +34,7 @@ from benchmarks.models_gpt import (
     windows,
 )
 from benchmarks.programs._language_model import share_of_rate
-from vramx.compression import reference
+from vramx.compression.codec import reference
 from vramx.compression.config import Compression
 from vramx.kernels.layout import Layout
 

@@ -10,8 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from vramx import config  # noqa: E402
-from vramx.compression.host_memory import bytes_of_a_rank, host_bytes  # noqa: E402
-from vramx.compression.pinned import HostPool  # noqa: E402
+from vramx.compression.offload.host_memory import bytes_of_a_rank, host_bytes  # noqa: E402
+from vramx.compression.offload.pinned import HostPool  # noqa: E402
 from vramx.sizes import MIB  # noqa: E402
 
 PHYSICAL_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

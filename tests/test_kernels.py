@@ -9,7 +9,7 @@ import torch
 from interpreted_kernels import InterpretedKernels, Noise, kernels
 from torch import Tensor
 
-from vramx.compression import reference
+from vramx.compression.codec import reference
 from vramx.kernels import launch
 from vramx.kernels.layout import Layout
 

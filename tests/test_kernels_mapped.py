@@ -15,11 +15,11 @@ from interpreted_kernels import InterpretedKernels, Noise, kernels
 from test_kernels import differences, reference_of
 from torch import Tensor
 
-from vramx.compression import angles, codec, reference, roots, signs
+from vramx.compression.codec import angles, codec, reference, roots, signs
+from vramx.compression.codec.geometry import describe, flat
+from vramx.compression.codec.normalised import Normal, Statistics
+from vramx.compression.codec.slopes import Within
 from vramx.compression.config import MASK_FORMAT, Format
-from vramx.compression.geometry import describe, flat
-from vramx.compression.normalised import Normal, Statistics
-from vramx.compression.slopes import Within
 from vramx.kernels.launch import Function
 from vramx.kernels.layout import Layout
 

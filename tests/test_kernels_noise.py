@@ -13,7 +13,7 @@ import torch
 from interpreted_kernels import InterpretedKernels, Noise, kernels, mask_bytes
 from test_kernels import KINDS, every_group, every_kind, layout_of
 
-from vramx.compression import reference
+from vramx.compression.codec import reference
 from vramx.kernels import launch
 from vramx.kernels.layout import Layout
 

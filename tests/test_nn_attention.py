@@ -3,7 +3,7 @@
 On a CPU, on its fused kernel. The result and the gradient of v need nothing that is packed and must
 be torch's own. For those of q and k: P are the probabilities, dS = P (dy v^T - rowsum(dy y)),
 dq = scale dS k and dk = scale dS^T q. v is off by at most a step of its group
-(vramx/compression/codec.py), and y is P v of that very v, so dS is off by at most
+(vramx/compression/codec/codec.py), and y is P v of that very v, so dS is off by at most
 P (|dy| step_v^T + rowsum(|dy| P step_v)). Of k its mean over tokens changes nothing, for the rows
 of dS sum to 0.
 """
@@ -21,7 +21,7 @@ from norm_tools import EXACT, INT4, held_bytes, sample
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vramx.compression.codec import layout_of
+from vramx.compression.codec.codec import layout_of
 from vramx.compression.config import Compression, Format
 from vramx.nn import attention_kernels as kernels
 from vramx.nn.attention import Attended, scaled_dot_product_attention

@@ -21,7 +21,7 @@ from test_nn_attention import (
 )
 from torch import Tensor
 
-from vramx.compression import codec
+from vramx.compression.codec import codec
 from vramx.compression.config import Format
 from vramx.nn import attention_kernels as kernels
 from vramx.nn import operators_attention

@@ -15,7 +15,7 @@ from norm_tools import EXACT, NEAREST, held_bytes, sample
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vramx.compression.codec import layout_of, pack, unpack
+from vramx.compression.codec.codec import layout_of, pack, unpack
 from vramx.compression.config import Format
 from vramx.errors import InvalidValueError
 from vramx.nn.attention import attention_linear

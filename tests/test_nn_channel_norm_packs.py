@@ -18,8 +18,8 @@ from channel_norm_tools import (
 from norm_tools import EXACT, INT4, INT8, NEAREST, gradients, held_bytes, step_of
 from torch import Tensor
 
-from vramx.compression import random
-from vramx.compression.codec import layout_of, pack
+from vramx.compression.codec import random
+from vramx.compression.codec.codec import layout_of, pack
 from vramx.compression.config import Compression, Format
 from vramx.nn import reference_channel_norm as reference
 from vramx.nn.convolution import keep_input

@@ -11,7 +11,7 @@ from nn_elementwise_tools import differs
 from norm_tools import EXACT, NEAREST, gradients, held_bytes, sample
 from torch import Tensor
 
-from vramx.compression.codec import layout_of
+from vramx.compression.codec.codec import layout_of
 from vramx.compression.config import Compression, Format
 from vramx.nn.feed_forward import TwoLinears, two_linears
 from vramx.nn.functional import layer_norm, linears, rms_norm

@@ -13,8 +13,8 @@ import torch.nn.functional as functional
 from norm_tools import EXACT, INT4, INT8, NEAREST, gradients, held_bytes, sample, step_of
 from torch import Tensor
 
-from vramx.compression import random
-from vramx.compression.codec import layout_of
+from vramx.compression.codec import random
+from vramx.compression.codec.codec import layout_of
 from vramx.compression.config import Compression, Format
 from vramx.nn import Linear
 from vramx.nn import reference_norm as reference

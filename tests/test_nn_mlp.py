@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 import vramx
-from vramx.compression.codec import layout_of
+from vramx.compression.codec.codec import layout_of
 from vramx.compression.config import Format
 from vramx.nn import products
 from vramx.nn.functional import mlp, rms_norm

@@ -12,8 +12,8 @@ import torch.nn.functional as functional
 from norm_tools import EXACT, INT4, INT8, NEAREST, held_bytes, sample, step_of
 from torch import Tensor
 
-from vramx.compression import random
-from vramx.compression.codec import layout_of, pack
+from vramx.compression.codec import random
+from vramx.compression.codec.codec import layout_of, pack
 from vramx.compression.config import Compression, Format
 from vramx.kernels import launch, start
 from vramx.nn import keeping

@@ -14,8 +14,8 @@ import torch
 from interpreted_nn import interpreted_nn
 from torch import Tensor
 
-from vramx.compression import random
-from vramx.compression import reference as codec
+from vramx.compression.codec import random
+from vramx.compression.codec import reference as codec
 from vramx.kernels.layout import Layout
 from vramx.nn import reference_norm as reference
 from vramx.nn.keeping import RAW, Spec

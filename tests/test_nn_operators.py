@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
     checkpoint,
 )
 
-from vramx.compression import reference
+from vramx.compression.codec import reference
 from vramx.compression.config import Compression
 from vramx.nn.activation import gelu
 from vramx.nn.attention import scaled_dot_product_attention

@@ -15,7 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import vramx
-from vramx.compression import enclosing, reference
+from vramx.compression import enclosing
+from vramx.compression.codec import reference
 from vramx.nn import passes
 from vramx.nn.linear import linears
 from vramx.nn.norm import rms_norm

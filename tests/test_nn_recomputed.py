@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import vramx
 from benchmarks.programs._adapters import Adapters, adapt_without_peft
-from vramx.compression.codec import layout_of
+from vramx.compression.codec.codec import layout_of
 from vramx.compression.config import Format
 from vramx.nn.linear import linears
 from vramx.nn.norm import rms_norm

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vramx.compression import random, reference
-from vramx.compression.codec import pack
+from vramx.compression.codec import random, reference
+from vramx.compression.codec.codec import pack
 from vramx.compression.config import Format
 from vramx.errors import InvalidValueError, VramxError
 

@@ -20,12 +20,12 @@ from offload_tools import LIMIT_BYTES, backward, forward, is_intact, stash_on, s
 from torch import nn
 
 import vramx
-from vramx.compression import offload
 from vramx.compression.config import Compression, Format
-from vramx.compression.parcel import State
-from vramx.compression.pinned import HostPool
-from vramx.compression.stash import Stash, Ticket
-from vramx.compression.transport import Lane
+from vramx.compression.offload import offload
+from vramx.compression.offload.parcel import State
+from vramx.compression.offload.pinned import HostPool
+from vramx.compression.offload.stash import Stash, Ticket
+from vramx.compression.offload.transport import Lane
 from vramx.errors import ModifiedInPlaceError
 
 STREAMS = ("main", "other", Lane.TO_HOST.value, Lane.TO_DEVICE.value)

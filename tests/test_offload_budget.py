@@ -14,10 +14,10 @@ import torch
 from fake_link import BLOCK_BYTES, FakeLink
 from offload_tools import forward, moved_in_a_step, stash_on, states
 
-from vramx.compression import offload
-from vramx.compression.budget import Budget
-from vramx.compression.parcel import State
-from vramx.compression.stash import Stash
+from vramx.compression.offload import offload
+from vramx.compression.offload.budget import Budget
+from vramx.compression.offload.parcel import State
+from vramx.compression.offload.stash import Stash
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 0), (0.5, 4), (0.25, 2), (1.0, 8)])
@@ -58,7 +58,7 @@ def timed_step(link: FakeLink, stash: Stash, layer_ms: float, count: int = 8) ->
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vramx.compression.budget._TIMED_BYTES", 1)
+    monkeypatch.setattr("vramx.compression.offload.budget._TIMED_BYTES", 1)
 
 
 @pytest.mark.parametrize(

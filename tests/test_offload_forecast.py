@@ -15,9 +15,9 @@ import torch
 from fake_link import BLOCK_BYTES, FakeLink
 from offload_tools import stash_on
 
-from vramx.compression import forecast, offload
-from vramx.compression.budget import Measured, Moment
-from vramx.compression.stash import Stash
+from vramx.compression.offload import forecast, offload
+from vramx.compression.offload.budget import Measured, Moment
+from vramx.compression.offload.stash import Stash
 
 # Of one layer: milliseconds of compute, and the bytes of what it makes then.
 ATTENTION, FEED_FORWARD = (3.0, BLOCK_BYTES // 8), (0.2, BLOCK_BYTES)
@@ -28,7 +28,7 @@ STEPS = 5
 
 @pytest.fixture(autouse=True)
 def timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vramx.compression.budget._TIMED_BYTES", 1)
+    monkeypatch.setattr("vramx.compression.offload.budget._TIMED_BYTES", 1)
 
 
 def take_step(link: FakeLink, stash: Stash, backward_factor: float) -> None:
@@ -124,7 +124,7 @@ def test_buffers_that_nobody_asked_for_are_dropped_at_the_end_of_a_step() -> Non
 
 def test_a_step_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that keeps all that it saves must not gather events for ever."""
-    monkeypatch.setattr("vramx.compression.budget._MOST_CALLS", 4)
+    monkeypatch.setattr("vramx.compression.offload.budget._MOST_CALLS", 4)
     link = FakeLink(blocks=256)
     stash = stash_on(link, 1.0)
     kept = [stash.put(link.produce(1)) for _ in range(4)]

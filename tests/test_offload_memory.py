@@ -23,9 +23,9 @@ from offload_tools import (
     states,
 )
 
-from vramx.compression.parcel import State
-from vramx.compression.pinned import HostPool
-from vramx.compression.stash import Stash
+from vramx.compression.offload.parcel import State
+from vramx.compression.offload.pinned import HostPool
+from vramx.compression.offload.stash import Stash
 from vramx.errors import OffloadError
 
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 import vramx
-from vramx.compression import random, reference
-from vramx.compression.codec import bytes_of
+from vramx.compression.codec import random, reference
+from vramx.compression.codec.codec import bytes_of
 from vramx.compression.config import Compression
 from vramx.nn.functional import linears, rms_norm, swiglu
 

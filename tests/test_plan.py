@@ -14,7 +14,7 @@ from plan_tools import PACKED_ROWS, Skipping, Stack, counted_time, rows, small_d
 from torch import Tensor, nn
 
 import vramx
-from vramx.compression import random
+from vramx.compression.codec import random
 from vramx.errors import InvalidValueError
 from vramx.planning.blocks import find_blocks
 from vramx.planning.meters import HostMeter, Spread

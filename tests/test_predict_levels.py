@@ -10,7 +10,7 @@ from plan_tools import Stack, rows
 from torch import Tensor, nn
 
 import vramx
-from vramx.compression.codec import bytes_of
+from vramx.compression.codec.codec import bytes_of
 from vramx.compression.config import Format
 from vramx.errors import InvalidValueError
 from vramx.planning.meters import HostMeter

@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from tests.fuzz import pieces
 from tests.fuzz.compare import FaultError, check
 from tests.fuzz.directed import setting
-from vramx.compression import exactness, graph, graph_policy, normalised, plans, policy
-from vramx.compression.calls import Operation
+from vramx.compression import graph
+from vramx.compression.codec import normalised
 from vramx.compression.config import Compression
-from vramx.compression.policy import SavePolicy
+from vramx.compression.policy import exactness, graph_policy, plans, policy
+from vramx.compression.policy.calls import Operation
+from vramx.compression.policy.policy import SavePolicy
 from vramx.recompute import region
 
 WAYS = {"packed": "context", "recomputed": "none"}

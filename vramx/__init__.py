@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from vramx.allocator.install import allocator_installed, install_allocator
     from vramx.allocator.limits import DefragmentReport, defragment, set_limit
     from vramx.allocator.stats import AllocatorStats, allocator_stats
+    from vramx.compression.codec.random import manual_seed
     from vramx.compression.config import Compression
     from vramx.compression.decorator import compressed_activations, compression_stats
     from vramx.compression.graph import compressed_graphs
     from vramx.compression.hooks import compress
-    from vramx.compression.offload import offload_report
-    from vramx.compression.random import manual_seed
+    from vramx.compression.offload.offload import offload_report
     from vramx.compression.stats import CompressionStats
     from vramx.memory.record import Recorder, record
     from vramx.memory.replay import replay
@@ -70,9 +70,9 @@ _LAZY = {
     "fit_batch": "vramx.planning.fit",
     "install_allocator": "vramx.allocator.install",
     "load_trace": "vramx.memory",
-    "manual_seed": "vramx.compression.random",
+    "manual_seed": "vramx.compression.codec.random",
     "offload_optimizer": "vramx.optimizers.offload",
-    "offload_report": "vramx.compression.offload",
+    "offload_report": "vramx.compression.offload.offload",
     "optimize": "vramx.nn.optimize",
     "plan": "vramx.planning.plan",
     "predict": "vramx.planning.predict",

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import vramx
 from benchmarks import real_weights
 from benchmarks.harness import ROOT, Measurement
-from vramx.compression import random, reference
+from vramx.compression.codec import random, reference
 
 PACKAGE = "all_minilm_l6_v2"
 PAIRS, TOKENS, SHARPNESS = 8, 32, 20.0

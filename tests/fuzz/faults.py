@@ -13,10 +13,11 @@ from unittest.mock import patch
 
 import torch
 
-from vramx.compression import config, exactness, hooks, plans, policy, session, writes
+from vramx.compression import config, hooks, session
 from vramx.compression.derivatives import Unpacking
-from vramx.compression.operations import OperationMode
-from vramx.compression.policy import Choice, SavePolicy
+from vramx.compression.policy import exactness, plans, policy, writes
+from vramx.compression.policy.operations import OperationMode
+from vramx.compression.policy.policy import Choice, SavePolicy
 from vramx.compression.saved import Reference
 from vramx.recompute import region, watch
 from vramx.recompute.buffers import Buffers

@@ -15,8 +15,8 @@ from codec_samples import bfloat16_towards, step_of
 
 from gpu import tools
 from gpu.tools import MIB
-from vramx.compression import random
-from vramx.compression.codec import layout_of, pack, unpack
+from vramx.compression.codec import random
+from vramx.compression.codec.codec import layout_of, pack, unpack
 from vramx.compression.config import MASK_FORMAT, ROUNDINGS, Format
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("seeded")]

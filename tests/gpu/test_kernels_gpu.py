@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vramx.compression import reference
+from vramx.compression.codec import reference
 from vramx.kernels import launch
 from vramx.kernels.layout import Layout
 

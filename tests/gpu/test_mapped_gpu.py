@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import vramx
-from vramx.compression import angles, codec, roots, signs
+from vramx.compression.codec import angles, codec, roots, signs
+from vramx.compression.codec.geometry import describe
+from vramx.compression.codec.normalised import Normal, Statistics
 from vramx.compression.config import MASK_FORMAT, Format
-from vramx.compression.geometry import describe
-from vramx.compression.normalised import Normal, Statistics
 
 pytestmark = pytest.mark.gpu
 

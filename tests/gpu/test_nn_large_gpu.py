@@ -17,8 +17,8 @@ from nn_elementwise_tools import relative_error
 from norm_tools import EXACT, NEAREST
 from torch import Tensor
 
+from vramx.compression.codec.reference import philox
 from vramx.compression.config import Compression
-from vramx.compression.reference import philox
 from vramx.kernels import cross_entropy_launch, elementwise_launch, norm_launch
 from vramx.nn.dropout import _dropout
 from vramx.nn.functional import (

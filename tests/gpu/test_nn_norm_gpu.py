@@ -12,7 +12,7 @@ import torch.nn.functional as functional
 from norm_tools import EXACT, INT4, INT8, step_of
 from torch import Tensor
 
-from vramx.compression import random
+from vramx.compression.codec import random
 from vramx.compression.config import Compression
 from vramx.nn import reference_norm as reference
 from vramx.nn.functional import layer_norm, linears, rms_norm

@@ -12,7 +12,7 @@ from torch import nn
 import vramx
 from gpu import tools
 from gpu.tools import LONG_SLEEP, MIB, settle
-from vramx.compression import offload
+from vramx.compression.offload import offload
 
 pytestmark = pytest.mark.gpu
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from vramx.compression.calls import GRAPH
 from vramx.compression.config import DEFAULT_POLICY, LEVELS, Compression
-from vramx.compression.operations import operation_name
+from vramx.compression.policy.calls import GRAPH
+from vramx.compression.policy.operations import operation_name
 from vramx.errors import InvalidValueError, brief
 
 # Of an error.

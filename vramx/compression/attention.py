@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from vramx.compression.calls import Operation
+from vramx.compression.policy.calls import Operation
 from vramx.compression.saved import Pending, Reference, Restored
 
 NAME = "scaled_dot_product_attention"

@@ -48,7 +48,8 @@ def fakes_are_plain() -> Iterator[None]:
     """Have torch's fake tensors packed as the tensors that they stand for."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    from vramx.compression import codec, lifetime, random
+    from vramx.compression import lifetime
+    from vramx.compression.codec import codec, random
     from vramx.kernels import start
 
     PLAIN.add(FakeTensor)

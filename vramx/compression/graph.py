@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from vramx.compression import random, reference
 from vramx.compression.asked import options_of
+from vramx.compression.codec import random, reference
 from vramx.compression.config import Compression, Format
-from vramx.compression.graph_policy import (
+from vramx.compression.policy.graph_policy import (
     is_exact,
     is_normalised,
     is_statistic,

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from vramx.compression import enclosing, random
+from vramx.compression import enclosing
 from vramx.compression.asked import options_of
+from vramx.compression.codec import random
 from vramx.compression.compiler import run_uncompiled
 from vramx.compression.config import Compression
 from vramx.compression.derivatives import Derivatives, Unpacking
-from vramx.compression.operations import OperationMode
+from vramx.compression.policy.operations import OperationMode
 from vramx.compression.saved import Codec
 from vramx.compression.session import PlainCodec, Session
 from vramx.compression.stats import CompressionStats
@@ -95,7 +96,7 @@ class _Entered(threading.local):
 def _codec_of(options: Compression, entered: _Entered) -> Codec:
     streams = entered.next_streams() if options.deterministic else None
     if options.offload:
-        from vramx.compression import offload  # it imports threads and pinned memory
+        from vramx.compression.offload import offload  # it imports threads and pinned memory
 
         return offload.codec(options, streams)
     return _PLAIN_CODEC if streams is None else PlainCodec(streams)

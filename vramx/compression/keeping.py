@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from vramx.compression import attention, policy
-from vramx.compression.calls import STRIDED, Operation
+from vramx.compression import attention
+from vramx.compression.codec.geometry import Geometry, covered_bytes, describe, flat
 from vramx.compression.fakes import PLAIN
-from vramx.compression.geometry import Geometry, covered_bytes, describe, flat
 from vramx.compression.lifetime import current_stream, outlive
-from vramx.compression.plans import Planner
-from vramx.compression.policy import SavePolicy
+from vramx.compression.policy import policy
+from vramx.compression.policy.calls import STRIDED, Operation
+from vramx.compression.policy.plans import Planner
+from vramx.compression.policy.policy import SavePolicy
 from vramx.compression.saved import Copy, Holding, Reference, Restored
 from vramx.compression.sharing import Table, range_key
 from vramx.compression.stats import CompressionStats

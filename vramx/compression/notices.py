@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import warnings
 
-from vramx.compression.calls import GRAPH, UNKNOWN, Operation
+from vramx.compression.policy.calls import GRAPH, UNKNOWN, Operation
 from vramx.errors import VramxWarning
 
 _told: set[str] = set()

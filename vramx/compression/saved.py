@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import torch
 
+from vramx.compression.codec.geometry import Geometry, restore
+from vramx.compression.codec.mapping import Mapping
 from vramx.compression.config import MASK_BITS, Format
-from vramx.compression.geometry import Geometry, restore
 from vramx.compression.lifetime import current_stream, outlive
-from vramx.compression.mapping import Mapping
 from vramx.errors import ModifiedInPlaceError
 
 

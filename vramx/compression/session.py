@@ -16,21 +16,23 @@ from functools import partial
 
 import torch
 
-from vramx.compression import attention, policy, random, third_party, writes
-from vramx.compression import codec as plain_codec
+from vramx.compression import attention
 from vramx.compression.attention import Result
-from vramx.compression.calls import Operation
+from vramx.compression.codec import codec as plain_codec
+from vramx.compression.codec import random
+from vramx.compression.codec.geometry import Geometry, covered_bytes, describe, flat
+from vramx.compression.codec.mapping import Mapping
+from vramx.compression.codec.normalised import Normal, Waiting
 from vramx.compression.compiler import run_uncompiled
 from vramx.compression.config import MASK_BITS, Compression, Format
-from vramx.compression.geometry import Geometry, covered_bytes, describe, flat
 from vramx.compression.keeping import Keeper
 from vramx.compression.lifetime import outlive
-from vramx.compression.mapping import Mapping
-from vramx.compression.normalised import Normal, Waiting
 from vramx.compression.notices import tell_of_unknown
-from vramx.compression.operations import OperationMode, transformed
-from vramx.compression.plans import Plan, Planner
-from vramx.compression.policy import SavePolicy
+from vramx.compression.policy import policy, third_party, writes
+from vramx.compression.policy.calls import Operation
+from vramx.compression.policy.operations import OperationMode, transformed
+from vramx.compression.policy.plans import Plan, Planner
+from vramx.compression.policy.policy import SavePolicy
 from vramx.compression.saved import Codec, Holding, Payload, Pending, Reference, Restored
 from vramx.compression.sharing import Table, cast_source, range_key
 from vramx.compression.stats import CompressionStats

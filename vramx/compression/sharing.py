@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from vramx.compression import writes
-from vramx.compression.calls import STRIDED, Operation
+from vramx.compression.codec.geometry import Geometry
 from vramx.compression.fakes import PLAIN
-from vramx.compression.geometry import Geometry
+from vramx.compression.policy import writes
+from vramx.compression.policy.calls import STRIDED, Operation
 
 # Weakly, what is kept under a key, and the storage that the key speaks of.
 _Entry = tuple[weakref.ref[Any], weakref.ref[torch.UntypedStorage]]

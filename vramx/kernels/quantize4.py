@@ -5,7 +5,7 @@ by byte in one thread's registers: nothing is shuffled. Two codes share a regist
 from where noise is added to where bytes are made.
 
 Stochastic rounding is code = floor((p + b) / 256): p is 256 times the quotient, rounded, and b the
-byte of noise of this code, noise_bytes of vramx/compression/reference.py says which.
+byte of noise of this code, noise_bytes of vramx/compression/codec/reference.py says which.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def gelu(x: Tensor, approximate: str = "none", *, keep: Compression | None = Non
     Memory: keeps 1.047 bytes an element at 8 bits, 0.5625 at 4.
     Sync: none.
     Error bound: the result is exact to rounding. dx = dy * gelu'(x + e), |e| below the step of x's
-        group (see vramx/compression/codec.py) and of mean zero; |gelu''| < 0.8.
+        group (see vramx/compression/codec/codec.py) and of mean zero; |gelu''| < 0.8.
 
     Example:
         >>> gelu(torch.zeros(3))

@@ -93,7 +93,7 @@ def scaled_dot_product_attention(
         as q has.
     Sync: none.
     Error bound: y is torch's. The gradients are those of a v that is off by at most a step of its
-        group (vramx/compression/codec.py).
+        group (vramx/compression/codec/codec.py).
     Double backward: works, on what was decoded, by torch's formula in whole matrices.
 
     Example:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vramx.compression import codec
+from vramx.compression.codec import codec
+from vramx.compression.codec.reference import unpack_mask
 from vramx.compression.config import MASK_FORMAT
-from vramx.compression.reference import unpack_mask
 from vramx.kernels import channel_norm_launch as launch
 from vramx.kernels import channel_norm_tables_launch as tables_launch
 from vramx.nn import reference_channel_norm as reference

@@ -41,7 +41,7 @@ def swiglu(gate: Tensor, up: Tensor, *, keep: Compression | None = None) -> Tens
     Sync: none.
     Error bound: the result is exact to rounding. dup = dz * silu(gate + e) and dgate =
         dz * (up + e') * silu'(gate + e), e and e' independent, each below the step of its group
-        (see vramx/compression/codec.py) and of mean zero.
+        (see vramx/compression/codec/codec.py) and of mean zero.
 
     Example:
         >>> swiglu(torch.zeros(3), torch.ones(3))

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vramx.compression import packs, random
-from vramx.compression.codec import bytes_of, decoded, encoded, layout_of
+from vramx.compression import packs
+from vramx.compression.codec import random
+from vramx.compression.codec.codec import bytes_of, decoded, encoded, layout_of
 from vramx.compression.config import BITS, Compression, Format, format_of
 from vramx.errors import InvalidValueError, brief
 from vramx.kernels import elementwise_launch

@@ -52,7 +52,7 @@ def mlp(
         in backward these, the gradient of what goes into the last weight, and x.
     Sync: none.
     Error bound: the result is exact to rounding. Gradients are those at an input that is off by at
-        most a step of its group (vramx/compression/codec.py), of mean zero if rounding is
+        most a step of its group (vramx/compression/codec/codec.py), of mean zero if rounding is
         stochastic.
     Double backward: works, on what was decoded.
 

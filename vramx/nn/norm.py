@@ -8,8 +8,8 @@ kernel, and some tens of microseconds of host time (operators.py).
 
 Memory, kept: 1.047 bytes an element at 8 bits in groups of 128, and 4 bytes a row.
 Error bound: y and the sum as torch's own. Gradients: the normalised input is off by at most one
-step of its group (vramx/compression/codec.py), unbiased if rounding is stochastic; those of weight
-and bias, where bfloat16, are sums of a few hundred parts that were rounded to it.
+step of its group (vramx/compression/codec/codec.py), unbiased if rounding is stochastic; those of
+weight and bias, where bfloat16, are sums of a few hundred parts that were rounded to it.
 """
 
 from __future__ import annotations

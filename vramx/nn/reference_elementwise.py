@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
-from vramx.compression.reference import noise_halves
+from vramx.compression.codec.reference import noise_halves
 from vramx.nn.reference_norm import wide as wide
 
 KINDS = ("silu", "gelu", "gelu_tanh")

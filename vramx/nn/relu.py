@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vramx.compression import codec
+from vramx.compression.codec import codec
+from vramx.compression.codec.reference import unpack_mask
 from vramx.compression.config import MASK_FORMAT
-from vramx.compression.reference import unpack_mask
 from vramx.kernels import elementwise_launch
 from vramx.nn import arguments, keeping
 from vramx.nn.operators import operator

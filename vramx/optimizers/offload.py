@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from vramx.compression.offload import link_of
+from vramx.compression.offload.offload import link_of
 from vramx.errors import InvalidValueError, OffloadError, brief
 from vramx.optimizers import separable
 from vramx.optimizers.copies import HOLDER, ORIGINAL, unwrapped

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.optim import Optimizer
 
-from vramx.compression.offload import link_of
+from vramx.compression.offload.offload import link_of
 from vramx.errors import OffloadError
 from vramx.optimizers import separable
 from vramx.optimizers.copies import HOLDER, ORIGINAL, parameters_of

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vramx.compression.offload import Link
-from vramx.compression.pinned import Slot
-from vramx.compression.transport import Lane
+from vramx.compression.offload.offload import Link
+from vramx.compression.offload.pinned import Slot
+from vramx.compression.offload.transport import Lane
 from vramx.errors import VramxWarning
 from vramx.optimizers.states import Bucket, Shown, States, is_dense, show, size_bytes
 

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
-from vramx.compression import offload
+from vramx.compression.offload import offload
 from vramx.nn import attention_kernels
 from vramx.nn.operators import Operator
 from vramx.planning.fake_kernels import REPLACED

@@ -16,7 +16,7 @@ _UNDER_WAY = 2
 
 
 class FakeTicket:
-    """A buffer that is on the host, or that stays, as compression/stash.py has tickets."""
+    """A buffer that is on the host, or that stays, as compression/offload/stash.py has tickets."""
 
     def __init__(self, buffer: Tensor, moves: bool, under_way: deque[Tensor]) -> None:
         self.nbytes = buffer.nbytes
@@ -30,7 +30,7 @@ class FakeTicket:
 
 
 class FakeStashes:
-    """Stands for stash_of() of compression/offload.py while a step is predicted."""
+    """Stands for stash_of() of compression/offload/offload.py while a step is predicted."""
 
     def __init__(self) -> None:
         self._stashes: dict[tuple[str, str | float], FakeStash] = {}

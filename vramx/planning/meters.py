@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from vramx.compression.offload import offload_report
+from vramx.compression.offload.offload import offload_report
 from vramx.planning.storages import Storages, Watch
 from vramx.sizes import MIB
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from vramx.compression.random import restored_streams
+from vramx.compression.codec.random import restored_streams
 from vramx.errors import InvalidValueError
 from vramx.optimizers.copies import HOLDER
 from vramx.planning.program import Found

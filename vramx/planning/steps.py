@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vramx.compression import random
+from vramx.compression.codec import random
 from vramx.errors import InvalidValueError, brief
 from vramx.planning.caches import Caches
 from vramx.planning.lightning_step import check_lightning, is_lightning, training_step

@@ -16,14 +16,15 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from vramx.compression import offload, random
-from vramx.compression.codec import Packed, pack, unpack
+from vramx.compression.codec import random
+from vramx.compression.codec.codec import Packed, pack, unpack
+from vramx.compression.codec.geometry import Geometry, can_spread, describe, flat, restore, spread
+from vramx.compression.codec.mapping import Mapping
+from vramx.compression.codec.roots import ROOT
 from vramx.compression.config import KEEP, Compression
-from vramx.compression.geometry import Geometry, can_spread, describe, flat, restore, spread
 from vramx.compression.lifetime import outlive
-from vramx.compression.mapping import Mapping
-from vramx.compression.policy import SavePolicy
-from vramx.compression.roots import ROOT
+from vramx.compression.offload import offload
+from vramx.compression.policy.policy import SavePolicy
 from vramx.compression.saved import Reference
 from vramx.errors import ModifiedInPlaceError
 from vramx.recompute.verdicts import Verdict

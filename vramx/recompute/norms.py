@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, strided
 
-from vramx.compression.geometry import describe
-from vramx.compression.normalised import Normal, Statistics
+from vramx.compression.codec.geometry import describe
+from vramx.compression.codec.normalised import Normal, Statistics
 
 _ROWS = frozenset({"aten::native_layer_norm", "aten::_fused_rms_norm"})
 _GROUPS = frozenset({"aten::native_group_norm"})

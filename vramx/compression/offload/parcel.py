@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vramx.compression.pinned import Slot
+from vramx.compression.offload.pinned import Slot
 
 
 class State(enum.Enum):

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from vramx.compression.calls import STRIDED
 from vramx.compression.fakes import PLAIN
+from vramx.compression.policy.calls import STRIDED
 
 # Gives a tensor of the same memory with a version of its own.
 _DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]

@@ -24,9 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vramx.compression.calls import Operation
-from vramx.compression.geometry import Geometry, describe, restore
-from vramx.compression.roots import ROOT_OF_MOST
+from vramx.compression.codec.geometry import Geometry, describe, restore
+from vramx.compression.codec.roots import ROOT_OF_MOST
+from vramx.compression.policy.calls import Operation
 from vramx.compression.saved import Pending, Reference, Restored
 from vramx.kernels.launch import Function
 

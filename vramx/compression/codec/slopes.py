@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vramx.compression.calls import Operation
+from vramx.compression.policy.calls import Operation
 from vramx.kernels.launch import Function
 
 # Where less than half of float32's rounding is left of a slope of 1, and where from any argument

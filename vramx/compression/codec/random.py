@@ -91,7 +91,7 @@ class _Noise:
             # same epoch: the same noise for ever, and nobody would notice.
             raise VramxError(
                 f"the noise of {device} would be set up inside a CUDA graph capture; run one step "
-                f"before the capture, or call vramx.compression.random.state({str(device)!r})"
+                f"before the capture, or call vramx.compression.codec.random.state({str(device)!r})"
             )
         # Whatever mode is active (inference, fake tensors, the caller's own) must not shape a
         # tensor that outlives it.

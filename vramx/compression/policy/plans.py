@@ -15,18 +15,18 @@ from functools import lru_cache
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from vramx.compression import looks
-from vramx.compression.angles import ANGLES, function_of
-from vramx.compression.calls import STRIDED, Operation
+from vramx.compression.codec.angles import ANGLES, function_of
+from vramx.compression.codec.geometry import Geometry, describe
+from vramx.compression.codec.mapping import Mapping
+from vramx.compression.codec.normalised import MEAN_NORMS
+from vramx.compression.codec.roots import MAYBE_POWERS, ROOT, is_power
+from vramx.compression.codec.signs import SIGN
+from vramx.compression.codec.slopes import BOUNDED, Within, bound_of
 from vramx.compression.config import MASK_BITS, Compression, Format
 from vramx.compression.fakes import PLAIN
-from vramx.compression.geometry import Geometry, describe
-from vramx.compression.mapping import Mapping
-from vramx.compression.normalised import MEAN_NORMS
-from vramx.compression.policy import EXAMINED, OWNED, WHEREVER, Choice, SavePolicy
-from vramx.compression.roots import MAYBE_POWERS, ROOT, is_power
-from vramx.compression.signs import SIGN
-from vramx.compression.slopes import BOUNDED, Within, bound_of
+from vramx.compression.policy import looks
+from vramx.compression.policy.calls import STRIDED, Operation
+from vramx.compression.policy.policy import EXAMINED, OWNED, WHEREVER, Choice, SavePolicy
 
 # Kinds of calls, and of tensors in one; a program with more of them has sizes that never return.
 _MOST_CALLS = 1024

@@ -17,17 +17,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vramx.compression import codec as plain_codec
-from vramx.compression import forecast, random
-from vramx.compression.budget import Share
-from vramx.compression.codec import Packed
+from vramx.compression.codec import codec as plain_codec
+from vramx.compression.codec import random
+from vramx.compression.codec.codec import Packed
+from vramx.compression.codec.geometry import Geometry
+from vramx.compression.codec.mapping import Mapping
 from vramx.compression.config import Compression, Format
-from vramx.compression.geometry import Geometry
-from vramx.compression.host_memory import bytes_of_a_rank
-from vramx.compression.mapping import Mapping
-from vramx.compression.pinned import HostPool
-from vramx.compression.stash import Stash, Ticket
-from vramx.compression.transport import CudaTransport, Lane
+from vramx.compression.offload import forecast
+from vramx.compression.offload.budget import Share
+from vramx.compression.offload.host_memory import bytes_of_a_rank
+from vramx.compression.offload.pinned import HostPool
+from vramx.compression.offload.stash import Stash, Ticket
+from vramx.compression.offload.transport import CudaTransport, Lane
 from vramx.sizes import format_size
 
 

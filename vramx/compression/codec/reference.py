@@ -110,7 +110,7 @@ def quantize(
             to the nearest code, half to even.
         stream: number of the tensor's stream of noise, below 2**32.
 
-    Error bound: see vramx/compression/codec.py.
+    Error bound: see vramx/compression/codec/codec.py.
 
     Example:
         >>> layout = Layout(numel=16, bits=8, group_size=16, symmetric=True)

@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vramx.compression.budget import Measured, Share
-from vramx.compression.pinned import HostPool
-from vramx.compression.stash import Stash, Ticket
-from vramx.compression.transport import Lane
+from vramx.compression.offload.budget import Measured, Share
+from vramx.compression.offload.pinned import HostPool
+from vramx.compression.offload.stash import Stash, Ticket
+from vramx.compression.offload.transport import Lane
 
 # What leaves of the first step is no guide, of the second it follows from the first; a step's times
 # are read when the next one begins.

@@ -20,11 +20,16 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
-from vramx.compression import attention, third_party
-from vramx.compression.calls import GRAPH, STRIDED, Operation
-from vramx.compression.calls import UNKNOWN as UNKNOWN_CALL
+from vramx.compression import attention
+from vramx.compression.codec.geometry import covered_elements
+from vramx.compression.codec.roots import MAYBE_POWERS, graph_of_factor
+from vramx.compression.codec.slopes import is_result
 from vramx.compression.config import BITS, GROUP_SIZES, KEEP, MASK_BITS, WIDTHS, Compression, Rule
-from vramx.compression.exactness import (
+from vramx.compression.fakes import PLAIN
+from vramx.compression.policy import third_party
+from vramx.compression.policy.calls import GRAPH, STRIDED, Operation
+from vramx.compression.policy.calls import UNKNOWN as UNKNOWN_CALL
+from vramx.compression.policy.exactness import (
     FACTORS,
     NORMS,
     PRODUCTS,
@@ -34,11 +39,7 @@ from vramx.compression.exactness import (
     SMOOTH,
     norm_length,
 )
-from vramx.compression.fakes import PLAIN
-from vramx.compression.geometry import covered_elements
-from vramx.compression.roots import MAYBE_POWERS, graph_of_factor
-from vramx.compression.slopes import is_result
-from vramx.compression.weights import (
+from vramx.compression.policy.weights import (
     is_any_weight,
     is_parameter,
     is_read_for_a_weight,

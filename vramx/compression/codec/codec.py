@@ -35,11 +35,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from vramx.compression import packs, random, reference
+from vramx.compression import packs
+from vramx.compression.codec import random, reference
+from vramx.compression.codec.mapping import Mapping
 from vramx.compression.config import MASK_BITS, MASK_FORMAT, Format
 from vramx.compression.fakes import PLAIN
 from vramx.compression.lifetime import current_stream, outlive
-from vramx.compression.mapping import Mapping
 from vramx.errors import InvalidValueError
 from vramx.kernels.layout import Layout
 

@@ -21,12 +21,12 @@ import torch.nn.functional as functional
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
-from vramx.compression import third_party
-from vramx.compression.applied import function_called
-from vramx.compression.calls import STRIDED, UNKNOWN, Operation
 from vramx.compression.compiler import caller, skip_frames
 from vramx.compression.fakes import PLAIN
-from vramx.compression.writes import may_write, note_call
+from vramx.compression.policy import third_party
+from vramx.compression.policy.applied import function_called
+from vramx.compression.policy.calls import STRIDED, UNKNOWN, Operation
+from vramx.compression.policy.writes import may_write, note_call
 
 
 class OperationMode(TorchFunctionMode):

@@ -28,11 +28,11 @@ from typing import Any
 from torch import Tensor
 
 from vramx.compression import packs
-from vramx.compression.budget import Budget, Share
-from vramx.compression.parcel import Parcel, State
-from vramx.compression.pinned import HostPool, Slot
+from vramx.compression.offload.budget import Budget, Share
+from vramx.compression.offload.parcel import Parcel, State
+from vramx.compression.offload.pinned import HostPool, Slot
+from vramx.compression.offload.transport import Lane, Transport
 from vramx.compression.saved import check_version
-from vramx.compression.transport import Lane, Transport
 from vramx.errors import ModifiedInPlaceError, OffloadError
 
 # How many parcels a prefetch looks at, and how many dead ones the order may have.

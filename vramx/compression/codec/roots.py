@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vramx.compression.calls import Operation
+from vramx.compression.policy.calls import Operation
 from vramx.kernels.launch import Function
 
 # Operations that multiply their one tensor by itself, and those whose two tensors may be one.

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from vramx.compression.calls import GRAPH, Operation
 from vramx.compression.fakes import PLAIN
+from vramx.compression.policy.calls import GRAPH, Operation
 
 # Arguments that are weights by what the operation does with them, and so never data: also where
 # they are computed from parameters (weight norm, an adapter merged into its base).

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vramx.compression.calls import MAY_BE_COPY, Operation
-from vramx.compression.exactness import FACTORS
-from vramx.compression.roots import MAYBE_POWERS, graph_of_factor, is_power
-from vramx.compression.weights import MAY_DERIVE, derives_from_parameter
+from vramx.compression.codec.roots import MAYBE_POWERS, graph_of_factor, is_power
+from vramx.compression.policy.calls import MAY_BE_COPY, Operation
+from vramx.compression.policy.exactness import FACTORS
+from vramx.compression.policy.weights import MAY_DERIVE, derives_from_parameter
 
 # Arguments that are keys as they are.
 _VALUES = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from vramx.compression.transport import Lane, Transport
+from vramx.compression.offload.transport import Lane, Transport
 from vramx.sizes import GIB, MIB
 
 Share = str | float

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from vramx.compression.calls import Operation
+from vramx.compression.policy.calls import Operation
 from vramx.kernels.launch import Function
 
 _QUARTER = math.pi / 2

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vramx.compression import exactness
 from vramx.compression.fakes import PLAIN
+from vramx.compression.policy import exactness
 
 # Views and copies that autograd records: what they give is the same data.
 _ORDER_KEPT = frozenset(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from vramx.compression import exactness
+from vramx.compression.policy import exactness
 
 # What is not named here needs exact values: it may compare, divide, or take an exponential. These
 # are products of exactness.py and smooth functions, their backward, and what is saved for its size.

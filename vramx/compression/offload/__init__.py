@@ -1,0 +1,1 @@
+"""Packed tensors on the host: buffers, copies, and how many bytes may leave the device."""
