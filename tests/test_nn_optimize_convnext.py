@@ -9,12 +9,12 @@ import torch
 from norm_tools import held_bytes
 from optimize_tools import optimised_copy
 from test_nn_operators import Watch
-from test_nn_optimize_convolutions import APART, PACK, block_of, image, seed
+from test_nn_optimize_convolutions import APART, PACK, block_of, image
 from torch import Tensor
 
 import vramx
 
-__all__ = ["seed"]  # a fixture
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 CONVNEXTS = pytest.mark.parametrize("name", ["torchvision convnext", "timm convnext"])
