@@ -73,6 +73,7 @@ def test_a_program_without_python_installs_the_allocator(tmp_path: Path) -> None
     assert again == "vramx: vramx is already installed in this process"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (shutil.which("cmake") and shutil.which("make") and torch_folder()),
     reason="needs CMake, make and torch",
