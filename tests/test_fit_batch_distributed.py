@@ -82,7 +82,7 @@ def test_processes_agree_on_what_the_smallest_of_them_can_take(tmp_path: Path) -
     assert [each["said"] for each in found] == [expected, expected]
 
 
-# A collective of gloo's is at an end when its timeout is, and where it raises there are four.
+# A collective of gloo's ends when its timeout does; where it raises this takes as long as four.
 @pytest.mark.parametrize("quiet", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_out_of_memory_in_one_process_does_not_leave_the_other_waiting(
     tmp_path: Path, quiet: bool
