@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,15 +18,10 @@ from vramx.compression.policy.calls import Operation
 from vramx.compression.policy.plans import Plan, Planner
 from vramx.compression.saved import Pending
 
-pytestmark = pytest.mark.skipif(looks._call_key is None, reason="the core is not compiled")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tensors are small
-    yield
-    torch.set_num_threads(before)
+pytestmark = [
+    pytest.mark.skipif(looks._call_key is None, reason="the core is not compiled"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 
 def facts_of(plan: Plan) -> dict[str, Any]:

@@ -5,8 +5,6 @@ With each planted fault it must fail: a test that sees none of them would see no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -23,12 +21,7 @@ SEED = 20
 HERE = FAULTS | (ONLY_WITH_CUDA if torch.cuda.is_available() else {})
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tensors are small
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_random_programs_have_the_gradients_that_they_have_without_packing() -> None:
@@ -185,9 +178,12 @@ def test_a_region_that_bends_its_input(
         check(source, setting(style="none"))
 
 
-def test_a_product_of_which_only_small_elements_count(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("product", ["F.silu(h) * h", "torch.addcmul(h * 0, F.silu(h), h)"])
+def test_a_product_of_which_only_small_elements_count(
+    product: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     columns = WIDE_OFF.replace("100", "30")
-    source = program(("nn.Linear(64, 64)",), (columns, "h = (F.silu(h) * h).tanh()"))
+    source = program(("nn.Linear(64, 64)",), (columns, f"h = ({product}).tanh()"))
     check(source, setting())
     monkeypatch.setattr(plans, "_MAPPED", BOUNDED)
     plans.plans_of.cache_clear()

@@ -8,7 +8,7 @@ decision that makes it right, without which it must be wrong again.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -35,12 +35,7 @@ WAYS = {"packed": "context", "recomputed": "none"}
 ONLY_PACKED = {"jagged"}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tensors are small
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def program_of(modules: tuple[Callable[[], Any], ...], forward: Forward, way: str) -> Any:

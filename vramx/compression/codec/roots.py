@@ -22,7 +22,7 @@ from vramx.kernels.launch import Function
 
 # Operations that multiply their one tensor by itself, and those whose two tensors may be one.
 POWERS = frozenset({"square", "pow"})
-_PRODUCTS = frozenset({"mul", "multiply"})
+_PRODUCTS = frozenset({"mul", "multiply", "addcmul"})
 MAYBE_POWERS = POWERS | _PRODUCTS
 # Nodes of one argument, and of sums and products with numbers, through which decades are the same.
 _SCALED = frozenset(
