@@ -8,6 +8,7 @@ and by its content where a format (JSON) has copied them.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 
@@ -83,7 +84,12 @@ def printable(value: Any) -> str:
 
 def is_own_code(frame: Frame) -> bool:
     """Say whether a frame is of the program, and not of a library or of C++."""
-    name = frame.filename.replace("\\", "/")
+    return _is_own_file(frame.filename)
+
+
+@lru_cache(maxsize=4096)  # a recording asks a million times of a few hundred files
+def _is_own_file(filename: str) -> bool:
+    name = filename.replace("\\", "/")
     return bool(_PYTHON.search(name)) and not _LIBRARY.search(name)
 
 
