@@ -48,6 +48,7 @@ class StackTable:
         self.stacks: list[Stack] = [NO_STACK, PREDATING]
         self._by_content = {NO_STACK: 0, PREDATING: 1}
         self._by_identity: dict[tuple[int, ...], int] = {}
+        self._frames: dict[int, Frame] = {}  # by the identity of their records
 
     def number(self, frames: Any) -> int:
         """Return the number of a record's frames, which must stay alive while the table is used."""
@@ -60,10 +61,16 @@ class StackTable:
         return found
 
     def _number_of_content(self, frames: list[Any] | tuple[Any, ...]) -> int:
-        stack = tuple(_frame(record) for record in frames if isinstance(record, dict))
+        stack = tuple(self._frame(record) for record in frames if isinstance(record, dict))
         found = self._by_content.setdefault(stack, len(self.stacks))
         if found == len(self.stacks):
             self.stacks.append(stack)
+        return found
+
+    def _frame(self, record: dict[str, Any]) -> Frame:
+        found = self._frames.get(id(record))
+        if found is None:
+            found = self._frames[id(record)] = _frame(record)
         return found
 
 
