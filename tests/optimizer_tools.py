@@ -20,6 +20,7 @@ from vramx.compression.offload import pinned
 from vramx.compression.offload.transport import Lane
 from vramx.optimizers import offload, rounds
 from vramx.optimizers.states import plain_tensors
+from vramx.planning import waiting
 
 POISON = 0xDD
 LEAST_BYTES = 64  # of a state that is moved
@@ -71,6 +72,9 @@ class LateLink:
 
     def used_by(self, memory: Tensor, place: Any) -> None: ...
 
+    def milliseconds(self, start: Any, end: Any) -> float:
+        return 5.0
+
     def synchronize(self, event: tuple[Any, int]) -> None:
         lane, count = event
         while lane != "main" and self.done[lane] < count:
@@ -79,7 +83,7 @@ class LateLink:
 
 
 def use(link: LateLink, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (offload, rounds):
+    for module in (offload, rounds, waiting):
         monkeypatch.setattr(module, "link_of", lambda _: link)
 
 

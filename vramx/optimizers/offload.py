@@ -36,6 +36,7 @@ def offload_optimizer(
     in_backward: bool = False,
     bucket: int | str = _BUCKET,
     least: int | str = _LEAST,
+    keep: int | str | None = None,
 ) -> Given:
     """Let an optimizer's states wait in pinned host memory between its steps.
 
@@ -58,6 +59,10 @@ def offload_optimizer(
         in_backward: step each bucket in backward.
         bucket: bytes of the parameters that are stepped together.
         least: state tensors below this stay on the GPU, as do counters.
+        keep: bytes of states that stay on each GPU, or text such as "3GiB": those of the first
+            parameters, in buckets. What does not travel need not be waited for; vramx.plan gives
+            them what its budget leaves. None is none. Of an optimizer whose states wait already it
+            changes this, and None leaves it.
 
     Returns:
         The same optimizer. vramx.restore(it) brings the states back for good.
@@ -68,9 +73,9 @@ def offload_optimizer(
         OffloadError: with `in_backward`, there are other processes, parameters are on several
             devices, or a second gradient comes before `step()`.
 
-    Memory: during a step three times the states of the largest bucket, on the GPU; on the host
-        what the states take, up to half of what this process may have: what is more than that stays
-        on the GPU, and a warning says so.
+    Memory: during a step three times the states of the largest bucket, on the GPU, and what is kept
+        there; on the host what the others take, up to half of what this process may have: what is
+        more than that stays on the GPU, and a warning says so.
     Sync: none, but where states are read: state_dict(), pickling and restore() wait for the
         copies. Read `optimizer.state` itself after one of these only.
 
@@ -83,9 +88,13 @@ def offload_optimizer(
     inner = unwrapped(optimizer)
     if not isinstance(inner, Optimizer):
         raise InvalidValueError(f"{brief(optimizer)} is no torch.optim.Optimizer")
+    keep_bytes = None if keep is None else _bytes("keep", keep)
     if HOLDER in vars(inner):
+        if keep_bytes is not None:
+            vars(inner)[HOLDER].keep(inner, keep_bytes)
         return optimizer
-    options = Options(_bytes("bucket", bucket), _bytes("least", least), in_backward)
+    sizes = _bytes("bucket", bucket), _bytes("least", least)
+    options = Options(*sizes, in_backward, keep_bytes or 0)
     if in_backward:
         check_alone()
     separable.check(inner)

@@ -10,9 +10,10 @@ Not thread-safe.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ class Options:
     bucket_bytes: int
     least_bytes: int
     in_backward: bool
+    keep_bytes: int = 0  # of each device
 
 
 class _Place(NamedTuple):
@@ -120,9 +122,28 @@ class Rounds:
         for stream in self._streams.values():
             stream.adopt(optimizer.state, is_anywhere=is_anywhere)
 
+    def keep(self, optimizer: Optimizer, nbytes: int) -> None:
+        """Have so many bytes of states stay on each device from now on."""
+        self.options = replace(self.options, keep_bytes=nbytes)
+        for stream in self._streams.values():
+            stream.keep(nbytes, optimizer.state)
+
     def buckets(self) -> list[list[Tensor]]:
         """Return the parameters whose states wait on the host, bucket by bucket."""
         return [b.parameters for stream in self._streams.values() for b in stream.buckets]
+
+    def kept_of(self, sizes: Sequence[int]) -> int:
+        """Return how many bytes stay if the states of all buckets were of these sizes."""
+        left, kept = list(sizes), 0
+        for stream in self._streams.values():
+            own, left = left[: len(stream.buckets)], left[len(stream.buckets) :]
+            sums = [total for total in accumulate(own) if total <= self.options.keep_bytes]
+            kept += max(sums, default=0)
+        return kept
+
+    def has_states(self) -> bool:
+        """Tell whether any states were put where they wait."""
+        return any(stream.pinned_bytes or stream.kept_bytes for stream in self._streams.values())
 
     @contextmanager
     def without_steps(self, optimizer: Optimizer) -> Iterator[None]:
@@ -149,7 +170,9 @@ class Rounds:
     def __str__(self) -> str:
         pinned = sum(stream.pinned_bytes for stream in self._streams.values())
         slots = sum(stream.device_bytes for stream in self._streams.values())
-        return f"{format_size(pinned)} on the host, {format_size(slots)} of a GPU during a step"
+        kept = sum(stream.kept_bytes for stream in self._streams.values())
+        stay = f"{format_size(kept)} on a GPU, " if kept else ""
+        return f"{format_size(pinned)} on the host, {stay}{format_size(slots)} more during a step"
 
     def _after(self, place: _Place) -> list[int]:
         """Return what came after a bucket in the round before, on the same device."""
@@ -175,7 +198,8 @@ class Rounds:
                 continue
             stream = self._streams.get(device)
             if stream is None:
-                sizes = self.options.bucket_bytes, self.options.least_bytes
+                options = self.options
+                sizes = options.bucket_bytes, options.least_bytes, options.keep_bytes
                 stream = self._streams[device] = StateStream(device, link, *sizes)
             known = len(stream.buckets)
             stream.add(parameters)

@@ -74,6 +74,10 @@ class Bucket:
     _placed: list[_Placed] = field(default_factory=list)
     _keys: list[tuple[Any, ...]] = field(default_factory=list)  # of each holder
 
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(map(size_bytes, self.parameters))
+
     def place(self, state: States, moves: Callable[[Tensor], bool]) -> None:
         """Lay out the states that are there now, as far as `moves` says so."""
         self.nbytes, self._placed, self._keys = 0, [], self._keys_in(state)

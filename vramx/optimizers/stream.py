@@ -6,10 +6,12 @@ Three slots of the device, each as large as the largest bucket's states:
     step                | 0 | 1 | 2 | 3 | 4 |       is stepped when it is there,
     to the host             | 0 | 1 | 2 | 3 | 4 |   and leaves when that is done
 
-All of it is ordered on the device; the host waits only in settle() and undo(). The slots are there
-from the first step of a bucket to close(). After an error the bucket that was being stepped leaves
-as it is then, and the others have never left the host. Not thread-safe, but the pool's lock is held
-where the pool is used.
+The states of the first buckets may stay on the device, as far as there is room for them: backward
+comes to their parameters last, when nothing is left to hide a copy behind. All of it is ordered on
+the device; the host waits only in settle() and undo(). The slots are there from the first step of a
+bucket to close(). After an error the bucket that was being stepped leaves as it is then, and the
+others have never left the host. Not thread-safe, but the pool's lock is held where the pool is
+used.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ class _Rest:
     """Where a bucket's states are between steps; the slot goes back to the pool with it.
 
     Whatever is still being copied there is done before anyone else's copy, which is in the same
-    lane.
+    lane. Without a slot they are on the device.
     """
 
-    slot: Slot
+    slot: Slot | None
     image: list[Shown]
     arrived: Any  # an event: all of them are there
 
@@ -61,14 +63,16 @@ class StateStream:
         link: to its host; its pool is used under its lock.
         bucket_bytes: of parameters that are stepped together; one that is larger is alone.
         least_bytes: a state tensor below this stays on the device.
+        keep_bytes: of the first buckets' states, which stay there as well.
     """
 
     def __init__(
-        self, device: torch.device, link: Link, bucket_bytes: int, least_bytes: int
+        self, device: torch.device, link: Link, bucket_bytes: int, least_bytes: int, keep_bytes: int
     ) -> None:
         self._device, self._link = device, link.transport
         self._pool, self._lock = link.pool, link.lock
         self._bucket_bytes, self._least_bytes = bucket_bytes, least_bytes
+        self._keep_bytes = keep_bytes
         self.buckets: list[Bucket] = []
         self._rests: dict[int, _Rest] = {}  # by the bucket's number
         self._free: deque[_Berth] = deque()
@@ -78,12 +82,18 @@ class StateStream:
     @property
     def pinned_bytes(self) -> int:
         """What the states take of the host."""
-        return sum(rest.slot.size_bytes for rest in self._rests.values())
+        return sum(rest.slot.size_bytes for rest in self._rests.values() if rest.slot is not None)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What the states that stay take of the device."""
+        return sum(self.buckets[n].nbytes for n, rest in self._rests.items() if rest.slot is None)
 
     @property
     def device_bytes(self) -> int:
         """What the slots take of the device, during a step."""
-        return SLOTS * max((self.buckets[number].nbytes for number in self._rests), default=0)
+        sizes = (self.buckets[n].nbytes for n, rest in self._rests.items() if rest.slot is not None)
+        return SLOTS * max(sizes, default=0)
 
     def add(self, parameters: Sequence[Tensor]) -> None:
         """Divide more parameters into buckets."""
@@ -110,7 +120,9 @@ class StateStream:
         bucket = self.buckets[number]
         if here is None:
             run(bucket)
-            self._place(number, state)
+            rest = self._rests.get(number)
+            if rest is None or not bucket.is_shown(state, rest.image):
+                self._place(number, state)
             return
         berth, arrived = here
         self._link.wait(self._link.stream(), arrived)
@@ -139,6 +151,16 @@ class StateStream:
         if before:
             self.settle()
 
+    def keep(self, nbytes: int, state: States) -> None:
+        """Have other states stay on the device from now on, as many as so many bytes hold."""
+        self.close()
+        self._keep_bytes = nbytes
+        there = {number: rest.slot is None for number, rest in self._rests.items()}
+        changes = [number for number, stays in there.items() if self._stays(number) != stays]
+        for number in sorted(changes, key=lambda number: not there[number]):
+            self._bring_back(number)  # those that leave first: they make room
+            self._place(number, state)
+
     def settle(self) -> None:
         """Wait, on the host, until what is at rest is what was computed."""
         for rest in self._rests.values():
@@ -147,19 +169,42 @@ class StateStream:
     def undo(self) -> None:
         """Bring all states back to the device, for good."""
         self.close()
-        for number, rest in self._rests.items():
-            bucket = self.buckets[number]
-            memory = self._link.allocate(bucket.nbytes)
-            self._link.wait(Lane.TO_DEVICE, self._link.mark(self._link.stream()))
-            self._link.wait(Lane.TO_DEVICE, rest.arrived)
-            self._link.copy(Lane.TO_DEVICE, memory, rest.slot.memory)
-            arrived = self._link.mark(Lane.TO_DEVICE)
-            self._link.wait(self._link.stream(), arrived)
-            show(bucket.image(memory))
-            self._link.synchronize(arrived)
+        for number in self._rests:
+            self._bring_back(number)
         self._rests.clear()
 
     # -- one bucket -------------------------------------------------------------------------------
+
+    def _bring_back(self, number: int) -> None:
+        """Show a bucket's states on the device, in memory of their own."""
+        bucket, rest = self.buckets[number], self._rests[number]
+        if rest.slot is None:
+            return
+        memory = self._link.allocate(bucket.nbytes)
+        self._link.wait(Lane.TO_DEVICE, self._link.mark(self._link.stream()))
+        self._link.wait(Lane.TO_DEVICE, rest.arrived)
+        self._link.copy(Lane.TO_DEVICE, memory, rest.slot.memory)
+        arrived = self._link.mark(Lane.TO_DEVICE)
+        self._link.wait(self._link.stream(), arrived)
+        show(bucket.image(memory))
+        self._link.synchronize(arrived)
+
+    def _stays(self, number: int) -> bool:
+        """Tell whether a bucket's states are among the first that there is room for.
+
+        As long as those of the buckets before it are unknown they count as if they were as large
+        for their parameters as these.
+        """
+        own = self.buckets[number]
+        share = own.nbytes / max(own.parameter_bytes, 1)
+        first = sum(
+            self.buckets[n].nbytes if n in self._rests else share * self.buckets[n].parameter_bytes
+            for n in range(number)
+        )
+        kept = self.kept_bytes
+        if number in self._rests and self._rests[number].slot is None:
+            kept -= own.nbytes
+        return max(first, kept) + own.nbytes <= self._keep_bytes
 
     def _open(self, nbytes: int) -> None:
         """Have slots of so many bytes at least; those of the step before, as a rule."""
@@ -176,7 +221,7 @@ class StateStream:
 
     def _bring(self, number: int) -> None:
         rest = self._rests.get(number)
-        if rest is None or number in self._coming:
+        if rest is None or rest.slot is None or number in self._coming:
             return
         nbytes = self.buckets[number].nbytes
         self._open(nbytes)
@@ -191,6 +236,7 @@ class StateStream:
 
     def _send(self, number: int, state: States, berth: _Berth, image: list[Shown]) -> None:
         bucket, rest = self.buckets[number], self._rests[number]
+        assert rest.slot is not None  # from where it came
         if bucket.is_shown(state, image):
             self._link.wait(Lane.TO_HOST, self._link.mark(self._link.stream()))
             self._link.copy(Lane.TO_HOST, rest.slot.memory, berth.memory[: bucket.nbytes])
@@ -204,7 +250,7 @@ class StateStream:
         self._free.append(berth)
 
     def _place(self, number: int, state: States, *, is_anywhere: bool = False) -> None:
-        """Find the bucket's states a place on the host, and send them there."""
+        """Find the bucket's states a place where they rest, and send them there."""
         bucket = self.buckets[number]
         self._rests.pop(number, None)
 
@@ -215,25 +261,35 @@ class StateStream:
         bucket.place(state, moves)
         if unknown := bucket.unknown(state):
             self._tell_once(f"tensors inside of {', '.join(unknown)} are not reached: they stay")
+        if bucket.nbytes and self._stays(number):
+            self._settle_in(number, None, self._link.allocate(bucket.nbytes))
+            self._link.wait(self._link.stream(), self._rests[number].arrived)
+            return
         with self._lock:
             slot = self._pool.take(bucket.nbytes) if bucket.nbytes else None
         if slot is not None:
-            image = bucket.image(slot.memory)
-            self._link.wait(Lane.TO_HOST, self._link.mark(self._link.stream()))
-            for source, target in zip(
-                bucket.moving(bucket.placed()), bucket.moving(image), strict=True
-            ):
-                self._link.copy(Lane.TO_HOST, target, source)
-                if source.device.type != "cpu":
-                    self._link.used_by(source, Lane.TO_HOST)
-            bucket.stand_for(image)
-            show(image)
-            rest = _Rest(slot, image, self._link.mark(Lane.TO_HOST))
-            self._rests[number] = rest
+            rest = self._settle_in(number, slot, slot.memory)
             weakref.finalize(rest, self._pool.retire, slot)
         elif bucket.nbytes:
             self._tell_once("the host has no more to pin for an optimizer's states: some stay")
             bucket.nbytes = 0
+
+    def _settle_in(self, number: int, slot: Slot | None, memory: Tensor) -> _Rest:
+        """Have a bucket's states rest in a range, and send them there."""
+        bucket = self.buckets[number]
+        image = bucket.image(memory)
+        lane = Lane.TO_DEVICE if slot is None else Lane.TO_HOST
+        self._link.wait(lane, self._link.mark(self._link.stream()))
+        for source, target in zip(
+            bucket.moving(bucket.placed()), bucket.moving(image), strict=True
+        ):
+            self._link.copy(lane, target, source)
+            if source.device.type != "cpu":
+                self._link.used_by(source, lane)
+        bucket.stand_for(image)
+        show(image)
+        rest = self._rests[number] = _Rest(slot, image, self._link.mark(lane))
+        return rest
 
     def _tell_once(self, text: str) -> None:
         if text not in self._told:

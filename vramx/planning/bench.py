@@ -283,7 +283,7 @@ def ready(model: nn.Module, sample: Any, loop: Loop, agreement: Agreement) -> It
         states = [tensor for each in loop.optimizers for tensor in tensors_of(each.state)]
         meter = meter_of(device, model, states)
         try:
-            with loop.measured(trained, meter) as measured, ProgressBar() as bar:
+            with loop.measured(trained, meter, device) as measured, ProgressBar() as bar:
                 yield Bench(step, meter, measured, agreement, bar)
         except (CheckpointError, RecomputationError) as error:
             raise InvalidValueError(

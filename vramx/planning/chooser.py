@@ -22,6 +22,7 @@ from vramx.planning.budget import SMALLEST, Budget, budget_bytes_of, device_of
 from vramx.planning.caches import Caches
 from vramx.planning.loop import Added
 from vramx.planning.measured import Measured, Run
+from vramx.planning.waiting import Waiting
 from vramx.planning.words import EVERY, NOISY, chosen_words, words_for
 from vramx.sizes import format_size
 
@@ -78,6 +79,11 @@ class Chooser:
                 reserved_bytes=int(agreement.most(self.added.reserved_bytes)),
                 states_bytes=int(agreement.most(bench.loop.states_bytes)),
                 slots_bytes=int(agreement.most(bench.loop.slots_bytes)),
+                waiting=Waiting(
+                    int(agreement.most(bench.loop.waiting.nbytes)),
+                    agreement.most(bench.loop.waiting.ms_per_byte),
+                    bench.loop.waiting.hidden,
+                ),
             )
             yield bench
 
@@ -123,9 +129,11 @@ class Chooser:
             limit = float("inf")
             if budget_bytes is not None:
                 limit = measured.spread.below(budget_bytes - self.added.nbytes)
-            run = bench.fitting(measured, limit)
+            run = bench.fitting(measured, self.added.waiting.limit_beside(measured.timeline, limit))
             if run.measured_bytes is not None and run.measured_bytes <= limit:
-                return self._choice(measured, run, budget_bytes)
+                room = 0 if budget_bytes is None else int(limit) - run.measured_bytes
+                kept_bytes = min(self.added.waiting.nbytes, room)
+                return self._choice(measured, run, budget_bytes, kept_bytes)
             peak = run.measured_bytes or run.predicted_bytes
             smallest.append(measured.spread.above(peak) + self.added.nbytes)
         budget = "none" if budget_bytes is None else format_size(budget_bytes)
@@ -143,10 +151,13 @@ class Chooser:
             found = self._measured[with_noisy] = bench.measure(words, before)
         return found
 
-    def _choice(self, measured: Measured, run: Run, budget_bytes: int | None) -> Choice:
+    def _choice(
+        self, measured: Measured, run: Run, budget_bytes: int | None, kept_bytes: int = 0
+    ) -> Choice:
         notes = [*self._notes, *measured.dropped]
         count = list(measured.words(run.arrangement).values()).count(NOISY)
         if count:
             why = "nothing else fits the budget" if self._is_free else "levels allow it"
             notes.append(f"{NOISY} is for {count} blocks, as {why}; its gradients are the noisiest")
-        return Choice(measured, run, budget_bytes, self.added, tuple(notes))
+        added = replace(self.added, kept_bytes=kept_bytes)
+        return Choice(measured, run, budget_bytes, added, tuple(notes))

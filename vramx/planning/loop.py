@@ -26,6 +26,7 @@ from vramx.optimizers.copies import unwrapped
 from vramx.optimizers.rounds import Rounds
 from vramx.planning.meters import Meter
 from vramx.planning.states import OptimizerCost, cost_of, rounds_of
+from vramx.planning.waiting import HIDDEN_BY_BACKWARD, NONE, Waiting, ms_per_byte
 from vramx.sizes import format_size
 
 FRESH, ACCUMULATED, LATE, STEPPED = GRADIENTS = ("fresh", "accumulated", "late", "stepped")
@@ -73,6 +74,17 @@ class Loop:
                 stack.enter_context(rounds.without_steps(optimizer))
             yield
 
+    @property
+    def keep_bytes(self) -> int:
+        """What stays on the device of states that wait on the host, of the first optimizer."""
+        return next((own.options.keep_bytes for own in self._rounds().values()), 0)
+
+    def keep_states(self, nbytes: int) -> None:
+        """Have so many bytes of them stay."""
+        for optimizer, own in [*self._rounds().items()][:1]:
+            if own.options.keep_bytes != nbytes:
+                own.keep(optimizer, nbytes)
+
     def prepare(self, trained: Iterable[nn.Parameter]) -> None:
         """Have the gradients that are there before a step."""
         for parameter in trained:
@@ -96,7 +108,9 @@ class Loop:
             self.prepare(trained)
 
     @contextlib.contextmanager
-    def measured(self, trained: Sequence[nn.Parameter], meter: Meter) -> Iterator[Measured]:
+    def measured(
+        self, trained: Sequence[nn.Parameter], meter: Meter, device: torch.device
+    ) -> Iterator[Measured]:
         """Measure the optimizers; within the context, gradients go as they do in the loop."""
         costs = [cost_of(each, meter) for each in self.optimizers]
         handles = []
@@ -106,7 +120,7 @@ class Loop:
                 hook = _Stepped(temporary.get(id(parameter), 0))
                 handles.append(parameter.register_post_accumulate_grad_hook(hook))
         try:
-            yield Measured(self, costs)
+            yield Measured(self, costs, device)
         finally:
             for handle in handles:
                 handle.remove()
@@ -120,10 +134,12 @@ class Added:
     reserved_bytes: int
     states_bytes: int = 0
     slots_bytes: int = 0
+    waiting: Waiting = NONE
+    kept_bytes: int = 0  # of what would wait, as the plan has it
 
     @property
     def nbytes(self) -> int:
-        return self.reserved_bytes + self.states_bytes + self.slots_bytes
+        return self.reserved_bytes + self.states_bytes + self.slots_bytes + self.kept_bytes
 
     def __str__(self) -> str:
         """Say what was added, after the bytes that it was added to."""
@@ -132,6 +148,8 @@ class Added:
         parts = [states] if self.states_bytes else []
         if self.slots_bytes:
             parts.append(f"{format_size(self.slots_bytes)} for states on their way from the host")
+        if self.kept_bytes:
+            parts.append(f"{format_size(self.kept_bytes)} of states that need not wait there")
         if self.reserved_bytes:
             parts.append(f"{format_size(self.reserved_bytes)} reserved")
         return f"; counted are {' and '.join(parts)}" if parts else ""
@@ -144,15 +162,19 @@ class Measured:
         states_bytes: of states that do not exist yet.
         slots_bytes: what states on their way from the host and back take while backward runs.
         step_bytes: what the optimizers' step takes for a moment, where it is taken after backward.
+        waiting: the states that wait on the host between steps.
     """
 
-    def __init__(self, loop: Loop, costs: Sequence[OptimizerCost]) -> None:
+    def __init__(self, loop: Loop, costs: Sequence[OptimizerCost], device: torch.device) -> None:
         self._loop = loop
         self.states_bytes = sum(cost.states_bytes for cost in costs)
         after = loop.gradients != STEPPED
         self.slots_bytes = 0 if after else sum(cost.slots_bytes for cost in costs)
         steps = [cost.step_bytes + cost.slots_bytes for cost in costs] if after else []
         self.step_bytes = max(steps, default=0)
+        nbytes = costs[0].waiting_bytes if costs else 0
+        hidden = 0.0 if after else HIDDEN_BY_BACKWARD
+        self.waiting = Waiting(nbytes, ms_per_byte(device) if nbytes else 0.0, hidden)
 
     def begin(self, trained: Iterable[nn.Parameter]) -> None:
         """Have the gradients that are there before a part of a step, backward included."""

@@ -62,8 +62,10 @@ def plan(
         optimizer: the torch.optim.Optimizer of the training, or several of them. The bytes of
             states that do not exist yet are added, and the peak of its own step counts. Both are
             measured, by steps of copies of it for copies of one parameter of each shape. Of states
-            that wait on the host (offload_optimizer) what is on its way counts. None is what a
-            LightningModule's configure_optimizers() makes, and for other models none.
+            that wait on the host (offload_optimizer) what is on its way counts, and apply() has as
+            many stay on the device as the budget has room for: the link is measured, and blocks
+            keep less where that makes a step faster. None is what a LightningModule's
+            configure_optimizers() makes, and for other models none.
         gradients: "fresh": they are set to None before each step, as zero_grad() does;
             "accumulated": they are there during the whole step, as with accumulation over steps, or
             zero_grad(set_to_none=False); "late": they are set to None between forward and

@@ -40,7 +40,8 @@ class PlanRow:
 class Plan:
     """What plan() chose for a model: a word for each block; text by str(), a table in a notebook.
 
-    apply() makes it and undo() takes that back; vramx.restore(model) undoes all else as well. Bytes
+    apply() makes it and undo() takes that back; vramx.restore(model) undoes all else as well. Of
+    states that wait on the host as many stay on the device as the budget has room for. Bytes
     are peaks of a step in its loop, with the optimizer's states and what was reserved, which are
     `added_bytes`; `predicted_bytes` was predicted before the chosen arrangement was run,
     `measured_bytes` is what the run had, and `before_bytes` what a step of the model as it was
@@ -66,13 +67,14 @@ class Plan:
         self._run = choice.run
         self._added = choice.added
         self._applied: Applied | None = None
+        self._keep_bytes = choice.added.loop.keep_bytes  # of states, without the plan
         self._caches = Caches(chooser.model)
         self.budget_bytes = choice.budget_bytes
         self.notes = choice.notes
 
     @property
     def added_bytes(self) -> int:
-        """Bytes of what did not exist yet: the optimizer's states, and what was reserved."""
+        """Bytes of what was not there: states that an optimizer will have, and what is reserved."""
         return self._added.nbytes
 
     @property
@@ -146,7 +148,11 @@ class Plan:
     def code(self) -> str:
         """The lines of a program that do what apply() does, for a model called `model`."""
         words = self._measured.words(self._run.arrangement)
-        return "\n".join(code_lines(self._chooser.model, words, self._caches))
+        lines = [*code_lines(self._chooser.model, words, self._caches)]
+        if self._added.kept_bytes:
+            keep = self._keep_bytes + self._added.kept_bytes
+            lines.append(f"vramx.offload_optimizer(optimizer, keep={keep})")
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         return text_of(self._sheet())
@@ -194,6 +200,7 @@ class Plan:
         measured = self._measured
         self._applied = apply_words(measured.model, measured.words(self._run.arrangement))
         self._caches.turn_off()
+        self._added.loop.keep_states(self._keep_bytes + self._added.kept_bytes)
         return self
 
     def undo(self) -> None:
@@ -201,6 +208,7 @@ class Plan:
         if self._applied is not None:
             self._applied.undo()
             self._caches.turn_on()
+            self._added.loop.keep_states(self._keep_bytes)
             self._applied = None
 
     def with_budget(self, sample: Any, budget: Budget) -> Plan:

@@ -36,12 +36,14 @@ class OptimizerCost:
 
     Attributes:
         states_bytes: of states that do not exist yet.
+        waiting_bytes: of states that wait on the host between steps.
         slots_bytes: what states that wait on the host take of the device while some are stepped.
         step_bytes: what a step of all parameters takes for a moment.
         temporary_bytes: what a step of one of them does, by the parameter's id.
     """
 
     states_bytes: int = 0
+    waiting_bytes: int = 0
     slots_bytes: int = 0
     step_bytes: int = 0
     temporary_bytes: dict[int, int] = field(default_factory=dict)
@@ -55,7 +57,8 @@ def cost_of(optimizer: Optimizer, meter: Meter) -> OptimizerCost:
     """
     cost, found = OptimizerCost(), dict[Hashable, tuple[int, int]]()
     waiting: dict[int, int] = {}  # the bytes of states that wait on the host, by parameter
-    buckets = rounds.buckets() if (rounds := rounds_of(optimizer)) is not None else []
+    rounds = rounds_of(optimizer)
+    buckets = rounds.buckets() if rounds is not None else []
     elsewhere = {id(parameter) for bucket in buckets for parameter in bucket}
     for group, parameter in _trained(optimizer):
         kind = _kind(group, parameter)
@@ -67,8 +70,12 @@ def cost_of(optimizer: Optimizer, meter: Meter) -> OptimizerCost:
             waiting[id(parameter)] = states
         elif not has_states(optimizer, parameter):
             cost.states_bytes += states
-    of_buckets = (sum(waiting.get(id(p), 0) for p in bucket) for bucket in buckets)
+    of_buckets = [sum(waiting.get(id(p), 0) for p in bucket) for bucket in buckets]
     cost.slots_bytes = SLOTS * max(of_buckets, default=0)
+    if rounds is not None:
+        kept = rounds.kept_of(of_buckets)
+        cost.waiting_bytes = sum(of_buckets) - kept
+        cost.states_bytes += 0 if rounds.has_states() else kept
     every = cost.temporary_bytes.values()
     together = _are_together(optimizer, cost, meter)
     cost.step_bytes = sum(every) if together else max(every, default=0)

@@ -1,0 +1,75 @@
+"""What a budget leaves is for states that would wait on the host, and is weighed against blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from optimizer_tools import LateLink, link
+from plan_tools import counted_time
+from test_plan_loop import model_and_rows
+
+import vramx
+from vramx.compression.offload.transport import Lane
+from vramx.planning.states import rounds_of
+from vramx.planning.timeline import Cost, Place, Timeline
+from vramx.planning.waiting import Waiting, ms_per_byte
+
+__all__ = ["counted_time", "link"]
+pytestmark = pytest.mark.usefixtures("seeded", "counted_time")
+
+
+def test_states_have_what_the_budget_leaves_while_the_plan_is_applied(link: LateLink) -> None:
+    model, sample = model_and_rows(2, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    vramx.offload_optimizer(optimizer, in_backward=True, bucket=1, least=1)
+    whole = vramx.plan(model, sample, "1GiB", levels=("left",), optimizer=optimizer)
+    states = sum(2 * 4 * p.numel() for p in model.parameters())
+    room = 40_000
+    budget = whole.needed_bytes - states + room
+    plan = vramx.plan(model, sample, budget, levels=("left",), optimizer=optimizer)
+    assert plan.needed_bytes == budget
+    assert f"vramx.offload_optimizer(optimizer, keep={room})" in plan.code
+    assert "of states that need not wait there" in str(plan)
+    plan.apply()
+    model(sample).sum().backward()
+    optimizer.step()
+    rounds = rounds_of(optimizer)
+    assert rounds is not None
+    (stream,) = rounds._streams.values()
+    assert 0 < stream.kept_bytes <= room
+    vramx.restore(model)
+    plan.apply()  # once more is not twice as much
+    assert 0 < stream.kept_bytes <= room
+    plan.undo()
+    assert stream.kept_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("rate", "hidden", "limit"), [(0.0, 0.0, 16), (1.0, 0.0, 12), (1.0, 10.0, 16)]
+)
+def test_a_link_that_is_waited_for_has_memory_go_to_states(
+    rate: float, hidden: float, limit: int
+) -> None:
+    """Two blocks take 2 ms within 16 bytes, 3 within 12, where 4 ms of copies are saved."""
+    costs = {
+        "keep": Cost(8, False, False, 8, 0, 1.0, 0.0),
+        "int8": Cost(4, False, False, 8, 0, 2.0, 0.0),
+    }
+    timeline = Timeline([Place(0, costs), Place(1, costs)], [0, 0, 0])
+    assert Waiting(16, rate, hidden).limit_beside(timeline, 16) == limit
+    assert Waiting(16, rate, hidden).limit_beside(timeline, float("inf")) == float("inf")
+    assert Waiting().limit_beside(timeline, 16) == 16
+
+
+def test_the_link_is_measured_in_both_directions_at_once(link: LateLink) -> None:
+    copied = link.done.copy()
+    found = ms_per_byte(torch.device("cpu"))
+    assert found * 64 * 2**20 == pytest.approx(5.0)
+    assert len({link.done[lane] - copied[lane] for lane in Lane}) == 1
+    link.pool.collect()
+    assert link.pool.used_bytes == 0
+
+
+def test_a_host_that_has_no_memory_to_pin_has_no_speed(link: LateLink) -> None:
+    link.host_is_full = True
+    assert ms_per_byte(torch.device("cpu")) == 0.0

@@ -1,0 +1,102 @@
+"""States that wait on the host between steps: what of them a budget better keeps on the device.
+
+What a step lasts longer for their copies is what the link needs for them, less what backward hides.
+Memory is worth more to a block that could keep its activations, or to states that need not travel:
+that depends on the link, so it is measured, both directions at once as in a step. Not responsible
+for moving anything (optimizers/stream.py). Measuring takes tens of milliseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from vramx.compression.offload.offload import Link, link_of
+from vramx.compression.offload.transport import Lane
+from vramx.planning.choice import fastest
+from vramx.planning.timeline import Timeline
+from vramx.sizes import MIB
+
+# Of a step taken in backward: a pass backward takes twice the time of one forward, or more.
+HIDDEN_BY_BACKWARD = 2 / 3
+_SAMPLE_BYTES = 64 * MIB
+_SAMPLES = 4
+_PARTS = 16  # of the states: how finely it is tried how many stay
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """States that wait on the host.
+
+    Attributes:
+        ms_per_byte: how long the link takes, to the device and back at the same time.
+        hidden: the share of a step that hides copies.
+    """
+
+    nbytes: int = 0
+    ms_per_byte: float = 0.0
+    hidden: float = 0.0
+
+    def added_ms(self, kept_bytes: float, step_ms: float) -> float:
+        """Return what a step takes longer where so many bytes stay."""
+        return max(0.0, (self.nbytes - kept_bytes) * self.ms_per_byte - self.hidden * step_ms)
+
+    def limit_beside(self, timeline: Timeline, limit_bytes: float) -> float:
+        """Return the limit that a step should have, for it and the copies to take least together.
+
+        What it leaves of `limit_bytes` is for states that stay. `limit_bytes` itself where there
+        are none, or no limit.
+        """
+        best = math.inf, limit_bytes
+        for part in range(_PARTS + 1) if self.nbytes and limit_bytes < math.inf else ():
+            kept_bytes = self.nbytes * part // _PARTS
+            found = fastest(timeline, limit_bytes - kept_bytes)
+            if found is None:
+                break
+            step_ms = found.step_ms + self.added_ms(kept_bytes, found.step_ms)
+            best = min(best, (step_ms, limit_bytes - kept_bytes))
+        return best[1]
+
+
+NONE = Waiting()
+
+
+def ms_per_byte(device: torch.device) -> float:
+    """Measure the link of a device to its host; 0 where it has none, or nothing can be pinned.
+
+    Sync: waits for the device.
+    """
+    link = link_of(device)
+    if link is None:
+        return 0.0
+    with link.lock:
+        slots = [link.pool.take(_SAMPLE_BYTES) for _ in Lane]
+    try:
+        pinned = [slot.memory for slot in slots if slot is not None]
+        return _measured(link, pinned) if len(pinned) == len(slots) else 0.0
+    finally:
+        for slot in slots:
+            if slot is not None:
+                link.pool.retire(slot)
+
+
+def _measured(link: Link, pinned: list[torch.Tensor]) -> float:
+    """Return the milliseconds of a byte each way, of the best of some copies but the first."""
+    transport = link.transport
+    memories = [transport.allocate(_SAMPLE_BYTES) for _ in Lane]
+    samples = []
+    for _ in range(1 + _SAMPLES):
+        now = transport.mark(transport.stream(), timed=True)
+        ends = []
+        for lane, host, memory in zip(Lane, pinned, memories, strict=True):
+            transport.wait(lane, now)
+            pair = (host, memory) if lane is Lane.TO_HOST else (memory, host)
+            transport.copy(lane, *pair)
+            ends.append(transport.mark(lane, timed=True))
+        for end in ends:
+            transport.wait(transport.stream(), end)
+            transport.synchronize(end)
+        samples.append(max(transport.milliseconds(now, end) for end in ends))
+    return min(samples[1:]) / _SAMPLE_BYTES
