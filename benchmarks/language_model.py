@@ -72,7 +72,12 @@ class Equivalence:
     @property
     def is_shown(self) -> bool:
         """Say whether both one-sided tests reject at 5 %: the interval lies within the margin."""
-        return -self.margin < self.low and self.high < self.margin
+        return -self.margin < self.low and self.is_no_worse
+
+    @property
+    def is_no_worse(self) -> bool:
+        """Say whether the test rejects at 5 % that the loss is higher by the margin or more."""
+        return self.high < self.margin
 
 
 def compare(differences: Sequence[float], margin: float) -> Equivalence:
@@ -198,17 +203,17 @@ def write_verdicts(
         )
 
 
-def table(verdicts: Mapping[str, Equivalence]) -> Table:
-    """Lay the verdicts out, one line a way."""
+def table(verdicts: Mapping[str, Equivalence], asked: str = "is_shown") -> Table:
+    """Lay the verdicts out, one line a way, with what is asked of them."""
     from rich.table import Table
 
     laid_out = Table(title="gap in validation loss to exact activations, nat")
     laid_out.add_column("activations", no_wrap=True)
     for heading in ("gap", "90 % interval", "margin"):
         laid_out.add_column(heading, justify="right")
-    laid_out.add_column("equivalent")
+    laid_out.add_column("equivalent" if asked == "is_shown" else "no worse")
     for way, found in verdicts.items():
         interval = f"{found.low:+.5f} to {found.high:+.5f}"
-        shown = "ok" if found.is_shown else "not shown"
+        shown = "ok" if getattr(found, asked) else "not shown"
         laid_out.add_row(way, f"{found.mean:+.5f}", interval, f"{found.margin:.5f}", shown)
     return laid_out

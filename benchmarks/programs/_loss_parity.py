@@ -81,13 +81,17 @@ def main(way: str, seed: str) -> None:
 
 
 def build(recipe: Recipe, device: torch.device) -> Any:
-    """Return a model whose weights are the same for each recipe, but for their type."""
+    """Return a model whose weights are the same for each recipe, but for their type.
+
+    They are numbers of bfloat16, as those of a checkpoint are. Weights that are rounded for each
+    product show nothing of the first steps if they start there, whoever keeps their other bits.
+    """
     from transformers import AutoModelForCausalLM
 
     config = llama_config(*MODEL, max_position_embeddings=TEXT.length)
     config.use_cache = False
     model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model.to(device, recipe.dtype).train()
+    return model.to(device, _HALF).to(recipe.dtype).train()
 
 
 def loss_of(model: Any, recipe: Recipe, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:

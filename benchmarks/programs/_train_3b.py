@@ -32,14 +32,15 @@ _TINY = (300, (64, 4, 128, 4, 2))
 SHAPES = {
     "3b": sized((32_000, (3072, 28, 8192, 24, 8)), _TINY),
     "8b": sized((128_256, (4096, 32, 14_336, 32, 8)), _TINY),
-    "11b": sized((32_000, (4096, 48, 14_336, 32, 8)), _TINY),  # 10.7 B, of 24 GiB 20 for weights
+    "10b": sized((32_000, (4096, 47, 14_336, 32, 8)), _TINY),  # 10.5 B, of 24 GiB 20 for weights
 }
 BATCH = sized((16, 512), (2, 32))
 WARM_UP, TIMED = sized(4, 1), sized(10, 2)
 # Of the longest sequence: the first that is tried, by how much it grows, and the last; how often
-# the interval between what fits and what does not is halved then.
-SHORTEST, GROWTH, LONGEST = sized((16_384, 1.25, 1 << 20), (32, 2, 128))
-HALVINGS = 2
+# the interval between what fits and what does not is halved then. A step grows with the square, and
+# none is begun that would take longer than this.
+SHORTEST, GROWTH, LONGEST = sized((32_768, 1.5, 1 << 20), (32, 2, 128))
+HALVINGS, LONGEST_STEP_MS = 2, 150_000.0
 RATE = 1e-5
 # As language models are trained. At 0.999 second moments of 8 bits never shrink: what a step
 # takes from their roots is 0.05 %, less than half of what 8 bits can tell.
@@ -117,6 +118,8 @@ def lengthen(name: str, row: Row, device: torch.device, limit_bytes: int) -> Non
             torch.cuda.empty_cache()
         halved += ms is None or halved > 0
         length = int(done[-1][0] * GROWTH ** (0.5**halved)) // 32 * 32
+        if (length / done[-1][0]) ** 2 * done[-1][1] > LONGEST_STEP_MS:
+            break
     report(name, "longest_tokens", "1", [done[-1][0]])
     report(name, "step_ms", "ms", [done[-1][1]])
     report(name, "limit_bytes", "B", [limit_bytes])
