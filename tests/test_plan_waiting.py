@@ -63,8 +63,7 @@ def test_a_link_that_is_waited_for_has_memory_go_to_states(
 
 def test_the_link_is_measured_in_both_directions_at_once(link: LateLink) -> None:
     copied = link.done.copy()
-    found = ms_per_byte(torch.device("cpu"))
-    assert found * 64 * 2**20 == pytest.approx(5.0)
+    assert ms_per_byte(torch.device("cpu"), 4096) * 4096 == pytest.approx(5.0)
     assert len({link.done[lane] - copied[lane] for lane in Lane}) == 1
     link.pool.collect()
     assert link.pool.used_bytes == 0
@@ -72,4 +71,4 @@ def test_the_link_is_measured_in_both_directions_at_once(link: LateLink) -> None
 
 def test_a_host_that_has_no_memory_to_pin_has_no_speed(link: LateLink) -> None:
     link.host_is_full = True
-    assert ms_per_byte(torch.device("cpu")) == 0.0
+    assert ms_per_byte(torch.device("cpu"), 4096) == 0.0

@@ -65,27 +65,29 @@ def gradients_apart(parameters: Sequence[Tensor]) -> Iterator[Callable[[Sequence
     of parameters in their groups stays right. In the end each has its own again, unless the
     optimizer took it away.
     """
-    held = {id(p): p.grad for p in parameters}
+    # In backward few have one, and this is done for each bucket.
+    held = {id(p): gradient for p in parameters if (gradient := p.grad) is not None}
+    hidden = [p for p in parameters if id(p) in held]
     shown: list[Tensor] = []
 
     def hide() -> None:
         for parameter in shown:
-            held[id(parameter)], parameter.grad = parameter.grad, None
+            held[id(parameter)], parameter.grad = parameter.grad, None  # type: ignore[assignment]
         shown.clear()
 
     def show(some: Sequence[Tensor]) -> None:
         hide()
-        shown.extend(some)
-        for parameter in some:
+        shown.extend(parameter for parameter in some if id(parameter) in held)
+        for parameter in shown:
             parameter.grad = held[id(parameter)]
 
-    for parameter in parameters:
+    for parameter in hidden:
         parameter.grad = None
     try:
         yield show
     finally:
         hide()
-        for parameter in parameters:
+        for parameter in hidden:
             parameter.grad = held[id(parameter)]
 
 

@@ -174,7 +174,7 @@ class Measured:
         self.step_bytes = max(steps, default=0)
         nbytes = costs[0].waiting_bytes if costs else 0
         hidden = 0.0 if after else HIDDEN_BY_BACKWARD
-        self.waiting = Waiting(nbytes, ms_per_byte(device) if nbytes else 0.0, hidden)
+        self.waiting = Waiting(nbytes, ms_per_byte(device, nbytes) if nbytes else 0.0, hidden)
 
     def begin(self, trained: Iterable[nn.Parameter]) -> None:
         """Have the gradients that are there before a part of a step, backward included."""

@@ -21,9 +21,10 @@ from vramx.sizes import MIB
 
 # Of a step taken in backward: a pass backward takes twice the time of one forward, or more.
 HIDDEN_BY_BACKWARD = 2 / 3
-_SAMPLE_BYTES = 64 * MIB
+# Beyond what a processor's caches hold, for states come from its memory; in parts of a bucket.
+_MOST_SAMPLE_BYTES, _PART_BYTES = 512 * MIB, 64 * MIB
 _SAMPLES = 4
-_PARTS = 16  # of the states: how finely it is tried how many stay
+_SHARES = 16  # of the states: how finely it is tried how many stay
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Waiting:
         are none, or no limit.
         """
         best = math.inf, limit_bytes
-        for part in range(_PARTS + 1) if self.nbytes and limit_bytes < math.inf else ():
-            kept_bytes = self.nbytes * part // _PARTS
+        for part in range(_SHARES + 1) if self.nbytes and limit_bytes < math.inf else ():
+            kept_bytes = self.nbytes * part // _SHARES
             found = fastest(timeline, limit_bytes - kept_bytes)
             if found is None:
                 break
@@ -63,8 +64,8 @@ class Waiting:
 NONE = Waiting()
 
 
-def ms_per_byte(device: torch.device) -> float:
-    """Measure the link of a device to its host; 0 where it has none, or nothing can be pinned.
+def ms_per_byte(device: torch.device, nbytes: int) -> float:
+    """Measure a device's link with so many bytes; 0 where it has none, or none can be pinned.
 
     Sync: waits for the device.
     """
@@ -72,7 +73,7 @@ def ms_per_byte(device: torch.device) -> float:
     if link is None:
         return 0.0
     with link.lock:
-        slots = [link.pool.take(_SAMPLE_BYTES) for _ in Lane]
+        slots = [link.pool.take(min(nbytes, _MOST_SAMPLE_BYTES)) for _ in Lane]
     try:
         pinned = [slot.memory for slot in slots if slot is not None]
         return _measured(link, pinned) if len(pinned) == len(slots) else 0.0
@@ -85,18 +86,21 @@ def ms_per_byte(device: torch.device) -> float:
 def _measured(link: Link, pinned: list[torch.Tensor]) -> float:
     """Return the milliseconds of a byte each way, of the best of some copies but the first."""
     transport = link.transport
-    memories = [transport.allocate(_SAMPLE_BYTES) for _ in Lane]
+    nbytes = pinned[0].numel()
+    parts = [slice(start, start + _PART_BYTES) for start in range(0, nbytes, _PART_BYTES)]
+    there = [transport.allocate(min(nbytes, _PART_BYTES)) for _ in Lane]
     samples = []
     for _ in range(1 + _SAMPLES):
         now = transport.mark(transport.stream(), timed=True)
-        ends = []
-        for lane, host, memory in zip(Lane, pinned, memories, strict=True):
+        for lane in Lane:
             transport.wait(lane, now)
-            pair = (host, memory) if lane is Lane.TO_HOST else (memory, host)
-            transport.copy(lane, *pair)
-            ends.append(transport.mark(lane, timed=True))
+        for part in parts:
+            for lane, host, memory in zip(Lane, pinned, there, strict=True):
+                pair = host[part], memory[: host[part].numel()]
+                transport.copy(lane, *(pair if lane is Lane.TO_HOST else pair[::-1]))
+        ends = [transport.mark(lane, timed=True) for lane in Lane]
         for end in ends:
             transport.wait(transport.stream(), end)
             transport.synchronize(end)
         samples.append(max(transport.milliseconds(now, end) for end in ends))
-    return min(samples[1:]) / _SAMPLE_BYTES
+    return min(samples[1:]) / nbytes
