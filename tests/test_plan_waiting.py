@@ -10,6 +10,7 @@ from test_plan_loop import model_and_rows
 
 import vramx
 from vramx.compression.offload.transport import Lane
+from vramx.optimizers.rounds import bucket_bytes_of
 from vramx.planning.states import rounds_of
 from vramx.planning.timeline import Cost, Place, Timeline
 from vramx.planning.waiting import Waiting, ms_per_byte
@@ -42,6 +43,22 @@ def test_states_have_what_the_budget_leaves_while_the_plan_is_applied(link: Late
     assert 0 < stream.kept_bytes <= room
     plan.undo()
     assert stream.kept_bytes == 0
+
+
+@pytest.mark.parametrize(("bucket", "like"), [(1, "stepped"), (1 << 30, "fresh")])
+def test_gradients_of_a_bucket_wait_for_its_last(link: LateLink, bucket: int, like: str) -> None:
+    model, sample = model_and_rows(3)
+    expected = vramx.plan(model, sample, levels=("left",), gradients=like)
+    optimizer = torch.optim.AdamW(model.parameters())
+    vramx.offload_optimizer(optimizer, in_backward=True, bucket=bucket, least=1)
+    plan = vramx.plan(model, sample, levels=("left",), optimizer=optimizer)
+    assert plan.measured_bytes - plan.added_bytes == pytest.approx(expected.measured_bytes, 1e-3)
+
+
+def test_buckets_are_as_large_as_the_largest_parameter_within_bounds() -> None:
+    sizes = [[1 << 10], [100 << 20, 1 << 10], [1 << 30]]
+    of = [[torch.empty(n, dtype=torch.uint8, device="meta") for n in each] for each in sizes]
+    assert [bucket_bytes_of(each) >> 20 for each in of] == [64, 100, 256]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from vramx.optimizers.states import mapped, size_bytes
 from vramx.patch.change import Restorable
 from vramx.sizes import parse_size
 
-_BUCKET, _LEAST = "64MiB", "64KiB"
+_LEAST = "64KiB"
 # What is returned is what was given, wrappers included.
 Given = TypeVar("Given", bound=Optimizer)
 
@@ -34,7 +34,7 @@ def offload_optimizer(
     optimizer: Given,
     *,
     in_backward: bool = False,
-    bucket: int | str = _BUCKET,
+    bucket: int | str | None = None,
     least: int | str = _LEAST,
     keep: int | str | None = None,
 ) -> Given:
@@ -57,7 +57,8 @@ def offload_optimizer(
             and bitsandbytes do; another one is tried on a small model first. It may be wrapped, as
             by accelerate. Its parameters may be DTensors, as of FSDP2.
         in_backward: step each bucket in backward.
-        bucket: bytes of the parameters that are stepped together.
+        bucket: bytes of the parameters that are stepped together. None is those of the largest
+            one, for which there is room anyway, between 64 and 256 MiB.
         least: state tensors below this stay on the GPU, as do counters.
         keep: bytes of states that stay on each GPU, or text such as "3GiB": those of the first
             parameters, in buckets. What does not travel need not be waited for; vramx.plan gives
@@ -93,8 +94,8 @@ def offload_optimizer(
         if keep_bytes is not None:
             vars(inner)[HOLDER].keep(inner, keep_bytes)
         return optimizer
-    sizes = _bytes("bucket", bucket), _bytes("least", least)
-    options = Options(*sizes, in_backward, keep_bytes or 0)
+    bucket_bytes = None if bucket is None else _bytes("bucket", bucket)
+    options = Options(bucket_bytes, _bytes("least", least), in_backward, keep_bytes or 0)
     if in_backward:
         check_alone()
     separable.check(inner)

@@ -25,16 +25,18 @@ from vramx.compression.offload.offload import link_of
 from vramx.errors import OffloadError
 from vramx.optimizers import separable
 from vramx.optimizers.copies import HOLDER, ORIGINAL, parameters_of
-from vramx.optimizers.states import Bucket
+from vramx.optimizers.states import Bucket, size_bytes
 from vramx.optimizers.stream import StateStream
-from vramx.sizes import format_size
+from vramx.sizes import MIB, format_size
+
+_LEAST_BUCKET_BYTES, _MOST_BUCKET_BYTES = 64 * MIB, 256 * MIB
 
 
 @dataclass(frozen=True)
 class Options:
     """What offload_optimizer() was told."""
 
-    bucket_bytes: int
+    bucket_bytes: int | None  # None: as bucket_bytes_of() has it
     least_bytes: int
     in_backward: bool
     keep_bytes: int = 0  # of each device
@@ -199,7 +201,8 @@ class Rounds:
             stream = self._streams.get(device)
             if stream is None:
                 options = self.options
-                sizes = options.bucket_bytes, options.least_bytes, options.keep_bytes
+                bucket_bytes = options.bucket_bytes or bucket_bytes_of(parameters)
+                sizes = bucket_bytes, options.least_bytes, options.keep_bytes
                 stream = self._streams[device] = StateStream(device, link, *sizes)
             known = len(stream.buckets)
             stream.add(parameters)
@@ -208,6 +211,15 @@ class Rounds:
                 self._places.update((id(p), place) for p in place.bucket.parameters)
             if self.options.in_backward:
                 self._hooks += [_hook(optimizer, p) for p in parameters if p.requires_grad]
+
+
+def bucket_bytes_of(parameters: Sequence[Tensor]) -> int:
+    """Return how large buckets are at their best.
+
+    Each takes the host a millisecond, and the slots hold the states of the largest parameter
+    anyway; but in backward a bucket's gradients wait for the last of them.
+    """
+    return min(max(_LEAST_BUCKET_BYTES, *map(size_bytes, parameters)), _MOST_BUCKET_BYTES)
 
 
 def check_alone() -> None:

@@ -66,13 +66,13 @@ def gradients_apart(parameters: Sequence[Tensor]) -> Iterator[Callable[[Sequence
     optimizer took it away.
     """
     # In backward few have one, and this is done for each bucket.
-    held = {id(p): gradient for p in parameters if (gradient := p.grad) is not None}
-    hidden = [p for p in parameters if id(p) in held]
+    hidden = [p for p in parameters if p.grad is not None]
+    held = {id(p): p.grad for p in hidden}
     shown: list[Tensor] = []
 
     def hide() -> None:
         for parameter in shown:
-            held[id(parameter)], parameter.grad = parameter.grad, None  # type: ignore[assignment]
+            held[id(parameter)], parameter.grad = parameter.grad, None
         shown.clear()
 
     def show(some: Sequence[Tensor]) -> None:

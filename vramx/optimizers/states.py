@@ -204,16 +204,20 @@ def size_bytes(tensor: Tensor) -> int:
 
 
 def _viewed(value: Any, offsets: Sequence[int | None], memory: Tensor) -> Any:
+    if type(value) is Tensor:
+        return _view(value, offsets[0], memory)
     left = iter(offsets)
+    return mapped(value, lambda tensor: _view(tensor, next(left), memory))
 
-    def view(tensor: Tensor) -> Tensor:
-        offset = next(left)
-        if offset is None:
-            return tensor
-        flat = memory[offset : offset + size_bytes(tensor)].view(tensor.dtype)
-        return flat.as_strided(tensor.size(), tensor.stride())
 
-    return mapped(value, view)
+def _view(tensor: Tensor, offset: int | None, memory: Tensor) -> Tensor:
+    """Return a range of bytes as a tensor like another; that one where it does not move."""
+    if offset is None:
+        return tensor
+    elements = memory[offset : offset + size_bytes(tensor)].view(tensor.dtype)
+    if tensor.is_contiguous():
+        return elements.view(tensor.shape)
+    return elements.as_strided(tensor.size(), tensor.stride())
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

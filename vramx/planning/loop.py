@@ -66,6 +66,11 @@ class Loop:
         found = ((each, rounds_of(each)) for each in self.optimizers)
         return {each: rounds for each, rounds in found if rounds is not None}
 
+    def _buckets(self) -> list[list[torch.Tensor]]:
+        """Return the parameters that are stepped together in backward."""
+        every = self._rounds().values()
+        return [bucket for own in every if own.options.in_backward for bucket in own.buckets()]
+
     @contextlib.contextmanager
     def without_steps(self) -> Iterator[None]:
         """Have gradients come without a step in backward, where vramx takes these."""
@@ -95,7 +100,7 @@ class Loop:
 
     def begin_step(self, trained: Iterable[nn.Parameter]) -> None:
         """Do with gradients what is done before a step, when all others are over."""
-        if self.gradients == FRESH:
+        if self.gradients in (FRESH, STEPPED):  # of those who are stepped, what no step has taken
             self.prepare(trained)
         elif self.gradients == LATE:
             for parameter in trained:  # as a step before it has left them; nothing reads them
@@ -116,8 +121,10 @@ class Loop:
         handles = []
         if self.gradients == STEPPED:
             temporary = {key: n for cost in costs for key, n in cost.temporary_bytes.items()}
+            together = {id(p): bucket for bucket in self._buckets() for p in bucket}
             for parameter in trained:
-                hook = _Stepped(temporary.get(id(parameter), 0))
+                bucket = together.get(id(parameter), [parameter])
+                hook = _Stepped(bucket, temporary.get(id(parameter), 0))
                 handles.append(parameter.register_post_accumulate_grad_hook(hook))
         try:
             yield Measured(self, costs, device)
@@ -178,19 +185,25 @@ class Measured:
 
     def begin(self, trained: Iterable[nn.Parameter]) -> None:
         """Have the gradients that are there before a part of a step, backward included."""
-        if self._loop.gradients in (FRESH, LATE):
+        if self._loop.gradients != ACCUMULATED:
             self._loop.prepare(trained)
 
 
 class _Stepped:
-    """Stands for an optimizer's step in backward: takes its memory, and lets the gradient go."""
+    """Stands for an optimizer's step in backward: takes its memory, and lets gradients go.
 
-    def __init__(self, temporary_bytes: int) -> None:
-        self._bytes = temporary_bytes
+    Those of parameters that are stepped together go with the last of them.
+    """
+
+    def __init__(self, bucket: Sequence[Any], temporary_bytes: int) -> None:
+        self._bucket, self._bytes = bucket, temporary_bytes
 
     def __call__(self, parameter: Any) -> None:
+        if any(p.grad is None and p.requires_grad for p in self._bucket):
+            return
         torch.empty(self._bytes, dtype=torch.uint8, device=parameter.device)
-        parameter.grad = None
+        for each in self._bucket:
+            each.grad = None
 
 
 def _is_one(optimizer: Any) -> bool:
