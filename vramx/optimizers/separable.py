@@ -113,7 +113,7 @@ def groups_as_before(optimizer: Optimizer) -> Iterator[Callable[[], None]]:
 
 
 def _train(optimizer: Optimizer, step: Callable[[Optimizer], None]) -> list[Any]:
-    """Return a small model's parameters, and numbers that the optimizer has in its groups or own."""
+    """Return a small model's parameters, and the numbers that an optimizer has beside states."""
     known = optimizer.param_groups[0]["params"][0]
     generator = torch.Generator().manual_seed(0)
 
