@@ -59,7 +59,8 @@ test-long:
 library_tests = tests/test_nn_optimize_models.py tests/test_nn_optimize_releases.py \
     tests/test_nn_optimize_predicted.py tests/test_nn_head_models.py tests/test_plan_models.py
 all_library_tests = $(library_tests) tests/test_nn_optimize_convolutions.py \
-    tests/test_nn_optimize_convnext.py tests/test_peft_programs.py \
+    tests/test_nn_optimize_convnext.py tests/test_nn_optimize_replaced.py \
+    tests/test_peft_programs.py \
     tests/test_nn_adapters_models.py tests/test_plan_lightning.py \
     tests/test_patch_libraries.py tests/test_patch_libraries_table.py tests/test_libraries.py \
     tests/test_checkpoint_state.py tests/test_benchmarks_train.py tests/test_callbacks.py \

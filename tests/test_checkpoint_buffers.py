@@ -112,6 +112,62 @@ def test_buffers_of_a_module_that_a_function_names_move_once(region: Any) -> Non
     assert GLOBAL_NORM.num_batches_tracked == 1
 
 
+class Trainer:
+    """Is no module, and has some."""
+
+    def __init__(self) -> None:
+        self.norms = {"own": [nn.BatchNorm1d(WIDTH)]}["own"]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.norms[0](x).sin()
+
+    def within(self) -> Callable[[Tensor], Tensor]:
+        return lambda x: self(x * 1)
+
+
+@pytest.mark.parametrize("way", ["called", "method", "closure", "dictionary"])
+def test_buffers_of_a_module_that_an_object_has_move_once(way: str) -> None:
+    trainer = Trainer()
+    (norm,) = trainer.norms
+    table = {"norm": norm}
+    region = {
+        "called": trainer,
+        "method": trainer.__call__,
+        "closure": trainer.within(),
+        "dictionary": lambda x: table["norm"](x).sin(),
+    }[way]
+    vramx.checkpoint(region, activation(), level=SMALL).sum().backward()
+    assert norm.num_batches_tracked == 1
+
+
+def test_buffers_of_a_fused_block_that_is_recomputed_move_once() -> None:
+    """Of a part that is called as it is: spectral norm takes a step in each call."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, F.gelu, batch_first=True)
+    nn.utils.parametrizations.spectral_norm(layer.linear1)
+    fused = copy.deepcopy(layer)
+    vramx.optimize(fused, "recompute_all", min_bytes=0)
+    x = torch.randn(4, 6, 16)
+    for each in (layer, fused):
+        for _ in range(2):
+            each(x.clone().requires_grad_()).square().sum().backward()
+    for (name, one), other in zip(layer.named_buffers(), fused.buffers(), strict=True):
+        torch.testing.assert_close(other, one, msg=name)
+
+
+def test_a_fused_block_is_recomputed_with_the_parameters_of_its_call() -> None:
+    """They are the module's own again when backward runs."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, F.gelu, batch_first=True)
+    x = torch.randn(4, 6, 16)
+    found = []
+    for level in ("left", "recompute_all"):
+        vramx.optimize(layer, level, rounding="nearest", min_bytes=0)
+        others = {n: (p.detach() * 1.5).requires_grad_() for n, p in layer.named_parameters()}
+        y = torch.func.functional_call(layer, others, (x.clone().requires_grad_(),))
+        found.append(torch.autograd.grad(y.square().sum(), list(others.values())))
+    for one, other in zip(*found, strict=True):
+        assert F.cosine_similarity(one.flatten(), other.flatten(), 0) >= 0.999
+
+
 class Follows(nn.Module):
     """Has a layer that follows another while it runs, and takes a difference to it."""
 

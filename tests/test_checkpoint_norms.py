@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import vramx
-from vramx.recompute import norms, verdicts
+from vramx.recompute import inputs, norms, verdicts
 
 COSINE = 0.999
 SMALL = vramx.Compression(min_bytes=0)
@@ -78,6 +78,7 @@ def test_neither_mean_nor_scale_costs_precision(
 @pytest.mark.parametrize("name", NORMS)
 def test_inputs_that_are_packed_as_other_numbers_are_found(name: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(norms.Readers, "look_at", lambda *_: None)
+    monkeypatch.setattr(inputs, "of_rows", lambda *_: None)
     assert worst_cosine(NORMS[name](), uneven(name, 1e3, 0)) < 0.99
 
 
@@ -108,6 +109,88 @@ def test_a_norm_of_a_view_or_of_a_copy_is_seen() -> None:
 def test_a_norm_of_a_part_packs_as_ever() -> None:
     norm, x = nn.LayerNorm(48), torch.randn(8, 48, 96)
     assert worst_cosine(norm, x, lambda x: norm(x[..., :48])) >= COSINE
+
+
+def tokens(width: int) -> Tensor:
+    """Return rows of which the first, a class token, is a thousandth of the others."""
+    x = torch.randn(4, 17, width, generator=torch.Generator().manual_seed(2))
+    return torch.cat([x[:, :1] * 1e-3, x[:, 1:]], 1)
+
+
+def of_the_first(region: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: region(x)[:, :1]
+
+
+NOT_SEEN: dict[str, Callable[[nn.Module], Callable[[Tensor], Tensor]]] = {
+    "joined": lambda norm: lambda x: norm(torch.cat([x[:, :1], x[:, 1:] * 2], 1)),
+    "in another order": lambda norm: lambda x: norm(x.roll((1, -1), (1, 2))).roll(-1, 1),
+    "written out": lambda norm: (
+        lambda x: (
+            norm.weight * (x - x.mean(-1, True)) * (x.var(-1, keepdim=True) + 1e-12).rsqrt()
+            + norm.bias
+        )
+    ),
+    "added to": lambda norm: lambda x: norm(x + norm.weight * 1e-4),
+}
+
+
+@pytest.mark.parametrize("decided", [True, False], ids=["decided", "not decided"])
+@pytest.mark.parametrize("name", NOT_SEEN)
+def test_rows_that_share_groups_are_packed_each_in_its_own_scale(
+    name: str, decided: bool, monkeypatch: Any
+) -> None:
+    if not decided:
+        monkeypatch.setattr(inputs, "of_rows", lambda *_: None)
+    norm = nn.LayerNorm(96, eps=1e-12)
+    found = worst_cosine(norm, tokens(96), of_the_first(NOT_SEEN[name](norm)))
+    assert found >= COSINE if decided else found < 0.99
+
+
+@pytest.mark.parametrize("decided", [True, False], ids=["decided", "not decided"])
+def test_a_fused_block_has_small_rows_as_exactly_as_large_ones(
+    decided: bool, monkeypatch: Any
+) -> None:
+    if not decided:
+        monkeypatch.setattr(inputs, "of_rows", lambda *_: None)
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(
+        96, 4, 192, 0.0, functional.gelu, layer_norm_eps=1e-12, batch_first=True, norm_first=True
+    )
+    # Of a row nothing but itself is looked at.
+    nn.init.zeros_(layer.self_attn.out_proj.weight)
+    learnt = [layer.norm2.weight, layer.linear1.weight, layer.linear2.weight]
+    x = tokens(96)
+
+    def gradient() -> list[Tensor]:
+        y = layer(x.clone().requires_grad_() * 1)[:, :1]
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+        return list(torch.autograd.grad(y, learnt, dy))
+
+    exact = gradient()
+    vramx.optimize(layer, "recompute_all", min_bytes=0)
+    found = min(
+        float(functional.cosine_similarity(a.flatten(), b.flatten(), 0))
+        for a, b in zip(gradient(), exact, strict=True)
+    )
+    assert found >= COSINE if decided else found < 0.99
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims"),
+    [
+        ((4, 17, 96), (2,)),
+        ((4, 9, 3, 24), (2, 3)),  # 24 elements are too few to have statistics of their own
+        ((4, 17, 128), None),  # groups have parts of one row alone
+        ((4, 8, 16, 16), None),
+        ((5, 3), None),  # one row
+        ((96,), None),
+    ],
+)
+def test_rows_are_what_lies_together_and_shares_groups(
+    shape: tuple[int, ...], dims: tuple[int, ...] | None
+) -> None:
+    found = norms.of_rows(torch.zeros(shape), 128)
+    assert (found and found.dims) == dims
 
 
 def test_each_of_several_inputs_has_its_own_norm() -> None:

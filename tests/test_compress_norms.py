@@ -130,6 +130,29 @@ def test_an_evaluated_norm_subtracts_its_running_mean(name: str) -> None:
     assert worst_cosine(norm.eval(), x) >= COSINE
 
 
+@pytest.mark.parametrize("decided", [True, False], ids=["decided", "not decided"])
+def test_an_evaluated_norm_has_what_is_near_its_running_mean(
+    decided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not decided:
+        monkeypatch.setattr(normalised, "_running_mean", lambda _: None)
+    x = 3 + functional.gelu(torch.randn(512, 64) * 3)
+    norm = nn.BatchNorm1d(64).eval()
+    norm.running_mean.fill_(3)
+
+    def gradient(packed: bool) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        with vramx.compress(min_bytes=0) if packed else nullcontext():
+            y = norm(leaf * 1)
+        # That of tanh(30 * y): what is large has none.
+        slope = 1 - (y.detach() * 30).tanh() ** 2
+        return torch.autograd.grad(y, norm.weight, slope)[0]
+
+    found, exact = gradient(True), gradient(False)
+    near = functional.cosine_similarity(found, exact, 0) >= COSINE
+    assert near == decided
+
+
 def test_a_norm_of_bfloat16_gives_bfloat16_back() -> None:
     x = far("layer", 3.0).bfloat16().requires_grad_()
     with vramx.compress(min_bytes=0):

@@ -75,6 +75,9 @@ def test_a_factor_that_is_repeated_over_columns() -> None:
     check(program(("nn.BatchNorm1d(64)",), lines), setting())
 
 
+EINSUM = "torch.einsum('...i,...i->...i', {}, h)"
+
+
 POWERS = {
     "square": ".square().square().square()",
     "product with itself": " * 1.5",
@@ -94,6 +97,26 @@ def test_a_power_of_a_power(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "graph_of_factor", lambda *_: (False, False))
     with pytest.raises(FaultError):
         check(source, setting())
+
+
+UNEVEN = "h = self.a(h) * (1e-2 + torch.arange(h.shape[-2]) % 2).to(h).unsqueeze(-1)"
+WRITTEN = {
+    "h = self.a(h)": f"({EINSUM.format('h')} + 1e-3).log()",
+    # Two rows share a group.
+    UNEVEN: "(torch.linalg.vecdot(h, h) + 1e-9).log().unsqueeze(-1)",
+}
+
+
+@pytest.mark.parametrize("line", WRITTEN)
+def test_a_square_that_is_written_as_a_sum(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A logarithm needs what is small beside its group."""
+    source = program(("nn.Linear(64, 64)",), (line, f"h = {WRITTEN[line]}"))
+    shared = setting(options=setting().options | {"group_size": 128})
+    check(source, shared)
+    monkeypatch.setattr(plans, "_MAPPED", BOUNDED)
+    plans.plans_of.cache_clear()
+    with pytest.raises(FaultError):
+        check(source, shared)
 
 
 def test_a_square_of_what_another_operation_has_packed() -> None:
@@ -178,7 +201,10 @@ def test_a_region_that_bends_its_input(
         check(source, setting(style="none"))
 
 
-@pytest.mark.parametrize("product", ["F.silu(h) * h", "torch.addcmul(h * 0, F.silu(h), h)"])
+PRODUCTS = ("F.silu(h) * h", "torch.addcmul(h * 0, F.silu(h), h)", EINSUM.format("F.silu(h)"))
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
 def test_a_product_of_which_only_small_elements_count(
     product: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

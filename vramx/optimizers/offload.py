@@ -44,7 +44,8 @@ def offload_optimizer(
     directions at once. What a step computes is what it was, to the bit; schedulers, step hooks,
     GradScaler, `state_dict()` and `load_state_dict()` go on working. Loading puts the states on the
     host without having all of them on the GPU, unless the optimizer's class loads them in a way of
-    its own. An error in a step loses nothing: each parameter and its states are as before or after.
+    its own. Parameters and states may be replaced or changed between two steps. An error in a step
+    loses nothing: each parameter and its states are as before or after.
 
     With `in_backward` a bucket is stepped as soon as backward has all its gradients, which are let
     go of then: copies and steps are hidden behind backward, and there is never more than a few
@@ -77,8 +78,8 @@ def offload_optimizer(
     Memory: during a step three times the states of the largest bucket, on the GPU, and what is kept
         there; on the host what the others take, up to half of what this process may have: what is
         more than that stays on the GPU, and a warning says so.
-    Sync: none, but where states are read: state_dict(), pickling and restore() wait for the
-        copies. Read `optimizer.state` itself after one of these only.
+    Sync: none, but where states are read: `optimizer.state`, state_dict(), pickling and restore()
+        wait for the copies.
 
     Example:
         >>> model = torch.nn.Linear(8, 8)
@@ -107,10 +108,22 @@ def offload_optimizer(
 
 
 class _Offloading(Restorable):
-    """What stands before an optimizer's own class. `_vramx_original` is that class."""
+    """What our subclasses have of their own. `_vramx_original` is the class that each is of."""
+
+    __slots__ = ()
 
     _vramx_original: Any
     _vramx_rounds: Rounds
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's states. What is asked between two steps waits for the copies."""
+        self._vramx_rounds.settle_between_steps()
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.__dict__["state"] = value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._vramx_rounds.end_round()
@@ -131,7 +144,7 @@ class _Offloading(Restorable):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._vramx_rounds.settle()
-        reduced: Any = super().__reduce_ex__(max(int(protocol), 2))
+        reduced: Any = self._vramx_original.__reduce_ex__(self, max(int(protocol), 2))
         make, args, state, *others = reduced
         args = tuple(self._vramx_original if value is type(self) else value for value in args)
         state = {key: value for key, value in state.items() if key != HOLDER}
@@ -148,6 +161,9 @@ class _Offloading(Restorable):
             self.__dict__["step"] = step_before
 
 
+_OVERRIDDEN = ("state", "zero_grad", "state_dict", "load_state_dict", "__reduce_ex__")
+
+
 def _make(make: Callable[..., Any], args: tuple[Any, ...], options: Options) -> Any:
     """Make a copy, whose states, once it has them, go to the host at its first step."""
     optimizer = make(*args)
@@ -159,7 +175,11 @@ def _make(make: Callable[..., Any], args: tuple[Any, ...], options: Options) -> 
 
 @functools.cache
 def _class_of(original: Any) -> Any:
-    """Return our subclass of an optimizer's class."""
+    """Return our subclass of an optimizer's class.
+
+    The class comes first among the bases and nothing is added to instances, for only then may any
+    instance of that class become one of ours; what ours do otherwise stands in the subclass itself.
+    """
     inner = separable.inner_step(original)
 
     def step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -176,14 +196,15 @@ def _class_of(original: Any) -> Any:
     hooked: Any = Optimizer.profile_hook_step(functools.wraps(inner)(step))
     # torch's mark, that hooks are around it, and its schedulers', that the calls are counted.
     hooked.hooked = hooked._wrapped_by_lr_sched = True
-    names = {
+    names = {name: value for name, value in vars(_Offloading).items() if name in _OVERRIDDEN} | {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         ORIGINAL: original,
+        "__slots__": (),
         "step": hooked,
     }
-    return type(original)(original.__name__, (_Offloading, original), names)
+    return type(original)(original.__name__, (original, _Offloading), names)
 
 
 def _take_over(optimizer: Optimizer, options: Options) -> None:
@@ -194,12 +215,24 @@ def _take_over(optimizer: Optimizer, options: Options) -> None:
             "offload the optimizer before that is put there"
         )
     rounds = Rounds(options, own)
-    # What an optimizer has on the host of itself is where it wants it.
-    rounds.adopt(optimizer, is_anywhere=False)
-    vars(optimizer).pop("step", None)  # ours counts for the scheduler, too
     cls: Any = type(optimizer)
-    optimizer.__class__ = _class_of(cls)
     vars(optimizer)[HOLDER] = rounds
+    try:
+        optimizer.__class__ = _class_of(cls)
+    except TypeError as error:  # as of a class whose instances have slots
+        del vars(optimizer)[HOLDER]
+        raise InvalidValueError(
+            f"{cls.__module__}.{cls.__qualname__} has instances that cannot be of another class: "
+            f"{error}"
+        ) from error
+    try:
+        # What an optimizer has on the host of itself is where it wants it.
+        rounds.adopt(optimizer, is_anywhere=False)
+    except BaseException:
+        optimizer.__class__ = cls
+        del vars(optimizer)[HOLDER]
+        raise
+    vars(optimizer).pop("step", None)  # ours counts for the scheduler, too
 
 
 def _load_on_host(optimizer: Any, load: Callable[..., None], state_dict: dict[str, Any]) -> None:

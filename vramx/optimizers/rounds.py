@@ -61,12 +61,17 @@ class Rounds:
         self._elsewhere: list[Tensor] = []
         self._places: dict[int, _Place] = {}  # of a parameter, by its id
         self._hooks: list[Any] = []
-        self._known = 0
+        self._known: list[int] = []  # ids of the parameters, in the order of the groups
+        self._is_busy = False  # with a step, which reads states as they come
         self._round: list[_Place] = []  # what was stepped in this round already, in backward
         self._order: list[_Place] = []  # and in the one before
 
     def step(self, optimizer: Optimizer, run: Callable[[], None]) -> None:
         """Step what has gradients; `run` does that for those that have one then."""
+        with self._working():
+            self._step(optimizer, run)
+
+    def _step(self, optimizer: Optimizer, run: Callable[[], None]) -> None:
         if not self._known:  # a copy, whose states are still where they were copied to
             self.adopt(optimizer, is_anywhere=True)
         self._learn(optimizer)
@@ -102,7 +107,7 @@ class Rounds:
             return
         self._round.append(place)
         inner = separable.inner_step(getattr(optimizer, ORIGINAL))
-        with _apart(optimizer) as run_some:
+        with self._working(), _apart(optimizer) as run_some:
             place.stream.step(
                 place.number,
                 optimizer.state,
@@ -120,9 +125,10 @@ class Rounds:
 
     def adopt(self, optimizer: Optimizer, *, is_anywhere: bool) -> None:
         """Put the states that are there where they wait, those that lie elsewhere too if so."""
-        self._learn(optimizer)
-        for stream in self._streams.values():
-            stream.adopt(optimizer.state, is_anywhere=is_anywhere)
+        with self._working():
+            self._learn(optimizer)
+            for stream in self._streams.values():
+                stream.adopt(optimizer.state, is_anywhere=is_anywhere)
 
     def keep(self, optimizer: Optimizer, nbytes: int) -> None:
         """Have so many bytes of states stay on each device from now on."""
@@ -159,6 +165,18 @@ class Rounds:
             every = [p for bucket in self.buckets() for p in bucket] if hooked else []
             self._hooks = [_hook(optimizer, p) for p in every if p.requires_grad]
 
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        before, self._is_busy = self._is_busy, True
+        try:
+            yield
+        finally:
+            self._is_busy = before
+
+    def settle_between_steps(self) -> None:
+        if not self._is_busy:
+            self.settle()
+
     def settle(self) -> None:
         for stream in self._streams.values():
             stream.settle()
@@ -184,12 +202,20 @@ class Rounds:
         return [each.number for each in later if each.stream is place.stream]
 
     def _learn(self, optimizer: Optimizer) -> None:
-        """Give the parameters that were added since a bucket."""
+        """Give new parameters a bucket, and let go of those that others have replaced.
+
+        A parameter that is in no group any more keeps its place as long as it has states.
+        """
         every = parameters_of(optimizer)
-        new = every[self._known :]
+        ids = list(map(id, every))
+        if ids == self._known:
+            return
+        is_first, self._known = not self._known, ids
+        gone = {p for p in self._all() if id(p) not in ids and p not in optimizer.state}
+        held = set(map(id, self._all()))
+        new = [p for p in every if id(p) not in held]
         if new and self.options.in_backward:
             _check_one_device(every)
-        self._known = len(every)
         by_device: dict[torch.device, list[Tensor]] = {}
         for parameter in new:
             by_device.setdefault(parameter.device, []).append(parameter)
@@ -207,10 +233,24 @@ class Rounds:
             known = len(stream.buckets)
             stream.add(parameters)
             for number in range(known, len(stream.buckets)):
+                if not is_first:  # whose states may come from those of another
+                    stream.adopt_one(number, optimizer.state)
                 place = _Place(stream, number)
                 self._places.update((id(p), place) for p in place.bucket.parameters)
             if self.options.in_backward:
                 self._hooks += [_hook(optimizer, p) for p in parameters if p.requires_grad]
+        self._forget(gone)  # only now: what others have as states may be views of theirs
+
+    def _all(self) -> list[Tensor]:
+        return [*self._elsewhere, *(p for bucket in self.buckets() for p in bucket)]
+
+    def _forget(self, gone: set[Tensor]) -> None:
+        if gone:
+            self._elsewhere = [p for p in self._elsewhere if p not in gone]
+            for stream in self._streams.values():
+                stream.remove(gone)
+            for parameter in gone:
+                self._places.pop(id(parameter), None)
 
 
 def bucket_bytes_of(parameters: Sequence[Tensor]) -> int:

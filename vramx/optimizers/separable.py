@@ -1,8 +1,9 @@
 """Whether an optimizer treats each parameter by itself: stepping some at a time is then the same.
 
 What torch, torchao and bitsandbytes have does, but for LBFGS. Another one is tried: a small model
-is trained with it twice, at once and one parameter at a time, and has to come out alike to the bit.
-One that cannot be copied for that is not known, and so refused.
+is trained with it twice, at once and one parameter at a time, and has to come out alike to the bit,
+with all that the optimizer knows beside its states: Prodigy's estimate is of all parameters. One
+that cannot be copied for that is not known, and so refused.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from vramx.errors import InvalidValueError
 from vramx.optimizers.copies import copy_of, parameters_of
@@ -44,7 +46,7 @@ def check(optimizer: Optimizer) -> None:
         raise InvalidValueError(
             f"{name} is not known, and cannot be tried on a small model: {error}"
         ) from error
-    if not all(torch.equal(a, b) for a, b in zip(at_once, apart, strict=True)):
+    if not _are_alike(at_once, apart):
         raise InvalidValueError(
             f"{name} does not treat each parameter by itself: a small model that was stepped one "
             "parameter at a time came out otherwise. Its states cannot wait on the host"
@@ -77,7 +79,7 @@ def gradients_apart(parameters: Sequence[Tensor]) -> Iterator[Callable[[Sequence
 
     def show(some: Sequence[Tensor]) -> None:
         hide()
-        shown.extend(parameter for parameter in some if id(parameter) in held)
+        shown.extend(p for p in some if id(p) in held)  # the others are in no group any more
         for parameter in shown:
             parameter.grad = held[id(parameter)]
 
@@ -105,12 +107,15 @@ def groups_as_before(optimizer: Optimizer) -> Iterator[Callable[[], None]]:
 
     def take_back() -> None:
         for group, numbers in zip(optimizer.param_groups, before, strict=True):
+            for key in group.keys() - numbers.keys() - {"params"}:
+                del group[key]
             group.update(numbers)
 
     yield take_back
 
 
-def _train(optimizer: Optimizer, step: Callable[[Optimizer], None]) -> list[Tensor]:
+def _train(optimizer: Optimizer, step: Callable[[Optimizer], None]) -> list[Any]:
+    """Return a small model's parameters, and the numbers that an optimizer has beside states."""
     known = optimizer.param_groups[0]["params"][0]
     generator = torch.Generator().manual_seed(0)
 
@@ -126,7 +131,18 @@ def _train(optimizer: Optimizer, step: Callable[[Optimizer], None]) -> list[Tens
             for parameter in parameters:
                 parameter.grad = normal(tuple(parameter.shape))
             step(small)
-    return [parameter.detach() for parameter in parameters]
+    beside = {k: v for k, v in vars(small).items() if k != "state" and not k.endswith("_hooks")}
+    known_besides = (leaf for leaf in tree_leaves(beside) if isinstance(leaf, (Tensor, float, int)))
+    return [*parameters, *known_besides]
+
+
+def _are_alike(some: list[Any], others: list[Any]) -> bool:
+    def same(one: Any, other: Any) -> bool:
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            return torch.equal(one, other)
+        return bool(one == other or one != one != other != other)
+
+    return len(some) == len(others) and all(map(same, some, others))
 
 
 def _step_at_once(optimizer: Optimizer) -> None:

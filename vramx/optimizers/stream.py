@@ -19,7 +19,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +113,9 @@ class StateStream:
 
         `ahead` are those that are stepped next, if all goes well: these come meanwhile.
         """
+        rest = self._rests.get(number)
+        if rest is not None and not self.buckets[number].is_shown(state, rest.image):
+            self.adopt_one(number, state)  # others have changed what the optimizer has
         self._bring(number)
         here = self._coming.pop(number, None)
         for coming in ahead[: SLOTS - 1]:
@@ -160,6 +163,28 @@ class StateStream:
         for number in sorted(changes, key=lambda number: not there[number]):
             self._bring_back(number)  # those that leave first: they make room
             self._place(number, state)
+
+    def adopt_one(self, number: int, state: States) -> None:
+        """Put a bucket's states, wherever they are, on the host in place of those that were."""
+        self._let_go(number)
+        before = self._rests.get(number)  # what there is now may be views of it
+        if before is not None:
+            self._link.synchronize(before.arrived)
+        self._place(number, state, is_anywhere=True)
+        after = self._rests.get(number)
+        if after is not None:
+            self._link.synchronize(after.arrived)
+
+    def remove(self, gone: Collection[Tensor]) -> None:
+        """Forget parameters that have no states any more."""
+        for number, bucket in enumerate(self.buckets):
+            left = [p for p in bucket.parameters if p not in gone]
+            if len(left) < len(bucket.parameters):
+                bucket.parameters[:] = left
+            if not left:
+                self._let_go(number)
+                self._rests.pop(number, None)
+                self.buckets[number] = Bucket([])
 
     def settle(self) -> None:
         """Wait, on the host, until what is at rest is what was computed."""
@@ -215,6 +240,11 @@ class StateStream:
         memories = [self._link.allocate(nbytes) for _ in range(SLOTS)]
         now = self._link.mark(self._link.stream())  # who had the memory before is done by then
         self._free.extend(_Berth(memory, now) for memory in memories)
+
+    def _let_go(self, number: int) -> None:
+        """Have the slot of a bucket that came in vain for another one."""
+        if number in self._coming:
+            self._free.append(self._coming.pop(number)[0])
 
     def _berths(self) -> list[_Berth]:
         return [*self._free, *(berth for berth, _ in self._coming.values())]

@@ -43,6 +43,8 @@ class Change:
 class Restorable:
     """What is no module and was changed: how restore() undoes that, and what report() says."""
 
+    __slots__ = ()
+
     def vramx_done(self) -> tuple[str, str]:
         """Return what is done, in a few words, and what came of it so far."""
         raise NotImplementedError

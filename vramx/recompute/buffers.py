@@ -125,11 +125,15 @@ def _moves(module: Any, names: Collection[str]) -> bool:
 def modules_of(function: Any, leaves: Iterable[Any]) -> list[nn.Module]:
     """Return the modules that a call can be seen to reach, with all of their parts.
 
-    Seen are the function itself, what it is bound to, closes over or names, and the arguments.
+    Seen are the function itself, what it is bound to, closes over or names, and the arguments; and
+    of other objects among these, such as a trainer, the attributes.
 
     Example:
         >>> norm = nn.BatchNorm1d(2)
         >>> modules_of(lambda x: norm(x), ()) == [norm]
+        True
+        >>> trainer = types.SimpleNamespace(norms=[norm])
+        >>> modules_of(lambda x: trainer.norms[0](x), ()) == [norm]
         True
     """
     roots: dict[int, nn.Module] = {}
@@ -143,8 +147,28 @@ def _add_roots(roots: dict[int, nn.Module], value: Any, depth: int = 4) -> None:
     if isinstance(value, nn.Module):
         roots[id(value)] = value
     elif depth and not isinstance(value, Tensor):
-        for part in parts_of(value):
+        for part in parts_of(value) or _modules_in(value):
             _add_roots(roots, part, depth - 1)
+
+
+def _modules_in(value: Any) -> list[nn.Module]:
+    """Return the modules that a dictionary or an object has, by themselves or in containers."""
+    if isinstance(value, _WITHOUT_MODULES):
+        return []
+    held = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    found: list[nn.Module] = []
+    for each in (held or {}).values():
+        if isinstance(each, nn.Module):
+            found.append(each)
+        elif type(each) in (list, tuple, dict):
+            inside = each.values() if isinstance(each, dict) else each
+            if isinstance(next(iter(inside), None), nn.Module):
+                found += [part for part in inside if isinstance(part, nn.Module)]
+    return found
+
+
+# Python's own: where a function names one of them, it does not say which modules it reaches.
+_WITHOUT_MODULES = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 
 
 def parts_of(value: Any) -> tuple[Any, ...]:

@@ -85,7 +85,8 @@ def checkpoint(
 
     Memory: 1.047 bytes kept for an element of an input at int8, 0.56 at int4, instead of 2 or 4.
         Of an input that a norm reads the normalised values are packed, with mean and deviation in 8
-        bytes for each row or channel that is normalised by itself.
+        bytes for each row or channel that is normalised by itself; and so of one whose rows are no
+        multiple of the codec's groups.
     Error bound: the codec's, on the inputs of the recomputation only; the forward pass is exact.
         Where a gradient may jump with an input that moves a little (the region compares, chooses,
         sorts or rounds, or does what is not known), inputs are kept exactly, and a warning names

@@ -27,6 +27,7 @@ from vramx.compression.offload import offload
 from vramx.compression.policy.policy import SavePolicy
 from vramx.compression.saved import Reference
 from vramx.errors import ModifiedInPlaceError
+from vramx.recompute.norms import of_rows
 from vramx.recompute.verdicts import Verdict
 
 
@@ -66,10 +67,11 @@ class _Slot:
         ):  # by the region; torch refuses it in backward, and so does this
             return
         outlive(tensor)
-        norm = verdict.norms.get(number)
         mapping: Mapping | None = ROOT if number in verdict.rooted else None
-        if norm is not None and compression is not None:
-            mapping = norm.mapping(tensor)
+        if compression is not None:
+            group_size = compression.format().group_size
+            norm = verdict.norms.get(number) or of_rows(tensor, group_size)
+            mapping = mapping if norm is None else norm.mapping(tensor)
         self.held = _save(tensor, compression, share, mapping) or self.held
 
 

@@ -3,8 +3,9 @@
 A region that is recomputed from a packed input takes mean and deviation of what it finds. Where the
 mean is many deviations, or rows and channels of different scale share a group, that is the noise of
 packing. A watched run shows which tensor a norm is given, and what is normalised together; the
-statistics are taken when an input is packed: two reductions over it. A norm that is written out is
-not seen.
+statistics are taken when an input is packed: two reductions over it. A norm that is written out, or
+that reads a part or another order of an input, is not seen. So rows that share groups are packed as
+if a norm read them: a class token may be a thousandth of what the patches are.
 
 Pure but for what Readers note; any thread.
 """
@@ -31,6 +32,7 @@ _CHANNELS = frozenset(
 )
 _COPIES = frozenset({"aten::clone", "aten::_to_copy"})
 _GROUPS_AT = 6  # the position of their number among the arguments
+_ROW = 64  # elements, beside which 8 bytes of statistics are an eighth
 _SMALLEST = 1e-30  # variance of equal numbers
 
 
@@ -50,6 +52,29 @@ class Norm(NamedTuple):
         )
         rstd = (variance + _SMALLEST).rsqrt()
         return Normal(Statistics(mean, rstd, self.split, tuple(mean.shape)), describe(seen))
+
+
+def of_rows(tensor: Tensor, group_size: int) -> Norm | None:
+    """Return a norm of each row of a tensor; None: groups have parts of one row alone.
+
+    A row is what lies together in memory along the last dimensions, of _ROW elements at least.
+
+    Example:
+        >>> of_rows(torch.zeros(4, 17, 96), 128).dims
+        (2,)
+        >>> of_rows(torch.zeros(4, 17, 128), 128) is None
+        True
+    """
+    size, stride = tuple(tensor.shape), tensor.stride()
+    dims, length = [], 1
+    for dim in sorted(range(len(size)), key=lambda d: stride[d]):
+        if length >= _ROW:
+            break
+        dims.append(dim)
+        length *= size[dim]
+    if length % group_size == 0 or length == tensor.numel() or not _has_each_once(tensor):
+        return None
+    return Norm(size, stride, size, tuple(sorted(dims)))
 
 
 class _View(NamedTuple):

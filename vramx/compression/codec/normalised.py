@@ -177,21 +177,24 @@ class Waiting:
     def end(self, operation: Operation) -> None:
         """Pack the input, now that the call has ended."""
         numbers = [each for each in self.later if each.is_floating_point()]
-        self.statistics = _statistics(self._tensor, operation.name, numbers)
+        self.statistics = _statistics(self._tensor, operation, numbers)
         self.pending.held = self._pack(operation)
 
 
-def _statistics(x: Tensor, name: str, later: list[Tensor]) -> Statistics | None:
+def _statistics(x: Tensor, operation: Operation, later: list[Tensor]) -> Statistics | None:
     """Return the statistics among what was saved after x: its last two tensors.
 
-    An evaluated norm saves two empty ones. It divides by running statistics, which may be far from
-    what x has, as its channels then are from each other: those of x are computed.
+    An evaluated norm saves two empty ones. It divides by running deviations, which may be far from
+    what x has, as its channels then are from each other: those of x are computed, from the running
+    mean. What is near that has a small part in the gradient of the weight, and has to keep it where
+    what follows leaves nothing else.
     """
+    name = operation.name
     if len(later) < 2 or x.dim() < 2 or describe(x).covered != x.numel():
         return None
     mean, rstd = later[-2:]
     if mean.numel() == 0 and name in _OF_CHANNELS:
-        mean, rstd = _of_channels(x.detach())
+        mean, rstd = _of_channels(x.detach(), _running_mean(operation))
     sizes = _sizes(x.shape, name, mean.shape)
     if sizes is None or mean.numel() != rstd.numel():
         return None
@@ -202,14 +205,26 @@ def _without_graph(tensor: Tensor) -> Tensor:
     return tensor if tensor.grad_fn is None else tensor.detach()
 
 
-def _of_channels(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and the reciprocal deviation of channels, as they are, rounded as x is.
+def _running_mean(operation: Operation) -> Tensor | None:
+    position = 1 if operation.name in ("batch_norm", "instance_norm") else 3
+    found = operation.option(position, "running_mean", None)
+    # A copy: a later call may move it before backward runs.
+    return found.detach().to(torch.float32, copy=True) if type(found) is Tensor else None
 
-    Not the variance: in float16 it would be infinite from deviations of 256 on.
+
+def _of_channels(x: Tensor, center: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the reciprocal deviation of channels from a center, or their mean, and that.
+
+    Of what they are, rounded as x is. Not the variance: in float16 it would be infinite from
+    deviations of 256 on.
     """
     dims = [dim for dim in range(x.dim()) if dim != 1]
     deviation, mean = torch.std_mean(x, dims, correction=0)
-    return mean.float(), (deviation.float().square() + _EPSILON).rsqrt()
+    mean = mean.float()
+    square = deviation.float().square() + _EPSILON
+    if center is None or center.shape != mean.shape:
+        return mean, square.rsqrt()
+    return center, (square + (mean - center).square()).rsqrt()
 
 
 @lru_cache(maxsize=1024)

@@ -12,6 +12,7 @@ the most: of 127 steps to the largest, 2**-16 of that.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,7 +24,10 @@ from vramx.kernels.launch import Function
 # Operations that multiply their one tensor by itself, and those whose two tensors may be one.
 POWERS = frozenset({"square", "pow"})
 _PRODUCTS = frozenset({"mul", "multiply", "addcmul"})
-MAYBE_POWERS = POWERS | _PRODUCTS
+# Those that add products up, or not, as they are told.
+_SUMS = frozenset({"dot", "vdot", "inner", "tensordot", "linalg_vecdot"})
+_EINSUM = "einsum"
+MAYBE_POWERS = POWERS | _PRODUCTS | _SUMS | {_EINSUM}
 # Nodes of one argument, and of sums and products with numbers, through which decades are the same.
 _SCALED = frozenset(
     f"{name}Backward0"
@@ -44,13 +48,42 @@ def is_power(operation: Operation) -> bool:
         >>> x = torch.ones(2)
         >>> [is_power(Operation("mul", args, {})) for args in ((x, x), (x, x + 1))]
         [True, False]
+        >>> is_power(Operation("einsum", ("i,i->", x, x), {}))
+        True
     """
     if operation.name in POWERS:
         return True
-    if operation.name not in _PRODUCTS:
+    if operation.name not in MAYBE_POWERS:
         return False
-    factors = operation.tensors
-    return len(factors) == 2 and factors[0] is factors[1]
+    factors = operation.tensors[-2:]  # of addcmul the first is no factor
+    if operation.name == _EINSUM:
+        factors = operation.tensors
+    return len({id(each) for each in factors}) < len(factors)
+
+
+def is_product(operation: Operation) -> bool:
+    """Tell whether an operation multiplies elements by elements, and adds none of them up.
+
+    Example:
+        >>> x = torch.ones(2, 2)
+        >>> [is_product(Operation("einsum", (how, x, x), {})) for how in ("ij,ij->ij", "ij,jk->ik")]
+        [True, False]
+    """
+    if operation.name == _EINSUM:
+        return _adds_nothing(operation.option(0, "equation", None))
+    return operation.name in _PRODUCTS or operation.name in POWERS
+
+
+@lru_cache(maxsize=256)
+def _adds_nothing(equation: Any) -> bool:
+    """Tell whether an equation of einsum sums over no index; what is no text may not."""
+    if not isinstance(equation, str):
+        return True
+    given, arrow, result = equation.replace(" ", "").partition("->")
+    letters = [letter for letter in given if letter.isalpha()]
+    if not arrow:
+        return len(set(letters)) == len(letters)
+    return set(letters) <= set(result)
 
 
 def comes_of_power(tensor: Tensor) -> bool:
@@ -85,7 +118,7 @@ def multiplies_exponential(tensor: Tensor, operation: Operation) -> bool:
         >>> [multiplies_exponential(x, Operation("mul", (x, y), {})) for y in (2 * x.exp(), x + 1)]
         [True, False]
     """
-    if operation.name not in _PRODUCTS:
+    if operation.name in POWERS or not is_product(operation):
         return False
     return any(each is not tensor and _is_exponential(each) for each in operation.tensors)
 

@@ -19,7 +19,7 @@ from vramx.compression.codec.angles import ANGLES, function_of
 from vramx.compression.codec.geometry import Geometry, describe
 from vramx.compression.codec.mapping import Mapping
 from vramx.compression.codec.normalised import MEAN_NORMS
-from vramx.compression.codec.roots import MAYBE_POWERS, ROOT, is_power
+from vramx.compression.codec.roots import MAYBE_POWERS, ROOT, is_power, is_product
 from vramx.compression.codec.signs import SIGN
 from vramx.compression.codec.slopes import BOUNDED, Within, bound_of
 from vramx.compression.config import MASK_BITS, Compression, Format
@@ -199,7 +199,7 @@ def _mapping(tensor: torch.Tensor, operation: Operation, format: Format) -> Mapp
     if operation.name not in _MAPPED:
         return None
     # A product's factor too, where roots cost little: what follows may leave only small products.
-    if is_power(operation) or (operation.name in MAYBE_POWERS and format.bits == 8):
+    if is_power(operation) or (is_product(operation) and format.bits == 8):
         return ROOT
     bound = bound_of(operation)
     return Within(bound, format.group_size) if bound else None
@@ -210,7 +210,9 @@ def _kind_of(operation: Operation) -> tuple[Hashable | None, bool]:
     back near wherever they lie."""
     if operation.name not in _MAPPED:
         return None, False
-    if operation.name in MAYBE_POWERS:
-        return "roots" if is_power(operation) else None, True
+    if is_power(operation):
+        return "roots", True
+    if is_product(operation):
+        return None, True
     bound = bound_of(operation)
     return (("within", bound) if bound else None), False

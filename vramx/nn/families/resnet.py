@@ -46,19 +46,7 @@ class Residual(Fused):
         found = super().why_not(module)
         if found is not None:
             return found
-        for name in cls.NOTHING:
-            part = getattr(module, name, None)
-            if part is not None and type(part) is not nn.Identity:
-                return f"its {name} is a {type(part).__name__}"
-        for convolution, norm, activation in cls.STAGES:
-            for name, kind in ((convolution, nn.Conv2d), (norm, nn.BatchNorm2d)):
-                part = getattr(module, name)
-                if type(part) is not kind:
-                    return f"its {name} is a {type(part).__name__}"
-            part = getattr(module, activation)
-            if word_of(part) is None:
-                return f"its {activation} is a {type(part).__name__}"
-        return None
+        return _why_not(cls, module)
 
     @classmethod
     def small(cls, module: Any) -> tuple[nn.Module, list[dict[str, Any]]]:
@@ -67,6 +55,8 @@ class Residual(Fused):
         return block, [{"x": images(2, WIDTH, 6, 6)}]
 
     def vramx_understands(self, call: dict[str, Any]) -> bool:
+        if _why_not(type(self), self) is not None:  # its parts may be others since
+            return False
         parts = [getattr(self, name) for stage in self.STAGES for name in stage]
         plain = all(plain_convolution(getattr(self, stage[0])) for stage in self.STAGES)
         return plain and bool(call["x"].dim() == 4) and all_untouched(parts)
@@ -119,6 +109,23 @@ class Residual(Fused):
         keep: Compression = self.vramx_settings.keep
         projected = convolved_by(convolution, x, keep, kept)
         return normed_by(norm, projected, None, "none", keep, updates).y
+
+
+def _why_not(family: type[Residual], module: Any) -> str | None:
+    """Return which part is not what a family knows; None: all are."""
+    for name in family.NOTHING:
+        part = getattr(module, name, None)
+        if part is not None and type(part) is not nn.Identity:
+            return f"its {name} is a {type(part).__name__}"
+    for convolution, norm, activation in family.STAGES:
+        for name, kind in ((convolution, nn.Conv2d), (norm, nn.BatchNorm2d)):
+            part = getattr(module, name)
+            if type(part) is not kind:
+                return f"its {name} is a {type(part).__name__}"
+        part = getattr(module, activation)
+        if word_of(part) is None:
+            return f"its {activation} is a {type(part).__name__}"
+    return None
 
 
 class _Calls:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from vramx.compression import notices
 from vramx.compression.config import Compression
 from vramx.compression.fakes import PLAIN
 from vramx.errors import VramxWarning
@@ -30,7 +31,7 @@ from vramx.nn.families.questions import (
     roles_of,
 )
 from vramx.patch.change import Change
-from vramx.patch.module import find, put, remove
+from vramx.patch.module import find, original_class, put, remove
 from vramx.patch.subclass import Patch
 from vramx.recompute import call as recompute
 
@@ -138,10 +139,16 @@ class Fusing(Swapped):
     """Calls are computed as a family does, where it understands them."""
 
     def __init__(
-        self, family: type[Fused], settings: Settings, arguments: tuple[str, ...] | None = None
+        self,
+        family: type[Fused],
+        settings: Settings,
+        arguments: tuple[str, ...] | None = None,
+        kinds: tuple[tuple[str, type], ...] = (),
     ) -> None:
         self.family = family
         self.settings = settings
+        # Of parts that have parts, by dotted name, the classes: what these compute is known.
+        self.kinds = kinds
         # What the original calls those that may be given by position.
         self.arguments = family.ARGUMENTS if arguments is None else arguments
 
@@ -154,11 +161,22 @@ class Fusing(Swapped):
             return forward(*args, **kwargs)
         call = dict(zip(self.arguments, args, strict=False)) | kwargs
         fused = len(args) <= len(self.arguments) and _learns(module, call)
-        if fused and module.vramx_understands(call):
+        if fused and self._finds_its_parts(module) and module.vramx_understands(call):
             if self.settings.unverified and not _verified(module, self, call):
                 return forward(*args, **kwargs)  # it is restored
             return _compute(module, self.settings, call)
         return forward(*args, **kwargs)
+
+    def _finds_its_parts(self, module: Any) -> bool:
+        """Tell whether none of the parts was replaced by one of another class, and name such."""
+        for path, kind in self.kinds:
+            part = part_of(module, path)
+            if part is None or original_class(part) is not kind:
+                name, now = class_name(module._vramx_original), type(part).__name__
+                text = f"{name} is computed as it was before optimize(): its {path} is a {now} now"
+                notices.tell(f"{name}.{path}: {now}", text)
+                return False
+        return True
 
     def __str__(self) -> str:
         return f"fused, {self.settings.level}, as {self.family.__name__}"
@@ -167,7 +185,11 @@ class Fusing(Swapped):
 def swap(module: nn.Module, family: type[Fused], settings: Settings) -> None:
     """Have a module computed as a family does."""
     names = tuple(p.name for p in parameters_of(module))
-    put(module, Fusing(family, settings, names[: len(family.ARGUMENTS)]))
+    outer = dict.fromkeys(
+        path.rsplit(".", cut)[0] for path in family.PARTS for cut in range(path.count("."), 0, -1)
+    )
+    kinds = tuple((path, original_class(part_of(module, path))) for path in outer)
+    put(module, Fusing(family, settings, names[: len(family.ARGUMENTS)], kinds))
 
 
 def unswap(module: nn.Module) -> bool:

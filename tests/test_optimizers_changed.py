@@ -1,0 +1,151 @@
+"""offload_optimizer: what programs do to parameters and states between two steps counts.
+
+They are replaced where points are added or pruned (Gaussian splatting), momentum is set to zero by
+assignment, groups lose a parameter and get it again, and statistics of states are read.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from abc import ABC
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from optimizer_tools import LateLink, OneByOne, Pair, link
+from torch import Tensor, nn
+
+import vramx
+from vramx.errors import InvalidValueError
+
+__all__ = ["link"]
+
+Both = Callable[[torch.optim.Optimizer, list[nn.Parameter]], None]
+
+
+def replaced(optimizer: torch.optim.Optimizer, own: list[nn.Parameter]) -> None:
+    """A parameter is another one, which has the states of the old one, cut and grown."""
+    places = optimizer.param_groups[0]["params"]
+    for number in (2, 0):
+        old = places[number]
+        states = optimizer.state.pop(old)
+        new = nn.Parameter(old.detach() * 0.5)
+        for key in ("exp_avg", "exp_avg_sq"):
+            states[key] = torch.cat([states[key][:4] * 2, states[key][4:]])
+        optimizer.state[new] = states
+        places[number] = own[number] = new
+
+
+def assigned(optimizer: torch.optim.Optimizer, _own: list[nn.Parameter]) -> None:
+    for states in optimizer.state.values():
+        states["exp_avg"] = torch.full_like(states["exp_avg"], 0.25)
+
+
+def written(optimizer: torch.optim.Optimizer, _own: list[nn.Parameter]) -> None:
+    for states in optimizer.state.values():
+        states["exp_avg"].mul_(0.5)
+
+
+def started_anew(optimizer: torch.optim.Optimizer, own: list[nn.Parameter]) -> None:
+    del optimizer.state[own[0]]
+
+
+def taken_out_and_put_back(optimizer: torch.optim.Optimizer, _own: list[nn.Parameter]) -> None:
+    groups = optimizer.param_groups
+    if len(groups) == 1:
+        optimizer.out = groups[0]["params"].pop(0)  # type: ignore[attr-defined]
+        groups.append({**groups[0], "params": []})
+    else:
+        groups[1]["params"] = [optimizer.out]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "change", [replaced, assigned, written, started_anew, taken_out_and_put_back]
+)
+def test_a_change_between_two_steps_counts(link: LateLink, change: Both) -> None:
+    pair = Pair()
+    pair.step(0, 1)
+    for seed in (2, 4):
+        change(pair.optimizer, pair.plain)
+        change(pair.offloaded, pair.streamed)
+        pair.step(seed, seed + 1)
+    pair.expect_alike()
+
+
+def test_a_parameter_that_was_replaced_is_let_go_of(link: LateLink) -> None:
+    pair = Pair()
+    pair.step(0)
+    link.pool.collect()
+    held = link.pool.used_bytes
+    gone = weakref.ref(pair.streamed[0])
+    for seed in range(1, 4):
+        replaced(pair.optimizer, pair.plain)
+        replaced(pair.offloaded, pair.streamed)
+        pair.step(seed)
+    gc.collect()
+    link.pool.collect()
+    assert gone() is None
+    assert link.pool.used_bytes <= held
+
+
+def test_states_that_are_read_after_a_step_are_there(link: LateLink) -> None:
+    pair = Pair()
+    pair.step(0, 1)
+    norms = [
+        [float(each["exp_avg"].norm()) for each in optimizer.state.values()]
+        for optimizer in (pair.optimizer, pair.offloaded)
+    ]
+    assert norms[0] == norms[1]
+
+
+class Estimates(OneByOne):
+    """Learns its rate from all parameters together, as Prodigy and D-Adaptation do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.param_groups[0]["along"] = 0.0
+
+    def change(self, state: Any, grad: Tensor, count: int) -> Tensor:
+        first = state.setdefault("first", grad.clone())
+        self.param_groups[0]["along"] += float(first.flatten() @ grad.flatten())
+        # Which is of an effect only once it is large.
+        return grad * max(1.0, self.param_groups[0]["along"] / 1e9)
+
+
+def test_an_estimate_of_all_parameters_is_refused(link: LateLink) -> None:
+    with pytest.raises(InvalidValueError, match="does not treat each parameter by itself"):
+        vramx.offload_optimizer(Pair(Estimates, offload=False).offloaded)
+
+
+class CountsFromTheFirstStep(OneByOne):
+    """The count is in the group from the first step on."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        del self.param_groups[0]["count"]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.param_groups[0].setdefault("count", 0)
+        super().step(closure)
+
+
+class BehindAnother(ABC, OneByOne):
+    """Whose first base has no attributes."""
+
+
+class InSlotsItself(OneByOne):
+    __slots__ = ("kept",)
+
+
+@pytest.mark.parametrize("make", [CountsFromTheFirstStep, BehindAnother, InSlotsItself])
+def test_classes_of_others_are_streamed_whatever_they_are_made_of(
+    link: LateLink, make: Any
+) -> None:
+    pair = Pair(make)
+    pair.step(*range(4))
+    pair.expect_alike()
+    assert link.copies
+    vramx.restore(pair.offloaded)
+    assert type(pair.offloaded) is make
