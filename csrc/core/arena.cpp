@@ -17,7 +17,7 @@ Arena::Arena(Address base, Bytes size, Bytes granularity, Bytes small_zone)
       size_(size),
       chunks_(base, granularity),
       indexes_(base + (small_zone > granularity ? small_zone : Bytes{})) {
-  first_ = spans_.create();
+  first_ = last_ = spans_.create();
   spans_[first_].begin = base;
   spans_[first_].size = size;
   gaps_.push_back(first_);
@@ -53,21 +53,26 @@ std::size_t Arena::host_bytes() const {
 
 // --- spans ---
 
-// A few words at a time, the last of them over again: how many there are cannot be foreseen, and so
-// fewer guesses fail.
+// Several words at a time, the last of them over again: how many there are cannot be foreseen, and
+// so fewer guesses fail.
 void Arena::note_pages(SpanId id, Address begin, Address end) {
-  constexpr std::size_t kAtOnce = 4;
+  constexpr std::size_t kFew = 4;
+  constexpr std::size_t kMany = 16;
   const std::size_t first = chunks_.page_from(begin);
   const std::size_t count = chunks_.page_from(end) - first;
   SpanId* const pages = page_spans_.data() + first;
-  if (count >= kAtOnce) {
-    for (std::size_t i = 0; i + kAtOnce < count; i += kAtOnce) std::fill_n(pages + i, kAtOnce, id);
-    std::fill_n(pages + count - kAtOnce, kAtOnce, id);
+  if (count > kMany) {
+    for (std::size_t i = 0; i + kMany < count; i += kMany) std::fill_n(pages + i, kMany, id);
+    std::fill_n(pages + count - kMany, kMany, id);
+  } else if (count >= kFew) {
+    const std::size_t last = count - kFew;
+    for (std::size_t i = 0; i < kMany; i += kFew) std::fill_n(pages + std::min(i, last), kFew, id);
   } else if (count != 0) {
     pages[0] = pages[count / 2] = pages[count - 1] = id;
   }
 }
 
+// Which part is the smaller cannot be foreseen either, so nothing branches on it.
 std::pair<SpanId, SpanId> Arena::split(SpanId id, Address where) {
   const SpanId made = spans_.create();
   Span& old = spans_[id];
@@ -76,20 +81,14 @@ std::pair<SpanId, SpanId> Arena::split(SpanId id, Address where) {
   const Bytes right = old.size - left;
   const bool is_left_smaller = left < right;
   part.state = old.state;
-  if (is_left_smaller) {
-    part.begin = old.begin;
-    part.size = left;
-    old.begin = where;
-    old.size = right;
-    link(old.previous, made);
-    link(made, id);
-  } else {
-    part.begin = where;
-    part.size = right;
-    old.size = left;
-    link(made, old.next);
-    link(id, made);
-  }
+  part.begin = is_left_smaller ? old.begin : where;
+  part.size = is_left_smaller ? left : right;
+  old.begin = is_left_smaller ? where : old.begin;
+  old.size = is_left_smaller ? right : left;
+  part.previous = is_left_smaller ? old.previous : id;
+  part.next = is_left_smaller ? id : old.next;
+  *(is_left_smaller ? link_behind(old.previous) : link_before(old.next)) = made;
+  (is_left_smaller ? old.previous : old.next) = made;
   if (part.state == SpanState::kUsed || part.state == SpanState::kFree) note_pages(made);
   return is_left_smaller ? std::pair{made, id} : std::pair{id, made};
 }
@@ -98,26 +97,23 @@ SpanId Arena::join(SpanId left, SpanId right) {
   Span& low = spans_[left];
   Span& high = spans_[right];
   assert(low.next == right && low.state == high.state);
-  const bool has_pages = low.state == SpanState::kUsed || low.state == SpanState::kFree;
-  if (low.size >= high.size) {
-    if (has_pages) note_pages(left, high.begin, high.end());
-    low.size += high.size;
-    link(left, high.next);
-    spans_.destroy(right);
-    return left;
+  const bool is_left_kept = low.size >= high.size;
+  const SpanId id = is_left_kept ? left : right;
+  const SpanId gone = is_left_kept ? right : left;
+  Span& kept = spans_[id];
+  const Span& other = spans_[gone];
+  if (kept.state == SpanState::kUsed || kept.state == SpanState::kFree) {
+    note_pages(id, other.begin, other.end());
   }
-  if (has_pages) note_pages(right, low.begin, low.end());
-  high.begin = low.begin;
-  high.size += low.size;
-  link(low.previous, right);
-  spans_.destroy(left);
-  return right;
-}
-
-// They are neighbours from now on; kNoId is the end of the addresses.
-void Arena::link(SpanId left, SpanId right) {
-  (left != kNoId ? spans_[left].next : first_) = right;
-  if (right != kNoId) spans_[right].previous = left;
+  const SpanId before = low.previous;
+  const SpanId after = high.next;
+  kept.begin = low.begin;
+  kept.size += other.size;
+  kept.previous = before;
+  kept.next = after;
+  *(is_left_kept ? link_before(after) : link_behind(before)) = id;
+  spans_.destroy(gone);
+  return id;
 }
 
 // The one that is kept has the tags of both.

@@ -151,7 +151,9 @@ class Arena {
   std::pair<SpanId, SpanId> split(SpanId id, Address where);
   // Joins two neighbours of one state that are in no index; the larger keeps its id.
   SpanId join(SpanId left, SpanId right);
-  void link(SpanId left, SpanId right);
+  // Where it says which span comes behind this one, and before; kNoId is the end of the addresses.
+  SpanId* link_behind(SpanId id) { return id != kNoId ? &spans_[id].next : &first_; }
+  SpanId* link_before(SpanId id) { return id != kNoId ? &spans_[id].previous : &last_; }
   SpanId span_of_page(Address address) const { return page_spans_[chunks_.page_of(address)]; }
   void note_pages(SpanId id, Address begin, Address end);
   void note_pages(SpanId id) { note_pages(id, spans_[id].begin, spans_[id].end()); }
@@ -172,6 +174,7 @@ class Arena {
   ChunkTable chunks_;
   std::vector<SpanId> page_spans_;  // by page: the span that holds its first byte, if any is mapped
   SpanId first_ = kNoId;
+  SpanId last_ = kNoId;
   std::vector<SpanId> gaps_;  // the unmapped spans, upwards
 
   ExtentIndexes indexes_;

@@ -43,7 +43,7 @@ std::string Arena::check_span(SpanId id, Address expected) const {
   if (span.state == SpanState::kUnmapped && has_pages(span)) {
     return "span 2: unmapped, but a page leads to a span" + at(span);
   }
-  if (span.next == kNoId) return {};
+  if (span.next == kNoId) return id == last_ ? "" : "span 1: another span is last" + at(span);
   const Span& next = spans_[span.next];
   if (next.previous != id) return "span 1: links disagree" + at(span);
   if (span.state != next.state) return {};

@@ -69,20 +69,24 @@ Result<Address> DeviceAllocator::allocate(Bytes requested, Stream stream, OutOfM
   // For the block, and from here on: without the lock others look for an entry that none needs.
   state_.order.hold(index);
   if (!state_.order.is_single()) ask_now_and_then(size, index, lock);
-  if (const Placement quick = quick_.take(size, index); quick.address) {
-    if (quick.alias != kNoId) note_asker(index);  // no extent of its own would have served it
-    return publish(quick, requested, size, index);
+  Placement placement = quick_.take(size, index);
+  if (!placement.address) [[unlikely]] {
+    const Result<Placement> placed = place_slowly(size, index, lock);
+    if (!placed.ok()) {
+      state_.order.let_go(index);
+      return note_out_of_memory(requested, placed.status(), why, lock);
+    }
+    placement = placed.value();
+  } else if (placement.alias != kNoId) {
+    note_asker(index);  // no extent of its own would have served it
   }
-  const Result<Placement> placed = place_slowly(size, index, lock);
-  if (!placed.ok()) {
-    state_.order.let_go(index);
-    return note_out_of_memory(requested, placed.status(), why, lock);
-  }
-  return publish(placed.value(), requested, size, index);
+  return publish(placement, requested, size, index);
 }
 
-Address DeviceAllocator::publish(const Placement& placement, Bytes requested, Bytes size,
-                                 StreamIndex stream) {
+// A call of it would take three hundredths of an allocation.
+[[gnu::always_inline]] inline Address DeviceAllocator::publish(const Placement& placement,
+                                                               Bytes requested, Bytes size,
+                                                               StreamIndex stream) {
   UsedSpan& block = state_.arena.used(placement.first_span);
   block.stream = stream;
   block.requested = requested;

@@ -70,15 +70,24 @@ void* Shim::raw_alloc_with_stream(size_t size, cudaStream_t stream) {
 inline bool is_traced() { return c10::impl::GPUTrace::get_trace() != nullptr; }
 
 // Torch keeps each thread's profiler behind five calls of functions, 8 ns together on an H200's
-// host, where a call of ours takes some 80. So half of them is left out here, and a free asks for
-// none until one has started in this process.
+// host, where a call of ours takes some 80. Half of them is left out here.
 inline bool is_in_profiler() {
   return c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE) != nullptr;
 }
 
+// Two threads may count one allocation; that is no matter.
+inline bool Shim::is_profiler_looked_for() {
+  if (has_profiled_.load(std::memory_order_relaxed)) return true;
+  const std::uint32_t count = allocations_.load(std::memory_order_relaxed) + 1;
+  allocations_.store(count, std::memory_order_relaxed);
+  return count % kProfilerPeriod == 0;
+}
+
 inline void* Shim::serve(const Request& request) {
   check_size(request.size);
-  if (flags_.any() || is_traced() || is_in_profiler()) return serve_observed(request);
+  const bool is_watched =
+      flags_.any() || is_traced() || (is_profiler_looked_for() && is_in_profiler());
+  if (is_watched) return serve_observed(request);
   Address address;
   const CoreCode code =
       core_.allocate(request.device, Bytes{request.size}, stream_of(request.stream), &address);

@@ -43,8 +43,8 @@ class Shim final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllo
   static Shim* installed() { return installed_; }
 
   void set_limit(int device, std::uint64_t bytes) { limits_.set(device, bytes); }
-  // A profiler of torch starts on some thread: from now on frees look for theirs, too. One that
-  // nobody announces is noticed at its first allocation.
+  // A profiler of torch starts on some thread: from now on every call looks for its thread's.
+  // Before the first one, one allocation in kProfilerPeriod does, for one that nobody announces.
   void note_profiler() { has_profiled_.store(true, std::memory_order_relaxed); }
   // Gives back what the core has unused, if native would ask the device in vain for what it was
   // asked for. Called by native from inside an allocation. Says whether memory came free.
@@ -170,7 +170,11 @@ class Shim final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllo
     return {pointer, pointer, &release, cuda_device(device)};
   }
 
+  // To look for a profiler takes a twentieth of an allocation.
+  static constexpr std::uint32_t kProfilerPeriod = 16;
+
   bool is_of_core(const void* pointer) const;
+  bool is_profiler_looked_for();
   DeviceIndex current_device() const;
   bool goes_native(const Request& request);
   void* serve(const Request& request);
@@ -208,8 +212,9 @@ class Shim final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllo
   const bool is_uncached_;  // torch was told to ask CUDA for every tensor
   std::atomic<int> device_count_{0};
   std::atomic<c10::DeleterFnPtr> native_deleter_{nullptr};
-  std::atomic<bool> has_spare_pools_{false};  // some pool was made to be used in need
-  std::atomic<bool> has_profiled_{false};     // never cleared: profilers come again
+  std::atomic<bool> has_spare_pools_{false};   // some pool was made to be used in need
+  std::atomic<bool> has_profiled_{false};      // never cleared: profilers come again
+  std::atomic<std::uint32_t> allocations_{0};  // before that
 
   Flags flags_;
   PoolFilters filters_{flags_};

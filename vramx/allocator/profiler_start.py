@@ -1,9 +1,10 @@
 """Being there when a profiler of torch starts.
 
-To look for a profiler takes a tenth of a free, so frees do so only once one was started in this
+To look for a profiler takes a twentieth of a call, so calls do so only once one was started in this
 process. Torch's Python starts every profiler through one of two functions of torch._C._autograd,
 which are wrapped wherever torch's modules hold them. A profiler that C++ starts goes by here; the
-shim then finds it at the first allocation. Runs in the thread that starts the profiler.
+shim then finds it at one of the first sixteen allocations. Runs in the thread that starts the
+profiler.
 """
 
 from __future__ import annotations
