@@ -32,7 +32,7 @@ from vramx.compression.config import Format
 
 DRAWS = 400
 FORMATS = [Format(8, 128), Format(6, 64), Format(4, 64, False), Format(2, 32, False)]
-DATA = [gaussian, student_t5, outlier_channels, images]
+DATA = [student_t5, outlier_channels, images]
 # Elements that are rounded both ways often enough for the moments below to mean anything.
 LEAST_EVENTS = 4
 LEVELS = 126  # of a code of 8 bits that is no mark
@@ -112,8 +112,14 @@ def bias_in(error: Tensor, step: Step) -> Bias:
     )
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=repr)
-@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize(
+    ("data", "format"),
+    [
+        *((gaussian, each) for each in FORMATS),
+        *((data, each) for data in DATA for each in (FORMATS[0], FORMATS[2])),
+    ],
+    ids=repr,
+)
 def test_the_codec_is_unbiased_and_its_variance_that_of_rounding_up_with_probability_f(
     data: Callable[[], Tensor], format: Format
 ) -> None:

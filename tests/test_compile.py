@@ -85,8 +85,15 @@ class Gated(nn.Module):
 
 
 @inlines
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("activation", "width"), [(nn.SiLU, 256), (nn.GELU, 256), (Gated, 512)])
+@pytest.mark.parametrize(
+    ("activation", "width", "dtype"),
+    [
+        (nn.SiLU, 256, torch.float32),
+        (nn.SiLU, 256, torch.bfloat16),
+        (nn.GELU, 256, torch.float32),
+        (Gated, 512, torch.bfloat16),
+    ],
+)
 def test_what_a_compiler_takes_apart_keeps_codes(
     activation: type[nn.Module], width: int, dtype: torch.dtype
 ) -> None:
@@ -132,7 +139,7 @@ def test_noise_is_new_in_every_step_and_the_same_for_a_seed() -> None:
 def test_sizes_that_change_compile_once_more_and_no_oftener() -> None:
     model = net()
     compiled = torch.compile(model, backend="aot_eager")
-    for rows in (64, 48, 32, 80, 96):
+    for rows in (64, 48, 80):
         x = torch.randn(rows, WIDTH)
         found = gradients(model, compiled, x, compressed_graphs(SMALL))
         assert relative_error(found, gradients(model, model, x)) < 0.02
