@@ -7,7 +7,7 @@ f is near 0 or 1. A bound is four or more standard deviations.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -30,6 +30,8 @@ from vramx.compression.codec import random, reference
 from vramx.compression.codec.codec import layout_of, pack, unpack
 from vramx.compression.config import Format
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 DRAWS = 400
 FORMATS = [Format(8, 128), Format(6, 64), Format(4, 64, False), Format(2, 32, False)]
 DATA = [student_t5, outlier_channels, images]
@@ -38,14 +40,6 @@ LEAST_EVENTS = 4
 LEVELS = 126  # of a code of 8 bits that is no mark
 
 Codec = Callable[[Tensor, Format], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def seed() -> Iterator[None]:
-    torch.manual_seed(0)
-    random.manual_seed(0, rank=0)
-    yield
-    random.manual_seed(0, rank=0)
 
 
 def codec(x: Tensor, format: Format) -> Tensor:
