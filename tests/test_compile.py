@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -255,16 +254,11 @@ def test_a_torch_that_cannot_inline_hooks_is_refused(monkeypatch: pytest.MonkeyP
         compressed_graphs(level="int4", group_size=512)  # that no other test asks for
 
 
-def test_a_torch_without_that_module_is_refused_in_words() -> None:
-    program = (
-        "import sys, torch, vramx\n"
-        "sys.modules['torch._functorch._aot_autograd.graph_compile'] = None\n"
-        "vramx.compressed_graphs()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
-    )
-    assert "UnsupportedTorchError: torch" in done.stderr
+def test_a_torch_without_that_module_cannot_inline_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = pytest.importorskip("torch._functorch._aot_autograd")
+    monkeypatch.setitem(sys.modules, f"{package.__name__}.graph_compile", None)
+    monkeypatch.delattr(package, "graph_compile", raising=False)
+    assert graph._find_hook_context() is None
 
 
 def test_a_context_that_is_not_enabled_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
