@@ -30,7 +30,7 @@ _LIMIT_S = 60
 
 
 @cache
-def _start_server() -> None:
+def start_server() -> None:
     """Start the process that both are forked from, which has imported what takes long.
 
     Else each imports torch anew: two seconds of a processor, which is most of what a test takes.
@@ -50,7 +50,7 @@ def run_on_two(
 
     A process that waits for the other for longer than `patience_s` fails.
     """
-    _start_server()
+    start_server()
     context = processes.start_processes(
         _run, (str(folder), patience_s, function), nprocs=2, join=False, start_method="forkserver"
     )

@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as functional
 from torch import Tensor
 
 from vramx.compression.config import Compression
+from vramx.nn.functional import layer_norm, rms_norm
+from vramx.nn.norm import Normed
 
 EXACT = Compression(level="keep")
 INT8 = Compression()
@@ -28,6 +31,24 @@ def gradients(function: Any, inputs: Sequence[Tensor], seed: int = 9) -> tuple[T
     outputs = function()
     weights = [sample(*o.shape, seed=seed + i, dtype=o.dtype) for i, o in enumerate(outputs)]
     return torch.autograd.grad(outputs, inputs, [weight.detach() for weight in weights])
+
+
+def norm_of(
+    kind: str,
+    x: Tensor,
+    affine: Sequence[Tensor | None] = (None, None),
+    residual: Tensor | None = None,
+    keep: Compression | None = None,
+) -> Normed:
+    if kind == "rms":
+        return rms_norm(x, affine[0], 1e-5, residual, keep)
+    return layer_norm(x, *affine, 1e-5, residual, keep)
+
+
+def torchs_norm(kind: str, x: Tensor, affine: Sequence[Tensor | None]) -> Tensor:
+    if kind == "rms":
+        return functional.rms_norm(x, x.shape[-1:], affine[0], 1e-5)
+    return functional.layer_norm(x, x.shape[-1:], *affine, 1e-5)
 
 
 def held_bytes(function: Callable[[], object], *apart: Tensor) -> int:

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vramx.compression.config import Compression
 from vramx.planning import meters, storages
 
 WIDTH = 64
-PACKED_ROWS = 4096  # of a hidden state of 1 MiB: less is not packed
+PACKED_ROWS = 1024  # of a hidden state of PACKED_BYTES: less is not packed
+PACKED_BYTES = 4 * PACKED_ROWS * WIDTH
 PRODUCTS = ("mm", "addmm", "bmm", "convolution", "convolution_backward")
 
 
@@ -99,7 +101,10 @@ class Counter(TorchDispatchMode):
 
 @pytest.fixture
 def counted_time(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    """Have a call take a millisecond for an operation, and a second for a product."""
+    """Have a call take a millisecond for an operation, and a second for a product.
+
+    Less than by default is packed, so that what is planned may be small.
+    """
 
     def busy(self: Any, function: Any, calls: int) -> meters.Busy:
         with Counter() as counter:
@@ -107,6 +112,13 @@ def counted_time(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
         return meters.Busy(float(counter.count), 0.0)
 
     monkeypatch.setattr(meters.HostMeter, "busy", busy)
+    monkeypatch.setitem(Compression.__init__.__kwdefaults__, "min_bytes", PACKED_BYTES)
+
+
+@pytest.fixture
+def without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round to nearest: on a host most operations of packing compute noise."""
+    monkeypatch.setitem(Compression.__init__.__kwdefaults__, "rounding", "nearest")
 
 
 @pytest.fixture

@@ -53,10 +53,10 @@ def test_a_history_becomes_requested_bytes_on_numbered_streams(
     events = [
         event("segment_alloc", 0x1000, 2 << 20),
         event("alloc", 0x1000, 100),
-        event("alloc", 0x2000, 700, 3, stream=side),
-        event("free_requested", 0x2000, 700, 5, stream=side),
-        event("alloc", 0x3000, 4, 6),
-        event("free_completed", 0x2000, 700, 9, stream=side),
+        event("alloc", 0x2000, 700, 300, stream=side),
+        event("free_requested", 0x2000, 700, 599, stream=side),
+        event("alloc", 0x3000, 4, 600),
+        event("free_completed", 0x2000, 700, 951, stream=side),
     ]
     snapshot = {"segments": [segment()], "device_traces": [events]}
     (tmp_path / "snapshot").write_bytes(pickle.dumps(snapshot))
@@ -64,16 +64,16 @@ def test_a_history_becomes_requested_bytes_on_numbered_streams(
     trace = _record.history()
     assert rows(trace) == [
         (0, 0, 100, 0, 0),
-        (0, 1, 700, 1, 3),
-        (1, 1, 700, 1, 5),
-        (0, 2, 4, 0, 6),
-        (2, 1, 700, 1, 9),
+        (0, 1, 700, 1, 300),
+        (1, 1, 700, 1, 500),
+        (0, 2, 4, 0, 600),
+        (2, 1, 700, 1, 900),
     ]
     assert _record.describe(trace) | {"modelled_peak_reserved_bytes": 0} == {
         "events": 5,
         "allocations": 3,
         "streams": 2,
-        "seconds": 9e-6,
+        "seconds": 9e-4,
         "peak_live_bytes": 804,
         "modelled_peak_reserved_bytes": 0,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,47 +36,18 @@ def test_every_program_is_in_the_catalogue() -> None:
     assert files == {program.name for program in torch_programs.CATALOGUE}
 
 
-def test_a_program_reports_through_the_recorder(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    from benchmarks.programs._report import SEED
-
-    program = """
-import torch
-from benchmarks.programs._report import Recorder
-recorder = Recorder(warmup=1, timed=2, deterministic=False)
-recorder.begin()
-for _ in range(recorder.steps):
-    with recorder.step():
-        loss = torch.rand(()) / 3
-    recorder.loss(loss)
-recorder.finish(batch_size=4)
-"""
-    (tmp_path / "program.py").write_text(program)
-    done = _launch.run(Job(tmp_path / "program.py", ON_CPU))
-    assert done.status == "ok"
-    report = done.reports[-1]
-    assert (len(report["step_ms"]), report["warmup"], report["driver_calls"]) == (3, 1, None)
-    assert report["extra"] == {"batch_size": 4}
-    in_steps = _launch.run(Job(tmp_path / "program.py", ON_CPU, has_steps=True))
-    assert in_steps.reports[-1]["losses"] == report["losses"]
-    generator = torch.Generator().manual_seed(SEED)
-    expected = [float(torch.rand((), generator=generator) / 3) for _ in range(3)]
-    assert [float.fromhex(loss) for loss in report["losses"]] == expected  # to the last bit
-
-
-def test_a_program_insists_on_repeatable_kernels_unless_it_says_otherwise(tmp_path: Path) -> None:
-    """With warn_only, torch keeps the atomic additions of attention's backward."""
-    pytest.importorskip("torch")
-    program = """
+REPORTS = """
 import os, torch
 from benchmarks.programs._report import Recorder
 os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)  # as by hand
 Recorder(deterministic=False)
 loose = torch.are_deterministic_algorithms_enabled()
-recorder = Recorder(warmup=0, timed=1)
+recorder = Recorder(warmup=1, timed=2)
 recorder.begin()
-with recorder.step():
-    pass
+for _ in range(recorder.steps):
+    with recorder.step():
+        loss = torch.rand(()) / 3
+    recorder.loss(loss)
 recorder.finish(
     loose=loose,
     strict=torch.are_deterministic_algorithms_enabled(),
@@ -84,10 +56,42 @@ recorder.finish(
     workspace=os.environ["CUBLAS_WORKSPACE_CONFIG"],
 )
 """
-    (tmp_path / "program.py").write_text(program)
-    done = _launch.run(Job(tmp_path / "program.py", ON_CPU))
+
+
+@pytest.fixture(scope="module")
+def reporting(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    pytest.importorskip("torch")
+    program = tmp_path_factory.mktemp("reporting") / "program.py"
+    program.write_text(REPORTS)
+    return Job(program, ON_CPU)
+
+
+@pytest.fixture(scope="module")
+def reported(reporting: Job) -> Outcome:
+    return _launch.run(reporting)
+
+
+def test_a_program_reports_through_the_recorder(reporting: Job, reported: Outcome) -> None:
+    import torch
+
+    from benchmarks.programs._report import SEED
+
+    assert reported.status == "ok"
+    report = reported.reports[-1]
+    assert (len(report["step_ms"]), report["warmup"], report["driver_calls"]) == (3, 1, None)
+    in_steps = _launch.run(replace(reporting, has_steps=True))
+    assert in_steps.reports[-1]["losses"] == report["losses"]
+    generator = torch.Generator().manual_seed(SEED)
+    expected = [float(torch.rand((), generator=generator) / 3) for _ in range(3)]
+    assert [float.fromhex(loss) for loss in report["losses"]] == expected  # to the last bit
+
+
+def test_a_program_insists_on_repeatable_kernels_unless_it_says_otherwise(
+    reported: Outcome,
+) -> None:
+    """With warn_only, torch keeps the atomic additions of attention's backward."""
     flags = {"loose": False, "strict": True, "warns": False, "fills": False}
-    assert done.reports[-1]["extra"] == {**flags, "workspace": ":4096:8"}
+    assert reported.reports[-1]["extra"] == {**flags, "workspace": ":4096:8"}
 
 
 def test_beginning_anew_draws_the_same_numbers() -> None:

@@ -118,8 +118,18 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_importing_vramx_imports_neither_torch_nor_numpy() -> None:
-    code = "import sys, vramx; print(sorted({'torch', 'numpy', 'rich'} & set(sys.modules)))"
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "vramx",
+        "vramx.callbacks; dir(vramx.callbacks)",
+        "vramx.compression.config",
+        "vramx.testing.plugin, vramx.testing.hooks",
+    ],
+)
+def test_importing_imports_nothing_large(modules: str) -> None:
+    large = {"torch", "triton", "numpy", "rich", "transformers", "lightning", "accelerate"}
+    code = f"import sys, {modules}; print(sorted({large} & set(sys.modules)))"
     assert python("-c", code).stdout == "[]\n"
 
 

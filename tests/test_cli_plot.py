@@ -167,7 +167,7 @@ def test_a_snapshot_is_drawn_as_png_with_what_it_marks(
 
 
 @pytest.mark.usefixtures("core")
-@pytest.mark.parametrize("minor", MINORS)
+@pytest.mark.parametrize("minor", [MINORS[0], 11, 12, MINORS[-1]])
 def test_a_snapshot_of_each_release_is_plotted(run: Any, tmp_path: Path, minor: int) -> None:
     pytest.importorskip("plotly")
     recording = Recording(minor)

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vramx.compression.codec import codec, random, reference
+from vramx.compression.codec import codec, reference
 from vramx.compression.codec.codec import Packed, layout_of, pack, unpack
 from vramx.compression.config import MASK_FORMAT, ROUNDINGS, Format
 from vramx.errors import InvalidValueError
@@ -34,15 +33,8 @@ EXPERIMENTS = [
     Format(bits, 32, symmetric, rounding)
     for bits, symmetric, rounding in itertools.product([2, 3, 5, 6, 7], [True, False], ROUNDINGS)
 ]
+pytestmark = pytest.mark.usefixtures("seeded")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
-
-@pytest.fixture(autouse=True)
-def seed() -> Iterator[None]:
-    torch.manual_seed(0)
-    random.manual_seed(0, rank=0)
-    yield
-    random.manual_seed(0, rank=0)
 
 
 def steps(packed: Packed) -> Tensor:

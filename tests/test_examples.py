@@ -1,29 +1,29 @@
 """The examples, on a processor: each is run as a user starts it, and says what its header promises.
 
-In this process, where importing torch is paid for already; what starts processes runs in its own.
+In this process, where importing torch is paid for already, or in two that are forked from one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from distributed_tools import run_on_two
+from torch import distributed
 
-pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("vramx._core", reason="the compiled core is not built")
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
-LIMIT_S = 240
-
 LEVELS = ("left", "int8")  # in the table of a prediction
 
 Start = Callable[..., str]
@@ -75,21 +75,28 @@ def test_a_graph_network_needs_no_library_for_graphs(
     assert "MeanSage" in start("gnn", "--steps", "4")
 
 
-def test_fsdp2_starts_itself_and_optimises_every_process_alike() -> None:
-    # gloo looks for an address by the machine's name, which need not have one.
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    variables.pop("RANK", None)
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "fsdp2.py"), "--steps", "2"],
-        env={**variables, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert len(losses(done.stdout)) == 2
-    assert "fused, int8, as EncoderLayer" in done.stdout
+def fsdp2(rank: int) -> dict[str, Any]:
+    """Be a process that torchrun has started; its group is there already."""
+    os.environ["RANK"] = str(rank)
+    sys.argv = ["fsdp2.py", "--steps", "2"]
+    distributed.init_process_group = distributed.destroy_process_group = lambda *_: None
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        runpy.run_path(str(EXAMPLES / "fsdp2.py"), run_name="__main__")
+    return {"said": said.getvalue()}
+
+
+def test_fsdp2_starts_itself_and_optimises_every_process_alike(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(os, "execv", lambda _, words: sys.exit(" ".join(words)))
+    launch = r"-m torch.distributed.run --standalone --nproc-per-node=2 \S*fsdp2.py --steps 2"
+    with pytest.raises(SystemExit, match=launch):
+        start("fsdp2", "--steps", "2")
+    first, second = (each["said"] for each in run_on_two(fsdp2, tmp_path))
+    assert len(losses(first)) == 2
+    assert "fused, int8, as EncoderLayer" in first
+    assert second == ""
 
 
 def test_a_trainer_trains_an_optimised_llama(start: Start) -> None:

@@ -114,7 +114,7 @@ CASES: dict[str, Case] = {
     "glu_linear, bias + residual": (
         lambda g, u, w, b, r: glu_linear(g, u, w, b, residual=r, keep=EXACT), [*GATED, RESIDUAL]
     ),
-    "dropout": (dropped, [(5, 7), (5, 7)]),
+    "dropout": (dropped, [(3, 5), (3, 5)]),
     "rotary": (turned, [(2, 2, 3, 4), (2, 1, 3, 4)]),
     "rms_norm": (partial(outputs, "rms"), [(2, 5), (2, 5), ROW]),
     "layer_norm": (partial(outputs, "layer"), [(2, 5), (2, 5), ROW, ROW]),
@@ -124,10 +124,10 @@ CASES: dict[str, Case] = {
     "gated mlp": (partial(feed, "rms"), [*OF_FEED, INNER, INNER, (5, 4), BIAS, ROW]),
     "gated mlp of a tensor": (partial(feed, "tensor"), [*OF_FEED, INNER, INNER, (5, 4), BIAS, ROW]),
     "two_linears": (two, [(2, 5), ROW, ROW, INNER, (5, 4), BIAS, ROW, ROW]),
-    "linears with sides": (with_sides, [(1, 2, 8), (3, 8), (2, 8), (2, 8)]),
+    "linears with sides": (with_sides, [(1, 2, 4), (3, 4), (2, 4), (2, 4)]),
     **{
         f"{kind} of {count} with a side": (
-            partial(unit, kind), [*[(1, 2, 8)] * count, (5, 8), (3, 8)]
+            partial(unit, kind), [*[(1, 2, 4)] * count, (3, 4), (2, 4)]
         )
         for kind, count in (("silu", 2), ("gelu", 2), ("gelu_tanh", 1), ("silu", 1))
     },

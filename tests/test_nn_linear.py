@@ -10,7 +10,18 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.nn.functional as functional
-from norm_tools import EXACT, INT4, INT8, NEAREST, gradients, held_bytes, sample, step_of
+from norm_tools import (
+    EXACT,
+    INT4,
+    INT8,
+    NEAREST,
+    gradients,
+    held_bytes,
+    norm_of,
+    sample,
+    step_of,
+    torchs_norm,
+)
 from torch import Tensor
 
 from vramx.compression.codec import random
@@ -18,8 +29,7 @@ from vramx.compression.codec.codec import layout_of
 from vramx.compression.config import Compression, Format
 from vramx.nn import Linear
 from vramx.nn import reference_norm as reference
-from vramx.nn.functional import layer_norm, linear, linears, rms_norm
-from vramx.nn.norm import Normed
+from vramx.nn.functional import linear, linears, rms_norm
 
 HIDDEN, OUT = 128, (16, 8, 24)
 
@@ -35,20 +45,6 @@ def parameters(
 
 def plain(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
     return [functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
-
-
-def norm_of(
-    kind: str, x: Tensor, affine: Sequence[Tensor], keep: Compression | None = None
-) -> Normed:
-    if kind == "rms":
-        return rms_norm(x, affine[0], 1e-5, keep=keep)
-    return layer_norm(x, *affine, 1e-5, keep=keep)
-
-
-def torchs_norm(kind: str, x: Tensor, affine: Sequence[Tensor]) -> Tensor:
-    if kind == "rms":
-        return functional.rms_norm(x, x.shape[-1:], affine[0], 1e-5)
-    return functional.layer_norm(x, x.shape[-1:], *affine, 1e-5)
 
 
 def affine_of(kind: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:

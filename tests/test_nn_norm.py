@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as functional
-from norm_tools import EXACT, INT4, INT8, NEAREST, held_bytes, sample, step_of
+from norm_tools import EXACT, INT4, INT8, NEAREST, held_bytes, norm_of, sample, step_of, torchs_norm
 from torch import Tensor
 
 from vramx.compression.codec import random
@@ -18,8 +18,7 @@ from vramx.compression.config import Compression, Format
 from vramx.kernels import launch, start
 from vramx.nn import keeping
 from vramx.nn import reference_norm as reference
-from vramx.nn.functional import layer_norm, rms_norm
-from vramx.nn.norm import Normed
+from vramx.nn.functional import rms_norm
 
 HIDDEN = 256
 KINDS = {"rms": False, "layer": True}
@@ -27,24 +26,6 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 every_dtype = pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str
 )
-
-
-def normed(
-    kind: str,
-    x: Tensor,
-    affine: tuple[Tensor | None, Tensor | None] = (None, None),
-    residual: Tensor | None = None,
-    keep: Compression | None = None,
-) -> Normed:
-    if kind == "rms":
-        return rms_norm(x, affine[0], 1e-5, residual, keep)
-    return layer_norm(x, *affine, 1e-5, residual, keep)
-
-
-def torchs(kind: str, x: Tensor, affine: tuple[Tensor | None, Tensor | None]) -> Tensor:
-    if kind == "rms":
-        return functional.rms_norm(x, x.shape[-1:], affine[0], 1e-5)
-    return functional.layer_norm(x, x.shape[-1:], *affine, 1e-5)
 
 
 def inputs(
@@ -63,8 +44,8 @@ def test_output_is_torchs(kind: str, dtype: torch.dtype, keep: Compression) -> N
     """Both compute in float32 and round once at the end; float32 rounds on the way as well: each of
     a row's sums by less than 10 of its units, as they are added in pairs."""
     x, residual, affine = inputs(kind, 3, 5, HIDDEN, dtype=dtype)
-    done = normed(kind, x, affine, residual, keep)
-    expected = torchs(kind, x + residual, affine)
+    done = norm_of(kind, x, affine, residual, keep)
+    expected = torchs_norm(kind, x + residual, affine)
     assert torch.equal(done.residual_sum, x + residual)
     assert done.y.dtype == dtype
     wide = max(torch.finfo(torch.float32).eps if dtype != torch.float64 else 0, 2.0**-52)
@@ -94,9 +75,9 @@ def test_int8_gradients_are_within_a_step(kind: str, keep: Compression) -> None:
     """And those of 4 bits are not."""
     x, residual, affine = inputs(kind, 7, HIDDEN, dtype=torch.float32)
     dy = sample(7, HIDDEN, seed=8).detach()
-    done = normed(kind, x, affine, residual, keep)
+    done = norm_of(kind, x, affine, residual, keep)
     found = torch.autograd.grad(done.y, [x, affine[0]], dy, retain_graph=True)
-    exact = torch.autograd.grad(torchs(kind, x + residual, affine), [x, affine[0]], dy)
+    exact = torch.autograd.grad(torchs_norm(kind, x + residual, affine), [x, affine[0]], dy)
     rounding = 1e-5  # float32's, of sums of 256 terms of order 1
     for ours, theirs, off in zip(
         found, exact, bounds_of_int8(kind, x + residual, dy, affine[0])[:2], strict=True
@@ -112,9 +93,9 @@ def test_half_gradients_are_as_good_as_torchs(kind: str) -> None:
     every = [x, *(v for v in affine if v is not None)]
     wide = [v.detach().double().requires_grad_() for v in every]
     pair = (wide[1], wide[2] if len(wide) == 3 else None)
-    exact = torch.autograd.grad(torchs(kind, wide[0], pair), wide, dy.double())
-    theirs = torch.autograd.grad(torchs(kind, x, affine), every, dy)
-    ours = torch.autograd.grad(normed(kind, x, affine, None, EXACT).y, every, dy)
+    exact = torch.autograd.grad(torchs_norm(kind, wide[0], pair), wide, dy.double())
+    theirs = torch.autograd.grad(torchs_norm(kind, x, affine), every, dy)
+    ours = torch.autograd.grad(norm_of(kind, x, affine, None, EXACT).y, every, dy)
     for a, b, right in zip(ours, theirs, exact, strict=True):
         assert (a - right).norm() <= 2 * (b - right).norm()
 
@@ -124,7 +105,7 @@ def test_half_gradients_are_as_good_as_torchs(kind: str) -> None:
 def test_pack_is_the_codecs_of_the_normalised_input(kind: str, keep: Compression) -> None:
     x = sample(5, HIDDEN)
     random.manual_seed(3)
-    kept, again = (normed(kind, x, keep=keep).kept for _ in range(2))
+    kept, again = (norm_of(kind, x, keep=keep).kept for _ in range(2))
     random.manual_seed(3)
     n, rstd = reference.normalise(x.detach(), 1e-5, KINDS[kind])
     assert torch.equal(kept.buffer, pack(n.view(-1), keep.format()).buffer)
@@ -137,7 +118,7 @@ def test_pack_is_the_codecs_of_the_normalised_input(kind: str, keep: Compression
 def test_keeps_a_pack_and_a_float_a_row(kind: str, hidden: int) -> None:
     x, residual, affine = inputs(kind, 32, hidden, dtype=torch.bfloat16)
     apart = [x, residual, *(v for v in affine if v is not None)]
-    held = held_bytes(lambda: normed(kind, x, affine, residual), *apart)
+    held = held_bytes(lambda: norm_of(kind, x, affine, residual), *apart)
     probe = 2  # one element of bfloat16
     assert held == layout_of(32 * hidden, Format()).buffer_bytes + 4 * 32 + probe
 
@@ -164,7 +145,7 @@ def test_output_may_be_changed_in_place() -> None:
 @every_kind
 def test_gradient_of_the_sum_alone_passes_through(kind: str) -> None:
     x, residual, affine = inputs(kind, 3, HIDDEN)
-    total = normed(kind, x, affine, residual).residual_sum
+    total = norm_of(kind, x, affine, residual).residual_sum
     for gradient in torch.autograd.grad(total, [x, residual], torch.ones_like(total)):
         assert torch.equal(gradient, torch.ones_like(total))
 
@@ -175,7 +156,7 @@ def test_types_under_autocast_are_torchs(kind: str, dtype: torch.dtype) -> None:
     x, _, affine = inputs(kind, 3, HIDDEN, dtype=dtype)
     affine = (affine[0].detach().float(), None)
     with torch.autocast("cpu", torch.bfloat16):
-        assert normed(kind, x, affine).y.dtype == torchs(kind, x, affine).dtype
+        assert norm_of(kind, x, affine).y.dtype == torchs_norm(kind, x, affine).dtype
 
 
 def test_residual_of_another_type_promotes_as_addition_does() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from plan_tools import PACKED_ROWS, Block, Stack, counted_time, rows, small_device
+from plan_tools import PACKED_ROWS, Block, Stack, counted_time, rows, small_device, without_noise
 from test_plan import peak_bytes
 from torch import Tensor, nn
 
@@ -18,7 +18,7 @@ from vramx.planning.plan_text import _list_of
 from vramx.planning.words import WORDS, chosen_words
 from vramx.progress import ProgressBar
 
-__all__ = ["counted_time", "small_device"]
+__all__ = ["counted_time", "small_device", "without_noise"]
 pytestmark = pytest.mark.usefixtures("seeded", "counted_time")
 
 
@@ -43,7 +43,7 @@ class Deeper(Stack):
         self.blocks = nn.ModuleList(Deep() for _ in range(2))
 
 
-def test_the_noisiest_level_is_taken_where_nothing_else_fits() -> None:
+def test_the_noisiest_level_is_taken_where_nothing_else_fits(without_noise: None) -> None:
     model, sample = Deeper(), rows(PACKED_ROWS)
     plan = vramx.plan(model, sample, "smallest")
     assert "int4" not in plan.words.values()

@@ -42,8 +42,12 @@ def test_a_layer_keeps_what_torchs_own_kernels_do(kind: Any, nonlinearity: str) 
     assert row.peak_bytes["live"] == there + states * STATE_BYTES
 
 
-@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}], ids=str)
-@pytest.mark.parametrize("kind", KEPT)
+DEEP = {"num_layers": 2, "bidirectional": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [*((kind, {}) for kind in KEPT), (nn.LSTM, DEEP)], ids=str
+)
 def test_weights_in_one_storage_count_once(kind: Any, options: Any) -> None:
     layer, x = kind(WIDTH, WIDTH, batch_first=True, **options), torch.zeros(ROWS, STEPS, WIDTH)
     optimizer = torch.optim.AdamW(layer.parameters())
@@ -58,9 +62,14 @@ def test_weights_in_one_storage_count_once(kind: Any, options: Any) -> None:
     assert vramx.predict(step, policies="live").peak_bytes() == apart
 
 
-@pytest.mark.parametrize("lengths", [[12, 5, 1], [1, 12, 12]], ids=str)
-@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}], ids=str)
-@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize(
+    ("kind", "options", "lengths"),
+    [
+        *((kind, options, [1, 5, 5]) for kind in KEPT for options in ({}, DEEP)),
+        (nn.LSTM, {}, [5, 3, 1]),  # in order
+    ],
+    ids=str,
+)
 def test_packed_rows_take_what_real_steps_do(kind: Any, options: Any, lengths: list[int]) -> None:
     layer, of_each = kind(16, WIDTH, batch_first=True, **options), torch.tensor(lengths)
     x = torch.randn(len(lengths), max(lengths), 16)

@@ -9,7 +9,7 @@ import runpy
 import sys
 import textwrap
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from distributed_tools import start_server
 from program_stand_ins import machine_with
 
 from benchmarks import recipes
@@ -159,8 +160,11 @@ def test_a_wrapped_model_trains_as_the_plain_one(
     find_spec("transformers") is not None,
     reason="each process would import transformers, for which conftest.py prepares this one alone",
 )
-def test_two_processes_train_together() -> None:
+def test_two_processes_train_together(monkeypatch: pytest.MonkeyPatch) -> None:
     module = recipes.script("several_gpus")
+    start_server()  # and fork, so that neither process imports torch
+    start = partial(module.processes.start_processes, start_method="forkserver")
+    monkeypatch.setattr(module.processes, "spawn", start)
     place = common.Place(torch.device("cpu"), small=True)
     found = module.fsdp2(place)
     assert found["ranks"] == 2

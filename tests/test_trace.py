@@ -85,10 +85,10 @@ def test_what_is_saved_is_read_as_it_was_whatever_it_says(
             assert np.array_equal(again[name], array), name
 
 
-def test_a_recorded_program_takes_six_bits_an_event(traces: Path, tmp_path: Path) -> None:
+def test_a_recorded_program_takes_three_bits_an_event(traces: Path, tmp_path: Path) -> None:
     trace = load_trace(traces / "lora_checkpoint.npz")
     trace.save(tmp_path / "saved.npz")
-    assert (tmp_path / "saved.npz").stat().st_size < len(trace) * 6 / 8
+    assert (tmp_path / "saved.npz").stat().st_size < len(trace) * 3 / 8
 
 
 def test_without_lzma_a_trace_is_saved_all_the_same(

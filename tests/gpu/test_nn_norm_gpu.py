@@ -9,14 +9,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as functional
-from norm_tools import EXACT, INT4, INT8, step_of
+from norm_tools import EXACT, INT4, INT8, norm_of, step_of, torchs_norm
 from torch import Tensor
 
 from vramx.compression.codec import random
 from vramx.compression.config import Compression
 from vramx.nn import reference_norm as reference
-from vramx.nn.functional import layer_norm, linears, rms_norm
-from vramx.nn.norm import Normed
+from vramx.nn.functional import linears, rms_norm
 
 pytestmark = pytest.mark.gpu
 
@@ -41,20 +40,6 @@ def vectors_of(kind: str, hidden: int) -> list[Tensor]:
     return [sample(hidden, seed=seed) for seed in ((2,) if kind == "rms" else (2, 3))]
 
 
-def norm_of(
-    kind: str, x: Tensor, residual: Tensor, vectors: list[Tensor], keep: Compression | None
-) -> Normed:
-    if kind == "rms":
-        return rms_norm(x, vectors[0], 1e-5, residual, keep)
-    return layer_norm(x, *vectors, 1e-5, residual, keep)
-
-
-def torchs(kind: str, s: Tensor, vectors: list[Tensor]) -> Tensor:
-    if kind == "rms":
-        return functional.rms_norm(s, s.shape[-1:], vectors[0], 1e-5)
-    return functional.layer_norm(s, s.shape[-1:], *vectors, 1e-5)
-
-
 @every_kind
 @every_shape
 @pytest.mark.parametrize("keep", [EXACT, INT8, INT4], ids=["exact", "int8", "int4"])
@@ -65,9 +50,9 @@ def test_output_is_as_good_as_torchs(kind: str, rows: int, hidden: int, keep: Co
     """
     x, residual = sample(rows, hidden), sample(rows, hidden, seed=1)
     vectors = vectors_of(kind, hidden)
-    done = norm_of(kind, x, residual, vectors, keep)
+    done = norm_of(kind, x, vectors, residual, keep)
     assert torch.equal(done.residual_sum, x + residual)
-    expected = torchs(kind, x + residual, vectors)
+    expected = torchs_norm(kind, x + residual, vectors)
     assert torch.allclose(done.y, expected, rtol=2**-7, atol=2**-16)
 
 
@@ -80,9 +65,9 @@ def test_gradients_are_as_good_as_torchs(kind: str, rows: int, hidden: int) -> N
     s = (x + residual).detach().requires_grad_()
     dy = sample(rows, hidden, seed=8).detach()
     wide = [v.detach().double().requires_grad_() for v in (s, *vectors)]
-    exact = torch.autograd.grad(torchs(kind, wide[0], wide[1:]), wide, dy.double())
-    theirs = torch.autograd.grad(torchs(kind, s, vectors), [s, *vectors], dy)
-    done = norm_of(kind, x, residual, vectors, EXACT)
+    exact = torch.autograd.grad(torchs_norm(kind, wide[0], wide[1:]), wide, dy.double())
+    theirs = torch.autograd.grad(torchs_norm(kind, s, vectors), [s, *vectors], dy)
+    done = norm_of(kind, x, vectors, residual, EXACT)
     ours = torch.autograd.grad(done.y, [x, *vectors], dy)
     for a, b, right in zip(ours, theirs, exact, strict=True):
         assert (a - right).norm() <= 2 * (b - right).norm() + 1e-12
@@ -95,7 +80,7 @@ def test_int8_gradients_are_within_a_step(kind: str, rows: int, hidden: int) -> 
     the sums of a few thousand terms are off by far less than a thousandth of their magnitudes."""
     x, vectors = sample(rows, hidden), vectors_of(kind, hidden)
     dy = sample(rows, hidden, seed=8).detach()
-    done = norm_of(kind, x, torch.zeros_like(x), vectors, INT8)
+    done = norm_of(kind, x, vectors, torch.zeros_like(x), INT8)
     (dweight,) = torch.autograd.grad(done.y, [vectors[0]], dy)
     n, _ = reference.normalise(x.detach().double(), 1e-5, kind == "layer")
     exact, _ = reference.sums(dy.double(), n)
@@ -122,7 +107,7 @@ def test_rows_may_be_those_of_a_batch(kind: str, hidden: int, of_sum: bool) -> N
     found = []
     for shape in ((4, 33), (132,)):
         rows = x.detach().view(*shape, hidden).requires_grad_()
-        done = norm_of(kind, rows, torch.zeros_like(rows), vectors, EXACT)
+        done = norm_of(kind, rows, vectors, torch.zeros_like(rows), EXACT)
         outputs = [done.y, done.residual_sum] if of_sum else [done.y]
         gradients = [each.view_as(rows) for each in (dy, dsum)][: len(outputs)]
         found.append(torch.autograd.grad(outputs, [rows, *vectors], gradients))
@@ -139,12 +124,12 @@ def test_linears_gradients_are_near_torchs(kind: str) -> None:
     every = [x, residual, *vectors, *weights]
 
     def fused() -> tuple[Tensor, ...]:
-        done = norm_of(kind, x, residual, vectors, INT8)
+        done = norm_of(kind, x, vectors, residual, INT8)
         return (*linears(done, weights), done.residual_sum)
 
     def plain() -> tuple[Tensor, ...]:
         s = x + residual
-        y = torchs(kind, s, vectors)
+        y = torchs_norm(kind, s, vectors)
         return (*(functional.linear(y, weight) for weight in weights), s)
 
     for a, b in zip(_gradients(fused, every), _gradients(plain, every), strict=True):
