@@ -76,8 +76,7 @@ class Row:
     """One figure as it is reported. `samples` are the values; four columns are derived from them.
 
     A CSV file holds OWN_COLUMNS of each row, and in the last column what a run's rows share, as
-    JSON: it stands in the run's first row, and a row without it is of the run above. A case stands
-    in its first row likewise.
+    JSON: it stands in the run's first row, and a row without it is of the run above.
     """
 
     benchmark: str
@@ -288,14 +287,10 @@ def _write(file: TextIO, rows: Iterable[Mapping[str, Any]], last_run: str) -> No
     writer = csv.writer(file, lineterminator="\n")
     if not last_run:
         writer.writerow(FILE_COLUMNS)
-    last_case = ""
     for row in rows:
         run = json.dumps({name: str(row[name]) for name in RUN_COLUMNS})
-        case, *others = (row[name] for name in OWN_COLUMNS)
-        is_new_run = run != last_run
-        is_new_case = is_new_run or case != last_case
-        writer.writerow([case if is_new_case else "", *others, run if is_new_run else ""])
-        last_run, last_case = run, case
+        writer.writerow([*(row[name] for name in OWN_COLUMNS), run if run != last_run else ""])
+        last_run = run
 
 
 def _last_run(path: Path) -> str:
@@ -311,15 +306,14 @@ def read_columns(path: Path) -> list[str]:
 def read_csv(path: Path) -> list[dict[str, str]]:
     """Return the rows of a results file, each with the columns of Row as text."""
     found = []
-    case, shared = "", dict[str, str]()
+    shared: dict[str, str] = {}
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             run = row.pop("run")
             shared = json.loads(run) if run else shared
-            case = row["case"] or case
             derived = _derived([float(value) for value in row["samples"].split()])
             texts = {name: "" if value is None else str(value) for name, value in derived.items()}
-            found.append({**row, "case": case, **texts, **shared})
+            found.append({**row, **texts, **shared})
     return found
 
 

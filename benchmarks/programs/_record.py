@@ -4,10 +4,9 @@
 
 Torch's history of its native allocator has every allocation, requested free and completed free,
 with stream, microseconds and the requested bytes, unrounded (an entry's size is the block's
-`requested_size`); the trace has tenths of a millisecond. It is switched on before the program
-touches the GPU, without stack traces, so that an event costs well under a microsecond. A program
-that has not ended after SECONDS is stopped where it is: the trace is then of so much of it. Prints
-a line of JSON; needs a GPU.
+`requested_size`), kept in tenths of a millisecond. It is switched on before the program touches the GPU, without stack traces, so
+that an event costs well under a microsecond. A program that has not ended after SECONDS is stopped
+where it is: the trace is then of so much of it. Prints a line of JSON; needs a GPU.
 """
 
 from __future__ import annotations
