@@ -30,7 +30,7 @@ from torch import nn
 
 import vramx
 from vramx.errors import VramxWarning
-from vramx.optimizers import stream
+from vramx.optimizers.slots import SLOTS
 from vramx.optimizers.states import plain_tensors
 
 __all__ = ["link"]
@@ -105,7 +105,7 @@ def test_the_host_has_the_states_and_the_device_three_slots(link: LateLink) -> N
     assert link.pool.used_bytes == held
     buckets = pair.offloaded._vramx_rounds._streams  # type: ignore[attr-defined]
     largest = max(bucket.nbytes for s in buckets.values() for bucket in s.buckets)
-    assert allocated == [largest] * stream.SLOTS
+    assert allocated == [largest] * SLOTS
 
 
 def test_an_error_in_a_step_loses_nothing(link: LateLink) -> None:
@@ -283,8 +283,8 @@ def test_the_slots_go_with_the_step_and_wait_for_no_collection_of_garbage(link: 
     try:
         pair.step(0, 1)
         pair.offloaded.state_dict()  # all copies are done
-        assert len(slots) == stream.SLOTS
-        assert [slot() for slot in slots] == [None] * stream.SLOTS
+        assert len(slots) == SLOTS
+        assert [slot() for slot in slots] == [None] * SLOTS
     finally:
         gc.enable()
 

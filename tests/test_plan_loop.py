@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import vramx
 from vramx.errors import InvalidValueError
-from vramx.optimizers.stream import SLOTS
+from vramx.optimizers.slots import SLOTS
 from vramx.planning.meters import HostMeter
 from vramx.planning.states import cost_of, tensors_of
 

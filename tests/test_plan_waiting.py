@@ -10,7 +10,7 @@ from test_plan_loop import model_and_rows
 
 import vramx
 from vramx.compression.offload.transport import Lane
-from vramx.optimizers.rounds import bucket_bytes_of
+from vramx.optimizers.options import bucket_bytes_of
 from vramx.planning.states import rounds_of
 from vramx.planning.timeline import Cost, Place, Timeline
 from vramx.planning.waiting import Waiting, ms_per_byte

@@ -3,10 +3,11 @@
     python _record.py PROGRAM FOLDER SECONDS
 
 Torch's history of its native allocator has every allocation, requested free and completed free,
-with stream, microseconds and the requested bytes, unrounded (an entry's size is the block's
-`requested_size`), kept in tenths of a millisecond. It is switched on before the program touches the GPU, without stack traces, so
-that an event costs well under a microsecond. A program that has not ended after SECONDS is stopped
-where it is: the trace is then of so much of it. Prints a line of JSON; needs a GPU.
+with stream, time and the requested bytes, unrounded (an entry's size is the block's
+`requested_size`). Times are kept in tenths of a millisecond. It is switched on before the program
+touches the GPU, without stack traces, so that an event costs well under a microsecond. A program
+that has not ended after SECONDS is stopped where it is: the trace is then of so much of it. Prints
+a line of JSON; needs a GPU.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from vramx.compression.offload.offload import link_of
 from vramx.errors import InvalidValueError, OffloadError, brief
 from vramx.optimizers import separable
 from vramx.optimizers.copies import HOLDER, ORIGINAL, unwrapped
-from vramx.optimizers.rounds import Options, Rounds, check_alone
+from vramx.optimizers.options import Options, check_alone
+from vramx.optimizers.rounds import Rounds
 from vramx.optimizers.states import mapped, size_bytes
 from vramx.patch.change import Restorable
 from vramx.sizes import parse_size

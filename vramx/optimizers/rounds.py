@@ -12,34 +12,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 from torch.optim import Optimizer
 
 from vramx.compression.offload.offload import link_of
 from vramx.errors import OffloadError
 from vramx.optimizers import separable
 from vramx.optimizers.copies import HOLDER, ORIGINAL, parameters_of
-from vramx.optimizers.states import Bucket, size_bytes
+from vramx.optimizers.options import Options, bucket_bytes_of, check_alone, check_one_device
+from vramx.optimizers.states import Bucket
 from vramx.optimizers.stream import StateStream
-from vramx.sizes import MIB, format_size
-
-_LEAST_BUCKET_BYTES, _MOST_BUCKET_BYTES = 64 * MIB, 256 * MIB
-
-
-@dataclass(frozen=True)
-class Options:
-    """What offload_optimizer() was told."""
-
-    bucket_bytes: int | None  # None: as bucket_bytes_of() has it
-    least_bytes: int
-    in_backward: bool
-    keep_bytes: int = 0  # of each device
+from vramx.sizes import format_size
 
 
 class _Place(NamedTuple):
@@ -215,7 +203,7 @@ class Rounds:
         held = set(map(id, self._all()))
         new = [p for p in every if id(p) not in held]
         if new and self.options.in_backward:
-            _check_one_device(every)
+            check_one_device(every)
         by_device: dict[torch.device, list[Tensor]] = {}
         for parameter in new:
             by_device.setdefault(parameter.device, []).append(parameter)
@@ -251,41 +239,6 @@ class Rounds:
                 stream.remove(gone)
             for parameter in gone:
                 self._places.pop(id(parameter), None)
-
-
-def bucket_bytes_of(parameters: Sequence[Tensor]) -> int:
-    """Return how large buckets are at their best.
-
-    Each takes the host a millisecond, and the slots hold the states of the largest parameter
-    anyway; but in backward a bucket's gradients wait for the last of them.
-    """
-    return min(max(_LEAST_BUCKET_BYTES, *map(size_bytes, parameters)), _MOST_BUCKET_BYTES)
-
-
-def check_alone() -> None:
-    """Raise where this process trains beside others.
-
-    Raises:
-        OffloadError: gradients are not yet those of all processes when they come.
-    """
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise OffloadError(
-            "in_backward=True: beside other processes gradients are not yet those of all when they "
-            "come; accepted is False"
-        )
-
-
-def _check_one_device(parameters: list[Tensor]) -> None:
-    """Raise for several: autograd has a thread for each, and gradients are hidden in one of them.
-
-    Raises:
-        OffloadError: parameters are on several devices.
-    """
-    devices = sorted({str(parameter.device) for parameter in parameters})
-    if len(devices) > 1:
-        raise OffloadError(
-            f"in_backward=True: parameters are on {', '.join(devices)}; accepted is one device"
-        )
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,9 +29,8 @@ from vramx.compression.offload.offload import Link
 from vramx.compression.offload.pinned import Slot
 from vramx.compression.offload.transport import Lane
 from vramx.errors import VramxWarning
+from vramx.optimizers.slots import SLOTS, Berth, Slots
 from vramx.optimizers.states import Bucket, Shown, States, is_dense, show, size_bytes
-
-SLOTS = 3
 
 
 @dataclass(eq=False)
@@ -46,14 +44,6 @@ class _Rest:
     slot: Slot | None
     image: list[Shown]
     arrived: Any  # an event: all of them are there
-
-
-@dataclass(eq=False)
-class _Berth:
-    """A slot of the device."""
-
-    memory: Tensor
-    left: Any  # an event: nothing reads or writes what was in it before
 
 
 class StateStream:
@@ -75,8 +65,7 @@ class StateStream:
         self._keep_bytes = keep_bytes
         self.buckets: list[Bucket] = []
         self._rests: dict[int, _Rest] = {}  # by the bucket's number
-        self._free: deque[_Berth] = deque()
-        self._coming: dict[int, tuple[_Berth, Any]] = {}  # and the event that all has arrived
+        self._slots = Slots(link.transport)
         self._told: set[str] = set()
 
     @property
@@ -117,18 +106,16 @@ class StateStream:
         if rest is not None and not self.buckets[number].is_shown(state, rest.image):
             self.adopt_one(number, state)  # others have changed what the optimizer has
         self._bring(number)
-        here = self._coming.pop(number, None)
+        berth = self._slots.take(number)
         for coming in ahead[: SLOTS - 1]:
             self._bring(coming)
         bucket = self.buckets[number]
-        if here is None:
+        if berth is None:
             run(bucket)
             rest = self._rests.get(number)
             if rest is None or not bucket.is_shown(state, rest.image):
                 self._place(number, state)
             return
-        berth, arrived = here
-        self._link.wait(self._link.stream(), arrived)
         image = bucket.image(berth.memory)
         show(image)
         try:
@@ -137,12 +124,8 @@ class StateStream:
             self._send(number, state, berth, image)
 
     def close(self) -> None:
-        """Let go of the slots. What was on its way in vain is still on the host."""
-        for berth in self._berths():
-            for lane in Lane:
-                self._link.used_by(berth.memory, lane)
-        self._free.clear()
-        self._coming.clear()
+        """Let go of the slots, after a round of steps."""
+        self._slots.close()
 
     def adopt(self, state: States, *, is_anywhere: bool) -> None:
         """Put the optimizer's states on the host: those of the device, or all, as after loading."""
@@ -166,7 +149,7 @@ class StateStream:
 
     def adopt_one(self, number: int, state: States) -> None:
         """Put a bucket's states, wherever they are, on the host in place of those that were."""
-        self._let_go(number)
+        self._slots.let_go(number)
         before = self._rests.get(number)  # what there is now may be views of it
         if before is not None:
             self._link.synchronize(before.arrived)
@@ -182,7 +165,7 @@ class StateStream:
             if len(left) < len(bucket.parameters):
                 bucket.parameters[:] = left
             if not left:
-                self._let_go(number)
+                self._slots.let_go(number)
                 self._rests.pop(number, None)
                 self.buckets[number] = Bucket([])
 
@@ -231,40 +214,13 @@ class StateStream:
             kept -= own.nbytes
         return max(first, kept) + own.nbytes <= self._keep_bytes
 
-    def _open(self, nbytes: int) -> None:
-        """Have slots of so many bytes at least; those of the step before, as a rule."""
-        if any(berth.memory.numel() >= nbytes for berth in self._berths()):
-            return
-        self.close()
-        nbytes = self.device_bytes // SLOTS
-        memories = [self._link.allocate(nbytes) for _ in range(SLOTS)]
-        now = self._link.mark(self._link.stream())  # who had the memory before is done by then
-        self._free.extend(_Berth(memory, now) for memory in memories)
-
-    def _let_go(self, number: int) -> None:
-        """Have the slot of a bucket that came in vain for another one."""
-        if number in self._coming:
-            self._free.append(self._coming.pop(number)[0])
-
-    def _berths(self) -> list[_Berth]:
-        return [*self._free, *(berth for berth, _ in self._coming.values())]
-
     def _bring(self, number: int) -> None:
         rest = self._rests.get(number)
-        if rest is None or rest.slot is None or number in self._coming:
-            return
-        nbytes = self.buckets[number].nbytes
-        self._open(nbytes)
-        if not self._free:  # one that came in vain, the first of them, makes room
-            in_vain = next(iter(self._coming))
-            self._free.append(self._coming.pop(in_vain)[0])
-        berth = self._free.popleft()
-        self._link.wait(Lane.TO_DEVICE, rest.arrived)
-        self._link.wait(Lane.TO_DEVICE, berth.left)
-        self._link.copy(Lane.TO_DEVICE, berth.memory[:nbytes], rest.slot.memory)
-        self._coming[number] = berth, self._link.mark(Lane.TO_DEVICE)
+        if rest is not None and rest.slot is not None:
+            source = rest.slot.memory[: self.buckets[number].nbytes]
+            self._slots.bring(number, source, rest.arrived, self.device_bytes // SLOTS)
 
-    def _send(self, number: int, state: States, berth: _Berth, image: list[Shown]) -> None:
+    def _send(self, number: int, state: States, berth: Berth, image: list[Shown]) -> None:
         bucket, rest = self.buckets[number], self._rests[number]
         assert rest.slot is not None  # from where it came
         if bucket.is_shown(state, image):
@@ -276,8 +232,7 @@ class StateStream:
             self._place(number, state)
             if number not in self._rests:  # it stays on the device, but in no slot
                 show(bucket.cloned())
-        berth.left = self._link.mark(Lane.TO_HOST)
-        self._free.append(berth)
+        self._slots.give_back(berth)
 
     def _place(self, number: int, state: States, *, is_anywhere: bool = False) -> None:
         """Find the bucket's states a place where they rest, and send them there."""

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from vramx.errors import InvalidValueError, brief
 from vramx.optimizers.copies import HOLDER, copy_of
 from vramx.optimizers.rounds import Rounds
-from vramx.optimizers.stream import SLOTS
+from vramx.optimizers.slots import SLOTS
 from vramx.planning.meters import Meter
 
 # Of two parameters at once, against one: twice as much where their temporaries are there together.
