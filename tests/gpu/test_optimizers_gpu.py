@@ -44,12 +44,15 @@ def expect_alike(a: nn.Module, b: nn.Module) -> None:
         assert torch.equal(left, right)
 
 
+@pytest.mark.parametrize("keep", [0, "100MiB"])
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("name", MAKERS)
-def test_streamed_states_are_the_unstreamed_ones(name: str, in_backward: bool) -> None:
+def test_streamed_states_are_the_unstreamed_ones(
+    name: str, in_backward: bool, keep: int | str
+) -> None:
     plain, streamed = model(), model()
     optimizer, offloaded = MAKERS[name](plain.parameters()), MAKERS[name](streamed.parameters())
-    vramx.offload_optimizer(offloaded, in_backward=in_backward, bucket="16MiB")
+    vramx.offload_optimizer(offloaded, in_backward=in_backward, bucket="16MiB", keep=keep)
     train(plain, optimizer, 8)
     train(streamed, offloaded, 8)
     expect_alike(plain, streamed)
@@ -57,6 +60,19 @@ def test_streamed_states_are_the_unstreamed_ones(name: str, in_backward: bool) -
     for number, states in expected.items():
         for key, value in states.items():
             assert torch.equal(value.cpu(), found[number][key].cpu()), (number, key)
+
+
+def test_what_stays_can_be_changed_between_steps() -> None:
+    plain, streamed = model(), model()
+    optimizer, offloaded = (MAKERS["fused"](each.parameters()) for each in (plain, streamed))
+    vramx.offload_optimizer(offloaded, in_backward=True, bucket="16MiB")
+    for keep in (64, 1024, 0, 32):
+        vramx.offload_optimizer(offloaded, keep=keep * MIB)
+        train(plain, optimizer, 2)
+        train(streamed, offloaded, 2)
+        (stream,) = vars(offloaded)["_vramx_rounds"]._streams.values()
+        assert stream.kept_bytes == min(keep, 16 * LAYERS) * MIB  # a layer's are 16 MiB
+    expect_alike(plain, streamed)
 
 
 def test_the_device_holds_three_slots_at_most() -> None:
