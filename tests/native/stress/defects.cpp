@@ -9,7 +9,7 @@
 namespace vramx::stress {
 namespace {
 
-constexpr std::uint64_t kSeedsTried = 256;
+constexpr std::uint64_t kSeedsTried = 2048;
 constexpr std::size_t kFewSteps = 48;
 
 // The claim that a defect breaks, up to the colon; any of these, separated by bars.
