@@ -141,9 +141,34 @@ def test_rows_that_share_groups_are_packed_each_in_its_own_scale(
 ) -> None:
     if not decided:
         monkeypatch.setattr(inputs, "of_rows", lambda *_: None)
+        monkeypatch.setattr(norms.Readers, "_note_mean", lambda *_: None)
     norm = nn.LayerNorm(96, eps=1e-12)
     found = worst_cosine(norm, tokens(96), of_the_first(NOT_SEEN[name](norm)))
     assert found >= COSINE if decided else found < 0.99
+
+
+def written_out(x: Tensor, dim: int) -> Tensor:
+    off = x - x.mean(dim, keepdim=True)
+    return off * (off.square().mean(dim, keepdim=True) + 1e-12).rsqrt()
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["seen", "not seen"])
+@pytest.mark.parametrize("dim", [1, 2])
+def test_a_norm_that_is_written_out_is_seen_by_its_mean(
+    dim: int, seen: bool, monkeypatch: Any
+) -> None:
+    """Of channels, as layer norms of images are, and of rows. Groups have parts of one row."""
+    if not seen:
+        monkeypatch.setattr(norms.Readers, "_note_mean", lambda *_: None)
+    x = torch.randn(8, 48, 128, generator=torch.Generator().manual_seed(0)) + 1e3
+    found = worst_cosine(nn.Identity(), x, lambda x: written_out(x, dim).tanh() * x.shape[0])
+    assert found >= COSINE if seen else found < 0.99
+
+
+def test_a_norm_goes_before_a_mean() -> None:
+    norm, x = nn.LayerNorm(128), uneven("layer", 1e3, 0)
+    x = torch.cat([x, x[..., :32]], -1)
+    assert worst_cosine(norm, x, lambda x: norm(x) * x.mean(1, keepdim=True).tanh()) >= COSINE
 
 
 @pytest.mark.parametrize("decided", [True, False], ids=["decided", "not decided"])

@@ -54,6 +54,45 @@ def uneven(rows: int, *shape: int) -> Tensor:
     return torch.randn(rows, *shape) * scales.view(-1, *(1,) * len(shape))
 
 
+class BehindALayer(nn.Module):
+    """Rows of different scale go through a layer without a bias, and a norm makes them alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(96, 96, bias=False), nn.LayerNorm(96, eps=1e-12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x * functional.silu(x)))
+
+
+@pytest.mark.parametrize("decided", [True, False], ids=["decided", "not decided"])
+@pytest.mark.parametrize("way", ["hooks", "graph"])
+def test_rows_that_a_layer_reads_do_not_share_a_group(
+    way: str, decided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans.plans_of.cache_clear()
+    graph.hooks.cache_clear()
+    if not decided:
+        monkeypatch.setattr(plans, "LEAST_OF_ROWS", 1 << 20)
+        monkeypatch.setattr(graph, "LEAST_OF_ROWS", 1 << 20)
+    torch.manual_seed(0)
+    region = BehindALayer()
+    x = torch.randn(4, 17, 96) * torch.logspace(-2, 0, 17)[torch.randperm(17)].unsqueeze(1)
+    dy = torch.randn(x.shape)
+
+    def gradient(packed: bool) -> Tensor:
+        torch._dynamo.reset()
+        called = torch.compile(region, backend="aot_eager") if way == "graph" else region
+        context = vramx.compress if way == "hooks" else vramx.compressed_graphs
+        with context(min_bytes=0) if packed else nullcontext():
+            y = called(x.clone().requires_grad_() * 1)
+        return torch.autograd.grad(y, region.layer.weight, dy)[0]
+
+    found, exact = gradient(True), gradient(False)
+    near = functional.cosine_similarity(found.flatten(), exact.flatten(), 0)
+    assert near >= COSINE if decided else near < 0.99
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", NORMS)
 def test_rows_of_different_scale_do_not_share_a_group(name: str, width: int) -> None:

@@ -43,6 +43,27 @@ class Deeper(Stack):
         self.blocks = nn.ModuleList(Deep() for _ in range(2))
 
 
+class Dropping(Stack):
+    """Leaves another block out of each step, as models with layer drop do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += self.training
+        x = self.embed(x)
+        for number, block in enumerate(self.blocks):
+            if number != self.count % 5:
+                x = block(x)
+        return self.head(x)
+
+
+def test_a_model_that_drops_blocks_at_random_is_one_clear_error() -> None:
+    with pytest.raises(InvalidValueError, match="calls other blocks in one step than in the next"):
+        vramx.plan(Dropping(), rows(PACKED_ROWS))
+
+
 def test_the_noisiest_level_is_taken_where_nothing_else_fits(without_noise: None) -> None:
     model, sample = Deeper(), rows(PACKED_ROWS)
     plan = vramx.plan(model, sample, "smallest")

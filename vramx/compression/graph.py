@@ -28,7 +28,7 @@ from torch import Tensor, fx
 
 from vramx.compression.asked import options_of
 from vramx.compression.codec import random, reference
-from vramx.compression.config import Compression, Format
+from vramx.compression.config import LEAST_OF_ROWS, Compression, Format
 from vramx.compression.policy.graph_policy import (
     is_exact,
     is_normalised,
@@ -207,11 +207,17 @@ class _Hooks:
         form = self._options.format()
         order = _dense_order(tensor)
         group = form.group_size
-        while order and tensor.numel() % group and group > _SMALLEST_GROUP:
+        while order and group > _SMALLEST_GROUP and _is_too_large(group, tensor, order[-1]):
             group //= 2
         if not order or tensor.numel() % group or _is_exact_here():
             return None
         return Format(form.bits, group, form.symmetric, form.rounding)
+
+
+def _is_too_large(group: int, tensor: Tensor, last: int) -> bool:
+    """Tell whether groups do not fit, or have parts of two rows and need not."""
+    row = tensor.shape[last] if 2 <= tensor.dim() <= 3 else group
+    return bool(tensor.numel() % group or (row % LEAST_OF_ROWS == 0 and row % group))
 
 
 def _dense_order(tensor: Tensor) -> list[int]:

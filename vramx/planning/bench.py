@@ -151,8 +151,14 @@ class Bench:
             trace = trace_step(self._step, blocks, self._meter, capture=False)
         step_ms = self._meter.time_ms(self._step)
         # Last: what it keeps would count in what is measured.
-        captured = trace_step(self._step, blocks, self._meter, capture=True).captured
-        return trace, captured, step_ms
+        again = trace_step(self._step, blocks, self._meter, capture=True)
+        if [call.block for call in again.calls] != [call.block for call in trace.calls]:
+            raise InvalidValueError(
+                f"{type(self._model).__name__} calls other blocks in one step than in the next, as "
+                "where layers are dropped at random: no step tells what another one takes; plan "
+                "with the dropping off, and what is planned has room for steps with it"
+            )
+        return trace, again.captured, step_ms
 
     def _costs(
         self, captured: Captured, words: Sequence[str], dropped: list[str]

@@ -3,9 +3,9 @@
 A region that is recomputed from a packed input takes mean and deviation of what it finds. Where the
 mean is many deviations, or rows and channels of different scale share a group, that is the noise of
 packing. A watched run shows which tensor a norm is given, and what is normalised together; the
-statistics are taken when an input is packed: two reductions over it. A norm that is written out, or
-that reads a part or another order of an input, is not seen. So rows that share groups are packed as
-if a norm read them: a class token may be a thousandth of what the patches are.
+statistics are taken when an input is packed: two reductions over it. A norm that reads a part or
+another order of an input is not seen. So rows that share groups are packed as if a norm read them:
+a class token may be a thousandth of what the patches are.
 
 Pure but for what Readers note; any thread.
 """
@@ -30,9 +30,12 @@ _CHANNELS = frozenset(
         *("aten::_native_batch_norm_legit", "aten::_batch_norm_with_update"),
     }
 )
+# Of a norm that is written out one of these is the first to read the input.
+_MEANS = frozenset(f"aten::{name}" for name in ("mean", "var", "std", "var_mean", "std_mean"))
 _COPIES = frozenset({"aten::clone", "aten::_to_copy"})
 _GROUPS_AT = 6  # the position of their number among the arguments
 _ROW = 64  # elements, beside which 8 bytes of statistics are an eighth
+_MEAN = 16  # that a mean which is written out is of: half a byte for each is worth it
 _SMALLEST = 1e-30  # variance of equal numbers
 
 
@@ -87,10 +90,14 @@ class _View(NamedTuple):
 
 
 class Readers:
-    """The first norm that reads each of some tensors, or a copy or cast of it, by number."""
+    """The first norm that reads each of some tensors, or a copy or cast of it, by number.
+
+    Where there is none, the first mean: it may be that of one which is written out.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.found: dict[int, Norm] = {}
+        self._norms: dict[int, Norm] = {}
+        self._means: dict[int, Norm] = {}
         # By storage: memory that is used again is taken for what it was, and costs no precision.
         self._views = {
             _storage(x): _View(i, tuple(x.shape), x.stride(), is_copy=False)
@@ -99,15 +106,21 @@ class Readers:
         }
         self._offsets = [x.storage_offset() for x in tensors]
 
+    @property
+    def found(self) -> dict[int, Norm]:
+        return self._means | self._norms
+
     def look_at(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         """Look at a call of the dispatcher."""
-        is_copy = name in _COPIES
-        if not is_copy and name not in _ROWS and name not in _GROUPS and name not in _CHANNELS:
+        is_copy, is_mean = name in _COPIES, name in _MEANS
+        if not (is_copy or is_mean or name in _ROWS or name in _GROUPS or name in _CHANNELS):
             return
         view = self._view_of(args[0])
         if view is None:
             return
-        if not is_copy:
+        if is_mean:
+            self._note_mean(view, args)
+        elif not is_copy:
             self._note(view, name, args)
         elif result.is_contiguous() and result.is_floating_point():
             # Elements in the order of the sizes, as what was copied has them.
@@ -130,8 +143,18 @@ class Readers:
             parts = None if view.is_copy else (size, (0, *range(2, len(size))))
         else:
             parts = _parts(view.size, _length(name, args))
-        if parts is not None and view.number not in self.found:
-            self.found[view.number] = Norm(view.size, view.stride, *parts)
+        if parts is not None:
+            self._norms.setdefault(view.number, Norm(view.size, view.stride, *parts))
+
+    def _note_mean(self, view: _View, args: tuple[Any, ...]) -> None:
+        x, *others = args
+        size = tuple(x.shape)
+        given = others[0] if others and isinstance(others[0], (list, tuple)) else ()
+        dims = tuple(sorted(dim % len(size) for dim in given))
+        length = prod(size[dim] for dim in dims)
+        fits = not view.is_copy or size == view.size
+        if fits and _MEAN <= length < x.numel():
+            self._means.setdefault(view.number, Norm(size, view.stride, size, dims))
 
 
 def _length(name: str, args: tuple[Any, ...]) -> int:

@@ -24,10 +24,8 @@ from vramx.kernels.launch import Function
 # Operations that multiply their one tensor by itself, and those whose two tensors may be one.
 POWERS = frozenset({"square", "pow"})
 _PRODUCTS = frozenset({"mul", "multiply", "addcmul"})
-# Those that add products up, or not, as they are told.
-_SUMS = frozenset({"dot", "vdot", "inner", "tensordot", "linalg_vecdot"})
 _EINSUM = "einsum"
-MAYBE_POWERS = POWERS | _PRODUCTS | _SUMS | {_EINSUM}
+MAYBE_POWERS = POWERS | _PRODUCTS | {_EINSUM}
 # Nodes of one argument, and of sums and products with numbers, through which decades are the same.
 _SCALED = frozenset(
     f"{name}Backward0"

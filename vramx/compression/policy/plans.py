@@ -22,7 +22,13 @@ from vramx.compression.codec.normalised import MEAN_NORMS
 from vramx.compression.codec.roots import MAYBE_POWERS, ROOT, is_power, is_product
 from vramx.compression.codec.signs import SIGN
 from vramx.compression.codec.slopes import BOUNDED, Within, bound_of
-from vramx.compression.config import MASK_BITS, Compression, Format
+from vramx.compression.config import (
+    GROUP_SIZES,
+    LEAST_OF_ROWS,
+    MASK_BITS,
+    Compression,
+    Format,
+)
 from vramx.compression.fakes import PLAIN
 from vramx.compression.policy import looks
 from vramx.compression.policy.calls import STRIDED, Operation
@@ -116,7 +122,8 @@ class Plans:
         if choice.bits:
             match = operation.match(tensor)
             plan.is_cast = match is not None and match.cast
-            plan.format, plan.number = self.format(choice.bits, choice.most)
+            most = _most_of_rows(tensor) if choice.bits > MASK_BITS else 0
+            plan.format, plan.number = self.format(choice.bits, choice.most or most)
             is_norm = operation.name in MEAN_NORMS and not operation.custom
             plan.normalises = is_norm and choice.bits > MASK_BITS
             plan.mapping = _mapping(tensor, operation, plan.format)
@@ -186,6 +193,20 @@ class Planner:
     def numbers(self) -> list[int]:
         """The numbers of the formats in which something may have been packed."""
         return self._plans.numbers
+
+
+def _most_of_rows(tensor: torch.Tensor) -> int:
+    """Return how large the groups of rows may be for none to have parts of two; 0: any.
+
+    A layer and a norm may follow, in which a small row counts as much as a large one. Whoever reads
+    a tensor, its groups are the same, so that it is packed once. Of images, and of rows that could
+    have groups of too few elements only, groups have parts of several.
+    """
+    if not 2 <= tensor.dim() <= 3:
+        return 0
+    length = min(zip(tensor.stride(), tensor.shape, strict=True))[1]
+    most = length & -length  # the largest power of two that divides it
+    return most if LEAST_OF_ROWS <= most < GROUP_SIZES[-1] and tensor.numel() > length else 0
 
 
 def _mapping(tensor: torch.Tensor, operation: Operation, format: Format) -> Mapping | None:
