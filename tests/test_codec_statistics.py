@@ -112,7 +112,7 @@ def bias_in(error: Tensor, step: Step) -> Bias:
         *((gaussian, each) for each in FORMATS),
         *((data, each) for data in DATA for each in (FORMATS[0], FORMATS[2])),
     ],
-    ids=repr,
+    ids=lambda value: getattr(value, "__name__", repr(value)),
 )
 def test_the_codec_is_unbiased_and_its_variance_that_of_rounding_up_with_probability_f(
     data: Callable[[], Tensor], format: Format

@@ -219,13 +219,8 @@ IN_GRAPHS: dict[str, tuple[Kind, list[tuple[Any, str, Any]]]] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [
-        *(("gated unit", backend) for backend in BACKENDS),
-        ("factor of an exponential", BACKENDS[1]),  # of which no compiler makes anything else
-    ],
-)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", IN_GRAPHS)
 def test_a_graph_has_it_right_and_wrong_without_the_decision(
     name: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
