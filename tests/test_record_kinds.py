@@ -188,6 +188,26 @@ def test_threads_that_train_beside_each_other_do_not_fail(path: Path) -> None:
     assert not (snapshot.allocations.category == 0).any()
 
 
+def test_no_thread_looks_at_gradients_that_another_may_let_go(path: Path) -> None:
+    """Once several run backward, each sees its optimizer's own as that steps."""
+    models = [nn.Linear(48, 48), nn.Linear(40, 40)]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+
+    def backward(model: nn.Linear) -> None:
+        model(torch.ones(2, model.in_features)).sum().backward()
+
+    with recording(path, nn.ModuleList(models), optimizers) as seen:
+        other = threading.Thread(target=backward, args=(nn.Linear(8, 8),))
+        other.start()
+        other.join()
+        backward(models[0])
+        backward(models[1])
+        optimizers[0].step()
+        seen.now()
+    gradients = [p.grad for p in models[0].parameters()]
+    assert seen.found()[names.GRADIENTS] == storage_bytes(gradients)
+
+
 def test_function_transforms_and_exports_run_while_recording(path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     x = torch.randn(4, 8)

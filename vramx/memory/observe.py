@@ -68,6 +68,7 @@ class Observer:
         self._replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
         self._is_over = False
         self._backwards = 0
+        self._threads: set[int] = set()  # those that ran backward
         self._backwards_lock = RLock()
         self._last_tick_ns = 0
         self._least_width_ns = 1 << 62
@@ -173,6 +174,10 @@ class Observer:
             self.marks.append((clock_ns(), BACKWARD, True, thread, "", True))
             with self._backwards_lock:
                 self._backwards += 1
+                if (
+                    torch._C._current_graph_task_id() == -1
+                ):  # not within another, as of a checkpoint
+                    self._threads.add(thread)
             try:
                 return original(*args, **kwargs)
             finally:
@@ -190,7 +195,9 @@ class Observer:
     def _begin_step(self, optimizer: Any, *_arguments: Any) -> None:
         if id(optimizer) not in self._optimizers:
             self._meet(optimizer)
-        if self._backwards:  # stepped in backward, and its gradients go before that is over
+        # Stepped in backward, its gradients go before that is over; and where several threads
+        # train, each looks at its own alone.
+        if self._backwards or len(self._threads) > 1:
             for parameter in parameters_of(optimizer):
                 self._see(parameter.grad, GRADIENTS, self._name(parameter))
         now_ns = clock_ns()
@@ -226,6 +233,8 @@ class Observer:
         return name if reference() is parameter else ""
 
     def _see_gradients(self) -> None:
+        if len(self._threads) > 1:  # another may let go of what is looked at here
+            return
         for reference, name in list(self._known.values()):
             parameter = reference()
             if parameter is not None and parameter.grad is not None:
