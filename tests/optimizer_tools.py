@@ -85,7 +85,7 @@ class LateLink:
 def use(link: LateLink, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (offload, rounds, waiting):
         monkeypatch.setattr(module, "link_of", lambda _: link)
-    # A pickled view takes all of its slab with it.
+    # Slabs of LateLink are filled, which takes time.
     monkeypatch.setattr(pinned, "_SMALLEST_SLAB_BYTES", 1 << 16)
 
 

@@ -179,6 +179,16 @@ def test_a_copy_trains_on_and_is_of_its_own(link: LateLink, copied: Callable[[An
     assert link.copies
 
 
+@pytest.mark.parametrize("name", ["adamw", "has_objects"])
+def test_a_pickle_has_the_states_and_no_more_of_the_host(link: LateLink, name: str) -> None:
+    pair = Pair(name)
+    pair.step(0)
+    plain, offloaded = (len(pickle.dumps(o)) for o in (pair.optimizer, pair.offloaded))
+    assert offloaded < plain + 4096 < 1 << 16  # bytes of the least slab
+    pair.step(1)
+    pair.expect_alike()
+
+
 @pytest.mark.parametrize("is_made_before", [False, True])
 def test_schedulers_and_hooks_see_one_step(link: LateLink, is_made_before: bool) -> None:
     pair = Pair(offload=not is_made_before)

@@ -8,6 +8,7 @@ Not thread-safe, as no optimizer is.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from vramx.optimizers import separable
 from vramx.optimizers.copies import HOLDER, ORIGINAL, unwrapped
 from vramx.optimizers.options import Options, check_alone
 from vramx.optimizers.rounds import Rounds
-from vramx.optimizers.states import mapped, size_bytes
+from vramx.optimizers.states import apart, mapped, size_bytes
 from vramx.patch.change import Restorable
 from vramx.sizes import parse_size
 
@@ -149,6 +150,8 @@ class _Offloading(Restorable):
         make, args, state, *others = reduced
         args = tuple(self._vramx_original if value is type(self) else value for value in args)
         state = {key: value for key, value in state.items() if key != HOLDER}
+        state["state"] = copy.copy(self.__dict__["state"])
+        state["state"].update(apart(state["state"]))
         return _make, (make, args, self._vramx_rounds.options), state, *others
 
     def vramx_done(self) -> tuple[str, str]:

@@ -13,6 +13,7 @@ Not thread-safe.
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import operator
@@ -146,6 +147,27 @@ def show(image: Sequence[Shown]) -> None:
     """Let the optimizer have the values of an image."""
     for shown in image:
         shown.holder[shown.key] = shown.value
+
+
+def apart(state: States) -> States:
+    """Return states of which no tensor is a part of a larger range, which would be copied whole."""
+    return {
+        parameter: {key: _apart(value) for key, value in values.items()}
+        for parameter, values in state.items()
+    }
+
+
+def _apart(value: Any) -> Any:
+    if is_record(value):
+        copied = copy.copy(value)
+        vars(copied).update({key: _apart(held) for key, held in vars(value).items()})
+        return copied
+    return mapped(value, lambda t: t.clone() if is_part(t) else t)
+
+
+def is_part(tensor: Tensor) -> bool:
+    """Tell whether a tensor's memory has more than the tensor."""
+    return tensor.untyped_storage().nbytes() > size_bytes(tensor)
 
 
 def is_record(value: Any) -> bool:
