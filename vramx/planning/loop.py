@@ -179,7 +179,7 @@ class Measured:
         self.slots_bytes = 0 if after else sum(cost.slots_bytes for cost in costs)
         steps = [cost.step_bytes + cost.slots_bytes for cost in costs] if after else []
         self.step_bytes = max(steps, default=0)
-        nbytes = costs[0].waiting_bytes if costs else 0
+        nbytes = next((cost.waiting_bytes for cost in costs if cost.waiting_bytes), 0)
         hidden = 0.0 if after else HIDDEN_BY_BACKWARD
         self.waiting = Waiting(nbytes, ms_per_byte(device, nbytes) if nbytes else 0.0, hidden)
 

@@ -229,7 +229,8 @@ class Plan:
         As vramx.fit_batch() finds for a step of your own, here of the plan and without a trial.
 
         A step's peak is taken to be linear in the rows; it is measured with the sample and with
-        half of it. Another budget's plan may fit more: a plan for the smallest peak fits most.
+        half of it. States that stay on the device have what the sample leaves, and count. Another
+        budget's plan may fit more: a plan for the smallest peak fits most.
 
         Args:
             sample: a tensor, a tuple or a mapping, of at least two rows.

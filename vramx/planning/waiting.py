@@ -24,7 +24,7 @@ HIDDEN_BY_BACKWARD = 2 / 3
 # Beyond what a processor's caches hold, for states come from its memory; in parts of a bucket.
 _MOST_SAMPLE_BYTES, _PART_BYTES = 512 * MIB, 64 * MIB
 _SAMPLES = 4
-_SHARES = 16  # of the states: how finely it is tried how many stay
+_SHARES = 8  # of the states: how finely it is tried how many stay
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,10 @@ class Waiting:
             found = fastest(timeline, limit_bytes - kept_bytes)
             if found is None:
                 break
-            step_ms = found.step_ms + self.added_ms(kept_bytes, found.step_ms)
-            best = min(best, (step_ms, limit_bytes - kept_bytes))
+            added_ms = self.added_ms(kept_bytes, found.step_ms)
+            best = min(best, (found.step_ms + added_ms, limit_bytes - kept_bytes))
+            if not added_ms:  # more would gain nothing, and a choice takes its time
+                break
         return best[1]
 
 
