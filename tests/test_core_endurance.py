@@ -14,7 +14,7 @@ from test_native import run_program
 # Forks, and a few of the random steps, are done under the sanitizers (test_native.py).
 STEPS = 1_000_000
 RANDOM = ("random", "repeats", "threads")
-CHECKS = ("defects", "failures")
+CHECKS = ("defects", "failures")  # they have steps of their own
 
 
 def stress(*arguments: object) -> str:
@@ -22,8 +22,9 @@ def stress(*arguments: object) -> str:
     return run_program(native_build.build(program, "plain"), *map(str, arguments))
 
 
-def test_planted_defects_are_found_and_a_failed_call_changes_nothing() -> None:
-    stress(1, 1, *CHECKS)  # they have steps of their own
+@pytest.mark.parametrize("check", CHECKS)
+def test_planted_defects_are_found_and_a_failed_call_changes_nothing(check: str) -> None:
+    stress(1, 1, check)
 
 
 @pytest.mark.slow

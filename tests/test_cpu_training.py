@@ -25,7 +25,7 @@ core = pytest.importorskip("vramx._core", reason="the compiled core is not built
 TESTS = Path(__file__).resolve().parent
 MODELS = ("perceptron", "convolutional", "transformer")
 DEFECTS = ("early_free", "shared_address")
-STEPS = (30, pytest.param(200, marks=pytest.mark.slow))
+STEPS = (20, pytest.param(200, marks=pytest.mark.slow))
 LIMIT_S = 240
 
 
