@@ -61,6 +61,17 @@ def test_buckets_are_as_large_as_the_largest_parameter_within_bounds() -> None:
     assert [bucket_bytes_of(each) >> 20 for each in of] == [64, 100, 256]
 
 
+@pytest.mark.parametrize(("bucket", "count"), [(0, 4), (None, 1)])
+def test_a_bucket_of_no_bytes_has_one_parameter(
+    link: LateLink, bucket: int | None, count: int
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    optimizer = vramx.offload_optimizer(torch.optim.AdamW(model.parameters()), bucket=bucket)
+    rounds = rounds_of(optimizer)
+    assert rounds is not None
+    assert len(rounds.buckets()) == count
+
+
 @pytest.mark.parametrize(
     ("rate", "hidden", "limit"), [(0.0, 0.0, 16), (1.0, 0.0, 12), (1.0, 10.0, 16)]
 )

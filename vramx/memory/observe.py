@@ -174,9 +174,7 @@ class Observer:
             self.marks.append((clock_ns(), BACKWARD, True, thread, "", True))
             with self._backwards_lock:
                 self._backwards += 1
-                if (
-                    torch._C._current_graph_task_id() == -1
-                ):  # not within another, as of a checkpoint
+                if not _is_nested():
                     self._threads.add(thread)
             try:
                 return original(*args, **kwargs)
@@ -285,6 +283,16 @@ def _paths(model: nn.Module | None) -> dict[int, tuple[Any, str]]:
         return {}
     root = type(model).__name__
     return {id(each): (weakref.ref(each), path or root) for path, each in model.named_modules()}
+
+
+def _is_nested() -> bool:
+    """Tell whether a backward begins within another, as a reentrant checkpoint's does.
+
+    It may be on a thread of autograd's own. A torch that does not tell is taken for one of several
+    threads there, whose gradients are then seen as optimizers step.
+    """
+    task = getattr(torch._C, "_current_graph_task_id", None)
+    return task is not None and task() != -1
 
 
 def _engine_places() -> list[Any]:

@@ -27,6 +27,13 @@ class Options:
     in_backward: bool
     keep_bytes: int = 0  # of each device
 
+    def sizes(self, parameters: Sequence[Tensor]) -> tuple[int, int, int]:
+        """Return what a device's stream of states is made with, for the first parameters there."""
+        bucket_bytes = self.bucket_bytes
+        if bucket_bytes is None:
+            bucket_bytes = bucket_bytes_of(parameters)
+        return bucket_bytes, self.least_bytes, self.keep_bytes
+
 
 def bucket_bytes_of(parameters: Sequence[Tensor]) -> int:
     """Return how large buckets are at their best.

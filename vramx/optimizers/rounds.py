@@ -24,7 +24,7 @@ from vramx.compression.offload.offload import link_of
 from vramx.errors import OffloadError
 from vramx.optimizers import separable
 from vramx.optimizers.copies import HOLDER, ORIGINAL, parameters_of
-from vramx.optimizers.options import Options, bucket_bytes_of, check_alone, check_one_device
+from vramx.optimizers.options import Options, check_alone, check_one_device
 from vramx.optimizers.states import Bucket
 from vramx.optimizers.stream import StateStream
 from vramx.sizes import format_size
@@ -214,9 +214,7 @@ class Rounds:
                 continue
             stream = self._streams.get(device)
             if stream is None:
-                options = self.options
-                bucket_bytes = options.bucket_bytes or bucket_bytes_of(parameters)
-                sizes = bucket_bytes, options.least_bytes, options.keep_bytes
+                sizes = self.options.sizes(parameters)
                 stream = self._streams[device] = StateStream(device, link, *sizes)
             known = len(stream.buckets)
             stream.add(parameters)
