@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from optimizer_tools import LateLink, expect_alike, link, values_of
+from optimizer_tools import LateLink, OneByOne, expect_alike, link, values_of
 from torch import Tensor, nn
 
 import vramx
@@ -119,3 +119,39 @@ def test_processes_that_come_later_are_noticed(link: LateLink, monkeypatch: Any)
     with pytest.raises(OffloadError, match="beside other processes"):
         network(torch.ones(5, 24)).sum().backward()
     assert link.copies
+
+
+class LoopsOverAll(OneByOne):
+    """Has a step of one parameter, as FlashOptim's have, and notes what it has looked at."""
+
+    _gradient_release = False
+    looks: ClassVar[list[Tensor]] = []
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.step_param(parameter, group)
+
+    @torch.no_grad()
+    def step_param(self, p: Tensor, group: dict[str, Any]) -> None:
+        self.looks.append(p)
+        if p.grad is not None:
+            p.sub_(self.change(self.state[p], p.grad, 2), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_an_optimizer_that_steps_one_parameter_is_asked_for_those_of_the_bucket(
+    link: LateLink, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_known:
+        monkeypatch.setattr(LoopsOverAll.step, "__module__", "flashoptim.optimizers")
+        monkeypatch.setattr(LoopsOverAll.step, "__qualname__", "FlashOptimizer.step")
+    plain, streamed = Deep(), Deep()
+    optimizer, ours = (LoopsOverAll(each.parameters()) for each in (plain, streamed))
+    vramx.offload_optimizer(ours, in_backward=True, least=64, bucket=5000)
+    train(plain, optimizer, 4)
+    LoopsOverAll.looks.clear()
+    train(streamed, ours, 4)
+    expect_alike(plain.parameters(), streamed.parameters())
+    expect_alike(values_of(optimizer), values_of(ours))
+    assert (len(LoopsOverAll.looks) <= 4 * len(list(plain.parameters()))) is is_known

@@ -241,7 +241,11 @@ class Rounds:
 
 @contextmanager
 def _apart(optimizer: Optimizer) -> Iterator[Callable[[list[Tensor], Callable[[], None]], None]]:
-    """Yield what runs a function while some parameters alone have their gradients."""
+    """Yield what runs a function, the optimizer's step, for some parameters alone."""
+    step_some = separable.step_of_one(optimizer)
+    if step_some is not None:
+        yield lambda some, _: step_some(some)
+        return
     parameters = parameters_of(optimizer)
     with (
         separable.gradients_apart(parameters) as show,
