@@ -24,20 +24,20 @@ class Deep(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(6))
-        self.is_odd = False
+        self.is_odd, self.skipped = False, (3,)
 
     def forward(self, x: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
-            if number != 3 or self.is_odd:
+            if number not in self.skipped or self.is_odd:
                 x = torch.tanh(layer(x))
         return self.layers[0](x)  # type: ignore[no-any-return]
 
 
-def train(network: Deep, optimizer: torch.optim.Optimizer, steps: int) -> list[int]:
+def train(network: Deep, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> list[int]:
     """Return how many parameters had a gradient when backward was over, of each step."""
     generator = torch.Generator().manual_seed(2)
     left = []
-    for step in range(steps):
+    for step in range(first, first + steps):
         network.is_odd = step % 2 == 1
         optimizer.zero_grad()
         network(torch.randn(5, 24, generator=generator)).square().sum().backward()
@@ -75,6 +75,29 @@ def test_the_next_bucket_comes_while_one_is_stepped(link: LateLink) -> None:
     train(network, optimizer, 2)
     # Three come before the first leaves, and then one for each that leaves.
     assert events[:5] == ["to the device"] * 3 + ["to the host", "to the device"]
+
+
+@pytest.mark.parametrize(("bucket", "skipped"), [(2500, (3,)), (5000, (2, 3))])
+def test_the_first_bucket_comes_before_its_gradients_and_slots_stay(
+    link: LateLink, bucket: int, skipped: tuple[int, ...]
+) -> None:
+    plain, (streamed, ours) = Deep(), offloaded(bucket=bucket)
+    plain.skipped = streamed.skipped = skipped
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    train(plain, optimizer, 3)
+    train(streamed, ours, 3)  # a layer's states have come in vain: it was skipped
+    for states in (optimizer.state, ours.state):
+        for state in states.values():
+            state["exp_avg"].mul_(0.5)
+    link.allocate = None  # type: ignore[method-assign, assignment]
+    seen: list[int] = []
+    streamed.layers[5].weight.register_hook(lambda _: seen.append(link.copies))
+    before = link.copies
+    train(plain, optimizer, 2, first=3)
+    train(streamed, ours, 2, first=3)
+    expect_alike(plain.parameters(), streamed.parameters())
+    expect_alike(values_of(optimizer), values_of(ours))
+    assert seen[0] > before
 
 
 def test_a_second_backward_before_the_step_is_refused(link: LateLink) -> None:

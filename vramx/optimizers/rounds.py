@@ -91,6 +91,8 @@ class Rounds:
                 "a parameter has got a second gradient before optimizer.step(): where steps are "
                 "taken in backward, gradients cannot accumulate"
             )
+        if not self._round and self._order:
+            place.stream.bring([each.number for each in self._order if each.stream is place.stream])
         if any(p.grad is None and p.requires_grad for p in place.bucket.parameters):
             return
         self._round.append(place)
@@ -109,7 +111,13 @@ class Rounds:
         if self._round:
             self._order, self._round = self._round, []
         for stream in self._streams.values():
-            stream.close()
+            # Backward has them each time, so memory is saved by nothing in between. If they went
+            # and came their places would depend on when a copy is over, and a program that fills
+            # its limit would have its memory put together anew in each step.
+            if self.options.in_backward:
+                stream.turn_away()
+            else:
+                stream.close()
 
     def adopt(self, optimizer: Optimizer, *, is_anywhere: bool) -> None:
         """Put the states that are there where they wait, those that lie elsewhere too if so."""
@@ -180,7 +188,8 @@ class Rounds:
         slots = sum(stream.device_bytes for stream in self._streams.values())
         kept = sum(stream.kept_bytes for stream in self._streams.values())
         stay = f"{format_size(kept)} on a GPU, " if kept else ""
-        return f"{format_size(pinned)} on the host, {stay}{format_size(slots)} more during a step"
+        when = "while training" if self.options.in_backward else "during a step"
+        return f"{format_size(pinned)} on the host, {stay}{format_size(slots)} more {when}"
 
     def _after(self, place: _Place) -> list[int]:
         """Return what came after a bucket in the round before, on the same device."""

@@ -68,6 +68,11 @@ class Slots:
         if number in self._coming:
             self._free.append(self._coming.pop(number)[0])
 
+    def turn_away(self) -> None:
+        """Let go of the slots of all buckets that come in vain."""
+        for number in list(self._coming):
+            self.let_go(number)
+
     def close(self) -> None:
         """Let go of the slots. What was on its way in vain is still on the host."""
         for berth in self._all():
