@@ -49,7 +49,7 @@ class Region:
         self._structure = structure
         self._arguments: tuple[Any, Any] | None = arguments
         self._inputs = inputs
-        self._allowed: frozenset[str] = frozenset() if inputs is None else inputs.allowed
+        self._allowed: frozenset[str] = frozenset()
         self._vouched = vouched
         self._is_watched = False
         self._ran_in_mode = False
@@ -70,6 +70,7 @@ class Region:
         modules = modules_of(self._function, leaves)
         self._buffers, self._members = Buffers(modules), Members(modules)
         if inputs is not None and inputs.may_pack and not self._vouched:
+            self._allowed = inputs.allowed
             result = self._run_to_pack(args, kwargs, leaves, inputs.tensors)
         else:
             result = self._function(*args, **kwargs)
