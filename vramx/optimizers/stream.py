@@ -115,7 +115,10 @@ class StateStream:
             if rest is None or not bucket.is_shown(state, rest.image):
                 self._place(number, state)
             return
-        image = bucket.image(berth.memory)
+        layout, image = berth.images.get(number, (None, []))
+        if layout is not bucket.layout:
+            image = bucket.image(berth.memory)
+            berth.images[number] = bucket.layout, image
         show(image)
         try:
             run(bucket)
@@ -226,7 +229,7 @@ class StateStream:
         rest = self._rests.get(number)
         if rest is not None and rest.slot is not None:
             source = rest.slot.memory[: self.buckets[number].nbytes]
-            self._slots.bring(number, source, rest.arrived, self.device_bytes // SLOTS)
+            self._slots.bring(number, source, rest.arrived, lambda: self.device_bytes // SLOTS)
 
     def _send(self, number: int, state: States, berth: Berth, image: list[Shown]) -> None:
         bucket, rest = self.buckets[number], self._rests[number]
