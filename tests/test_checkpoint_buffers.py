@@ -6,6 +6,7 @@ import copy
 import functools
 import random
 import types
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ import vramx
 from vramx.compression.config import Compression
 from vramx.errors import VramxWarning
 from vramx.recompute import buffers
+from vramx.recompute.attributes import attributes_as_now
 
 __all__ = ["quiet", "seeds"]
 pytestmark = pytest.mark.usefixtures("seeds", "quiet")
@@ -290,3 +292,33 @@ def test_that_a_region_writes_into_a_parameter_is_said() -> None:
     buffers._say.cache_clear()
     with pytest.warns(VramxWarning, match="weight of Linear, which is no buffer"):
         vramx.checkpoint(Follows(), activation(), level="keep")
+
+
+def test_attributes_and_what_they_hold_are_put_back_in_place() -> None:
+    """As trials of a plan or of a batch leave them."""
+    net, shared = nn.Module(), [1, {"two": [2]}]
+    net.shared, net.part = shared, nn.Linear(2, 2)
+    net.state = types.SimpleNamespace(
+        log=deque([shared]), seen={3}, own=numpy.random.default_rng(0)
+    )
+    net.part.last, net.part.own = torch.zeros(2), torch.Generator().manual_seed(0)
+    drawn = net.part.own.get_state().clone()
+    before, log = vars(net.part) | {}, net.state.log
+
+    put_back = attributes_as_now(net.modules())
+    shared[1]["two"].append(net)
+    net.state.log.append(4)
+    net.state.seen.add(5)
+    net.state = net.part.later = None
+    net.part.last.add_(1)
+    torch.rand(2, generator=net.part.own)
+    put_back()
+
+    assert net.shared is shared
+    assert shared == [1, {"two": [2]}]
+    assert net.state.log is log
+    assert list(log) == [shared]
+    assert net.state.seen == {3}
+    assert vars(net.part) == before
+    assert not net.part.last.any()
+    assert torch.equal(net.part.own.get_state(), drawn)

@@ -18,14 +18,14 @@ import contextlib
 import copy
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import is_not
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from vramx.recompute.buffers import tell_of_write
-from vramx.recompute.generators import is_generator
+from vramx.recompute.generators import is_generator, set_state, state_of
 from vramx.recompute.objects import FIXED, Copier, TooLargeError, differs, version_of
 
 # What every module has: its members, hooks and what is done to it. The others are its class's.
@@ -166,3 +166,44 @@ def _put(kept: _Kept, value: Any) -> None:
         kept.own.pop(kept.name, None)
     else:
         kept.own[kept.name] = value
+
+
+def attributes_as_now(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Return what puts the attributes of modules, and what these hold, back in place.
+
+    Of tensors copies are on the host. What has too many values to be copied is left.
+
+    Example:
+        >>> layer = nn.ReLU()
+        >>> put_back = attributes_as_now([layer])
+        >>> layer.inplace = True
+        >>> put_back()
+        >>> layer
+        ReLU()
+    """
+    copier = Copier()
+    before = [
+        (own, {name: value for name, value in own.items() if name not in _OF_EVERY_MODULE})
+        for own in map(vars, modules)
+    ]
+    for _, values in before:
+        for value in values.values():
+            with contextlib.suppress(TooLargeError):
+                copier.copy(value)
+    held = [value for _, values in before for value in values.values() if is_generator(value)]
+    states = [(each, state_of(each)) for each in held]
+    copies = {id(x): (x, version_of(x), x.detach().to("cpu", copy=True)) for x in copier.tensors}
+
+    def put_back() -> None:
+        for own, values in before:
+            for name in own.keys() - values.keys() - _OF_EVERY_MODULE:
+                del own[name]
+            own.update(values)
+        copier.put_back()
+        for generator, state in states:
+            set_state(generator, state)
+        for tensor, version, content in copies.values():
+            if version_of(tensor) != version:
+                tensor.data.copy_(content)
+
+    return put_back

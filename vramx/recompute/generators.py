@@ -35,19 +35,19 @@ class Generators:
         self, function: Callable[..., Any], modules: Iterable[nn.Module], held: Iterable[Any]
     ) -> None:
         found = {id(each): each for each in _found(function, modules, held) if each is not None}
-        self._states = [(each, _state(each)) for each in found.values()]
+        self._states = [(each, state_of(each)) for each in found.values()]
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Have the generators the states of then meanwhile."""
-        now = [(each, _state(each)) for each, _ in self._states]
+        now = [(each, state_of(each)) for each, _ in self._states]
         for each, state in self._states:
-            _set(each, state)
+            set_state(each, state)
         try:
             yield
         finally:
             for each, state in now:
-                _set(each, state)
+                set_state(each, state)
 
 
 def _found(
@@ -138,7 +138,8 @@ def _kind(cls: Any) -> str:
     return "numpy generator" if issubclass(cls, numpy.random.Generator) else ""
 
 
-def _state(generator: Any) -> Any:
+def state_of(generator: Any) -> Any:
+    """Return the state of a generator of any kind."""
     kind = _kind(_class_of(generator))
     if kind == "python":
         return generator.getstate()
@@ -147,7 +148,8 @@ def _state(generator: Any) -> Any:
     return generator.get_state()
 
 
-def _set(generator: Any, state: Any) -> None:
+def set_state(generator: Any, state: Any) -> None:
+    """Have a generator a state that it had."""
     kind = _kind(_class_of(generator))
     if kind == "python":
         generator.setstate(state)

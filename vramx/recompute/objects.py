@@ -180,6 +180,7 @@ class Copier:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self._copies: dict[int, Any] = {}
+        self._pairs: list[tuple[Any, Any]] = []
 
     def copy(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -203,8 +204,18 @@ class Copier:
         # Known before its parts are copied, which may refer to it.
         self._copies[id(value)] = shallow
         if shallow is not value:
+            self._pairs.append((value, shallow))
             self._fill(shallow, value)
         return shallow
+
+    def put_back(self) -> None:
+        """Have what was copied hold again what it held then, in place."""
+        originals = {id(shallow): value for value, shallow in self._pairs}
+        for value, shallow in self._pairs:
+            then = {at: originals.get(id(x), x) for at, x in _parts(shallow).items()}
+            now = _parts(value)
+            if then.keys() != now.keys() or any(then[at] is not x for at, x in now.items()):
+                _refill(value, then)
 
     def _fill(self, shallow: Any, value: Any) -> None:
         if isinstance(value, dict):
@@ -218,6 +229,27 @@ class Copier:
         for name in _slots(type(value)):
             if hasattr(value, name):
                 object.__setattr__(shallow, name, self.copy(getattr(value, name)))
+
+
+def _refill(value: Any, parts: dict[Any, Any]) -> None:
+    """Have an object or a container hold these parts, as _parts() has them, and no others."""
+    items = {at[1]: x for at, x in parts.items() if isinstance(at, tuple)}
+    if isinstance(value, dict):
+        value.clear()
+        value.update(items)
+    elif isinstance(value, (list, deque)):
+        value.clear()
+        value.extend(items.values())
+    elif isinstance(value, set):
+        value.clear()
+        value.update(items)
+    named = {at: x for at, x in parts.items() if isinstance(at, str)}
+    slots = set(_slots(type(value)))
+    if hasattr(value, "__dict__"):
+        vars(value).clear()
+        vars(value).update({name: x for name, x in named.items() if name not in slots})
+    for name in slots & named.keys():
+        object.__setattr__(value, name, named[name])
 
 
 def _shallow(value: Any) -> Any:
