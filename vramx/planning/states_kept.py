@@ -1,9 +1,9 @@
 """The state of a training that trials must leave as it was: taken once, put back as often as asked.
 
 Weights, buffers, gradients, optimizers' states and options, whatever else has a state_dict(), the
-training flags, and the generators of torch, Python, numpy and vramx. Copies are on the host. Put
-back is what the tensors hold, in place, so that who refers to them sees it. Not thread-safe; costs
-a copy of the model and of its states.
+attributes of modules, and the generators of torch, Python, numpy and vramx. Copies are on the host.
+Put back is what the tensors hold, in place, so that who refers to them sees it. Not thread-safe;
+costs a copy of the model and of its states.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from vramx.compression.codec.random import restored_streams
 from vramx.errors import InvalidValueError
 from vramx.optimizers.copies import HOLDER
 from vramx.planning.program import Found
+from vramx.recompute.attributes import attributes_as_now
 
 Undo = Callable[[], None]
 
@@ -40,6 +41,7 @@ class KeptState:
         for model in found.models:
             self._undo += [_of_module(module) for module in model.modules()]
             self._undo += [_of_gradient(parameter) for parameter in model.parameters()]
+            self._undo.append(attributes_as_now(model.modules()))
         self._undo += [_of_optimizer(each) for each in found.optimizers]
         self._undo += [_of_other(each) for each in found.others]
         self._undo += _of_generators()

@@ -22,6 +22,7 @@ from vramx.errors import InvalidValueError, brief
 from vramx.planning.caches import Caches
 from vramx.planning.lightning_step import check_lightning, is_lightning, training_step
 from vramx.planning.loop import Loop
+from vramx.recompute.attributes import attributes_as_now
 
 _ACCEPTED = (
     "accepted are a tensor, a tuple of arguments, a mapping of keyword arguments, and a function "
@@ -131,8 +132,8 @@ def _described(value: Any) -> str:
 def unchanged(model: nn.Module, device: torch.device, loop: Loop) -> Iterator[list[nn.Parameter]]:
     """Have a model ready for a loop's step; put all back on leaving. Yields what is trained.
 
-    Gradients, buffers, the training flags and other plain attributes, and the random numbers of
-    torch, Python, NumPy and vramx are as before.
+    Gradients, buffers, the training flags and other attributes, and the random numbers of torch,
+    Python, NumPy and vramx are as before.
     Gradients that exist lie on the host in the meantime, for steps add to them where they are.
 
     Raises:
@@ -141,10 +142,9 @@ def unchanged(model: nn.Module, device: torch.device, loop: Loop) -> Iterator[li
     trained = [p for p in model.parameters() if p.requires_grad]
     _check(trained)
     with contextlib.ExitStack() as stack:
+        stack.callback(attributes_as_now(model.modules()))
         for module in model.modules():
-            values = vars(module)  # past what setting them may do
-            plain = {n: v for n, v in values.items() if isinstance(v, (bool, int, float))}
-            stack.callback(values.update, plain)
+            stack.callback(vars(module).update, training=module.training)
         if not model.training:
             model.train()
         for module in model.modules():
