@@ -9,12 +9,12 @@ import argparse
 import contextlib
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from vramx.errors import InvalidValueError, OutputError, TraceError, VramxError
+from vramx.files import written_whole
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -179,27 +179,13 @@ def check_output(path: Path, force: bool) -> None:
 
 
 def write_output(path: Path, data: bytes, force: bool) -> None:
-    """Write a file whole or not at all: into a neighbour, which then takes its name."""
+    """Write a file whole or not at all."""
     check_output(path, force)
-    temporary: str | None = None
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
+        with written_whole(path) as file:
             file.write(data)
-        os.chmod(temporary, _new_file_mode())
-        os.replace(temporary, path)
     except OSError as error:
         raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from None
-    finally:
-        if temporary is not None:  # gone already if it took its name
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-
-
-def _new_file_mode() -> int:
-    umask = os.umask(0)  # the only way to read it
-    os.umask(umask)
-    return 0o666 & ~umask
 
 
 def render_text(*parts: RenderableType, file: IO[str]) -> str:

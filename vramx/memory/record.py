@@ -11,7 +11,6 @@ recording ends. One recording at a time in a process. Nothing here runs while no
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import pickle
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from vramx import config
 from vramx.errors import InvalidValueError, OutputError, VramxError, brief
+from vramx.files import written_whole
 from vramx.memory.attribution import add_categories
 from vramx.memory.categories import Log, Seen
 from vramx.memory.history import TICK_BYTES, Clock, CudaHistory, HistorySource, clock_of
@@ -259,15 +259,8 @@ def _check_folder(folder: Path) -> None:
 
 
 def _write(path: Path, snapshot: dict[str, Any]) -> None:
-    """Write the file whole or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with part.open("wb") as file:
+        with written_whole(path) as file:
             pickle.dump(snapshot, file, protocol=_PICKLE_PROTOCOL)
-        os.replace(part, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        if isinstance(error, OSError):
-            raise OutputError(f"{path} cannot be written: {error.strerror or error}") from None
-        raise
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written: {error.strerror or error}") from None
