@@ -177,7 +177,7 @@ class _Fitting:
     def _largest(self, step: Callable[[int], Any], sizes: tuple[int, int | None], what: str) -> int:
         start, most = sizes
         short = self._base + self._states_bytes - self.budget_bytes
-        room = -(self._ranks.most([short])[0] or 0)  # of the process that has least
+        room = -max(self._ranks.gathered(short))  # of the process that has least
         search = Search(int(room), start, most)
         while (batch := search.next()) is not None:
             above = self._tried(step, batch, what)
@@ -218,9 +218,8 @@ class _Fitting:
         # The error is gone, and with it the frames that held tensors.
         self._kept.restore()
         self._clean()
-        mine = [float(peak is None), None if peak is None else max(0, peak - self._base)]
         try:
-            failed, above = self._ranks.most(mine)
+            every = self._ranks.gathered(None if peak is None else max(0, peak - self._base))
         except VramxError as error:
             if peak is not None:
                 raise
@@ -228,8 +227,10 @@ class _Fitting:
                 f"out of memory in {what} with a batch of {batch}, which other processes were in "
                 "and waited for this one: start again, with a smaller max"
             ) from error
-        self._attempts.append(Attempt(batch, None if failed else peak))
-        return None if failed or above is None else int(above)
+        known = [above for above in every if above is not None]
+        has_failed = len(known) < len(every)
+        self._attempts.append(Attempt(batch, None if has_failed else peak))
+        return None if has_failed else max(known)
 
     def _clean(self) -> None:
         gc.collect()

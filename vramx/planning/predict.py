@@ -30,8 +30,8 @@ from vramx.planning.prediction import AS_IT_IS, PredictedRow, Prediction
 from vramx.planning.program import check_step, device_type_of, found_in, is_on_the_host
 from vramx.planning.program_copy import Copied
 from vramx.planning.recording import BEFORE, CUBLAS, CUDNN, Recording
+from vramx.planning.states_kept import generators_as_before
 from vramx.planning.step_programs import Program, program_of
-from vramx.planning.steps import generators_as_before
 from vramx.planning.words import WORDS, apply_words, words_for
 from vramx.sizes import MIB
 
