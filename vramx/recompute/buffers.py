@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from vramx.errors import VramxWarning
+from vramx.patch.references import globals_of, parts_of
 
 _Members = dict[str, Any]  # the buffers of a module, or its parameters
 
@@ -147,8 +148,14 @@ def _add_roots(roots: dict[int, nn.Module], value: Any, depth: int = 4) -> None:
     if isinstance(value, nn.Module):
         roots[id(value)] = value
     elif depth and not isinstance(value, Tensor):
-        for part in parts_of(value) or _modules_in(value):
+        for part in reached_from(value) or _modules_in(value):
             _add_roots(roots, part, depth - 1)
+
+
+def reached_from(value: Any) -> tuple[Any, ...]:
+    """Return what a callable is made of, and the modules that it names."""
+    named = (each for each in globals_of(value).values() if isinstance(each, nn.Module))
+    return *parts_of(value), *named
 
 
 def _modules_in(value: Any) -> list[nn.Module]:
@@ -169,27 +176,3 @@ def _modules_in(value: Any) -> list[nn.Module]:
 
 # Python's own: where a function names one of them, it does not say which modules it reaches.
 _WITHOUT_MODULES = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
-
-
-def parts_of(value: Any) -> tuple[Any, ...]:
-    """Return what a callable is made of: what it is bound to, closes over, names, or was given."""
-    if isinstance(value, types.MethodType):
-        return value.__self__, value.__func__
-    if isinstance(value, functools.partial):
-        return value.func, *value.args, *value.keywords.values()
-    if isinstance(value, types.FunctionType):
-        cells = value.__closure__ or ()
-        contents = tuple(cell.cell_contents for cell in cells if _is_full(cell))
-        named = (value.__globals__.get(name) for name in value.__code__.co_names)
-        modules = tuple(each for each in named if isinstance(each, nn.Module))
-        defaults = *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()
-        return *contents, *modules, *defaults
-    return tuple(value) if isinstance(value, (list, tuple)) else ()
-
-
-def _is_full(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - it raises where the name has no value yet
-    except ValueError:
-        return False
-    return True
