@@ -1,4 +1,8 @@
-"""Buffers that a region changes: a recomputation finds them as the first run did, and leaves them.
+"""Parameters and buffers of a region: a recomputation finds what the first run did, and leaves it.
+
+torch.func.functional_call, and libraries that learn to learn, give a module other tensors for the
+length of a call. When backward recomputes the call these are gone, and the module has its own
+again: the gradient would be of another function. The recomputation gets the tensors back.
 
 Running statistics of a batch norm move once a step, not twice; so do the vectors of a power
 iteration, an average, or a counter, and parameters without a gradient, as of a network that follows
@@ -19,7 +23,7 @@ import functools
 import types
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -28,6 +32,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from vramx.errors import VramxWarning
 from vramx.patch.references import globals_of, parts_of
 
+_PLAIN = (Tensor, nn.Parameter)
 _Members = dict[str, Any]  # the buffers of a module, or its parameters
 
 
@@ -42,13 +47,15 @@ _written: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictio
 
 
 class Buffers:
-    """The buffers of a region's modules, for one run of it and for those that recompute it."""
+    """The tensors of a region's modules, for one run of it and for those that recompute it."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._seen: list[tuple[nn.Module, _Members, str, Tensor, int]] = []
         self._copies: dict[tuple[int, str], Tensor] = {}
         self._kept: list[_Kept] = []
+        self._then: list[tuple[_Members, _Members]] = []
         for module in modules:
+            self._then += [(own, dict(own)) for own in (module._parameters, module._buffers) if own]
             written = _written.get(module)
             for members, name, tensor in _changeable(module):
                 self._seen.append((module, members, name, tensor, tensor._version))
@@ -80,19 +87,42 @@ class Buffers:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Have the modules write into copies meanwhile."""
-        own = [(each, each.members.get(each.name)) for each in self._kept]
-        for each, now in own:
-            source = now if each.value is None else each.value
-            copy = None if source is None else source.detach().clone()
-            if isinstance(now, nn.Parameter) and copy is not None:
-                copy = nn.Parameter(copy, requires_grad=False)
-            each.members[each.name] = copy
-        try:
+        """Have the modules the tensors of then meanwhile, and copies of those that they write."""
+        with _holding(list(self._replaced())), _holding(list(map(_copied, self._kept))):
             yield
-        finally:
-            for each, now in own:
-                each.members[each.name] = now
+
+    def _replaced(self) -> Iterator[_Kept]:
+        """Give what modules had then, where they have others now.
+
+        Those of a class of their own, as of a sharding library, come and go by that library's
+        hooks, in a recomputation too.
+        """
+        for own, then in self._then:
+            for name, tensor in then.items():
+                now = own.get(name)
+                if now is not tensor and type(now) in _PLAIN and type(tensor) in _PLAIN:
+                    yield _Kept(own, name, tensor)
+
+
+def _copied(kept: _Kept) -> _Kept:
+    now = kept.members.get(kept.name)
+    source = now if kept.value is None else kept.value
+    copy = None if source is None else source.detach().clone()
+    if isinstance(now, nn.Parameter) and copy is not None:
+        copy = nn.Parameter(copy, requires_grad=False)
+    return kept._replace(value=copy)
+
+
+@contextlib.contextmanager
+def _holding(values: Sequence[_Kept]) -> Iterator[None]:
+    own = [each._replace(value=each.members.get(each.name)) for each in values]
+    for each in values:
+        each.members[each.name] = each.value
+    try:
+        yield
+    finally:
+        for each in own:
+            each.members[each.name] = each.value
 
 
 def _changeable(module: nn.Module) -> Iterator[tuple[_Members, str, Tensor]]:

@@ -21,7 +21,6 @@ from vramx.errors import RecomputationError
 from vramx.recompute import verdicts
 from vramx.recompute.buffers import Buffers, modules_of
 from vramx.recompute.inputs import Inputs
-from vramx.recompute.members import Members
 from vramx.recompute.objects import Before, as_before
 from vramx.recompute.structure import Structure
 from vramx.recompute.unfilled import saved_behind
@@ -55,7 +54,6 @@ class Region:
         self._ran_in_mode = False
         self._key: Hashable | None = None
         self._buffers: Buffers | None = None
-        self._members: Members | None = None
 
     def leaves_of(self, leaves: list[Any]) -> list[Any]:
         """Return the leaves for torch to keep: objects as they are now."""
@@ -68,7 +66,7 @@ class Region:
         self._arguments = None
         inputs, self._inputs = self._inputs, None
         modules = modules_of(self._function, leaves)
-        self._buffers, self._members = Buffers(modules), Members(modules)
+        self._buffers = Buffers(modules)
         if inputs is not None and inputs.may_pack and not self._vouched:
             result = self._run_to_pack(args, kwargs, leaves, inputs.tensors)
         else:
@@ -103,8 +101,7 @@ class Region:
         found = [leaf.again() if isinstance(leaf, Before) else leaf for leaf in leaves]
         args, kwargs = self._structure.rebuild(found)
         assert self._buffers is not None
-        assert self._members is not None
-        with self._members.restored(), self._buffers.restored():
+        with self._buffers.restored():
             if not self._is_watched and not self._ran_in_mode:
                 return saved_behind(self._function(*args, **kwargs))
             # Some of torch's functions, such as ctc_loss, save other tensors in a mode.
