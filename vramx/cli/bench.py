@@ -23,7 +23,6 @@ ALL = "all"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb's arguments."""
     parser = subparsers.add_parser(
         "bench",
         help="run a benchmark of the repository",
@@ -63,7 +62,6 @@ def _add_process_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the verb."""
     harness = load_harness()
     if args.name is None:
         lines = [f"{name:14} {harness.load(name).DESCRIPTION}" for name in harness.names()]

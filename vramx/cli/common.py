@@ -61,13 +61,6 @@ def policies_argument(text: str) -> list[str]:
     return check_policies([name.strip() for name in text.split(",")])
 
 
-def capacity_argument(text: str) -> int:
-    """Read a capacity of at least one chunk."""
-    from vramx.memory.replay import check_capacity
-
-    return check_capacity(text)
-
-
 def count_argument(what: str, least: int = 1) -> Callable[[str], int]:
     """Return an argparse type: a whole number of at least 0 or 1 and at most nine digits."""
 
@@ -115,6 +108,23 @@ def add_policy_argument(parser: argparse.ArgumentParser) -> None:
         default="live,native,expandable,vramx",
         help="which policies (default: %(default)s)",
     )
+
+
+def add_trace_argument(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
+    """Add the file or files that are read."""
+    what = "a trace (.npz) or a torch memory snapshot (.pickle, .json, .gz)"
+    parser.add_argument(name, metavar="TRACE", type=Path, help=what, **options)
+
+
+def add_capacity_argument(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add --capacity, of at least one chunk."""
+
+    def check(text: str) -> int:
+        from vramx.memory.replay import check_capacity
+
+        return check_capacity(text)
+
+    parser.add_argument("--capacity", metavar="SIZE", type=argument(check), help=what)
 
 
 def add_driver_arguments(parser: argparse.ArgumentParser) -> None:

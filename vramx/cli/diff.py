@@ -18,7 +18,6 @@ SCHEMA = 1
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb's arguments."""
     parser = subparsers.add_parser(
         "diff",
         help="what grew between snapshots of a run, and what leaks",

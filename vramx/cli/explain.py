@@ -39,7 +39,6 @@ class _ExplainParser(common.OneLineParser):
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb's arguments."""
     parser = common.add_parser_of(
         subparsers,
         _ExplainParser,
@@ -52,11 +51,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "with --confirm, where a remedy does not hold what was said.",
     )
     snapshots.add_snapshot_arguments(parser, newest=True)
-    parser.add_argument(
-        "--capacity",
-        metavar="SIZE",
-        type=common.argument(common.capacity_argument),
-        help="what the allocator could hold, where it is known, as in 24GiB (default: as recorded)",
+    common.add_capacity_argument(
+        parser,
+        "what the allocator could hold, where it is known, as in 24GiB (default: as recorded)",
     )
     parser.add_argument(
         "--confirm",

@@ -16,7 +16,6 @@ from vramx.errors import InvalidValueError
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb's arguments."""
     parser = subparsers.add_parser(
         "predict",
         help="the peak of a training step before it runs, without a GPU",
@@ -38,7 +37,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Predict and report."""
     common.check_report(args)
     function = load(args.target)
     from vramx.planning.predict import predict_made
