@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -18,12 +18,14 @@ from vramx.files import written_whole
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
     from vramx.memory.trace import Trace
 
 Value = TypeVar("Value")
 
 _PLAIN_WIDTH = 120  # columns of a table that is not on a terminal
+_KINDS = {">": {"justify": "right"}, "~": {"overflow": "fold"}, "!": {"no_wrap": True}}
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -198,14 +200,34 @@ def write_output(path: Path, data: bytes, force: bool) -> None:
         raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
+def table(columns: Iterable[str], rows: Iterable[Sequence[str]], **options: Any) -> Table:
+    """Lay out rows in the one style of the command line.
+
+    Args:
+        columns: the headings; before one of numbers stands >, ~ where a cell that is too long is
+            folded, and ! where it is cut.
+        **options: of rich's Table.
+    """
+    from rich import box
+    from rich.table import Table
+
+    laid_out = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), **options)
+    for heading in columns:
+        kind: Any = _KINDS.get(heading[:1], {})
+        laid_out.add_column(heading[bool(kind) :], **kind)
+    for row in rows:
+        laid_out.add_row(*row)
+    return laid_out
+
+
 def render_text(*parts: RenderableType, file: IO[str]) -> str:
     """Lay out tables and lines as they look on `file`: coloured on a terminal, plain elsewhere."""
     from rich.console import Console
 
     on_terminal = file.isatty()
-    console = Console(
-        file=file, width=None if on_terminal else _PLAIN_WIDTH, force_terminal=on_terminal
-    )
+    width = None if on_terminal else _PLAIN_WIDTH
+    # A file's name may hold what rich would take for markup.
+    console = Console(file=file, width=width, force_terminal=on_terminal, emoji=False)
     with console.capture() as capture:
         for part in parts:
             console.print(part, markup=False, highlight=False)

@@ -99,8 +99,6 @@ def document(reports: Sequence[Sequence[ReplayResult]]) -> dict[str, Any]:
 
 def table(results: Sequence[ReplayResult]) -> Table:
     """Lay out one trace's results; sizes in GiB, and as a multiple of the live peak."""
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     first = results[0]
@@ -108,21 +106,15 @@ def table(results: Sequence[ReplayResult]) -> Table:
         f"{first.trace}: {first.events:,} events in {first.trace_us / 1e6:.1f} s, "
         f"{format_gib(first.peak_live_bytes)} live at the peak"
     )
-    rows = Table(
+    minimum = any(result.min_capacity_bytes is not None for result in results)
+    sizes = [">peak\nreserved", ">\n/ live", ">smallest\nmemory", ">\n/ live"]
+    costs = [">driver\ncalls", ">driver\ntime", ">ns per\nevent"]
+    return common.table(
+        ["\npolicy", *sizes[: 4 if minimum else 2], *costs, "\noutcome"],
+        [_cells(result, minimum) for result in results],
         title=Text(title, style="bold"),
         title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
     )
-    minimum = any(result.min_capacity_bytes is not None for result in results)
-    sizes = ["peak\nreserved", "\n/ live", "smallest\nmemory", "\n/ live"][: 4 if minimum else 2]
-    rows.add_column("\npolicy")
-    for column in [*sizes, "driver\ncalls", "driver\ntime", "ns per\nevent"]:
-        rows.add_column(column, justify="right")
-    rows.add_column("\noutcome")
-    for result in results:
-        rows.add_row(*_cells(result, minimum))
-    return rows
 
 
 def summary(results: Sequence[ReplayResult]) -> str:
