@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vramx.cli import common
-from vramx.errors import InvalidValueError
+from vramx.errors import InvalidValueError, refused
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -55,10 +55,7 @@ def load(target: str) -> Callable[[], Any]:
     """
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name:
-        raise InvalidValueError(
-            f"target {target!r} is not accepted; accepted are package.module:function and "
-            "script.py:function"
-        )
+        raise refused("target", target, "are package.module:function and script.py:function")
     try:
         module = _script(Path(where)) if where.endswith(".py") else _module(where)
     except (Exception, SystemExit) as error:

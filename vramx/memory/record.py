@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vramx import config
-from vramx.errors import InvalidValueError, OutputError, VramxError, brief
+from vramx.errors import InvalidValueError, OutputError, VramxError, brief, refused
 from vramx.files import written_whole
 from vramx.memory.attribution import add_categories
 from vramx.memory.categories import Log, Seen
@@ -185,13 +185,9 @@ def record(
     if model is not None and not isinstance(model, torch.nn.Module):
         raise InvalidValueError(f"model {brief(model)} is not accepted; a torch.nn.Module is")
     if type(max_entries) is not int or max_entries < 1:
-        raise InvalidValueError(
-            f"max_entries {brief(max_entries)} is not accepted; accepted are 1, 2, ..."
-        )
+        raise refused("max_entries", max_entries, "are 1, 2, ...")
     if stacks not in _STACKS:
-        raise InvalidValueError(
-            f"stacks {brief(stacks)} is not accepted; accepted are {', '.join(_STACKS)}"
-        )
+        raise refused("stacks", stacks, f"are {', '.join(_STACKS)}")
     return Recorder(path_of(path).absolute(), model, _optimizers(optimizer), (max_entries, stacks))
 
 
@@ -202,9 +198,7 @@ def _optimizers(given: Any) -> tuple[Any, ...]:
     several = tuple(several) if isinstance(several, Iterable) else (several,)
     for each in several:
         if not hasattr(each, "param_groups") or not hasattr(each, "state"):
-            raise InvalidValueError(
-                f"optimizer {brief(each)} is not accepted; a torch.optim.Optimizer is, or several"
-            )
+            raise refused("optimizer", each, "are a torch.optim.Optimizer and several of them")
     return several
 
 

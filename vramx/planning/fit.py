@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vramx.errors import InvalidValueError, VramxError, brief
+from vramx.errors import InvalidValueError, VramxError, refused
 from vramx.planning.batch_fit import Attempt, BatchFit, cut_evenly
 from vramx.planning.device_memory import Memory, cuda_memory, is_out_of_memory
 from vramx.planning.program import check_step, found_in
@@ -117,14 +117,12 @@ def _check(step: Any, evaluate: Any, margin: float) -> None:
     if evaluate is not None:
         check_step(evaluate)
     if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < 1:
-        raise InvalidValueError(
-            f"margin {brief(margin)} is not accepted; accepted is a share from 0.0 to below 1.0"
-        )
+        raise refused("margin", margin, "is a share from 0.0 to below 1.0")
 
 
 def _check_size(name: str, value: Any) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise InvalidValueError(f"{name} {brief(value)} is not accepted; accepted is 1 or more")
+        raise refused(name, value, "is 1 or more")
 
 
 class _Fitting:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from vramx.errors import InvalidValueError, brief
+from vramx.errors import InvalidValueError, brief, refused
 from vramx.optimizers.copies import unwrapped
 from vramx.patch.references import globals_of, parts_of
 
@@ -143,7 +143,5 @@ def device_type_of(device: str | torch.device) -> str:
     """Return "cuda" or "cpu"; raise for another."""
     kind = str(device).partition(":")[0]
     if kind not in ("cuda", "cpu"):
-        raise InvalidValueError(
-            f"device {brief(device)} is not accepted; accepted are 'cuda' and 'cpu'"
-        )
+        raise refused("device", device, ("cuda", "cpu"))
     return kind
