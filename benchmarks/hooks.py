@@ -77,7 +77,7 @@ def kernels_left_out() -> Iterator[None]:
     from vramx.compression import fakes
     from vramx.compression.codec import codec
 
-    with mock.patch.object(codec, "_launch", fakes.answering(fakes.NoLaunches)):
+    with mock.patch.object(codec, "_launch", fakes.answering(fakes.NoLaunches())):
         yield
 
 

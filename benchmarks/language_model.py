@@ -205,15 +205,13 @@ def write_verdicts(
 
 def table(verdicts: Mapping[str, Equivalence], asked: str = "is_shown") -> Table:
     """Lay the verdicts out, one line a way, with what is asked of them."""
-    from rich.table import Table
+    from vramx.cli import common
 
-    laid_out = Table(title="gap in validation loss to exact activations, nat")
-    laid_out.add_column("activations", no_wrap=True)
-    for heading in ("gap", "90 % interval", "margin"):
-        laid_out.add_column(heading, justify="right")
-    laid_out.add_column("equivalent" if asked == "is_shown" else "no worse")
+    rows = []
     for way, found in verdicts.items():
         interval = f"{found.low:+.5f} to {found.high:+.5f}"
         shown = "ok" if getattr(found, asked) else "not shown"
-        laid_out.add_row(way, f"{found.mean:+.5f}", interval, f"{found.margin:.5f}", shown)
-    return laid_out
+        rows.append([way, f"{found.mean:+.5f}", interval, f"{found.margin:.5f}", shown])
+    verdict = "equivalent" if asked == "is_shown" else "no worse"
+    columns = ("!activations", ">gap", ">90 % interval", ">margin", verdict)
+    return common.table(columns, rows, title="gap in validation loss to exact activations, nat")

@@ -199,14 +199,10 @@ def write_ratios(times: Times, writer: RowWriter) -> None:
 
 def table(times: Times) -> Table:
     """Lay the medians out, one line a case."""
-    from rich.table import Table
+    from vramx.cli import common
 
-    laid_out = Table(title="ns a call")
-    laid_out.add_column("case")
     names = [allocator.name for allocator in ALLOCATORS]
-    for heading in (*names, "/ native", "/ before"):
-        laid_out.add_column(heading, justify="right")
-    laid_out.add_column("goal")
+    rows = []
     judged = {verdict.case: verdict for verdict in goals(times)}
     for case, found in medians(times).items():
         verdict = judged.get(case, Verdict(case, 0.0, None, None, False))
@@ -216,5 +212,6 @@ def table(times: Times) -> Table:
             for ratio in (verdict.to_native, verdict.to_before)
         ]
         mark = {True: "ok", False: "MISSED", None: ""}[verdict.is_met]
-        laid_out.add_row(case, *figures, *ratios, mark)
-    return laid_out
+        rows.append([case, *figures, *ratios, mark])
+    columns = ["case", *(f">{name}" for name in (*names, "/ native", "/ before")), "goal"]
+    return common.table(columns, rows, title="ns a call")

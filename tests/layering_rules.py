@@ -27,10 +27,11 @@ CPP_LAYERS = {
     "torch": {"core", "process"},
     "library": {"core", "driver", "process", "torch"},
 }
-BASE = {"errors", "sizes", "config", "progress"}
+BASE = {"errors", "files", "sizes", "config", "progress"}
 # What a part of vramx may import, itself apart.
 PYTHON_PARTS = {
     "errors": set[str](),
+    "files": set[str](),
     "sizes": {"errors"},
     "config": {"errors", "sizes"},
     "progress": {"config"},

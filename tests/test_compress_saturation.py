@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import vramx
-from vramx.compression.codec import angles
-from vramx.compression.codec.slopes import BOUNDED
+from vramx.compression.codec.mapping import BOUNDED, function_of
 from vramx.compression.policy import plans
 
 TIMES_BFLOAT16, NEAR = 3, 0.05
@@ -89,7 +88,7 @@ def test_saturated_elements_have_no_gradient_at_all(name: str, dtype: torch.dtyp
 @pytest.mark.parametrize("kind", [nn.GRUCell, nn.RNNCell])
 def test_gates_of_a_recurrent_network_are_packed_as_angles(kind: Any, monkeypatch: Any) -> None:
     made: list[str] = []
-    original = angles.function_of
+    original = function_of
 
     def noted(*arguments: Any) -> str:
         made.append(original(*arguments))

@@ -13,7 +13,7 @@ from tests.fuzz.compare import FaultError, check
 from tests.fuzz.directed import PROGRAMS, program, setting
 from tests.fuzz.faults import FAULTS, ONLY_WITH_CUDA
 from tests.fuzz.search import search
-from vramx.compression.codec.slopes import BOUNDED
+from vramx.compression.codec.mapping import BOUNDED
 from vramx.compression.policy import plans, policy
 from vramx.recompute.elements import Elements
 

@@ -85,7 +85,6 @@ def test_statistics_are_written_whole_with_the_number_of_a_child(
     cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(exit_stats, "_registered", set())
     monkeypatch.setattr(exit_stats.atexit, "register", lambda *call: written.append(call))
     cuda.configure(stats_file=tmp_path / "stats.json", root_pid=os.getpid() + 1)
     vramx.install_allocator()

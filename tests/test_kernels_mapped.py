@@ -15,10 +15,10 @@ from interpreted_kernels import InterpretedKernels, Noise, kernels
 from test_kernels import differences, reference_of
 from torch import Tensor
 
-from vramx.compression.codec import angles, codec, reference, roots, signs
+from vramx.compression.codec import codec, reference, roots
 from vramx.compression.codec.geometry import describe, flat
+from vramx.compression.codec.mapping import ANGLES, SIGN, Within
 from vramx.compression.codec.normalised import Normal, Statistics
-from vramx.compression.codec.slopes import Within
 from vramx.compression.config import MASK_FORMAT, Format
 from vramx.kernels.launch import Function
 from vramx.kernels.layout import Layout
@@ -127,7 +127,7 @@ def test_angles_come_back_as_torch_computes_them(kernels: Any, kind: str, name: 
     Where all of a group is next to equal, a last bit also decides which two are its outliers.
     """
     y, layout = saturated(kind), layout_of(name, 5000)
-    angle = angles.ANGLES[SATURATING[kind][1]]
+    angle = ANGLES[SATURATING[kind][1]]
     packed = kernels.quantize_map(y, layout, Function(kind))
     expected = reference.quantize(angle.of(y), layout)
     assert differences(packed, expected, layout) <= layout.groups / 8
@@ -141,7 +141,7 @@ def test_comparison_sees_one_series_for_all_angles(kernels: InterpretedKernels, 
     y, layout = saturated(kind), layout_of("8sym", 5000)
     defect = "one series for all angles"
     packed = kernels.quantize_map(y, layout, Function(kind), defect=defect)
-    expected = reference.quantize(angles.ANGLES[SATURATING[kind][1]].of(y), layout)
+    expected = reference.quantize(ANGLES[SATURATING[kind][1]].of(y), layout)
     assert differences(packed, expected, layout) > layout.groups / 8
 
 
@@ -190,9 +190,9 @@ def test_signs_come_back(kernels: InterpretedKernels, numel: int, dtype: torch.d
     x[numel // 2], x[0] = torch.nan, 0.0
     bits = kernels.pack_signs(x)
     used = -(-numel // 8)
-    assert torch.equal(bits[:used], reference.pack_mask(signs.SIGN.of(x))[:used])
+    assert torch.equal(bits[:used], reference.pack_mask(SIGN.of(x))[:used])
     back = kernels.unpack_signs(bits, numel, dtype)
-    assert torch.equal(back, signs.SIGN.back(signs.SIGN.of(x), dtype))
+    assert torch.equal(back, SIGN.back(SIGN.of(x), dtype))
 
 
 # Which statistics an element has, and that the codec and the kernels agree on it.
@@ -260,7 +260,7 @@ class Launchers:
     [
         (roots.ROOT, Format(), ["quantize_map", "dequantize_map"]),
         (Within(6, 128), Format(), ["quantize_map", "dequantize_map"]),
-        (signs.SIGN, MASK_FORMAT, ["pack_signs", "unpack_signs"]),
+        (SIGN, MASK_FORMAT, ["pack_signs", "unpack_signs"]),
         (normal(*SEEN["rows"]()), Format(), ["quantize_map", "dequantize_map"]),
         (normal(*OTHERS["rows in turn"]()), Format(), ["quantize", "dequantize"]),
     ],

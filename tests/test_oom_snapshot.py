@@ -14,6 +14,7 @@ from samples import assert_one_line_refusal
 from snapshot_writer import MIB
 
 import vramx
+from vramx import files
 from vramx.allocator import oom_document, oom_snapshot
 
 __all__ = ["cuda", "program", "shim"]
@@ -99,7 +100,7 @@ def test_what_cannot_be_written_is_one_line_and_not_tried_again(
 ) -> None:
     if what == "no space":
         full = OSError(28, "No space left on device")
-        monkeypatch.setattr(oom_snapshot.os, "replace", lambda *_: fail_with(full))
+        monkeypatch.setattr(files.os, "replace", lambda *_: fail_with(full))
     elif what == "no folder":
         program.folder.write_text("a file")
     elif what == "torch":

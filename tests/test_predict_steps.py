@@ -46,10 +46,10 @@ def helped() -> None:
 
 
 def test_a_step_is_followed_wherever_its_model_is() -> None:
-    trainer = Trainer()
+    trainer, times = Trainer(), None
 
     def closure() -> None:
-        trainer.step()
+        trainer.step(times or 1)
 
     def argument(model: nn.Module, x: Tensor, learner: Any = trainer.optimizer) -> None:
         model(x).mean().backward()

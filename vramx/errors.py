@@ -8,6 +8,9 @@ memory is not here: it is torch's own torch.OutOfMemoryError.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 _MOST_CHARACTERS = 80
 
 
@@ -90,3 +93,29 @@ def brief(value: object) -> str:
     if "\n" not in text and len(text) <= _MOST_CHARACTERS:
         return text
     return f"a {type(value).__qualname__}"
+
+
+def refused(
+    name: str, value: object, accepted: str | Iterable[str | None], *others: str
+) -> InvalidValueError:
+    """Return the error of an argument whose value is not accepted.
+
+    Args:
+        accepted: the words that are, of which the nearest is named; or a text after "accepted".
+        *others: what is besides words.
+
+    Example:
+        >>> str(refused("steps", 0, "is 1 or more"))
+        'steps 0 is not accepted; accepted is 1 or more'
+        >>> str(refused("level", "int9", ("int8", "int4")))
+        "level 'int9' is not accepted (did you mean 'int8'?); accepted are 'int8' and 'int4'"
+    """
+    near = ""
+    if not isinstance(accepted, str):
+        words = list(accepted)
+        known = [word for word in words if word is not None]
+        close = get_close_matches(value.lower(), known, n=1) if isinstance(value, str) else []
+        near = f" (did you mean {close[0]!r}?)" if close else ""
+        *most, last = (*map(repr, words), *others)
+        accepted = f"are {', '.join(most)} and {last}"
+    return InvalidValueError(f"{name} {brief(value)} is not accepted{near}; accepted {accepted}")

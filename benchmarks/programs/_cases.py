@@ -250,13 +250,11 @@ def lay_out(
     Args:
         missed: case and metric of each such goal.
     """
-    from rich.table import Table
+    from vramx.cli.common import table
 
-    laid_out = Table(title=title)
-    laid_out.add_column("case", no_wrap=True)
-    for heading in (*headings, "goals"):
-        laid_out.add_column(heading.replace("_", " "), justify="right")
+    rows = []
     for case, line in lines.items():
         metrics = ", ".join(metric for name, metric in missed if name == case)
-        laid_out.add_row(case, *line, f"MISSED {metrics}" if metrics else "")
-    return laid_out
+        rows.append([case, *line, f"MISSED {metrics}" if metrics else ""])
+    columns = [f">{heading.replace('_', ' ')}" for heading in (*headings, "goals")]
+    return table(["!case", *columns], rows, title=title)

@@ -204,32 +204,21 @@ def is_good(program: Program, runs: Sequence[Run]) -> bool:
 
 def tables(runs: Sequence[Run]) -> list[Table]:
     """Lay out the goals, and beside them what torch's own allocators did; one line a program."""
-    goals = _table(
-        "unmodified programs under vramx, against the faster of torch's allocators",
-        ["losses differ", "reserved / allocated", "step / best", "driver calls a step"],
-        [f"step at {CAP} x peak"],
-    )
-    peers = _table(
-        "torch's allocators on the same programs",
-        ["native: reserved", f"step at {CAP} x peak"],
-        ["expandable: reserved", f"step at {CAP} x peak"],
-    )
+    from vramx.cli import common
+
+    goals, peers = [], []
     for program in dict.fromkeys(run.program for run in runs):
         own = [run for run in runs if run.program == program]
-        goals.add_row(program.name, *map(str, judge(program, own)))
-        figures = []
+        goals.append([program.name, *map(str, judge(program, own))])
+        peers.append([program.name])
         for name in ("native", "expandable"):
-            figures += [peer_reserved(own, name), peer_under_cap(own, name)]
-        peers.add_row(program.name, *figures)
-    return [goals, peers]
-
-
-def _table(title: str, *groups: Sequence[str]) -> Table:
-    from rich.table import Table
-
-    laid_out = Table(title=title)
-    laid_out.add_column("program", no_wrap=True)
-    for group in groups:
-        for heading in group:
-            laid_out.add_column(heading)
-    return laid_out
+            peers[-1] += [peer_reserved(own, name), peer_under_cap(own, name)]
+    capped = f"step at {CAP} x peak"
+    said = ("losses differ", "reserved / allocated", "step / best", "driver calls a step")
+    about = "unmodified programs under vramx, against the faster of torch's allocators"
+    theirs = "torch's allocators on the same programs"
+    of_peers = ("native: reserved", capped, "expandable: reserved", capped)
+    return [
+        common.table(("!program", *said, capped), goals, title=about),
+        common.table(("!program", *of_peers), peers, title=theirs),
+    ]

@@ -9,20 +9,9 @@ import gc
 from pathlib import Path
 
 import torch
-from common import (
-    Figures,
-    Place,
-    UnavailableError,
-    adamw,
-    batch_of,
-    install,
-    language_model,
-    lengths,
-    main,
-    measure,
-)
-from torch import Tensor
+from common import Figures, Place, UnavailableError, install, main, train_varying
 
+TEXTS = 24
 ROOM = 1.05  # the cap, in what the program has alive at its peak
 
 
@@ -55,14 +44,14 @@ def host_limit_bytes() -> int | None:
 
 def capped(place: Place) -> Figures:
     """Train on texts of varying lengths, then again under a cap of ROOM times the peak."""
-    trained(place)
+    train_varying(place, TEXTS)
     gc.collect()
     alive = torch.cuda.max_memory_allocated()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     cap(ROOM * alive)
     try:
-        figures = trained(place) | {"fits": 1}
+        figures = train_varying(place, TEXTS) | {"fits": 1}
     except torch.OutOfMemoryError:
         figures = {"fits": 0}
     return figures | {"cap_bytes": int(ROOM * alive)}
@@ -71,23 +60,6 @@ def capped(place: Place) -> Figures:
 def cap(size_bytes: float) -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(size_bytes / total)
-
-
-def trained(place: Place) -> Figures:
-    model = language_model(place)
-    optimizer = adamw(model)
-    drawn = lengths(place, place.sized(24, 2))
-
-    def step(index: int) -> Tensor:
-        batch = batch_of(place, 8, drawn[index], index)
-        with place.autocast():
-            loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return measure(place, step, len(drawn))
 
 
 VARIANTS = {"torch_allocator": torch_allocator, "vramx_allocator": vramx_allocator, "host": host}

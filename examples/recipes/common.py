@@ -151,19 +151,33 @@ def lengths(place: Place, count: int) -> list[int]:
 
 
 def train(place: Place, model: Any, optimizer: Any) -> Figures:
-    """Train as anyone does, under autocast in bfloat16, and return what was measured."""
+    """Train as anyone does, and return what was measured."""
     data = batches(place)
+    return measure(place, lambda _index: learn(place, model, optimizer, next(data)))
 
-    def step(_index: int) -> Tensor:
-        batch = next(data)
-        with place.autocast():
-            loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
 
-    return measure(place, step)
+def train_varying(place: Place, count: int, after: Callable[[], Any] = lambda: None) -> Figures:
+    """Train on so many texts whose length differs from step to step; call `after` in each step."""
+    model = language_model(place)
+    optimizer = adamw(model)
+    drawn = lengths(place, place.sized(count, 2))
+
+    def step(index: int) -> Tensor:
+        loss = learn(place, model, optimizer, batch_of(place, 8, drawn[index], index))
+        after()
+        return loss
+
+    return measure(place, step, len(drawn))
+
+
+def learn(place: Place, model: Any, optimizer: Any, batch: Tensor) -> Tensor:
+    """Take a step under autocast in bfloat16, and return its loss."""
+    with place.autocast():
+        loss = model(input_ids=batch, labels=batch).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
 
 
 def measure(place: Place, step: Callable[[int], Any], steps: int | None = None) -> Figures:

@@ -9,31 +9,33 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from common import Figures, Place, adamw, batch_of, install, language_model, lengths, main, measure
+from common import Figures, Place, install, main, measure, train_varying
 from torch import Tensor, nn
+
+TEXTS = 30
 
 
 def plain(place: Place) -> Figures:
-    return varying(place)
+    return train_varying(place, TEXTS)
 
 
 def max_split_size_mb(place: Place) -> Figures:
     settings(place, "max_split_size_mb:128")
-    return varying(place)
+    return train_varying(place, TEXTS)
 
 
 def expandable_segments(place: Place) -> Figures:
     settings(place, "expandable_segments:True")
-    return varying(place)
+    return train_varying(place, TEXTS)
 
 
 def empty_cache_each_step(place: Place) -> Figures:
-    return varying(place, empties=True)
+    return train_varying(place, TEXTS, torch.cuda.empty_cache)
 
 
 def vramx_allocator(place: Place) -> Figures:
     install(place)
-    return varying(place)
+    return train_varying(place, TEXTS)
 
 
 def copies_pageable(place: Place) -> Figures:
@@ -67,26 +69,6 @@ def settings(place: Place, text: str) -> None:
     place.needs_gpu("an allocator's setting")
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (change or torch.cuda.memory._set_allocator_settings)(text)
-
-
-def varying(place: Place, empties: bool = False) -> Figures:
-    """Train on texts whose length differs from step to step."""
-    model = language_model(place)
-    optimizer = adamw(model)
-    drawn = lengths(place, place.sized(30, 2))
-
-    def step(index: int) -> Tensor:
-        batch = batch_of(place, 8, drawn[index], index)
-        with place.autocast():
-            loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if empties:
-            torch.cuda.empty_cache()
-        return loss.detach()
-
-    return measure(place, step, len(drawn))
 
 
 def copied(place: Place, copy: Callable[[Tensor], Tensor]) -> Figures:

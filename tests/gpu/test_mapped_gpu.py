@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import vramx
-from vramx.compression.codec import angles, codec, roots, signs
+from vramx.compression.codec import codec, roots
 from vramx.compression.codec.geometry import describe
+from vramx.compression.codec.mapping import ANGLES, SIGN
 from vramx.compression.codec.normalised import Normal, Statistics
 from vramx.compression.config import MASK_FORMAT, Format
 
@@ -53,8 +54,8 @@ def test_a_norm_s_input_comes_back(place: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("call", "mapping"),
     [
-        (torch.tanh, angles.ANGLES["TanhBackward0"]),
-        (torch.sigmoid, angles.ANGLES["SigmoidBackward0"]),
+        (torch.tanh, ANGLES["TanhBackward0"]),
+        (torch.sigmoid, ANGLES["SigmoidBackward0"]),
         (torch.sin, roots.ROOT),
     ],
     ids=["tanh", "sigmoid", "root"],
@@ -70,7 +71,7 @@ def test_functions_come_back(call: Callable[[Tensor], Tensor], mapping: codec.Ma
 def test_signs_come_back() -> None:
     x = torch.randn(100_003, device="cuda")
     x[5] = torch.nan
-    back = codec.unpack(codec.pack(x, MASK_FORMAT, None, signs.SIGN))
+    back = codec.unpack(codec.pack(x, MASK_FORMAT, None, SIGN))
     assert torch.equal(back, (~(x <= 0)).float())
 
 

@@ -9,35 +9,29 @@ the program's exit code is the program's. A process that is killed writes nothin
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import json
 import logging
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from vramx.allocator.install import current
 from vramx.allocator.stats import allocator_stats
+from vramx.files import written_whole
 
 SCHEMA = 1
 _log = logging.getLogger("vramx")
-_registered: set[int] = set()
 
 
 def write_at_exit(file: Path, root_pid: int | None) -> None:
-    """Have this process write its statistics when Python ends; once a process.
+    """Have this process write its statistics when Python ends.
 
     Args:
         file: where to; absolute, or below the folder that is current now.
         root_pid: the process that writes `file` itself; any other adds its number.
     """
-    pid = os.getpid()
-    if pid in _registered:
-        return
-    _registered.add(pid)
-    file = file.absolute()
+    pid, file = os.getpid(), file.absolute()
     target = file if pid == root_pid else file.with_name(f"{file.name}.{pid}")
     atexit.register(_write_if_owner, target, pid)
 
@@ -47,7 +41,8 @@ def _write_if_owner(target: Path, pid: int) -> None:
         return
     try:
         if document := collect():
-            _write(target, json.dumps(document, indent=2) + "\n")
+            with written_whole(target) as file:
+                file.write(f"{json.dumps(document, indent=2)}\n".encode())
     except Exception as error:
         _log.warning("vramx: the statistics could not be written to %s: %s", target, error)
 
@@ -66,15 +61,3 @@ def collect() -> dict[str, Any]:
         "mode": "plain" if installed.shim is None else "full",
         "devices": [dataclasses.asdict(allocator_stats(device)) for device in started],
     }
-
-
-def _write(target: Path, text: str) -> None:
-    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)

@@ -24,7 +24,6 @@ import logging
 import os
 import re
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -35,6 +34,7 @@ from typing import Any
 from vramx import config
 from vramx.allocator import oom_document, shim_cache
 from vramx.config import Config
+from vramx.files import written_whole
 
 KIND = "oom"  # of files in the cache
 _MOST_FILES = 4  # of a process, before it rests
@@ -115,22 +115,12 @@ class OomSnapshots:
         stamp = time.strftime("%Y%m%dT%H%M%S")
         number = len(self._lines) + 1
         path = folder / f"oom-{stamp}-rank{config.rank() or 0}-pid{os.getpid()}-{number}.pickle"
-        _write_whole(path, data)
+        with written_whole(path, 0o600) as file:
+            file.write(data)
         for old in written(folder)[_MOST_KEPT:]:
             with contextlib.suppress(OSError):  # gone, by another rank's hand
                 old.unlink()
         return path
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
 
 
 def folders(settings: Config) -> list[Path]:

@@ -23,7 +23,6 @@ ALL = "all"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb's arguments."""
     parser = subparsers.add_parser(
         "bench",
         help="run a benchmark of the repository",
@@ -63,7 +62,6 @@ def _add_process_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the verb."""
     harness = load_harness()
     if args.name is None:
         lines = [f"{name:14} {harness.load(name).DESCRIPTION}" for name in harness.names()]
@@ -154,19 +152,16 @@ def _report(row: Any) -> None:
 
 def table(name: str, rows: Sequence[Any]) -> Table:
     """Lay the rows out, one line a measurement."""
-    from rich.table import Table
-
-    laid_out = Table(title=f"benchmark {name}")
-    for heading in ("case", "metric", "status"):
-        laid_out.add_column(heading)
-    for heading in ("median", "p10", "p90", "repeats"):
-        laid_out.add_column(heading, justify="right")
-    laid_out.add_column("unit")
-    for row in rows:
-        figures = (figure(row.median), figure(row.p10), figure(row.p90), str(row.repeats))
-        unit = "" if row.unit == "1" else row.unit
-        laid_out.add_row(row.case, row.metric, row.status, *figures, unit)
-    return laid_out
+    cells = [
+        [
+            *(row.case, row.metric, row.status),
+            *(figure(row.median), figure(row.p10), figure(row.p90), str(row.repeats)),
+            "" if row.unit == "1" else row.unit,
+        ]
+        for row in rows
+    ]
+    headings = ("case", "metric", "status", ">median", ">p10", ">p90", ">repeats", "unit")
+    return common.table(headings, cells, title=f"benchmark {name}")
 
 
 def figure(value: float | None) -> str:

@@ -20,7 +20,6 @@ _PERCENT = re.compile(r"[0-9]{1,4}(?:\.[0-9]{1,6})?%", re.ASCII)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb's arguments."""
     parser = subparsers.add_parser(
         "check",
         help="fail where a run needs more memory than before, or than it may",

@@ -9,21 +9,23 @@ import argparse
 import contextlib
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from vramx.errors import InvalidValueError, OutputError, TraceError, VramxError
+from vramx.files import written_whole
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
     from vramx.memory.trace import Trace
 
 Value = TypeVar("Value")
 
 _PLAIN_WIDTH = 120  # columns of a table that is not on a terminal
+_KINDS = {">": {"justify": "right"}, "~": {"overflow": "fold"}, "!": {"no_wrap": True}}
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -59,13 +61,6 @@ def policies_argument(text: str) -> list[str]:
     from vramx.memory.replay import check_policies
 
     return check_policies([name.strip() for name in text.split(",")])
-
-
-def capacity_argument(text: str) -> int:
-    """Read a capacity of at least one chunk."""
-    from vramx.memory.replay import check_capacity
-
-    return check_capacity(text)
 
 
 def count_argument(what: str, least: int = 1) -> Callable[[str], int]:
@@ -115,6 +110,23 @@ def add_policy_argument(parser: argparse.ArgumentParser) -> None:
         default="live,native,expandable,vramx",
         help="which policies (default: %(default)s)",
     )
+
+
+def add_trace_argument(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
+    """Add the file or files that are read."""
+    what = "a trace (.npz) or a torch memory snapshot (.pickle, .json, .gz)"
+    parser.add_argument(name, metavar="TRACE", type=Path, help=what, **options)
+
+
+def add_capacity_argument(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add --capacity, of at least one chunk."""
+
+    def check(text: str) -> int:
+        from vramx.memory.replay import check_capacity
+
+        return check_capacity(text)
+
+    parser.add_argument("--capacity", metavar="SIZE", type=argument(check), help=what)
 
 
 def add_driver_arguments(parser: argparse.ArgumentParser) -> None:
@@ -179,27 +191,33 @@ def check_output(path: Path, force: bool) -> None:
 
 
 def write_output(path: Path, data: bytes, force: bool) -> None:
-    """Write a file whole or not at all: into a neighbour, which then takes its name."""
+    """Write a file whole or not at all."""
     check_output(path, force)
-    temporary: str | None = None
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
+        with written_whole(path) as file:
             file.write(data)
-        os.chmod(temporary, _new_file_mode())
-        os.replace(temporary, path)
     except OSError as error:
         raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from None
-    finally:
-        if temporary is not None:  # gone already if it took its name
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
 
 
-def _new_file_mode() -> int:
-    umask = os.umask(0)  # the only way to read it
-    os.umask(umask)
-    return 0o666 & ~umask
+def table(columns: Iterable[str], rows: Iterable[Sequence[str]], **options: Any) -> Table:
+    """Lay out rows in the one style of the command line.
+
+    Args:
+        columns: the headings; before one of numbers stands >, ~ where a cell that is too long is
+            folded, and ! where it is cut.
+        **options: of rich's Table.
+    """
+    from rich import box
+    from rich.table import Table
+
+    laid_out = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), **options)
+    for heading in columns:
+        kind: Any = _KINDS.get(heading[:1], {})
+        laid_out.add_column(heading[bool(kind) :], **kind)
+    for row in rows:
+        laid_out.add_row(*row)
+    return laid_out
 
 
 def render_text(*parts: RenderableType, file: IO[str]) -> str:
@@ -207,9 +225,9 @@ def render_text(*parts: RenderableType, file: IO[str]) -> str:
     from rich.console import Console
 
     on_terminal = file.isatty()
-    console = Console(
-        file=file, width=None if on_terminal else _PLAIN_WIDTH, force_terminal=on_terminal
-    )
+    width = None if on_terminal else _PLAIN_WIDTH
+    # A file's name may hold what rich would take for markup.
+    console = Console(file=file, width=width, force_terminal=on_terminal, emoji=False)
     with console.capture() as capture:
         for part in parts:
             console.print(part, markup=False, highlight=False)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from vramx import config
 from vramx.allocator import peaks
-from vramx.cli import common, entry_folder, snapshots
+from vramx.cli import common, entry_folder
 from vramx.errors import VramxError
 from vramx.sizes import format_gib
 
@@ -129,21 +129,17 @@ def _alloc_conf(environment: Mapping[str, str], is_expandable: bool) -> str:
 
 def table(found: Sequence[Confirmed], names: Mapping[str, str]) -> Any:
     """Lay out what was expected beside what was measured."""
-    laid_out = snapshots.plain_table()
-    laid_out.add_column("tried")
-    for column in ("said to hold", "held", "difference"):
-        laid_out.add_column(column, justify="right")
-    laid_out.add_column("")
-    for each in found:
-        measured, difference = each.measured_bytes, each.difference
-        laid_out.add_row(
+    rows = [
+        [
             names[each.policy],
             format_gib(each.expected_bytes),
-            "-" if measured is None else format_gib(measured),
-            "-" if difference is None else f"{difference:+.1%}",
+            "-" if each.measured_bytes is None else format_gib(each.measured_bytes),
+            "-" if each.difference is None else f"{each.difference:+.1%}",
             _verdict(each),
-        )
-    return laid_out
+        ]
+        for each in found
+    ]
+    return common.table(("tried", ">said to hold", ">held", ">difference", ""), rows)
 
 
 def _verdict(each: Confirmed) -> str:

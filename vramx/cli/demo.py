@@ -29,7 +29,6 @@ _FOLDER = Path(__file__).resolve().parent.parent / "demo"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb's arguments."""
     parser = subparsers.add_parser(
         "demo",
         help="two recorded runs under every policy, with a picture",

@@ -18,7 +18,6 @@ SCHEMA = 1
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb's arguments."""
     parser = subparsers.add_parser(
         "diff",
         help="what grew between snapshots of a run, and what leaks",
@@ -79,22 +78,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table(found: Sequence[Growth]) -> Any:
-    from rich.text import Text
-
-    table = snapshots.plain_table()
-    for column in ("growth", "tensors", "largest"):
-        table.add_column(column, justify="right")
-    table.add_column("")
-    table.add_column("allocated at", overflow="fold")
-    for growth in found:
-        table.add_row(
+    rows = [
+        [
             _signed(growth.grown_bytes),
             " -> ".join(f"{count:,}" for count in growth.tensors),
             format_size(growth.largest_bytes),
             "leak" if growth.is_leak else "",
-            Text(growth.name),
-        )
-    return table
+            growth.name,
+        ]
+        for growth in found
+    ]
+    return common.table((">growth", ">tensors", ">largest", "", "~allocated at"), rows)
 
 
 def _verdict(found: Sequence[Growth], leaks: Sequence[Growth], steps: int | None) -> str:

@@ -34,7 +34,6 @@ class Finding:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb's arguments."""
     parser = subparsers.add_parser(
         "doctor",
         help="what this machine has, and what will work on it",
@@ -47,7 +46,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the verb."""
     facts = collect()
     findings = judge(facts)
     if args.json:

@@ -39,7 +39,6 @@ class _ExplainParser(common.OneLineParser):
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb's arguments."""
     parser = common.add_parser_of(
         subparsers,
         _ExplainParser,
@@ -52,11 +51,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "with --confirm, where a remedy does not hold what was said.",
     )
     snapshots.add_snapshot_arguments(parser, newest=True)
-    parser.add_argument(
-        "--capacity",
-        metavar="SIZE",
-        type=common.argument(common.capacity_argument),
-        help="what the allocator could hold, where it is known, as in 24GiB (default: as recorded)",
+    common.add_capacity_argument(
+        parser,
+        "what the allocator could hold, where it is known, as in 24GiB (default: as recorded)",
     )
     parser.add_argument(
         "--confirm",
@@ -170,22 +167,18 @@ def _why(why: Explanation) -> str:
 
 
 def _remedies(why: Explanation) -> Any:
-    table = snapshots.plain_table()
-    table.add_column("what would have fitted")
-    if why.capacity is not None:
-        table.add_column("would it?")
-    table.add_column("needs", justify="right")
-    table.add_column("to try it", overflow="fold")
+    rows = []
     for remedy in why.remedies:
         is_recorded = remedy.policy == why.recorded_policy
         verdict = [_verdict(remedy)] if why.capacity is not None else []
         name = _NAMES[remedy.policy] + (", as it was" if is_recorded else "")
         line = "" if is_recorded else _LINES[remedy.policy]
-        table.add_row(name, *verdict, _needs(remedy), line)
+        rows.append([name, *verdict, _needs(remedy), line])
         if is_recorded and why.capacity is not None and not remedy.fits and remedy.needs_bytes:
             more = format_size(max(remedy.needs_bytes - why.capacity.low_bytes, 0))
-            table.add_row("a bigger card", "yes", _needs(remedy), f"{more} more")
-    return table
+            rows.append(["a bigger card", "yes", _needs(remedy), f"{more} more"])
+    asked = ["would it?"] if why.capacity is not None else []
+    return common.table(["what would have fitted", *asked, ">needs", "~to try it"], rows)
 
 
 def _needs(remedy: Remedy) -> str:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb's arguments."""
     parser = subparsers.add_parser(
         "plot",
         help="draw memory over time and a map of the arena at its peak",
@@ -24,25 +23,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "capacity and pauses; what it was for, where that is recorded; how much of it is unused; "
         "and a map of the arena when the most is live.",
     )
-    parser.add_argument(
-        "trace",
-        metavar="TRACE",
-        type=Path,
-        help="a trace (.npz) or a torch memory snapshot (.pickle, .json, .gz)",
-    )
+    common.add_trace_argument(parser, "trace")
     common.add_policy_argument(parser)
-    parser.add_argument(
-        "--capacity",
-        metavar="SIZE",
-        type=common.argument(common.capacity_argument),
-        help="the capacity to draw, as in 24GiB (default: as recorded, where a request failed)",
+    common.add_capacity_argument(
+        parser, "the capacity to draw, as in 24GiB (default: as recorded, where a request failed)"
     )
     common.add_driver_arguments(parser)
     common.add_output_arguments(parser, "the picture: .png or .html")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replay, draw, write."""
     from vramx.memory.plot import render, take_picture
     from vramx.memory.replay import ReplayOptions
     from vramx.memory.snapshot import Snapshot

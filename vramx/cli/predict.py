@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from vramx.cli import common
-from vramx.errors import InvalidValueError
+from vramx.errors import InvalidValueError, refused
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb's arguments."""
     parser = subparsers.add_parser(
         "predict",
         help="the peak of a training step before it runs, without a GPU",
@@ -38,7 +37,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Predict and report."""
     common.check_report(args)
     function = load(args.target)
     from vramx.planning.predict import predict_made
@@ -57,10 +55,7 @@ def load(target: str) -> Callable[[], Any]:
     """
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name:
-        raise InvalidValueError(
-            f"target {target!r} is not accepted; accepted are package.module:function and "
-            "script.py:function"
-        )
+        raise refused("target", target, "are package.module:function and script.py:function")
     try:
         module = _script(Path(where)) if where.endswith(".py") else _module(where)
     except (Exception, SystemExit) as error:

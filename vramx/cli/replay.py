@@ -6,14 +6,10 @@ Reads every trace before the first is replayed, and writes nothing unless all we
 from __future__ import annotations
 
 import argparse
-import io
-import json
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vramx.cli import common
+from vramx.cli import common, snapshots
 from vramx.progress import ProgressBar
 from vramx.sizes import format_gib
 
@@ -27,20 +23,13 @@ _NAMES = {"native": "torch's allocator", "vramx": "vramx"}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb's arguments."""
     parser = subparsers.add_parser(
         "replay",
         help="what a recorded run would cost under each allocation policy",
         description="Replay recorded allocations under each policy: live (the lower bound), "
         "native and expandable (models of torch's allocators) and vramx.",
     )
-    parser.add_argument(
-        "traces",
-        metavar="TRACE",
-        nargs="+",
-        type=Path,
-        help="a trace (.npz) or a torch memory snapshot (.pickle, .json, .gz)",
-    )
+    common.add_trace_argument(parser, "traces", nargs="+")
     common.add_policy_argument(parser)
     parser.add_argument(
         "--min-capacity",
@@ -48,12 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="with --json, also find the smallest memory under which the run still fits; a table "
         "has it always",
     )
-    parser.add_argument(
-        "--capacity",
-        metavar="SIZE",
-        type=common.argument(common.capacity_argument),
-        help="the device's memory, as in 24GiB (default: unlimited)",
-    )
+    common.add_capacity_argument(parser, "the device's memory, as in 24GiB (default: unlimited)")
     common.add_driver_arguments(parser)
     common.add_report_arguments(parser)
 
@@ -62,16 +46,11 @@ def run(args: argparse.Namespace) -> int:
     """Replay, report, and return 1 if any replay found memory that changed under its owner."""
     common.check_report(args)
     reports = _replay_all(args)
-    common.put_out(args, _render(args, reports))
+    parts: list[Any] = []
+    for results in [] if args.json else reports:
+        parts += ["", table(results), summary(results)]
+    snapshots.report(args, document(reports), *parts[1:])
     return report_mismatches("replay", reports)
-
-
-def _render(args: argparse.Namespace, reports: list[list[ReplayResult]]) -> str:
-    if args.json:
-        return json.dumps(document(reports), indent=2) + "\n"
-    out = None if args.output is not None else sys.stdout
-    parts = [part for results in reports for part in ("", table(results), summary(results))]
-    return common.render_text(*parts[1:], file=out or io.StringIO())
 
 
 def _replay_all(args: argparse.Namespace) -> list[list[ReplayResult]]:
@@ -120,8 +99,6 @@ def document(reports: Sequence[Sequence[ReplayResult]]) -> dict[str, Any]:
 
 def table(results: Sequence[ReplayResult]) -> Table:
     """Lay out one trace's results; sizes in GiB, and as a multiple of the live peak."""
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     first = results[0]
@@ -129,21 +106,15 @@ def table(results: Sequence[ReplayResult]) -> Table:
         f"{first.trace}: {first.events:,} events in {first.trace_us / 1e6:.1f} s, "
         f"{format_gib(first.peak_live_bytes)} live at the peak"
     )
-    rows = Table(
+    minimum = any(result.min_capacity_bytes is not None for result in results)
+    sizes = [">peak\nreserved", ">\n/ live", ">smallest\nmemory", ">\n/ live"]
+    costs = [">driver\ncalls", ">driver\ntime", ">ns per\nevent"]
+    return common.table(
+        ["\npolicy", *sizes[: 4 if minimum else 2], *costs, "\noutcome"],
+        [_cells(result, minimum) for result in results],
         title=Text(title, style="bold"),
         title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
     )
-    minimum = any(result.min_capacity_bytes is not None for result in results)
-    sizes = ["peak\nreserved", "\n/ live", "smallest\nmemory", "\n/ live"][: 4 if minimum else 2]
-    rows.add_column("\npolicy")
-    for column in [*sizes, "driver\ncalls", "driver\ntime", "ns per\nevent"]:
-        rows.add_column(column, justify="right")
-    rows.add_column("\noutcome")
-    for result in results:
-        rows.add_row(*_cells(result, minimum))
-    return rows
 
 
 def summary(results: Sequence[ReplayResult]) -> str:

@@ -70,7 +70,6 @@ def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb's arguments."""
     parser = common.add_parser_of(
         subparsers,
         _RunParser,

@@ -90,28 +90,16 @@ def report(args: argparse.Namespace, document: dict[str, Any], *parts: Renderabl
     common.put_out(args, text)
 
 
-def plain_table(**options: Any) -> Any:
-    """Return an empty table in the one style of the command line."""
-    from rich import box
-    from rich.table import Table
-
-    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), **options)
-
-
 def holders_table(by: str, found: Iterable[Holder], total_bytes: int) -> Any:
     """Lay out who holds how much, as a share of all that is live."""
-    from rich.text import Text
-
-    table = plain_table()
-    for column in ("bytes", "share", "tensors", "largest"):
-        table.add_column(column, justify="right")
-    table.add_column(by, overflow="fold")
-    for each in found:
-        table.add_row(
+    rows = [
+        [
             format_gib(each.bytes),
             f"{each.bytes / total_bytes:.1%}" if total_bytes else "-",
             f"{each.tensors:,}",
             format_size(each.largest_bytes),
-            Text(each.name),  # a file's name may hold what rich would take for markup
-        )
-    return table
+            each.name,
+        ]
+        for each in found
+    ]
+    return common.table((">bytes", ">share", ">tensors", ">largest", f"~{by}"), rows)

@@ -20,7 +20,6 @@ _LEAST_SHARE = 0.01  # of the tree's total; smaller branches are counted, not sh
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the verb's arguments."""
     parser = subparsers.add_parser(
         "stats",
         help="who holds the memory at a moment of a recorded run",
@@ -55,7 +54,6 @@ def moment_argument(text: str) -> str | int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, group, report."""
     from vramx.memory.holders import category_tree, cut, frame_tree, holders, totals
 
     snapshot = snapshots.read_snapshot(args)

@@ -20,7 +20,7 @@ import torch
 from vramx.compression.config import DEFAULT_POLICY, LEVELS, Compression
 from vramx.compression.policy.calls import GRAPH
 from vramx.compression.policy.operations import operation_name
-from vramx.errors import InvalidValueError, brief
+from vramx.errors import InvalidValueError, refused
 
 # Of an error.
 _MOST_NAMES = 3
@@ -37,10 +37,7 @@ def options_of(level: object, changes: Mapping[str, Any], name: str = "level") -
         1024
     """
     if not isinstance(level, (str, Compression)):
-        words = ", ".join(map(repr, LEVELS))
-        raise InvalidValueError(
-            f"{name} {brief(level)} is not accepted; accepted are {words} and a vramx.Compression"
-        )
+        raise refused(name, level, LEVELS, "a vramx.Compression")
     accepted = [field.name for field in fields(Compression)]
     unknown = next((name for name in changes if name not in accepted), None)
     if unknown is not None:

@@ -11,10 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import lru_cache
 
-from vramx.errors import InvalidValueError, brief
+from vramx.errors import InvalidValueError, brief, refused
 from vramx.sizes import parse_size
 
 Policy = Mapping[str, str] | tuple[tuple[str, str], ...]
@@ -276,7 +275,7 @@ def _parse_min_bytes(size: object) -> int:
 def _check_integer(name: str, value: object, accepted: Iterable[int], words: str) -> None:
     # True == 1, and is a mistake.
     if not isinstance(value, int) or isinstance(value, bool) or value not in accepted:
-        raise InvalidValueError(f"{name} {brief(value)} is not accepted; accepted are {words}")
+        raise refused(name, value, f"are {words}")
 
 
 def _check_group_size(value: object) -> None:
@@ -285,16 +284,12 @@ def _check_group_size(value: object) -> None:
 
 def _check_bool(name: str, value: object, words: str = "True and False") -> None:
     if not isinstance(value, bool):
-        raise InvalidValueError(f"{name} {brief(value)} is not accepted; accepted are {words}")
+        raise refused(name, value, f"are {words}")
 
 
 def _check_word(name: str, value: object, accepted: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in accepted:
-        words = ", ".join(map(repr, accepted[:-1])) + f" and {accepted[-1]!r}"
-        raise InvalidValueError(
-            f"{name} {brief(value)} is not accepted{_nearest(value, accepted)}; "
-            f"accepted are {words}"
-        )
+        raise refused(name, value, accepted)
 
 
 def _check_offload(value: object) -> None:
@@ -302,15 +297,7 @@ def _check_offload(value: object) -> None:
         return
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not 0 <= value <= 1:  # type: ignore[operator]
-        raise InvalidValueError(
-            f"offload {brief(value)} is not accepted{_nearest(value, ('cpu',))}; "
-            "accepted are None, 'cpu' and a fraction from 0 to 1"
-        )
-
-
-def _nearest(value: object, accepted: tuple[str, ...]) -> str:
-    close = get_close_matches(str(value).lower(), accepted, n=1) if isinstance(value, str) else []
-    return f" (did you mean {close[0]!r}?)" if close else ""
+        raise refused("offload", value, (None, "cpu"), "a fraction from 0 to 1")
 
 
 # The format of bool tensors: a bit an element, exact.

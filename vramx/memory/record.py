@@ -11,7 +11,6 @@ recording ends. One recording at a time in a process. Nothing here runs while no
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import pickle
@@ -21,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vramx import config
-from vramx.errors import InvalidValueError, OutputError, VramxError, brief
+from vramx.errors import InvalidValueError, OutputError, VramxError, brief, refused
+from vramx.files import written_whole
 from vramx.memory.attribution import add_categories
 from vramx.memory.categories import Log, Seen
 from vramx.memory.history import TICK_BYTES, Clock, CudaHistory, HistorySource, clock_of
@@ -185,13 +185,9 @@ def record(
     if model is not None and not isinstance(model, torch.nn.Module):
         raise InvalidValueError(f"model {brief(model)} is not accepted; a torch.nn.Module is")
     if type(max_entries) is not int or max_entries < 1:
-        raise InvalidValueError(
-            f"max_entries {brief(max_entries)} is not accepted; accepted are 1, 2, ..."
-        )
+        raise refused("max_entries", max_entries, "are 1, 2, ...")
     if stacks not in _STACKS:
-        raise InvalidValueError(
-            f"stacks {brief(stacks)} is not accepted; accepted are {', '.join(_STACKS)}"
-        )
+        raise refused("stacks", stacks, f"are {', '.join(_STACKS)}")
     return Recorder(path_of(path).absolute(), model, _optimizers(optimizer), (max_entries, stacks))
 
 
@@ -202,9 +198,7 @@ def _optimizers(given: Any) -> tuple[Any, ...]:
     several = tuple(several) if isinstance(several, Iterable) else (several,)
     for each in several:
         if not hasattr(each, "param_groups") or not hasattr(each, "state"):
-            raise InvalidValueError(
-                f"optimizer {brief(each)} is not accepted; a torch.optim.Optimizer is, or several"
-            )
+            raise refused("optimizer", each, "are a torch.optim.Optimizer and several of them")
     return several
 
 
@@ -259,15 +253,8 @@ def _check_folder(folder: Path) -> None:
 
 
 def _write(path: Path, snapshot: dict[str, Any]) -> None:
-    """Write the file whole or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with part.open("wb") as file:
+        with written_whole(path) as file:
             pickle.dump(snapshot, file, protocol=_PICKLE_PROTOCOL)
-        os.replace(part, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        if isinstance(error, OSError):
-            raise OutputError(f"{path} cannot be written: {error.strerror or error}") from None
-        raise
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written: {error.strerror or error}") from None

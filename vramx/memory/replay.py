@@ -21,7 +21,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vramx.errors import InvalidValueError, MissingDependencyError, TraceError, VramxError, brief
+from vramx.errors import (
+    InvalidValueError,
+    MissingDependencyError,
+    TraceError,
+    VramxError,
+    brief,
+    refused,
+)
 from vramx.memory.snapshot import Snapshot
 from vramx.memory.trace import Trace, load_trace
 from vramx.sizes import MIB, format_size, parse_size
@@ -159,9 +166,7 @@ def replay(
     elif isinstance(trace, (str, os.PathLike)):
         trace = load_trace(trace)
     elif not isinstance(trace, Trace):
-        raise InvalidValueError(
-            f"trace {brief(trace)} is not accepted; a Trace, a Snapshot and a path are"
-        )
+        raise refused("trace", trace, "are a Trace, a Snapshot and a path")
     replayer = _Replayer(trace, options)
     return [replayer.result(name, capacity_bytes, min_capacity) for name in names]
 

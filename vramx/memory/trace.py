@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vramx.errors import InvalidValueError, TraceError, brief
+from vramx.errors import TraceError, refused
 from vramx.memory import trace_columns
 
 ALLOCATE, FREE_REQUESTED, FREE_COMPLETED = 0, 1, 2
@@ -150,9 +150,7 @@ def path_of(path: Any) -> Path:
     try:
         return Path(path)
     except TypeError:
-        raise InvalidValueError(
-            f"path {brief(path)} is not accepted; a file's name as text or pathlib.Path is"
-        ) from None
+        raise refused("path", path, "is a file's name, as text or pathlib.Path") from None
 
 
 def is_trace_file(path: Path) -> bool:

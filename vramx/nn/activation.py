@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vramx.compression.config import Compression
-from vramx.errors import InvalidValueError
+from vramx.errors import refused
 from vramx.kernels import elementwise_launch
 from vramx.nn import arguments, differentiation, keeping
 from vramx.nn import reference_elementwise as reference
@@ -60,9 +60,7 @@ def silu(x: Tensor, *, keep: Compression | None = None) -> Tensor:
 def kind_of(approximate: str) -> str:
     """Return the kernels' word for an approximation of GELU."""
     if approximate not in APPROXIMATIONS:
-        raise InvalidValueError(
-            f"approximate {approximate!r} is not accepted; accepted are 'none' and 'tanh'"
-        )
+        raise refused("approximate", approximate, APPROXIMATIONS)
     return APPROXIMATIONS[approximate]
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vramx.compression.config import Compression
-from vramx.errors import InvalidValueError
+from vramx.errors import InvalidValueError, refused
 from vramx.nn import arguments
 from vramx.nn import reference_channel_norm as reference
 from vramx.nn.channel_norm_passes import Norm
@@ -124,10 +124,7 @@ def _activation(activation: str | tuple[str, float]) -> tuple[str, float]:
     if isinstance(activation, tuple) and len(activation) == 2 and activation[0] == "leaky_relu":
         return "leaky_relu", float(activation[1])
     if activation not in _ACTIVATIONS:
-        raise InvalidValueError(
-            f"activation {activation!r} is not accepted; accepted are "
-            f"{', '.join(map(repr, _ACTIVATIONS))} and ('leaky_relu', slope)"
-        )
+        raise refused("activation", activation, _ACTIVATIONS, "('leaky_relu', slope)")
     return _ACTIVATIONS[activation]
 
 

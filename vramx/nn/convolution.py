@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vramx.compression.config import Compression
-from vramx.errors import InvalidValueError
+from vramx.errors import InvalidValueError, refused
 from vramx.nn import arguments
 from vramx.nn.channel_norm import ChannelNormed, KeptChannels
 from vramx.nn.channel_norm_passes import Norm
@@ -138,9 +138,7 @@ def _geometry(
         if len(each) == 1:
             each = each * dimensions
         if len(each) != dimensions or not all(isinstance(size, int) for size in each):
-            raise InvalidValueError(
-                f"{name} {sizes!r} is not accepted; accepted are a number or {dimensions} numbers"
-            )
+            raise refused(name, sizes, f"are a number or {dimensions} numbers")
         geometry += each
     return geometry
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vramx.errors import InvalidValueError
+from vramx.errors import refused
 from vramx.kernels import elementwise_launch
 from vramx.nn import arguments, keeping
 from vramx.nn import reference_elementwise as reference
@@ -84,7 +84,7 @@ def levels_kept(p: float) -> int:
         49152
     """
     if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p <= 1:
-        raise InvalidValueError(f"p {p!r} is not accepted; accepted are 0 to 1")
+        raise refused("p", p, "are 0 to 1")
     if p in (0, 1):
         return ALL_KEPT if p == 0 else 0
     return min(max(round((1 - p) * ALL_KEPT), 1), ALL_KEPT - 1)

@@ -20,7 +20,7 @@ from vramx.compression import packs
 from vramx.compression.codec import random
 from vramx.compression.codec.codec import bytes_of, decoded, encoded, layout_of
 from vramx.compression.config import BITS, Compression, Format, format_of
-from vramx.errors import InvalidValueError, brief
+from vramx.errors import refused
 from vramx.kernels import elementwise_launch
 from vramx.kernels.layout import Layout
 from vramx.nn import passes
@@ -116,9 +116,7 @@ def spec_of(keep: Compression | None, bits: int | None = None) -> Spec:
     if keep is None:
         return _DEFAULT
     if not isinstance(keep, Compression):
-        raise InvalidValueError(
-            f"keep {brief(keep)} is not accepted; accepted are a Compression, None"
-        )
+        raise refused("keep", keep, "are a Compression, None")
     if not keep.packs:
         return EXACTLY
     bits = BITS[keep.level] if bits is None else bits

@@ -14,7 +14,7 @@ from torch import nn
 
 from vramx.compression.config import LEVELS as PACKINGS
 from vramx.compression.config import Compression
-from vramx.errors import InvalidValueError, brief
+from vramx.errors import InvalidValueError, refused
 from vramx.nn.families.swap import RECOMPUTE_ALL, RECOMPUTE_MLP
 
 LEFT = "left"
@@ -29,9 +29,7 @@ def levels_of(level: str | Mapping[str, str] | None, keep: Compression) -> dict[
     levels = dict(level) if isinstance(level, Mapping) else {"*": level}
     for word in levels.values():
         if word not in LEVELS:
-            raise InvalidValueError(
-                f"level {brief(word)} is not accepted; accepted are {', '.join(map(repr, LEVELS))}"
-            )
+            raise refused("level", word, LEVELS)
     return levels
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vramx.errors import InvalidValueError
+from vramx.errors import InvalidValueError, refused
 from vramx.nn import arguments
 from vramx.nn import operators_loss as operators
 
@@ -99,7 +99,7 @@ def _check_options(
 ) -> None:
     if reduction not in REDUCTIONS:
         words = "'mean', 'sum' and 'none'"
-        raise InvalidValueError(f"reduction {reduction!r} is not accepted; accepted are {words}")
+        raise refused("reduction", reduction, f"are {words}")
     if abs(ignore_index) > 1 << 53:
         raise InvalidValueError(f"ignore_index {ignore_index} is not accepted; below 2**53 is")
     if not 0 <= smoothing <= 1:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vramx.compression.config import Compression
-from vramx.errors import InvalidValueError
+from vramx.errors import InvalidValueError, refused
 from vramx.nn import arguments, linear
 from vramx.nn import operators_mlp as _operators
 from vramx.nn.keeping import AS_IT_IS, NOTHING, Kept, fields_of, kept_tensor
@@ -104,9 +104,7 @@ def check(x: Tensor, weights: Sequence[Tensor], biases: linear.Biases, activatio
             "or three weights, and a bias or None for each"
         )
     if activation not in KINDS:
-        raise InvalidValueError(
-            f"activation {activation!r} is not accepted; accepted are {', '.join(map(repr, KINDS))}"
-        )
+        raise refused("activation", activation, KINDS)
     *inner, outer = zip(weights, biases, strict=True)
     for weight, bias in inner:
         arguments.check_linear(x, weight, bias)

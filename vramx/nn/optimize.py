@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vramx.compression.asked import options_of
 from vramx.compression.config import Compression
-from vramx.errors import InvalidValueError, VramxWarning, brief
+from vramx.errors import VramxWarning, refused
 from vramx.nn.families import family_of, head, known_base, projection, trial
 from vramx.nn.families.attention import KNOWN
 from vramx.nn.families.parts import can_repeat
@@ -136,9 +136,7 @@ def optimize(
     keep = options_of(Compression() if keep is None else keep, options, "keep")
     chosen = levels_of(level, keep)
     if not isinstance(model, nn.Module):
-        raise InvalidValueError(
-            f"model {brief(model)} is not accepted; accepted is a torch.nn.Module"
-        )
+        raise refused("model", model, "is a torch.nn.Module")
     if isinstance(level, Mapping):
         check_patterns(chosen, model)
     for module in model.modules():

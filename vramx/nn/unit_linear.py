@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from vramx.compression.config import Compression
-from vramx.errors import InvalidValueError
+from vramx.errors import refused
 from vramx.nn import arguments, keeping
 from vramx.nn import sides as beside
 from vramx.nn.activation import kind_of
@@ -133,9 +133,7 @@ def unit_linear(
         InvalidValueError: a type, a shape or `kind` is not accepted.
     """
     if kind not in KINDS:
-        raise InvalidValueError(
-            f"activation {kind!r} is not accepted; accepted are 'silu', 'gelu' and 'gelu_tanh'"
-        )
+        raise refused("activation", kind, KINDS)
     weight, bias, residual, side = behind
     names = ("x",) if len(inside) == 1 else ("gate", "up")
     arguments.check_floats(**dict(zip(names, inside, strict=True)), weight=weight, bias=bias)

@@ -4,6 +4,7 @@
     subclass    the class of a changed module, and its record
     module      the changes of a module, recorded on the module itself
     function    the same for functions and for classes of modules
+    references  what a callable refers to
     report      restore() and report(), which read the records
 
 The parts that change models (compression, recompute, nn, planning) bring changes of their own; this

@@ -16,16 +16,16 @@ microseconds, and some hundred more for a class that is met first.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any, TypeVar
 
 from torch import nn
 
 from vramx.errors import InvalidValueError
 from vramx.patch.change import Change
+from vramx.patch.references import globals_of, parts_of
 from vramx.patch.subclass import ORIGINAL, RECORD, Patch, Patched, is_ours, patched_class
 
 # What may be looked at to find our forward below those of others.
@@ -169,17 +169,8 @@ def _linked(found: Any) -> Iterator[Any]:
         yield found.__func__
         if not isinstance(found.__self__, (nn.Module, type)):
             yield from getattr(found.__self__, "__dict__", {}).values()
-    elif isinstance(found, functools.partial):
-        yield from (found.func, *found.args, *found.keywords.values())
-    elif isinstance(found, FunctionType):
-        for cell in found.__closure__ or ():
-            try:
-                yield cell.cell_contents
-            except ValueError:  # it is empty yet
-                continue
-        yield from found.__defaults__ or ()
-        yield from (found.__kwdefaults__ or {}).values()
-        yield from (found.__globals__.get(name) for name in found.__code__.co_names)
+    else:
+        yield from (*parts_of(found), *globals_of(found).values())
     yield from getattr(found, "__dict__", {}).values()
 
 

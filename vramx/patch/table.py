@@ -1,4 +1,4 @@
-"""Rows about modules as lines of text, equal ones as one: layers.0, layers.1 and so on are equal.
+"""Tables as lines of text; of modules with equal rows as one: layers.0, layers.1 and so on are.
 
 Pure; any thread.
 """
@@ -20,8 +20,18 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """
     counts = Counter((_pattern(name), *others) for name, *others in rows)
     lines = [("modules", *head), *((str(count), *row) for row, count in counts.items())]
+    return "\n".join(aligned(lines))
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Return lines of cells as text, each column as wide as its widest cell.
+
+    Example:
+        >>> aligned([("a", "b"), ("long", "c")])
+        ['a     b', 'long  c']
+    """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
 
 
 def _pattern(name: str) -> str:

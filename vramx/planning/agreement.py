@@ -10,9 +10,8 @@ watch for that (ranks.py). One process agrees with itself at no cost. Not thread
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 from torch import nn
@@ -23,10 +22,10 @@ from vramx.planning.timeline import Cost, Place, Timeline
 
 TIMEOUT_S = 600.0
 _REPLICAS = ("DistributedDataParallel", "FullyShardedDataParallel")
-_PLACE = ("input_bytes", "output_bytes", "late_input_bytes", "late_output_bytes")
-_LEVELS = ("forward_level", "backward_level")
-_BYTES = ("kept_bytes", "forward_bytes", "backward_bytes")
-_HOLDS, _TIMES = ("holds_input", "holds_output"), ("host_ms", "device_ms")
+_NUMBERS = (
+    *("input_bytes", "output_bytes", "late_input_bytes", "late_output_bytes"),
+    *("forward_level", "backward_level"),
+)
 
 
 class Agreement:
@@ -67,7 +66,7 @@ class Agreement:
         except Exception as raised:
             error = raised
         try:
-            failed = self._ranks.most([float(error is not None)])[0]
+            failed = any(self._ranks.gathered(error is not None))
         except VramxError as alone:
             raise (error or alone) from alone
         if error is not None:
@@ -77,19 +76,15 @@ class Agreement:
 
     def most(self, number: float) -> float:
         """Return the largest of a number over all processes."""
-        found = self._ranks.most([number])[0]
-        assert found is not None
-        return found
+        return max(self._ranks.gathered(number))
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
         """Return for each flag whether a process has it set."""
-        return [bool(found) for found in self._ranks.most([float(flag) for flag in flags])]
+        return list(map(any, zip(*self._ranks.gathered(flags), strict=True)))
 
     def check_alike(self, what: str, *facts: Any) -> None:
         """Raise unless all processes have the same facts."""
-        digest = float(zlib.crc32(repr(facts).encode()))
-        high, low = self._ranks.most([digest, -digest])
-        if high != digest or low != -digest:
+        if len(set(self._ranks.gathered(repr(facts)))) > 1:
             raise InvalidValueError(
                 f"the processes differ in {what}: accepted are the same in all of them"
             )
@@ -99,42 +94,27 @@ class Agreement:
         if self._ranks.count == 1:
             return timeline
         self.check_alike("the blocks that their steps call", [p.block for p in timeline.places])
-        numbers: list[float | None] = [timeline.outside_ms, *map(float, timeline.gaps)]
-        for place in timeline.places:
-            numbers += _numbers_of(place, words)
-        agreed = iter(self._ranks.most(numbers))
-        outside_ms, *gaps = (next(agreed) or 0.0 for _ in range(1 + len(timeline.gaps)))
-        places = [_place_of(place, words, agreed) for place in timeline.places]
-        return replace(
-            timeline, places=places, gaps=tuple(int(gap) for gap in gaps), outside_ms=outside_ms
+        every = self._ranks.gathered(timeline)
+        together = zip(*(each.places for each in every), strict=True)
+        return Timeline(
+            places=[_largest(places, words) for places in together],
+            gaps=tuple(map(max, zip(*(each.gaps for each in every), strict=True))),
+            outside_ms=max(each.outside_ms for each in every),
         )
 
 
-def _numbers_of(place: Place, words: Sequence[str]) -> list[float | None]:
-    numbers: list[float | None] = [getattr(place, name) for name in (*_PLACE, *_LEVELS)]
-    numbers.append(-place.linked)
-    for word in words:
-        cost = place.costs.get(word)
-        numbers.append(cost is None)
-        fields = (*_BYTES, *_HOLDS, *_TIMES)
-        numbers += [None if cost is None else getattr(cost, name) for name in fields]
-    return numbers
-
-
-def _place_of(place: Place, words: Sequence[str], agreed: Iterator[float | None]) -> Place:
-    levels: dict[str, Any] = {name: int(next(agreed) or 0) for name in (*_PLACE, *_LEVELS)}
-    levels["linked"] = bool(next(agreed))
-    costs = {}
-    for word in words:
-        is_absent = next(agreed)
-        values: dict[str, Any] = {name: int(next(agreed) or 0) for name in _BYTES}
-        values |= {name: bool(next(agreed)) for name in _HOLDS}
-        values |= {name: next(agreed) or 0.0 for name in _TIMES}
-        if not is_absent:
-            costs[word] = Cost(**values)
+def _largest(places: Sequence[Place], words: Sequence[str]) -> Place:
+    """Return a call with the largest numbers of all processes, and the words that all measured."""
+    costs = {
+        word: Cost(*map(max, zip(*(astuple(place.costs[word]) for place in places), strict=True)))
+        for word in words
+        if all(word in place.costs for place in places)
+    }
     if not costs:
         raise InvalidValueError("no level of a block has enough memory in all of the processes")
-    return replace(place, costs=costs, **levels)
+    numbers = {name: max(getattr(place, name) for place in places) for name in _NUMBERS}
+    linked = all(place.linked for place in places)
+    return replace(places[0], costs=costs, linked=linked, **numbers)
 
 
 def _has_collectives(model: Any) -> bool:

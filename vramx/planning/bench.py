@@ -282,7 +282,7 @@ def ready(model: nn.Module, sample: Any, loop: Loop, agreement: Agreement) -> It
     check_sample(model, sample)
     device = device_of(model)
     gc.collect()  # what nothing refers to would count as the model's, until some step frees it
-    with loop.without_steps(), unchanged(model, device, loop) as trained:
+    with loop.without_steps(), unchanged(model, loop) as trained:
         step = Step(
             model, sample, lambda: loop.begin_step(trained), lambda: loop.before_backward(trained)
         )

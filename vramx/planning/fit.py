@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vramx.errors import InvalidValueError, VramxError, brief
+from vramx.errors import InvalidValueError, VramxError, refused
 from vramx.planning.batch_fit import Attempt, BatchFit, cut_evenly
 from vramx.planning.device_memory import Memory, cuda_memory, is_out_of_memory
 from vramx.planning.program import check_step, found_in
@@ -117,14 +117,12 @@ def _check(step: Any, evaluate: Any, margin: float) -> None:
     if evaluate is not None:
         check_step(evaluate)
     if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < 1:
-        raise InvalidValueError(
-            f"margin {brief(margin)} is not accepted; accepted is a share from 0.0 to below 1.0"
-        )
+        raise refused("margin", margin, "is a share from 0.0 to below 1.0")
 
 
 def _check_size(name: str, value: Any) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise InvalidValueError(f"{name} {brief(value)} is not accepted; accepted is 1 or more")
+        raise refused(name, value, "is 1 or more")
 
 
 class _Fitting:
@@ -177,7 +175,7 @@ class _Fitting:
     def _largest(self, step: Callable[[int], Any], sizes: tuple[int, int | None], what: str) -> int:
         start, most = sizes
         short = self._base + self._states_bytes - self.budget_bytes
-        room = -(self._ranks.most([short])[0] or 0)  # of the process that has least
+        room = -max(self._ranks.gathered(short))  # of the process that has least
         search = Search(int(room), start, most)
         while (batch := search.next()) is not None:
             above = self._tried(step, batch, what)
@@ -218,9 +216,8 @@ class _Fitting:
         # The error is gone, and with it the frames that held tensors.
         self._kept.restore()
         self._clean()
-        mine = [float(peak is None), None if peak is None else max(0, peak - self._base)]
         try:
-            failed, above = self._ranks.most(mine)
+            every = self._ranks.gathered(None if peak is None else max(0, peak - self._base))
         except VramxError as error:
             if peak is not None:
                 raise
@@ -228,8 +225,10 @@ class _Fitting:
                 f"out of memory in {what} with a batch of {batch}, which other processes were in "
                 "and waited for this one: start again, with a smaller max"
             ) from error
-        self._attempts.append(Attempt(batch, None if failed else peak))
-        return None if failed or above is None else int(above)
+        known = [above for above in every if above is not None]
+        has_failed = len(known) < len(every)
+        self._attempts.append(Attempt(batch, None if has_failed else peak))
+        return None if has_failed else max(known)
 
     def _clean(self) -> None:
         gc.collect()

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from vramx.errors import InvalidValueError, brief
+from vramx.errors import InvalidValueError, refused
 from vramx.optimizers.copies import unwrapped
 from vramx.optimizers.rounds import Rounds
 from vramx.planning.meters import Meter
@@ -41,18 +41,12 @@ class Loop:
 
     def __init__(self, optimizer: Any, gradients: str) -> None:
         if gradients not in GRADIENTS:
-            accepted = ", ".join(map(repr, GRADIENTS))
-            raise InvalidValueError(
-                f"gradients {brief(gradients)} is not accepted; accepted are {accepted}"
-            )
+            raise refused("gradients", gradients, GRADIENTS)
         several = () if optimizer is None else optimizer
         self.optimizers = [unwrapped(x) for x in ([optimizer] if _is_one(optimizer) else several)]
         for each in self.optimizers:
             if not isinstance(each, Optimizer):
-                raise InvalidValueError(
-                    f"optimizer {brief(each)} is not accepted; accepted are a "
-                    "torch.optim.Optimizer and several of them"
-                )
+                raise refused("optimizer", each, "are a torch.optim.Optimizer and several of them")
         self.gradients = gradients
         if any(rounds.options.in_backward for rounds in self._rounds().values()):
             if gradients == ACCUMULATED:

@@ -171,33 +171,6 @@ class HostMeter:
         return Busy(min(times), 0.0)
 
 
-class NoMeter:
-    """Counts nothing: asking a GPU's allocator takes longer than a small kernel."""
-
-    spread = Spread()
-
-    def watching(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
-    def allocated_bytes(self) -> int:
-        return 0
-
-    def peak_bytes(self) -> int:
-        return 0
-
-    def reset_peak(self) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
-
-    def time_ms(self, function: Callable[[], Any]) -> float:
-        raise NotImplementedError
-
-    def busy(self, function: Callable[[], Any], calls: int) -> Busy:
-        raise NotImplementedError
-
-
 def _host_ms(function: Callable[[], Any], calls: int) -> float:
     start_s = time.perf_counter()
     for _ in range(calls):

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from vramx.errors import InvalidValueError, brief
+from vramx.errors import InvalidValueError, refused
 from vramx.planning.agreement import agreeing
 from vramx.planning.budget import Budget, budget_bytes_of, device_of
 from vramx.planning.chooser import Chooser
@@ -109,9 +109,7 @@ def plan(
 def _check(model: nn.Module, sample: Any, budget: Budget) -> None:
     """Raise for a mistake before anything is measured."""
     if not isinstance(model, nn.Module):
-        raise InvalidValueError(
-            f"model {brief(model)} is not accepted; accepted is a torch.nn.Module"
-        )
+        raise refused("model", model, "is a torch.nn.Module")
     if hasattr(model, "_orig_mod"):
         raise InvalidValueError(
             "model is compiled already, so that its blocks are not called; plan the model that "

@@ -15,6 +15,7 @@ from torch import nn
 
 from vramx.nn.families.head import heads_of, why_not
 from vramx.nn.levels import LEFT
+from vramx.patch.table import aligned
 from vramx.planning.blocks import Block
 from vramx.planning.caches import Caches
 from vramx.planning.words import INT8_OFFLOAD, RECOMPUTE_ALL, RECOMPUTE_ALL_OFFLOAD
@@ -43,10 +44,8 @@ def text_of(sheet: Sheet) -> str:
         to write:
             f()
     """
-    lines = [sheet.head, *sheet.rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
     code = "\n".join(sheet.code).splitlines()
+    text = aligned([sheet.head, *sheet.rows])
     return "\n".join([*text, *sheet.lines, "to write:", *(f"    {line}" for line in code)])
 
 

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from vramx.compression.fakes import fakes_are_plain
-from vramx.errors import InvalidValueError, UntraceableError, VramxError, brief
+from vramx.errors import InvalidValueError, UntraceableError, VramxError, refused
 from vramx.memory.replay import POLICIES, check_policies, replay
 from vramx.planning.blocks import find_blocks
 from vramx.planning.fake_gpu import GPU, FakeGpu
@@ -30,8 +30,8 @@ from vramx.planning.prediction import AS_IT_IS, PredictedRow, Prediction
 from vramx.planning.program import check_step, device_type_of, found_in, is_on_the_host
 from vramx.planning.program_copy import Copied
 from vramx.planning.recording import BEFORE, CUBLAS, CUDNN, Recording
+from vramx.planning.states_kept import generators_as_before
 from vramx.planning.step_programs import Program, program_of
-from vramx.planning.steps import generators_as_before
 from vramx.planning.words import WORDS, apply_words, words_for
 from vramx.sizes import MIB
 
@@ -126,11 +126,10 @@ def predict(
     names = check_policies(policies)
     kind = device_type_of(device)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise InvalidValueError(f"steps {brief(steps)} is not accepted; accepted is 1 or more")
+        raise refused("steps", steps, "is 1 or more")
     for word in levels or ():
         if word not in WORDS:
-            accepted = ", ".join(map(repr, WORDS))
-            raise InvalidValueError(f"level {brief(word)} is not accepted; accepted are {accepted}")
+            raise refused("level", word, WORDS)
     program = program_of(step, arguments, optimizer, gradients)
     tracer = _Tracer(program, kind, steps)
     rows = [tracer.row(word, names) for word in (levels if levels is not None else [None])]

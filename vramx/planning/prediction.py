@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vramx.errors import InvalidValueError, brief
+from vramx.patch.table import aligned
 from vramx.sizes import format_size
 
 SCHEMA = 1
@@ -129,8 +130,7 @@ class Prediction:
                 lines.append((row.level, *peaks, row.where))
             else:
                 lines.append((row.level, *("-" for _ in policies), row.why_not))
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+        text = aligned(lines)
         text += [f"beside: {name} {format_size(n)}" for name, n in self.beside.items()]
         return "\n".join([*text, *(f"assumed: {each}" for each in self.assumptions)])
 

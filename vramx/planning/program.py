@@ -11,15 +11,16 @@ import functools
 import sys
 import sysconfig
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from vramx.errors import InvalidValueError, brief
+from vramx.errors import InvalidValueError, brief, refused
 from vramx.optimizers.copies import unwrapped
+from vramx.patch.references import globals_of, parts_of
 
 _LIBRARIES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
 _CONTAINERS = (list, tuple, dict, set)
@@ -74,7 +75,7 @@ class Found:
     def _visit_within(self, value: Any) -> None:
         inner: Iterable[Any] = ()
         if is_followed(value):
-            inner = [each for _, each in references(value)]
+            inner = (*parts_of(value), *globals_of(value).values())
         elif isinstance(value, Mapping):
             inner = (*value.keys(), *value.values())
         elif isinstance(value, _CONTAINERS):
@@ -101,43 +102,6 @@ def is_followed(value: Any) -> bool:
     if isinstance(value, functools.partial):
         return True
     return isinstance(value, types.FunctionType) and not _is_of_a_library(value.__module__)
-
-
-def references(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a function refers to, by name where it has one."""
-    if isinstance(function, types.MethodType):
-        yield "", function.__self__
-        yield "", function.__func__
-        return
-    if isinstance(function, functools.partial):
-        yield from (("", x) for x in (function.func, *function.args, *function.keywords.values()))
-        return
-    for cell in function.__closure__ or ():
-        if is_filled(cell):
-            yield "", cell.cell_contents
-    yield from (
-        ("", x) for x in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    )
-    yield from globals_of(function)
-
-
-def globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the globals that the code of a function, and of those within it, names."""
-    codes, names = [function.__code__], set[str]()
-    while codes:
-        code = codes.pop()
-        names.update(code.co_names)
-        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    for name in sorted(names & function.__globals__.keys()):
-        yield name, function.__globals__[name]
-
-
-def is_filled(cell: Any) -> bool:
-    """Tell whether a closure's cell holds something."""
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # of a name that was not assigned yet
-        return False
 
 
 def has_state(value: Any) -> bool:
@@ -179,7 +143,5 @@ def device_type_of(device: str | torch.device) -> str:
     """Return "cuda" or "cpu"; raise for another."""
     kind = str(device).partition(":")[0]
     if kind not in ("cuda", "cpu"):
-        raise InvalidValueError(
-            f"device {brief(device)} is not accepted; accepted are 'cuda' and 'cpu'"
-        )
+        raise refused("device", device, ("cuda", "cpu"))
     return kind

@@ -17,13 +17,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from vramx.errors import InvalidValueError, brief
+from vramx.patch.references import globals_of, is_filled
 from vramx.planning.program import (
     Found,
     found_in,
-    globals_of,
     has_state,
     hooks_of,
-    is_filled,
     is_followed,
     is_of_the_program,
 )
@@ -180,5 +179,5 @@ class Copied:
         for cell, original in zip(cells, function.__closure__ or (), strict=True):
             if is_filled(original):
                 cell.cell_contents = self._copy(original.cell_contents)
-        made.__globals__.update({name: self._copy(x) for name, x in globals_of(function)})
+        made.__globals__.update({name: self._copy(x) for name, x in globals_of(function).items()})
         return made

@@ -1,7 +1,7 @@
 """The processes that train together, while each looks for what all of them can take.
 
-They take the same steps in the same order: what each decides is agreed on, by a maximum over
-numbers, in a gloo group of its own, so that nothing waits for a GPU. A process that runs out of
+They take the same steps in the same order: what each decides is agreed on, from what all of them
+have, in a gloo group of its own, so that nothing waits for a GPU. A process that runs out of
 memory within a step, which others may be in with a collective, says so in the store; the others
 watch the store from a thread, end the step's group, and all of them raise. NCCL's groups can be
 ended so; those of gloo end by the timeout that they were made with. Without
@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from vramx.errors import VramxError
 
+Value = TypeVar("Value")
+
 _POLL_S = 0.1
 _GRACE_S = 5.0  # for what has no collective ahead, and ends by itself
-_NONE = float("-inf")  # of a number that a process has not
 # How often an attempt was made in this process: each has its own keys in the store.
 _attempts = 0
 
@@ -64,20 +64,19 @@ class Ranks:
             with contextlib.suppress(Exception):  # where the processes were torn apart
                 dist.destroy_process_group(self._group)
 
-    def most(self, values: Sequence[float | None]) -> list[float | None]:
-        """Return the largest of each number over all processes; None where no process has one.
+    def gathered(self, value: Value) -> list[Value]:
+        """Return what each process gives.
 
         Raises:
             VramxError: a process did not answer in time.
         """
-        if not self._together:
-            return list(values)
-        mine = torch.tensor([_NONE if x is None else float(x) for x in values], dtype=torch.float64)
+        found = [value] * self.count
         try:
-            dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._group)
+            if self._together:
+                dist.all_gather_object(found, value, group=self._group)
         except RuntimeError as error:
             raise self._alone(error) from None
-        return [None if x == _NONE else x for x in mine.tolist()]
+        return found
 
     def _alone(self, error: RuntimeError) -> VramxError:
         return VramxError(

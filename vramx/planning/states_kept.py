@@ -3,15 +3,16 @@
 Weights, buffers, gradients, optimizers' states and options, whatever else has a state_dict(), the
 attributes of modules, and the generators of torch, Python, numpy and vramx. Copies are on the host.
 Put back is what the tensors hold, in place, so that who refers to them sees it. Not thread-safe;
-costs a copy of the model and of its states.
+costs a copy of what is kept.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ class KeptState:
         self._found = found
         self._undo: list[Undo] = []
         for model in found.models:
-            self._undo += [_of_module(module) for module in model.modules()]
-            self._undo += [_of_gradient(parameter) for parameter in model.parameters()]
+            self._undo += [undo_of_module(module) for module in model.modules()]
+            self._undo += [undo_of_gradient(parameter) for parameter in model.parameters()]
             self._undo.append(attributes_as_now(model.modules()))
         self._undo += [_of_optimizer(each) for each in found.optimizers]
         self._undo += [_of_other(each) for each in found.others]
@@ -78,15 +79,16 @@ def _saved(tensor: Tensor) -> Undo:
     return undo
 
 
-def _of_module(module: nn.Module) -> Undo:
-    training = module.training
-    tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (table, dict(table)) for table in (module._parameters, module._buffers)
-    ]
+def undo_of_module(module: nn.Module, *, has_weights: bool = True) -> Undo:
+    """Return what puts back the training flag, buffers and, as of `has_weights`, weights."""
+    values: dict[str, Any] = vars(module)  # past what setting them may do
+    is_training = module.training
+    own: list[dict[str, Any]] = [module._buffers, *([module._parameters] if has_weights else [])]
+    tables = [(table, dict(table)) for table in own]
     contents = [_saved(x) for _, kept in tables for x in kept.values() if x is not None]
 
     def undo() -> None:
-        module.training = training
+        values["training"] = is_training
         for table, kept in tables:
             if any(table.get(name) is not each for name, each in kept.items()):
                 table.update(kept)
@@ -96,7 +98,8 @@ def _of_module(module: nn.Module) -> Undo:
     return undo
 
 
-def _of_gradient(parameter: nn.Parameter) -> Undo:
+def undo_of_gradient(parameter: nn.Parameter) -> Undo:
+    """Return what puts back the gradient that a parameter has, or has not."""
     gradient = parameter.grad
     content = None if gradient is None else _saved(gradient)
 
@@ -139,6 +142,17 @@ def _of_optimizer(optimizer: Optimizer) -> Undo:
 def _of_other(value: Any) -> Undo:
     kept = copy.deepcopy(value.state_dict())
     return lambda: value.load_state_dict(copy.deepcopy(kept))
+
+
+@contextlib.contextmanager
+def generators_as_before() -> Iterator[None]:
+    """Put back the random numbers of torch, on the host and on devices, Python and numpy."""
+    undo = _of_generators()
+    try:
+        yield
+    finally:
+        for each in undo:
+            each()
 
 
 def _of_generators() -> list[Undo]:

@@ -8,12 +8,9 @@ thread-safe.
 from __future__ import annotations
 
 import contextlib
-import random as python_random
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -22,6 +19,7 @@ from vramx.errors import InvalidValueError, brief
 from vramx.planning.caches import Caches
 from vramx.planning.lightning_step import check_lightning, is_lightning, training_step
 from vramx.planning.loop import Loop
+from vramx.planning.states_kept import generators_as_before, undo_of_gradient, undo_of_module
 from vramx.recompute.attributes import attributes_as_now
 
 _ACCEPTED = (
@@ -129,7 +127,7 @@ def _described(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def unchanged(model: nn.Module, device: torch.device, loop: Loop) -> Iterator[list[nn.Parameter]]:
+def unchanged(model: nn.Module, loop: Loop) -> Iterator[list[nn.Parameter]]:
     """Have a model ready for a loop's step; put all back on leaving. Yields what is trained.
 
     Gradients, buffers, the training flags and other attributes, and the random numbers of torch,
@@ -144,19 +142,14 @@ def unchanged(model: nn.Module, device: torch.device, loop: Loop) -> Iterator[li
     with contextlib.ExitStack() as stack:
         stack.callback(attributes_as_now(model.modules()))
         for module in model.modules():
-            stack.callback(vars(module).update, training=module.training)
+            stack.callback(undo_of_module(module, has_weights=False))
+        for parameter in trained:
+            stack.callback(undo_of_gradient(parameter))
         if not model.training:
             model.train()
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    stack.callback(_put_back_buffer, module, name, buffer, _on_host(buffer))
-        for parameter in trained:
-            kept = None if parameter.grad is None else _on_host(parameter.grad)
-            stack.callback(_put_back_gradient, parameter, parameter.grad, kept)
         loop.prepare(trained)
         stack.enter_context(Caches(model).off())
-        stack.enter_context(generators_as_before([device] if device.type == "cuda" else []))
+        stack.enter_context(generators_as_before())
         stack.enter_context(random.restored_streams())
         yield trained
 
@@ -169,37 +162,3 @@ def _check(trained: list[nn.Parameter]) -> None:
             "a parameter has a hook that runs when its gradient is there, and may be an optimizer; "
             "plan before it is registered, with gradients='stepped'"
         )
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
-@torch.no_grad()
-def _put_back_buffer(module: nn.Module, name: str, buffer: Tensor, kept: Tensor) -> None:
-    module._buffers[name] = buffer
-    # Whatever its version says: kernels of batch norm write without counting it up.
-    buffer.copy_(kept)
-
-
-@torch.no_grad()
-def _put_back_gradient(
-    parameter: nn.Parameter, gradient: Tensor | None, kept: Tensor | None
-) -> None:
-    parameter.grad = gradient
-    if gradient is not None and kept is not None:
-        gradient.copy_(kept)
-
-
-@contextlib.contextmanager
-def generators_as_before(devices: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Put the random numbers of torch, on the host and on devices, Python and NumPy back."""
-    python, numpy = python_random.getstate(), sys.modules.get("numpy")
-    state = None if numpy is None else numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        python_random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(state)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from vramx.compression.decorator import compressed_activations
-from vramx.errors import InvalidValueError, brief
+from vramx.errors import InvalidValueError, refused
 from vramx.nn.families.head import heads_of, why_not
 from vramx.nn.levels import LEFT, LEVELS
 from vramx.nn.optimize import optimize
@@ -59,8 +59,7 @@ def chosen_words(levels: str | Collection[str] | None) -> tuple[str, ...]:
     chosen = (levels,) if isinstance(levels, str) else tuple(levels)
     for word in chosen:
         if word not in WORDS:
-            accepted = ", ".join(map(repr, (*WORDS, EVERY)))
-            raise InvalidValueError(f"level {brief(word)} is not accepted; accepted are {accepted}")
+            raise refused("level", word, (*WORDS, EVERY))
     return chosen
 
 

@@ -8,7 +8,7 @@
     smooth     the operations under which it is
     verdicts   what watched calls have shown
     objects    arguments that change, such as caches, as they were
-    buffers    buffers that change, as they were
+    buffers    tensors of modules that change, as they were
     structure  arguments as flat leaves, and back
 
 Not named checkpoint: the module would take the place of the function vramx.checkpoint, whichever of

@@ -3,7 +3,7 @@
 A module that counts its calls, appends a loss to a list or keeps the last keys would do so once
 more when it is recomputed, and compute with what it finds then. A recomputation has the attributes
 as they were before the first run, and leaves them as the first run did. Not responsible for
-parameters and buffers (members.py, buffers.py), nor for what is no attribute of a module.
+parameters and buffers (buffers.py), nor for what is no attribute of a module.
 
 Objects, and what containers hold, are copied before a module's first run, which tells whether it
 changes them, and later only if it does; all else is looked at in each call. What an attribute held

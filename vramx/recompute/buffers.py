@@ -1,4 +1,8 @@
-"""Buffers that a region changes: a recomputation finds them as the first run did, and leaves them.
+"""Parameters and buffers of a region: a recomputation finds what the first run did, and leaves it.
+
+torch.func.functional_call, and libraries that learn to learn, give a module other tensors for the
+length of a call. When backward recomputes the call these are gone, and the module has its own
+again: the gradient would be of another function. The recomputation gets the tensors back.
 
 Running statistics of a batch norm move once a step, not twice; so do the vectors of a power
 iteration, an average, or a counter, and parameters without a gradient, as of a network that follows
@@ -20,7 +24,7 @@ import functools
 import types
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +32,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from vramx.errors import VramxWarning
+from vramx.patch.references import globals_of, parts_of
 from vramx.recompute.objects import version_of
 
+_PLAIN = (Tensor, nn.Parameter)
 _Members = dict[str, Any]  # the buffers of a module, or its parameters
 
 
@@ -53,7 +59,7 @@ _written: weakref.WeakKeyDictionary[nn.Module, dict[bool, set[str]]] = weakref.W
 
 
 class Buffers:
-    """The buffers of a region's modules, for one run of it and for those that recompute it."""
+    """The tensors of a region's modules, for one run of it and for those that recompute it."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._seen: list[_Seen] = []
@@ -63,7 +69,9 @@ class Buffers:
         self.are_new = False
         self._memory: set[int] = set()  # that operations wrote to
         self._known: set[tuple[int, str]] = set()  # what its module has written before
+        self._then: list[tuple[_Members, _Members]] = []
         for module in modules:
+            self._then += [(own, dict(own)) for own in (module._parameters, module._buffers) if own]
             written = _written.get(module, {}).get(module.training)
             for members, name, tensor in _changeable(module):
                 self.are_new = self.are_new or written is None
@@ -117,19 +125,42 @@ class Buffers:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Have the modules write into copies meanwhile."""
-        own = [(each, each.members.get(each.name)) for each in self._kept]
-        for each, now in own:
-            source = now if each.value is None else each.value
-            copy = None if source is None else source.detach().clone()
-            if isinstance(now, nn.Parameter) and copy is not None:
-                copy = nn.Parameter(copy, requires_grad=False)
-            each.members[each.name] = copy
-        try:
+        """Have the modules the tensors of then meanwhile, and copies of those that they write."""
+        with _holding(list(self._replaced())), _holding(list(map(_copied, self._kept))):
             yield
-        finally:
-            for each, now in own:
-                each.members[each.name] = now
+
+    def _replaced(self) -> Iterator[_Kept]:
+        """Give what modules had then, where they have others now.
+
+        Those of a class of their own, as of a sharding library, come and go by that library's
+        hooks, in a recomputation too.
+        """
+        for own, then in self._then:
+            for name, tensor in then.items():
+                now = own.get(name)
+                if now is not tensor and type(now) in _PLAIN and type(tensor) in _PLAIN:
+                    yield _Kept(own, name, tensor)
+
+
+def _copied(kept: _Kept) -> _Kept:
+    now = kept.members.get(kept.name)
+    source = now if kept.value is None else kept.value
+    copy = None if source is None else source.detach().clone()
+    if isinstance(now, nn.Parameter) and copy is not None:
+        copy = nn.Parameter(copy, requires_grad=False)
+    return kept._replace(value=copy)
+
+
+@contextlib.contextmanager
+def _holding(values: Sequence[_Kept]) -> Iterator[None]:
+    own = [each._replace(value=each.members.get(each.name)) for each in values]
+    for each in values:
+        each.members[each.name] = each.value
+    try:
+        yield
+    finally:
+        for each in own:
+            each.members[each.name] = each.value
 
 
 def _changeable(module: nn.Module) -> Iterator[tuple[_Members, str, Tensor]]:
@@ -192,8 +223,14 @@ def _add_roots(roots: dict[int, nn.Module], value: Any, depth: int = 4) -> None:
     if isinstance(value, nn.Module):
         roots[id(value)] = value
     elif depth and not isinstance(value, Tensor):
-        for part in parts_of(value) or _modules_in(value):
+        for part in reached_from(value) or _modules_in(value):
             _add_roots(roots, part, depth - 1)
+
+
+def reached_from(value: Any) -> tuple[Any, ...]:
+    """Return what a callable is made of, and the modules that it names."""
+    named = (each for each in globals_of(value).values() if isinstance(each, nn.Module))
+    return *parts_of(value), *named
 
 
 def _modules_in(value: Any) -> list[nn.Module]:
@@ -214,27 +251,3 @@ def _modules_in(value: Any) -> list[nn.Module]:
 
 # Python's own: where a function names one of them, it does not say which modules it reaches.
 _WITHOUT_MODULES = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
-
-
-def parts_of(value: Any) -> tuple[Any, ...]:
-    """Return what a callable is made of: what it is bound to, closes over, names, or was given."""
-    if isinstance(value, types.MethodType):
-        return value.__self__, value.__func__
-    if isinstance(value, functools.partial):
-        return value.func, *value.args, *value.keywords.values()
-    if isinstance(value, types.FunctionType):
-        cells = value.__closure__ or ()
-        contents = tuple(cell.cell_contents for cell in cells if _is_full(cell))
-        named = (value.__globals__.get(name) for name in value.__code__.co_names)
-        modules = tuple(each for each in named if isinstance(each, nn.Module))
-        defaults = *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()
-        return *contents, *modules, *defaults
-    return tuple(value) if isinstance(value, (list, tuple)) else ()
-
-
-def _is_full(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - it raises where the name has no value yet
-    except ValueError:
-        return False
-    return True

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramx.recompute.buffers import parts_of
+from vramx.recompute.buffers import reached_from
 
 _PYTHONS = random.random.__self__  # type: ignore[attr-defined]
 
@@ -56,7 +56,7 @@ def _found(
     yield from filter(is_generator, held)
     files, methods = _of_classes(tuple(map(type, modules)))
     yield from methods
-    for part in (function, *parts_of(function)):
+    for part in (function, *reached_from(function)):
         if isinstance(part, FunctionType):
             yield from map(_generator_of, _named_by(part))
             files |= {part.__module__}
@@ -79,7 +79,7 @@ def _of_classes(classes: tuple[type, ...]) -> tuple[frozenset[str], tuple[Any, .
 def _named_by(function: Any) -> Iterator[Any]:
     """Give what a function closes over, and the modules that it may import while it runs."""
     if isinstance(function, FunctionType):
-        yield from parts_of(function)
+        yield from reached_from(function)
         names = function.__code__.co_names
         yield from (sys.modules.get(name) for name in ("random", "numpy") if name in names)
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from vramx.compression.config import Compression
-from vramx.errors import InvalidValueError, brief
+from vramx.errors import InvalidValueError, brief, refused
 from vramx.patch.change import Change
 from vramx.patch.function import check_runs_at_once
 from vramx.patch.module import find, put_all
@@ -110,9 +110,7 @@ def checkpoint_modules(
         2
     """
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise InvalidValueError(
-            f"every {brief(every)} is not accepted; accepted is a number from 1 up"
-        )
+        raise refused("every", every, "is a number from 1 up")
     settings = _module_settings(level, dict(options))
     matches = _matches(model, where)[::every]
     for module in matches:
@@ -144,9 +142,10 @@ def _matches(model: nn.Module, where: Where) -> list[nn.Module]:
     if isinstance(where, (type, tuple)):
         predicate = functools.partial(_is_instance, where)
     elif not callable(where):
-        raise InvalidValueError(
-            f"where {brief(where)} is not accepted; accepted are a module class, a tuple of them, "
-            "a predicate of a module and a pattern of names"
+        raise refused(
+            "where",
+            where,
+            "are a module class, a tuple of them, a predicate of a module and a pattern of names",
         )
     matches = [module for module in model.modules() if predicate(module)]
     if not matches:

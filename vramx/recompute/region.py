@@ -24,7 +24,6 @@ from vramx.recompute.attributes import Attributes
 from vramx.recompute.buffers import Buffers, modules_of
 from vramx.recompute.generators import Generators
 from vramx.recompute.inputs import Inputs
-from vramx.recompute.members import Members
 from vramx.recompute.objects import Before, as_before
 from vramx.recompute.structure import Structure
 from vramx.recompute.unfilled import saved_behind
@@ -59,7 +58,7 @@ class Region:
         self._is_watched = False
         self._ran_in_mode = False
         self._key: Hashable | None = None
-        self._before: tuple[Members | Buffers | Attributes | Generators, ...] = ()
+        self._before: tuple[Buffers | Attributes | Generators, ...] = ()
 
     def leaves_of(self, leaves: list[Any]) -> list[Any]:
         """Return the leaves for torch to keep: objects as they are now."""
@@ -73,7 +72,7 @@ class Region:
         inputs, self._inputs = self._inputs, None
         modules = modules_of(self._function, leaves)
         buffers, attributes = Buffers(modules), Attributes(modules)
-        self._before = Members(modules), buffers, attributes
+        self._before = buffers, attributes
         if self._draws_again:
             held = (*leaves, *attributes.generators)
             self._before += (Generators(self._function, modules, held),)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from vramx.errors import VramxWarning
-from vramx.recompute.buffers import parts_of
+from vramx.recompute.buffers import reached_from
 from vramx.recompute.norms import Norm
 
 # Two of them hold some megabytes of keys. What is dropped is watched again.
@@ -100,7 +100,7 @@ def _identity(value: Any, around: tuple[Any, ...] = ()) -> Any:
     if isinstance(value, _VALUES):
         return type(value), value  # True == 1, and is another argument
     if isinstance(value, (types.MethodType, functools.partial, list, tuple)):
-        return type(value), *(_identity(part, around) for part in parts_of(value))
+        return type(value), *(_identity(part, around) for part in reached_from(value))
     if isinstance(value, types.FunctionType):
         return _identity_of_function(value, around)
     if isinstance(value, (types.BuiltinFunctionType, type)):
@@ -117,7 +117,7 @@ def _identity_of_function(function: types.FunctionType, around: tuple[Any, ...])
     inside = (*around, function)
     try:
         # A lambda is a new function in each step, of the same code.
-        return function.__code__, *(_identity(part, inside) for part in parts_of(function))
+        return function.__code__, *(_identity(part, inside) for part in reached_from(function))
     except _UnknownError:
         return weakref.ref(function)
 

@@ -1,18 +1,42 @@
 """What may be packed in place of a tensor's elements: a function of them that loses less.
 
-normalised.py, roots.py, angles.py and signs.py have the functions and say why. Where a kernel has
-the function, packing is one pass and unpacking another; elsewhere tensor operations compute it
-beside the codec. Decides nothing, no state.
+The functions for arguments and results of activations are here, those of norms in normalised.py,
+of powers in roots.py. Where a kernel has the function, packing is one pass and unpacking another;
+elsewhere tensor operations compute it beside the codec. What is packed stands for the elements in
+this use alone: another operation that reads the same memory packs it again. No state.
+
+A sign. Of a tensor whose backward asks only whether an element is above zero there is a bit for
+each. Which operations ask for no more is exactness.py's.
+
+Results of tanh and sigmoid. The slope of tanh is 1 - y**2. Where tanh saturates it vanishes, and
+the error of a packed y does not: a step of y is one of the slope. So what is packed is the angle
+whose sine y is: the slope is the cosine's square, and a step of the angle is less of it the nearer
+y is to 1. A sigmoid is the square of a sine, and its slope the product of both squares. Angles are
+in quarter turns: those of 0 and 1 are exact numbers.
+
+Arguments of functions whose slopes stop changing. The slope of gelu is 0 below -6 and 1 above 6 to
+the precision of float32, however far. Arguments far beyond, as of channels that are dead, would
+give their group a step that is a large part of the range in which slopes do change. So what is
+packed has at most the magnitude at which they do not, and so much below the largest of its group as
+makes a slope nothing beside that one's: where all of a group lies in the tail, the tail is kept. A
+gated unit's gate is another matter: its slope is multiplied by the other half, and vanishes on both
+sides; exactness.py keeps it.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from vramx.compression.policy.calls import Operation
 from vramx.kernels.launch import Function
+
+Elementwise = Callable[[Tensor], Tensor]
 
 
 class Mapping(Protocol):
@@ -27,3 +51,117 @@ class Mapping(Protocol):
 
     def back(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the elements; may write into the numbers."""
+
+
+class Sign:
+    """Whether an element is above zero, or NaN; and 1 and 0, which compare with zero as it did."""
+
+    function = Function("sign")
+
+    def of(self, elements: Tensor) -> Tensor:
+        # Not above: a NaN is neither, and torch lets the gradient through it.
+        return elements.le(0).logical_not_()
+
+    def back(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        return numbers.to(dtype)
+
+
+SIGN = Sign()
+
+
+class Angle:
+    """The angles, in quarter turns, of which a function's results are the sines, or squares."""
+
+    __slots__ = ("_of", "_sine", "function")
+
+    def __init__(self, kernel: str, of: Elementwise, sine: Elementwise) -> None:
+        self.function = Function(kernel)
+        self._of = of
+        self._sine = sine
+
+    def of(self, elements: Tensor) -> Tensor:
+        return self._of(elements.float()) / _QUARTER
+
+    def back(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        # A rounded angle may be past a quarter turn by a step: the sine comes back there.
+        return self._sine(numbers * _QUARTER).to(dtype)
+
+
+_QUARTER = math.pi / 2
+ANGLES = {
+    "TanhBackward0": Angle("tanh", torch.asin, torch.sin),
+    "SigmoidBackward0": Angle(
+        "sigmoid", lambda y: y.sqrt().asin(), lambda angle: angle.sin().square()
+    ),
+}
+
+
+def function_of(tensor: Tensor, operation: Operation) -> str:
+    """Return of which function a saved tensor is the result, by its node's name; empty if of none.
+
+    Only where the operation itself has made it: an argument may have been written to since.
+
+    Example:
+        >>> y = torch.zeros(2, requires_grad=True).tanh()
+        >>> function_of(y, Operation("tanh", (), {})), function_of(y, Operation("mul", (y, y), {}))
+        ('TanhBackward0', '')
+    """
+    node = tensor.grad_fn
+    name = "" if node is None else node.name()
+    if name not in ANGLES:
+        return ""
+    own = operation.name in ("tanh", "sigmoid")  # in place it is an argument, too
+    return name if own or operation.match(tensor) is None else ""
+
+
+# Where less than half of float32's rounding is left of a slope of 1, and where from any argument
+# below zero on the slope has fallen by as much: x phi(x) for gelu, and exp(x) for others, with a
+# factor of x or none.
+_BOUNDS = {"gelu": 6, "silu": 20, "mish": 20, "softplus": 20, "elu": 20, "celu": 20}
+BOUNDED = frozenset(_BOUNDS)
+# Nodes of elu in place, which saves its result: the slope is that and 1, which cancel.
+_RESULTS = frozenset({"EluBackward1", "CeluBackward1"})
+
+
+def bound_of(operation: Operation) -> int:
+    """Return beyond which magnitude an operation's argument does not change its slope; 0: none.
+
+    Example:
+        >>> bound_of(Operation("gelu", (), {})), bound_of(Operation("mul", (), {}))
+        (6, 0)
+        >>> bound_of(Operation("softplus", (torch.ones(1), 0.01), {}))  # it changes up to 2000
+        0
+    """
+    bound = _BOUNDS.get(operation.name, 0)
+    return 0 if not bound or operation.custom or operation.needs_exact else bound
+
+
+def is_result(tensor: Tensor) -> bool:
+    """Tell whether a tensor is what an activation has written over its argument."""
+    node = tensor.grad_fn
+    return node is not None and node.name() in _RESULTS
+
+
+class Within:
+    """The arguments in groups of a size, within a bound; NaN and infinity stay what they are."""
+
+    __slots__ = ("_bound", "_group", "function")
+
+    def __init__(self, bound: int, group_size: int) -> None:
+        self._bound = bound
+        self._group = group_size
+        self.function = Function(f"within {bound}")
+
+    def of(self, elements: Tensor) -> Tensor:
+        short = -elements.numel() % self._group
+        groups = elements.float()
+        if short:
+            groups = functional.pad(groups, (0, short), value=-torch.inf)
+        groups = groups.view(-1, self._group)
+        largest = groups.amax(1, keepdim=True)
+        high = torch.where(largest == torch.inf, largest, float(self._bound))
+        low = largest.clamp(max=0) - self._bound
+        return groups.clamp(low, high).view(-1)[: elements.numel()]
+
+    def back(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        return numbers.to(dtype)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from vramx.errors import InvalidValueError, VramxError
+from vramx.errors import VramxError, refused
 
 _MASK64 = (1 << 64) - 1
 # The upper half of the numbers of streams belongs to Streams, so that no two tensors meet.
@@ -257,4 +257,4 @@ class Streams:
 
 def _check(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidValueError(f"{name} {value!r} is not accepted; accepted are {low} to {high}")
+        raise refused(name, value, f"are {low} to {high}")

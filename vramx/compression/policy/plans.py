@@ -15,13 +15,18 @@ from functools import lru_cache
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from vramx.compression.codec.angles import ANGLES, function_of
 from vramx.compression.codec.geometry import Geometry, describe
-from vramx.compression.codec.mapping import Mapping
+from vramx.compression.codec.mapping import (
+    ANGLES,
+    BOUNDED,
+    SIGN,
+    Mapping,
+    Within,
+    bound_of,
+    function_of,
+)
 from vramx.compression.codec.normalised import MEAN_NORMS
 from vramx.compression.codec.roots import MAYBE_POWERS, ROOT, is_power, is_product
-from vramx.compression.codec.signs import SIGN
-from vramx.compression.codec.slopes import BOUNDED, Within, bound_of
 from vramx.compression.config import (
     GROUP_SIZES,
     LEAST_OF_ROWS,

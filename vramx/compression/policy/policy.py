@@ -22,8 +22,8 @@ from torch.nn import Parameter
 
 from vramx.compression import attention
 from vramx.compression.codec.geometry import covered_elements
+from vramx.compression.codec.mapping import is_result
 from vramx.compression.codec.roots import MAYBE_POWERS, graph_of_factor
-from vramx.compression.codec.slopes import is_result
 from vramx.compression.config import BITS, GROUP_SIZES, KEEP, MASK_BITS, WIDTHS, Compression, Rule
 from vramx.compression.fakes import PLAIN
 from vramx.compression.policy import third_party
