@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -12,7 +14,7 @@ from optimizer_tools import LateLink, OneByOne, expect_alike, link, values_of
 from torch import Tensor, nn
 
 import vramx
-from vramx.errors import OffloadError
+from vramx.errors import OffloadError, VramxWarning
 
 __all__ = ["link"]
 
@@ -41,7 +43,7 @@ def train(network: Deep, optimizer: torch.optim.Optimizer, steps: int, first: in
         network.is_odd = step % 2 == 1
         optimizer.zero_grad()
         network(torch.randn(5, 24, generator=generator)).square().sum().backward()
-        left.append(sum(p.grad is not None for p in network.parameters()))
+        left.append(sum(type(p.grad) is Tensor for p in network.parameters()))
         optimizer.step()
     return left
 
@@ -105,7 +107,46 @@ def test_a_second_backward_before_the_step_is_refused(link: LateLink) -> None:
     network(torch.ones(5, 24)).sum().backward()
     with pytest.raises(OffloadError, match="gradients cannot accumulate"):
         network(torch.ones(5, 24)).sum().backward()
-    train(network, optimizer, 2)  # zero_grad() begins anew
+    network.zero_grad()  # which the optimizer does not see
+    with pytest.raises(OffloadError, match="gradients cannot accumulate"):
+        network(torch.ones(5, 24)).sum().backward()
+    with pytest.warns(VramxWarning, match=r"zero_grad\(\) came before step"):
+        train(network, optimizer, 2)  # zero_grad() begins anew
+    assert link.copies
+
+
+NEEDS_ALL: dict[str, Callable[[list[Any]], Any]] = {
+    "clipping by the norm": lambda p: nn.utils.clip_grad_norm_(p, 1.0),
+    "clipping one by one": lambda p: nn.utils.clip_grad_norm_(p, 1.0, foreach=False),
+    "clipping values": lambda p: nn.utils.clip_grad_value_(p, 1.0),
+    "GradScaler": lambda p: torch._amp_foreach_non_finite_check_and_unscale_(
+        [each.grad for each in p], torch.zeros(1), torch.ones(1)
+    ),
+    "a look": lambda p: [each.grad.norm() for each in p],
+}
+
+
+@pytest.mark.parametrize("name", NEEDS_ALL)
+def test_what_needs_all_gradients_is_told_that_they_are_no_more(link: LateLink, name: str) -> None:
+    network, optimizer = offloaded(bucket=1)
+    network.is_odd = True
+    network(torch.ones(5, 24)).sum().backward()
+    with pytest.raises(OffloadError, match=r"stepped in backward already.*max_grad_norm=0"):
+        NEEDS_ALL[name](list(network.parameters()))
+    assert "stepped in backward" in repr(network.layers[0].weight.grad)
+    optimizer.step()
+    assert all(p.grad is None for p in network.parameters())
+    assert link.copies
+
+
+def test_a_loss_for_another_model_is_told_that_it_has_trained_this_one(link: LateLink) -> None:
+    judge, optimizer = offloaded(bucket=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(judge, optimizer, 2)
+    judge(torch.ones(5, 24)).sum().backward()  # for what made the ones
+    with pytest.warns(VramxWarning, match=r"has trained them.*in_backward=False"):
+        train(judge, optimizer, 1)
     assert link.copies
 
 

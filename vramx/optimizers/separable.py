@@ -59,6 +59,27 @@ def inner_step(cls: Any) -> Callable[..., Any]:
     return vars(step)["__wrapped__"] if hasattr(step, "hooked") else step
 
 
+@contextmanager
+def apart(optimizer: Optimizer) -> Iterator[Callable[[Sequence[Tensor], Callable[[], None]], None]]:
+    """Yield what runs a function, the optimizer's step, for some parameters alone."""
+    step_some = step_of_one(optimizer)
+    if step_some is not None:
+        yield lambda some, _: step_some(some)
+        return
+    parameters = parameters_of(optimizer)
+    with (
+        gradients_apart(parameters) as show,
+        groups_as_before(optimizer) as take_back,
+    ):
+
+        def run_some(some: Sequence[Tensor], run: Callable[[], None]) -> None:
+            show(some)
+            take_back()
+            run()
+
+        yield run_some
+
+
 def step_of_one(optimizer: Optimizer) -> Callable[[Sequence[Tensor]], None] | None:
     """Return what steps some parameters, where an optimizer has a step of one and loops over all.
 
