@@ -1,12 +1,14 @@
-"""Parameters and buffers that a region's modules have in its first run, for one that recomputes it.
+"""What a region's modules are made of in its first run, for one that recomputes it.
 
 torch.func.functional_call, and libraries that learn to learn, give a module other tensors for the
-length of a call. When backward recomputes the call these are gone, and the module has its own
-again: the gradient would be of another function. The recomputation gets the tensors back.
+length of a call; adapters are switched, parts and hooks put on and taken off, and weights frozen.
+When backward recomputes the call, all that may be as it is next: the gradient would be of another
+function. The recomputation has parameters, buffers, parts and forward hooks as they were then, and
+the same parameters require a gradient.
 
-Those of a class of their own, as of a sharding library, come and go by that library's hooks, in a
-recomputation too. Holds what the graph or the module holds as well. A call costs a look at each
-module of the region.
+Tensors of a class of their own, as of a sharding library, come and go by that library's hooks, in a
+recomputation too. Holds what the graph or the module holds as well. A call costs a microsecond for
+each module of the region.
 """
 
 from __future__ import annotations
@@ -18,32 +20,55 @@ from typing import Any
 from torch import Tensor, nn
 
 _PLAIN = (Tensor, nn.Parameter)
-_Members = dict[str, Any]  # of parameters, or of buffers
+_Members = dict[str, Any]  # of a module: parameters, buffers, parts or hooks
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
 
 
 class Members:
-    """The tensors of modules as they are now, by name."""
+    """The tensors, parts and hooks of modules as they are now, by name."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._then: list[tuple[_Members, _Members]] = [
-            (own, dict(own))
-            for module in modules
-            for own in (module._parameters, module._buffers)
-            if own
-        ]
+        self._tensors: list[tuple[_Members, _Members]] = []
+        self._others: list[tuple[_Members, _Members]] = []
+        for module in modules:
+            for own in (module._parameters, module._buffers):
+                if own:
+                    self._tensors.append((own, dict(own)))
+            self._others.append((module._modules, dict(module._modules)))
+            self._others += [(own, dict(own)) for own in map(vars(module).get, _HOOKS) if own]
+        learnt = (p for _, then in self._tensors for p in then.values() if type(p) is nn.Parameter)
+        self._requires_grad = [(parameter, parameter.requires_grad) for parameter in learnt]
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Have the modules the tensors of then meanwhile, where they have others now."""
-        moved: list[tuple[_Members, str, Any]] = []
-        for own, then in self._then:
+        """Have the modules those of then meanwhile, where they have others now."""
+        tensors: list[tuple[_Members, str, Any]] = []
+        for own, then in self._tensors:
             for name, tensor in then.items():
                 now = own.get(name)
                 if now is not tensor and type(now) in _PLAIN and type(tensor) in _PLAIN:
-                    moved.append((own, name, now))
+                    tensors.append((own, name, now))
                     own[name] = tensor
+        others = [(own, dict(own), then) for own, then in self._others if own != then]
+        flags = [(p, p.requires_grad) for p, then in self._requires_grad if p.requires_grad != then]
         try:
+            for own, _, then in others:
+                _fill(own, then)
+            for parameter, now in flags:
+                parameter.requires_grad_(not now)
             yield
         finally:
-            for own, name, now in moved:
+            for parameter, now in flags:
+                parameter.requires_grad_(now)
+            for own, before, _ in others:
+                _fill(own, before)
+            for own, name, now in tensors:
                 own[name] = now
+
+
+def _fill(own: _Members, members: _Members) -> None:
+    own.clear()
+    own.update(members)

@@ -1,10 +1,10 @@
 """The function of a checkpoint as torch calls it: first in forward, then to recompute.
 
 In forward it gets the caller's arguments, in a recomputation new containers around decoded tensors,
-and what it reaches as it was before the call: objects, the parameters, buffers and attributes of
-its modules, generators of random numbers. The first call of a kind is watched (watch.py): what ran
-decides how the inputs are kept. A recomputation from packed inputs is watched too, for it may take
-a way that the watched call did not take.
+and what it reaches as it was before the call: objects, its own variables, what its modules are made
+of and have in their attributes, generators of random numbers. The first call of a kind is watched
+(watch.py): what ran decides how the inputs are kept. A recomputation from packed inputs is watched
+too, for it may take a way that the watched call did not take.
 
 One thread at a time. Nothing here holds a tensor of the region once it has run, but for those of
 its modules.
@@ -22,6 +22,7 @@ from vramx.errors import RecomputationError
 from vramx.recompute import verdicts
 from vramx.recompute.attributes import Attributes
 from vramx.recompute.buffers import Buffers, modules_of
+from vramx.recompute.functions import Variables
 from vramx.recompute.generators import Generators
 from vramx.recompute.inputs import Inputs
 from vramx.recompute.members import Members
@@ -50,6 +51,7 @@ class Region:
     ) -> None:
         self.verdict = Verdict("")
         self._function = function
+        self._function_then: Callable[[], Callable[..., Any]] = lambda: function
         self._structure = structure
         self._arguments: tuple[Any, Any] | None = arguments
         self._inputs = inputs
@@ -71,8 +73,10 @@ class Region:
         args, kwargs = self._arguments
         self._arguments = None
         inputs, self._inputs = self._inputs, None
+        variables = Variables(self._function)
+        self._function_then = variables.function
         modules = modules_of(self._function, leaves)
-        buffers, attributes = Buffers(modules), Attributes(modules)
+        buffers, attributes = Buffers(modules), Attributes(modules, self._function)
         self._before = Members(modules), buffers, attributes
         if self._draws_again:
             held = (*leaves, *attributes.generators)
@@ -88,6 +92,7 @@ class Region:
         result = saved_behind(result)
         buffers.settle()
         attributes.settle()
+        variables.settle()
         for leaf in leaves:
             if isinstance(leaf, Before):
                 leaf.check()
@@ -118,11 +123,12 @@ class Region:
         with contextlib.ExitStack() as restored:
             for each in self._before:
                 restored.enter_context(each.restored())
+            function = self._function_then()
             if not self._is_watched and not self._ran_in_mode:
-                return saved_behind(self._function(*args, **kwargs))
+                return saved_behind(function(*args, **kwargs))
             # Some of torch's functions, such as ctc_loss, save other tensors in a mode.
             with Operators(self._refuse if self._is_watched else _accept, self._allowed):
-                return saved_behind(self._function(*args, **kwargs))
+                return saved_behind(function(*args, **kwargs))
 
     def _refuse(self, rough: str) -> None:
         verdicts.remember(self._key, self._function, Verdict(rough))
