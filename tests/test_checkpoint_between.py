@@ -7,6 +7,7 @@ that of the call. Where it cannot be, a warning says so.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 import vramx
 from vramx.errors import VramxWarning
-from vramx.recompute import functions
+from vramx.recompute import buffers, functions
 
 __all__ = ["quiet", "seeds"]
 pytestmark = pytest.mark.usefixtures("seeds")
@@ -197,3 +198,19 @@ def test_a_tensor_of_a_function_that_it_writes_into_is_told_of() -> None:
     functions._say_written.cache_clear()
     with pytest.warns(VramxWarning, match="region under vramx.checkpoint writes into a tensor"):
         vramx.checkpoint(region, activation(8, WIDTH), level="keep")
+
+
+def test_parameters_that_were_written_into_are_told_of() -> None:
+    """As torch raises an error where it has kept them."""
+    layer, w = nn.Linear(WIDTH, WIDTH), torch.ones(WIDTH, requires_grad=True)
+    for region, parameter in ((layer, layer.weight), (lambda x: (x * w).sin(), w)):
+        buffers._say.cache_clear()
+        y = vramx.checkpoint(region, activation(8, WIDTH), level="keep")
+        with torch.no_grad():
+            parameter.mul_(2)
+        with pytest.warns(VramxWarning, match="ahead of backward"):
+            y.sum().backward()
+        y = vramx.checkpoint(region, activation(8, WIDTH), level="keep")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            y.sum().backward()

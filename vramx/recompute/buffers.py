@@ -147,6 +147,16 @@ def _say(text: str) -> None:
     warnings.warn(text, VramxWarning, stacklevel=7)
 
 
+def tell_of_change() -> None:
+    """Say once that what a recomputation reads was written into since the call."""
+    _say(
+        "parameters, or tensors that a function closes over, were written into between a call "
+        "under vramx.checkpoint and its recomputation, as by a step of an optimizer ahead of "
+        "backward: gradients of what is recomputed are those of the new values. Without a "
+        "checkpoint torch raises an error there"
+    )
+
+
 def tell_of_write(module: nn.Module, name: str) -> None:
     """Say once that a region writes into what it has no copy of from before."""
     _say(

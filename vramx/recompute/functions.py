@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from vramx.errors import VramxWarning
+from vramx.recompute.buffers import tell_of_change
 from vramx.recompute.objects import Copier, differs, version_of
 
 _CONTAINERS = (dict, list, set, deque)
@@ -85,10 +86,13 @@ class Variables:
         """See what a run of the function did: say once where it wrote into a tensor."""
         if any(version_of(tensor) != version for tensor, version in self._versions):
             _say_written(getattr(self._function, "__qualname__", type(self._function).__name__))
-        self._versions = []
+        self._versions = [(tensor, version_of(tensor)) for tensor, _ in self._versions]
 
     def function(self) -> Callable[..., Any]:
         """Return the function with the variables of then."""
+        if any(version_of(tensor) != version for tensor, version in self._versions):
+            tell_of_change()
+        self._versions = []
         if not any(each.is_other() for each in self._taken.values()):
             return self._function
         copier, cells = Copier(), dict[int, CellType]()

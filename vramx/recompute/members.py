@@ -19,6 +19,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vramx.recompute.buffers import tell_of_change
+
 _PLAIN = (Tensor, nn.Parameter)
 _Members = dict[str, Any]  # of a module: parameters, buffers, parts or hooks
 _HOOKS = (
@@ -28,9 +30,9 @@ _HOOKS = (
 
 
 class Members:
-    """The tensors, parts and hooks of modules as they are now, by name."""
+    """The tensors, parts and hooks of modules as they are now, and parameters among arguments."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], leaves: Iterable[Any] = ()) -> None:
         self._tensors: list[tuple[_Members, _Members]] = []
         self._others: list[tuple[_Members, _Members]] = []
         for module in modules:
@@ -39,12 +41,26 @@ class Members:
                     self._tensors.append((own, dict(own)))
             self._others.append((module._modules, dict(module._modules)))
             self._others += [(own, dict(own)) for own in map(vars(module).get, _HOOKS) if own]
-        learnt = (p for _, then in self._tensors for p in then.values() if type(p) is nn.Parameter)
+        tensors = (*leaves, *(x for _, then in self._tensors for x in then.values()))
+        learnt = {id(x): x for x in tensors if type(x) is nn.Parameter}.values()
         self._requires_grad = [(parameter, parameter.requires_grad) for parameter in learnt]
+        self._versions: list[int] = []
+
+    def settle(self) -> None:
+        """Note what the parameters are after the first run, which may have written into them."""
+        self._versions = [parameter._version for parameter, _ in self._requires_grad]
+
+    def _check(self) -> None:
+        now = [parameter._version for parameter, _ in self._requires_grad]
+        pairs = zip(self._requires_grad, self._versions, now, strict=bool(self._versions))
+        if any(learns and version != later for (_, learns), version, later in pairs):
+            tell_of_change()
+        self._versions = []  # a recomputation may write into them, as the first run does
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Have the modules those of then meanwhile, where they have others now."""
+        self._check()
         tensors: list[tuple[_Members, str, Any]] = []
         for own, then in self._tensors:
             for name, tensor in then.items():

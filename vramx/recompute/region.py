@@ -12,7 +12,6 @@ its modules.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -20,14 +19,11 @@ from torch import Tensor
 
 from vramx.errors import RecomputationError
 from vramx.recompute import verdicts
-from vramx.recompute.attributes import Attributes
-from vramx.recompute.buffers import Buffers, modules_of
-from vramx.recompute.functions import Variables
-from vramx.recompute.generators import Generators
+from vramx.recompute.buffers import Buffers
 from vramx.recompute.inputs import Inputs
-from vramx.recompute.members import Members
 from vramx.recompute.objects import Before, as_before
 from vramx.recompute.structure import Structure
+from vramx.recompute.surroundings import Surroundings
 from vramx.recompute.unfilled import saved_behind
 from vramx.recompute.verdicts import Verdict
 from vramx.recompute.watch import Operators, Watch
@@ -51,7 +47,6 @@ class Region:
     ) -> None:
         self.verdict = Verdict("")
         self._function = function
-        self._function_then: Callable[[], Callable[..., Any]] = lambda: function
         self._structure = structure
         self._arguments: tuple[Any, Any] | None = arguments
         self._inputs = inputs
@@ -61,7 +56,7 @@ class Region:
         self._is_watched = False
         self._ran_in_mode = False
         self._key: Hashable | None = None
-        self._before: tuple[Members | Buffers | Attributes | Generators, ...] = ()
+        self._then: Surroundings | None = None
 
     def leaves_of(self, leaves: list[Any]) -> list[Any]:
         """Return the leaves for torch to keep: objects as they are now."""
@@ -73,14 +68,9 @@ class Region:
         args, kwargs = self._arguments
         self._arguments = None
         inputs, self._inputs = self._inputs, None
-        variables = Variables(self._function)
-        self._function_then = variables.function
-        modules = modules_of(self._function, leaves)
-        buffers, attributes = Buffers(modules), Attributes(modules, self._function)
-        self._before = Members(modules), buffers, attributes
-        if self._draws_again:
-            held = (*leaves, *attributes.generators)
-            self._before += (Generators(self._function, modules, held),)
+        function, draws_again = self._function, self._draws_again
+        self._then = then = Surroundings(function, leaves, draws_again=draws_again)
+        buffers = then.buffers
         if inputs is not None and inputs.may_pack and not self._vouched:
             result = self._run_to_pack(args, kwargs, leaves, (inputs.tensors, buffers))
         elif buffers.are_new:
@@ -90,9 +80,7 @@ class Region:
         else:
             result = self._function(*args, **kwargs)
         result = saved_behind(result)
-        buffers.settle()
-        attributes.settle()
-        variables.settle()
+        then.settle()
         for leaf in leaves:
             if isinstance(leaf, Before):
                 leaf.check()
@@ -120,10 +108,8 @@ class Region:
     def _recompute(self, leaves: tuple[Any, ...]) -> Any:
         found = [leaf.again() if isinstance(leaf, Before) else leaf for leaf in leaves]
         args, kwargs = self._structure.rebuild(found)
-        with contextlib.ExitStack() as restored:
-            for each in self._before:
-                restored.enter_context(each.restored())
-            function = self._function_then()
+        assert self._then is not None
+        with self._then.restored() as function:
             if not self._is_watched and not self._ran_in_mode:
                 return saved_behind(function(*args, **kwargs))
             # Some of torch's functions, such as ctc_loss, save other tensors in a mode.
