@@ -19,9 +19,7 @@ and a copy of those that it writes.
 from __future__ import annotations
 
 import contextlib
-import functools
 import types
-import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -29,7 +27,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from vramx.errors import VramxWarning
+from vramx.errors import warn_once
 from vramx.patch.references import globals_of, parts_of
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -135,16 +133,12 @@ def _changeable(module: nn.Module) -> Iterator[tuple[_Members, str, Tensor]]:
             yield module._parameters, name, parameter
 
 
-@functools.lru_cache(maxsize=256)
-def _say(text: str) -> None:
-    warnings.warn(text, VramxWarning, stacklevel=7)
-
-
 def _tell(module: nn.Module, name: str) -> None:
-    _say(
+    warn_once(
         f"a region under vramx.checkpoint writes into {name} of {type(module).__name__}, which is "
         "no buffer: this step is recomputed with what it wrote, and from the next one on with what "
-        "was there before; update it outside of the region, or register a buffer"
+        "was there before; update it outside of the region, or register a buffer",
+        stacklevel=7,
     )
 
 
