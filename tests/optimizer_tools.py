@@ -183,6 +183,16 @@ class ReplacesInLists(OneByOne):
         return means[0]
 
 
+class CountsBesideItsTensors(OneByOne):
+    """Its states are a list in a dictionary, which has a number as well that a step counts."""
+
+    def change(self, state: Any, grad: Tensor, count: int) -> Tensor:
+        held = state.setdefault("held", {"means": [torch.zeros_like(grad), 0]})
+        mean: Tensor = held["means"][0]
+        held["means"][1] += 1
+        return mean.mul_(1 - 1 / held["means"][1]).add_(grad)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "adamw_one_by_one": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False, amsgrad=True),
@@ -193,6 +203,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "makes_states_anew": MakesStatesAnew,
     "has_objects": HasObjects,
     "replaces_in_lists": ReplacesInLists,
+    "counts_beside_its_tensors": CountsBesideItsTensors,
 }
 
 

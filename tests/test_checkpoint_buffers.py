@@ -1,12 +1,16 @@
-"""A recomputation leaves the buffers of modules as one forward pass does, and has its gradient."""
+"""A recomputation leaves modules and generators as one forward pass does, and has its gradient."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import random
+import types
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from checkpoint_tools import SMALL, WIDTH, activation, quiet, seeds
@@ -17,6 +21,7 @@ import vramx
 from vramx import errors
 from vramx.compression.config import Compression
 from vramx.errors import VramxWarning
+from vramx.recompute.attributes import attributes_as_now
 
 __all__ = ["quiet", "seeds"]
 pytestmark = pytest.mark.usefixtures("seeds", "quiet")
@@ -46,6 +51,72 @@ class Counter(Average):
         return (x - self.mean).square()
 
 
+class Unversioned(Average):
+    """The same past the version of the buffer, as averages of codebooks are often written."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.data.lerp_(x.detach().mean(0), 0.5)
+        return (x - self.mean).square()
+
+
+class Reassigned(Average):
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.data = self.mean.data * 0.5 + x.detach().mean(0) * 0.5
+        return (x - self.mean).square()
+
+
+class Noting(nn.Module):
+    """Notes in its attributes what it has done, and computes with it."""
+
+    def __init__(self, note: str) -> None:
+        super().__init__()
+        self.note = note
+        self.calls, self.means, self.state = 0, [torch.ones(())], types.SimpleNamespace(scale=1.0)
+        self.last = torch.zeros(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        if self.note == "counter":
+            self.calls += 1
+        elif self.note == "list":
+            self.means.append(mean.mean())
+        elif self.note == "object":
+            self.state.scale *= 1.5
+        elif self.note == "tensor":
+            self.last = mean
+        elif self.note == "tensor in place" and self.last.any():
+            self.last.mul_(0.5).add_(mean)
+        elif self.note == "tensor in place":
+            self.last = mean + 1
+        elif self.note == "what was not there":
+            x = x * getattr(self, "later", 1.0)
+            self.later = 2.0
+        scale = (1 + self.calls) * self.state.scale + sum(self.means)
+        return (x - self.last).square() * scale
+
+
+class Drawing(nn.Module):
+    """Scales by numbers that torch does not draw, or by a generator of its own."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source = source
+        self.own = {
+            "numpy's own": lambda: numpy.random.default_rng(0),
+            "numpy's old own": lambda: numpy.random.RandomState(0),
+            "Python's own": lambda: random.Random(0),
+            "torch's own": lambda: torch.Generator().manual_seed(0),
+        }.get(source, lambda: None)()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.source == "torch's own":
+            return (x * torch.rand(WIDTH, generator=self.own)).square()
+        drawn = {"numpy": numpy.random, "Python": random}.get(self.source, self.own).random()
+        return (x * drawn).square() if drawn < 0.5 else (x * drawn).sin()
+
+
+NOTES = ("counter", "list", "object", "tensor", "tensor in place", "what was not there")
+SOURCES = ("numpy", "Python", "numpy's own", "numpy's old own", "Python's own", "torch's own")
 MOVING: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: nn.BatchNorm1d(WIDTH),
     "batch norm with a plain average": lambda: nn.BatchNorm1d(WIDTH, momentum=None),
@@ -55,13 +126,17 @@ MOVING: dict[str, Callable[[], nn.Module]] = {
     "power iteration": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
     "average": Average,
     "average in a new tensor": Counter,
+    "average past the version": Unversioned,
+    "average in new memory": Reassigned,
+    **{note: functools.partial(Noting, note) for note in NOTES},
+    **{source: functools.partial(Drawing, source) for source in SOURCES},
 }
 
 
 @pytest.mark.parametrize("name", MOVING)
 @pytest.mark.parametrize("level", [SMALL, "keep"], ids=["int8", "exact"])
 @pytest.mark.parametrize("way", ["modules", "function", "lambda"])
-def test_buffers_move_once_a_step(name: str, level: str | Compression, way: str) -> None:
+def test_what_moves_moves_once_a_step(name: str, level: str | Compression, way: str) -> None:
     ours = nn.Sequential(MOVING[name](), nn.Linear(WIDTH, WIDTH), nn.GELU())
     plain = copy.deepcopy(ours)
     run: Callable[[Tensor], Tensor] = ours
@@ -71,13 +146,18 @@ def test_buffers_move_once_a_step(name: str, level: str | Compression, way: str)
         call = ours if way == "function" else lambda x: ours(x * 1.0)
         run = functools.partial(vramx.checkpoint, call, level=level)
     for step in range(3):
-        pair = []
+        pair, drawn = [], []
         for model, function in ((plain, plain), (ours, run)):
             torch.manual_seed(step)
+            random.seed(step)
+            numpy.random.seed(step)
             leaf = torch.randn(16, WIDTH, requires_grad=True)
             model.zero_grad()
             function(leaf * 1.0).square().sum().backward()
             pair.append(leaf.grad)
+            drawn.append((random.random(), numpy.random.random()))
+        assert drawn[0] == drawn[1]
+        assert vars(ours[0]).get("calls") == vars(plain[0]).get("calls")
         for (key, found), expected in zip(ours.named_buffers(), plain.buffers(), strict=True):
             torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=f"{key} at {step}")
         cosine = F.cosine_similarity(pair[0].flatten(), pair[1].flatten(), dim=0)
@@ -92,6 +172,15 @@ def test_buffers_are_the_modules_own_after_an_early_stop() -> None:
     y.sum().backward()
     assert {name: id(buffer) for name, buffer in norm.named_buffers()} == before
     assert norm.num_batches_tracked == 1
+
+
+def test_what_inference_left_in_a_module_tells_no_version() -> None:
+    net, x = Average(), activation()
+    with torch.inference_mode():
+        net.mean = net.seen = torch.ones(WIDTH)
+    net.eval()
+    y = vramx.checkpoint(lambda x: net(x).sum() + net.seen.mean(), x, level="keep")
+    assert torch.equal(*torch.autograd.grad(y, x), 2 * (x - 1))
 
 
 GLOBAL_NORM = nn.BatchNorm1d(WIDTH)
@@ -203,3 +292,33 @@ def test_that_a_region_writes_into_a_parameter_is_said() -> None:
     errors._said.clear()
     with pytest.warns(VramxWarning, match="weight of Linear, which is no buffer"):
         vramx.checkpoint(Follows(), activation(), level="keep")
+
+
+def test_attributes_and_what_they_hold_are_put_back_in_place() -> None:
+    """As trials of a plan or of a batch leave them."""
+    net, shared = nn.Module(), [1, {"two": [2]}]
+    net.shared, net.part = shared, nn.Linear(2, 2)
+    net.state = types.SimpleNamespace(
+        log=deque([shared]), seen={3}, own=numpy.random.default_rng(0)
+    )
+    net.part.last, net.part.own = torch.zeros(2), torch.Generator().manual_seed(0)
+    drawn = net.part.own.get_state().clone()
+    before, log = vars(net.part) | {}, net.state.log
+
+    put_back = attributes_as_now(net.modules())
+    shared[1]["two"].append(net)
+    net.state.log.append(4)
+    net.state.seen.add(5)
+    net.state = net.part.later = None
+    net.part.last.add_(1)
+    torch.rand(2, generator=net.part.own)
+    put_back()
+
+    assert net.shared is shared
+    assert shared == [1, {"two": [2]}]
+    assert net.state.log is log
+    assert list(log) == [shared]
+    assert net.state.seen == {3}
+    assert vars(net.part) == before
+    assert not net.part.last.any()
+    assert torch.equal(net.part.own.get_state(), drawn)

@@ -232,8 +232,11 @@ def test_the_state_of_a_training_is_bit_for_bit_what_it_was(began: bool) -> None
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
+    model[0].calls = []
+
     def step(batch: int) -> None:
         model.train()
+        model[0].calls.append(batch)
         model(torch.randn(batch, 4)).sum().backward()
         optimizer.step()
         scheduler.step()
@@ -246,7 +249,7 @@ def test_the_state_of_a_training_is_bit_for_bit_what_it_was(began: bool) -> None
     def state() -> Any:
         gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
         states = (model.state_dict(), optimizer.state_dict(), scheduler.state_dict())
-        flags = [module.training for module in model.modules()]
+        flags = [[module.training for module in model.modules()], model[0].calls]
         generators = (torch.get_rng_state(), random.getstate())
         return copy.deepcopy((states, gradients, flags, generators))
 

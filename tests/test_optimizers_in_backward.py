@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from optimizer_tools import LateLink, expect_alike, link, values_of
+from optimizer_tools import LateLink, OneByOne, expect_alike, link, values_of
 from torch import Tensor, nn
 
 import vramx
-from vramx.errors import OffloadError
+from vramx.errors import OffloadError, VramxWarning
 
 __all__ = ["link"]
 
@@ -24,24 +26,24 @@ class Deep(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(6))
-        self.is_odd = False
+        self.is_odd, self.skipped = False, (3,)
 
     def forward(self, x: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
-            if number != 3 or self.is_odd:
+            if number not in self.skipped or self.is_odd:
                 x = torch.tanh(layer(x))
         return self.layers[0](x)  # type: ignore[no-any-return]
 
 
-def train(network: Deep, optimizer: torch.optim.Optimizer, steps: int) -> list[int]:
+def train(network: Deep, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> list[int]:
     """Return how many parameters had a gradient when backward was over, of each step."""
     generator = torch.Generator().manual_seed(2)
     left = []
-    for step in range(steps):
+    for step in range(first, first + steps):
         network.is_odd = step % 2 == 1
         optimizer.zero_grad()
         network(torch.randn(5, 24, generator=generator)).square().sum().backward()
-        left.append(sum(p.grad is not None for p in network.parameters()))
+        left.append(sum(type(p.grad) is Tensor for p in network.parameters()))
         optimizer.step()
     return left
 
@@ -77,12 +79,74 @@ def test_the_next_bucket_comes_while_one_is_stepped(link: LateLink) -> None:
     assert events[:5] == ["to the device"] * 3 + ["to the host", "to the device"]
 
 
+@pytest.mark.parametrize(("bucket", "skipped"), [(2500, (3,)), (5000, (2, 3))])
+def test_the_first_bucket_comes_before_its_gradients_and_slots_stay(
+    link: LateLink, bucket: int, skipped: tuple[int, ...]
+) -> None:
+    plain, (streamed, ours) = Deep(), offloaded(bucket=bucket)
+    plain.skipped = streamed.skipped = skipped
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    train(plain, optimizer, 3)
+    train(streamed, ours, 3)  # a layer's states have come in vain: it was skipped
+    for states in (optimizer.state, ours.state):
+        for state in states.values():
+            state["exp_avg"].mul_(0.5)
+    link.allocate = None  # type: ignore[method-assign, assignment]
+    seen: list[int] = []
+    streamed.layers[5].weight.register_hook(lambda _: seen.append(link.copies))
+    before = link.copies
+    train(plain, optimizer, 2, first=3)
+    train(streamed, ours, 2, first=3)
+    expect_alike(plain.parameters(), streamed.parameters())
+    expect_alike(values_of(optimizer), values_of(ours))
+    assert seen[0] > before
+
+
 def test_a_second_backward_before_the_step_is_refused(link: LateLink) -> None:
     network, optimizer = offloaded(bucket=1)
     network(torch.ones(5, 24)).sum().backward()
     with pytest.raises(OffloadError, match="gradients cannot accumulate"):
         network(torch.ones(5, 24)).sum().backward()
-    train(network, optimizer, 2)  # zero_grad() begins anew
+    network.zero_grad()  # which the optimizer does not see
+    with pytest.raises(OffloadError, match="gradients cannot accumulate"):
+        network(torch.ones(5, 24)).sum().backward()
+    with pytest.warns(VramxWarning, match=r"zero_grad\(\) came before step"):
+        train(network, optimizer, 2)  # zero_grad() begins anew
+    assert link.copies
+
+
+NEEDS_ALL: dict[str, Callable[[list[Any]], Any]] = {
+    "clipping by the norm": lambda p: nn.utils.clip_grad_norm_(p, 1.0),
+    "clipping one by one": lambda p: nn.utils.clip_grad_norm_(p, 1.0, foreach=False),
+    "clipping values": lambda p: nn.utils.clip_grad_value_(p, 1.0),
+    "GradScaler": lambda p: torch._amp_foreach_non_finite_check_and_unscale_(
+        [each.grad for each in p], torch.zeros(1), torch.ones(1)
+    ),
+    "a look": lambda p: [each.grad.norm() for each in p],
+}
+
+
+@pytest.mark.parametrize("name", NEEDS_ALL)
+def test_what_needs_all_gradients_is_told_that_they_are_no_more(link: LateLink, name: str) -> None:
+    network, optimizer = offloaded(bucket=1)
+    network.is_odd = True
+    network(torch.ones(5, 24)).sum().backward()
+    with pytest.raises(OffloadError, match=r"stepped in backward already.*max_grad_norm=0"):
+        NEEDS_ALL[name](list(network.parameters()))
+    assert "stepped in backward" in repr(network.layers[0].weight.grad)
+    optimizer.step()
+    assert all(p.grad is None for p in network.parameters())
+    assert link.copies
+
+
+def test_a_loss_for_another_model_is_told_that_it_has_trained_this_one(link: LateLink) -> None:
+    judge, optimizer = offloaded(bucket=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(judge, optimizer, 2)
+    judge(torch.ones(5, 24)).sum().backward()  # for what made the ones
+    with pytest.warns(VramxWarning, match=r"has trained them.*in_backward=False"):
+        train(judge, optimizer, 1)
     assert link.copies
 
 
@@ -119,3 +183,39 @@ def test_processes_that_come_later_are_noticed(link: LateLink, monkeypatch: Any)
     with pytest.raises(OffloadError, match="beside other processes"):
         network(torch.ones(5, 24)).sum().backward()
     assert link.copies
+
+
+class LoopsOverAll(OneByOne):
+    """Has a step of one parameter, as FlashOptim's have, and notes what it has looked at."""
+
+    _gradient_release = False
+    looks: ClassVar[list[Tensor]] = []
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.step_param(parameter, group)
+
+    @torch.no_grad()
+    def step_param(self, p: Tensor, group: dict[str, Any]) -> None:
+        self.looks.append(p)
+        if p.grad is not None:
+            p.sub_(self.change(self.state[p], p.grad, 2), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_an_optimizer_that_steps_one_parameter_is_asked_for_those_of_the_bucket(
+    link: LateLink, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_known:
+        monkeypatch.setattr(LoopsOverAll.step, "__module__", "flashoptim.optimizers")
+        monkeypatch.setattr(LoopsOverAll.step, "__qualname__", "FlashOptimizer.step")
+    plain, streamed = Deep(), Deep()
+    optimizer, ours = (LoopsOverAll(each.parameters()) for each in (plain, streamed))
+    vramx.offload_optimizer(ours, in_backward=True, least=64, bucket=5000)
+    train(plain, optimizer, 4)
+    LoopsOverAll.looks.clear()
+    train(streamed, ours, 4)
+    expect_alike(plain.parameters(), streamed.parameters())
+    expect_alike(values_of(optimizer), values_of(ours))
+    assert (len(LoopsOverAll.looks) <= 4 * len(list(plain.parameters()))) is is_known

@@ -36,14 +36,18 @@ def outlive(tensor: Tensor) -> int:
 
 def outlive_all(values: Iterable[Any]) -> None:
     """Do so for each tensor among arguments, and in lists of them; parameters live in any case."""
+    streams: dict[int, Any] = {}
     for value in values:
         kind = type(value)
-        if kind is Tensor:
-            outlive(value)
-        elif kind is list or kind is tuple:
+        if kind is list or kind is tuple:
             outlive_all(value)
-        elif isinstance(value, Tensor) and not isinstance(value, Parameter):
-            outlive(value)
+            continue
+        dies = kind is Tensor or (isinstance(value, Tensor) and not isinstance(value, Parameter))
+        if dies and _has_streams(value):
+            device = value.get_device()
+            if device not in streams:
+                streams[device] = _current_stream(device)
+            value.record_stream(streams[device])
 
 
 def current_stream(tensor: Tensor) -> int:

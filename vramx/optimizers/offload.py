@@ -77,9 +77,10 @@ def offload_optimizer(
         OffloadError: with `in_backward`, there are other processes, parameters are on several
             devices, or a second gradient comes before `step()`.
 
-    Memory: during a step three times the states of the largest bucket, on the GPU, and what is kept
-        there; on the host what the others take, up to half of what this process may have: what is
-        more than that stays on the GPU, and a warning says so.
+    Memory: during a step, and with `in_backward` from the first one on, three times the states of
+        the largest bucket, on the GPU, and what is kept there; on the host what the others take, up
+        to half of what this process may have: what is more than that stays on the GPU, and a
+        warning says so.
     Sync: none, but where states are read: `optimizer.state`, state_dict(), pickling and restore()
         wait for the copies.
 
@@ -128,7 +129,7 @@ class _Offloading(Restorable):
         self.__dict__["state"] = value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._vramx_rounds.end_round()
+        self._vramx_rounds.discard()
         self._vramx_original.zero_grad(self, set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:

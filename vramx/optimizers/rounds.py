@@ -9,6 +9,7 @@ Not thread-safe.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,8 +22,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vramx.compression.offload.offload import link_of
-from vramx.errors import OffloadError
-from vramx.optimizers import separable
+from vramx.errors import OffloadError, VramxWarning
+from vramx.optimizers import separable, stepped
 from vramx.optimizers.copies import HOLDER, ORIGINAL, parameters_of
 from vramx.optimizers.options import Options, check_alone, check_one_device
 from vramx.optimizers.states import Bucket
@@ -53,6 +54,7 @@ class Rounds:
         self._is_busy = False  # with a step, which reads states as they come
         self._round: list[_Place] = []  # what was stepped in this round already, in backward
         self._order: list[_Place] = []  # and in the one before
+        self._has_warned = False
 
     def step(self, optimizer: Optimizer, run: Callable[[], None]) -> None:
         """Step what has gradients; `run` does that for those that have one then."""
@@ -63,11 +65,12 @@ class Rounds:
         if not self._known:  # a copy, whose states are still where they were copied to
             self.adopt(optimizer, is_anywhere=True)
         self._learn(optimizer)
+        self._unmark()
         parameters = parameters_of(optimizer)
         due = {id(p) for p in parameters if p.grad is not None}
         places = dict.fromkeys(self._places[p] for p in due if p in self._places)
         try:
-            with _apart(optimizer) as run_some:
+            with separable.apart(optimizer) as run_some:
                 if not due or any(id(p) in due for p in self._elsewhere):
                     run_some(self._elsewhere, run)
                 for stream in self._streams.values():
@@ -87,15 +90,14 @@ class Rounds:
         check_alone()
         place = self._places[id(parameter)]
         if place in self._round:
-            raise OffloadError(
-                "a parameter has got a second gradient before optimizer.step(): where steps are "
-                "taken in backward, gradients cannot accumulate"
-            )
+            raise OffloadError(stepped.TWICE)
+        if not self._round and self._order:
+            place.stream.bring([each.number for each in self._order if each.stream is place.stream])
         if any(p.grad is None and p.requires_grad for p in place.bucket.parameters):
             return
         self._round.append(place)
         inner = separable.inner_step(getattr(optimizer, ORIGINAL))
-        with self._working(), _apart(optimizer) as run_some:
+        with self._working(), separable.apart(optimizer) as run_some:
             place.stream.step(
                 place.number,
                 optimizer.state,
@@ -103,13 +105,39 @@ class Rounds:
                 ahead=self._after(place),
             )
         for each in place.bucket.parameters:
-            each.grad = None
+            if each.grad is not None:
+                stepped.mark(each)
+
+    def discard(self) -> None:
+        """Do what zero_grad() means: gradients are thrown away, but those that were stepped."""
+        if self._round and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "zero_grad() came before step(), and parameters were stepped in backward already: "
+                "a loss whose gradients are not meant for them has trained them. Where there are "
+                "such losses, as of another model, use in_backward=False",
+                VramxWarning,
+                stacklevel=3,
+            )
+        self.end_round()
 
     def end_round(self) -> None:
+        self._unmark()
         if self._round:
             self._order, self._round = self._round, []
         for stream in self._streams.values():
-            stream.close()
+            # Backward has them each time, so memory is saved by nothing in between. If they went
+            # and came their places would depend on when a copy is over, and a program that fills
+            # its limit would have its memory put together anew in each step.
+            if self.options.in_backward:
+                stream.turn_away()
+            else:
+                stream.close()
+
+    def _unmark(self) -> None:
+        for place in self._round:
+            for parameter in place.bucket.parameters:
+                stepped.unmark(parameter)
 
     def adopt(self, optimizer: Optimizer, *, is_anywhere: bool) -> None:
         """Put the states that are there where they wait, those that lie elsewhere too if so."""
@@ -170,6 +198,7 @@ class Rounds:
             stream.settle()
 
     def undo(self) -> None:
+        self._unmark()
         for hook in self._hooks:
             hook.remove()
         for stream in self._streams.values():
@@ -180,7 +209,8 @@ class Rounds:
         slots = sum(stream.device_bytes for stream in self._streams.values())
         kept = sum(stream.kept_bytes for stream in self._streams.values())
         stay = f"{format_size(kept)} on a GPU, " if kept else ""
-        return f"{format_size(pinned)} on the host, {stay}{format_size(slots)} more during a step"
+        when = "while training" if self.options.in_backward else "during a step"
+        return f"{format_size(pinned)} on the host, {stay}{format_size(slots)} more {when}"
 
     def _after(self, place: _Place) -> list[int]:
         """Return what came after a bucket in the round before, on the same device."""
@@ -237,23 +267,6 @@ class Rounds:
                 stream.remove(gone)
             for parameter in gone:
                 self._places.pop(id(parameter), None)
-
-
-@contextmanager
-def _apart(optimizer: Optimizer) -> Iterator[Callable[[list[Tensor], Callable[[], None]], None]]:
-    """Yield what runs a function while some parameters alone have their gradients."""
-    parameters = parameters_of(optimizer)
-    with (
-        separable.gradients_apart(parameters) as show,
-        separable.groups_as_before(optimizer) as take_back,
-    ):
-
-        def run_some(some: list[Tensor], run: Callable[[], None]) -> None:
-            show(some)
-            take_back()
-            run()
-
-        yield run_some
 
 
 def _hook(optimizer: Optimizer, parameter: Tensor) -> Any:

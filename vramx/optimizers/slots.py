@@ -7,22 +7,31 @@ ordered on the device; nothing here waits. What comes in vain makes room. Not th
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from vramx.compression.offload.transport import Lane, Transport
+from vramx.optimizers.states import Shown
 
 SLOTS = 3
 
 
 @dataclass(eq=False)
 class Berth:
-    """A slot: its memory, and the event after which nothing reads or writes what was in it."""
+    """A slot of the device.
+
+    Attributes:
+        left: the event after which nothing reads or writes what was in it.
+        images: what an optimizer sees of each bucket that was there, by its number, and the layout
+            that it has so.
+    """
 
     memory: Tensor
     left: Any
+    images: dict[int, tuple[object, list[Shown]]] = field(default_factory=dict)
 
 
 class Slots:
@@ -33,16 +42,18 @@ class Slots:
         self._free: deque[Berth] = deque()
         self._coming: dict[int, tuple[Berth, Any]] = {}  # by bucket, and the event of its arrival
 
-    def bring(self, number: int, source: Tensor, settled: Any, size_bytes: int) -> None:
+    def bring(
+        self, number: int, source: Tensor, settled: Any, size_bytes: Callable[[], int]
+    ) -> None:
         """Have a bucket come from the host, where it is after an event, if it does not yet.
 
-        `size_bytes` is that of slots, where there are none of the bucket's size.
+        `size_bytes` returns that of slots, where there are none of the bucket's size.
         """
         if number in self._coming:
             return
         nbytes = source.numel()
         if not any(berth.memory.numel() >= nbytes for berth in self._all()):
-            self._open(size_bytes)
+            self._open(size_bytes())
         if not self._free:
             self.let_go(next(iter(self._coming)))
         berth = self._free.popleft()
@@ -67,6 +78,11 @@ class Slots:
         """Have the slot of a bucket that comes in vain for another one."""
         if number in self._coming:
             self._free.append(self._coming.pop(number)[0])
+
+    def turn_away(self) -> None:
+        """Let go of the slots of all buckets that come in vain."""
+        for number in list(self._coming):
+            self.let_go(number)
 
     def close(self) -> None:
         """Let go of the slots. What was on its way in vain is still on the host."""

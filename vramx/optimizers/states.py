@@ -6,9 +6,10 @@ the device, laid out alike, so that one copy moves all of them. What the optimiz
 
     state[p]["exp_avg"]  ──►  view of the host's range   ◄── a copy each way ──►   view of the slot
 
-The same goes for the attributes of an object that an optimizer has among its states. Small tensors,
-counters and what is no plain tensor stay where the optimizer has them. Knows nothing of streams.
-Not thread-safe.
+The same goes for what lies in lists, dictionaries and objects that an optimizer has among its
+states: these stay what they are, with their counters, and their tensors are replaced. Small
+tensors, counters and what is no plain tensor stay where the optimizer has them. Knows nothing of
+streams. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import copy
 import functools
 import gc
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -36,22 +38,22 @@ States = Mapping[Any, dict[Any, Any]]
 class Shown(NamedTuple):
     """One value of the states: where the optimizer has it, and the views that are there.
 
-    `holder` is the state of a parameter, or the attributes of an object in it. `tensors` are the
-    plain ones of the value: those in a list may be replaced where the list stays.
+    `holder` is the state of a parameter, or a container or the attributes of an object in it.
+    `tensors` are the plain ones of the value, which may be a tuple or a tensor of a subclass.
     """
 
-    holder: dict[Any, Any]
+    holder: Any
     key: Any
     value: Any
     tensors: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, holder: dict[Any, Any], key: Any, value: Any) -> Shown:
+    def of(cls, holder: Any, key: Any, value: Any) -> Shown:
         return cls(holder, key, value, tuple(plain_tensors(value)))
 
     def is_there(self) -> bool:
-        """Tell whether the optimizer still has the value, with these tensors."""
-        if self.holder.get(self.key) is not self.value:
+        """Tell whether the optimizer still has the value, with these tensors, under its key."""
+        if self.holder[self.key] is not self.value:
             return False
         now = plain_tensors(self.value)
         return len(now) == len(self.tensors) and all(map(operator.is_, now, self.tensors))
@@ -68,10 +70,12 @@ class Bucket:
 
     Attributes:
         nbytes: of all states that move; 0 before any were placed.
+        layout: another object each time that states are placed.
     """
 
     parameters: list[Tensor]
     nbytes: int = 0
+    layout: object = field(default_factory=object)
     _placed: list[_Placed] = field(default_factory=list)
     _keys: list[tuple[Any, ...]] = field(default_factory=list)  # of each holder
 
@@ -81,10 +85,13 @@ class Bucket:
 
     def place(self, state: States, moves: Callable[[Tensor], bool]) -> None:
         """Lay out the states that are there now, as far as `moves` says so."""
-        self.nbytes, self._placed, self._keys = 0, [], self._keys_in(state)
+        self.nbytes, self.layout = 0, object()
+        self._placed, self._keys = [], self._keys_in(state)
         for holder in self._holders(state):
-            for key, value in holder.items():
-                shown = Shown.of(holder, key, value)
+            for key in _keys(holder):
+                if _is_container(holder[key]):  # a holder itself
+                    continue
+                shown = Shown.of(holder, key, holder[key])
                 offsets = tuple(self._offset(t) if moves(t) else None for t in shown.tensors)
                 if any(offset is not None for offset in offsets):
                     self._placed.append(_Placed(shown, offsets))
@@ -132,15 +139,37 @@ class Bucket:
         self.nbytes += -(-size_bytes(tensor) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         return offset
 
-    def _holders(self, state: States) -> Iterator[dict[Any, Any]]:
-        """Yield what has the values of each parameter: its state, and objects in it."""
+    def _holders(self, state: States) -> list[Any]:
+        """Return what has the values of each parameter: its state, and what holds some in it."""
+        found: list[Any] = []
         for parameter in self.parameters:
-            values = state.get(parameter, {})
-            yield values
-            yield from (value.__dict__ for value in values.values() if is_record(value))
+            _add_holders(found, state.get(parameter, {}), len(found))
+        return found
 
     def _keys_in(self, state: States) -> list[tuple[Any, ...]]:
-        return [(id(holder), *holder) for holder in self._holders(state)]
+        return [(id(each), *_keys(each)) for each in self._holders(state)]
+
+
+def _add_holders(found: list[Any], holder: Any, first: int) -> None:
+    """Add a holder and those in it, each once among those from `first` on."""
+    found.append(holder)
+    for value in holder.values() if isinstance(holder, dict) else holder:
+        if type(value) in _WITHOUT_OTHERS:
+            continue
+        inner = value if _is_container(value) else value.__dict__ if is_record(value) else None
+        if inner is not None and all(inner is not each for each in found[first:]):
+            _add_holders(found, inner, first)
+
+
+def _keys(holder: Any) -> Iterable[Any]:
+    return holder if isinstance(holder, dict) else range(len(holder))
+
+
+_WITHOUT_OTHERS = frozenset((Tensor, nn.Parameter, int, float, bool, str, type(None)))
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, dict | list | deque)
 
 
 def show(image: Sequence[Shown]) -> None:

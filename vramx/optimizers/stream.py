@@ -8,9 +8,9 @@ Three slots of the device, each as large as the largest bucket's states:
 
 The states of the first buckets may stay on the device, as far as there is room for them: backward
 comes to their parameters last, when nothing is left to hide a copy behind. All of it is ordered on
-the device; the host waits only in settle() and undo(). The slots are there from the first step of a
-bucket to close(). After an error the bucket that was being stepped leaves as it is then, and the
-others have never left the host. Not thread-safe, but the pool's lock is held where the pool is
+the device; the host waits only in settle() and undo(). The slots are there from the first bucket
+that comes to close(). After an error the bucket that was being stepped leaves as it is then, and
+the others have never left the host. Not thread-safe, but the pool's lock is held where the pool is
 used.
 """
 
@@ -80,7 +80,7 @@ class StateStream:
 
     @property
     def device_bytes(self) -> int:
-        """What the slots take of the device, during a step."""
+        """What the slots take of the device, while there are any."""
         sizes = (self.buckets[n].nbytes for n, rest in self._rests.items() if rest.slot is not None)
         return SLOTS * max(sizes, default=0)
 
@@ -107,8 +107,7 @@ class StateStream:
             self.adopt_one(number, state)  # others have changed what the optimizer has
         self._bring(number)
         berth = self._slots.take(number)
-        for coming in ahead[: SLOTS - 1]:
-            self._bring(coming)
+        self.bring(ahead[: SLOTS - 1])
         bucket = self.buckets[number]
         if berth is None:
             run(bucket)
@@ -116,15 +115,27 @@ class StateStream:
             if rest is None or not bucket.is_shown(state, rest.image):
                 self._place(number, state)
             return
-        image = bucket.image(berth.memory)
+        layout, image = berth.images.get(number, (None, []))
+        if layout is not bucket.layout:
+            image = bucket.image(berth.memory)
+            berth.images[number] = bucket.layout, image
         show(image)
         try:
             run(bucket)
         finally:
             self._send(number, state, berth, image)
 
+    def bring(self, numbers: Sequence[int]) -> None:
+        """Have the first of some buckets come, which are stepped next if all goes well."""
+        for number in numbers[:SLOTS]:
+            self._bring(number)
+
+    def turn_away(self) -> None:
+        """Have no bucket come any more: others may change its states now."""
+        self._slots.turn_away()
+
     def close(self) -> None:
-        """Let go of the slots, after a round of steps."""
+        """Let go of the slots."""
         self._slots.close()
 
     def adopt(self, state: States, *, is_anywhere: bool) -> None:
@@ -218,7 +229,7 @@ class StateStream:
         rest = self._rests.get(number)
         if rest is not None and rest.slot is not None:
             source = rest.slot.memory[: self.buckets[number].nbytes]
-            self._slots.bring(number, source, rest.arrived, self.device_bytes // SLOTS)
+            self._slots.bring(number, source, rest.arrived, lambda: self.device_bytes // SLOTS)
 
     def _send(self, number: int, state: States, berth: Berth, image: list[Shown]) -> None:
         bucket, rest = self.buckets[number], self._rests[number]

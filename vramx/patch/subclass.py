@@ -136,9 +136,36 @@ def patched_class(original: Any, mixins: tuple[type, ...]) -> Any:
         ORIGINAL: original,
         "_vramx_mixins": mixins,
     }
+    below = _asked_of_super(original)
+    names = {name: vars(original)[name] for name in below} | names
+    patched = type("Patched", (Patched,), below) if below else Patched
     metaclass: Any = type(original)
     # Named as the original: what looks for a module by its class's name must find it.
-    return metaclass(original.__name__, (Patched, *mixins, original), names)
+    return metaclass(original.__name__, (patched, *mixins, original), names)
+
+
+def _asked_of_super(original: Any) -> dict[str, Any]:
+    """Return what stands behind a class of ours for methods that ask super(type(self), self).
+
+    They mean the class below the one they are written in, and would find themselves.
+    """
+
+    def passed_on(name: str) -> Callable[..., Any]:
+        def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            return getattr(super(original, self), name)(*args, **kwargs)
+
+        return method
+
+    named = {
+        name: getattr(getattr(each, "__code__", None), "co_names", ())
+        for name, each in vars(original).items()
+    }
+    # Others that have these names, as those that ask super(), find what they found before.
+    return {
+        name: passed_on(name)
+        for name, names in named.items()
+        if "super" in names and ("type" in names or "__class__" in names)
+    }
 
 
 def _forward_of(original: Any) -> Callable[..., Any]:

@@ -89,9 +89,9 @@ def fit_batch(
     Each trial takes two steps, so that an optimizer's states are there in the second. Sizes are
     chosen by the peaks of smaller ones, in proportion to what a step takes above the model, which
     never runs out of memory where memory grows by a line; so trials are few, and out of memory is
-    the exception. Afterwards weights, buffers, gradients, optimizers, schedulers, scalers, training
-    flags and generators are bit for bit what they were. Where torch.distributed is initialised, all
-    processes call it together, also under DDP and FSDP2, and get the same answer.
+    the exception. Afterwards weights, buffers, gradients, optimizers, schedulers, scalers,
+    attributes of modules and generators are bit for bit what they were. Where torch.distributed is
+    initialised, all processes call it together, also under DDP and FSDP2, and get the same answer.
 
     Args:
         step: called with a batch size (or a number of tokens, or whatever grows): a whole step of

@@ -1,17 +1,15 @@
 """Whether a block does the same when it is called again, as its recomputation takes for granted.
 
-Each block is run twice ahead of its own call, without a graph, from the same arguments, buffers and
-random numbers of torch, which is what a checkpoint gives a recomputation. What then differs comes
-from elsewhere: Python's or NumPy's random numbers, a generator of its own, a counter. A result may
-differ by less than packing the block's input changes it, because kernels that add in any order
-do. Two forward passes of each block; not thread-safe.
+Each block is run twice ahead of its own call, without a graph, from the same arguments, buffers,
+attributes and random numbers, which is what a checkpoint gives a recomputation. What then differs
+comes from elsewhere: a clock, a counter that no module has. A result may differ by less than
+packing the block's input changes it, because kernels that add in any order do. Two forward passes
+of each block; not thread-safe.
 """
 
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,11 +21,12 @@ from vramx.errors import InvalidValueError
 from vramx.planning.blocks import Block
 from vramx.planning.caches import check_has_none
 from vramx.planning.words import recomputes
+from vramx.recompute.attributes import Attributes
+from vramx.recompute.generators import Generators
 from vramx.recompute.objects import as_before
 
 # Of a result's norm. An input at int8 is off by 0.4 to 1.6 % of it.
 _DIFFERENCE = 0.01
-_PLAIN = (int, float, complex, bool, str, bytes, type(None))
 
 
 def why_not_repeated(forward: Callable[[], Any], blocks: Collection[Block]) -> dict[Block, str]:
@@ -93,18 +92,14 @@ def _first_call(block: Block, seen: set[Block], found: dict[Block, str]) -> Call
 
 def _differs(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> str | None:
     """Return what differs between two runs of a block; None: nothing does."""
-    before = [_python_state(), _numpy_state()]
+    modules = list(module.modules())
+    attributes = Attributes(modules)
+    held = (*tree_leaves((args, kwargs)), *attributes.generators)
+    generators = Generators(module.forward, modules, held)
     first = _run(module, args, kwargs)
-    state = _attributes(module)
-    drawn = [_python_state(), _numpy_state()]
-    for name, old, new in zip(("Python's random", "numpy.random"), before, drawn, strict=True):
-        if old != new:
-            return f"it draws numbers from {name}"
-    second = _run(module, args, kwargs)
-    after = _attributes(module)
-    changed = sorted(name for name, value in after.items() if state.get(name) != value)
-    if changed:
-        return f"its {changed[0]} is another after each call"
+    attributes.settle()
+    with attributes.restored(), generators.restored():
+        second = _run(module, args, kwargs)
     return _difference(first, second)
 
 
@@ -148,30 +143,3 @@ def _difference(first: list[Tensor], second: list[Tensor]) -> str | None:
         if not share <= _DIFFERENCE:
             return f"its result differs by {share:.2g} of it when it is called again"
     return None
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the plain values that the parts of a module have, and how long their lists are."""
-    found: dict[str, Any] = {}
-    for path, part in module.named_modules():
-        for name, value in vars(part).items():
-            where = f"{path}.{name}" if path else name
-            if isinstance(value, _PLAIN):
-                found[where] = repr(value)  # NaN is itself
-            elif isinstance(value, (list, tuple, set)) or (
-                isinstance(value, dict) and not name.startswith("_")
-            ):
-                found[where] = len(value)
-    return found
-
-
-def _python_state() -> Any:
-    return random.getstate()
-
-
-def _numpy_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    name, keys, *others = numpy.random.get_state()
-    return name, keys.tobytes(), *others

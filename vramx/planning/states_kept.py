@@ -1,9 +1,9 @@
 """The state of a training that trials must leave as it was: taken once, put back as often as asked.
 
 Weights, buffers, gradients, optimizers' states and options, whatever else has a state_dict(), the
-training flags and other plain attributes, and the generators of torch, Python, numpy and vramx.
-Copies are on the host. Put back is what the tensors hold, in place, so that who refers to them sees
-it. Not thread-safe; costs a copy of what is kept.
+attributes of modules, and the generators of torch, Python, numpy and vramx. Copies are on the host.
+Put back is what the tensors hold, in place, so that who refers to them sees it. Not thread-safe;
+costs a copy of what is kept.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from vramx.compression.codec.random import restored_streams
 from vramx.errors import InvalidValueError
 from vramx.optimizers.copies import HOLDER
 from vramx.planning.program import Found
+from vramx.recompute.attributes import attributes_as_now
 
 Undo = Callable[[], None]
 
@@ -41,6 +42,7 @@ class KeptState:
         for model in found.models:
             self._undo += [undo_of_module(module) for module in model.modules()]
             self._undo += [undo_of_gradient(parameter) for parameter in model.parameters()]
+            self._undo.append(attributes_as_now(model.modules()))
         self._undo += [_of_optimizer(each) for each in found.optimizers]
         self._undo += [_of_other(each) for each in found.others]
         self._undo += _of_generators()
@@ -78,15 +80,15 @@ def _saved(tensor: Tensor) -> Undo:
 
 
 def undo_of_module(module: nn.Module, *, has_weights: bool = True) -> Undo:
-    """Return what puts back buffers, plain attributes and weights, as of `has_weights`."""
+    """Return what puts back the training flag, buffers and, as of `has_weights`, weights."""
     values: dict[str, Any] = vars(module)  # past what setting them may do
-    plain = {name: v for name, v in values.items() if isinstance(v, (bool, int, float))}
+    is_training = module.training
     own: list[dict[str, Any]] = [module._buffers, *([module._parameters] if has_weights else [])]
     tables = [(table, dict(table)) for table in own]
     contents = [_saved(x) for _, kept in tables for x in kept.values() if x is not None]
 
     def undo() -> None:
-        values.update(plain)
+        values["training"] = is_training
         for table, kept in tables:
             if any(table.get(name) is not each for name, each in kept.items()):
                 table.update(kept)

@@ -20,6 +20,7 @@ from vramx.planning.caches import Caches
 from vramx.planning.lightning_step import check_lightning, is_lightning, training_step
 from vramx.planning.loop import Loop
 from vramx.planning.states_kept import generators_as_before, undo_of_gradient, undo_of_module
+from vramx.recompute.attributes import attributes_as_now
 
 _ACCEPTED = (
     "accepted are a tensor, a tuple of arguments, a mapping of keyword arguments, and a function "
@@ -129,8 +130,8 @@ def _described(value: Any) -> str:
 def unchanged(model: nn.Module, loop: Loop) -> Iterator[list[nn.Parameter]]:
     """Have a model ready for a loop's step; put all back on leaving. Yields what is trained.
 
-    Gradients, buffers, the training flags and other plain attributes, and the random numbers of
-    torch, Python, NumPy and vramx are as before.
+    Gradients, buffers, the training flags and other attributes, and the random numbers of torch,
+    Python, NumPy and vramx are as before.
     Gradients that exist lie on the host in the meantime, for steps add to them where they are.
 
     Raises:
@@ -139,6 +140,7 @@ def unchanged(model: nn.Module, loop: Loop) -> Iterator[list[nn.Parameter]]:
     trained = [p for p in model.parameters() if p.requires_grad]
     _check(trained)
     with contextlib.ExitStack() as stack:
+        stack.callback(attributes_as_now(model.modules()))
         for module in model.modules():
             stack.callback(undo_of_module(module, has_weights=False))
         for parameter in trained:

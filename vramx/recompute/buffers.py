@@ -6,8 +6,9 @@ again: the gradient would be of another function. The recomputation gets the ten
 
 Running statistics of a batch norm move once a step, not twice; so do the vectors of a power
 iteration, an average, or a counter, and parameters without a gradient, as of a network that follows
-another. What a region writes is told by versions; what a module wrote once, it is taken to write in
-each call. For a recomputation its modules have copies for these.
+another. What a region writes is told by versions, and in the first run of a module, in training and
+in evaluation, by its operations, for versions do not tell of a write through `.data`. What a module
+wrote once, it is taken to write in each call. For a recomputation modules have copies of it.
 
 Of parameters that a region has not written before there is no copy: they may be all of a model. A
 recomputation of that one call has the new ones, and a warning says so.
@@ -24,11 +25,13 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from vramx.errors import warn_once
 from vramx.patch.references import globals_of, parts_of
+from vramx.recompute.objects import version_of
 
 _PLAIN = (Tensor, nn.Parameter)
 _Members = dict[str, Any]  # the buffers of a module, or its parameters
@@ -40,38 +43,73 @@ class _Kept(NamedTuple):
     value: Tensor | None  # as it was before; None: what it is now will do
 
 
-# Names of the buffers that a module writes; absent: not known yet.
-_written: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+class _Seen(NamedTuple):
+    module: nn.Module
+    members: _Members
+    name: str
+    tensor: Tensor
+    version: int
+    address: int  # 0: not to be looked at
+
+
+# Names of the buffers that a module writes, by whether it trains; absent: not known yet.
+_written: weakref.WeakKeyDictionary[nn.Module, dict[bool, set[str]]] = weakref.WeakKeyDictionary()
 
 
 class Buffers:
     """The tensors of a region's modules, for one run of it and for those that recompute it."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._seen: list[tuple[nn.Module, _Members, str, Tensor, int]] = []
+        self._seen: list[_Seen] = []
         self._copies: dict[tuple[int, str], Tensor] = {}
         self._kept: list[_Kept] = []
+        # Whether a module has not run yet, so that it is to be watched.
+        self.are_new = False
+        self._memory: set[int] = set()  # that operations wrote to
+        self._known: set[tuple[int, str]] = set()  # what its module has written before
         self._then: list[tuple[_Members, _Members]] = []
         for module in modules:
             self._then += [(own, dict(own)) for own in (module._parameters, module._buffers) if own]
-            written = _written.get(module)
+            written = _written.get(module, {}).get(module.training)
             for members, name, tensor in _changeable(module):
-                self._seen.append((module, members, name, tensor, tensor._version))
+                self.are_new = self.are_new or written is None
+                is_buffer = members is module._buffers
+                # A library that moves weights about gives them other memory.
+                address = tensor.data_ptr() if is_buffer and type(tensor) is Tensor else 0
+                self._seen.append(_Seen(module, members, name, tensor, version_of(tensor), address))
                 # A norm in training does not read its statistics.
-                is_statistic = members is module._buffers and isinstance(module, _NormBase)
-                may_write = members is module._buffers if written is None else name in written
+                is_statistic = is_buffer and isinstance(module, _NormBase)
+                if written is not None and name in written:
+                    self._known.add((id(module), name))
+                may_write = is_buffer if written is None else name in written
                 if may_write and not is_statistic:
                     self._copies[id(module), name] = tensor.detach().clone()
+
+    def note_write(self, targets: Iterable[Any]) -> None:
+        """Note the memory of tensors, and of those in lists, that an operation wrote to."""
+        for target in targets:
+            if isinstance(target, (list, tuple)):
+                self.note_write(target)
+            elif isinstance(target, Tensor) and target.layout is torch.strided:
+                self._memory.add(target.untyped_storage()._cdata)
+
+    def _is_written(self, seen: _Seen) -> bool:
+        now: Any = seen.members.get(seen.name)
+        if now is not seen.tensor or version_of(now) != seen.version:
+            return True
+        if seen.address and now.data_ptr() != seen.address:
+            return True
+        return bool(self._memory) and now.untyped_storage()._cdata in self._memory
 
     def settle(self) -> None:
         """Note what the first run wrote."""
         moved: dict[nn.Module, dict[str, _Members]] = {}
-        for module, members, name, tensor, version in self._seen:
-            names = moved.setdefault(module, {})
-            if members.get(name) is not tensor or tensor._version != version:
-                names[name] = members
+        for seen in self._seen:
+            names = moved.setdefault(seen.module, {})
+            if (id(seen.module), seen.name) in self._known or self._is_written(seen):
+                names[seen.name] = seen.members
         for module, names in moved.items():
-            known = _written.setdefault(module, set())
+            known = _written.setdefault(module, {}).setdefault(module.training, set())
             known.update(names)
             # The kernels of norms write statistics without a new version.
             if isinstance(module, _NormBase) and _moves(module, names):
@@ -79,9 +117,9 @@ class Buffers:
             for name, members in names.items():
                 value = self._copies.get((id(module), name))
                 if value is None and members is module._parameters:
-                    _tell(module, name)
+                    tell_of_write(module, name)
                 self._kept.append(_Kept(members, name, value))
-        self._seen, self._copies = [], {}
+        self._seen, self._copies, self._memory = [], {}, set()
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -133,7 +171,8 @@ def _changeable(module: nn.Module) -> Iterator[tuple[_Members, str, Tensor]]:
             yield module._parameters, name, parameter
 
 
-def _tell(module: nn.Module, name: str) -> None:
+def tell_of_write(module: nn.Module, name: str) -> None:
+    """Say once that a region writes into what it has no copy of from before."""
     warn_once(
         f"a region under vramx.checkpoint writes into {name} of {type(module).__name__}, which is "
         "no buffer: this step is recomputed with what it wrote, and from the next one on with what "
@@ -164,8 +203,14 @@ def modules_of(function: Any, leaves: Iterable[Any]) -> list[nn.Module]:
     roots: dict[int, nn.Module] = {}
     for value in (function, *leaves):
         _add_roots(roots, value)
-    parts = {id(part): part for root in roots.values() for part in root.modules()}
-    return list(parts.values())
+    found: dict[int, nn.Module] = {}
+    left = [*reversed(roots.values())]
+    while left:  # as modules() does, which takes five times as long
+        module = left.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            left += [each for each in reversed(module._modules.values()) if each is not None]
+    return list(found.values())
 
 
 def _add_roots(roots: dict[int, nn.Module], value: Any, depth: int = 4) -> None:

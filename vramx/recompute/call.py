@@ -156,11 +156,15 @@ def run(
         # torch's checkpoint knows no transforms: it refuses, or recomputes another function.
         return function(*args, **kwargs)
     leaves, structure = flatten((args, kwargs))
+    draws_again = settings.torch_options.get("preserve_rng_state", True)
     if not _keeps_inputs(settings):
-        region = Region(function, structure, (args, kwargs), None)
+        region = Region(function, structure, (args, kwargs), None, preserve_rng_state=draws_again)
         return _torch_checkpoint(region, region.leaves_of(leaves), {}, settings.torch_options)
     inputs = Inputs(settings.compression, settings.offload)
-    region = Region(function, structure, (args, kwargs), inputs, vouched=settings.vouched)
+    region = Region(
+        function, structure, (args, kwargs), inputs, vouched=settings.vouched,
+        preserve_rng_state=draws_again,
+    )  # fmt: skip
     with inputs.collected():
         result = _torch_checkpoint(region, region.leaves_of(leaves), {}, settings.torch_options)
     inputs.settle(region.verdict)

@@ -87,7 +87,7 @@ class Inputs:
     def __init__(self, compression: Compression | None, share: str | float | None) -> None:
         self._compression = compression
         self._share = share
-        self._rules = _rules(compression or Compression())
+        self._rules = _rules(compression)
         # One tensor may be several arguments.
         self._slots: dict[int, _Slot] = {}
 
@@ -141,8 +141,8 @@ def _named(options: Compression) -> frozenset[str]:
 
 
 @lru_cache(maxsize=16)
-def _rules(options: Compression) -> SavePolicy:
-    return SavePolicy(options)
+def _rules(options: Compression | None) -> SavePolicy:
+    return SavePolicy(options or Compression())
 
 
 def _save(

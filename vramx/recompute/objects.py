@@ -22,9 +22,11 @@ from torch import Tensor, nn
 
 from vramx.errors import RecomputationError, warn_once
 
+# Numbers and words.
+FIXED = (str, bytes, int, float, complex, type(None))
 # What has no state that a call changes, or is one thing that copies would make two of.
 _SHARED = (
-    *(str, bytes, int, float, complex, type(None), type, enum.Enum, Tensor, nn.Module),
+    *(*FIXED, type, enum.Enum, Tensor, nn.Module),
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
     *(functools.partial, range, slice),
 )
@@ -32,7 +34,7 @@ _SHARED = (
 _LARGEST = 10_000
 
 
-class _TooLargeError(Exception):
+class TooLargeError(Exception):
     """There are more values than an argument of a layer has."""
 
 
@@ -40,15 +42,15 @@ class Before:
     """An argument that is an object, as it was before the region ran."""
 
     def __init__(self, value: Any) -> None:
-        copier = _Copier()
+        copier = Copier()
         self._copy = copier.copy(value)
         self._name = type(value).__name__
         self._is_cache = is_cache(value)
-        self._tensors = [(tensor, tensor._version) for tensor in copier.tensors]
+        self._tensors = [(tensor, version_of(tensor)) for tensor in copier.tensors]
 
     def again(self) -> Any:
         """Return the argument for a recomputation, which may change it."""
-        return _Copier().copy(self._copy)
+        return Copier().copy(self._copy)
 
     def check(self) -> None:
         """See what the region did to the argument.
@@ -56,7 +58,7 @@ class Before:
         Raises:
             RecomputationError: it wrote into a tensor of it, and would do so again.
         """
-        if any(tensor._version != version for tensor, version in self._tensors):
+        if any(version_of(tensor) != version for tensor, version in self._tensors):
             hint = "; pass use_cache=False, or a cache that grows" if self._is_cache else ""
             raise RecomputationError(
                 f"a checkpointed region writes into a tensor of its argument, a {self._name}, and "
@@ -84,7 +86,7 @@ def tensors_in(value: Any) -> list[Tensor]:
         >>> len(tensors_in(types.SimpleNamespace(keys=[Tensor(), Tensor()])))
         2
     """
-    copier = _Copier()
+    copier = Copier()
     copier.copy(value)
     return copier.tensors
 
@@ -100,7 +102,7 @@ def as_before(leaf: Any) -> Any:
         return leaf
     try:
         return Before(leaf)
-    except _TooLargeError:
+    except TooLargeError:
         return leaf
 
 
@@ -120,12 +122,58 @@ def _slots(cls: type) -> list[str]:
     return [name for name in found if name not in ("__dict__", "__weakref__")]
 
 
-class _Copier:
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was written to; 0 of one of inference mode, which does not tell.
+
+    Example:
+        >>> version_of(torch.zeros(2).add_(1))
+        1
+    """
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def differs(then: Any, now: Any, around: frozenset[tuple[int, int]] = frozenset()) -> bool:
+    """Tell whether what was copied is another thing by now.
+
+    Example:
+        >>> differs([1, {"a": 2}], [1, {"a": 2}]), differs([1], [1, 2])
+        (False, True)
+    """
+    if then is now or (id(then), id(now)) in around:
+        return False
+    if type(then) is not type(now):
+        return True
+    if isinstance(now, FIXED):
+        return bool(then != now)
+    pairs = _parts(then), _parts(now)
+    if not pairs[1] or pairs[0].keys() != pairs[1].keys():
+        return bool(pairs[0] or pairs[1]) or not _has_state(now)
+    around = around | {(id(then), id(now))}
+    return any(differs(part, pairs[1][key], around) for key, part in pairs[0].items())
+
+
+def _parts(value: Any) -> dict[Any, Any]:
+    """Return what an object or a container holds, by where it is."""
+    parts: dict[Any, Any] = {}
+    if isinstance(value, dict):
+        parts.update((("item", key), dict.__getitem__(value, key)) for key in value)
+    elif isinstance(value, (list, deque, tuple)):
+        parts.update((("item", i), item) for i, item in enumerate(value))
+    elif isinstance(value, (set, frozenset)):
+        parts.update((("item", item), None) for item in value)
+    parts.update(getattr(value, "__dict__", {}))
+    names = (name for name in _slots(type(value)) if hasattr(value, name))
+    parts.update((name, getattr(value, name)) for name in names)
+    return parts
+
+
+class Copier:
     """Copies objects and containers, each once; `tensors` are those that it met."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self._copies: dict[int, Any] = {}
+        self._pairs: list[tuple[Any, Any]] = []
 
     def copy(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -135,7 +183,7 @@ class _Copier:
         if id(value) in self._copies:
             return self._copies[id(value)]
         if len(self._copies) >= _LARGEST:
-            raise _TooLargeError
+            raise TooLargeError
         return self._copied(value)
 
     def _copied(self, value: Any) -> Any:
@@ -149,8 +197,18 @@ class _Copier:
         # Known before its parts are copied, which may refer to it.
         self._copies[id(value)] = shallow
         if shallow is not value:
+            self._pairs.append((value, shallow))
             self._fill(shallow, value)
         return shallow
+
+    def put_back(self) -> None:
+        """Have what was copied hold again what it held then, in place."""
+        originals = {id(shallow): value for value, shallow in self._pairs}
+        for value, shallow in self._pairs:
+            then = {at: originals.get(id(x), x) for at, x in _parts(shallow).items()}
+            now = _parts(value)
+            if then.keys() != now.keys() or any(then[at] is not x for at, x in now.items()):
+                _refill(value, then)
 
     def _fill(self, shallow: Any, value: Any) -> None:
         if isinstance(value, dict):
@@ -164,6 +222,27 @@ class _Copier:
         for name in _slots(type(value)):
             if hasattr(value, name):
                 object.__setattr__(shallow, name, self.copy(getattr(value, name)))
+
+
+def _refill(value: Any, parts: dict[Any, Any]) -> None:
+    """Have an object or a container hold these parts, as _parts() has them, and no others."""
+    items = {at[1]: x for at, x in parts.items() if isinstance(at, tuple)}
+    if isinstance(value, dict):
+        value.clear()
+        value.update(items)
+    elif isinstance(value, (list, deque)):
+        value.clear()
+        value.extend(items.values())
+    elif isinstance(value, set):
+        value.clear()
+        value.update(items)
+    named = {at: x for at, x in parts.items() if isinstance(at, str)}
+    slots = set(_slots(type(value)))
+    if hasattr(value, "__dict__"):
+        vars(value).clear()
+        vars(value).update({name: x for name, x in named.items() if name not in slots})
+    for name in slots & named.keys():
+        object.__setattr__(value, name, named[name])
 
 
 def _shallow(value: Any) -> Any:

@@ -1,17 +1,18 @@
 """The function of a checkpoint as torch calls it: first in forward, then to recompute.
 
 In forward it gets the caller's arguments, in a recomputation new containers around decoded tensors,
-objects as they were before the call, parameters that its modules had, and buffers that it may write
-into. The first call of a kind is watched (watch.py): what ran decides how the inputs are kept. A
-recomputation from packed inputs is watched too, for it may take a way that the watched call did not
-take.
+and what it reaches as it was before the call: objects, the parameters, buffers and attributes of
+its modules, generators of random numbers. The first call of a kind is watched (watch.py): what ran
+decides how the inputs are kept. A recomputation from packed inputs is watched too, for it may take
+a way that the watched call did not take.
 
-One thread at a time. Nothing here holds a tensor of the region once it has run, but for buffers
-and for parameters.
+One thread at a time. Nothing here holds a tensor of the region once it has run, but for those of
+its modules.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -19,7 +20,9 @@ from torch import Tensor
 
 from vramx.errors import RecomputationError
 from vramx.recompute import verdicts
+from vramx.recompute.attributes import Attributes
 from vramx.recompute.buffers import Buffers, modules_of
+from vramx.recompute.generators import Generators
 from vramx.recompute.inputs import Inputs
 from vramx.recompute.objects import Before, as_before
 from vramx.recompute.structure import Structure
@@ -42,18 +45,20 @@ class Region:
         inputs: Inputs | None,
         *,
         vouched: bool = False,
+        preserve_rng_state: bool = True,
     ) -> None:
         self.verdict = Verdict("")
         self._function = function
         self._structure = structure
         self._arguments: tuple[Any, Any] | None = arguments
         self._inputs = inputs
-        self._allowed: frozenset[str] = frozenset() if inputs is None else inputs.allowed
+        self._allowed: frozenset[str] = frozenset()
         self._vouched = vouched
+        self._draws_again = preserve_rng_state
         self._is_watched = False
         self._ran_in_mode = False
         self._key: Hashable | None = None
-        self._buffers: Buffers | None = None
+        self._before: tuple[Buffers | Attributes | Generators, ...] = ()
 
     def leaves_of(self, leaves: list[Any]) -> list[Any]:
         """Return the leaves for torch to keep: objects as they are now."""
@@ -66,26 +71,36 @@ class Region:
         self._arguments = None
         inputs, self._inputs = self._inputs, None
         modules = modules_of(self._function, leaves)
-        self._buffers = Buffers(modules)
+        buffers, attributes = Buffers(modules), Attributes(modules)
+        self._before = buffers, attributes
+        if self._draws_again:
+            held = (*leaves, *attributes.generators)
+            self._before += (Generators(self._function, modules, held),)
         if inputs is not None and inputs.may_pack and not self._vouched:
-            result = self._run_to_pack(args, kwargs, leaves, inputs.tensors)
+            self._allowed = inputs.allowed
+            result = self._run_to_pack(args, kwargs, leaves, (inputs.tensors, buffers))
+        elif buffers.are_new:
+            self._ran_in_mode = True
+            with Operators(_accept, self._allowed, buffers=buffers):
+                result = self._function(*args, **kwargs)
         else:
             result = self._function(*args, **kwargs)
         result = saved_behind(result)
-        self._buffers.settle()
+        buffers.settle()
+        attributes.settle()
         for leaf in leaves:
             if isinstance(leaf, Before):
                 leaf.check()
         return result
 
     def _run_to_pack(
-        self, args: Any, kwargs: Any, leaves: tuple[Any, ...], inputs: list[Tensor]
+        self, args: Any, kwargs: Any, leaves: tuple[Any, ...], seen: tuple[list[Tensor], Buffers]
     ) -> Any:
         self._key = verdicts.key_of(self._function, leaves, self._allowed)
         verdict = verdicts.known(self._key)
-        if verdict is None:
+        if verdict is None or seen[1].are_new:
             self._ran_in_mode = True
-            watch = Watch(self._allowed, inputs)
+            watch = Watch(self._allowed, *seen)
             with watch.running():
                 result = self._function(*args, **kwargs)
             watch.look_at(result, leaves)
@@ -100,8 +115,9 @@ class Region:
     def _recompute(self, leaves: tuple[Any, ...]) -> Any:
         found = [leaf.again() if isinstance(leaf, Before) else leaf for leaf in leaves]
         args, kwargs = self._structure.rebuild(found)
-        assert self._buffers is not None
-        with self._buffers.restored():
+        with contextlib.ExitStack() as restored:
+            for each in self._before:
+                restored.enter_context(each.restored())
             if not self._is_watched and not self._ran_in_mode:
                 return saved_behind(self._function(*args, **kwargs))
             # Some of torch's functions, such as ctc_loss, save other tensors in a mode.

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vramx.recompute.buffers import Buffers
 from vramx.recompute.elements import Elements
 from vramx.recompute.norms import Norm, Readers
 from vramx.recompute.smooth import holds_floats, is_smooth, leaves_unfilled, name_of
@@ -34,7 +35,7 @@ _UNSEEN = "memory that no operation of torch fills"
 class Operators(TorchDispatchMode):
     """Call `on_rough` with the name of each operation that is not smooth, nor in `allowed`.
 
-    `readers` look at all of them.
+    `readers` look at all of them, and `buffers` are told what they write to.
     """
 
     supports_higher_order_operators = True
@@ -44,11 +45,13 @@ class Operators(TorchDispatchMode):
         on_rough: Callable[[str], None],
         allowed: frozenset[str],
         readers: Sequence[Readers | Elements] = (),
+        buffers: Buffers | None = None,
     ) -> None:
         super().__init__()
         self._on_rough = on_rough
         self._allowed = allowed
         self._readers = readers
+        self._buffers = buffers
         # Memory that was just made: what fills it comes next, as in dropout, or is not seen.
         self._unfilled: Tensor | None = None
 
@@ -76,6 +79,10 @@ class Operators(TorchDispatchMode):
         result = func(*args, **kwargs)
         for reader in self._readers:
             reader.look_at(name_of(func), args, result)
+        if self._buffers is not None and getattr(
+            getattr(func, "_schema", None), "is_mutable", False
+        ):
+            self._buffers.note_write((*args[:1], *kwargs.values()))
         if isinstance(result, Tensor) and leaves_unfilled(func, result):
             self._unfilled = result
         return result
@@ -117,8 +124,11 @@ class Watch:
     elements those in `rooted`.
     """
 
-    def __init__(self, allowed: frozenset[str], inputs: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self, allowed: frozenset[str], inputs: Sequence[Tensor] = (), buffers: Buffers | None = None
+    ) -> None:
         self.rough = ""
+        self._buffers = buffers
         self._allowed = allowed
         self._readers = Readers(inputs)
         self._elements = Elements(inputs, self._note, allowed)
@@ -135,7 +145,7 @@ class Watch:
     def running(self) -> Iterator[None]:
         """Watch what runs on this thread meanwhile."""
         readers = (self._readers, self._elements)
-        operators = Operators(self._note, self._allowed, readers)
+        operators = Operators(self._note, self._allowed, readers, self._buffers)
         with _Reads(self._note), operators:
             yield
         operators.finish()
