@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import nn
 
+from vramx import errors
 from vramx.compression.codec import codec
 from vramx.compression.config import Compression
 from vramx.errors import VramxWarning
-from vramx.recompute import inputs, objects
+from vramx.recompute import inputs
 
 SMALL = Compression(min_bytes=0)
 WIDTH = 64
@@ -56,7 +57,7 @@ def packs(monkeypatch: pytest.MonkeyPatch) -> Packs:
 @pytest.fixture
 def quiet() -> Iterator[None]:
     """Ignore what is said of caches and choices, which is said anew in each test."""
-    objects._warn_of_cache.cache_clear()
+    errors._said.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", VramxWarning)
         yield

@@ -17,8 +17,8 @@ from checkpoint_tools import SMALL, WIDTH, activation, quiet, seeds
 from torch import Tensor, nn
 
 import vramx
+from vramx import errors
 from vramx.errors import VramxWarning
-from vramx.recompute import buffers, functions
 
 __all__ = ["quiet", "seeds"]
 pytestmark = pytest.mark.usefixtures("seeds")
@@ -195,7 +195,7 @@ def test_a_tensor_of_a_function_that_it_writes_into_is_told_of() -> None:
         mean.lerp_(x.detach().mean(0), 0.1)
         return (x - mean).square()
 
-    functions._say_written.cache_clear()
+    errors._said.clear()
     with pytest.warns(VramxWarning, match="region under vramx.checkpoint writes into a tensor"):
         vramx.checkpoint(region, activation(8, WIDTH), level="keep")
 
@@ -204,7 +204,7 @@ def test_parameters_that_were_written_into_are_told_of() -> None:
     """As torch raises an error where it has kept them."""
     layer, w = nn.Linear(WIDTH, WIDTH), torch.ones(WIDTH, requires_grad=True)
     for region, parameter in ((layer, layer.weight), (lambda x: (x * w).sin(), w)):
-        buffers._say.cache_clear()
+        errors._said.clear()
         y = vramx.checkpoint(region, activation(8, WIDTH), level="keep")
         with torch.no_grad():
             parameter.mul_(2)

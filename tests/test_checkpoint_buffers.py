@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 import vramx
+from vramx import errors
 from vramx.compression.config import Compression
 from vramx.errors import VramxWarning
-from vramx.recompute import buffers
 from vramx.recompute.attributes import attributes_as_now
 
 __all__ = ["quiet", "seeds"]
@@ -289,7 +289,7 @@ def test_a_parameter_that_follows_moves_once_a_step() -> None:
 
 
 def test_that_a_region_writes_into_a_parameter_is_said() -> None:
-    buffers._say.cache_clear()
+    errors._said.clear()
     with pytest.warns(VramxWarning, match="weight of Linear, which is no buffer"):
         vramx.checkpoint(Follows(), activation(), level="keep")
 

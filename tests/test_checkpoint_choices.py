@@ -18,6 +18,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import vramx
+from vramx import errors
 from vramx.errors import RecomputationError, VramxWarning
 from vramx.recompute import inputs, region, verdicts, watch
 
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("seeds", "_forgotten", "quiet")
 def _forgotten() -> None:
     """Forget what calls of other tests have shown."""
     verdicts._seen.clear()
-    verdicts._warn.cache_clear()
+    errors._said.clear()
 
 
 def route(x: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ def test_a_wrapper_over_ours_stays(model: nn.Sequential, packs: Packs) -> None:
         ({"where": 3}, "accepted are a module class"),
         ({"where": "Block"}, "where 'Block': no module's name matches; closest are '"),
         ({"where": Block, "every": 0}, "every 0"),
-        ({"where": Block, "offlaod": "cpu"}, "'offlaod' is unknown"),
+        ({"where": Block, "offlaod": "cpu"}, "'offlaod' is not accepted"),
         ({"where": Block, "use_reentrant": True}, "use_reentrant=True"),
     ],
 )

@@ -115,7 +115,7 @@ KNOWN = r"accepted are .keep., .int8., .int4. and a"
 @pytest.mark.parametrize(
     ("given", "options", "words"),
     [
-        ((), {"levels": "int4"}, r"'levels' is not known \(did you mean 'level'.*accepted are lev"),
+        ((), {"levels": "int4"}, "'levels' is not .*did you mean 'level'.*accepted are 'lev"),
         ((), {"level": "int5"}, "level 'int5' .* 'keep', 'int8' and 'int4'"),
         ((4,), {}, f"level 4 is not accepted; {KNOWN}"),
     ],

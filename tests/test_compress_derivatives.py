@@ -12,7 +12,7 @@ from compress_tools import input_of
 from torch import nn
 
 import vramx
-from vramx.compression import notices
+from vramx import errors
 from vramx.compression.derivatives import Unpacking
 from vramx.errors import VramxWarning
 
@@ -42,7 +42,7 @@ def forces_and_gradient(net: nn.Module, atoms: torch.Tensor) -> tuple[torch.Tens
 
 @pytest.fixture
 def _told_nothing() -> None:
-    notices.forget()
+    errors._said.clear()
 
 
 @pytest.mark.usefixtures("_told_nothing")

@@ -19,6 +19,7 @@ from compress_tools import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from vramx import errors
 from vramx.compression import enclosing, hooks
 from vramx.compression.hooks import compress
 from vramx.errors import VramxWarning
@@ -45,7 +46,7 @@ class Checkpointed(nn.Module):
 
 
 def test_inside_a_checkpoint_it_steps_aside_and_says_so_once() -> None:
-    hooks._warn_of_checkpoint.cache_clear()
+    errors._said.clear()
     module, x = Checkpointed(inside=True), input_of(4, 16, 64)
     with pytest.warns(VramxWarning, match="does nothing"):
         found = gradient(module, x)
@@ -95,7 +96,7 @@ def test_dropout_is_recomputed_alike() -> None:
 
 
 def test_a_context_within_a_checkpoint_within_a_context() -> None:
-    hooks._warn_of_checkpoint()
+    errors._said.add(hooks._IN_CHECKPOINT)
     module, x = Checkpointed(inside=True), input_of(4, 16, 64)
     outer = compress(min_bytes=0, policy={"checkpoint": "int8"})
     gradient(module, x, outer)

@@ -14,7 +14,7 @@ import torch
 from compress_tools import input_of
 from policy_tools import functions_have_names, saved_reason
 
-from vramx.compression import notices
+from vramx import errors
 from vramx.compression.hooks import compress
 from vramx.compression.policy import third_party
 from vramx.errors import VramxWarning
@@ -146,7 +146,7 @@ def test_a_function_in_python_that_offers_itself_to_modes_is_kept() -> None:
 @functions_have_names
 def test_an_unknown_operation_is_named_once_with_the_way_out() -> None:
     here.Splat, x = function_of("theirs", "Splat"), input_of(16, 64)
-    notices.forget()
+    errors._said.clear()
     with pytest.warns(VramxWarning, match=r'Splat is not known.*\{"Splat": "int8"\}'):
         assert saved_reason(lambda: here.Splat.apply(x)) == {"unknown": 1}
     with warnings.catch_warnings():

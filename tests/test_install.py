@@ -53,7 +53,7 @@ def test_a_limit_that_is_neither_is_refused(limit: Any) -> None:
         ([], "never", "empty"),
         ([0, -1], "never", "-1"),
         ([True], "never", "True"),
-        ([0], "sometimes", "never, under_pressure, always"),
+        ([0], "sometimes", "'never', 'under_pressure' and 'always'"),
     ],
 )
 def test_wrong_options_are_refused(devices: Any, cross_stream: str, what: str) -> None:

@@ -26,7 +26,7 @@ from optimize_tools import ROUNDING, optimised_copy
 from torch import nn
 
 import vramx
-from vramx.compression import notices
+from vramx import errors
 from vramx.errors import VramxWarning
 from vramx.nn.logits import Logits
 from vramx.nn.loss_chunks import chunk_tokens
@@ -52,7 +52,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def told_anew() -> None:
-    notices.forget()
+    errors._said.clear()
 
 
 def logits_of(result: Any) -> Any:

@@ -14,7 +14,7 @@ from optimize_tools import DECODERS, ROUNDING, any_model, gradient_of, optimised
 from record_tools import recorder
 
 import vramx
-from vramx.compression import notices
+from vramx import errors
 from vramx.errors import VramxWarning
 from vramx.nn.logits import Logits
 
@@ -42,7 +42,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def told_anew() -> None:
-    notices.forget()
+    errors._said.clear()
     vramx.manual_seed(0, rank=0)
 
 

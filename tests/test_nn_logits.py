@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from torch.utils import _pytree as pytree
 
-from vramx.compression import notices
+from vramx import errors
 from vramx.errors import LogitsNotMadeError, VramxWarning
 from vramx.nn.logits import Logits
 
@@ -24,7 +24,7 @@ ROWS, TOKENS, WIDTH, CLASSES = 2, 6, 16, 11
 
 @pytest.fixture(autouse=True)
 def told_anew() -> None:
-    notices.forget()
+    errors._said.clear()
 
 
 def inputs_of(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:

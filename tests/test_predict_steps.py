@@ -305,7 +305,7 @@ def test_a_scaler_is_followed() -> None:
         ((reads_a_size,), {"optimizer": 3}, "optimizer is for a model"),
         ((nn.Linear(2, 2), torch.ones(2)), {"device": "tpu"}, "device 'tpu' is not accepted"),
         ((nn.Linear(2, 2), torch.ones(2)), {"levels": ["int5"]}, "level 'int5' is not accepted"),
-        ((nn.Linear(2, 2), torch.ones(2)), {"policies": "best"}, "policy 'best' is unknown"),
+        ((nn.Linear(2, 2), torch.ones(2)), {"policies": "best"}, "policy 'best' is not accepted"),
         ((nn.Linear(2, 2), torch.ones(2)), {"steps": 0}, "steps 0 is not accepted"),
         ((nn.Linear(2, 2), torch.ones(2)), {"gradients": "gone"}, "gradients 'gone'"),
     ],

@@ -26,7 +26,7 @@ def test_replay_takes_a_path_and_reports_progress(traces: Path) -> None:
 
 @pytest.mark.usefixtures("stand_in")
 def test_replay_refuses_wrong_arguments(traces: Path) -> None:
-    with pytest.raises(InvalidValueError, match="policy 'x' is unknown"):
+    with pytest.raises(InvalidValueError, match="policy 'x' is not accepted"):
         replay(traces / SMALL, ["live", "x"])
     with pytest.raises(InvalidValueError, match="no policy"):
         replay(traces / SMALL, [])

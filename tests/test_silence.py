@@ -76,7 +76,7 @@ def test_operation_that_exists_is_accepted(name: str) -> None:
 
 def test_option_that_does_not_exist_is_named_with_those_alike() -> None:
     for ask in (vramx.compress, vramx.compressed_activations, vramx.compressed_graphs):
-        with pytest.raises(InvalidValueError, match=r"'min_byte' is not known \(.*'min_bytes'"):
+        with pytest.raises(InvalidValueError, match=r"'min_byte' is not accepted \(.*'min_bytes'"):
             ask(min_byte=8)
 
 

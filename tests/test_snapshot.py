@@ -224,7 +224,7 @@ def test_numbers_of_steps_and_policies_that_are_none_are_refused(
     snapshot = Snapshot.load(snapshots / "train.pickle")
     with pytest.raises(InvalidValueError, match=f"steps {steps!r} is not accepted"):
         diff([snapshot, snapshot], steps=steps)
-    with pytest.raises(InvalidValueError, match=f"policy {steps!r} is unknown"):
+    with pytest.raises(InvalidValueError, match=f"policy {steps!r} is not accepted"):
         replay(snapshot, steps)
     with pytest.raises(InvalidValueError, match="a file's name"):
         snapshot.trace.save(3)  # type: ignore[arg-type]

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from vramx.nn.optimize import OptimizeReport, optimize
     from vramx.optimizers.offload import offload_optimizer
     from vramx.patch.report import Report, report, restore
-    from vramx.planning.batch_fit import BatchFit
-    from vramx.planning.fit import fit_batch
+    from vramx.planning.fit import BatchFit, fit_batch
     from vramx.planning.plan import plan
     from vramx.planning.planned import Plan
     from vramx.planning.predict import predict
@@ -47,7 +46,7 @@ __version__ = "0.1.0"
 # Public name -> the module that holds it.
 _LAZY = {
     "AllocatorStats": "vramx.allocator.stats",
-    "BatchFit": "vramx.planning.batch_fit",
+    "BatchFit": "vramx.planning.fit",
     "Compression": "vramx.compression.config",
     "CompressionStats": "vramx.compression.stats",
     "DefragmentReport": "vramx.allocator.limits",

@@ -1,4 +1,4 @@
-"""Every exception that vramx raises on purpose.
+"""Every exception that vramx raises on purpose, and warnings that are given once.
 
 One base class, so that a caller can catch all of vramx with one clause, and one subclass for each
 kind of mistake that a caller can act on. Each also derives from the builtin that the mistake would
@@ -8,6 +8,7 @@ memory is not here: it is torch's own torch.OutOfMemoryError.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -80,6 +81,16 @@ class UnsupportedTorchError(VramxError, RuntimeError):
 
 class VramxWarning(UserWarning):
     """What vramx has to say without stopping the program."""
+
+
+_said: set[str] = set()
+
+
+def warn_once(text: str, stacklevel: int = 2, about: str = "") -> None:
+    """Warn once a process of one thing: of what a text is about, or of that text."""
+    if (about or text) not in _said:
+        _said.add(about or text)
+        warnings.warn(text, VramxWarning, stacklevel=stacklevel)
 
 
 def brief(value: object) -> str:

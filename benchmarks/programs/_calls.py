@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import os
 import sys
 import time
@@ -34,7 +33,7 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.programs import _turn
-from benchmarks.programs._report import allocator_name
+from benchmarks.programs._report import tell
 from vramx.memory.trace import ALLOCATE, FREE_REQUESTED, Trace, load_trace
 from vramx.sizes import KIB, MIB
 
@@ -163,8 +162,7 @@ def time_empty(size_bytes: int) -> float:
 
 
 def report(case: str, pass_ns: list[float]) -> None:
-    line = {"case": case, "ns": pass_ns[WARM_UP:], "allocator": allocator_name()}
-    print(json.dumps(line), flush=True)
+    tell(case=case, ns=pass_ns[WARM_UP:])
 
 
 if __name__ == "__main__":

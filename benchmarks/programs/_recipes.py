@@ -11,13 +11,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import json
 import os
 import sys
 from typing import Any
 
 from benchmarks.programs import _turn
-from benchmarks.programs._report import allocator_name, is_tiny
+from benchmarks.programs._report import is_tiny, tell
 from benchmarks.recipes import UNITS, script
 
 LLAMA = "transformers.models.llama.modeling_llama"
@@ -37,7 +36,7 @@ def main(case: str) -> None:
     common = script("common")
     figures = common.run(module.VARIANTS, variant, common.Place(small=is_tiny()))
     for line in lines(case, figures):
-        print(json.dumps({**line, "allocator": allocator_name()}), flush=True)
+        tell(**line)
 
 
 def lines(case: str, figures: dict[str, Any]) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ a line of JSON; needs a GPU.
 
 from __future__ import annotations
 
-import json
 import runpy
 import signal
 import sys
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.programs._report import allocator_name
+from benchmarks.programs._report import tell
 from vramx.memory.replay import open_replay
 from vramx.memory.trace import ALLOCATE, Trace, load_trace
 
@@ -58,8 +57,7 @@ def main(arguments: list[str]) -> None:
         "is_whole": is_whole,
         "native_peak_reserved_bytes": reserved_bytes,
     }
-    line = {"case": program.stem, "allocator": allocator_name(), **facts}
-    print(json.dumps(line), flush=True)
+    tell(case=program.stem, **facts)
 
 
 def run(program: Path, limit_s: float) -> bool:

@@ -238,11 +238,14 @@ def allocator_name() -> str:
 
 def report(case: str, metric: str, unit: str, values: list[float]) -> None:
     """Print the line of one figure."""
-    line = {"case": case, "metric": metric, "unit": unit, "values": values}
-    print(json.dumps({**line, "allocator": allocator_name()}), flush=True)
+    tell(case=case, metric=metric, unit=unit, values=values)
 
 
 def report_status(case: str, status: str) -> None:
     """Print the line that says why there is no figure."""
-    line = {"case": case, "status": status, "allocator": allocator_name()}
-    print(json.dumps(line), flush=True)
+    tell(case=case, status=status)
+
+
+def tell(**line: Any) -> None:
+    """Print a line of what was measured, with who served the process."""
+    print(json.dumps({**line, "allocator": allocator_name()}), flush=True)

@@ -10,7 +10,6 @@ has beside its peak.
 
 from __future__ import annotations
 
-import json
 import sys
 
 import torch
@@ -30,8 +29,7 @@ def main(name: str, row: str, what: str) -> None:
     case = f"predict {name} {row}"
     if what == "said":
         for metric, said in zip(SAID, said_bytes(name, row), strict=True):
-            line = {"case": case, "metric": metric, "unit": "B", "values": [said]}
-            print(json.dumps({**line, "allocator": "none"}), flush=True)
+            report(case, metric, "B", [said])
         return
     recorder = Recorder(deterministic=False)
     import transformers  # noqa: F401  ahead of the turn: it takes seconds

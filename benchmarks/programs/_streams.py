@@ -10,7 +10,6 @@ on one stream, so that all is in turn. Each round prints a line of JSON.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from benchmarks.programs import _turn
-from benchmarks.programs._report import allocator_name
+from benchmarks.programs._report import tell
 from vramx.sizes import MIB
 
 SIZE = 128 * MIB
@@ -309,8 +308,7 @@ def main(arguments: list[str]) -> None:
     case = CASES[name]()
     for _ in range(rounds):
         _turn.wait_for_step()
-        line = {"case": name, "allocator": allocator_name(), **measure(case)}
-        print(json.dumps(line), flush=True)
+        tell(case=name, **measure(case))
 
 
 if __name__ == "__main__":

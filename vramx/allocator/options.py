@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vramx.config import CROSS_STREAM, Config
-from vramx.errors import InvalidValueError
+from vramx.errors import InvalidValueError, refused
 from vramx.sizes import MIB, format_size, parse_size
 
 DEFAULT_CROSS_STREAM = "under_pressure"
@@ -141,9 +141,7 @@ def _parse_devices(devices: Any) -> tuple[int, ...]:
 
 def _parse_cross_stream(cross_stream: str, config: Config) -> str:
     if cross_stream not in CROSS_STREAM:
-        raise InvalidValueError(
-            f"cross_stream {cross_stream!r} is unknown; accepted are {', '.join(CROSS_STREAM)}"
-        )
+        raise refused("cross_stream", cross_stream, CROSS_STREAM)
     if cross_stream == DEFAULT_CROSS_STREAM and config.cross_stream is not None:
         return config.cross_stream
     return cross_stream

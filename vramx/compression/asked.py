@@ -41,10 +41,7 @@ def options_of(level: object, changes: Mapping[str, Any], name: str = "level") -
     accepted = [field.name for field in fields(Compression)]
     unknown = next((name for name in changes if name not in accepted), None)
     if unknown is not None:
-        raise InvalidValueError(
-            f"option {unknown!r} is not known{_hint(unknown, accepted)}; accepted are "
-            f"{', '.join(accepted)}"
-        )
+        raise refused("option", unknown, accepted)
     chosen = replace(
         level if isinstance(level, Compression) else Compression(level=level), **changes
     )

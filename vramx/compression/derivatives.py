@@ -12,8 +12,8 @@ import torch
 
 from vramx.compression.attention import Result
 from vramx.compression.compiler import run_uncompiled
-from vramx.compression.notices import tell
 from vramx.compression.saved import Pending, Reference, Restored
+from vramx.errors import warn_once
 
 
 class Derivatives:
@@ -48,8 +48,7 @@ class Unpacking:
         if not (isinstance(saved, Restored) and saved.is_approximate):
             return
         self._seen.higher = True
-        tell(
-            f"derivatives of {self._name}",
+        warn_once(
             f"create_graph=True differentiates gradients through packed activations of "
             f"{self._name}: those of this step may be far off. From the next forward on "
             "only inputs of its linear layers and convolutions are packed; to pack nothing, give "

@@ -8,8 +8,6 @@ ten microseconds; what a saved tensor costs is said in session.py.
 from __future__ import annotations
 
 import threading
-import warnings
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from vramx.compression.policy.operations import OperationMode
 from vramx.compression.saved import Codec
 from vramx.compression.session import PlainCodec, Session
 from vramx.compression.stats import CompressionStats
-from vramx.errors import VramxWarning
+from vramx.errors import warn_once
 
 
 class CompressionContext:
@@ -103,6 +101,10 @@ def _codec_of(options: Compression, entered: _Entered) -> Codec:
 
 
 _PLAIN_CODEC = PlainCodec()
+_IN_CHECKPOINT = (
+    "vramx.compress() inside torch.utils.checkpoint does nothing: a checkpoint keeps only the "
+    "inputs of its region. To compress those, use vramx.checkpoint"
+)
 
 
 class _Active:
@@ -139,24 +141,13 @@ def _may_push(options: Compression) -> bool:
     if enclosing.in_checkpoint():
         # Kept here, the checkpoint would keep everything and recompute nothing.
         if options.packs:
-            _warn_of_checkpoint()
+            warn_once(_IN_CHECKPOINT, stacklevel=4)
         return False
     return options.packs or _is_ours(enclosing.top_hook())
 
 
 def _is_ours(hook: Any) -> bool:
     return isinstance(getattr(hook, "__self__", None), Session)
-
-
-@lru_cache(maxsize=1)
-def _warn_of_checkpoint() -> None:
-    """Say it once a process."""
-    warnings.warn(
-        "vramx.compress() inside torch.utils.checkpoint does nothing: a checkpoint keeps only the "
-        "inputs of its region. To compress those, use vramx.checkpoint",
-        VramxWarning,
-        stacklevel=4,
-    )
 
 
 @run_uncompiled

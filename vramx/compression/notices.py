@@ -5,14 +5,9 @@ Thread-safe; a set look-up where a thing has been said.
 
 from __future__ import annotations
 
-import threading
-import warnings
-
 from vramx.compression.policy.calls import GRAPH, UNKNOWN, Operation
-from vramx.errors import VramxWarning
+from vramx.errors import warn_once
 
-_told: set[str] = set()
-_lock = threading.Lock()
 # There is a better way to pack what these save than a policy that names them.
 _WAYS = {
     GRAPH: "a graph of torch.compile; vramx.compressed_graphs() around the call packs within it",
@@ -35,22 +30,5 @@ def tell_of_unknown(operation: Operation) -> None:
         way += " packs what its backward is linear or smooth in"
         if operation.untold:  # from torch 2.14 on
             way += "; torch does not show its arguments, and one for some of them has no effect"
-    tell(
-        f"{operation.library}.{name}",
-        f"{name} is not known to compression, and what it saves is kept exactly: {way}",
-    )
-
-
-def tell(what: str, text: str) -> None:
-    """Warn once a process of one thing."""
-    with _lock:
-        if what in _told:
-            return
-        _told.add(what)
-    warnings.warn(text, VramxWarning, stacklevel=2)
-
-
-def forget() -> None:
-    """Say everything once more."""
-    with _lock:
-        _told.clear()
+    text = f"{name} is not known to compression, and what it saves is kept exactly: {way}"
+    warn_once(text, about=f"{operation.library}.{name}")

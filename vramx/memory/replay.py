@@ -26,7 +26,6 @@ from vramx.errors import (
     MissingDependencyError,
     TraceError,
     VramxError,
-    brief,
     refused,
 )
 from vramx.memory.snapshot import Snapshot
@@ -67,9 +66,7 @@ class ReplayOptions:
 
     def __post_init__(self) -> None:
         if self.driver not in DRIVERS:
-            raise InvalidValueError(
-                f"driver {self.driver!r} is unknown; accepted are {', '.join(DRIVERS)}"
-            )
+            raise refused("driver", self.driver, DRIVERS)
         if self.device < 0 or self.samples < 0:
             raise InvalidValueError("device and samples must not be negative")
 
@@ -177,9 +174,7 @@ def check_policies(policies: str | Iterable[str]) -> list[str]:
     names: list[Any] = [policies] if is_one else list(policies)
     for name in names:
         if name not in POLICIES:
-            raise InvalidValueError(
-                f"policy {brief(name)} is unknown; accepted are {', '.join(POLICIES)}"
-            )
+            raise refused("policy", name, POLICIES)
     if not names:
         raise InvalidValueError(f"no policy is named; accepted are {', '.join(POLICIES)}")
     return list(dict.fromkeys(names))

@@ -13,6 +13,11 @@ from vramx.errors import InvalidValueError
 from vramx.nn.keeping import DTYPES
 
 
+def misshaped(name: str, tensor: Tensor, accepted: str) -> InvalidValueError:
+    """Return the error of a tensor that has another shape than is accepted."""
+    return InvalidValueError(f"{name} has shape {tuple(tensor.shape)}; accepted {accepted}")
+
+
 def check_floats(**tensors: Tensor | None) -> None:
     """Raise unless all are floating tensors."""
     for name, tensor in tensors.items():
@@ -45,9 +50,7 @@ def check_linear(inner: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             "is (outputs, inputs) with the input's last size"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise InvalidValueError(
-            f"bias has shape {tuple(bias.shape)}; accepted is ({weight.shape[0]},)"
-        )
+        raise misshaped("bias", bias, f"is ({weight.shape[0]},)")
 
 
 def residual_for(
@@ -62,9 +65,7 @@ def residual_for(
     check_floats(residual=residual)
     shape = (*x.shape[:-1], weight.shape[0])
     if residual.shape != shape:
-        raise InvalidValueError(
-            f"residual has shape {tuple(residual.shape)}; accepted is the result's {shape}"
-        )
+        raise misshaped("residual", residual, f"is the result's {shape}")
     return (residual, None) if residual.dtype == x.dtype else (None, residual)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vramx.compression.config import Compression
 from vramx.errors import InvalidValueError
+from vramx.nn import arguments
 from vramx.nn import running_statistics as statistics
 from vramx.nn.activation import gelu, silu
 from vramx.nn.channel_norm import ChannelNormed, Known, check_vectors, compute, norm_of
@@ -103,9 +104,7 @@ def _check(x: Tensor, running: Running, training: bool) -> None:
         if running.mean is None or running.var is None:
             raise InvalidValueError("running statistics of None are accepted in training only")
     elif x.numel() <= x.shape[1]:
-        raise InvalidValueError(
-            f"x has shape {tuple(x.shape)}; accepted in training are more values a channel than 1"
-        )
+        raise arguments.misshaped("x", x, "in training are more values a channel than 1")
 
 
 def _constants(x: Tensor, running: Running, eps: float) -> Known:

@@ -131,9 +131,7 @@ def _activation(activation: str | tuple[str, float]) -> tuple[str, float]:
 def _check(x: Tensor, residual: Tensor | None, affine: tuple[Tensor | None, Tensor | None]) -> None:
     arguments.check_floats(x=x, residual=residual)
     if x.dim() < 2:
-        raise InvalidValueError(
-            f"x has shape {tuple(x.shape)}; accepted is (samples, channels, ...)"
-        )
+        raise arguments.misshaped("x", x, "is (samples, channels, ...)")
     if residual is not None:
         arguments.check_same_shape("x", x, "residual", residual)
         if residual.dtype != x.dtype:
@@ -147,6 +145,4 @@ def check_vectors(x: Tensor, **vectors: Tensor | None) -> None:
     arguments.check_floats(**vectors)
     for name, vector in vectors.items():
         if vector is not None and vector.shape != channels:
-            raise InvalidValueError(
-                f"{name} has shape {tuple(vector.shape)}; accepted is ({x.shape[1]},)"
-            )
+            raise arguments.misshaped(name, vector, f"is ({x.shape[1]},)")

@@ -78,10 +78,8 @@ def instance_norm(
     """
     arguments.check_floats(x=x)
     if x.dim() < 3 or x[0, :1].numel() < 2:
-        raise InvalidValueError(
-            f"x has shape {tuple(x.shape)}; accepted is (samples, channels, ...) with more values "
-            "a channel than 1"
-        )
+        accepted = "is (samples, channels, ...) with more values a channel than 1"
+        raise arguments.misshaped("x", x, accepted)
     return _computed(x, (weight, bias), (x.shape[1], eps), activation, keep)
 
 

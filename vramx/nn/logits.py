@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vramx.compression import notices
-from vramx.errors import LogitsNotMadeError
+from vramx.errors import LogitsNotMadeError, warn_once
 from vramx.nn.arguments import autocast_dtype
 from vramx.nn.logits_product import KNOWN, WAY_OUT, Product, Unknown, Use
 
@@ -143,10 +142,10 @@ class Logits:
         """Make the logits for a function, which may write them, and say so once."""
         if not self.is_made and self._family.tells:
             self.made()
-            notices.tell(
-                f"logits.{name}",
+            warn_once(
                 f"{name} of a language model's logits in training: {tuple(self._like.shape)} were "
                 "made for it, as they are without vramx; the loss alone needs none",
+                about=f"logits.{name}",
             )
         ends_so = name.endswith("_") and not name.startswith("__")
         if ends_so or name in _IN_PLACE or name == "__setitem__" or "out" in kwargs:

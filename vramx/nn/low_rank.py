@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
-from vramx.errors import InvalidValueError
 from vramx.nn import arguments
 from vramx.nn.operators import operator
 from vramx.nn.products import bias_gradient
@@ -46,9 +45,7 @@ def add_low_rank(
     arguments.check_floats(base=base, h=h, weight=weight, bias=bias)
     arguments.check_linear(h, weight, bias)
     if base.shape != (*h.shape[:-1], weight.shape[0]):
-        raise InvalidValueError(
-            f"base has shape {tuple(base.shape)}; accepted is {(*h.shape[:-1], weight.shape[0])}"
-        )
+        raise arguments.misshaped("base", base, f"is {(*h.shape[:-1], weight.shape[0])}")
     bias, (h, weight) = arguments.cast_for_linear(bias, h, weight)
     y: Tensor = _add_low_rank(base, h, weight, bias, float(scale))
     return y

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from vramx.compression.config import Compression
-from vramx.errors import InvalidValueError
 from vramx.nn import arguments
 from vramx.nn import operators_norm as _operators
 from vramx.nn.keeping import Kept, spec_for
@@ -139,14 +138,12 @@ def _result_dtype(x: Tensor) -> torch.dtype:
 def _check(x: Tensor, residual: Tensor | None, affine: tuple[Tensor | None, Tensor | None]) -> None:
     arguments.check_floats(x=x, residual=residual)
     if x.dim() == 0 or x.shape[-1] == 0:
-        raise InvalidValueError(f"x has shape {tuple(x.shape)}; accepted is one with a row")
+        raise arguments.misshaped("x", x, "is one with a row")
     if residual is not None:
         arguments.check_same_shape("x", x, "residual", residual)
     for name, vector in zip(("weight", "bias"), affine, strict=True):
         if vector is not None and vector.shape != x.shape[-1:]:
-            raise InvalidValueError(
-                f"{name} has shape {tuple(vector.shape)}; accepted is {tuple(x.shape[-1:])}"
-            )
+            raise arguments.misshaped(name, vector, f"is {tuple(x.shape[-1:])}")
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -128,8 +128,5 @@ def _has_collectives(model: Any) -> bool:
 @contextlib.contextmanager
 def agreeing(model: Any) -> Iterator[Agreement]:
     """Have the processes that train together agree, all of which call this."""
-    ranks = Ranks(TIMEOUT_S, "plan", "a smaller budget or sample")
-    try:
+    with contextlib.closing(Ranks(TIMEOUT_S, "plan", "a smaller budget or sample")) as ranks:
         yield Agreement(ranks, model)
-    finally:
-        ranks.close()

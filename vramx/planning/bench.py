@@ -114,22 +114,16 @@ class Bench:
         asked = [block for block, found in words.items() if any(map(recomputes, found))]
         if not asked:
             return {}
-        undo = apply_words(self._model, {block: cheapest(words[block]) for block in words}).undo
-        try:
-            with self._meter.watching():
-                return why_not_repeated(self._step.forward, asked)
-        finally:
-            undo()
+        base = {block: cheapest(words[block]) for block in words}
+        with apply_words(self._model, base), self._meter.watching():
+            return why_not_repeated(self._step.forward, asked)
 
     def _timeline(self, words: Mapping[Block, Sequence[str]], dropped: list[str]) -> Timeline:
         blocks = list(words)
         base = {block: cheapest(words[block]) for block in blocks}
-        undo = apply_words(self._model, base).undo
-        try:
+        with apply_words(self._model, base):
             self._bar.show("plan: a step that keeps least", 0, 1)
             trace, captured, step_ms = self._trace(blocks)
-        finally:
-            undo()
         kinds = {}
         for number, (kind, call) in enumerate(captured.items()):
             self._bar.show("plan: measuring blocks", number, len(captured))
@@ -167,16 +161,14 @@ class Bench:
         found: dict[str, Cost] = {}
         beside = busy_without_block(captured, self._meter, self.loop.begin)
         for word in words:
-            undo = apply_words(self._model, {captured.block: word}).undo
             try:
-                cost = measure_block(captured, self._meter, beside, self.loop.begin)
+                with apply_words(self._model, {captured.block: word}):
+                    cost = measure_block(captured, self._meter, beside, self.loop.begin)
             except (CheckpointError, RecomputationError) as error:
                 if word == words[0]:
                     raise
                 dropped.append(left_out([word], captured.block, str(error).splitlines()[0]))
                 continue
-            finally:
-                undo()
             if cost is not None:
                 found[word] = cost
             elif not found:
@@ -194,12 +186,9 @@ class Bench:
 
     def peak_bytes(self, words: Mapping[Block, str]) -> int:
         """Return the peak of a step with these words, the largest of all processes."""
-        with self._agreement.phase("in a step of the plan"):
-            undo = apply_words(self._model, words).undo
-            try:
-                peak = self._peak_bytes()
-            finally:
-                undo()
+        phase = self._agreement.phase("in a step of the plan")
+        with phase, apply_words(self._model, words):
+            peak = self._peak_bytes()
         return int(self._agreement.most(peak))
 
     def _peak_bytes(self) -> int:
@@ -228,14 +217,12 @@ class Bench:
 
     def _measured_run(self, words: Mapping[Block, str]) -> tuple[int | None, float]:
         """Return the peak and the time of a step; no peak: it ran out of memory."""
-        undo = apply_words(self._model, words).undo
         try:
-            return self._peak_bytes(), self._meter.time_ms(self._step)
+            with apply_words(self._model, words):
+                return self._peak_bytes(), self._meter.time_ms(self._step)
         except RuntimeError as error:
             if self._agreement.is_shared or not is_out_of_memory(error):
                 raise
-        finally:
-            undo()
         free_garbage()
         return None, float("inf")
 

@@ -27,10 +27,9 @@ from vramx.errors import UntraceableError
 from vramx.planning.fake_answers import answering, fakes_for_each, moving, unchecked, undecided
 from vramx.planning.fake_batches import loading
 from vramx.planning.fake_device import guarded
-from vramx.planning.fake_kernels import REPLACED
+from vramx.planning.fake_kernels import REPLACED, SEQUENCES
 from vramx.planning.fake_reads import as_numbers, read, read_value
 from vramx.planning.fake_results import bounded
-from vramx.planning.fake_sequences import SEQUENCES
 from vramx.planning.fake_sparse import assume_elements, sparse_result
 from vramx.planning.fake_values import (
     Copies,

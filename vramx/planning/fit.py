@@ -8,14 +8,15 @@ thread-safe; takes two steps a trial, and at most log2(largest) + 3 trials.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vramx.errors import InvalidValueError, VramxError, refused
-from vramx.planning.batch_fit import Attempt, BatchFit, cut_evenly
 from vramx.planning.device_memory import Memory, cuda_memory, is_out_of_memory
 from vramx.planning.program import check_step, found_in
 from vramx.planning.ranks import FailedTogetherError, Ranks
@@ -26,6 +27,47 @@ from vramx.sizes import format_size, parse_size
 MARGIN = 0.1
 TIMEOUT_S = 600.0
 _STEPS = 2  # a trial: an optimizer's states are there from the second on
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A batch that was tried, and the peak of its steps; None is out of memory."""
+
+    batch: int
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class BatchFit:
+    """The largest batch, and how it was found; text by str().
+
+    Attributes:
+        batch, peak_bytes: of one process; the peak of two steps with it, as torch counts it.
+        budget_bytes: what a peak had to stay within.
+        attempts: what was tried, in order.
+        evaluation_batch: the largest for `evaluate`; None without one.
+        micro_batch, accumulation: for a global batch, where one was asked for: so many steps of
+            forward and backward with so many rows a process before each step of the optimizer.
+    """
+
+    batch: int
+    peak_bytes: int
+    budget_bytes: int
+    attempts: tuple[Attempt, ...]
+    evaluation_batch: int | None = None
+    micro_batch: int | None = None
+    accumulation: int | None = None
+
+    def __str__(self) -> str:
+        text = (
+            f"batch {self.batch}: peak {format_size(self.peak_bytes)} of "
+            f"{format_size(self.budget_bytes)}, in {len(self.attempts)} trials"
+        )
+        if self.evaluation_batch is not None:
+            text += f"; evaluation {self.evaluation_batch}"
+        if self.micro_batch is not None:
+            text += f"; {self.accumulation} x {self.micro_batch} for the global batch"
+        return text
 
 
 def fit_batch(
@@ -106,10 +148,8 @@ def fit_batch(
         )
     # Not before all that can be refused is: the processes wait for each other here.
     fitting = _Fitting(memory, KeptState(found), Ranks(timeout_s), budget, margin)
-    try:
+    with contextlib.closing(fitting):
         return fitting.run(step, evaluate, (start, max), global_batch)
-    finally:
-        fitting.close()
 
 
 def _check(step: Any, evaluate: Any, margin: float) -> None:
@@ -161,7 +201,7 @@ class _Fitting:
         if evaluate is not None:
             self._states_bytes = min(self._left_bytes)
             evaluated = self._largest(_without_grad(evaluate), sizes, "evaluation")
-        micro, accumulation = cut_evenly(global_batch, batch, self._ranks.count)
+        micro, accumulation = _cut_evenly(global_batch, batch, self._ranks.count)
         return BatchFit(
             batch=batch,
             peak_bytes=peaks[batch] or 0,
@@ -256,3 +296,12 @@ def _without_grad(evaluate: Callable[[int], Any]) -> Callable[[int], Any]:
             return evaluate(batch)
 
     return run
+
+
+def _cut_evenly(global_batch: int | None, batch: int, ranks: int) -> tuple[int | None, int | None]:
+    """Return micro-batch and accumulation of a global batch, as even as they can be."""
+    if global_batch is None:
+        return None, None
+    rows = -(-global_batch // ranks)
+    accumulation = -(-rows // batch)
+    return -(-rows // accumulation), accumulation

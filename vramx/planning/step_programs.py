@@ -6,7 +6,7 @@ A Program names the values that it is made of, so that a copy of it can be made 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -17,12 +17,11 @@ from vramx.planning.program import check_step
 from vramx.planning.steps import Step, check_sample
 
 
-class Program:
+class Program(NamedTuple):
     """A step and the values that it is made of, which a copy of it is made of as well."""
 
-    def __init__(self, values: Sequence[Any], run: Callable[..., Callable[[], Any]]) -> None:
-        self.values = tuple(values)
-        self.run = run  # from copies of the values to what takes a step
+    values: tuple[Any, ...]
+    run: Callable[..., Callable[[], Any]]  # from copies of the values to what takes a step
 
 
 def program_of(step: Any, arguments: Sequence[Any], optimizer: Any, gradients: str) -> Program:

@@ -105,6 +105,12 @@ class Applied:
         for module, change in self._changes:
             remove(module, change)
 
+    def __enter__(self) -> None:
+        """Have it meanwhile."""
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
 
 def apply_words(model: nn.Module, words: Mapping[Block, str]) -> Applied:
     """Do with each block what its word says."""

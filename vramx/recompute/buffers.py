@@ -16,9 +16,7 @@ and a copy of those that it writes.
 from __future__ import annotations
 
 import contextlib
-import functools
 import types
-import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -27,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from vramx.errors import VramxWarning
+from vramx.errors import warn_once
 from vramx.patch.references import globals_of, parts_of
 from vramx.recompute.objects import version_of
 
@@ -143,27 +141,24 @@ def _changeable(module: nn.Module) -> Iterator[tuple[_Members, str, Tensor]]:
             yield module._parameters, name, parameter
 
 
-@functools.lru_cache(maxsize=256)
-def _say(text: str) -> None:
-    warnings.warn(text, VramxWarning, stacklevel=7)
-
-
 def tell_of_change() -> None:
     """Say once that what a recomputation reads was written into since the call."""
-    _say(
+    warn_once(
         "parameters, or tensors that a function closes over, were written into between a call "
         "under vramx.checkpoint and its recomputation, as by a step of an optimizer ahead of "
         "backward: gradients of what is recomputed are those of the new values. Without a "
-        "checkpoint torch raises an error there"
+        "checkpoint torch raises an error there",
+        stacklevel=7,
     )
 
 
 def tell_of_write(module: nn.Module, name: str) -> None:
     """Say once that a region writes into what it has no copy of from before."""
-    _say(
+    warn_once(
         f"a region under vramx.checkpoint writes into {name} of {type(module).__name__}, which is "
         "no buffer: this step is recomputed with what it wrote, and from the next one on with what "
-        "was there before; update it outside of the region, or register a buffer"
+        "was there before; update it outside of the region, or register a buffer",
+        stacklevel=7,
     )
 
 

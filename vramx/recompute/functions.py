@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import dis
 import functools
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from vramx.errors import VramxWarning
+from vramx.errors import warn_once
 from vramx.recompute.buffers import tell_of_change
 from vramx.recompute.objects import Copier, differs, version_of
 
@@ -107,12 +106,10 @@ class Variables:
         return again
 
 
-@functools.lru_cache(maxsize=256)
 def _say_written(name: str) -> None:
-    warnings.warn(
+    warn_once(
         f"{name} under vramx.checkpoint writes into a tensor that it closes over, and does so once "
         "more when it is recomputed, with what it finds then; make it a buffer of a module",
-        VramxWarning,
         stacklevel=7,
     )
 

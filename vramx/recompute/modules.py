@@ -128,10 +128,8 @@ def _module_settings(level: str | Compression, options: dict[str, Any]) -> Setti
     torch_options = {name: options.pop(name) for name in TORCH_OPTIONS if name in options}
     offload, use_reentrant = options.pop("offload", None), options.pop("use_reentrant", None)
     if options:
-        accepted = ", ".join(("offload", "use_reentrant", *TORCH_OPTIONS))
-        raise InvalidValueError(
-            f"option {next(iter(options))!r} is unknown; accepted are {accepted}"
-        )
+        accepted = ("offload", "use_reentrant", *TORCH_OPTIONS)
+        raise refused("option", next(iter(options)), accepted)
     return settings_of(level, offload, use_reentrant, torch_options)
 
 

@@ -15,13 +15,12 @@ import copy
 import enum
 import functools
 import types
-import warnings
 from collections import deque
 from typing import Any
 
 from torch import Tensor, nn
 
-from vramx.errors import RecomputationError, VramxWarning
+from vramx.errors import RecomputationError, warn_once
 
 # Numbers and words.
 FIXED = (str, bytes, int, float, complex, type(None))
@@ -67,7 +66,12 @@ class Before:
             )
         self._tensors = []
         if self._is_cache:
-            _warn_of_cache(self._name)
+            warn_once(
+                f"a checkpointed layer fills a {self._name}, which keeps every layer's keys and "
+                "values until the step ends; use_cache=False in the model's config or in the call "
+                "makes none",
+                stacklevel=6,
+            )
 
 
 def is_cache(value: Any) -> bool:
@@ -100,17 +104,6 @@ def as_before(leaf: Any) -> Any:
         return Before(leaf)
     except TooLargeError:
         return leaf
-
-
-@functools.lru_cache(maxsize=16)
-def _warn_of_cache(name: str) -> None:
-    """Say it once a class of caches."""
-    warnings.warn(
-        f"a checkpointed layer fills a {name}, which keeps every layer's keys and values until the "
-        "step ends; use_cache=False in the model's config or in the call makes none",
-        VramxWarning,
-        stacklevel=6,
-    )
 
 
 def _has_state(value: Any) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 import functools
 import types
-import warnings
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vramx.errors import VramxWarning
+from vramx.errors import warn_once
 from vramx.recompute.buffers import reached_from
 from vramx.recompute.norms import Norm
 
@@ -64,7 +63,13 @@ def remember(key: Hashable | None, function: Any, verdict: Verdict) -> None:
             _seen.pop(next(iter(_seen)), None)
         _seen[key] = verdict
     if verdict.rough:
-        _warn(name_of(function), verdict.rough)
+        warn_once(
+            f"vramx.checkpoint keeps the inputs of {name_of(function)} exactly, as level='keep' "
+            f"does: {verdict.rough} is not known to be smooth, so that a recomputation from packed "
+            "inputs may choose otherwise; a policy that names a level for it, as in "
+            "Compression(policy={...}), says that it is",
+            stacklevel=7,
+        )
 
 
 def name_of(function: Any) -> str:
@@ -80,18 +85,6 @@ def name_of(function: Any) -> str:
     if isinstance(function, types.MethodType) and isinstance(function.__self__, nn.Module):
         return type(function.__self__).__name__
     return str(getattr(function, "__qualname__", type(function).__name__))
-
-
-@functools.lru_cache(maxsize=256)
-def _warn(name: str, rough: str) -> None:
-    """Say it once a function and operation."""
-    warnings.warn(
-        f"vramx.checkpoint keeps the inputs of {name} exactly, as level='keep' does: {rough} is "
-        "not known to be smooth, so that a recomputation from packed inputs may choose otherwise; "
-        "a policy that names a level for it, as in Compression(policy={...}), says that it is",
-        VramxWarning,
-        stacklevel=7,
-    )
 
 
 def _identity(value: Any, around: tuple[Any, ...] = ()) -> Any:

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vramx.compression import notices
 from vramx.compression.fakes import PLAIN
-from vramx.errors import brief
+from vramx.errors import brief, warn_once
 from vramx.nn.families.projection import plain_tensor
 from vramx.nn.families.questions import class_name, is_transformed, parameters_of
 from vramx.nn.families.small import language_model, randomised
@@ -67,7 +66,7 @@ class LossWithoutLogits(Swapped):
         why_not = _head_is_changed(head) or _loss_is_changed(module, self._loss)
         if why_not is not None:
             name = type(module).__name__
-            notices.tell(f"logits of {name}: {why_not}", f"{name} makes its logits: {why_not}")
+            warn_once(f"{name} makes its logits: {why_not}")
             return forward(*args, **kwargs)
         with _telling(head):
             return forward(*args, **kwargs)

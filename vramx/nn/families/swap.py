@@ -17,10 +17,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from vramx.compression import notices
 from vramx.compression.config import Compression
 from vramx.compression.fakes import PLAIN
-from vramx.errors import VramxWarning
+from vramx.errors import VramxWarning, warn_once
 from vramx.nn import passes
 from vramx.nn.families.questions import (
     cache_of,
@@ -174,7 +173,7 @@ class Fusing(Swapped):
             if part is None or original_class(part) is not kind:
                 name, now = class_name(module._vramx_original), type(part).__name__
                 text = f"{name} is computed as it was before optimize(): its {path} is a {now} now"
-                notices.tell(f"{name}.{path}: {now}", text)
+                warn_once(text)
                 return False
         return True
 
