@@ -86,10 +86,7 @@ def result_of_processes(ours: str, theirs: str, first: str) -> str:
 
 def page() -> str:
     """Return the page of the documentation."""
-    both = [
-        _table(OURS, THEIRS, result),
-        _table(SPREAD_OURS, SPREAD_THEIRS, result_of_processes),
-    ]
+    both = [_table(OURS, THEIRS, result), _table(SPREAD_OURS, SPREAD_THEIRS, result_of_processes)]
     return f"{_HEAD}\n{both[0]}{_PROCESSES}\n{both[1]}"
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from child_processes import python
 
 from benchmarks.harness import RowWriter, read_csv
 from benchmarks.programs._cases import Figures
@@ -71,14 +71,7 @@ def run_tiny(code: str) -> list[dict[str, Any]]:
     code = f"from torchvision_operators import name_missing; name_missing(); {code}"
     path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
     small = {"PROGRAM_SIZE": "tiny", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, **small},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-c", code, cwd=ROOT, env={**os.environ, **small})
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(text) for text in done.stdout.splitlines() if text.startswith("{")]
 

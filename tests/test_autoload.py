@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
-import sys
 import traceback
 import warnings
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+from child_processes import python
 
 torch = pytest.importorskip("torch")
 
@@ -67,18 +67,15 @@ def cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shim: Path) -> FakeCud
     return fake
 
 
-def test_the_allocator_is_installed_when_cuda_is_initialised_and_not_before(cuda: FakeCuda) -> None:
-    _autoload._autoload()
+def test_the_allocator_is_installed_once_when_cuda_is_initialised_and_not_before(
+    cuda: FakeCuda,
+) -> None:
+    for _ in range(3):
+        _autoload._autoload()
     assert not vramx.allocator_installed()
     assert not cuda.opened
     cuda.initialise()
     assert vramx.allocator_installed()
-
-
-def test_a_process_is_hooked_once_however_often_it_is_called(cuda: FakeCuda) -> None:
-    for _ in range(3):
-        _autoload._autoload()
-    cuda.initialise()
     assert len(cuda.opened) == 1
 
 
@@ -191,20 +188,10 @@ def hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return entry_folder.make(Config(cache_dir=tmp_path / "cache"))
 
 
-def python(
-    tmp_path: Path, path: str, *arguments: str, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def run(tmp_path: Path, path: str, *arguments: str, **variables: str) -> Any:
     environment = {name: text for name, text in os.environ.items() if not name.startswith("VRAMX")}
     environment |= {"PYTHONPATH": path, "CALLS": str(tmp_path / "calls"), **variables}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    return python(*arguments, cwd=tmp_path, env=environment, timeout=240)
 
 
 def calls_in(tmp_path: Path) -> Counter[str]:
@@ -219,7 +206,7 @@ def test_a_program_and_its_spawned_child_are_hooked_once_each(tmp_path: Path, ho
         text = next(hook.glob("*.dist-info")).joinpath(name).read_text()
         (again / name).write_text(text)
     (tmp_path / "spawn.py").write_text(SPAWN)
-    done = python(tmp_path, f"{hook}{os.pathsep}{again.parent}", "spawn.py")
+    done = run(tmp_path, f"{hook}{os.pathsep}{again.parent}", "spawn.py")
     assert (done.returncode, done.stdout) == (0, f"child {torch.__version__}\n"), done.stderr
     assert sorted(calls_in(tmp_path).values()) == [1, 1]
 
@@ -227,7 +214,7 @@ def test_a_program_and_its_spawned_child_are_hooked_once_each(tmp_path: Path, ho
 @pytest.mark.slow
 def test_workers_of_torchrun_are_hooked_once_each(tmp_path: Path, hook: Path) -> None:
     (tmp_path / "worker.py").write_text("import torch\n")
-    done = python(
+    done = run(
         tmp_path, str(hook), "-m", "torch.distributed.run", "--standalone",
         "--nproc-per-node", "2", "worker.py",
     )  # fmt: skip
@@ -240,7 +227,7 @@ def test_workers_of_torchrun_are_hooked_once_each(tmp_path: Path, hook: Path) ->
 def test_a_bad_variable_is_one_line_and_the_import_of_torch_succeeds(tmp_path: Path) -> None:
     folder = entry_folder.make(Config(cache_dir=tmp_path / "cache"))
     code = "import torch; print(torch.ones(2).sum().item())"
-    done = python(tmp_path, str(folder), "-c", code, VRAMX="1", VRAMX_DEVICES="x")
+    done = run(tmp_path, str(folder), "-c", code, VRAMX="1", VRAMX_DEVICES="x")
     assert (done.returncode, done.stdout) == (0, "2.0\n")
     assert len(done.stderr.splitlines()) == 1
     assert "the allocator is not installed, torch's own stays: VRAMX_DEVICES: 'x'" in done.stderr
@@ -262,7 +249,7 @@ def test_only_a_process_that_asks_has_anything_changed(tmp_path: Path, value: st
     setup.write_text(GIVEN_CUDA)
     path = f"{folder}{os.pathsep}{setup.parent}"
     variables = {} if value is None else {"VRAMX": value}
-    done = python(tmp_path, path, "-c", code, **variables)
+    done = run(tmp_path, path, "-c", code, **variables)
     asked = value == "1"
     assert done.stdout.split() == ["True", str(asked), str(asked)], done.stderr
 
@@ -272,5 +259,5 @@ def test_importing_vramx_beside_torch_starts_the_watch(tmp_path: Path) -> None:
         "import torch; torch._C._cuda_init = lambda: None; import vramx;"
         "from vramx.allocator import cuda_init; torch._C._cuda_init(); print(cuda_init._hook.site)"
     )
-    done = python(tmp_path, str(Path(vramx.__file__).parent.parent), "-c", code)
+    done = run(tmp_path, str(Path(vramx.__file__).parent.parent), "-c", code)
     assert done.stdout == "<string>:1 (<module>)\n", done.stderr

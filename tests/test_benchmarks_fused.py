@@ -281,13 +281,6 @@ def test_skipped_ways_are_rows_and_no_failures_and_failed_ones_are(
     assert fused.table(figures, fused.judge(figures)).row_count == 2
 
 
-def test_every_case_has_eager_and_ways_that_are_known() -> None:
-    assert set(fused.OURS) <= set(_fused_ways.WAYS)
-    for case in _fused.CASES.values():
-        assert case.ways[0] == "eager"
-        assert set(case.ways) <= set(_fused_ways.WAYS)
-
-
 def test_the_figures_become_a_picture(writer: RowWriter, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from benchmarks import plot

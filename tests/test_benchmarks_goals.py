@@ -10,7 +10,6 @@ from program_stand_ins import machine_with
 from benchmarks import fused, harness, language_model, seeing, streams
 from benchmarks.fused import BLOCK
 from benchmarks.harness import Options, Request, UnavailableError
-from benchmarks.models_workloads import WORKLOADS
 from benchmarks.programs import _launch
 from benchmarks.programs._cases import Figures, Goal
 from vramx.errors import InvalidValueError
@@ -207,10 +206,3 @@ def test_benchmarks_and_their_programs_know_the_same_names() -> None:
     assert (tuple(models.SUMMED), models.WAYS) == (seeing.MODELS, seeing.WAYS)
     assert (tuple(models.PREDICTED), tuple(TRAININGS)) == (seeing.PREDICTED, seeing.TIMED)
     assert set(_ooms.KINDS) == set(seeing.KINDS)
-
-
-@pytest.mark.parametrize("name", ["activations", "plan"])
-def test_every_case_has_a_model_and_without_a_name_all_are_chosen(name: str) -> None:
-    module = harness.load(name)
-    assert {case.split("_")[0] for case in module.CASES} <= set(WORKLOADS)
-    assert module.PROCESSES.chosen(()) == module.CASES

@@ -30,7 +30,3 @@ def test_kernels_are_back_afterwards() -> None:
     with hooks.kernels_left_out():
         assert codec._launch(CPU) is not None
     assert codec._launch is before
-
-
-def test_a_quick_run_has_the_first_cases() -> None:
-    assert hooks.cases(Options(quick=True)) == hooks.cases(Options())[:4]

@@ -132,12 +132,9 @@ def test_the_three_allocators_differ_by_command_and_environment_only() -> None:
     assert (vramx.prefix, vramx.environment) == (("-m", "vramx", "run"), ())
 
 
-def test_every_other_round_goes_backwards() -> None:
+def test_every_other_round_goes_backwards_and_so_do_ways_of_one_process() -> None:
     assert in_turn(FAKE, 0) == [NATIVE, EXPANDABLE, VRAMX]
     assert in_turn(FAKE, 1) == [VRAMX, EXPANDABLE, NATIVE]
-
-
-def test_ways_of_one_process_take_turns_as_well() -> None:
     pytest.importorskip("torch")
     from benchmarks.programs import _report
 

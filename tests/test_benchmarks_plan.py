@@ -19,14 +19,6 @@ def test_a_plan_that_was_not_timed_misses_its_goal(case: str) -> None:
     assert plan.table(figures).row_count == 2
 
 
-def test_a_plan_that_was_not_timed_is_no_excuse_for_a_later_one() -> None:
-    later = {("llama budget 3", metric): values for (_, metric), values in list(GOOD.items())[4:]}
-    nan = {("llama budget 2", "step_ms"): [float("nan")] * 3}
-    for step_ms, good in ((20.0, True), (22.0, False)):
-        later["llama budget 3", "step_ms"] = [step_ms, 1.5 * step_ms, 1.05 * step_ms]
-        assert plan.goals({**GOOD, **nan, **later})[-1][-1] is good
-
-
 def test_a_plan_is_compared_with_every_smaller_budgets() -> None:
     """Not with the last one's only, than which it may be faster and yet slower than the first's."""
     later = {("llama budget 3", metric): values for (_, metric), values in list(GOOD.items())[4:]}

@@ -79,20 +79,6 @@ def test_a_history_becomes_requested_bytes_on_numbered_streams(
     }
 
 
-@pytest.mark.parametrize("name", ["train.pickle", "oom.pickle"])
-def test_a_real_history_is_the_same_from_its_file(
-    name: str, recorded: Callable[[Path], None], snapshots: Path, tmp_path: Path
-) -> None:
-    recorded(snapshots / name)
-    trace = _record.history()
-    trace.save(tmp_path / "trace.npz")
-    read = load_trace(tmp_path / "trace.npz")
-    for array, expected in trace.arrays().items():
-        assert np.array_equal(read.arrays()[array], expected), array
-        assert read.arrays()[array].dtype == expected.dtype
-    assert _record.describe(read) == _record.describe(trace)
-
-
 def test_a_trace_that_frees_twice_is_refused() -> None:
     twice = Trace(
         name="t",

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
-from program_stand_ins import FakeProcess, line, machine_with, rows
+from program_stand_ins import FakeProcess, line, machine_with
 
 from benchmarks import seeing
 from benchmarks.harness import Options, Request, RowWriter
@@ -100,15 +99,6 @@ def test_what_was_not_measured_is_missed_and_an_unknown_device_is_not_judged() -
     assert missed("confirm", {}) == ["kinds_confirmed"]
 
 
-def test_verdicts_are_rows_and_lines(writer: RowWriter, tmp_path: Path) -> None:
-    verdicts = list(seeing.judge_predict(GOOD["predict"]))
-    seeing.write_verdicts(verdicts, writer)
-    row, _ = rows(tmp_path)
-    assert (row["case"], row["metric"], row["status"]) == (PREDICT, "predicted_off", "ok")
-    lines = _cases.lines_of([*verdicts, *seeing.judge_confirm({})])
-    assert [line[:6] for line in lines[:-1]] == ["ok    ", "ok    ", "MISSED"]
-
-
 # --- processes ------------------------------------------------------------------------------------
 
 
@@ -142,13 +132,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[Job]]:
 
 def run(writer: RowWriter, *groups: str, quick: bool = False) -> None:
     seeing.run_all(Options(quick=quick), Request(only=groups), writer)
-
-
-def test_sums_have_the_gpu_one_after_the_other(writer: RowWriter, launched: list[Any]) -> None:
-    run(writer, "sums")
-    assert {len(jobs) for jobs in launched} == {1}
-    found = [(*job.arguments, job.allocator.name) for (job,) in launched]
-    assert sorted(found) == sorted((m, a) for m in seeing.MODELS for a in ("native", "vramx"))
 
 
 def test_predictions_see_no_gpu(writer: RowWriter, launched: list[Any]) -> None:

@@ -99,16 +99,6 @@ def done(code: int, stdout: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess([], code, stdout, "")
 
 
-@pytest.mark.parametrize("kind", seeing.KINDS)
-def test_a_kind_is_typed_with_its_own_limit_where_it_makes_one(kind: str) -> None:
-    from benchmarks.programs import _seeing_confirm
-
-    words = _seeing_confirm.command(kind, 123)
-    assert ("--limit" in words) == (kind in ("limit", "another_process"))
-    assert ("torch.distributed.run" in words) == (kind == "rank")
-    assert words[0] == sys.executable
-
-
 @pytest.fixture
 def on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have programs record the host's memory, and torch's counters say what that says."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vramx._core", reason="the compiled core is not built")
+
+from child_processes import python
 
 from benchmarks import soak
 from benchmarks.harness import Options
@@ -31,10 +31,7 @@ print(json.dumps({"violations": soak.violations(run), "run": dataclasses.asdict(
 
 
 def soaked(case: str, leaked_per_round: int = 0) -> dict[str, Any]:
-    command = [sys.executable, "-c", PROGRAM, case, str(leaked_per_round)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
-    )
+    done = python("-c", PROGRAM, case, str(leaked_per_round), cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(json.loads(done.stdout))
 
@@ -104,10 +101,6 @@ def changed(run: soak.Run, **progress: int) -> soak.Run:
     return dataclasses.replace(run, progress={**run.progress, **progress})
 
 
-def test_a_run_at_its_bounds_has_no_violation() -> None:
-    assert soak.violations(clean_run()) == []
-
-
 @pytest.mark.parametrize(
     ("spoiled", "text"),
     [
@@ -141,18 +134,10 @@ def test_the_process_may_grow_with_the_bookkeeping_and_no_more() -> None:
     assert len(soak.violations(grown)) == 1
 
 
-def test_the_figures_are_those_of_the_run() -> None:
+def test_a_run_at_its_bounds_has_no_violation_and_its_figures() -> None:
+    assert soak.violations(clean_run()) == []
     figures = {item.metric: item.values[0] for item in soak.measurements(clean_run())}
     assert figures["calls_per_second"] == 500_000
     assert figures["peak_reserved_ratio"] == 2.0
     assert figures["rss_at_50%"] == 10 << 20
     assert figures["alias_mappings_max"] == 8
-
-
-def test_the_process_may_grow_with_the_most_mappings_of_its_second_half() -> None:
-    run = clean_run()
-    bound = soak.rss_growth_bound_bytes(run)
-    early = sample(calls=400_000, alias_mappings=5000)
-    late = sample(calls=700_000, alias_mappings=1008)
-    seen = dataclasses.replace(run, samples=[run.marks[0], early, run.marks[1], late, run.marks[2]])
-    assert soak.rss_growth_bound_bytes(seen) == bound + 1000 * soak.MAPPING_BYTES

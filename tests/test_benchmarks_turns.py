@@ -11,16 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from program_stand_ins import (
-    FAKE,
-    PROGRAM,
-    ROOT,
-    VRAMX,
-    FakeProcess,
-    Launched,
-    ended_with,
-    outcome,
-)
+from program_stand_ins import FAKE, PROGRAM, ROOT, VRAMX, FakeProcess, Launched, ended_with, outcome
 
 from benchmarks import torch_programs
 from benchmarks.harness import RowWriter
@@ -203,16 +194,6 @@ def test_one_that_cannot_be_started_ends_those_that_were() -> None:
     with pytest.raises(OSError, match="no more processes"):
         next(_launch.in_batches(range(8), start, threading.Event(), 3))
     assert [process.was_cancelled for process in started] == [True, True]
-
-
-def test_what_was_started_ahead_ends_with_the_benchmark(writer: RowWriter) -> None:
-    def ended(launched: Launched) -> Outcome:
-        raise OSError("no space left")
-
-    started = Started(writer, 1, ended)
-    with pytest.raises(OSError, match="no space left"):
-        torch_programs.spread([Program("a")], ["0"], started.lane)
-    assert started.cancelled == ["a"] * 7 == ["a"] * len(started.processes)
 
 
 def test_the_rest_of_a_program_that_does_not_run_is_cancelled(writer: RowWriter) -> None:

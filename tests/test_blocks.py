@@ -54,73 +54,61 @@ def test_a_recording_that_contradicts_the_rules_is_rounded(tmp_path: Path) -> No
     assert np.array_equal(snapshot.block_bytes, snapshot.allocations.block_bytes)
 
 
-def test_what_is_too_little_for_a_block_of_its_own_is_handed_out(tmp_path: Path) -> None:
-    snapshot = recorded(
-        tmp_path,
-        event("segment_alloc", 0, 20 * MIB),
-        event("alloc", 0, 19 * MIB),  # leaves 1 MiB
-        event("free_completed", 0, 19 * MIB),
-        event("alloc", 0, 19 * MIB - 1),  # also, once it is rounded
-        event("free_completed", 0, 19 * MIB - 1),
-        event("alloc", 0, 19 * MIB - 512),
-        event("alloc", 19 * MIB - 512, MIB + 512),
-    )
-    assert snapshot.block_bytes.tolist() == [20 * MIB, 20 * MIB, 19 * MIB - 512, MIB + 512]
-    assert snapshot.peak_block_bytes == 20 * MIB
+M = MIB
+# What is allocated (+) and freed (-), as address and size, and what its blocks take.
+RULES: dict[str, tuple[list[int], list[tuple[str, int, int]], list[int]]] = {
+    "what is too little for a block of its own is handed out": (
+        [20],
+        [
+            *(("+", 0, 19 * M), ("-", 0, 19 * M)),  # leaves 1 MiB
+            *(("+", 0, 19 * M - 1), ("-", 0, 19 * M - 1)),  # also, once it is rounded
+            *(("+", 0, 19 * M - 512), ("+", 19 * M - 512, M + 512)),
+        ],
+        [20 * M, 20 * M, 19 * M - 512, M + 512],
+    ),
+    "small requests leave what is left over": (
+        [2],
+        [("+", 0, M), ("+", M, M - 512), ("+", 2 * M - 512, 1)],
+        [M, M - 512, 512],
+    ),
+    "ranges are joined within a segment and never beyond": (
+        [20, 20],
+        [
+            *(("+", 0, 8 * M), ("+", 8 * M, 8 * M), ("+", 20 * M, 12 * M)),
+            *(("-", 8 * M, 8 * M), ("-", 20 * M, 12 * M), ("-", 0, 8 * M)),
+            *(("+", 0, 19 * M), ("-", 0, 19 * M)),
+        ],
+        [8 * M, 8 * M, 12 * M, 20 * M],
+    ),
+    # Of an allocator that hands out what it has not taken back, as a history of the host's is; the
+    # first block is not where the free range begins.
+    "a recording whose free ranges overlap is rounded": (
+        [20],
+        [
+            *(("+", 16 * M, 4 * M), ("-", 16 * M, 4 * M)),
+            *(("+", 0, 8 * M), ("+", 16 * M, 4 * M), ("+", 8 * M, M)),
+        ],
+        [4 * M, 8 * M, 4 * M, M],
+    ),
+}
 
 
-def test_small_requests_leave_what_is_left_over(tmp_path: Path) -> None:
-    snapshot = recorded(
-        tmp_path,
-        event("segment_alloc", 0, 2 * MIB),
-        event("alloc", 0, MIB),
-        event("alloc", MIB, MIB - 512),
-        event("alloc", 2 * MIB - 512, 1),
-    )
-    assert snapshot.block_bytes.tolist() == [MIB, MIB - 512, 512]
-
-
-def test_ranges_are_joined_within_a_segment_and_never_beyond(tmp_path: Path) -> None:
-    snapshot = recorded(
-        tmp_path,
-        event("segment_alloc", 0, 20 * MIB),
-        event("segment_alloc", 20 * MIB, 20 * MIB),
-        event("alloc", 0, 8 * MIB),
-        event("alloc", 8 * MIB, 8 * MIB),
-        event("alloc", 20 * MIB, 12 * MIB),
-        event("free_completed", 8 * MIB, 8 * MIB),
-        event("free_completed", 20 * MIB, 12 * MIB),
-        event("free_completed", 0, 8 * MIB),
-        event("alloc", 0, 19 * MIB),
-        event("free_completed", 0, 19 * MIB),
-        event("segment_free", 20 * MIB, 20 * MIB),
-    )
-    assert snapshot.block_bytes.tolist() == [8 * MIB, 8 * MIB, 12 * MIB, 20 * MIB]
+@pytest.mark.parametrize("rule", RULES)
+def test_blocks_are_those_of_torchs_rules(tmp_path: Path, rule: str) -> None:
+    segments, steps, expected = RULES[rule]
+    actions = {"+": "alloc", "-": "free_completed"}
+    events = [event("segment_alloc", 20 * M * i, size * M) for i, size in enumerate(segments)]
+    events += [event(actions[sign], address, size) for sign, address, size in steps]
+    events += [event("segment_free", 20 * M * i, size * M) for i, size in enumerate(segments) if i]
+    assert recorded(tmp_path, *events).block_bytes.tolist() == expected
 
 
 def test_a_limit_of_splitting_hands_out_all(tmp_path: Path) -> None:
-    snapshot = recorded(
-        tmp_path,
-        event("segment_alloc", 0, 64 * MIB),
-        event("alloc", 0, 32 * MIB),
-        event("free_completed", 0, 32 * MIB),
-        max_split_size=16 * MIB,
-    )
+    events = [event("segment_alloc", 0, 64 * MIB), event("alloc", 0, 32 * MIB)]
+    events.append(event("free_completed", 0, 32 * MIB))
+    snapshot = recorded(tmp_path, *events, max_split_size=16 * MIB)
     assert snapshot.block_bytes.tolist() == [64 * MIB]
-
-
-def test_a_recording_whose_free_ranges_overlap_is_rounded(tmp_path: Path) -> None:
-    """Of an allocator that hands out what it has not taken back, as a history of the host's is."""
-    snapshot = recorded(
-        tmp_path,
-        event("segment_alloc", 0, 20 * MIB),
-        event("alloc", 16 * MIB, 4 * MIB),  # not where the free range begins
-        event("free_completed", 16 * MIB, 4 * MIB),
-        event("alloc", 0, 8 * MIB),
-        event("alloc", 16 * MIB, 4 * MIB),
-        event("alloc", 8 * MIB, MIB),
-    )
-    assert snapshot.block_bytes.tolist() == [4 * MIB, 8 * MIB, 4 * MIB, MIB]
+    assert snapshot.peak_block_bytes == 64 * MIB
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from child_processes import python
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -71,11 +72,8 @@ def small_checkout(tmp_path: Path) -> Path:
 
 
 def build(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     environment = {**os.environ, "VRAMX_WERROR": "0", **variables}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    return python("setup.py", "--quiet", "build_ext", "--inplace", cwd=folder, env=environment)
 
 
 def answer(folder: Path) -> str:

@@ -97,21 +97,15 @@ def test_the_moment_of_birth_and_the_end_decide(born: float, died: float, expect
 @pytest.mark.parametrize("category", [PARAMETERS, GRADIENTS, OPTIMIZER, PACKED])
 @pytest.mark.parametrize("born", [-math.inf, 5, 25, 55, 95])
 def test_what_memory_was_seen_to_be_goes_first(category: str, born: float) -> None:
-    assert found(born, 200, STEP_OF_TRAINING, seen(110, category, "name")) == Found(
-        category, "name"
-    )
+    named = seen(110, category, "name")
+    assert found(born, 200, STEP_OF_TRAINING, named) == Found(category, "name")
 
 
-def test_what_is_seen_without_a_name_has_the_modules() -> None:
-    assert found(25, 60, STEP_OF_TRAINING, seen(26, PACKED)) == Found(PACKED, "layer")
-
-
-def test_of_two_categories_that_were_seen_the_first_goes_first() -> None:
+def test_of_what_was_seen_the_first_category_and_the_name_or_else_the_module_goes_first() -> None:
     both = seen(110, OPTIMIZER, "b"), seen(111, PARAMETERS, "a")
     assert found(5, 200, STEP_OF_TRAINING, *both) == Found(PARAMETERS, "a")
-
-
-def test_an_argument_is_an_input_unless_a_forward_made_it() -> None:
+    assert found(25, 60, STEP_OF_TRAINING, seen(26, PACKED)) == Found(PACKED, "layer")
+    # An argument is an input unless a forward made it.
     assert found(5, 200, STEP_OF_TRAINING, seen(40, INPUTS)).category == INPUTS
     assert found(25, 200, STEP_OF_TRAINING, seen(40, INPUTS)).category == ACTIVATIONS
 
@@ -149,59 +143,78 @@ def test_of_a_size_that_tensors_have_one_of_forward_and_one_of_backward_are_work
     ]
 
 
-def test_without_a_graph_nothing_is_an_activation() -> None:
-    marks = [begin(10, FORWARD, "model", flag=False), begin(12, FORWARD, "layer")]
-    marks += [end(20, FORWARD), end(30, FORWARD)]
-    assert found(15, 100, marks) == Found(TEMPORARIES, "layer")
-    assert found(35, 100, marks) == Found(UNKNOWN)
+MODEL = begin(10, FORWARD, "model")
+MODEL_ENDED = [MODEL, end(20, FORWARD)]
+OUTSIDE = Found(ACTIVATIONS, OUTSIDE_MODULES)
+# What is called, and when what was born and died: what it is.
+CALLS: dict[str, tuple[list[Mark], dict[tuple[float, float], Found]]] = {
+    "without a graph nothing is an activation": (
+        [
+            *(begin(10, FORWARD, "model", flag=False), begin(12, FORWARD, "layer")),
+            *(end(20, FORWARD), end(30, FORWARD)),
+        ],
+        {(15, 100): Found(TEMPORARIES, "layer"), (35, 100): Found(UNKNOWN)},
+    ),
+    "a region without a graph in a call with one keeps its result": (
+        [MODEL, begin(12, FORWARD, "layer", flag=False), end(20, FORWARD), end(30, FORWARD)],
+        {(15, 100): Found(ACTIVATIONS, "layer")},
+    ),
+    "a call that failed has activations of the calls that ended": (
+        [
+            *(MODEL, begin(12, FORWARD, "first"), end(20, FORWARD)),
+            *(begin(22, FORWARD, "second"), end(30, FORWARD, flag=False)),
+            end(31, FORWARD, flag=False),
+        ],
+        {
+            (15, 40): Found(ACTIVATIONS, "first"),
+            (15, 25): Found(TEMPORARIES, "first"),
+            (25, 40): Found(TEMPORARIES, "second"),
+            (35, 40): Found(UNKNOWN),
+        },
+    ),
+    "a recording that ends in a call has activations too": (
+        [MODEL, begin(12, FORWARD, "first"), end(20, FORWARD)],
+        {(15, math.inf): Found(ACTIVATIONS, "first"), (15, 18): Found(TEMPORARIES, "first")},
+    ),
+    "a recording that ends before backward has activations outside of modules": (
+        MODEL_ENDED,
+        {(25, math.inf): OUTSIDE, (25, 30): Found(TEMPORARIES, OUTSIDE_MODULES)},
+    ),
+    "a metric without a graph does not hide the forward before it": (
+        [
+            *(*MODEL_ENDED, begin(22, FORWARD, "metric", flag=False), end(24, FORWARD)),
+            *(begin(30, BACKWARD), end(40, BACKWARD)),
+        ],
+        {(26, 35): OUTSIDE},
+    ),
+    "a forward without a backward leaves what follows unknown": (
+        [*MODEL_ENDED, begin(30, STEP), end(40, STEP)],
+        {(25, 35): Found(UNKNOWN)},
+    ),
+    "ends whose beginning was lost are passed over": (
+        [end(2, FORWARD), end(4, BACKWARD), *STEP_OF_TRAINING],
+        {(25, 55): Found(ACTIVATIONS, "layer")},
+    ),
+    "a module that calls backward itself has activations": (
+        [
+            *(begin(10, FORWARD, "trainer"), begin(12, FORWARD, "model"), end(20, FORWARD)),
+            *(begin(30, BACKWARD), end(40, BACKWARD), end(50, FORWARD)),
+        ],
+        {
+            (15, 35): Found(ACTIVATIONS, "model"),
+            (25, 35): Found(ACTIVATIONS, "trainer"),
+            (15, 18): Found(TEMPORARIES, "model"),
+            (35, 38): Found(TEMPORARIES, "(backward)"),
+            (45, 48): Found(TEMPORARIES, "trainer"),
+        },
+    ),
+}
 
 
-def test_a_region_without_a_graph_in_a_call_with_one_keeps_its_result() -> None:
-    marks = [begin(10, FORWARD, "model"), begin(12, FORWARD, "layer", flag=False)]
-    marks += [end(20, FORWARD), end(30, FORWARD)]
-    assert found(15, 100, marks) == Found(ACTIVATIONS, "layer")
-
-
-def test_a_call_that_failed_has_activations_of_the_calls_that_ended() -> None:
-    marks = [
-        begin(10, FORWARD, "model"),
-        *(begin(12, FORWARD, "first"), end(20, FORWARD)),
-        *(begin(22, FORWARD, "second"), end(30, FORWARD, flag=False)),
-        end(31, FORWARD, flag=False),
-    ]
-    assert found(15, 40, marks) == Found(ACTIVATIONS, "first")
-    assert found(15, 25, marks) == Found(TEMPORARIES, "first")
-    assert found(25, 40, marks) == Found(TEMPORARIES, "second")
-    assert found(35, 40, marks) == Found(UNKNOWN)
-
-
-def test_a_recording_that_ends_in_a_call_has_activations_too() -> None:
-    marks = [begin(10, FORWARD, "model"), begin(12, FORWARD, "first"), end(20, FORWARD)]
-    assert found(15, math.inf, marks) == Found(ACTIVATIONS, "first")
-    assert found(15, 18, marks) == Found(TEMPORARIES, "first")
-
-
-def test_a_recording_that_ends_before_backward_has_activations_outside_of_modules() -> None:
-    marks = [begin(10, FORWARD, "model"), end(20, FORWARD)]
-    assert found(25, math.inf, marks) == Found(ACTIVATIONS, OUTSIDE_MODULES)
-    assert found(25, 30, marks) == Found(TEMPORARIES, OUTSIDE_MODULES)
-
-
-def test_a_metric_without_a_graph_does_not_hide_the_forward_before_it() -> None:
-    marks = [begin(10, FORWARD, "model"), end(20, FORWARD)]
-    marks += [begin(22, FORWARD, "metric", flag=False), end(24, FORWARD)]
-    marks += [begin(30, BACKWARD), end(40, BACKWARD)]
-    assert found(26, 35, marks) == Found(ACTIVATIONS, OUTSIDE_MODULES)
-
-
-def test_a_forward_without_a_backward_leaves_what_follows_unknown() -> None:
-    marks = [begin(10, FORWARD, "model"), end(20, FORWARD), begin(30, STEP), end(40, STEP)]
-    assert found(25, 35, marks) == Found(UNKNOWN)
-
-
-def test_ends_whose_beginning_was_lost_are_passed_over() -> None:
-    marks = [end(2, FORWARD), end(4, BACKWARD), *STEP_OF_TRAINING]
-    assert found(25, 55, marks) == Found(ACTIVATIONS, "layer")
+@pytest.mark.parametrize("claim", CALLS)
+def test_calls_of_any_kind(claim: str) -> None:
+    marks, lives = CALLS[claim]
+    assert {life: found(*life, marks) for life in lives} == lives
 
 
 def test_calls_of_several_threads_end_each_by_itself() -> None:
@@ -210,45 +223,29 @@ def test_calls_of_several_threads_end_each_by_itself() -> None:
     assert found(25, 28, marks).label == "b"
 
 
-def test_a_module_that_calls_backward_itself_has_activations() -> None:
-    marks = [
-        *(begin(10, FORWARD, "trainer"), begin(12, FORWARD, "model"), end(20, FORWARD)),
-        *(begin(30, BACKWARD), end(40, BACKWARD), end(50, FORWARD)),
-    ]
-    assert found(15, 35, marks) == Found(ACTIVATIONS, "model")
-    assert found(25, 35, marks) == Found(ACTIVATIONS, "trainer")
-    assert found(15, 18, marks) == Found(TEMPORARIES, "model")
-    assert found(35, 38, marks) == Found(TEMPORARIES, "(backward)")
-    assert found(45, 48, marks) == Found(TEMPORARIES, "trainer")
-
-
 # --- addresses that are used again ----------------------------------------------------------------
 
 
-def labels(lives: list[Allocation], log: Log) -> list[str]:
-    return [each.category for each in categorize(lives, log)]
+TENS = [Allocation(ADDRESS, SIZE, start, start + 10) for start in (0, 10, 20)]
+TWO_SIZES = [TENS[0], Allocation(ADDRESS, 512, 11, 20)]
+LATE, DOUBLE = Allocation(ADDRESS, SIZE, 100, 200), Allocation(ADDRESS, 2 * SIZE, 0, 10)
 
 
-def test_memory_is_what_was_alive_when_it_was_seen() -> None:
-    lives = [Allocation(ADDRESS, SIZE, start, start + 10) for start in (0, 10, 20)]
-    assert labels(lives, Log((), [seen(15, GRADIENTS)])) == [UNKNOWN, GRADIENTS, UNKNOWN]
-
-
-def test_what_was_alive_when_no_event_is_left_of_it_is_no_other() -> None:
-    lives = [Allocation(ADDRESS, SIZE, 100, 200)]
-    assert labels(lives, Log((), [seen(50, GRADIENTS)], clock_error=3)) == [UNKNOWN]
-
-
-def test_clocks_that_are_a_little_off_find_the_one_of_the_size() -> None:
-    lives = [Allocation(ADDRESS, SIZE, 0, 10), Allocation(ADDRESS, 512, 11, 20)]
-    log = Log((), [seen(12, GRADIENTS)], clock_error=3)
-    assert labels(lives, log) == [GRADIENTS, UNKNOWN]
-
-
-def test_a_block_that_is_larger_than_the_storage_is_its() -> None:
-    lives = [Allocation(ADDRESS, 2 * SIZE, 0, 10)]
-    assert labels(lives, Log((), [seen(5, GRADIENTS)])) == [GRADIENTS]
-    assert labels(lives, Log((), [seen(5, GRADIENTS, size=3 * SIZE)])) == [UNKNOWN]
+@pytest.mark.parametrize(
+    ("lives", "at", "size", "expected"),
+    [
+        (TENS, 15, SIZE, [UNKNOWN, GRADIENTS, UNKNOWN]),
+        ([LATE], 50, SIZE, [UNKNOWN]),  # no event is left of what was alive
+        (TWO_SIZES, 12, SIZE, [GRADIENTS, UNKNOWN]),  # clocks are a little off
+        ([DOUBLE], 5, SIZE, [GRADIENTS]),  # a block may be larger than its storage
+        ([DOUBLE], 5, 3 * SIZE, [UNKNOWN]),
+    ],
+)
+def test_memory_is_what_was_alive_when_it_was_seen(
+    lives: list[Allocation], at: float, size: int, expected: list[str]
+) -> None:
+    log = Log((), [seen(at, GRADIENTS, size=size)], clock_error=3)
+    assert [each.category for each in categorize(lives, log)] == expected
 
 
 # --- clocks ---------------------------------------------------------------------------------------

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import torch
-from checkpoint_tools import (
-    SMALL,
-    WIDTH,
-    Block,
-    Packs,
-    activation,
-    cosine,
-    gradients,
-    packs,
-    seeds,
-)
+from checkpoint_tools import SMALL, WIDTH, Block, Packs, activation, cosine, gradients, packs, seeds
 from torch import nn
 
 import vramx
@@ -68,17 +57,6 @@ def test_names_that_match_a_pattern_are_checkpointed(pattern: str, names: list[s
     assert len(report) == len(names)
 
 
-def test_a_forward_of_the_instance_is_called_and_restored(packs: Packs) -> None:
-    block = Block()
-    block.forward = own = functools.partial(torch.sin)
-    vramx.checkpoint_modules(block, where=Block, level=SMALL)
-    x = activation()
-    assert torch.equal(block(x), x.sin())
-    assert packs.sizes == [x.numel()]
-    vramx.restore(block)
-    assert block.forward is own
-
-
 def test_keywords_with_names_of_ours_reach_the_module() -> None:
     class Odd(nn.Module):
         def forward(self, x: torch.Tensor, *, compress: int, debug: bool) -> torch.Tensor:
@@ -94,17 +72,6 @@ def test_modules_are_not_checkpointed_twice(model: nn.Sequential) -> None:
     with pytest.raises(InvalidValueError, match="is checkpointed already"):
         vramx.checkpoint_modules(model, where=Block)
     assert len(vramx.restore(model)) == 1, "a refused call wrapped some"
-
-
-def test_a_wrapper_over_ours_stays(model: nn.Sequential, packs: Packs) -> None:
-    block = model[1]
-    vramx.checkpoint_modules(model, where=Block, level=SMALL)
-    ours = block.forward
-    block.forward = theirs = functools.wraps(ours)(functools.partial(ours))
-    assert len(vramx.restore(model)) == 4
-    assert block.forward is theirs
-    gradients(model, model)
-    assert packs.sizes == []
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,8 @@ from checkpoint_tools import (
     cosine,
     gradients,
     packs,
-    same,
     seeds,
 )
-from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import vramx
@@ -44,17 +42,6 @@ def test_within_a_checkpoint_nothing_is_packed(outer: Callable[..., Any], packs:
     )
 
 
-def test_nested_checkpoints_give_the_gradient() -> None:
-    first, second = Block(), Block()
-    both = nn.Sequential(first, second)
-
-    def region(x: torch.Tensor) -> torch.Tensor:
-        return vramx.checkpoint(second, vramx.checkpoint(first, x, level=SMALL), level=SMALL)
-
-    nested = gradients(lambda x: vramx.checkpoint(region, x, level=SMALL), both)
-    assert cosine(gradients(both, both), nested) > 0.999
-
-
 def test_within_compress_inputs_are_packed_once_as_the_checkpoint_says(packs: Packs) -> None:
     block = Block()
     exact = gradients(block, block)
@@ -68,17 +55,6 @@ def test_within_compress_inputs_are_packed_once_as_the_checkpoint_says(packs: Pa
     packed = gradients(run, block)
     assert packs.sizes == [32 * WIDTH]
     assert cosine(exact, packed) > 0.999
-
-
-def test_within_compress_an_exact_checkpoint_is_exact(packs: Packs) -> None:
-    block = Block()
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        with vramx.compress(min_bytes=0):
-            return vramx.checkpoint(block, x, level="keep")
-
-    assert same(gradients(block, block), gradients(run, block))
-    assert packs.sizes == []
 
 
 def test_a_checkpoint_is_seen_by_its_frames_where_torch_does_not_tell(

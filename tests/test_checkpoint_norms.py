@@ -87,13 +87,6 @@ def test_what_moves_to_the_host_is_normalised_too() -> None:
     assert worst_cosine(nn.LayerNorm(96), uneven("layer", 1e3, 0), level=level) >= COSINE
 
 
-def test_four_bits_are_of_what_is_normalised() -> None:
-    """A step is a fifteenth of six deviations, the variance of an error a quarter of its square."""
-    level = vramx.Compression(level="int4", min_bytes=0)
-    least = (1 + (6 / 15) ** 2 / 4) ** -0.5
-    assert worst_cosine(nn.LayerNorm(96), uneven("layer", 1e3, 0), level=level) >= least
-
-
 def test_a_norm_of_a_view_or_of_a_copy_is_seen() -> None:
     norm = nn.LayerNorm(96)
     x = uneven("layer", 1e3, 0)
@@ -231,13 +224,3 @@ def test_each_of_several_inputs_has_its_own_norm() -> None:
 
     for found, exact in zip(gradient(SMALL), gradient("keep"), strict=True):
         assert functional.cosine_similarity(found.flatten(), exact.flatten(), 0) >= COSINE
-
-
-def test_equal_numbers_and_infinities_stay_where_they_are() -> None:
-    x = torch.randn(32, 128)
-    x[1], x[2, 3] = 5.0, torch.inf
-    leaf = x.clone().requires_grad_()
-    norm = nn.LayerNorm(128)
-    vramx.checkpoint(norm, leaf * 1, level=SMALL).square().sum().backward()
-    assert leaf.grad[[0, 1, *range(3, 32)]].isfinite().all()
-    assert leaf.grad[2].isnan().all()

@@ -129,9 +129,7 @@ def test_a_layer_is_its_own_on_every_call_of_a_recurrence() -> None:
         return x
 
     exact = gradient(lambda x: run(x, lambda f, y: f(y)))
-    found = gradient(
-        lambda x: run(x, lambda f, y: vramx.checkpoint(f, y, level=SMALL)),
-    )
+    found = gradient(lambda x: run(x, lambda f, y: vramx.checkpoint(f, y, level=SMALL)))
     torch.testing.assert_close(found, exact, rtol=0, atol=0)
 
 

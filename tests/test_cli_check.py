@@ -91,14 +91,6 @@ def test_a_limit_bounds_what_is_reserved(run: Any, tmp_path: Path, limit: str, c
     assert run("check", snapshot, "--limit", limit)[0] == code
 
 
-def test_an_update_takes_the_place_of_the_baseline(
-    run: Any, tmp_path: Path, baseline: Path
-) -> None:
-    snapshot = recorded(tmp_path / "now.pickle", kept=140 * MIB)
-    assert run("check", snapshot, "--baseline", baseline, "--update")[0] == 0
-    assert run("check", snapshot, "--baseline", baseline)[0] == 0
-
-
 @pytest.mark.parametrize(
     ("content", "what"),
     [
@@ -120,20 +112,3 @@ def test_a_baseline_that_is_none_is_refused(
         path.write_text(content)
     snapshot = recorded(tmp_path / "now.pickle", kept=MIB)
     assert_one_line_refusal(*run("check", snapshot, "--baseline", path), f"{path}: {what}")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        ([], "--baseline JSON or --limit SIZE is needed"),
-        (["--limit", "1GiB", "--update"], "--update needs the first"),
-        (["--limit", "much"], "size 'much' is not understood"),
-        (["--limit", "1GiB", "--tolerance", "4"], "'4' is no tolerance; a percentage as in 2%"),
-        (["--baseline", "absent/mem.json", "--update"], "the folder absent does not exist"),
-    ],
-)
-def test_wrong_arguments_are_refused(
-    run: Any, tmp_path: Path, arguments: list[str], what: str
-) -> None:
-    snapshot = recorded(tmp_path / "now.pickle", kept=MIB)
-    assert_one_line_refusal(*run("check", snapshot, *arguments), what)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from samples import assert_one_line_refusal
 from snapshot_writer import KEPT, LOSS, MIB, MODEL, Recording, stack
 
 STATES = stack("lib/site-packages/torch/optim/adam.py:178 _init_group", "train.py:46 train")
@@ -120,17 +119,3 @@ def test_a_snapshot_and_itself_are_the_same(run: Any, snapshots: Path) -> None:
     code, out, _ = run("diff", path, path)
     assert code == 0
     assert out.endswith("No leak: nothing grew.\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        ([], "one snapshot cannot be compared"),
-        (["absent.pickle"], "absent.pickle: cannot be read"),
-        (["--steps", "0"], "'0' is no number of steps"),
-    ],
-)
-def test_wrong_arguments_are_refused(
-    run: Any, snapshots: Path, arguments: list[str], what: str
-) -> None:
-    assert_one_line_refusal(*run("diff", snapshots / "train.pickle", *arguments), what)

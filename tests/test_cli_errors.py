@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from child_processes import python
 from samples import SMALL, assert_one_line_refusal, small_trace
 
 import vramx
@@ -45,30 +46,49 @@ def test_events_that_contradict_each_other_are_refused(
     assert not output.exists()
 
 
+# Without a file of its own, each is given a recorded program, or a snapshot of one.
+REFUSED = [
+    ("replay --capacity 1MiB", "capacity 1.00 MiB is less than one chunk; 2 MiB or more"),
+    ("replay --capacity 0", "less than one chunk"),
+    ("replay --capacity 24Gi", "KiB, MiB, GiB or TiB"),
+    ("replay --capacity -1GiB", "--capacity"),
+    ("replay --policy jemalloc", "accepted are 'live', 'native', 'expandable' and 'vramx'"),
+    ("replay --policy=", "accepted are 'live', 'native', 'expandable' and 'vramx'"),
+    ("replay --driver vulkan", "'sim', 'cuda'"),
+    ("replay --driver cuda --policy vramx", "no CUDA device"),
+    ("replay --device -1", "--device"),
+    ("replay --device x", "'x' is no device number"),
+    ("replay --colour", "unrecognized arguments: --colour"),
+    ("replay absent.npz", "absent.npz: cannot be read: No such file or directory"),
+    ("replay .", ".: it is a directory"),
+    ("plot", "-o FILE.png"),
+    ("plot -o x.svg", "x.svg: the name ends in"),
+    ("explain --capacity 1MiB", "is less than one chunk"),
+    ("check", "--baseline JSON or --limit SIZE is needed"),
+    ("check --limit 1GiB --update", "--update needs the first"),
+    ("check --limit much", "size 'much' is not understood"),
+    ("check --limit 1GiB --tolerance 4", "'4' is no tolerance; a percentage as in 2%"),
+    ("check --baseline absent/mem.json --update", "the folder absent does not exist"),
+    ("diff", "one snapshot cannot be compared"),
+    ("diff absent.pickle", "absent.pickle: cannot be read"),
+    ("diff --steps 0", "'0' is no number of steps"),
+    ("stats --at noon", "'noon' is no moment; accepted are peak, end, oom and 0, 1, ..."),
+    ("stats --at 99999", "event 99999 is not in train.pickle; accepted are -1 to"),
+    ("stats --at oom", "no request failed in train.pickle"),
+    ("stats --by colour", "invalid choice: 'colour'"),
+    ("stats -n 0", "'0' is no number of lines"),
+    ("stats --snapshot-device 3", "holds no events of device 3"),
+]
+
+
 @pytest.mark.usefixtures("stand_in")
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        (["--capacity", "1MiB"], "capacity 1.00 MiB is less than one chunk; 2 MiB or more"),
-        (["--capacity", "0"], "less than one chunk"),
-        (["--capacity", "24Gi"], "KiB, MiB, GiB or TiB"),
-        (["--capacity", "-1GiB"], "--capacity"),
-        (["--policy", "jemalloc"], "accepted are 'live', 'native', 'expandable' and 'vramx'"),
-        (["--policy", ""], "accepted are 'live', 'native', 'expandable' and 'vramx'"),
-        (["--driver", "vulkan"], "'sim', 'cuda'"),
-        (["--driver", "cuda", "--policy", "vramx"], "no CUDA device"),
-        (["--device", "-1"], "--device"),
-        (["--device", "x"], "'x' is no device number"),
-        (["--colour"], "unrecognized arguments: --colour"),
-        (["absent.npz"], "absent.npz: cannot be read: No such file or directory"),
-        (["."], ".: it is a directory"),
-    ],
-)
+@pytest.mark.parametrize(("words", "what"), REFUSED)
 def test_wrong_arguments_are_refused(
-    run: Any, traces: Path, arguments: list[str], what: str
+    run: Any, traces: Path, snapshots: Path, words: str, what: str
 ) -> None:
-    code, out, err = run("replay", traces / SMALL, *arguments)
-    assert_one_line_refusal(code, out, err, what)
+    verb, *arguments = words.split()
+    path = traces / SMALL if verb in ("replay", "plot") else snapshots / "train.pickle"
+    assert_one_line_refusal(*run(verb, path, *arguments), what)
 
 
 def test_a_verb_is_needed_that_exists(run: Any) -> None:
@@ -106,16 +126,7 @@ def test_an_interrupt_exits_130(
     assert run("replay", traces / SMALL) == (130, "", "vramx replay: interrupted\n")
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    root = Path(vramx.__file__).parent.parent
-    return subprocess.run(
-        [sys.executable, *arguments],
-        check=False,
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+ROOT = Path(vramx.__file__).parent.parent
 
 
 @pytest.mark.parametrize(
@@ -130,11 +141,11 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_importing_imports_nothing_large(modules: str) -> None:
     large = {"torch", "triton", "numpy", "rich", "transformers", "lightning", "accelerate"}
     code = f"import sys, {modules}; print(sorted({large} & set(sys.modules)))"
-    assert python("-c", code).stdout == "[]\n"
+    assert python("-c", code, cwd=ROOT).stdout == "[]\n"
 
 
 def test_python_m_vramx_is_the_command() -> None:
-    result = python("-m", "vramx", "--version")
+    result = python("-m", "vramx", "--version", cwd=ROOT)
     assert (result.returncode, result.stdout) == (0, f"vramx {vramx.__version__}\n")
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from samples import assert_one_line_refusal
 from snapshot_writer import KEPT, MIB, MODEL, Recording
 
 GIB = 1 << 30
@@ -155,11 +154,21 @@ def test_a_replay_that_differs_from_the_recording_is_said(
     assert (fidelity["reproduced"], fidelity["recorded"]) == (43, 45)
 
 
-def test_memory_that_vramx_mapped_is_known_as_its_own(run: Any, tmp_path: Path) -> None:
-    path = fragmented(tmp_path, 10 * MIB, expandable=True, expandable_segments=False)
+@pytest.mark.parametrize(
+    ("settings", "policy", "said"),
+    [
+        ({"expandable_segments": False}, "vramx", "vramx, as it was"),  # which maps all the same
+        ({}, "expandable", "expandable_segments, as it was"),
+    ],
+)
+def test_what_maps_memory_is_told_by_its_settings(
+    run: Any, tmp_path: Path, settings: dict[str, bool], policy: str, said: str
+) -> None:
+    path = fragmented(tmp_path, device_free=10 * MIB, expandable=True, **settings)
     report = explained(run, path)
-    assert report["recorded_policy"] == "vramx"
-    assert "vramx, as it was" in run("explain", path)[1]
+    assert report["recorded_policy"] == policy
+    assert policy == "vramx" or report["fidelity"]["policy"] == policy
+    assert said in run("explain", path)[1]
 
 
 def test_the_last_failure_is_explained_without_those_before(run: Any, tmp_path: Path) -> None:
@@ -186,14 +195,6 @@ def test_a_mistyped_shape_fits_no_gpu(run: Any, tmp_path: Path) -> None:
     assert "bigger card" not in run("explain", path)[1]
 
 
-def test_recorded_expandable_segments_are_what_was(run: Any, tmp_path: Path) -> None:
-    path = fragmented(tmp_path, device_free=10 * MIB, expandable=True)
-    report = explained(run, path)
-    assert report["recorded_policy"] == "expandable"
-    assert report["fidelity"]["policy"] == "expandable"
-    assert "expandable_segments, as it was" in run("explain", path)[1]
-
-
 def test_without_a_failure_the_peak_is_explained(run: Any, snapshots: Path) -> None:
     report = explained(run, snapshots / "train.pickle")
     assert (report["request"], report["cause"], report["capacity"]) == (None, None, None)
@@ -201,8 +202,3 @@ def test_without_a_failure_the_peak_is_explained(run: Any, snapshots: Path) -> N
     needs = [remedy["needs_bytes"] for remedy in report["remedies"]]
     assert needs == sorted(needs, reverse=True)
     assert "no request failed" in run("explain", snapshots / "train.pickle")[1]
-
-
-def test_a_wrong_capacity_is_refused(run: Any, snapshots: Path) -> None:
-    result = run("explain", snapshots / "train.pickle", "--capacity", "1MiB")
-    assert_one_line_refusal(*result, "is less than one chunk")

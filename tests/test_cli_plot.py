@@ -51,16 +51,6 @@ def test_a_missing_library_is_named_with_its_remedy(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "what"), [([], "-o FILE.png"), (["-o", "x.svg"], "x.svg: the name ends in")]
-)
-def test_plot_needs_a_name_that_says_the_format(
-    run: Any, traces: Path, arguments: list[str], what: str
-) -> None:
-    code, out, err = run("plot", traces / SMALL, *arguments)
-    assert_one_line_refusal(code, out, err, what)
-
-
 @pytest.mark.usefixtures("core")
 def test_the_map_covers_the_arena_once(traces: Path) -> None:
     trace = load_trace(traces / SMALL)

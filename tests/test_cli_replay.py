@@ -110,19 +110,6 @@ def test_a_block_that_changed_under_its_owner_fails_the_command(
 
 
 @pytest.mark.usefixtures("stand_in")
-@pytest.mark.parametrize("form", [["--json"], []])
-def test_output_goes_to_the_file_instead(
-    run: Any, traces: Path, tmp_path: Path, form: list[str]
-) -> None:
-    output = tmp_path / "report"
-    _, shown, _ = run("replay", traces / SMALL, *form)
-    code, out, err = run("replay", traces / SMALL, *form, "-o", output)
-    assert (code, out, err) == (0, "", "")
-    assert output.read_text() == shown
-    assert list(tmp_path.iterdir()) == [output]
-
-
-@pytest.mark.usefixtures("stand_in")
 def test_a_file_is_overwritten_only_by_force(run: Any, traces: Path, tmp_path: Path) -> None:
     output = tmp_path / "report.json"
     output.write_text("precious")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from child_processes import python
 from samples import assert_one_line_refusal
 
 import vramx
@@ -241,15 +242,7 @@ def vramx_run(folder: Path, *arguments: str, **variables: str) -> subprocess.Com
     environment = {**os.environ, "VRAMX_CACHE_DIR": str(folder / "cache"), **variables}
     environment["ROOT"] = root
     launcher = f"import sys; sys.path[0] = {root!r}; from vramx.cli.main import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", launcher, "run", *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    return python("-c", launcher, "run", *arguments, cwd=folder, env=environment, timeout=120)
 
 
 def test_a_program_runs_unchanged_with_the_hook_in_place(tmp_path: Path) -> None:

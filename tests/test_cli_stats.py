@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from samples import assert_one_line_refusal
 from snapshot_writer import KEPT, LOSS, MIB, MODEL, Recording
 
 from vramx.memory.snapshot import Snapshot
@@ -29,14 +28,6 @@ def groups(run: Any, *arguments: Any) -> dict[str, int]:
     code, out, err = run("stats", *arguments, "--json")
     assert (code, err) == (0, "")
     return {group["name"]: group["bytes"] for group in json.loads(out)["groups"]}
-
-
-def test_the_peak_is_grouped_by_stack(run: Any, recorded: Path) -> None:
-    assert groups(run, recorded) == {
-        "train.py:52 keep < train.py:40 train": 30 * MIB,
-        "model.py:12 forward < train.py:40 train (linear.py:134 forward)": 12 * MIB,
-        "train.py:44 train (functional.py:3504 cross_entropy)": 4 * MIB,
-    }
 
 
 @pytest.mark.parametrize(
@@ -96,27 +87,6 @@ def test_the_tree_has_the_programs_lines(run: Any, recorded: Path) -> None:
     assert "module.py" not in out
     tree = json.loads(run("stats", recorded, "--by", "tree", "--json")[1])["tree"]
     assert [child["frame"]["line"] for child in tree["children"]] == [40, 44]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        (["--at", "noon"], "'noon' is no moment; accepted are peak, end, oom and 0, 1, ..."),
-        (["--at", "11"], "event 11 is not in run.pickle; accepted are -1 to 10"),
-        (["--by", "colour"], "invalid choice: 'colour'"),
-        (["-n", "0"], "'0' is no number of lines"),
-        (["--snapshot-device", "3"], "holds no events of device 3"),
-    ],
-)
-def test_wrong_arguments_are_refused(
-    run: Any, recorded: Path, arguments: list[str], what: str
-) -> None:
-    assert_one_line_refusal(*run("stats", recorded, *arguments), what)
-
-
-def test_without_a_failed_request_there_is_no_such_moment(run: Any, snapshots: Path) -> None:
-    result = run("stats", snapshots / "train.pickle", "--at", "oom")
-    assert_one_line_refusal(*result, "no request failed in train.pickle")
 
 
 def test_a_name_that_looks_like_markup_is_printed_as_it_is(run: Any, tmp_path: Path) -> None:

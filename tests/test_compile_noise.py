@@ -90,12 +90,3 @@ def test_noise_of_one_key_is_found_dependent() -> None:
     b = hash_halves(1 << 14, other)
     assert correlation(a, hash_halves(1 << 14, key)) > 0.99
     assert torch.equal(a.sort().values, b.sort().values)
-
-
-def test_noise_is_uniform() -> None:
-    """Chi-square of 256 bins: mean 255, deviation sqrt(2 * 255); for the high and the low byte."""
-    halves = torch.cat([hash_halves(1 << 14, key) for key in keys(4)])
-    expected = halves.numel() / 256
-    for byte in (halves >> 8, halves & 0xFF):
-        chi = float(((torch.bincount(byte, minlength=256) - expected) ** 2 / expected).sum())
-        assert abs(chi - 255) < 4.5 * (2 * 255) ** 0.5

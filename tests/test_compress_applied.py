@@ -69,11 +69,7 @@ def by_a_local_name(looks: Looks) -> None:
 
 
 def in_lines(looks: Looks) -> None:
-    len(
-        here.held.apply(
-            looks,
-        )
-    )
+    len(here.held.apply(looks))
 
 
 def within_others(looks: Looks) -> int:

@@ -10,14 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from compress_tools import (
-    Attention,
-    Block,
-    gradient,
-    input_of,
-    recorded_packs,
-    relative_error,
-)
+from compress_tools import Attention, Block, gradient, input_of, recorded_packs, relative_error
 from policy_tools import apply_has_a_frame
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend

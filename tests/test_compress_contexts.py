@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from compress_tools import (
-    Block,
-    gradient,
-    input_of,
-    table,
-)
+from compress_tools import Block, gradient, input_of, table
 from test_compress import _nothing_is_left
 
 from vramx.compression import enclosing

@@ -6,11 +6,7 @@ import weakref
 from typing import Any
 
 import torch
-from compress_tools import (
-    Attention,
-    input_of,
-    recorded_decodes,
-)
+from compress_tools import Attention, input_of, recorded_decodes
 from test_compress_sharing import _nothing_is_left
 from torch import nn
 

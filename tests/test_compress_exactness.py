@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from child_processes import python
 
 from vramx.compression.policy.exactness import needs_exact
 
@@ -31,11 +30,8 @@ _WRONG = ["digamma", "log1p", "log", "nn.functional.normalize", "grid_sampler_2d
 
 def answers() -> dict[str, Any]:
     root = str(_CHILD.parents[1])
-    command = [sys.executable, str(_CHILD), *_NOT_FINITE, *_WRONG]
-    done = subprocess.run(
-        command, cwd=root, env=os.environ | {"PYTHONPATH": root}, timeout=_LIMIT_S,
-        check=False, capture_output=True, text=True,
-    )  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": root}
+    done = python(str(_CHILD), *_NOT_FINITE, *_WRONG, cwd=root, env=environment, timeout=_LIMIT_S)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, Any] = json.loads(done.stdout)
     return found

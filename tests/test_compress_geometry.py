@@ -32,15 +32,6 @@ WITH_HOLES = {
 }
 
 
-@pytest.mark.parametrize("name", VIEWS)
-def test_a_view_returns_with_its_elements_and_its_size(name: str) -> None:
-    view = VIEWS[name]
-    geometry = describe(view)
-    back = restore(flat(view, geometry), geometry)
-    assert back.shape == view.shape
-    assert torch.equal(back, view)
-
-
 @pytest.mark.parametrize("name", sorted(VIEWS.keys() - WITH_HOLES))
 def test_a_range_without_holes_keeps_its_stride_and_is_not_copied(name: str) -> None:
     view = VIEWS[name]
@@ -69,14 +60,6 @@ def test_memory_is_made_in_a_shape_only_where_it_has_each_element_once(name: str
 def test_only_what_is_needed_is_kept(name: str, elements: int) -> None:
     view = VIEWS[name]
     assert flat(view, describe(view)).numel() == elements
-
-
-def test_compaction_keeps_the_order_of_the_strides() -> None:
-    view = BASE.transpose(1, 3)[..., :2]
-    geometry = describe(view)
-    assert not geometry.whole
-    order = sorted(range(4), key=view.stride)
-    assert sorted(range(4), key=lambda dim: geometry.stride[dim]) == order
 
 
 @settings(max_examples=200, deadline=None)

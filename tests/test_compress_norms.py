@@ -99,27 +99,17 @@ def test_rows_of_different_scale_do_not_share_a_group(name: str, width: int) -> 
     assert worst_cosine(NORMS[name](width), uneven(64, width)) >= COSINE
 
 
-def test_dimensions_that_are_normalised_together_are_one_row() -> None:
-    assert worst_cosine(nn.LayerNorm((4, 24)), uneven(64, 4, 24)) >= COSINE
-
-
-def test_a_larger_group_is_made_smaller() -> None:
-    assert worst_cosine(nn.LayerNorm(64), uneven(64, 64), group_size=1024) >= COSINE
-
-
-def test_rows_that_are_columns_in_memory_are_kept() -> None:
-    x = uneven(64, 128).t().contiguous().t()
-    assert not x.is_contiguous()
-    assert worst_cosine(nn.LayerNorm(128), x) >= COSINE
-
-
-def test_rows_of_whole_groups_are_packed_as_ever() -> None:
-    x = torch.randn(64, 256, requires_grad=True)
-    with vramx.compress(min_bytes=0) as stats:
-        nn.LayerNorm(256)(x * 1)
-    assert (
-        stats.operations["layer_norm"].kept_bytes < 0.3 * stats.operations["layer_norm"].seen_bytes
-    )
+@pytest.mark.parametrize(
+    ("norm", "x", "options"),
+    [
+        ((4, 24), uneven(64, 4, 24), {}),  # dimensions that are normalised together
+        (64, uneven(64, 64), {"group_size": 1024}),  # it is made smaller
+        (128, uneven(64, 128).t().contiguous().t(), {}),  # rows that are columns in memory
+    ],
+    ids=["dimensions", "larger group", "columns"],
+)
+def test_whatever_is_one_row_has_groups_of_its_own(norm: Any, x: Tensor, options: Any) -> None:
+    assert worst_cosine(nn.LayerNorm(norm), x, **options) >= COSINE
 
 
 def test_groups_that_span_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,11 +235,6 @@ def kept(module: Any, x: Tensor, **options: Any) -> tuple[int, int]:
     y.sum().backward()
     assert x.grad.isfinite().all()
     return stats.packed.tensors - stats.shared_bytes // (4 * x.numel()), stats.packed.kept_bytes
-
-
-def test_norms_of_one_tensor_share_what_is_packed() -> None:
-    x, first, second = torch.randn(64, 128), nn.LayerNorm(128), nn.LayerNorm(128)
-    assert kept(lambda x: first(x) + second(x), x) == kept(first, x)
 
 
 def test_whoever_reads_it_after_the_norm_shares_it_too() -> None:

@@ -79,10 +79,7 @@ PAIRS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
         lambda x: functional.linear(x, (x.T @ x)),
         lambda x: functional.linear((x.T @ x), (x.T @ x)),
     ),
-    "dropout": (
-        lambda x: attention(x, dropout_p=0.0),
-        lambda x: attention(x, dropout_p=0.5),
-    ),
+    "dropout": (lambda x: attention(x, dropout_p=0.0), lambda x: attention(x, dropout_p=0.5)),
     "a leaf": (lambda x: (x + 1).tanh().mm(WEIGHT), lambda x: X.mm(WEIGHT)),
 }
 

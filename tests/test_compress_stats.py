@@ -23,15 +23,6 @@ def recorded() -> CompressionStats:
     return stats
 
 
-def test_a_tensor_counts_by_operation_and_by_reason() -> None:
-    stats = recorded()
-    assert (stats.tensors, stats.saved_bytes, stats.kept_bytes) == (5, 408, 208)
-    assert (stats.packed.tensors, stats.packed.seen_bytes, stats.packed.kept_bytes) == (3, 400, 200)
-    assert stats.shared_bytes == 200
-    assert {why: tally.tensors for why, tally in stats.kept.items()} == {"small": 1, "parameter": 1}
-    assert {n: tally.tensors for n, tally in stats.operations.items()} == {"linear": 3, "gelu": 1}
-
-
 def test_no_count_of_any_thread_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """While another thread reads, with a sum every few records."""
     monkeypatch.setattr(stats_module, "_MOST_NOTES", 7)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from vramx.compression.config import (
-    DEFAULT_POLICY,
     GROUP_SIZES,
     MASK_FORMAT,
     Compression,
@@ -82,11 +81,6 @@ def test_options_are_values() -> None:
         first.bits = 4  # type: ignore[misc]
 
 
-def test_replace_keeps_the_policy() -> None:
-    options = Compression(policy={"softmax": "int8", "mul:0": "int4", "dropout:mask": "int1"})
-    assert dataclasses.replace(options, level="int4").rules == options.rules
-
-
 def test_the_callers_mapping_is_not_kept() -> None:
     policy: dict[str, Any] = {"linear": "int8"}
     options = Compression(policy=policy)
@@ -121,13 +115,6 @@ def test_a_format_of_another_width_is_refused(bits: Any) -> None:
         Compression().format(bits)
 
 
-def test_the_defaults_keep_what_feeds_an_exp() -> None:
-    rules = Compression().rules
-    assert Rule("scaled_dot_product_attention", (0, 1), False, "keep") in rules
-    assert {rule.operation for rule in rules} == {key.split(":")[0] for key in DEFAULT_POLICY}
-    assert all(rule.level == "keep" for rule in rules)
-
-
 def test_a_rule_overrides_the_default_of_its_position_alone() -> None:
     rules = Compression(policy={"scaled_dot_product_attention:0": "int8"}).rules
     mine = [rule for rule in rules if rule.operation == "scaled_dot_product_attention"]
@@ -141,9 +128,3 @@ def test_the_special_rules_of_an_operation_come_first() -> None:
     rules = Compression(policy={"mul": "int4", "mul:1": "int8", "mul:mask": "int1"}).rules
     mine = [(rule.mask, rule.arguments) for rule in rules if rule.operation == "mul"]
     assert mine == [(True, None), (False, (1,)), (False, None)]
-
-
-def test_a_rule_writes_its_own_key() -> None:
-    keys = {"linear", "mul:0,1", "dropout:mask"}
-    actions: dict[str, Any] = {"linear": "int8", "mul:1,0": "int4", "dropout:mask": "int1"}
-    assert keys <= {rule.key for rule in Compression(policy=actions).rules}

@@ -10,13 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from compression_training_tools import (
-    EVERYTHING,
-    fewer_bits,
-    gradient,
-    one_thread,
-    same_noise,
-)
+from compression_training_tools import EVERYTHING, fewer_bits, gradient, one_thread, same_noise
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention, silu
 

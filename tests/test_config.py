@@ -11,12 +11,6 @@ from vramx import config
 from vramx.errors import InvalidValueError
 
 
-def test_an_empty_environment_asks_for_nothing() -> None:
-    assert config.parse({}) == config.Config()
-    assert not config.parse({"VRAMX": "0"}).enabled
-    assert not config.parse({"VRAMX": ""}).enabled
-
-
 def test_every_variable_is_read() -> None:
     read = config.parse(
         {

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from child_processes import python
 
 pytest.importorskip("torch", reason="torch is not installed")
 core = pytest.importorskip("vramx._core", reason="the compiled core is not built")
@@ -58,15 +57,9 @@ def outcome(steps: int, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     folder = tmp_path_factory.mktemp("cpu_training")
     # The perceptron computes with nothing but numbers: a wrong one is not taken for an index.
     runs = [f"{model}-core" for model in MODELS] + [f"perceptron-{defect}" for defect in DEFECTS]
-    done = subprocess.run(
-        [sys.executable, "-m", "cpu_torch.program", str(folder), str(steps), *runs],
-        cwd=TESTS,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    path = os.pathsep.join((str(TESTS.parent), str(TESTS)))
+    what = ("-m", "cpu_torch.program", str(folder), str(steps), *runs)
+    done = python(*what, cwd=TESTS, env={**os.environ, "PYTHONPATH": path}, timeout=LIMIT_S)
 
     def of(run: str) -> Outcome:
         report = folder / f"{run}.json"

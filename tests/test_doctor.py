@@ -150,7 +150,7 @@ def test_what_it_says_the_kernels_need_is_what_they_need() -> None:
     from vramx.kernels import launch
 
     major, minor = launch._OLDEST_CAPABILITY
-    assert (
-        major + minor / 10,
-        keeping.OLDEST_TRITON,
-    ) == (doctor.OLDEST_CAPABILITY, doctor.OLDEST_TRITON)
+    assert (major + minor / 10, keeping.OLDEST_TRITON) == (
+        doctor.OLDEST_CAPABILITY,
+        doctor.OLDEST_TRITON,
+    )

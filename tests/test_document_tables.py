@@ -68,11 +68,6 @@ def test_the_newest_run_is_shown_that_has_all(rows: list[Row]) -> None:
     assert cells() == [["ours", "3.0 ms"], ["theirs", "4.0 ms"]]
 
 
-def test_of_a_figure_that_was_measured_twice_the_last_is_shown(rows: list[Row]) -> None:
-    rows += [row("a", "1"), row("b", "2"), row("a", "3")]
-    assert cells()[0] == ["ours", "3.0 ms"]
-
-
 def test_a_failed_row_is_no_figure(rows: list[Row]) -> None:
     rows += [row("a", "1"), row("b", "", metric="", status="failed: no result")]
     with pytest.raises(LookupError, match=r"b\.csv"):

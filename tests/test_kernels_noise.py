@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted_kernels import InterpretedKernels, Noise, kernels, mask_bytes
+from interpreted_kernels import InterpretedKernels, Noise, kernels
 from test_kernels import KINDS, every_group, every_kind, layout_of
 
 from vramx.compression.codec import reference
 from vramx.kernels import launch
-from vramx.kernels.layout import Layout
 
 pytest.importorskip("triton")
 
@@ -82,9 +81,3 @@ def test_layout_sizes_are_those_of_the_format(kind: str, group: int, numel: int)
     assert layout.code_bytes % 16 == 0
     beside_the_codes = {"8sym": 6, "8asym": 4, "4sym": 2, "4asym": 4}[kind]
     assert layout.buffer_bytes == layout.code_bytes + groups * beside_the_codes
-
-
-@pytest.mark.parametrize(("numel", "size"), [(0, 0), (1, 16), (128, 16), (129, 32)])
-def test_layout_of_a_mask_is_a_bit_an_element(numel: int, size: int) -> None:
-    assert mask_bytes(numel) == size
-    assert Layout(numel, 1, 128, True).buffer_bytes == size

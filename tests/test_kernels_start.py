@@ -53,13 +53,6 @@ def run(kernel: Kernel, *tensors: Any, numel: int = 5, kind: str = "gelu", **opt
     start(kernel, (3,), tensors, (numel, 0.5), KIND=kind, num_warps=4, GROUP=128, **options)
 
 
-def test_the_first_call_of_a_kind_is_tritons_own(kernel: Kernel) -> None:
-    run(kernel, ALIGNED, None)
-    options = {"KIND": "gelu", "num_warps": 4, "GROUP": 128}
-    assert kernel.own == [((3,), (ALIGNED, None, 5, 0.5), options)]
-    assert not kernel.compiled
-
-
 def test_the_next_one_gives_what_was_compiled_addresses_and_parameters_in_order(
     kernel: Kernel,
 ) -> None:
@@ -94,13 +87,6 @@ def test_what_triton_may_compile_anew_is_its_own_call(
     assert not kernel.compiled
 
 
-def test_a_call_with_an_unaligned_address_is_never_taken_for_another(kernel: Kernel) -> None:
-    run(kernel, UNALIGNED, None)
-    run(kernel, ALIGNED, None)
-    run(kernel, UNALIGNED, None)
-    assert len(kernel.own) == 3
-
-
 def test_hooks_see_every_launch(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     run(kernel, ALIGNED, None)
     kernel.pre_run_hooks.append(print)
@@ -125,18 +111,6 @@ def test_constants_of_a_plan_are_told_from_others_by_their_dictionary(kernel: Ke
         start_always_with(constants, kernel, (3,), (ALIGNED, None), (5, 0.5))
     assert [constants for _, _, constants in kernel.own] == [one, other]
     assert [call[-1] for call in kernel.compiled] == ["gelu", "silu"]
-
-
-def test_a_dictionary_that_is_known_lives_on(kernel: Kernel) -> None:
-    """Another would get its place in memory, and be taken for it."""
-    known = []
-    for kind in ("gelu", "silu", "tanh"):
-        constants = {"KIND": kind, "num_warps": 4, "GROUP": 128}
-        start_always_with(constants, kernel, (3,), (ALIGNED, None), (5, 0.5))
-        known.append(id(constants))
-        del constants
-    assert len(set(known)) == 3
-    assert len(kernel.own) == 3
 
 
 def test_what_is_ready_gives_what_was_compiled_addresses_and_numbers(kernel: Kernel) -> None:

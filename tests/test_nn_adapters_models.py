@@ -23,11 +23,7 @@ from optimize_tools import (
 )
 
 import vramx
-from benchmarks.programs._adapters import (
-    TARGETS,
-    Adapters,
-    adapt_with_peft,
-)
+from benchmarks.programs._adapters import TARGETS, Adapters, adapt_with_peft
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

@@ -13,7 +13,6 @@ import torch
 from interpreted_nn import Interpreted, call_operator, interpreted_nn
 from torch import Tensor
 
-from vramx.kernels import channel_norm_launch as launch
 from vramx.nn.keeping import ORDERS, RAW, Spec
 
 pytest.importorskip("triton")
@@ -92,13 +91,6 @@ def inputs(case: Case) -> list[object]:
         x, residual, sample(2, channels), sample(3, channels), *statistics,
         case.given, case.groups, 1e-5, case.kind, case.leak, case.form,
     ]  # fmt: skip
-
-
-def test_cases_cover_how_channels_are_found() -> None:
-    for case in CASES:
-        count = case.shape[1] * (case.shape[0] if case.groups else 1)
-        inner = 1 if case.last else torch.Size(case.shape[2:]).numel()
-        assert launch.positions(launch.Channels(inner, count)) == case.positions, case
 
 
 def same(found: Tensor, expected: Tensor, case: Case) -> bool:

@@ -16,7 +16,6 @@ from language_model_tools import (
     CLASSES,
     TOKENS,
     call_of,
-    gradients,
     language_model,
     largest_error,
     sizes_made,
@@ -235,13 +234,6 @@ def test_restored_model_is_the_original_to_the_bit() -> None:
     assert type(model(**call).logits) is torch.Tensor
 
 
-def test_model_within_another_is_found() -> None:
-    outer = nn.Sequential(nn.Identity(), language_model())
-    report = vramx.optimize(outer)
-    assert [row.name for row in report.swapped] == ["1.lm_head"]
-    assert isinstance(outer[1](**call_of()).logits, Logits)
-
-
 def test_a_trial_changes_no_random_number() -> None:
     model = language_model(hidden_size=48)  # of sizes that were not tried
     state = torch.get_rng_state()
@@ -259,15 +251,3 @@ def test_gradients_under_autocast_are_the_originals_to_its_rounding() -> None:
     # Of sums of some tens of terms, each rounded to bfloat16 in either way.
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert largest_error(model, original, call) < 8 * torch.finfo(torch.bfloat16).eps
-
-
-def test_losses_add_up_over_steps() -> None:
-    original = language_model()
-    model = optimised_copy(original, "keep")
-    found, expected = gradients(model, call_of())[1], gradients(original, call_of())[1]
-    found = {name: gradient.clone() for name, gradient in found.items()}
-    for each in (model, original):
-        each(**call_of()).loss.backward()
-    for name, gradient in model.named_parameters():
-        assert torch.allclose(gradient.grad, 2 * found[name], rtol=ROUNDING, atol=ROUNDING)
-        assert torch.allclose(gradient.grad, expected[name], rtol=ROUNDING, atol=ROUNDING)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from child_processes import python
 
 pytest.importorskip("triton")
 
@@ -23,10 +22,8 @@ _ERROR = 10 * 128**0.5 * 2**-24
 @pytest.fixture(scope="module")
 def errors() -> dict[str, dict[str, float]]:
     root = str(_CHILD.parents[1])
-    done = subprocess.run(
-        [sys.executable, str(_CHILD)], cwd=root, env=os.environ | {"PYTHONPATH": root},
-        timeout=_LIMIT_S, check=False, capture_output=True, text=True,
-    )  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": root}
+    done = python(str(_CHILD), cwd=root, env=environment, timeout=_LIMIT_S)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, dict[str, float]] = json.loads(done.stdout)
     return found

@@ -61,14 +61,6 @@ def test_results_of_a_tensor_are_torchs(keep: Compression | None) -> None:
     assert all(map(torch.equal, linears(x, weights, biases, keep), plain(x, weights, biases)))
 
 
-@every_kind
-def test_results_of_a_norm_are_those_of_its_output(kind: str) -> None:
-    x, (weights, biases) = sample(3, 5, HIDDEN), parameters()
-    normed = norm_of(kind, x, affine_of(kind))
-    expected = plain(normed.y, weights, biases)
-    assert all(map(torch.equal, linears(normed, weights, biases), expected))
-
-
 def within_a_step(ours: Tensor, exact: Tensor, dout: Tensor, off: Tensor) -> bool:
     """dweight = dout^T y is off by at most |dout|^T times what y is, and float32's rounding."""
     bound = dout.double().abs().t() @ off.double()
@@ -140,13 +132,6 @@ def test_linears_of_a_tensor_keep_one_pack() -> None:
     held = held_bytes(lambda: linears(x, weights, biases), *weights, *biases[:2])
     probe = 2  # one element of bfloat16
     assert held == layout_of(32 * HIDDEN, Format()).buffer_bytes + probe
-
-
-def test_frozen_weights_keep_nothing() -> None:
-    x, weight = sample(32, HIDDEN), sample(OUT[0], HIDDEN, seed=1).detach()
-    assert held_bytes(lambda: linear(x, weight), weight) == 0
-    of_norm = held_bytes(lambda: linear(rms_norm(x), weight), weight)
-    assert of_norm == held_bytes(lambda: rms_norm(x))
 
 
 def test_only_what_is_asked_for_is_computed() -> None:

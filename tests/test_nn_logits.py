@@ -186,17 +186,6 @@ def test_mistakes_raise_what_torch_does() -> None:
         logits[0, 0, :, 0]
 
 
-def test_half_precision_under_autocast_is_that_of_the_call() -> None:
-    hidden, weight, bias = inputs_of()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits, expected = Logits.of(hidden, weight, bias), F.linear(hidden, weight, bias)
-    assert logits.dtype == expected.dtype == torch.bfloat16
-    found, exact = loss_of(logits.float()), loss_of(expected.float())
-    assert found.dtype == exact.dtype == torch.float32
-    assert error(found.detach(), exact.detach()) < torch.finfo(torch.bfloat16).eps
-    assert torch.equal(logits.made(), expected)
-
-
 def test_results_with_a_stand_in_pass_through_what_wraps_models() -> None:
     """DDP, FSDP and accelerate look for tensors in results, and cast those of half precision."""
     distributed: Any = pytest.importorskip("torch.nn.parallel.distributed")

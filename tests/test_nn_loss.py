@@ -70,12 +70,13 @@ def incoming_of(reduction: str) -> Tensor:
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_float64_is_torchs(reduction: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("chunk", [1, 8, 100])
+def test_float64_is_torchs(reduction: str, options: dict[str, Any], chunk: int) -> None:
     inputs, incoming = inputs_of(torch.float64), incoming_of(reduction).double()
     options = {**options, "targets": targets_of(), "reduction": reduction}
     expected = plain(*inputs, **options)
-    assert differs(ours(*inputs, **options, chunk=8), expected, 1e-13) <= 1
-    found = gradients(lambda *t: ours(*t, **options, chunk=8), inputs, incoming)
+    assert differs(ours(*inputs, **options, chunk=chunk), expected, 1e-13) <= 1
+    found = gradients(lambda *t: ours(*t, **options, chunk=chunk), inputs, incoming)
     exact = gradients(lambda *t: plain(*t, **options), inputs, incoming)
     for a, b in zip(found, exact, strict=True):
         assert differs(a, b, 1e-13) <= 1
@@ -119,15 +120,6 @@ def test_memory_that_holds_nan_does_not_reach_the_gradients(dtype: torch.dtype) 
     behind = logits.as_strided((256, logits.stride(0) - CLASSES), logits.stride(), CLASSES)
     assert not behind.any()
     assert all(each.isfinite().all() for each in found)
-
-
-def test_chunks_in_bfloat16_round_once_each() -> None:
-    """16 chunks: the error of one rounding, 2**-9 a unit, times sqrt(16 / 3), and torch's own."""
-    inputs, options = inputs_of(torch.bfloat16, tokens=512), {"targets": targets_of(512)}
-    exact, torchs = plain_gradients(inputs, torch.ones(()), **options)
-    found = gradients(lambda *t: ours(*t, **options, chunk=32), inputs, torch.tensor(1.0))
-    allowed = relative_error(torchs[1], exact[1]) + 2.0**-9 * (16 / 3) ** 0.5
-    assert relative_error(found[1], exact[1]) <= allowed
 
 
 def test_small_gradients_survive_in_float16() -> None:
@@ -180,17 +172,6 @@ def test_target_that_is_no_class_gives_nan() -> None:
     for found in both(inputs, torch.ones(3), reduction="none"):
         assert found.result.isnan().tolist() == [False, True, True]
         assert found.gradients[0].isnan().any(1).tolist() == [False, True, True]
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("chunk", [1, 5, 21, 100])
-def test_chunks_do_not_show(chunk: int, reduction: str) -> None:
-    inputs, options = inputs_of(torch.float64), {"targets": targets_of(), "reduction": reduction}
-    incoming = incoming_of(reduction).double()
-    found = gradients(lambda *t: ours(*t, **options, chunk=chunk), inputs, incoming)
-    whole = gradients(lambda *t: ours(*t, **options), inputs, incoming)
-    for a, b in zip(found, whole, strict=True):
-        assert differs(a, b, 1e-13) <= 1
 
 
 class _Largest(TorchDispatchMode):

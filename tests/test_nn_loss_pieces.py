@@ -62,11 +62,6 @@ def test_a_row_has_no_more_pieces_than_run_at_once(
     assert not launch.fits(whole)
 
 
-def test_the_interpreter_takes_one_piece() -> None:
-    assert launch.fits(torch.empty(1, 4096))
-    assert not launch.fits(torch.empty(1, 4097))
-
-
 def test_mail_has_a_box_for_each_two_pieces() -> None:
     plain, smoothed = OPTIONS
     logits = torch.empty(5, 50304, dtype=torch.bfloat16, device="meta")
@@ -110,12 +105,7 @@ def test_sums_added_up_as_if_of_one_base_would_be_seen() -> None:
 
 
 def in_pieces(
-    classes: int,
-    stride: int,
-    dtype: torch.dtype,
-    cut: Cut,
-    options: LossOptions,
-    defect: str = "",
+    classes: int, stride: int, dtype: torch.dtype, cut: Cut, options: LossOptions, defect: str = ""
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
     """Return losses and weighted gradients of six rows: the kernel's, and float64's.
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 import vramx
-from vramx.compression.codec.codec import layout_of
-from vramx.compression.config import Format
 from vramx.nn import products
 from vramx.nn.functional import mlp, rms_norm
 from vramx.nn.optimize import optimize
@@ -111,14 +109,6 @@ def test_nothing_is_kept_but_the_norms_pack(count: int) -> None:
     alone = held_bytes(lambda: rms_norm(x, scale), *apart)
     both = held_bytes(lambda: fused(rms_norm(x, scale), weights, biases, residual=x), *apart)
     assert both == alone
-
-
-def test_of_a_tensor_one_pack_is_kept() -> None:
-    x, (weights, biases) = sample(32, INPUTS), parameters(3)
-    held = held_bytes(lambda: fused(x, weights, biases), *weights, biases[0])
-    probe = 4  # one element of float32
-    assert held == layout_of(x.numel(), Format()).buffer_bytes + probe
-    assert held_bytes(lambda: fused(x, weights, biases, keep=EXACT), x, *weights, biases[0]) == 0
 
 
 @pytest.mark.parametrize("rows", [4, products._TILE_ROWS])

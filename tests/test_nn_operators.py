@@ -14,9 +14,7 @@ from nn_elementwise_tools import differs
 from norm_tools import sample
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import (
-    checkpoint,
-)
+from torch.utils.checkpoint import checkpoint
 
 from vramx.compression.codec import reference
 from vramx.compression.config import Compression

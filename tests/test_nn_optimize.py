@@ -203,20 +203,6 @@ def test_patterns_choose_levels_by_name() -> None:
     assert model.layers[0].vramx_settings.keep.rounding == "nearest"
 
 
-def test_optimising_again_replaces_what_was_done() -> None:
-    model = encoder()
-    vramx.optimize(model)
-    assert [row.done for row in vramx.optimize(model, level="int4").swapped] == ["int4"] * LAYERS
-    assert len(vramx.restore(model)) == LAYERS
-    assert len(vramx.restore(model)) == 0
-
-
-def test_report_groups_equal_rows_and_names_every_reason() -> None:
-    text = str(vramx.optimize(nn.Sequential(encoder(), nn.Linear(2, 2))))
-    assert "2        *.layers.*  TransformerEncoderLayer  int8  as EncoderLayer" in text
-    assert "it is of no known family" in text
-
-
 @pytest.mark.parametrize(
     "options",
     [{"level": "int9"}, {"level": {"*": "fast"}}, {"bit": 8}, {"level": "int3"}, {"keep": 8}],

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optimize_tools import (
-    decoder,
-)
+from optimize_tools import decoder
 from test_nn_optimize_models import seed, transformers
 
 import vramx

@@ -160,14 +160,6 @@ def test_checkpointed_block_runs_its_part_twice(reentrant: bool) -> None:
     assert {linear.base_layer.calls for linear in linears_of(model)} == {most}
 
 
-def test_compiled_block_with_adapters_is_one_graph() -> None:
-    model = adapted()
-    gradient = gradient_of(model, INPUTS)
-    vramx.optimize(model, "recompute_mlp")
-    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert error(gradient_of(compiled, INPUTS), gradient) < INT8_NOISE
-
-
 # -- The function ----------------------------------------------------------------------------------
 
 

@@ -180,65 +180,10 @@ def test_too_few_rounds_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(abs, found)) > 4.5
 
 
-def correlation(first: Tensor, second: Tensor) -> float:
-    """Return the correlation in standard deviations: 1 / sqrt(n) if the two are independent."""
-    pair = torch.stack([first, second]).double()
-    return torch.corrcoef(pair)[0, 1].item() * math.sqrt(first.numel())
-
-
-NEIGHBOURS = {
-    "the next stream": {"stream": 4},
-    "the first stream of the upper half": {"stream": 3 + (1 << 31)},
-    "the next epoch": {"stream": 3, "epoch": 1},
-    "the next seed": {"stream": 3, "seed": 12},
-    "a seed that differs in its high word": {"stream": 3, "seed": 11 + (1 << 40)},
-}
-
-
-@pytest.mark.parametrize("other", NEIGHBOURS.values(), ids=NEIGHBOURS)
-def test_neighbouring_noise_is_uncorrelated(other: dict[str, int]) -> None:
-    assert abs(correlation(halves(3), halves(**other))) <= 4.5
-
-
-@pytest.mark.parametrize("distance", [1, 2, 4, 8, 128])
-def test_the_elements_of_one_stream_are_uncorrelated(distance: int) -> None:
-    mine = halves(3)
-    assert abs(correlation(mine[:-distance], mine[distance:])) <= 4.5
-
-
-@pytest.mark.parametrize("distance", [1, 2, 4, 16, 64])
-def test_the_bytes_of_one_stream_are_uncorrelated(distance: int) -> None:
-    mine = reference.noise_bytes(1 << 18, torch.tensor([11, 0]), 3)
-    assert abs(correlation(mine[:-distance], mine[distance:])) <= 4.5
-
-
 @pytest.mark.parametrize("lane", range(16))
 def test_the_bytes_of_each_lane_are_uniform(lane: int) -> None:
     mine = reference.noise_bytes(1 << 18, torch.tensor([11, 0]), 3).long()
     assert abs(chi_square(mine[lane::16], 256)) <= 4.5
-
-
-def test_a_stream_is_correlated_with_itself() -> None:
-    assert correlation(halves(3), halves(3)) > 4.5
-
-
-def blocks(streams: list[int], epochs: int) -> int:
-    """Return how many different blocks of 128 bits the streams have, in all epochs together."""
-    found = [
-        halves(stream, 4096, epoch=epoch).view(-1, 8)
-        for stream in streams
-        for epoch in range(epochs)
-    ]
-    return len(torch.cat(found).unique(dim=0))
-
-
-def test_streams_and_epochs_do_not_overlap() -> None:
-    # Two equal blocks by chance: 2**16 blocks of 128 bits, p = 2**-97.
-    assert blocks(list(range(32)), epochs=4) == 32 * 4 * 512
-
-
-def test_an_overlap_is_found() -> None:
-    assert blocks([0, 1, 2, 1], epochs=1) == 3 * 512
 
 
 def test_the_values_of_the_noise_are_centred_exactly() -> None:

@@ -121,17 +121,6 @@ def test_bytes_survive_any_program(seed: int) -> None:
     assert all(bool((tensor == value).all()) for value, tensor in read)
 
 
-def test_a_buffer_can_be_asked_for_again() -> None:
-    link = FakeLink()
-    stash = stash_on(link)
-    tickets = forward(link, stash)
-    first = backward(link, stash, list(tickets))
-    second = backward(link, stash, list(tickets))
-    link.run()
-    assert is_intact(first)
-    assert is_intact(second)
-
-
 @pytest.mark.parametrize("order", ORDERS)
 def test_another_stream_may_ask(order: tuple[str, ...]) -> None:
     link = FakeLink()

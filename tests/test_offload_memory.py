@@ -85,12 +85,14 @@ def test_a_graph_that_is_dropped_leaves_nothing(asked: tuple[int, ...]) -> None:
     assert stash._pool.used_bytes == 0
 
 
-def test_what_stayed_on_the_device_is_freed_with_its_ticket() -> None:
+def test_a_host_without_memory_keeps_everything_on_the_device_until_its_ticket_goes() -> None:
     link = FakeLink()
     link.host_is_full = True
     stash = stash_on(link)
     blocks = link.free_blocks
     tickets = forward(link, stash)
+    assert states(tickets) == [State.RESIDENT] * 8
+    assert stash.refused == 8
     assert link.free_blocks == blocks - len(tickets)
     del tickets[:]
     assert link.free_blocks == blocks
@@ -118,15 +120,6 @@ def test_pinned_memory_is_bounded() -> None:
     read = backward(link, stash, tickets)
     link.run()
     assert is_intact(read)
-
-
-def test_a_host_without_memory_keeps_everything_on_the_device() -> None:
-    link = FakeLink()
-    link.host_is_full = True
-    stash = stash_on(link)
-    tickets = forward(link, stash)
-    assert states(tickets) == [State.RESIDENT] * 8
-    assert stash.refused == 8
 
 
 def test_a_copy_that_fails_takes_no_memory() -> None:

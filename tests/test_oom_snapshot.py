@@ -83,17 +83,6 @@ def test_the_folder_keeps_the_newest_and_nothing_else_is_removed(program: Progra
     assert all(path.exists() for path in others)
 
 
-def test_the_rank_of_every_launcher_is_in_the_name(
-    program: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_PROCID", "7")
-    program.fail(GIB)
-    monkeypatch.setenv("RANK", "3")
-    program.fail(2 * GIB)
-    assert "-rank7-" in program.files[1].name
-    assert "-rank3-" in program.files[0].name
-
-
 @pytest.mark.parametrize("what", ["no space", "no folder", "torch", "large"])
 def test_what_cannot_be_written_is_one_line_and_not_tried_again(
     program: Program, monkeypatch: pytest.MonkeyPatch, what: str

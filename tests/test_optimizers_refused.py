@@ -6,15 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_tools import (
-    OPTIMIZERS,
-    LateLink,
-    OneByOne,
-    Pair,
-    expect_alike,
-    link,
-    parameters,
-)
+from optimizer_tools import OPTIMIZERS, LateLink, OneByOne, Pair, expect_alike, link, parameters
 from torch import nn
 
 import vramx

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from patch_tools import OPTIONS, OTHERS, OURS, Plain, hook, inputs, model, pack, recompute, train
+from patch_tools import OPTIONS, OTHERS, OURS, Plain, hook, inputs, model, recompute, train
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -87,16 +87,6 @@ def test_models_from_files_are_changed_alike(ways: tuple[str, ...], how: str) ->
     check_is_a_copy(twin, net)
     assert len(vramx.restore(twin)) == len(done)
     assert [type(block) for block in twin] == [Plain, nn.TransformerEncoderLayer]
-
-
-def test_copy_counts_for_itself() -> None:
-    net = model()
-    pack(net)
-    train(net)
-    twin = copy.deepcopy(net)
-    assert vramx.compression_stats(twin).tensors == 0
-    train(twin)
-    assert vramx.compression_stats(twin).packed == vramx.compression_stats(net).packed
 
 
 def test_undoing_a_copy_leaves_the_original_and_the_other_way_round() -> None:

@@ -257,11 +257,7 @@ class WithCache(Stack):
             {},
             "gradient_checkpointing_disable",
         ),
-        (
-            lambda model: model.head.weight.register_post_accumulate_grad_hook(print),
-            {},
-            "hook",
-        ),
+        (lambda model: model.head.weight.register_post_accumulate_grad_hook(print), {}, "hook"),
     ],
 )
 def test_what_cannot_be_planned_is_said(change: Any, options: Any, text: str) -> None:

@@ -81,16 +81,6 @@ def test_of_a_host_and_a_device_that_are_as_busy_neither_is_left_out(seed: int) 
         assert found.step_ms == max(found.host_ms, found.device_ms) <= best + most
 
 
-def test_words_are_mixed_where_each_of_them_has_one_side_wait() -> None:
-    costs = {
-        "launches": Cost(1, False, False, 1, 0, 3.0, 1.0),
-        "computes": Cost(1, False, False, 1, 0, 1.0, 3.0),
-    }
-    found = fastest(Timeline([Place(i, costs) for i in range(6)], [0] * 7), 100)
-    assert found is not None
-    assert (found.host_ms, found.device_ms, found.step_ms) == (12.0, 12.0, 12.0)
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_a_block_that_is_called_twice_has_one_word(seed: int) -> None:
     timeline = random_timeline(seed, calls_a_block=8)
@@ -99,18 +89,6 @@ def test_a_block_that_is_called_twice_has_one_word(seed: int) -> None:
         found = fastest(timeline, limit)
         best = min((ms for peak, ms in arrangements if peak <= limit), default=None)
         assert (None if found is None else found.step_ms) == best
-
-
-def test_what_recomputes_goes_first() -> None:
-    costs = {
-        "left": Cost(10, False, False, 10, 0, 1.0, 0.0),
-        "again": Cost(1, False, False, 10, 10, 2.0, 0.0),  # its backward makes what the other kept
-    }
-    timeline = Timeline([Place(i, costs) for i in range(4)], [0] * 5)
-    found = fastest(timeline, 23)
-    assert found is not None
-    assert found.words == ("again", "again", "left", "left")
-    assert timeline.peak_bytes(tuple(reversed(found.words))) > 23  # the order is what makes it fit
 
 
 def test_a_tensor_between_two_blocks_that_both_hold_counts_once() -> None:

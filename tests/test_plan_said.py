@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import vramx
 from vramx.errors import InvalidValueError
 from vramx.planning.plan_text import _list_of
-from vramx.planning.words import WORDS, chosen_words
 from vramx.progress import ProgressBar
 
 __all__ = ["counted_time", "small_device", "without_noise"]
@@ -85,16 +84,6 @@ def test_the_noisiest_level_is_taken_where_it_is_allowed() -> None:
     without = vramx.plan(model, rows(64), "smallest", levels=("left", "int8"))
     with pytest.raises(InvalidValueError, match="smallest budget"):
         without.with_budget(rows(64), without.measured_bytes - 1)
-
-
-def test_levels_that_were_not_chosen_are_all_but_the_noisiest() -> None:
-    assert set(WORDS) - set(chosen_words(None)) == {"int4"}
-    assert chosen_words("all") == WORDS
-
-
-def test_one_level_may_be_named_alone() -> None:
-    plan = vramx.plan(Stack(2), rows(64), levels="left")
-    assert set(plan.words.values()) == {"left"}
 
 
 def test_the_peak_and_the_step_before_are_said() -> None:

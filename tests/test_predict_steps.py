@@ -255,22 +255,6 @@ def test_bins_are_as_many_as_are_asked_for() -> None:
     assert prediction.peak_bytes() >= nodes.nbytes + 8 * len(nodes) + nodes.nbytes
 
 
-@pytest.mark.parametrize(
-    ("dtype", "counted"), [(torch.float32, torch.float32), (torch.int32, torch.float64)]
-)
-def test_bins_of_weights_are_of_the_type_that_torch_has(
-    dtype: torch.dtype, counted: torch.dtype
-) -> None:
-    values, weights = torch.zeros(8, dtype=torch.int64), torch.ones(8, dtype=dtype)
-    assert torch.bincount(values, weights, 16).dtype is counted
-
-    def step() -> None:
-        found = torch.bincount(values, weights, 16)
-        assert (found.dtype, found.shape) == (counted, (16,))
-
-    vramx.predict(step, steps=1)
-
-
 def test_no_kernel_is_launched_on_tensors_without_data() -> None:
     q, k = (torch.randn(2, 4, 16, 32, requires_grad=True) for _ in "qk")
     angles = torch.randn(16, 32)

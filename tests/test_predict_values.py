@@ -30,18 +30,6 @@ def peak(step: Any, **options: Any) -> int:
 # -- Values that are known -------------------------------------------------------------------------
 
 
-def test_a_buffer_that_counts_is_read() -> None:
-    averaged = torch.optim.swa_utils.AveragedModel(WEIGHTS)
-    seen = deque[Any]()
-
-    def step() -> None:
-        averaged.update_parameters(WEIGHTS)
-        seen.append(averaged.n_averaged.item())
-
-    vramx.predict(step, steps=3)
-    assert ([*seen], averaged.n_averaged.item()) == ([1, 2, 3], 0)
-
-
 def test_a_place_in_a_queue_moves_on() -> None:
     queue, place = torch.zeros(8, 4), torch.zeros(1, dtype=torch.long)
     seen = deque[Any]()

@@ -6,13 +6,12 @@ Their behaviour in detail, forks and threads included, is in tests/native/proces
 from __future__ import annotations
 
 import ctypes
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from child_processes import python
 
 if TYPE_CHECKING:
     from vramx._core import Devices
@@ -181,9 +180,7 @@ def test_opening_gpus_starts_nothing() -> None:
         "assert devices.started() == [] and devices.held() == 0 and devices.handle_address; "
         "print('libcuda' in open('/proc/self/maps').read())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    done = python("-c", program)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
 
 

@@ -15,7 +15,6 @@ from record_tools import (
     PROGRAMS,
     Kept,
     by_category,
-    category_of,
     features,
     loss_of,
     recording,
@@ -108,26 +107,6 @@ def test_packs_are_what_the_compression_keeps(path: Path) -> None:
     assert found[names.PACKED] == stats.packed.kept_bytes
 
 
-def test_what_backward_makes_and_frees_is_temporary(path: Path) -> None:
-    class Doubling(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x * 1
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            torch.empty(100_003, dtype=torch.uint8)
-            return grad
-
-    class Model(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Doubling.apply(x)
-
-    with recording(path, Model()) as seen:
-        Model()(torch.randn(8, requires_grad=True)).sum().backward()
-    assert category_of(seen.snapshot(), 100_003) == (names.TEMPORARIES, "(backward)")
-
-
 def test_activations_are_told_apart_by_module(path: Path) -> None:
     model = residuals()
     with recording(path, model) as seen:
@@ -140,15 +119,6 @@ def test_activations_are_told_apart_by_module(path: Path) -> None:
     assert {"0", "1", "2"} <= set(blocks)
     assert blocks["0"].bytes == blocks["1"].bytes
     assert {frame.name for frame in blocks["0"].children} == {"norm", "mlp"}
-
-
-def test_inference_has_no_activations(path: Path) -> None:
-    model = residuals()
-    with recording(path, model) as seen, torch.no_grad():
-        model(*features()[0])
-    snapshot = seen.snapshot()
-    assert names.TEMPORARIES in snapshot.categories
-    assert names.ACTIVATIONS not in snapshot.categories
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,11 @@ from typing import Any
 import pytest
 import torch
 from cpu_history import CpuHistory
-from record_tools import (
-    features,
-    recorder,
-    residuals,
-    train,
-)
+from record_tools import features, recorder, residuals, train
 
 from vramx.memory import categories as names
 from vramx.memory.holders import category_tree
 from vramx.memory.snapshot import Snapshot
-from vramx.memory.trace import load_trace
 
 
 @pytest.fixture
@@ -53,16 +47,6 @@ def test_blocks_have_categories(recorded: dict[str, Any]) -> None:
     blocks = [block for segment in recorded["segments"] for block in segment["blocks"]]
     assert blocks
     assert {block["category"] for block in blocks} >= {names.PARAMETERS, names.OPTIMIZER}
-
-
-def test_a_replay_reads_the_file_and_a_trace_made_of_it(
-    recorded: dict[str, Any], path: Path
-) -> None:
-    trace = load_trace(path)
-    trace.save(path.with_suffix(".npz"))
-    again = load_trace(path.with_suffix(".npz"))
-    for name, array in trace.arrays().items():
-        assert (again.arrays()[name] == array).all()
 
 
 def test_what_the_device_holds_outside_of_torch_is_in_the_file(

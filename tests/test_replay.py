@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from samples import SMALL
 
 import vramx
-from vramx.errors import InvalidValueError, MissingDependencyError, TraceError
+from vramx.errors import InvalidValueError, TraceError
 from vramx.memory import ReplayOptions, replay
 
 
@@ -46,15 +45,6 @@ def test_a_snapshot_that_is_loaded_replays_as_its_file_does(snapshots: Path) -> 
     )
     assert of_snapshot.to_dict()["peak_reserved_bytes"] == of_file.peak_reserved_bytes > 0
     assert (of_snapshot.trace, of_snapshot.events) == (of_file.trace, of_file.events)
-
-
-def test_replay_without_the_core_says_how_to_get_it(
-    traces: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "vramx._core", None)
-    monkeypatch.delattr(vramx, "_core", raising=False)
-    with pytest.raises(MissingDependencyError, match="pip install vramx"):
-        replay(traces / SMALL)
 
 
 @pytest.mark.parametrize(("event_ns", "runs"), [(40.0, 9), (1e9, 1)], ids=["short", "long"])

@@ -15,12 +15,13 @@ import pytest
 
 pytest.importorskip("torch")
 
+from child_processes import python
 from fake_cuda import installed_torch, toolbox, write_shim
 
 import vramx
 from vramx.allocator import shim_build, shim_cache, toolchain
 from vramx.allocator.shim import Shim
-from vramx.allocator.torch_facts import read_torch, release_of
+from vramx.allocator.torch_facts import read_torch
 from vramx.config import Config
 from vramx.errors import InstallError, ShimError
 
@@ -251,14 +252,6 @@ def test_an_old_torch_is_refused(tmp_path: Path) -> None:
         read_torch(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("version", "release"),
-    [("2.11.0+cu130", "2.11.0"), ("2.12.0a0+git1", "2.12.0"), ("2.6", "2.6"), ("", "")],
-)
-def test_a_release_is_the_numbers_of_a_version(version: str, release: str) -> None:
-    assert release_of(version) == release
-
-
 def test_missing_cuda_headers_are_an_error_that_says_where_they_come_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,10 +281,9 @@ def test_the_shim_links_neither_cudart_nor_libcuda() -> None:
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a wheel would hold, but for the compiled core."""
     folder = tmp_path_factory.mktemp("packed")
-    command = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", str(folder)]
     # Beside the checkout's own build folder, which another test may be using.
-    command += ["egg_info", "--egg-base", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    beside = ["build_py", "--build-lib", str(folder), "egg_info", "--egg-base", str(folder)]
+    done = python("setup.py", "--quiet", *beside, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return folder
 

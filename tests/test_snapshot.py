@@ -133,17 +133,6 @@ def test_a_replay_has_to_serve_the_request_that_failed(snapshots: Path) -> None:
     assert (earlier.oom, earlier.oom_as_recorded) == (True, False)
 
 
-def test_a_request_larger_than_any_device_fails_in_every_replay(tmp_path: Path) -> None:
-    pytest.importorskip("vramx._core", reason="the compiled core is not built")
-    recording = Recording()
-    recording.alloc(MIB)
-    recording.oom(1 << 60, device_free=1 << 36)
-    snapshot = Snapshot.load(recording.save(tmp_path / "oom.pickle"))
-    assert snapshot.failures[0].size_bytes == 1 << 60
-    results = replay(snapshot.trace, capacity="1TiB", min_capacity=True)
-    assert [result.oom_as_recorded for result in results] == [True] * 4
-
-
 def test_stacks_name_the_programs_own_lines(tmp_path: Path) -> None:
     recording = Recording()
     recording.alloc(3 * MIB, LOSS)
@@ -178,13 +167,6 @@ def test_totals_add_up_on_real_snapshots(snapshots: Path, name: str) -> None:
         assert min(parts) >= 0
         for by in ("stack", "size", "stream", "pool"):
             assert sum(each.bytes for each in holders(snapshot, event, by)) == total.live_bytes
-
-
-def test_free_memory_at_the_end_is_that_of_the_blocks(snapshots: Path) -> None:
-    snapshot = Snapshot.load(snapshots / "oom.pickle")
-    blocks = [block for segment in snapshot.segments for block in segment.blocks]
-    free = sorted((block.size_bytes for block in blocks if not block.is_live), reverse=True)
-    assert [hole.size_bytes for hole in snapshot.holes_at(snapshot.end_event)] == free
 
 
 @pytest.mark.parametrize("event", [-2, 3, 10**12, None, 1.5])

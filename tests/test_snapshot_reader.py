@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +26,10 @@ def test_real_snapshot_has_every_event(
     trace = load_trace(snapshots / name)
     assert (trace.name, trace.device, len(trace)) == (name, 0, rows_)
     assert trace.id[trace.op == 0].tolist() == list(range(allocations))
-
-
-@pytest.mark.parametrize("name", ["train.pickle", "oom.pickle"])
-def test_live_bytes_at_the_end_are_those_of_the_snapshot(snapshots: Path, name: str) -> None:
-    snapshot = pickle.loads((snapshots / name).read_bytes())
-    active = [
-        b["requested_size"]
-        for s in snapshot["segments"]
-        for b in s["blocks"]
-        if b["state"].startswith("active")
-    ]
-    live = live_bytes(load_trace(snapshots / name))
-    assert live[-1] == sum(active)
+    segments = pickle.loads((snapshots / name).read_bytes())["segments"]
+    blocks = [b for s in segments for b in s["blocks"] if b["state"].startswith("active")]
+    live = live_bytes(trace)
+    assert live[-1] == sum(b["requested_size"] for b in blocks)
     assert live.min() >= 0
 
 
@@ -103,18 +96,6 @@ def test_block_addresses_follow_from_sizes_where_absent(read: Any) -> None:
     assert [size for _, _, size, _, _ in rows(trace)] == [100, 300]
 
 
-def test_streams_are_numbered_in_order_of_appearance(read: Any) -> None:
-    streams = [247758464, 0, 99, 247758464]
-    trace = read(*(event("alloc", 0x1000 * i, 8, i, s) for i, s in enumerate(streams)))
-    assert trace.stream.tolist() == [1, 0, 2, 1]
-
-
-def test_older_memory_has_its_own_stream(read: Any) -> None:
-    freed = event("free_completed", 0x9000, 700, 3, stream=555)
-    trace = read(event("alloc", 0x1000, 100, stream=444), freed)
-    assert trace.stream.tolist() == [2, 1, 2, 2]
-
-
 def test_more_streams_than_a_byte_numbers_are_refused(read: Any) -> None:
     with pytest.raises(TraceError, match="256 streams"):
         read(*(event("alloc", 0x1000 * i, 8, i, stream=i) for i in range(1, 258)))
@@ -128,15 +109,25 @@ def test_other_actions_and_unknown_fields_are_passed_over(read: Any) -> None:
     assert rows(trace) == [(0, 0, 100, 0, 0)]
 
 
-def test_times_never_run_backwards(read: Any) -> None:
-    times = [10, 4, 12, 11]
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ([10, 4, 12, 11], [0, 0, 2, 2]),  # they never run backwards
+        ([0, 10_000_000_000], [0, (1 << 32) - 1]),  # beyond 71 minutes they share the last moment
+    ],
+)
+def test_times_are_those_since_the_first_event(read: Any, times: Any, expected: Any) -> None:
     trace = read(*(event("alloc", 0x1000 * i, 8, at) for i, at in enumerate(times)))
-    assert trace.time_us.tolist() == [0, 0, 2, 2]
+    assert trace.time_us.tolist() == expected
 
 
-def test_times_beyond_71_minutes_share_the_last_moment(read: Any) -> None:
-    trace = read(event("alloc", 0x1000, 8), event("alloc", 0x2000, 8, 10_000_000_000))
-    assert trace.time_us.tolist() == [0, (1 << 32) - 1]
+def test_streams_are_numbered_in_order_of_appearance(read: Any) -> None:
+    streams = [247758464, 0, 99, 247758464]
+    trace = read(*(event("alloc", 0x1000 * i, 8, i, s) for i, s in enumerate(streams)))
+    assert trace.stream.tolist() == [1, 0, 2, 1]
+    freed = event("free_completed", 0x9000, 700, 3, stream=555)  # of older memory
+    trace = read(event("alloc", 0x1000, 100, stream=444), freed)
+    assert trace.stream.tolist() == [2, 1, 2, 2]
 
 
 def two_devices(path: Path) -> Path:
@@ -170,19 +161,19 @@ def test_a_device_without_events_is_refused(tmp_path: Path, device: int) -> None
         load_trace(two_devices(tmp_path / "two.pickle"), device=device)
 
 
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_every_pickle_protocol_is_read(snapshots: Path, tmp_path: Path, protocol: int) -> None:
+FORMS: dict[str, Callable[[Any], bytes]] = {
+    **{
+        f"{number}.pkl": partial(pickle.dumps, protocol=number)
+        for number in range(2, pickle.HIGHEST_PROTOCOL + 1)
+    },
+    "train.json": lambda snapshot: json.dumps(snapshot).encode(),
+    "train.json.gz": lambda snapshot: gzip.compress(json.dumps(snapshot).encode()),
+    "train.pickle.gz": lambda snapshot: gzip.compress(pickle.dumps(snapshot)),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_snapshot_in_each_form_says_the_same(snapshots: Path, tmp_path: Path, name: str) -> None:
     snapshot = pickle.loads((snapshots / "train.pickle").read_bytes())
-    path = tmp_path / "train.pkl"
-    path.write_bytes(pickle.dumps(snapshot, protocol))
-    assert rows(load_trace(path)) == rows(load_trace(snapshots / "train.pickle"))
-
-
-@pytest.mark.parametrize("suffix", [".json", ".json.gz", ".pickle.gz"])
-def test_json_and_gzip_say_the_same(snapshots: Path, tmp_path: Path, suffix: str) -> None:
-    data = (snapshots / "train.pickle").read_bytes()
-    if "json" in suffix:
-        data = json.dumps(pickle.loads(data)).encode()
-    path = tmp_path / f"train{suffix}"
-    path.write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
-    assert rows(load_trace(path)) == rows(load_trace(snapshots / "train.pickle"))
+    (tmp_path / name).write_bytes(FORMS[name](snapshot))
+    assert rows(load_trace(tmp_path / name)) == rows(load_trace(snapshots / "train.pickle"))

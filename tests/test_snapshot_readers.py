@@ -8,14 +8,13 @@ at 67b27bb of github.com/facebookresearch/mosaic.
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from child_processes import python
 from samples import recorded_snapshot
 
 from vramx.allocator.oom_document import Failure, pickled
@@ -92,12 +91,6 @@ def test_pt_snap_imports_it(data: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "run.pickle"
     path.write_bytes(pickle.dumps(data, protocol=4))
     command = ["import", str(path), "-o", str(tmp_path / "db"), "--no-focus", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-c", PT_SNAP, *command],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-c", PT_SNAP, *command, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(tmp_path.glob("db/**/*.db"))

@@ -79,9 +79,6 @@ def test_an_inner_region_does_not_lose_the_outers_peak(cuda: Cuda) -> None:
         with track("second") as second, track("innermost") as innermost:
             cuda.spike(4 * MIB)
     assert [figures(each)[0] for each in (outer, first, second, innermost)] == [20, 6, 4, 4]
-
-
-def test_an_outer_region_has_the_peak_of_an_inner_one(cuda: Cuda) -> None:
     with track("outer") as outer:
         with track("inner"):
             cuda.spike(16 * MIB)
@@ -107,21 +104,14 @@ def test_regions_of_threads_overlap(cuda: Cuda) -> None:
     assert module._regions == []
 
 
-def test_each_device_has_its_regions(cuda: Cuda) -> None:
-    with track("first", device=0) as first:
+def test_each_device_has_its_regions_of_those_that_were_entered_on_it(cuda: Cuda) -> None:
+    with track("first") as first:
         cuda.spike(20 * MIB)
         cuda.current = 1
         with track("second") as second:
             cuda.spike(6 * MIB)
     assert (first.device, second.device) == (0, 1)
     assert (figures(first)[0], figures(second)[0]) == (20, 6)
-
-
-def test_the_device_is_that_of_the_entry(cuda: Cuda) -> None:
-    with track("region") as memory:
-        cuda.spike(4 * MIB)
-        cuda.current = 1
-    assert (memory.device, figures(memory)[0]) == (0, 4)
 
 
 def test_a_failure_fills_the_figures_as_well(cuda: Cuda) -> None:

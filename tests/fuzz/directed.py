@@ -51,8 +51,7 @@ def _written(line: str) -> str:
 PROGRAMS: dict[str, tuple[str, Setting]] = {
     "packs the tensors of unknown Functions": (
         program(
-            [_LINEAR],
-            ["h = self.a(h)", "h = pieces.Positions.apply(h, h.argsort(1).to(h.dtype))"],
+            [_LINEAR], ["h = self.a(h)", "h = pieces.Positions.apply(h, h.argsort(1).to(h.dtype))"]
         ),
         setting(),
     ),
@@ -89,10 +88,7 @@ PROGRAMS: dict[str, tuple[str, Setting]] = {
         setting(double=True, forces=True),
     ),
     "packs the batch": (
-        program(
-            ["nn.Parameter(torch.logspace(2, -2, 64).diag() ** 0.1)"],
-            ["h = h @ self.a**10"],
-        ),
+        program(["nn.Parameter(torch.logspace(2, -2, 64).diag() ** 0.1)"], ["h = h @ self.a**10"]),
         setting(raw=True, learns_input=False),
     ),
     "packs in eval()": (

@@ -116,5 +116,5 @@ FAULTS: dict[str, Fault] = {
 ONLY_WITH_CUDA: dict[str, Fault] = {
     "frees while a stream reads": Fault(
         lambda: patch.object(session, "outlive", lambda _: None), ("side_stream",)
-    ),
+    )
 }

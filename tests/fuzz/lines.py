@@ -108,9 +108,7 @@ WRITES = {
     "foreign_write": ["{1} = {0} * 1.5", "torch.ops.fuzz.damp({1})"],
     "exact_part": ["with pieces.api.exact():", "    {1} = F.gelu({0}) * {0}"],
     "no_grad": ["with torch.no_grad():", "    {1} = {0}.sigmoid()", "{1} = {0} * {1}"],
-    "branch": [
-        "{1} = {0}.tanh() if {0}.detach().float().mean() > 0.02 else F.relu({0}) * 2",
-    ],
+    "branch": ["{1} = {0}.tanh() if {0}.detach().float().mean() > 0.02 else F.relu({0}) * 2"],
     "row_branch": [
         "rows = {0}.tanh()",
         "{1} = torch.stack([r.exp() if r.detach().sum() > 0 else r * r for r in rows])",

@@ -83,20 +83,6 @@ def test_an_empty_tensor_comes_back_empty(format: Format) -> None:
     assert unpack(pack(torch.empty(0, dtype=dtype, device="cuda"), format)).shape == (0,)
 
 
-def test_the_codec_is_unbiased() -> None:
-    # As in test_codec_statistics.py: z has mean square 1, and 4 standard deviations of that mean.
-    x = torch.randn(1 << 16)
-    step, draws = step_of(x, Format()), 400
-    on_gpu, error = x.cuda(), torch.zeros(len(x), device="cuda", dtype=torch.float64)
-    for _ in range(draws):
-        error += unpack(pack(on_gpu, Format())).double() - on_gpu.double()
-    p = step.fraction * (1 - step.fraction)
-    used = p * draws >= 4
-    z = (error.cpu() / draws / (step.variance / draws).sqrt())[used]
-    spread = (2 + (1 - 6 * p[used]) / (draws * p[used])).mean().sqrt() / math.sqrt(len(z))
-    assert abs(z.square().mean() - 1) <= 4 * spread
-
-
 @pytest.mark.parametrize("format", [*FORMATS, Format(6, 64), MASK_FORMAT], ids=repr)
 def test_nothing_waits_for_the_device(format: Format) -> None:
     x = torch.randn(1 << 20, device="cuda")

@@ -6,11 +6,10 @@ Each program is a process of its own, because an observer stays to the end of on
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from child_processes import python
 
 import vramx
 
@@ -42,10 +41,7 @@ def run_program(tmp_path: Path, text: str, *options: str, **variables: str) -> l
     environment = {**os.environ, "VRAMX_OOM_DIR": str(tmp_path / "oom"), **variables}
     if "CXX" in variables:  # nor a library that was compiled earlier
         environment |= {"VRAMX_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-m", "vramx", "run", *options, str(script)]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = python("-m", "vramx", "run", *options, str(script), env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from child_processes import python
 
 pytestmark = pytest.mark.gpu
 
@@ -40,11 +39,10 @@ def test_leaks():
 def test_limits_and_leaks(tmp_path: Path) -> None:
     path = tmp_path / "test_memory.py"
     path.write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-p", "vramx.testing.plugin", "-q", str(path)]
     # Where vramx is installed pytest would load the plugin a second time.
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    done = python(
+        "-m", "pytest", "-p", "vramx.testing.plugin", "-q", str(path), env=environment, timeout=300
     )
     assert "1 failed, 3 passed, 1 error" in done.stdout, done.stdout + done.stderr
     assert "9.00 MiB on cuda:0 at its peak" in done.stdout
