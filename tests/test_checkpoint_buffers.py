@@ -6,6 +6,7 @@ import copy
 import functools
 import random
 import types
+import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,10 @@ import pytest
 import torch
 from checkpoint_tools import SMALL, WIDTH, activation, quiet, seeds
 from torch import Tensor, nn
+from torch.ao.quantization import (
+    FusedMovingAvgObsFakeQuantize,
+    MovingAveragePerChannelMinMaxObserver,
+)
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 import vramx
@@ -63,6 +68,16 @@ class Reassigned(Average):
     def forward(self, x: Tensor) -> Tensor:
         self.mean.data = self.mean.data * 0.5 + x.detach().mean(0) * 0.5
         return (x - self.mean).square()
+
+
+def observed() -> nn.Module:
+    """Fits scales for each channel as it runs, in a kernel that moves no version, and resizes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return FusedMovingAvgObsFakeQuantize(
+            MovingAveragePerChannelMinMaxObserver, -127, 127, qscheme=torch.per_channel_symmetric,
+            dtype=torch.qint8, ch_axis=0,
+        )  # fmt: skip
 
 
 class Noting(nn.Module):
@@ -128,6 +143,7 @@ MOVING: dict[str, Callable[[], nn.Module]] = {
     "average in a new tensor": Counter,
     "average past the version": Unversioned,
     "average in new memory": Reassigned,
+    "quantisation": observed,
     **{note: functools.partial(Noting, note) for note in NOTES},
     **{source: functools.partial(Drawing, source) for source in SOURCES},
 }

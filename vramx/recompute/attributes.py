@@ -33,6 +33,8 @@ from vramx.recompute.objects import FIXED, Copier, TooLargeError, differs, versi
 # What every module has beside what is as it was: members, hooks, what is done to it.
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_vramx", "_compiled_call_impl"}) - {"training"}
 _CONTAINERS = (dict, list, set, deque)
+# Modules that change nothing of their own while they run.
+_INERT = "torch.nn.modules."
 # Of a container that is looked at in each call.
 _MOST_ITEMS = 256
 _ABSENT = object()
@@ -72,11 +74,16 @@ class _Before:
         self._is_training = _trains(module)
         self._own = vars(module)
         self._values = dict(self._own)
+        self._is_new, self._changed, self._thens = False, set[str](), dict[str, Any]()
+        if type(module).__module__.startswith(_INERT):
+            return
         known = _known.get(module, {}).get(self._is_training)
         self._is_new = known is None or known.size != len(self._values)
-        self._changed = set[str]() if known is None else known.changed
-        names = self._values if self._is_new or known is None else known.looked_at
-        self._thens = {name: self._then(name) for name in names if name not in _OF_EVERY_MODULE}
+        names: Iterable[str] = self._values
+        if known is not None:
+            self._changed = known.changed
+            names = names if self._is_new else known.looked_at
+        self._thens = {name: self._then(name) for name in self._names(names)}
 
     @property
     def generators(self) -> list[Any]:

@@ -44,7 +44,7 @@ class _Seen(NamedTuple):
     name: str
     tensor: Tensor
     version: int
-    address: int  # 0: not to be looked at
+    address: int  # -1: not to be looked at
 
 
 # Names of the buffers that a module writes, by whether it trains; absent: not known yet.
@@ -68,7 +68,7 @@ class Buffers:
                 self.are_new = self.are_new or written is None
                 is_buffer = members is module._buffers
                 # A library that moves weights about gives them other memory.
-                address = tensor.data_ptr() if is_buffer and type(tensor) is Tensor else 0
+                address = tensor.data_ptr() if is_buffer and type(tensor) is Tensor else -1
                 self._seen.append(_Seen(module, members, name, tensor, version_of(tensor), address))
                 # A norm in training does not read its statistics.
                 is_statistic = is_buffer and isinstance(module, _NormBase)
@@ -90,7 +90,7 @@ class Buffers:
         now: Any = seen.members.get(seen.name)
         if now is not seen.tensor or version_of(now) != seen.version:
             return True
-        if seen.address and now.data_ptr() != seen.address:
+        if seen.address >= 0 and now.data_ptr() != seen.address:
             return True
         return bool(self._memory) and now.untyped_storage()._cdata in self._memory
 

@@ -171,6 +171,9 @@ def _is_set(name: str, cell: CellType) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _read_by(code: CodeType) -> tuple[str, ...]:
-    """Return the names of the globals that a code reads."""
-    found = (each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
+    """Return the names of the globals that a code reads, and the codes within it."""
+    found = [each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"]
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            found += _read_by(inner)
     return tuple(dict.fromkeys(found))

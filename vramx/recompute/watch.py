@@ -32,6 +32,19 @@ _READS = frozenset(
 _UNSEEN = "memory that no operation of torch fills"
 
 
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that an operator writes to, as its schema has it."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = {each.name: value for each, value in zip(schema.arguments, args, strict=False)}
+    given.update(kwargs)
+    written = [
+        each.name for each in schema.arguments if each.alias_info and each.alias_info.is_write
+    ]
+    return [given[name] for name in written if name in given]
+
+
 class Operators(TorchDispatchMode):
     """Call `on_rough` with the name of each operation that is not smooth, nor in `allowed`.
 
@@ -79,10 +92,8 @@ class Operators(TorchDispatchMode):
         result = func(*args, **kwargs)
         for reader in self._readers:
             reader.look_at(name_of(func), args, result)
-        if self._buffers is not None and getattr(
-            getattr(func, "_schema", None), "is_mutable", False
-        ):
-            self._buffers.note_write((*args[:1], *kwargs.values()))
+        if self._buffers is not None:
+            self._buffers.note_write(_written(func, args, kwargs))
         if isinstance(result, Tensor) and leaves_unfilled(func, result):
             self._unfilled = result
         return result

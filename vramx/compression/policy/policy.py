@@ -75,8 +75,7 @@ _PACKED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _DATA = _PACKED_DTYPES | {torch.bool}
 _ATTENTION = "scaled_dot_product_attention"
 # A result with this many elements fewer than the largest argument is a statistic of it, such as the
-# logsumexp of attention or the reciprocal deviation of a norm: nothing to gain and much to lose. A
-# factor that is repeated over another's elements is one too: columns may differ by much in scale.
+# logsumexp of attention or the reciprocal deviation of a norm: nothing to gain and much to lose.
 _STATISTIC_RATIO = 16
 # The same for a result of fewer dimensions: attention has heads of 8, too.
 _REDUCED_RATIO = 4
@@ -352,7 +351,9 @@ def _is_statistic(tensor: torch.Tensor, operation: Operation) -> bool:
     if operation.name in NORMS:  # also of a norm over a few elements: backward divides by it
         return elements < largest
     if is_factor:
-        return elements * _STATISTIC_RATIO <= largest
+        # One that is repeated: columns may differ by much in scale, and each is off in all rows.
+        shapes = [t.shape for t in operation.tensors if not t.is_nested]
+        return bool(elements < torch.broadcast_shapes(*shapes).numel())
     if elements * _REDUCED_RATIO > largest:
         return False
     reduced = tensor.dim() < max([t.dim() for t in data])
