@@ -25,6 +25,10 @@ SMALL = Compression(min_bytes=0)
 WIDTH = 64
 
 
+class Seen(list[Any]):
+    """What a region notes of each of its runs, for a recomputation has copies of plain lists."""
+
+
 class Packs:
     """What the checkpoint's hooks packed, in order; holds no tensor."""
 

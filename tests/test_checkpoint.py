@@ -15,6 +15,7 @@ from checkpoint_tools import (
     WIDTH,
     Block,
     Packs,
+    Seen,
     activation,
     cosine,
     gradients,
@@ -75,7 +76,7 @@ class Arguments:
 
 
 def test_tensors_in_a_dataclass_are_packed_and_given_back(packs: Packs) -> None:
-    seen = []
+    seen = Seen()
 
     def region(arguments: Arguments) -> torch.Tensor:
         seen.append(arguments)
@@ -134,7 +135,7 @@ def test_a_part_of_a_tensor_is_recomputed_the_same_way(name: str, options: dict[
 
 @pytest.mark.parametrize("level", ["int8", "int4"])
 def test_a_transposed_input_has_its_strides_again(level: str) -> None:
-    strides = []
+    strides = Seen()
 
     def region(x: torch.Tensor) -> torch.Tensor:
         strides.append(x.stride())

@@ -13,6 +13,7 @@ from checkpoint_tools import (
     WIDTH,
     Block,
     Packs,
+    Seen,
     activation,
     cosine,
     gradients,
@@ -73,7 +74,7 @@ def test_rng_state_is_not_restored_when_told_so() -> None:
 
 
 def test_autocast_holds_in_the_recomputation() -> None:
-    dtypes = []
+    dtypes = Seen()
     layer = nn.Linear(WIDTH, WIDTH)
 
     def region(x: torch.Tensor) -> torch.Tensor:
@@ -90,7 +91,7 @@ def test_autocast_holds_in_the_recomputation() -> None:
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("how", ["option", "context"])
 def test_early_stop_is_honoured(how: str, early_stop: bool) -> None:
-    block, calls = Block(), list[int]()
+    block, calls = Block(), Seen()
 
     def region(x: torch.Tensor) -> torch.Tensor:
         y = block(x)
@@ -167,7 +168,7 @@ def test_an_input_changed_in_place_does_no_harm_where_it_was_packed() -> None:
 
 def test_arguments_in_forward_are_the_callers_own() -> None:
     given = {"x": activation(8, 16)}
-    seen = []
+    seen = Seen()
 
     def region(argument: dict[str, torch.Tensor]) -> tuple[torch.Tensor, str]:
         seen.append(argument is given)

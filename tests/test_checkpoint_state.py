@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_tools import SMALL, WIDTH, Packs, activation, packs, quiet, seeds
+from checkpoint_tools import SMALL, WIDTH, Packs, Seen, activation, packs, quiet, seeds
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
@@ -251,7 +251,7 @@ def test_a_tensor_that_is_counted_up_in_an_argument_is_an_error() -> None:
 
 
 def test_modules_and_generators_are_the_callers_own() -> None:
-    seen: list[Any] = []
+    seen = Seen()
 
     def region(x: Tensor, module: nn.Module, generator: torch.Generator) -> Tensor:
         seen.extend((module, generator))

@@ -139,6 +139,20 @@ def test_what_needs_all_gradients_is_told_that_they_are_no_more(link: LateLink, 
     assert link.copies
 
 
+@pytest.mark.parametrize("foreach", [True, False])
+def test_a_norm_for_a_log_is_of_the_gradients_that_are_left(link: LateLink, foreach: bool) -> None:
+    network, _ = offloaded(bucket=5000)
+    network(torch.ones(5, 24)).sum().backward()  # of a bucket that waits for a skipped layer
+    left = [p.grad for p in network.parameters() if type(p.grad) is Tensor]
+    before = [gradient.clone() for gradient in left]
+    expected = torch.stack([gradient.norm() for gradient in left]).norm()
+    found = nn.utils.clip_grad_norm_(network.parameters(), float("inf"), foreach=foreach)
+    assert left
+    torch.testing.assert_close(found, expected)
+    expect_alike(left, before)
+    assert link.copies
+
+
 def test_a_loss_for_another_model_is_told_that_it_has_trained_this_one(link: LateLink) -> None:
     judge, optimizer = offloaded(bucket=1)
     with warnings.catch_warnings():

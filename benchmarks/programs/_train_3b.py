@@ -35,7 +35,7 @@ SHAPES = {
     "10b": sized((32_000, (4096, 47, 14_336, 32, 8)), _TINY),  # 10.5 B, of 24 GiB 20 for weights
 }
 BATCH = sized((16, 512), (2, 32))
-WARM_UP, TIMED = sized(4, 1), sized(10, 2)
+WARM_UP, TIMED = sized(6, 1), sized(10, 2)
 # Of the longest sequence: the first that is tried, by how much it grows, and the last; how often
 # the interval between what fits and what does not is halved then. A step grows with the square, and
 # none is begun that would take longer than this.

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import vramx
+from vramx.errors import OffloadError
 from vramx.sizes import MIB
 
 pytestmark = pytest.mark.gpu
@@ -60,6 +61,19 @@ def test_streamed_states_are_the_unstreamed_ones(
     for number, states in expected.items():
         for key, value in states.items():
             assert torch.equal(value.cpu(), found[number][key].cpu()), (number, key)
+
+
+def test_gradients_that_were_stepped_are_clipped_by_an_error() -> None:
+    network = model()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True)
+    vramx.offload_optimizer(optimizer, in_backward=True, bucket="16MiB")
+    train(network, optimizer, 1)
+    network(torch.ones(4, SIDE, device="cuda").bfloat16()).float().sum().backward()
+    with pytest.raises(OffloadError, match="stepped in backward already"):
+        nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+    assert nn.utils.clip_grad_norm_(network.parameters(), float("inf")) == 0
+    optimizer.step()
+    assert all(p.grad is None for p in network.parameters())
 
 
 def test_what_stays_can_be_changed_between_steps() -> None:

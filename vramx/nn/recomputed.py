@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from vramx.compression import enclosing
@@ -26,6 +27,7 @@ from vramx.nn.keeping import NOTHING, Kept, place_of
 from vramx.nn.linear import keep_tensor
 from vramx.nn.norm import Normed
 from vramx.nn.operators_norm import norm_output
+from vramx.recompute.surroundings import Surroundings
 
 # Of an input, or a norm's result, and a residual, or None.
 Part = Callable[[Tensor | Normed, Tensor | None], Tensor]
@@ -72,13 +74,18 @@ class _InPasses:
 
     def __init__(self, part: Part) -> None:
         self._part = part
-        self._has_run = False
+        self._then: Surroundings | None = None
 
     def __call__(self, y: Tensor, residual: Tensor | None) -> Tensor:
-        word = passes.SECOND if self._has_run else passes.FIRST
-        self._has_run = True
-        with passes.running(word):
-            return self._part(y, residual)
+        if self._then is not None:
+            with self._then.restored() as part, passes.running(passes.SECOND):
+                result: Tensor = part(y, residual)
+                return result
+        self._then = then = Surroundings(self._part, tree_leaves(getattr(self._part, "args", ())))
+        with passes.running(passes.FIRST):
+            result = self._part(y, residual)
+        then.settle()
+        return result
 
 
 class Held(NamedTuple):

@@ -1,9 +1,10 @@
-"""What a region's modules note in their own attributes: counters, lists, what the last call gave.
+"""What a region's modules have in their own attributes: counters, lists, what the last call gave.
 
 A module that counts its calls, appends a loss to a list or keeps the last keys would do so once
-more when it is recomputed, and compute with what it finds then. A recomputation has the attributes
-as they were before the first run, and leaves them as the first run did. Not responsible for
-parameters and buffers (buffers.py), nor for what is no attribute of a module.
+more when it is recomputed, and compute with what it finds then. So would one whose adapter, or
+whose mode, is another by then. A recomputation has the attributes as they were before the first
+run, and leaves them as it found them. Not responsible for parameters, buffers, parts and hooks
+(members.py, buffers.py), nor for what is no attribute of a module.
 
 Objects, and what containers hold, are copied before a module's first run, which tells whether it
 changes them, and later only if it does; all else is looked at in each call. What an attribute held
@@ -20,6 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from operator import is_not
+from types import MethodType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -28,8 +30,8 @@ from vramx.recompute.buffers import tell_of_write
 from vramx.recompute.generators import is_generator, set_state, state_of
 from vramx.recompute.objects import FIXED, Copier, TooLargeError, differs, version_of
 
-# What every module has: its members, hooks and what is done to it. The others are its class's.
-_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_vramx", "forward", "_compiled_call_impl"})
+# What every module has beside what is as it was: members, hooks, what is done to it.
+_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_vramx", "_compiled_call_impl"}) - {"training"}
 _CONTAINERS = (dict, list, set, deque)
 # Of a container that is looked at in each call.
 _MOST_ITEMS = 256
@@ -44,23 +46,30 @@ class _Known(NamedTuple):
     changed: set[str]  # of these, those that did
 
 
-class _Kept(NamedTuple):
-    own: dict[str, Any]  # of a module
-    name: str
-    then: Any  # what it was before
-    is_written: bool  # it is a copy of a tensor that was written to
-
-
 # By whether the module trains.
-_known: weakref.WeakKeyDictionary[nn.Module, dict[bool, _Known]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, dict[bool, _Known]] = weakref.WeakKeyDictionary()
+
+
+def _trains(owner: Any) -> bool:
+    return bool(getattr(owner, "training", False))
+
+
+def _has_attributes(owner: Any) -> bool:
+    """Tell whether an object that is no module has attributes of its own, and may be a key."""
+    if isinstance(owner, (nn.Module, type)) or not hasattr(owner, "__dict__"):
+        return False
+    try:
+        return weakref.ref(owner) in {weakref.ref(owner)}
+    except TypeError:  # it has no weak references, or no hash
+        return False
 
 
 class _Before:
-    """The attributes of one module before it runs."""
+    """The attributes of one module, or of what has a region's method, before it runs."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Any) -> None:
         self._module = module
-        self._is_training = module.training
+        self._is_training = _trains(module)
         self._own = vars(module)
         self._values = dict(self._own)
         known = _known.get(module, {}).get(self._is_training)
@@ -88,84 +97,106 @@ class _Before:
             return copy.copy(value)
         return value
 
-    def changes(self) -> list[_Kept]:
-        """Return what is not as it was."""
+    def note(self) -> None:
+        """Note what the module's first run changed."""
         own, values = self._own, self._values
-        is_same = len(own) == len(values) and not any(map(is_not, own.values(), values.values()))
-        if is_same and not self._is_new and not self._thens:
-            return []
-        found = [kept for name in values for kept in self._change(name)]
-        found += [_Kept(own, name, _ABSENT, False) for name in own if name not in values]
-        self._note(found)
+        if not self._is_new and not self._thens and self._is_same():
+            return
+        changed = {name for name in self._names(own) if own[name] is not values.get(name, _ABSENT)}
+        for name, then in self._thens.items():
+            value = values[name]
+            if isinstance(value, Tensor):
+                if name not in changed and then[1] != version_of(value):
+                    changed.add(name)
+                    if then[0] is value:
+                        tell_of_write(self._module, name)
+            elif differs(then, value):
+                changed.add(name)
+        self._changed |= changed
+        looked_at = tuple(name for name in self._names(own) if self._may_change(name))
+        known = _Known(len(own), looked_at, self._changed)
+        _known.setdefault(self._module, {})[self._is_training] = known
+
+    def _is_same(self) -> bool:
+        own, values = self._own, self._values
+        return len(own) == len(values) and not any(map(is_not, own.values(), values.values()))
+
+    def _names(self, values: Iterable[str]) -> Iterator[str]:
+        return (name for name in values if name not in _OF_EVERY_MODULE)
+
+    def _may_change(self, name: str) -> bool:
+        """Tell whether an attribute may be another though it stays the same object."""
+        value = self._own[name]
+        if isinstance(value, FIXED):
+            return False
+        kinds = (Tensor, *_CONTAINERS)
+        return isinstance(value, kinds) or name in self._changed or is_generator(value)
+
+    def others(self, copier: Copier) -> dict[str, Any]:
+        """Return the attributes that are others now as they were; _ABSENT: there was none."""
+        own, values = self._own, self._values
+        if not self._thens and self._is_same():
+            return {}
+        found = {name: _ABSENT for name in self._names(own) if name not in values}
+        for name in self._names(values):
+            value = self._then_of(name, copier)
+            if own.get(name, _ABSENT) is not value:
+                found[name] = value
         return found
 
-    def _change(self, name: str) -> Iterator[_Kept]:
-        value, now = self._values[name], self._own.get(name, _ABSENT)
-        if name in _OF_EVERY_MODULE:
-            return
-        if now is not value:
-            yield _Kept(self._own, name, value, is_written=False)
-        elif isinstance(value, Tensor):
-            then, version = self._thens.get(name, (value, version_of(value)))
-            if version != version_of(value):
-                if then is value:
-                    tell_of_write(self._module, name)
-                    then = value.detach().clone()
-                yield _Kept(self._own, name, then, is_written=True)
-        elif name in self._thens and differs(self._thens[name], value):
-            yield _Kept(self._own, name, self._thens[name], is_written=False)
+    def _then_of(self, name: str, copier: Copier) -> Any:
+        value, then = self._values[name], self._thens.get(name, _ABSENT)
+        if then is _ABSENT:
+            return value
+        if isinstance(value, Tensor):
+            kept, version = then
+            # One that was written to without a copy of before is all that there is.
+            return value if version == version_of(value) else kept.detach().clone()
+        return copier.copy(then) if differs(then, value) else value
 
-    def _note(self, found: list[_Kept]) -> None:
-        own, changed = self._own, self._changed
-        changed.update(kept.name for kept in found)
-        looked_at = tuple(
-            name
-            for name, value in own.items()
-            if name not in _OF_EVERY_MODULE
-            and not isinstance(value, FIXED)
-            and (
-                isinstance(value, (Tensor, *_CONTAINERS)) or name in changed or is_generator(value)
-            )
-        )
-        known = _Known(len(own), looked_at, changed)
-        _known.setdefault(self._module, {})[self._is_training] = known
+    def put(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if value is _ABSENT:
+                self._own.pop(name, None)
+            else:
+                self._own[name] = value
+
+    def now(self, names: Iterable[str]) -> dict[str, Any]:
+        return {name: self._own.get(name, _ABSENT) for name in names}
 
 
 class Attributes:
     """The attributes of modules before a region runs, and for those that recompute it.
 
-    `generators` are those of random numbers among them.
+    Also those of the object, such as a trainer, whose method the region's function is. `generators`
+    are those of random numbers among them.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], function: Any = None) -> None:
         self._before = list(map(_Before, modules))
+        owner = getattr(function, "__self__", None) if isinstance(function, MethodType) else None
+        if _has_attributes(owner):
+            self._before.append(_Before(owner))
         self.generators = [each for before in self._before for each in before.generators]
-        self._kept: list[_Kept] = []
 
     def settle(self) -> None:
         """Note what the first run changed."""
-        self._kept = [kept for before in self._before for kept in before.changes()]
-        self._before = []
+        for before in self._before:
+            before.note()
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Have the modules the attributes of then meanwhile."""
-        now = [(each, each.own.get(each.name, _ABSENT)) for each in self._kept]
         copier = Copier()
-        for each in self._kept:
-            _put(each, each.then.clone() if each.is_written else copier.copy(each.then))
+        found = [(before, before.others(copier)) for before in self._before]
+        changed = [(before, others, before.now(others)) for before, others in found if others]
         try:
+            for before, others, _ in changed:
+                before.put(others)
             yield
         finally:
-            for each, value in now:
-                _put(each, value)
-
-
-def _put(kept: _Kept, value: Any) -> None:
-    if value is _ABSENT:
-        kept.own.pop(kept.name, None)
-    else:
-        kept.own[kept.name] = value
+            for before, _, now in changed:
+                before.put(now)
 
 
 def attributes_as_now(modules: Iterable[nn.Module]) -> Callable[[], None]:

@@ -1,8 +1,4 @@
-"""Parameters and buffers of a region: a recomputation finds what the first run did, and leaves it.
-
-torch.func.functional_call, and libraries that learn to learn, give a module other tensors for the
-length of a call. When backward recomputes the call these are gone, and the module has its own
-again: the gradient would be of another function. The recomputation gets the tensors back.
+"""Buffers that a region changes: a recomputation finds them as the first run did, and leaves them.
 
 Running statistics of a batch norm move once a step, not twice; so do the vectors of a power
 iteration, an average, or a counter, and parameters without a gradient, as of a network that follows
@@ -22,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import types
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +29,6 @@ from vramx.errors import warn_once
 from vramx.patch.references import globals_of, parts_of
 from vramx.recompute.objects import version_of
 
-_PLAIN = (Tensor, nn.Parameter)
 _Members = dict[str, Any]  # the buffers of a module, or its parameters
 
 
@@ -57,7 +52,7 @@ _written: weakref.WeakKeyDictionary[nn.Module, dict[bool, set[str]]] = weakref.W
 
 
 class Buffers:
-    """The tensors of a region's modules, for one run of it and for those that recompute it."""
+    """The buffers of a region's modules, for one run of it and for those that recompute it."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._seen: list[_Seen] = []
@@ -67,9 +62,7 @@ class Buffers:
         self.are_new = False
         self._memory: set[int] = set()  # that operations wrote to
         self._known: set[tuple[int, str]] = set()  # what its module has written before
-        self._then: list[tuple[_Members, _Members]] = []
         for module in modules:
-            self._then += [(own, dict(own)) for own in (module._parameters, module._buffers) if own]
             written = _written.get(module, {}).get(module.training)
             for members, name, tensor in _changeable(module):
                 self.are_new = self.are_new or written is None
@@ -123,42 +116,19 @@ class Buffers:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Have the modules the tensors of then meanwhile, and copies of those that they write."""
-        with _holding(list(self._replaced())), _holding(list(map(_copied, self._kept))):
+        """Have the modules write into copies meanwhile."""
+        own = [(each, each.members.get(each.name)) for each in self._kept]
+        for each, now in own:
+            source = now if each.value is None else each.value
+            copy = None if source is None else source.detach().clone()
+            if isinstance(now, nn.Parameter) and copy is not None:
+                copy = nn.Parameter(copy, requires_grad=False)
+            each.members[each.name] = copy
+        try:
             yield
-
-    def _replaced(self) -> Iterator[_Kept]:
-        """Give what modules had then, where they have others now.
-
-        Those of a class of their own, as of a sharding library, come and go by that library's
-        hooks, in a recomputation too.
-        """
-        for own, then in self._then:
-            for name, tensor in then.items():
-                now = own.get(name)
-                if now is not tensor and type(now) in _PLAIN and type(tensor) in _PLAIN:
-                    yield _Kept(own, name, tensor)
-
-
-def _copied(kept: _Kept) -> _Kept:
-    now = kept.members.get(kept.name)
-    source = now if kept.value is None else kept.value
-    copy = None if source is None else source.detach().clone()
-    if isinstance(now, nn.Parameter) and copy is not None:
-        copy = nn.Parameter(copy, requires_grad=False)
-    return kept._replace(value=copy)
-
-
-@contextlib.contextmanager
-def _holding(values: Sequence[_Kept]) -> Iterator[None]:
-    own = [each._replace(value=each.members.get(each.name)) for each in values]
-    for each in values:
-        each.members[each.name] = each.value
-    try:
-        yield
-    finally:
-        for each in own:
-            each.members[each.name] = each.value
+        finally:
+            for each, now in own:
+                each.members[each.name] = now
 
 
 def _changeable(module: nn.Module) -> Iterator[tuple[_Members, str, Tensor]]:
@@ -169,6 +139,17 @@ def _changeable(module: nn.Module) -> Iterator[tuple[_Members, str, Tensor]]:
     for name, parameter in module._parameters.items():
         if type(parameter) is nn.Parameter and not parameter.requires_grad:
             yield module._parameters, name, parameter
+
+
+def tell_of_change() -> None:
+    """Say once that what a recomputation reads was written into since the call."""
+    warn_once(
+        "parameters, or tensors that a function closes over, were written into between a call "
+        "under vramx.checkpoint and its recomputation, as by a step of an optimizer ahead of "
+        "backward: gradients of what is recomputed are those of the new values. Without a "
+        "checkpoint torch raises an error there",
+        stacklevel=7,
+    )
 
 
 def tell_of_write(module: nn.Module, name: str) -> None:

@@ -1,10 +1,10 @@
 """The function of a checkpoint as torch calls it: first in forward, then to recompute.
 
 In forward it gets the caller's arguments, in a recomputation new containers around decoded tensors,
-and what it reaches as it was before the call: objects, the parameters, buffers and attributes of
-its modules, generators of random numbers. The first call of a kind is watched (watch.py): what ran
-decides how the inputs are kept. A recomputation from packed inputs is watched too, for it may take
-a way that the watched call did not take.
+and what it reaches as it was before the call: objects, its own variables, what its modules are made
+of and have in their attributes, generators of random numbers. The first call of a kind is watched
+(watch.py): what ran decides how the inputs are kept. A recomputation from packed inputs is watched
+too, for it may take a way that the watched call did not take.
 
 One thread at a time. Nothing here holds a tensor of the region once it has run, but for those of
 its modules.
@@ -12,7 +12,6 @@ its modules.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -20,12 +19,11 @@ from torch import Tensor
 
 from vramx.errors import RecomputationError
 from vramx.recompute import verdicts
-from vramx.recompute.attributes import Attributes
-from vramx.recompute.buffers import Buffers, modules_of
-from vramx.recompute.generators import Generators
+from vramx.recompute.buffers import Buffers
 from vramx.recompute.inputs import Inputs
 from vramx.recompute.objects import Before, as_before
 from vramx.recompute.structure import Structure
+from vramx.recompute.surroundings import Surroundings
 from vramx.recompute.unfilled import saved_behind
 from vramx.recompute.verdicts import Verdict
 from vramx.recompute.watch import Operators, Watch
@@ -58,7 +56,7 @@ class Region:
         self._is_watched = False
         self._ran_in_mode = False
         self._key: Hashable | None = None
-        self._before: tuple[Buffers | Attributes | Generators, ...] = ()
+        self._then: Surroundings | None = None
 
     def leaves_of(self, leaves: list[Any]) -> list[Any]:
         """Return the leaves for torch to keep: objects as they are now."""
@@ -70,12 +68,9 @@ class Region:
         args, kwargs = self._arguments
         self._arguments = None
         inputs, self._inputs = self._inputs, None
-        modules = modules_of(self._function, leaves)
-        buffers, attributes = Buffers(modules), Attributes(modules)
-        self._before = buffers, attributes
-        if self._draws_again:
-            held = (*leaves, *attributes.generators)
-            self._before += (Generators(self._function, modules, held),)
+        function, draws_again = self._function, self._draws_again
+        self._then = then = Surroundings(function, leaves, draws_again=draws_again)
+        buffers = then.buffers
         if inputs is not None and inputs.may_pack and not self._vouched:
             self._allowed = inputs.allowed
             result = self._run_to_pack(args, kwargs, leaves, (inputs.tensors, buffers))
@@ -86,8 +81,7 @@ class Region:
         else:
             result = self._function(*args, **kwargs)
         result = saved_behind(result)
-        buffers.settle()
-        attributes.settle()
+        then.settle()
         for leaf in leaves:
             if isinstance(leaf, Before):
                 leaf.check()
@@ -115,14 +109,13 @@ class Region:
     def _recompute(self, leaves: tuple[Any, ...]) -> Any:
         found = [leaf.again() if isinstance(leaf, Before) else leaf for leaf in leaves]
         args, kwargs = self._structure.rebuild(found)
-        with contextlib.ExitStack() as restored:
-            for each in self._before:
-                restored.enter_context(each.restored())
+        assert self._then is not None
+        with self._then.restored() as function:
             if not self._is_watched and not self._ran_in_mode:
-                return saved_behind(self._function(*args, **kwargs))
+                return saved_behind(function(*args, **kwargs))
             # Some of torch's functions, such as ctc_loss, save other tensors in a mode.
             with Operators(self._refuse if self._is_watched else _accept, self._allowed):
-                return saved_behind(self._function(*args, **kwargs))
+                return saved_behind(function(*args, **kwargs))
 
     def _refuse(self, rough: str) -> None:
         verdicts.remember(self._key, self._function, Verdict(rough))

@@ -1,0 +1,174 @@
+"""A function as it is now: with the variables that it closes over and the globals that it reads.
+
+A loop that checkpoints `lambda x: layer(x)` gives each call its own layer, and backward, which runs
+when the loop is over, the last one's. So a recomputation calls a function of the same code whose
+variables are those of the call; where these are what they were, it is the function itself. Python's
+own containers among them are copied, other objects are shared, and what a recomputation writes to
+the variables is forgotten. A call costs a microsecond and a look at each variable.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from vramx.errors import warn_once
+from vramx.recompute.buffers import tell_of_change
+from vramx.recompute.objects import Copier, differs, version_of
+
+_CONTAINERS = (dict, list, set, deque)
+_MOST_ITEMS = 256
+# Decorators over decorators; what lies deeper is shared.
+_MOST_FUNCTIONS = 16
+
+
+class _Variable(NamedTuple):
+    place: Any  # a cell, or the name of a global
+    value: Any
+    then: Any  # the value, or a copy of a container
+
+    def is_other(self, now: Any) -> bool:
+        return now is not self.value or (self.then is not now and differs(self.then, now))
+
+
+class _Taken:
+    """A function and its variables at one time."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self.function = function
+        names = function.__code__.co_freevars
+        cells = zip(names, function.__closure__ or (), strict=True)
+        self.cells = [
+            _variable(cell, cell.cell_contents) for name, cell in cells if _is_set(name, cell)
+        ]
+        known = function.__globals__
+        self.globals = [
+            _variable(name, known[name])
+            for name in _read_by(function.__code__)
+            if name in known and type(known[name]) is not ModuleType
+        ]
+
+    def is_other(self) -> bool:
+        known = self.function.__globals__
+        return any(each.is_other(each.place.cell_contents) for each in self.cells) or any(
+            each.is_other(known.get(each.place)) for each in self.globals
+        )
+
+
+class Variables:
+    """The variables of a function, and of those that it is made of or closes over, as they are now.
+
+    Example:
+        >>> doubled, tripled = [Variables(lambda x: x * factor) for factor in (2, 3)]
+        >>> doubled.function()(1), tripled.function()(1)
+        (2, 3)
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._taken = {id(each): _Taken(each) for each in _functions(function)}
+        self._versions = [
+            (each.value, version_of(each.value))
+            for taken in self._taken.values()
+            for each in (*taken.cells, *taken.globals)
+            if isinstance(each.value, Tensor)
+        ]
+
+    def settle(self) -> None:
+        """See what a run of the function did: say once where it wrote into a tensor."""
+        if any(version_of(tensor) != version for tensor, version in self._versions):
+            name = getattr(self._function, "__qualname__", type(self._function).__name__)
+            warn_once(
+                f"{name} under vramx.checkpoint writes into a tensor that it closes over, and does "
+                "so once more when it is recomputed, with what it finds then; make it a buffer of "
+                "a module",
+                stacklevel=7,
+            )
+        self._versions = [(tensor, version_of(tensor)) for tensor, _ in self._versions]
+
+    def function(self) -> Callable[..., Any]:
+        """Return the function with the variables of then."""
+        if any(version_of(tensor) != version for tensor, version in self._versions):
+            tell_of_change()
+        self._versions = []
+        if not any(each.is_other() for each in self._taken.values()):
+            return self._function
+        copier, cells = Copier(), dict[int, CellType]()
+        for each in self._taken.values():
+            cells.update((id(variable.place), CellType()) for variable in each.cells)
+        made = {key: _made(each, cells, copier) for key, each in self._taken.items()}
+        for each in self._taken.values():
+            for variable in each.cells:
+                value = made.get(id(variable.value), copier.copy(variable.then))
+                cells[id(variable.place)].cell_contents = value
+        again: Callable[..., Any] = _around(self._function, made)
+        return again
+
+
+def _made(taken: _Taken, cells: dict[int, CellType], copier: Copier) -> FunctionType:
+    function = taken.function
+    known = function.__globals__
+    others = {
+        each.place: copier.copy(each.then)
+        for each in taken.globals
+        if each.is_other(known.get(each.place))
+    }
+    closure = tuple(cells.get(id(cell), cell) for cell in function.__closure__ or ())
+    code, named = function.__code__, {**known, **others} if others else known
+    made = FunctionType(code, named, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update(function.__dict__)
+    return made
+
+
+def _around(function: Any, made: dict[int, FunctionType]) -> Any:
+    """Return a callable around functions with those that were made in their place."""
+    if type(function) is functools.partial:
+        inner = _around(function.func, made)
+        return functools.partial(inner, *function.args, **function.keywords)
+    if isinstance(function, MethodType):
+        return MethodType(_around(function.__func__, made), function.__self__)
+    return made.get(id(function), function)
+
+
+def _functions(function: Any) -> Iterator[FunctionType]:
+    """Give the functions that a callable is made of, once each: those that they close over too."""
+    waiting, seen = [function], set[int]()
+    while waiting and len(seen) < _MOST_FUNCTIONS:
+        found = waiting.pop()
+        if type(found) is functools.partial:
+            waiting.append(found.func)
+        elif isinstance(found, MethodType):
+            waiting.append(found.__func__)
+        elif type(found) is FunctionType and id(found) not in seen:
+            seen.add(id(found))
+            yield found
+            names = zip(found.__code__.co_freevars, found.__closure__ or (), strict=True)
+            waiting += [cell.cell_contents for name, cell in names if _is_set(name, cell)]
+
+
+def _variable(place: Any, value: Any) -> _Variable:
+    is_copied = type(value) in _CONTAINERS and len(value) <= _MOST_ITEMS
+    return _Variable(place, value, copy.copy(value) if is_copied else value)
+
+
+def _is_set(name: str, cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - it raises where the variable has no value yet
+    except ValueError:
+        return False
+    return name != "__class__"
+
+
+@functools.lru_cache(maxsize=4096)
+def _read_by(code: CodeType) -> tuple[str, ...]:
+    """Return the names of the globals that a code reads."""
+    found = (each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
+    return tuple(dict.fromkeys(found))

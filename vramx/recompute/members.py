@@ -1,0 +1,90 @@
+"""What a region's modules are made of in its first run, for one that recomputes it.
+
+torch.func.functional_call, and libraries that learn to learn, give a module other tensors for the
+length of a call; adapters are switched, parts and hooks put on and taken off, and weights frozen.
+When backward recomputes the call, all that may be as it is next: the gradient would be of another
+function. The recomputation has parameters, buffers, parts and forward hooks as they were then, and
+the same parameters require a gradient.
+
+Tensors of a class of their own, as of a sharding library, come and go by that library's hooks, in a
+recomputation too. Holds what the graph or the module holds as well. A call costs a microsecond for
+each module of the region.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from vramx.recompute.buffers import tell_of_change
+
+_PLAIN = (Tensor, nn.Parameter)
+_Members = dict[str, Any]  # of a module: parameters, buffers, parts or hooks
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
+
+
+class Members:
+    """The tensors, parts and hooks of modules as they are now, and parameters among arguments."""
+
+    def __init__(self, modules: Iterable[nn.Module], leaves: Iterable[Any] = ()) -> None:
+        self._tensors: list[tuple[_Members, _Members]] = []
+        self._others: list[tuple[_Members, _Members]] = []
+        for module in modules:
+            for own in (module._parameters, module._buffers):
+                if own:
+                    self._tensors.append((own, dict(own)))
+            self._others.append((module._modules, dict(module._modules)))
+            self._others += [(own, dict(own)) for own in map(vars(module).get, _HOOKS) if own]
+        tensors = (*leaves, *(x for _, then in self._tensors for x in then.values()))
+        learnt = {id(x): x for x in tensors if type(x) is nn.Parameter}.values()
+        self._requires_grad = [(parameter, parameter.requires_grad) for parameter in learnt]
+        self._versions: list[int] = []
+
+    def settle(self) -> None:
+        """Note what the parameters are after the first run, which may have written into them."""
+        self._versions = [parameter._version for parameter, _ in self._requires_grad]
+
+    def _check(self) -> None:
+        now = [parameter._version for parameter, _ in self._requires_grad]
+        pairs = zip(self._requires_grad, self._versions, now, strict=bool(self._versions))
+        if any(learns and version != later for (_, learns), version, later in pairs):
+            tell_of_change()
+        self._versions = []  # a recomputation may write into them, as the first run does
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Have the modules those of then meanwhile, where they have others now."""
+        self._check()
+        tensors: list[tuple[_Members, str, Any]] = []
+        for own, then in self._tensors:
+            for name, tensor in then.items():
+                now = own.get(name)
+                if now is not tensor and type(now) in _PLAIN and type(tensor) in _PLAIN:
+                    tensors.append((own, name, now))
+                    own[name] = tensor
+        others = [(own, dict(own), then) for own, then in self._others if own != then]
+        flags = [(p, p.requires_grad) for p, then in self._requires_grad if p.requires_grad != then]
+        try:
+            for own, _, then in others:
+                _fill(own, then)
+            for parameter, now in flags:
+                parameter.requires_grad_(not now)
+            yield
+        finally:
+            for parameter, now in flags:
+                parameter.requires_grad_(now)
+            for own, before, _ in others:
+                _fill(own, before)
+            for own, name, now in tensors:
+                own[name] = now
+
+
+def _fill(own: _Members, members: _Members) -> None:
+    own.clear()
+    own.update(members)

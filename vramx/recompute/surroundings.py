@@ -1,0 +1,68 @@
+"""All that a region's function reaches beside its arguments, as it is when the region first runs.
+
+Each file beside this one has a part of it: variables of the function, what modules are made of
+(members.py), their buffers and attributes, and generators of random numbers. Belongs to one run of
+one region, and to those that recompute it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from vramx.recompute.attributes import Attributes
+from vramx.recompute.buffers import Buffers, modules_of
+from vramx.recompute.functions import Variables
+from vramx.recompute.generators import Generators
+from vramx.recompute.members import Members
+
+
+class Surroundings:
+    """What a function reaches, taken now; `buffers` say whether its modules are new."""
+
+    def __init__(
+        self, function: Callable[..., Any], leaves: Iterable[Any], *, draws_again: bool = True
+    ) -> None:
+        leaves = tuple(leaves)
+        self._variables = Variables(function)
+        modules = modules_of(function, leaves)
+        self.buffers, self._attributes = Buffers(modules), Attributes(modules, function)
+        self._members = Members(modules, leaves)
+        self._reads_all = _is_of_a_module(function)
+        self._generators: list[Generators] = []
+        if draws_again:
+            held = (*leaves, *self._attributes.generators)
+            self._generators.append(Generators(function, modules, held))
+
+    def settle(self) -> None:
+        """Note what the first run changed."""
+        self._variables.settle()
+        self.buffers.settle()
+        self._attributes.settle()
+        if self._reads_all:
+            self._members.settle()
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[Callable[..., Any]]:
+        """Have all as it was meanwhile; gives the function with its variables."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._members.restored())
+            stack.enter_context(self.buffers.restored())
+            stack.enter_context(self._attributes.restored())
+            for generators in self._generators:
+                stack.enter_context(generators.restored())
+            yield self._variables.function()
+
+
+def _is_of_a_module(function: Any) -> bool:
+    """Tell whether a function is a module, or its forward: it reads the parameters that it has.
+
+    What closes over a model may read one layer of it.
+    """
+    if isinstance(function, functools.partial) and function.args:
+        return isinstance(function.args[0], nn.Module)
+    return isinstance(getattr(function, "__self__", function), nn.Module)
