@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import vramx
+from vramx import errors
 from vramx.compression.offload import pinned
 from vramx.compression.offload.transport import Lane
 from vramx.optimizers import offload, rounds
@@ -93,6 +94,7 @@ def use(link: LateLink, monkeypatch: pytest.MonkeyPatch) -> None:
 def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateLink]:
     made = LateLink()
     use(made, monkeypatch)
+    errors._said.clear()
     yield made
     made.pool.check()
 

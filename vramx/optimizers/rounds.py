@@ -9,7 +9,6 @@ Not thread-safe.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vramx.compression.offload.offload import link_of
-from vramx.errors import OffloadError, VramxWarning
+from vramx.errors import OffloadError, warn_once
 from vramx.optimizers import separable, stepped
 from vramx.optimizers.copies import HOLDER, ORIGINAL, parameters_of
 from vramx.optimizers.options import Options, check_alone, check_one_device
@@ -54,7 +53,6 @@ class Rounds:
         self._is_busy = False  # with a step, which reads states as they come
         self._round: list[_Place] = []  # what was stepped in this round already, in backward
         self._order: list[_Place] = []  # and in the one before
-        self._has_warned = False
 
     def step(self, optimizer: Optimizer, run: Callable[[], None]) -> None:
         """Step what has gradients; `run` does that for those that have one then."""
@@ -110,14 +108,12 @@ class Rounds:
 
     def discard(self) -> None:
         """Do what zero_grad() means: gradients are thrown away, but those that were stepped."""
-        if self._round and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
+        if self._round:
+            warn_once(
                 "zero_grad() came before step(), and parameters were stepped in backward already: "
                 "a loss whose gradients are not meant for them has trained them. Where there are "
                 "such losses, as of another model, use in_backward=False",
-                VramxWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         self.end_round()
 

@@ -84,13 +84,7 @@ class Variables:
     def settle(self) -> None:
         """See what a run of the function did: say once where it wrote into a tensor."""
         if any(version_of(tensor) != version for tensor, version in self._versions):
-            name = getattr(self._function, "__qualname__", type(self._function).__name__)
-            warn_once(
-                f"{name} under vramx.checkpoint writes into a tensor that it closes over, and does "
-                "so once more when it is recomputed, with what it finds then; make it a buffer of "
-                "a module",
-                stacklevel=7,
-            )
+            _say_written(getattr(self._function, "__qualname__", type(self._function).__name__))
         self._versions = [(tensor, version_of(tensor)) for tensor, _ in self._versions]
 
     def function(self) -> Callable[..., Any]:
@@ -110,6 +104,14 @@ class Variables:
                 cells[id(variable.place)].cell_contents = value
         again: Callable[..., Any] = _around(self._function, made)
         return again
+
+
+def _say_written(name: str) -> None:
+    warn_once(
+        f"{name} under vramx.checkpoint writes into a tensor that it closes over, and does so once "
+        "more when it is recomputed, with what it finds then; make it a buffer of a module",
+        stacklevel=7,
+    )
 
 
 def _made(taken: _Taken, cells: dict[int, CellType], copier: Copier) -> FunctionType:
