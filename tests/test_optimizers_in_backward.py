@@ -14,6 +14,7 @@ from optimizer_tools import LateLink, OneByOne, expect_alike, link, values_of
 from torch import Tensor, nn
 
 import vramx
+from vramx.compression.offload.transport import Lane
 from vramx.errors import OffloadError, VramxWarning
 
 __all__ = ["link"]
@@ -100,6 +101,31 @@ def test_the_first_bucket_comes_before_its_gradients_and_slots_stay(
     expect_alike(plain.parameters(), streamed.parameters())
     expect_alike(values_of(optimizer), values_of(ours))
     assert seen[0] > before
+
+
+def test_a_state_that_is_changed_while_it_comes_is_the_changed_one(link: LateLink) -> None:
+    plain, (streamed, ours) = Deep(), offloaded(bucket=2500)
+    plain.skipped = streamed.skipped = ()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    train(plain, optimizer, 2)
+    train(streamed, ours, 2)
+    copied = link.copy
+
+    def copy_at_once(lane: Lane, target: Tensor, source: Tensor) -> None:
+        copied(lane, target, source)
+        link.synchronize(link.mark(lane))
+
+    link.copy = copy_at_once  # type: ignore[method-assign]
+    for network, each in ((plain, optimizer), (streamed, ours)):
+        weight = network.layers[3].weight  # which is on its way when layer 4 has its gradient
+
+        def halve(_: Tensor, each: Any = each, weight: Tensor = weight) -> None:
+            each.state[weight]["exp_avg"].mul_(0.5)
+
+        network.layers[4].weight.register_hook(halve)
+        train(network, each, 2)
+    expect_alike(plain.parameters(), streamed.parameters())
+    assert link.copies
 
 
 def test_a_second_backward_before_the_step_is_refused(link: LateLink) -> None:

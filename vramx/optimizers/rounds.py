@@ -188,6 +188,8 @@ class Rounds:
     def settle_between_steps(self) -> None:
         if not self._is_busy:
             self.settle()
+            for stream in self._streams.values():
+                stream.turn_away()  # whoever reads the states may change them
 
     def settle(self) -> None:
         for stream in self._streams.values():
