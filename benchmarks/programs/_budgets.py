@@ -35,7 +35,7 @@ BUDGETS = sized(5, 2)
 STEPS = sized(3, 2)  # of a loop whose peak is taken
 # Of each that is near the plan: so many turns of so many steps.
 TURNS, TIMED = sized((4, 3), (1, 1))
-MOST_UNSETTLED = sized(8, 1)
+MOST_UNSETTLED = sized(8, 1)  # of an arrangement: more than any took that settles at all
 # Of one turn: how much slower than the plan a rival may be to be timed in turns with it.
 NEAR = 1.04
 RATE = 1e-5
