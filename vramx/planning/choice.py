@@ -15,7 +15,8 @@ the beginnings on the front, milliseconds for a model of equal blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -86,6 +87,35 @@ def smallest(timeline: Timeline) -> Arrangement:
     found = fastest(timeline, high)
     assert found is not None
     return found
+
+
+def near(timeline: Timeline, limit_bytes: float, share: float) -> list[Arrangement]:
+    """Return what should be slower than the fastest by less than a share, the fastest first.
+
+    Each has one word or two, or as few where a block has neither of them: so each is of another
+    kind, and what is predicted wrongly of one word is not wrong in all of them.
+    """
+    best = fastest(timeline, limit_bytes)
+    if best is None:
+        return []
+    every = sorted({word for place in timeline.places for word in place.costs})
+    few = (itertools.combinations(every, count) for count in (1, 2))
+    chosen = itertools.chain.from_iterable(few)
+    found = (fastest(_with_words(timeline, words), limit_bytes) for words in chosen)
+    most_ms = (1 + share) * best.step_ms
+    alike = {each.words: each for each in found if each is not None and each.step_ms <= most_ms}
+    return sorted(alike.values(), key=_order)
+
+
+def _with_words(timeline: Timeline, words: Collection[str]) -> Timeline:
+    """Return the timeline with no other words for blocks that can have one of these."""
+    places = [
+        replace(place, costs=own)
+        if (own := {w: place.costs[w] for w in words if w in place.costs})
+        else place
+        for place in timeline.places
+    ]
+    return replace(timeline, places=places)
 
 
 def _timeless(timeline: Timeline) -> Timeline:
