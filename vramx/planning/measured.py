@@ -18,7 +18,7 @@ class Run:
     """An arrangement that was run. `measured_bytes` is None if it ran out of memory.
 
     `predicted_bytes` is what was predicted just before, corrected by what runs before it had shown;
-    `measured_ms` becomes less where a later timing was.
+    `measured_ms` is the median of several timings where another run was nearly as fast.
     """
 
     arrangement: Arrangement

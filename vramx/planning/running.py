@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from statistics import median
 
 from vramx.planning.agreement import Agreement
 from vramx.planning.blocks import Block
@@ -32,9 +33,9 @@ _PEAK_STEPS = 2
 _LESS_AFTER_OUT_OF_MEMORY = 0.95
 # By how much of a step predictions are off, and what one timing of it differs from another; and how
 # many turns tell two apart that are closer.
-_PREDICTED_WITHIN, _TIMED_WITHIN, _TURNS = 0.04, 0.02, 3
+_PREDICTED_WITHIN, _TIMED_WITHIN, _TURNS = 0.04, 0.02, 4
 # How long each of the two takes, about: a large model has few turns. So many steps make one timing.
-_MOST_MS, _STEPS = 5000.0, 10
+_MOST_MS, _STEPS = 8000.0, 10
 
 
 class Runner:
@@ -130,10 +131,13 @@ class Runner:
         least_ms = min(run.measured_ms for run in fitting)
         close = [run for run in fitting if run.measured_ms <= (1 + _TIMED_WITHIN) * least_ms]
         turns = _TURNS if len(close) > 1 else 0
+        times = {run.arrangement.words: [run.measured_ms] for run in close}
         for turn in range(min(turns, math.ceil(_MOST_MS / (_STEPS * len(close) * least_ms)))):
             self._bar.show("plan: timing what was nearly as fast", turn, turns)
             for run in close if turn % 2 else close[::-1]:
-                run.measured_ms = min(run.measured_ms, self._time_ms(measured, run))
+                times[run.arrangement.words].append(self._time_ms(measured, run))
+        for run in close:
+            run.measured_ms = median(times[run.arrangement.words])
 
     def _time_ms(self, measured: Measured, run: Run) -> float:
         with (
