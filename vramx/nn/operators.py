@@ -23,6 +23,7 @@ from torch._C import (
     _len_torch_function_stack,
 )
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils._pytree import tree_leaves
 
 from vramx.compression.lifetime import outlive_all
 from vramx.nn.keeping import PLAIN_TENSORS, Spec
@@ -39,7 +40,8 @@ class Operator:
     """A function of tensors that is an operator of torch.library, and can be called around it.
 
     `implementation` is the function itself. Where it returns None in a tuple, which a schema cannot
-    say, the operator of torch.library returns an empty tensor like the first argument.
+    say, the operator of torch.library returns an empty tensor like the first argument; and where
+    results share memory, with arguments or with each other, which none may, it copies.
 
     Example:
         >>> @operator("vramx::example", schema="(Tensor x) -> Tensor")
@@ -55,7 +57,7 @@ class Operator:
         self._name = name
         self.implementation = implementation = _reading_in_time(implementation)
         self._definition: Any = torch.library.custom_op(
-            name, _without_none(implementation), mutates_args=(), schema=schema
+            name, _as_libraries_want(implementation), mutates_args=(), schema=schema
         )
         namespace, short = name.split("::")
         self._overload: Any = getattr(getattr(torch.ops, namespace), short).default
@@ -123,15 +125,24 @@ def _reading_in_time(implementation: Callable[..., Any]) -> Callable[..., Any]:
     return reading
 
 
-def _without_none(implementation: Callable[..., Any]) -> Callable[..., Any]:
+def _as_libraries_want(implementation: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(implementation)
-    def whole(*args: Any) -> Any:
-        results = implementation(*args)
-        if type(results) is not tuple:
-            return results
-        return tuple(args[0].new_empty(0) if each is None else each for each in results)
+    def apart(*args: Any) -> Any:
+        found = implementation(*args)
+        results = list(found) if type(found) in (tuple, list) else [found]
+        taken = {_memory_of(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
+        for i, each in enumerate(results):
+            results[i] = args[0].new_empty(0) if each is None else each
+            if _memory_of(results[i]) in taken:
+                results[i] = each.clone()
+            taken.add(_memory_of(results[i]))
+        return type(found)(results) if type(found) in (tuple, list) else results[0]
 
-    return whole
+    return apart
+
+
+def _memory_of(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
 
 
 def _is_tensor_list(kind: Any) -> bool:
