@@ -2,8 +2,10 @@
 
 A language model, one with low-rank adapters on all linear layers, one with experts, an older one
 with dropout, a bidirectional one under autocast, and a convolutional one. Weights and batches are
-random. A model's library is imported by its builder only; PROGRAM_SIZE=tiny makes all of them small
-enough for a processor. Building takes some seconds, most of it imports.
+random; batches are so large that the GPU sets the pace: where a busy host does, steps of one plan
+differ by more than those of two. A model's library is imported by its builder only;
+PROGRAM_SIZE=tiny makes all of them small enough for a processor. Building takes some seconds, most
+of it imports.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def llama(device: torch.device) -> Subject:
 def llama_lora(device: torch.device) -> Subject:
     """With adapters in bfloat16 on all linear layers, everything else frozen."""
     model = adapt(_llama(sized(6, 2)), Adapters(dropout=0.0), torch.bfloat16)
-    return _with_labels(model, _tokens(*sized((16, 1024), (2, 32)), device))
+    return _with_labels(model, _tokens(*sized((32, 1024), (2, 32)), device))
 
 
 def experts(device: torch.device) -> Subject:
