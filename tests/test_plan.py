@@ -262,11 +262,21 @@ def test_blocks_are_the_repeated_modules_and_not_their_stages_or_parts() -> None
     pair = nn.Module()
     pair.first, pair.second = Named(), Named()
     assert [block.name for block in find_blocks(pair)] == ["first", "second"]
-    pair = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(InvalidValueError, match="no repeated blocks"):
-        find_blocks(pair)
     with pytest.raises(InvalidValueError, match="level 'int9' is not accepted"):
         vramx.plan(pair, torch.ones(1, 2), levels="int9")
+
+
+def test_a_model_in_which_nothing_repeats_has_its_parts_for_blocks() -> None:
+    layers = nn.ModuleList([nn.LSTM(4, 4), nn.LSTM(4, 4)])
+    parts = nn.ModuleDict({"embed": nn.Embedding(4, 4), "layers": layers, "act": nn.ReLU()})
+    assert [block.name for block in find_blocks(parts)] == ["embed", "layers.0", "layers.1"]
+    network = nn.Sequential(nn.Sequential(nn.Linear(8, 64), nn.GELU()), nn.Linear(64, 1))
+    wrapper = nn.Sequential(network)
+    assert [block.name for block in find_blocks(wrapper)] == ["0.0", "0.1"]
+    plan = vramx.plan(wrapper, torch.ones(512, 8), "smallest", levels=LEVELS)
+    assert plan.words["0.0"] == "recompute_all"
+    with pytest.raises(InvalidValueError, match="Linear has no blocks"):
+        find_blocks(nn.Linear(2, 2))
 
 
 class WithCache(Stack):
