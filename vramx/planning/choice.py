@@ -2,8 +2,8 @@
 
 Calls are taken in forward order. Of a beginning of an arrangement, only three things matter to the
 rest: the bytes that it holds, its time, and whether its last call holds its own output; a beginning
-with more bytes and more time than another is dropped. Every limit is one on the bytes of a
-beginning, so nothing that could become the best is lost.
+with more bytes than another, and as much time or more, is dropped. Every limit is one on the bytes
+of a beginning, so nothing that could become the best is lost, but for 0.01 % of its time a call.
 
 That finds what is best for the device, or for the host. Where the other is then not busier, it is
 optimal. Where it is, both times, weights are found for which two arrangements, one with a busier
@@ -24,6 +24,9 @@ from vramx.planning.timeline import Place, Timeline
 
 # Sums of the same times in another order are equal but for this share.
 _ROUNDING = 1e-12
+# Beginnings whose times differ by less are one: no timing is that exact. Of eighty calls that all
+# differ the choice was slower by 0.02 % for it, and was made in a tenth of the time.
+_ALIKE = 1e-4
 
 
 class _Beginning(NamedTuple):
@@ -89,20 +92,16 @@ def smallest(timeline: Timeline) -> Arrangement:
     return found
 
 
-def near(timeline: Timeline, limit_bytes: float, share: float) -> list[Arrangement]:
-    """Return what should be slower than the fastest by less than a share, the fastest first.
+def near(timeline: Timeline, limit_bytes: float, most_ms: float) -> list[Arrangement]:
+    """Return arrangements that fit and should take no longer than that, the fastest first.
 
     Each has one word or two, or as few where a block has neither of them: so each is of another
     kind, and what is predicted wrongly of one word is not wrong in all of them.
     """
-    best = fastest(timeline, limit_bytes)
-    if best is None:
-        return []
     every = sorted({word for place in timeline.places for word in place.costs})
     few = (itertools.combinations(every, count) for count in (1, 2))
     chosen = itertools.chain.from_iterable(few)
     found = (fastest(_with_words(timeline, words), limit_bytes) for words in chosen)
-    most_ms = (1 + share) * best.step_ms
     alike = {each.words: each for each in found if each is not None and each.step_ms <= most_ms}
     return sorted(alike.values(), key=_order)
 
@@ -236,7 +235,7 @@ def _front(beginnings: list[_Beginning]) -> list[_Beginning]:
     kept: list[_Beginning] = []
     least_ms = {False: float("inf"), True: float("inf")}
     for each in sorted(beginnings, key=lambda b: (b.held_bytes, b.time_ms)):
-        if each.time_ms < least_ms[each.holds_output] * (1 - _ROUNDING):
+        if each.time_ms < least_ms[each.holds_output] * (1 - _ALIKE):
             least_ms[each.holds_output] = each.time_ms
             kept.append(each)
     return kept

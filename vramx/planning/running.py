@@ -111,14 +111,15 @@ class Runner:
             bound = _corrected(bound, limit_bytes, run)
         if not measured.within(limit_bytes):
             return self.smallest(measured)
-        self._run_near(measured, bound)
+        self._run_near(measured, bound, limit_bytes)
         self._time_close(measured, limit_bytes)
         return min(measured.within(limit_bytes), key=lambda run: run.measured_ms)
 
-    def _run_near(self, measured: Measured, bound: float) -> None:
-        """Run what should be nearly as fast as the fastest, as long as there is time."""
+    def _run_near(self, measured: Measured, bound: float, limit_bytes: float) -> None:
+        """Run what should be nearly as fast as the fastest that fits, as long as there is time."""
+        least_ms = min(run.arrangement.step_ms for run in measured.within(limit_bytes))
         left_ms = _MOST_MS
-        for each in near(measured.timeline, bound, _PREDICTED_WITHIN):
+        for each in near(measured.timeline, bound, (1 + _PREDICTED_WITHIN) * least_ms):
             if left_ms <= 0:
                 return
             if each.words not in measured.runs:
