@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from vramx.kernels.launch import Plan
-from vramx.kernels.start import start
+from vramx.kernels.start import Ready
 
 # Swept on an H200, with 32 heads of 128: 2 warps reach 96 to 101 % of a copy, 4 warps 94 to 99 %.
 _WARPS = 2
@@ -25,14 +26,27 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, *, transposed: bool) 
 
     All are [batch, heads, tokens, size] with a last stride of 1, cos and sin of the same strides.
     """
-    batch, heads, tokens, size = x.shape
     if x.numel():
-        plan = rotary_plan((heads, size), transposed, shares=cos.stride(1) == 0)
-        known = plan.constants
-        blocks = -(-heads // (known["HEADS"] * known["STEPS"])) * -(-tokens // known["TOKENS"])
-        strides = (*x.stride()[:3], *y.stride()[:3], *cos.stride()[:3])
-        numbers = (heads, tokens, *strides)
-        start(plan.kernel, (batch * blocks,), (x, cos, sin, y), numbers, **known)
+        strides, dtypes = (x.stride(), y.stride(), cos.stride()), (x.dtype, cos.dtype, y.dtype)
+        ready, numbers = _of_shape(x.shape, strides, transposed, dtypes, x.get_device())
+        ready.start((x, cos, sin, y), *numbers)
+
+
+@lru_cache(maxsize=1024)
+def _of_shape(
+    shape: tuple[int, ...],
+    strides: tuple[tuple[int, ...], ...],
+    transposed: bool,
+    _dtypes: tuple[torch.dtype, ...],
+    index: int,
+) -> tuple[Ready, tuple[int, ...]]:
+    """Return what launches the kernel, and its numbers; the types tell launches from each other."""
+    batch, heads, tokens, size = shape
+    plan = rotary_plan((heads, size), transposed, shares=strides[-1][1] == 0)
+    known = plan.constants
+    blocks = -(-heads // (known["HEADS"] * known["STEPS"])) * -(-tokens // known["TOKENS"])
+    numbers = (heads, tokens, *(stride for each in strides for stride in each[:3]))
+    return Ready(known, plan.kernel, (batch * blocks,), index), numbers
 
 
 @lru_cache(maxsize=64)
