@@ -5,7 +5,9 @@ one costs 30 to 95 us of host time, forward and backward each, most of it for wa
 mode does not have. So an Operator has two routes over the same functions: the operator of
 torch.library, and an autograd.Function that calls the implementation. Both run it below autograd
 and save what setup_context saves, so that hooks, checkpoints and derivatives of derivatives see no
-difference. No state; any thread. The choice costs a microsecond.
+difference. What is differentiated is read in time: the graph may hold a copy only, so the memory of
+arguments is kept until the stream has read it, in backward too, which reads on the same stream what
+was an argument or was made. No state; any thread. The choice costs a microsecond.
 """
 
 from __future__ import annotations
@@ -53,9 +55,9 @@ class Operator:
     def __init__(self, name: str, schema: str, implementation: Callable[..., Any]) -> None:
         self.__doc__ = implementation.__doc__
         self._name = name
-        self.implementation = implementation = _reading_in_time(implementation)
+        self.implementation = implementation
         self._definition: Any = torch.library.custom_op(
-            name, _without_none(implementation), mutates_args=(), schema=schema
+            name, _for_torch(implementation), mutates_args=(), schema=schema
         )
         namespace, short = name.split("::")
         self._overload: Any = getattr(getattr(torch.ops, namespace), short).default
@@ -112,20 +114,10 @@ def operator(name: str, *, schema: str) -> Callable[[Callable[..., Any]], Operat
     return lambda implementation: Operator(name, schema, implementation)
 
 
-def _reading_in_time(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep what an operator reads until its stream has read it: the graph may hold a copy only."""
-
-    @wraps(implementation)
-    def reading(*args: Any) -> Any:
-        outlive_all(args)
-        return implementation(*args)
-
-    return reading
-
-
-def _without_none(implementation: Callable[..., Any]) -> Callable[..., Any]:
+def _for_torch(implementation: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(implementation)
     def whole(*args: Any) -> Any:
+        outlive_all(args)
         results = implementation(*args)
         if type(results) is not tuple:
             return results
@@ -145,6 +137,7 @@ def _function_of(
     setup_context: Callable[..., None],
 ) -> Any:
     def forward(ctx: Any, *args: Any) -> Any:
+        outlive_all(args)
         with below_autograd():
             output = implementation(*args)
             setup_context(ctx, args, output)
@@ -168,6 +161,7 @@ def _function_of_lists(
     def forward(ctx: Any, *args: Any) -> Any:
         inputs, lists = args[-2:]
         ctx.lists = [(i, len(inputs[i])) for i in lists]
+        outlive_all(inputs)
         with below_autograd():
             output = implementation(*inputs)
             setup_context(ctx, inputs, output)
