@@ -155,10 +155,10 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 def forward(
     call: Call, tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the result, the logarithm of the sums of exponentials, and the state of dropout.
 
-    That state is two tensors, empty without dropout.
+    That state is two tensors, None without dropout.
     """
     q, k, v = tensors
     if call.kernel == FLASH:
@@ -181,7 +181,7 @@ def forward(
             q, k, v, 0.0, call.causal, attn_mask=mask, scale=call.scale
         )
     if call.dropout_p == 0:
-        seed, offset = q.new_empty(0), q.new_empty(0)
+        seed = offset = None
     return y, sums, seed, offset
 
 
@@ -190,7 +190,7 @@ def backward(
     dy: Tensor,
     tensors: tuple[Tensor, Tensor, Tensor, Tensor],
     mask: Tensor | None,
-    state: Sequence[Tensor],
+    state: Sequence[Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; `tensors` are these and the result."""
     q, k, v, y = tensors

@@ -213,6 +213,16 @@ def encode(x: Tensor, spec: Sequence[int]) -> Tensor:
     return encoded(flat, _format(*spec[:4]))
 
 
+def pack_of(x: Tensor, spec: Sequence[int]) -> Tensor | None:
+    """Return encode(x, spec); None with NOTHING."""
+    return None if spec[0] == NOTHING else encode(x, spec)
+
+
+def empty_pack_of(x: Tensor, spec: Sequence[int]) -> Tensor | None:
+    """Return what stands for pack_of(x, spec) where nothing is computed."""
+    return None if spec[0] == NOTHING else empty_buffer(x, spec)
+
+
 def decode(buffer: Tensor, shape: Sequence[int], dtype: torch.dtype, spec: Sequence[int]) -> Tensor:
     """Return what was kept, dense in its order; of a RAW buffer `dtype` must be the tensor's own.
 

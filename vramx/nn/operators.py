@@ -40,8 +40,9 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 class Operator:
     """A function of tensors that is an operator of torch.library, and can be called around it.
 
-    `implementation` is the function itself. Where it returns None in a tuple, which a schema cannot
-    say, the operator of torch.library returns an empty tensor like the first argument.
+    `implementation` is the function itself. Where it or its fake returns None in a tuple, which a
+    schema cannot say, the operator of torch.library returns an empty tensor like the first
+    argument.
 
     Example:
         >>> @operator("vramx::example", schema="(Tensor x) -> Tensor")
@@ -67,7 +68,7 @@ class Operator:
 
     def register_fake(self, fake: Callable[..., Any]) -> None:
         """Register what compilers call for the shapes of results."""
-        self._definition.register_fake(fake)
+        self._definition.register_fake(_whole(fake))
 
     def register_autograd(
         self, backward: Callable[..., Any], *, setup_context: Callable[..., None]
@@ -115,10 +116,22 @@ def operator(name: str, *, schema: str) -> Callable[[Callable[..., Any]], Operat
 
 
 def _for_torch(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    whole = _whole(implementation)
+
     @wraps(implementation)
-    def whole(*args: Any) -> Any:
+    def reading(*args: Any) -> Any:
         outlive_all(args)
-        results = implementation(*args)
+        return whole(*args)
+
+    return reading
+
+
+def _whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that gives an empty tensor in the place of each None in a tuple."""
+
+    @wraps(function)
+    def whole(*args: Any) -> Any:
+        results = function(*args)
         if type(results) is not tuple:
             return results
         return tuple(args[0].new_empty(0) if each is None else each for each in results)
