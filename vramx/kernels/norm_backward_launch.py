@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from vramx.kernels.launch import multiprocessors
-from vramx.kernels.norm_launch import Kept, Plan, dtype_of, output_plan, power_of_two, tile_plan
+from vramx.kernels.norm_launch import (
+    Kept,
+    Plan,
+    dtype_of,
+    output_plan,
+    power_of_two,
+    rows_and_columns,
+    tile_plan,
+)
 from vramx.kernels.start import Ready, start
 
 # A thread holds a sum for each of its elements, with a bias two.
@@ -78,7 +86,7 @@ def norm_backward(
             not change from run to run on one kind of device.
     """
     wanted, centred = shares
-    rows, hidden = dx.shape
+    rows, hidden = rows_and_columns(dx)
     if not rows:
         for vector in wanted:
             if vector is not None:
@@ -139,7 +147,7 @@ def _sums_apart(dy: Tensor, kept: Kept, wanted: Shares) -> Shares:
     """Return the shares of the sums, made by a second pass over dy and what was kept."""
     from vramx.kernels.norm_sums import norm_sums_kernel
 
-    rows, hidden = dy.shape
+    rows, hidden = rows_and_columns(dy)
     constants = sums_apart_constants(hidden, kept.group_size)
     columns = -(-hidden // constants["GROUP"])
     most = -(-_programs(dy.device, _APART_PROGRAMS) // columns)

@@ -1,8 +1,9 @@
 """Launch the forward kernels of the norms: their tiles and grids, on the tensors' device.
 
 As launch.py: the functions trust their arguments, enqueue on the device's current stream, allocate
-nothing and never wait; any thread. All tensors are contiguous and [rows, hidden], but for vectors
-of [hidden] and of [rows]; None is what its kernel may do without. What comes back is launched by
+nothing and never wait; any thread. All tensors are contiguous and (..., hidden), all dimensions
+but the last are rows; and vectors of [hidden] and of rows. None is what its kernel may do without.
+What comes back is launched by
 norm_backward_launch.py, with the types and the tiles that are here. Importing this module does not
 import triton.
 """
@@ -88,7 +89,7 @@ def norm_forward(
     y, total = outputs
     weight, bias = affine
     eps, centred, (state, stream) = how
-    rows, hidden = x.shape
+    rows, hidden = rows_and_columns(x)
     if not rows:
         return
     buffer, rstd, group_size = (None, None, 0) if kept is None else kept
@@ -104,12 +105,18 @@ def norm_forward(
 
 def norm_output(kept: Kept, affine: Affine, y: Tensor) -> None:
     """Write the norm's output again."""
-    rows, hidden = y.shape
+    rows, hidden = rows_and_columns(y)
     if rows:
         (buffer, _, group_size), (weight, bias) = kept, affine
         kind = (buffer.dtype, dtype_of(weight), dtype_of(bias), y.dtype, y.get_device())
         ready = launch.ready_for(_output_launch, (hidden, group_size), (rows,), kind)
         ready.start((buffer, weight, bias, y), rows)
+
+
+def rows_and_columns(x: Tensor) -> tuple[int, int]:
+    """Return how many rows a tensor has, and how long they are."""
+    hidden = x.shape[-1]
+    return x.numel() // hidden, hidden
 
 
 def dtype_of(tensor: Tensor | None) -> torch.dtype | None:
