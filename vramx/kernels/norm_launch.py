@@ -1,11 +1,10 @@
 """Launch the forward kernels of the norms: their tiles and grids, on the tensors' device.
 
 As launch.py: the functions trust their arguments, enqueue on the device's current stream, allocate
-nothing and never wait; any thread. All tensors are contiguous and (..., hidden), all dimensions
-but the last are rows; and vectors of [hidden] and of rows. None is what its kernel may do without.
-What comes back is launched by
-norm_backward_launch.py, with the types and the tiles that are here. Importing this module does not
-import triton.
+nothing and never wait; any thread. All tensors are contiguous and (..., hidden), whose dimensions
+but the last are rows; or vectors, of hidden or of the rows. None is what its kernel may do without.
+What comes back is launched by norm_backward_launch.py, with the types and the tiles that are here.
+Importing this module does not import triton.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ are those of torch's own functions under autocast, which operators do not see. P
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -41,15 +43,15 @@ def check_same_shape(name: str, tensor: Tensor, other_name: str, other: Tensor) 
         )
 
 
-def check_linear(inner: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise unless a weight and a bias fit what they are applied to."""
-    fits = weight.dim() == 2 and inner.dim() > 0 and weight.shape[1] == inner.shape[-1]
-    if not fits:
+def check_linear(inner: Sequence[int], weight: Tensor, bias: Tensor | None) -> None:
+    """Raise unless a weight and a bias fit what they are applied to, of a shape."""
+    of = weight.shape
+    if len(of) != 2 or not inner or of[1] != inner[-1]:
         raise InvalidValueError(
-            f"weight has shape {tuple(weight.shape)} and its input {tuple(inner.shape)}; accepted "
-            "is (outputs, inputs) with the input's last size"
+            f"weight has shape {tuple(of)} and its input {tuple(inner)}; accepted is (outputs, "
+            "inputs) with the input's last size"
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
+    if bias is not None and bias.shape != of[:1]:
         raise misshaped("bias", bias, f"is ({weight.shape[0]},)")
 
 

@@ -237,13 +237,14 @@ def _checked(behind: Behind, q: Tensor) -> tuple[Any, ...]:
     if weight is None and side is None:
         return None, None, None, None, 0
     batch, heads, tokens, size = q.shape
-    y = q.new_empty_strided((batch, tokens, heads * size), (0, 0, 0))  # which is not made yet
     if weight is not None:
         arguments.check_floats(weight=weight, bias=bias)
-        arguments.check_linear(y, weight, bias)
-        linear.check_types(y, [weight], y.dtype)
-    drawn = (None, None, 0) if side is None else beside.draw([side], y)[0]
-    return weight, bias, *drawn
+        arguments.check_linear((batch, tokens, heads * size), weight, bias)
+        linear.check_types(q, [weight], q.dtype)
+    if side is None:
+        return weight, bias, None, None, 0
+    y = q.new_empty_strided((batch, tokens, heads * size), (0, 0, 0))  # which is not made yet
+    return weight, bias, *beside.draw([side], y)[0]
 
 
 def _cast(mask: Tensor | None, *tensors: Tensor) -> tuple[Tensor | None, tuple[Tensor, ...]]:
@@ -254,9 +255,14 @@ def _cast(mask: Tensor | None, *tensors: Tensor) -> tuple[Tensor | None, tuple[T
 
 
 def _form_of_queries(keep: Compression | None) -> list[int]:
+    return list(keeping.AS_IT_IS if keep is None else _spec_of_queries(keep))
+
+
+@keeping.once_for_options
+def _spec_of_queries(keep: Compression) -> keeping.Spec:
     """Return how q and k are kept: as they are, unless a rule of the policy packs both."""
-    bits = 0 if keep is None else _bits_of_queries(keep.policy)
-    return list(keeping.spec_of(keep, bits) if bits else keeping.AS_IT_IS)
+    bits = _bits_of_queries(keep.policy)
+    return keeping.spec_with(keep, bits) if bits else keeping.AS_IT_IS
 
 
 @torch.compiler.assume_constant_result

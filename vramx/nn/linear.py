@@ -172,7 +172,7 @@ def _check(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> None:
             "least one weight, and a bias or None for each"
         )
     for weight, bias in zip(weights, biases, strict=True):
-        arguments.check_linear(x, weight, bias)
+        arguments.check_linear(x.shape, weight, bias)
 
 
 def check_kept(x: Tensor, kept: Kept | None) -> None:

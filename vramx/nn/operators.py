@@ -13,7 +13,7 @@ was an argument or was made. No state; any thread. The choice costs a microsecon
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -78,8 +78,7 @@ class Operator:
         make = _function_of_lists if self._lists else _function_of
         short = self._name.split("::")[1]
         function = make(short, self.implementation, backward, setup_context)
-        # Of the base class: Function's own looks after transforms, which are watchers here.
-        self._apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+        self._apply = _plain_apply(function)
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator; the first argument is a tensor."""
@@ -108,6 +107,25 @@ class Operator:
                 and not all(_PLAIN.issuperset(map(type, args[i])) for i in self._lists)
             )
         )
+
+
+def apply_of(function: Any, first: Tensor) -> Callable[..., Any]:
+    """Return what applies an autograd.Function to tensors, of which one is given."""
+    if (
+        torch.compiler.is_compiling()
+        or _are_functorch_transforms_active()
+        or is_functorch_wrapped_tensor(first)
+    ):
+        apply: Callable[..., Any] = function.apply
+        return apply
+    return _plain_apply(function)
+
+
+@lru_cache(maxsize=64)
+def _plain_apply(function: Any) -> Callable[..., Any]:
+    # Of the base class: Function's own looks after transforms, which are watchers here.
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply
+    return apply
 
 
 def operator(name: str, *, schema: str) -> Callable[[Callable[..., Any]], Operator]:

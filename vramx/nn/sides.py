@@ -55,7 +55,7 @@ def draw(sides: Sequence[Side], x: Tensor) -> list[Drawn]:
     drawn = []
     for side in sides:
         arguments.check_floats(side=side.weight)
-        arguments.check_linear(x, side.weight, None)
+        arguments.check_linear(x.shape, side.weight, None)
         is_autocast = torch.is_autocast_enabled(x.device.type)
         weight = side.weight.to(arguments.autocast_dtype(x)) if is_autocast else side.weight
         level = levels_kept(side.p)

@@ -141,7 +141,7 @@ def unit_linear(
         arguments.check_same_shape("gate", inside[0], "up", inside[1])
     outside = None
     if weight is not None:
-        arguments.check_linear(inside[0], weight, bias)
+        arguments.check_linear(inside[0].shape, weight, bias)
         bias, (weight, *inside) = arguments.cast_for_linear(bias, weight, *inside)
     inside = arguments.cast_to_common(*inside)
     first, up = (*inside, None)[:2]
