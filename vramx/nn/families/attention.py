@@ -23,6 +23,7 @@ from vramx.nn.attention import attention_linear, scaled_dot_product_attention
 from vramx.nn.attention_groups import Heads as InGroups
 from vramx.nn.attention_groups import attention_in_groups
 from vramx.nn.families.projection import (
+    Projection,
     Source,
     behind,
     project,
@@ -105,17 +106,20 @@ def attend(
     return of_result(result.reshape(*result.shape[:-2], -1).contiguous())
 
 
+def is_in_groups(source: Source) -> bool:
+    """Tell whether attention of a norm's result goes through some heads at a time.
+
+    So it does in a block that is recomputed as a whole, of sequences that are long: what attention
+    takes in backward is most of what grows with them then.
+    """
+    return passes.saves_are_brief() and len(tiles(tensor_of(source).shape[-2])) > 1
+
+
 def attend_in_groups(
     attention: Any, source: Source, mask: Tensor | None, options: dict[str, Any], heads: InGroups
 ) -> Tensor | None:
-    """Attend from a norm's result to the output projection; None: not some heads at a time.
-
-    So it is in a block that is recomputed as a whole, of sequences that are long: what attention
-    takes in backward is most of what grows with them then.
-    """
+    """Attend from a norm's result to the output projection; None: not some heads at a time."""
     x = tensor_of(source)
-    if not passes.saves_are_brief() or len(tiles(x.shape[-2])) == 1:
-        return None
     function = names_of(attention).ALL_ATTENTION_FUNCTIONS["sdpa"]
     tokens = x.shape[-2]
     if implementation(attention) != "sdpa" or not _is_plain(function, tokens, mask, options):
@@ -161,7 +165,7 @@ def packed(heads: Heads, mask: Tensor | None, options: dict[str, Any], keep: Com
     return finish
 
 
-def values_again(source: Source, module: nn.Module, head_size: int) -> Callable[[], Tensor] | None:
+def values_again(source: Source, found: Projection, head_size: int) -> Callable[[], Tensor] | None:
     """Return how values are made again in backward, from what a norm keeps; None: they are packed.
 
     They are where the projection's weight is frozen. Frozen weights take two products where others
@@ -169,7 +173,6 @@ def values_again(source: Source, module: nn.Module, head_size: int) -> Callable[
     of what the block keeps. Not under autocast, which backward is without, and not where a mask
     would have to be drawn again.
     """
-    found = projection_of(module)
     learns = found.weight is not None and found.weight.requires_grad
     if learns or not found.is_known or any(adapter.p for adapter in found.adapters):
         return None
@@ -196,14 +199,14 @@ def turn(attention: Any, q: Tensor, k: Tensor, positions: tuple[Tensor, Tensor])
     return rotary(q, k, cos.unsqueeze(1), sin.unsqueeze(1))
 
 
-def cannot_centre(projection: nn.Module) -> bool:
+def cannot_centre(found: Projection) -> bool:
     """Tell whether keys that are turned by their positions may have a large constant before that.
 
     Packed attention takes the keys' mean away, so that none of it reaches the gradient of the
     queries. A bias that was turned is another one at each position, and its mean is not it. The
     known case without is a projection that has no bias; all else may have one.
     """
-    return projection_of(projection).may_add
+    return found.may_add
 
 
 def _is_causal(attention: Any, tokens: int, mask: Tensor | None, options: dict[str, Any]) -> bool:

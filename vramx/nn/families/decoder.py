@@ -25,13 +25,14 @@ from vramx.nn.families.attention import (
     heads_of,
     implementation,
     is_in,
+    is_in_groups,
     takes_cache,
     turn,
     values_again,
 )
 from vramx.nn.families.norm_modules import RMS_NORMS, normalise
 from vramx.nn.families.parts import FeedForward, feed_forward
-from vramx.nn.families.projection import project, tensor_of
+from vramx.nn.families.projection import projected, projection_of, tensor_of
 from vramx.nn.families.questions import all_untouched, cache_of, class_name, untouched
 from vramx.nn.families.small import of_transformers
 from vramx.nn.families.swap import Fused
@@ -110,15 +111,18 @@ class DecoderLayer(Fused):
             "scaling": attention.scaling,
             **self._options(attention),
         }
-        heads = self._heads_in_groups(positions) if cache is None else None
+        grouped = cache is None and is_in_groups(source)
+        heads = self._heads_in_groups(positions) if grouped else None
         if heads is not None:
             whole = attend_in_groups(attention, source, mask, options, heads)
             if whole is not None and whole.dtype == x.dtype:
                 return whole.add_(x), None  # in its memory, which nobody else has
             if whole is not None:
                 return whole, x
-        projections = project(source, [attention.q_proj, attention.k_proj, attention.v_proj], keep)
-        values = values_again(source, attention.v_proj, attention.head_dim)
+        modules = (attention.q_proj, attention.k_proj, attention.v_proj)
+        found = [projection_of(module) for module in modules]
+        projections = projected(source, found, keep)
+        values = values_again(source, found[-1], attention.head_dim)
         del source  # a norm's result is not needed while attention runs
         q, k, v = heads_of(projections, attention.head_dim)
         q, k = self._normalise_heads(q, k)
@@ -126,7 +130,7 @@ class DecoderLayer(Fused):
         if cache is not None:
             values = None if is_in(cache, attention) else values
             k, v = cache.update(k, v, attention.layer_idx)
-        if cannot_centre(attention.k_proj):
+        if cannot_centre(found[1]):
             keep = replace(keep, level="keep")
         return attend(attention, (q, k, v), mask, options, keep, values)(attention.o_proj), x
 

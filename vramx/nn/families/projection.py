@@ -115,11 +115,20 @@ def terms_of(module: Any) -> Terms | None:
     transposed = type(module) is not nn.Linear
     if transposed and class_name(type(module)) != CONV1D:
         return None
-    weight, bias = module.weight, module.bias
+    weight, bias = parameter_of(module, "weight"), parameter_of(module, "bias")
     plain = plain_tensor(weight) and (bias is None or plain_tensor(bias))
     if not plain or not untouched(module):
         return None
     return weight.t() if transposed else weight, bias
+
+
+def parameter_of(module: Any, name: str) -> Any:
+    """Return a parameter of a module, or what stands in its place.
+
+    A module looks for it itself when Python has found no such attribute.
+    """
+    parameters = module.__dict__["_parameters"]
+    return parameters[name] if name in parameters else getattr(module, name, None)
 
 
 def project(
@@ -147,9 +156,11 @@ def projected(
     results = []
     for each in found:
         base = each.base(tensor_of(source)) if each.weight is None else own.pop(0)
-        count = len(each.adapters)
-        results.append(adapted(base, each.adapters, products[:count]))
-        del products[:count]
+        if each.adapters:
+            count = len(each.adapters)
+            base = adapted(base, each.adapters, products[:count])
+            del products[:count]
+        results.append(base)
     return results
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from vramx.patch.module import patch_of
+from vramx.patch.subclass import RECORD
 from vramx.patch.watching import has_other_hooks
 from vramx.recompute.objects import is_cache
 
@@ -36,7 +36,7 @@ def untouched(module: Any) -> bool:
     state = module.__dict__
     return not (
         "forward" in state
-        or patch_of(module) is not None
+        or state.get(RECORD) is not None
         or state["_forward_hooks"]
         or state["_forward_pre_hooks"]
         or state["_backward_hooks"]
@@ -64,8 +64,10 @@ def names_of(module: Any) -> Any:
 
 def cache_of(call: dict[str, Any]) -> tuple[str, Any]:
     """Return the name and the value of the cache that a call is given; "" and None: it has none."""
-    found = ((name, value) for name, value in call.items() if is_cache(value))
-    return next(found, ("", None))
+    for name, value in call.items():
+        if is_cache(value):
+            return name, value
+    return "", None
 
 
 def parameters_of(module: Any) -> list[inspect.Parameter]:
