@@ -83,9 +83,10 @@ def cast_for_linear(
     bias: Tensor | None, *tensors: Tensor
 ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
     """Cast what goes into a Linear as autocast does; without autocast return it as it is."""
-    if not torch.is_autocast_enabled(tensors[0].device.type) or tensors[0].dtype == torch.float64:
+    first = tensors[0]
+    if not torch.is_autocast_enabled(first.device.type) or first.dtype == torch.float64:
         return bias, tensors
-    dtype = autocast_dtype(tensors[0])
+    dtype = autocast_dtype(first)
     cast = tuple(tensor.to(dtype) for tensor in tensors)
     return None if bias is None else bias.to(dtype), cast
 
@@ -93,6 +94,8 @@ def cast_for_linear(
 def cast_to_common(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast tensors to the type that torch promotes them to."""
     dtype = tensors[0].dtype
+    if all(tensor.dtype == dtype for tensor in tensors):
+        return tensors
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
     return tuple(tensor.to(dtype) for tensor in tensors)

@@ -82,30 +82,31 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator; the first argument is a tensor."""
-        if torch.compiler.is_compiling() or self.is_watched(args):
+        if torch.compiler.is_compiling():
+            return self._overload(*args)
+        flat = _flattened(args, self._lists) if self._lists else args
+        if self.is_watched(flat):
             return self._overload(*args)
         if self._apply is None or not torch.is_grad_enabled():
             with below_autograd():
                 return self.implementation(*args)
-        if not self._lists:
-            return self._apply(*args)
-        return self._apply(*_flattened(args, self._lists), args, self._lists)
+        return self._apply(*flat, args, self._lists) if self._lists else self._apply(*flat)
 
-    def is_watched(self, args: Sequence[Any]) -> bool:
-        """Tell whether a mode, a transform or an argument is to see the operator."""
+    def is_watched(self, flat: Sequence[Any]) -> bool:
+        """Tell whether a mode, a transform or an argument is to see the operator.
+
+        Arguments are with the lists of tensors among them opened.
+        """
+        first = flat[0]
         return (
             _len_torch_dispatch_stack() > 0
             or _len_torch_function_stack() > 0
             or _are_functorch_transforms_active()
             or _get_tracing_state() is not None
-            or not _PLAIN.issuperset(map(type, args))
-            or args[0].is_meta
-            or args[0].is_neg()
-            or is_functorch_wrapped_tensor(args[0])
-            or (
-                bool(self._lists)
-                and not all(_PLAIN.issuperset(map(type, args[i])) for i in self._lists)
-            )
+            or not _PLAIN.issuperset(map(type, flat))
+            or first.is_meta
+            or first.is_neg()
+            or is_functorch_wrapped_tensor(first)
         )
 
 

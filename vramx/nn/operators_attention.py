@@ -22,6 +22,7 @@ from vramx.errors import FirstDerivativeOnlyError
 from vramx.nn import attention_kernels as kernels
 from vramx.nn import differentiation, keeping
 from vramx.nn.operators import operator
+from vramx.nn.products import cast
 from vramx.nn.readers import Incoming, Readers
 
 _READERS = "Tensor? weight, Tensor? bias, Tensor? side, Tensor? key, int level"
@@ -152,7 +153,7 @@ def _attention_backward(
         assert dresult is not None
         return *kernels.backward(call, dresult, (*decoded, y), mask, state), None, None, None
     incoming = (dresult, dproduct)
-    dy = _heads_of(readers.value_gradient(incoming).to(dtype), shape)
+    dy = _heads_of(cast(readers.value_gradient(incoming), dtype), shape)
     own = readers.own_gradients(incoming, _flat(y).flatten(0, 1), needs)
     return *kernels.backward(call, dy, (*decoded, y), mask, state), *own
 
@@ -167,7 +168,7 @@ def _result_again(
 @_attention_backward.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, result: list[Tensor], *others: Any
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     readers, call, form, of_queries = _taken(others[2:-4])
     shape, of_keys, dtype, needs = others[-4:]
     incoming = others[:2]
@@ -185,9 +186,8 @@ def _(
     else:
         y, *state = kernels.forward(call, decoded, mask)
     if readers is None:
-        own = q.new_empty(0), q.new_empty(0), q.new_empty(0)
-    else:
-        own = readers.fake_own_gradients(incoming, needs)
+        return *kernels.backward(call, dy, (*decoded, y), mask, state), None, None, None
+    own = readers.fake_own_gradients(incoming, needs)
     return *kernels.backward(call, dy, (*decoded, y), mask, state), *own
 
 

@@ -118,17 +118,13 @@ def _gradients(
 
 @_unit_linear_backward.register_fake
 def _(
-    first: Tensor, up: Tensor | None, dresult: Tensor | None, dproduct: Tensor | None, *others: Any
-) -> tuple[Tensor, ...]:
+    _first: Tensor, up: Tensor | None, dresult: Tensor | None, dproduct: Tensor | None, *others: Any
+) -> tuple[Tensor | None, ...]:
     *readers, shape, _, _, needs = others
     like = dresult if dresult is not None else dproduct
     assert like is not None
-    second = first.new_empty(0) if up is None else like.new_empty(shape)
-    return (
-        like.new_empty(shape),
-        second,
-        *Readers.of(*readers).fake_own_gradients((dresult, dproduct), needs),
-    )
+    slopes = like.new_empty(shape), None if up is None else like.new_empty(shape)
+    return *slopes, *Readers.of(*readers).fake_own_gradients((dresult, dproduct), needs)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
