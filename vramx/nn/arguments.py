@@ -23,15 +23,17 @@ def misshaped(name: str, tensor: Tensor, accepted: str) -> InvalidValueError:
 def check_floats(**tensors: Tensor | None) -> None:
     """Raise unless all are floating tensors."""
     for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if not isinstance(tensor, Tensor):
-            raise InvalidValueError(f"{name} is a {type(tensor).__name__}; accepted is a tensor")
-        if tensor.dtype not in DTYPES:
-            raise InvalidValueError(
-                f"{name} is a tensor of {tensor.dtype}; accepted are bfloat16, float16, float32 "
-                "and float64"
-            )
+        # Nothing else has one of these types.
+        if tensor is not None and getattr(tensor, "dtype", None) not in DTYPES:
+            raise _not_floating(name, tensor)
+
+
+def _not_floating(name: str, value: object) -> InvalidValueError:
+    if not isinstance(value, Tensor):
+        return InvalidValueError(f"{name} is a {type(value).__name__}; accepted is a tensor")
+    return InvalidValueError(
+        f"{name} is a tensor of {value.dtype}; accepted are bfloat16, float16, float32 and float64"
+    )
 
 
 def check_same_shape(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:

@@ -173,8 +173,9 @@ def _check(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> None:
             f"{len(weights)} weights and {len(biases)} biases are not accepted; accepted is at "
             "least one weight, and a bias or None for each"
         )
+    shape = x.shape
     for weight, bias in zip(weights, biases, strict=True):
-        arguments.check_linear(x.shape, weight, bias)
+        arguments.check_linear(shape, weight, bias)
 
 
 def check_kept(x: Tensor, kept: Kept | None) -> None:

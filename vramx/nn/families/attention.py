@@ -62,7 +62,8 @@ def implementation(attention: Any) -> str | None:
 
 def heads_of(projections: Sequence[Tensor], head_size: int) -> list[Tensor]:
     """Return (..., tokens, heads * size) as (..., heads, tokens, size), views."""
-    return [p.view(*p.shape[:-1], -1, head_size).transpose(1, 2) for p in projections]
+    shape = (*projections[0].shape[:-1], -1, head_size)
+    return [p.view(shape).transpose(1, 2) for p in projections]
 
 
 def takes_cache(call: dict[str, Any]) -> bool:

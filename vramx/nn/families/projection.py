@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vramx.compression.config import Compression
 from vramx.compression.fakes import PLAIN
-from vramx.nn.families.questions import class_name, untouched
+from vramx.nn.families.questions import class_name, own, untouched
 from vramx.nn.keeping import Kept
 from vramx.nn.linear import linears
 from vramx.nn.low_rank import add_low_rank
@@ -115,20 +115,11 @@ def terms_of(module: Any) -> Terms | None:
     transposed = type(module) is not nn.Linear
     if transposed and class_name(type(module)) != CONV1D:
         return None
-    weight, bias = parameter_of(module, "weight"), parameter_of(module, "bias")
+    weight, bias = own(module, "weight"), own(module, "bias")
     plain = plain_tensor(weight) and (bias is None or plain_tensor(bias))
     if not plain or not untouched(module):
         return None
     return weight.t() if transposed else weight, bias
-
-
-def parameter_of(module: Any, name: str) -> Any:
-    """Return a parameter of a module, or what stands in its place.
-
-    A module looks for it itself when Python has found no such attribute.
-    """
-    parameters = module.__dict__["_parameters"]
-    return parameters[name] if name in parameters else getattr(module, name, None)
 
 
 def project(
