@@ -15,7 +15,6 @@ is one operator, some tens of microseconds of host time more than torch's.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -194,13 +193,12 @@ def _attend(
     of_queries = _form_of_queries(keep)
     if options.dropout_p:
         form, of_queries = list(keeping.EXACTLY), list(keeping.AS_IT_IS)
-    hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if values is not None and not options.dropout_p and _may_hook():
-        form, hooks = list(keeping.AS_IT_IS), _made_again(v, values)
-    readers = _checked(behind, q)
-    with hooks:
-        found = attention_operator(q, k, v, mask, *readers, kernel, *call[1:], form, of_queries)
-    return found[:4], form
+    rest = (mask, *_checked(behind, q), kernel, *options[1:4])
+    if values is None or options.dropout_p or not _may_hook():
+        return attention_operator(q, k, v, *rest, form, of_queries)[:4], form
+    form = list(keeping.AS_IT_IS)
+    with _made_again(v, values):
+        return attention_operator(q, k, v, *rest, form, of_queries)[:4], form
 
 
 def _may_hook() -> bool:

@@ -97,11 +97,15 @@ def attend(
         # What a recomputed block saves is not packed, and a mask with shared heads is better off
         # with the model's function, which repeats them: torch's kernels do not take both.
         packs = keep.packs and not passes.saves_are_brief()
-        tokens = [each.shape[2] for each in heads]
-        if packs and len(set(tokens)) == 1 and _is_plain(function, tokens[0], mask, options):
-            causal = _is_causal(attention, tokens[0], mask, options)
-            how = {"is_causal": causal, "scale": options["scaling"]}
-            how |= {"dropout_p": options["dropout"], "values": values}
+        tokens, of_keys, of_values = (each.shape[2] for each in heads)
+        alike = tokens == of_keys == of_values
+        if packs and alike and _is_plain(function, tokens, mask, options):
+            how = {
+                "is_causal": _is_causal(attention, tokens, mask, options),
+                "scale": options["scaling"],
+                "dropout_p": options["dropout"],
+                "values": values,
+            }
             return packed(heads, mask, how, keep)
     result: Tensor = function(attention, *heads, mask, **options)[0]
     return of_result(result.reshape(*result.shape[:-2], -1).contiguous())
@@ -224,11 +228,9 @@ def _is_plain(
 
     `tokens` are those of queries, keys and values.
     """
-    return (
-        function.__module__ == _SDPA
-        and (mask is None or mask.shape[-1] == tokens)
-        and not any(options.get(name) is not None for name in _not_understood(function))
-    )
+    if function.__module__ != _SDPA or not (mask is None or mask.shape[-1] == tokens):
+        return False
+    return not any(options.get(name) is not None for name in _not_understood(function))
 
 
 @torch.compiler.assume_constant_result

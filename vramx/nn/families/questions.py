@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd import forward_ad
 
 from vramx.patch.subclass import RECORD
@@ -65,7 +66,7 @@ def own(module: Any, name: str) -> Any:
 def part_of(module: Any, path: str) -> Any:
     """Return what a dotted path leads to; None if there is nothing."""
     for name in path.split(".") if path else ():
-        module = getattr(module, name, None)
+        module = own(module, name) if isinstance(module, nn.Module) else getattr(module, name, None)
     return module
 
 
