@@ -48,7 +48,8 @@ def attention_operator(
     y, *state = kernels.forward(call, (q, k, v), mask)
     forms = (of_queries, of_queries, form)
     packs = [
-        keeping.pack_of(_tokens_first(x), f) for x, f in zip((q, k, v), forms, strict=True)
+        None if f[0] == keeping.NOTHING else keeping.encode(_tokens_first(x), f)
+        for x, f in zip((q, k, v), forms, strict=True)
     ]  # fmt: skip
     kept = *packs, *_probes((q, k, v), forms), *_state(call, state)
     if readers is None:
