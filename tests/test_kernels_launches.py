@@ -152,6 +152,12 @@ def glu(
     elementwise_launch.glu((gate, up), gate, buffers, layout, kind, drawn)
 
 
+def drop(dtype: torch.dtype = BF16, added: torch.dtype | None = BF16, kept: int = 9) -> None:
+    x = rows(dtype)
+    residual = None if added is None else rows(added)
+    elementwise_launch.dropout(x, residual, torch.empty_like(x), NOISE, kept)
+
+
 WIDE_HEADS = torch.zeros(2, 32, 4, 16, dtype=BF16).transpose(1, 2)
 OTHERS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "a norm of another type": (norm, {"x": rows(FP32), "kept": None}),
@@ -185,6 +191,9 @@ OTHERS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "a unit that packs nothing": (glu, {"packs": False, "noise": None}),
     "another unit": (glu, {"kind": "gelu"}),
     "a unit that is rounded to nearest": (glu, {"noise": None}),
+    "dropout of another type": (drop, {"dtype": FP32, "added": FP32}),
+    "dropout with nothing added": (drop, {"added": None}),
+    "dropout with what is of another type": (drop, {"added": FP32}),
 }
 
 

@@ -108,9 +108,8 @@ def _start(
     numbers: tuple[float, ...],
 ) -> None:
     """Launch a plan's kernel; the first number is how many elements the first tensor has."""
-    first = tensors[0]
-    ready = ready_for(plan_of, of, numbers[:1], (first.dtype, first.get_device()))
-    ready.start(tensors, *numbers)
+    kind = (*[tensor.dtype for tensor in tensors], tensors[0].get_device())
+    ready_for(plan_of, of, numbers[:1], kind).start(tensors, *numbers)
 
 
 def tile_plan(name: str, kind: str, layout: Layout | None, option: bool) -> Plan:

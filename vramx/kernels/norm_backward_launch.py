@@ -163,10 +163,9 @@ def _sums_apart(dy: Tensor, kept: Kept, wanted: Shares) -> Shares:
 
 def _column_sums(partial: Shares, wanted: Shares) -> None:
     """Add up the shares, which lie as _partial() made them."""
-    first = partial.dweight if partial.dbias is None else partial.dbias
+    first = partial.dbias if partial.dweight is None else partial.dweight
     if first is None:
         return
-    first = first if partial.dweight is None else partial.dweight
     kind = (first.dtype, *map(dtype_of, wanted), first.get_device())
     _of_sums(first.shape, kind).start((first, *wanted), len(first))
 

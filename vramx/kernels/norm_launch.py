@@ -93,13 +93,10 @@ def norm_forward(
         return
     buffer, rstd, group_size = (None, None, 0) if kept is None else kept
     of = (hidden, group_size, residual is not None, centred, state is not None)
-    kind = (
-        x.dtype, y.dtype, dtype_of(weight), dtype_of(bias), dtype_of(buffer), x.get_device()
-    )  # fmt: skip
+    dtypes = (x.dtype, dtype_of(residual), y.dtype, *map(dtype_of, (weight, bias, buffer)))
+    kind = (*dtypes, x.get_device())
     ready = launch.ready_for(_forward_launch, of, (rows,), kind)
-    ready.start(
-        (x, residual, weight, bias, y, total, buffer, rstd, state), rows, stream, eps
-    )  # fmt: skip
+    ready.start((x, residual, weight, bias, y, total, buffer, rstd, state), rows, stream, eps)
 
 
 def norm_output(kept: Kept, affine: Affine, y: Tensor) -> None:

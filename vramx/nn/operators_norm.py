@@ -143,8 +143,8 @@ def _(x: Tensor, residual: Tensor | None, *others: Any) -> tuple[Tensor | None, 
 def norm_backward(
     dy: Tensor, dsum: Tensor | None, weight: Tensor | None, kept: Tensor, rstd: Tensor,
     centred: bool, dtype: torch.dtype, wanted: list[int], spec: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of x (of `dtype`, as x was), of weight and of bias; empty if not wanted.
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of x (of `dtype`, as x was), of weight and of bias; None if not wanted.
 
     dsum: the gradient of the sum, which dx contains.
     """
@@ -157,25 +157,24 @@ def norm_backward(
         dx = reference.gradient(dy, normalised, rstd, weight, centred)
         dx = dx.to(dtype) if dsum is None else (dx + dsum).to(dtype)
         for vector, total in zip(vectors, reference.sums(dy, normalised), strict=True):
-            if vector.numel():
+            if vector is not None:
                 vector.copy_(total)
         return dx, *vectors
     dx = torch.empty_like(dy, dtype=dtype)
-    dweight, dbias = (
-        vector if want else None for vector, want in zip(vectors, wanted, strict=True)
-    )
     norm_backward_launch.norm_backward(
         (dy, dsum),
         None if weight is None else weight.contiguous(),
         rows_of(kept, dx, kind, rstd),
         dx,
-        (norm_backward_launch.Shares(dweight, dbias), centred),
+        (norm_backward_launch.Shares(*vectors), centred),
     )
     return dx, *vectors
 
 
 @norm_backward.register_fake
-def _(dy: Tensor, _dsum: Tensor | None, weight: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+def _(
+    dy: Tensor, _dsum: Tensor | None, weight: Tensor | None, *others: Any
+) -> tuple[Tensor | None, ...]:
     dtype, wanted, _ = others[-3:]
     return dy.new_empty(dy.shape, dtype=dtype), *_new_vectors(dy, weight, wanted)
 
@@ -257,7 +256,9 @@ def _probe(x: Tensor, spec: Spec) -> Tensor:
     return x.new_empty(0) if spec.bits == NOTHING else new_probe(x)
 
 
-def _new_vectors(dy: Tensor, weight: Tensor | None, wanted: list[int]) -> tuple[Tensor, Tensor]:
-    like = dy if weight is None else weight
-    dweight, dbias = (like.new_empty(dy.shape[-1] if want else 0) for want in wanted)
-    return dweight, dbias
+def _new_vectors(
+    dy: Tensor, weight: Tensor | None, wanted: list[int]
+) -> tuple[Tensor | None, Tensor | None]:
+    like, size = dy if weight is None else weight, dy.shape[-1]
+    dweight, dbias = wanted
+    return like.new_empty(size) if dweight else None, like.new_empty(size) if dbias else None
