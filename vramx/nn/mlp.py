@@ -39,7 +39,8 @@ def mlp(
         weights: two, or three for a gated unit: gate, up and down; each (outputs, inputs).
         biases: as many, each (outputs,) or None; None is none at all.
         activation: "silu", "gelu" or "gelu_tanh".
-        residual: (..., outputs of the last weight), added to the result. None is none.
+        residual: (..., outputs of the last weight), added to the result; without a bias the sum is
+            rounded once, where a product and an addition round twice. None is none.
         keep: how a plain tensor is kept; None is int8; of no meaning for a norm's result. With
             level "keep" it is kept as it is.
 

@@ -42,9 +42,9 @@ def is_unread(residual: Tensor | None) -> bool:
 def project(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     """Return x weight^T + bias + residual.
 
-    The residual, of the result's shape and type, is added in the product's own memory: a product
-    that begins with it copies it there first, which takes longer. Of what is_unread() nothing is
-    read.
+    The residual, of the result's shape and type, goes into the product where there is no bias: the
+    sum is rounded once, where a product and an addition round twice. With a bias the addition is
+    torch's, in the product's own memory. Of what is_unread() nothing is read.
     """
     if residual is None:
         return F.linear(x, weight, bias)
@@ -76,11 +76,12 @@ def project_into(
     y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
 ) -> None:
     """Write x weight^T + bias + residual over y; all but the bias are matrices of as many rows."""
-    if bias is None:
+    added = bias if residual is None or bias is not None else residual
+    if added is None:
         torch.mm(x, weight.t(), out=y)
     else:
-        addmm(bias, x, weight.t(), out=y)
-    if residual is not None:
+        addmm(added, x, weight.t(), out=y)
+    if added is bias and residual is not None:
         y += residual
 
 

@@ -46,7 +46,8 @@ def glu_linear(
         weight: (outputs, inputs): the down projection.
         bias: (outputs,) or None.
         activation: "silu", "gelu" or "gelu_tanh".
-        residual: (..., outputs), added to the result. None is none.
+        residual: (..., outputs), added to the result; without a bias the sum is rounded once, where
+            a product and an addition round twice. None is none.
         keep: how gate and up are kept: None is int8; with level "keep" as they are.
 
     Raises:
@@ -80,7 +81,8 @@ def gelu_linear(
         weight: (outputs, inputs).
         bias: (outputs,) or None.
         approximate: "none" or "tanh".
-        residual: (..., outputs), added to the result. None is none.
+        residual: (..., outputs), added to the result; without a bias the sum is rounded once, where
+            a product and an addition round twice. None is none.
         keep: how x is kept: None is int8; with level "keep" as it is.
 
     Raises:
