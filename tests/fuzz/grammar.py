@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import torch
 
 from tests.fuzz.settings import STYLES, Setting
-from tests.fuzz.steps import EAGER, SMOOTH, STEPS, Step, linear, step
+from tests.fuzz.steps import EAGER, POWERS, SMOOTH, STEPS, Step, linear, step
 from tests.fuzz.writer import WIDTHS, Value, Writer
 
 DEPTH = 2  # of regions in regions
@@ -72,7 +72,8 @@ def take(w: Writer, h: Value, name: str) -> Value:
         w.spoils = True
         name = "linear" if w.double else name
     result = STEPS[name](w, h)
-    w.smooth = w.smooth and name in SMOOTH
+    w.powers += name in POWERS
+    w.smooth = w.smooth and name in SMOOTH and w.powers <= 1  # the power of a power is kept
     w.remember(result)
     return result
 
