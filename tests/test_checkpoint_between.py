@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoint_tools import SMALL, WIDTH, activation, quiet, seeds
@@ -64,7 +65,12 @@ def unhooked(net: Adapted) -> None:
     net.adapters["a"]._forward_hooks.popitem()
 
 
-CHANGES = (switched, rescaled, evaluated, frozen, replaced, unhooked)
+def hooked(net: Adapted) -> None:
+    net.layer.register_forward_hook(lambda _, __, y: -y)
+    net.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+
+
+CHANGES = (switched, rescaled, evaluated, frozen, replaced, unhooked, hooked)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -152,6 +158,31 @@ def of_a_method(call: Call, layers: Any, x: Tensor) -> Tensor:
     return x
 
 
+def of_iterators(call: Call, layers: Any, x: Tensor) -> Tensor:
+    parts, pairs = iter(layers), enumerate(zip("abc", [1.0, 0.5, 0.2], strict=True))
+
+    def block(x: Tensor) -> Tensor:
+        number, (_, scale) = next(pairs)
+        return next(parts)(x * scale).sin() * (number + 1)
+
+    for _ in layers:
+        x = call(block, x)
+    return x
+
+
+def of_an_array(call: Call, layers: Any, x: Tensor) -> Tensor:
+    counts = np.zeros(4)
+
+    def block(x: Tensor) -> Tensor:
+        counts[1:] += 1
+        return layers[int(counts[1]) - 1](x * counts.mean()).sin()
+
+    for _ in layers:
+        x = call(block, x)
+    assert counts.tolist() == [0, 3, 3, 3]
+    return x
+
+
 CODE = """
 for layer in layers:
     x = call(lambda x: sum((lambda: layer(x).sin())() for _ in range(2)), x)
@@ -166,7 +197,7 @@ def of_globals(call: Call, layers: Any, x: Tensor) -> Tensor:
 
 FUNCTIONS = (
     *(of_a_loop, of_an_index, of_a_decorator, of_a_growing_list, of_a_counter, of_a_method),
-    of_globals,
+    *(of_globals, of_iterators, of_an_array),
 )
 
 
@@ -186,6 +217,25 @@ def test_a_function_has_the_variables_of_its_call(program: Call, level: Any) -> 
             assert torch.equal(one, other)
         cosine = nn.functional.cosine_similarity(one.flatten(), other.flatten(), 0)
         assert cosine > 0.999
+
+
+def taken_from_an_argument(x: Tensor, source: Any) -> Tensor:
+    return x.sin() * next(source)
+
+
+def closing_over(source: Any) -> Call:
+    return lambda x, _: x.sin() * next(source)
+
+
+@pytest.mark.parametrize("way", ["argument", "closure"])
+def test_a_generator_that_a_region_reaches_is_told_of(way: str) -> None:
+    source = (float(i) for i in range(4))
+    function, given = taken_from_an_argument, source
+    if way == "closure":
+        function, given = closing_over(source), None
+    errors._said.clear()
+    with pytest.warns(VramxWarning, match="reaches a generator, which cannot be copied"):
+        vramx.checkpoint(function, activation(8, WIDTH), given, level="keep")
 
 
 def test_a_tensor_of_a_function_that_it_writes_into_is_told_of() -> None:

@@ -16,9 +16,7 @@ recomputed by one thread at a time.
 from __future__ import annotations
 
 import contextlib
-import copy
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from operator import is_not
 from types import MethodType
@@ -29,14 +27,12 @@ from torch import Tensor, nn
 from vramx.recompute.buffers import tell_of_write
 from vramx.recompute.generators import is_generator, set_state, state_of
 from vramx.recompute.objects import FIXED, Copier, TooLargeError, differs, version_of
+from vramx.recompute.wholes import CONTAINERS, as_now, is_whole
 
 # What every module has beside what is as it was: members, hooks, what is done to it.
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_vramx", "_compiled_call_impl"}) - {"training"}
-_CONTAINERS = (dict, list, set, deque)
 # Modules that change nothing of their own while they run.
 _INERT = "torch.nn.modules."
-# Of a container that is looked at in each call.
-_MOST_ITEMS = 256
 _ABSENT = object()
 
 
@@ -100,9 +96,7 @@ class _Before:
         if self._is_new or name in self._changed:
             with contextlib.suppress(TooLargeError):
                 return Copier().copy(value)
-        elif type(value) in _CONTAINERS and len(value) <= _MOST_ITEMS:
-            return copy.copy(value)
-        return value
+        return as_now(value)
 
     def note(self) -> None:
         """Note what the module's first run changed."""
@@ -136,8 +130,9 @@ class _Before:
         value = self._own[name]
         if isinstance(value, FIXED):
             return False
-        kinds = (Tensor, *_CONTAINERS)
-        return isinstance(value, kinds) or name in self._changed or is_generator(value)
+        if isinstance(value, (Tensor, *CONTAINERS)) or is_whole(type(value)):
+            return True
+        return name in self._changed or is_generator(value)
 
     def others(self, copier: Copier) -> dict[str, Any]:
         """Return the attributes that are others now as they were; _ABSENT: there was none."""

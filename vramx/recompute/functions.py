@@ -3,16 +3,15 @@
 A loop that checkpoints `lambda x: layer(x)` gives each call its own layer, and backward, which runs
 when the loop is over, the last one's. So a recomputation calls a function of the same code whose
 variables are those of the call; where these are what they were, it is the function itself. Python's
-own containers among them are copied, other objects are shared, and what a recomputation writes to
-the variables is forgotten. A call costs a microsecond and a look at each variable.
+own containers, iterators and arrays among them are copied, other objects are shared, and what a
+recomputation writes to the variables is forgotten. A call costs a microsecond and a look at each
+variable.
 """
 
 from __future__ import annotations
 
-import copy
 import dis
 import functools
-from collections import deque
 from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -22,9 +21,8 @@ from torch import Tensor
 from vramx.errors import warn_once
 from vramx.recompute.buffers import tell_of_change
 from vramx.recompute.objects import Copier, differs, version_of
+from vramx.recompute.wholes import as_now, is_whole, tell_of_advance
 
-_CONTAINERS = (dict, list, set, deque)
-_MOST_ITEMS = 256
 # Decorators over decorators; what lies deeper is shared.
 _MOST_FUNCTIONS = 16
 
@@ -157,8 +155,10 @@ def _functions(function: Any) -> Iterator[FunctionType]:
 
 
 def _variable(place: Any, value: Any) -> _Variable:
-    is_copied = type(value) in _CONTAINERS and len(value) <= _MOST_ITEMS
-    return _Variable(place, value, copy.copy(value) if is_copied else value)
+    then = as_now(value)
+    if then is value and isinstance(value, Iterator) and is_whole(type(value)):
+        tell_of_advance(value)
+    return _Variable(place, value, then)
 
 
 def _is_set(name: str, cell: CellType) -> bool:
