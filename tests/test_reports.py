@@ -111,6 +111,11 @@ def decay(m: Any, h: Tensor) -> Tensor:
     return exponents.exp() * (h * (-exponents).exp()).cumsum(1) * 0.1
 
 
+def interpolated(m: Any, h: Tensor) -> Tensor:
+    """The gradient of the weight is the difference of two values next to each other."""
+    return torch.lerp(h, h + 0.02 * m.a(h), m.b.sigmoid())
+
+
 def sharp(m: Any, h: Tensor) -> Tensor:
     return torch.tanh(30 * m.a(h))
 
@@ -149,6 +154,10 @@ KINDS = {
     ),
     "factor of an exponential": Kind(
         (linear(),), decay, "packed", [(policy, "graph_of_factor", lambda *_: (False, False))]
+    ),
+    "interpolation": Kind(
+        (linear(), lambda: nn.Parameter(torch.zeros(64))), interpolated, "packed",
+        [(exactness, "_PACKED", exactness._PACKED | {"lerp"})],
     ),
     "sharp slope": Kind(NORM, sharp, "packed", [NO_ROOT]),
     "sharp slope, recomputed": Kind(NORM, sharp, "recomputed", [NO_ROOT]),
