@@ -71,6 +71,8 @@ def take(w: Writer, h: Value, name: str) -> Value:
     if name == "function_overwrites":
         w.spoils = True
         name = "linear" if w.double else name
+    if name == "saturated" and w.uneven:  # what it leaves are elements beside the largest
+        name = "tanh"
     result = STEPS[name](w, h)
     w.powers += name in POWERS
     w.smooth = w.smooth and name in SMOOTH and w.powers <= 1  # the power of a power is kept
@@ -118,6 +120,7 @@ def programs(draw: Any, names: Collection[str] | None = None) -> tuple[str, Sett
     keeps_values = style in ("context", "function") or (style == "module" and training)
     w = Writer(draw, double=double, keeps_values=keeps_values)
     w.names = frozenset(names or ())
+    w.uneven = raw and not training
     h = Value("x", WIDTHS[0])
     if raw:
         h = w.let(
