@@ -116,6 +116,12 @@ def interpolated(m: Any, h: Tensor) -> Tensor:
     return torch.lerp(h, h + 0.02 * m.a(h), m.b.sigmoid())
 
 
+def normalised_by_hand(m: Any, h: Tensor) -> Tensor:
+    """Columns that differ by decades are made alike by a factor that does, too."""
+    h = m.a(h) * torch.logspace(-3, 3, 64).to(h)
+    return (h - h.mean(1, True)) * (h.var(1, keepdim=True) + 1e-9).rsqrt()
+
+
 def sharp(m: Any, h: Tensor) -> Tensor:
     return torch.tanh(30 * m.a(h))
 
@@ -154,6 +160,10 @@ KINDS = {
     ),
     "factor of an exponential": Kind(
         (linear(),), decay, "packed", [(policy, "graph_of_factor", lambda *_: (False, False))]
+    ),
+    "factor of a reciprocal": Kind(
+        (linear(),), normalised_by_hand, "packed",
+        [(policy, "graph_of_factor", lambda *_: (False, False))],
     ),
     "interpolation": Kind(
         (linear(), lambda: nn.Parameter(torch.zeros(64))), interpolated, "packed",
