@@ -40,6 +40,16 @@ def test_a_factor_that_is_repeated_is_kept(rows: int) -> None:
     assert torch.equal(found, torch.autograd.grad((x * scale).sum(), x)[0])
 
 
+def test_a_number_has_no_groups_in_which_a_reciprocal_changes() -> None:
+    x = input_of(32, 64)
+    with compress(min_bytes=0):
+        y = x.sum() * (1 / (x.mean() + 1))
+    (found,) = torch.autograd.grad(y, x, retain_graph=True)
+    (exact,) = torch.autograd.grad(x.sum() * (1 / (x.mean() + 1)), x)
+    # Two numbers, each off by less than the step of a group of its own.
+    assert torch.allclose(found, exact, rtol=4 * 1.0079 / 127)
+
+
 def test_operators_methods_and_functions_have_one_name() -> None:
     x, y = input_of(32, 64), input_of(32, 64) * 2
     with compress(min_bytes=0) as stats:

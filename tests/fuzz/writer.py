@@ -64,7 +64,6 @@ class Writer:
         learns: whether there are modules, most of which have parameters.
         packs: whether a call in the program itself packs, in eval() too.
         recomputes: whether a region is recomputed.
-        uneven: whether columns differ in scale, as no norm has made them alike.
         double: whether gradients are to be differentiated.
         keeps_values: what is saved has the values of that moment, whatever is written later.
         names: of the steps that regions may have; empty: all.
@@ -75,7 +74,7 @@ class Writer:
         self.smooth = True
         self.powers = 0
         self.overwrites = self.spoils = False
-        self.learns = self.uneven = False
+        self.learns = False
         self.packs = self.recomputes = False
         self.double = double
         self.keeps_values = keeps_values

@@ -151,8 +151,9 @@ def _inverts(node: Any) -> bool:
 
 def _changes_in_groups(other: Tensor, tensor: Tensor) -> bool:
     """Tell whether a factor changes along the dimension in which a tensor is packed in groups."""
-    at = min(range(-tensor.dim(), 0), key=lambda d: (tensor.shape[d] < 2, tensor.stride(d)))
-    return -other.dim() <= at and other.shape[at] > 1 and other.stride(at) > 0
+    dims = range(-tensor.dim(), 0)
+    at = min(dims, key=lambda d: (tensor.shape[d] < 2, tensor.stride(d)), default=0)
+    return -other.dim() <= at < 0 and other.shape[at] > 1 and other.stride(at) > 0
 
 
 def graph_of_factor(tensor: Tensor, operation: Operation) -> tuple[bool, bool]:
