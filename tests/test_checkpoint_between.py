@@ -7,6 +7,7 @@ that of the call. Where it cannot be, a warning says so.
 from __future__ import annotations
 
 import functools
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -158,6 +159,51 @@ def of_a_method(call: Call, layers: Any, x: Tensor) -> Tensor:
     return x
 
 
+def of_an_object_that_is_closed_over(call: Call, layers: Any, x: Tensor) -> Tensor:
+    trainer, scale = Trainer(layers), types.SimpleNamespace(now=1.0)
+    for i in range(len(layers)):
+        scale.now = 1 / (i + 1)
+        x = call(lambda x: trainer.block(x * scale.now), x)
+    assert trainer.log == [1, 2, 3]
+    return x
+
+
+class Called(Trainer):
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.block(x)
+
+
+def of_an_object_that_is_called(call: Call, layers: Any, x: Tensor) -> Tensor:
+    called = Called(layers)
+    for _ in layers:
+        x = call(called, x)
+    return x
+
+
+def of_defaults(call: Call, layers: Any, x: Tensor) -> Tensor:
+    def block(x: Tensor, seen: list[int] = [], *, by: dict[str, float] = {}) -> Tensor:  # noqa: B006
+        seen.append(len(seen))
+        by["scale"] = by.get("scale", 0.0) + 0.5
+        return layers[seen[-1]](x * by["scale"]).sin()
+
+    for _ in layers:
+        x = call(block, x)
+    return x
+
+
+def of_partials(call: Call, layers: Any, x: Tensor) -> Tensor:
+    def block(seen: list[int], x: Tensor, by: dict[str, float]) -> Tensor:
+        seen.append(len(seen))
+        return layers[seen[-1]](x * by["scale"]).sin()
+
+    options: dict[str, float] = {}
+    given = functools.partial(block, [], by=options)
+    for i in range(len(layers)):
+        options["scale"] = 1 / (i + 1)
+        x = call(given, x)
+    return x
+
+
 def of_iterators(call: Call, layers: Any, x: Tensor) -> Tensor:
     parts, pairs = iter(layers), enumerate(zip("abc", [1.0, 0.5, 0.2], strict=True))
 
@@ -197,7 +243,8 @@ def of_globals(call: Call, layers: Any, x: Tensor) -> Tensor:
 
 FUNCTIONS = (
     *(of_a_loop, of_an_index, of_a_decorator, of_a_growing_list, of_a_counter, of_a_method),
-    *(of_globals, of_iterators, of_an_array),
+    *(of_globals, of_iterators, of_an_array, of_an_object_that_is_closed_over),
+    *(of_an_object_that_is_called, of_defaults, of_partials),
 )
 
 

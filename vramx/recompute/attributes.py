@@ -6,6 +6,7 @@ whose mode, is another by then. A recomputation has the attributes as they were 
 run, and leaves them as it found them. Not responsible for parameters, buffers, parts and hooks
 (members.py, buffers.py), nor for what is no attribute of a module.
 
+So are those of other objects that a region's function is, is bound to, closes over or was given.
 Objects, and what containers hold, are copied before a module's first run, which tells whether it
 changes them, and later only if it does; all else is looked at in each call. What an attribute held
 before stays until the region's graph is gone. A module that writes into a tensor which it has left
@@ -16,14 +17,17 @@ recomputed by one thread at a time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from operator import is_not
-from types import MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
+from vramx.patch.references import parts_of
 from vramx.recompute.buffers import tell_of_write
 from vramx.recompute.generators import is_generator, set_state, state_of
 from vramx.recompute.objects import FIXED, Copier, TooLargeError, differs, version_of
@@ -34,6 +38,8 @@ _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_vramx", "_compiled_call_impl
 # Modules that change nothing of their own while they run.
 _INERT = "torch.nn.modules."
 _ABSENT = object()
+_CALLABLES = (FunctionType, MethodType, functools.partial)
+_WITHOUT = (nn.Module, Tensor, type, ModuleType, *FIXED)
 
 
 class _Known(NamedTuple):
@@ -46,20 +52,44 @@ class _Known(NamedTuple):
 
 # By whether the module trains.
 _known: weakref.WeakKeyDictionary[Any, dict[bool, _Known]] = weakref.WeakKeyDictionary()
+# Of objects that may equal others; this takes longer.
+_known_objects: Any = WeakIdKeyDictionary()
+
+
+def _known_of(owner: Any) -> dict[bool, _Known]:
+    """Return what is known of an owner; of one without weak references, such as a SimpleNamespace,
+    nothing is in any call."""
+    if not type(owner).__weakrefoffset__:
+        return {}
+    known: Any = _known if isinstance(owner, nn.Module) else _known_objects
+    found: dict[bool, _Known] | None = known.get(owner)
+    if found is None:
+        known[owner] = found = {}
+    return found
 
 
 def _trains(owner: Any) -> bool:
     return bool(getattr(owner, "training", False))
 
 
+def _owners(function: Any, depth: int = 4) -> list[Any]:
+    """Return the objects with attributes, no modules, that a callable is or is made of."""
+    found: dict[int, Any] = {}
+    waiting = [(function, depth)]
+    while waiting:
+        part, left = waiting.pop()
+        if isinstance(part, _CALLABLES):
+            waiting += [(each, left - 1) for each in parts_of(part) if left]
+        elif _has_attributes(part):
+            found[id(part)] = part
+    return list(found.values())
+
+
 def _has_attributes(owner: Any) -> bool:
-    """Tell whether an object that is no module has attributes of its own, and may be a key."""
-    if isinstance(owner, (nn.Module, type)) or not hasattr(owner, "__dict__"):
+    """Tell whether an object, no module, has attributes of its own."""
+    if isinstance(owner, _WITHOUT) or not hasattr(owner, "__dict__"):
         return False
-    try:
-        return weakref.ref(owner) in {weakref.ref(owner)}
-    except TypeError:  # it has no weak references, or no hash
-        return False
+    return type(owner).__module__.partition(".")[0] != "torch"
 
 
 class _Before:
@@ -73,7 +103,7 @@ class _Before:
         self._is_new, self._changed, self._thens = False, set[str](), dict[str, Any]()
         if type(module).__module__.startswith(_INERT):
             return
-        known = _known.get(module, {}).get(self._is_training)
+        known = _known_of(module).get(self._is_training)
         self._is_new = known is None or known.size != len(self._values)
         names: Iterable[str] = self._values
         if known is not None:
@@ -116,7 +146,7 @@ class _Before:
         self._changed |= changed
         looked_at = tuple(name for name in self._names(own) if self._may_change(name))
         known = _Known(len(own), looked_at, self._changed)
-        _known.setdefault(self._module, {})[self._is_training] = known
+        _known_of(self._module)[self._is_training] = known
 
     def _is_same(self) -> bool:
         own, values = self._own, self._values
@@ -170,15 +200,12 @@ class _Before:
 class Attributes:
     """The attributes of modules before a region runs, and for those that recompute it.
 
-    Also those of the object, such as a trainer, whose method the region's function is. `generators`
-    are those of random numbers among them.
+    Also those of objects, such as a trainer, that the region's function is, is bound to, closes
+    over or was given. `generators` are those of random numbers among them.
     """
 
     def __init__(self, modules: Iterable[nn.Module], function: Any = None) -> None:
-        self._before = list(map(_Before, modules))
-        owner = getattr(function, "__self__", None) if isinstance(function, MethodType) else None
-        if _has_attributes(owner):
-            self._before.append(_Before(owner))
+        self._before = list(map(_Before, (*modules, *_owners(function))))
         self.generators = [each for before in self._before for each in before.generators]
 
     def settle(self) -> None:
