@@ -71,7 +71,7 @@ class _Taken:
         known = function.__globals__
         self.globals = [
             _variable(name, known[name])
-            for name in _read_by(function.__code__)
+            for name in read_by(function.__code__)
             if name in known and type(known[name]) is not ModuleType
         ]
 
@@ -103,6 +103,11 @@ class Variables:
             for each in (*taken.cells, *taken.globals)
             if isinstance(each.value, Tensor)
         ]
+
+    @property
+    def functions(self) -> list[FunctionType]:
+        """The functions whose variables these are."""
+        return [taken.function for taken in self._taken.values()]
 
     def settle(self) -> None:
         """See what a run of the function did: say once where it wrote into a tensor."""
@@ -201,10 +206,10 @@ def _is_set(name: str, cell: CellType) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _read_by(code: CodeType) -> tuple[str, ...]:
+def read_by(code: CodeType) -> tuple[str, ...]:
     """Return the names of the globals that a code reads, and the codes within it."""
     found = [each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"]
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            found += _read_by(inner)
+            found += read_by(inner)
     return tuple(dict.fromkeys(found))
