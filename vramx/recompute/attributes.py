@@ -21,13 +21,12 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from operator import is_not
-from types import FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from vramx.patch.references import parts_of
 from vramx.recompute.buffers import tell_of_write
 from vramx.recompute.generators import is_generator, set_state, state_of
 from vramx.recompute.objects import FIXED, Copier, TooLargeError, differs, version_of
@@ -38,8 +37,8 @@ _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_vramx", "_compiled_call_impl
 # Modules that change nothing of their own while they run.
 _INERT = "torch.nn.modules."
 _ABSENT = object()
-_CALLABLES = (FunctionType, MethodType, functools.partial)
-_WITHOUT = (nn.Module, Tensor, type, ModuleType, *FIXED)
+_CALLABLES = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
+_WITHOUT = (nn.Module, Tensor, type, ModuleType, *FIXED, *_CALLABLES)
 
 
 class _Known(NamedTuple):
@@ -72,24 +71,14 @@ def _trains(owner: Any) -> bool:
     return bool(getattr(owner, "training", False))
 
 
-def _owners(function: Any, depth: int = 4) -> list[Any]:
-    """Return the objects with attributes, no modules, that a callable is or is made of."""
-    found: dict[int, Any] = {}
-    waiting = [(function, depth)]
-    while waiting:
-        part, left = waiting.pop()
-        if isinstance(part, _CALLABLES):
-            waiting += [(each, left - 1) for each in parts_of(part) if left]
-        elif _has_attributes(part):
-            found[id(part)] = part
-    return list(found.values())
-
-
-def _has_attributes(owner: Any) -> bool:
-    """Tell whether an object, no module, has attributes of its own."""
-    if isinstance(owner, _WITHOUT) or not hasattr(owner, "__dict__"):
+def _may_have_attributes(cls: Any) -> bool:
+    """Tell whether objects of a class, which are no modules, have attributes of their own."""
+    if issubclass(cls, _WITHOUT) or not cls.__dictoffset__:
         return False
-    return type(owner).__module__.partition(".")[0] != "torch"
+    return str(cls.__module__).partition(".")[0] != "torch"
+
+
+_has_attributes: Callable[[Any], bool] = functools.lru_cache(maxsize=4096)(_may_have_attributes)
 
 
 class _Before:
@@ -200,12 +189,13 @@ class _Before:
 class Attributes:
     """The attributes of modules before a region runs, and for those that recompute it.
 
-    Also those of objects, such as a trainer, that the region's function is, is bound to, closes
-    over or was given. `generators` are those of random numbers among them.
+    Also those of `others`, such as a trainer, where they have attributes of their own. `generators`
+    are those of random numbers among them.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], function: Any = None) -> None:
-        self._before = list(map(_Before, (*modules, *_owners(function))))
+    def __init__(self, modules: Iterable[nn.Module], others: Iterable[Any] = ()) -> None:
+        owners = {id(each): each for each in others if _has_attributes(type(each))}
+        self._before = list(map(_Before, (*modules, *owners.values())))
         self.generators = [each for before in self._before for each in before.generators]
 
     def settle(self) -> None:

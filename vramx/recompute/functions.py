@@ -21,7 +21,7 @@ from torch import Tensor
 from vramx.errors import warn_once
 from vramx.recompute.buffers import tell_of_change
 from vramx.recompute.objects import Copier, differs, version_of
-from vramx.recompute.wholes import as_now, is_whole, tell_of_advance
+from vramx.recompute.wholes import CONTAINERS, as_now, is_whole, tell_of_advance
 
 # Decorators over decorators; what lies deeper is shared.
 _MOST_FUNCTIONS = 16
@@ -47,9 +47,12 @@ class _Given:
         self._args = [_variable(None, each) for each in args or ()]
         self._kwargs = {name: _variable(None, each) for name, each in (kwargs or {}).items()}
 
+    def __iter__(self) -> Iterator[_Variable]:
+        yield from self._args
+        yield from self._kwargs.values()
+
     def is_other(self) -> bool:
-        every = (*self._args, *self._kwargs.values())
-        return any(each.is_other(each.value) for each in every)
+        return any(each.is_other(each.value) for each in self)
 
     def again(self, copier: Copier) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the values of then."""
@@ -94,6 +97,7 @@ class Variables:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         parts = list(_functions(function))
+        self._bound = [each.__self__ for each in parts if type(each) is MethodType]
         self._taken = {id(each): _Taken(each) for each in parts if type(each) is FunctionType}
         partials = [each for each in parts if type(each) is functools.partial]
         self._given = {id(each): _Given(each.args, each.keywords) for each in partials}
@@ -103,6 +107,14 @@ class Variables:
             for each in (*taken.cells, *taken.globals)
             if isinstance(each.value, Tensor)
         ]
+
+    @property
+    def objects(self) -> list[Any]:
+        """What the functions are bound to, close over and were given, and what is called."""
+        taken, given = self._taken.values(), self._given.values()
+        cells = [each.value for one in taken for each in one.cells]
+        by_hand = [each.value for one in (*(one.given for one in taken), *given) for each in one]
+        return [self._function, *self._bound, *cells, *by_hand]
 
     @property
     def functions(self) -> list[FunctionType]:
@@ -174,14 +186,15 @@ def _around(function: Any, made: dict[int, FunctionType], given: dict[int, Any])
 
 def _functions(function: Any) -> Iterator[Any]:
     """Give the functions that a callable is made of, once each: those that they close over too, and
-    the partials around it."""
+    partials and methods around them."""
     waiting, seen = [function], set[int]()
     while waiting and len(seen) < _MOST_FUNCTIONS:
         found = waiting.pop()
         if type(found) is functools.partial:
             yield found
             waiting.append(found.func)
-        elif isinstance(found, MethodType):
+        elif type(found) is MethodType:
+            yield found
             waiting.append(found.__func__)
         elif type(found) is FunctionType and id(found) not in seen:
             seen.add(id(found))
@@ -191,8 +204,11 @@ def _functions(function: Any) -> Iterator[Any]:
 
 
 def _variable(place: Any, value: Any) -> _Variable:
+    kind = type(value)
+    if kind not in CONTAINERS and not is_whole(kind):
+        return _Variable(place, value, value)
     then = as_now(value)
-    if then is value and isinstance(value, Iterator) and is_whole(type(value)):
+    if then is value and isinstance(value, Iterator):
         tell_of_advance(value)
     return _Variable(place, value, then)
 

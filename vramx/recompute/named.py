@@ -92,9 +92,9 @@ def _names_of_classes(classes: tuple[type, ...]) -> _Names:
 
 
 def _names_from(function: Any) -> _Names:
-    if type(function) is not FunctionType or not _is_in_its_file(function):
-        return ()
-    return _names_of(function.__code__, function.__module__)
+    if type(function) is FunctionType and _is_in_its_file(function):
+        return _names_of(function.__code__, function.__module__)
+    return ()
 
 
 def _is_in_its_file(function: FunctionType) -> bool:
