@@ -225,7 +225,11 @@ class Counted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         type(self).called += 1
-        return helper(self.layer(x) / self.called)
+        return helper(self.layer(x) / self.scale)
+
+    @property
+    def scale(self) -> float:
+        return self.called + calls
 
 
 def of_a_file(call: Call, layers: Any, x: Tensor) -> Tensor:
@@ -314,15 +318,33 @@ def closing_over(source: Any) -> Call:
     return lambda x, _: x.sin() * next(source)
 
 
-@pytest.mark.parametrize("way", ["argument", "closure"])
+class Takes(nn.Module):
+    def __init__(self, source: Any) -> None:
+        super().__init__()
+        self.source, self.unused = source, (i for i in range(3))
+
+    def forward(self, x: Tensor, _: Any) -> Tensor:
+        return x.sin() * next(self.source)
+
+
+@pytest.mark.parametrize("way", ["argument", "closure", "attribute"])
 def test_a_generator_that_a_region_reaches_is_told_of(way: str) -> None:
     source = (float(i) for i in range(4))
     function, given = taken_from_an_argument, source
     if way == "closure":
         function, given = closing_over(source), None
+    elif way == "attribute":
+        function, given = Takes(source), None
     errors._said.clear()
     with pytest.warns(VramxWarning, match="reaches a generator, which cannot be copied"):
         vramx.checkpoint(function, activation(8, WIDTH), given, level="keep")
+
+
+def test_a_generator_that_no_call_takes_from_is_not_told_of() -> None:
+    errors._said.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        vramx.checkpoint(Takes(iter([1.0])), activation(8, WIDTH), None, level="keep")
 
 
 def test_a_tensor_of_a_function_that_it_writes_into_is_told_of() -> None:

@@ -21,7 +21,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from operator import is_not
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from vramx.recompute.buffers import tell_of_write
 from vramx.recompute.generators import is_generator, set_state, state_of
 from vramx.recompute.objects import FIXED, Copier, TooLargeError, differs, version_of
-from vramx.recompute.wholes import CONTAINERS, as_now, is_whole
+from vramx.recompute.wholes import CONTAINERS, as_now, is_whole, progress_of, tell_of_advance
 
 # What every module has beside what is as it was: members, hooks, what is done to it.
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_vramx", "_compiled_call_impl"}) - {"training"}
@@ -90,6 +90,7 @@ class _Before:
         self._own = vars(module)
         self._values = dict(self._own)
         self._is_new, self._changed, self._thens = False, set[str](), dict[str, Any]()
+        self._going: list[tuple[Any, Any]] = []  # generators, and how far they were
         if type(module).__module__.startswith(_INERT):
             return
         known = _known_of(module).get(self._is_training)
@@ -99,6 +100,9 @@ class _Before:
             self._changed = known.changed
             names = names if self._is_new else known.looked_at
         self._thens = {name: self._then(name) for name in self._names(names)}
+        if self._is_new:
+            values = self._values.values()
+            self._going = [(x, progress_of(x)) for x in values if type(x) is GeneratorType]
 
     @property
     def generators(self) -> list[Any]:
@@ -120,6 +124,10 @@ class _Before:
     def note(self) -> None:
         """Note what the module's first run changed."""
         own, values = self._own, self._values
+        for generator, then in self._going:
+            if progress_of(generator) != then:
+                tell_of_advance(generator)
+        self._going = []
         if not self._is_new and not self._thens and self._is_same():
             return
         changed = {name for name in self._names(own) if own[name] is not values.get(name, _ABSENT)}

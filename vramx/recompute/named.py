@@ -25,6 +25,7 @@ from vramx.recompute.wholes import CONTAINERS, as_now, is_whole
 
 # Functions that name functions.
 _MOST_FUNCTIONS = 64
+_WITHIN = ("fget", "__func__", "func")
 _ABSENT = object()
 _Place = str | type  # a file or a class
 _Names = tuple[tuple[_Place, str], ...]
@@ -92,6 +93,8 @@ def _names_of_classes(classes: tuple[type, ...]) -> _Names:
 
 
 def _names_from(function: Any) -> _Names:
+    for inside in _WITHIN:  # of a property, a static or a class method, a cached property
+        function = getattr(function, inside, None) or function
     if type(function) is FunctionType and _is_in_its_file(function):
         return _names_of(function.__code__, function.__module__)
     return ()

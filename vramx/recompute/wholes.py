@@ -13,6 +13,7 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import GeneratorType
 from typing import Any
 
 from vramx.errors import warn_once
@@ -82,6 +83,14 @@ def as_now(value: Any) -> Any:
 def is_other(then: Any, now: Any) -> bool:
     """Tell whether a value may be another than its copy: how far an iterator is cannot be seen."""
     return not _is_array(type(now)) or then.tobytes() != now.tobytes()
+
+
+def progress_of(generator: GeneratorType[Any, Any, Any]) -> Any:
+    """Return what differs where a generator has gone on, as far as its frame tells."""
+    frame = generator.gi_frame
+    if frame is None:
+        return None
+    return frame.f_lasti, [id(value) for value in frame.f_locals.values()]
 
 
 def tell_of_advance(iterator: Any) -> None:
