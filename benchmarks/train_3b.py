@@ -5,7 +5,8 @@ Each row is a model, a limit, how its step is made to fit and an optimizer, and 
 backward. The grid of what can be had without vramx is fixed here: Liger's kernels and its loss
 without logits, transformers' checkpointing of all, half, a quarter and none of the layers, and two
 optimizers with states of 8 bits. A row that runs out of memory says so. A row takes under a minute
-on an H200. Needs transformers, liger-kernel, flashoptim and torchao.
+on an H200, one of the longest sequence minutes, and under 80 GiB some 200 GiB of the host's memory.
+Needs transformers, liger-kernel, flashoptim and torchao.
 
 The goals: vramx.plan alone reaches 29,000 tokens/s under 24 GiB and 1.1 times the best of the grid,
 24,000 under 12 GiB, and 8,500 with the shape of Llama 3.1 8B under 24 GiB.
@@ -26,6 +27,7 @@ DESCRIPTION = "training 3 to 10 billion parameters in 24 and 12 GiB, beside the 
 
 # Blocks that are recomputed, their inputs on the host: by vramx, and by Liger and transformers.
 RECOMPUTED, OFFLOADED = "recompute_all", "checkpoints"
+WINDOW = 4096
 
 
 class Row(NamedTuple):
@@ -35,12 +37,15 @@ class Row(NamedTuple):
         of the longest sequences RECOMPUTED or OFFLOADED.
     optimizer: "flash" has 24 bits of each weight, "flash_offload" too, with its states on the host;
         "torchao" rounds weights stochastically to bfloat16.
+    window: how many tokens attention looks back at; 0: all. A step of a million tokens would take
+        an hour; the memory is the same.
     """
 
     model: str
     limit_gib: float
     way: str
     optimizer: str
+    window: int = 0
 
     @property
     def allocator(self) -> str:
@@ -70,6 +75,10 @@ ROWS = {
     "3b_24_longest_liger": Row("3b", 24, OFFLOADED, "flash"),
     "8b_24_longest": Row("8b", 24, RECOMPUTED, "flash_offload"),
     "8b_24_longest_liger": Row("8b", 24, OFFLOADED, "flash"),
+    "3b_80_longest": Row("3b", 80, RECOMPUTED, "flash_offload", WINDOW),
+    "3b_80_longest_liger": Row("3b", 80, OFFLOADED, "flash", WINDOW),
+    "8b_80_longest": Row("8b", 80, RECOMPUTED, "flash_offload", WINDOW),
+    "8b_80_longest_liger": Row("8b", 80, OFFLOADED, "flash", WINDOW),
 }
 # Tokens a second; under the smallest limit, and for the largest model, to train is enough.
 GOALS = {

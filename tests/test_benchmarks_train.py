@@ -65,7 +65,7 @@ def test_a_row_trains_and_reports(row: str) -> None:
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
-@pytest.mark.parametrize("row", ["3b_24_longest", "3b_24_longest_liger"])
+@pytest.mark.parametrize("row", ["3b_24_longest", "3b_80_longest_liger"])
 def test_a_row_of_the_longest_sequence_goes_to_the_end(row: str) -> None:
     assert metrics_of(row)["longest_tokens"] == [128]
 

@@ -21,6 +21,7 @@ from vramx.compression.config import MASK_FORMAT, Format
 from vramx.compression.hooks import compress
 from vramx.nn.linear import linears
 from vramx.nn.norm import rms_norm
+from vramx.nn.recomputed import recomputed
 
 STREAM = "the stream that is current"
 WEIGHT = torch.nn.Parameter(torch.ones(64, 64))
@@ -119,3 +120,24 @@ def test_the_input_of_a_fused_operation_is_recorded(
     with compress("int8" if watched else "keep", min_bytes=1 << 30):
         FUSED[name](x)
     assert address(x) in recorded
+
+
+def test_what_a_fused_operation_shares_is_recorded_before_backward_reads_it(
+    recorded: set[int],
+) -> None:
+    """A norm may have run on another stream than the Linears that read its pack in backward."""
+    normed = rms_norm(input_of(64, 64))
+    recorded.clear()
+    y = linears(normed, [WEIGHT, WEIGHT])[0]
+    assert address(normed.kept.buffer) in recorded
+    recorded.clear()
+    y.sum().backward()
+    assert recorded == set()  # backward is on the stream of forward
+
+
+def test_what_runs_again_records_the_pack_that_it_reads(recorded: set[int]) -> None:
+    normed = rms_norm(input_of(64, 64))
+    y = recomputed(lambda source, _: source.sin(), normed, None, None)  # type: ignore[union-attr]
+    recorded.clear()
+    y.sum().backward()
+    assert address(normed.kept.buffer) in recorded

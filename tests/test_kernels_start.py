@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vramx.kernels import start as module
-from vramx.kernels.start import Ready, start, start_always_with
+from vramx.kernels.start import Ready, start
 
 pytest.importorskip("triton")
 
@@ -107,8 +107,8 @@ def test_other_versions_of_triton_are_called_as_they_want(kernel: Kernel, monkey
 
 def test_constants_of_a_plan_are_told_from_others_by_their_dictionary(kernel: Kernel) -> None:
     one, other = ({"KIND": kind, "num_warps": 4, "GROUP": 128} for kind in ("gelu", "silu"))
-    for constants in (one, other, one, other):
-        start_always_with(constants, kernel, (3,), (ALIGNED, None), (5, 0.5))
+    for ready in [Ready(constants, kernel, (3,), -1) for constants in (one, other, one, other)]:
+        ready.start((ALIGNED, None), 5, 0.5)
     assert [constants for _, _, constants in kernel.own] == [one, other]
     assert [call[-1] for call in kernel.compiled] == ["gelu", "silu"]
 

@@ -183,3 +183,9 @@ def test_kernels_are_left_to_a_triton_that_compiles_them(
     monkeypatch.setattr(start, "triton_version", lambda: version)
     monkeypatch.setattr(keeping, "_launches_on", keeping._launches_on.__wrapped__)  # no cache
     assert keeping.served(torch.ones(2)) == is_served
+
+
+def test_options_are_told_from_those_that_lay_where_they_do() -> None:
+    for _ in range(100):  # each takes the place of the one before
+        for level, bits in (("int8", 8), ("int4", 4), ("keep", keeping.RAW)):
+            assert keeping.spec_of(Compression(level=level)).bits == bits

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vramx.compression.codec import reference
 from vramx.compression.config import Compression
+from vramx.nn import operators
 from vramx.nn.activation import gelu
 from vramx.nn.attention import scaled_dot_product_attention
 from vramx.nn.batch_norm import batch_norm
@@ -214,6 +215,26 @@ def test_operators_say_what_they_return(name: str, keep: Compression | None) -> 
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     for operator, arguments, options in watch.calls:
         torch.library.opcheck(operator, arguments, options, test_utils=tests)
+
+
+@operators.operator(
+    "vramx_tests::shared", schema="(Tensor x, Tensor[] more) -> (Tensor, Tensor, Tensor)"
+)
+def shared(x: Tensor, more: list[Tensor]) -> tuple[Tensor, ...]:
+    """Results that lie where an argument does, and where another result does."""
+    y = x + 1
+    return y, y.view(torch.uint8), more[0].view(-1)
+
+
+def test_results_that_share_memory_are_apart_for_whoever_watches() -> None:
+    arguments = torch.arange(4.0), [torch.ones(2, 2)]
+    found = shared(*arguments)
+    with Watch() as watch:
+        watched = shared(*arguments)
+    assert watch.seen == ["vramx_tests::shared"]
+    assert all(map(torch.equal, found, watched))
+    assert len({x.untyped_storage().data_ptr() for x in (*watched, *arguments[1])}) == 4
+    assert found[1].data_ptr() == found[0].data_ptr()
 
 
 @every_function

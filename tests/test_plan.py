@@ -79,6 +79,30 @@ def test_of_two_plans_the_one_that_ran_faster_is_chosen(monkeypatch: pytest.Monk
     assert fastest.measured_ms < next(runs) - 1  # another one has run
 
 
+def test_what_should_be_nearly_as_fast_is_run_and_timed_more_than_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What does more is predicted to be slower, and runs faster but where something disturbs it."""
+    counted = HostMeter.time_ms
+    timed: list[float] = []
+
+    def time_ms(meter: HostMeter, function: Any) -> float:
+        operations = counted(meter, function)
+        timed.append(operations)
+        disturbed = 1.0 if timed.count(operations) == 2 else 0.0  # as it is run: once it was before
+        return 100.0 - operations / 2000 + disturbed
+
+    model, sample = Stack(2), rows(512)
+    options: Any = {"levels": LEVELS, "gradients": "accumulated"}
+    plan = vramx.plan(model, sample, **options)
+    assert set(plan.words.values()) == {"left"}
+    monkeypatch.setattr(HostMeter, "time_ms", time_ms)
+    monkeypatch.setattr("vramx.planning.running._PREDICTED_WITHIN", 10.0)
+    found = vramx.plan(model, sample, **options)
+    assert set(found.words.values()) == {"recompute_all"}
+    assert found.measured_ms == 100.0 - max(timed) / 2000  # the median, not as it was at first
+
+
 def test_a_skip_connection_counts_once() -> None:
     model, sample = Skipping(), torch.randn(2, 1, 64, 64)
     plan = vramx.plan(model, sample, levels=LEVELS)
@@ -115,6 +139,15 @@ def test_what_a_later_peak_may_have_more_is_left_free(monkeypatch: pytest.Monkey
     assert widest.with_budget(sample, widest.needed_bytes - 1).words != widest.words
     with pytest.raises(InvalidValueError, match=rf"\({smallest.needed_bytes} bytes\)"):
         widest.with_budget(sample, smallest.needed_bytes - 1)
+    # States that do not exist yet will lie where such memory does, too.
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = vramx.plan(model, sample, "smallest", levels=LEVELS, optimizer=optimizer)
+    assert plan.added_bytes > 0
+    assert plan.needed_bytes == ceil(plan.measured_bytes * 11 / 10) + 500
+    same = plan.with_budget(sample, plan.needed_bytes)
+    assert same.measured_bytes == plan.measured_bytes
+    with pytest.raises(InvalidValueError, match=rf"\({plan.needed_bytes} bytes\)"):
+        plan.with_budget(sample, plan.needed_bytes - 1)
 
 
 def test_a_model_that_does_not_fit_as_it_is_can_be_planned(small_device: Any) -> None:
@@ -229,11 +262,21 @@ def test_blocks_are_the_repeated_modules_and_not_their_stages_or_parts() -> None
     pair = nn.Module()
     pair.first, pair.second = Named(), Named()
     assert [block.name for block in find_blocks(pair)] == ["first", "second"]
-    pair = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(InvalidValueError, match="no repeated blocks"):
-        find_blocks(pair)
     with pytest.raises(InvalidValueError, match="level 'int9' is not accepted"):
         vramx.plan(pair, torch.ones(1, 2), levels="int9")
+
+
+def test_a_model_in_which_nothing_repeats_has_its_parts_for_blocks() -> None:
+    layers = nn.ModuleList([nn.LSTM(4, 4), nn.LSTM(4, 4)])
+    parts = nn.ModuleDict({"embed": nn.Embedding(4, 4), "layers": layers, "act": nn.ReLU()})
+    assert [block.name for block in find_blocks(parts)] == ["embed", "layers.0", "layers.1"]
+    network = nn.Sequential(nn.Sequential(nn.Linear(8, 64), nn.GELU()), nn.Linear(64, 1))
+    wrapper = nn.Sequential(network)
+    assert [block.name for block in find_blocks(wrapper)] == ["0.0", "0.1"]
+    plan = vramx.plan(wrapper, torch.ones(512, 8), "smallest", levels=LEVELS)
+    assert plan.words["0.0"] == "recompute_all"
+    with pytest.raises(InvalidValueError, match="Linear has no blocks"):
+        find_blocks(nn.Linear(2, 2))
 
 
 class WithCache(Stack):

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from vramx.planning.choice import fastest, smallest
+from vramx.planning.choice import fastest, near, smallest
 from vramx.planning.timeline import Cost, Place, Timeline
 
 WORDS = ("left", "int8", "again")
@@ -89,6 +89,23 @@ def test_a_block_that_is_called_twice_has_one_word(seed: int) -> None:
         found = fastest(timeline, limit)
         best = min((ms for peak, ms in arrangements if peak <= limit), default=None)
         assert (None if found is None else found.step_ms) == best
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_near_the_fastest_are_those_of_two_words_that_fit(seed: int) -> None:
+    timeline = random_timeline(seed)
+    for limit in {peak for peak, _ in all_arrangements(timeline)}:
+        best = fastest(timeline, limit)
+        assert best is not None
+        found = near(timeline, limit, 1.5 * best.step_ms)
+        times = [each.step_ms for each in found]
+        assert times == sorted(times)
+        assert all(each.peak_bytes <= limit for each in found)
+        assert all(best.step_ms <= each.step_ms <= 1.5 * best.step_ms for each in found)
+        pairs = {words for each in found if len(words := frozenset(each.words)) <= 2}
+        assert len(pairs) == len({frozenset(each.words) for each in found})
+        assert (len(set(best.words)) > 2) or times[0] == best.step_ms
+    assert near(timeline, -1, 1e9) == []
 
 
 def test_a_tensor_between_two_blocks_that_both_hold_counts_once() -> None:

@@ -165,6 +165,21 @@ def test_states_are_those_that_steps_make(name: str) -> None:
     assert all(torch.equal(p, stepped[n]) for n, p in model.named_parameters())
 
 
+def test_a_step_lets_go_of_one_parameters_temporaries_late() -> None:
+    """torch's AdamW, one after another: the last one's are there as the next one's come."""
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    cost = cost_of(optimizer, HostMeter(model))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    meter = HostMeter(model, tensors_of(optimizer.state))
+    with meter.watching():
+        before = meter.allocated_bytes()
+        optimizer.step()
+    assert cost.step_bytes == meter.peak_bytes() - before > max(cost.temporary_bytes.values())
+
+
 def test_schedulers_and_hooks_of_an_optimizer_are_not_run() -> None:
     model, sample = model_and_rows(2, 64)
     optimizer = torch.optim.AdamW(model.parameters())

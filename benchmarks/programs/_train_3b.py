@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import vramx
 from benchmarks.models_configs import llama_config
 from benchmarks.programs._report import SEED, Recorder, report, report_status, sized, synchronize
+from benchmarks.programs._window import windowed
 from benchmarks.train_3b import RECOMPUTED, ROWS, Row
 from vramx.sizes import GIB
 
@@ -36,10 +37,10 @@ SHAPES = {
 }
 BATCH = sized((16, 512), (2, 32))
 WARM_UP, TIMED = sized(6, 1), sized(10, 2)
-# Of the longest sequence: the first that is tried, by how much it grows, and the last; how often
-# the interval between what fits and what does not is halved then. A step grows with the square, and
-# none is begun that would take longer than this.
-SHORTEST, GROWTH, LONGEST = sized((32_768, 1.5, 1 << 20), (32, 2, 128))
+# Of the longest sequence: the first that is tried for each GiB, by how much it grows, and the last;
+# how often the interval between what fits and what does not is halved then. A step grows with the
+# square, with a window in proportion, and none is begun that would take longer than this.
+SHORTEST, GROWTH, LONGEST = sized((1024, 1.5, 1 << 21), (1, 2, 128))
 HALVINGS, LONGEST_STEP_MS = 2, 150_000.0
 RATE = 1e-5
 # As language models are trained. At 0.999 second moments of 8 bits never shrink: what a step
@@ -54,11 +55,13 @@ def main(name: str) -> None:
 
     device = recorder.begin()
     limit_bytes = int(row.limit_gib * GIB)
+    is_windowed = row.window > 0 and device.type == "cuda"
     if device.type == "cuda":
         share = limit_bytes / torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, share))
     try:
-        (lengthen if row.grows else train)(name, row, device, limit_bytes)
+        with windowed(row.window) if is_windowed else contextlib.nullcontext():
+            (lengthen if row.grows else train)(name, row, device, limit_bytes)
     except torch.OutOfMemoryError:
         report_status(name, "out of memory")
 
@@ -103,7 +106,7 @@ def lengthen(name: str, row: Row, device: torch.device, limit_bytes: int) -> Non
         hooks = partial(torch.autograd.graph.save_on_cpu, pin_memory=device.type == "cuda")
     step_in_backward(row.optimizer, model, optimizer)
     done: list[tuple[int, float]] = []
-    length, halved = SHORTEST, 0
+    length, halved = round(SHORTEST * row.limit_gib) // 32 * 32 or 32, 0
     while length <= LONGEST and halved <= HALVINGS:
         ms = None
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -118,7 +121,7 @@ def lengthen(name: str, row: Row, device: torch.device, limit_bytes: int) -> Non
             torch.cuda.empty_cache()
         halved += ms is None or halved > 0
         length = int(done[-1][0] * GROWTH ** (0.5**halved)) // 32 * 32
-        if (length / done[-1][0]) ** 2 * done[-1][1] > LONGEST_STEP_MS:
+        if (length / done[-1][0]) ** (1 if row.window else 2) * done[-1][1] > LONGEST_STEP_MS:
             break
     report(name, "longest_tokens", "1", [done[-1][0]])
     report(name, "step_ms", "ms", [done[-1][1]])

@@ -14,6 +14,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.programs._window import windowed
 from gpu.tools import captured
 from vramx.nn import attention_kernels as kernels
 from vramx.nn.functional import linear, scaled_dot_product_attention
@@ -155,3 +156,25 @@ def test_compiles_to_one_graph() -> None:
     expected = torch.autograd.grad(block(*tensors).float().square().sum(), tensors)
     for ours, exact in zip(found, expected, strict=True):
         assert (ours - exact).norm() <= 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["vramx", "torch"])
+def test_a_benchmarks_window_is_that_of_a_mask(ours: bool) -> None:
+    """Of all tokens, too: the benchmark of the longest sequences has its memory from there."""
+    tensors = inputs()
+    dy = torch.ones_like(tensors[0])
+    back = torch.arange(TOKENS, device="cuda")[:, None] - torch.arange(TOKENS, device="cuda")
+    for window in (16, TOKENS):
+        with windowed(window):
+            if ours:
+                y = scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True).y
+            else:
+                y = functional.scaled_dot_product_attention(
+                    *tensors, is_causal=True, enable_gqa=True
+                )
+            found = y, *torch.autograd.grad(y, tensors, dy)
+        mask = (back >= 0) & (back <= window)
+        y = functional.scaled_dot_product_attention(*tensors, attn_mask=mask, enable_gqa=True)
+        expected = y, *torch.autograd.grad(y, tensors, dy)
+        for each, exact in zip(found, expected, strict=True):
+            assert (each - exact).norm() <= 0.05 * exact.norm()

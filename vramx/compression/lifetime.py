@@ -39,8 +39,11 @@ def outlive_all(values: Iterable[Any]) -> None:
     streams: dict[int, Any] = {}
     for value in values:
         kind = type(value)
+        if kind in _STAYS:
+            continue
         if kind is list or kind is tuple:
-            outlive_all(value)
+            if value and type(value[0]) is not int:
+                outlive_all(value)
             continue
         dies = kind is Tensor or (isinstance(value, Tensor) and not isinstance(value, Parameter))
         if dies and _has_streams(value):
@@ -53,6 +56,10 @@ def outlive_all(values: Iterable[Any]) -> None:
 def current_stream(tensor: Tensor) -> int:
     """Return a number for the stream that work on a tensor's device goes to now; 0 on the host."""
     return int(_raw_stream(tensor.get_device())) if tensor.is_cuda else 0
+
+
+# Of no memory, or of none that an operator's caller lets go of.
+_STAYS = frozenset((type(None), bool, int, float, str, torch.dtype, Parameter))
 
 
 def _has_streams(tensor: Tensor) -> bool:

@@ -8,12 +8,13 @@ tensor that is kept as it is, or not at all. Importing this module does not impo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from vramx.kernels.launch import Plan
+from vramx.kernels.launch import Plan, ready_for
 from vramx.kernels.layout import Layout
 
 # Bits of the codes that activations and gated units pack.
@@ -45,9 +46,9 @@ def activation(
 ) -> None:
     """Write y = act(x) and, with a layout, the packed x."""
     if x.numel():
-        plan = tile_plan("activation", kind, layout, noise is not None)
+        of = ("activation", kind, _form(layout), noise is not None)
         state, (stream,) = noise or (x, (0,))
-        plan.start((x, y, buffer, state), (x.numel(), stream), x.numel())
+        _start(_tile_plan, of, (x, y, buffer, state), (x.numel(), stream))
 
 
 def activation_backward(
@@ -55,8 +56,8 @@ def activation_backward(
 ) -> None:
     """Write dx and, where it is given, y = act(x); y may be dy."""
     if dy.numel():
-        plan = tile_plan("activation_backward", kind, layout, y is not None)
-        plan.start((dy, kept, dx, dy if y is None else y), (dy.numel(),), dy.numel())
+        of = ("activation_backward", kind, _form(layout), y is not None)
+        _start(_tile_plan, of, (dy, kept, dx, dy if y is None else y), (dy.numel(),))
 
 
 def glu(
@@ -65,9 +66,9 @@ def glu(
 ) -> None:  # fmt: skip
     """Write z = act(gate) * up and, with a layout, the packed gate and up."""
     if z.numel():
-        plan = tile_plan("glu", kind, layout, noise is not None)
+        of = ("glu", kind, _form(layout), noise is not None)
         state, streams = noise or (z, (0, 0))
-        plan.start((*inputs, z, *buffers, state), (z.numel(), *streams), z.numel())
+        _start(_tile_plan, of, (*inputs, z, *buffers, state), (z.numel(), *streams))
 
 
 def glu_backward(
@@ -76,38 +77,49 @@ def glu_backward(
 ) -> None:  # fmt: skip
     """Write dgate and dup and, where it is given, z; z may be dz."""
     if dz.numel():
-        plan = tile_plan("glu_backward", kind, layout, z is not None)
-        tensors = (dz, *kept, *outputs, dz if z is None else z)
-        plan.start(tensors, (dz.numel(),), dz.numel())
+        of = ("glu_backward", kind, _form(layout), z is not None)
+        _start(_tile_plan, of, (dz, *kept, *outputs, dz if z is None else z), (dz.numel(),))
 
 
 def relu(x: Tensor, y: Tensor, bits: Tensor) -> None:
     """Write y = max(x, 0) and a bit an element: whether its gradient passes."""
     if x.numel():
-        plan = relu_plan("relu_kernel")
-        plan.start((x, y, bits), (x.numel(),), x.numel())
+        _start(relu_plan, ("relu_kernel",), (x, y, bits), (x.numel(),))
 
 
 def relu_backward(dy: Tensor, bits: Tensor, dx: Tensor) -> None:
     """Write dx = dy where its bit is set, else 0."""
     if dy.numel():
-        plan = relu_plan("relu_backward_kernel")
-        plan.start((dy, bits, dx), (dy.numel(),), dy.numel())
+        _start(relu_plan, ("relu_backward_kernel",), (dy, bits, dx), (dy.numel(),))
 
 
 def dropout(x: Tensor, residual: Tensor | None, y: Tensor, key: Tensor, kept: int) -> None:
     """Write y: x * 65536 / kept where a value of the key's noise is below `kept`, plus residual."""
     if x.numel():
-        plan = dropout_plan(residual is not None)
         scale = 65536.0 / kept if kept else 0.0
         tensors = (x, x if residual is None else residual, y, key)
-        plan.start(tensors, (x.numel(), 0, kept, scale), x.numel())
+        _start(dropout_plan, (residual is not None,), tensors, (x.numel(), 0, kept, scale))
+
+
+def _start(
+    plan_of: Callable[..., Plan],
+    of: tuple[Any, ...],
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[float, ...],
+) -> None:
+    """Launch a plan's kernel; the first number is how many elements the first tensor has."""
+    first = tensors[0]
+    ready = ready_for(plan_of, of, numbers[:1], (first.dtype, first.get_device()))
+    ready.start(tensors, *numbers)
 
 
 def tile_plan(name: str, kind: str, layout: Layout | None, option: bool) -> Plan:
     """Return how a kernel of groups is launched; `option` is noise, or backward the value."""
-    form = None if layout is None else (layout.bits, layout.group_size, layout.symmetric)
-    return _tile_plan(name, kind, form, option)
+    return _tile_plan(name, kind, _form(layout), option)
+
+
+def _form(layout: Layout | None) -> tuple[int, int, bool] | None:
+    return None if layout is None else (layout.bits, layout.group_size, layout.symmetric)
 
 
 @lru_cache(maxsize=256)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vramx.kernels.layout import Layout, has_outliers
-from vramx.kernels.start import Ready, start, start_always_with
+from vramx.kernels.start import Ready, start
 
 _OLDEST_CAPABILITY = (8, 0)  # bfloat16 arithmetic
 _WARPS = 4
@@ -47,10 +47,7 @@ class Plan(NamedTuple):
     ) -> None:
         """Launch the kernel for `numel` elements, with constants of its own and these."""
         grid = (-(-numel // self.tile),)
-        if constants:
-            start(self.kernel, grid, tensors, numbers, **constants, **self.constants)
-        else:
-            start_always_with(self.constants, self.kernel, grid, tensors, numbers)
+        start(self.kernel, grid, tensors, numbers, **constants, **self.constants)
 
 
 def supported(device: torch.device) -> bool:
@@ -83,7 +80,7 @@ def quantize(
     """
     if layout.numel:
         of = (layout.bits, layout.symmetric, layout.group_size, noise is not None)
-        ready = _ready(quantize_plan, of, (layout.numel,), (flat.dtype, flat.get_device()))
+        ready = ready_for(quantize_plan, of, (layout.numel,), (flat.dtype, flat.get_device()))
         ready.start((flat, buffer, buffer if noise is None else noise), layout.numel, stream)
 
 
@@ -92,7 +89,7 @@ def dequantize(buffer: Tensor, flat_out: Tensor, layout: Layout) -> None:
     if layout.numel:
         of = (layout.bits, layout.symmetric, layout.group_size)
         kind = (flat_out.dtype, flat_out.get_device())
-        ready = _ready(dequantize_plan, of, (layout.numel,), kind)
+        ready = ready_for(dequantize_plan, of, (layout.numel,), kind)
         ready.start((buffer, flat_out), layout.numel)
 
 
@@ -126,7 +123,7 @@ def quantize_map(
         form = (layout.bits, layout.symmetric, layout.group_size, noise is not None)
         of = (form, name, function.place(layout.group_size))
         kind = (flat.dtype, flat.get_device())
-        ready = _ready(quantize_map_plan, of, (layout.numel, inner, period), kind)
+        ready = ready_for(quantize_map_plan, of, (layout.numel, inner, period), kind)
         tensors = (flat, mean, rstd, buffer, buffer if noise is None else noise)
         ready.start(tensors, layout.numel, stream, inner, period)
 
@@ -141,7 +138,7 @@ def dequantize_map(buffer: Tensor, flat_out: Tensor, layout: Layout, function: F
         kind = (flat_out.dtype, flat_out.get_device())
         sizes = (layout.numel, inner, period)
         of = (form, name, function.place(layout.group_size))
-        ready = _ready(dequantize_map_plan, of, sizes, kind)
+        ready = ready_for(dequantize_map_plan, of, sizes, kind)
         ready.start((buffer, mean, rstd, flat_out), *sizes)
 
 
@@ -149,14 +146,14 @@ def pack_signs(flat: Tensor, buffer: Tensor) -> None:
     """Write a bit an element: whether it is above zero, or NaN."""
     if numel := flat.numel():
         kind = (flat.dtype, flat.get_device())
-        _ready(_pack_mask_plan, (), (numel,), kind).start((flat, buffer), numel)
+        ready_for(_pack_mask_plan, (), (numel,), kind).start((flat, buffer), numel)
 
 
 def unpack_signs(buffer: Tensor, flat_out: Tensor) -> None:
     """Write 1 and 0 for bits, in the type of `flat_out`."""
     if numel := flat_out.numel():
         kind = (flat_out.dtype, flat_out.get_device())
-        _ready(_unpack_mask_plan, (), (numel,), kind).start((buffer, flat_out), numel)
+        ready_for(_unpack_mask_plan, (), (numel,), kind).start((buffer, flat_out), numel)
 
 
 def pack_mask(flat_bool: Tensor, buffer: Tensor) -> None:
@@ -171,17 +168,16 @@ def unpack_mask(buffer: Tensor, flat_bool_out: Tensor) -> None:
 
 # A program packs tensors of the same few sizes and types in every step.
 @lru_cache(maxsize=4096)
-def _ready(
-    plan_of: Callable[..., Plan], of: tuple[Any, ...], sizes: tuple[int, ...],
-    kind: tuple[torch.dtype, int],
+def ready_for(
+    plan_of: Callable[..., Plan], of: tuple[Any, ...], sizes: tuple[int, ...], kind: tuple[Any, ...]
 ) -> Ready:  # fmt: skip
     """Return what launches a plan's kernel for tensors of some sizes, the first the elements.
 
-    The kind, a type and the index of a device, only tells those of one plan from each other, as
-    sizes other than the first do. All other tensors have always the same types.
+    The kind, types of tensors and the index of a device, only tells those of one plan from each
+    other, as sizes other than the first do. Tensors whose types it has not have always the same.
     """
     plan = plan_of(*of)
-    return Ready(plan.constants, plan.kernel, (-(-sizes[0] // plan.tile),), kind[1])
+    return Ready(plan.constants, plan.kernel, (-(-sizes[0] // plan.tile),), kind[-1])
 
 
 @lru_cache(maxsize=64)

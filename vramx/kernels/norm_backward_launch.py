@@ -15,8 +15,16 @@ import torch
 from torch import Tensor
 
 from vramx.kernels.launch import multiprocessors
-from vramx.kernels.norm_launch import Kept, Plan, output_plan, power_of_two, tile_plan
-from vramx.kernels.start import start
+from vramx.kernels.norm_launch import (
+    Kept,
+    Plan,
+    dtype_of,
+    output_plan,
+    power_of_two,
+    rows_and_columns,
+    tile_plan,
+)
+from vramx.kernels.start import Ready, start
 
 # A thread holds a sum for each of its elements, with a bias two.
 _ELEMENTS = 16
@@ -77,30 +85,44 @@ def norm_backward(
         shares: where the sums go, and whether the mean was subtracted. Their rounding errors do
             not change from run to run on one kind of device.
     """
-    from vramx.kernels.norm_backward import norm_backward_kernel
-
     wanted, centred = shares
-    rows, hidden = dx.shape
+    rows, hidden = rows_and_columns(dx)
     if not rows:
         for vector in wanted:
             if vector is not None:
                 vector.zero_()
         return
-    packed = kept.group_size > 0
-    of_gradients = sum(each.element_size() for each in gradients if each is not None)
-    reads = Reads(
-        centred, gradients[1] is not None, of_gradients + (1 if packed else dx.element_size())
+    (dy, dsum), (buffer, rstd, group_size) = gradients, kept
+    kind = (
+        dy.dtype, dtype_of(dsum), dtype_of(weight), buffer.dtype, dx.dtype, *map(dtype_of, wanted)
     )  # fmt: skip
-    plan = backward_plan(hidden, kept.group_size, reads)
-    programs = min(plan.tile.grid(rows), _programs(dx.device, plan.programs))
-    partial = _partial(Shares(None, None) if plan.sums_apart else wanted, programs, hidden)
-    start(
-        norm_backward_kernel, (programs,),
-        (*gradients, weight, kept.buffer, kept.rstd, dx, *partial), (rows,), **plan.tile.constants,
-    )  # fmt: skip
-    if plan.sums_apart:
-        partial = _sums_apart(gradients[0], kept, wanted)
+    ready, programs, sums_apart = _of_rows((rows, hidden), group_size, centred, kind, dx.device)
+    partial = _partial(Shares(None, None) if sums_apart else wanted, programs, hidden)
+    ready.start((dy, dsum, weight, buffer, rstd, dx, *partial), rows)
+    if sums_apart:
+        partial = _sums_apart(dy, kept, wanted)
     _column_sums(partial, wanted)
+
+
+@lru_cache(maxsize=1024)
+def _of_rows(
+    shape: tuple[int, int], group_size: int, centred: bool, kind: tuple[Any, ...],
+    device: torch.device,
+) -> tuple[Ready, int, bool]:  # fmt: skip
+    """Return what launches the kernel of the rows, its programs, and whether sums are made apart.
+
+    The kind: the types of dy, dsum, the weight, the buffer, dx, and of what is wanted.
+    """
+    from vramx.kernels.norm_backward import norm_backward_kernel
+
+    dy, dsum, _, _, dx, *_ = kind
+    of_gradients = dy.itemsize + (0 if dsum is None else dsum.itemsize)
+    reads = Reads(centred, dsum is not None, of_gradients + (1 if group_size else dx.itemsize))
+    plan = backward_plan(shape[1], group_size, reads)
+    programs = min(plan.tile.grid(shape[0]), _programs(device, plan.programs))
+    index = -1 if device.index is None else device.index
+    ready = Ready(plan.tile.constants, norm_backward_kernel, (programs,), index)
+    return ready, programs, plan.sums_apart
 
 
 def _partial(wanted: Shares, programs: int, hidden: int) -> Shares:
@@ -125,7 +147,7 @@ def _sums_apart(dy: Tensor, kept: Kept, wanted: Shares) -> Shares:
     """Return the shares of the sums, made by a second pass over dy and what was kept."""
     from vramx.kernels.norm_sums import norm_sums_kernel
 
-    rows, hidden = dy.shape
+    rows, hidden = rows_and_columns(dy)
     constants = sums_apart_constants(hidden, kept.group_size)
     columns = -(-hidden // constants["GROUP"])
     most = -(-_programs(dy.device, _APART_PROGRAMS) // columns)
@@ -141,16 +163,28 @@ def _sums_apart(dy: Tensor, kept: Kept, wanted: Shares) -> Shares:
 
 def _column_sums(partial: Shares, wanted: Shares) -> None:
     """Add up the shares, which lie as _partial() made them."""
+    first = partial.dweight if partial.dbias is None else partial.dbias
+    if first is None:
+        return
+    first = first if partial.dweight is None else partial.dweight
+    kind = (first.dtype, *map(dtype_of, wanted), first.get_device())
+    _of_sums(first.shape, kind).start((first, *wanted), len(first))
+
+
+@lru_cache(maxsize=1024)
+def _of_sums(shape: tuple[int, int], kind: tuple[Any, ...]) -> Ready:
+    """Return what adds up shares; the kind: the types of these and of the sums, and the device."""
     from vramx.kernels.norm_sums import column_sums_kernel
 
-    given = [share for share in partial if share is not None]
-    if not given:
-        return
-    programs, hidden = given[0].shape
-    start(
-        column_sums_kernel, (-(-hidden // _SUM_COLUMNS), len(given)),
-        (given[0], *wanted), (programs,), HIDDEN=hidden, **sums_constants(programs),
-    )  # fmt: skip
+    programs, hidden = shape
+    of_sums = sum(each is not None for each in kind[1:-1])
+    grid = (-(-hidden // _SUM_COLUMNS), of_sums)
+    return Ready(_sums_constants(programs, hidden), column_sums_kernel, grid, kind[-1])
+
+
+@lru_cache(maxsize=256)
+def _sums_constants(programs: int, hidden: int) -> dict[str, int]:
+    return {"HIDDEN": hidden, **sums_constants(programs)}
 
 
 def sums_constants(programs: int) -> dict[str, int]:

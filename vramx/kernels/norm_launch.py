@@ -1,10 +1,10 @@
 """Launch the forward kernels of the norms: their tiles and grids, on the tensors' device.
 
 As launch.py: the functions trust their arguments, enqueue on the device's current stream, allocate
-nothing and never wait; any thread. All tensors are contiguous and [rows, hidden], but for vectors
-of [hidden] and of [rows]; None is what its kernel may do without. What comes back is launched by
-norm_backward_launch.py, with the types and the tiles that are here. Importing this module does not
-import triton.
+nothing and never wait; any thread. All tensors are contiguous and (..., hidden), whose dimensions
+but the last are rows; or vectors, of hidden or of the rows. None is what its kernel may do without.
+What comes back is launched by norm_backward_launch.py, with the types and the tiles that are here.
+Importing this module does not import triton.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from vramx.kernels.start import start
+from vramx.kernels import launch
 
 # A row is held in registers: a longer one would be spilled to memory.
 LONGEST_ROW = 16384
@@ -83,36 +84,63 @@ def norm_forward(
         outputs: y, of any type, and x + residual where there is one.
         how: eps, whether the mean is subtracted, and the noise of packing.
     """
-    from vramx.kernels.norm_forward import norm_forward_kernel
-
     x, residual = sources
     y, total = outputs
-    eps, centred, noise = how
-    rows, hidden = x.shape
+    weight, bias = affine
+    eps, centred, (state, stream) = how
+    rows, hidden = rows_and_columns(x)
     if not rows:
         return
-    group_size = kept.group_size if kept else 0
-    plan = forward_plan(hidden, group_size, residual is not None)
-    buffer, rstd = (None, None) if kept is None else (kept.buffer, kept.rstd)
-    start(
-        norm_forward_kernel, (plan.grid(rows),),
-        (x, residual, *affine, y, total, buffer, rstd, noise.state), (rows, noise.stream, eps),
-        CENTRED=centred, PACKED=group_size > 0, STOCHASTIC=noise.state is not None,
-        **plan.constants,
+    buffer, rstd, group_size = (None, None, 0) if kept is None else kept
+    of = (hidden, group_size, residual is not None, centred, state is not None)
+    kind = (
+        x.dtype, y.dtype, dtype_of(weight), dtype_of(bias), dtype_of(buffer), x.get_device()
+    )  # fmt: skip
+    ready = launch.ready_for(_forward_launch, of, (rows,), kind)
+    ready.start(
+        (x, residual, weight, bias, y, total, buffer, rstd, state), rows, stream, eps
     )  # fmt: skip
 
 
 def norm_output(kept: Kept, affine: Affine, y: Tensor) -> None:
     """Write the norm's output again."""
+    rows, hidden = rows_and_columns(y)
+    if rows:
+        (buffer, _, group_size), (weight, bias) = kept, affine
+        kind = (buffer.dtype, dtype_of(weight), dtype_of(bias), y.dtype, y.get_device())
+        ready = launch.ready_for(_output_launch, (hidden, group_size), (rows,), kind)
+        ready.start((buffer, weight, bias, y), rows)
+
+
+def rows_and_columns(x: Tensor) -> tuple[int, int]:
+    """Return how many rows a tensor has, and how long they are."""
+    hidden = x.shape[-1]
+    return x.numel() // hidden, hidden
+
+
+def dtype_of(tensor: Tensor | None) -> torch.dtype | None:
+    """Return the type of what a kernel may do without."""
+    return None if tensor is None else tensor.dtype
+
+
+@lru_cache(maxsize=256)
+def _forward_launch(
+    hidden: int, group_size: int, has_residual: bool, centred: bool, stochastic: bool
+) -> launch.Plan:
+    from vramx.kernels.norm_forward import norm_forward_kernel
+
+    plan = forward_plan(hidden, group_size, has_residual)
+    options = {"CENTRED": centred, "PACKED": group_size > 0, "STOCHASTIC": stochastic}
+    return launch.Plan(norm_forward_kernel, plan.rows, plan.constants | options)
+
+
+@lru_cache(maxsize=256)
+def _output_launch(hidden: int, group_size: int) -> launch.Plan:
     from vramx.kernels.norm_forward import norm_output_kernel
 
-    rows, hidden = y.shape
-    if rows:
-        plan = output_plan(hidden, kept.group_size)
-        start(
-            norm_output_kernel, (plan.grid(rows),), (kept.buffer, *affine, y), (rows,),
-            PACKED=kept.group_size > 0, **plan.constants,
-        )  # fmt: skip
+    plan = output_plan(hidden, group_size)
+    options = {"PACKED": group_size > 0}
+    return launch.Plan(norm_output_kernel, plan.rows, plan.constants | options)
 
 
 def forward_plan(hidden: int, group_size: int, has_residual: bool) -> Plan:

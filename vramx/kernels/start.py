@@ -59,36 +59,23 @@ def start(
     _start(what, kernel, grid, tensors, numbers, constants)
 
 
-def start_always_with(
-    constants: dict[str, Any],
-    kernel: Any,
-    grid: tuple[int, ...],
-    tensors: Sequence[Tensor | None],
-    numbers: Sequence[float],
-) -> None:
-    """Do so with constants that are given again and again, in the very same dictionary.
-
-    They are not looked at again, nor may they change. One dictionary is for one kernel.
-    """
-    _start((id(constants),), kernel, grid, tensors, numbers, constants)
-
-
 class Ready:
     """A kernel whose launches differ in addresses only, and in numbers that it ignores the kind of.
 
     What start() looks up for each launch is looked up for the first one: whoever has a Ready gives
     it tensors of the same types on one device each time, and, but for integers that the kernel
-    does not specialise on, the same numbers. Constants as start_always_with()'s.
+    does not specialise on, the same numbers. The constants are not looked at again, nor may they
+    change: one dictionary is for one kernel.
     """
 
     __slots__ = ("_compiled", "_constants", "_grid", "_index", "_kernel")
 
     def __init__(
-        self, constants: dict[str, Any], kernel: Any, grid: tuple[int], index: int
+        self, constants: dict[str, Any], kernel: Any, grid: tuple[int, ...], index: int
     ) -> None:
         self._constants = constants
         self._kernel = kernel
-        self._grid = grid
+        self._grid = (*grid, 1, 1)[:3]
         self._index = index  # of the device; negative: the host
         self._compiled: _Compiled | None = None
 
@@ -102,7 +89,7 @@ class Ready:
             if reduce(or_, pointers) % _ALIGNMENT == 0 and not _is_watched(self._kernel):
                 _, run, function, metadata, stream_of, values = compiled
                 run(
-                    self._grid[0], 1, 1, stream_of(index), function, metadata, None, None, None,
+                    *self._grid, stream_of(index), function, metadata, None, None, None,
                     *pointers, *numbers, *values,
                 )  # fmt: skip
                 return

@@ -78,30 +78,30 @@ def _activate(x: Tensor, kind: str, keep: Compression | None) -> Tensor:
 @operator(
     "vramx::activation", schema="(Tensor x, str kind, int[] form) -> (Tensor, Tensor, Tensor)"
 )
-def _activation(x: Tensor, kind: str, form: Sequence[int]) -> tuple[Tensor, ...]:
+def _activation(x: Tensor, kind: str, form: Sequence[int]) -> tuple[Tensor | None, ...]:
     """Return act(x), the packed x, and its probe."""
     return *forward_pass(x, kind, form), *differentiation.probes_of((x,), form)
 
 
-def forward_pass(x: Tensor, kind: str, form: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return act(x) and the packed x."""
+def forward_pass(x: Tensor, kind: str, form: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    """Return act(x) and the packed x, None with NOTHING."""
     x = x.contiguous(memory_format=keeping.ORDERS[form[4]])
     if not keeping.served(x):
-        return reference.activation(x, kind), keeping.encode(x, form)
+        return reference.activation(x, kind), keeping.pack_of(x, form)
     y = torch.empty_like(x)
     layout = keeping.fused_layout(x.numel(), form, elementwise_launch.WIDTHS)
     if layout is None:
         elementwise_launch.activation(x, y, x, None, kind, None)
-        return y, keeping.encode(x, form)
+        return y, keeping.pack_of(x, form)
     buffer = keeping.empty_buffer(x, form)
     elementwise_launch.activation(x, y, buffer, layout, kind, keeping.draw(x.device, form, 1))
     return y, buffer
 
 
 @_activation.register_fake
-def _(x: Tensor, _kind: str, form: Sequence[int]) -> tuple[Tensor, ...]:
+def _(x: Tensor, _kind: str, form: Sequence[int]) -> tuple[Tensor | None, ...]:
     probes = differentiation.probes_of((x,), form)
-    return keeping.dense_like(x, form[4]), keeping.empty_buffer(x, form), *probes
+    return keeping.dense_like(x, form[4]), keeping.empty_pack_of(x, form), *probes
 
 
 @operator(

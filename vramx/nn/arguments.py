@@ -6,6 +6,8 @@ are those of torch's own functions under autocast, which operators do not see. P
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,15 +23,17 @@ def misshaped(name: str, tensor: Tensor, accepted: str) -> InvalidValueError:
 def check_floats(**tensors: Tensor | None) -> None:
     """Raise unless all are floating tensors."""
     for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if not isinstance(tensor, Tensor):
-            raise InvalidValueError(f"{name} is a {type(tensor).__name__}; accepted is a tensor")
-        if tensor.dtype not in DTYPES:
-            raise InvalidValueError(
-                f"{name} is a tensor of {tensor.dtype}; accepted are bfloat16, float16, float32 "
-                "and float64"
-            )
+        # Nothing else has one of these types.
+        if tensor is not None and getattr(tensor, "dtype", None) not in DTYPES:
+            raise _not_floating(name, tensor)
+
+
+def _not_floating(name: str, value: object) -> InvalidValueError:
+    if not isinstance(value, Tensor):
+        return InvalidValueError(f"{name} is a {type(value).__name__}; accepted is a tensor")
+    return InvalidValueError(
+        f"{name} is a tensor of {value.dtype}; accepted are bfloat16, float16, float32 and float64"
+    )
 
 
 def check_same_shape(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
@@ -41,15 +45,15 @@ def check_same_shape(name: str, tensor: Tensor, other_name: str, other: Tensor) 
         )
 
 
-def check_linear(inner: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise unless a weight and a bias fit what they are applied to."""
-    fits = weight.dim() == 2 and inner.dim() > 0 and weight.shape[1] == inner.shape[-1]
-    if not fits:
+def check_linear(inner: Sequence[int], weight: Tensor, bias: Tensor | None) -> None:
+    """Raise unless a weight and a bias fit what they are applied to, of a shape."""
+    of = weight.shape
+    if len(of) != 2 or not inner or of[1] != inner[-1]:
         raise InvalidValueError(
-            f"weight has shape {tuple(weight.shape)} and its input {tuple(inner.shape)}; accepted "
-            "is (outputs, inputs) with the input's last size"
+            f"weight has shape {tuple(of)} and its input {tuple(inner)}; accepted is (outputs, "
+            "inputs) with the input's last size"
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
+    if bias is not None and bias.shape != of[:1]:
         raise misshaped("bias", bias, f"is ({weight.shape[0]},)")
 
 
@@ -81,9 +85,10 @@ def cast_for_linear(
     bias: Tensor | None, *tensors: Tensor
 ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
     """Cast what goes into a Linear as autocast does; without autocast return it as it is."""
-    if not torch.is_autocast_enabled(tensors[0].device.type) or tensors[0].dtype == torch.float64:
+    first = tensors[0]
+    if not torch.is_autocast_enabled(first.device.type) or first.dtype == torch.float64:
         return bias, tensors
-    dtype = autocast_dtype(tensors[0])
+    dtype = autocast_dtype(first)
     cast = tuple(tensor.to(dtype) for tensor in tensors)
     return None if bias is None else bias.to(dtype), cast
 
@@ -91,6 +96,8 @@ def cast_for_linear(
 def cast_to_common(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast tensors to the type that torch promotes them to."""
     dtype = tensors[0].dtype
+    if all(tensor.dtype == dtype for tensor in tensors):
+        return tensors
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
     return tuple(tensor.to(dtype) for tensor in tensors)

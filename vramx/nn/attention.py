@@ -15,7 +15,6 @@ is one operator, some tens of microseconds of host time more than torch's.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -194,13 +193,12 @@ def _attend(
     of_queries = _form_of_queries(keep)
     if options.dropout_p:
         form, of_queries = list(keeping.EXACTLY), list(keeping.AS_IT_IS)
-    hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if values is not None and not options.dropout_p and _may_hook():
-        form, hooks = list(keeping.AS_IT_IS), _made_again(v, values)
-    readers = _checked(behind, q)
-    with hooks:
-        found = attention_operator(q, k, v, mask, *readers, kernel, *call[1:], form, of_queries)
-    return found[:4], form
+    rest = (mask, *_checked(behind, q), kernel, *options[1:4])
+    if values is None or options.dropout_p or not _may_hook():
+        return attention_operator(q, k, v, *rest, form, of_queries)[:4], form
+    form = list(keeping.AS_IT_IS)
+    with _made_again(v, values):
+        return attention_operator(q, k, v, *rest, form, of_queries)[:4], form
 
 
 def _may_hook() -> bool:
@@ -237,13 +235,14 @@ def _checked(behind: Behind, q: Tensor) -> tuple[Any, ...]:
     if weight is None and side is None:
         return None, None, None, None, 0
     batch, heads, tokens, size = q.shape
-    y = q.new_empty_strided((batch, tokens, heads * size), (0, 0, 0))  # which is not made yet
     if weight is not None:
         arguments.check_floats(weight=weight, bias=bias)
-        arguments.check_linear(y, weight, bias)
-        linear.check_types(y, [weight], y.dtype)
-    drawn = (None, None, 0) if side is None else beside.draw([side], y)[0]
-    return weight, bias, *drawn
+        arguments.check_linear((batch, tokens, heads * size), weight, bias)
+        linear.check_types(q, [weight], q.dtype)
+    if side is None:
+        return weight, bias, None, None, 0
+    y = q.new_empty_strided((batch, tokens, heads * size), (0, 0, 0))  # which is not made yet
+    return weight, bias, *beside.draw([side], y)[0]
 
 
 def _cast(mask: Tensor | None, *tensors: Tensor) -> tuple[Tensor | None, tuple[Tensor, ...]]:
@@ -254,9 +253,14 @@ def _cast(mask: Tensor | None, *tensors: Tensor) -> tuple[Tensor | None, tuple[T
 
 
 def _form_of_queries(keep: Compression | None) -> list[int]:
+    return list(keeping.AS_IT_IS if keep is None else _spec_of_queries(keep))
+
+
+@keeping.once_for_options
+def _spec_of_queries(keep: Compression) -> keeping.Spec:
     """Return how q and k are kept: as they are, unless a rule of the policy packs both."""
-    bits = 0 if keep is None else _bits_of_queries(keep.policy)
-    return list(keeping.spec_of(keep, bits) if bits else keeping.AS_IT_IS)
+    bits = _bits_of_queries(keep.policy)
+    return keeping.spec_with(keep, bits) if bits else keeping.AS_IT_IS
 
 
 @torch.compiler.assume_constant_result

@@ -77,14 +77,17 @@ def _of_cuda(q: Tensor, k: Tensor, mask: Tensor | None, call: Call) -> int:
 
 def _fits(tensors: tuple[Tensor, Tensor, Tensor], shares_heads: bool) -> bool:
     q, k, v = tensors
-    if any(type(x) not in PLAIN or x.dim() != 4 or x.stride(-1) != 1 for x in tensors):
+    dtype, device = q.dtype, q.device
+    for x in tensors:
+        if type(x) not in PLAIN or x.dim() != 4 or x.stride(-1) != 1:
+            return False
+        if x.dtype != dtype or x.device != device:
+            return False
+    of_q, of_k = q.shape, k.shape
+    if of_k != v.shape or 0 in of_q or 0 in of_k or dtype not in DTYPES:
         return False
-    if k.shape != v.shape or 0 in (*q.shape, *k.shape) or q.dtype not in DTYPES:
-        return False
-    if any(x.dtype != q.dtype or x.device != q.device for x in (k, v)):
-        return False
-    of_heads = q.shape[1] % k.shape[1] == 0 if shares_heads else q.shape[1] == k.shape[1]
-    return of_heads and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
+    of_heads = of_q[1] % of_k[1] == 0 if shares_heads else of_q[1] == of_k[1]
+    return of_heads and of_q[0] == of_k[0] and of_q[3] == of_k[3]
 
 
 def _mask_fits(mask: Tensor | None, q: Tensor, k: Tensor, call: Call) -> bool:
@@ -155,10 +158,10 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 def forward(
     call: Call, tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the result, the logarithm of the sums of exponentials, and the state of dropout.
 
-    That state is two tensors, empty without dropout.
+    That state is two tensors, None without dropout.
     """
     q, k, v = tensors
     if call.kernel == FLASH:
@@ -181,7 +184,7 @@ def forward(
             q, k, v, 0.0, call.causal, attn_mask=mask, scale=call.scale
         )
     if call.dropout_p == 0:
-        seed, offset = q.new_empty(0), q.new_empty(0)
+        seed = offset = None
     return y, sums, seed, offset
 
 
@@ -190,7 +193,7 @@ def backward(
     dy: Tensor,
     tensors: tuple[Tensor, Tensor, Tensor, Tensor],
     mask: Tensor | None,
-    state: Sequence[Tensor],
+    state: Sequence[Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; `tensors` are these and the result."""
     q, k, v, y = tensors

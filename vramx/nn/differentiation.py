@@ -24,10 +24,10 @@ def new_probe(x: Tensor) -> Tensor:
     return x.new_empty_strided(x.shape, (0,) * x.dim())
 
 
-def probes_of(inputs: Sequence[Tensor], form: Sequence[int]) -> tuple[Tensor, ...]:
-    """Return the probes of inputs that an operator packs; with NOTHING empty tensors."""
+def probes_of(inputs: Sequence[Tensor], form: Sequence[int]) -> tuple[Tensor | None, ...]:
+    """Return the probes of inputs that an operator packs; None with NOTHING."""
     if form[0] == NOTHING:
-        return tuple(x.new_empty(0) for x in inputs)
+        return (None,) * len(inputs)
     return tuple(map(new_probe, inputs))
 
 
@@ -56,7 +56,7 @@ def add(gradient: Tensor | None, dprobe: Tensor | None) -> Tensor | None:
 
 
 def save(
-    ctx: Any, inputs: Sequence[Tensor], kept: Sequence[Tensor], *others: Tensor | None
+    ctx: Any, inputs: Sequence[Tensor], kept: Sequence[Tensor | None], *others: Tensor | None
 ) -> None:
     """Save packs of inputs, or with NOTHING these, for an operator's backward; and other tensors.
 
@@ -66,7 +66,9 @@ def save(
     packs, probes = kept[: len(inputs)], kept[len(inputs) :]
     nothing = ctx.form[0] == NOTHING
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*(kept if nothing else packs))
+    # With NOTHING they are None, or of torch.library, which has no None, empty.
+    constants = [each for each in kept if each is not None] if nothing else packs
+    ctx.mark_non_differentiable(*constants)
     ctx.shape, ctx.dtype = inputs[0].shape, inputs[0].dtype
     # Not the empty probes: a checkpoint's hooks take microseconds for each tensor.
     saved_probes = (None for _ in probes) if nothing else probes

@@ -126,7 +126,8 @@ def _two_linears(
     """Return the result, and the buffer of what is between, empty if `form` is NOTHING."""
     # Cast by hand: autocast would cache a cast that autograd has not seen.
     wide = F.linear(y, inner.to(y.dtype), None if inner_bias is None else inner_bias.to(y.dtype))
-    value, buffer = forward_pass(wide, kind, form)
+    value, pack = forward_pass(wide, kind, form)
+    buffer = empty_buffer(wide, form) if pack is None else pack
     del wide
     bias = None if outer_bias is None else _scaled(outer_bias, scale, y.dtype)
     return project(value, _scaled(outer, scale, y.dtype), bias, residual), buffer

@@ -84,23 +84,23 @@ def _gate(gate: Tensor, up: Tensor, kind: str, keep: Compression | None) -> Tens
     schema="(Tensor gate, Tensor up, str kind, int[] form) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _glu(gate: Tensor, up: Tensor, kind: str, form: Sequence[int]) -> tuple[Tensor, ...]:
+def _glu(gate: Tensor, up: Tensor, kind: str, form: Sequence[int]) -> tuple[Tensor | None, ...]:
     """Return z, the two packs, and the two probes."""
     return *forward_pass(gate, up, kind, form), *differentiation.probes_of((gate, up), form)
 
 
 def forward_pass(
     gate: Tensor, up: Tensor, kind: str, form: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return z and the two packs."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return z and the two packs, None with NOTHING."""
     gate, up = gate.contiguous(), up.contiguous()
     if not keeping.served(gate):
-        return reference.glu(gate, up, kind), keeping.encode(gate, form), keeping.encode(up, form)
+        return reference.glu(gate, up, kind), keeping.pack_of(gate, form), keeping.pack_of(up, form)
     z = torch.empty_like(gate)
     layout = keeping.fused_layout(gate.numel(), form, elementwise_launch.WIDTHS)
     if layout is None:
         elementwise_launch.glu((gate, up), z, (gate, up), None, kind, None)
-        return z, keeping.encode(gate, form), keeping.encode(up, form)
+        return z, keeping.pack_of(gate, form), keeping.pack_of(up, form)
     buffers = keeping.empty_buffer(gate, form), keeping.empty_buffer(up, form)
     noise = keeping.draw(gate.device, form, 2)
     elementwise_launch.glu((gate, up), z, buffers, layout, kind, noise)
@@ -108,13 +108,9 @@ def forward_pass(
 
 
 @_glu.register_fake
-def _(gate: Tensor, up: Tensor, _kind: str, form: Sequence[int]) -> tuple[Tensor, ...]:
-    return gate.new_empty(gate.shape), *_empty_kept(gate, up, form)
-
-
-def _empty_kept(gate: Tensor, up: Tensor, form: Sequence[int]) -> tuple[Tensor, ...]:
-    packs = keeping.empty_buffer(gate, form), keeping.empty_buffer(up, form)
-    return *packs, *differentiation.probes_of((gate, up), form)
+def _(gate: Tensor, up: Tensor, _kind: str, form: Sequence[int]) -> tuple[Tensor | None, ...]:
+    packs = keeping.empty_pack_of(gate, form), keeping.empty_pack_of(up, form)
+    return gate.new_empty(gate.shape), *packs, *differentiation.probes_of((gate, up), form)
 
 
 @operator(

@@ -9,8 +9,8 @@ thread. encode() and decode() cost what the codec's pack() and unpack() do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -93,6 +93,8 @@ def _format(bits: int, group_size: int, symmetric: int, stochastic: int) -> Form
     return Format(bits, group_size, bool(symmetric), "stochastic" if stochastic else "nearest")
 
 
+# A program has few, each of a model or a call of optimize().
+_MOST_OPTIONS = 64
 AS_IT_IS = Spec(NOTHING, 0, 0, 0)
 EXACTLY = Spec(RAW, 0, 0, 0)
 
@@ -100,11 +102,32 @@ EXACTLY = Spec(RAW, 0, 0, 0)
 # -- How -------------------------------------------------------------------------------------------
 
 
-def spec_of(keep: Compression | None, bits: int | None = None) -> Spec:
+def once_for_options(function: Callable[[Compression], Spec]) -> Callable[[Compression], Spec]:
+    """Remember what a function finds of options, which never change, by which object they are.
+
+    A hash of them would take longer than the function.
+    """
+    known: dict[int, tuple[Compression, Spec]] = {}
+
+    @wraps(function)
+    def once(keep: Compression) -> Spec:
+        if torch.compiler.is_compiling():
+            return function(keep)
+        found = known.get(id(keep))
+        if found is None:
+            if len(known) >= _MOST_OPTIONS:
+                known.clear()
+            # With the options themselves, so that no others come to lie where they did.
+            known[id(keep)] = found = keep, function(keep)
+        return found[1]
+
+    return once
+
+
+def spec_of(keep: Compression | None) -> Spec:
     """Return how options want a tensor kept: RAW at level "keep", int8 if there are none.
 
-    `bits` is instead of the level's. min_bytes, policy, offload, strict and deterministic are
-    options of the hooks and not read here.
+    min_bytes, policy, offload, strict and deterministic are options of the hooks and not read here.
 
     Raises:
         InvalidValueError: `keep` is neither a Compression nor None.
@@ -113,13 +136,18 @@ def spec_of(keep: Compression | None, bits: int | None = None) -> Spec:
         >>> spec_of(Compression(level="int4"))
         Spec(bits=4, group_size=64, symmetric=0, stochastic=1, order=0)
     """
-    if keep is None:
-        return _DEFAULT
+    return _DEFAULT if keep is None else _spec_of(keep)
+
+
+@once_for_options
+def _spec_of(keep: Compression) -> Spec:
     if not isinstance(keep, Compression):
         raise refused("keep", keep, "are a Compression, None")
-    if not keep.packs:
-        return EXACTLY
-    bits = BITS[keep.level] if bits is None else bits
+    return spec_with(keep, BITS[keep.level]) if keep.packs else EXACTLY
+
+
+def spec_with(keep: Compression, bits: int) -> Spec:
+    """Return how options want a tensor kept whose codes have so many bits."""
     return Spec(*_constant_spec(bits, keep.group_size, keep.rounding, keep.symmetric))
 
 
@@ -211,6 +239,16 @@ def encode(x: Tensor, spec: Sequence[int]) -> Tensor:
         return flat.view(torch.uint8)
     renew_noise(x.device, spec)
     return encoded(flat, _format(*spec[:4]))
+
+
+def pack_of(x: Tensor, spec: Sequence[int]) -> Tensor | None:
+    """Return encode(x, spec); None with NOTHING."""
+    return None if spec[0] == NOTHING else encode(x, spec)
+
+
+def empty_pack_of(x: Tensor, spec: Sequence[int]) -> Tensor | None:
+    """Return what stands for pack_of(x, spec) where nothing is computed."""
+    return None if spec[0] == NOTHING else empty_buffer(x, spec)
 
 
 def decode(buffer: Tensor, shape: Sequence[int], dtype: torch.dtype, spec: Sequence[int]) -> Tensor:

@@ -27,6 +27,7 @@ from vramx.nn.dropout import ALL_KEPT
 from vramx.nn.keeping import AS_IT_IS, NOTHING, RAW, Kept, fields_of, kept_tensor, spec_for
 from vramx.nn.norm import Normed
 from vramx.nn.operators_linear import keep_operator, linears_operator
+from vramx.nn.products import cast
 from vramx.nn.sides import Drawn, Side
 
 Biases = Sequence[Tensor | None]
@@ -99,17 +100,17 @@ def linears(
         _check(y, weights, biases)
     dtype = arguments.autocast_dtype(y)
     check_types(y, weights, dtype)
-    drawn = beside.draw(sides, y)
-    every = [*weights, *(side.weight for side in drawn)]
+    drawn = beside.draw(sides, y) if sides else []
+    every = [*weights, *[side.weight for side in drawn]]
     learns = torch.is_grad_enabled() and any(weight.requires_grad for weight in every)
     if isinstance(x, Normed):
         kept = x.kept
     check_kept(y, kept)
-    y = y.to(dtype)
+    y = cast(y, dtype)
     if not learns or (kept and kept.spec.bits == NOTHING):
         kept = None
     # torch would keep what dropout leaves.
-    drops = learns and any(side.drops for side in drawn)
+    drops = bool(drawn) and learns and any(side.drops for side in drawn)
     if learns and passes.saves_are_brief():
         kept = kept_tensor(y, y, AS_IT_IS) if len(every) > 1 else None
     elif learns and kept is None and not isinstance(x, Normed):
@@ -120,7 +121,8 @@ def linears(
         pairs = zip(weights, biases, strict=True)
         own = [functional.linear(y, weight, bias) for weight, bias in pairs]
         return *own, *(beside.product(y, side) for side in drawn)
-    terms = list(weights), without_none(biases, y), *_as_lists(weights, drawn, y)
+    given = [] if all(bias is None for bias in biases) else without_none(biases, y)
+    terms = list(weights), given, *_as_lists(weights, drawn, y)
     return tuple(linears_operator(y, *terms, *fields_of(kept), kept.dtype, list(kept.spec)))
 
 
@@ -171,8 +173,9 @@ def _check(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> None:
             f"{len(weights)} weights and {len(biases)} biases are not accepted; accepted is at "
             "least one weight, and a bias or None for each"
         )
+    shape = x.shape
     for weight, bias in zip(weights, biases, strict=True):
-        arguments.check_linear(x, weight, bias)
+        arguments.check_linear(shape, weight, bias)
 
 
 def check_kept(x: Tensor, kept: Kept | None) -> None:

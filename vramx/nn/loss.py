@@ -86,7 +86,7 @@ def linear_cross_entropy(
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
     arguments.check_floats(hidden=hidden, weight=weight, bias=bias)
-    arguments.check_linear(hidden, weight, bias)
+    arguments.check_linear(hidden.shape, weight, bias)
     if targets.dtype != torch.int64 or targets.shape != hidden.shape[:-1]:
         raise InvalidValueError(
             f"targets is a tensor of {targets.dtype} and shape {tuple(targets.shape)}; accepted is "

@@ -43,7 +43,7 @@ def add_low_rank(
         tensor([2., 2., 2.])
     """
     arguments.check_floats(base=base, h=h, weight=weight, bias=bias)
-    arguments.check_linear(h, weight, bias)
+    arguments.check_linear(h.shape, weight, bias)
     if base.shape != (*h.shape[:-1], weight.shape[0]):
         raise arguments.misshaped("base", base, f"is {(*h.shape[:-1], weight.shape[0])}")
     bias, (h, weight) = arguments.cast_for_linear(bias, h, weight)

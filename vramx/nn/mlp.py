@@ -107,7 +107,7 @@ def check(x: Tensor, weights: Sequence[Tensor], biases: linear.Biases, activatio
         raise refused("activation", activation, KINDS)
     *inner, outer = zip(weights, biases, strict=True)
     for weight, bias in inner:
-        arguments.check_linear(x, weight, bias)
+        arguments.check_linear(x.shape, weight, bias)
         arguments.check_same_shape("the first weight", weights[0], "another", weight)
     weight, bias = outer
     fits = weight.dim() == 2 and weight.shape[1] == weights[0].shape[0]

@@ -33,7 +33,7 @@ def output_again(
     if not (has_kernel(like) and dtype in KERNEL_DTYPES):
         return y.copy_(reference.affine(normalised_of(kept, y, stored, kind), weight, bias))
     vectors = contiguous_of(norm_launch.Affine(weight, bias))
-    norm_launch.norm_output(rows_of(kept, like, kind, None), vectors, y.view(-1, shape[-1]))
+    norm_launch.norm_output(rows_of(kept, like, kind, None), vectors, y)
     return y
 
 
@@ -56,6 +56,8 @@ def packs_in_kernel(x: Tensor, spec: Spec) -> bool:
 
 def contiguous_of(affine: norm_launch.Affine) -> norm_launch.Affine:
     """Return weight and bias as kernels take them."""
+    if all(each is None or each.is_contiguous() for each in affine):
+        return affine
     weight, bias = affine
     return norm_launch.Affine(
         None if weight is None else weight.contiguous(), None if bias is None else bias.contiguous()

@@ -5,13 +5,15 @@ one costs 30 to 95 us of host time, forward and backward each, most of it for wa
 mode does not have. So an Operator has two routes over the same functions: the operator of
 torch.library, and an autograd.Function that calls the implementation. Both run it below autograd
 and save what setup_context saves, so that hooks, checkpoints and derivatives of derivatives see no
-difference. No state; any thread. The choice costs a microsecond.
+difference. What is differentiated is read in time: the graph may hold a copy only, so the memory of
+arguments is kept until the stream has read it, in backward too, which reads on the same stream what
+was an argument or was made. No state; any thread. The choice costs a microsecond.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torch._C import (
     _len_torch_function_stack,
 )
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils._pytree import tree_leaves
 
 from vramx.compression.lifetime import outlive_all
 from vramx.nn.keeping import PLAIN_TENSORS, Spec
@@ -38,8 +41,10 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 class Operator:
     """A function of tensors that is an operator of torch.library, and can be called around it.
 
-    `implementation` is the function itself. Where it returns None in a tuple, which a schema cannot
-    say, the operator of torch.library returns an empty tensor like the first argument.
+    `implementation` is the function itself. Where it or its fake returns None in a tuple, which a
+    schema cannot say, the operator of torch.library returns an empty tensor like the first
+    argument; and where results share memory, with arguments or with each other, which none may, it
+    copies.
 
     Example:
         >>> @operator("vramx::example", schema="(Tensor x) -> Tensor")
@@ -53,9 +58,9 @@ class Operator:
     def __init__(self, name: str, schema: str, implementation: Callable[..., Any]) -> None:
         self.__doc__ = implementation.__doc__
         self._name = name
-        self.implementation = implementation = _reading_in_time(implementation)
+        self.implementation = implementation
         self._definition: Any = torch.library.custom_op(
-            name, _without_none(implementation), mutates_args=(), schema=schema
+            name, _for_torch(implementation), mutates_args=(), schema=schema
         )
         namespace, short = name.split("::")
         self._overload: Any = getattr(getattr(torch.ops, namespace), short).default
@@ -65,7 +70,7 @@ class Operator:
 
     def register_fake(self, fake: Callable[..., Any]) -> None:
         """Register what compilers call for the shapes of results."""
-        self._definition.register_fake(fake)
+        self._definition.register_fake(_whole(fake))
 
     def register_autograd(
         self, backward: Callable[..., Any], *, setup_context: Callable[..., None]
@@ -75,36 +80,55 @@ class Operator:
         make = _function_of_lists if self._lists else _function_of
         short = self._name.split("::")[1]
         function = make(short, self.implementation, backward, setup_context)
-        # Of the base class: Function's own looks after transforms, which are watchers here.
-        self._apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+        self._apply = _plain_apply(function)
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator; the first argument is a tensor."""
-        if torch.compiler.is_compiling() or self.is_watched(args):
+        if torch.compiler.is_compiling():
+            return self._overload(*args)
+        flat = _flattened(args, self._lists) if self._lists else args
+        if self.is_watched(flat):
             return self._overload(*args)
         if self._apply is None or not torch.is_grad_enabled():
             with below_autograd():
                 return self.implementation(*args)
-        if not self._lists:
-            return self._apply(*args)
-        return self._apply(*_flattened(args, self._lists), args, self._lists)
+        return self._apply(*flat, args, self._lists) if self._lists else self._apply(*flat)
 
-    def is_watched(self, args: Sequence[Any]) -> bool:
-        """Tell whether a mode, a transform or an argument is to see the operator."""
+    def is_watched(self, flat: Sequence[Any]) -> bool:
+        """Tell whether a mode, a transform or an argument is to see the operator.
+
+        Arguments are with the lists of tensors among them opened.
+        """
+        first = flat[0]
         return (
             _len_torch_dispatch_stack() > 0
             or _len_torch_function_stack() > 0
             or _are_functorch_transforms_active()
             or _get_tracing_state() is not None
-            or not _PLAIN.issuperset(map(type, args))
-            or args[0].is_meta
-            or args[0].is_neg()
-            or is_functorch_wrapped_tensor(args[0])
-            or (
-                bool(self._lists)
-                and not all(_PLAIN.issuperset(map(type, args[i])) for i in self._lists)
-            )
+            or not _PLAIN.issuperset(map(type, flat))
+            or first.is_meta
+            or first.is_neg()
+            or is_functorch_wrapped_tensor(first)
         )
+
+
+def apply_of(function: Any, first: Tensor) -> Callable[..., Any]:
+    """Return what applies an autograd.Function to tensors, of which one is given."""
+    if (
+        torch.compiler.is_compiling()
+        or _are_functorch_transforms_active()
+        or is_functorch_wrapped_tensor(first)
+    ):
+        apply: Callable[..., Any] = function.apply
+        return apply
+    return _plain_apply(function)
+
+
+@lru_cache(maxsize=64)
+def _plain_apply(function: Any) -> Callable[..., Any]:
+    # Of the base class: Function's own looks after transforms, which are watchers here.
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply
+    return apply
 
 
 def operator(name: str, *, schema: str) -> Callable[[Callable[..., Any]], Operator]:
@@ -112,26 +136,44 @@ def operator(name: str, *, schema: str) -> Callable[[Callable[..., Any]], Operat
     return lambda implementation: Operator(name, schema, implementation)
 
 
-def _reading_in_time(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep what an operator reads until its stream has read it: the graph may hold a copy only."""
+def _for_torch(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    whole = _whole(implementation)
 
     @wraps(implementation)
-    def reading(*args: Any) -> Any:
+    def in_time(*args: Any) -> Any:
         outlive_all(args)
-        return implementation(*args)
+        return _apart(whole(*args), args)
 
-    return reading
+    return in_time
 
 
-def _without_none(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(implementation)
+def _whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that gives an empty tensor in the place of each None in a tuple."""
+
+    @wraps(function)
     def whole(*args: Any) -> Any:
-        results = implementation(*args)
+        results = function(*args)
         if type(results) is not tuple:
             return results
         return tuple(args[0].new_empty(0) if each is None else each for each in results)
 
     return whole
+
+
+def _apart(results: Any, args: Sequence[Any]) -> Any:
+    """Return results of which none shares memory with arguments or with another."""
+    kind = type(results)
+    several = list(results) if kind in (tuple, list) else [results]
+    taken = {_memory_of(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
+    for i, each in enumerate(several):
+        if _memory_of(each) in taken:
+            several[i] = each.clone()
+        taken.add(_memory_of(several[i]))
+    return kind(several) if kind in (tuple, list) else several[0]
+
+
+def _memory_of(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
 
 
 def _is_tensor_list(kind: Any) -> bool:
@@ -145,6 +187,7 @@ def _function_of(
     setup_context: Callable[..., None],
 ) -> Any:
     def forward(ctx: Any, *args: Any) -> Any:
+        outlive_all(args)
         with below_autograd():
             output = implementation(*args)
             setup_context(ctx, args, output)
@@ -168,6 +211,7 @@ def _function_of_lists(
     def forward(ctx: Any, *args: Any) -> Any:
         inputs, lists = args[-2:]
         ctx.lists = [(i, len(inputs[i])) for i in lists]
+        outlive_all(inputs)
         with below_autograd():
             output = implementation(*inputs)
             setup_context(ctx, inputs, output)

@@ -22,6 +22,7 @@ from vramx.errors import FirstDerivativeOnlyError
 from vramx.nn import attention_kernels as kernels
 from vramx.nn import differentiation, keeping
 from vramx.nn.operators import operator
+from vramx.nn.products import cast
 from vramx.nn.readers import Incoming, Readers
 
 _READERS = "Tensor? weight, Tensor? bias, Tensor? side, Tensor? key, int level"
@@ -38,36 +39,43 @@ _COUNT = 5  # of the fields of _READERS
 def attention_operator(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *others: Any
 ) -> tuple[Tensor | None, ...]:
-    """Return the result and the side's product; the result's buffer and probe, or two None.
+    """Return the result and the side's product; the result's buffer and probe.
 
-    Then the buffers of q, k and v, their probes, and what the kernel keeps.
+    Then the buffers of q, k and v, their probes, and what the kernel keeps with the result. What is
+    not kept is None: of the result nothing with readers, of the kernel nothing without dropout.
     """
     readers, call, form, of_queries = _taken(others)
     y, *state = kernels.forward(call, (q, k, v), mask)
     forms = (of_queries, of_queries, form)
-    packs = (keeping.encode(_tokens_first(x), f) for x, f in zip((q, k, v), forms, strict=True))
-    kept = packs, _probes((q, k, v), forms), state
+    packs = [
+        None if f[0] == keeping.NOTHING else keeping.encode(_tokens_first(x), f)
+        for x, f in zip((q, k, v), forms, strict=True)
+    ]  # fmt: skip
+    kept = *packs, *_probes((q, k, v), forms), *_state(call, state)
     if readers is None:
-        return y, None, keeping.encode(_tokens_first(y), form), _probe(y), *_joined(kept)
-    # Of the result nothing is kept, but what dropout left.
+        return y, None, keeping.encode(_tokens_first(y), form), _probe(y), *kept
     buffer = keeping.encode(_tokens_first(y), form) if call.dropout_p else None
-    return *readers.results(_flat(y), None), buffer, None, *_joined(kept)
+    return *readers.results(_flat(y), None), buffer, None, *kept
+
+
+def _state(call: kernels.Call, state: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Return what the kernel keeps of a call that cannot be repeated."""
+    return state if call.dropout_p else (None,) * len(state)
 
 
 @attention_operator.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *others: Any
+) -> tuple[Tensor | None, ...]:
     readers, call, form, of_queries = _taken(others)
     y, *state = kernels.forward(call, (q, k, v), mask)
     forms = (of_queries, of_queries, form)
-    packs = (keeping.empty_buffer(x, f) for x, f in zip((q, k, v), forms, strict=True))
-    kept = _joined((packs, _probes((q, k, v), forms), state))
-    found: tuple[Tensor | None, ...]
+    packs = [keeping.empty_pack_of(x, f) for x, f in zip((q, k, v), forms, strict=True)]
+    kept = *packs, *_probes((q, k, v), forms), *_state(call, state)
     if readers is None:
-        found = y, None, keeping.empty_buffer(y, form), _probe(y), *kept
-    else:
-        buffer = keeping.empty_buffer(y, form) if call.dropout_p else None
-        found = *readers.fake_results(_flat(y)), buffer, None, *kept
-    return tuple(q.new_empty(0) if each is None else each for each in found)
+        return y, None, keeping.empty_buffer(y, form), _probe(y), *kept
+    buffer = keeping.empty_buffer(y, form) if call.dropout_p else None
+    return *readers.fake_results(_flat(y)), buffer, None, *kept
 
 
 def _taken(others: Sequence[Any]) -> tuple[Readers | None, kernels.Call, list[int], list[int]]:
@@ -81,11 +89,7 @@ def _readers(fields: Sequence[Any]) -> Readers | None:
     return None if weight is None and side is None else Readers.of(*fields)
 
 
-def _joined(parts: Sequence[Any]) -> tuple[Tensor, ...]:
-    return tuple(each for part in parts for each in part)
-
-
-def _probes(tensors: Sequence[Tensor], forms: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+def _probes(tensors: Sequence[Tensor], forms: Sequence[Sequence[int]]) -> tuple[Tensor | None, ...]:
     q, k, v = tensors
     of_queries, _, form = forms
     return *differentiation.probes_of((q, k), of_queries), *differentiation.probes_of((v,), form)
@@ -140,6 +144,7 @@ def _attention_backward(
         _decoded_heads(k, of_keys, dtype, of_queries),
         _decoded_heads(v, of_keys, dtype, form),
     )
+    state: Sequence[Tensor | None]
     if result:
         y, *state = result
         y = _decoded_heads(y, shape, dtype, form)
@@ -149,14 +154,14 @@ def _attention_backward(
         assert dresult is not None
         return *kernels.backward(call, dresult, (*decoded, y), mask, state), None, None, None
     incoming = (dresult, dproduct)
-    dy = _heads_of(readers.value_gradient(incoming).to(dtype), shape)
+    dy = _heads_of(cast(readers.value_gradient(incoming), dtype), shape)
     own = readers.own_gradients(incoming, _flat(y).flatten(0, 1), needs)
     return *kernels.backward(call, dy, (*decoded, y), mask, state), *own
 
 
 def _result_again(
     call: kernels.Call, decoded: tuple[Tensor, Tensor, Tensor], mask: Tensor | None
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the result that goes with decoded values, and what the kernel keeps with it."""
     return kernels.forward(call, decoded, mask)
 
@@ -164,7 +169,7 @@ def _result_again(
 @_attention_backward.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, result: list[Tensor], *others: Any
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     readers, call, form, of_queries = _taken(others[2:-4])
     shape, of_keys, dtype, needs = others[-4:]
     incoming = others[:2]
@@ -176,14 +181,14 @@ def _(
         v if form[0] == keeping.NOTHING else _empty_heads(like, of_keys),
     )
     dy = _empty_heads(like, shape)
+    state: Sequence[Tensor | None]
     if result:
         y, state = _empty_heads(like, shape), result[1:]
     else:
         y, *state = kernels.forward(call, decoded, mask)
     if readers is None:
-        own = q.new_empty(0), q.new_empty(0), q.new_empty(0)
-    else:
-        own = readers.fake_own_gradients(incoming, needs)
+        return *kernels.backward(call, dy, (*decoded, y), mask, state), None, None, None
+    own = readers.fake_own_gradients(incoming, needs)
     return *kernels.backward(call, dy, (*decoded, y), mask, state), *own
 
 
@@ -205,25 +210,22 @@ def _empty_heads(like: Tensor, shape: Sequence[int]) -> Tensor:
 # -- Derivatives -----------------------------------------------------------------------------------
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
     q, k, _, mask, weight, bias, side, key, ctx.level, *call, ctx.form, ctx.of_queries = inputs
     _, _, buffer, _, *kept, sums, seed, offset = output
     packs, probes = kept[:3], kept[3:]
     ctx.set_materialize_grads(False)
-    ctx.call, ctx.shape, ctx.of_keys, ctx.dtype = (
-        tuple(call),
-        tuple(q.shape),
-        tuple(k.shape),
-        q.dtype,
-    )
+    ctx.call, ctx.shape, ctx.of_keys, ctx.dtype = call, q.shape, k.shape, q.dtype
     forms = (ctx.of_queries, ctx.of_queries, ctx.form)
+    # torch.library has an empty tensor for what is None.
     as_they_are = [form[0] == keeping.NOTHING for form in forms]
     unused = [probe for probe, each in zip(probes, as_they_are, strict=True) if each]
-    buffers = packs if buffer is None else [*packs, buffer]
-    ctx.mark_non_differentiable(*buffers, *unused, sums, seed, offset)
-    packs = [x if each else pack for x, pack, each in zip(inputs, packs, as_they_are, strict=False)]
+    constant = (*packs, *unused, buffer, sums, seed, offset)
+    ctx.mark_non_differentiable(*[each for each in constant if each is not None])
+    saved = [x if each else pack for x, pack, each in zip(inputs, packs, as_they_are, strict=False)]
+    probes = [None if each else probe for probe, each in zip(probes, as_they_are, strict=True)]
     result = (buffer, sums, seed, offset) if ctx.call[1] else ()
-    ctx.save_for_backward(*packs, *probes, mask, weight, bias, side, key, *result)
+    ctx.save_for_backward(*saved, *probes, mask, weight, bias, side, key, *result)
 
 
 def _differentiate(

@@ -23,7 +23,7 @@ from vramx.nn.keeping import NOTHING, Spec, decode, empty_buffer, encode
 from vramx.nn.norm_kept import input_again
 from vramx.nn.operators import operator
 from vramx.nn.operators_norm import norm_output
-from vramx.nn.products import bias_gradient, weight_gradient
+from vramx.nn.products import bias_gradient, cast, weight_gradient
 
 
 @operator("vramx::keep", schema="(Tensor x, int[] spec) -> (Tensor, Tensor)")
@@ -59,18 +59,22 @@ def linears_operator(
     y: Tensor, weights: list[Tensor], biases: list[Tensor], sides: list[Tensor], keys: list[Tensor],
     levels: list[int], *_for_backward: Any,
 ) -> list[Tensor]:  # fmt: skip
-    """Return the products, those of weights first; an empty bias or key is none."""
-    # Cast by hand: autocast would cache a cast that autograd has not seen.
-    own = [
-        functional.linear(y, weight.to(y.dtype), bias.to(y.dtype) if bias.numel() else None)
-        for weight, bias in zip(weights, biases, strict=True)
-    ]
+    """Return the products, those of weights first.
+
+    There are as many biases as weights, or none at all. An empty bias or key is none.
+    """
+    dtype, own = y.dtype, []
+    for i, weight in enumerate(weights):
+        bias = cast(biases[i], dtype) if biases and biases[i].numel() else None
+        own.append(functional.linear(y, cast(weight, dtype), bias))
     return own + [beside.product(y, side) for side in _drawn(sides, keys, levels)]
 
 
 def _drawn(
     sides: Sequence[Tensor], keys: Sequence[Tensor], levels: Sequence[int]
 ) -> list[beside.Drawn]:
+    if not sides:
+        return []
     of_sides = levels[len(levels) - len(sides) :]
     return [
         beside.Drawn(weight, key if key.numel() else None, level)
@@ -119,7 +123,7 @@ def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
         for i, (need, gradient) in enumerate(zip(needs, flat, strict=True)):
             if need and gradient is not None:
                 found[i] = (
-                    weight_gradient(gradient, y, weights[i]).to(weights[i].dtype)
+                    cast(weight_gradient(gradient, y, weights[i]), weights[i].dtype)
                     if i < own
                     else beside.weight_gradient(gradient, y, drawn[i - own])
                 )
@@ -143,13 +147,13 @@ def _input_gradient(
     for gradient, weight in zip(gradients, weights, strict=False):
         if gradient is None:
             continue
-        cast = weight.to(gradient.dtype)
+        same = cast(weight, gradient.dtype)
         if total is None:
-            total = gradient @ cast
+            total = gradient @ same
         elif torch.is_grad_enabled():
-            total = torch.addmm(total, gradient, cast)
+            total = torch.addmm(total, gradient, same)
         else:
-            total.addmm_(gradient, cast)
+            total.addmm_(gradient, same)
     for gradient, side in zip(of_sides, sides, strict=True):
         if gradient is not None:
             total = beside.add_input_gradient(total, gradient, side, dtype, in_place=True)

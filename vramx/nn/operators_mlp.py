@@ -29,6 +29,7 @@ from vramx.nn.operators import operator
 from vramx.nn.operators_linear import differentiable_input
 from vramx.nn.products import (
     WeightSums,
+    cast,
     fake_weight_gradients,
     is_unread,
     project,
@@ -139,9 +140,8 @@ def _(dresult: Tensor, weights: list[Tensor], *others: Any) -> list[Tensor]:
 def _terms(
     weights: list[Tensor], biases: list[Tensor], dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor | None]]:
-    # Cast by hand: autocast would cache a cast that autograd has not seen.
     return [
-        (weight.to(dtype), bias.to(dtype) if bias.numel() else None)
+        (cast(weight, dtype), cast(bias, dtype) if bias.numel() else None)
         for weight, bias in zip(weights, biases, strict=True)
     ]
 

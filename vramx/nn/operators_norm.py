@@ -49,8 +49,8 @@ from vramx.nn.operators import operator
 def norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
     centred: bool, dtype: torch.dtype, spec: list[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return y of `dtype`, the sum (empty without a residual), the buffer, rstd, and the probe.
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return y of `dtype`, the sum (None without a residual), the buffer, rstd, and the probe.
 
     x and residual: of one type and shape. weight, bias: [last dimension]. The buffer, rstd and the
     probe are empty if `spec` is NOTHING.
@@ -63,8 +63,9 @@ def norm(
     return y, total, kept, rstd, _probe(x, kind)
 
 
+_TO_NEAREST = norm_launch.Noise(None, 0)
 _Sources = tuple[Tensor, Tensor | None]
-_Norm = tuple[Tensor, Tensor, Tensor, Tensor]
+_Norm = tuple[Tensor, Tensor | None, Tensor, Tensor]
 
 
 def _norm_kernel(
@@ -75,12 +76,11 @@ def _norm_kernel(
     spec: Spec,
 ) -> _Norm:
     x, residual = sources
-    hidden = x.shape[-1]
     y = torch.empty_like(x, dtype=dtype)
-    total = x.new_empty(0) if residual is None else torch.empty_like(x)
+    total = None if residual is None else torch.empty_like(x)
     keeps = spec.bits != NOTHING
     group_size = spec.group_size if packs_in_kernel(x, spec) else 0
-    kept, noise = None, norm_launch.Noise(None, 0)
+    kept, noise = None, _TO_NEAREST
     rstd = x.new_empty(x.shape[:-1] if keeps else 0, dtype=torch.float32)
     if group_size:
         kept = x.new_empty(buffer_bytes(x.numel(), x.dtype, spec), dtype=torch.uint8)
@@ -88,11 +88,11 @@ def _norm_kernel(
             noise = norm_launch.Noise(drawn.state, *drawn.streams)
     elif keeps:
         kept = torch.empty_like(x)
-    target = None if passes.saves_are_unread() else kept
+    target = None if kept is None or passes.saves_are_unread() else kept
     norm_launch.norm_forward(
-        (x.view(-1, hidden), None if residual is None else residual.view(-1, hidden)),
+        sources,
         contiguous_of(affine),
-        (y, None if residual is None else total),
+        (y, total),
         None if target is None else norm_launch.Kept(target, rstd, group_size),
         (*how, noise),
     )
@@ -109,12 +109,11 @@ def _norm_reference(
     spec: Spec,
 ) -> _Norm:
     x, residual = sources
-    total = x if residual is None else x + residual
-    normalised, rstd = reference.normalise(total, *how)
+    total = None if residual is None else x + residual
+    normalised, rstd = reference.normalise(x if total is None else total, *how)
     y = reference.affine(normalised, *affine).to(dtype)
     if y is normalised:
         y = y.clone()  # what is kept must not be the caller's to change
-    total = x.new_empty(0) if residual is None else total
     if spec.bits == NOTHING:
         return y, total, x.new_empty(0, dtype=torch.uint8), rstd.new_empty(0)
     if not packs_in_kernel(x, spec):
@@ -123,11 +122,11 @@ def _norm_reference(
 
 
 @norm.register_fake
-def _(x: Tensor, residual: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+def _(x: Tensor, residual: Tensor | None, *others: Any) -> tuple[Tensor | None, ...]:
     dtype, spec = others[-2:]
     kind = Spec(*spec)
     y = x.new_empty(x.shape, dtype=dtype)
-    total = x.new_empty(0 if residual is None else x.shape)
+    total = None if residual is None else x.new_empty(x.shape)
     kept = x.new_empty(buffer_bytes(x.numel(), x.dtype, kind), dtype=torch.uint8)
     rstd = x.new_empty(
         0 if kind.bits == NOTHING else x.shape[:-1],
@@ -151,7 +150,6 @@ def norm_backward(
     """
     dy = dy.contiguous()
     dsum = None if dsum is None else dsum.contiguous()
-    hidden = dy.shape[-1]
     kind = Spec(*spec)
     vectors = _new_vectors(dy, weight, wanted)
     if not has_kernel(dy):
@@ -167,10 +165,10 @@ def norm_backward(
         vector if want else None for vector, want in zip(vectors, wanted, strict=True)
     )
     norm_backward_launch.norm_backward(
-        (dy.view(-1, hidden), None if dsum is None else dsum.view(-1, hidden)),
+        (dy, dsum),
         None if weight is None else weight.contiguous(),
         rows_of(kept, dx, kind, rstd),
-        dx.view(-1, hidden),
+        dx,
         (norm_backward_launch.Shares(dweight, dbias), centred),
     )
     return dx, *vectors
@@ -203,11 +201,13 @@ def _(
     return kept.new_empty(shape, dtype=dtype)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
     x, residual, weight, bias, *how = inputs
     _, total, kept, rstd, probe = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(kept, rstd, *([total] if residual is None else []))
+    # torch.library has an empty tensor for a sum that is none.
+    unsummed = [total] if residual is None and total is not None else []
+    ctx.mark_non_differentiable(kept, rstd, *unsummed)
     ctx.save_for_backward(kept, rstd, probe, weight)
     ctx.eps, ctx.centred, _, ctx.spec = how
     ctx.dtype = x.dtype

@@ -45,7 +45,7 @@ def unit_linear_operator(
     """Return the result, the side's product, the two packs, and the two probes."""
     inside = _present(first, up)
     if form[0] == keeping.NOTHING and side is None and is_unread(residual):
-        value, packs = first, [keeping.encode(each, form) for each in inside]
+        value, packs = first, [keeping.pack_of(each, form) for each in inside]
     elif up is None:
         value, *packs = activation.forward_pass(first, kind, form)
     else:
@@ -59,20 +59,19 @@ def unit_linear_operator(
 def _(
     first: Tensor, up: Tensor | None, weight: Tensor | None, bias: Tensor | None, _residual: Any,
     *others: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     *side, _, form = others
     inside = _present(first, up)
-    packs = [keeping.empty_buffer(each, form) for each in inside]
+    packs = [keeping.empty_pack_of(each, form) for each in inside]
     probes = differentiation.probes_of(inside, form)
-    found = (*Readers.of(weight, bias, *side).fake_results(first), *_two(packs), *_two(probes))
-    return tuple(first.new_empty(0) if each is None else each for each in found)
+    return *Readers.of(weight, bias, *side).fake_results(first), *_two(packs), *_two(probes)
 
 
 def _present(first: Tensor, up: Tensor | None) -> tuple[Tensor, ...]:
     return (first,) if up is None else (first, up)
 
 
-def _two(found: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+def _two(found: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
     return found[0], found[1] if len(found) > 1 else None
 
 
@@ -119,17 +118,13 @@ def _gradients(
 
 @_unit_linear_backward.register_fake
 def _(
-    first: Tensor, up: Tensor | None, dresult: Tensor | None, dproduct: Tensor | None, *others: Any
-) -> tuple[Tensor, ...]:
+    _first: Tensor, up: Tensor | None, dresult: Tensor | None, dproduct: Tensor | None, *others: Any
+) -> tuple[Tensor | None, ...]:
     *readers, shape, _, _, needs = others
     like = dresult if dresult is not None else dproduct
     assert like is not None
-    second = first.new_empty(0) if up is None else like.new_empty(shape)
-    return (
-        like.new_empty(shape),
-        second,
-        *Readers.of(*readers).fake_own_gradients((dresult, dproduct), needs),
-    )
+    slopes = like.new_empty(shape), None if up is None else like.new_empty(shape)
+    return *slopes, *Readers.of(*readers).fake_own_gradients((dresult, dproduct), needs)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -205,7 +200,7 @@ def _differentiable(
     found = differentiation.differentiable_gradients(
         function, (*inside, weight, bias, side), [g for g in incoming if g is not None]
     )
-    return *_two(found[: ctx.count]), *found[ctx.count :]  # type: ignore[arg-type]
+    return *_two(found[: ctx.count]), *found[ctx.count :]
 
 
 unit_linear_operator.register_autograd(_differentiate, setup_context=_save)

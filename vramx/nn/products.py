@@ -21,6 +21,14 @@ _ROWS = 256
 _TILE_ROWS, _MOST_TILES = 8192, 16
 
 
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in a type, by hand: autocast would cache a cast that autograd has not seen.
+
+    torch takes a microsecond to find that there is nothing to do.
+    """
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
 def is_unread(residual: Tensor | None) -> bool:
     """Tell whether project() with a residual computes nothing, and returns NaN.
 
@@ -93,7 +101,7 @@ class WeightSums:
         """Add rows^T value and the sum of the rows."""
         if self._sums is None:
             dweight, dbias = weight_gradients(rows, value, self._weight, self._needs)
-            self._sums = dweight.to(self._weight.dtype), dbias
+            self._sums = cast(dweight, self._weight.dtype), dbias
             return
         dweight, dbias = self._sums
         if self._needs[0] and dweight.dtype != rows.dtype:

@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from vramx.nn import sides as beside
-from vramx.nn.products import bias_gradient, fake_weight_gradients, project, weight_gradient
+from vramx.nn.products import (
+    bias_gradient,
+    cast,
+    fake_weight_gradients,
+    project,
+    weight_gradient,
+)
 from vramx.nn.sides import Drawn, Side
 
 # The gradients of a Linear's result and of a side's product; not both are None.
@@ -52,9 +58,8 @@ class Readers(NamedTuple):
         h = None if side is None else beside.product(value, side)
         if weight is None:
             return value, h
-        # Cast by hand: autocast would cache a cast that autograd has not seen.
-        bias = None if bias is None else bias.to(value.dtype)
-        return project(value, weight.to(value.dtype), bias, residual), h
+        bias = None if bias is None else cast(bias, value.dtype)
+        return project(value, cast(weight, value.dtype), bias, residual), h
 
     def wanted(self, value: Tensor, incoming: Incoming) -> tuple[Tensor, ...]:
         """Return those of results() for which there are gradients."""
@@ -76,7 +81,7 @@ class Readers(NamedTuple):
         """
         rows, of_side = map(_rows, incoming)
         weight, _, side = self
-        dvalue = rows if rows is None or weight is None else rows @ weight.to(rows.dtype)
+        dvalue = rows if rows is None or weight is None else rows @ cast(weight, rows.dtype)
         if of_side is None or side is None:
             assert dvalue is not None
             return dvalue.contiguous()
@@ -92,16 +97,16 @@ class Readers(NamedTuple):
 
     def own_gradients(
         self, incoming: Incoming, value: Tensor, needs: Sequence[bool]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of the weight, the bias and the side; those of `needs`, else empty.
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients of the weight, the bias and the side; those of `needs`, else None.
 
         `value` is (tokens, inputs).
         """
         rows, of_side = map(_rows, incoming)
         weight, bias, side = self
-        dweight, dbias, dside = (value.new_empty(0) for _ in needs)
+        dweight, dbias, dside = None, None, None
         if rows is not None and weight is not None and needs[0]:
-            dweight = weight_gradient(rows, value, weight).to(weight.dtype)
+            dweight = cast(weight_gradient(rows, value, weight), weight.dtype)
         if rows is not None and bias is not None and needs[1]:
             dbias = bias_gradient(rows).to(bias.dtype)
         if of_side is not None and side is not None and needs[2]:
@@ -110,14 +115,12 @@ class Readers(NamedTuple):
 
     def fake_own_gradients(
         self, incoming: Incoming, needs: Sequence[bool]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return empty tensors of the shapes and types of own_gradients()."""
         (dresult, dproduct), (weight, bias, side) = incoming, self
-        like = dresult if dresult is not None else dproduct
-        assert like is not None
-        dweight, dbias, dside = (like.new_empty(0) for _ in needs)
-        if dresult is not None and weight is not None:
-            dweight = fake_weight_gradients(weight, (needs[0], False))[0]
+        dweight, dbias, dside = None, None, None
+        if dresult is not None and weight is not None and needs[0]:
+            dweight = fake_weight_gradients(weight, (True, False))[0]
         if dresult is not None and bias is not None and needs[1]:
             dbias = torch.empty_like(bias)
         if dproduct is not None and side is not None and needs[2]:

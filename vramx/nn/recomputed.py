@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vramx.compression import enclosing
 from vramx.compression.config import Compression
+from vramx.compression.lifetime import outlive
 from vramx.nn import passes
 from vramx.nn.keeping import NOTHING, Kept, place_of
 from vramx.nn.linear import keep_tensor
@@ -98,6 +99,7 @@ class Held(NamedTuple):
     def open(self) -> Tensor:
         """Return the input with the values that were kept."""
         kept = self.kept
+        outlive(kept.buffer)  # the part may run on another stream than the norm did
         y: Tensor = norm_output(
             kept.buffer, kept.weight, kept.bias, list(self.shape), kept.dtype, self.dtype,
             list(kept.spec),

@@ -9,6 +9,7 @@ No state; any thread; nothing waits for the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from vramx.errors import InvalidValueError
 from vramx.kernels import rotary_launch
 from vramx.nn import arguments
 from vramx.nn.keeping import KERNEL_DTYPES, served
+from vramx.nn.operators import apply_of
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,25 +53,26 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     arguments.check_floats(q=q, k=k, cos=cos, sin=sin)
     arguments.check_same_shape("cos", cos, "sin", sin)
     for name, x in (("q", q), ("k", k)):
-        _check(name, x, cos)
+        if not _fits(x.shape, cos.shape):
+            raise InvalidValueError(
+                f"{name} has shape {tuple(x.shape)} and cos {tuple(cos.shape)}; accepted are an "
+                "even last size, and a cos of that size that broadcasts to it"
+            )
     if cos.requires_grad or sin.requires_grad:
         return _turn(q, cos, sin), _turn(k, cos, sin)
+    apply = apply_of(_Rotation, q)
     if q.requires_grad != k.requires_grad:
         # A result of a function with an input that has a gradient has one as well.
-        return _Rotation.apply(cos, sin, q)[0], _Rotation.apply(cos, sin, k)[0]
-    turned: tuple[Tensor, Tensor] = _Rotation.apply(cos, sin, q, k)
+        return apply(cos, sin, q)[0], apply(cos, sin, k)[0]
+    turned: tuple[Tensor, Tensor] = apply(cos, sin, q, k)
     return turned
 
 
-def _check(name: str, x: Tensor, cos: Tensor) -> None:
-    even = x.dim() > 0 and x.shape[-1] % 2 == 0
-    full = x.shape[x.dim() - cos.dim() :] if cos.dim() <= x.dim() else ()
-    fits = full and all(size in (1, most) for size, most in zip(cos.shape, full, strict=True))
-    if not even or not fits or cos.shape[-1] != x.shape[-1]:
-        raise InvalidValueError(
-            f"{name} has shape {tuple(x.shape)} and cos {tuple(cos.shape)}; accepted are an even "
-            "last size, and a cos of that size that broadcasts to it"
-        )
+def _fits(x: Sequence[int], cos: Sequence[int]) -> bool:
+    count = len(cos)
+    if not x or x[-1] % 2 or not 0 < count <= len(x) or cos[-1] != x[-1]:
+        return False
+    return all(size in (1, most) for size, most in zip(cos, x[len(x) - count :], strict=True))
 
 
 class _Rotation(torch.autograd.Function):
@@ -77,13 +80,17 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx: Any, cos: Tensor, sin: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin)
-        ctx.dtypes = tuple(x.dtype for x in tensors)
-        return tuple(
-            _by_kernel(x, cos, sin, torch.promote_types(x.dtype, cos.dtype), False)
-            if _has_kernel(x, cos, sin)
-            else _turn(x, cos, sin)
-            for x in tensors
-        )
+        ctx.dtypes = [x.dtype for x in tensors]
+        turned = []
+        for x in tensors:
+            if _has_kernel(x, cos, sin):
+                dtype = x.dtype
+                if dtype != cos.dtype:
+                    dtype = torch.promote_types(dtype, cos.dtype)
+                turned.append(_by_kernel(x, cos, sin, dtype, False))
+            else:
+                turned.append(_turn(x, cos, sin))
+        return tuple(turned)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -111,7 +118,6 @@ def _has_kernel(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 def _by_kernel(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
     y = torch.empty_like(x, dtype=dtype)
-    cos, sin = cos.expand(x.shape), sin.expand(x.shape)
     rotary_launch.rotate(x, cos, sin, y, transposed=transposed)
     return y
 

@@ -55,7 +55,7 @@ def draw(sides: Sequence[Side], x: Tensor) -> list[Drawn]:
     drawn = []
     for side in sides:
         arguments.check_floats(side=side.weight)
-        arguments.check_linear(x, side.weight, None)
+        arguments.check_linear(x.shape, side.weight, None)
         is_autocast = torch.is_autocast_enabled(x.device.type)
         weight = side.weight.to(arguments.autocast_dtype(x)) if is_autocast else side.weight
         level = levels_kept(side.p)
@@ -78,8 +78,9 @@ def joined(sides: Sequence[Side]) -> Side | None:
 
 def can_join(sides: Sequence[Side]) -> bool:
     """Tell whether several sides can be one."""
-    alike = len({side.weight.dtype for side in sides}) == 1 and not any(s.p for s in sides)
-    return len(sides) < 2 or alike
+    if len(sides) < 2:
+        return True
+    return len({side.weight.dtype for side in sides}) == 1 and not any(s.p for s in sides)
 
 
 def product(x: Tensor, side: Drawn) -> Tensor:

@@ -135,13 +135,14 @@ def unit_linear(
     if kind not in KINDS:
         raise refused("activation", kind, KINDS)
     weight, bias, residual, side = behind
-    names = ("x",) if len(inside) == 1 else ("gate", "up")
-    arguments.check_floats(**dict(zip(names, inside, strict=True)), weight=weight, bias=bias)
-    if len(inside) == 2:
+    if len(inside) == 1:
+        arguments.check_floats(x=inside[0], weight=weight, bias=bias)
+    else:
+        arguments.check_floats(gate=inside[0], up=inside[1], weight=weight, bias=bias)
         arguments.check_same_shape("gate", inside[0], "up", inside[1])
     outside = None
     if weight is not None:
-        arguments.check_linear(inside[0], weight, bias)
+        arguments.check_linear(inside[0].shape, weight, bias)
         bias, (weight, *inside) = arguments.cast_for_linear(bias, weight, *inside)
     inside = arguments.cast_to_common(*inside)
     first, up = (*inside, None)[:2]

@@ -7,7 +7,7 @@
     budget.py     a budget in bytes
     bench.py      measuring a model, and running what was chosen
     measured.py   what was measured
-    blocks.py     which modules are the repeated blocks
+    blocks.py     which modules are the blocks
     words.py      what can be done with a block, and undoing it
     repeats.py    which blocks do the same again, and can be recomputed
     agreement.py  processes that plan together

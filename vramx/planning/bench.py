@@ -1,11 +1,10 @@
-"""Measuring a model under its words, and finding the run that fits a budget.
+"""Measuring a model under its words, whole and block by block.
 
 Measured are a step of the model as it is, where that fits; one with every block at the word that
 needs least; and by itself one block of each kind under each word. So a model can be planned that
-does not fit as it is. Words that recompute are not for blocks that do not do the same again. What
-is chosen for a budget is run; where the run exceeds it, or leaves room, the choice is made again
-with that taken off. Processes that train together do all of it in step, and agree on each number.
-Not thread-safe; a run costs some steps, measuring some tens of passes a kind and word.
+does not fit as it is. Words that recompute are not for blocks that do not do the same again.
+Processes that train together do all of it in step, and agree on each number. Not thread-safe;
+measuring costs some tens of passes a kind and word.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ from vramx.planning.agreement import Agreement
 from vramx.planning.assembly import assemble
 from vramx.planning.blocks import Block
 from vramx.planning.budget import device_of
-from vramx.planning.choice import Arrangement, fastest, smallest
 from vramx.planning.device_memory import is_out_of_memory
 from vramx.planning.isolated import busy_without_block, free_garbage, measure_block
 from vramx.planning.loop import Loop
-from vramx.planning.loop import Measured as MeasuredLoop
-from vramx.planning.measured import Before, Measured, Run
-from vramx.planning.meters import Meter, meter_of
+from vramx.planning.measured import Before, Measured
+from vramx.planning.meters import meter_of
 from vramx.planning.repeats import left_out, why_not_repeated, without_recomputation
+from vramx.planning.running import Runner
 from vramx.planning.states import tensors_of
 from vramx.planning.steps import Step, check_sample, unchanged
 from vramx.planning.timeline import Cost, Timeline
@@ -40,28 +38,9 @@ from vramx.planning.trace import Captured, Trace, trace_step
 from vramx.planning.words import WORDS, apply_words, cheapest, recomputes
 from vramx.progress import ProgressBar
 
-# How often a choice is run and, if it does not fit or leaves room, made again.
-_ROUNDS = 4
-# Whose highest peak counts: where copies to the host are under way, steps differ a little.
-_PEAK_STEPS = 2
-# Of what was predicted, when it ran out of memory: by how much it exceeds is not known then.
-_LESS_AFTER_OUT_OF_MEMORY = 0.95
 
-
-class Bench:
-    """A step of a model in its loop, and what measures it."""
-
-    def __init__(
-        self, step: Step, meter: Meter, loop: MeasuredLoop, agreement: Agreement, bar: ProgressBar
-    ) -> None:
-        self._model = step.model
-        self._step = step
-        self._meter = meter
-        self.loop = loop
-        self._agreement = agreement
-        self._bar = bar
-
-    # -- Measuring ----------------------------------------------------------------------------
+class Bench(Runner):
+    """A step of a model in its loop, and what measures it, whole and block by block."""
 
     def measure(
         self, words: Mapping[Block, Sequence[str]], before: Before | None = None
@@ -181,82 +160,6 @@ class Bench:
                     f"under {word!r}, in a call that other processes take part in"
                 )
         return found
-
-    # -- Running ------------------------------------------------------------------------------
-
-    def peak_bytes(self, words: Mapping[Block, str]) -> int:
-        """Return the peak of a step with these words, the largest of all processes."""
-        phase = self._agreement.phase("in a step of the plan")
-        with phase, apply_words(self._model, words):
-            peak = self._peak_bytes()
-        return int(self._agreement.most(peak))
-
-    def _peak_bytes(self) -> int:
-        with self._meter.watching():
-            self._step()  # what is compiled or set up once is no cost of a step
-            self._meter.settle()
-            self._meter.reset_peak()
-            for _ in range(_PEAK_STEPS):
-                self._step()
-            peak = self._meter.peak_bytes()
-            self._meter.settle()
-            return max(peak, self._meter.allocated_bytes() + self.loop.step_bytes)
-
-    def _run(self, measured: Measured, found: Arrangement, error: int = 0) -> Run:
-        """Run an arrangement once and for all; `error` is what predictions were too low by."""
-        known = measured.runs.get(found.words)
-        if known is not None:
-            return known
-        with self._agreement.phase("in a step as it should be"):
-            peak, step_ms = self._measured_run(measured.words(found))
-        failed = self._agreement.most(peak is None)
-        peak, step_ms = int(self._agreement.most(peak or 0)), self._agreement.most(step_ms)
-        known = Run(found, found.peak_bytes + error, None if failed else peak, step_ms)
-        measured.runs[found.words] = known
-        return known
-
-    def _measured_run(self, words: Mapping[Block, str]) -> tuple[int | None, float]:
-        """Return the peak and the time of a step; no peak: it ran out of memory."""
-        try:
-            with apply_words(self._model, words):
-                return self._peak_bytes(), self._meter.time_ms(self._step)
-        except RuntimeError as error:
-            if self._agreement.is_shared or not is_out_of_memory(error):
-                raise
-        free_garbage()
-        return None, float("inf")
-
-    def fitting(self, measured: Measured, limit_bytes: float) -> Run:
-        """Return the fastest run that was seen to fit; where none does, that of the least peak.
-
-        What is run is what should be the fastest; of all that was run, for other limits too, the
-        fastest is what was: where the two differ, the prediction is what is wrong.
-        """
-        bound = limit_bytes
-        for number in range(_ROUNDS):
-            self._bar.show("plan: running what should be the fastest", number, _ROUNDS)
-            found = fastest(measured.timeline, bound)
-            fitting = (run.arrangement.step_ms for run in measured.within(limit_bytes))
-            if found is None or min(fitting, default=float("inf")) <= found.step_ms:
-                break
-            error = int(limit_bytes - bound) if limit_bytes < float("inf") else 0
-            run = self._run(measured, found, error)
-            bound = _corrected(bound, limit_bytes, run)
-        seen = measured.within(limit_bytes)
-        return min(seen, key=lambda run: run.measured_ms) if seen else self.smallest(measured)
-
-    def smallest(self, measured: Measured) -> Run:
-        """Return the run of the arrangement with the smallest peak."""
-        return self._run(measured, smallest(measured.timeline))
-
-
-def _corrected(bound: float, limit_bytes: float, run: Run) -> float:
-    """Return the bound on predictions under which what is chosen next should fit the limit."""
-    predicted = run.arrangement.peak_bytes
-    if run.measured_bytes is None:
-        return _LESS_AFTER_OUT_OF_MEMORY * min(bound, predicted)
-    corrected = limit_bytes - (run.measured_bytes - predicted)
-    return min(corrected, predicted - 1) if run.measured_bytes > limit_bytes else corrected
 
 
 @contextmanager

@@ -1,10 +1,11 @@
-"""Which modules of a model are its repeated blocks.
+"""Which modules of a model are its blocks: those that repeat, or else its parts.
 
 A block is a module with children of its own, of a class that the model has more than once, and the
 outermost such; those that vramx.optimize knows are blocks however often they are there. A stage,
 which has a list of modules that occur more often than it does, is none: its members are. Members of
-a ModuleList or a Sequential go first: only a model without any has other modules looked at. Nothing
-is run or changed for good; costs milliseconds.
+a ModuleList or a Sequential go first: only a model without any has other modules looked at. A model
+in which nothing repeats has its parts for blocks. Nothing is run or changed for good; costs
+milliseconds.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ def find_blocks(model: nn.Module) -> tuple[Block, ...]:
     if any(find(module, Swapped) is not None for module in model.modules()):
         raise InvalidValueError("the model is optimised already; call vramx.restore(model) first")
     found = list(_outermost(model, _member_of_a_list(model))) or list(_outermost(model))
+    found = found or _parts(model)
     if not found:
         raise InvalidValueError(
-            f"{type(model).__name__} has no repeated blocks: modules with children, of a class "
-            "that occurs more than once"
+            f"{type(model).__name__} has no blocks; accepted are models with modules in them that "
+            "have parameters"
         )
     for name, block in found:
         changes = [c for part in block.modules() if (p := patch_of(part)) for c in p.changes]
@@ -64,6 +66,18 @@ def find_blocks(model: nn.Module) -> tuple[Block, ...]:
         unswap(module)
     known = {row.name for row in report.swapped}
     return tuple(Block(name, module, name in known) for name, module in found)
+
+
+def _parts(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """Return the children that have parameters, of lists the members; of a wrapper those within."""
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for name, child in model.named_children():
+        if next(child.parameters(), None) is not None:
+            is_called = type(child) not in (nn.ModuleList, nn.ModuleDict)
+            parts = [(prefix + name, child)] if is_called else _parts(child, f"{prefix}{name}.")
+            found |= {id(part): (path, part) for path, part in parts if id(part) not in found}
+    alone = [*found.values()]
+    return (len(alone) == 1 and _parts(alone[0][1], f"{alone[0][0]}.")) or alone
 
 
 def _member_of_a_list(model: nn.Module) -> Callable[[nn.Module], bool]:

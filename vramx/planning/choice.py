@@ -2,8 +2,8 @@
 
 Calls are taken in forward order. Of a beginning of an arrangement, only three things matter to the
 rest: the bytes that it holds, its time, and whether its last call holds its own output; a beginning
-with more bytes and more time than another is dropped. Every limit is one on the bytes of a
-beginning, so nothing that could become the best is lost.
+with more bytes than another, and as much time or more, is dropped. Every limit is one on the bytes
+of a beginning, so nothing that could become the best is lost, but for 0.01 % of its time a call.
 
 That finds what is best for the device, or for the host. Where the other is then not busier, it is
 optimal. Where it is, both times, weights are found for which two arrangements, one with a busier
@@ -15,7 +15,8 @@ the beginnings on the front, milliseconds for a model of equal blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -23,6 +24,9 @@ from vramx.planning.timeline import Place, Timeline
 
 # Sums of the same times in another order are equal but for this share.
 _ROUNDING = 1e-12
+# Beginnings whose times differ by less are one: no timing is that exact. Of eighty calls that all
+# differ the choice was slower by 0.02 % for it, and was made in a tenth of the time.
+_ALIKE = 1e-4
 
 
 class _Beginning(NamedTuple):
@@ -86,6 +90,31 @@ def smallest(timeline: Timeline) -> Arrangement:
     found = fastest(timeline, high)
     assert found is not None
     return found
+
+
+def near(timeline: Timeline, limit_bytes: float, most_ms: float) -> list[Arrangement]:
+    """Return arrangements that fit and should take no longer than that, the fastest first.
+
+    Each has one word or two, or as few where a block has neither of them: so each is of another
+    kind, and what is predicted wrongly of one word is not wrong in all of them.
+    """
+    every = sorted({word for place in timeline.places for word in place.costs})
+    few = (itertools.combinations(every, count) for count in (1, 2))
+    chosen = itertools.chain.from_iterable(few)
+    found = (fastest(_with_words(timeline, words), limit_bytes) for words in chosen)
+    alike = {each.words: each for each in found if each is not None and each.step_ms <= most_ms}
+    return sorted(alike.values(), key=_order)
+
+
+def _with_words(timeline: Timeline, words: Collection[str]) -> Timeline:
+    """Return the timeline with no other words for blocks that can have one of these."""
+    places = [
+        replace(place, costs=own)
+        if (own := {w: place.costs[w] for w in words if w in place.costs})
+        else place
+        for place in timeline.places
+    ]
+    return replace(timeline, places=places)
 
 
 def _timeless(timeline: Timeline) -> Timeline:
@@ -206,7 +235,7 @@ def _front(beginnings: list[_Beginning]) -> list[_Beginning]:
     kept: list[_Beginning] = []
     least_ms = {False: float("inf"), True: float("inf")}
     for each in sorted(beginnings, key=lambda b: (b.held_bytes, b.time_ms)):
-        if each.time_ms < least_ms[each.holds_output] * (1 - _ROUNDING):
+        if each.time_ms < least_ms[each.holds_output] * (1 - _ALIKE):
             least_ms[each.holds_output] = each.time_ms
             kept.append(each)
     return kept

@@ -128,14 +128,14 @@ class Chooser:
             measured = self._known(bench, with_noisy=with_noisy)
             limit = float("inf")
             if budget_bytes is not None:
-                limit = measured.spread.below(budget_bytes - self.added.nbytes)
+                limit = self.added.below(measured.spread, budget_bytes)
             run = bench.fitting(measured, self.added.waiting.limit_beside(measured.timeline, limit))
             if run.measured_bytes is not None and run.measured_bytes <= limit:
                 room = 0 if budget_bytes is None else int(limit) - run.measured_bytes
                 kept_bytes = min(self.added.waiting.nbytes, room)
                 return self._choice(measured, run, budget_bytes, kept_bytes)
             peak = run.measured_bytes or run.predicted_bytes
-            smallest.append(measured.spread.above(peak) + self.added.nbytes)
+            smallest.append(self.added.above(measured.spread, peak))
         budget = "none" if budget_bytes is None else format_size(budget_bytes)
         raise InvalidValueError(
             f"the smallest budget that a step of this model can stay within is "

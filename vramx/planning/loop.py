@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from vramx.errors import InvalidValueError, refused
 from vramx.optimizers.copies import unwrapped
 from vramx.optimizers.rounds import Rounds
-from vramx.planning.meters import Meter
+from vramx.planning.meters import Meter, Spread
 from vramx.planning.states import OptimizerCost, cost_of, rounds_of
 from vramx.planning.waiting import HIDDEN_BY_BACKWARD, NONE, Waiting, ms_per_byte
 from vramx.sizes import format_size
@@ -141,6 +141,20 @@ class Added:
     @property
     def nbytes(self) -> int:
         return self.reserved_bytes + self.states_bytes + self.slots_bytes + self.kept_bytes
+
+    def above(self, spread: Spread, peak_bytes: int) -> int:
+        """Return the smallest budget that a step of this measured peak stays within in its loop.
+
+        What is not there yet may take more, too: all but what is reserved.
+        """
+        there = self.nbytes - self.reserved_bytes
+        return spread.above(peak_bytes + there) + self.reserved_bytes
+
+    def below(self, spread: Spread, budget_bytes: int) -> int:
+        """Return the highest measured peak of which above() is no more than a budget."""
+        return spread.below(budget_bytes - self.reserved_bytes) - (
+            self.nbytes - self.reserved_bytes
+        )
 
     def __str__(self) -> str:
         """Say what was added, after the bytes that it was added to."""

@@ -13,11 +13,12 @@ from vramx.planning.meters import Spread
 from vramx.planning.timeline import Timeline
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """An arrangement that was run. `measured_bytes` is None if it ran out of memory.
 
-    `predicted_bytes` is what was predicted just before, corrected by what runs before it had shown.
+    `predicted_bytes` is what was predicted just before, corrected by what runs before it had shown;
+    `measured_ms` is the median of several timings where another run was nearly as fast.
     """
 
     arrangement: Arrangement

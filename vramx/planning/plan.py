@@ -35,15 +35,15 @@ def plan(
 ) -> Plan:
     """Choose what each repeated block of a model keeps, for the fastest step that fits a budget.
 
-    Works on any model with repeated blocks. Those that vramx.optimize knows can have each of its
-    levels; others can be left, have what they save packed ("int8", "int4") or be recomputed from
-    their input ("recompute_all"), packed where what they do is smooth. On a GPU, either can be
-    moved to the host ("int8_offload", "recompute_all_offload"). The loss of a language model makes
-    no logits under any of them, as vramx.optimize has it. The model is as before when this
-    returns; apply() changes it. Plan before torch.compile wraps the model. Where torch.distributed
-    is initialised all processes call it together, with the model that DDP or fully_shard() made:
-    each number is the largest of any process, all of them have the same plan, and an error of one
-    is an error of all.
+    A model in which nothing repeats has its parts for blocks. Those that vramx.optimize knows can
+    have each of its levels; others can be left, have what they save packed ("int8", "int4") or be
+    recomputed from their input ("recompute_all"), packed where what they do is smooth. On a GPU,
+    either can be moved to the host ("int8_offload", "recompute_all_offload"). The loss of a
+    language model makes no logits under any of them, as vramx.optimize has it. The model is as
+    before when this returns; apply() changes it. Plan before torch.compile wraps the model. Where
+    torch.distributed is initialised all processes call it together, with the model that DDP or
+    fully_shard() made: each number is the largest of any process, all of them have the same plan,
+    and an error of one is an error of all.
 
     Args:
         model: on the device where it is to be trained. It is measured in training mode.
@@ -80,7 +80,7 @@ def plan(
 
     Raises:
         InvalidValueError: a value is not accepted; no arrangement fits the budget (the text names
-            the smallest budget); the model has no repeated blocks or cannot be planned as it is.
+            the smallest budget); the model has no modules in it or cannot be planned as it is.
         torch.OutOfMemoryError: a step is too much for the device however little it keeps.
 
     Memory: a step of the model as it is, which may run out of memory; then at most a step that

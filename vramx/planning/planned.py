@@ -6,6 +6,7 @@ What it says is laid out by plan_text.py. Not thread-safe; applying costs millis
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from vramx.errors import InvalidValueError
@@ -116,9 +117,7 @@ class Plan:
         On a GPU 2 MiB and 0.25 % more than was measured: what torch's allocator has cached moves a
         peak.
         """
-        return (
-            self._measured.spread.above(self.measured_bytes - self.added_bytes) + self.added_bytes
-        )
+        return self._added.above(self._measured.spread, self.measured_bytes - self.added_bytes)
 
     @property
     def smallest_bytes(self) -> int:
@@ -246,9 +245,9 @@ class Plan:
                 f"the budget is {self.budget_bytes}, the rows are {rows}"
             )
         peaks = {n: self._peak_bytes(first_of(sample, n), n) for n in (rows, rows // 2)}
-        room = self.budget_bytes - self.added_bytes
-        line = line_of([(n, self._measured.spread.above(peaks[n])) for n in (rows // 2, rows)])
-        return largest_on(line, room, rows)
+        above = partial(self._added.above, self._measured.spread)
+        line = line_of([(n, above(peaks[n])) for n in (rows // 2, rows)])
+        return largest_on(line, self.budget_bytes, rows)
 
     def _peak_bytes(self, sample: Any, rows: int) -> int:
         words = self._measured.words(self._run.arrangement)

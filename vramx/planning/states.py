@@ -8,6 +8,7 @@ memory for one parameter more, its gradient and its states; some steps a kind.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
@@ -77,8 +78,9 @@ def cost_of(optimizer: Optimizer, meter: Meter) -> OptimizerCost:
         cost.waiting_bytes = sum(of_buckets) - kept
         cost.states_bytes += 0 if rounds.has_states() else kept
     every = cost.temporary_bytes.values()
-    together = _are_together(optimizer, cost, meter)
-    cost.step_bytes = sum(every) if together else max(every, default=0)
+    times = _times_of_one(optimizer, cost, meter)
+    largest = math.ceil(times * max(every, default=0))
+    cost.step_bytes = sum(every) if times > _TOGETHER else largest
     return cost
 
 
@@ -111,14 +113,17 @@ def _kind(group: dict[str, Any], parameter: nn.Parameter) -> Hashable:
     return id(group), type(parameter), *shape
 
 
-def _are_together(optimizer: Optimizer, cost: OptimizerCost, meter: Meter) -> bool:
-    """Tell whether a step has the temporaries of several parameters at the same time."""
+def _times_of_one(optimizer: Optimizer, cost: OptimizerCost, meter: Meter) -> float:
+    """Return what a step has temporaries of for two parameters at once, against one.
+
+    Twice as much where all are there together; between where the last one's is let go of late.
+    """
     pairs = [(g, p) for g, p in _trained(optimizer) if cost.temporary_bytes[id(p)]]
     if len(pairs) < 2:
-        return False
+        return 1.0
     group, parameter = min(pairs, key=lambda pair: pair[1].numel())
     both = _measured(optimizer, group, [parameter, parameter], meter)[1]
-    return both > _TOGETHER * cost.temporary_bytes[id(parameter)]
+    return max(1.0, both / cost.temporary_bytes[id(parameter)])
 
 
 def _measured(

@@ -112,7 +112,7 @@ def trace_step(step: Step, blocks: Sequence[Block], meter: Meter, *, capture: bo
         step(tracer.end_of_forward)
         tracer.mark(Event.STEP)
     if not tracer.trace.calls:
-        raise InvalidValueError("the sample's step calls none of the model's repeated blocks")
+        raise InvalidValueError("the sample's step calls none of the model's blocks")
     return tracer.trace
 
 

@@ -76,8 +76,14 @@ class Before:
             )
 
 
+# Which of most calls' arguments are, and have neither.
+_NO_CACHES = frozenset((type(None), bool, int, float, str, tuple, Tensor))
+
+
 def is_cache(value: Any) -> bool:
     """Tell whether a value is a cache of keys and values, by what it does and not by its name."""
+    if type(value) in _NO_CACHES:
+        return False
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 

@@ -23,6 +23,7 @@ from vramx.nn.attention import attention_linear, scaled_dot_product_attention
 from vramx.nn.attention_groups import Heads as InGroups
 from vramx.nn.attention_groups import attention_in_groups
 from vramx.nn.families.projection import (
+    Projection,
     Source,
     behind,
     project,
@@ -61,7 +62,8 @@ def implementation(attention: Any) -> str | None:
 
 def heads_of(projections: Sequence[Tensor], head_size: int) -> list[Tensor]:
     """Return (..., tokens, heads * size) as (..., heads, tokens, size), views."""
-    return [p.view(*p.shape[:-1], -1, head_size).transpose(1, 2) for p in projections]
+    shape = (*projections[0].shape[:-1], -1, head_size)
+    return [p.view(shape).transpose(1, 2) for p in projections]
 
 
 def takes_cache(call: dict[str, Any]) -> bool:
@@ -95,27 +97,34 @@ def attend(
         # What a recomputed block saves is not packed, and a mask with shared heads is better off
         # with the model's function, which repeats them: torch's kernels do not take both.
         packs = keep.packs and not passes.saves_are_brief()
-        tokens = [each.shape[2] for each in heads]
-        if packs and len(set(tokens)) == 1 and _is_plain(function, tokens[0], mask, options):
-            causal = _is_causal(attention, tokens[0], mask, options)
-            how = {"is_causal": causal, "scale": options["scaling"]}
-            how |= {"dropout_p": options["dropout"], "values": values}
+        tokens, of_keys, of_values = (each.shape[2] for each in heads)
+        alike = tokens == of_keys == of_values
+        if packs and alike and _is_plain(function, tokens, mask, options):
+            how = {
+                "is_causal": _is_causal(attention, tokens, mask, options),
+                "scale": options["scaling"],
+                "dropout_p": options["dropout"],
+                "values": values,
+            }
             return packed(heads, mask, how, keep)
     result: Tensor = function(attention, *heads, mask, **options)[0]
     return of_result(result.reshape(*result.shape[:-2], -1).contiguous())
 
 
+def is_in_groups(source: Source) -> bool:
+    """Tell whether attention of a norm's result goes through some heads at a time.
+
+    So it does in a block that is recomputed as a whole, of sequences that are long: what attention
+    takes in backward is most of what grows with them then.
+    """
+    return passes.saves_are_brief() and len(tiles(tensor_of(source).shape[-2])) > 1
+
+
 def attend_in_groups(
     attention: Any, source: Source, mask: Tensor | None, options: dict[str, Any], heads: InGroups
 ) -> Tensor | None:
-    """Attend from a norm's result to the output projection; None: not some heads at a time.
-
-    So it is in a block that is recomputed as a whole, of sequences that are long: what attention
-    takes in backward is most of what grows with them then.
-    """
+    """Attend from a norm's result to the output projection; None: not some heads at a time."""
     x = tensor_of(source)
-    if not passes.saves_are_brief() or len(tiles(x.shape[-2])) == 1:
-        return None
     function = names_of(attention).ALL_ATTENTION_FUNCTIONS["sdpa"]
     tokens = x.shape[-2]
     if implementation(attention) != "sdpa" or not _is_plain(function, tokens, mask, options):
@@ -161,7 +170,7 @@ def packed(heads: Heads, mask: Tensor | None, options: dict[str, Any], keep: Com
     return finish
 
 
-def values_again(source: Source, module: nn.Module, head_size: int) -> Callable[[], Tensor] | None:
+def values_again(source: Source, found: Projection, head_size: int) -> Callable[[], Tensor] | None:
     """Return how values are made again in backward, from what a norm keeps; None: they are packed.
 
     They are where the projection's weight is frozen. Frozen weights take two products where others
@@ -169,7 +178,6 @@ def values_again(source: Source, module: nn.Module, head_size: int) -> Callable[
     of what the block keeps. Not under autocast, which backward is without, and not where a mask
     would have to be drawn again.
     """
-    found = projection_of(module)
     learns = found.weight is not None and found.weight.requires_grad
     if learns or not found.is_known or any(adapter.p for adapter in found.adapters):
         return None
@@ -196,14 +204,14 @@ def turn(attention: Any, q: Tensor, k: Tensor, positions: tuple[Tensor, Tensor])
     return rotary(q, k, cos.unsqueeze(1), sin.unsqueeze(1))
 
 
-def cannot_centre(projection: nn.Module) -> bool:
+def cannot_centre(found: Projection) -> bool:
     """Tell whether keys that are turned by their positions may have a large constant before that.
 
     Packed attention takes the keys' mean away, so that none of it reaches the gradient of the
     queries. A bias that was turned is another one at each position, and its mean is not it. The
     known case without is a projection that has no bias; all else may have one.
     """
-    return projection_of(projection).may_add
+    return found.may_add
 
 
 def _is_causal(attention: Any, tokens: int, mask: Tensor | None, options: dict[str, Any]) -> bool:
@@ -220,11 +228,9 @@ def _is_plain(
 
     `tokens` are those of queries, keys and values.
     """
-    return (
-        function.__module__ == _SDPA
-        and (mask is None or mask.shape[-1] == tokens)
-        and not any(options.get(name) is not None for name in _not_understood(function))
-    )
+    if function.__module__ != _SDPA or not (mask is None or mask.shape[-1] == tokens):
+        return False
+    return not any(options.get(name) is not None for name in _not_understood(function))
 
 
 @torch.compiler.assume_constant_result

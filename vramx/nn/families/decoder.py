@@ -25,14 +25,15 @@ from vramx.nn.families.attention import (
     heads_of,
     implementation,
     is_in,
+    is_in_groups,
     takes_cache,
     turn,
     values_again,
 )
 from vramx.nn.families.norm_modules import RMS_NORMS, normalise
 from vramx.nn.families.parts import FeedForward, feed_forward
-from vramx.nn.families.projection import project, tensor_of
-from vramx.nn.families.questions import all_untouched, cache_of, class_name, untouched
+from vramx.nn.families.projection import projected, projection_of, tensor_of
+from vramx.nn.families.questions import all_untouched, cache_of, class_name, own, untouched
 from vramx.nn.families.small import of_transformers
 from vramx.nn.families.swap import Fused
 from vramx.nn.norm import rms_norm
@@ -96,8 +97,8 @@ class DecoderLayer(Fused):
 
     def _attend(self, x: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Return attention's result, and x where it is to be added to it."""
-        attention, keep = self.self_attn, self.vramx_settings.keep
-        source, _ = normalise(self.input_layernorm, x, None, keep)
+        attention, keep = own(self, "self_attn"), self.vramx_settings.keep
+        source, _ = normalise(own(self, "input_layernorm"), x, None, keep)
         if not all_untouched([attention]) or implementation(attention) is None:
             result: Tensor = attention(hidden_states=tensor_of(source), **kwargs)[0]
             return result, x
@@ -110,15 +111,17 @@ class DecoderLayer(Fused):
             "scaling": attention.scaling,
             **self._options(attention),
         }
-        heads = self._heads_in_groups(positions) if cache is None else None
+        grouped = cache is None and is_in_groups(source)
+        heads = self._heads_in_groups(positions) if grouped else None
         if heads is not None:
             whole = attend_in_groups(attention, source, mask, options, heads)
             if whole is not None and whole.dtype == x.dtype:
                 return whole.add_(x), None  # in its memory, which nobody else has
             if whole is not None:
                 return whole, x
-        projections = project(source, [attention.q_proj, attention.k_proj, attention.v_proj], keep)
-        values = values_again(source, attention.v_proj, attention.head_dim)
+        found = [projection_of(own(attention, name)) for name in _PROJECTIONS[:3]]
+        projections = projected(source, found, keep)
+        values = values_again(source, found[-1], attention.head_dim)
         del source  # a norm's result is not needed while attention runs
         q, k, v = heads_of(projections, attention.head_dim)
         q, k = self._normalise_heads(q, k)
@@ -126,9 +129,10 @@ class DecoderLayer(Fused):
         if cache is not None:
             values = None if is_in(cache, attention) else values
             k, v = cache.update(k, v, attention.layer_idx)
-        if cannot_centre(attention.k_proj):
+        if cannot_centre(found[1]):
             keep = replace(keep, level="keep")
-        return attend(attention, (q, k, v), mask, options, keep, values)(attention.o_proj), x
+        finish = attend(attention, (q, k, v), mask, options, keep, values)
+        return finish(own(attention, "o_proj")), x
 
     def _normalise_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q, k
@@ -147,7 +151,7 @@ class DecoderLayer(Fused):
 
     def _feed_forward(self, attended: Tensor, x: Tensor | None) -> Tensor:
         settings = self.vramx_settings
-        norm = self.post_attention_layernorm
+        norm = own(self, "post_attention_layernorm")
         source, residual = normalise(norm, attended, x, settings.keep)
         del attended, x
         part = self.vramx_feed_forward()
@@ -159,10 +163,11 @@ class DecoderLayer(Fused):
         return finish(residual)
 
     def vramx_feed_forward(self) -> FeedForward | None:
-        mlp = self.mlp
+        mlp = own(self, "mlp")
         if not _is_own(self._vramx_original, mlp, "MLP") or not all_untouched([mlp]):
             return None
-        return FeedForward((mlp.gate_proj, mlp.up_proj), mlp.act_fn, mlp.down_proj)
+        gate, up, down = (own(mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
+        return FeedForward((gate, up), own(mlp, "act_fn"), down)
 
 
 class MistralLayer(DecoderLayer):

@@ -15,7 +15,7 @@ from vramx.compression.config import Compression
 from vramx.nn import passes
 from vramx.nn.arguments import autocast_dtype
 from vramx.nn.families.projection import Source, plain_tensor, projection_of
-from vramx.nn.families.questions import class_name, untouched
+from vramx.nn.families.questions import class_name, own, untouched
 from vramx.nn.norm import Normed, rms_norm
 from vramx.nn.norm import norm as norm_as
 
@@ -62,7 +62,7 @@ def normed_by(
 ) -> Normed | None:
     """Return the result by what a norm's class is; None for a class or weights not understood."""
     name = class_name(type(norm))
-    weight: Any = getattr(norm, "weight", None)
+    weight: Any = own(norm, "weight")
     if weight is not None and not plain_tensor(weight):
         return None
     if name == GEMMA_NORM:

@@ -160,7 +160,7 @@ class _Found(NamedTuple):
 
 
 def _found(part: FeedForward) -> _Found:
-    inner = tuple(projection_of(module) for module in part.inner)
+    inner = tuple([projection_of(module) for module in part.inner])
     return _Found(inner, part.activation, kind_of(part.activation), projection_of(part.outer))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vramx.compression.config import Compression
 from vramx.compression.fakes import PLAIN
-from vramx.nn.families.questions import class_name, untouched
+from vramx.nn.families.questions import class_name, own, untouched
 from vramx.nn.keeping import Kept
 from vramx.nn.linear import linears
 from vramx.nn.low_rank import add_low_rank
@@ -115,7 +115,7 @@ def terms_of(module: Any) -> Terms | None:
     transposed = type(module) is not nn.Linear
     if transposed and class_name(type(module)) != CONV1D:
         return None
-    weight, bias = module.weight, module.bias
+    weight, bias = own(module, "weight"), own(module, "bias")
     plain = plain_tensor(weight) and (bias is None or plain_tensor(bias))
     if not plain or not untouched(module):
         return None
@@ -147,9 +147,11 @@ def projected(
     results = []
     for each in found:
         base = each.base(tensor_of(source)) if each.weight is None else own.pop(0)
-        count = len(each.adapters)
-        results.append(adapted(base, each.adapters, products[:count]))
-        del products[:count]
+        if each.adapters:
+            count = len(each.adapters)
+            base = adapted(base, each.adapters, products[:count])
+            del products[:count]
+        results.append(base)
     return results
 
 

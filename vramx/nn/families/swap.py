@@ -216,8 +216,10 @@ def _compute(module: Fused, settings: Settings, call: dict[str, Any]) -> Any:
     if inside and not compiles:
         with passes.running(passes.EITHER):
             return module.vramx_fused(x, **others)
+    if inside or not recomputes:
+        return module.vramx_fused(x, **others)
     name, cache = cache_of(others)
-    if inside or not recomputes or (cache is not None and module.vramx_is_in(cache)):
+    if cache is not None and module.vramx_is_in(cache):
         return module.vramx_fused(x, **others)
     if cache is not None:
         others[name] = None

@@ -1,0 +1,172 @@
+"""Running a model with a word for each block, and finding the run that is best within a budget.
+
+What is chosen for a budget is run; where the run exceeds it, or leaves room, the choice is made
+again with that taken off. What should be nearly as fast is run, too, for predictions are off by
+some percent; and what was nearly as fast is timed once more, in turns, for steps are as well.
+Processes that train together do all of it in step, and agree on each number. Not thread-safe; a run
+costs some steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from statistics import median
+
+from vramx.planning.agreement import Agreement
+from vramx.planning.blocks import Block
+from vramx.planning.choice import Arrangement, fastest, near, smallest
+from vramx.planning.device_memory import is_out_of_memory
+from vramx.planning.isolated import free_garbage
+from vramx.planning.loop import Measured as MeasuredLoop
+from vramx.planning.measured import Measured, Run
+from vramx.planning.meters import Meter
+from vramx.planning.steps import Step
+from vramx.planning.words import apply_words
+from vramx.progress import ProgressBar
+
+# How often a choice is run and, if it does not fit or leaves room, made again.
+_ROUNDS = 4
+# Whose highest peak counts: where copies to the host are under way, steps differ a little.
+_PEAK_STEPS = 2
+# Of what was predicted, when it ran out of memory: by how much it exceeds is not known then.
+_LESS_AFTER_OUT_OF_MEMORY = 0.95
+# By how much of a step predictions are off, and what one timing of it differs from another; and how
+# many turns tell two apart that are closer.
+_PREDICTED_WITHIN, _TIMED_WITHIN, _TURNS = 0.04, 0.02, 4
+# How long each of the two takes, about: a large model has few turns. So many steps make one timing.
+_MOST_MS, _STEPS = 8000.0, 10
+
+
+class Runner:
+    """A step of a model in its loop, which runs as words for its blocks say."""
+
+    def __init__(
+        self, step: Step, meter: Meter, loop: MeasuredLoop, agreement: Agreement, bar: ProgressBar
+    ) -> None:
+        self._model = step.model
+        self._step = step
+        self._meter = meter
+        self.loop = loop
+        self._agreement = agreement
+        self._bar = bar
+
+    def peak_bytes(self, words: Mapping[Block, str]) -> int:
+        """Return the peak of a step with these words, the largest of all processes."""
+        phase = self._agreement.phase("in a step of the plan")
+        with phase, apply_words(self._model, words):
+            peak = self._peak_bytes()
+        return int(self._agreement.most(peak))
+
+    def _peak_bytes(self) -> int:
+        with self._meter.watching():
+            self._step()  # what is compiled or set up once is no cost of a step
+            self._meter.settle()
+            self._meter.reset_peak()
+            for _ in range(_PEAK_STEPS):
+                self._step()
+            peak = self._meter.peak_bytes()
+            self._meter.settle()
+            return max(peak, self._meter.allocated_bytes() + self.loop.step_bytes)
+
+    def _run(self, measured: Measured, found: Arrangement, error: int = 0) -> Run:
+        """Run an arrangement once and for all; `error` is what predictions were too low by."""
+        known = measured.runs.get(found.words)
+        if known is not None:
+            return known
+        with self._agreement.phase("in a step as it should be"):
+            peak, step_ms = self._measured_run(measured.words(found))
+        failed = self._agreement.most(peak is None)
+        peak, step_ms = int(self._agreement.most(peak or 0)), self._agreement.most(step_ms)
+        known = Run(found, found.peak_bytes + error, None if failed else peak, step_ms)
+        measured.runs[found.words] = known
+        return known
+
+    def _measured_run(self, words: Mapping[Block, str]) -> tuple[int | None, float]:
+        """Return the peak and the time of a step; no peak: it ran out of memory."""
+        try:
+            with apply_words(self._model, words):
+                return self._peak_bytes(), self._meter.time_ms(self._step)
+        except RuntimeError as error:
+            if self._agreement.is_shared or not is_out_of_memory(error):
+                raise
+        free_garbage()
+        return None, float("inf")
+
+    def fitting(self, measured: Measured, limit_bytes: float) -> Run:
+        """Return the fastest run that was seen to fit; where none does, that of the least peak.
+
+        What is run is what should be the fastest; of all that was run, for other limits too, the
+        fastest is what was: where the two differ, the prediction is what is wrong.
+        """
+        bound = limit_bytes
+        for number in range(_ROUNDS):
+            self._bar.show("plan: running what should be the fastest", number, _ROUNDS)
+            found = fastest(measured.timeline, bound)
+            fitting = (run.arrangement.step_ms for run in measured.within(limit_bytes))
+            if found is None or min(fitting, default=float("inf")) <= found.step_ms:
+                break
+            error = int(limit_bytes - bound) if limit_bytes < float("inf") else 0
+            run = self._run(measured, found, error)
+            bound = _corrected(bound, limit_bytes, run)
+        if not measured.within(limit_bytes):
+            return self.smallest(measured)
+        self._run_near(measured, bound, limit_bytes)
+        self._time_close(measured, limit_bytes)
+        return min(measured.within(limit_bytes), key=lambda run: run.measured_ms)
+
+    def _run_near(self, measured: Measured, bound: float, limit_bytes: float) -> None:
+        """Run what should be nearly as fast as the fastest that fits, as long as there is time."""
+        least_ms = min(run.arrangement.step_ms for run in measured.within(limit_bytes))
+        left_ms = _MOST_MS
+        for each in near(measured.timeline, bound, (1 + _PREDICTED_WITHIN) * least_ms):
+            if left_ms <= 0:
+                return
+            if each.words not in measured.runs:
+                self._bar.show("plan: running what should be nearly as fast", 0, 1)
+                left_ms -= _STEPS * min(self._run(measured, each).measured_ms, _MOST_MS)
+
+    def _time_close(self, measured: Measured, limit_bytes: float) -> None:
+        """Time once more, in turns, what was nearly as fast as the fastest that fits, or should be.
+
+        What should be, too: by a single timing a busy host made it slow.
+        """
+        fitting = measured.within(limit_bytes)
+        least_ms = min(run.measured_ms for run in fitting)
+        most_ms = (1 + _TIMED_WITHIN) * min(run.arrangement.step_ms for run in fitting)
+        close = [
+            run
+            for run in fitting
+            if run.measured_ms <= (1 + _TIMED_WITHIN) * least_ms
+            or run.arrangement.step_ms <= most_ms
+        ]
+        turns = _TURNS if len(close) > 1 else 0
+        times = {run.arrangement.words: [run.measured_ms] for run in close}
+        for turn in range(min(turns, math.ceil(_MOST_MS / (_STEPS * len(close) * least_ms)))):
+            self._bar.show("plan: timing what was nearly as fast", turn, turns)
+            for run in close if turn % 2 else close[::-1]:
+                times[run.arrangement.words].append(self._time_ms(measured, run))
+        for run in close:
+            run.measured_ms = median(times[run.arrangement.words])
+
+    def _time_ms(self, measured: Measured, run: Run) -> float:
+        with (
+            self._agreement.phase("in a step as it should be"),
+            apply_words(self._model, measured.words(run.arrangement)),
+        ):
+            self._step()  # where its memory lies is found in the first
+            step_ms = self._meter.time_ms(self._step)
+        return self._agreement.most(step_ms)
+
+    def smallest(self, measured: Measured) -> Run:
+        """Return the run of the arrangement with the smallest peak."""
+        return self._run(measured, smallest(measured.timeline))
+
+
+def _corrected(bound: float, limit_bytes: float, run: Run) -> float:
+    """Return the bound on predictions under which what is chosen next should fit the limit."""
+    predicted = run.arrangement.peak_bytes
+    if run.measured_bytes is None:
+        return _LESS_AFTER_OUT_OF_MEMORY * min(bound, predicted)
+    corrected = limit_bytes - (run.measured_bytes - predicted)
+    return min(corrected, predicted - 1) if run.measured_bytes > limit_bytes else corrected
