@@ -46,13 +46,10 @@ class _Given:
     def __init__(self, args: Any, kwargs: Any) -> None:
         self._args = [_variable(None, each) for each in args or ()]
         self._kwargs = {name: _variable(None, each) for name, each in (kwargs or {}).items()}
-
-    def __iter__(self) -> Iterator[_Variable]:
-        yield from self._args
-        yield from self._kwargs.values()
+        self.every = (*self._args, *self._kwargs.values())
 
     def is_other(self) -> bool:
-        return any(each.is_other(each.value) for each in self)
+        return any(each.is_other(each.value) for each in self.every)
 
     def again(self, copier: Copier) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the values of then."""
@@ -113,7 +110,8 @@ class Variables:
         """What the functions are bound to, close over and were given, and what is called."""
         taken, given = self._taken.values(), self._given.values()
         cells = [each.value for one in taken for each in one.cells]
-        by_hand = [each.value for one in (*(one.given for one in taken), *given) for each in one]
+        givens = (*(one.given for one in taken), *given)
+        by_hand = [each.value for one in givens for each in one.every]
         return [self._function, *self._bound, *cells, *by_hand]
 
     @property
