@@ -7,10 +7,12 @@ that of the call. Where it cannot be, a warning says so.
 from __future__ import annotations
 
 import functools
+import types
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from checkpoint_tools import SMALL, WIDTH, activation, quiet, seeds
@@ -64,7 +66,12 @@ def unhooked(net: Adapted) -> None:
     net.adapters["a"]._forward_hooks.popitem()
 
 
-CHANGES = (switched, rescaled, evaluated, frozen, replaced, unhooked)
+def hooked(net: Adapted) -> None:
+    net.layer.register_forward_hook(lambda _, __, y: -y)
+    net.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+
+
+CHANGES = (switched, rescaled, evaluated, frozen, replaced, unhooked, hooked)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -152,6 +159,120 @@ def of_a_method(call: Call, layers: Any, x: Tensor) -> Tensor:
     return x
 
 
+def of_an_object_that_is_closed_over(call: Call, layers: Any, x: Tensor) -> Tensor:
+    trainer, scale = Trainer(layers), types.SimpleNamespace(now=1.0)
+    for i in range(len(layers)):
+        scale.now = 1 / (i + 1)
+        x = call(lambda x: trainer.block(x * scale.now), x)
+    assert trainer.log == [1, 2, 3]
+    return x
+
+
+class Called(Trainer):
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.block(x)
+
+
+def of_an_object_that_is_called(call: Call, layers: Any, x: Tensor) -> Tensor:
+    called = Called(layers)
+    for _ in layers:
+        x = call(called, x)
+    return x
+
+
+def of_defaults(call: Call, layers: Any, x: Tensor) -> Tensor:
+    def block(x: Tensor, seen: list[int] = [], *, by: dict[str, float] = {}) -> Tensor:  # noqa: B006
+        seen.append(len(seen))
+        by["scale"] = by.get("scale", 0.0) + 0.5
+        return layers[seen[-1]](x * by["scale"]).sin()
+
+    for _ in layers:
+        x = call(block, x)
+    return x
+
+
+def of_partials(call: Call, layers: Any, x: Tensor) -> Tensor:
+    def block(seen: list[int], x: Tensor, by: dict[str, float]) -> Tensor:
+        seen.append(len(seen))
+        return layers[seen[-1]](x * by["scale"]).sin()
+
+    options: dict[str, float] = {}
+    given = functools.partial(block, [], by=options)
+    for i in range(len(layers)):
+        options["scale"] = 1 / (i + 1)
+        x = call(given, x)
+    return x
+
+
+calls, scales = 0, [0.5]
+
+
+def helper(x: Tensor) -> Tensor:
+    global calls  # noqa: PLW0603 - it is what is tested
+    calls += 1
+    scales.append(0.5 / calls)
+    return (x * scales[-1] * calls).sin()
+
+
+class Counted(nn.Module):
+    """Counts the calls of all of its class, and reads a global through a helper."""
+
+    called: ClassVar[int] = 0
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).called += 1
+        return helper(self.layer(x) / self.scale)
+
+    @property
+    def scale(self) -> float:
+        return self.called + calls
+
+
+def of_a_file(call: Call, layers: Any, x: Tensor) -> Tensor:
+    globals()["calls"] = 0
+    for layer in layers:
+        x = call(lambda x: helper(layer(x)), x)  # noqa: B023
+    assert calls == len(layers)
+    return x
+
+
+def of_a_class(call: Call, layers: Any, x: Tensor) -> Tensor:
+    globals()["calls"] = Counted.called = 0
+    for layer in layers:
+        x = call(Counted(layer), x)
+    globals()["calls"] = Counted.called = 9
+    return x
+
+
+def of_iterators(call: Call, layers: Any, x: Tensor) -> Tensor:
+    parts, pairs = iter(layers), enumerate(zip("abc", [1.0, 0.5, 0.2], strict=True))
+
+    def block(x: Tensor) -> Tensor:
+        number, (_, scale) = next(pairs)
+        return next(parts)(x * scale).sin() * (number + 1)
+
+    for _ in layers:
+        x = call(block, x)
+    return x
+
+
+def of_an_array(call: Call, layers: Any, x: Tensor) -> Tensor:
+    counts = np.zeros(4)
+
+    def block(x: Tensor) -> Tensor:
+        counts[1:] += 1
+        return layers[int(counts[1]) - 1](x * counts.mean()).sin()
+
+    for _ in layers:
+        x = call(block, x)
+    assert counts.tolist() == [0, 3, 3, 3]
+    return x
+
+
 CODE = """
 for layer in layers:
     x = call(lambda x: sum((lambda: layer(x).sin())() for _ in range(2)), x)
@@ -166,7 +287,8 @@ def of_globals(call: Call, layers: Any, x: Tensor) -> Tensor:
 
 FUNCTIONS = (
     *(of_a_loop, of_an_index, of_a_decorator, of_a_growing_list, of_a_counter, of_a_method),
-    of_globals,
+    *(of_globals, of_iterators, of_an_array, of_an_object_that_is_closed_over),
+    *(of_an_object_that_is_called, of_defaults, of_partials, of_a_file, of_a_class),
 )
 
 
@@ -186,6 +308,43 @@ def test_a_function_has_the_variables_of_its_call(program: Call, level: Any) -> 
             assert torch.equal(one, other)
         cosine = nn.functional.cosine_similarity(one.flatten(), other.flatten(), 0)
         assert cosine > 0.999
+
+
+def taken_from_an_argument(x: Tensor, source: Any) -> Tensor:
+    return x.sin() * next(source)
+
+
+def closing_over(source: Any) -> Call:
+    return lambda x, _: x.sin() * next(source)
+
+
+class Takes(nn.Module):
+    def __init__(self, source: Any) -> None:
+        super().__init__()
+        self.source, self.unused = source, (i for i in range(3))
+
+    def forward(self, x: Tensor, _: Any) -> Tensor:
+        return x.sin() * next(self.source)
+
+
+@pytest.mark.parametrize("way", ["argument", "closure", "attribute"])
+def test_a_generator_that_a_region_reaches_is_told_of(way: str) -> None:
+    source = (float(i) for i in range(4))
+    function, given = taken_from_an_argument, source
+    if way == "closure":
+        function, given = closing_over(source), None
+    elif way == "attribute":
+        function, given = Takes(source), None
+    errors._said.clear()
+    with pytest.warns(VramxWarning, match="reaches a generator, which cannot be copied"):
+        vramx.checkpoint(function, activation(8, WIDTH), given, level="keep")
+
+
+def test_a_generator_that_no_call_takes_from_is_not_told_of() -> None:
+    errors._said.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        vramx.checkpoint(Takes(iter([1.0])), activation(8, WIDTH), None, level="keep")
 
 
 def test_a_tensor_of_a_function_that_it_writes_into_is_told_of() -> None:

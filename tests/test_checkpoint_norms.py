@@ -158,6 +158,30 @@ def test_a_norm_that_is_written_out_is_seen_by_its_mean(
     assert found >= COSINE if seen else found < 0.99
 
 
+SQUARES: dict[str, Callable[[Tensor], Tensor]] = {
+    "square": Tensor.square,
+    "power": lambda x: x**2,
+    "product": lambda x: x * x,
+    "cast": lambda x: x.float().square().clone(),
+}
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["seen", "not seen"])
+@pytest.mark.parametrize("square", SQUARES)
+def test_columns_that_their_squares_make_alike_are_packed_alike(
+    square: str, seen: bool, monkeypatch: Any
+) -> None:
+    if not seen:
+        monkeypatch.setattr(norms, "_is_square", lambda *_: False)
+    x = torch.randn(16, 32, 128, generator=torch.Generator().manual_seed(0))
+
+    def region(x: Tensor) -> Tensor:
+        return x * SQUARES[square](x).mean(1, keepdim=True).rsqrt()
+
+    found = worst_cosine(nn.Identity(), x * torch.logspace(-3, 3, 128), region)
+    assert (found >= COSINE) is seen  # 0.8, or not a number, where a column is lost
+
+
 def test_a_norm_goes_before_a_mean() -> None:
     norm, x = nn.LayerNorm(128), uneven("layer", 1e3, 0)
     x = torch.cat([x, x[..., :32]], -1)

@@ -7,11 +7,13 @@ stand-ins with the interface of those of transformers; one test has the library 
 from __future__ import annotations
 
 import copy
+import itertools
 import types
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoint_tools import SMALL, WIDTH, Packs, Seen, activation, packs, quiet, seeds
@@ -223,6 +225,40 @@ def test_counters_and_lists_of_an_argument_move_once() -> None:
     vramx.checkpoint(counted, x * 1.0, state, level="keep").sum().backward()
     assert (state.calls, len(state.losses), state.by_name) == (2, 1, {"x": [2]})
     torch.testing.assert_close(x.grad, 2 * x.detach().cos())
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "list": lambda: iter([2.0, 3.0]),
+    "cycle": lambda: itertools.cycle([2.0, 3.0]),
+    "map": lambda: map(float, iter("23")),
+    "chain": lambda: itertools.chain(iter([2.0]), [3.0]),
+    "dictionary": lambda: iter({2.0: 1, 3.0: 1}),
+}
+
+
+class Scaled(nn.Module):
+    """Takes a scale from an iterator, and counts in an array; its own, or ones that are given."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__()
+        self.source, self.counts = source, np.ones(2)
+
+    def forward(self, x: Tensor, source: Any = None, counts: Any = None) -> Tensor:
+        counts = self.counts if counts is None else counts
+        counts += 1
+        return x.sin() * next(self.source if source is None else source) * counts.sum()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("own", [True, False], ids=["attributes", "arguments"])
+def test_iterators_and_arrays_are_taken_from_once(source: str, own: bool) -> None:
+    module = Scaled(SOURCES[source]())
+    given = () if own else (module.source, module.counts)
+    for number in range(2):
+        x = torch.ones(4, 16, requires_grad=True)
+        vramx.checkpoint(module, x * 1.0, *given, level="keep").sum().backward()
+        assert module.counts.tolist() == [number + 2.0] * 2
+        torch.testing.assert_close(x.grad, (number + 2) ** 2 * 2 * x.detach().cos())
 
 
 def test_an_object_with_slots_is_as_it_was() -> None:

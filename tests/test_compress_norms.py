@@ -182,6 +182,30 @@ def test_an_evaluated_norm_has_what_is_near_its_running_mean(
     assert near == decided
 
 
+def test_rows_far_from_zero_before_an_rms_norm_are_no_worse_than_saved_in_bfloat16() -> None:
+    """It subtracts no mean, and eight bits have few steps left of what differs in a row. Where all
+    of a row is summed up behind the norm and ahead of it, the gradient hangs on that."""
+    torch.manual_seed(0)
+    layer, x, dy = nn.Linear(64, 64), torch.randn(32, 64), torch.randn(32, 64)
+
+    def gradient(context: Any) -> Tensor:
+        with context:
+            h = layer(x)
+            h = functional.rms_norm(h + h.sum(-1, keepdim=True) + 100, (64,))
+            y = h + 10 * h.sum(-1, keepdim=True)
+        return torch.autograd.grad((y * dy).sum(), layer.weight)[0]
+
+    def round_computed(tensor: Tensor) -> Tensor:
+        base = tensor if tensor._base is None else tensor._base
+        return tensor if base.is_leaf else tensor.bfloat16().float()
+
+    exact = gradient(nullcontext())
+    rounded = torch.autograd.graph.saved_tensors_hooks(round_computed, lambda saved: saved)
+    allowed = float((gradient(rounded) - exact).norm())
+    found = gradient(vramx.compress(min_bytes=0))
+    assert float((found - exact).norm()) < allowed
+
+
 def test_a_norm_of_bfloat16_gives_bfloat16_back() -> None:
     x = far("layer", 3.0).bfloat16().requires_grad_()
     with vramx.compress(min_bytes=0):

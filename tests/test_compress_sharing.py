@@ -54,6 +54,15 @@ def test_permutations_of_one_range_share_it(monkeypatch: Any) -> None:
     assert float((found - expected).abs().max()) <= 2 * 16 * step / 2 * 1.001
 
 
+@pytest.mark.parametrize("bounded", [torch.tanh, torch.sigmoid])
+def test_an_activation_of_bounded_results_shares_what_is_packed_of_them(
+    monkeypatch: Any, bounded: Any
+) -> None:
+    with recorded_packs(monkeypatch) as packed, compress(min_bytes=0):
+        functional.gelu(bounded(input_of(8, 64)))
+    assert len(packed) == 1
+
+
 def memory_used_again() -> bool:
     """Save a tensor, free it, save another at the same address; say if the gradients are right."""
     weight = torch.ones(32, 32, requires_grad=True)

@@ -111,6 +111,17 @@ def decay(m: Any, h: Tensor) -> Tensor:
     return exponents.exp() * (h * (-exponents).exp()).cumsum(1) * 0.1
 
 
+def interpolated(m: Any, h: Tensor) -> Tensor:
+    """The gradient of the weight is the difference of two values next to each other."""
+    return torch.lerp(h, h + 0.02 * m.a(h), m.b.sigmoid())
+
+
+def normalised_by_hand(m: Any, h: Tensor) -> Tensor:
+    """Columns that differ by decades are made alike by a factor that does, too."""
+    h = m.a(h) * torch.logspace(-3, 3, 64).to(h)
+    return (h - h.mean(1, True)) * (h.var(1, keepdim=True) + 1e-9).rsqrt()
+
+
 def sharp(m: Any, h: Tensor) -> Tensor:
     return torch.tanh(30 * m.a(h))
 
@@ -149,6 +160,14 @@ KINDS = {
     ),
     "factor of an exponential": Kind(
         (linear(),), decay, "packed", [(policy, "graph_of_factor", lambda *_: (False, False))]
+    ),
+    "factor of a reciprocal": Kind(
+        (linear(),), normalised_by_hand, "packed",
+        [(policy, "graph_of_factor", lambda *_: (False, False))],
+    ),
+    "interpolation": Kind(
+        (linear(), lambda: nn.Parameter(torch.zeros(64))), interpolated, "packed",
+        [(exactness, "_PACKED", exactness._PACKED | {"lerp"})],
     ),
     "sharp slope": Kind(NORM, sharp, "packed", [NO_ROOT]),
     "sharp slope, recomputed": Kind(NORM, sharp, "recomputed", [NO_ROOT]),

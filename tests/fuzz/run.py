@@ -134,27 +134,35 @@ def _kept_values(setting: Setting) -> Iterator[None]:
 
 
 def saved_bytes(program: type[nn.Module], setting: Setting) -> int:
-    """Return the bytes that torch holds for backward in a step: without leaves, memory once."""
+    """Return the bytes that torch holds for backward in a step, memory once: without the program's
+    own, which are its parameters, casts of these, buffers and the input."""
     storages: dict[int, Any] = {}
-    owned: set[int] = set()
-
-    def note(tensor: Tensor) -> Tensor:
-        base = tensor if tensor._base is None else tensor._base
-        storage = tensor.untyped_storage()
-        if base.is_leaf:
-            owned.add(storage._cdata)
-        storages[storage._cdata] = storage
-        return tensor.detach()
-
     torch.manual_seed(setting.seed)
     pieces.api = Plain()
     model = program().to(DEVICE).train(setting.training)
     x = _input(setting).requires_grad_(setting.learns_input)
+    own = {id(parameter) for parameter in model.parameters()}
+    owned = {t.untyped_storage()._cdata for t in (x, *model.parameters(), *model.buffers())}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in owned and id(_source(tensor)) not in own:
+            storages[storage._cdata] = storage
+        return tensor.detach()
+
     with (
         torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept),
         torch.autocast(DEVICE, torch.bfloat16, enabled=setting.autocast),
     ):
         y = model(x)
-    kept = [s.nbytes() for cdata, s in storages.items() if cdata not in owned]
+    kept = [storage.nbytes() for storage in storages.values()]
     del y
     return sum(kept)
+
+
+def _source(tensor: Tensor) -> Any:
+    """Return the leaf that a tensor is a function of alone, as a cast is, if there is one."""
+    node: Any = tensor.grad_fn
+    while node is not None and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    return getattr(node, "variable", None)

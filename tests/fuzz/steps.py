@@ -15,6 +15,7 @@ from tests.fuzz.writer import TOKENS, WIDTHS, Value, Writer
 Step = Callable[[Writer, Value], Value]
 STEPS: dict[str, Step] = {}
 SMOOTH: set[str] = set()
+POWERS = frozenset({"square", "cube"})
 # What dynamo cannot trace, or is not to: it would be tested as a break of a graph only.
 EAGER: set[str] = set()
 

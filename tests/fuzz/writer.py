@@ -57,6 +57,7 @@ class Writer:
 
     Attributes:
         smooth: whether all steps so far are.
+        powers: how many of them multiply a value by itself.
         overwrites: whether a step writes past autograd.
         spoils: whether a backward pass overwrites what it saved, so that torch's own second pass
             through the graph has other gradients.
@@ -71,6 +72,7 @@ class Writer:
 
     def __init__(self, draw: Callable[..., Any], *, double: bool, keeps_values: bool) -> None:
         self.smooth = True
+        self.powers = 0
         self.overwrites = self.spoils = False
         self.learns = False
         self.packs = self.recomputes = False

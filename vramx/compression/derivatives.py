@@ -1,9 +1,10 @@
-"""Gradients of gradients through packed tensors: noticed, told once, and avoided from then on.
+"""Gradients of gradients: noticed, told once, and not taken through packed tensors from then on.
 
 Where a gradient is itself a result (forces, gradient penalties), the error of a packed factor is an
 error of that result, and not one more in a sum over a batch. Of a layer with a weight only the
-weight's own gradient reads the packed input, so that these are packed all the same. Thread-safe: a
-flag that is only ever set. A look at the grad mode for each unpacked tensor.
+weight's own gradient reads the packed input, so that these are packed all the same. What was kept
+exactly tells as well: a later step may take a way through the program whose tensors are packed.
+Thread-safe: a flag that is only ever set. A look at the grad mode for each unpacked tensor.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from vramx.errors import warn_once
 class Derivatives:
     """What has been seen of the backward passes of one context.
 
-    `higher`: one of them made a graph of its own, which is to be differentiated again.
+    `higher`: one of them made a graph of its own, which is to be differentiated again. A context
+    that `packs` nothing has no use for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, packs: bool) -> None:
+        self.packs = packs
         self.higher = False
 
 
@@ -39,21 +42,27 @@ class Unpacking:
     def unpack(self, saved: Reference | Restored | Pending | Result) -> torch.Tensor:
         """Give back what was taken; called by torch in backward, any number of times."""
         if torch.is_grad_enabled() and not self._seen.higher and _in_backward():
-            self._note(saved)
+            self._note()
         return saved.open()
 
-    def _note(self, saved: Reference | Restored | Pending | Result) -> None:
-        if isinstance(saved, Pending):
-            saved = saved.held
-        if not (isinstance(saved, Restored) and saved.is_approximate):
+    def _note(self) -> None:
+        if not self._seen.packs or _is_in_a_function():
             return
         self._seen.higher = True
         warn_once(
-            f"create_graph=True differentiates gradients through packed activations of "
-            f"{self._name}: those of this step may be far off. From the next forward on "
-            "only inputs of its linear layers and convolutions are packed; to pack nothing, give "
-            "level='keep'",
+            f"create_graph=True differentiates gradients of {self._name}: those of this step may "
+            "be far off where activations are packed. From the next forward on only inputs of its "
+            "linear layers and convolutions are packed; to pack nothing, give level='keep'",
         )
+
+
+def _is_in_a_function() -> bool:
+    """Tell whether an autograd.Function of the program reads what it saved.
+
+    Its backward may compute with gradients for itself, as one that recomputes does.
+    """
+    node = torch._C._current_autograd_node()
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def _in_backward() -> bool:

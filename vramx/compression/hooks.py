@@ -34,7 +34,7 @@ class CompressionContext:
     def __init__(self, options: Compression) -> None:
         self.options = options
         self.stats = CompressionStats()
-        self._derivatives = Derivatives()
+        self._derivatives = Derivatives(packs=options.packs)
         self._entered = _Entered()
 
     @run_uncompiled

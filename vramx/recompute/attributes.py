@@ -6,6 +6,7 @@ whose mode, is another by then. A recomputation has the attributes as they were 
 run, and leaves them as it found them. Not responsible for parameters, buffers, parts and hooks
 (members.py, buffers.py), nor for what is no attribute of a module.
 
+So are those of other objects that a region's function is, is bound to, closes over or was given.
 Objects, and what containers hold, are copied before a module's first run, which tells whether it
 changes them, and later only if it does; all else is looked at in each call. What an attribute held
 before stays until the region's graph is gone. A module that writes into a tensor which it has left
@@ -16,28 +17,28 @@ recomputed by one thread at a time.
 from __future__ import annotations
 
 import contextlib
-import copy
+import functools
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from operator import is_not
-from types import MethodType
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from vramx.recompute.buffers import tell_of_write
 from vramx.recompute.generators import is_generator, set_state, state_of
 from vramx.recompute.objects import FIXED, Copier, TooLargeError, differs, version_of
+from vramx.recompute.wholes import CONTAINERS, as_now, is_whole, progress_of, tell_of_advance
 
 # What every module has beside what is as it was: members, hooks, what is done to it.
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_vramx", "_compiled_call_impl"}) - {"training"}
-_CONTAINERS = (dict, list, set, deque)
 # Modules that change nothing of their own while they run.
 _INERT = "torch.nn.modules."
-# Of a container that is looked at in each call.
-_MOST_ITEMS = 256
 _ABSENT = object()
+_CALLABLES = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
+_WITHOUT = (nn.Module, Tensor, type, ModuleType, *FIXED, *_CALLABLES)
 
 
 class _Known(NamedTuple):
@@ -50,20 +51,34 @@ class _Known(NamedTuple):
 
 # By whether the module trains.
 _known: weakref.WeakKeyDictionary[Any, dict[bool, _Known]] = weakref.WeakKeyDictionary()
+# Of objects that may equal others; this takes longer.
+_known_objects: Any = WeakIdKeyDictionary()
+
+
+def _known_of(owner: Any) -> dict[bool, _Known]:
+    """Return what is known of an owner; of one without weak references, such as a SimpleNamespace,
+    nothing is in any call."""
+    if not type(owner).__weakrefoffset__:
+        return {}
+    known: Any = _known if isinstance(owner, nn.Module) else _known_objects
+    found: dict[bool, _Known] | None = known.get(owner)
+    if found is None:
+        known[owner] = found = {}
+    return found
 
 
 def _trains(owner: Any) -> bool:
     return bool(getattr(owner, "training", False))
 
 
-def _has_attributes(owner: Any) -> bool:
-    """Tell whether an object that is no module has attributes of its own, and may be a key."""
-    if isinstance(owner, (nn.Module, type)) or not hasattr(owner, "__dict__"):
+def _may_have_attributes(cls: Any) -> bool:
+    """Tell whether objects of a class, which are no modules, have attributes of their own."""
+    if issubclass(cls, _WITHOUT) or not cls.__dictoffset__:
         return False
-    try:
-        return weakref.ref(owner) in {weakref.ref(owner)}
-    except TypeError:  # it has no weak references, or no hash
-        return False
+    return str(cls.__module__).partition(".")[0] != "torch"
+
+
+_has_attributes: Callable[[Any], bool] = functools.lru_cache(maxsize=4096)(_may_have_attributes)
 
 
 class _Before:
@@ -75,15 +90,19 @@ class _Before:
         self._own = vars(module)
         self._values = dict(self._own)
         self._is_new, self._changed, self._thens = False, set[str](), dict[str, Any]()
+        self._going: list[tuple[Any, Any]] = []  # generators, and how far they were
         if type(module).__module__.startswith(_INERT):
             return
-        known = _known.get(module, {}).get(self._is_training)
+        known = _known_of(module).get(self._is_training)
         self._is_new = known is None or known.size != len(self._values)
         names: Iterable[str] = self._values
         if known is not None:
             self._changed = known.changed
             names = names if self._is_new else known.looked_at
         self._thens = {name: self._then(name) for name in self._names(names)}
+        if self._is_new:
+            values = self._values.values()
+            self._going = [(x, progress_of(x)) for x in values if type(x) is GeneratorType]
 
     @property
     def generators(self) -> list[Any]:
@@ -100,13 +119,15 @@ class _Before:
         if self._is_new or name in self._changed:
             with contextlib.suppress(TooLargeError):
                 return Copier().copy(value)
-        elif type(value) in _CONTAINERS and len(value) <= _MOST_ITEMS:
-            return copy.copy(value)
-        return value
+        return as_now(value)
 
     def note(self) -> None:
         """Note what the module's first run changed."""
         own, values = self._own, self._values
+        for generator, then in self._going:
+            if progress_of(generator) != then:
+                tell_of_advance(generator)
+        self._going = []
         if not self._is_new and not self._thens and self._is_same():
             return
         changed = {name for name in self._names(own) if own[name] is not values.get(name, _ABSENT)}
@@ -122,7 +143,7 @@ class _Before:
         self._changed |= changed
         looked_at = tuple(name for name in self._names(own) if self._may_change(name))
         known = _Known(len(own), looked_at, self._changed)
-        _known.setdefault(self._module, {})[self._is_training] = known
+        _known_of(self._module)[self._is_training] = known
 
     def _is_same(self) -> bool:
         own, values = self._own, self._values
@@ -136,8 +157,9 @@ class _Before:
         value = self._own[name]
         if isinstance(value, FIXED):
             return False
-        kinds = (Tensor, *_CONTAINERS)
-        return isinstance(value, kinds) or name in self._changed or is_generator(value)
+        if isinstance(value, (Tensor, *CONTAINERS)) or is_whole(type(value)):
+            return True
+        return name in self._changed or is_generator(value)
 
     def others(self, copier: Copier) -> dict[str, Any]:
         """Return the attributes that are others now as they were; _ABSENT: there was none."""
@@ -175,15 +197,13 @@ class _Before:
 class Attributes:
     """The attributes of modules before a region runs, and for those that recompute it.
 
-    Also those of the object, such as a trainer, whose method the region's function is. `generators`
+    Also those of `others`, such as a trainer, where they have attributes of their own. `generators`
     are those of random numbers among them.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], function: Any = None) -> None:
-        self._before = list(map(_Before, modules))
-        owner = getattr(function, "__self__", None) if isinstance(function, MethodType) else None
-        if _has_attributes(owner):
-            self._before.append(_Before(owner))
+    def __init__(self, modules: Iterable[nn.Module], others: Iterable[Any] = ()) -> None:
+        owners = {id(each): each for each in others if _has_attributes(type(each))}
+        self._before = list(map(_Before, (*modules, *owners.values())))
         self.generators = [each for before in self._before for each in before.generators]
 
     def settle(self) -> None:

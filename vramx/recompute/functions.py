@@ -2,17 +2,16 @@
 
 A loop that checkpoints `lambda x: layer(x)` gives each call its own layer, and backward, which runs
 when the loop is over, the last one's. So a recomputation calls a function of the same code whose
-variables are those of the call; where these are what they were, it is the function itself. Python's
-own containers among them are copied, other objects are shared, and what a recomputation writes to
-the variables is forgotten. A call costs a microsecond and a look at each variable.
+variables are those of the call, and so are its defaults and what a partial gives to it; where all
+are what they were, it is the function itself. Python's own containers, iterators and arrays among
+them are copied, other objects are shared, and what a recomputation writes to the variables is
+forgotten. A call costs a microsecond and a look at each variable.
 """
 
 from __future__ import annotations
 
-import copy
 import dis
 import functools
-from collections import deque
 from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -22,9 +21,8 @@ from torch import Tensor
 from vramx.errors import warn_once
 from vramx.recompute.buffers import tell_of_change
 from vramx.recompute.objects import Copier, differs, version_of
+from vramx.recompute.wholes import CONTAINERS, as_now, is_whole, tell_of_advance
 
-_CONTAINERS = (dict, list, set, deque)
-_MOST_ITEMS = 256
 # Decorators over decorators; what lies deeper is shared.
 _MOST_FUNCTIONS = 16
 
@@ -37,12 +35,34 @@ class _Variable(NamedTuple):
     def is_other(self, now: Any) -> bool:
         return now is not self.value or (self.then is not now and differs(self.then, now))
 
+    def again(self, copier: Copier) -> Any:
+        """Return the value of then, where it has stayed the same object."""
+        return copier.copy(self.then) if self.is_other(self.value) else self.value
+
+
+class _Given:
+    """The defaults of a function, or what a partial gives to one, at one time."""
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        self._args = [_variable(None, each) for each in args or ()]
+        self._kwargs = {name: _variable(None, each) for name, each in (kwargs or {}).items()}
+        self.every = (*self._args, *self._kwargs.values())
+
+    def is_other(self) -> bool:
+        return any(each.is_other(each.value) for each in self.every)
+
+    def again(self, copier: Copier) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the values of then."""
+        named = {name: each.again(copier) for name, each in self._kwargs.items()}
+        return tuple([each.again(copier) for each in self._args]), named
+
 
 class _Taken:
     """A function and its variables at one time."""
 
     def __init__(self, function: FunctionType) -> None:
         self.function = function
+        self.given = _Given(function.__defaults__, function.__kwdefaults__)
         names = function.__code__.co_freevars
         cells = zip(names, function.__closure__ or (), strict=True)
         self.cells = [
@@ -51,15 +71,15 @@ class _Taken:
         known = function.__globals__
         self.globals = [
             _variable(name, known[name])
-            for name in _read_by(function.__code__)
+            for name in read_by(function.__code__)
             if name in known and type(known[name]) is not ModuleType
         ]
 
     def is_other(self) -> bool:
         known = self.function.__globals__
-        return any(each.is_other(each.place.cell_contents) for each in self.cells) or any(
-            each.is_other(known.get(each.place)) for each in self.globals
-        )
+        cells = any(each.is_other(each.place.cell_contents) for each in self.cells)
+        named = any(each.is_other(known.get(each.place)) for each in self.globals)
+        return cells or named or self.given.is_other()
 
 
 class Variables:
@@ -73,13 +93,31 @@ class Variables:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self._taken = {id(each): _Taken(each) for each in _functions(function)}
+        parts = list(_functions(function))
+        self._bound = [each.__self__ for each in parts if type(each) is MethodType]
+        self._taken = {id(each): _Taken(each) for each in parts if type(each) is FunctionType}
+        partials = [each for each in parts if type(each) is functools.partial]
+        self._given = {id(each): _Given(each.args, each.keywords) for each in partials}
         self._versions = [
             (each.value, version_of(each.value))
             for taken in self._taken.values()
             for each in (*taken.cells, *taken.globals)
             if isinstance(each.value, Tensor)
         ]
+
+    @property
+    def objects(self) -> list[Any]:
+        """What the functions are bound to, close over and were given, and what is called."""
+        taken, given = self._taken.values(), self._given.values()
+        cells = [each.value for one in taken for each in one.cells]
+        givens = (*(one.given for one in taken), *given)
+        by_hand = [each.value for one in givens for each in one.every]
+        return [self._function, *self._bound, *cells, *by_hand]
+
+    @property
+    def functions(self) -> list[FunctionType]:
+        """The functions whose variables these are."""
+        return [taken.function for taken in self._taken.values()]
 
     def settle(self) -> None:
         """See what a run of the function did: say once where it wrote into a tensor."""
@@ -92,7 +130,8 @@ class Variables:
         if any(version_of(tensor) != version for tensor, version in self._versions):
             tell_of_change()
         self._versions = []
-        if not any(each.is_other() for each in self._taken.values()):
+        others = any(each.is_other() for each in self._taken.values())
+        if not others and not any(each.is_other() for each in self._given.values()):
             return self._function
         copier, cells = Copier(), dict[int, CellType]()
         for each in self._taken.values():
@@ -102,7 +141,8 @@ class Variables:
             for variable in each.cells:
                 value = made.get(id(variable.value), copier.copy(variable.then))
                 cells[id(variable.place)].cell_contents = value
-        again: Callable[..., Any] = _around(self._function, made)
+        given = {key: each.again(copier) for key, each in self._given.items()}
+        again: Callable[..., Any] = _around(self._function, made, given)
         return again
 
 
@@ -124,30 +164,35 @@ def _made(taken: _Taken, cells: dict[int, CellType], copier: Copier) -> Function
     }
     closure = tuple(cells.get(id(cell), cell) for cell in function.__closure__ or ())
     code, named = function.__code__, {**known, **others} if others else known
-    made = FunctionType(code, named, function.__name__, function.__defaults__, closure)
-    made.__kwdefaults__ = function.__kwdefaults__
+    defaults, by_name = taken.given.again(copier)
+    made = FunctionType(code, named, function.__name__, defaults, closure)
+    made.__kwdefaults__ = by_name
     made.__dict__.update(function.__dict__)
     return made
 
 
-def _around(function: Any, made: dict[int, FunctionType]) -> Any:
+def _around(function: Any, made: dict[int, FunctionType], given: dict[int, Any]) -> Any:
     """Return a callable around functions with those that were made in their place."""
     if type(function) is functools.partial:
-        inner = _around(function.func, made)
-        return functools.partial(inner, *function.args, **function.keywords)
+        inner = _around(function.func, made, given)
+        args, kwargs = given[id(function)]
+        return functools.partial(inner, *args, **kwargs)
     if isinstance(function, MethodType):
-        return MethodType(_around(function.__func__, made), function.__self__)
+        return MethodType(_around(function.__func__, made, given), function.__self__)
     return made.get(id(function), function)
 
 
-def _functions(function: Any) -> Iterator[FunctionType]:
-    """Give the functions that a callable is made of, once each: those that they close over too."""
+def _functions(function: Any) -> Iterator[Any]:
+    """Give the functions that a callable is made of, once each: those that they close over too, and
+    partials and methods around them."""
     waiting, seen = [function], set[int]()
     while waiting and len(seen) < _MOST_FUNCTIONS:
         found = waiting.pop()
         if type(found) is functools.partial:
+            yield found
             waiting.append(found.func)
-        elif isinstance(found, MethodType):
+        elif type(found) is MethodType:
+            yield found
             waiting.append(found.__func__)
         elif type(found) is FunctionType and id(found) not in seen:
             seen.add(id(found))
@@ -157,8 +202,13 @@ def _functions(function: Any) -> Iterator[FunctionType]:
 
 
 def _variable(place: Any, value: Any) -> _Variable:
-    is_copied = type(value) in _CONTAINERS and len(value) <= _MOST_ITEMS
-    return _Variable(place, value, copy.copy(value) if is_copied else value)
+    kind = type(value)
+    if kind not in CONTAINERS and not is_whole(kind):
+        return _Variable(place, value, value)
+    then = as_now(value)
+    if then is value and isinstance(value, Iterator):
+        tell_of_advance(value)
+    return _Variable(place, value, then)
 
 
 def _is_set(name: str, cell: CellType) -> bool:
@@ -170,10 +220,10 @@ def _is_set(name: str, cell: CellType) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _read_by(code: CodeType) -> tuple[str, ...]:
+def read_by(code: CodeType) -> tuple[str, ...]:
     """Return the names of the globals that a code reads, and the codes within it."""
     found = [each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"]
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            found += _read_by(inner)
+            found += read_by(inner)
     return tuple(dict.fromkeys(found))

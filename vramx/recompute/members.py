@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,9 +34,10 @@ class Members:
     """The tensors, parts and hooks of modules as they are now, and parameters among arguments."""
 
     def __init__(self, modules: Iterable[nn.Module], leaves: Iterable[Any] = ()) -> None:
+        self._modules = tuple(modules)
         self._tensors: list[tuple[_Members, _Members]] = []
         self._others: list[tuple[_Members, _Members]] = []
-        for module in modules:
+        for module in self._modules:
             for own in (module._parameters, module._buffers):
                 if own:
                     self._tensors.append((own, dict(own)))
@@ -57,6 +59,13 @@ class Members:
             tell_of_change()
         self._versions = []  # a recomputation may write into them, as the first run does
 
+    def _first_hooks(self) -> list[_Members]:
+        """Return the hooks of modules that had none, of which no note is taken in each call."""
+        own_of = attrgetter("_forward_hooks", "_forward_pre_hooks")
+        every = [own for module in self._modules for own in own_of(module)]
+        known = {id(own) for own, _ in self._others}
+        return [own for own in every if own and id(own) not in known]
+
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Have the modules those of then meanwhile, where they have others now."""
@@ -69,6 +78,7 @@ class Members:
                     tensors.append((own, name, now))
                     own[name] = tensor
         others = [(own, dict(own), then) for own, then in self._others if own != then]
+        others += [(own, dict(own), {}) for own in self._first_hooks()]
         flags = [(p, p.requires_grad) for p, then in self._requires_grad if p.requires_grad != then]
         try:
             for own, _, then in others:

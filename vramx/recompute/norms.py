@@ -3,8 +3,9 @@
 A region that is recomputed from a packed input takes mean and deviation of what it finds. Where the
 mean is many deviations, or rows and channels of different scale share a group, that is the noise of
 packing. A watched run shows which tensor a norm is given, and what is normalised together; the
-statistics are taken when an input is packed: two reductions over it. A norm that reads a part or
-another order of an input is not seen. So rows that share groups are packed as if a norm read them:
+statistics are taken when an input is packed: two reductions over it. One that is written out is
+seen by its mean, or that of squares across rows. A norm that reads a part or another order of an
+input is not seen. So rows that share groups are packed as if a norm read them:
 a class token may be a thousandth of what the patches are.
 
 Pure but for what Readers note; any thread.
@@ -32,7 +33,9 @@ _CHANNELS = frozenset(
 )
 # Of a norm that is written out one of these is the first to read the input.
 _MEANS = frozenset(f"aten::{name}" for name in ("mean", "var", "std", "var_mean", "std_mean"))
+_SUMS = _MEANS | {"aten::sum"}  # of squares
 _COPIES = frozenset({"aten::clone", "aten::_to_copy"})
+_POWERS = frozenset({"aten::square", "aten::pow", "aten::mul"})
 _GROUPS_AT = 6  # the position of their number among the arguments
 _ROW = 64  # elements, beside which 8 bytes of statistics are an eighth
 _MEAN = 16  # that a mean which is written out is of: half a byte for each is worth it
@@ -81,12 +84,14 @@ def of_rows(tensor: Tensor, group_size: int) -> Norm | None:
 
 
 class _View(NamedTuple):
-    """Memory that has an input's elements: the input's number, and how the memory saw it."""
+    """Memory that has an input's elements, or their squares: the input's number, and how the memory
+    saw it."""
 
     number: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
     is_copy: bool
+    is_square: bool = False
 
 
 class Readers:
@@ -112,19 +117,21 @@ class Readers:
 
     def look_at(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         """Look at a call of the dispatcher."""
-        is_copy, is_mean = name in _COPIES, name in _MEANS
+        is_square = name in _POWERS and _is_square(name, args)
+        is_copy, is_mean = is_square or name in _COPIES, name in _SUMS
         if not (is_copy or is_mean or name in _ROWS or name in _GROUPS or name in _CHANNELS):
             return
         view = self._view_of(args[0])
-        if view is None:
+        if view is None or (view.is_square and not is_mean and not is_copy):
             return
         if is_mean:
-            self._note_mean(view, args)
+            self._note_mean(view, name, args)
         elif not is_copy:
             self._note(view, name, args)
         elif result.is_contiguous() and result.is_floating_point():
             # Elements in the order of the sizes, as what was copied has them.
-            self._views.setdefault(_storage(result), view._replace(is_copy=True))
+            view = view._replace(is_copy=True, is_square=is_square or view.is_square)
+            self._views.setdefault(_storage(result), view)
 
     def _view_of(self, x: Tensor) -> _View | None:
         """Return what a tensor has of an input: all its elements, in some order; else None."""
@@ -146,15 +153,26 @@ class Readers:
         if parts is not None:
             self._norms.setdefault(view.number, Norm(view.size, view.stride, *parts))
 
-    def _note_mean(self, view: _View, args: tuple[Any, ...]) -> None:
+    def _note_mean(self, view: _View, name: str, args: tuple[Any, ...]) -> None:
+        """Note a mean; of squares only across rows, for rows have groups of their own."""
+        if name not in _MEANS and not view.is_square:
+            return
         x, *others = args
         size = tuple(x.shape)
         given = others[0] if others and isinstance(others[0], (list, tuple)) else ()
         dims = tuple(sorted(dim % len(size) for dim in given))
         length = prod(size[dim] for dim in dims)
         fits = not view.is_copy or size == view.size
+        if view.is_square and len(size) - 1 in dims:
+            return
         if fits and _MEAN <= length < x.numel():
             self._means.setdefault(view.number, Norm(size, view.stride, size, dims))
+
+
+def _is_square(name: str, args: tuple[Any, ...]) -> bool:
+    if name == "aten::mul":
+        return args[0] is args[1]
+    return name == "aten::square" or (type(args[1]) in (int, float) and args[1] == 2)
 
 
 def _length(name: str, args: tuple[Any, ...]) -> int:

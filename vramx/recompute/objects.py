@@ -2,9 +2,10 @@
 
 A region that runs again must find its arguments as the first run did. A cache of keys and values
 that is appended to has twice as many the second time; a list or a counter in an object has one more
-item. So a recomputation is given a copy: new objects and containers around the same tensors. The
-first run has the caller's own. Not responsible for containers that torch's pytree opens
-(structure.py), nor for what a region reaches without its arguments.
+item, and an iterator is an item further. So a recomputation is given a copy: new objects and
+containers around the same tensors. The first run has the caller's own. Not responsible for
+containers that torch's pytree opens (structure.py), nor for what a region reaches without its
+arguments.
 
 Some tenths of a microsecond for each value in an object; any thread.
 """
@@ -21,6 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vramx.errors import RecomputationError, warn_once
+from vramx.recompute.wholes import CONTAINERS, another, is_other, is_whole, tell_of_advance
 
 # Numbers and words.
 FIXED = (str, bytes, int, float, complex, type(None))
@@ -104,7 +106,10 @@ def as_before(leaf: Any) -> Any:
         >>> as_before(3), type(as_before(types.SimpleNamespace(items=[]))).__name__
         (3, 'Before')
     """
-    if isinstance(leaf, _SHARED) or not _has_state(leaf):
+    if isinstance(leaf, _SHARED) or not (_has_state(leaf) or is_whole(type(leaf))):
+        return leaf
+    if is_whole(type(leaf)) and another(leaf) is leaf:
+        tell_of_advance(leaf)
         return leaf
     try:
         return Before(leaf)
@@ -115,7 +120,7 @@ def as_before(leaf: Any) -> Any:
 def _has_state(value: Any) -> bool:
     if type(value).__module__.partition(".")[0] == "torch":
         return False  # generators, devices, process groups
-    return isinstance(value, (dict, list, set, deque)) or bool(
+    return isinstance(value, CONTAINERS) or bool(
         getattr(value, "__dict__", None) or _slots(type(value))
     )
 
@@ -151,6 +156,8 @@ def differs(then: Any, now: Any, around: frozenset[tuple[int, int]] = frozenset(
         return True
     if isinstance(now, FIXED):
         return bool(then != now)
+    if is_whole(type(now)):
+        return is_other(then, now)
     pairs = _parts(then), _parts(now)
     if not pairs[1] or pairs[0].keys() != pairs[1].keys():
         return bool(pairs[0] or pairs[1]) or not _has_state(now)
@@ -197,6 +204,9 @@ class Copier:
             return type(value)(*map(self.copy, value))
         if type(value) is tuple:
             return tuple(map(self.copy, value))
+        if is_whole(type(value)):
+            self._copies[id(value)] = made = another(value)
+            return made
         if not _has_state(value):
             return value
         shallow = _shallow(value)

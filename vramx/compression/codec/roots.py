@@ -36,6 +36,8 @@ _SCALED = frozenset(
     )
 )
 _EXPONENTIALS = frozenset({"ExpBackward0", "Exp2Backward0", "Expm1Backward0"})
+_SPANNING = _EXPONENTIALS | {"ReciprocalBackward0", "RsqrtBackward0"}
+_MAY_INVERT = frozenset({"PowBackward0", "DivBackward0"})
 _WALK = 8
 
 
@@ -105,38 +107,59 @@ def comes_of_power(tensor: Tensor) -> bool:
     return False
 
 
-def multiplies_exponential(tensor: Tensor, operation: Operation) -> bool:
-    """Tell whether the other factor of a product is an exponential, or a multiple of one.
+def multiplies_decades(tensor: Tensor, operation: Operation) -> bool:
+    """Tell whether the other factor of a product spans decades, as an exponential does.
 
-    It spans decades, and is large where this factor is small beside its group: a step of that is
-    multiplied by it.
+    It is large where this factor is small beside its group: a step of that is multiplied by it. A
+    reciprocal does where it changes within a group, as of columns that a program normalises by
+    hand; that of a whole row does not.
 
     Example:
-        >>> x = torch.ones(2, requires_grad=True)
-        >>> [multiplies_exponential(x, Operation("mul", (x, y), {})) for y in (2 * x.exp(), x + 1)]
-        [True, False]
+        >>> x = torch.ones(2, 2, requires_grad=True)
+        >>> others = 2 * x.exp(), x + 1, 3 / x.mean(0), 3 / x.mean(1, True)
+        >>> [multiplies_decades(x, Operation("mul", (x, y), {})) for y in others]
+        [True, False, True, False]
     """
     if operation.name in POWERS or not is_product(operation):
         return False
-    return any(each is not tensor and _is_exponential(each) for each in operation.tensors)
-
-
-def _is_exponential(tensor: Tensor) -> bool:
-    node: Any = tensor.grad_fn
-    for _ in range(_WALK):
-        name = "" if node is None else node.name()
-        if name in _EXPONENTIALS:
+    for other in operation.tensors:
+        name = "" if other is tensor else _decades_of(other)
+        if name and (name in _EXPONENTIALS or _changes_in_groups(other, tensor)):
             return True
-        if name not in _SCALED:
-            return False
-        node = node.next_functions[0][0]
     return False
 
 
+def _decades_of(tensor: Tensor) -> str:
+    """Return the name of the node that makes a tensor span decades, empty where none does."""
+    node: Any = tensor.grad_fn
+    for _ in range(_WALK):
+        name = "" if node is None else node.name()
+        if name in _SPANNING or (name in _MAY_INVERT and _inverts(node)):
+            return name
+        if name not in _SCALED:
+            return ""
+        node = node.next_functions[0][0]
+    return ""
+
+
+def _inverts(node: Any) -> bool:
+    """Tell whether a power is a negative one, or a quotient divides by a tensor."""
+    if node.name() == "PowBackward0":
+        return bool(node._saved_exponent.real < 0)
+    return node.next_functions[1][0] is not None
+
+
+def _changes_in_groups(other: Tensor, tensor: Tensor) -> bool:
+    """Tell whether a factor changes along the dimension in which a tensor is packed in groups."""
+    dims = range(-tensor.dim(), 0)
+    at = min(dims, key=lambda d: (tensor.shape[d] < 2, tensor.stride(d)), default=0)
+    return -other.dim() <= at < 0 and other.shape[at] > 1 and other.stride(at) > 0
+
+
 def graph_of_factor(tensor: Tensor, operation: Operation) -> tuple[bool, bool]:
-    """Return whether a factor is the power of a power, and whether an exponential multiplies it."""
+    """Return whether a factor is the power of a power, and whether one of decades multiplies it."""
     of_power = is_power(operation) and comes_of_power(tensor)
-    return of_power, multiplies_exponential(tensor, operation)
+    return of_power, multiplies_decades(tensor, operation)
 
 
 class Root:

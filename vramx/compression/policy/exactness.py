@@ -27,9 +27,10 @@ NORMS = frozenset(
 )
 
 # Not among the products are variances: backward subtracts the mean, of which a packed argument is
-# the step's noise away, and what reads them divides by a root of theirs.
+# the step's noise away, and what reads them divides by a root of theirs. Nor is lerp: the gradient
+# of its weight is the difference of its ends, which may be next to each other.
 # Products element by element, of tensors that may be expanded to each other.
-FACTORS = frozenset({"mul", "multiply", "addcmul", "lerp"})
+FACTORS = frozenset({"mul", "multiply", "addcmul"})
 PRODUCTS = FACTORS | frozenset(
     {
         *("square", "matmul", "mm", "bmm", "mv", "dot"),

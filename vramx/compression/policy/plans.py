@@ -132,7 +132,7 @@ class Plans:
             is_norm = operation.name in MEAN_NORMS and not operation.custom
             plan.normalises = is_norm and choice.bits > MASK_BITS
             plan.mapping = _mapping(tensor, operation, plan.format)
-            plan.kind, plan.serves_all = _kind_of(operation)
+            plan.kind, plan.serves_all = _kind_of(tensor, operation)
         return plan
 
     def format(self, bits: int, most: int) -> tuple[Format, int]:
@@ -227,11 +227,19 @@ def _mapping(tensor: torch.Tensor, operation: Operation, format: Format) -> Mapp
     # A product's factor too, where roots cost little: what follows may leave only small products.
     if is_power(operation) or (is_product(operation) and format.bits == 8):
         return ROOT
-    bound = bound_of(operation)
+    bound = _bound(tensor, operation)
     return Within(bound, format.group_size) if bound else None
 
 
-def _kind_of(operation: Operation) -> tuple[Hashable | None, bool]:
+def _bound(tensor: torch.Tensor, operation: Operation) -> int:
+    """Return what a tensor is packed within; 0: nothing.
+
+    Results of tanh and sigmoid are within each bound, and what these packed serves all.
+    """
+    return 0 if type(tensor.grad_fn).__name__ in ANGLES else bound_of(operation)
+
+
+def _kind_of(tensor: torch.Tensor, operation: Operation) -> tuple[Hashable | None, bool]:
     """Return what is packed in place of a tensor, None if its elements are; and whether these come
     back near wherever they lie."""
     if operation.name not in _MAPPED:
@@ -240,5 +248,5 @@ def _kind_of(operation: Operation) -> tuple[Hashable | None, bool]:
         return "roots", True
     if is_product(operation):
         return None, True
-    bound = bound_of(operation)
+    bound = _bound(tensor, operation)
     return (("within", bound) if bound else None), False
