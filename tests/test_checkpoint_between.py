@@ -10,7 +10,7 @@ import functools
 import types
 import warnings
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -204,50 +204,6 @@ def of_partials(call: Call, layers: Any, x: Tensor) -> Tensor:
     return x
 
 
-calls, scales = 0, [0.5]
-
-
-def helper(x: Tensor) -> Tensor:
-    global calls  # noqa: PLW0603 - it is what is tested
-    calls += 1
-    scales.append(0.5 / calls)
-    return (x * scales[-1] * calls).sin()
-
-
-class Counted(nn.Module):
-    """Counts the calls of all of its class, and reads a global through a helper."""
-
-    called: ClassVar[int] = 0
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        type(self).called += 1
-        return helper(self.layer(x) / self.scale)
-
-    @property
-    def scale(self) -> float:
-        return self.called + calls
-
-
-def of_a_file(call: Call, layers: Any, x: Tensor) -> Tensor:
-    globals()["calls"] = 0
-    for layer in layers:
-        x = call(lambda x: helper(layer(x)), x)  # noqa: B023
-    assert calls == len(layers)
-    return x
-
-
-def of_a_class(call: Call, layers: Any, x: Tensor) -> Tensor:
-    globals()["calls"] = Counted.called = 0
-    for layer in layers:
-        x = call(Counted(layer), x)
-    globals()["calls"] = Counted.called = 9
-    return x
-
-
 def of_iterators(call: Call, layers: Any, x: Tensor) -> Tensor:
     parts, pairs = iter(layers), enumerate(zip("abc", [1.0, 0.5, 0.2], strict=True))
 
@@ -288,7 +244,7 @@ def of_globals(call: Call, layers: Any, x: Tensor) -> Tensor:
 FUNCTIONS = (
     *(of_a_loop, of_an_index, of_a_decorator, of_a_growing_list, of_a_counter, of_a_method),
     *(of_globals, of_iterators, of_an_array, of_an_object_that_is_closed_over),
-    *(of_an_object_that_is_called, of_defaults, of_partials, of_a_file, of_a_class),
+    *(of_an_object_that_is_called, of_defaults, of_partials),
 )
 
 

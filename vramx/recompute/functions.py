@@ -71,7 +71,7 @@ class _Taken:
         known = function.__globals__
         self.globals = [
             _variable(name, known[name])
-            for name in read_by(function.__code__)
+            for name in _read_by(function.__code__)
             if name in known and type(known[name]) is not ModuleType
         ]
 
@@ -113,11 +113,6 @@ class Variables:
         givens = (*(one.given for one in taken), *given)
         by_hand = [each.value for one in givens for each in one.every]
         return [self._function, *self._bound, *cells, *by_hand]
-
-    @property
-    def functions(self) -> list[FunctionType]:
-        """The functions whose variables these are."""
-        return [taken.function for taken in self._taken.values()]
 
     def settle(self) -> None:
         """See what a run of the function did: say once where it wrote into a tensor."""
@@ -220,10 +215,10 @@ def _is_set(name: str, cell: CellType) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def read_by(code: CodeType) -> tuple[str, ...]:
+def _read_by(code: CodeType) -> tuple[str, ...]:
     """Return the names of the globals that a code reads, and the codes within it."""
     found = [each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"]
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            found += read_by(inner)
+            found += _read_by(inner)
     return tuple(dict.fromkeys(found))

@@ -1,8 +1,9 @@
 """All that a region's function reaches beside its arguments, as it is when the region first runs.
 
-Each file beside this one has a part of it: variables of the function, what files and classes have
-(named.py), what modules are made of (members.py), their buffers and attributes, and generators of
-random numbers. Belongs to one run of one region, and to those that recompute it.
+Each file beside this one has a part of it: variables of the function, what modules are made of
+(members.py), their buffers and attributes, and generators of random numbers. What helpers in a file
+and classes change there is not restored: it is every thread's, and two that recompute at once would
+leave each other's. Belongs to one run of one region, and to those that recompute it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from vramx.recompute.buffers import Buffers, modules_of
 from vramx.recompute.functions import Variables
 from vramx.recompute.generators import Generators
 from vramx.recompute.members import Members
-from vramx.recompute.named import Globals
 
 
 class Surroundings:
@@ -34,7 +34,6 @@ class Surroundings:
         self.buffers = Buffers(modules)
         self._attributes = Attributes(modules, self._variables.objects)
         self._members = Members(modules, leaves)
-        self._globals = Globals(self._variables.functions, modules)
         self._reads_all = _is_of_a_module(function)
         self._generators: list[Generators] = []
         if draws_again:
@@ -53,7 +52,6 @@ class Surroundings:
     def restored(self) -> Iterator[Callable[..., Any]]:
         """Have all as it was meanwhile; gives the function with its variables."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._globals.restored())
             stack.enter_context(self._members.restored())
             stack.enter_context(self.buffers.restored())
             stack.enter_context(self._attributes.restored())
