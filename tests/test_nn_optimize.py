@@ -55,6 +55,7 @@ def test_the_last_product_of_a_block_is_not_computed_again(monkeypatch: Any) -> 
     monkeypatch.setattr(products, "F", stand_in)
     model = encoder(norm_first=True, dropout=0.0)
     vramx.optimize(model, "recompute_all")
+    made.clear()  # the first time a class is swapped a small one is tried
     y = result_of(model, INPUTS)
     assert len(made) == LAYERS
     y.sum().backward()

@@ -6,6 +6,7 @@ import gc
 import weakref
 from fractions import Fraction
 from math import ceil
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,12 @@ import vramx
 from vramx.compression.codec import random
 from vramx.errors import InvalidValueError
 from vramx.planning.blocks import find_blocks
+from vramx.planning.choice import fastest
+from vramx.planning.measured import Run
 from vramx.planning.meters import HostMeter, Spread
+from vramx.planning.running import Runner
 from vramx.planning.steps import Step
+from vramx.planning.timeline import Cost, Place, Timeline
 
 __all__ = ["counted_time", "small_device", "without_noise"]
 pytestmark = pytest.mark.usefixtures("seeded", "counted_time")
@@ -26,6 +31,7 @@ pytestmark = pytest.mark.usefixtures("seeded", "counted_time")
 # Predictions for a host are exact but for scalars of a few bytes; the goal on a GPU is 5 %.
 EXACT = 1e-3
 LEVELS = ("left", "recompute_all")
+COSTS_OF_WORDS = (("a", 1, 1.02), ("b", 2, 1.01), ("c", 3, 1.0))
 
 
 def peak_bytes(model: nn.Module, sample: Any) -> int:
@@ -101,6 +107,21 @@ def test_what_should_be_nearly_as_fast_is_run_and_timed_more_than_once(
     found = vramx.plan(model, sample, **options)
     assert set(found.words.values()) == {"recompute_all"}
     assert found.measured_ms == 100.0 - max(timed) / 2000  # the median, not as it was at first
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_processes_that_wait_run_nothing_near_that_needs_more(is_shared: bool) -> None:
+    costs = {w: Cost(kept, False, False, 0, 0, ms, 0.0) for w, kept, ms in COSTS_OF_WORDS}
+    timeline = Timeline([Place(0, costs)], [0, 0])
+    few, more, most = (Run(fastest(timeline, n), n, n, 1.0) for n in (1, 2, 3))  # type: ignore[arg-type]
+    measured = SimpleNamespace(timeline=timeline, runs={("b",): more}, within=lambda _: [more])
+    ran = []
+    runner: Any = Runner.__new__(Runner)
+    runner._agreement = SimpleNamespace(is_shared=is_shared)
+    runner._bar = SimpleNamespace(show=lambda *_: None)
+    runner._run = lambda _, each: ran.append(each.words) or more
+    runner._run_near(measured, 9.0, 9.0)
+    assert ran == ([few.arrangement.words] if is_shared else [most.arrangement.words, ("a",)])
 
 
 def test_a_skip_connection_counts_once() -> None:

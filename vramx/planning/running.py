@@ -116,8 +116,15 @@ class Runner:
         return min(measured.within(limit_bytes), key=lambda run: run.measured_ms)
 
     def _run_near(self, measured: Measured, bound: float, limit_bytes: float) -> None:
-        """Run what should be nearly as fast as the fastest that fits, as long as there is time."""
-        least_ms = min(run.arrangement.step_ms for run in measured.within(limit_bytes))
+        """Run what should be nearly as fast as the fastest that fits, as long as there is time.
+
+        Of processes that wait for each other none may run out of memory: they run nothing that
+        should need more than what has run.
+        """
+        fitting = [run.arrangement for run in measured.within(limit_bytes)]
+        if self._agreement.is_shared:
+            bound = min(bound, max(each.peak_bytes for each in fitting))
+        least_ms = min(each.step_ms for each in fitting)
         left_ms = _MOST_MS
         for each in near(measured.timeline, bound, (1 + _PREDICTED_WITHIN) * least_ms):
             if left_ms <= 0:
