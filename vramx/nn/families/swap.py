@@ -234,7 +234,12 @@ def _compute(module: Fused, settings: Settings, call: dict[str, Any]) -> Any:
 
 
 class _Recomputed:
-    """What a checkpoint calls: first for the block's result, and then for what it saves alone."""
+    """What a checkpoint calls: first for the block's result, and then for what it saves alone.
+
+    Whether it has run is in a slot: a recomputation finds attributes as the first run did.
+    """
+
+    __slots__ = ("__dict__", "__weakref__", "_has_run")
 
     def __init__(self, module: Any, function: Callable[..., Any]) -> None:
         self._module = module
