@@ -23,6 +23,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 import vramx
 from vramx.compression.config import Compression
 from vramx.errors import RecomputationError, VramxWarning
+from vramx.recompute.objects import MOST_BYTES
 
 __all__ = ["packs", "quiet", "seeds"]
 pytestmark = pytest.mark.usefixtures("seeds", "quiet")
@@ -296,3 +297,53 @@ def test_modules_and_generators_are_the_callers_own() -> None:
     layer, generator = nn.Linear(WIDTH, WIDTH), torch.Generator()
     vramx.checkpoint(region, activation(), layer, generator, level=SMALL).sum().backward()
     assert [id(each) for each in seen] == [id(layer), id(generator)] * 2
+
+
+class Handle:
+    """Something that is closed when it goes, as a temporary file or a process is."""
+
+    closed = 0
+
+    def __init__(self) -> None:
+        self.number = 7
+
+    def __del__(self) -> None:
+        type(self).closed += 1
+
+
+@pytest.mark.parametrize("way", ["attribute", "argument", "closed over"])
+def test_what_is_closed_when_it_goes_is_not_copied(way: str) -> None:
+    Handle.closed = 0
+    handle = types.SimpleNamespace(inner=Handle())
+    module = Scaled(iter([2.0, 2.0]))
+    module.handle = handle
+    regions: dict[str, Callable[[Tensor], Tensor]] = {
+        "attribute": lambda x: vramx.checkpoint(module, x, level="keep"),
+        "argument": lambda x: vramx.checkpoint(lambda x, _: x.sin(), x, handle, level="keep"),
+        "closed over": lambda x: vramx.checkpoint(
+            lambda x: x.sin() * handle.inner.number, x, level="keep"
+        ),
+    }
+    regions[way](activation()).sum().backward()
+    assert Handle.closed == 0
+    assert handle.inner.number == 7
+
+
+def test_what_is_large_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mapped files of tokens, and tensors that are neither parameters nor buffers."""
+    copied: list[int] = []
+    clone = Tensor.clone
+    monkeypatch.setattr(
+        Tensor, "clone", lambda x, **how: copied.append(x.nbytes) or clone(x, **how)
+    )
+    monkeypatch.setattr(
+        "vramx.recompute.wholes.another", lambda x: copied.append(getattr(x, "nbytes", 0)) or x
+    )
+    monkeypatch.setattr(
+        "vramx.recompute.objects.another", lambda x: copied.append(getattr(x, "nbytes", 0)) or x
+    )
+    data = types.SimpleNamespace(tokens=np.zeros(MOST_BYTES + 1, np.uint8), batches=[])
+    module = Scaled(iter([2.0]))
+    module.data, module.table = data, torch.zeros(MOST_BYTES // 4 + 1)
+    vramx.checkpoint(lambda x: module(x) * (data.tokens[0] + 1), activation(), level="keep")
+    assert max(copied, default=0) <= MOST_BYTES

@@ -10,8 +10,8 @@ So are those of other objects that a region's function is, is bound to, closes o
 Objects, and what containers hold, are copied before a module's first run, which tells whether it
 changes them, and later only if it does; all else is looked at in each call. What an attribute held
 before stays until the region's graph is gone. A module that writes into a tensor which it has left
-alone in its first run is warned of. A call costs a microsecond for each module; a region is
-recomputed by one thread at a time.
+alone in its first run, or into a large one, is warned of. A call costs a microsecond for each
+module; a region is recomputed by one thread at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from vramx.recompute.buffers import tell_of_write
 from vramx.recompute.generators import is_generator, set_state, state_of
-from vramx.recompute.objects import FIXED, Copier, TooLargeError, differs, version_of
+from vramx.recompute.objects import (
+    FIXED,
+    MOST_BYTES,
+    Copier,
+    TooLargeError,
+    differs,
+    version_of,
+)
 from vramx.recompute.wholes import CONTAINERS, as_now, is_whole, progress_of, tell_of_advance
 
 # What every module has beside what is as it was: members, hooks, what is done to it.
@@ -115,7 +122,8 @@ class _Before:
             return value
         if isinstance(value, Tensor):
             may_write = self._is_new or name in self._changed
-            return value.detach().clone() if may_write else value, version_of(value)
+            is_copied = may_write and value.numel() * value.element_size() <= MOST_BYTES
+            return value.detach().clone() if is_copied else value, version_of(value)
         if self._is_new or name in self._changed:
             with contextlib.suppress(TooLargeError):
                 return Copier().copy(value)

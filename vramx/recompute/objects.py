@@ -17,6 +17,7 @@ import enum
 import functools
 import types
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,11 +34,12 @@ _SHARED = (
     *(functools.partial, range, slice),
 )
 # A cache has some hundred values. What has more, such as a reference to a whole program, is shared.
-_LARGEST = 10_000
+# So are arrays of more bytes, such as a file of tokens that is mapped.
+_LARGEST, MOST_BYTES = 10_000, 64 << 20
 
 
 class TooLargeError(Exception):
-    """There are more values than an argument of a layer has."""
+    """There are more values, or more bytes of arrays, than an argument of a layer has."""
 
 
 class Before:
@@ -108,7 +110,7 @@ def as_before(leaf: Any) -> Any:
     """
     if isinstance(leaf, _SHARED) or not (_has_state(leaf) or is_whole(type(leaf))):
         return leaf
-    if is_whole(type(leaf)) and another(leaf) is leaf:
+    if isinstance(leaf, Iterator) and is_whole(type(leaf)) and another(leaf) is leaf:
         tell_of_advance(leaf)
         return leaf
     try:
@@ -120,6 +122,8 @@ def as_before(leaf: Any) -> Any:
 def _has_state(value: Any) -> bool:
     if type(value).__module__.partition(".")[0] == "torch":
         return False  # generators, devices, process groups
+    if hasattr(type(value), "__del__"):
+        return False  # a copy that goes would close the original's file or process
     return isinstance(value, CONTAINERS) or bool(
         getattr(value, "__dict__", None) or _slots(type(value))
     )
@@ -187,6 +191,7 @@ class Copier:
         self.tensors: list[Tensor] = []
         self._copies: dict[int, Any] = {}
         self._pairs: list[tuple[Any, Any]] = []
+        self._left_bytes = MOST_BYTES
 
     def copy(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -205,6 +210,9 @@ class Copier:
         if type(value) is tuple:
             return tuple(map(self.copy, value))
         if is_whole(type(value)):
+            self._left_bytes -= getattr(value, "nbytes", 0)
+            if self._left_bytes < 0:
+                raise TooLargeError
             self._copies[id(value)] = made = another(value)
             return made
         if not _has_state(value):
