@@ -166,6 +166,11 @@ def unpack_mask(buffer: Tensor, flat_bool_out: Tensor) -> None:
     unpack_signs(buffer, flat_bool_out.view(torch.uint8))
 
 
+def dtype_of(tensor: Tensor | None) -> torch.dtype | None:
+    """Return the type of what a kernel may do without, as of a seed where nothing is launched."""
+    return None if tensor is None else tensor.dtype
+
+
 # A program packs tensors of the same few sizes and types in every step.
 @lru_cache(maxsize=4096)
 def ready_for(

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vramx.kernels.launch import multiprocessors
+from vramx.kernels.launch import dtype_of, multiprocessors
 from vramx.kernels.norm_launch import (
     Kept,
     Plan,
-    dtype_of,
     output_plan,
     power_of_two,
     rows_and_columns,

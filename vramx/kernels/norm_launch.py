@@ -12,10 +12,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from vramx.kernels import launch
+from vramx.kernels.launch import dtype_of
 
 # A row is held in registers: a longer one would be spilled to memory.
 LONGEST_ROW = 16384
@@ -113,11 +113,6 @@ def rows_and_columns(x: Tensor) -> tuple[int, int]:
     """Return how many rows a tensor has, and how long they are."""
     hidden = x.shape[-1]
     return x.numel() // hidden, hidden
-
-
-def dtype_of(tensor: Tensor | None) -> torch.dtype | None:
-    """Return the type of what a kernel may do without."""
-    return None if tensor is None else tensor.dtype
 
 
 @lru_cache(maxsize=256)
