@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 from plan_tools import Stack, rows
+from test_nn_operators import FUNCTIONS, inputs
 from torch import Tensor, nn
 
 import vramx
+from vramx.compression.config import Compression
+from vramx.compression.fakes import fakes_are_plain
 from vramx.errors import InvalidValueError, UntraceableError
+from vramx.nn.relu import relu
 from vramx.nn.rotary import rotary
 
 # -- What is followed, and what is left as it was --------------------------------------------------
@@ -265,6 +269,27 @@ def test_no_kernel_is_launched_on_tensors_without_data() -> None:
 
     # Turned q and k beside them, at least.
     assert vramx.predict(step).peak_bytes() >= 4 * q.nbytes
+
+
+# Of the others some make a tensor in the step, which would be on the host.
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if "mask" not in n and "given" not in n])
+def test_fused_functions_are_predicted(name: str) -> None:
+    """With the noise of their packs, of which there is no seed where nothing is launched."""
+    x, weight = inputs()
+
+    def step() -> None:
+        FUNCTIONS[name](x, weight, Compression()).sum().backward()
+
+    assert vramx.predict(step).peak_bytes() >= 2 * (x.nbytes + weight.nbytes)
+
+
+def test_what_has_data_is_computed_meanwhile() -> None:
+    """A small block of each class is tried on the host, and is left if its gradient is wrong."""
+    x = torch.linspace(-1, 1, 64).requires_grad_()
+    with fakes_are_plain():
+        relu(x * 2).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, 2.0 * (x > 0))
 
 
 def test_a_scaler_is_followed() -> None:

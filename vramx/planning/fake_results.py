@@ -137,6 +137,17 @@ def _grouped_product(given: dict[str, Any]) -> Tensor:
     return a.new_empty(shape, dtype=given["out_dtype"] or a.dtype)  # type: ignore[no-any-return]
 
 
+def _statistics(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    x = given["input"]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(x.shape[1], dtype=dtype), x.new_empty(x.shape[1], dtype=dtype)
+
+
+def _sums_of_channels(given: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    wanted = (given["input_g"], given["input_g"], given["weight_g"], given["bias_g"])
+    return tuple(torch.empty_like(given["mean"]) if each else None for each in wanted)
+
+
 def _named(name: str) -> Any:
     """Return an operation, None in releases of torch that have none of this name."""
     packet, _, overload = name.partition(".")
@@ -166,6 +177,8 @@ _RESULTS: dict[Any, tuple[_Result, str]] = {
         (_ctc, "", "_ctc_loss.default _ctc_loss.Tensor"),
         (_like_probabilities, "", "_ctc_loss_backward.default _ctc_loss_backward.Tensor"),
         (_grouped_product, "", "_grouped_mm.default"),
+        (_statistics, "", "batch_norm_update_stats.default"),
+        (_sums_of_channels, "", "batch_norm_backward_reduce.default"),
         (_not_of_a_library, "", "_use_cudnn_ctc_loss.default _use_cudnn_ctc_loss.Tensor"),
         (_not_of_a_library, "", "_use_miopen_ctc_loss.default _use_miopen_ctc_loss.Tensor"),
     )
