@@ -347,3 +347,11 @@ def test_what_is_large_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     module.data, module.table = data, torch.zeros(MOST_BYTES // 4 + 1)
     vramx.checkpoint(lambda x: module(x) * (data.tokens[0] + 1), activation(), level="keep")
     assert max(copied, default=0) <= MOST_BYTES
+    # Together, too; and nothing in each call of what no note can be taken of.
+    copied.clear()
+    module = Scaled(iter([2.0, 2.0]))
+    for i in range(3):
+        setattr(module, f"table{i}", torch.zeros(MOST_BYTES // 8))
+    few = types.SimpleNamespace(table=module.table0)
+    vramx.checkpoint(lambda x: module(x) * few.table[0], activation(), level="keep")
+    assert MOST_BYTES // 2 <= sum(copied) <= 1.1 * MOST_BYTES

@@ -37,10 +37,10 @@ SHAPES = {
 }
 BATCH = sized((16, 512), (2, 32))
 WARM_UP, TIMED = sized(6, 1), sized(10, 2)
-# Of the longest sequence: the first that is tried for each GiB, by how much it grows, and the last;
-# how often the interval between what fits and what does not is halved then. A step grows with the
-# square, with a window in proportion, and none is begun that would take longer than this.
-SHORTEST, GROWTH, LONGEST = sized((1024, 1.5, 1 << 21), (1, 2, 128))
+# Of the longest sequence: the first that is tried, by how much it grows, and the last; how often
+# the interval between what fits and what does not is halved then. A step grows with the square,
+# with a window in proportion, and none is begun that would take longer than this.
+SHORTEST, GROWTH, LONGEST = sized((32_768, 1.5, 1 << 21), (32, 2, 128))
 HALVINGS, LONGEST_STEP_MS = 2, 150_000.0
 RATE = 1e-5
 # As language models are trained. At 0.999 second moments of 8 bits never shrink: what a step
@@ -106,7 +106,7 @@ def lengthen(name: str, row: Row, device: torch.device, limit_bytes: int) -> Non
         hooks = partial(torch.autograd.graph.save_on_cpu, pin_memory=device.type == "cuda")
     step_in_backward(row.optimizer, model, optimizer)
     done: list[tuple[int, float]] = []
-    length, halved = round(SHORTEST * row.limit_gib) // 32 * 32 or 32, 0
+    length, halved = SHORTEST, 0
     while length <= LONGEST and halved <= HALVINGS:
         ms = None
         with contextlib.suppress(torch.OutOfMemoryError):

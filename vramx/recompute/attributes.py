@@ -65,13 +65,17 @@ _known_objects: Any = WeakIdKeyDictionary()
 def _known_of(owner: Any) -> dict[bool, _Known]:
     """Return what is known of an owner; of one without weak references, such as a SimpleNamespace,
     nothing is in any call."""
-    if not type(owner).__weakrefoffset__:
+    if not _may_be_known(owner):
         return {}
     known: Any = _known if isinstance(owner, nn.Module) else _known_objects
     found: dict[bool, _Known] | None = known.get(owner)
     if found is None:
         known[owner] = found = {}
     return found
+
+
+def _may_be_known(owner: Any) -> bool:
+    return bool(type(owner).__weakrefoffset__)
 
 
 def _trains(owner: Any) -> bool:
@@ -97,6 +101,7 @@ class _Before:
         self._own = vars(module)
         self._values = dict(self._own)
         self._is_new, self._changed, self._thens = False, set[str](), dict[str, Any]()
+        self._left_bytes = MOST_BYTES  # of copies of tensors
         self._going: list[tuple[Any, Any]] = []  # generators, and how far they were
         if type(module).__module__.startswith(_INERT):
             return
@@ -121,9 +126,13 @@ class _Before:
         if isinstance(value, FIXED) or is_generator(value):
             return value
         if isinstance(value, Tensor):
-            may_write = self._is_new or name in self._changed
-            is_copied = may_write and value.numel() * value.element_size() <= MOST_BYTES
-            return value.detach().clone() if is_copied else value, version_of(value)
+            # Of an owner of which nothing is known there would be copies in each call.
+            may_write = name in self._changed or (self._is_new and _may_be_known(self._module))
+            nbytes = value.numel() * value.element_size()
+            if not may_write or nbytes > self._left_bytes:
+                return value, version_of(value)
+            self._left_bytes -= nbytes
+            return value.detach().clone(), version_of(value)
         if self._is_new or name in self._changed:
             with contextlib.suppress(TooLargeError):
                 return Copier().copy(value)

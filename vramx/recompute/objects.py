@@ -122,7 +122,7 @@ def as_before(leaf: Any) -> Any:
 def _has_state(value: Any) -> bool:
     if type(value).__module__.partition(".")[0] == "torch":
         return False  # generators, devices, process groups
-    if hasattr(type(value), "__del__"):
+    if hasattr(type(value), "__del__") and not is_cache(value):
         return False  # a copy that goes would close the original's file or process
     return isinstance(value, CONTAINERS) or bool(
         getattr(value, "__dict__", None) or _slots(type(value))
