@@ -355,3 +355,30 @@ def test_what_is_large_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     few = types.SimpleNamespace(table=module.table0)
     vramx.checkpoint(lambda x: module(x) * few.table[0], activation(), level="keep")
     assert MOST_BYTES // 2 <= sum(copied) <= 1.1 * MOST_BYTES
+
+
+class Program:
+    """As a trainer: it holds its data, and counts."""
+
+    def __init__(self, data: Any) -> None:
+        self.data, self.number, self.kept = data, 0, [data]
+
+    def block(self, x: Tensor) -> Tensor:
+        self.number += 1
+        self.kept.append(self.number)
+        return x.sin() * self.number * len(self.kept)
+
+
+@pytest.mark.parametrize(
+    "data", [lambda: [[] for _ in range(10_001)], lambda: np.zeros(MOST_BYTES + 1)]
+)
+def test_a_whole_program_that_is_closed_over_is_shared(data: Callable[[], Any]) -> None:
+    x, gradients = torch.ones(4, 16, requires_grad=True), []
+    for checkpointed in (False, True):
+        program, y = Program(data()), x * 1.0
+        for i in range(2):
+            block = lambda y: program.block(y) / (i + 1)  # noqa: B023, E731
+            y = vramx.checkpoint(block, y, level="keep") if checkpointed else block(y)
+        gradients.append(torch.autograd.grad(y.sum(), x)[0])
+        assert (program.number, program.kept[1:]) == (2, [1, 2])
+    torch.testing.assert_close(*gradients)

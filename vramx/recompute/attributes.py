@@ -198,7 +198,7 @@ class _Before:
             kept, version = then
             # One that was written to without a copy of before is all that there is.
             return value if version == version_of(value) else kept.detach().clone()
-        return copier.copy(then) if differs(then, value) else value
+        return copier.copy_of(then) if differs(then, value) else value
 
     def put(self, values: dict[str, Any]) -> None:
         for name, value in values.items():

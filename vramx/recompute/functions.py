@@ -36,8 +36,8 @@ class _Variable(NamedTuple):
         return now is not self.value or (self.then is not now and differs(self.then, now))
 
     def again(self, copier: Copier) -> Any:
-        """Return the value of then, where it has stayed the same object."""
-        return copier.copy(self.then) if self.is_other(self.value) else self.value
+        """Return the value of then; what was not copied then is shared."""
+        return self.value if self.then is self.value else copier.copy_of(self.then)
 
 
 class _Given:
@@ -134,7 +134,7 @@ class Variables:
         made = {key: _made(each, cells, copier) for key, each in self._taken.items()}
         for each in self._taken.values():
             for variable in each.cells:
-                value = made.get(id(variable.value), copier.copy(variable.then))
+                value = made.get(id(variable.value), variable.again(copier))
                 cells[id(variable.place)].cell_contents = value
         given = {key: each.again(copier) for key, each in self._given.items()}
         again: Callable[..., Any] = _around(self._function, made, given)
@@ -153,7 +153,7 @@ def _made(taken: _Taken, cells: dict[int, CellType], copier: Copier) -> Function
     function = taken.function
     known = function.__globals__
     others = {
-        each.place: copier.copy(each.then)
+        each.place: each.again(copier)
         for each in taken.globals
         if each.is_other(known.get(each.place))
     }

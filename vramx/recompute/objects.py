@@ -23,7 +23,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from vramx.errors import RecomputationError, warn_once
-from vramx.recompute.wholes import CONTAINERS, another, is_other, is_whole, tell_of_advance
+from vramx.recompute.wholes import (
+    CONTAINERS,
+    another,
+    as_now,
+    is_other,
+    is_whole,
+    tell_of_advance,
+)
 
 # Numbers and words.
 FIXED = (str, bytes, int, float, complex, type(None))
@@ -203,6 +210,13 @@ class Copier:
         if len(self._copies) >= _LARGEST:
             raise TooLargeError
         return self._copied(value)
+
+    def copy_of(self, then: Any) -> Any:
+        """Return a copy of what was copied before; of too much one that shares what it holds."""
+        try:
+            return self.copy(then)
+        except TooLargeError:
+            return as_now(then)
 
     def _copied(self, value: Any) -> Any:
         if isinstance(value, tuple) and type(value) is not tuple and hasattr(value, "_fields"):
