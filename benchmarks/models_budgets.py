@@ -65,12 +65,12 @@ def experts(device: torch.device) -> Subject:
     """Mixtral's layers: each token goes to two of eight experts."""
     sizes = sized((1024, 8, 2048, 16, 4), (64, 2, 128, 4, 2))
     config = llama_config(VOCABULARY, sizes, "MixtralConfig", num_local_experts=8)
-    return _with_labels(_language_model(config), _tokens(*sized((16, 1024), (2, 32)), device))
+    return _with_labels(_language_model(config), _tokens(*sized((32, 1024), (2, 32)), device))
 
 
 def gpt2(device: torch.device) -> Subject:
     config = gpt2_config(VOCABULARY, *sized((1536, 8, 16), (64, 2, 4)))
-    return _with_labels(_language_model(config), _tokens(*sized((16, 1024), (2, 32)), device))
+    return _with_labels(_language_model(config), _tokens(*sized((24, 1024), (2, 32)), device))
 
 
 def bert(device: torch.device) -> Subject:
@@ -84,7 +84,7 @@ def bert(device: torch.device) -> Subject:
         num_attention_heads=sized(16, 4),
         intermediate_size=sized(4096, 128),
     )
-    ids = _tokens(*sized((32, 512), (2, 32)), device) % config.vocab_size
+    ids = _tokens(*sized((96, 512), (2, 32)), device) % config.vocab_size
 
     def loss(model: Any) -> Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16):

@@ -13,6 +13,7 @@ from benchmarks import loss_parity, train_3b
 from benchmarks.harness import Options, Request
 from benchmarks.programs._cases import Cases
 from benchmarks.programs._launch import ALLOCATORS, Job, Outcome
+from benchmarks.programs._longest import FULL, Tried, next_length
 from vramx.sizes import GIB
 
 
@@ -52,6 +53,35 @@ def test_longest_sequences_are_compared_with_those_without() -> None:
     assert train_3b.goals(found) == [("3b_24_longest", "times_as_long", 2.0, True)]
     found["3b_24_longest_liger", "longest_tokens"] = [51_200.0]
     assert train_3b.goals(found) == [("3b_24_longest", "times_as_long", 1.6, False)]
+
+
+@pytest.mark.parametrize("token_bytes", [20_000, 60_000, 400_000])
+@pytest.mark.parametrize(
+    ("hidden_bytes", "waste", "tries"),  # of another peak; the allocator's, which no line shows
+    [(0, 1.0, 6), (2_000_000_000, 1.0, 9), (0, 1.1, 8), (4_000_000_000, 1.1, 12)],
+)
+def test_the_longest_sequence_is_found_in_few_steps(
+    token_bytes: int, hidden_bytes: int, waste: float, tries: int
+) -> None:
+    """A step that is a little above the limit is tried where memory is wasted, and no more."""
+    limit_bytes, base_bytes = 24_000_000_000, 6_000_000_000
+    tried: list[Tried] = []
+    length: int | None = 4096
+    while length is not None:
+        peak = base_bytes + max(hidden_bytes, length * token_bytes)
+        tried.append(Tried(length, length / 10, peak, peak * waste <= limit_bytes))
+        length = next_length(tried, limit_bytes, 1 << 21, 1e9, 1)
+    longest = max(each.length for each in tried if each.fits)
+    possible = (limit_bytes / waste - base_bytes) / token_bytes
+    assert (FULL - 0.06) * possible <= longest <= possible
+    assert len(tried) <= tries
+
+
+def test_no_step_is_begun_that_takes_longer_than_it_may() -> None:
+    tried = [Tried(32_768, 1_000.0, None, True)]
+    assert next_length(tried, 0, 1 << 21, 1_960.0, 2) == 45_856  # 1.4 times as long, and 32
+    assert next_length(tried, 0, 1 << 21, 1_000.0, 2) is None
+    assert next_length(tried, 0, 33_000, 1e9, 2) is None
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from statistics import median
 from typing import Any
 
 import torch
@@ -33,8 +34,8 @@ from vramx.planning.words import apply_words, chosen_words, words_for
 
 BUDGETS = sized(5, 2)
 STEPS = sized(3, 2)  # of a loop whose peak is taken
-# Of each that is near the plan: so many turns of so many steps.
-TURNS, TIMED = sized((4, 3), (1, 1))
+# Of each that is near the plan: so many turns of so many steps; and so many of the last two.
+TURNS, LAST_TURNS, TIMED = sized((3, 7, 3), (1, 1, 1))
 MOST_UNSETTLED = sized(8, 1)  # of an arrangement: more than any took that settles at all
 # Of one turn: how much slower than the plan a rival may be to be timed in turns with it; and how
 # many of those are.
@@ -132,13 +133,16 @@ class Hands:
                 self.training.optimizer.zero_grad()
         return self._known[arrangement]
 
-    def steps_ms(self, arrangements: list[Arrangement]) -> list[list[float]]:
-        """Return what the steps of each take, turn by turn."""
+    def turns_ms(self, arrangements: list[Arrangement], turns: int) -> list[list[float]]:
+        """Return what the fastest step of each takes, in each turn.
+
+        A busy host adds to a step and takes nothing away.
+        """
         steps: dict[Arrangement, list[float]] = {each: [] for each in arrangements}
-        for each in in_turn(steps, TURNS):
+        for each in in_turn(steps, turns):
             with self.applied(each):
                 self._settle()
-                steps[each] += self._timed_steps()
+                steps[each].append(min(self._timed_steps()))
         return [steps[each] for each in arrangements]
 
     def _settle(self) -> None:
@@ -177,23 +181,18 @@ def compare(case: str, plan: vramx.Plan, hands: Hands) -> None:
     }
     near = [rival for rival, found in fitting.items() if found.step_ms <= least_ms * NEAR]
     near = sorted(near, key=lambda rival: fitting[rival].step_ms)[:MOST_NEAR]
-    steps, *others = hands.steps_ms([own, *near])
-    report(case, "step_ms", "ms", steps)
+    steps, *others = hands.turns_ms([own, *near], TURNS)
     report(case, "rivals", "1", [len(fitting)])
-    if not near:
-        report(case, "of_best_rival", "1", [0.0])
-        return
-    # Of several that are as fast, the one that was lucky is the best: so it is timed once more.
-    best = min(zip(others, near, strict=True), key=lambda pair: _undisturbed_ms(pair[0]))[1]
-    steps, others_steps = hands.steps_ms([own, best])
-    ratio = _undisturbed_ms(steps) / _undisturbed_ms(others_steps)
+    ratio = 0.0
+    if near:
+        # Of several that are as fast, the one that was lucky is the best: so it is timed once more.
+        best = min(zip(others, near, strict=True), key=lambda pair: min(pair[0]))[1]
+        steps, rival_steps = hands.turns_ms([own, best], LAST_TURNS)
+        # Turn by turn: what slows the machine for a while slows both.
+        ratio = median(ms / rival_ms for ms, rival_ms in zip(steps, rival_steps, strict=True))
+        print(f"{case}: {ratio:.3f} of {' '.join(best)}; planned {' '.join(own)}", file=sys.stderr)
+    report(case, "step_ms", "ms", steps)
     report(case, "of_best_rival", "1", [ratio])
-    print(f"{case}: {ratio:.3f} of {' '.join(best)}; planned {' '.join(own)}", file=sys.stderr)
-
-
-def _undisturbed_ms(steps_ms: list[float]) -> float:
-    """Return the lower quartile: a busy host adds to a step and takes nothing away."""
-    return sorted(steps_ms)[len(steps_ms) // 4]
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import vramx
 from benchmarks.models_configs import llama_config
+from benchmarks.programs._longest import Tried, next_length
 from benchmarks.programs._report import SEED, Recorder, report, report_status, sized, synchronize
 from benchmarks.programs._window import windowed
 from benchmarks.train_3b import RECOMPUTED, ROWS, Row
@@ -37,11 +38,9 @@ SHAPES = {
 }
 BATCH = sized((16, 512), (2, 32))
 WARM_UP, TIMED = sized(6, 1), sized(10, 2)
-# Of the longest sequence: the first that is tried, by how much it grows, and the last; how often
-# the interval between what fits and what does not is halved then. A step grows with the square,
-# with a window in proportion, and none is begun that would take longer than this.
-SHORTEST, GROWTH, LONGEST = sized((32_768, 1.5, 1 << 21), (32, 2, 128))
-HALVINGS, LONGEST_STEP_MS = 2, 150_000.0
+# Of the longest sequence: the first that is tried and the longest. No step is begun that should
+# take longer; its time grows with the square of the length, with a window in proportion.
+SHORTEST, LONGEST, LONGEST_STEP_MS = sized((32_768, 1 << 21, 150_000.0), (64, 128, 150_000.0))
 RATE = 1e-5
 # As language models are trained. At 0.999 second moments of 8 bits never shrink: what a step
 # takes from their roots is 0.05 %, less than half of what 8 bits can tell.
@@ -105,27 +104,37 @@ def lengthen(name: str, row: Row, device: torch.device, limit_bytes: int) -> Non
         checkpoint(model, 1.0)
         hooks = partial(torch.autograd.graph.save_on_cpu, pin_memory=device.type == "cuda")
     step_in_backward(row.optimizer, model, optimizer)
-    done: list[tuple[int, float]] = []
-    length, halved = SHORTEST, 0
-    while length <= LONGEST and halved <= HALVINGS:
-        ms = None
-        with contextlib.suppress(torch.OutOfMemoryError):
-            _, ms = step(model, optimizer, next(text(device, 1, length)), hooks)
-        if ms is not None:
-            done.append((length, ms))
-            print(name, length, f"{ms:.0f} ms", file=sys.stderr, flush=True)
-        elif not done:
+    tried: list[Tried] = []
+    length: int | None = SHORTEST
+    while length is not None:
+        tried.append(_tried(length, model, optimizer, device, hooks))
+        print(name, tried[-1], file=sys.stderr, flush=True)
+        if not tried[0].fits:
             raise torch.OutOfMemoryError
-        else:
-            optimizer.zero_grad()
-            torch.cuda.empty_cache()
-        halved += ms is None or halved > 0
-        length = int(done[-1][0] * GROWTH ** (0.5**halved)) // 32 * 32
-        if (length / done[-1][0]) ** (1 if row.window else 2) * done[-1][1] > LONGEST_STEP_MS:
-            break
-    report(name, "longest_tokens", "1", [done[-1][0]])
-    report(name, "step_ms", "ms", [done[-1][1]])
+        power = 1 if row.window else 2
+        length = next_length(tried, limit_bytes, LONGEST, LONGEST_STEP_MS, power)
+    longest = max(each for each in tried if each.fits)
+    report(name, "longest_tokens", "1", [longest.length])
+    report(name, "step_ms", "ms", [longest.ms])
+    if longest.peak_bytes is not None:
+        report(name, "peak_allocated_bytes", "B", [longest.peak_bytes])
     report(name, "limit_bytes", "B", [limit_bytes])
+
+
+def _tried(
+    length: int, model: Any, optimizer: Any, device: torch.device, hooks: Callable[[], Any]
+) -> Tried:
+    """Train on one sequence of that length, unless memory runs out."""
+    is_gpu = device.type == "cuda"
+    if is_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(torch.OutOfMemoryError):
+        _, ms = step(model, optimizer, next(text(device, 1, length)), hooks)
+        return Tried(length, ms, torch.cuda.max_memory_allocated() if is_gpu else None, True)
+    optimizer.zero_grad()
+    if is_gpu:
+        torch.cuda.empty_cache()
+    return Tried(length, 0.0, None, False)
 
 
 def step(
