@@ -101,8 +101,9 @@ def answering() -> Iterator[None]:
         available = "is_flash_attention_available"
         stack.enter_context(mock.patch.object(torch.backends.cuda, available, _constant(True)))
         for function, replacement in REPLACED.items():
-            called = _heard(function, replacement)
-            stack.enter_context(mock.patch.object(torch.nn.functional, function.__name__, called))
+            called, name = _heard(function, replacement), function.__name__
+            if getattr(torch.nn.functional, name) is function:  # and not the program's own
+                stack.enter_context(mock.patch.object(torch.nn.functional, name, called))
         # A fake tensor has torch initialise the GPU that is_available() tells of.
         if hasattr(fake_tensor, "init_gpu_context"):
             stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", _constant(None)))
