@@ -49,6 +49,7 @@ def untouched(module: Any) -> bool:
     )
 
 
+@torch.compiler.assume_constant_result
 def _has_own_forward(cls: type[nn.Module]) -> bool:
     """Tell whether a class computes what its module says, and nobody has given it another."""
     package = cls.__module__.partition(".")[0]
