@@ -27,7 +27,7 @@ from vramx.planning.blocks import find_blocks
 from vramx.planning.fake_gpu import GPU, FakeGpu
 from vramx.planning.loop import FRESH
 from vramx.planning.prediction import AS_IT_IS, PredictedRow, Prediction
-from vramx.planning.program import check_step, device_type_of, found_in, is_on_the_host
+from vramx.planning.program import check_ran, check_step, device_type_of, found_in, is_on_the_host
 from vramx.planning.program_copy import Copied
 from vramx.planning.recording import BEFORE, CUBLAS, CUDNN, Recording
 from vramx.planning.states_kept import generators_as_before
@@ -186,7 +186,7 @@ class _Tracer:
                 copied.take_states_over()
                 step = self._program.run(*copied.values)
                 for _ in range(self._steps):
-                    step()
+                    check_ran(step())
                 recording.check_threads()
             for handle in copied.handles:
                 handle.remove()
