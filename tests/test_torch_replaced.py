@@ -201,6 +201,33 @@ def test_a_trial_is_of_the_functions_that_there_are(monkeypatch: pytest.MonkeyPa
     assert not vramx.optimize(model).swapped
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_step_of_the_program_is_the_one_that_is_taken(
+    is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, calls = nn.Linear(8, 8), []
+    original = torch.optim.Adagrad.step
+
+    def step(self: Any, *args: Any) -> Any:
+        calls.append(self)
+        return original(self, *args)
+
+    optimizer = torch.optim.Adagrad(model.parameters())
+    if is_first:
+        monkeypatch.setattr(torch.optim.Adagrad, "step", step)
+    vramx.offload_optimizer(optimizer)
+    monkeypatch.setattr(torch.optim.Adagrad, "step", step)
+    for expected in (1, 1):
+        model(torch.ones(1, 8)).sum().backward()
+        calls.clear()
+        optimizer.step()
+        assert len(calls) == expected
+        monkeypatch.setattr(torch.optim.Adagrad, "step", original)
+        optimizer.step()
+        assert len(calls) == expected
+        monkeypatch.setattr(torch.optim.Adagrad, "step", step)
+
+
 def test_functions_of_torch_are_its_own() -> None:
     assert replaced((*OF_MODULES, ATTENTION, "cross_entropy")) is None
     assert is_own(Tensor.__pow__, "torch")
