@@ -36,7 +36,7 @@ from vramx.nn.families.projection import projected, projection_of, tensor_of
 from vramx.nn.families.questions import all_untouched, cache_of, class_name, own, untouched
 from vramx.nn.families.small import of_transformers
 from vramx.nn.families.swap import Fused
-from vramx.nn.norm import rms_norm
+from vramx.nn.norm import Sources, rms_norm
 
 _HF = "transformers.models"
 _AS_IT_IS = Compression(level="keep")
@@ -98,7 +98,7 @@ class DecoderLayer(Fused):
     def _attend(self, x: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Return attention's result, and x where it is to be added to it."""
         attention, keep = own(self, "self_attn"), self.vramx_settings.keep
-        source, _ = normalise(own(self, "input_layernorm"), x, None, keep)
+        source, _ = normalise(own(self, "input_layernorm"), Sources(x), keep)
         if not all_untouched([attention]) or implementation(attention) is None:
             result: Tensor = attention(hidden_states=tensor_of(source), **kwargs)[0]
             return result, x
@@ -152,7 +152,7 @@ class DecoderLayer(Fused):
     def _feed_forward(self, attended: Tensor, x: Tensor | None) -> Tensor:
         settings = self.vramx_settings
         norm = own(self, "post_attention_layernorm")
-        source, residual = normalise(norm, attended, x, settings.keep)
+        source, residual = normalise(norm, Sources(attended, x), settings.keep)
         del attended, x
         part = self.vramx_feed_forward()
         if part is None:
@@ -219,7 +219,9 @@ class Qwen3Layer(Qwen2Layer):
     def _normalise(self, norm: Any, heads: Tensor) -> Tensor:
         # As they lie in memory, (batch, tokens, heads, size): no copy.
         rows = heads.transpose(1, 2)
-        return tensor_of(normalise(norm, rows, None, self.vramx_settings.keep)[0]).transpose(1, 2)
+        return tensor_of(normalise(norm, Sources(rows), self.vramx_settings.keep)[0]).transpose(
+            1, 2
+        )
 
 
 def _by_rms(heads: Tensor, weight: Tensor, norm: Any) -> Tensor:

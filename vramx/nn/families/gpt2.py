@@ -23,6 +23,7 @@ from vramx.nn.families.projection import project, tensor_of
 from vramx.nn.families.questions import all_untouched, cache_of, class_name
 from vramx.nn.families.small import of_transformers
 from vramx.nn.families.swap import Fused
+from vramx.nn.norm import Sources
 
 _FILE = "transformers.models.gpt2.modeling_gpt2"
 
@@ -72,7 +73,7 @@ class Gpt2Block(Fused):
     def _attend(self, x: Tensor, options: dict[str, Any]) -> tuple[Tensor, Any]:
         """Return the projected result, and the dropout that is still to be applied to it."""
         attention, keep = self.attn, self.vramx_settings.keep
-        source, _ = normalise(self.ln_1, x, None, keep)
+        source, _ = normalise(self.ln_1, Sources(x), keep)
         word = implementation(attention)
         upcast = word == "eager" and attention.reorder_and_upcast_attn
         if not all_untouched([attention, attention.attn_dropout]) or word is None or upcast:

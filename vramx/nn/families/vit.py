@@ -30,6 +30,7 @@ from vramx.nn.families.projection import project, tensor_of
 from vramx.nn.families.questions import all_untouched, class_name
 from vramx.nn.families.small import HEADS, TOKENS, WIDTH, images, of_transformers
 from vramx.nn.families.swap import Fused
+from vramx.nn.norm import Sources
 from vramx.patch.module import original_class
 
 _VIT = "transformers.models.vit.modeling_vit"
@@ -69,7 +70,7 @@ class VitLayer(Fused):
 
     def _attend(self, x: Tensor, options: dict[str, Any]) -> Tensor:
         attention, keep = self.attention, self.vramx_settings.keep
-        source, _ = normalise(self.layernorm_before, x, None, keep)
+        source, _ = normalise(self.layernorm_before, Sources(x), keep)
         mask = options.pop("attention_mask", None)
         if not all_untouched([attention]) or implementation(attention) is None:
             result: Tensor = attention(tensor_of(source), mask, **options)[0]
@@ -135,7 +136,9 @@ class TimmBlock(Fused):
         attended = self.drop_path1(self.ls1(self._attend(x, others)))
         part = self.vramx_feed_forward()
         into = () if part is None else part.inner
-        source, residual = normalise(self.norm2, attended, x, self.vramx_settings.keep, into)
+        source, residual = normalise(
+            self.norm2, Sources(attended, x), self.vramx_settings.keep, into
+        )
         if part is None:
             return self._add(self.mlp(tensor_of(source)), residual)
         finish = feed_forward(source, part, self.vramx_settings)
@@ -153,7 +156,7 @@ class TimmBlock(Fused):
         fused = attention.fused_attn and getattr(attention, "gate", None) is None
         fused = fused and all_untouched([attention, attention.attn_drop])
         into = [attention.qkv] if fused else []
-        source, _ = normalise(self.norm1, x, None, self.vramx_settings.keep, into)
+        source, _ = normalise(self.norm1, Sources(x), self.vramx_settings.keep, into)
         if not fused:
             result: Tensor = attention(tensor_of(source), **options)
             return result
