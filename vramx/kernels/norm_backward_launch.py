@@ -134,7 +134,7 @@ def _partial(wanted: Shares, programs: int, hidden: int) -> Shares:
     given = [vector for vector in wanted if vector is not None]
     if not given:
         return Shares(None, None)
-    narrow = all(vector.dtype == torch.bfloat16 for vector in given)
+    narrow = given[0].dtype == given[-1].dtype == torch.bfloat16
     dtype = torch.bfloat16 if narrow else torch.float32
     shares = given[0].new_empty((len(given), programs, hidden), dtype=dtype)
     return Shares(
@@ -166,7 +166,7 @@ def _column_sums(partial: Shares, wanted: Shares) -> None:
     if first is None:
         return
     kind = (first.dtype, *map(dtype_of, wanted), first.get_device())
-    _of_sums(first.shape, kind).start((first, *wanted), len(first))
+    _of_sums(first.shape, kind).start((first, *wanted), first.shape[0])
 
 
 @lru_cache(maxsize=1024)

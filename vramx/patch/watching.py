@@ -28,8 +28,13 @@ def looks_on(hook: Hook) -> Hook:
 
 def has_other_hooks() -> bool:
     """Tell whether every module's call has a hook that may change what it does."""
-    for name in _TABLES:
-        table = getattr(modules, name, None)
-        if table and any(not hasattr(hook, _MARK) for hook in list(table.values())):
-            return True
-    return False
+    found = (
+        modules._global_forward_hooks
+        or modules._global_forward_pre_hooks
+        or modules._global_backward_hooks
+        or modules._global_backward_pre_hooks
+    )
+    if not found:
+        return False
+    tables = (getattr(modules, name) for name in _TABLES)
+    return any(not hasattr(hook, _MARK) for table in tables for hook in list(table.values()))

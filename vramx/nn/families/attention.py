@@ -97,9 +97,10 @@ def attend(
         # What a recomputed block saves is not packed, and a mask with shared heads is better off
         # with the model's function, which repeats them: torch's kernels do not take both.
         packs = keep.packs and not passes.saves_are_brief()
-        tokens, of_keys, of_values = (each.shape[2] for each in heads)
-        alike = tokens == of_keys == of_values
-        if packs and alike and _is_plain(function, tokens, mask, options):
+        q, k, v = heads
+        tokens = q.shape[2]
+        alike = packs and tokens == k.shape[2] == v.shape[2]
+        if alike and _is_plain(function, tokens, mask, options):
             how = {
                 "is_causal": _is_causal(attention, tokens, mask, options),
                 "scale": options["scaling"],

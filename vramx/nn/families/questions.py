@@ -48,7 +48,12 @@ def untouched(module: Any) -> bool:
 
 def all_untouched(modules: Iterable[Any]) -> bool:
     """Tell whether all are untouched(), and all of modules in general."""
-    return not has_other_hooks() and all(untouched(module) for module in modules)
+    if has_other_hooks():
+        return False
+    for module in modules:  # noqa: SIM110 - a generator for all() costs as much as the questions
+        if not untouched(module):
+            return False
+    return True
 
 
 def own(module: Any, name: str) -> Any:
@@ -57,9 +62,10 @@ def own(module: Any, name: str) -> Any:
     A module looks for them when Python has not found such an attribute, which takes a microsecond.
     """
     state = module.__dict__
-    for held in (state["_modules"], state["_parameters"]):
-        if name in held:
-            return held[name]
+    if name in state["_modules"]:
+        return state["_modules"][name]
+    if name in state["_parameters"]:
+        return state["_parameters"][name]
     return getattr(module, name, None)
 
 

@@ -169,6 +169,12 @@ class Fusing(Swapped):
     def _finds_its_parts(self, module: Any) -> bool:
         """Tell whether none of the parts was replaced by one of another class, and name such."""
         for path, kind in self.kinds:
+            part = module
+            for name in path.split("."):  # what part_of() does, for what is a module's own
+                held = getattr(part, "_modules", None)
+                part = held.get(name) if held else None
+            if type(part) is kind:
+                continue
             part = part_of(module, path)
             if part is None or original_class(part) is not kind:
                 name, now = class_name(module._vramx_original), type(part).__name__
