@@ -13,6 +13,7 @@ import contextlib
 import sys
 import sysconfig
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -62,6 +63,7 @@ def main(name: str) -> None:
         with windowed(row.window) if is_windowed else contextlib.nullcontext():
             (lengthen if row.grows else train)(name, row, device, limit_bytes)
     except torch.OutOfMemoryError:
+        traceback.print_exc()
         report_status(name, "out of memory")
 
 
@@ -109,8 +111,6 @@ def lengthen(name: str, row: Row, device: torch.device, limit_bytes: int) -> Non
     while length is not None:
         tried.append(_tried(length, model, optimizer, device, hooks))
         print(name, tried[-1], file=sys.stderr, flush=True)
-        if not tried[0].fits:
-            raise torch.OutOfMemoryError
         power = 1 if row.window else 2
         length = next_length(tried, limit_bytes, LONGEST, LONGEST_STEP_MS, power)
     longest = max(each for each in tried if each.fits)
@@ -128,7 +128,9 @@ def _tried(
     is_gpu = device.type == "cuda"
     if is_gpu:
         torch.cuda.reset_peak_memory_stats()
-    with contextlib.suppress(torch.OutOfMemoryError):
+    # The first is not expected to: why it does not fit is told then.
+    within: Any = torch.OutOfMemoryError if length > SHORTEST else ()
+    with contextlib.suppress(within):
         _, ms = step(model, optimizer, next(text(device, 1, length)), hooks)
         return Tried(length, ms, torch.cuda.max_memory_allocated() if is_gpu else None, True)
     optimizer.zero_grad()
