@@ -15,6 +15,7 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,14 @@ def main(name: str) -> None:
 
     device = recorder.begin()
     limit_bytes = int(row.limit_gib * GIB)
-    is_windowed = row.window > 0 and device.type == "cuda"
+    window: AbstractContextManager[None] = contextlib.nullcontext()
+    if row.window > 0 and device.type == "cuda":
+        window = windowed(row.window, of_blocks=row.way == RECOMPUTED)
     if device.type == "cuda":
         share = limit_bytes / torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, share))
     try:
-        with windowed(row.window) if is_windowed else contextlib.nullcontext():
+        with window:
             (lengthen if row.grows else train)(name, row, device, limit_bytes)
     except torch.OutOfMemoryError:
         traceback.print_exc()
@@ -101,7 +104,9 @@ def lengthen(name: str, row: Row, device: torch.device, limit_bytes: int) -> Non
     optimizer = optimizer_of(row.optimizer, model)
     hooks: Callable[[], Any] = contextlib.nullcontext
     if row.way == RECOMPUTED:
-        vramx.optimize(model, RECOMPUTED, offload="cpu")
+        found = vramx.optimize(model, RECOMPUTED, offload="cpu")
+        swapped = {each.name for each in found.swapped}
+        assert "model.layers.0" in swapped, f"blocks are left: {found}"
     else:
         checkpoint(model, 1.0)
         hooks = partial(torch.autograd.graph.save_on_cpu, pin_memory=device.type == "cuda")

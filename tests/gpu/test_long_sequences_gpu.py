@@ -39,7 +39,7 @@ def test_a_step_keeps_a_blocks_input_only(
     vramx.optimize(model, "recompute_all", offload=offload)
     weights_bytes = 2 * sum(parameter.numel() for parameter in model.parameters())
     losses = []
-    with windowed(window) if window else contextlib.nullcontext():
+    with windowed(window, of_blocks=True) if window else contextlib.nullcontext():
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             loss = model(input_ids=ids, labels=ids).loss
