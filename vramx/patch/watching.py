@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torch import nn
 from torch.nn.modules import module as modules
+
+from vramx.patch.torch_functions import is_own
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 _MARK = "vramx_looks_on"
@@ -18,6 +21,8 @@ _TABLES = (
     *("_global_forward_hooks", "_global_forward_pre_hooks"),
     *("_global_backward_hooks", "_global_backward_pre_hooks"),
 )
+# Python's way to call a module, for it to stay torch's own.
+_CALL = nn.Module.__call__ if is_own(nn.Module.__call__, "torch") else None
 
 
 def looks_on(hook: Hook) -> Hook:
@@ -32,4 +37,4 @@ def has_other_hooks() -> bool:
         table = getattr(modules, name, None)
         if table and any(not hasattr(hook, _MARK) for hook in list(table.values())):
             return True
-    return False
+    return nn.Module.__call__ is not _CALL
