@@ -17,11 +17,9 @@ from torch import Tensor, nn
 
 import vramx
 from vramx import errors
-from vramx.compression.offload import pinned
+from vramx.compression.offload import offload, pinned
 from vramx.compression.offload.transport import Lane
-from vramx.optimizers import offload, rounds
 from vramx.optimizers.states import plain_tensors
-from vramx.planning import waiting
 
 POISON = 0xDD
 LEAST_BYTES = 64  # of a state that is moved
@@ -84,8 +82,7 @@ class LateLink:
 
 
 def use(link: LateLink, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (offload, rounds, waiting):
-        monkeypatch.setattr(module, "link_of", lambda _: link)
+    monkeypatch.setattr(offload, "link_of", lambda _: link)
     # Slabs of LateLink are filled, which takes time.
     monkeypatch.setattr(pinned, "_SMALLEST_SLAB_BYTES", 1 << 16)
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from vramx.compression.policy.calls import Operation
 from vramx.compression.saved import Pending, Reference, Restored
+from vramx.patch.torch_functions import attention as torchs_attention
 
 NAME = "scaled_dot_product_attention"
 _QUERY, _KEY, _VALUE, _MASK, _DROPOUT = range(5)  # positions of its arguments
@@ -41,7 +41,7 @@ class Result:
     def open(self) -> torch.Tensor:
         q, k, v = (each.open() for each in self._arguments)
         mask = None if self._mask is None else self._mask.open()
-        return functional.scaled_dot_product_attention(
+        return torchs_attention(
             q, k, v, mask, is_causal=self._causal, scale=self._scale,
             enable_gqa=q.shape[-3] != k.shape[-3],
         )  # fmt: skip

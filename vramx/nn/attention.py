@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from vramx.compression import enclosing
 from vramx.compression.config import BITS, Compression, rules_of
@@ -31,6 +30,7 @@ from vramx.nn import sides as beside
 from vramx.nn.keeping import Kept
 from vramx.nn.operators_attention import attention_operator
 from vramx.nn.readers import Behind
+from vramx.patch.torch_functions import attention as torchs_attention
 
 Heads = tuple[Tensor, Tensor, Tensor]
 _POLICY_KEY = "scaled_dot_product_attention"
@@ -224,9 +224,7 @@ def _open(held: Tensor | Callable[[], Tensor]) -> Tensor:
 def _as_torch_does(heads: Heads, options: _Options) -> Tensor:
     mask, dropout_p, is_causal, scale, enable_gqa = options
     mask, (q, k, v) = _cast(mask, *heads)
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    return torchs_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 def _checked(behind: Behind, q: Tensor) -> tuple[Any, ...]:

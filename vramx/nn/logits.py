@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vramx.errors import LogitsNotMadeError, warn_once
 from vramx.nn.arguments import autocast_dtype
 from vramx.nn.logits_product import KNOWN, WAY_OUT, Product, Unknown, Use
+from vramx.patch.torch_functions import called
 
 # What a stand-in says of logits without making them.
 _FACTS = frozenset(
@@ -179,7 +181,7 @@ class Logits:
     def __torch_function__(
         cls, function: Any, _types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _call(function, *args, **(kwargs or {}))
+        return _call(called(function, sys._getframe(1)), *args, **(kwargs or {}))
 
 
 def _operator(name: str) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from vramx.compression.offload.offload import link_of
+from vramx.compression.offload import offload
 from vramx.errors import InvalidValueError, OffloadError, brief
 from vramx.optimizers import separable
 from vramx.optimizers.copies import HOLDER, ORIGINAL, unwrapped
@@ -247,7 +247,8 @@ def _load_on_host(optimizer: Any, load: Callable[..., None], state_dict: dict[st
 
     # A subclass, such as a DTensor, may have states that only it can move.
     def stand_in(parameter: Tensor) -> Tensor:
-        if link_of(parameter.device) is None or type(parameter) not in (Tensor, torch.nn.Parameter):
+        is_plain = type(parameter) in (Tensor, torch.nn.Parameter)
+        if not is_plain or offload.link_of(parameter.device) is None:
             return parameter
         return torch.empty(0, dtype=parameter.dtype)
 

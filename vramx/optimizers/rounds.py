@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from vramx.compression.offload.offload import link_of
+from vramx.compression.offload import offload
 from vramx.errors import OffloadError, warn_once
 from vramx.optimizers import separable, stepped
 from vramx.optimizers.copies import HOLDER, ORIGINAL, parameters_of
@@ -236,7 +236,7 @@ class Rounds:
         for parameter in new:
             by_device.setdefault(parameter.device, []).append(parameter)
         for device, parameters in by_device.items():
-            link = link_of(device)
+            link = offload.link_of(device)
             if link is None:
                 self._elsewhere += parameters
                 continue

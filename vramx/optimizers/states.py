@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
+from vramx.compression.fakes import PLAIN
+
 # Copies of aligned ranges run at the full speed of the link, and any dtype may be viewed there.
 _ALIGNMENT_BYTES = 512
 
@@ -220,6 +222,11 @@ def hides_tensors(value: Any) -> bool:
     )
 
 
+def is_plain(value: Any) -> bool:
+    """Tell whether a value is a tensor of no subclass, and no parameter."""
+    return type(value) in PLAIN and not isinstance(value, nn.Parameter)
+
+
 def plain_tensors(value: Any) -> list[Tensor]:
     """Return the plain tensors in a state's value, those inside of tensor subclasses too.
 
@@ -227,7 +234,7 @@ def plain_tensors(value: Any) -> list[Tensor]:
         >>> [t.shape[0] for t in plain_tensors({"a": torch.zeros(2), "b": [torch.zeros(3), 4]})]
         [2, 3]
     """
-    if type(value) is Tensor:
+    if is_plain(value):
         return [value]
     found: list[Tensor] = []
 
@@ -255,7 +262,7 @@ def size_bytes(tensor: Tensor) -> int:
 
 
 def _viewed(value: Any, offsets: Sequence[int | None], memory: Tensor) -> Any:
-    if type(value) is Tensor:
+    if is_plain(value):
         return _view(value, offsets[0], memory)
     left = iter(offsets)
     return mapped(value, lambda tensor: _view(tensor, next(left), memory))
@@ -281,4 +288,4 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def _changed(change: Callable[[Tensor], Tensor], leaf: Any) -> Any:
     if is_traceable_wrapper_subclass(leaf):
         return transform_subclass(leaf, lambda _, inner: _changed(change, inner))
-    return change(leaf) if type(leaf) is Tensor else leaf
+    return change(leaf) if is_plain(leaf) else leaf

@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torch import nn
 from torch.nn.modules import module as modules
+
+from vramx.patch.torch_functions import is_own
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 _MARK = "vramx_looks_on"
-_TABLES = (
-    *("_global_forward_hooks", "_global_forward_pre_hooks"),
-    *("_global_backward_hooks", "_global_backward_pre_hooks"),
-)
+# Python's way to call a module, for it to stay torch's own.
+_CALL = nn.Module.__call__ if is_own(nn.Module.__call__, "torch") else None
 
 
 def looks_on(hook: Hook) -> Hook:
@@ -28,13 +29,12 @@ def looks_on(hook: Hook) -> Hook:
 
 def has_other_hooks() -> bool:
     """Tell whether every module's call has a hook that may change what it does."""
-    found = (
-        modules._global_forward_hooks
-        or modules._global_forward_pre_hooks
-        or modules._global_backward_hooks
-        or modules._global_backward_pre_hooks
+    tables = (
+        modules._global_forward_hooks,
+        modules._global_forward_pre_hooks,
+        modules._global_backward_hooks,
+        modules._global_backward_pre_hooks,
     )
-    if not found:
-        return False
-    tables = (getattr(modules, name) for name in _TABLES)
-    return any(not hasattr(hook, _MARK) for table in tables for hook in list(table.values()))
+    if any(tables) and not all(hasattr(h, _MARK) for each in tables for h in [*each.values()]):
+        return True
+    return nn.Module.__call__ is not _CALL

@@ -24,7 +24,7 @@ from vramx.compression.offload import offload
 from vramx.nn import attention_kernels
 from vramx.nn.operators import Operator
 from vramx.planning.fake_kernels import REPLACED
-from vramx.planning.fake_offload import FakeStashes
+from vramx.planning.fake_offload import FakeLinks, FakeStashes
 from vramx.planning.fake_values import value_of
 
 # What a program asks of torch.cuda before it computes. Compute capability 9.0 is an H100's.
@@ -101,12 +101,14 @@ def answering() -> Iterator[None]:
         available = "is_flash_attention_available"
         stack.enter_context(mock.patch.object(torch.backends.cuda, available, _constant(True)))
         for function, replacement in REPLACED.items():
-            called = _heard(function, replacement)
-            stack.enter_context(mock.patch.object(torch.nn.functional, function.__name__, called))
+            called, name = _heard(function, replacement), function.__name__
+            if getattr(torch.nn.functional, name) is function:  # and not the program's own
+                stack.enter_context(mock.patch.object(torch.nn.functional, name, called))
         # A fake tensor has torch initialise the GPU that is_available() tells of.
         if hasattr(fake_tensor, "init_gpu_context"):
             stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", _constant(None)))
         stack.enter_context(mock.patch.object(offload, "stash_of", FakeStashes()))
+        stack.enter_context(mock.patch.object(offload, "link_of", FakeLinks()))
         # Kernels of cuDNN without data are in no build; torch's own keep about as much.
         stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         yield

@@ -12,6 +12,7 @@ Everything is put back on leaving. Not thread-safe: other threads must not use t
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vramx.errors import UntraceableError
+from vramx.patch.torch_functions import called
 from vramx.planning.fake_answers import answering, fakes_for_each, moving, unchecked, undecided
 from vramx.planning.fake_batches import loading
 from vramx.planning.fake_device import guarded
@@ -180,6 +182,7 @@ class _Calls(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        func = called(func, sys._getframe(1))
         if isinstance(func, torch._ops.OpOverload):  # also of modes, which call on
             return func(*args, **kwargs)
         with self._engine.set(False):

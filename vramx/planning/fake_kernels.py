@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from vramx.nn import attention_kernels
+from vramx.patch.torch_functions import attention as torchs_attention
 from vramx.planning.fake_values import keep_value, real, value_of
 
 _functions: Any = torch._C._VariableFunctions
-_attention = functional.scaled_dot_product_attention
 _HEAD_MULTIPLE = 8  # elements
 
 
@@ -54,7 +54,7 @@ def attention(
         found = efficient(*padded, mask, learns, dropout_p, is_causal, scale=scale)[0]
         return cast(Tensor, found)[..., :width]
     options = (attn_mask, dropout_p, is_causal)
-    return _attention(query, key, value, *options, scale=scale, enable_gqa=enable_gqa)
+    return torchs_attention(query, key, value, *options, scale=scale, enable_gqa=enable_gqa)
 
 
 def _widened(x: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def _numbers(lengths: Any, otherwise: list[int]) -> Any:
 
 
 # A function -> what runs for it on the fake GPU, and on either device.
-REPLACED: dict[Any, Any] = {_attention: attention}
+REPLACED: dict[Any, Any] = {torchs_attention: attention}
 SEQUENCES: dict[Any, Any] = {
     _functions._pack_padded_sequence: _packed,
     _functions._pad_packed_sequence: _padded,

@@ -183,6 +183,7 @@ class _Tracer:
                 return PredictedRow(name, {}, why_not=str(error))
             before = recording.storages.live_bytes
             with _named(recording), gpu.entered(), recording.running(copied.found.models):
+                copied.take_states_over()
                 step = self._program.run(*copied.values)
                 for _ in range(self._steps):
                     step()
@@ -236,7 +237,12 @@ def _copied(gpu: FakeGpu, recording: Recording, on_host: bool, *values: Any) -> 
     def make_here(tensor: Tensor) -> Tensor:
         return _fake(gpu, recording, tensor, False)
 
-    return Copied(make, make_here, *values)
+    def make_on_host(tensor: Tensor) -> Tensor:
+        made = gpu.like(tensor, torch.device("cpu"))
+        recording.storages.add(made, counts=True)
+        return made
+
+    return Copied(make, make_here, make_on_host, *values)
 
 
 def _fake(gpu: FakeGpu, recording: Recording, tensor: Tensor, on_host: bool) -> Tensor:

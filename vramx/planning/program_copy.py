@@ -17,6 +17,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from vramx.errors import InvalidValueError, brief
+from vramx.optimizers.copies import HOLDER
+from vramx.optimizers.rounds import Rounds
+from vramx.optimizers.states import size_bytes
 from vramx.patch.references import globals_of, is_filled
 from vramx.planning.program import (
     Found,
@@ -37,15 +40,17 @@ class Copied:
     Args:
         make: makes the tensor without data that stands for one.
         make_here: the same, on the device of the one.
+        make_on_host: the same, on the host.
         values: of the program: they refer to each other in the copy as they do there.
 
     Attributes:
         handles: of hooks on tensors of the copy, which live as long as these.
     """
 
-    def __init__(self, make: Make, make_here: Make, *values: Any) -> None:
+    def __init__(self, make: Make, make_here: Make, make_on_host: Make, *values: Any) -> None:
         self._make = make
         self._make_here = make_here
+        self._make_on_host = make_on_host
         self._memo: dict[int, Any] = {}
         self._functions: dict[int, Any] = {}
         self._kept: list[Any] = []  # whose ids are keys
@@ -70,7 +75,11 @@ class Copied:
                 for tensor in tree_leaves(group["params"]):
                     self._stand_in(tensor)
                 self._stand_in_beside(group)
-            for state in optimizer.state.values():
+            rounds = vars(optimizer).get(HOLDER)
+            # Asked for by its name, an offloaded optimizer's waits for copies.
+            for state in vars(optimizer).get("state", {}).values():
+                if rounds is not None:
+                    self._stand_in_waiting(state, rounds.options.least_bytes)
                 self._stand_in_beside(state)
         for tensor in found.tensors:
             self._stand_in(tensor)
@@ -81,6 +90,19 @@ class Copied:
             if isinstance(tensor, Tensor):
                 self._stand_in(tensor, self._make if tensor.dim() else self._make_here)
 
+    def _stand_in_waiting(self, tree: Any, least_bytes: int) -> None:
+        """Have what of an optimizer's states waits on the host be there."""
+        for tensor in tree_leaves(tree):
+            if isinstance(tensor, Tensor) and tensor.dim() and size_bytes(tensor) >= least_bytes:
+                self._stand_in(tensor, self._make_on_host)
+
+    def take_states_over(self) -> None:
+        """Have states that wait on the host leave for it, and steps be taken in backward."""
+        for optimizer in self.found.optimizers:
+            rounds = vars(optimizer).get(HOLDER)
+            if rounds is not None:
+                rounds.adopt(optimizer, is_anywhere=True)
+
     def _copy_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Copy optimizers with all of their attributes; their own way leaves out some."""
         for optimizer in optimizers:
@@ -88,7 +110,7 @@ class Copied:
         for optimizer in optimizers:
             attributes = {
                 # A scheduler wraps the step of the original, by name.
-                name: self._copied_attribute(value)
+                name: Rounds(value.options) if name == HOLDER else self._copied_attribute(value)
                 for name, value in vars(optimizer).items()
                 if name != "step"
             }
@@ -103,7 +125,8 @@ class Copied:
                 strict=True,
             ):
                 for hook in hooks.values():
-                    self.handles.append(register(self._copy(hook)))
+                    if getattr(hook, "__module__", None) != Rounds.__module__:  # which the copy has
+                        self.handles.append(register(self._copy(hook)))
 
     def _copied_attribute(self, value: Any) -> Any:
         try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vramx.compression.offload.offload import Link, link_of
+from vramx.compression.offload import offload
 from vramx.compression.offload.transport import Lane
 from vramx.planning.choice import fastest
 from vramx.planning.timeline import Timeline
@@ -71,7 +71,7 @@ def ms_per_byte(device: torch.device, nbytes: int) -> float:
 
     Sync: waits for the device.
     """
-    link = link_of(device)
+    link = offload.link_of(device)
     if link is None:
         return 0.0
     with link.lock:
@@ -85,7 +85,7 @@ def ms_per_byte(device: torch.device, nbytes: int) -> float:
                 link.pool.retire(slot)
 
 
-def _measured(link: Link, pinned: list[torch.Tensor]) -> float:
+def _measured(link: offload.Link, pinned: list[torch.Tensor]) -> float:
     """Return the milliseconds of a byte each way, of the best of some copies but the first."""
     transport = link.transport
     nbytes = pinned[0].numel()

@@ -9,6 +9,7 @@ microseconds an operation while a region is watched; nothing waits for the devic
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vramx.patch.torch_functions import called
 from vramx.recompute.buffers import Buffers
 from vramx.recompute.elements import Elements
 from vramx.recompute.norms import Norm, Readers
@@ -123,8 +125,10 @@ class _Reads(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if not torch.compiler.is_compiling() and func in _READS and holds_floats(args):
-            self._on_rough(f"Tensor.{func.__name__}")
+        if not torch.compiler.is_compiling():
+            func = called(func, sys._getframe(1))
+            if func in _READS and holds_floats(args):
+                self._on_rough(f"Tensor.{func.__name__}")
         return func(*args, **(kwargs or {}))
 
 

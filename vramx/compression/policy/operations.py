@@ -27,6 +27,7 @@ from vramx.compression.policy import third_party
 from vramx.compression.policy.applied import function_called
 from vramx.compression.policy.calls import STRIDED, UNKNOWN, Operation
 from vramx.compression.policy.writes import may_write, note_call
+from vramx.patch.torch_functions import called
 
 
 class OperationMode(TorchFunctionMode):
@@ -55,6 +56,8 @@ class OperationMode(TorchFunctionMode):
                 # Written in Python with a super() that cannot be traced; the method itself can.
                 return args[0].unflatten(*args[1:], **kwargs)
             return func(*args, **kwargs)
+        if type(func) is FunctionType:
+            func = called(func, sys._getframe(1))
         special = _special(func)
         if special == _COMPOSITE:
             with self:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vramx.compression.config import Compression
+from vramx.errors import warn_once
 from vramx.nn import attention_kernels as kernels
 from vramx.nn import passes
 from vramx.nn.attention import attention_linear, scaled_dot_product_attention
@@ -37,6 +38,7 @@ from vramx.nn.norm import Normed
 from vramx.nn.products import tiles
 from vramx.nn.recomputed import Held
 from vramx.nn.rotary import rotary
+from vramx.patch.torch_functions import replaced
 
 KNOWN = ("sdpa", "eager")
 _SDPA = "transformers.integrations.sdpa_attention"
@@ -52,6 +54,7 @@ Heads = Sequence[Tensor]
 # Returns what an output projection, a module, makes of attention's result; None: the result.
 Finish = Callable[[nn.Module | None], Tensor]
 _AS_IT_IS = Compression(level="keep")
+_ATTENTION = ("scaled_dot_product_attention",)
 
 
 def implementation(attention: Any) -> str | None:
@@ -231,7 +234,21 @@ def _is_plain(
     """
     if function.__module__ != _SDPA or not (mask is None or mask.shape[-1] == tokens):
         return False
+    if not attention_is_torchs():
+        return False
     return not any(options.get(name) is not None for name in _not_understood(function))
+
+
+@torch.compiler.assume_constant_result
+def attention_is_torchs() -> bool:
+    """Tell whether torch's attention is torch's own: a program may have its own in that place."""
+    is_own = replaced(_ATTENTION) is None
+    if not is_own:
+        warn_once(
+            "attention of blocks is computed as before optimize(): "
+            "torch.nn.functional.scaled_dot_product_attention is not torch's own"
+        )
+    return is_own
 
 
 @torch.compiler.assume_constant_result

@@ -18,7 +18,7 @@ from vramx.nn.families.parts import (
     feed_forward,
     feed_forward_add,
 )
-from vramx.nn.families.projection import Source, project, tensor_of
+from vramx.nn.families.projection import Source, probability_of, project, tensor_of
 from vramx.nn.families.small import HEADS, INNER, TOKENS, WIDTH, images
 from vramx.nn.families.swap import Fused
 from vramx.nn.norm import Sources
@@ -82,7 +82,7 @@ class EncoderLayer(Fused):
     def vramx_feed_forward(self) -> FeedForward | None:
         """Return the Linears, if the dropout between them does nothing."""
         inner = self.dropout
-        if type(inner) is not nn.Dropout or (inner.p > 0 and inner.training):
+        if probability_of(inner) != 0:
             return None
         return FeedForward((self.linear1,), self.activation, self.linear2)
 

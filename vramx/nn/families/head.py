@@ -30,9 +30,11 @@ from vramx.nn.families.swap import Swapped
 from vramx.nn.families.verify import difference_of, run
 from vramx.nn.logits import Logits
 from vramx.patch.module import find, original_class, patch_of, put
+from vramx.patch.torch_functions import is_own, replaced
 from vramx.patch.watching import has_other_hooks
 
 _LIBRARY = "transformers."
+_OF_LOSSES = ("linear", "cross_entropy")
 _results: dict[Any, str | None] = {}
 
 
@@ -136,6 +138,9 @@ def why_not(head: Head) -> str | None:
         return f"its loss {getattr(loss, '__qualname__', brief(loss))} is not known"
     if type(head.module) is not nn.Linear or not _is_alone(head.module):
         return "its head is no plain Linear"
+    name = replaced(_OF_LOSSES)
+    if name is not None:
+        return f"torch.nn.functional.{name} is not torch's own"
     key = (cls, cls.forward, loss, repr(model.config))
     if key not in _results:
         _results[key] = _tried(model, loss)
@@ -177,6 +182,9 @@ def _loss_of(model: Any) -> Any:
 
 
 def _loss_is_changed(model: Any, loss: Any) -> str | None:
+    name = replaced(_OF_LOSSES)
+    if name is not None:
+        return f"torch.nn.functional.{name} is not torch's own"
     return None if _loss_of(model) is loss else "its loss_function was replaced since"
 
 
@@ -195,6 +203,7 @@ def _is_alone(head: Any) -> bool:
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return (
         not (has_other_hooks() or "forward" in state or any(others))
+        and is_own(nn.Linear.forward, "torch")
         and not any(state[name] for name in hooks)
         and (patch is None or patch.inner is None)
         and plain_tensor(head.weight)

@@ -221,5 +221,4 @@ def add_normalise(
 
 def nothing(module: Any) -> bool:
     """Tell whether a module returns its input."""
-    idle = type(module) is nn.Dropout and (module.p == 0 or not module.training)
-    return (type(module) is nn.Identity or idle) and all_untouched([module])
+    return probability_of(module) == 0 and all_untouched([module])

@@ -6,8 +6,10 @@ No state; any thread. Each takes some microseconds.
 from __future__ import annotations
 
 import inspect
+import operator
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from vramx.patch.subclass import RECORD
+from vramx.patch.torch_functions import is_own
 from vramx.patch.watching import has_other_hooks
 from vramx.recompute.objects import is_cache
 
@@ -42,8 +45,49 @@ def untouched(module: Any) -> bool:
         or state["_forward_pre_hooks"]
         or state["_backward_hooks"]
         or state["_backward_pre_hooks"]
-        or type(module).forward.__module__ != type(module).__module__
+        or not _has_own_forward(type(module))
     )
+
+
+@torch.compiler.assume_constant_result
+def _has_own_forward(cls: type[nn.Module]) -> bool:
+    """Tell whether a class computes what its module says, and nobody has given it another."""
+    forward: Any = cls.forward
+    if _own_forwards.get(cls) is forward:
+        return True
+    package = cls.__module__.partition(".")[0]
+    found = forward.__module__ == cls.__module__ and is_own(forward, package)
+    if found:
+        _own_forwards[cls] = forward
+    return found
+
+
+# Of a class, the forward that was found to be its own.
+_own_forwards: dict[type, Any] = {}
+
+
+# Of a class, the functions with which a module of it was compared with what its family computes.
+_functions: dict[type, tuple[Callable[[type], Any], Any]] = {}
+
+
+def functions_of(cls: type[nn.Module]) -> tuple[Callable[[type], Any], Any]:
+    """Return what looks up the functions of a class, and what it finds now."""
+    names = [name for name, value in vars(cls).items() if isinstance(value, FunctionType)]
+    look = operator.attrgetter(*dict.fromkeys(("forward", *names)))
+    return look, look(cls)
+
+
+def note_functions(cls: type[nn.Module]) -> None:
+    """Note the functions of a class, with which it does what is known of it."""
+    _functions[cls] = functions_of(cls)
+
+
+def has_its_functions(cls: type[nn.Module]) -> bool:
+    """Tell whether a class has no other functions than were noted."""
+    if cls not in _functions:  # of a module that was copied from another process
+        note_functions(cls)
+    look, known = _functions[cls]
+    return bool(look(cls) == known)
 
 
 def all_untouched(modules: Iterable[Any]) -> bool:
@@ -72,7 +116,8 @@ def own(module: Any, name: str) -> Any:
 def part_of(module: Any, path: str) -> Any:
     """Return what a dotted path leads to; None if there is nothing."""
     for name in path.split(".") if path else ():
-        module = own(module, name) if isinstance(module, nn.Module) else getattr(module, name, None)
+        held = getattr(module, "_modules", None)
+        module = held[name] if held and name in held else getattr(module, name, None)
     return module
 
 

@@ -21,6 +21,7 @@ from vramx.compression.config import Compression
 from vramx.compression.fakes import PLAIN
 from vramx.errors import VramxWarning, warn_once
 from vramx.nn import passes
+from vramx.nn.families import questions
 from vramx.nn.families.questions import (
     cache_of,
     class_name,
@@ -32,6 +33,8 @@ from vramx.nn.families.questions import (
 from vramx.patch.change import Change
 from vramx.patch.module import find, original_class, put, remove
 from vramx.patch.subclass import Patch
+from vramx.patch.torch_functions import OF_MODULES, replaced
+from vramx.patch.watching import has_other_hooks
 from vramx.recompute import call as recompute
 
 RECOMPUTE_ALL, RECOMPUTE_MLP = "recompute_all", "recompute_mlp"
@@ -160,27 +163,28 @@ class Fusing(Swapped):
             return forward(*args, **kwargs)
         call = dict(zip(self.arguments, args, strict=False)) | kwargs
         fused = len(args) <= len(self.arguments) and _learns(module, call)
-        if fused and self._finds_its_parts(module) and module.vramx_understands(call):
+        fused = fused and not _is_called_otherwise() and self._finds_its_parts(module)
+        if fused and module.vramx_understands(call):
             if self.settings.unverified and not _verified(module, self, call):
                 return forward(*args, **kwargs)  # it is restored
             return _compute(module, self.settings, call)
         return forward(*args, **kwargs)
 
     def _finds_its_parts(self, module: Any) -> bool:
-        """Tell whether none of the parts was replaced by one of another class, and name such."""
-        for path, kind in self.kinds:
-            part = module
-            for name in path.split("."):  # what part_of() does, for what is a module's own
-                held = getattr(part, "_modules", None)
-                part = held.get(name) if held else None
-            if type(part) is kind:
-                continue
+        """Tell whether no part has another class, nor a class another function, and name such."""
+        compiles = torch.compiler.is_compiling()
+        for path, cls in (("", module._vramx_original), *self.kinds):
             part = part_of(module, path)
-            if part is None or original_class(part) is not kind:
-                name, now = class_name(module._vramx_original), type(part).__name__
-                text = f"{name} is computed as it was before optimize(): its {path} is a {now} now"
-                warn_once(text)
-                return False
+            other = path and type(part) is not cls
+            if other and (part is None or original_class(part) is not cls):
+                found = f"its {path} is a {type(part).__name__} now"
+            elif not compiles and not questions.has_its_functions(cls):
+                found = f"{class_name(cls)} has other functions now"
+            else:
+                continue
+            name = class_name(module._vramx_original)
+            warn_once(f"{name} is computed as it was before optimize(): {found}")
+            return False
         return True
 
     def __str__(self) -> str:
@@ -194,6 +198,8 @@ def swap(module: nn.Module, family: type[Fused], settings: Settings) -> None:
         path.rsplit(".", cut)[0] for path in family.PARTS for cut in range(path.count("."), 0, -1)
     )
     kinds = tuple((path, original_class(part_of(module, path))) for path in outer)
+    for cls in (original_class(module), *(cls for _, cls in kinds)):
+        questions.note_functions(cls)
     put(module, Fusing(family, settings, names[: len(family.ARGUMENTS)], kinds))
 
 
@@ -201,6 +207,20 @@ def unswap(module: nn.Module) -> bool:
     """Have a swapped module computed as its class does; return whether it was swapped."""
     swapped = find(module, Swapped)
     return swapped is not None and remove(module, swapped)
+
+
+@torch.compiler.assume_constant_result
+def _is_called_otherwise() -> bool:
+    """Tell whether the program has changed what a call of any part does, and name that."""
+    name = replaced(OF_MODULES)
+    if name is not None:
+        found = f"torch.nn.functional.{name} is not torch's own"
+    elif has_other_hooks():
+        found = "the calls of all modules have hooks"
+    else:
+        return False
+    warn_once(f"blocks are computed as they were before optimize(): {found}")
+    return True
 
 
 def _learns(module: Fused, call: dict[str, Any]) -> bool:

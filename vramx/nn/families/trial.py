@@ -14,11 +14,14 @@ import torch
 from torch import nn
 
 from vramx.errors import brief
-from vramx.nn.families.questions import class_name
+from vramx.nn.families.attention import attention_is_torchs
+from vramx.nn.families.questions import class_name, functions_of
 from vramx.nn.families.small import randomised
 from vramx.nn.families.swap import Fused, Settings, swap
 from vramx.nn.families.verify import EXACT, difference
 from vramx.patch.module import original_class
+from vramx.patch.torch_functions import OF_MODULES, replaced
+from vramx.patch.watching import has_other_hooks
 
 _results: dict[Any, str | None] = {}
 
@@ -34,7 +37,10 @@ def why_not(module: nn.Module, family: type[Fused]) -> str | None:
     found = family.why_not(module)
     if found is not None:
         return found
-    key = (family, _likeness(module))
+    name = replaced(OF_MODULES)
+    if name is not None:
+        return f"torch.nn.functional.{name} is not torch's own"
+    key = (family, _likeness(module), attention_is_torchs(), has_other_hooks())
     if key not in _results:
         _results[key] = _tried(module, family)
     return _results[key]
@@ -44,8 +50,9 @@ def _likeness(module: nn.Module) -> tuple[Any, ...]:
     """Return what modules have in common that compute the same way."""
     configs = [getattr(part, "config", None) for part in module.modules()]
     words = frozenset(getattr(config, "_attn_implementation", None) for config in configs)
-    forwards = [(name, original_class(part).forward) for name, part in module.named_modules()]
-    return (original_class(module), *forwards, words)
+    parts = [(name, original_class(part)) for name, part in module.named_modules()]
+    functions = {cls: functions_of(cls)[1] for cls in dict.fromkeys(cls for _, cls in parts)}
+    return (*parts, *functions.items(), words)
 
 
 def _tried(module: Any, family: type[Fused]) -> str | None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vramx.nn.families.attention import (
     attend,
+    attention_is_torchs,
     heads_of,
     implementation,
     of_result,
@@ -154,7 +155,7 @@ class TimmBlock(Fused):
     def _attend(self, x: Tensor, options: dict[str, Any]) -> Tensor:
         attention = self.attn
         fused = attention.fused_attn and getattr(attention, "gate", None) is None
-        fused = fused and all_untouched([attention, attention.attn_drop])
+        fused = fused and all_untouched([attention, attention.attn_drop]) and attention_is_torchs()
         into = [attention.qkv] if fused else []
         source, _ = normalise(self.norm1, Sources(x), self.vramx_settings.keep, into)
         if not fused:
