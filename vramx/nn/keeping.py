@@ -111,7 +111,7 @@ def once_for_options(function: Callable[[Compression], Spec]) -> Callable[[Compr
 
     @wraps(function)
     def once(keep: Compression) -> Spec:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return function(keep)
         found = known.get(id(keep))
         if found is None:
@@ -231,7 +231,7 @@ def place_of(tensor: Tensor) -> tuple[Any, ...]:
 
 def encode(x: Tensor, spec: Sequence[int]) -> Tensor:
     """Return the buffer of a tensor; RAW of a contiguous one shares its memory."""
-    bits, *_, order = Spec(*spec)
+    bits, order = spec[0], spec[4]
     if bits == NOTHING:
         return x.new_empty(0, dtype=torch.uint8)
     flat = flat_in(order, x)
@@ -256,7 +256,7 @@ def decode(buffer: Tensor, shape: Sequence[int], dtype: torch.dtype, spec: Seque
 
     With NOTHING the tensor itself was saved, and is cast; its shape may have been another.
     """
-    bits, *_, order = Spec(*spec)
+    bits, order = spec[0], spec[4]
     if bits == NOTHING:
         return buffer.to(dtype).reshape(shape)
     if bits == RAW:

@@ -107,8 +107,9 @@ def _keeps_nothing(source: Source, settings: Settings) -> bool:
     So it is where a block with many rows is recomputed as a whole: what is inside then goes through
     in tiles, and is computed as often, for the second pass of the block computes none of it.
     """
-    long = passes.saves_are_brief() and is_long(tensor_of(source))
-    return long or settings.level == RECOMPUTE_MLP
+    if settings.level == RECOMPUTE_MLP:
+        return True
+    return passes.saves_are_brief() and is_long(tensor_of(source))
 
 
 def whole_feed_forward(
