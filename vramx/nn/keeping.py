@@ -231,7 +231,7 @@ def place_of(tensor: Tensor) -> tuple[Any, ...]:
 
 def encode(x: Tensor, spec: Sequence[int]) -> Tensor:
     """Return the buffer of a tensor; RAW of a contiguous one shares its memory."""
-    bits, order = spec[0], spec[4]
+    bits, *_, order = Spec(*spec)
     if bits == NOTHING:
         return x.new_empty(0, dtype=torch.uint8)
     flat = flat_in(order, x)
@@ -256,7 +256,7 @@ def decode(buffer: Tensor, shape: Sequence[int], dtype: torch.dtype, spec: Seque
 
     With NOTHING the tensor itself was saved, and is cast; its shape may have been another.
     """
-    bits, order = spec[0], spec[4]
+    bits, *_, order = Spec(*spec)
     if bits == NOTHING:
         return buffer.to(dtype).reshape(shape)
     if bits == RAW:
