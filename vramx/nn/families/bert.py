@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from vramx.nn.families.attention import (
+    Attending,
     Finish,
     attend,
+    attending,
     heads_of,
-    implementation,
     of_result,
 )
 from vramx.nn.families.parts import FeedForward, add_normalise, feed_forward
@@ -85,16 +86,17 @@ class BertLayer(Fused):
             return y
         attention, output = own(whole, "self"), own(whole, "output")
         watched = not all_untouched([attention, own(attention, "dropout")])
-        if watched or implementation(attention) is None:
+        of = None if watched else attending(attention)
+        if of is None:
             finish = of_result(attention(x, **options)[0])
         else:
-            finish = self._heads(attention, x, dict(options))
+            finish = self._heads(of, x, dict(options))
         if not all_untouched([output]):
             return output(finish(None), x)  # type: ignore[no-any-return]
         return self._add_normalise(output, finish(own(output, "dense")), x)
 
-    def _heads(self, attention: Any, x: Tensor, options: dict[str, Any]) -> Finish:
-        keep = self.vramx_settings.keep
+    def _heads(self, of: Attending, x: Tensor, options: dict[str, Any]) -> Finish:
+        attention, keep = of.module, self.vramx_settings.keep
         mask = options.pop("attention_mask", None)
         options = {k: v for k, v in options.items() if v is not None}
         linears = [own(attention, name) for name in ("query", "key", "value")]
@@ -103,7 +105,7 @@ class BertLayer(Fused):
             "dropout": own(attention, "dropout").p if attention.training else 0.0,
             "scaling": attention.scaling,
         }
-        return attend(attention, heads, mask, options, keep)
+        return attend(of, heads, mask, options, keep)
 
     def _feed_forward(self, source: Source) -> Source:
         output, y, part = own(self, "output"), tensor_of(source), self.vramx_feed_forward()

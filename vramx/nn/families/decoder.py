@@ -21,9 +21,9 @@ from vramx.nn.attention_groups import Heads
 from vramx.nn.families.attention import (
     attend,
     attend_in_groups,
+    attending,
     cannot_centre,
     heads_of,
-    implementation,
     is_in,
     is_in_groups,
     takes_cache,
@@ -99,7 +99,8 @@ class DecoderLayer(Fused):
         """Return attention's result, and x where it is to be added to it."""
         attention, keep = own(self, "self_attn"), self.vramx_settings.keep
         source, _ = normalise(own(self, "input_layernorm"), Sources(x), keep)
-        if not all_untouched([attention]) or implementation(attention) is None:
+        of = attending(attention) if all_untouched([attention]) else None
+        if of is None:
             result: Tensor = attention(hidden_states=tensor_of(source), **kwargs)[0]
             return result, x
         options = dict(kwargs)
@@ -131,7 +132,7 @@ class DecoderLayer(Fused):
             k, v = cache.update(k, v, attention.layer_idx)
         if cannot_centre(found[1]):
             keep = replace(keep, level="keep")
-        finish = attend(attention, (q, k, v), mask, options, keep, values)
+        finish = attend(of, (q, k, v), mask, options, keep, values)
         return finish(own(attention, "o_proj")), x
 
     def _normalise_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vramx.nn.families.attention import (
     attend,
+    attending,
     heads_of,
     implementation,
     is_in,
@@ -74,10 +75,10 @@ class Gpt2Block(Fused):
         """Return the projected result, and the dropout that is still to be applied to it."""
         attention, keep = own(self, "attn"), self.vramx_settings.keep
         source, _ = normalise(own(self, "ln_1"), Sources(x), keep)
-        word = implementation(attention)
-        upcast = word == "eager" and attention.reorder_and_upcast_attn
+        upcast = attention.reorder_and_upcast_attn and implementation(attention) == "eager"
         dropout = own(attention, "attn_dropout")
-        if not all_untouched([attention, dropout]) or word is None or upcast:
+        of = attending(attention) if all_untouched([attention, dropout]) else None
+        if of is None or upcast:
             return attention(tensor_of(source), **options)[0], _NO_DROPOUT
         mask, (cache_name, cache) = options.pop("attention_mask", None), cache_of(options)
         options = {k: v for k, v in options.items() if k != cache_name and v is not None}
@@ -91,7 +92,7 @@ class Gpt2Block(Fused):
             "dropout": dropout.p if attention.training else 0.0,
             "scaling": attention.scaling,
         }
-        finish = attend(attention, (q, k, v), mask, options, keep)
+        finish = attend(of, (q, k, v), mask, options, keep)
         return finish(own(attention, "c_proj")), own(attention, "resid_dropout")
 
     def _feed_forward(self, dropout: Any, parts: tuple[Tensor, Tensor]) -> Tensor:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from vramx.nn.families.attention import (
     attend,
+    attending,
     attention_is_torchs,
     heads_of,
-    implementation,
     of_result,
     packed,
 )
@@ -73,7 +73,8 @@ class VitLayer(Fused):
         attention, keep = self.attention, self.vramx_settings.keep
         source, _ = normalise(self.layernorm_before, Sources(x), keep)
         mask = options.pop("attention_mask", None)
-        if not all_untouched([attention]) or implementation(attention) is None:
+        of = attending(attention) if all_untouched([attention]) else None
+        if of is None:
             result: Tensor = attention(tensor_of(source), mask, **options)[0]
             return result
         linears = [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -83,7 +84,7 @@ class VitLayer(Fused):
             "dropout": attention.attention_dropout if attention.training else 0.0,
             "scaling": attention.scaling,
         }
-        return attend(attention, heads, mask, options, keep)(attention.o_proj)
+        return attend(of, heads, mask, options, keep)(attention.o_proj)
 
     def _feed_forward(self, attended: Tensor, residual: Tensor) -> Tensor:
         parts, keep = (attended, residual), self.vramx_settings.keep
