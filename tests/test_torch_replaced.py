@@ -21,6 +21,7 @@ from torch.nn.modules import module as modules
 
 import vramx
 from vramx.errors import VramxWarning
+from vramx.nn.families.questions import untouched
 from vramx.patch.torch_functions import OF_MODULES, is_own, replaced
 from vramx.planning.fake_answers import answering
 
@@ -200,6 +201,15 @@ def test_a_trial_is_of_the_functions_that_there_are(monkeypatch: pytest.MonkeyPa
     vramx.restore(model)
     monkeypatch.setattr(nn.TransformerEncoderLayer, "_ff_block", lambda _, x: x)
     assert not vramx.optimize(model).swapped
+
+
+def test_a_forward_that_a_class_is_given_after_the_first_question_is_seen() -> None:
+    module = nn.Linear(2, 2)
+    assert untouched(module)
+    for _ in range(2):
+        with assigned(nn.Linear, "forward"):
+            assert not untouched(module)
+        assert untouched(module)
 
 
 def test_functions_of_torch_are_its_own() -> None:
