@@ -106,7 +106,7 @@ def counted_time(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     Less than by default is packed, so that what is planned may be small.
     """
 
-    def busy(self: Any, function: Any, calls: int) -> meters.Busy:
+    def busy(self: Any, function: Any, calls: int, samples: int = 3) -> meters.Busy:
         with Counter() as counter:
             function()
         return meters.Busy(float(counter.count), 0.0)

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 from program_stand_ins import make_writer, run_tiny
 
+import vramx
 from benchmarks import loss_parity, train_3b
 from benchmarks.harness import Options, Request
+from benchmarks.models_configs import llama_config
 from benchmarks.programs._cases import Cases
 from benchmarks.programs._launch import ALLOCATORS, Job, Outcome
 from benchmarks.programs._longest import FULL, Tried, next_length
+from benchmarks.programs._window import windowed
 from vramx.sizes import GIB
 
 
@@ -98,6 +101,18 @@ def test_a_row_trains_and_reports(row: str) -> None:
 @pytest.mark.parametrize("row", ["3b_24_longest", "3b_80_longest_liger"])
 def test_a_row_of_the_longest_sequence_goes_to_the_end(row: str) -> None:
     assert metrics_of(row)["longest_tokens"] == [128]
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+def test_blocks_are_fused_within_a_window() -> None:
+    """They are tried on the host before, where the kernel that has a window does not run."""
+    from transformers import AutoModelForCausalLM
+
+    config = llama_config(300, (64, 2, 160, 4, 2), max_position_embeddings=64)
+    model = AutoModelForCausalLM.from_config(config).train()
+    with windowed(16, of_blocks=True):
+        swapped = {each.name for each in vramx.optimize(model, "recompute_all").swapped}
+    assert {"model.layers.0", "model.layers.1"} <= swapped
 
 
 def metrics_of(row: str) -> dict[str, list[float]]:

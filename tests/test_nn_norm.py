@@ -18,7 +18,9 @@ from vramx.compression.config import Compression, Format
 from vramx.kernels import launch, start
 from vramx.nn import keeping
 from vramx.nn import reference_norm as reference
+from vramx.nn.dropout import dropout_add
 from vramx.nn.functional import rms_norm
+from vramx.nn.norm import Sources, norm
 
 HIDDEN = 256
 KINDS = {"rms": False, "layer": True}
@@ -143,6 +145,38 @@ def test_residual_of_another_type_promotes_as_addition_does() -> None:
         done.y.square().sum() + done.residual_sum.sum(), [x, residual]
     )
     assert (dx.dtype, dresidual.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("keep", [NEAREST, EXACT])
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32,) * 2])
+def test_dropout_and_addition_before_a_norm_are_those_of_their_own_operators(
+    dtypes: tuple[torch.dtype, torch.dtype], keep: Compression
+) -> None:
+    def run(is_one: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        x, residual = (torch.randn(8, 128).to(dtype).requires_grad_() for dtype in dtypes)
+        weight, bias = torch.randn(2, 128).requires_grad_().unbind()
+        how = (weight, bias), (1e-5, True), keep
+        if is_one:
+            y, total, _ = norm(Sources(x, residual, 0.3), *how)
+        else:
+            y, total, _ = norm(Sources(dropout_add(x, residual, 0.3)), *how)
+        result = (y * total.sin()).sum()
+        return [y, total, *torch.autograd.grad(result, [x, residual, weight, bias])]
+
+    for one, other in zip(run(True), run(False), strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+def test_only_what_is_normalised_is_kept_after_dropout() -> None:
+    x, residual = sample(8, 128, dtype=torch.bfloat16), sample(8, 128)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        norm(Sources(x, residual, 0.3), (None, None), (1e-5, True), EXACT)
+    # The probe is one element, and the key two.
+    held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
+    assert sum(held.values()) == 4 * 8 * 128 + 4 * 8 + 4 + 16
 
 
 @pytest.mark.parametrize("shape", [(HIDDEN,), (0, HIDDEN), (2, 0, HIDDEN), (2, 3, 4, HIDDEN)])

@@ -94,7 +94,7 @@ class Forward(NamedTuple):
 def forward(interpreted: Operators, case: Case, defect: str = "") -> Forward:
     x = integers(0, case.rows, case.hidden)
     residual = integers(1, case.rows, case.hidden) if case.residual else None
-    given = (x, residual, *affine_of(case), 1e-5, case.centred, x.dtype, list(case.spec))
+    given = (x, residual, None, 0, *affine_of(case), 1e-5, case.centred, x.dtype, list(case.spec))
     return Forward(x, residual, *interpreted("norm", *given, defect=defect)[:4])
 
 
@@ -134,7 +134,9 @@ def test_forward_is_the_references(interpreted: Operators, case: Case) -> None:
 def test_nothing_is_written_where_nothing_is_kept(interpreted: Operators) -> None:
     nothing = [-1, 0, 0, 0]
     x = integers(0, 3, 256)
-    y, _, kept, rstd, _ = interpreted("norm", x, None, None, None, 1e-5, False, x.dtype, nothing)
+    y, _, kept, rstd, _ = interpreted(
+        "norm", x, None, None, 0, None, None, 1e-5, False, x.dtype, nothing
+    )
     assert kept.numel() == rstd.numel() == 0
     assert torch.equal(y, reference.normalise(x, 1e-5, False)[0])
 
@@ -145,7 +147,7 @@ def test_halves_differ_by_their_rounding(interpreted: Operators, dtype: torch.dt
     x, residual = (integers(seed, 3, 256).to(dtype) for seed in (0, 1))
     weight = (integers(2, 256) / 4).to(dtype)
     y, total, _, _, _ = interpreted(
-        "norm", x, residual, weight, None, 1e-5, False, dtype, list(INT8)
+        "norm", x, residual, None, 0, weight, None, 1e-5, False, dtype, list(INT8)
     )
     exact = reference.normalise((x + residual).double(), 1e-5, False)[0] * weight
     assert torch.equal(total, x + residual)

@@ -31,7 +31,7 @@ from vramx.nn.linear import linear, linears
 from vramx.nn.loss import linear_cross_entropy
 from vramx.nn.low_rank import add_low_rank
 from vramx.nn.mlp import mlp
-from vramx.nn.norm import layer_norm, rms_norm
+from vramx.nn.norm import Sources, layer_norm, norm, rms_norm
 from vramx.nn.relu import relu
 from vramx.nn.sides import Side
 from vramx.nn.unit_linear import Behind, gelu_linear, glu_linear, unit_linear
@@ -69,9 +69,18 @@ def with_sides(x: Tensor, w: Tensor, keep: Compression = NEAREST) -> Tensor:
     return torch.cat(linears(rms_norm(x, keep=keep), [w], None, keep, sides=sides), -1)
 
 
+def after_dropout(
+    x: Tensor, residual: Tensor, w: Tensor, keep: Compression, p: float = 0.3
+) -> Tensor:
+    normed = norm(Sources(x, residual, p), (w[0], w[1]), (1e-5, True), keep)
+    return normed.y.float() + normed.residual_sum.float()
+
+
 # Of x and of a square weight, and how what they keep is kept.
 FUNCTIONS: dict[str, Function] = {
     "norm": lambda x, w, keep=NEAREST: layer_norm(x, w[0], w[1], residual=x, keep=keep).y,
+    "norm after dropout": lambda x, w, keep=NEAREST: after_dropout(x, x * w[2], w, keep),
+    "norm of two types": lambda x, w, keep=NEAREST: after_dropout(x.double(), x, w, keep, p=0.0),
     "linear": lambda x, w, keep=NEAREST: linear(x, w, w[0], keep),
     "linears": lambda x, w, keep=NEAREST: torch.cat(
         linears(rms_norm(x, keep=keep), [w, w[:3]], [None, w[0, :3]]), 1

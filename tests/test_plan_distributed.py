@@ -23,7 +23,7 @@ LEVELS = ("left", "recompute_all")
 def measure_by_operations(rank: int) -> None:
     """Have a call take a time for each operation, and in the second process another one."""
 
-    def busy(self: Any, function: Any, calls: int) -> meters.Busy:
+    def busy(self: Any, function: Any, calls: int, samples: int = 3) -> meters.Busy:
         with Counter() as counter:
             function()
         return meters.Busy(counter.count * (1 + 0.3 * rank), 0.0)

@@ -21,7 +21,9 @@ from torch.nn.modules import module as modules
 
 import vramx
 from vramx.errors import VramxWarning
+from vramx.nn.families.questions import untouched
 from vramx.patch.torch_functions import OF_MODULES, is_own, replaced
+from vramx.planning.fake_answers import answering
 
 ATTENTION = "scaled_dot_product_attention"
 
@@ -230,8 +232,20 @@ def test_a_step_of_the_program_is_the_one_that_is_taken(
         monkeypatch.setattr(torch.optim.Adagrad, "step", step)
 
 
+def test_a_forward_that_a_class_is_given_after_the_first_question_is_seen() -> None:
+    module = nn.Linear(2, 2)
+    assert untouched(module)
+    for _ in range(2):
+        with assigned(nn.Linear, "forward"):
+            assert not untouched(module)
+        assert untouched(module)
+
+
 def test_functions_of_torch_are_its_own() -> None:
-    assert replaced((*OF_MODULES, ATTENTION, "cross_entropy")) is None
+    names = (*OF_MODULES, ATTENTION, "cross_entropy")
+    assert replaced(names) is None
+    with answering():  # blocks are predicted as they run
+        assert replaced(names) is None
     assert is_own(Tensor.__pow__, "torch")
     assert is_own(nn.Module.__call__, "torch")
     for other in (torch.compiler.disable(layers), functools.partial(functional.linear), layers):

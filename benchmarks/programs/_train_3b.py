@@ -13,7 +13,9 @@ import contextlib
 import sys
 import sysconfig
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,14 +56,17 @@ def main(name: str) -> None:
 
     device = recorder.begin()
     limit_bytes = int(row.limit_gib * GIB)
-    is_windowed = row.window > 0 and device.type == "cuda"
+    window: AbstractContextManager[None] = contextlib.nullcontext()
+    if row.window > 0 and device.type == "cuda":
+        window = windowed(row.window, of_blocks=row.way == RECOMPUTED)
     if device.type == "cuda":
         share = limit_bytes / torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, share))
     try:
-        with windowed(row.window) if is_windowed else contextlib.nullcontext():
+        with window:
             (lengthen if row.grows else train)(name, row, device, limit_bytes)
     except torch.OutOfMemoryError:
+        traceback.print_exc()
         report_status(name, "out of memory")
 
 
@@ -99,7 +104,9 @@ def lengthen(name: str, row: Row, device: torch.device, limit_bytes: int) -> Non
     optimizer = optimizer_of(row.optimizer, model)
     hooks: Callable[[], Any] = contextlib.nullcontext
     if row.way == RECOMPUTED:
-        vramx.optimize(model, RECOMPUTED, offload="cpu")
+        found = vramx.optimize(model, RECOMPUTED, offload="cpu")
+        swapped = {each.name for each in found.swapped}
+        assert "model.layers.0" in swapped, f"blocks are left: {found}"
     else:
         checkpoint(model, 1.0)
         hooks = partial(torch.autograd.graph.save_on_cpu, pin_memory=device.type == "cuda")
@@ -109,8 +116,6 @@ def lengthen(name: str, row: Row, device: torch.device, limit_bytes: int) -> Non
     while length is not None:
         tried.append(_tried(length, model, optimizer, device, hooks))
         print(name, tried[-1], file=sys.stderr, flush=True)
-        if not tried[0].fits:
-            raise torch.OutOfMemoryError
         power = 1 if row.window else 2
         length = next_length(tried, limit_bytes, LONGEST, LONGEST_STEP_MS, power)
     longest = max(each for each in tried if each.fits)
@@ -128,7 +133,9 @@ def _tried(
     is_gpu = device.type == "cuda"
     if is_gpu:
         torch.cuda.reset_peak_memory_stats()
-    with contextlib.suppress(torch.OutOfMemoryError):
+    # The first is not expected to: why it does not fit is told then.
+    within: Any = torch.OutOfMemoryError if length > SHORTEST else ()
+    with contextlib.suppress(within):
         _, ms = step(model, optimizer, next(text(device, 1, length)), hooks)
         return Tried(length, ms, torch.cuda.max_memory_allocated() if is_gpu else None, True)
     optimizer.zero_grad()

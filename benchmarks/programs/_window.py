@@ -2,8 +2,8 @@
 
 Attention of a million tokens takes an hour a step, and what it takes of memory does not depend on
 how far back it looks: the same kernel of flash attention is told a window, for torch's
-scaled_dot_product_attention and for vramx's blocks alike. On a GPU only; imports no vramx before it
-is asked to.
+scaled_dot_product_attention and for vramx's blocks alike. On a GPU; what runs on the host is as it
+was. Imports no vramx before it is asked to.
 """
 
 from __future__ import annotations
@@ -56,8 +56,13 @@ class _Attention(torch.autograd.Function):
 
 
 @contextmanager
-def windowed(window: int) -> Iterator[None]:
-    """Have attention look back at so many tokens, by the kernel of flash attention."""
+def windowed(window: int, *, of_blocks: bool) -> Iterator[None]:
+    """Have attention look back at so many tokens, by the kernel of flash attention.
+
+    Args:
+        of_blocks: that of vramx's blocks, whose kernels are told; False: torch's function, which
+            is replaced. Blocks leave attention to what a program has put in its place.
+    """
     from vramx.nn import attention_kernels as kernels
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *others: Any, **named: Any) -> Tensor:
@@ -66,20 +71,26 @@ def windowed(window: int) -> Iterator[None]:
         y: Tensor = _Attention.apply(q, k, v, named.get("scale"), window)
         return y
 
+    # On the host blocks are tried, and found to be what they say, before they are fused.
+    own_forward, own_backward = kernels.forward, kernels.backward
+
     def forward(call: kernels.Call, heads: Any, mask: Any) -> Any:
+        if call.kernel == kernels.HOST:
+            return own_forward(call, heads, mask)
         _check(call.kernel == kernels.FLASH and call.causal and mask is None and not call.dropout_p)
         return *_forward(heads, call.scale, window), None, None
 
-    def backward(call: kernels.Call, dy: Tensor, tensors: Any, _mask: Any, state: Any) -> Any:
+    def backward(call: kernels.Call, dy: Tensor, tensors: Any, mask: Any, state: Any) -> Any:
+        if call.kernel == kernels.HOST:
+            return own_backward(call, dy, tensors, mask, state)
         return _backward(dy, tensors, state[0], call.scale, window)
 
+    replaced = mock.patch.object(functional, "scaled_dot_product_attention", attention)
+    if of_blocks:
+        replaced = mock.patch.multiple(kernels, forward=forward, backward=backward)
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
-        with (
-            mock.patch.object(functional, "scaled_dot_product_attention", attention),
-            mock.patch.object(kernels, "forward", forward),
-            mock.patch.object(kernels, "backward", backward),
-        ):
+        with replaced:
             yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)

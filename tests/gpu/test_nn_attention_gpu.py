@@ -165,7 +165,7 @@ def test_a_benchmarks_window_is_that_of_a_mask(ours: bool) -> None:
     dy = torch.ones_like(tensors[0])
     back = torch.arange(TOKENS, device="cuda")[:, None] - torch.arange(TOKENS, device="cuda")
     for window in (16, TOKENS):
-        with windowed(window):
+        with windowed(window, of_blocks=ours):
             if ours:
                 y = scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True).y
             else:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from vramx.kernels.launch import Plan, dtype_of, ready_for
+from vramx.kernels.launch import Plan, dtypes_of, ready_for
 from vramx.kernels.layout import Layout
 
 # Bits of the codes that activations and gated units pack.
@@ -108,7 +108,7 @@ def _start(
     numbers: tuple[float, ...],
 ) -> None:
     """Launch a plan's kernel; the first number is how many elements the first tensor has."""
-    kind = (*map(dtype_of, tensors), tensors[0].get_device())
+    kind = (*dtypes_of(tensors), tensors[0].get_device())
     ready_for(plan_of, of, numbers[:1], kind).start(tensors, *numbers)
 
 

@@ -166,9 +166,9 @@ def unpack_mask(buffer: Tensor, flat_bool_out: Tensor) -> None:
     unpack_signs(buffer, flat_bool_out.view(torch.uint8))
 
 
-def dtype_of(tensor: Tensor | None) -> torch.dtype | None:
-    """Return the type of what a kernel may do without, as of a seed where nothing is launched."""
-    return None if tensor is None else tensor.dtype
+def dtypes_of(tensors: tuple[Tensor | None, ...]) -> tuple[torch.dtype | None, ...]:
+    """Return the types of what a kernel may do without, as of a seed where nothing is launched."""
+    return tuple([None if tensor is None else tensor.dtype for tensor in tensors])
 
 
 # A program packs tensors of the same few sizes and types in every step.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vramx.kernels.launch import dtype_of, multiprocessors
+from vramx.kernels.launch import dtypes_of, multiprocessors
 from vramx.kernels.norm_launch import (
     Kept,
     Plan,
@@ -92,9 +92,7 @@ def norm_backward(
                 vector.zero_()
         return
     (dy, dsum), (buffer, rstd, group_size) = gradients, kept
-    kind = (
-        dy.dtype, dtype_of(dsum), dtype_of(weight), buffer.dtype, dx.dtype, *map(dtype_of, wanted)
-    )  # fmt: skip
+    kind = dtypes_of((dy, dsum, weight, buffer, dx, *wanted))
     ready, programs, sums_apart = _of_rows((rows, hidden), group_size, centred, kind, dx.device)
     partial = _partial(Shares(None, None) if sums_apart else wanted, programs, hidden)
     ready.start((dy, dsum, weight, buffer, rstd, dx, *partial), rows)
@@ -134,7 +132,7 @@ def _partial(wanted: Shares, programs: int, hidden: int) -> Shares:
     given = [vector for vector in wanted if vector is not None]
     if not given:
         return Shares(None, None)
-    narrow = all(vector.dtype == torch.bfloat16 for vector in given)
+    narrow = given[0].dtype == given[-1].dtype == torch.bfloat16
     dtype = torch.bfloat16 if narrow else torch.float32
     shares = given[0].new_empty((len(given), programs, hidden), dtype=dtype)
     return Shares(
@@ -165,8 +163,9 @@ def _column_sums(partial: Shares, wanted: Shares) -> None:
     first = partial.dbias if partial.dweight is None else partial.dweight
     if first is None:
         return
-    kind = (first.dtype, *map(dtype_of, wanted), first.get_device())
-    _of_sums(first.shape, kind).start((first, *wanted), len(first))
+    tensors = (first, *wanted)
+    kind = (*dtypes_of(tensors), first.get_device())
+    _of_sums(first.shape, kind).start(tensors, first.shape[0])
 
 
 @lru_cache(maxsize=1024)

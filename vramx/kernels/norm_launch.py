@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from vramx.kernels import launch
-from vramx.kernels.launch import dtype_of
+from vramx.kernels.launch import dtypes_of
 
 # A row is held in registers: a longer one would be spilled to memory.
 LONGEST_ROW = 16384
@@ -93,10 +93,10 @@ def norm_forward(
         return
     buffer, rstd, group_size = (None, None, 0) if kept is None else kept
     of = (hidden, group_size, residual is not None, centred, state is not None)
-    dtypes = (x.dtype, dtype_of(residual), y.dtype, *map(dtype_of, (weight, bias, buffer)))
-    kind = (*dtypes, x.get_device())
+    tensors = (x, residual, weight, bias, y, total, buffer, rstd, state)
+    kind = (*dtypes_of(tensors), x.get_device())
     ready = launch.ready_for(_forward_launch, of, (rows,), kind)
-    ready.start((x, residual, weight, bias, y, total, buffer, rstd, state), rows, stream, eps)
+    ready.start(tensors, rows, stream, eps)
 
 
 def norm_output(kept: Kept, affine: Affine, y: Tensor) -> None:
@@ -104,9 +104,10 @@ def norm_output(kept: Kept, affine: Affine, y: Tensor) -> None:
     rows, hidden = rows_and_columns(y)
     if rows:
         (buffer, _, group_size), (weight, bias) = kept, affine
-        kind = (buffer.dtype, dtype_of(weight), dtype_of(bias), y.dtype, y.get_device())
+        tensors = (buffer, weight, bias, y)
+        kind = (*dtypes_of(tensors), y.get_device())
         ready = launch.ready_for(_output_launch, (hidden, group_size), (rows,), kind)
-        ready.start((buffer, weight, bias, y), rows)
+        ready.start(tensors, rows)
 
 
 def rows_and_columns(x: Tensor) -> tuple[int, int]:

@@ -89,15 +89,21 @@ def cast_for_linear(
     if not torch.is_autocast_enabled(first.device.type) or first.dtype == torch.float64:
         return bias, tensors
     dtype = autocast_dtype(first)
-    cast = tuple(tensor.to(dtype) for tensor in tensors)
+    cast = tuple([t if t.dtype == dtype else t.to(dtype) for t in tensors])
     return None if bias is None else bias.to(dtype), cast
+
+
+def sum_dtype(x: Tensor, residual: Tensor | None) -> torch.dtype:
+    """Return the type that torch promotes a sum to; None adds nothing."""
+    if residual is None or residual.dtype == x.dtype:
+        return x.dtype
+    return torch.promote_types(x.dtype, residual.dtype)
 
 
 def cast_to_common(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast tensors to the type that torch promotes them to."""
-    dtype = tensors[0].dtype
-    if all(tensor.dtype == dtype for tensor in tensors):
-        return tensors
+    first = dtype = tensors[0].dtype
     for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return tuple(tensor.to(dtype) for tensor in tensors)
+        if tensor.dtype != first:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    return tuple([t if t.dtype == dtype else t.to(dtype) for t in tensors])

@@ -31,7 +31,7 @@ from vramx.nn.norm import Normed
 from vramx.nn.norm_kept import output_again
 from vramx.nn.operators import operator
 from vramx.nn.operators_linear import differentiable_input
-from vramx.nn.products import fake_weight_gradients, project, weight_gradients
+from vramx.nn.products import cast, fake_weight_gradients, project, weight_gradients
 
 
 class TwoLinears(NamedTuple):
@@ -80,8 +80,8 @@ def two_linears(
     _check_scale(scale, weights)
     dtype = arguments.autocast_dtype(y)
     linear.check_types(y, weights, dtype)
-    y = y.to(dtype)
-    inputs = [y, *weights, *(each for each in (*biases, scale) if each is not None)]
+    y = cast(y, dtype)
+    inputs = [y, *weights, *[each for each in (*biases, scale) if each is not None]]
     learns = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
     kept = kept_of(x, y, inputs, keep)
     form = spec_for(keep) if learns else AS_IT_IS
@@ -174,7 +174,7 @@ def _two_linears_backward(
         y = output_again(kept, (norm_weight, norm_bias), shape, (stored, dtype), spec)
     dinner, dbias = weight_gradients(dwide, y.view(-1, y.shape[-1]), inner, needs[1:3])
     dy = (dwide @ inner.to(dtype)).view(shape) if needs[0] else dwide.new_empty(0)
-    return dy, dinner.to(inner.dtype), dbias, *last
+    return dy, cast(dinner, inner.dtype), dbias, *last
 
 
 @_two_linears_backward.register_fake
@@ -197,7 +197,7 @@ def _(dresult: Tensor, *others: Any) -> tuple[Tensor, ...]:
 def _scaled(term: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return a weight or a bias times the scale of its rows, in a type."""
     if scale is None:
-        return term.to(dtype)
+        return cast(term, dtype)
     rows = scale if term.dim() == 1 else scale.view(-1, 1)
     # Rounded in the same pass.
     return torch.mul(term, rows, out=torch.empty_like(term, dtype=dtype))
@@ -213,7 +213,7 @@ def _unscaled(
     (dweight, dbias), (weight, bias) = gradients, terms
     none = weight.new_empty(0)
     if scale is None:
-        return dweight.to(weight.dtype), dbias, none
+        return cast(dweight, weight.dtype), dbias, none
     dscale = none
     if needs_scale:
         dscale = (dweight * weight).sum(1)
@@ -261,7 +261,7 @@ def _backward(ctx: Any, dresult: Tensor | None, _: Any) -> tuple[Tensor | None, 
     for place, bias in ((2, inner_bias), (4, outer_bias)):
         gradient = gradients[place]
         if gradient is not None:
-            gradients[place] = gradient.to(bias.dtype)
+            gradients[place] = cast(gradient, bias.dtype)
     return *gradients, dresult if ctx.adds else None, *none
 
 

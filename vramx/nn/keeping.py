@@ -111,7 +111,7 @@ def once_for_options(function: Callable[[Compression], Spec]) -> Callable[[Compr
 
     @wraps(function)
     def once(keep: Compression) -> Spec:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return function(keep)
         found = known.get(id(keep))
         if found is None:

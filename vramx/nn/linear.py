@@ -101,7 +101,7 @@ def linears(
     dtype = arguments.autocast_dtype(y)
     check_types(y, weights, dtype)
     drawn = beside.draw(sides, y) if sides else []
-    every = [*weights, *[side.weight for side in drawn]]
+    every = [*weights, *[side.weight for side in drawn]] if drawn else weights
     learns = torch.is_grad_enabled() and any(weight.requires_grad for weight in every)
     if isinstance(x, Normed):
         kept = x.kept
@@ -121,7 +121,7 @@ def linears(
         pairs = zip(weights, biases, strict=True)
         own = [functional.linear(y, weight, bias) for weight, bias in pairs]
         return *own, *(beside.product(y, side) for side in drawn)
-    given = [] if all(bias is None for bias in biases) else without_none(biases, y)
+    given = without_none(biases, y) if any(bias is not None for bias in biases) else []
     terms = list(weights), given, *_as_lists(weights, drawn, y)
     return tuple(linears_operator(y, *terms, *fields_of(kept), kept.dtype, list(kept.spec)))
 
@@ -154,6 +154,8 @@ def without_none(biases: Biases, like: Tensor) -> list[Tensor]:
 def _as_lists(weights: Sequence[Tensor], drawn: Sequence[Drawn], like: Tensor) -> tuple[Any, ...]:
     """Return sides, their keys, and the levels of all products, as the operator has them."""
     levels = [ALL_KEPT] * len(weights) + [side.level for side in drawn]
+    if not drawn:
+        return [], [], levels
     return [s.weight for s in drawn], without_none([s.key for s in drawn], like), levels
 
 
@@ -191,8 +193,10 @@ def check_kept(x: Tensor, kept: Kept | None) -> None:
 
 def check_types(x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype) -> None:
     """Raise unless weights are of a type, or autocast will cast them."""
+    if torch.is_autocast_enabled(x.device.type):
+        return
     for weight in weights:
-        if weight.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+        if weight.dtype != dtype:
             raise InvalidValueError(
                 f"a weight is of {weight.dtype}; accepted without autocast is x's {dtype}"
             )

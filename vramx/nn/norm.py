@@ -23,7 +23,31 @@ from torch import Tensor
 from vramx.compression.config import Compression
 from vramx.nn import arguments
 from vramx.nn import operators_norm as _operators
+from vramx.nn.dropout import ALL_KEPT, dropout, dropout_add, levels_kept, new_key
 from vramx.nn.keeping import Kept, spec_for
+
+
+class Sources(NamedTuple):
+    """What is normalised: dropout(x) + residual, of one shape; `p` is dropout's probability.
+
+    Without a residual and with p = 0 it is x.
+    """
+
+    x: Tensor
+    residual: Tensor | None = None
+    p: float = 0.0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of the sum."""
+        return arguments.sum_dtype(self.x, self.residual)
+
+    def total(self) -> Tensor:
+        """Return the sum, by operators of its own."""
+        x, residual, p = self
+        if residual is None:
+            return dropout(x, p)
+        return dropout_add(x, residual, p) if p else x + residual
 
 
 class Normed(NamedTuple):
@@ -74,7 +98,7 @@ def rms_norm(
     """
     if eps is None:
         eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
-    return norm((x, residual), (weight, None), (eps, False), keep)
+    return norm(Sources(x, residual), (weight, None), (eps, False), keep)
 
 
 def layer_norm(
@@ -95,11 +119,11 @@ def layer_norm(
         >>> torch.equal(residual_sum, x + 1)
         True
     """
-    return norm((x, residual), (weight, bias), (eps, True), keep)
+    return norm(Sources(x, residual), (weight, bias), (eps, True), keep)
 
 
 def norm(
-    sources: tuple[Tensor, Tensor | None],
+    sources: Sources,
     affine: tuple[Tensor | None, Tensor | None],
     how: tuple[float, bool],
     keep: Compression | None,
@@ -108,31 +132,32 @@ def norm(
     """Return what rms_norm() and layer_norm() do, and y of a type that is asked for.
 
     Args:
-        sources: x and the residual.
+        sources: what is normalised; masks of dropout are dropout.py's.
         affine: weight and bias.
         how: eps, and whether the mean is subtracted.
         dtype: of y, floating; None is torch's own. What would be cast to it alone may as well be
             rounded to it at once: the values are the same.
     """
-    x, residual = sources
+    x, residual, p = sources
     eps, centred = how
     _check(x, residual, affine)
-    spec = spec_for(keep)
-    if residual is not None and residual.dtype != x.dtype:
-        x, residual = arguments.cast_to_common(x, residual)
+    level = levels_kept(p) if p else ALL_KEPT
+    key = None if level == ALL_KEPT else new_key(x)
+    spec, stored = spec_for(keep), sources.dtype
     y, total, buffer, rstd, probe = _operators.norm(
-        x, residual, *affine, eps, centred, dtype or _result_dtype(x), list(spec)
-    )
-    kept = Kept(buffer, probe, rstd, *affine, eps, centred, x.dtype, spec)
-    return Normed(y, x if residual is None else total, kept)
+        x, residual, key, level, *affine, eps, centred,
+        dtype or _result_dtype(x, stored), list(spec),
+    )  # fmt: skip
+    kept = Kept(buffer, probe, rstd, *affine, eps, centred, stored, spec)
+    return Normed(y, x if residual is None and key is None else total, kept)
 
 
-def _result_dtype(x: Tensor) -> torch.dtype:
+def _result_dtype(x: Tensor, dtype: torch.dtype) -> torch.dtype:
     """Return the type of y: under autocast on a GPU norms are among what is done in float32."""
-    half = x.dtype in (torch.bfloat16, torch.float16)
+    half = dtype in (torch.bfloat16, torch.float16)
     if half and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
         return torch.float32
-    return x.dtype
+    return dtype
 
 
 def _check(x: Tensor, residual: Tensor | None, affine: tuple[Tensor | None, Tensor | None]) -> None:

@@ -56,9 +56,9 @@ def packs_in_kernel(x: Tensor, spec: Spec) -> bool:
 
 def contiguous_of(affine: norm_launch.Affine) -> norm_launch.Affine:
     """Return weight and bias as kernels take them."""
-    if all(each is None or each.is_contiguous() for each in affine):
-        return affine
     weight, bias = affine
+    if (weight is None or weight.is_contiguous()) and (bias is None or bias.is_contiguous()):
+        return affine
     return norm_launch.Affine(
         None if weight is None else weight.contiguous(), None if bias is None else bias.contiguous()
     )

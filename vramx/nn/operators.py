@@ -84,7 +84,7 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator; the first argument is a tensor."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():  # an export that is not Dynamo's has a mode
             return self._overload(*args)
         flat = _flattened(args, self._lists) if self._lists else args
         if self.is_watched(flat):

@@ -21,7 +21,9 @@ from torch import Tensor
 from vramx.kernels import norm_backward_launch, norm_launch
 from vramx.nn import passes
 from vramx.nn import reference_norm as reference
+from vramx.nn.arguments import cast_to_common, sum_dtype
 from vramx.nn.differentiation import new_probe
+from vramx.nn.dropout import drop_again
 from vramx.nn.keeping import (
     NOTHING,
     Spec,
@@ -39,28 +41,46 @@ from vramx.nn.norm_kept import (
     rows_of,
 )
 from vramx.nn.operators import operator
+from vramx.nn.products import cast
 
 
 @operator(
     "vramx::norm",
-    schema="(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool centred, "
-    "ScalarType dtype, int[] spec) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor x, Tensor? residual, Tensor? key, int level, Tensor? weight, Tensor? bias, "
+    "float eps, bool centred, ScalarType dtype, int[] spec) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
-    centred: bool, dtype: torch.dtype, spec: list[int],
+    x: Tensor, residual: Tensor | None, key: Tensor | None, level: int, weight: Tensor | None,
+    bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype, spec: list[int],
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return y of `dtype`, the sum (None without a residual), the buffer, rstd, and the probe.
+    """Return y of `dtype`, the sum, the buffer, rstd, and the probe.
 
-    x and residual: of one type and shape. weight, bias: [last dimension]. The buffer, rstd and the
-    probe are empty if `spec` is NOTHING.
+    The sum, of the type that x and residual are promoted to, is dropout(x) + residual; None if x
+    itself is normalised. key and level: of dropout.py's masks; no key, no dropout. weight, bias:
+    [last dimension]. The buffer, rstd and the probe are empty if `spec` is NOTHING.
     """
+    added = _added(x, residual, key, level)
+    if added is not None:
+        x, residual = added, None
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     affine, kind = norm_launch.Affine(weight, bias), Spec(*spec)
     run = _norm_kernel if has_kernel(x) else _norm_reference
     y, total, kept, rstd = run((x, residual), affine, (eps, centred), dtype, kind)
-    return y, total, kept, rstd, _probe(x, kind)
+    return y, total if added is None else added, kept, rstd, _probe(x, kind)
+
+
+def _added(x: Tensor, residual: Tensor | None, key: Tensor | None, level: int) -> Tensor | None:
+    """Return dropout(x) + residual, where no norm's kernel makes it: after dropout, of two types.
+
+    None: the kernel adds, or there is nothing to add.
+    """
+    if key is not None:
+        if residual is not None:
+            x, residual = cast_to_common(x, residual)
+        return drop_again(x, key, level, residual)
+    return None if residual is None or residual.dtype == x.dtype else x + residual
 
 
 _TO_NEAREST = norm_launch.Noise(None, 0)
@@ -122,11 +142,14 @@ def _norm_reference(
 
 
 @norm.register_fake
-def _(x: Tensor, residual: Tensor | None, *others: Any) -> tuple[Tensor | None, ...]:
+def _(
+    x: Tensor, residual: Tensor | None, key: Tensor | None, *others: Any
+) -> tuple[Tensor | None, ...]:
     dtype, spec = others[-2:]
     kind = Spec(*spec)
-    y = x.new_empty(x.shape, dtype=dtype)
-    total = None if residual is None else x.new_empty(x.shape)
+    y, total = x.new_empty(x.shape, dtype=dtype), None
+    if residual is not None or key is not None:
+        x = total = x.new_empty(x.shape, dtype=sum_dtype(x, residual))
     kept = x.new_empty(buffer_bytes(x.numel(), x.dtype, kind), dtype=torch.uint8)
     rstd = x.new_empty(
         0 if kind.bits == NOTHING else x.shape[:-1],
@@ -201,46 +224,67 @@ def _(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-    x, residual, weight, bias, *how = inputs
+    x, residual, key, ctx.level, weight, bias, *how = inputs
     _, total, kept, rstd, probe = output
     ctx.set_materialize_grads(False)
     # torch.library has an empty tensor for a sum that is none.
-    unsummed = [total] if residual is None and total is not None else []
+    unsummed = [total] if residual is None and key is None and total is not None else []
     ctx.mark_non_differentiable(kept, rstd, *unsummed)
-    ctx.save_for_backward(kept, rstd, probe, weight)
+    ctx.save_for_backward(kept, rstd, probe, weight, key)
     ctx.eps, ctx.centred, _, ctx.spec = how
-    ctx.dtype = x.dtype
+    ctx.dtypes = x.dtype, None if residual is None else residual.dtype
+    ctx.dtype = sum_dtype(x, residual)
     ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.has_residual = residual is not None
+    ctx.drops = key is not None
 
 
 def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     dy, dsum, _, _, dprobe = gradients
-    # The probe stands for the sum, or for x if there is no residual.
+    # The probe stands for what is normalised: the sum, or x.
     if dprobe is not None:
         dsum = dprobe if dsum is None else dsum + dprobe
+    # Read once: a checkpoint gives each tensor once.
+    saved: Any = ctx.saved_tensors if dy is not None or ctx.drops else (None,)
+    found: tuple[Tensor | None, ...]
     if dy is None:
-        dx, dweight, dbias = dsum, None, None
+        found = dsum, None, None
     elif torch.is_grad_enabled():
-        dx, dweight, dbias = _differentiable_backward(ctx, dy, dsum)
+        found = _differentiable_backward(ctx, saved[:-1], dy, dsum)
     else:
-        wanted = [int(need) for need in ctx.needs_input_grad[2:4]]
-        kept, rstd, _, weight = ctx.saved_tensors
-        dx, dweight, dbias = norm_backward(
+        needs_weight, needs_bias = ctx.needs_input_grad[4:6]
+        wanted = [int(needs_weight), int(needs_bias)]
+        kept, rstd, _, weight, _ = saved
+        found = norm_backward(
             dy, dsum, weight, kept, rstd, ctx.centred, ctx.dtype, wanted, ctx.spec
         )
-    dweight = dweight if ctx.needs_input_grad[2] else None
-    dbias = dbias if ctx.needs_input_grad[3] else None
-    if dbias is not None:
-        dbias = dbias.to(ctx.bias_dtype)
-    return dx, dx if ctx.has_residual else None, dweight, dbias, None, None, None, None
+    return *_of_sources(ctx, found[0], saved[-1]), *_of_affine(ctx, *found[1:]), *(None,) * 4
+
+
+def _of_sources(ctx: Any, dsum: Tensor | None, key: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x, the residual, key and level from that of what is normalised."""
+    if dsum is None:
+        return None, None, None, None
+    of_x, of_residual = ctx.dtypes
+    dx = dsum
+    if key is not None and ctx.needs_input_grad[0]:
+        dx = drop_again(dsum, key, ctx.level)
+    return cast(dx, of_x), None if of_residual is None else cast(dsum, of_residual), None, None
+
+
+def _of_affine(
+    ctx: Any, dweight: Tensor | None, dbias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    needs_weight, needs_bias = ctx.needs_input_grad[4:6]
+    if not needs_bias or dbias is None:
+        return dweight if needs_weight else None, None
+    return dweight if needs_weight else None, cast(dbias, ctx.bias_dtype)
 
 
 def _differentiable_backward(
-    ctx: Any, dy: Tensor, dsum: Tensor | None
+    ctx: Any, saved: tuple[Any, ...], dy: Tensor, dsum: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the same gradients by operations that have gradients themselves."""
-    kept, rstd, probe, weight = ctx.saved_tensors
+    kept, rstd, probe, weight = saved
     s = input_again(kept, rstd, probe, Spec(*ctx.spec))
     normalised, factor = reference.normalise(s, ctx.eps, ctx.centred)
     dx = reference.gradient(dy, normalised, factor, weight, ctx.centred)

@@ -47,7 +47,7 @@ def running(word: int) -> Iterator[None]:
 
 def saves_are_brief() -> bool:
     """Tell whether what is saved now lives for a block's backward at most."""
-    return not torch.compiler.is_compiling() and _running.word != NONE
+    return not torch.compiler.is_dynamo_compiling() and _running.word != NONE
 
 
 def saves_are_unread() -> bool:

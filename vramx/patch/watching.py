@@ -17,10 +17,6 @@ from vramx.patch.torch_functions import is_own
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 _MARK = "vramx_looks_on"
-_TABLES = (
-    *("_global_forward_hooks", "_global_forward_pre_hooks"),
-    *("_global_backward_hooks", "_global_backward_pre_hooks"),
-)
 # Python's way to call a module, for it to stay torch's own.
 _CALL = nn.Module.__call__ if is_own(nn.Module.__call__, "torch") else None
 
@@ -33,8 +29,12 @@ def looks_on(hook: Hook) -> Hook:
 
 def has_other_hooks() -> bool:
     """Tell whether every module's call has a hook that may change what it does."""
-    for name in _TABLES:
-        table = getattr(modules, name, None)
-        if table and any(not hasattr(hook, _MARK) for hook in list(table.values())):
-            return True
+    tables = (
+        modules._global_forward_hooks,
+        modules._global_forward_pre_hooks,
+        modules._global_backward_hooks,
+        modules._global_backward_pre_hooks,
+    )
+    if any(tables) and not all(hasattr(h, _MARK) for each in tables for h in [*each.values()]):
+        return True
     return nn.Module.__call__ is not _CALL

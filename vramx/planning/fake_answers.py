@@ -23,6 +23,7 @@ from torch.utils import _foreach_utils
 from vramx.compression.offload import offload
 from vramx.nn import attention_kernels
 from vramx.nn.operators import Operator
+from vramx.patch.torch_functions import stand_in
 from vramx.planning.fake_kernels import REPLACED
 from vramx.planning.fake_offload import FakeLinks, FakeStashes
 from vramx.planning.fake_values import value_of
@@ -200,7 +201,7 @@ def _heard(function: Any, replacement: Callable[..., Any]) -> Callable[..., Any]
         heard = torch._C._len_torch_function_stack() > 0
         return function(*args, **kwargs) if heard else replacement(*args, **kwargs)
 
-    return called
+    return stand_in(called, function.__name__)
 
 
 def _is_transformed(*_: Any) -> bool:

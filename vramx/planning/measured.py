@@ -18,7 +18,7 @@ class Run:
     """An arrangement that was run. `measured_bytes` is None if it ran out of memory.
 
     `predicted_bytes` is what was predicted just before, corrected by what runs before it had shown;
-    `measured_ms` is the median of several timings where another run was nearly as fast.
+    `measured_ms` rests on several timings, in turns, where another run was about as fast.
     """
 
     arrangement: Arrangement

@@ -68,8 +68,8 @@ class Meter(Protocol):
     def settle(self) -> None:
         """Wait for the device, and let go of what has left it by then."""
 
-    def time_ms(self, function: Callable[[], Any]) -> float:
-        """Return the lower quartile of the times of some calls; one has been made before.
+    def time_ms(self, function: Callable[[], Any], samples: int = _SAMPLES) -> float:
+        """Return the lower quartile of the times of so many calls; one has been made before.
 
         What else runs on a host adds to what it takes, and never takes from it. But most hosts are
         disturbed now and then, which the least of the times would not show.
@@ -107,8 +107,8 @@ class CudaMeter:
         torch.cuda.synchronize(self._device)
         offload_report()  # it lets go of what has been copied by now
 
-    def time_ms(self, function: Callable[[], Any]) -> float:
-        return sorted(self._elapsed_ms(function, 1) for _ in range(_SAMPLES))[_SAMPLES // 4]
+    def time_ms(self, function: Callable[[], Any], samples: int = _SAMPLES) -> float:
+        return sorted(self._elapsed_ms(function, 1) for _ in range(samples))[samples // 4]
 
     def busy(self, function: Callable[[], Any], calls: int) -> Busy:
         samples = [self._sample(function, calls) for _ in range(_SAMPLES)]
@@ -170,11 +170,11 @@ class HostMeter:
     def settle(self) -> None:
         pass
 
-    def time_ms(self, function: Callable[[], Any]) -> float:
-        return self.busy(function, 1).host_ms
+    def time_ms(self, function: Callable[[], Any], samples: int = _HOST_SAMPLES) -> float:
+        return self.busy(function, 1, samples).host_ms
 
-    def busy(self, function: Callable[[], Any], calls: int) -> Busy:
-        times = (_host_ms(function, calls) for _ in range(_HOST_SAMPLES))
+    def busy(self, function: Callable[[], Any], calls: int, samples: int = _HOST_SAMPLES) -> Busy:
+        times = (_host_ms(function, calls) for _ in range(samples))
         return Busy(min(times), 0.0)
 
 

@@ -2,16 +2,14 @@
 
 What is chosen for a budget is run; where the run exceeds it, or leaves room, the choice is made
 again with that taken off. What should be nearly as fast is run, too, for predictions are off by
-some percent; and what was nearly as fast is timed once more, in turns, for steps are as well.
+some percent; and what was about as fast is timed in turns (turns.py), for steps are off by more.
 Processes that train together do all of it in step, and agree on each number. Not thread-safe; a run
 costs some steps.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from statistics import median
 
 from vramx.planning.agreement import Agreement
 from vramx.planning.blocks import Block
@@ -22,6 +20,7 @@ from vramx.planning.loop import Measured as MeasuredLoop
 from vramx.planning.measured import Measured, Run
 from vramx.planning.meters import Meter
 from vramx.planning.steps import Step
+from vramx.planning.turns import Turns
 from vramx.planning.words import apply_words
 from vramx.progress import ProgressBar
 
@@ -31,11 +30,13 @@ _ROUNDS = 4
 _PEAK_STEPS = 2
 # Of what was predicted, when it ran out of memory: by how much it exceeds is not known then.
 _LESS_AFTER_OUT_OF_MEMORY = 0.95
-# By how much of a step predictions are off, and what one timing of it differs from another; and how
-# many turns tell two apart that are closer.
-_PREDICTED_WITHIN, _TIMED_WITHIN, _TURNS = 0.04, 0.02, 4
-# How long each of the two takes, about: a large model has few turns. So many steps make one timing.
-_MOST_MS, _STEPS = 8000.0, 10
+# By how much of a step predictions are off, and one timing of it on a host that others disturb.
+_PREDICTED_WITHIN, _TIMED_WITHIN = 0.04, 0.1
+# How long running what is near takes, about, and timing it in turns: few, of a large model.
+_MOST_MS, _MOST_TURNS = 8000.0, 12
+# How many steps are timed when an arrangement is run, of how many; and in turns.
+_TIMED, _STEPS = 3, 6
+_TIMED_IN_TURNS, _STEPS_IN_TURNS = 2, 3
 
 
 class Runner:
@@ -86,7 +87,7 @@ class Runner:
         """Return the peak and the time of a step; no peak: it ran out of memory."""
         try:
             with apply_words(self._model, words):
-                return self._peak_bytes(), self._meter.time_ms(self._step)
+                return self._peak_bytes(), self._meter.time_ms(self._step, _TIMED)
         except RuntimeError as error:
             if self._agreement.is_shared or not is_out_of_memory(error):
                 raise
@@ -112,8 +113,7 @@ class Runner:
         if not measured.within(limit_bytes):
             return self.smallest(measured)
         self._run_near(measured, bound, limit_bytes)
-        self._time_close(measured, limit_bytes)
-        return min(measured.within(limit_bytes), key=lambda run: run.measured_ms)
+        return self._fastest(measured, limit_bytes)
 
     def _run_near(self, measured: Measured, bound: float, limit_bytes: float) -> None:
         """Run what should be nearly as fast as the fastest that fits, as long as there is time.
@@ -133,28 +133,36 @@ class Runner:
                 self._bar.show("plan: running what should be nearly as fast", 0, 1)
                 left_ms -= _STEPS * min(self._run(measured, each).measured_ms, _MOST_MS)
 
-    def _time_close(self, measured: Measured, limit_bytes: float) -> None:
-        """Time once more, in turns, what was nearly as fast as the fastest that fits, or should be.
+    def _fastest(self, measured: Measured, limit_bytes: float) -> Run:
+        """Return the fastest that fits; what was about as fast, or should be, is timed in turns.
 
         What should be, too: by a single timing a busy host made it slow.
         """
         fitting = measured.within(limit_bytes)
         least_ms = min(run.measured_ms for run in fitting)
-        most_ms = (1 + _TIMED_WITHIN) * min(run.arrangement.step_ms for run in fitting)
-        close = [
-            run
+        predicted_ms = (1 + _PREDICTED_WITHIN) * min(run.arrangement.step_ms for run in fitting)
+        close = {
+            run.arrangement.words: run
             for run in fitting
             if run.measured_ms <= (1 + _TIMED_WITHIN) * least_ms
-            or run.arrangement.step_ms <= most_ms
-        ]
-        turns = _TURNS if len(close) > 1 else 0
-        times = {run.arrangement.words: [run.measured_ms] for run in close}
-        for turn in range(min(turns, math.ceil(_MOST_MS / (_STEPS * len(close) * least_ms)))):
-            self._bar.show("plan: timing what was nearly as fast", turn, turns)
-            for run in close if turn % 2 else close[::-1]:
-                times[run.arrangement.words].append(self._time_ms(measured, run))
-        for run in close:
-            run.measured_ms = median(times[run.arrangement.words])
+            or run.arrangement.step_ms <= predicted_ms
+        }
+        turns, left_ms = Turns(list(close)), _MOST_MS
+        times = {words: [run.measured_ms] for words, run in close.items()}
+        for turn in range(_MOST_TURNS):
+            if len(turns.left) == 1 or left_ms <= 0:
+                break
+            self._bar.show("plan: timing what was nearly as fast", turn, _MOST_TURNS)
+            added = {words: self._time_ms(measured, close[words]) for words in turns.order}
+            turns.add(added)
+            for words, step_ms in added.items():
+                times[words].append(step_ms)
+            left_ms -= _STEPS_IN_TURNS * sum(added.values())
+        best = turns.best()
+        best_ms = sorted(times[best])[len(times[best]) // 4]
+        for words, run in close.items():
+            run.measured_ms = best_ms * max(1.0, turns.ratio(words, best))
+        return close[best]
 
     def _time_ms(self, measured: Measured, run: Run) -> float:
         with (
@@ -162,7 +170,7 @@ class Runner:
             apply_words(self._model, measured.words(run.arrangement)),
         ):
             self._step()  # where its memory lies is found in the first
-            step_ms = self._meter.time_ms(self._step)
+            step_ms = self._meter.time_ms(self._step, _TIMED_IN_TURNS)
         return self._agreement.most(step_ms)
 
     def smallest(self, measured: Measured) -> Run:

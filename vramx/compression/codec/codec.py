@@ -102,7 +102,10 @@ def layout_of(numel: int, format: Format) -> Layout:
         >>> layout_of(1 << 20, Format()).buffer_bytes
         1097728
     """
-    return Layout(numel, format.bits, format.group_size, format.symmetric)
+    facts = format.bits, format.group_size, format.symmetric
+    if type(numel) is not int:  # as in bytes_of()
+        return Layout(numel, *facts)
+    return _facts(torch.float32, numel, *facts)[1]
 
 
 def bytes_of(numel: int, format: Format) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,23 @@ def implementation(attention: Any) -> str | None:
     return word if word in KNOWN else None
 
 
+class Attending(NamedTuple):
+    """An attention module of transformers, and the function that it calls."""
+
+    module: Any
+    function: Callable[..., Any]
+
+
+def attending(attention: Any) -> Attending | None:
+    """Return an attention module with its function, found as it finds it; None: not known."""
+    word, names = implementation(attention), names_of(attention)
+    if word is None:
+        return None
+    eager = word == "eager"
+    function = names.eager_attention_forward if eager else names.ALL_ATTENTION_FUNCTIONS[word]
+    return Attending(attention, function)
+
+
 def heads_of(projections: Sequence[Tensor], head_size: int) -> list[Tensor]:
     """Return (..., tokens, heads * size) as (..., heads, tokens, size), views."""
     shape = (*projections[0].shape[:-1], -1, head_size)
@@ -81,7 +98,7 @@ def is_in(cache: Any, attention: Any) -> bool:
 
 
 def attend(
-    attention: Any,
+    of: Attending,
     heads: Heads,
     mask: Tensor | None,
     options: dict[str, Any],
@@ -92,24 +109,21 @@ def attend(
 
     `values` as values_again() returns it.
     """
-    names = names_of(attention)
-    if implementation(attention) == "eager":
-        function = names.eager_attention_forward
-    else:
-        function = names.ALL_ATTENTION_FUNCTIONS["sdpa"]
-        # What a recomputed block saves is not packed, and a mask with shared heads is better off
-        # with the model's function, which repeats them: torch's kernels do not take both.
-        packs = keep.packs and not passes.saves_are_brief()
-        tokens, of_keys, of_values = (each.shape[2] for each in heads)
-        alike = tokens == of_keys == of_values
-        if packs and alike and _is_plain(function, tokens, mask, options):
-            how = {
-                "is_causal": _is_causal(attention, tokens, mask, options),
-                "scale": options["scaling"],
-                "dropout_p": options["dropout"],
-                "values": values,
-            }
-            return packed(heads, mask, how, keep)
+    attention, function = of
+    # What a recomputed block saves is not packed, and a mask with shared heads is better off with
+    # the model's function, which repeats them: torch's kernels do not take both.
+    packs = keep.packs and not passes.saves_are_brief()
+    q, k, v = heads
+    tokens = q.shape[2]
+    alike = packs and tokens == k.shape[2] == v.shape[2]
+    if alike and _is_plain(function, tokens, mask, options):
+        how = {
+            "is_causal": _is_causal(attention, tokens, mask, options),
+            "scale": options["scaling"],
+            "dropout_p": options["dropout"],
+            "values": values,
+        }
+        return packed(heads, mask, how, keep)
     result: Tensor = function(attention, *heads, mask, **options)[0]
     return of_result(result.reshape(*result.shape[:-2], -1).contiguous())
 

@@ -12,15 +12,16 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from vramx.nn.families.attention import (
+    Attending,
     Finish,
     attend,
+    attending,
     heads_of,
-    implementation,
     of_result,
 )
 from vramx.nn.families.parts import FeedForward, add_normalise, feed_forward
 from vramx.nn.families.projection import Source, project, tensor_of
-from vramx.nn.families.questions import all_untouched, cache_of
+from vramx.nn.families.questions import all_untouched, cache_of, own
 from vramx.nn.families.small import of_transformers
 from vramx.nn.families.swap import Fused
 
@@ -79,45 +80,48 @@ class BertLayer(Fused):
         return tensor_of(self._feed_forward(source))
 
     def _attend(self, x: Tensor, options: dict[str, Any]) -> Source:
-        whole, attention = self.attention, self.attention.self
+        whole = own(self, "attention")
         if not all_untouched([whole]):
             y: Tensor = whole(x, **options)[0]
             return y
-        watched = not all_untouched([attention, attention.dropout])
-        if watched or implementation(attention) is None:
+        attention, output = own(whole, "self"), own(whole, "output")
+        watched = not all_untouched([attention, own(attention, "dropout")])
+        of = None if watched else attending(attention)
+        if of is None:
             finish = of_result(attention(x, **options)[0])
         else:
-            finish = self._heads(x, dict(options))
-        output = whole.output
+            finish = self._heads(of, x, dict(options))
         if not all_untouched([output]):
             return output(finish(None), x)  # type: ignore[no-any-return]
-        parts = (finish(output.dense), x)
-        return add_normalise(output.dropout, output.LayerNorm, parts, self.vramx_settings.keep)[0]
+        return self._add_normalise(output, finish(own(output, "dense")), x)
 
-    def _heads(self, x: Tensor, options: dict[str, Any]) -> Finish:
-        attention, keep = self.attention.self, self.vramx_settings.keep
+    def _heads(self, of: Attending, x: Tensor, options: dict[str, Any]) -> Finish:
+        attention, keep = of.module, self.vramx_settings.keep
         mask = options.pop("attention_mask", None)
         options = {k: v for k, v in options.items() if v is not None}
-        linears = [attention.query, attention.key, attention.value]
+        linears = [own(attention, name) for name in ("query", "key", "value")]
         heads = heads_of(project(x, linears, keep), attention.attention_head_size)
         options |= {
-            "dropout": attention.dropout.p if attention.training else 0.0,
+            "dropout": own(attention, "dropout").p if attention.training else 0.0,
             "scaling": attention.scaling,
         }
-        return attend(attention, heads, mask, options, keep)
+        return attend(of, heads, mask, options, keep)
 
     def _feed_forward(self, source: Source) -> Source:
-        output, y, part = self.output, tensor_of(source), self.vramx_feed_forward()
+        output, y, part = own(self, "output"), tensor_of(source), self.vramx_feed_forward()
         if part is None:
             result: Tensor = output(self.intermediate(y), y)
             return result
         narrow = feed_forward(source, part, self.vramx_settings)(None)
-        return add_normalise(
-            output.dropout, output.LayerNorm, (narrow, y), self.vramx_settings.keep
-        )[0]
+        return self._add_normalise(output, narrow, y)
+
+    def _add_normalise(self, output: Any, x: Tensor, residual: Tensor) -> Source:
+        dropout, norm = own(output, "dropout"), own(output, "LayerNorm")
+        return add_normalise(dropout, norm, (x, residual), self.vramx_settings.keep)[0]
 
     def vramx_feed_forward(self) -> FeedForward | None:
-        inner, output = self.intermediate, self.output
+        inner, output = own(self, "intermediate"), own(self, "output")
         if not all_untouched([inner, output]):
             return None
-        return FeedForward((inner.dense,), inner.intermediate_act_fn, output.dense)
+        activation = own(inner, "intermediate_act_fn")
+        return FeedForward((own(inner, "dense"),), activation, own(output, "dense"))

@@ -25,6 +25,7 @@ from vramx.nn.families.questions import all_untouched, class_name
 from vramx.nn.families.small import WIDTH, images
 from vramx.nn.families.swap import Fused
 from vramx.nn.feed_forward import TwoLinears
+from vramx.nn.norm import Sources
 from vramx.patch.module import original_class
 
 
@@ -49,7 +50,7 @@ class ConvNext(Fused):
         terms = None if part is None else terms_of_all(part)
         y = convolve(convolution, x, settings.keep).permute(0, 2, 3, 1)
         into = () if part is None or terms is None else part.inner
-        source, _ = normalise(norm, y, None, settings.keep, into)
+        source, _ = normalise(norm, Sources(y), settings.keep, into)
         del y
         if part is None or terms is None:
             if part is None:

@@ -21,9 +21,9 @@ from vramx.nn.attention_groups import Heads
 from vramx.nn.families.attention import (
     attend,
     attend_in_groups,
+    attending,
     cannot_centre,
     heads_of,
-    implementation,
     is_in,
     is_in_groups,
     takes_cache,
@@ -36,7 +36,7 @@ from vramx.nn.families.projection import projected, projection_of, tensor_of
 from vramx.nn.families.questions import all_untouched, cache_of, class_name, own, untouched
 from vramx.nn.families.small import of_transformers
 from vramx.nn.families.swap import Fused
-from vramx.nn.norm import rms_norm
+from vramx.nn.norm import Sources, rms_norm
 
 _HF = "transformers.models"
 _AS_IT_IS = Compression(level="keep")
@@ -98,8 +98,9 @@ class DecoderLayer(Fused):
     def _attend(self, x: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Return attention's result, and x where it is to be added to it."""
         attention, keep = own(self, "self_attn"), self.vramx_settings.keep
-        source, _ = normalise(own(self, "input_layernorm"), x, None, keep)
-        if not all_untouched([attention]) or implementation(attention) is None:
+        source, _ = normalise(own(self, "input_layernorm"), Sources(x), keep)
+        of = attending(attention) if all_untouched([attention]) else None
+        if of is None:
             result: Tensor = attention(hidden_states=tensor_of(source), **kwargs)[0]
             return result, x
         options = dict(kwargs)
@@ -131,7 +132,7 @@ class DecoderLayer(Fused):
             k, v = cache.update(k, v, attention.layer_idx)
         if cannot_centre(found[1]):
             keep = replace(keep, level="keep")
-        finish = attend(attention, (q, k, v), mask, options, keep, values)
+        finish = attend(of, (q, k, v), mask, options, keep, values)
         return finish(own(attention, "o_proj")), x
 
     def _normalise_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,7 +153,7 @@ class DecoderLayer(Fused):
     def _feed_forward(self, attended: Tensor, x: Tensor | None) -> Tensor:
         settings = self.vramx_settings
         norm = own(self, "post_attention_layernorm")
-        source, residual = normalise(norm, attended, x, settings.keep)
+        source, residual = normalise(norm, Sources(attended, x), settings.keep)
         del attended, x
         part = self.vramx_feed_forward()
         if part is None:
@@ -219,7 +220,9 @@ class Qwen3Layer(Qwen2Layer):
     def _normalise(self, norm: Any, heads: Tensor) -> Tensor:
         # As they lie in memory, (batch, tokens, heads, size): no copy.
         rows = heads.transpose(1, 2)
-        return tensor_of(normalise(norm, rows, None, self.vramx_settings.keep)[0]).transpose(1, 2)
+        return tensor_of(normalise(norm, Sources(rows), self.vramx_settings.keep)[0]).transpose(
+            1, 2
+        )
 
 
 def _by_rms(heads: Tensor, weight: Tensor, norm: Any) -> Tensor:

@@ -21,6 +21,7 @@ from vramx.nn.families.parts import (
 from vramx.nn.families.projection import Source, probability_of, project, tensor_of
 from vramx.nn.families.small import HEADS, INNER, TOKENS, WIDTH, images
 from vramx.nn.families.swap import Fused
+from vramx.nn.norm import Sources
 
 
 class EncoderLayer(Fused):
@@ -59,7 +60,7 @@ class EncoderLayer(Fused):
         causal = others.get("is_causal", False)
         keep, none = self.vramx_settings.keep, _NO_DROPOUT
         if self.norm_first:
-            source, residual = normalise(self.norm1, x, None, keep)
+            source, residual = normalise(self.norm1, Sources(x), keep)
             attended = self._sa_block(tensor_of(source), *masks, is_causal=causal)
             source, residual = add_normalise(none, self.norm2, (attended, residual), keep)
             finish = self._feed_forward(source)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vramx.nn.families.attention import (
     attend,
+    attending,
     heads_of,
     implementation,
     is_in,
@@ -20,9 +21,10 @@ from vramx.nn.families.attention import (
 from vramx.nn.families.norm_modules import normalise
 from vramx.nn.families.parts import FeedForward, add_normalise, feed_forward, feed_forward_add
 from vramx.nn.families.projection import project, tensor_of
-from vramx.nn.families.questions import all_untouched, cache_of, class_name
+from vramx.nn.families.questions import all_untouched, cache_of, class_name, own
 from vramx.nn.families.small import of_transformers
 from vramx.nn.families.swap import Fused
+from vramx.nn.norm import Sources
 
 _FILE = "transformers.models.gpt2.modeling_gpt2"
 
@@ -71,41 +73,43 @@ class Gpt2Block(Fused):
 
     def _attend(self, x: Tensor, options: dict[str, Any]) -> tuple[Tensor, Any]:
         """Return the projected result, and the dropout that is still to be applied to it."""
-        attention, keep = self.attn, self.vramx_settings.keep
-        source, _ = normalise(self.ln_1, x, None, keep)
-        word = implementation(attention)
-        upcast = word == "eager" and attention.reorder_and_upcast_attn
-        if not all_untouched([attention, attention.attn_dropout]) or word is None or upcast:
+        attention, keep = own(self, "attn"), self.vramx_settings.keep
+        source, _ = normalise(own(self, "ln_1"), Sources(x), keep)
+        upcast = attention.reorder_and_upcast_attn and implementation(attention) == "eager"
+        dropout = own(attention, "attn_dropout")
+        of = attending(attention) if all_untouched([attention, dropout]) else None
+        if of is None or upcast:
             return attention(tensor_of(source), **options)[0], _NO_DROPOUT
         mask, (cache_name, cache) = options.pop("attention_mask", None), cache_of(options)
         options = {k: v for k, v in options.items() if k != cache_name and v is not None}
-        (projected,) = project(source, [attention.c_attn], keep)
+        (projected,) = project(source, [own(attention, "c_attn")], keep)
         del source
         q, k, v = heads_of(projected.chunk(3, -1), attention.head_dim)
         if cache is not None:
             k, v = cache.update(k, v, attention.layer_idx)
         options.pop("output_attentions", None)
         options |= {
-            "dropout": attention.attn_dropout.p if attention.training else 0.0,
+            "dropout": dropout.p if attention.training else 0.0,
             "scaling": attention.scaling,
         }
-        finish = attend(attention, (q, k, v), mask, options, keep)
-        return finish(attention.c_proj), attention.resid_dropout
+        finish = attend(of, (q, k, v), mask, options, keep)
+        return finish(own(attention, "c_proj")), own(attention, "resid_dropout")
 
     def _feed_forward(self, dropout: Any, parts: tuple[Tensor, Tensor]) -> Tensor:
-        source, residual = add_normalise(dropout, self.ln_2, parts, self.vramx_settings.keep)
+        norm, keep = own(self, "ln_2"), self.vramx_settings.keep
+        source, residual = add_normalise(dropout, norm, parts, keep)
         part = self.vramx_feed_forward()
         if part is None:
             return residual + self.mlp(tensor_of(source))  # type: ignore[no-any-return]
         finish = feed_forward(source, part, self.vramx_settings)
         del source
-        return feed_forward_add(finish, self.mlp.dropout, residual)
+        return feed_forward_add(finish, own(own(self, "mlp"), "dropout"), residual)
 
     def vramx_feed_forward(self) -> FeedForward | None:
-        mlp = self.mlp
+        mlp = own(self, "mlp")
         if class_name(type(mlp)) != f"{_FILE}.GPT2MLP" or not all_untouched([mlp]):
             return None
-        return FeedForward((mlp.c_fc,), mlp.act, mlp.c_proj)
+        return FeedForward((own(mlp, "c_fc"),), own(mlp, "act"), own(mlp, "c_proj"))
 
 
 _NO_DROPOUT = nn.Identity()

@@ -16,7 +16,7 @@ from vramx.nn import passes
 from vramx.nn.arguments import autocast_dtype
 from vramx.nn.families.projection import Source, plain_tensor, projection_of
 from vramx.nn.families.questions import class_name, own, untouched
-from vramx.nn.norm import Normed, rms_norm
+from vramx.nn.norm import Normed, Sources
 from vramx.nn.norm import norm as norm_as
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -35,61 +35,59 @@ TIMM_NORM = "timm.layers.norm.LayerNorm"
 
 
 def normalise(
-    norm: nn.Module,
-    x: Tensor,
-    residual: Tensor | None,
-    keep: Compression,
-    into: Sequence[nn.Module] = (),
+    norm: nn.Module, sources: Sources, keep: Compression, into: Sequence[nn.Module] = ()
 ) -> tuple[Source, Tensor]:
-    """Return a norm module's result for x + residual, and that sum.
+    """Return a norm module's result for dropout(x) + residual, and that sum.
 
     `into`: the Linears that the result goes into, and nothing else; none where it may be read by
     others. Under autocast it then has the type that they compute in.
     """
-    if residual is not None and residual.dtype != x.dtype and keep.packs:
-        # Under autocast: the sum has the type of the residual stream, and of the norm's weight.
-        # Not worth another operator where nothing is packed.
-        x, residual = x + residual, None
-    normed = normed_by(norm, x, residual, keep, into) if untouched(norm) else None
+    normed = normed_by(norm, sources, keep, into) if untouched(norm) else None
     if normed is not None:
         return normed, normed.residual_sum
-    total = x if residual is None else x + residual
+    total = sources.total()
     return norm(total), total
 
 
 def normed_by(
-    norm: Any, x: Tensor, residual: Tensor | None, keep: Compression, into: Sequence[nn.Module] = ()
+    norm: Any, sources: Sources, keep: Compression, into: Sequence[nn.Module] = ()
 ) -> Normed | None:
     """Return the result by what a norm's class is; None for a class or weights not understood."""
     name = class_name(type(norm))
     weight: Any = own(norm, "weight")
     if weight is not None and not plain_tensor(weight):
         return None
+    # Under autocast the sum has the type of the residual stream, and of the norm's weight. That is
+    # not worth an operator where nothing is packed or dropped.
+    x = sources.x
+    dtype = sources.dtype if keep.packs or sources.p else x.dtype
     if name == GEMMA_NORM:
-        return rms_norm(x, 1.0 + weight.float(), norm.eps, residual, keep)
+        return norm_as(sources, (1.0 + weight.float(), None), (norm.eps, False), keep)
     if type(norm) is nn.LayerNorm or (name == TIMM_NORM and not norm._fast_norm):
-        if len(norm.normalized_shape) != 1 or not (_fits(weight, x) or _widens(weight, x, keep)):
+        fits = _fits(weight, dtype) or _widens(weight, x, dtype, keep)
+        if len(norm.normalized_shape) != 1 or not fits:
             return None
         asks = into and torch.is_autocast_enabled(x.device.type)
         asks = asks and all(projection_of(module).weight is not None for module in into)
-        dtype = autocast_dtype(x) if asks else None
-        return norm_as((x, residual), (weight, norm.bias), (norm.eps, True), keep, dtype)
-    if name in RMS_NORMS and _fits(weight, x):
-        return rms_norm(x, weight, norm.variance_epsilon, residual, keep)
+        result = autocast_dtype(x) if asks else None
+        bias = own(norm, "bias")
+        return norm_as(sources, (weight, bias), (norm.eps, True), keep, result)
+    if name in RMS_NORMS and _fits(weight, dtype):
+        return norm_as(sources, (weight, None), (norm.variance_epsilon, False), keep)
     return None
 
 
-def _fits(weight: Tensor | None, x: Tensor) -> bool:
-    """Tell whether a norm's result has the type of x: another is promoted, or there is none."""
-    return weight is None or weight.dtype == x.dtype
+def _fits(weight: Tensor | None, dtype: torch.dtype) -> bool:
+    """Tell whether a norm's result has the type of what is normalised: others are promoted."""
+    return weight is None or weight.dtype == dtype
 
 
-def _widens(weight: Tensor, x: Tensor, keep: Compression) -> bool:
+def _widens(weight: Tensor, x: Tensor, dtype: torch.dtype, keep: Compression) -> bool:
     """Tell whether autocast gives torch's layer norm a copy of x, and a pack can be in its place.
 
     Its weights are in float32 then, as is the copy, which torch keeps. What lives for one block's
     backward is not worth an operator.
     """
-    half = x.dtype in HALVES and weight.dtype == torch.float32
+    half = dtype in HALVES and weight.dtype == torch.float32
     packs = keep.packs and not passes.saves_are_brief()
     return half and packs and torch.is_autocast_enabled(x.device.type)

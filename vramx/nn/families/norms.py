@@ -14,6 +14,7 @@ from vramx.nn.families.norm_modules import GEMMA_NORM, RMS_NORMS, normed_by
 from vramx.nn.families.projection import plain_tensor
 from vramx.nn.families.small import TOKENS, WIDTH, images
 from vramx.nn.families.swap import Fused
+from vramx.nn.norm import Sources
 from vramx.patch.module import original_class
 
 
@@ -39,7 +40,7 @@ class RmsNorm(Fused):
 
     def vramx_fused(self, x: Tensor, /, **_others: Any) -> Tensor:
         """Return the norm's result."""
-        normed = normed_by(self, x, None, self.vramx_settings.keep)
+        normed = normed_by(self, Sources(x), self.vramx_settings.keep)
         assert normed is not None
         return normed.y
 

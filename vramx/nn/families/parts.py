@@ -35,6 +35,7 @@ from vramx.nn.families.swap import RECOMPUTE_MLP, Settings
 from vramx.nn.feed_forward import TwoLinears, two_linears
 from vramx.nn.linear import linears
 from vramx.nn.mlp import mlp
+from vramx.nn.norm import Sources
 from vramx.nn.products import is_long
 from vramx.nn.readers import Behind
 from vramx.nn.recomputed import recomputed
@@ -106,8 +107,9 @@ def _keeps_nothing(source: Source, settings: Settings) -> bool:
     So it is where a block with many rows is recomputed as a whole: what is inside then goes through
     in tiles, and is computed as often, for the second pass of the block computes none of it.
     """
-    long = passes.saves_are_brief() and is_long(tensor_of(source))
-    return long or settings.level == RECOMPUTE_MLP
+    if settings.level == RECOMPUTE_MLP:
+        return True
+    return passes.saves_are_brief() and is_long(tensor_of(source))
 
 
 def whole_feed_forward(
@@ -214,11 +216,8 @@ def add_normalise(
     """Return norm(dropout(x) + residual) and the sum, for `parts` = (x, residual)."""
     x, residual = parts
     p = probability_of(dropout)
-    if p is None:
-        return normalise(norm, dropout(x), residual, keep)
-    if p > 0:
-        return normalise(norm, dropout_add(x, residual, p), None, keep)
-    return normalise(norm, x, residual, keep)
+    sources = Sources(dropout(x), residual) if p is None else Sources(x, residual, p)
+    return normalise(norm, sources, keep)
 
 
 def nothing(module: Any) -> bool:

@@ -116,8 +116,9 @@ def terms_of(module: Any) -> Terms | None:
     if transposed and class_name(type(module)) != CONV1D:
         return None
     weight, bias = own(module, "weight"), own(module, "bias")
-    plain = plain_tensor(weight) and (bias is None or plain_tensor(bias))
-    if not plain or not untouched(module):
+    if type(weight) not in PLAIN or (bias is not None and type(bias) not in PLAIN):
+        return None
+    if not untouched(module):
         return None
     return weight.t() if transposed else weight, bias
 
@@ -129,7 +130,15 @@ def project(
 
     `kept` is what already is kept of a source that is a tensor.
     """
-    return projected(source, [projection_of(module) for module in modules], keep, kept)
+    weights, biases = [], []
+    for module in modules:
+        terms = terms_of(module)
+        if terms is None:
+            found = [projection_of(each) for each in modules]
+            return projected(source, found, keep, kept)
+        weights.append(terms[0])
+        biases.append(terms[1])
+    return list(linears(source, weights, biases, keep, kept))
 
 
 def projected(

@@ -52,8 +52,18 @@ def untouched(module: Any) -> bool:
 @torch.compiler.assume_constant_result
 def _has_own_forward(cls: type[nn.Module]) -> bool:
     """Tell whether a class computes what its module says, and nobody has given it another."""
+    forward: Any = cls.forward
+    if _own_forwards.get(cls) is forward:
+        return True
     package = cls.__module__.partition(".")[0]
-    return cls.forward.__module__ == cls.__module__ and is_own(cls.forward, package)
+    found = forward.__module__ == cls.__module__ and is_own(forward, package)
+    if found:
+        _own_forwards[cls] = forward
+    return found
+
+
+# Of a class, the forward that was found to be its own.
+_own_forwards: dict[type, Any] = {}
 
 
 # Of a class, the functions with which a module of it was compared with what its family computes.
@@ -82,7 +92,12 @@ def has_its_functions(cls: type[nn.Module]) -> bool:
 
 def all_untouched(modules: Iterable[Any]) -> bool:
     """Tell whether all are untouched(), and all of modules in general."""
-    return not has_other_hooks() and all(untouched(module) for module in modules)
+    if has_other_hooks():
+        return False
+    for module in modules:  # noqa: SIM110 - a generator for all() costs as much as the questions
+        if not untouched(module):
+            return False
+    return True
 
 
 def own(module: Any, name: str) -> Any:
@@ -91,16 +106,18 @@ def own(module: Any, name: str) -> Any:
     A module looks for them when Python has not found such an attribute, which takes a microsecond.
     """
     state = module.__dict__
-    for held in (state["_modules"], state["_parameters"]):
-        if name in held:
-            return held[name]
+    if name in state["_modules"]:
+        return state["_modules"][name]
+    if name in state["_parameters"]:
+        return state["_parameters"][name]
     return getattr(module, name, None)
 
 
 def part_of(module: Any, path: str) -> Any:
     """Return what a dotted path leads to; None if there is nothing."""
     for name in path.split(".") if path else ():
-        module = own(module, name) if isinstance(module, nn.Module) else getattr(module, name, None)
+        held = getattr(module, "_modules", None)
+        module = held[name] if held and name in held else getattr(module, name, None)
     return module
 
 

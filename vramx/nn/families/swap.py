@@ -172,11 +172,13 @@ class Fusing(Swapped):
 
     def _finds_its_parts(self, module: Any) -> bool:
         """Tell whether no part has another class, nor a class another function, and name such."""
+        compiles = torch.compiler.is_compiling()
         for path, cls in (("", module._vramx_original), *self.kinds):
             part = part_of(module, path)
-            if path and (part is None or original_class(part) is not cls):
+            other = path and type(part) is not cls
+            if other and (part is None or original_class(part) is not cls):
                 found = f"its {path} is a {type(part).__name__} now"
-            elif not torch.compiler.is_compiling() and not questions.has_its_functions(cls):
+            elif not compiles and not questions.has_its_functions(cls):
                 found = f"{class_name(cls)} has other functions now"
             else:
                 continue

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from vramx.nn.families.attention import (
     attend,
+    attending,
     attention_is_torchs,
     heads_of,
-    implementation,
     of_result,
     packed,
 )
@@ -31,6 +31,7 @@ from vramx.nn.families.projection import project, tensor_of
 from vramx.nn.families.questions import all_untouched, class_name
 from vramx.nn.families.small import HEADS, TOKENS, WIDTH, images, of_transformers
 from vramx.nn.families.swap import Fused
+from vramx.nn.norm import Sources
 from vramx.patch.module import original_class
 
 _VIT = "transformers.models.vit.modeling_vit"
@@ -70,9 +71,10 @@ class VitLayer(Fused):
 
     def _attend(self, x: Tensor, options: dict[str, Any]) -> Tensor:
         attention, keep = self.attention, self.vramx_settings.keep
-        source, _ = normalise(self.layernorm_before, x, None, keep)
+        source, _ = normalise(self.layernorm_before, Sources(x), keep)
         mask = options.pop("attention_mask", None)
-        if not all_untouched([attention]) or implementation(attention) is None:
+        of = attending(attention) if all_untouched([attention]) else None
+        if of is None:
             result: Tensor = attention(tensor_of(source), mask, **options)[0]
             return result
         linears = [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -82,7 +84,7 @@ class VitLayer(Fused):
             "dropout": attention.attention_dropout if attention.training else 0.0,
             "scaling": attention.scaling,
         }
-        return attend(attention, heads, mask, options, keep)(attention.o_proj)
+        return attend(of, heads, mask, options, keep)(attention.o_proj)
 
     def _feed_forward(self, attended: Tensor, residual: Tensor) -> Tensor:
         parts, keep = (attended, residual), self.vramx_settings.keep
@@ -136,7 +138,9 @@ class TimmBlock(Fused):
         attended = self.drop_path1(self.ls1(self._attend(x, others)))
         part = self.vramx_feed_forward()
         into = () if part is None else part.inner
-        source, residual = normalise(self.norm2, attended, x, self.vramx_settings.keep, into)
+        source, residual = normalise(
+            self.norm2, Sources(attended, x), self.vramx_settings.keep, into
+        )
         if part is None:
             return self._add(self.mlp(tensor_of(source)), residual)
         finish = feed_forward(source, part, self.vramx_settings)
@@ -154,7 +158,7 @@ class TimmBlock(Fused):
         fused = attention.fused_attn and getattr(attention, "gate", None) is None
         fused = fused and all_untouched([attention, attention.attn_drop]) and attention_is_torchs()
         into = [attention.qkv] if fused else []
-        source, _ = normalise(self.norm1, x, None, self.vramx_settings.keep, into)
+        source, _ = normalise(self.norm1, Sources(x), self.vramx_settings.keep, into)
         if not fused:
             result: Tensor = attention(tensor_of(source), **options)
             return result
