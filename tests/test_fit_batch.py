@@ -296,6 +296,7 @@ def test_a_step_without_a_model_is_refused() -> None:
         ({"evaluate": 3}, "step 3 is not accepted"),
         ({"budget": "much"}, "size 'much' is not understood"),
         ({"step": 3}, "step 3 is not accepted"),
+        ({"step": lambda batch: (each for each in range(batch))}, "of which nothing has run"),
     ],
 )
 def test_bad_input_is_one_clear_error(options: dict[str, Any], said: str) -> None:

@@ -113,3 +113,15 @@ def test_a_function_is_the_step_where_it_is_given() -> None:
         Trained(), lambda m: nn.functional.mse_loss(m.net(x), y), levels="left", gradients="fresh"
     )
     assert set(plan.words) == {"net.blocks.0", "net.blocks.1", "net.blocks.2"}
+
+
+def test_a_prediction_has_the_optimizers_that_the_module_makes() -> None:
+    options: dict[str, Any] = {"device": "cpu", "policies": "live"}
+    model = Regression()
+    sample = [each[:4] for each in batch()]
+    with_states = vramx.predict(model, sample, **options)
+    given = vramx.predict(model, sample, optimizer=torch.optim.AdamW(model.parameters()), **options)
+    assert with_states.peak_bytes() == given.peak_bytes()
+    none = vramx.predict(Unconfigured(), sample, **options)
+    assert none.peak_bytes() < with_states.peak_bytes()
+    assert any("configure_optimizers() did not run" in text for text in none.assumptions)

@@ -302,3 +302,9 @@ def test_an_optimizer_that_has_its_parameters_elsewhere_too_is_refused() -> None
     optimizer.blocks = [{"of": parameter} for parameter in net.parameters()]  # type: ignore[attr-defined]
     with pytest.raises(InvalidValueError, match=r"in 'blocks' .* give the bytes of its states"):
         cost_of(optimizer, HostMeter(net))
+
+
+def test_batches_that_come_to_an_end_are_one_clear_error() -> None:
+    batches = iter([torch.ones(4, 8)])
+    with pytest.raises(InvalidValueError, match="have come to an end"):
+        vramx.plan(nn.Sequential(nn.Linear(8, 8)), lambda model: model(next(batches)).sum())

@@ -14,6 +14,7 @@ from vramx.compression.codec.codec import bytes_of
 from vramx.compression.config import Format
 from vramx.errors import InvalidValueError
 from vramx.planning.meters import HostMeter
+from vramx.planning.storages import Watch
 
 
 class Wide(nn.Module):
@@ -48,7 +49,9 @@ def layers() -> nn.Module:
     return nn.Sequential(*made)
 
 
-@pytest.mark.parametrize("level", ["left", "keep", "int8", "recompute_mlp", "recompute_all"])
+@pytest.mark.parametrize(
+    "level", ["left", "keep", "int8", "int4", "recompute_mlp", "recompute_all"]
+)
 def test_levels_of_known_blocks_are_predicted_as_they_run(level: str) -> None:
     model, x = layers(), torch.zeros(8, 32, 64)
 
@@ -63,6 +66,39 @@ def test_levels_of_known_blocks_are_predicted_as_they_run(level: str) -> None:
         loss = forward(model)
     assert predicted.peak_bytes() == meter.peak_bytes()
     assert loss.requires_grad
+
+
+@pytest.mark.parametrize("level", ["int8", "int4"])
+def test_noise_is_drawn_on_the_host_as_in_a_real_step(level: str) -> None:
+    model, x = nn.Sequential(*(Wide() for _ in range(2))), torch.zeros(512, 64)
+
+    def step() -> None:
+        with vramx.compress(level, min_bytes=0, rounding="stochastic"):
+            loss = model(x).sum()
+        loss.backward()
+
+    predicted = vramx.predict(step, device="cpu", policies="live", steps=1)
+    meter = HostMeter(model, [x])
+    with meter.watching():
+        step()
+    assert predicted.peak_bytes() == meter.peak_bytes()
+
+
+def test_what_operators_take_within_is_counted_on_the_host() -> None:
+    model, x = layers(), torch.zeros(8, 32, 64)
+    vramx.optimize(model, "int8")
+
+    def step() -> None:
+        model(x).sum().backward()
+        model.zero_grad()
+
+    predicted = vramx.predict(step, device="cpu", policies="live")
+    within, outside = HostMeter(model, [x]), HostMeter(model, [x])
+    with within.watching():
+        step()
+    with Watch(outside._counted):  # of operators of vramx it sees results alone
+        step()
+    assert predicted.peak_bytes() == within.peak_bytes() > outside.peak_bytes()
 
 
 def test_a_level_that_no_block_has_is_a_row_that_says_so() -> None:

@@ -132,3 +132,11 @@ def test_buckets_that_have_a_link_are_predicted_as_those_without(
     step()  # its states wait on the host, and its parameters have hooks
     assert predicted(model, optimizer) == pytest.approx(expected, abs=0.1)
     step()
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_model_with_an_offloaded_optimizer_is_predicted_as_its_step(in_backward: bool) -> None:
+    model, optimizer = stack_and_optimizer("cpu", in_backward=in_backward)
+    x = torch.zeros(16, SIZE)
+    row = vramx.predict(model, x, optimizer=optimizer, policies="live")
+    assert row.peak_bytes() / BUCKET == pytest.approx(predicted(model, optimizer), abs=0.1)

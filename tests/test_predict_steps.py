@@ -305,10 +305,19 @@ def test_a_scaler_is_followed() -> None:
     assert vramx.predict(step).peak_bytes() > sum(p.nbytes for p in model.parameters())
 
 
+def generates() -> Any:
+    yield nn.Linear(2, 2)
+
+
+async def waits() -> None: ...
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "said"),
     [
         ((3,), {}, "step 3 is not accepted"),
+        ((generates,), {}, "gives a generator, of which nothing has run"),
+        ((waits,), {}, "gives a coroutine, of which nothing has run"),
         ((nn.Linear(2, 2),), {}, "followed by one sample"),
         ((nn.Linear(2, 2), 3), {}, "sample 3 is not accepted"),
         ((reads_a_size,), {"optimizer": 3}, "optimizer is for a model"),

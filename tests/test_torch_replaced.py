@@ -203,6 +203,35 @@ def test_a_trial_is_of_the_functions_that_there_are(monkeypatch: pytest.MonkeyPa
     assert not vramx.optimize(model).swapped
 
 
+@pytest.mark.parametrize("wrap", [lambda _: lambda own: own, functools.wraps])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_step_of_the_program_is_the_one_that_is_taken(
+    is_first: bool, wrap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, calls = nn.Linear(8, 8), []
+    optimizer = torch.optim.Adagrad(model.parameters())
+    original = torch.optim.Adagrad.step
+
+    @wrap(original)
+    def step(self: Any, *args: Any) -> Any:
+        calls.append(self)
+        return original(self, *args)
+
+    if is_first:
+        monkeypatch.setattr(torch.optim.Adagrad, "step", step)
+    vramx.offload_optimizer(optimizer)
+    monkeypatch.setattr(torch.optim.Adagrad, "step", step)
+    for expected in (1, 1):
+        model(torch.ones(1, 8)).sum().backward()
+        calls.clear()
+        optimizer.step()
+        assert len(calls) == expected
+        monkeypatch.setattr(torch.optim.Adagrad, "step", original)
+        optimizer.step()
+        assert len(calls) == expected
+        monkeypatch.setattr(torch.optim.Adagrad, "step", step)
+
+
 def test_a_forward_that_a_class_is_given_after_the_first_question_is_seen() -> None:
     module = nn.Linear(2, 2)
     assert untouched(module)

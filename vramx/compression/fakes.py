@@ -34,6 +34,11 @@ def _launch(device: torch.device) -> NoLaunches | None:
     return None if device.type == "cpu" else NoLaunches()
 
 
+def _drawn_from(state: torch.Tensor) -> Callable[[torch.device], torch.Tensor | None]:
+    """Return what gives the state of noise: a kernel draws within itself, the host in tensors."""
+    return lambda device: state if device.type == "cpu" else None
+
+
 @contextlib.contextmanager
 def fakes_are_plain() -> Iterator[None]:
     """Have torch's fake tensors packed as the tensors that they stand for."""
@@ -48,7 +53,7 @@ def fakes_are_plain() -> Iterator[None]:
         with (
             mock.patch.object(start, "_launches", False),
             mock.patch.object(codec, "_launch", _launch),
-            mock.patch.object(random, "state", answering(None)),
+            mock.patch.object(random, "state", _drawn_from(torch.zeros(2, dtype=torch.int64))),
             mock.patch.object(lifetime, "_has_streams", answering(False)),
             mock.patch.object(lifetime, "_raw_stream", answering(0)),
         ):

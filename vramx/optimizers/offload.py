@@ -185,7 +185,6 @@ def _class_of(original: Any) -> Any:
     The class comes first among the bases and nothing is added to instances, for only then may any
     instance of that class become one of ours; what ours do otherwise stands in the subclass itself.
     """
-    inner = separable.inner_step(original)
 
     def step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         self._opt_called = True  # what schedulers look at
@@ -195,10 +194,11 @@ def _class_of(original: Any) -> Any:
                 loss = closure()
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise OffloadError("an optimizer whose states wait on the host cannot be captured")
+        inner = separable.inner_step(original)  # a program may replace it at any time
         self._vramx_rounds.step(self, lambda: inner(self, *args, **kwargs))
         return loss
 
-    hooked: Any = Optimizer.profile_hook_step(functools.wraps(inner)(step))
+    hooked: Any = Optimizer.profile_hook_step(functools.wraps(separable.inner_step(original))(step))
     # torch's mark, that hooks are around it, and its schedulers', that the calls are counted.
     hooked.hooked = hooked._wrapped_by_lr_sched = True
     names = {name: value for name, value in vars(_Offloading).items() if name in _OVERRIDDEN} | {

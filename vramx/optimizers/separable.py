@@ -56,7 +56,14 @@ def check(optimizer: Optimizer) -> None:
 def inner_step(cls: Any) -> Callable[..., Any]:
     """Return a class's step without the hooks that torch puts around it."""
     step: Callable[..., Any] = cls.step
-    return vars(step)["__wrapped__"] if hasattr(step, "hooked") else step
+    # A program's own function around torch's has what is torch's among its attributes, too.
+    if getattr(step, "__code__", None) is _HOOKS:
+        step = vars(step)["__wrapped__"]
+    return step
+
+
+# Of what torch puts around the step of a class.
+_HOOKS: Any = getattr(Optimizer.profile_hook_step(lambda _: None), "__code__", None)
 
 
 @contextmanager

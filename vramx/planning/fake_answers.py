@@ -96,9 +96,6 @@ def answering() -> Iterator[None]:
         kernels = (("_capability", (9, 0)), ("_prefers_cudnn", False))
         for name, answer in kernels:  # both are remembered for the device that is really there
             stack.enter_context(mock.patch.object(attention_kernels, name, _constant(answer)))
-        # Operators of vramx run what they are made of, so that it is seen what they take within;
-        # transforms of torch.func need the operators themselves.
-        stack.enter_context(mock.patch.object(Operator, "is_watched", _is_transformed))
         available = "is_flash_attention_available"
         stack.enter_context(mock.patch.object(torch.backends.cuda, available, _constant(True)))
         for function, replacement in REPLACED.items():
@@ -113,6 +110,14 @@ def answering() -> Iterator[None]:
         # Kernels of cuDNN without data are in no build; torch's own keep about as much.
         stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         yield
+
+
+def operators_opened() -> contextlib.AbstractContextManager[Any]:
+    """Have operators of vramx run what they are made of, so that what they take within is seen.
+
+    Transforms of torch.func need the operators themselves.
+    """
+    return mock.patch.object(Operator, "is_watched", _is_transformed)
 
 
 def moving() -> contextlib.AbstractContextManager[Any]:

@@ -26,7 +26,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from vramx.errors import UntraceableError
 from vramx.patch.torch_functions import called
-from vramx.planning.fake_answers import answering, fakes_for_each, moving, unchecked, undecided
+from vramx.planning.fake_answers import (
+    answering,
+    fakes_for_each,
+    moving,
+    operators_opened,
+    unchecked,
+    undecided,
+)
 from vramx.planning.fake_batches import loading
 from vramx.planning.fake_device import guarded
 from vramx.planning.fake_kernels import REPLACED, SEQUENCES
@@ -78,6 +85,7 @@ class FakeGpu:
             if self.is_cuda:
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 stack.enter_context(answering())
+            stack.enter_context(operators_opened())
             stack.enter_context(fakes_for_each())
             stack.enter_context(moving())
             stack.enter_context(loading(self.stand_in))

@@ -18,7 +18,7 @@ import torch
 
 from vramx.errors import InvalidValueError, VramxError, refused
 from vramx.planning.device_memory import Memory, cuda_memory, is_out_of_memory
-from vramx.planning.program import check_step, found_in
+from vramx.planning.program import check_ran, check_step, found_in
 from vramx.planning.ranks import FailedTogetherError, Ranks
 from vramx.planning.search import Search
 from vramx.planning.states_kept import KeptState
@@ -281,7 +281,7 @@ def _peak_of(step: Callable[[int], Any], batch: int, memory: Memory) -> int | No
     memory.reset_peak()
     try:
         for _ in range(_STEPS):
-            step(batch)
+            check_ran(step(batch))
         memory.settle()
     except Exception as error:
         if not is_out_of_memory(error):

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from vramx.errors import InvalidValueError, refused
 from vramx.optimizers.copies import unwrapped
 from vramx.optimizers.rounds import Rounds
+from vramx.planning.lightning_step import is_lightning, optimizers_of
 from vramx.planning.meters import Meter, Spread
 from vramx.planning.states import OptimizerCost, cost_of, rounds_of
 from vramx.planning.waiting import HIDDEN_BY_BACKWARD, NONE, Waiting, ms_per_byte
@@ -125,6 +126,19 @@ class Loop:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def loop_of(model: nn.Module, optimizer: Any, gradients: str | None) -> tuple[Loop, list[str]]:
+    """Return the loop that a model is trained in, and what there is to say of it."""
+    of_lightning = is_lightning(model)
+    why_none = ""
+    if optimizer is None and of_lightning:
+        optimizer, why_none = optimizers_of(model)
+    if gradients is None:
+        gradients = LATE if of_lightning else FRESH
+    if not why_none and optimizer is None:
+        why_none = "no optimizer was given: its states and its step are not counted"
+    return Loop(optimizer, gradients), [why_none] if why_none else []
 
 
 @dataclass(frozen=True)

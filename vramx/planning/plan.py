@@ -16,8 +16,7 @@ from vramx.errors import InvalidValueError, refused
 from vramx.planning.agreement import agreeing
 from vramx.planning.budget import Budget, budget_bytes_of, device_of
 from vramx.planning.chooser import Chooser
-from vramx.planning.lightning_step import is_lightning, optimizers_of
-from vramx.planning.loop import FRESH, LATE, Added, Loop
+from vramx.planning.loop import Added, loop_of
 from vramx.planning.planned import Plan
 from vramx.planning.steps import check_sample
 from vramx.sizes import parse_size
@@ -99,7 +98,7 @@ def plan(
     with agreeing(model) as agreement:
         with agreement.phase("reading its arguments"):
             _check(model, sample, budget)
-            loop, said = _loop_of(model, optimizer, gradients)
+            loop, said = loop_of(model, optimizer, gradients)
             added = Added(loop, parse_size(reserve))
             chooser = Chooser(model, levels, added, [*said, *agreement.said])
         choice = chooser.choose_together(sample, budget, agreement)
@@ -117,16 +116,3 @@ def _check(model: nn.Module, sample: Any, budget: Budget) -> None:
         )
     budget_bytes_of(budget, device_of(model))
     check_sample(model, sample)
-
-
-def _loop_of(model: nn.Module, optimizer: Any, gradients: str | None) -> tuple[Loop, list[str]]:
-    """Return the loop that a model is trained in, and what there is to say of it."""
-    of_lightning = is_lightning(model)
-    why_none = ""
-    if optimizer is None and of_lightning:
-        optimizer, why_none = optimizers_of(model)
-    if gradients is None:
-        gradients = LATE if of_lightning else FRESH
-    if not why_none and optimizer is None:
-        why_none = "no optimizer was given: its states and its step are not counted"
-    return Loop(optimizer, gradients), [why_none] if why_none else []

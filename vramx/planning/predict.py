@@ -25,9 +25,8 @@ from vramx.errors import InvalidValueError, UntraceableError, VramxError, refuse
 from vramx.memory.replay import POLICIES, check_policies, replay
 from vramx.planning.blocks import find_blocks
 from vramx.planning.fake_gpu import GPU, FakeGpu
-from vramx.planning.loop import FRESH
 from vramx.planning.prediction import AS_IT_IS, PredictedRow, Prediction
-from vramx.planning.program import check_step, device_type_of, found_in, is_on_the_host
+from vramx.planning.program import check_ran, check_step, device_type_of, found_in, is_on_the_host
 from vramx.planning.program_copy import Copied
 from vramx.planning.recording import BEFORE, CUBLAS, CUDNN, Recording
 from vramx.planning.states_kept import generators_as_before
@@ -72,7 +71,7 @@ def predict(
     step: Any,
     *arguments: Any,
     optimizer: Any = None,
-    gradients: str = FRESH,
+    gradients: str | None = None,
     levels: Collection[str] | None = None,
     policies: str | Collection[str] = POLICIES,
     device: str = "cuda",
@@ -90,7 +89,8 @@ def predict(
     Args:
         step: one step of training as it is written, called with `arguments`: zeroing gradients,
             forward, backward, the optimizer's step. Or a model, followed by a sample as vramx.plan
-            takes it; then `optimizer` and `gradients` are plan's as well.
+            takes it; then `optimizer` and `gradients` are plan's as well, and those of a
+            LightningModule are what it makes and what Lightning does.
         levels: words of vramx.plan, one row each, in the order given: "keep", "int8", "int4",
             "recompute_mlp", "recompute_all" and "left"; blocks that have no such word are left.
             None is the step as it is.
@@ -169,7 +169,7 @@ class _Tracer:
         self._steps = steps
         self._on_host = is_on_the_host(found_in(*program.values))
         self._kernels: set[tuple[str, bool]] = set()
-        self.assumptions: dict[str, None] = {}
+        self.assumptions: dict[str, None] = dict.fromkeys(program.said)
 
     def row(self, word: str | None, policies: list[str]) -> PredictedRow:
         """Return the row of a level; None is the program as it is."""
@@ -186,7 +186,7 @@ class _Tracer:
                 copied.take_states_over()
                 step = self._program.run(*copied.values)
                 for _ in range(self._steps):
-                    step()
+                    check_ran(step())
                 recording.check_threads()
             for handle in copied.handles:
                 handle.remove()

@@ -132,6 +132,17 @@ def check_step(step: Any) -> None:
         raise InvalidValueError(f"step {brief(step)} is not accepted; {_ACCEPTED}")
 
 
+def check_ran(result: Any) -> None:
+    """Raise where calling a step has run nothing of it: it is a generator's function, or async."""
+    if isinstance(result, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
+        if isinstance(result, types.CoroutineType):
+            result.close()  # else Python warns that nobody has awaited it
+        raise InvalidValueError(
+            f"calling the step gives a {type(result).__name__}, of which nothing has run; accepted "
+            "is a function that takes the step"
+        )
+
+
 def is_on_the_host(found: Found) -> bool:
     """Tell whether all that a program refers to is on the CPU or on no device."""
     devices = {p.device.type for model in found.models for p in model.parameters()}

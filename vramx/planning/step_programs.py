@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from vramx.errors import InvalidValueError
 from vramx.optimizers.copies import copy_of
-from vramx.planning.loop import FRESH, STEPPED, Loop
+from vramx.planning.loop import FRESH, STEPPED, Loop, loop_of
 from vramx.planning.program import check_step
+from vramx.planning.states import rounds_of
 from vramx.planning.steps import Step, check_sample
 
 
@@ -22,9 +23,12 @@ class Program(NamedTuple):
 
     values: tuple[Any, ...]
     run: Callable[..., Callable[[], Any]]  # from copies of the values to what takes a step
+    said: tuple[str, ...] = ()  # of what it leaves out
 
 
-def program_of(step: Any, arguments: Sequence[Any], optimizer: Any, gradients: str) -> Program:
+def program_of(
+    step: Any, arguments: Sequence[Any], optimizer: Any, gradients: str | None
+) -> Program:
     if not isinstance(step, nn.Module):
         if optimizer is not None:
             raise InvalidValueError("optimizer is for a model; a step calls its own optimizer")
@@ -36,12 +40,12 @@ def program_of(step: Any, arguments: Sequence[Any], optimizer: Any, gradients: s
             "arguments"
         )
     check_sample(step, arguments[0])
-    loop = Loop(optimizer, gradients)
+    loop, said = loop_of(step, optimizer, gradients)
 
     def run(model: nn.Module, sample: Any, optimizers: list[Any]) -> Callable[[], Any]:
-        return _LoopStep(model, sample, Loop(optimizers, gradients))
+        return _LoopStep(model, sample, Loop(optimizers, loop.gradients))
 
-    return Program((step, arguments[0], loop.optimizers), run)
+    return Program((step, arguments[0], loop.optimizers), run, tuple(said))
 
 
 class _LoopStep:
@@ -53,9 +57,13 @@ class _LoopStep:
         self._first = True
         if not model.training:
             model.train()
+        # Those whose states wait on the host may step in backward themselves.
+        self._last = list(loop.optimizers)
         if loop.gradients == STEPPED:
+            self._last = [each for each in loop.optimizers if rounds_of(each) is not None]
             for each in loop.optimizers:
-                _step_in_backward(each)
+                if each not in self._last:
+                    _step_in_backward(each)
         self._step = Step(model, sample, self._begin, lambda: loop.before_backward(self._trained))
 
     def _begin(self) -> None:
@@ -65,9 +73,8 @@ class _LoopStep:
 
     def __call__(self) -> None:
         self._step()
-        if self._loop.gradients != STEPPED:
-            for each in self._loop.optimizers:
-                each.step()
+        for each in self._last:
+            each.step()
 
 
 def _step_in_backward(optimizer: Any) -> None:

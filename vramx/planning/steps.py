@@ -47,7 +47,13 @@ class Step:
     def __call__(self, between: Callable[[], Any] = lambda: None) -> None:
         """Run one step; `between` is called before backward, with the loss still alive."""
         self._begin()
-        result = self.forward()  # it lives during backward, as in most programs
+        try:
+            result = self.forward()  # it lives during backward, as in most programs
+        except StopIteration as error:
+            raise InvalidValueError(
+                "the batches that the step takes have come to an end: accepted is one batch as the "
+                "sample, or a function whose batches go on"
+            ) from error
         loss = result if callable(self._sample) else loss_of(result)
         if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
             raise InvalidValueError(
