@@ -55,8 +55,9 @@ def _has_own_forward(cls: type[nn.Module]) -> bool:
     forward: Any = cls.forward
     if _own_forwards.get(cls) is forward:
         return True
-    package = cls.__module__.partition(".")[0]
-    found = forward.__module__ == cls.__module__ and is_own(forward, package)
+    found = bool(forward.__module__ == cls.__module__)
+    if hasattr(forward, "__wrapped__"):  # what wraps another says the other's module
+        found = found and is_own(forward, cls.__module__.partition(".")[0])
     if found:
         _own_forwards[cls] = forward
     return found
