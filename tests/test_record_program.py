@@ -56,7 +56,7 @@ def hooks() -> list[Any]:
 
 
 def test_the_hooks_of_a_recording_are_no_reason_to_call_the_parts_of_a_fused_block(
-    path: Path,
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with recorder(path, CpuHistory(), residuals()):
         assert not has_other_hooks()
@@ -64,6 +64,10 @@ def test_the_hooks_of_a_recording_are_no_reason_to_call_the_parts_of_a_fused_blo
         assert has_other_hooks()
         handle.remove()
         assert not has_other_hooks()
+    original = nn.Module.__call__
+    monkeypatch.setattr(nn.Module, "__call__", lambda module, x: original(module, 2 * x))
+    with recorder(path, CpuHistory(), residuals()):
+        assert has_other_hooks()  # the program's call, behind the recording's
 
 
 def test_a_failing_program_writes_its_file_and_leaves_no_hook(path: Path) -> None:

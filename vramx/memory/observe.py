@@ -28,6 +28,7 @@ from vramx.memory.categories import GRADIENTS, INPUTS, OPTIMIZER, PACKED, PARAME
 from vramx.memory.history import HistorySource, Tick, clock_ns
 from vramx.memory.spans import BACKWARD, FORWARD, STEP
 from vramx.memory.tensors import fingerprint, parameters_of, plain_tensors, states_of
+from vramx.patch.watching import looks_on
 
 _NO_PATH: tuple[Any, str] = (lambda: None, "")
 _TENSORS = (Tensor, nn.Parameter)
@@ -162,7 +163,7 @@ class Observer:
                         self._see(leaf, INPUTS)
                     self._tick(now_ns)
 
-        return call
+        return looks_on(call, around=original)
 
     # -- Backward ---------------------------------------------------------------------------------
 

@@ -21,9 +21,12 @@ _MARK = "vramx_looks_on"
 _CALL = nn.Module.__call__ if is_own(nn.Module.__call__, "torch") else None
 
 
-def looks_on(hook: Hook) -> Hook:
-    """Say of a function or a method that, as a hook on every module, it changes nothing."""
-    setattr(hook, _MARK, True)
+def looks_on(hook: Hook, around: Callable[..., Any] | None = None) -> Hook:
+    """Say of a function or a method that, as a hook on every module, it changes nothing.
+
+    Or that it stands in Module.__call__'s place and does what `around` does, which was there.
+    """
+    setattr(hook, _MARK, around)
     return hook
 
 
@@ -37,4 +40,7 @@ def has_other_hooks() -> bool:
     )
     if any(tables) and not all(hasattr(h, _MARK) for each in tables for h in [*each.values()]):
         return True
-    return nn.Module.__call__ is not _CALL
+    call: Any = nn.Module.__call__
+    while hasattr(call, _MARK):
+        call = getattr(call, _MARK)
+    return call is not _CALL
