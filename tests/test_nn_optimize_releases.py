@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from typing import Any
@@ -87,6 +88,7 @@ def test_cache_argument_may_have_any_name(monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("part", ["layer", "attention", "mlp", "norm"])
 def test_block_that_computes_something_else_is_left(part: str, monkeypatch: Any) -> None:
+    """And a part of it that does is called as it is, where the release lets it be."""
     original, inputs = hugging_face(transformers, "llama")
     model = twin(original)
     layer = model.model.layers[0]
@@ -100,10 +102,12 @@ def test_block_that_computes_something_else_is_left(part: str, monkeypatch: Any)
         return (1.5 * found[0], *found[1:]) if isinstance(found, tuple) else 1.5 * found
 
     monkeypatch.setattr(cls, "forward", forward)
-    with pytest.warns(VramxWarning, match="of a small one of its class, its result differs"):
+    said = pytest.warns(VramxWarning, match="of a small one of its class, its result differs")
+    with said if part == "layer" else contextlib.nullcontext():
         report = vramx.optimize(model, "keep")
-    assert not [row for row in report.swapped if row.module == "LlamaDecoderLayer"]
-    assert error(result_of(model, inputs), result_of(original, inputs)) == 0
+    if part == "layer":
+        assert not [row for row in report.swapped if row.module == "LlamaDecoderLayer"]
+    assert error(gradient_of(model, inputs), gradient_of(original, inputs)) < ROUNDING
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
