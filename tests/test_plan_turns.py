@@ -43,20 +43,24 @@ def chosen(machine: Machine, steps_ms: list[float]) -> tuple[int, int]:
     return turns.best(), taken
 
 
-@pytest.mark.parametrize(
-    ("slower", "disturbed", "missed"), [(0.0, 0.0, 0.0), (0.04, 0.06, 0.03), (0.12, 0.1, 0.12)]
-)
-def test_the_fastest_is_found_on_a_busy_machine(
-    slower: float, disturbed: float, missed: float
-) -> None:
-    """One that is slower by more than a hundredth is seldom chosen."""
-    worlds, wrong = 400, 0
-    for seed in range(worlds):
+def chosen_alone(machine: Machine, steps_ms: list[float]) -> int:
+    """Return which is chosen by the lower quartile of seven steps of each, one after another."""
+    times = [sorted(machine.step_ms(each) for _ in range(7))[1] for each in steps_ms]
+    return times.index(min(times))
+
+
+@pytest.mark.parametrize(("slower", "disturbed"), [(0.0, 0.0), (0.04, 0.06), (0.12, 0.1)])
+def test_the_fastest_is_found_on_a_busy_machine(slower: float, disturbed: float) -> None:
+    """What is slower by more than a hundredth is chosen at most half as often as without turns."""
+    wrong = alone = 0
+    for seed in range(1000):
         draw = random.Random(seed + 10_000)
         steps_ms = [70 * (1 + draw.expovariate(1 / 0.03)) for _ in range(draw.randint(2, 6))]
+        most_ms = 1.01 * min(steps_ms)
         best, _ = chosen(Machine(seed, slower, disturbed), steps_ms)
-        wrong += steps_ms[best] > 1.01 * min(steps_ms)
-    assert wrong <= missed * worlds
+        wrong += steps_ms[best] > most_ms
+        alone += steps_ms[chosen_alone(Machine(seed, slower, disturbed), steps_ms)] > most_ms
+    assert wrong <= alone / 2
 
 
 def test_what_is_slower_has_no_more_turns() -> None:
