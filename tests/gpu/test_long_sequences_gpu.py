@@ -29,13 +29,14 @@ def test_a_step_keeps_a_blocks_input_only(
     window: int, offload: str | None, steps_in_backward: bool
 ) -> None:
     transformers = pytest.importorskip("transformers")
+    before_bytes = torch.cuda.memory_allocated()
     config = llama_config(2048, (WIDTH, LAYERS, 2816, 8, 2), max_position_embeddings=4096)
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
         ids = torch.randint(0, 2048, (1, TOKENS))
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     if steps_in_backward:
-        optimizer = vramx.offload_optimizer(optimizer, in_backward=True)
+        optimizer = vramx.offload_optimizer(optimizer, in_backward=True, bucket="16MiB")
     vramx.optimize(model, "recompute_all", offload=offload)
     weights_bytes = 2 * sum(parameter.numel() for parameter in model.parameters())
     losses = []
@@ -48,5 +49,6 @@ def test_a_step_keeps_a_blocks_input_only(
             optimizer.zero_grad()
             losses.append(loss.item())
     assert losses[1] < losses[0]
-    # Beside weights there are their gradients, and two moments.
-    assert torch.cuda.max_memory_allocated() <= 4 * weights_bytes + MOST_BYTES
+    # Beside weights there are their gradients, and two moments or the slots of some.
+    peak_bytes = torch.cuda.max_memory_allocated() - before_bytes
+    assert peak_bytes <= 4 * weights_bytes + MOST_BYTES

@@ -76,6 +76,7 @@ def peak_bytes(model: nn.Module, sample: Tensor) -> int:
     return peak
 
 
+@pytest.mark.alone  # steps are timed
 @pytest.mark.parametrize("make", [own_model, known_model])
 def test_peaks_stay_within_budgets_and_near_their_prediction(make: Any) -> None:
     torch.manual_seed(0)
