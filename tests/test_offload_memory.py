@@ -23,10 +23,18 @@ from offload_tools import (
     states,
 )
 
+from vramx import errors
+from vramx.compression.offload import pinned
 from vramx.compression.offload.parcel import State
 from vramx.compression.offload.pinned import HostPool
 from vramx.compression.offload.stash import Stash
-from vramx.errors import OffloadError
+from vramx.errors import OffloadError, VramxWarning
+from vramx.sizes import GIB
+
+
+@pytest.fixture(autouse=True)
+def nothing_said() -> None:
+    errors._said.clear()
 
 
 @pytest.mark.parametrize("window", [1, 3])
@@ -90,7 +98,8 @@ def test_a_host_without_memory_keeps_everything_on_the_device_until_its_ticket_g
     link.host_is_full = True
     stash = stash_on(link)
     blocks = link.free_blocks
-    tickets = forward(link, stash)
+    with pytest.warns(VramxWarning, match="no more pinned memory than 0 B"):
+        tickets = forward(link, stash)
     assert states(tickets) == [State.RESIDENT] * 8
     assert stash.refused == 8
     assert link.free_blocks == blocks - len(tickets)
@@ -114,12 +123,49 @@ def test_pinned_memory_is_bounded() -> None:
     link = FakeLink()
     pool = HostPool(link.pin, limit_bytes=4 * BLOCK_BYTES)
     stash = Stash(1.0, link, pool, window_bytes=BLOCK_BYTES)
-    tickets = forward(link, stash, count=8)
+    with pytest.warns(VramxWarning, match="no more pinned memory"):
+        tickets = forward(link, stash, count=8)
     assert pool.held_bytes <= 4 * BLOCK_BYTES
     assert (stash.refused, stash.kept_bytes) == (4, 4 * BLOCK_BYTES)
     read = backward(link, stash, tickets)
     link.run()
     assert is_intact(read)
+
+
+@pytest.mark.parametrize("nbytes", [2_200_000_000, 4_350_000_000, 9_000_000_000])
+def test_large_buffers_leave_little_pinned_memory_unused(nbytes: int) -> None:
+    # As slabs of a power of two for each they would take up to twice as much.
+    pool = HostPool(lambda size: torch.empty(size, dtype=torch.uint8, device="meta"), 1 << 60)
+    taken = [pool.take_parts(nbytes) for _ in range(28)]
+    assert [sum(slot.memory.numel() for slot in slots or ()) for slots in taken] == 28 * [nbytes]
+    assert pool.held_bytes <= 1.05 * 28 * nbytes
+    for slots in taken:
+        for slot in slots or ():
+            pool.give_back(slot)
+    pool.check()
+    assert pool.used_bytes == 0
+
+
+def test_a_buffer_lies_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "_PART_BYTES", BLOCK_BYTES // 4 + 7)
+    link = FakeLink()
+    stash = stash_on(link)
+    for _ in range(3):
+        tickets = forward(link, stash)
+        assert {len(ticket._parcel.slots) for ticket in tickets} == {4}
+        read = backward(link, stash, tickets)
+        link.run()
+        assert is_intact(read)
+    stash.collect()
+    assert stash._pool.used_bytes == 0
+
+
+def test_parts_are_had_together_or_not_at_all() -> None:
+    pool = HostPool(lambda size: torch.empty(size, dtype=torch.uint8, device="meta"), GIB)
+    assert pool.take_parts(GIB + 1) is None
+    pool.check()
+    assert pool.used_bytes == 0
+    assert pool.take_parts(GIB) is not None
 
 
 def test_a_copy_that_fails_takes_no_memory() -> None:

@@ -31,8 +31,8 @@ class Parcel:
     """One buffer, where it is, and the order in which it came."""
 
     __slots__ = (
-        "buffer", "dead", "event", "gets", "nbytes", "sequence", "slot", "spoiled", "state", "step",
-        "stream", "version",
+        "buffer", "dead", "event", "gets", "nbytes", "sequence", "slots", "spoiled", "state",
+        "step", "stream", "version",
     )  # fmt: skip
 
     def __init__(self, buffer: Tensor) -> None:
@@ -40,7 +40,7 @@ class Parcel:
         self.version = buffer._version
         self.nbytes = buffer.numel()
         self.state = State.RESIDENT
-        self.slot: Slot | None = None
+        self.slots: tuple[Slot, ...] = ()  # where it lies on the host, one behind the other
         self.stream: Any = None  # whose memory the buffer is
         self.event: Any = None  # the end of its last copy
         self.step = -1  # the step that it counts in; what was put under capture is in none

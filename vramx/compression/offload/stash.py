@@ -33,7 +33,8 @@ from vramx.compression.offload.parcel import Parcel, State
 from vramx.compression.offload.pinned import HostPool, Slot
 from vramx.compression.offload.transport import Lane, Transport
 from vramx.compression.saved import check_version
-from vramx.errors import ModifiedInPlaceError, OffloadError
+from vramx.errors import ModifiedInPlaceError, OffloadError, warn_once
+from vramx.sizes import format_size
 
 # How many parcels a prefetch looks at, and how many dead ones the order may have.
 _LOOK_AHEAD = 256
@@ -67,7 +68,7 @@ class Ticket:
     def __del__(self) -> None:
         # Any thread, any moment, within the stash's own lock too: an append, and what was never to
         # be copied is freed like any tensor. Where it lies for good nobody else looks at it.
-        if self._parcel.slot is None:
+        if not self._parcel.slots:
             self._parcel.buffer = None
         self._stash.dropped.append(self._parcel)
 
@@ -121,12 +122,19 @@ class Stash:
             parcel.sequence = self._sequence
             leaves = self.budget.put(parcel.nbytes, parcel.sequence)
             parcel.step = self.budget.step
-            slot = self._pool.take(parcel.nbytes) if leaves and parcel.nbytes else None
-            if slot is None:
-                self.refused += leaves
-                self.kept_bytes += parcel.nbytes
+            slots = self._pool.take_parts(parcel.nbytes) if leaves else ()
+            if slots:
+                self._send(parcel, slots)
             else:
-                self._send(parcel, slot)
+                self.kept_bytes += parcel.nbytes
+                self.refused += slots is None
+        if slots is None:
+            warn_once(
+                f"offload: the host has no more pinned memory than {format_size(self.host_bytes)} "
+                "(half of what this process has of it is used at most): what comes beyond that "
+                "stays on the device",
+                about="pinned memory",
+            )
         return Ticket(self, parcel)
 
     def fetch(self, parcel: Parcel) -> Tensor:
@@ -187,7 +195,7 @@ class Stash:
                 found = sum(p.nbytes for p in by_state[state])
                 assert found == nbytes, f"{state}: {found} bytes, counted {nbytes}"
             assert all((p.buffer is None) == (p.state is State.AWAY) for p in live), "buffers"
-            assert all(p.slot is not None for p in live), "slots"
+            assert all(p.slots for p in live), "slots"
             numbers = [p.sequence for p in self._order]
             assert numbers == sorted(set(numbers)), f"sequences {numbers}"
             assert len(self._order) - len(live) == self._dead_count, "dead parcels"
@@ -199,7 +207,7 @@ class Stash:
 
     # -- To the host ------------------------------------------------------------------------------
 
-    def _send(self, parcel: Parcel, slot: Slot) -> None:
+    def _send(self, parcel: Parcel, slots: tuple[Slot, ...]) -> None:
         transport = self._transport
         assert parcel.buffer is not None
         parcel.stream = transport.stream()
@@ -208,11 +216,11 @@ class Stash:
             if self._host_was_read:
                 transport.wait(Lane.TO_HOST, transport.mark(Lane.TO_DEVICE))
                 self._host_was_read = False
-            parcel.event = self._copy(Lane.TO_HOST, slot.memory, parcel.buffer)
+            parcel.event = self._copy(Lane.TO_HOST, parcel.buffer, slots)
         except BaseException:
-            self._pool.give_back(slot)
+            self._give_back(slots)
             raise
-        parcel.slot, parcel.state = slot, State.LEAVING
+        parcel.slots, parcel.state = slots, State.LEAVING
         self.moved_bytes += parcel.nbytes
         self._order.append(parcel)
         self._leaving.append(parcel)
@@ -230,11 +238,15 @@ class Stash:
         parcel.buffer, parcel.state = None, State.AWAY
         self._leaving_bytes -= parcel.nbytes
 
-    def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> Any:
-        """Ask for a copy and return the event of its end."""
-        transport, nbytes = self._transport, target.numel()
+    def _copy(self, lane: Lane, buffer: Tensor, slots: tuple[Slot, ...]) -> Any:
+        """Ask for the copies between a buffer and its slots; return the event of their end."""
+        transport, nbytes = self._transport, buffer.numel()
         start = transport.mark(lane, timed=True) if self.budget.times(lane, nbytes) else None
-        transport.copy(lane, target, source)
+        parts = [slot.memory for slot in slots]
+        pieces = buffer.split([part.numel() for part in parts]) if len(parts) > 1 else (buffer,)
+        for piece, part in zip(pieces, parts, strict=True):
+            pair = (part, piece) if lane is Lane.TO_HOST else (piece, part)
+            transport.copy(lane, *pair)
         end = transport.mark(lane, timed=start is not None)
         if start is not None:
             self.budget.copied(lane, start, end, nbytes)
@@ -266,13 +278,12 @@ class Stash:
     def _bring(self, parcel: Parcel) -> None:
         """Start the copy back, into memory of the current stream."""
         transport = self._transport
-        assert parcel.slot is not None
         buffer = packs.made(transport.allocate(parcel.nbytes))
         left, parcel.stream = parcel.stream, transport.stream()
         transport.wait(Lane.TO_DEVICE, transport.mark(parcel.stream))
         if parcel.stream != left:  # which waited for the copy out when the buffer was freed
             transport.wait(Lane.TO_DEVICE, parcel.event)
-        parcel.event = self._copy(Lane.TO_DEVICE, buffer, parcel.slot.memory)
+        parcel.event = self._copy(Lane.TO_DEVICE, buffer, parcel.slots)
         parcel.buffer, parcel.state = buffer, State.COMING
         parcel.version = buffer._version
         self.returned_bytes += parcel.nbytes
@@ -315,8 +326,8 @@ class Stash:
             parcel = self.dropped.popleft()
             if parcel.gets == 0:
                 self.budget.get(parcel.step)
-            if parcel.slot is not None:
-                self._retire(parcel, parcel.slot)
+            if parcel.slots:
+                self._retire(parcel)
         while self._order and self._order[-1].dead:
             self._order.pop()
             self._dead_count -= 1
@@ -324,7 +335,7 @@ class Stash:
             self._order = [parcel for parcel in self._order if not parcel.dead]
             self._dead_count = 0
 
-    def _retire(self, parcel: Parcel, slot: Slot) -> None:
+    def _retire(self, parcel: Parcel) -> None:
         """Free a dead parcel's memory, the device's in the order of its stream."""
         if parcel.buffer is not None:
             self._wait_for_copy(parcel.stream, parcel)
@@ -332,9 +343,13 @@ class Stash:
             self._leaving_bytes -= parcel.nbytes
         elif parcel.state is State.COMING:
             self._coming_bytes -= parcel.nbytes
-        parcel.buffer, parcel.state, parcel.slot = None, State.AWAY, None
-        parcel.dead = True
+        slots, parcel.slots = parcel.slots, ()
+        parcel.buffer, parcel.state, parcel.dead = None, State.AWAY, True
         self._dead_count += 1
         # Copies out run in their order, so only copies back must be over before the next use.
         self._host_was_read = True
-        self._pool.give_back(slot)
+        self._give_back(slots)
+
+    def _give_back(self, slots: tuple[Slot, ...]) -> None:
+        for slot in slots:
+            self._pool.give_back(slot)
