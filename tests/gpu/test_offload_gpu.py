@@ -65,6 +65,21 @@ def test_gradients_are_those_without_offload(offload: Any) -> None:
     assert report.returned_bytes > 0
 
 
+def test_buffers_that_lie_in_parts_come_back_as_they_were() -> None:
+    stash = offload.stash_of(torch.device("cuda"), 1.0)
+    assert stash is not None
+    sizes = [600 * MIB + 12_345, 300 * MIB, 1100 * MIB]
+    for _ in range(2):
+        values = [torch.randint(256, (n,), dtype=torch.uint8, device="cuda") for n in sizes]
+        tickets = [stash.put(value.clone()) for value in values]
+        while tickets:
+            ticket, value = tickets.pop(), values.pop()
+            assert len(ticket._parcel.slots) > 1
+            assert torch.equal(ticket.get(), value)
+    stash.collect()
+    stash.check()
+
+
 def test_memory_after_forward_is_the_window() -> None:
     net, x = model(), sample()
     step(net, x, None)
