@@ -24,6 +24,7 @@ from vramx.planning.meters import HostMeter, Spread
 from vramx.planning.running import Runner
 from vramx.planning.steps import Step
 from vramx.planning.timeline import Cost, Place, Timeline
+from vramx.planning.words import chosen_words, words_for
 
 __all__ = ["counted_time", "small_device", "without_noise"]
 pytestmark = pytest.mark.usefixtures("seeded", "counted_time")
@@ -330,3 +331,17 @@ def test_what_cannot_be_planned_is_said(change: Any, options: Any, text: str) ->
     options = {"sample": rows(4), "budget": None, "levels": ("left",), **options}
     with pytest.raises(InvalidValueError, match=text):
         vramx.plan(model, options.pop("sample"), options.pop("budget"), **options)
+
+
+def test_a_word_that_is_another_ones_is_not_measured_twice() -> None:
+    def words(activation: Any, *levels: str) -> list[str]:
+        layers = (
+            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, activation=activation)
+            for _ in range(2)
+        )
+        block = find_blocks(nn.Sequential(*layers))[0]
+        return words_for(block, torch.device("cpu"), chosen_words(levels or None))
+
+    assert words("gelu") == ["left", "keep", "int8", "recompute_mlp", "recompute_all"]
+    assert words(torch.tanh) == ["left", "keep", "int8", "recompute_all"]
+    assert words(torch.tanh, "recompute_mlp", "recompute_all") == ["recompute_mlp", "recompute_all"]

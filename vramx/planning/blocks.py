@@ -19,7 +19,7 @@ from torch import nn
 
 from vramx.errors import InvalidValueError
 from vramx.nn.families import family_of
-from vramx.nn.families.swap import Swapped, unswap
+from vramx.nn.families.swap import RECOMPUTE_MLP, Swapped, unswap
 from vramx.nn.optimize import optimize
 from vramx.patch.module import find, patch_of
 
@@ -28,11 +28,17 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class Block:
-    """A repeated block; `known`: vramx.optimize can swap it."""
+    """A repeated block.
+
+    Attributes:
+        known: vramx.optimize can swap it.
+        has_mlp: and can recompute a feed-forward part of it: "recompute_mlp" is "int8" elsewhere.
+    """
 
     name: str
     module: nn.Module
     known: bool
+    has_mlp: bool
 
 
 def find_blocks(model: nn.Module) -> tuple[Block, ...]:
@@ -61,11 +67,13 @@ def find_blocks(model: nn.Module) -> tuple[Block, ...]:
                 f"{name} is changed already ({changes[0]}); call vramx.restore(model) first"
             )
     names = [glob.escape(name) for name, _ in found]
-    report = optimize(model, dict.fromkeys(names, "int8"))
+    report = optimize(model, dict.fromkeys(names, RECOMPUTE_MLP))
     for module in model.modules():
         unswap(module)
-    known = {row.name for row in report.swapped}
-    return tuple(Block(name, module, name in known) for name, module in found)
+    done = {row.name: row.done for row in report.swapped}
+    return tuple(
+        Block(name, module, name in done, done.get(name) == RECOMPUTE_MLP) for name, module in found
+    )
 
 
 def _parts(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:

@@ -102,7 +102,7 @@ class Chooser:
         agreement.check_alike(
             "their budgets or blocks",
             (budget == SMALLEST, budget_bytes is None, self._is_free, self._chosen),
-            [(block.name, block.known) for block in self._blocks],
+            [(block.name, block.known, block.has_mlp) for block in self._blocks],
         )
         if budget_bytes is not None:
             budget_bytes = -int(agreement.most(-budget_bytes))

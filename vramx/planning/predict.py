@@ -31,7 +31,7 @@ from vramx.planning.program_copy import Copied
 from vramx.planning.recording import BEFORE, CUBLAS, CUDNN, Recording
 from vramx.planning.states_kept import generators_as_before
 from vramx.planning.step_programs import Program, program_of
-from vramx.planning.words import WORDS, apply_words, words_for
+from vramx.planning.words import WORDS, apply_words, can_have
 from vramx.sizes import MIB
 
 # Of a handle of cuBLAS, of which forward and backward have one each, in their own threads:
@@ -211,7 +211,7 @@ class _Tracer:
         device, done = torch.device(self._kind), 0
         for model in models:
             blocks = find_blocks(model)
-            words = {b: word for b in blocks if word in words_for(b, device, WORDS)}
+            words = {b: word for b in blocks if can_have(b, word, device)}
             apply_words(model, words)
             done += len(words)
         if not done:

@@ -22,6 +22,7 @@ from torch import nn
 from vramx.compression.decorator import compressed_activations
 from vramx.errors import InvalidValueError, refused
 from vramx.nn.families.head import heads_of, why_not
+from vramx.nn.families.swap import RECOMPUTE_MLP
 from vramx.nn.levels import LEFT, LEVELS
 from vramx.nn.optimize import optimize
 from vramx.patch.change import Change
@@ -68,19 +69,25 @@ def recomputes(word: str) -> bool:
     return word.startswith("recompute")
 
 
+def can_have(block: Block, word: str, device: torch.device) -> bool:
+    """Tell whether a word is for a block on a device."""
+    # A host has no link to a host.
+    return (block.known or word in _UNKNOWN_WORDS) and (
+        device.type == "cuda" or word not in _OFFLOADS
+    )
+
+
 def words_for(block: Block, device: torch.device, chosen: Collection[str]) -> list[str]:
     """Return the words that a block can have on a device, of those that were chosen.
+
+    Of two that do the same with it, one.
 
     Raises:
         InvalidValueError: none of the chosen ones is for this block.
     """
-    found = [
-        word
-        for word in WORDS
-        if word in chosen
-        and (block.known or word in _UNKNOWN_WORDS)
-        and (device.type == "cuda" or word not in _OFFLOADS)  # a host has no link to a host
-    ]
+    found = [word for word in WORDS if word in chosen and can_have(block, word, device)]
+    if not block.has_mlp and "int8" in found and RECOMPUTE_MLP in found:
+        found.remove(RECOMPUTE_MLP)
     if not found:
         raise InvalidValueError(f"none of levels {chosen!r} is for {block.name} on {device.type}")
     return found
