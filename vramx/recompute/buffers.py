@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 from vramx.errors import warn_once
 from vramx.patch.references import globals_of, parts_of
@@ -67,6 +68,9 @@ class Buffers:
             for members, name, tensor in _changeable(module):
                 self.are_new = self.are_new or written is None
                 is_buffer = members is module._buffers
+                if is_lazy(tensor):  # the first run makes it, and writes it
+                    self._seen.append(_Seen(module, members, name, tensor, -1, -1))
+                    continue
                 # A library that moves weights about gives them other memory.
                 address = tensor.data_ptr() if is_buffer and type(tensor) is Tensor else -1
                 self._seen.append(_Seen(module, members, name, tensor, version_of(tensor), address))
