@@ -149,9 +149,9 @@ def tell_of_change() -> None:
     """Say once that what a recomputation reads was written into since the call."""
     warn_once(
         "parameters, or tensors that a function closes over, were written into between a call "
-        "under vramx.checkpoint and its recomputation, as by a step of an optimizer ahead of "
-        "backward: gradients of what is recomputed are those of the new values. Without a "
-        "checkpoint torch raises an error there",
+        "under vramx.checkpoint, or of a block at 'recompute_all', and its recomputation, as by a "
+        "step of an optimizer ahead of backward: gradients of what is recomputed are those of the "
+        "new values. Without recomputation torch raises an error there",
         stacklevel=7,
     )
 
