@@ -329,3 +329,14 @@ def test_parameters_that_were_written_into_are_told_of() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             y.sum().backward()
+
+
+def test_parameters_of_a_recomputed_block_that_were_written_into_are_told_of() -> None:
+    block = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    vramx.optimize(block, "recompute_all")
+    errors._said.clear()
+    y = block(torch.randn(2, 4, 16, requires_grad=True))
+    with torch.no_grad():
+        block.linear1.weight.mul_(2)
+    with pytest.warns(VramxWarning, match="ahead of backward"):
+        y.sum().backward()

@@ -338,3 +338,18 @@ def test_attributes_and_what_they_hold_are_put_back_in_place() -> None:
     assert vars(net.part) == before
     assert not net.part.last.any()
     assert torch.equal(net.part.own.get_state(), drawn)
+
+
+def test_a_lazy_region_is_made_once() -> None:
+    def steps(run: Callable[..., Any]) -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.SiLU(), nn.LazyLinear(8))
+        for _ in range(2):
+            run(net, torch.ones(4, 8).cumsum(0)).square().sum().backward()
+        gradients = [p.grad for p in net.parameters() if p.grad is not None]
+        return *gradients, *net.buffers()
+
+    expected = steps(lambda net, x: net(x))
+    found = steps(functools.partial(vramx.checkpoint, level="keep"))
+    assert all(map(torch.equal, found, expected))
+    assert len(found) == len(expected) == 9

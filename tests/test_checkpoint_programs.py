@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from checkpoint_tools import SMALL, quiet, seeds
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 import vramx
@@ -202,3 +204,21 @@ def test_noise_of_slopes_is_kept_whatever_a_policy_says() -> None:
     slopes = torch.where(leaf < 0, y.detach() / leaf.detach(), 1.0)
     (found,) = torch.autograd.grad(y.sum(), leaf)
     assert torch.allclose(found, slopes)
+
+
+@pytest.mark.parametrize("level", ["keep", "int8"])
+def test_forward_differentiation_through_a_region_is_exact(level: str) -> None:
+    layer, x, v = nn.Linear(8, 8), torch.randn(4, 8), torch.randn(4, 8)
+
+    def gradient(run: Callable[..., Any]) -> torch.Tensor:
+        layer.zero_grad()
+        with forward_ad.dual_level():
+            dual = run(lambda t: layer(t).tanh(), forward_ad.make_dual(x, v))
+            tangent = forward_ad.unpack_dual(dual).tangent
+        tangent.square().sum().backward()
+        assert layer.weight.grad is not None
+        return layer.weight.grad.clone()
+
+    expected = gradient(lambda function, t: function(t))
+    options = level if level == "keep" else Compression(min_bytes=0)
+    assert torch.equal(gradient(partial(vramx.checkpoint, level=options)), expected)

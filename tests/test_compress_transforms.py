@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from optimize_tools import INT8_NOISE, error
 from torch import nn
 
 import vramx
@@ -56,3 +57,13 @@ def test_transforms_of_torch_func_within_a_context_are_exact(how: str) -> None:
         found = weight_gradient()
     assert torch.equal(found, expected)
     assert stats.packed.tensors == 0
+
+
+@pytest.mark.parametrize("strategy", ["reverse-mode", "forward-mode"])
+def test_vectorised_jacobians_within_a_context_are_near(strategy: str) -> None:
+    net, x = small_net(), torch.randn(4, 8)
+    jacobian = torch.autograd.functional.jacobian
+    expected = jacobian(net, x, vectorize=True, strategy=strategy)
+    with compress(min_bytes=0):
+        found = jacobian(net, x, vectorize=True, strategy=strategy)
+    assert error(found, expected) < INT8_NOISE

@@ -32,6 +32,7 @@ from patch_tools import (
     unhook,
 )
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 import vramx
 from vramx.errors import InvalidValueError
@@ -306,3 +307,82 @@ def test_class_that_asks_for_its_own_class_finds_the_one_below() -> None:
     assert torch.equal(net(inputs()), expected)
     assert not net.train()[0].up.training
     assert net[0].training
+
+
+class Noting(Change):
+    """Notes of which module it has run a call."""
+
+    def __init__(self, ran: list[Any]) -> None:
+        self._ran = ran
+
+    def run(self, module: Any, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self._ran.append(module)
+        return forward(*args, **kwargs)
+
+    def __str__(self) -> str:
+        return "noted"
+
+
+@pytest.mark.parametrize("part", [nn.LazyLinear(8), nn.LazyBatchNorm1d()], ids=str)
+def test_a_lazy_module_keeps_its_changes_when_it_is_made(part: nn.Module) -> None:
+    ran = list[Any]()
+    put(part, Noting(ran))
+    for _ in range(2):
+        part(torch.randn(4, 8))
+    assert ran == [part, part]
+    vramx.restore(part)
+    assert type(part) in (nn.Linear, nn.BatchNorm1d)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "parametrize put take restore",
+        "parametrize put restore take",
+        "put parametrize take restore",
+        "put parametrize restore take",
+        "parametrize put more restore less take",
+    ],
+)
+def test_parametrizations_come_and_go_around_a_change(order: str) -> None:
+    layer, x, ran = nn.Linear(8, 8), torch.randn(4, 8), list[Any]()
+    expected = layer(x)
+    steps: dict[str, Any] = {
+        "parametrize": lambda: parametrizations.weight_norm(layer),
+        "more": lambda: parametrize.register_parametrization(layer, "bias", nn.Identity()),
+        "put": lambda: put(layer, Noting(ran)),
+        "less": lambda: parametrize.remove_parametrizations(layer, "bias"),
+        "take": lambda: parametrize.remove_parametrizations(layer, "weight"),
+        "restore": lambda: vramx.restore(layer),
+    }
+    is_changed = False
+    for step in order.split():
+        steps[step]()
+        is_changed = step == "put" or (is_changed and step != "restore")
+        ran.clear()
+        torch.testing.assert_close(layer(x), expected)
+        assert bool(ran) == is_changed, step
+    assert type(layer) is nn.Linear
+
+
+@pytest.mark.parametrize("wraps", [True, False])
+def test_a_forward_that_a_program_gives_the_class_is_that_of_the_class(wraps: bool) -> None:
+    class Own(Plain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    net, other, x, ran = Own(), Own(), inputs(), list[Any]()
+    expected, others = net(x) * 2, other(x) * 2
+    put(net, Noting(ran))
+    below: Any = type(net).forward if wraps else Plain.forward
+    type(net).forward = lambda self, x: below(self, x) * 2  # type: ignore[method-assign]
+    assert torch.equal(net(x), expected)
+    assert ran == [net]
+    assert torch.equal(other(x), others)
+    put(other, Noting(ran))
+    assert torch.equal(other(x), others)
+    assert ran == [net, other]
+    vramx.restore(net)
+    assert torch.equal(net(x), expected)
+    del type(other).forward
+    assert torch.equal(net(x), expected / 2)

@@ -175,13 +175,12 @@ def _linked(found: Any) -> Iterator[Any]:
 
 
 def _set_class(module: nn.Module, changes: tuple[Change, ...]) -> None:
-    mixins = tuple(change.mixin for change in changes if change.mixin is not None)
     cls = type(module)
     if issubclass(cls, Patched) and ORIGINAL not in vars(cls):
         return  # others' class is over ours, which reads the record all the same
     try:
         original: Any = original_class(module)  # mypy finds that a class of Modules has no hash
-        wanted = patched_class(original, mixins)
+        wanted = patched_class(original, Patch(changes).mixins)
         if cls is not wanted:
             object.__setattr__(module, "__class__", wanted)
     except (AttributeError, TypeError, RuntimeError) as error:

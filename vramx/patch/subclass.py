@@ -21,6 +21,8 @@ from vramx.patch.change import Change
 
 # In the __dict__ of a changed module, its record; in that of our classes, the class below them.
 RECORD, ORIGINAL = "_vramx", "_vramx_original"
+# In that of our classes, what their forward is once another has taken its place.
+_OUTLIVED = "_vramx_outlived"
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +31,11 @@ class Patch:
 
     changes: tuple[Change, ...] = ()
     inner: Any = None
+
+    @property
+    def mixins(self) -> tuple[type, ...]:
+        """The classes that the changes want before the module's own."""
+        return tuple(change.mixin for change in self.changes if change.mixin is not None)
 
 
 # Our forwards as what wraps the forward of each subclass has left them.
@@ -85,6 +92,8 @@ class Patched:
             # Who had another forward set before ours gives the class's back, to what is below ours.
             self.__dict__[RECORD] = replace(patch, inner=None)
             self.__dict__.pop("forward", None)
+        elif name == "__class__":
+            object.__setattr__(self, name, _class_for(self, value))
         else:
             super().__setattr__(name, value)
 
@@ -94,6 +103,60 @@ class Patched:
             self.__dict__[RECORD] = replace(patch, inner=None)
         else:
             super().__delattr__(name)
+
+
+def _class_for(module: Any, wanted: Any) -> Any:
+    """Return the class of a module that others give a class: it keeps its changes.
+
+    A lazy module becomes another once it has run; parametrizations that are removed give back the
+    first base of the class that they find.
+    """
+    if issubclass(wanted, Patched) and not issubclass(wanted, nn.Module):
+        wanted = vars(type(module))[ORIGINAL].__bases__[0]
+    patch = module.__dict__.get(RECORD)
+    if patch is None:
+        return vars(wanted).get(ORIGINAL, wanted)
+    return wanted if issubclass(wanted, Patched) else patched_class(wanted, patch.mixins)
+
+
+class StandIn(type):
+    """The metaclass of our classes: what is set on one is meant for the class that it stands for.
+
+    So a forward that a program gives `type(module)` is that of all modules of the class, is still
+    there after restore(), and the changes are around it.
+    """
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        original = _stood_for(cls)
+        if original is None:
+            super().__setattr__(name, value)
+            return
+        if name == "forward":
+            # What the program puts around ours calls what there was.
+            vars(cls)[_OUTLIVED].append(original.forward)
+            super().__setattr__(_OUTLIVED, [])
+            super().__setattr__(name, _forward_of(original, vars(cls)[_OUTLIVED]))
+        setattr(original, name, value)
+
+    def __delattr__(cls, name: str) -> None:
+        original = _stood_for(cls)
+        if original is None:
+            super().__delattr__(name)
+        else:
+            delattr(original, name)
+
+
+_made = set[type]()
+
+
+def _stood_for(cls: type) -> Any:
+    """Return the class that a finished one of ours stands for; None where it is none of ours."""
+    return vars(cls)[ORIGINAL] if cls in _made else None
+
+
+@functools.cache
+def _metaclass_over(metaclass: type) -> Any:
+    return StandIn if metaclass is type else type("StandIn", (StandIn, metaclass), {})
 
 
 def _class_forward(module: Any) -> Any:
@@ -128,20 +191,25 @@ def _wrapping_hook(original: Any) -> Any:
 @functools.cache
 def patched_class(original: Any, mixins: tuple[type, ...]) -> Any:
     """Return our subclass of a class, with mixins before it."""
+    outlived: list[Any] = []
     names = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
-        "forward": _forward_of(original),
+        "forward": _forward_of(original, outlived),
+        _OUTLIVED: outlived,
         ORIGINAL: original,
         "_vramx_mixins": mixins,
     }
     below = _asked_of_super(original)
     names = {name: vars(original)[name] for name in below} | names
     patched = type("Patched", (Patched,), below) if below else Patched
-    metaclass: Any = type(original)
+    metaclass_below: Any = type(original)  # mypy finds that a metaclass has no hash
+    metaclass = _metaclass_over(metaclass_below)
     # Named as the original: what looks for a module by its class's name must find it.
-    return metaclass(original.__name__, (patched, *mixins, original), names)
+    made = metaclass(original.__name__, (patched, *mixins, original), names)
+    _made.add(made)
+    return made
 
 
 def _asked_of_super(original: Any) -> dict[str, Any]:
@@ -168,8 +236,12 @@ def _asked_of_super(original: Any) -> dict[str, Any]:
     }
 
 
-def _forward_of(original: Any) -> Callable[..., Any]:
+def _forward_of(original: Any, outlived: list[Any]) -> Callable[..., Any]:
+    """Return our forward over a class; one in `outlived` is what it has to be from then on."""
+
     def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if outlived:
+            return outlived[0](self, *args, **kwargs)
         # What others keep of ours outlives the record, and the class.
         patch = getattr(self, "_vramx", None)
         call: Any = None if patch is None else patch.inner
@@ -189,4 +261,4 @@ def _forward_of(original: Any) -> Callable[..., Any]:
     return forward
 
 
-_CODE = _forward_of(nn.Identity).__code__
+_CODE = _forward_of(nn.Identity, []).__code__

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 from vramx.errors import warn_once
 from vramx.patch.references import globals_of, parts_of
@@ -67,6 +68,9 @@ class Buffers:
             for members, name, tensor in _changeable(module):
                 self.are_new = self.are_new or written is None
                 is_buffer = members is module._buffers
+                if is_lazy(tensor):  # the first run makes it, and writes it
+                    self._seen.append(_Seen(module, members, name, tensor, -1, -1))
+                    continue
                 # A library that moves weights about gives them other memory.
                 address = tensor.data_ptr() if is_buffer and type(tensor) is Tensor else -1
                 self._seen.append(_Seen(module, members, name, tensor, version_of(tensor), address))
@@ -145,9 +149,9 @@ def tell_of_change() -> None:
     """Say once that what a recomputation reads was written into since the call."""
     warn_once(
         "parameters, or tensors that a function closes over, were written into between a call "
-        "under vramx.checkpoint and its recomputation, as by a step of an optimizer ahead of "
-        "backward: gradients of what is recomputed are those of the new values. Without a "
-        "checkpoint torch raises an error there",
+        "under vramx.checkpoint, or of a block at 'recompute_all', and its recomputation, as by a "
+        "step of an optimizer ahead of backward: gradients of what is recomputed are those of the "
+        "new values. Without recomputation torch raises an error there",
         stacklevel=7,
     )
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
@@ -96,9 +97,10 @@ def checkpoint(
         The same where the region gives a function of an input's elements, such as its gelu.
     Sync: never waits for the device.
 
-    Within a transform of torch.func the function runs as it is, and nothing is recomputed. Within
-    another checkpoint, under torch.no_grad(), and where torch.compile traces the call, this
-    is torch's checkpoint: nothing is kept here, or the compiler decides about it.
+    Within a transform of torch.func, and under forward differentiation, the function runs as it is,
+    and nothing is recomputed. Within another checkpoint, under torch.no_grad(), and where
+    torch.compile traces the call, this is torch's checkpoint: nothing is kept here, or the compiler
+    decides about it.
 
     Example:
         >>> import torch, vramx
@@ -154,7 +156,7 @@ def run(
     # While it traces, dynamo must meet torch's own function first: that one it knows.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return _torch_checkpoint(function, args, kwargs, settings.torch_options)
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         # torch's checkpoint knows no transforms: it refuses, or recomputes another function.
         return function(*args, **kwargs)
     leaves, structure = flatten((args, kwargs))

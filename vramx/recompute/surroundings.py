@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from vramx.recompute.attributes import Attributes
 from vramx.recompute.buffers import Buffers, modules_of
@@ -32,6 +33,8 @@ class Surroundings:
         self._variables = Variables(function)
         modules = modules_of(function, leaves)
         self.buffers = Buffers(modules)
+        # A lazy module is to be found as its first run makes it.
+        modules = [module for module in modules if not _is_to_be_made(module)]
         self._attributes = Attributes(modules, self._variables.objects)
         self._members = Members(modules, leaves)
         self._reads_all = _is_of_a_module(function)
@@ -58,6 +61,10 @@ class Surroundings:
             for generators in self._generators:
                 stack.enter_context(generators.restored())
             yield self._variables.function()
+
+
+def _is_to_be_made(module: nn.Module) -> bool:
+    return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
 
 
 def _is_of_a_module(function: Any) -> bool:

@@ -101,7 +101,7 @@ class OperationMode(TorchFunctionMode):
 
     def _note_made(self, result: torch.Tensor, args: tuple[Any, ...]) -> None:
         """Note memory that a call made, which is not the memory of what it was given."""
-        if not result.is_floating_point() or result.layout is not STRIDED:
+        if not result.is_floating_point() or result.layout is not STRIDED or _is_batched(result):
             return
         storage = result.untyped_storage()
         for value in args:
@@ -156,6 +156,8 @@ def transformed() -> None:
     """Stand for every operation within a transform of torch.func."""
 
 
+# A tensor of the vmap in torch.autograd.functional, which stands for others and has no memory.
+_is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 _transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 skip_frames(OperationMode.__torch_function__)
 

@@ -262,13 +262,14 @@ def _compute(module: Fused, settings: Settings, call: dict[str, Any]) -> Any:
 class _Recomputed:
     """What a checkpoint calls: first for the block's result, and then for what it saves alone.
 
-    Whether it has run is in a slot: a recomputation finds attributes as the first run did.
+    Whether it has run is in a slot: a recomputation finds attributes as the first run did. That it
+    is the module's, as a method is, says that it reads all of the module's parameters.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_has_run")
 
     def __init__(self, module: Any, function: Callable[..., Any]) -> None:
-        self._module = module
+        self.__self__ = module
         self._fusing = find(module, Fusing)
         self._function = function
         self._has_run = False
@@ -283,7 +284,7 @@ class _Recomputed:
     def _swapped(self) -> Iterator[None]:
         """Have the module as it was in the forward pass: it may have been restored since."""
         fusing: Any = self._fusing
-        module = self._module
+        module = self.__self__
         is_restored = fusing is not None and find(module, Fusing) is None
         if is_restored:
             put(module, fusing)
