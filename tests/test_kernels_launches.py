@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import channel_launches
 import pytest
 import torch
 from torch import Tensor
 
 from vramx.kernels import (
+    channel_norm_launch,
+    channel_norm_tables_launch,
     elementwise_launch,
     launch,
     norm_backward_launch,
@@ -36,12 +39,19 @@ KERNELS = {
     "glu": ("glu_kernel", "glu_backward_kernel"),
     "activation": ("activation_kernel", "relu_kernel"),
     "dropout": ("dropout_kernel",),
+    "channel_norm": ("channel_norm_kernel", "channel_norm_output_kernel"),
+    "channel_norm_backward": ("channel_norm_input_kernel", "channel_norm_sums_kernel"),
+    "channel_norm_tables": ("channel_norm_statistics_kernel", "channel_norm_factors_kernel"),
 }
 CACHES = (
     launch.ready_for, norm_launch._forward_launch, norm_launch._output_launch,
     norm_backward_launch._of_rows, norm_backward_launch._of_sums, rotary_launch._of_shape,
     rotary_launch.rotary_plan, elementwise_launch._tile_plan, elementwise_launch.relu_plan,
-    elementwise_launch.dropout_plan,
+    elementwise_launch.dropout_plan, channel_norm_launch._forward_launch,
+    channel_norm_launch._launch, channel_norm_launch._plan, channel_norm_launch.plan_of,
+    channel_norm_launch.sums_plan, channel_norm_launch._sums_launch,
+    channel_norm_launch._sums_of_shape, channel_norm_tables_launch._statistics_plan,
+    channel_norm_tables_launch._factors_plan,
 )  # fmt: skip
 BF16, FP32 = torch.bfloat16, torch.float32
 Launches = dict[str, Any]
@@ -194,6 +204,7 @@ OTHERS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "dropout of another type": (drop, {"dtype": FP32, "added": FP32}),
     "dropout with nothing added": (drop, {"added": None}),
     "dropout with what is of another type": (drop, {"added": FP32}),
+    **channel_launches.OTHERS,
 }
 
 

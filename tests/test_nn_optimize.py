@@ -29,6 +29,8 @@ import vramx
 from vramx.errors import InvalidValueError, VramxWarning
 from vramx.nn import products
 from vramx.nn.families.encoder import EncoderLayer
+from vramx.nn.families.swap import Fusing, Settings
+from vramx.recompute import objects
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -252,3 +254,23 @@ def test_verification_restores_a_block_that_is_wrong(what: str, monkeypatch: Any
     with pytest.warns(VramxWarning, match=f"its {what} differs"):
         assert torch.equal(result_of(model, src), expected)
     assert type(model.layers[0]) is nn.TransformerEncoderLayer
+
+
+def test_no_call_of_a_recomputed_block_copies_how_it_is_optimised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copied: list[type] = []
+    copy = objects.Copier._copied
+
+    def noted(copier: Any, value: Any) -> Any:
+        copied.append(type(value))
+        return copy(copier, value)
+
+    monkeypatch.setattr(objects.Copier, "_copied", noted)
+    block = nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True).train()
+    assert vramx.optimize(block, "recompute_all").swapped
+    x = torch.randn(2, 4, 32, requires_grad=True)
+    for _ in range(2):
+        block(x).sum().backward()
+    assert Fusing not in copied
+    assert Settings not in copied

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from vramx.kernels.elementwise_launch import Noise
-from vramx.kernels.launch import Plan
+from vramx.kernels.launch import Plan, dtypes_of, ready_for
 from vramx.kernels.layout import Layout
-from vramx.kernels.start import start
+from vramx.kernels.start import Ready
 
 _WARPS = 4
 _PACKING_REGISTERS = 128  # of a thread
@@ -84,14 +84,13 @@ def forward(
     y, kept = outputs
     channels, activation = how
     if x.numel():
-        plan = plan_of("channel_norm", channels, kept is not None, _form(kept))
         buffer, bits = (None, None) if kept is None else kept[:2]
         state, (stream,) = noise or (None, (0,))
-        plan.start(
-            (x, residual, *tables, y, buffer, bits, state),
-            (x.numel(), stream, *channels, activation.leak),
-            x.numel(), KIND=activation.kind, STOCHASTIC=noise is not None,
-        )  # fmt: skip
+        of = (channels, kept is not None, _form(kept), activation.kind, noise is not None)
+        tensors = (x, residual, *tables, y, buffer, bits, state)
+        kind = (*dtypes_of(tensors), x.get_device())
+        ready = ready_for(_forward_launch, of, (x.numel(),), kind)
+        ready.start(tensors, x.numel(), stream, *channels, activation.leak)
 
 
 def output(
@@ -101,13 +100,8 @@ def output(
     how: tuple[Channels, Activation],
 ) -> None:
     """Write y again; `tables` are weight and bias."""
-    channels, activation = how
     if y.numel():
-        plan = plan_of("channel_norm_output", channels, True, _form(kept))
-        plan.start(
-            (kept.buffer, kept.bits, *tables, y), (y.numel(), *channels, activation.leak),
-            y.numel(), KIND=activation.kind,
-        )  # fmt: skip
+        _start("channel_norm_output", (kept.buffer, kept.bits, *tables, y), y.numel(), kept, how)
 
 
 def gradient(
@@ -118,14 +112,9 @@ def gradient(
     how: tuple[Channels, Activation],
 ) -> None:
     """Write g and n, each unless it is None; `tables` are weight and bias."""
-    channels, activation = how
     if dy.numel():
-        plan = plan_of("channel_norm_gradient", channels, True, _form(kept))
-        plan.start(
-            (dy, kept.buffer, kept.bits, *tables, *outputs),
-            (dy.numel(), *channels, activation.leak),
-            dy.numel(), KIND=activation.kind,
-        )  # fmt: skip
+        tensors = (dy, kept.buffer, kept.bits, *tables, *outputs)
+        _start("channel_norm_gradient", tensors, dy.numel(), kept, how)
 
 
 def input_gradient(
@@ -140,14 +129,23 @@ def input_gradient(
     Args:
         tables: weight, bias, slope, offset and along.
     """
-    channels, activation = how
     if dy.numel():
-        plan = plan_of("channel_norm_input", channels, True, _form(kept))
-        plan.start(
-            (dy, kept.buffer, kept.bits, *tables, *outputs),
-            (dy.numel(), *channels, activation.leak),
-            dy.numel(), KIND=activation.kind,
-        )  # fmt: skip
+        tensors = (dy, kept.buffer, kept.bits, *tables, *outputs)
+        _start("channel_norm_input", tensors, dy.numel(), kept, how)
+
+
+def _start(
+    name: str,
+    tensors: tuple[Tensor | None, ...],
+    numel: int,
+    kept: Kept,
+    how: tuple[Channels, Activation],
+) -> None:
+    """Launch a kernel that reads what was kept."""
+    channels, activation = how
+    kind = (*dtypes_of(tensors), kept.buffer.get_device())
+    ready = ready_for(_launch, (name, channels, _form(kept), activation.kind), (numel,), kind)
+    ready.start(tensors, numel, *channels, activation.leak)
 
 
 def sums_fit(channels: Channels, kept: Kept) -> bool:
@@ -175,19 +173,34 @@ def shares_of_sums(
     for each program that shares the rows. The number of these does not change from run to run on
     one kind of device.
     """
-    channels, activation = how
-    plan = sums_plan(channels.number, _form(kept))
-    width = max(channels.number, plan.constants["GROUP"])
-    blocks, tiles = width // plan.constants["GROUP"], -(-dy.numel() // (plan.tile * width))
-    programs = max(1, min(tiles, -(-_programs(dy.device) // blocks)))
+    (_, number), activation = how
+    read, numel = (dy, kept.buffer, kept.bits, *tables), dy.numel()
+    of = (number, _form(kept), activation.kind)
+    ready, programs, width = _sums_of_shape(of, numel, dtypes_of(read), dy.device)
     shares = dy.new_empty((2, programs, width), dtype=torch.float32)
-    start(
-        plan.kernel, (blocks, programs),
-        (dy, kept.buffer, kept.bits, *tables, shares),
-        (dy.numel(), width, activation.leak),
-        KIND=activation.kind, **plan.constants,
-    )  # fmt: skip
-    return shares.view(2, -1, channels.number) if width > channels.number else shares
+    ready.start((*read, shares), numel, width, activation.leak)
+    return shares.view(2, -1, number) if width > number else shares
+
+
+@lru_cache(maxsize=1024)
+def _sums_of_shape(
+    of: tuple[int, tuple[int, bool] | None, str], numel: int, _dtypes: Any, device: torch.device
+) -> tuple[Ready, int, int]:
+    """Return what launches the sums of tensors of a size, the programs that share, and a row."""
+    channels, form, kind = of
+    plan = _sums_launch(channels, form, kind)
+    group = plan.constants["GROUP"]
+    width = max(channels, group)
+    blocks, tiles = width // group, -(-numel // (plan.tile * width))
+    programs = max(1, min(tiles, -(-_programs(device) // blocks)))
+    index = -1 if device.index is None else device.index
+    return Ready(plan.constants, plan.kernel, (blocks, programs), index), programs, width
+
+
+@lru_cache(maxsize=256)
+def _sums_launch(channels: int, form: tuple[int, bool] | None, kind: str) -> Plan:
+    kernel, rows, constants = sums_plan(channels, form)
+    return Plan(kernel, rows, constants | {"KIND": kind})
 
 
 @lru_cache(maxsize=256)
@@ -210,6 +223,20 @@ def _programs(device: torch.device) -> int:
         return 3
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     return int(multiprocessors) * _PROGRAMS_OF_MULTIPROCESSOR
+
+
+@lru_cache(maxsize=1024)
+def _forward_launch(
+    channels: Channels, keeps: bool, form: tuple[int, bool] | None, kind: str, stochastic: bool
+) -> Plan:
+    kernel, tile, constants = plan_of("channel_norm", channels, keeps, form)
+    return Plan(kernel, tile, constants | {"KIND": kind, "STOCHASTIC": stochastic})
+
+
+@lru_cache(maxsize=1024)
+def _launch(name: str, channels: Channels, form: tuple[int, bool] | None, kind: str) -> Plan:
+    kernel, tile, constants = plan_of(name, channels, True, form)
+    return Plan(kernel, tile, constants | {"KIND": kind})
 
 
 @lru_cache(maxsize=1024)

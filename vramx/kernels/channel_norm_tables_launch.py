@@ -7,11 +7,10 @@ current stream, never wait; any thread. Importing this module does not import tr
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 from torch import Tensor
 
-from vramx.kernels.start import start
+from vramx.kernels.launch import Plan, dtypes_of, ready_for
 
 _CHANNELS = 128  # of a program, where each has few numbers
 # One of the sums has 32 bytes of a row, which memory gives at once, and 16 rows a thread in flight.
@@ -33,15 +32,11 @@ def statistics(
         running: mean and variance, or None both; and the number of batches, or None.
         numbers: eps, momentum, and the values of a channel.
     """
-    from vramx.kernels.channel_norm_tables import channel_norm_statistics_kernel
-
     eps, momentum, count = numbers
-    channels = rstd.numel()
-    start(
-        channel_norm_statistics_kernel, (-(-channels // _CHANNELS),),
-        (*found, rstd, *running), (channels, eps, momentum, count / max(count - 1, 1)),
-        BLOCK=_CHANNELS, num_warps=_CHANNELS // 32,
-    )  # fmt: skip
+    channels, tensors = rstd.numel(), (*found, rstd, *running)
+    kind = (*dtypes_of(tensors), rstd.get_device())
+    ready = ready_for(_statistics_plan, (), (channels,), kind)
+    ready.start(tensors, channels, eps, momentum, count / max(count - 1, 1))
 
 
 def factors(
@@ -60,20 +55,28 @@ def factors(
     """
     channels = tables[0].numel()
     rows = shares.numel() // (2 * channels)
-    kernel, constants = _factors_plan(rows)
-    start(
-        kernel, (channels // _SUMMED_CHANNELS,), (shares, *tables, *outputs),
-        (rows, channels, float(count)), **constants,
-    )  # fmt: skip
+    tensors = (shares, *tables, *outputs)
+    kind = (*dtypes_of(tensors), shares.get_device())
+    ready = ready_for(_factors_plan, (_tile_of(rows),), (channels,), kind)
+    ready.start(tensors, rows, channels, float(count))
 
 
-@lru_cache(maxsize=256)
-def _factors_plan(rows: int) -> tuple[Any, dict[str, int]]:
+def _tile_of(rows: int) -> int:
+    return min(_SUMMED_ROWS, max(32, 1 << (rows - 1).bit_length()))
+
+
+@lru_cache(maxsize=1)
+def _statistics_plan() -> Plan:
+    from vramx.kernels.channel_norm_tables import channel_norm_statistics_kernel
+
+    constants = {"BLOCK": _CHANNELS, "num_warps": _CHANNELS // 32}
+    return Plan(channel_norm_statistics_kernel, _CHANNELS, constants)
+
+
+@lru_cache(maxsize=16)
+def _factors_plan(tile: int) -> Plan:
     from vramx.kernels.channel_norm_tables import channel_norm_factors_kernel
 
-    tile = min(_SUMMED_ROWS, max(32, 1 << (rows - 1).bit_length()))
-    return channel_norm_factors_kernel, {
-        "ROWS": tile,
-        "BLOCK": _SUMMED_CHANNELS,
-        "num_warps": max(1, _WARPS * tile // _SUMMED_ROWS),
-    }
+    warps = max(1, _WARPS * tile // _SUMMED_ROWS)
+    constants = {"ROWS": tile, "BLOCK": _SUMMED_CHANNELS, "num_warps": warps}
+    return Plan(channel_norm_factors_kernel, _SUMMED_CHANNELS, constants)

@@ -17,6 +17,7 @@ from vramx.errors import InvalidValueError
 from vramx.nn import arguments
 from vramx.nn import running_statistics as statistics
 from vramx.nn.activation import gelu, silu
+from vramx.nn.arguments import own
 from vramx.nn.channel_norm import ChannelNormed, Known, check_vectors, compute, norm_of
 from vramx.nn.running_statistics import Running, running_of
 
@@ -152,17 +153,16 @@ def normed_by(
 
     updates: whether running statistics change, where torch's would.
     """
-    mean, var = module.running_mean, module.running_var
-    training = module.training or (mean is None and var is None)
-    running = Running(None, None, 0.0)
-    if module.training and module.track_running_stats and updates:
+    training = module.training
+    if not training:
+        running = Running(own(module, "running_mean"), own(module, "running_var"), 0.0)
+        training = running.mean is None and running.var is None
+    elif module.track_running_stats and updates:
         running = running_of(module)
-    elif not training:
-        running = Running(mean, var, 0.0)
-    return _batch_norm(
-        (x, residual), running, (module.weight, module.bias), (training, module.eps),
-        (activation, keep),
-    )  # fmt: skip
+    else:
+        running = Running(None, None, 0.0)
+    affine = own(module, "weight"), own(module, "bias")
+    return _batch_norm((x, residual), running, affine, (training, module.eps), (activation, keep))
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):

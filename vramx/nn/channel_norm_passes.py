@@ -9,6 +9,7 @@ the device; any thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from vramx.compression.codec.reference import unpack_mask
 from vramx.compression.config import MASK_FORMAT
 from vramx.kernels import channel_norm_launch as launch
 from vramx.kernels import channel_norm_tables_launch as tables_launch
+from vramx.kernels.layout import Layout
 from vramx.nn import reference_channel_norm as reference
 from vramx.nn.keeping import (
     NOTHING,
@@ -56,6 +58,30 @@ class Norm(NamedTuple):
         return self.kind in reference.BY_SIGN
 
 
+class Places(NamedTuple):
+    """Where a tensor's channels lie, how it is packed by a kernel, and what its bits take."""
+
+    channels: launch.Channels
+    layout: Layout | None
+    bits_bytes: int
+    has_kernel: bool  # for channels that lie so
+
+
+# A program has tensors of the same few shapes in every step.
+@lru_cache(maxsize=4096)
+def places_of(sizes: torch.Size, groups: int, form: Spec) -> Places:
+    """Return what the shape of a tensor decides, which is dense in the order of its form."""
+    numel = sizes.numel()
+    if form.order:
+        channels = launch.Channels(1, sizes[1])
+    else:  # groups have an order of 0
+        inner = sizes[2:].numel() if numel else 1
+        channels = launch.Channels(inner, sizes[1] * (sizes[0] if groups else 1))
+    layout = fused_layout(numel, form)
+    has_kernel = launch.positions(channels) is not None
+    return Places(channels, layout, codec.bytes_of(numel, MASK_FORMAT), has_kernel)
+
+
 Tables = tuple[Tensor | None, Tensor | None]
 Forward = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -66,12 +92,12 @@ def forward_kernel(
     """Return y, the buffer and the bits; None if nothing is kept."""
     x, residual = sources
     y = torch.empty_like(x)
-    how = (channels_of(x, norm.groups, form.order), norm.activation)
+    channels, layout, bits_bytes, _ = places_of(x.shape, norm.groups, form)
+    how = (channels, norm.activation)
     if form.bits == NOTHING:
         launch.forward((x, residual), tables, (y, None), how, None)
         return y, None, None
-    bits = new_bits(x, norm)
-    layout = fused_layout(x.numel(), form)
+    bits = x.new_empty(bits_bytes if norm.by_sign else 0, dtype=torch.uint8)
     packs = layout is not None
     buffer = empty_buffer(x, form) if packs else torch.empty_like(x)
     kept = launch.Kept(buffer, bits if norm.by_sign else None, layout)
@@ -122,10 +148,10 @@ def backward_kernel(
     dy: Tensor, kept: tuple[Tensor, Tensor], parameters: Parameters, how: Backward
 ) -> Results:
     norm, affine = how.norm, parameter_tables(parameters[:2], how.shape)
-    layout = fused_layout(dy.numel(), how.form)
+    channels, layout, *_ = places_of(dy.shape, norm.groups, how.form)
     buffer = kept[0] if layout else decode(kept[0], dy.shape, dy.dtype, how.form)
     source = launch.Kept(buffer, kept[1] if norm.by_sign else None, layout)
-    channels, activation = channels_of(dy, norm.groups, how.form.order), norm.activation
+    activation = norm.activation
     g = dy
     if launch.sums_fit(channels, source):
         shares = launch.shares_of_sums(dy, source, affine, (channels, activation))
@@ -229,25 +255,17 @@ def empty_in_order(like: Tensor, shape: Sequence[int], dtype: torch.dtype, order
     return torch.empty(shape, dtype=dtype, device=like.device, memory_format=ORDERS[order])
 
 
-def channels_of(x: Tensor, groups: int, order: int) -> launch.Channels:
-    """Return where channels lie in x, dense in its order; groups have an order of 0."""
-    if order:
-        return launch.Channels(1, x.shape[1])
-    count = x.shape[1] * (x.shape[0] if groups else 1)
-    return launch.Channels(x[0, 0].numel() if x.numel() else 1, count)
-
-
 def has_kernel(x: Tensor, shape: reference.Shape, form: Spec) -> bool:
-    if not served(x):
-        return False
-    return launch.positions(channels_of(x, shape.groups, form.order)) is not None
+    return served(x) and places_of(x.shape, shape.groups, form).has_kernel
 
 
 def parameter_tables(parameters: Tables, shape: reference.Shape) -> Tables:
-    weight, bias = (
-        None if p is None else reference.parameter_table(p.contiguous(), shape) for p in parameters
-    )
-    return weight, bias
+    weight, bias = parameters
+    weight = None if weight is None else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    if not shape.groups:
+        return weight, bias
+    return reference.parameter_table(weight, shape), reference.parameter_table(bias, shape)
 
 
 def statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:

@@ -281,9 +281,10 @@ def convolved_by(
 ) -> Tensor:
     """Return what a module of torch's computes of a batch."""
     y = x.y if isinstance(x, ChannelNormed) else x
+    weight, bias = arguments.own(module, "weight"), arguments.own(module, "bias")
     if module.padding_mode != "zeros" or isinstance(module.padding, str) or y.dim() < 4:
-        return module._conv_forward(y, module.weight, module.bias)  # type: ignore[no-any-return]
+        return module._conv_forward(y, weight, bias)  # type: ignore[no-any-return]
     return conv2d(
-        x, module.weight, module.bias, module.stride, module.padding, module.dilation,
+        x, weight, bias, module.stride, module.padding, module.dilation,
         module.groups, keep=keep, kept=kept,
     )  # fmt: skip

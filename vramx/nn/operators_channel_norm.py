@@ -23,7 +23,7 @@ from vramx.kernels import channel_norm_launch as launch
 from vramx.nn import channel_norm_passes as passes
 from vramx.nn import reference_channel_norm as reference
 from vramx.nn.differentiation import attach, differentiable_gradients, new_probe
-from vramx.nn.keeping import NOTHING, ORDERS, Spec, buffer_bytes, decode, dense_like, fused_layout
+from vramx.nn.keeping import NOTHING, ORDERS, Spec, buffer_bytes, decode, dense_like
 from vramx.nn.operators import operator
 
 
@@ -142,10 +142,9 @@ def channel_norm_output(
     y = passes.empty_in_order(kept, shape, stored, form.order)
     tables = passes.parameter_tables((weight, bias), sizes)
     if passes.has_kernel(y, sizes, form):
-        layout = fused_layout(y.numel(), form)
+        channels, layout, *_ = passes.places_of(y.shape, groups, form)
         buffer = kept if layout else decode(kept, shape, stored, form)
         source = launch.Kept(buffer, bits if norm.by_sign else None, layout)
-        channels = passes.channels_of(y, groups, form.order)
         launch.output(source, tables, y, (channels, norm.activation))
         return y.to(dtype)
     n = reference.by_channel(passes.decode_wide(kept, y, form), groups)

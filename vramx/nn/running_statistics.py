@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 
 from vramx.kernels import channel_norm_tables_launch as launch
 from vramx.nn import channel_norm_passes as passes
+from vramx.nn.arguments import own
 from vramx.nn.channel_norm import Known
 from vramx.nn.keeping import KERNEL_DTYPES, served
 from vramx.nn.operators import below_autograd
@@ -33,9 +34,10 @@ class Running(NamedTuple):
 
 def running_of(module: Any) -> Running:
     """Return what a module keeps; without a momentum the batch is counted first, as its weight."""
-    mean, var, tracked = module.running_mean, module.running_var, module.num_batches_tracked
-    if module.momentum is not None:
-        return Running(mean, var, module.momentum, tracked)
+    mean, var = own(module, "running_mean"), own(module, "running_var")
+    tracked, momentum = own(module, "num_batches_tracked"), module.momentum
+    if momentum is not None:
+        return Running(mean, var, momentum, tracked)
     if tracked is None:
         return Running(mean, var, 0.0)
     tracked.add_(1)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from vramx.nn.arguments import own
 from vramx.nn.families.attention import (
     Attending,
     Finish,
@@ -21,7 +22,7 @@ from vramx.nn.families.attention import (
 )
 from vramx.nn.families.parts import FeedForward, add_normalise, feed_forward
 from vramx.nn.families.projection import Source, project, tensor_of
-from vramx.nn.families.questions import all_untouched, cache_of, own
+from vramx.nn.families.questions import all_untouched, cache_of
 from vramx.nn.families.small import of_transformers
 from vramx.nn.families.swap import Fused
 

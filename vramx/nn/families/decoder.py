@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from vramx.compression.config import Compression
+from vramx.nn.arguments import own
 from vramx.nn.attention_groups import Heads
 from vramx.nn.families.attention import (
     attend,
@@ -33,7 +34,7 @@ from vramx.nn.families.attention import (
 from vramx.nn.families.norm_modules import RMS_NORMS, normalise
 from vramx.nn.families.parts import FeedForward, feed_forward
 from vramx.nn.families.projection import projected, projection_of, tensor_of
-from vramx.nn.families.questions import all_untouched, cache_of, class_name, own, untouched
+from vramx.nn.families.questions import all_untouched, cache_of, class_name, untouched
 from vramx.nn.families.small import of_transformers
 from vramx.nn.families.swap import Fused
 from vramx.nn.norm import Sources, rms_norm

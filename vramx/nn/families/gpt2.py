@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from vramx.nn.arguments import own
 from vramx.nn.families.attention import (
     attend,
     attending,
@@ -21,7 +22,7 @@ from vramx.nn.families.attention import (
 from vramx.nn.families.norm_modules import normalise
 from vramx.nn.families.parts import FeedForward, add_normalise, feed_forward, feed_forward_add
 from vramx.nn.families.projection import project, tensor_of
-from vramx.nn.families.questions import all_untouched, cache_of, class_name, own
+from vramx.nn.families.questions import all_untouched, cache_of, class_name
 from vramx.nn.families.small import of_transformers
 from vramx.nn.families.swap import Fused
 from vramx.nn.norm import Sources

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from vramx.compression.config import Compression
 from vramx.nn import passes
-from vramx.nn.arguments import autocast_dtype
+from vramx.nn.arguments import autocast_dtype, own
 from vramx.nn.families.projection import Source, plain_tensor, projection_of
-from vramx.nn.families.questions import class_name, own, untouched
+from vramx.nn.families.questions import class_name, untouched
 from vramx.nn.norm import Normed, Sources
 from vramx.nn.norm import norm as norm_as
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from vramx.compression.config import Compression
 from vramx.compression.fakes import PLAIN
-from vramx.nn.families.questions import class_name, own, untouched
+from vramx.nn.arguments import own
+from vramx.nn.families.questions import class_name, untouched
 from vramx.nn.keeping import Kept
 from vramx.nn.linear import linears
 from vramx.nn.low_rank import add_low_rank

@@ -101,19 +101,6 @@ def all_untouched(modules: Iterable[Any]) -> bool:
     return True
 
 
-def own(module: Any, name: str) -> Any:
-    """Return a parameter or a part of a module, or what stands in its place; None if it has none.
-
-    A module looks for them when Python has not found such an attribute, which takes a microsecond.
-    """
-    state = module.__dict__
-    if name in state["_modules"]:
-        return state["_modules"][name]
-    if name in state["_parameters"]:
-        return state["_parameters"][name]
-    return getattr(module, name, None)
-
-
 def part_of(module: Any, path: str) -> Any:
     """Return what a dotted path leads to; None if there is nothing."""
     for name in path.split(".") if path else ():

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from vramx.compression.config import Compression
+from vramx.nn.arguments import own
 from vramx.nn.batch_norm import normed_by
 from vramx.nn.channel_norm import ChannelNormed
 from vramx.nn.convolution import convolved_by, keep_input
 from vramx.nn.families.convolutions import plain_convolution, word_of
+from vramx.nn.families.projection import plain_tensor
 from vramx.nn.families.questions import all_untouched
 from vramx.nn.families.small import WIDTH, images
 from vramx.nn.families.swap import Fused
@@ -39,8 +41,6 @@ class Residual(Fused):
     # What must be there and do nothing, or be None.
     NOTHING: ClassVar[tuple[str, ...]] = ()
 
-    downsample: Any
-
     @classmethod
     def why_not(cls, module: Any) -> str | None:
         found = super().why_not(module)
@@ -57,9 +57,12 @@ class Residual(Fused):
     def vramx_understands(self, call: dict[str, Any]) -> bool:
         if _why_not(type(self), self) is not None:  # its parts may be others since
             return False
-        parts = [getattr(self, name) for stage in self.STAGES for name in stage]
-        plain = all(plain_convolution(getattr(self, stage[0])) for stage in self.STAGES)
-        return plain and bool(call["x"].dim() == 4) and all_untouched(parts)
+        for convolution, *_ in self.STAGES:
+            if not plain_tensor(own(own(self, convolution), "weight")):
+                return False
+        return bool(call["x"].dim() == 4) and all_untouched(
+            [own(self, name) for name in self.PARTS]
+        )
 
     def vramx_fused(self, x: Tensor, /, **_others: Any) -> Tensor:
         return self._vramx_block(_Calls(), x)
@@ -78,30 +81,29 @@ class Residual(Fused):
         source: Tensor | ChannelNormed = x
         *stages, last = self.STAGES
         for stage in stages:
-            result = convolved_by(getattr(self, stage[0]), source, keep, kept)
+            result = convolved_by(own(self, stage[0]), source, keep, kept)
             source = self._vramx_norm(stage, result, None, updates)
             kept = None
             del result
-        result = convolved_by(getattr(self, last[0]), source, keep, kept)
+        result = convolved_by(own(self, last[0]), source, keep, kept)
         del source, x
         return self._vramx_norm(last, result, shortcut.to(result.dtype), updates).y
 
     def _vramx_norm(
         self, stage: tuple[str, str, str], x: Tensor, residual: Tensor | None, updates: bool
     ) -> ChannelNormed:
-        word = word_of(getattr(self, stage[2]))
+        word = word_of(own(self, stage[2]))
         assert word is not None
-        return normed_by(
-            getattr(self, stage[1]), x, residual, word, self.vramx_settings.keep, updates
-        )
+        return normed_by(own(self, stage[1]), x, residual, word, self.vramx_settings.keep, updates)
 
     def _vramx_shortcut(self, x: Tensor, kept: Kept | None, updates: bool) -> Tensor:
-        found = _projection(self.downsample)
-        if self.downsample is None:
+        downsample = own(self, "downsample")
+        if downsample is None:
             return x
+        found = _projection(downsample)
         if found is None:
-            with nullcontext() if updates else _statistics_restored(self.downsample):
-                y: Tensor = self.downsample(x)
+            with nullcontext() if updates else _statistics_restored(downsample):
+                y: Tensor = downsample(x)
             return y
         *before, convolution, norm = found
         for module in before:
@@ -114,15 +116,15 @@ class Residual(Fused):
 def _why_not(family: type[Residual], module: Any) -> str | None:
     """Return which part is not what a family knows; None: all are."""
     for name in family.NOTHING:
-        part = getattr(module, name, None)
+        part = own(module, name)
         if part is not None and type(part) is not nn.Identity:
             return f"its {name} is a {type(part).__name__}"
     for convolution, norm, activation in family.STAGES:
         for name, kind in ((convolution, nn.Conv2d), (norm, nn.BatchNorm2d)):
-            part = getattr(module, name)
+            part = own(module, name)
             if type(part) is not kind:
                 return f"its {name} is a {type(part).__name__}"
-        part = getattr(module, activation)
+        part = own(module, activation)
         if word_of(part) is None:
             return f"its {activation} is a {type(part).__name__}"
     return None

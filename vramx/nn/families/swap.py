@@ -262,11 +262,12 @@ def _compute(module: Fused, settings: Settings, call: dict[str, Any]) -> Any:
 class _Recomputed:
     """What a checkpoint calls: first for the block's result, and then for what it saves alone.
 
-    Whether it has run is in a slot: a recomputation finds attributes as the first run did. That it
-    is the module's, as a method is, says that it reads all of the module's parameters.
+    Whether it has run is in a slot: a recomputation finds attributes as the first run did. So is
+    the change, which no run changes: in attributes it would be copied, and compared, in each call.
+    That it is the module's, as a method is, says that it reads all of the module's parameters.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "_has_run")
+    __slots__ = ("__dict__", "__weakref__", "_fusing", "_has_run")
 
     def __init__(self, module: Any, function: Callable[..., Any]) -> None:
         self.__self__ = module
