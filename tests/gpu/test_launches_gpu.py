@@ -14,9 +14,16 @@ import torch
 from torch import Tensor
 
 from vramx.compression.config import Compression
-from vramx.kernels import launch, norm_backward_launch, norm_launch, rotary_launch
+from vramx.kernels import (
+    channel_norm_launch,
+    channel_norm_tables_launch,
+    launch,
+    norm_backward_launch,
+    norm_launch,
+    rotary_launch,
+)
 from vramx.kernels import start as module
-from vramx.nn.functional import glu_linear, layer_norm, rms_norm, rotary
+from vramx.nn.functional import batch_norm, glu_linear, layer_norm, rms_norm, rotary
 
 pytestmark = pytest.mark.gpu
 
@@ -25,6 +32,9 @@ BF16, FP32 = torch.bfloat16, torch.float32
 CACHES = (
     launch.ready_for, norm_launch._forward_launch, norm_launch._output_launch,
     norm_backward_launch._of_rows, norm_backward_launch._of_sums, rotary_launch._of_shape,
+    channel_norm_launch._sums_of_shape, channel_norm_launch._forward_launch,
+    channel_norm_launch._launch, channel_norm_launch._sums_launch,
+    channel_norm_tables_launch._statistics_plan, channel_norm_tables_launch._factors_plan,
 )  # fmt: skip
 Results = list[Tensor]
 
@@ -63,11 +73,26 @@ def unit(dtype: torch.dtype = BF16) -> Results:
     return with_gradients(glu_linear(gate, up, w, keep=NEAREST), [gate, up, w])
 
 
+def images(
+    side: int, activation: str = "relu", dtype: torch.dtype = BF16, *, adds: bool = False
+) -> Results:
+    x, residual = (sample(4, 128, side, side, seed=seed, dtype=dtype) for seed in (10, 11))
+    w, b = (sample(128, seed=seed, dtype=FP32) for seed in (12, 13))
+    given = residual if adds else None
+    mean, var = torch.zeros(128, device="cuda"), torch.ones(128, device="cuda")
+    y = batch_norm(
+        x, mean, var, w, b, training=True, activation=activation, residual=given, keep=NEAREST
+    ).y
+    return [*with_gradients(y, [x, w, b, *([residual] if adds else [])]), mean, var]
+
+
 CALLS: list[Callable[[], Results]] = [
     partial(norm, 33), partial(norm, 65), partial(norm, 33, FP32, FP32),
     partial(norm, 33, BF16, FP32), norm_of_sum, partial(norm_of_sum, FP32),
     partial(heads, True), partial(heads, False), partial(heads, True, True),
-    partial(heads, True, False, FP32), unit, partial(unit, FP32),
+    partial(heads, True, False, FP32), unit, partial(unit, FP32), partial(images, 8),
+    partial(images, 9), partial(images, 8, "silu"), partial(images, 8, "relu", FP32),
+    partial(images, 8, adds=True),
 ]  # fmt: skip
 
 
