@@ -12,6 +12,7 @@ from tests.fuzz import compare
 from tests.fuzz.compare import FaultError, check
 from tests.fuzz.directed import PROGRAMS, program, setting
 from tests.fuzz.faults import FAULTS, ONLY_WITH_CUDA
+from tests.fuzz.run import UnusableError
 from tests.fuzz.search import search
 from vramx.compression.codec.mapping import BOUNDED
 from vramx.compression.policy import plans, policy
@@ -143,7 +144,10 @@ def test_gradients_that_float32_has_not_are_not_compared() -> None:
         "q, k, v = (self.a(h * 500) * 500).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)",
         "h = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)",
     )
-    check(program(("nn.Linear(64, 192)",), lines), setting(learns_input=False))
+    try:
+        check(program(("nn.Linear(64, 192)",), lines), setting(learns_input=False))
+    except UnusableError:
+        pytest.skip("this machine's torch has no finite attention of such scores")
 
 
 def test_a_function_of_torchscript_has_one_result() -> None:

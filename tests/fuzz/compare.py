@@ -4,8 +4,9 @@ A gradient is right if its cosine with the exact one is COSINE and its length is
 Or if its error is within three times the one that the whole program has in bfloat16, as where a sum
 cancels: no format of half the bits could promise more. A gradient that is smaller than that error,
 as of a weight before a norm that undoes it, is zero as far as bfloat16 can tell, and has no
-direction to compare. Nor has one that float32 itself gets wrong by as much, as float64 tells: of an
-attention that looks at one key alone nothing is left but what rounding leaves.
+direction to compare; nor has one that is not finite there. Nor has one that float32 itself gets
+wrong by as much, as float64 tells: of an attention that looks at one key alone nothing is left but
+what rounding leaves.
 
 The error is a random number, for stochastic rounding draws it, and the rule speaks of its size, not
 of its luck: a draw that breaks the rule is drawn DRAWS times more, and then the root of the mean of
@@ -108,14 +109,14 @@ def _check_gradients(
         if allowed is None:
             allowed = _own_errors(program, setting, number, exact)
         own = allowed.get(name, 0.0)
-        if own >= 1 or error <= TIMES_BFLOAT16 * own:
+        if not own < 1 or error <= TIMES_BFLOAT16 * own:
             continue
         drawn = [other, *_drawn(program, setting, number, name)]
         off = _root_mean_square([_error(each, gradient) for each in drawn])
         if _are_alike(drawn, gradient):
             continue
         own = _root_mean_square([own, *_own_drawn(program, setting, number, name)])
-        if own >= 1 or off <= TIMES_BFLOAT16 * own:
+        if not own < 1 or off <= TIMES_BFLOAT16 * own:
             continue
         raise FaultError(
             f"step {number}: the gradient of {name} has an error of {error:.3g} (cosine "

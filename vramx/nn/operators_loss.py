@@ -94,7 +94,8 @@ def _refuse_double_backward() -> None:
     if torch.is_grad_enabled():
         raise FirstDerivativeOnlyError(
             "linear_cross_entropy has no second derivative; with create_graph=True use "
-            "torch.nn.functional.linear and cross_entropy"
+            "torch.nn.functional.linear and cross_entropy, or leave the head of a model as it is: "
+            "vramx.optimize(model, {'lm_head': 'left', '*': level})"
         )
 
 
