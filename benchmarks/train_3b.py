@@ -5,7 +5,7 @@ Each row is a model, a limit, how its step is made to fit and an optimizer, and 
 backward. The grid of what can be had without vramx is fixed here: Liger's kernels and its loss
 without logits, transformers' checkpointing of all, half, a quarter and none of the layers, and two
 optimizers with states of 8 bits. A row that runs out of memory says so. A row takes under a minute
-on an H200, one of the longest sequence minutes, and under 80 GiB some 200 GiB of the host's memory.
+on an H200, one of the longest sequence minutes, and under 80 GiB a host of more than 300 GiB.
 Needs transformers, liger-kernel, flashoptim and torchao.
 
 The goals: vramx.plan alone reaches 29,000 tokens/s under 24 GiB and 1.1 times the best of the grid,

@@ -124,7 +124,7 @@ def less_exact(packed: Tensor, expected: Tensor, numbers: Tensor, layout: Layout
 
     Bytes themselves may differ: where a quotient lies next to a half a last bit of the number
     decides its code, and of a group that is next to equal which two are its outliers; and each
-    machine's torch has sines of its own.
+    machine's torch has sines of its own. Kernels' are 2e-7 off at most, as are these.
     """
 
     def errors(buffer: Tensor) -> Tensor:
@@ -132,13 +132,12 @@ def less_exact(packed: Tensor, expected: Tensor, numbers: Tensor, layout: Layout
         filled = layout.groups * layout.group_size - error.numel()
         return torch.nn.functional.pad(error, (0, filled)).view(layout.groups, -1).amax(1)
 
-    return int((errors(packed) > 1.01 * errors(expected) + 4e-7).sum())
+    return int((~(errors(packed) <= errors(expected) + 4e-7)).sum())
 
 
 @every_format
 @pytest.mark.parametrize("kind", SATURATING)
 def test_angles_come_back_as_torch_computes_them(kernels: Any, kind: str, name: str) -> None:
-    """Sines are 2e-7 off at most."""
     y, layout = saturated(kind), layout_of(name, 5000)
     angle = ANGLES[SATURATING[kind][1]]
     packed = kernels.quantize_map(y, layout, Function(kind))

@@ -134,7 +134,8 @@ def test_pinned_memory_is_bounded() -> None:
 
 @pytest.mark.parametrize("nbytes", [2_200_000_000, 4_350_000_000, 9_000_000_000])
 def test_large_buffers_leave_little_pinned_memory_unused(nbytes: int) -> None:
-    # As slabs of a power of two for each they would take up to twice as much.
+    # As slabs of a power of two for each they would take up to twice as much. Unused are what ends
+    # of buffers leave of places of 256 MiB, and the end of the last slab.
     pool = HostPool(lambda size: torch.empty(size, dtype=torch.uint8, device="meta"), 1 << 60)
     taken = [pool.take_parts(nbytes) for _ in range(28)]
     assert [sum(slot.memory.numel() for slot in slots or ()) for slots in taken] == 28 * [nbytes]
