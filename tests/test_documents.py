@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 
 import vramx
 from benchmarks.documents.pages import remade
+from benchmarks.documents.tables import TABLES
 from benchmarks.harness import ROOT
 from vramx.cli.main import VERBS
 from vramx.compression.config import Compression
@@ -75,6 +77,14 @@ def test_a_figure_that_parts_from_the_rows_is_found(figure: str, after: str) -> 
 def test_what_cannot_be_made_is_an_error(marked: str) -> None:
     with pytest.raises(LookupError):
         remade(f"{marked}<!-- end -->")
+
+
+def test_a_table_of_one_gpu_has_no_run_of_another() -> None:
+    places = {name: TABLES[name].run().place for name in ("train", "train-h100")}
+    assert "H100" not in places["train"]
+    assert "H200" not in places["train-h100"]
+    with pytest.raises(LookupError, match="no run on NVIDIA A100 has"):
+        replace(TABLES["train"], gpu="NVIDIA A100").run()
 
 
 # --- figures by hand ------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ class Table:
     source: the name of its file. heading: of the first column. rows: label -> name.
     may_lack: rows that are left out where the run does not have them.
     is_one_run: its rows are of one run; else each is of the newest that has it.
+    gpu: what the name of the GPU begins with that they were measured on.
     """
 
     source: str
@@ -71,6 +72,7 @@ class Table:
     columns: tuple[Column, ...]
     may_lack: Mapping[str, str] = field(default_factory=dict)
     is_one_run: bool = True
+    gpu: str = ""
 
     def needed(self, name: str) -> list[Cell]:
         """Return the figures that a row must have."""
@@ -83,13 +85,12 @@ class Table:
             LookupError: a figure is in no run.
         """
         if self.is_one_run:
-            return newest(
-                self.source, [c for name in self.rows.values() for c in self.needed(name)]
-            )
+            needed = [cell for name in self.rows.values() for cell in self.needed(name)]
+            return newest(self.source, needed, self.gpu)
         return reduce(or_, map(self._row_run, self.rows.values()))
 
     def _row_run(self, name: str) -> Run:
-        run = newest(self.source, self.needed(name))
+        run = newest(self.source, self.needed(name), self.gpu)
         return run.part(each.cell(name)[0] for each in self.columns)
 
     def shown_rows(self, run: Run) -> dict[str, str]:

@@ -53,6 +53,11 @@ class Run:
         return Run(row for (case, _), row in self.rows.items() if case in kept)
 
     @property
+    def gpu(self) -> str:
+        """The GPU, of joined runs one of them."""
+        return next(iter(self.rows.values()))["gpu"]
+
+    @property
     def place(self) -> str:
         """Say where it was measured, with which command."""
         rows = list(self.rows.values())
@@ -85,15 +90,20 @@ def runs(source: str) -> tuple[Run, ...]:
     return tuple(map(Run, newest))
 
 
-def newest(source: str, needed: Iterable[Cell]) -> Run:
+def newest(source: str, needed: Iterable[Cell], gpu: str = "") -> Run:
     """Return the newest run that has all the figures which are needed.
+
+    Args:
+        gpu: what the name of its GPU begins with.
 
     Raises:
         LookupError: no run has; the text names what the newest lacks.
     """
     cells = list(needed)
-    for run in runs(source):
+    tried = [run for run in runs(source) if run.gpu.startswith(gpu)]
+    for run in tried:
         if all(map(run.has, cells)):
             return run
-    lacking = [cell for cell in cells if not any(run.has(cell) for run in runs(source))]
-    raise LookupError(f"{source}.csv: no run has all of {(lacking or cells)[:3]} and others")
+    lacking = [cell for cell in cells if not any(run.has(cell) for run in tried)]
+    place = f" on {gpu}" if gpu else ""
+    raise LookupError(f"{source}.csv: no run{place} has all of {(lacking or cells)[:3]} and others")

@@ -29,7 +29,8 @@ def _table(section: SectionProxy) -> Table:
     )
     source, _, first = section["of"].partition(", ")
     is_one_run = section.get("runs") != "several"
-    return Table(source, first, rows, tuple(columns), later, is_one_run)
+    gpu = section.get("gpu", "")
+    return Table(source, first, rows, tuple(columns), later, is_one_run, gpu)
 
 
 def _lines(section: SectionProxy, key: str) -> list[str]:
