@@ -94,29 +94,33 @@ class WeightSums:
     """
 
     def __init__(self, weight: Tensor, needs: Sequence[bool]) -> None:
-        self._weight, self._needs = weight, needs
-        self._sums: tuple[Tensor, Tensor] | None = None
+        self._weight, (self._needs_weight, self._needs_bias) = weight, needs
+        self._dweight = weight.new_empty(0)
+        self._partial = list[Tensor]()  # sums of the bias's rows, wide: they are rounded once
+        self._dtype = weight.dtype
 
     def add(self, rows: Tensor, value: Tensor) -> None:
         """Add rows^T value and the sum of the rows."""
-        if self._sums is None:
-            dweight, dbias = weight_gradients(rows, value, self._weight, self._needs)
-            self._sums = cast(dweight, self._weight.dtype), dbias
+        self._dtype, dweight = rows.dtype, self._dweight
+        if self._needs_bias:
+            self._partial += _partial_sums(rows)
+        if not self._needs_weight:
             return
-        dweight, dbias = self._sums
-        if self._needs[0] and dweight.dtype != rows.dtype:
+        if not dweight.numel():
+            found = weight_gradient(rows, value, self._weight)
+            self._dweight = cast(found, self._weight.dtype)
+        elif dweight.dtype != rows.dtype:
             dweight += weight_gradient(rows, value, self._weight)
-        elif self._needs[0] and dweight.stride(0) == 1 and dweight.stride(1) > 1:
+        elif dweight.stride(0) == 1 and dweight.stride(1) > 1:
             dweight.t().addmm_(value.t(), rows)
-        elif self._needs[0]:
+        else:
             dweight.addmm_(rows.t(), value)
-        if self._needs[1]:
-            dbias += bias_gradient(rows)
 
     def results(self) -> tuple[Tensor, Tensor]:
         """Return both; an empty tensor for one that is not needed."""
-        assert self._sums is not None
-        return self._sums
+        if not self._partial:
+            return self._dweight, self._weight.new_empty(0, dtype=self._dtype)
+        return self._dweight, _summed(self._partial).to(self._dtype)
 
 
 def weight_gradients(
@@ -134,14 +138,24 @@ def bias_gradient(rows: Tensor) -> Tensor:
     A sum of more rows would be split among blocks of threads, which meet in up to 132 MiB of the
     caching allocator's memory (planning/reductions.py has the rule). Sums of 256 rows are not.
     """
-    whole = rows.shape[0] - rows.shape[0] % _ROWS
-    if whole <= _ROWS:
-        return rows.sum(0)
+    return rows.sum(0) if rows.shape[0] < 2 * _ROWS else _summed(_partial_sums(rows)).to(rows.dtype)
+
+
+def _partial_sums(rows: Tensor) -> list[Tensor]:
+    """Return matrices with the same sum of rows: one of a row for each 256, one for the rest."""
     wide = torch.promote_types(rows.dtype, torch.float32)
-    total = bias_gradient(rows[:whole].unflatten(0, (-1, _ROWS)).sum(1, dtype=wide))
-    if whole < rows.shape[0]:
-        total += rows[whole:].sum(0, dtype=wide)
-    return total.to(rows.dtype)
+    if rows.shape[0] < 2 * _ROWS:
+        return [rows.sum(0, keepdim=True, dtype=wide)]
+    whole = rows.shape[0] - rows.shape[0] % _ROWS
+    sums = [rows[:whole].unflatten(0, (-1, _ROWS)).sum(1, dtype=wide)]
+    return sums if whole == rows.shape[0] else sums + _partial_sums(rows[whole:])
+
+
+def _summed(sums: list[Tensor]) -> Tensor:
+    """Return the sum of the rows of all."""
+    while sum(map(len, sums)) > 1:
+        sums = _partial_sums(torch.cat(sums))
+    return sums[0][0]
 
 
 def weight_gradient(rows: Tensor, value: Tensor, weight: Tensor) -> Tensor:
