@@ -30,6 +30,7 @@ from optimize_tools import (
 )
 
 import vramx
+from vramx import errors
 from vramx.errors import VramxWarning
 from vramx.nn import products
 from vramx.nn.families import attention
@@ -318,6 +319,21 @@ def test_checkpointing_of_the_model_itself_works_on_top(reentrant: bool) -> None
     assert len(calls) == LAYERS * (1 if reentrant else 2)
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     assert error(gradient, gradient_of(original, inputs)) < INT8_NOISE
+
+
+@pytest.mark.parametrize("level", ["int8", "recompute_mlp"])
+def test_nothing_is_packed_within_a_models_own_checkpoints(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors, "_said", set())
+    original, inputs = hugging_face(transformers, "llama")
+    model = optimised_copy(original, {"model.layers.*": level})
+    expected = gradient_of(original, inputs)
+    assert error(gradient_of(model, inputs), expected) > 10 * ROUNDING
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.warns(VramxWarning, match=r"gradient_checkpointing_disable\(\)"):
+        gradient = gradient_of(model, inputs)
+    assert error(gradient, expected) < ROUNDING
 
 
 def test_compiled_model_has_no_break() -> None:

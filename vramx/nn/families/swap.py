@@ -44,6 +44,10 @@ UNCACHED = (
     "blocks that are recomputed leave the cache of keys and values empty; use_cache=False in the "
     "model's config makes none"
 )
+CHECKPOINTED = (
+    "blocks are checkpointed by the model: each is computed twice, and nothing is packed in them; "
+    "model.gradient_checkpointing_disable() leaves to vramx what is kept"
+)
 
 
 @dataclass
@@ -238,8 +242,10 @@ def _compute(module: Fused, settings: Settings, call: dict[str, Any]) -> Any:
     compiles = torch.compiler.is_compiling()
     recomputes = module.RECOMPUTES and settings.level == RECOMPUTE_ALL
     # Where the model checkpoints its blocks itself, this is inside of that.
-    inside = recomputes and getattr(module, "gradient_checkpointing", False)
+    inside = getattr(module, "gradient_checkpointing", False)
     if inside and not compiles:
+        if settings.keep.packs and not recomputes:
+            warn_once(CHECKPOINTED)
         with passes.running(passes.EITHER):
             return module.vramx_fused(x, **others)
     if inside or not recomputes:
