@@ -238,7 +238,7 @@ def _gradients(
             dx.flatten(0, 1).addmm_(dheads, weight)
         del dheads  # before the next are made
     if dbiases[3] is not None:
-        dbiases[3].copy_(bias_gradient(drows))
+        dbiases[3].copy_(bias_gradient(drows, dbiases[3].dtype))
     return [dx, *found]
 
 
@@ -281,8 +281,9 @@ def _add_projections(
         for total, place, each in zip(dweights, group.places, made, strict=True):
             if total is not None:
                 total[place] = each
-    if any(each is not None for each in dbiases):
-        made = bias_gradient(dheads).split(group.sizes)
+    dtypes = [each.dtype for each in dbiases if each is not None]
+    if dtypes:
+        made = bias_gradient(dheads, dtypes[0]).split(group.sizes)
         for total, place, each in zip(dbiases, group.places, made, strict=True):
             if total is not None:
                 total[place] = each

@@ -183,13 +183,13 @@ def _(dresult: Tensor, *others: Any) -> tuple[Tensor, ...]:
     of_bias = needs[4] or (needs[5] and outer_bias is not None)
     dinner, dbias = fake_weight_gradients(inner, needs[1:3])
     douter, dlast = fake_weight_gradients(outer, (needs[3] or needs[5], of_bias))
-    wide = dresult.dtype if scale is None else scale.dtype
+    of_scale = outer.dtype if scale is None else scale.dtype
     return (
         dresult.new_empty((*dresult.shape[:-1], inner.shape[1]) if needs[0] else 0),
         dinner,
-        dresult.new_empty(dbias.shape),
+        dbias,
         douter,
-        dresult.new_empty(dlast.shape, dtype=torch.promote_types(dresult.dtype, wide)),
+        dlast.to(torch.promote_types(outer.dtype, of_scale)),
         outer.new_empty(0) if scale is None or not needs[5] else torch.empty_like(scale),
     )
 

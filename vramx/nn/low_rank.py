@@ -87,7 +87,7 @@ def _differentiate(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     # Scaled where it is small: of a rank's width.
     dh = (rows @ weight) * ctx.scale if needs[1] else None
     dweight = rows.t() @ (h.reshape(-1, h.shape[-1]) * ctx.scale) if needs[2] else None
-    dbias = bias_gradient(rows) * ctx.scale if needs[3] else None
+    dbias = bias_gradient(rows, rows.dtype) * ctx.scale if needs[3] else None
     return dy, None if dh is None else dh.view(h.shape), dweight, dbias, None
 
 

@@ -128,7 +128,7 @@ def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
                     else beside.weight_gradient(gradient, y, drawn[i - own])
                 )
     dbiases = [
-        bias_gradient(g).to(dtype) if g is not None and need else None
+        bias_gradient(g, dtype) if g is not None and need else None
         for g, need, dtype in zip(flat, needs_biases, ctx.bias_dtypes, strict=False)
     ]
     dy = None if dy is None else dy.view(ctx.shape)

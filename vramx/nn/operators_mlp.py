@@ -133,8 +133,8 @@ def _(dresult: Tensor, weights: list[Tensor], *others: Any) -> list[Tensor]:
         fake_weight_gradients(weight, need)
         for weight, *need in zip(weights, needs_weights, needs_biases, strict=True)
     ]
-    dbiases = (dresult.new_empty(dbias.shape) for _, dbias in pairs)
-    return [dresult.new_empty(shape), *(dweight for dweight, _ in pairs), *dbiases]
+    dweights, dbiases = zip(*pairs, strict=True)
+    return [dresult.new_empty(shape), *dweights, *dbiases]
 
 
 def _terms(

@@ -97,11 +97,10 @@ class WeightSums:
         self._weight, (self._needs_weight, self._needs_bias) = weight, needs
         self._dweight = weight.new_empty(0)
         self._partial = list[Tensor]()  # sums of the bias's rows, wide: they are rounded once
-        self._dtype = weight.dtype
 
     def add(self, rows: Tensor, value: Tensor) -> None:
         """Add rows^T value and the sum of the rows."""
-        self._dtype, dweight = rows.dtype, self._dweight
+        dweight = self._dweight
         if self._needs_bias:
             self._partial += _partial_sums(rows)
         if not self._needs_weight:
@@ -119,26 +118,31 @@ class WeightSums:
     def results(self) -> tuple[Tensor, Tensor]:
         """Return both; an empty tensor for one that is not needed."""
         if not self._partial:
-            return self._dweight, self._weight.new_empty(0, dtype=self._dtype)
-        return self._dweight, _summed(self._partial).to(self._dtype)
+            return self._dweight, self._weight.new_empty(0)
+        return self._dweight, _summed(self._partial).to(self._weight.dtype)
 
 
 def weight_gradients(
     rows: Tensor, value: Tensor, weight: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of a weight and a bias; an empty tensor for one that is not needed."""
+    """Return the gradients of a weight and a bias; an empty tensor for one that is not needed.
+
+    The bias's has the weight's type, the weight's the rows'.
+    """
     dweight = weight_gradient(rows, value, weight) if needs[0] else rows.new_empty(0)
-    dbias = bias_gradient(rows) if needs[1] else rows.new_empty(0)
+    dbias = bias_gradient(rows, weight.dtype) if needs[1] else weight.new_empty(0)
     return dweight, dbias
 
 
-def bias_gradient(rows: Tensor) -> Tensor:
-    """Return the sum of the rows of a matrix, in their type, rounded once.
+def bias_gradient(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum of the rows of a matrix in a type, rounded once.
 
     A sum of more rows would be split among blocks of threads, which meet in up to 132 MiB of the
     caching allocator's memory (planning/reductions.py has the rule). Sums of 256 rows are not.
     """
-    return rows.sum(0) if rows.shape[0] < 2 * _ROWS else _summed(_partial_sums(rows)).to(rows.dtype)
+    if rows.shape[0] < 2 * _ROWS:
+        return rows.sum(0, dtype=dtype)
+    return _summed(_partial_sums(rows)).to(dtype)
 
 
 def _partial_sums(rows: Tensor) -> list[Tensor]:
@@ -165,7 +169,7 @@ def weight_gradient(rows: Tensor, value: Tensor, weight: Tensor) -> Tensor:
 
 
 def fake_weight_gradients(weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Tensor]:
-    """Return tensors of the shapes and strides that weight_gradients gives."""
+    """Return tensors as weight_gradients gives, both of the weight's type."""
     rows, columns = weight.shape
     transposed = weight.stride(0) == 1 and weight.stride(1) > 1
     dweight = weight.new_empty(columns, rows).t() if transposed else weight.new_empty(rows, columns)

@@ -108,7 +108,7 @@ class Readers(NamedTuple):
         if rows is not None and weight is not None and needs[0]:
             dweight = cast(weight_gradient(rows, value, weight), weight.dtype)
         if rows is not None and bias is not None and needs[1]:
-            dbias = bias_gradient(rows).to(bias.dtype)
+            dbias = bias_gradient(rows, bias.dtype)
         if of_side is not None and side is not None and needs[2]:
             dside = beside.weight_gradient(of_side, value, side)
         return dweight, dbias, dside
