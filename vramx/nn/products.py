@@ -157,7 +157,7 @@ def _partial_sums(rows: Tensor) -> list[Tensor]:
 
 def _summed(sums: list[Tensor]) -> Tensor:
     """Return the sum of the rows of all."""
-    while sum(map(len, sums)) > 1:
+    while len(sums) > 1 or sums[0].shape[0] > 1:  # the length of a tensor is no symbol
         sums = _partial_sums(torch.cat(sums))
     return sums[0][0]
 
