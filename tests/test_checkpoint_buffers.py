@@ -21,6 +21,7 @@ from torch.ao.quantization import (
     MovingAveragePerChannelMinMaxObserver,
 )
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+from uncollected import nothing_waits_for_the_collector
 
 import vramx
 from vramx import errors
@@ -147,6 +148,20 @@ MOVING: dict[str, Callable[[], nn.Module]] = {
     **{note: functools.partial(Noting, note) for note in NOTES},
     **{source: functools.partial(Drawing, source) for source in SOURCES},
 }
+
+
+@pytest.mark.parametrize("name", [name for name in MOVING if name.startswith("average")])
+def test_calls_of_new_lengths_leave_no_copies_to_the_collector(name: str) -> None:
+    """Each of them is watched."""
+
+    def train(*lengths: int) -> None:
+        module = MOVING[name]()
+        for length in lengths:
+            vramx.checkpoint(module, activation(length, WIDTH), level=SMALL).sum().backward()
+
+    train(6, 7)
+    with nothing_waits_for_the_collector():
+        train(8, 9)
 
 
 @pytest.mark.parametrize("name", MOVING)
