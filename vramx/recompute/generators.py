@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vramx.patch.of_classes import found_of
 from vramx.recompute.buffers import reached_from
 
 _PYTHONS = random.random.__self__  # type: ignore[attr-defined]
@@ -54,7 +55,7 @@ def _found(
     function: Callable[..., Any], modules: Iterable[nn.Module], held: Iterable[Any]
 ) -> Iterator[Any]:
     yield from filter(is_generator, held)
-    files, methods = _of_classes(tuple(map(type, modules)))
+    files, methods = _of_classes(*map(type, modules))
     yield from methods
     for part in (function, *reached_from(function)):
         if isinstance(part, FunctionType):
@@ -67,8 +68,8 @@ def _found(
             yield _generator_of(vars(sys.modules[file]).get(name))
 
 
-@lru_cache(maxsize=1024)
-def _of_classes(classes: tuple[type, ...]) -> tuple[frozenset[str], tuple[Any, ...]]:
+@found_of
+def _of_classes(*classes: type) -> tuple[frozenset[str], tuple[Any, ...]]:
     """Return the files of classes, and the generators that their methods name by themselves."""
     every = {each for cls in classes for each in cls.__mro__ if not _is_torchs(each.__module__)}
     methods = [method for cls in every for method in vars(cls).values()]
@@ -124,7 +125,7 @@ def _class_of(value: Any) -> Any:
     return type(value)  # which mypy takes for one that has no hash
 
 
-@lru_cache(maxsize=4096)
+@found_of
 def _kind(cls: Any) -> str:
     if issubclass(cls, torch.Generator):
         return "torch"
