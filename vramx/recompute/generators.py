@@ -64,8 +64,9 @@ def _found(
         elif is_generator(part):
             yield part
     for file in files:
-        for name in _names(file):
-            yield _generator_of(vars(sys.modules[file]).get(name))
+        known = vars(sys.modules[file]) if file in sys.modules else {}
+        for name in _names(file, len(known)):
+            yield _generator_of(known.get(name))
 
 
 @found_of
@@ -86,12 +87,15 @@ def _named_by(function: Any) -> Iterator[Any]:
 
 
 @lru_cache(maxsize=1024)
-def _names(file: str) -> tuple[str, ...]:
-    """Return the names in a file by which its code can reach a generator."""
-    module = sys.modules.get(file)
-    if module is None or _is_torchs(file):
+def _names(file: str, count: int) -> tuple[str, ...]:
+    """Return the names in a file by which its code can reach a generator, now or later.
+
+    Of so many: a notebook gets new ones as it goes on, and None may become one.
+    """
+    if not count or _is_torchs(file):
         return ()
-    return tuple(name for name, value in vars(module).items() if _generator_of(value) is not None)
+    named = vars(sys.modules[file]).items()
+    return tuple(name for name, x in named if x is None or _generator_of(x) is not None)
 
 
 def _generator_of(value: Any) -> Any:
