@@ -398,3 +398,19 @@ def test_a_generator_that_comes_after_the_first_call_is_set_back(
         setattr(notebook, name, numpy.random.default_rng(0))
         found += torch.autograd.grad(run(x * 1).sum(), x)
     assert torch.equal(*found)
+
+
+def test_a_generator_that_a_method_closes_over_later_is_set_back() -> None:
+    numbers: Any = None
+
+    class Scaling(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * (1.0 if numbers is None else numbers.random())).square()
+
+    module, x = Scaling(), torch.ones(4, WIDTH, requires_grad=True)
+    vramx.checkpoint(module, x * 1, level="keep").sum().backward()
+    found = []
+    for run in (module, functools.partial(vramx.checkpoint, module, level="keep")):
+        numbers = numpy.random.default_rng(0)
+        found += torch.autograd.grad(run(x * 1).sum(), x)
+    assert torch.equal(*found)

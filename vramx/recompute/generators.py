@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from vramx.patch.of_classes import found_of
+from vramx.patch.references import is_filled, parts_of
 from vramx.recompute.buffers import reached_from
 
 _PYTHONS = random.random.__self__  # type: ignore[attr-defined]
@@ -55,8 +57,10 @@ def _found(
     function: Callable[..., Any], modules: Iterable[nn.Module], held: Iterable[Any]
 ) -> Iterator[Any]:
     yield from filter(is_generator, held)
-    files, methods = _of_classes(*map(type, modules))
-    yield from methods
+    files, named, closures = _of_classes(*map(type, modules))
+    yield from named
+    for method in closures:
+        yield from map(_generator_of, parts_of(method()))
     for part in (function, *reached_from(function)):
         if isinstance(part, FunctionType):
             yield from map(_generator_of, _named_by(part))
@@ -70,12 +74,22 @@ def _found(
 
 
 @found_of
-def _of_classes(*classes: type) -> tuple[frozenset[str], tuple[Any, ...]]:
-    """Return the files of classes, and the generators that their methods name by themselves."""
+def _of_classes(*classes: type) -> tuple[frozenset[str], tuple[Any, ...], tuple[Any, ...]]:
+    """Return the files of classes, and the generators that their methods name by themselves.
+
+    And, weakly, the methods that close over one, or over what may become one.
+    """
     every = {each for cls in classes for each in cls.__mro__ if not _is_torchs(each.__module__)}
     methods = [method for cls in every for method in vars(cls).values()]
     named = [_generator_of(each) for method in methods for each in _named_by(method)]
-    return frozenset(cls.__module__ for cls in every), tuple(named)
+    closures = (weakref.ref(each) for each in methods if _may_close_over_one(each))
+    return frozenset(cls.__module__ for cls in every), tuple(named), tuple(closures)
+
+
+def _may_close_over_one(method: Any) -> bool:
+    cells = (method.__closure__ or ()) if isinstance(method, FunctionType) else ()
+    contents = [cell.cell_contents if is_filled(cell) else None for cell in cells]
+    return any(each is None or _generator_of(each) is not None for each in contents)
 
 
 def _named_by(function: Any) -> Iterator[Any]:
