@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import sys
 import types
 import warnings
 from collections import deque
@@ -21,6 +22,7 @@ from torch.ao.quantization import (
     MovingAveragePerChannelMinMaxObserver,
 )
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+from uncollected import nothing_waits_for_the_collector
 
 import vramx
 from vramx import errors
@@ -147,6 +149,20 @@ MOVING: dict[str, Callable[[], nn.Module]] = {
     **{note: functools.partial(Noting, note) for note in NOTES},
     **{source: functools.partial(Drawing, source) for source in SOURCES},
 }
+
+
+@pytest.mark.parametrize("name", [name for name in MOVING if name.startswith("average")])
+def test_calls_of_new_lengths_leave_no_copies_to_the_collector(name: str) -> None:
+    """Each of them is watched."""
+
+    def train(*lengths: int) -> None:
+        module = MOVING[name]()
+        for length in lengths:
+            vramx.checkpoint(module, activation(length, WIDTH), level=SMALL).sum().backward()
+
+    train(6, 7)
+    with nothing_waits_for_the_collector():
+        train(8, 9)
 
 
 @pytest.mark.parametrize("name", MOVING)
@@ -353,3 +369,75 @@ def test_a_lazy_region_is_made_once() -> None:
     found = steps(functools.partial(vramx.checkpoint, level="keep"))
     assert all(map(torch.equal, found, expected))
     assert len(found) == len(expected) == 9
+
+
+NOTEBOOK = """
+drawn = None
+def region(x):
+    numbers = globals().get("later", drawn)
+    return (x * (1.0 if numbers is None else numbers.random())).square()
+"""
+
+
+@pytest.mark.parametrize("name", ["drawn", "later"])
+def test_a_generator_that_comes_after_the_first_call_is_set_back(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook, whose functions stay while its names come and change."""
+    notebook: Any = types.ModuleType("notebook")
+    monkeypatch.setitem(sys.modules, f"notebook_{name}", notebook)
+    notebook.__name__ = f"notebook_{name}"
+    exec(NOTEBOOK, vars(notebook))
+    vramx.checkpoint(notebook.region, activation(), level="keep").sum().backward()
+    x = torch.ones(4, WIDTH, requires_grad=True)
+    found = []
+    for run in (
+        notebook.region,
+        functools.partial(vramx.checkpoint, notebook.region, level="keep"),
+    ):
+        setattr(notebook, name, numpy.random.default_rng(0))
+        found += torch.autograd.grad(run(x * 1).sum(), x)
+    assert torch.equal(*found)
+
+
+def test_a_generator_that_a_method_closes_over_later_is_set_back() -> None:
+    numbers: Any = None
+
+    class Scaling(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * (1.0 if numbers is None else numbers.random())).square()
+
+    module, x = Scaling(), torch.ones(4, WIDTH, requires_grad=True)
+    vramx.checkpoint(module, x * 1, level="keep").sum().backward()
+    found = []
+    for run in (module, functools.partial(vramx.checkpoint, module, level="keep")):
+        numbers = numpy.random.default_rng(0)
+        found += torch.autograd.grad(run(x * 1).sum(), x)
+    assert torch.equal(*found)
+
+
+class EverySecond(Average):
+    """Moves its mean in each second call."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) if self.calls % 2 == 0 else (x - self.mean).square()
+
+
+def test_a_buffer_that_a_later_call_writes_first_is_told_of_once_and_kept_from_then_on() -> None:
+    exact, module = EverySecond(), EverySecond()
+    same = []
+
+    def train() -> None:
+        for _ in range(6):
+            x = torch.randn(8, WIDTH, requires_grad=True)
+            one = torch.autograd.grad(exact(x * 1).sum(), x)
+            other = torch.autograd.grad(vramx.checkpoint(module, x * 1, level="keep").sum(), x)
+            same.append(torch.equal(*one, *other))
+
+    with pytest.warns(VramxWarning, match="mean of EverySecond, which it left alone") as said:
+        train()
+    assert same == [True, False, True, True, True, True]
+    assert len(said) == 1

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from checkpoint_tools import SMALL, Packs, activation, packs, quiet, seeds
+from checkpoint_tools import SMALL, WIDTH, Packs, activation, packs, quiet, seeds
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -140,7 +141,7 @@ def test_a_region_that_compares_has_the_exact_gradient(name: str, packs: Packs) 
 @pytest.mark.parametrize("name", ["leaky_relu", "clamp", "where", "own function", "bits"])
 def test_the_edge_is_one_that_packing_crosses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A defect that the test above finds: nothing of what runs counts as a comparison."""
-    monkeypatch.setattr(watch.Watch, "_note", lambda *_: None)
+    monkeypatch.setattr(watch._First, "tell", lambda *_: None)
     monkeypatch.setattr(region.Region, "_refuse", lambda *_: None)
     function = ROUGH[name]
     expected = gradient(function)
@@ -279,3 +280,11 @@ def test_a_region_without_anything_to_pack_is_not_watched(monkeypatch: pytest.Mo
     with contextlib.suppress(AssertionError):
         vramx.checkpoint(F.relu, activation(), level=SMALL)
         pytest.fail("the region with an input to pack was not watched")
+
+
+def test_a_verdict_holds_no_tensor_whose_method_it_is_of() -> None:
+    matrix = activation()
+    gone = weakref.ref(matrix)
+    vramx.checkpoint(matrix.matmul, activation(WIDTH, 8), level=SMALL).sum().backward()
+    del matrix
+    assert gone() is None

@@ -194,7 +194,6 @@ OTHERS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "heads of other strides": (turn, {"x": torch.zeros(2, 4, 32, 24, dtype=BF16)[..., :16]}),
     "heads of another shape": (turn, {"x": torch.zeros(2, 8, 32, 16, dtype=BF16)}),
     "turned heads of another type": (turn, {"y": FP32}),
-    "cosines of each head": (turn, {"cos": torch.zeros(2, 4, 32, 16, dtype=BF16)}),
     "cosines of another type": (turn, {"cos": torch.zeros(2, 1, 32, 16)}),
     "heads that are turned back": (turn, {"back": True}),
     "a unit of another type": (glu, {"dtype": FP32}),
@@ -256,3 +255,6 @@ def test_turned_heads_are_launched_with_their_own_strides(launches: Launches) ->
     for x, given in zip((WIDE_HEADS, heads, WIDE_HEADS), launches["given"], strict=True):
         # After addresses: heads, tokens, and strides of x, of the result, and of cosines.
         assert given[4:15] == (4, 32, *x.stride()[:3], *x.stride()[:3], 512, 0, 16)
+    turn(cos=torch.zeros(2, 4, 32, 16, dtype=BF16))  # of each head: the same, with one more stride
+    assert launches["own"] == 1
+    assert launches["given"][-1][12:15] == (2048, 512, 16)

@@ -108,9 +108,10 @@ def test_a_host_without_memory_keeps_everything_on_the_device_until_its_ticket_g
     stash.check()
 
 
-def test_a_thousand_steps_hold_what_one_held() -> None:
+@pytest.mark.parametrize("window", [2, 64], ids=["window within a step", "step within the window"])
+def test_a_thousand_steps_hold_what_one_held(window: int) -> None:
     link = FakeLink()
-    stash = stash_on(link)
+    stash = stash_on(link, window_blocks=window)
     held = []
     for _ in range(1000):
         backward(link, stash, forward(link, stash, count=6))

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_tools import LateLink, OneByOne, Pair, link
+from optimizer_tools import LEAST_BYTES, LateLink, OneByOne, Pair, link
 from torch import Tensor, nn
 
 import vramx
 from vramx.errors import InvalidValueError
+from vramx.optimizers.copies import HOLDER
 
 __all__ = ["link"]
 
@@ -88,6 +89,49 @@ def test_a_parameter_that_was_replaced_is_let_go_of(link: LateLink) -> None:
     link.pool.collect()
     assert gone() is None
     assert link.pool.used_bytes <= held
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_many_parameters_that_were_replaced_leave_no_trace(
+    in_backward: bool, link: LateLink
+) -> None:
+    own = [nn.Parameter(torch.ones(16, 16)) for _ in range(3)]
+    optimizer = torch.optim.AdamW(own)
+    vramx.offload_optimizer(optimizer, in_backward=in_backward, bucket=1024, least=LEAST_BYTES)
+    rounds, sizes = vars(optimizer)[HOLDER], []
+    for _ in range(12):
+        torch.stack([p.square().sum() for p in own]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sizes.append((len(rounds.buckets()), len(rounds._hooks), len(rounds._places)))
+        states = optimizer.state.pop(own[0])
+        own[0] = optimizer.param_groups[0]["params"][0] = nn.Parameter(own[0].detach())
+        optimizer.state[own[0]] = states
+    assert sizes[2] == sizes[-1]
+    assert sizes[-1][1] == (3 if in_backward else 0)
+
+
+def test_a_parameter_that_another_optimizer_has_now_is_stepped_by_that_alone(
+    link: LateLink,
+) -> None:
+    own = [nn.Parameter(torch.ones(16, 16)) for _ in range(2)]
+    optimizer = torch.optim.AdamW(own)
+    vramx.offload_optimizer(optimizer, in_backward=True, least=LEAST_BYTES)
+
+    def step(*optimizers: torch.optim.Optimizer) -> None:
+        (own[0].square().sum() + own[1].square().sum()).backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+
+    step(optimizer)
+    moved = optimizer.param_groups[0]["params"].pop(1)
+    del optimizer.state[moved]
+    other = torch.optim.SGD([moved], 0.25)
+    step(optimizer, other)  # in backward it was still the first one's
+    before = moved.detach().clone()
+    step(optimizer, other)
+    assert torch.equal(moved, before - 0.25 * 2 * before)
 
 
 def test_states_that_are_read_after_a_step_are_there(link: LateLink) -> None:

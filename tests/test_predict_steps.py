@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from plan_tools import Stack, rows
 from test_nn_operators import FUNCTIONS, inputs
 from torch import Tensor, nn
+from uncollected import nothing_waits_for_the_collector
 
 import vramx
 from vramx.compression.config import Compression
@@ -331,3 +333,33 @@ async def waits() -> None: ...
 def test_bad_input_is_one_clear_error(arguments: Any, options: Any, said: str) -> None:
     with pytest.raises(InvalidValueError, match=said):
         vramx.predict(*arguments, **options)
+
+
+def of_a_model(**options: Any) -> None:
+    trainer = Trainer()
+    vramx.predict(trainer.model, rows(64), optimizer=trainer.optimizer, **options)
+
+
+def of_a_step_that_fails() -> None:
+    trainer = Trainer()
+
+    def step() -> None:
+        trainer.loss(rows(64))
+        raise ZeroDivisionError
+
+    with pytest.raises(UntraceableError):
+        vramx.predict(step)
+
+
+@pytest.mark.parametrize(
+    "predict",
+    [
+        of_a_model,
+        functools.partial(of_a_model, gradients="stepped"),
+        of_a_step_that_fails,
+    ],
+)
+def test_a_prediction_leaves_nothing_to_the_collector(predict: Callable[[], Any]) -> None:
+    predict()
+    with nothing_waits_for_the_collector():
+        predict()

@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from vramx.memory import categories as names
+from vramx.memory import record
 from vramx.memory.snapshot import Snapshot
 
 
@@ -231,3 +232,25 @@ def test_a_backward_that_fails_is_over(path: Path) -> None:
         late = torch.empty(100_003, dtype=torch.uint8)
     assert category_of(Snapshot.load(path), 100_003)[0] == names.UNKNOWN
     del late
+
+
+def test_models_that_follow_each_other_are_known_as_the_first_was(path: Path) -> None:
+    """Optimizers come to lie where those of models before them did."""
+
+    def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = residuals()
+        optimizer = torch.optim.AdamW(model.parameters())
+        train(model, optimizer, features)
+        return model, optimizer
+
+    with recording(path) as seen:
+        for _ in range(4):
+            trained()
+        model, optimizer = trained()
+        (active,) = record._active
+        known = active._observer._known
+        assert known.keys() == set(map(id, model.parameters()))
+        loss_of(model(*features()[0])).backward()
+        seen.now()
+    assert seen.found()[names.OPTIMIZER] == storage_bytes(states_of(optimizer))
+    assert seen.found()[names.GRADIENTS] == storage_bytes([p.grad for p in model.parameters()])

@@ -27,7 +27,7 @@ _ALIGNMENT = 16  # bytes; also what integers may be multiples of
 class _Compiled(NamedTuple):
     """What Triton made of a kernel for one kind of arguments."""
 
-    kept: Any  # what a key has the id of: no other gets it
+    kernel: Any  # a key has its id: no other gets it
     run: Any
     function: Any
     metadata: Any
@@ -55,8 +55,7 @@ def start(
         numbers: int or float.
         constants: the parameters that are constants, and Triton's options.
     """
-    what = (id(kernel), *constants, *constants.values())
-    _start(what, kernel, grid, tensors, numbers, constants)
+    _start(kernel, grid, tensors, numbers, constants)
 
 
 class Ready:
@@ -65,7 +64,7 @@ class Ready:
     What start() looks up for each launch is looked up for the first one: whoever has a Ready gives
     it tensors of the same types on one device each time, and, but for integers that the kernel
     does not specialise on, the same numbers. The constants are not looked at again, nor may they
-    change: one dictionary is for one kernel.
+    change.
     """
 
     __slots__ = ("_compiled", "_constants", "_grid", "_index", "_kernel")
@@ -93,16 +92,18 @@ class Ready:
                     *pointers, *numbers, *values,
                 )  # fmt: skip
                 return
-        what = (id(self._constants),)
-        found = _start(what, self._kernel, self._grid, tensors, numbers, self._constants)
+        found = _start(self._kernel, self._grid, tensors, numbers, self._constants)
         self._compiled = found or compiled
 
 
 def _start(
-    what: tuple[Any, ...], kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor | None],
+    kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor | None],
     numbers: Sequence[float], constants: dict[str, Any],
 ) -> _Compiled | None:  # fmt: skip
-    """Launch a kernel with constants that `what` tells from all others; return what is known."""
+    """Launch a kernel; return what is known of it.
+
+    By what its constants are: those of sizes that never return are the same few, in other objects.
+    """
     if not _launches:
         return None
     first = tensors[0]
@@ -110,12 +111,12 @@ def _start(
     index = first.get_device()
     if index >= 0 and index != _current_device():
         with torch.cuda.device(index):
-            return _start(what, kernel, grid, tensors, numbers, constants)
+            return _start(kernel, grid, tensors, numbers, constants)
     # Tensors outlive the call; their addresses spare Triton's launcher to ask for them. What is
     # None was compiled as a constant, and is not read.
     pointers = [0 if t is None else t.data_ptr() for t in tensors]
     dtypes = [None if t is None else t.dtype for t in tensors]
-    key = (*what, index, *dtypes, *map(_kind, numbers))
+    key = id(kernel), *constants, *constants.values(), index, *dtypes, *map(_kind, numbers)
     compiled = _compiled.get(key)
     aligned = reduce(or_, pointers) % _ALIGNMENT == 0
     if compiled is None or not aligned or _is_watched(kernel):
@@ -149,7 +150,7 @@ def _remember(
     if all(name in constants for name in names):
         values = tuple(constants[name] for name in names)
         _compiled[key] = _Compiled(
-            (kernel, constants), made.run, made.function, made.packed_metadata, _streams(), values
+            kernel, made.run, made.function, made.packed_metadata, _streams(), values
         )
 
 

@@ -30,7 +30,8 @@ from vramx.memory.spans import BACKWARD, FORWARD, STEP
 from vramx.memory.tensors import fingerprint, parameters_of, plain_tensors, states_of
 from vramx.patch.watching import looks_on
 
-_NO_PATH: tuple[Any, str] = (lambda: None, "")
+_GONE: Callable[[], Any] = lambda: None  # noqa: E731 - as a weak reference
+_NO_PATH: tuple[Any, str] = _GONE, ""
 _TENSORS = (Tensor, nn.Parameter)
 _ENGINE = "_engine_run_backward"
 # Between two ticks clocks drift apart by less than a microsecond.
@@ -192,7 +193,7 @@ class Observer:
     # -- Optimizers -------------------------------------------------------------------------------
 
     def _begin_step(self, optimizer: Any, *_arguments: Any) -> None:
-        if id(optimizer) not in self._optimizers:
+        if self._optimizers.get(id(optimizer), _GONE)() is not optimizer:
             self._meet(optimizer)
         # Stepped in backward, its gradients go before that is over; and where several threads
         # train, each looks at its own alone.
@@ -209,9 +210,16 @@ class Observer:
             self._see_states(optimizer)
 
     def _meet(self, optimizer: Any) -> None:
+        self._forget_what_is_gone()
         with contextlib.suppress(TypeError):  # one that cannot be referred to is seen as it steps
             self._optimizers[id(optimizer)] = weakref.ref(optimizer)
         self._know(("", parameter) for parameter in parameters_of(optimizer))
+
+    def _forget_what_is_gone(self) -> None:
+        """Let no pass over what is known take longer with each model that a process has had."""
+        self._known = {key: k for key, k in list(self._known.items()) if k[0]() is not None}
+        self._optimizers = {key: o for key, o in list(self._optimizers.items()) if o() is not None}
+        self._states = {key: s for key, s in list(self._states.items()) if key in self._optimizers}
 
     def _met(self) -> Iterator[Any]:
         for reference in list(self._optimizers.values()):

@@ -25,6 +25,7 @@ from vramx.optimizers.options import Options, check_alone
 from vramx.optimizers.rounds import Rounds
 from vramx.optimizers.states import apart, mapped, size_bytes
 from vramx.patch.change import Restorable
+from vramx.patch.of_classes import made_of
 from vramx.sizes import parse_size
 
 _LEAST = "64KiB"
@@ -178,7 +179,7 @@ def _make(make: Callable[..., Any], args: tuple[Any, ...], options: Options) -> 
     return optimizer
 
 
-@functools.cache
+@made_of
 def _class_of(original: Any) -> Any:
     """Return our subclass of an optimizer's class.
 

@@ -48,7 +48,7 @@ class Rounds:
         self._streams: dict[torch.device, StateStream] = {}
         self._elsewhere: list[Tensor] = []
         self._places: dict[int, _Place] = {}  # of a parameter, by its id
-        self._hooks: list[Any] = []
+        self._hooks: dict[int, Any] = {}  # of a parameter, by its id
         self._known: list[int] = []  # ids of the parameters, in the order of the groups
         self._is_busy = False  # with a step, which reads states as they come
         self._round: list[_Place] = []  # what was stepped in this round already, in backward
@@ -62,8 +62,8 @@ class Rounds:
     def _step(self, optimizer: Optimizer, run: Callable[[], None]) -> None:
         if not self._known:  # a copy, whose states are still where they were copied to
             self.adopt(optimizer, is_anywhere=True)
-        self._learn(optimizer)
         self._unmark()
+        self._learn(optimizer)
         parameters = parameters_of(optimizer)
         due = {id(p) for p in parameters if p.grad is not None}
         places = dict.fromkeys(self._places[p] for p in due if p in self._places)
@@ -168,14 +168,14 @@ class Rounds:
     @contextmanager
     def without_steps(self, optimizer: Optimizer) -> Iterator[None]:
         """Have gradients come without a step in backward."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
-        self._hooks, hooked = [], bool(self._hooks)
+        self._hooks, hooked = {}, bool(self._hooks)
         try:
             yield
         finally:
-            every = [p for bucket in self.buckets() for p in bucket] if hooked else []
-            self._hooks = [_hook(optimizer, p) for p in every if p.requires_grad]
+            if hooked:
+                self._hook_all(optimizer, [p for bucket in self.buckets() for p in bucket])
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -197,7 +197,7 @@ class Rounds:
 
     def undo(self) -> None:
         self._unmark()
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         for stream in self._streams.values():
             stream.undo()
@@ -244,16 +244,17 @@ class Rounds:
             if stream is None:
                 sizes = self.options.sizes(parameters)
                 stream = self._streams[device] = StateStream(device, link, *sizes)
-            known = len(stream.buckets)
-            stream.add(parameters)
-            for number in range(known, len(stream.buckets)):
+            for number in stream.add(parameters):
                 if not is_first:  # whose states may come from those of another
                     stream.adopt_one(number, optimizer.state)
                 place = _Place(stream, number)
                 self._places.update((id(p), place) for p in place.bucket.parameters)
             if self.options.in_backward:
-                self._hooks += [_hook(optimizer, p) for p in parameters if p.requires_grad]
+                self._hook_all(optimizer, parameters)
         self._forget(gone)  # only now: what others have as states may be views of theirs
+
+    def _hook_all(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+        self._hooks |= {id(p): _hook(optimizer, p) for p in parameters if p.requires_grad}
 
     def _all(self) -> list[Tensor]:
         return [*self._elsewhere, *(p for bucket in self.buckets() for p in bucket)]
@@ -265,6 +266,8 @@ class Rounds:
                 stream.remove(gone)
             for parameter in gone:
                 self._places.pop(id(parameter), None)
+                if id(parameter) in self._hooks:
+                    self._hooks.pop(id(parameter)).remove()
 
 
 def _hook(optimizer: Optimizer, parameter: Tensor) -> Any:

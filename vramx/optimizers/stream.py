@@ -84,16 +84,21 @@ class StateStream:
         sizes = (self.buckets[n].nbytes for n, rest in self._rests.items() if rest.slot is not None)
         return SLOTS * max(sizes, default=0)
 
-    def add(self, parameters: Sequence[Tensor]) -> None:
-        """Divide more parameters into buckets."""
-        filled = self._bucket_bytes
+    def add(self, parameters: Sequence[Tensor]) -> list[int]:
+        """Divide more parameters into buckets, those that are empty first; return their numbers."""
+        empty = [number for number, bucket in enumerate(self.buckets) if not bucket.parameters]
+        filled, numbers = self._bucket_bytes, list[int]()
         for parameter in parameters:
             nbytes = size_bytes(parameter)
             if filled + nbytes > self._bucket_bytes:
-                self.buckets.append(Bucket([]))
+                if not empty:
+                    empty.append(len(self.buckets))
+                    self.buckets.append(Bucket([]))
+                numbers.append(empty.pop(0))
                 filled = 0
-            self.buckets[-1].parameters.append(parameter)
+            self.buckets[numbers[-1]].parameters.append(parameter)
             filled += nbytes
+        return numbers
 
     def step(
         self, number: int, state: States, run: Callable[[Bucket], None], ahead: Sequence[int] = ()

@@ -5,6 +5,7 @@
     module      the changes of a module, recorded on the module itself
     function    the same for functions and for classes of modules
     references  what a callable refers to
+    of_classes  what is worked out once of a class, and forgotten with it
     report      restore() and report(), which read the records
 
 The parts that change models (compression, recompute, nn, planning) bring changes of their own; this

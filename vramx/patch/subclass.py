@@ -2,7 +2,7 @@
 
 A subclass of the module's class, made once for each, that bears its name. Its forward reads the
 record in the module's __dict__; without one it is that of the class. Pure but for the classes that
-are kept; any thread. A call costs a microsecond, and reads a record that is never written to.
+are in use; any thread. A call costs a microsecond, and reads a record that is never written to.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 
 from vramx.patch.change import Change
+from vramx.patch.of_classes import made_of
 
 # In the __dict__ of a changed module, its record; in that of our classes, the class below them.
 RECORD, ORIGINAL = "_vramx", "_vramx_original"
@@ -39,7 +41,7 @@ class Patch:
 
 
 # Our forwards as what wraps the forward of each subclass has left them.
-_WRAPPED = set[FunctionType]()
+_WRAPPED = WeakSet[FunctionType]()
 
 
 class Patched:
@@ -146,7 +148,7 @@ class StandIn(type):
             delattr(original, name)
 
 
-_made = set[type]()
+_made = WeakSet[type]()
 
 
 def _stood_for(cls: type) -> Any:
@@ -154,7 +156,7 @@ def _stood_for(cls: type) -> Any:
     return vars(cls)[ORIGINAL] if cls in _made else None
 
 
-@functools.cache
+@made_of
 def _metaclass_over(metaclass: type) -> Any:
     return StandIn if metaclass is type else type("StandIn", (StandIn, metaclass), {})
 
@@ -188,7 +190,7 @@ def _wrapping_hook(original: Any) -> Any:
     return None
 
 
-@functools.cache
+@made_of
 def patched_class(original: Any, mixins: tuple[type, ...]) -> Any:
     """Return our subclass of a class, with mixins before it."""
     outlived: list[Any] = []

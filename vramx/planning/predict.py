@@ -28,7 +28,7 @@ from vramx.planning.fake_gpu import GPU, FakeGpu
 from vramx.planning.prediction import AS_IT_IS, PredictedRow, Prediction
 from vramx.planning.program import check_ran, check_step, device_type_of, found_in, is_on_the_host
 from vramx.planning.program_copy import Copied
-from vramx.planning.recording import BEFORE, CUBLAS, CUDNN, Recording
+from vramx.planning.recording import BEFORE, CUBLAS, CUDNN, Place, Recording
 from vramx.planning.states_kept import generators_as_before
 from vramx.planning.step_programs import Program, program_of
 from vramx.planning.words import WORDS, apply_words, can_have
@@ -266,23 +266,27 @@ def _named(recording: Recording) -> Iterator[None]:
     except VramxError:
         raise
     except Exception as error:
-        cause: Any = error
-        while not isinstance(cause, _UNSEEN) and cause.__cause__ is not None:
-            cause = cause.__cause__
-        place = recording.now()
-        if isinstance(cause, _UNSEEN):
-            raise UntraceableError(
-                f"{cause.args[0] if cause.args else cause} cannot run without data, in {place}: "
-                "the size of its result depends on them, or it has no fake kernel "
-                "(torch.library.register_fake)"
-            ) from error
-        text = " ".join(str(error).split())[:300]
-        text = next((said for words, said in _NOT_FOLLOWED.items() if words in text), text)
-        if any(words in text for words in _TWO_DEVICES):
-            text += _ON_THE_HOST
-        if _NO_ACCELERATOR in text:
-            text += _TRANSFORMED
         # contextlib takes an error that comes of a StopIteration for its own, and gives that on.
-        raise UntraceableError(
-            f"the step fails without data, in {place}: {type(error).__name__}: {text}"
-        ) from (None if isinstance(error, StopIteration) else error)
+        hidden = isinstance(error, StopIteration)
+        raise _untraceable(error, recording.now()) from (None if hidden else error)
+
+
+def _untraceable(error: Exception, place: Place) -> UntraceableError:
+    cause: Any = error
+    while not isinstance(cause, _UNSEEN) and cause.__cause__ is not None:
+        cause = cause.__cause__
+    if isinstance(cause, _UNSEEN):
+        return UntraceableError(
+            f"{cause.args[0] if cause.args else cause} cannot run without data, in {place}: "
+            "the size of its result depends on them, or it has no fake kernel "
+            "(torch.library.register_fake)"
+        )
+    text = " ".join(str(error).split())[:300]
+    text = next((said for words, said in _NOT_FOLLOWED.items() if words in text), text)
+    if any(words in text for words in _TWO_DEVICES):
+        text += _ON_THE_HOST
+    if _NO_ACCELERATOR in text:
+        text += _TRANSFORMED
+    return UntraceableError(
+        f"the step fails without data, in {place}: {type(error).__name__}: {text}"
+    )

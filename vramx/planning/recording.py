@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,9 @@ class Recording:
     """
 
     def __init__(self, device: str) -> None:
-        self.storages = Storages(device, self._hear)
+        # Weakly: storages that refer to who hears of them would all wait for the collector.
+        hears = weakref.WeakMethod(self._hear)
+        self.storages = Storages(device, lambda *event: _call(hears(), *event))
         self.place = Place(BEFORE)
         self.peak_bytes = 0
         self._in_threads = False
@@ -162,6 +165,11 @@ class Recording:
 
     def _end_optimizer(self, *_: Any) -> None:
         self._now = Place(FORWARD)
+
+
+def _call(function: Callable[..., None] | None, *arguments: Any) -> None:
+    if function is not None:
+        function(*arguments)
 
 
 class _Recorder(Watch):

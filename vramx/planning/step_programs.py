@@ -5,7 +5,9 @@ A Program names the values that it is made of, so that a copy of it can be made 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -52,24 +54,24 @@ class _LoopStep:
     """A step of plan's loop, of which the optimizers are taken as well."""
 
     def __init__(self, model: nn.Module, sample: Any, loop: Loop) -> None:
-        self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._loop = loop
-        self._first = True
         if not model.training:
             model.train()
         # Those whose states wait on the host may step in backward themselves.
         self._last = list(loop.optimizers)
+        self._copies: list[Any] = []
         if loop.gradients == STEPPED:
             self._last = [each for each in loop.optimizers if rounds_of(each) is not None]
             for each in loop.optimizers:
                 if each not in self._last:
-                    _step_in_backward(each)
-        self._step = Step(model, sample, self._begin, lambda: loop.before_backward(self._trained))
+                    self._copies += _step_in_backward(each)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        firsts = iter([True])
 
-    def _begin(self) -> None:
-        if self._first or self._loop.gradients == FRESH:
-            self._loop.prepare(self._trained)
-        self._first = False
+        def begin() -> None:  # and no method: a copy of a model is not to wait for the collector
+            if next(firsts, False) or loop.gradients == FRESH:
+                loop.prepare(trained)
+
+        self._step = Step(model, sample, begin, lambda: loop.before_backward(trained))
 
     def __call__(self) -> None:
         self._step()
@@ -77,14 +79,22 @@ class _LoopStep:
             each.step()
 
 
-def _step_in_backward(optimizer: Any) -> None:
-    """Have each parameter stepped, by a copy of its optimizer, as soon as its gradient is there."""
+def _step_in_backward(optimizer: Any) -> list[Any]:
+    """Have each parameter stepped, by a copy of its optimizer, as soon as its gradient is there.
+
+    Returns:
+        The copies: the caller's, for a parameter that refers to one refers to itself.
+    """
+    copies = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             own = copy_of(optimizer, {**group, "params": [parameter]})
+            copies.append(own)
+            parameter.register_post_accumulate_grad_hook(partial(_step, weakref.ref(own)))
+    return copies
 
-            def step(learned: Tensor, own: Any = own) -> None:
-                type(own).step(own)
-                learned.grad = None
 
-            parameter.register_post_accumulate_grad_hook(step)
+def _step(own: Callable[[], Any], learned: Tensor) -> None:
+    optimizer = own()
+    type(optimizer).step(optimizer)
+    learned.grad = None

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from vramx.patch.of_classes import found_of
 from vramx.recompute.buffers import tell_of_write
 from vramx.recompute.generators import is_generator, set_state, state_of
 from vramx.recompute.objects import (
@@ -89,7 +90,7 @@ def _may_have_attributes(cls: Any) -> bool:
     return str(cls.__module__).partition(".")[0] != "torch"
 
 
-_has_attributes: Callable[[Any], bool] = functools.lru_cache(maxsize=4096)(_may_have_attributes)
+_has_attributes = found_of(_may_have_attributes)
 
 
 class _Before:

@@ -6,8 +6,9 @@ another. What a region writes is told by versions, and in the first run of a mod
 in evaluation, by its operations, for versions do not tell of a write through `.data`. What a module
 wrote once, it is taken to write in each call. For a recomputation modules have copies of it.
 
-Of parameters that a region has not written before there is no copy: they may be all of a model. A
-recomputation of that one call has the new ones, and a warning says so.
+Of parameters that a region has not written before there is no copy: they may be all of a model; nor
+of buffers that a module left alone in its first run. A recomputation of that one call has the new
+ones, and a warning says so.
 
 A region is recomputed by one thread at a time. A call costs a look at each buffer of its modules
 and a copy of those that it writes.
@@ -63,6 +64,7 @@ class Buffers:
         self.are_new = False
         self._memory: set[int] = set()  # that operations wrote to
         self._known: set[tuple[int, str]] = set()  # what its module has written before
+        self._left_alone: set[tuple[int, str]] = set()  # buffers that it has not
         for module in modules:
             written = _written.get(module, {}).get(module.training)
             for members, name, tensor in _changeable(module):
@@ -78,6 +80,8 @@ class Buffers:
                 is_statistic = is_buffer and isinstance(module, _NormBase)
                 if written is not None and name in written:
                     self._known.add((id(module), name))
+                elif written is not None and is_buffer and not is_statistic:
+                    self._left_alone.add((id(module), name))
                 may_write = is_buffer if written is None else name in written
                 if may_write and not is_statistic:
                     self._copies[id(module), name] = tensor.detach().clone()
@@ -115,6 +119,8 @@ class Buffers:
                 value = self._copies.get((id(module), name))
                 if value is None and members is module._parameters:
                     tell_of_write(module, name)
+                elif (id(module), name) in self._left_alone:
+                    tell_of_write(module, name, "which it left alone before", "in each call")
                 self._kept.append(_Kept(members, name, value))
         self._seen, self._copies, self._memory = [], {}, set()
 
@@ -156,12 +162,17 @@ def tell_of_change() -> None:
     )
 
 
-def tell_of_write(module: nn.Module, name: str) -> None:
+def tell_of_write(
+    module: nn.Module,
+    name: str,
+    what: str = "which is no buffer",
+    instead: str = "register a buffer",
+) -> None:
     """Say once that a region writes into what it has no copy of from before."""
     warn_once(
-        f"a region under vramx.checkpoint writes into {name} of {type(module).__name__}, which is "
-        "no buffer: this step is recomputed with what it wrote, and from the next one on with what "
-        "was there before; update it outside of the region, or register a buffer",
+        f"a region under vramx.checkpoint writes into {name} of {type(module).__name__}, {what}: "
+        "this step is recomputed with what it wrote, and from the next one on with what was there "
+        f"before; update it outside of the region, or {instead}",
         stacklevel=7,
     )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from vramx.patch.of_classes import found_of
+from vramx.patch.references import is_filled, parts_of
 from vramx.recompute.buffers import reached_from
 
 _PYTHONS = random.random.__self__  # type: ignore[attr-defined]
@@ -54,8 +57,10 @@ def _found(
     function: Callable[..., Any], modules: Iterable[nn.Module], held: Iterable[Any]
 ) -> Iterator[Any]:
     yield from filter(is_generator, held)
-    files, methods = _of_classes(tuple(map(type, modules)))
-    yield from methods
+    files, named, closures = _of_classes(*map(type, modules))
+    yield from named
+    for method in closures:
+        yield from map(_generator_of, parts_of(method()))
     for part in (function, *reached_from(function)):
         if isinstance(part, FunctionType):
             yield from map(_generator_of, _named_by(part))
@@ -63,17 +68,28 @@ def _found(
         elif is_generator(part):
             yield part
     for file in files:
-        for name in _names(file):
-            yield _generator_of(vars(sys.modules[file]).get(name))
+        known = vars(sys.modules[file]) if file in sys.modules else {}
+        for name in _names(file, len(known)):
+            yield _generator_of(known.get(name))
 
 
-@lru_cache(maxsize=1024)
-def _of_classes(classes: tuple[type, ...]) -> tuple[frozenset[str], tuple[Any, ...]]:
-    """Return the files of classes, and the generators that their methods name by themselves."""
+@found_of
+def _of_classes(*classes: type) -> tuple[frozenset[str], tuple[Any, ...], tuple[Any, ...]]:
+    """Return the files of classes, and the generators that their methods name by themselves.
+
+    And, weakly, the methods that close over one, or over what may become one.
+    """
     every = {each for cls in classes for each in cls.__mro__ if not _is_torchs(each.__module__)}
     methods = [method for cls in every for method in vars(cls).values()]
     named = [_generator_of(each) for method in methods for each in _named_by(method)]
-    return frozenset(cls.__module__ for cls in every), tuple(named)
+    closures = (weakref.ref(each) for each in methods if _may_close_over_one(each))
+    return frozenset(cls.__module__ for cls in every), tuple(named), tuple(closures)
+
+
+def _may_close_over_one(method: Any) -> bool:
+    cells = (method.__closure__ or ()) if isinstance(method, FunctionType) else ()
+    contents = [cell.cell_contents if is_filled(cell) else None for cell in cells]
+    return any(each is None or _generator_of(each) is not None for each in contents)
 
 
 def _named_by(function: Any) -> Iterator[Any]:
@@ -85,12 +101,15 @@ def _named_by(function: Any) -> Iterator[Any]:
 
 
 @lru_cache(maxsize=1024)
-def _names(file: str) -> tuple[str, ...]:
-    """Return the names in a file by which its code can reach a generator."""
-    module = sys.modules.get(file)
-    if module is None or _is_torchs(file):
+def _names(file: str, count: int) -> tuple[str, ...]:
+    """Return the names in a file by which its code can reach a generator, now or later.
+
+    Of so many: a notebook gets new ones as it goes on, and None may become one.
+    """
+    if not count or _is_torchs(file):
         return ()
-    return tuple(name for name, value in vars(module).items() if _generator_of(value) is not None)
+    named = vars(sys.modules[file]).items()
+    return tuple(name for name, x in named if x is None or _generator_of(x) is not None)
 
 
 def _generator_of(value: Any) -> Any:
@@ -124,7 +143,7 @@ def _class_of(value: Any) -> Any:
     return type(value)  # which mypy takes for one that has no hash
 
 
-@lru_cache(maxsize=4096)
+@found_of
 def _kind(cls: Any) -> str:
     if issubclass(cls, torch.Generator):
         return "torch"

@@ -11,6 +11,7 @@ import enum
 import functools
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ from vramx.recompute.norms import Norm
 
 # Two of them hold some megabytes of keys. What is dropped is watched again.
 _MOST = 4096
+# What functions written in C are in.
+_OF_FUNCTIONS = (types.ModuleType, type, type(None))
 _VALUES = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 
 
@@ -36,7 +39,7 @@ class Verdict(NamedTuple):
     rooted: frozenset[int] = frozenset()
 
 
-_seen: dict[Hashable, Verdict] = {}
+_seen: OrderedDict[Hashable, Verdict] = OrderedDict()
 
 
 class _UnknownError(Exception):
@@ -60,7 +63,7 @@ def remember(key: Hashable | None, function: Any, verdict: Verdict) -> None:
     """Keep what a watched call showed, and name what is not smooth once a function."""
     if key is not None:
         if len(_seen) >= _MOST:
-            _seen.pop(next(iter(_seen)), None)
+            _seen.popitem(last=False)
         _seen[key] = verdict
     if verdict.rough:
         warn_once(
@@ -96,8 +99,10 @@ def _identity(value: Any, around: tuple[Any, ...] = ()) -> Any:
         return type(value), *(_identity(part, around) for part in reached_from(value))
     if isinstance(value, types.FunctionType):
         return _identity_of_function(value, around)
-    if isinstance(value, (types.BuiltinFunctionType, type)):
-        return value
+    if isinstance(value, type):
+        return weakref.ref(value)
+    if isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, _OF_FUNCTIONS):
+        return value  # and no method of an object, such as a tensor's
     own = getattr(value, "recomputed_function", None)
     if own is None:
         raise _UnknownError
@@ -120,7 +125,7 @@ def _described(leaf: Any) -> Any:
         return type(leaf), tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad
     if isinstance(leaf, nn.Module):
         return _identity(leaf)
-    return _identity(leaf) if isinstance(leaf, _VALUES) else type(leaf)
+    return _identity(leaf if isinstance(leaf, _VALUES) else type(leaf))
 
 
 def _modes(leaves: Sequence[Any]) -> tuple[Hashable, ...]:

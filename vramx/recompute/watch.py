@@ -132,6 +132,15 @@ class _Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _First:
+    """The first name that it is told; what tells it holds nothing else of a Watch."""
+
+    name = ""
+
+    def tell(self, name: str) -> None:
+        self.name = self.name or name
+
+
 class Watch:
     """What one run of a region showed: `rough` names the first operation that is not smooth.
 
@@ -142,11 +151,16 @@ class Watch:
     def __init__(
         self, allowed: frozenset[str], inputs: Sequence[Tensor] = (), buffers: Buffers | None = None
     ) -> None:
-        self.rough = ""
+        first = _First()
+        self._first, self._note = first, first.tell
         self._buffers = buffers
         self._allowed = allowed
         self._readers = Readers(inputs)
         self._elements = Elements(inputs, self._note, allowed)
+
+    @property
+    def rough(self) -> str:
+        return self._first.name
 
     @property
     def norms(self) -> dict[int, Norm]:
@@ -182,6 +196,3 @@ class Watch:
                 if name not in self._allowed and not name.startswith(_KNOWN_FUNCTIONS):
                     self._note(f"autograd.Function {name}")
             nodes += [following for following, _ in node.next_functions]
-
-    def _note(self, name: str) -> None:
-        self.rough = self.rough or name

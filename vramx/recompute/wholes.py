@@ -9,14 +9,14 @@ takes a microsecond, and of an array as long as its bytes take.
 from __future__ import annotations
 
 import copy
-import functools
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import GeneratorType
 from typing import Any
 
 from vramx.errors import warn_once
+from vramx.patch.of_classes import found_of
 
 CONTAINERS = (dict, list, set, deque)
 # Of a container, and of an array, that are looked at in each call.
@@ -41,7 +41,7 @@ def _is_whole(cls: Any) -> bool:
     return _is_array(cls) or (issubclass(cls, Iterator) and not cls.__dictoffset__)
 
 
-is_whole: Callable[[Any], bool] = functools.lru_cache(maxsize=4096)(_is_whole)
+is_whole = found_of(_is_whole)
 
 
 def another(whole: Any) -> Any:

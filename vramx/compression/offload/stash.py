@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections import deque
+from collections import OrderedDict, deque
 from typing import Any
 
 from torch import Tensor
@@ -104,7 +104,7 @@ class Stash:
         # Parcels with a slot, by sequence; of those, what is under way.
         self._order: list[Parcel] = []
         self._dead_count = 0
-        self._leaving: deque[Parcel] = deque()
+        self._leaving: OrderedDict[int, Parcel] = OrderedDict()
         self._leaving_bytes = 0
         self._coming_bytes = 0
         self._host_was_read = False
@@ -183,7 +183,7 @@ class Stash:
 
         bytes of the live parcels that are LEAVING == leaving_bytes; that are COMING ==
         coming_bytes; a parcel has a buffer unless it is AWAY; a live one in the order has a slot;
-        sequences rise; the pool's own.
+        sequences rise; those that are LEAVING are all that wait to be freed; the pool's own.
         """
         with self._lock:
             live = [parcel for parcel in self._order if not parcel.dead]
@@ -198,6 +198,7 @@ class Stash:
             assert all(p.slots for p in live), "slots"
             numbers = [p.sequence for p in self._order]
             assert numbers == sorted(set(numbers)), f"sequences {numbers}"
+            assert list(self._leaving.values()) == by_state[State.LEAVING], "what is leaving"
             assert len(self._order) - len(live) == self._dead_count, "dead parcels"
             self._pool.check()
 
@@ -223,15 +224,13 @@ class Stash:
         parcel.slots, parcel.state = slots, State.LEAVING
         self.moved_bytes += parcel.nbytes
         self._order.append(parcel)
-        self._leaving.append(parcel)
+        self._leaving[parcel.sequence] = parcel
         self._leaving_bytes += parcel.nbytes
         while self._leaving_bytes > self.budget.window_bytes():
             self._free_oldest()
 
     def _free_oldest(self) -> None:
-        parcel = self._leaving.popleft()
-        if parcel.dead or parcel.state is not State.LEAVING:
-            return
+        _, parcel = self._leaving.popitem(last=False)
         self._wait_for_copy(parcel.stream, parcel)
         assert parcel.buffer is not None
         parcel.spoiled = parcel.buffer._version != parcel.version
@@ -340,6 +339,8 @@ class Stash:
         if parcel.buffer is not None:
             self._wait_for_copy(parcel.stream, parcel)
         if parcel.state is State.LEAVING:
+            # A step that is smaller than the window never comes to free it.
+            del self._leaving[parcel.sequence]
             self._leaving_bytes -= parcel.nbytes
         elif parcel.state is State.COMING:
             self._coming_bytes -= parcel.nbytes

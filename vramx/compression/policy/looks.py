@@ -10,11 +10,13 @@ Pure functions, thread-safe; half a microsecond for a call, and as much for a te
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from vramx.compression.codec.roots import MAYBE_POWERS, graph_of_factor, is_power
 from vramx.compression.policy.calls import MAY_BE_COPY, Operation
@@ -66,12 +68,16 @@ def of_tensor(
     if found is None:
         return None
     key, storage = found
-    node, place, base = key[:3]
+    node, place, base, *others = key
+    is_view = base is not None and base is not True
+    if _is_walked[node] is None or (is_view and _is_walked[base] is None):
+        # Plans outlive the classes that a program, or torch.compile, makes as it runs.
+        key = weakref.ref(node), place, weakref.ref(base) if is_view else base, *others
     if _is_walked[node]:
         # What is an argument's memory is no copy of one; a view is a weight if its base is one.
         copied = operation.match(tensor) if place < 0 else None
         where = None if copied is None else (copied.position, copied.keyword, copied.cast)
-        is_open = base is None or (base is not True and _is_walked[base])
+        is_open = base is None or (is_view and _is_walked[base])
         key = key, is_open and derives_from_parameter(tensor), where
     if operation.name in MAYBE_POWERS:
         key = key, graph_of_factor(tensor, operation)
@@ -79,9 +85,14 @@ def of_tensor(
 
 
 class _Walked(dict[type, bool]):
-    """Whether what has a node of a type may be a weight, or a copy of an argument."""
+    """Whether what has a node of a type may be a weight, or a copy of an argument.
 
-    def __missing__(self, node: type) -> bool:
+    None of an autograd.Function's, which is neither: it is not kept.
+    """
+
+    def __missing__(self, node: type) -> bool | None:
+        if issubclass(node, BackwardCFunction):
+            return None
         name = node.__name__
         found = self[node] = name in MAY_DERIVE or name in MAY_BE_COPY
         return found
