@@ -23,6 +23,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
@@ -39,6 +40,7 @@ COMPILE_FLAGS = [
     "-fno-stack-protector",
 ]
 LINK_FLAGS = ["-shared", "-pthread", "-ldl"]
+LEAST_SETUPTOOLS = 77  # that of pyproject.toml; an older one refuses the form of its license
 
 
 def core_sources() -> list[str]:
@@ -154,6 +156,14 @@ def ninja_path(path: str) -> str:
     return path.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
 
+def check_setuptools() -> None:
+    """End with a line where setuptools is too old: only pip, when it isolates, brings a new one."""
+    version = setuptools.__version__
+    if int(version.partition(".")[0]) < LEAST_SETUPTOOLS:
+        needed = f"'setuptools>={LEAST_SETUPTOOLS}'"
+        sys.exit(f"setuptools {version} is too old: python3 -m pip install {needed}")
+
+
 def warnings_are_errors() -> bool:
     return os.environ.get("VRAMX_WERROR", "0") not in ("", "0")
 
@@ -197,6 +207,7 @@ class CopySources(build_py):
 
 
 if __name__ == "__main__":
+    check_setuptools()
     setup(
         ext_modules=[Extension("vramx._core", core_sources(), language="c++")],
         cmdclass={"build_ext": NinjaBuild, "build_py": CopySources},

@@ -261,6 +261,21 @@ def _part_named(name: str) -> str | None:
     return words[1] if len(words) > 1 and words[1] in {*PYTHON_PARTS, "_core"} else "__init__"
 
 
+def named_tuples_compile(root: Path) -> list[str]:
+    """Up to torch 2.10 a property of a named tuple ends a compiled graph; a method does not."""
+    found = []
+    for path, nodes in python_files(root):
+        tuples = [
+            node
+            for node in nodes
+            if isinstance(node, ast.ClassDef) and "NamedTuple" in map(_name, node.bases)
+        ]
+        for node in (each for cls in tuples for each in cls.body if path.startswith("nn/")):
+            if "property" in map(_name, getattr(node, "decorator_list", ())):
+                found.append(f"vramx/{path}:{node.lineno}: a property of a named tuple")
+    return found
+
+
 def only_the_command_line_prints(root: Path) -> list[str]:
     found = []
     for path, nodes in python_files(root):
@@ -295,6 +310,7 @@ RULES: tuple[Callable[[Path], list[str]], ...] = (
     environment_is_read_in_config,
     kernels_need_torch_and_triton_only,
     parts_meet_in_api,
+    named_tuples_compile,
     only_the_command_line_prints,
     the_map_names_every_file,
 )

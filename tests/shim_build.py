@@ -71,9 +71,13 @@ def missing() -> str:
 def flags(torch_include: Path) -> list[str]:
     """Return what the compiler is told for a torch whose headers lie there."""
     folders = [torch_include, torch_include / "torch/csrc/api/include", cuda_include()]
+    c10 = torch_include.parent / "lib" / "libc10.so"
+    # Wheels of torch 2.6 for CUDA have strings of the older form.
+    is_old = c10.exists() and b"torchCheckFailEPKcS2_jRKSs" in c10.read_bytes()
     macros = torch_include / "c10/cuda/impl/cuda_cmake_macros.h"
     return [
         *("-std=c++20", "-Og", "-fPIC", "-fvisibility=hidden", f"-I{CSRC}", *WARNINGS),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(not is_old)}",
         *(part for folder in folders for part in ("-isystem", str(folder))),
         *([] if macros.exists() else ["-DC10_USING_CUSTOM_GENERATED_MACROS"]),
     ]

@@ -15,15 +15,22 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
-from shim_build import ROOT, Bench, installed, libraries, missing
+from shim_build import ROOT, Bench, installed, libraries, missing, torch_folder
 
 Test = Callable[..., None]
 
 RUN_LIMIT_S = 120
+
+
+def from_torch(minor: int) -> pytest.MarkDecorator:
+    """Skip a test of what a torch before 2.`minor` has not."""
+    old = torch_folder() is not None and int(version("torch").split(".")[1]) < minor
+    return pytest.mark.skipif(old, reason=f"new in torch 2.{minor}")
 
 
 def in_own_process(test: Test | None = None, **options: Any) -> Any:

@@ -114,6 +114,16 @@ def test_a_missing_compiler_is_named_in_one_line(small_checkout: Path) -> None:
     assert "apt-get install g++" in last
 
 
+def test_a_setuptools_older_than_asked_for_is_named_in_one_line(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert f'"setuptools>={setup.LEAST_SETUPTOOLS}"' in (ROOT / "pyproject.toml").read_text()
+    setup.check_setuptools()
+    monkeypatch.setattr(setup.setuptools, "__version__", "65.5.0")
+    with pytest.raises(SystemExit, match=r"^setuptools 65\.5\.0 is too old: .*'setuptools>=77'$"):
+        setup.check_setuptools()
+
+
 def test_missing_headers_of_python_are_named_in_one_line(
     setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

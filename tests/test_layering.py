@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 Rule = Callable[[Path], list[str]]
 BY_NAME = {rule.__name__: rule for rule in RULES}
 
+_NAMED = "class A(NamedTuple):\n    {}def b(self): ..."
+
 # Rule, file that gets the text, the text, and what the rule must say of it.
 PLANTS = [
     ("includes_go_down", "csrc/core/up.h", '#include "driver/cost_table.h"', "core includes"),
@@ -39,6 +41,7 @@ PLANTS = [
     ("parts_meet_in_api", "vramx/nn/x.py", "from vramx import replay", "imports __init__"),
     ("parts_meet_in_api", "vramx/allocator/x.py", "from vramx import nn", "imports nn"),
     ("parts_meet_in_api", "vramx/oddity.py", "", "'oddity' is in no table"),
+    ("named_tuples_compile", "vramx/nn/x.py", _NAMED.format("@property\n    "), "property"),
     ("only_the_command_line_prints", "vramx/memory/x.py", "print(1)", "print"),
     ("only_the_command_line_prints", "vramx/sizes.py", "sys.stderr.write('')", "sys.stderr"),
     ("only_the_command_line_prints", "csrc/core/up.h", 'auto a = printf("");', "printf"),
@@ -58,6 +61,7 @@ INNOCENT = [
     ("kernels_need_torch_and_triton_only", "vramx/kernels/x.py", "import triton.language as tl"),
     ("parts_meet_in_api", "vramx/nn/x.py", "from vramx.kernels import quantize"),
     ("parts_meet_in_api", "vramx/memory/x.py", "from . import trace\nfrom vramx import _core"),
+    ("named_tuples_compile", "vramx/nn/x.py", _NAMED.format("")),
     ("only_the_command_line_prints", "vramx/cli/x.py", "print(1)"),
     ("only_the_command_line_prints", "vramx/progress.py", "import sys\nsys.stderr.isatty()"),
     ("only_the_command_line_prints", "csrc/core/up.h", "auto n = snprintf(a, 1, b);"),

@@ -15,7 +15,7 @@ from shim_build import (
     stat,
     try_install,
 )
-from shim_process import before_installing, in_own_process
+from shim_process import before_installing, from_torch, in_own_process
 
 # --- limits --------------------------------------------------------------------------------------
 
@@ -99,6 +99,7 @@ def test_empty_cache_empties_both(bench: Bench) -> None:
     assert stat(bench, "reserved_bytes")[CURRENT] == 0
 
 
+@from_torch(8)
 @in_own_process
 def test_empty_cache_of_a_pool_leaves_the_core_alone(bench: Bench) -> None:
     bench.free(bench.allocate(64 * MIB))
@@ -214,6 +215,7 @@ def test_nothing_is_given_back_while_a_capture_would_be_broken(bench: Bench) -> 
     assert bench.devices.held(0) == 64 * MIB
 
 
+@from_torch(8)
 @in_own_process(capacity_bytes=64 * MIB)
 def test_pools_kept_for_need_are_tried_last(bench: Bench) -> None:
     bench.use_in_need(0, POOL)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from shim_build import MIB, SIDE_STREAM, Bench, in_pool, raises
-from shim_process import in_own_process
+from shim_process import from_torch, in_own_process
 
 STATE, ALLOC, ALL = 1, 2, 3  # torch's levels of stack traces
 
@@ -99,6 +99,7 @@ def test_entries_carry_the_labels_of_their_thread(bench: Bench) -> None:
     assert entry.get("user_metadata", "epoch 1") == "epoch 1"
 
 
+@from_torch(11)
 @in_own_process
 def test_skipped_actions_are_not_kept(bench: Bench) -> None:
     bench.record_history(True, 100, STATE, "free_completed")

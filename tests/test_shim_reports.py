@@ -14,7 +14,7 @@ from shim_build import (
     raises,
     stat,
 )
-from shim_process import in_own_process
+from shim_process import from_torch, in_own_process
 
 # --- statistics ----------------------------------------------------------------------------------
 
@@ -140,6 +140,7 @@ def test_a_segment_has_the_stream_of_its_blocks(bench: Bench) -> None:
     assert found == blocks
 
 
+@from_torch(8)
 @in_own_process
 def test_a_snapshot_of_a_pool_is_torchs(bench: Bench) -> None:
     bench.allocate(MIB)

@@ -68,6 +68,21 @@ CUDAStream getCurrentCUDAStream(DeviceIndex device) {
 
 cudaStream_t CUDAStream::stream() const { return reinterpret_cast<cudaStream_t>(id()); }
 
+#if VRAMX_TORCH >= 215
+CUDAErrorLogCapture::CUDAErrorLogCapture() noexcept = default;
+
+void c10_cuda_check_implementation(const int32_t error, const char*, const char*, const uint32_t,
+                                   const bool, CUDAErrorLogCapture*) {
+  TORCH_CHECK(error == 0, "CUDA error: ", error);
+}
+#endif
+
+// Up to torch 2.8 a line is an int.
+void c10_cuda_check_implementation(const int32_t error, const char*, const char*, const int,
+                                   const bool) {
+  TORCH_CHECK(error == 0, "CUDA error: ", error);
+}
+
 void c10_cuda_check_implementation(const int32_t error, const char*, const char*, const uint32_t,
                                    const bool) {
   TORCH_CHECK(error == 0, "CUDA error: ", error);

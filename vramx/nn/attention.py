@@ -185,16 +185,17 @@ def _attend(
     form = keeping.form_of(keep, *heads)
     if form[0] == keeping.NOTHING:
         return None
-    mask, (q, k, v) = _cast(options.mask, *heads)
-    call = kernels.Call(kernels.NO_KERNEL, *options[1:4])
-    kernel = kernels.choose((q, k, v), mask, call, options.enable_gqa)
+    mask, dropout_p, is_causal, scale, enable_gqa = options
+    mask, (q, k, v) = _cast(mask, *heads)
+    call = kernels.Call(kernels.NO_KERNEL, dropout_p, is_causal, scale)
+    kernel = kernels.choose((q, k, v), mask, call, enable_gqa)
     if kernel == kernels.NO_KERNEL:
         return None
     of_queries = _form_of_queries(keep)
-    if options.dropout_p:
+    if dropout_p:
         form, of_queries = list(keeping.EXACTLY), list(keeping.AS_IT_IS)
-    rest = (mask, *_checked(behind, q), kernel, *options[1:4])
-    if values is None or options.dropout_p or not _may_hook():
+    rest = (mask, *_checked(behind, q), kernel, dropout_p, is_causal, scale)
+    if values is None or dropout_p or not _may_hook():
         return attention_operator(q, k, v, *rest, form, of_queries)[:4], form
     form = list(keeping.AS_IT_IS)
     with _made_again(v, values):

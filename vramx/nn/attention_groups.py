@@ -115,17 +115,15 @@ class _Group(NamedTuple):
     of_queries: slice
     of_keys: slice
 
-    @property
     def places(self) -> tuple[slice, slice, slice]:
         return self.of_queries, self.of_keys, self.of_keys
 
-    @property
     def sizes(self) -> list[int]:
-        return [place.stop - place.start for place in self.places]
+        return [place.stop - place.start for place in self.places()]
 
     def weight(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Return the rows of three weights that make its heads."""
-        rows = [weight[place] for weight, place in zip(weights, self.places, strict=True)]
+        rows = [weight[place] for weight, place in zip(weights, self.places(), strict=True)]
         return torch.cat(rows).to(dtype)
 
     def project(self, x: Tensor, weight: Tensor, biases: Sequence[Tensor | None]) -> list[Tensor]:
@@ -135,11 +133,11 @@ class _Group(NamedTuple):
             added = torch.cat(
                 [
                     weight.new_zeros(size) if bias is None else bias[place].to(weight.dtype)
-                    for bias, place, size in zip(biases, self.places, self.sizes, strict=True)
+                    for bias, place, size in zip(biases, self.places(), self.sizes(), strict=True)
                 ]
             )
         made = F.linear(x, weight, added)
-        return [self.as_heads(each) for each in made.split(self.sizes, -1)]
+        return [self.as_heads(each) for each in made.split(self.sizes(), -1)]
 
     def as_heads(self, flat: Tensor) -> Tensor:
         heads: Tensor = flat.unflatten(-1, (-1, self.plan.heads.size)).transpose(1, 2)
@@ -277,14 +275,14 @@ def _add_projections(
     """Write the gradients of the rows that make a group's heads."""
     dweights, dbiases = into
     if any(each is not None for each in dweights):
-        made = (dheads.t() @ rows).split(group.sizes)
-        for total, place, each in zip(dweights, group.places, made, strict=True):
+        made = (dheads.t() @ rows).split(group.sizes())
+        for total, place, each in zip(dweights, group.places(), made, strict=True):
             if total is not None:
                 total[place] = each
     dtypes = [each.dtype for each in dbiases if each is not None]
     if dtypes:
-        made = bias_gradient(dheads, dtypes[0]).split(group.sizes)
-        for total, place, each in zip(dbiases, group.places, made, strict=True):
+        made = bias_gradient(dheads, dtypes[0]).split(group.sizes())
+        for total, place, each in zip(dbiases, group.places(), made, strict=True):
             if total is not None:
                 total[place] = each
 

@@ -48,11 +48,9 @@ class Norm(NamedTuple):
     kind: str
     leak: float
 
-    @property
     def activation(self) -> launch.Activation:
         return launch.Activation(self.kind, self.leak)
 
-    @property
     def by_sign(self) -> bool:
         """Whether a bit an element is kept."""
         return self.kind in reference.BY_SIGN
@@ -93,14 +91,14 @@ def forward_kernel(
     x, residual = sources
     y = torch.empty_like(x)
     channels, layout, bits_bytes, _ = places_of(x.shape, norm.groups, form)
-    how = (channels, norm.activation)
+    how = (channels, norm.activation())
     if form.bits == NOTHING:
         launch.forward((x, residual), tables, (y, None), how, None)
         return y, None, None
-    bits = x.new_empty(bits_bytes if norm.by_sign else 0, dtype=torch.uint8)
+    bits = x.new_empty(bits_bytes if norm.by_sign() else 0, dtype=torch.uint8)
     packs = layout is not None
     buffer = empty_buffer(x, form) if packs else torch.empty_like(x)
-    kept = launch.Kept(buffer, bits if norm.by_sign else None, layout)
+    kept = launch.Kept(buffer, bits if norm.by_sign() else None, layout)
     launch.forward(
         (x, residual), tables, (y, kept), how, draw(x.device, form, 1) if packs else None
     )
@@ -121,7 +119,7 @@ def forward_reference(
     if form.bits == NOTHING:
         return y, None, None
     bits = x.new_empty(0, dtype=torch.uint8)
-    if norm.by_sign:
+    if norm.by_sign():
         passes = ~(flat_in(form.order, z) <= 0)
         bits = codec.pack(passes, MASK_FORMAT).buffer
     n = dense_like(x, form.order).copy_(n.reshape(x.shape)) if form.bits == RAW else n
@@ -150,8 +148,8 @@ def backward_kernel(
     norm, affine = how.norm, parameter_tables(parameters[:2], how.shape)
     channels, layout, *_ = places_of(dy.shape, norm.groups, how.form)
     buffer = kept[0] if layout else decode(kept[0], dy.shape, dy.dtype, how.form)
-    source = launch.Kept(buffer, kept[1] if norm.by_sign else None, layout)
-    activation = norm.activation
+    source = launch.Kept(buffer, kept[1] if norm.by_sign() else None, layout)
+    activation = norm.activation()
     g = dy
     if launch.sums_fit(channels, source):
         shares = launch.shares_of_sums(dy, source, affine, (channels, activation))
@@ -224,7 +222,7 @@ def backward_reference(
     norm, order = how.norm, how.form.order
     n = reference.by_channel(decode_wide(kept[0], dy, how.form), norm.groups)
     z = reference.affine(n, *parameter_tables(parameters[:2], how.shape), None).reshape(dy.shape)
-    signs = passing(kept[1], dy.shape, order) if norm.by_sign else None
+    signs = passing(kept[1], dy.shape, order) if norm.by_sign() else None
     g = reference.activation_gradient(wide(dy), z, norm.kind, norm.leak, signs)
     view = reference.by_channel(g, norm.groups)
     factors, vectors = _factors(reference.sums(view, n), parameters, how)
@@ -247,7 +245,7 @@ def passing(bits: Tensor, shape: Sequence[int], order: int) -> Tensor:
 
 def new_bits(x: Tensor, norm: Norm) -> Tensor:
     """Return memory for a bit for each element, empty where the norm's kind needs none."""
-    size_bytes = codec.bytes_of(x.numel(), MASK_FORMAT) if norm.by_sign else 0
+    size_bytes = codec.bytes_of(x.numel(), MASK_FORMAT) if norm.by_sign() else 0
     return x.new_empty(size_bytes, dtype=torch.uint8)
 
 

@@ -110,7 +110,7 @@ def linears(
     if not learns or (kept and kept.spec.bits == NOTHING):
         kept = None
     # torch would keep what dropout leaves.
-    drops = bool(drawn) and learns and any(side.drops for side in drawn)
+    drops = learns and any(side.drops() for side in drawn)
     if learns and passes.saves_are_brief():
         kept = kept_tensor(y, y, AS_IT_IS) if len(every) > 1 else None
     elif learns and kept is None and not isinstance(x, Normed):

@@ -37,11 +37,6 @@ class Sources(NamedTuple):
     residual: Tensor | None = None
     p: float = 0.0
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the type of the sum."""
-        return arguments.sum_dtype(self.x, self.residual)
-
     def total(self) -> Tensor:
         """Return the sum, by operators of its own."""
         x, residual, p = self
@@ -143,7 +138,7 @@ def norm(
     _check(x, residual, affine)
     level = levels_kept(p) if p else ALL_KEPT
     key = None if level == ALL_KEPT else new_key(x)
-    spec, stored = spec_for(keep), sources.dtype
+    spec, stored = spec_for(keep), arguments.sum_dtype(x, residual)
     y, total, buffer, rstd, probe = _operators.norm(
         x, residual, key, level, *affine, eps, centred,
         dtype or _result_dtype(x, stored), list(spec),

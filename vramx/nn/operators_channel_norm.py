@@ -144,12 +144,12 @@ def channel_norm_output(
     if passes.has_kernel(y, sizes, form):
         channels, layout, *_ = passes.places_of(y.shape, groups, form)
         buffer = kept if layout else decode(kept, shape, stored, form)
-        source = launch.Kept(buffer, bits if norm.by_sign else None, layout)
-        launch.output(source, tables, y, (channels, norm.activation))
+        source = launch.Kept(buffer, bits if norm.by_sign() else None, layout)
+        launch.output(source, tables, y, (channels, norm.activation()))
         return y.to(dtype)
     n = reference.by_channel(passes.decode_wide(kept, y, form), groups)
     z = reference.affine(n, *tables, None).reshape(y.shape)
-    signs = passes.passing(bits, y.shape, form.order) if norm.by_sign else None
+    signs = passes.passing(bits, y.shape, form.order) if norm.by_sign() else None
     y.copy_(reference.activate(z, kind, leak, signs))
     return y.to(dtype)
 
@@ -232,7 +232,7 @@ def output_again(
 ) -> Tensor:
     """Return y of what input_again() gives; `kept` are factors that were given, bits and spec."""
     given, bits, spec = kept
-    signs = passes.passing(bits, x.shape, Spec(*spec).order) if norm.by_sign else None
+    signs = passes.passing(bits, x.shape, Spec(*spec).order) if norm.by_sign() else None
     shape = reference.Shape(norm.groups, x.shape)
     return reference.composition(
         x, residual, parameters, (shape, norm.eps, given), (norm.kind, norm.leak, signs)

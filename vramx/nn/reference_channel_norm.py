@@ -29,11 +29,6 @@ class Shape(NamedTuple):
     groups: int
     sizes: torch.Size
 
-    @property
-    def tables(self) -> int:
-        """The channels of a table."""
-        return self.sizes[1] * (self.sizes[0] if self.groups else 1)
-
 
 def by_channel(x: Tensor, groups: int) -> Tensor:
     """Return a view, or a contiguous copy, with what is normalised together in dimension 1 on.

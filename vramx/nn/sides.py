@@ -40,7 +40,6 @@ class Drawn(NamedTuple):
     key: Tensor | None
     level: int
 
-    @property
     def drops(self) -> bool:
         """Tell whether anything is dropped."""
         return self.level != ALL_KEPT
@@ -102,12 +101,12 @@ def add_input_gradient(
     """
     in_place = in_place and not torch.is_grad_enabled()
     same = gradient.dtype == dtype
-    if total is not None and same and not side.drops:
+    if total is not None and same and not side.drops():
         if in_place:
             return total.addmm_(gradient, side.weight)
         return torch.addmm(total, gradient, side.weight)
     part = gradient @ side.weight
-    if side.drops:
+    if side.drops():
         assert side.key is not None
         part = drop_again(part, side.key, side.level, total if same else None)
         if same:

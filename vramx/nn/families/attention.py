@@ -196,7 +196,7 @@ def values_again(source: Source, found: Projection, head_size: int) -> Callable[
     would have to be drawn again.
     """
     learns = found.weight is not None and found.weight.requires_grad
-    if learns or not found.is_known or any(adapter.p for adapter in found.adapters):
+    if learns or not found.is_known() or any(adapter.p for adapter in found.adapters):
         return None
     if not isinstance(source, Normed) or source.kept.spec.bits == NOTHING:
         return None
@@ -228,7 +228,7 @@ def cannot_centre(found: Projection) -> bool:
     queries. A bias that was turned is another one at each position, and its mean is not it. The
     known case without is a projection that has no bias; all else may have one.
     """
-    return found.may_add
+    return found.may_add()
 
 
 def _is_causal(attention: Any, tokens: int, mask: Tensor | None, options: dict[str, Any]) -> bool:

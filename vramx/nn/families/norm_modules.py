@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vramx.compression.config import Compression
 from vramx.nn import passes
-from vramx.nn.arguments import autocast_dtype, own
+from vramx.nn.arguments import autocast_dtype, own, sum_dtype
 from vramx.nn.families.projection import Source, plain_tensor, projection_of
 from vramx.nn.families.questions import class_name, untouched
 from vramx.nn.norm import Normed, Sources
@@ -60,7 +60,7 @@ def normed_by(
     # Under autocast the sum has the type of the residual stream, and of the norm's weight. That is
     # not worth an operator where nothing is packed or dropped.
     x = sources.x
-    dtype = sources.dtype if keep.packs or sources.p else x.dtype
+    dtype = sum_dtype(x, sources.residual) if keep.packs or sources.p else x.dtype
     if name == GEMMA_NORM:
         return norm_as(sources, (1.0 + weight.float(), None), (norm.eps, False), keep)
     if type(norm) is nn.LayerNorm or (name == TIMM_NORM and not norm._fast_norm):

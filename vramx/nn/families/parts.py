@@ -95,7 +95,7 @@ def feed_forward(source: Source, part: FeedForward, settings: Settings) -> Finis
     if terms is not None:
         return partial(whole_feed_forward, source, TwoLinears(*terms), settings)
     found = _found(part)
-    if settings.level == RECOMPUTE_MLP and found.is_known:
+    if settings.level == RECOMPUTE_MLP and found.is_known():
         run = partial(_in_order, found, settings.keep)
         return lambda residual: recomputed(run, source, residual, settings.keep)
     return _begin(found, settings.keep, source)
@@ -155,10 +155,9 @@ class _Found(NamedTuple):
     kind: str | None
     outer: Projection
 
-    @property
     def is_known(self) -> bool:
         """Tell whether all of it is, so that it may run again on an input that is a pack's."""
-        return self.kind is not None and all(p.is_known for p in (*self.inner, self.outer))
+        return self.kind is not None and all(p.is_known() for p in (*self.inner, self.outer))
 
 
 def _found(part: FeedForward) -> _Found:
@@ -168,7 +167,7 @@ def _found(part: FeedForward) -> _Found:
 
 def can_repeat(part: FeedForward) -> bool:
     """Tell whether a part can be computed again in backward."""
-    return terms_of_all(part) is not None or _found(part).is_known
+    return terms_of_all(part) is not None or _found(part).is_known()
 
 
 def _in_order(part: _Found, keep: Compression, source: Source, residual: Tensor | None) -> Tensor:

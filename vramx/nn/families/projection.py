@@ -55,7 +55,6 @@ class Adapter(NamedTuple):
     scale: float
     p: float
 
-    @property
     def side(self) -> Side:
         """Return what reads the projection's input."""
         return Side(self.first, self.p)
@@ -69,16 +68,14 @@ class Projection(NamedTuple):
     adapters: tuple[Adapter, ...] = ()
     base: Any = None
 
-    @property
     def is_known(self) -> bool:
         """Tell whether it is a product of a weight, a plain one or one of QUANTISED."""
         return self.weight is not None or class_name(type(self.base)) in QUANTISED
 
-    @property
     def may_add(self) -> bool:
         """Tell whether a constant may be added to what the product gives."""
         if self.weight is None:
-            base_adds = not self.is_known or self.base.bias is not None
+            base_adds = not self.is_known() or self.base.bias is not None
         else:
             base_adds = self.bias is not None
         return base_adds or any(adapter.bias is not None for adapter in self.adapters)
@@ -148,7 +145,7 @@ def projected(
     """Return what each of several projections makes of one source; see project()."""
     weights = [each.weight for each in found if each.weight is not None]
     biases = [each.bias for each in found if each.weight is not None]
-    sides = [adapter.side for each in found for adapter in each.adapters]
+    sides = [adapter.side() for each in found for adapter in each.adapters]
     done: list[Tensor] = []
     if weights or sides:
         done += linears(source, weights, biases, keep, kept, sides=sides)
@@ -158,9 +155,7 @@ def projected(
     for each in found:
         base = each.base(tensor_of(source)) if each.weight is None else own.pop(0)
         if each.adapters:
-            count = len(each.adapters)
-            base = adapted(base, each.adapters, products[:count])
-            del products[:count]
+            base = adapted(base, each.adapters, [products.pop(0) for _ in each.adapters])
         results.append(base)
     return results
 
@@ -175,7 +170,7 @@ def behind(
     `read` calls the operator with what is to read its value. None: it has room for one adapter's
     weight, and those of the projection cannot be joined.
     """
-    sides = [adapter.side for adapter in found.adapters]
+    sides = [adapter.side() for adapter in found.adapters]
     if not can_join(sides):
         return None
     added = None if found.weight is None else residual
@@ -228,8 +223,8 @@ def _adapters_of(module: Any) -> tuple[Adapter, ...] | str:
     if not getattr(module, "cast_input_dtype_enabled", True):
         return "its adapters' input is not cast"
     found = [_adapter_of(module, name) for name in module.active_adapters if name in module.lora_A]
-    wrong = next((each for each in found if isinstance(each, str)), None)
-    return wrong or tuple(each for each in found if not isinstance(each, str))
+    wrong = [each for each in found if isinstance(each, str)]
+    return wrong[0] if wrong else tuple([each for each in found if not isinstance(each, str)])
 
 
 def _adapter_of(module: Any, name: str) -> Adapter | str:

@@ -165,9 +165,12 @@ class Fusing(Swapped):
     def run(self, module: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(module, Fused):  # restored since: what recomputes may hold this function
             return forward(*args, **kwargs)
-        call = dict(zip(self.arguments, args, strict=False)) | kwargs
-        fused = len(args) <= len(self.arguments) and _learns(module, call)
-        fused = fused and not _is_called_otherwise() and self._finds_its_parts(module)
+        if len(args) > len(self.arguments):
+            return forward(*args, **kwargs)
+        # torch 2.6 compiles neither a zip() of what differs in length nor a sum of dictionaries.
+        call = {**dict(zip(self.arguments[: len(args)], args, strict=True)), **kwargs}
+        fused = _learns(module, call) and not _is_called_otherwise()
+        fused = fused and self._finds_its_parts(module)
         if fused and module.vramx_understands(call):
             if self.settings.unverified and not _verified(module, self, call):
                 return forward(*args, **kwargs)  # it is restored
