@@ -181,12 +181,14 @@ class _Before:
     def others(self, copier: Copier) -> dict[str, Any]:
         """Return the attributes that are others now as they were; _ABSENT: there was none."""
         own, values = self._own, self._values
-        if not self._thens and self._is_same():
+        # What a run changed another would: also where the program has put it back since.
+        if not self._thens and not self._changed and self._is_same():
             return {}
-        found = {name: _ABSENT for name in self._names(own) if name not in values}
+        added = {*self._names(own), *self._changed} - values.keys()
+        found = dict.fromkeys(added, _ABSENT)
         for name in self._names(values):
             value = self._then_of(name, copier)
-            if own.get(name, _ABSENT) is not value:
+            if own.get(name, _ABSENT) is not value or name in self._changed:
                 found[name] = value
         return found
 
@@ -198,7 +200,7 @@ class _Before:
             kept, version = then
             # One that was written to without a copy of before is all that there is.
             return value if version == version_of(value) else kept.detach().clone()
-        return copier.copy_of(then) if differs(then, value) else value
+        return copier.copy_of(then) if name in self._changed or differs(then, value) else value
 
     def put(self, values: dict[str, Any]) -> None:
         for name, value in values.items():

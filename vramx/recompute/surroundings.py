@@ -20,7 +20,9 @@ from vramx.recompute.attributes import Attributes
 from vramx.recompute.buffers import Buffers, modules_of
 from vramx.recompute.functions import Variables
 from vramx.recompute.generators import Generators
+from vramx.recompute.hooks import Hooks
 from vramx.recompute.members import Members
+from vramx.recompute.modes import Modes
 
 
 class Surroundings:
@@ -30,18 +32,23 @@ class Surroundings:
         self, function: Callable[..., Any], leaves: Iterable[Any], *, draws_again: bool = True
     ) -> None:
         leaves = tuple(leaves)
-        self._variables = Variables(function)
+        self._function = function
         modules = modules_of(function, leaves)
+        self._hooks = hooks = Hooks(modules)
+        self._variables = Variables(function, hooks.functions)
         self.buffers = Buffers(modules)
         # A lazy module is to be found as its first run makes it.
         modules = [module for module in modules if not _is_to_be_made(module)]
-        self._attributes = Attributes(modules, self._variables.objects)
+        owners = hooks.owners
+        parts = {*modules, *(each for each in owners if isinstance(each, nn.Module))}
+        self._attributes = Attributes(parts, [*self._variables.objects, *owners])
         self._members = Members(modules, leaves)
+        self._modes = Modes()
         self._reads_all = _is_of_a_module(function)
         self._generators: list[Generators] = []
         if draws_again:
             held = (*leaves, *self._attributes.generators)
-            self._generators.append(Generators(function, modules, held))
+            self._generators.append(Generators((function, *hooks.functions), modules, held))
 
     def settle(self) -> None:
         """Note what the first run changed."""
@@ -55,12 +62,15 @@ class Surroundings:
     def restored(self) -> Iterator[Callable[..., Any]]:
         """Have all as it was meanwhile; gives the function with its variables."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._modes.restored())
             stack.enter_context(self._members.restored())
             stack.enter_context(self.buffers.restored())
             stack.enter_context(self._attributes.restored())
             for generators in self._generators:
                 stack.enter_context(generators.restored())
-            yield self._variables.function()
+            again = self._variables.again()
+            stack.enter_context(self._hooks.replaced(again))
+            yield again(self._function)
 
 
 def _is_to_be_made(module: nn.Module) -> bool:
