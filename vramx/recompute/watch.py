@@ -111,7 +111,7 @@ class Operators(TorchDispatchMode):
             self._check_filled(())
 
 
-class _Reads(TorchFunctionMode):
+class Reads(TorchFunctionMode):
     """The same for functions that read the values of a tensor past the dispatcher."""
 
     def __init__(self, on_rough: Callable[[str], None]) -> None:
@@ -161,7 +161,7 @@ class Watch:
         """Watch what runs on this thread meanwhile."""
         readers = (self._readers, self._elements)
         operators = Operators(self._note, self._allowed, readers, self._buffers)
-        with _Reads(self._note), operators:
+        with Reads(self._note), operators:
             yield
         operators.finish()
 
