@@ -70,6 +70,32 @@ class Reassigned(Average):
         return (x - self.mean).square()
 
 
+class Viewed(Average):
+    """Has a view of a buffer that it moves, as another buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("even", self.mean[::2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.5)
+        return (x[:, ::2] - self.even).repeat(1, 2).square()
+
+
+class MadeLate(Average):
+    """Makes a buffer, a parameter and a part in its first call, and takes the buffer off again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "part"):
+            self.part, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.rand(WIDTH))
+        before, self.mean = self.mean, None if self.mean is not None else x.detach().mean(0)
+        return (self.part(x) * self.scale - (0.0 if before is None else before)).square()
+
+
 def observed() -> nn.Module:
     """Fits scales for each channel as it runs, in a kernel that moves no version, and resizes."""
     with warnings.catch_warnings():
@@ -143,6 +169,8 @@ MOVING: dict[str, Callable[[], nn.Module]] = {
     "average in a new tensor": Counter,
     "average past the version": Unversioned,
     "average in new memory": Reassigned,
+    "a view of an average": Viewed,
+    "what is made late": MadeLate,
     "quantisation": observed,
     **{note: functools.partial(Noting, note) for note in NOTES},
     **{source: functools.partial(Drawing, source) for source in SOURCES},

@@ -175,6 +175,58 @@ def test_hooks_stay_where_and_what_they_are() -> None:
     assert not net[0].up._forward_hooks
 
 
+# -- Parents and shared states --------------------------------------------------------------------
+
+
+class Shared:
+    def __init__(self) -> None:
+        self.calls, self.log = 0, list[int]()
+
+
+class Counts(nn.Module):
+    """Counts its calls in a state of several modules, or in the module that it is a part of."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        object.__setattr__(self, "state", state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state.calls += 1
+        self.state.log.append(self.state.calls)
+        return self.layer(x * self.state.calls).sin()
+
+
+class Parent(nn.Module):
+    def __init__(self, *, is_state: bool) -> None:
+        super().__init__()
+        self.calls, self.log, self.shared = 0, list[int](), Shared()
+        state = self if is_state else self.shared
+        self.parts = nn.ModuleList(Counts(state) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+@pytest.mark.parametrize("is_state", [True, False], ids=["parent", "shared"])
+@pytest.mark.parametrize("where", [Parent, Counts])
+def test_what_modules_share_counts_once_a_call(where: type[nn.Module], is_state: bool) -> None:
+    found = []
+    for level in (None, "keep"):
+        torch.manual_seed(0)
+        net = Parent(is_state=is_state)
+        if level is not None:
+            vramx.checkpoint_modules(net, where, level=level)
+        for _ in range(2):
+            net(torch.ones(2, WIDTH)).sum().backward()
+        state = net if is_state else net.shared
+        found.append([*(p.grad for p in net.parameters()), torch.tensor(state.log)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 # -- Modes and switches ---------------------------------------------------------------------------
 
 
@@ -224,6 +276,25 @@ class Failing(nn.Module):
         if torch._C._current_graph_task_id() != -1:  # in backward
             raise ArithmeticError
         return x.sin()
+
+
+@pytest.mark.skipif(torch.__version__ < "2.8", reason="compiles otherwise under a mode")
+def test_a_compiled_part_of_a_region_is_recomputed_as_it_ran() -> None:
+    part = nn.Linear(WIDTH, WIDTH)
+    part.compile(backend="aot_eager")
+    norm = nn.LayerNorm(WIDTH)
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    vramx.checkpoint(lambda x: part(norm(x)).tanh(), x * 1, level=SMALL).sum().backward()
+    expected = torch.autograd.grad(F.linear(norm(x), part.weight, part.bias).tanh().sum(), x)[0]
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_what_is_put_on_a_tensor_is_there_again() -> None:
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    y = x * 1
+    y.scale = 3.0
+    vramx.checkpoint(lambda x: (x * x.scale).sin(), y, level=SMALL).sum().backward()
+    assert F.cosine_similarity(x.grad.flatten(), (3 * x).detach().cos().flatten(), 0) > 0.999
 
 
 def test_modes_are_left_when_a_recomputation_fails() -> None:

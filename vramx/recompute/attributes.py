@@ -40,7 +40,7 @@ from vramx.recompute.objects import (
 from vramx.recompute.wholes import CONTAINERS, as_now, is_whole, progress_of, tell_of_advance
 
 # What every module has beside what is as it was: members, hooks, what is done to it.
-_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_vramx", "_compiled_call_impl"}) - {"training"}
+OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_vramx", "_compiled_call_impl"}) - {"training"}
 # Modules that change nothing of their own while they run.
 _INERT = "torch.nn.modules."
 _ABSENT = object()
@@ -92,10 +92,24 @@ def _may_have_attributes(cls: Any) -> bool:
 _has_attributes: Callable[[Any], bool] = functools.lru_cache(maxsize=4096)(_may_have_attributes)
 
 
+class _Copies:
+    """Copies of what attributes hold: of what several owners have there is one."""
+
+    def __init__(self) -> None:
+        self._copier = Copier()
+
+    def copy(self, value: Any) -> Any:
+        try:
+            return self._copier.copy(value)
+        except TooLargeError:
+            self._copier = Copier()  # it is full, of what nobody has
+            return as_now(value)
+
+
 class _Before:
     """The attributes of one module, or of what has a region's method, before it runs."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, copies: _Copies) -> None:
         self._module = module
         self._is_training = _trains(module)
         self._own = vars(module)
@@ -111,7 +125,7 @@ class _Before:
         if known is not None:
             self._changed = known.changed
             names = names if self._is_new else known.looked_at
-        self._thens = {name: self._then(name) for name in self._names(names)}
+        self._thens = {name: self._then(name, copies) for name in self._names(names)}
         if self._is_new:
             values = self._values.values()
             self._going = [(x, progress_of(x)) for x in values if type(x) is GeneratorType]
@@ -120,7 +134,7 @@ class _Before:
     def generators(self) -> list[Any]:
         return [self._values[name] for name in self._thens if is_generator(self._values[name])]
 
-    def _then(self, name: str) -> Any:
+    def _then(self, name: str, copies: _Copies) -> Any:
         """Return what an attribute is; of a tensor also its version."""
         value = self._values[name]
         if isinstance(value, FIXED) or is_generator(value):
@@ -134,8 +148,7 @@ class _Before:
             self._left_bytes -= nbytes
             return value.detach().clone(), version_of(value)
         if self._is_new or name in self._changed:
-            with contextlib.suppress(TooLargeError):
-                return Copier().copy(value)
+            return copies.copy(value)
         return as_now(value)
 
     def note(self) -> None:
@@ -167,7 +180,7 @@ class _Before:
         return len(own) == len(values) and not any(map(is_not, own.values(), values.values()))
 
     def _names(self, values: Iterable[str]) -> Iterator[str]:
-        return (name for name in values if name not in _OF_EVERY_MODULE)
+        return (name for name in values if name not in OF_EVERY_MODULE)
 
     def _may_change(self, name: str) -> bool:
         """Tell whether an attribute may be another though it stays the same object."""
@@ -222,7 +235,8 @@ class Attributes:
 
     def __init__(self, modules: Iterable[nn.Module], others: Iterable[Any] = ()) -> None:
         owners = {id(each): each for each in others if _has_attributes(type(each))}
-        self._before = list(map(_Before, (*modules, *owners.values())))
+        copies = _Copies()
+        self._before = [_Before(each, copies) for each in (*modules, *owners.values())]
         self.generators = [each for before in self._before for each in before.generators]
 
     def settle(self) -> None:
@@ -260,7 +274,7 @@ def attributes_as_now(modules: Iterable[nn.Module]) -> Callable[[], None]:
     """
     copier = Copier()
     before = [
-        (own, {name: value for name, value in own.items() if name not in _OF_EVERY_MODULE})
+        (own, {name: value for name, value in own.items() if name not in OF_EVERY_MODULE})
         for own in map(vars, modules)
     ]
     for _, values in before:
@@ -273,7 +287,7 @@ def attributes_as_now(modules: Iterable[nn.Module]) -> Callable[[], None]:
 
     def put_back() -> None:
         for own, values in before:
-            for name in own.keys() - values.keys() - _OF_EVERY_MODULE:
+            for name in own.keys() - values.keys() - OF_EVERY_MODULE:
                 del own[name]
             own.update(values)
         copier.put_back()

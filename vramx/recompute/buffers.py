@@ -131,12 +131,13 @@ class Buffers:
     def restored(self) -> Iterator[None]:
         """Have the modules write into copies meanwhile."""
         own = [(each, each.members.get(each.name)) for each in self._kept]
-        for each, now in own:
-            source = now if each.value is None else each.value
-            copy = None if source is None else source.detach().clone()
-            if isinstance(now, nn.Parameter) and copy is not None:
-                copy = nn.Parameter(copy, requires_grad=now.requires_grad)
-            each.members[each.name] = copy
+        sources = [now if each.value is None else each.value for each, now in own]
+        copies = _as_they_lay(sources, [now for _, now in own])
+        for (each, now), copy in zip(own, copies, strict=True):
+            made: Any = copy
+            if copy is not None and isinstance(now, nn.Parameter):
+                made = nn.Parameter(copy, requires_grad=now.requires_grad)
+            each.members[each.name] = made
         try:
             yield
         finally:
@@ -161,6 +162,31 @@ def _changeable(
         may_change = written is None or name in written
         if not parameter.requires_grad or (may_change and not bounded):
             yield module._parameters, name, parameter
+
+
+def _as_they_lay(sources: list[Tensor | None], now: list[Any]) -> list[Tensor | None]:
+    """Return copies of tensors which share memory where others do: views of one another."""
+    copies = [None if source is None else source.detach().clone() for source in sources]
+    shared: dict[int, list[int]] = {}
+    for i, tensor in enumerate(now):
+        if type(tensor) in (Tensor, nn.Parameter) and copies[i] is not None:
+            shared.setdefault(_storage(tensor), []).append(i)
+    for places in shared.values():
+        if len(places) == 1 or any(_has_other_form(sources[i], now[i]) for i in places):
+            continue
+        with torch._C.DisableTorchFunction():
+            memory = now[places[0]].untyped_storage().clone()
+        for i in places:
+            like = now[i]
+            view = like.detach().new_empty(0).set_(
+                memory, like.storage_offset(), like.shape, like.stride()
+            )  # fmt: skip
+            copies[i] = view.copy_(copies[i])
+    return copies
+
+
+def _has_other_form(source: Any, now: Tensor) -> bool:
+    return bool(source.shape != now.shape or source.dtype != now.dtype)
 
 
 def _address(tensor: Tensor) -> int:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from vramx.recompute.attributes import Attributes
+from vramx.recompute.attributes import OF_EVERY_MODULE, Attributes
 from vramx.recompute.buffers import Buffers, modules_of
 from vramx.recompute.functions import Variables
 from vramx.recompute.generators import Generators
@@ -40,8 +41,9 @@ class Surroundings:
         # A lazy module is to be found as its first run makes it.
         modules = [module for module in modules if not _is_to_be_made(module)]
         owners = hooks.owners
-        parts = {*modules, *(each for each in owners if isinstance(each, nn.Module))}
-        self._attributes = Attributes(parts, [*self._variables.objects, *owners])
+        bound = (each for each in owners if isinstance(each, nn.Module))
+        parts = {id(each): each for each in (*modules, *linked_to(modules), *bound)}
+        self._attributes = Attributes(parts.values(), [*self._variables.objects, *owners])
         self._members = Members(modules, leaves)
         self._modes = Modes()
         self._reads_all = _is_of_a_module(function)
@@ -85,3 +87,34 @@ def _is_of_a_module(function: Any) -> bool:
     if isinstance(function, functools.partial) and function.args:
         return isinstance(function.args[0], nn.Module)
     return isinstance(getattr(function, "__self__", function), nn.Module)
+
+
+# Modules that a module has in attributes without their being parts of it, such as its parent, by
+# how many attributes it has.
+_linked: weakref.WeakKeyDictionary[nn.Module, tuple[int, list[weakref.ref[nn.Module]]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def linked_to(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Give the modules that modules have in attributes, by themselves or in a list or a tuple.
+
+    Example:
+        >>> child, parent = nn.ReLU(), nn.GELU()
+        >>> child.parents = [parent]
+        >>> list(linked_to([child])) == [parent]
+        True
+    """
+    for module in modules:
+        known = _linked.get(module)
+        if known is None or known[0] != len(vars(module)):
+            found = [weakref.ref(each) for each in _modules_of_attributes(module)]
+            _linked[module] = known = len(vars(module)), found
+        yield from filter(None, [each() for each in known[1]])
+
+
+def _modules_of_attributes(module: nn.Module) -> Iterator[nn.Module]:
+    for name, value in vars(module).items():
+        if name not in OF_EVERY_MODULE:
+            held = value if isinstance(value, (list, tuple)) else (value,)
+            yield from (each for each in held if isinstance(each, nn.Module))
