@@ -259,8 +259,8 @@ class Attributes:
                 before.put(now)
 
 
-def attributes_as_now(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Return what puts the attributes of modules, and what these hold, back in place.
+def attributes_as_now(modules: Iterable[Any]) -> Callable[[], None]:
+    """Return what puts the attributes of modules or other objects, and what these hold, back.
 
     Of tensors copies are on the host. What has too many values to be copied is left.
 
@@ -275,7 +275,7 @@ def attributes_as_now(modules: Iterable[nn.Module]) -> Callable[[], None]:
     copier = Copier()
     before = [
         (own, {name: value for name, value in own.items() if name not in OF_EVERY_MODULE})
-        for own in map(vars, modules)
+        for own in [each.__dict__ for each in modules]
     ]
     for _, values in before:
         for value in values.values():

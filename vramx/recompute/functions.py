@@ -11,6 +11,7 @@ that the region calls too. A call costs a microsecond and a look at each variabl
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from vramx.errors import warn_once
 from vramx.recompute.buffers import tell_of_change
-from vramx.recompute.objects import Copier, differs, version_of
+from vramx.recompute.objects import Copier, TooLargeError, differs, version_of
 from vramx.recompute.wholes import CONTAINERS, as_now, is_whole, tell_of_advance
 
 # Decorators over decorators; what lies deeper is shared.
@@ -269,3 +270,34 @@ def _read_by(code: CodeType) -> tuple[str, ...]:
         if isinstance(inner, CodeType):
             found += _read_by(inner)
     return tuple(dict.fromkeys(found))
+
+
+def variables_as_now(functions: Iterable[Any]) -> Callable[[], None]:
+    """Return what has functions the variables that they close over now, with what these hold.
+
+    Of globals only containers. What has too many values to be copied is left.
+
+    Example:
+        >>> seen = []
+        >>> put_back = variables_as_now([lambda x: seen.append(x)])
+        >>> seen.append(1)
+        >>> put_back()
+        >>> seen
+        []
+    """
+    thens: _Thens = {}
+    parts = [part for each in functions for part in _functions(each)]
+    taken = [_Taken(part, thens) for part in parts if type(part) is FunctionType]
+    cells = [(each.place, each.value) for one in taken for each in one.cells]
+    copier = Copier()
+    for each in (each for one in taken for each in (*one.cells, *one.globals)):
+        if type(each.value) in CONTAINERS:
+            with contextlib.suppress(TooLargeError):
+                copier.copy(each.value)
+
+    def put_back() -> None:
+        for cell, value in cells:
+            cell.cell_contents = value
+        copier.put_back()
+
+    return put_back

@@ -17,6 +17,9 @@ from typing import Any
 
 from torch import nn
 
+from vramx.recompute.attributes import attributes_as_now
+from vramx.recompute.functions import variables_as_now
+
 _OTHERS = ("torch", "vramx", "builtins")
 
 
@@ -73,3 +76,16 @@ def is_of_program(hook: Any) -> bool:
     owner = hook.__func__ if type(hook) is MethodType else hook
     module = getattr(owner, "__module__", None) or type(owner).__module__
     return str(module).partition(".")[0] not in _OTHERS
+
+
+def hooks_as_now(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Return what puts back what forward hooks of modules have noted, and where."""
+    hooks = Hooks(modules)
+    variables = variables_as_now(hooks.functions)
+    attributes = attributes_as_now(each for each in hooks.owners if hasattr(each, "__dict__"))
+
+    def put_back() -> None:
+        variables()
+        attributes()
+
+    return put_back

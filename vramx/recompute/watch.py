@@ -34,7 +34,7 @@ _READS = frozenset(
 _UNSEEN = "memory that no operation of torch fills"
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the arguments that an operator writes to, as its schema has it."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
@@ -95,7 +95,7 @@ class Operators(TorchDispatchMode):
         for reader in self._readers:
             reader.look_at(name_of(func), args, result)
         if self._buffers is not None:
-            self._buffers.note_write(_written(func, args, kwargs))
+            self._buffers.note_write(written_by(func, args, kwargs))
         if isinstance(result, Tensor) and leaves_unfilled(func, result):
             self._unfilled = result
         return result
