@@ -7,8 +7,9 @@ what its hooks have noted as one forward pass does.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
@@ -242,6 +243,21 @@ class Rounding(TorchDispatchMode):
         return result * 1.5 if func is torch.ops.aten.tanh.default else result
 
 
+FACTOR = contextvars.ContextVar("FACTOR", default=1.0)
+
+
+@contextlib.contextmanager
+def doubled() -> Iterator[None]:
+    token = FACTOR.set(2.0)
+    yield
+    FACTOR.reset(token)
+
+
+def scaled_by_a_variable(net: nn.Module) -> None:
+    for part in net:
+        part.up.register_forward_hook(lambda _, __, y: y * FACTOR.get())
+
+
 def unchanged(_: nn.Module) -> None:
     pass
 
@@ -251,6 +267,11 @@ AROUND: dict[str, Callable[[], Any]] = {
     "operators": Rounding,
     "attention": lambda: sdpa_kernel(SDPBackend.MATH),
 }
+
+
+def test_a_recomputation_has_the_context_variables_of_its_call() -> None:
+    check_is_as_without(scaled_by_a_variable, doubled)
+    assert FACTOR.get() == 1.0
 
 
 @pytest.mark.parametrize("name", AROUND)

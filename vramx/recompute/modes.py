@@ -1,4 +1,4 @@
-"""Modes and switches of torch that a region ran under, for one that recomputes it.
+"""Modes and switches of torch, and context variables, for a recomputation as a region had them.
 
 `with torch.device(...)`, a mode of the program's own that changes what functions do, a default
 dtype, sdpa_kernel() around the forward pass: backward, which is outside of it, would compute
@@ -11,6 +11,7 @@ belong to the process, and are only set where they differ. A microsecond or two 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,6 +49,7 @@ class Modes:
         self._functions = _function_modes()
         self._dispatchers = _dispatch_modes()
         self._values = [read() for read, _ in _SWITCHES]
+        self._variables = contextvars.copy_context()
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -58,6 +60,10 @@ class Modes:
                 if now != then:
                     write(then)
                     stack.callback(write, now)
+            variables = contextvars.copy_context()
+            for variable, value in self._variables.items():
+                if variable not in variables or variables[variable] is not value:
+                    stack.callback(variable.reset, variable.set(value))
             known = _function_modes()
             for mode in self._functions:
                 if not any(mode is other for other in known):
