@@ -266,6 +266,37 @@ def test_a_function_has_the_variables_of_its_call(program: Call, level: Any) -> 
         assert cosine > 0.999
 
 
+class Keeps(nn.Module):
+    """Keeps losses for its program, which takes them before backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.losses, self.calls = nn.Linear(WIDTH, WIDTH), list[Tensor](), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.losses.append(x.mean())
+        self.calls, self.last = self.calls + 1, x
+        return self.layer(x * 1.0).sin()
+
+
+@pytest.mark.parametrize("way", ["attributes", "closure"])
+def test_what_a_program_has_taken_is_not_put_there_again(way: str) -> None:
+    net, losses = Keeps(), list[Tensor]()
+
+    def region(x: Tensor) -> Tensor:
+        losses.append(x.mean())
+        return (x * 1.0).sin()
+
+    y = vramx.checkpoint(net if way == "attributes" else region, activation(), level="keep")
+    losses.clear()
+    net.losses.clear()
+    net.calls = 0
+    if way == "attributes":
+        del net.last
+    y.sum().backward()
+    assert (losses, net.losses, net.calls, hasattr(net, "last")) == ([], [], 0, False)
+
+
 def taken_from_an_argument(x: Tensor, source: Any) -> Tensor:
     return x.sin() * next(source)
 

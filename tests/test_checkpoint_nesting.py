@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("seeds")
 @pytest.mark.parametrize("outer", [torch_checkpoint, vramx.checkpoint])
 def test_within_a_checkpoint_nothing_is_packed(outer: Callable[..., Any], packs: Packs) -> None:
     block = Block()
+    block.register_buffer("unread", torch.ones(1))
 
     def region(x: torch.Tensor) -> torch.Tensor:
         return vramx.checkpoint(block, x.sin(), level=SMALL)

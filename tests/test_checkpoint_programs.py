@@ -68,15 +68,30 @@ def with_inner_gradient(x: Tensor) -> Tensor:
     return slope * x
 
 
+def with_a_fallback(x: Tensor) -> Tensor:
+    """Catch every exception, that with which torch ends a recomputation too."""
+    try:
+        return (x.tanh() @ torch.eye(16)).sin()
+    except Exception:
+        return x.cos().exp() * x
+
+
+def with_an_error_of_its_own(x: Tensor) -> Tensor:
+    try:
+        return (x.tanh() @ torch.eye(16)).sin()
+    except Exception as error:
+        raise ValueError("it cannot be computed") from error
+
+
 PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
     each.__name__: each
     for each in (
         until_small, straight_through, own_in_place, in_low_precision, quiet_statistics,
-        with_inner_gradient,
+        with_inner_gradient, with_a_fallback, with_an_error_of_its_own,
     )
 }  # fmt: skip
 # Of those, what is smooth: its gradient has the noise of 8 bits.
-SMOOTH = {"own_in_place", "with_inner_gradient"}
+SMOOTH = {*("own_in_place", "with_inner_gradient", "with_a_fallback", "with_an_error_of_its_own")}
 
 
 def gradient(function: Callable[[Tensor], Tensor]) -> Tensor:

@@ -178,3 +178,58 @@ def test_only_the_class_that_does_not_repeat_does_without() -> None:
     words = list(plan.words.values())
     assert "recompute_all" in words[:4]
     assert set(words[4:]) == {"left"}
+
+
+class Writes(nn.Module):
+    """Writes into its own weights, parts and hooks' notes as it runs."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls = how, 0
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.slow = copy.deepcopy(self.layer).requires_grad_(requires_grad=False)
+
+    @torch.no_grad()
+    def write(self) -> None:
+        self.calls += 1
+        if self.how == "new memory":
+            self.slow.weight.data = self.slow.weight.data * 0.5
+        elif self.how == "in place":
+            self.slow.weight.lerp_(self.layer.weight, 0.5)
+        elif self.how == "a weight that learns":
+            self.layer.weight.data.mul_(0.5)
+        elif self.how == "a new parameter":
+            self.layer.weight = nn.Parameter(self.layer.weight * 0.5)
+        elif self.how == "a part that is made late" and self.calls == 2:
+            self.late, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write()
+        return gelu(self.layer(x)) + self.slow(x)
+
+
+WAYS = (
+    *("new memory", "in place", "a weight that learns", "a new parameter"),
+    "a part that is made late",
+)
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_what_a_model_writes_while_it_is_planned_is_put_back(how: str) -> None:
+    model = nn.Sequential(*(Writes(how) for _ in "12"), nn.Linear(WIDTH, 1))
+    count, noted = 0, dict[str, list[int]]()
+
+    def hook(*_: object) -> None:
+        nonlocal count
+        count += 1
+        noted.setdefault("calls", []).append(count)
+
+    model[0].register_forward_hook(hook)
+    state = {name: (x, x.clone()) for name, x in model.state_dict(keep_vars=True).items()}
+    vramx.plan(model, torch.randn(64, WIDTH), "smallest", levels=("left", "int8"))
+    after = model.state_dict(keep_vars=True)
+    assert list(after) == list(state)
+    for name, (tensor, value) in state.items():
+        assert after[name] is tensor
+        assert torch.equal(tensor, value)
+    assert (count, noted, model[0].calls) == (0, {}, 0)

@@ -105,3 +105,14 @@ def test_programs_of_other_kinds_are_followed(step: Any) -> None:
         pytest.skip(f"this torch cannot without data: {error}")
     assert row.peak_bytes["live"] > row.before_bytes > 0
     assert all(p.grad is None for p in (*LAYER.parameters(), *BAG.parameters()))
+
+
+def test_hooks_of_modules_are_copied_with_what_they_reach() -> None:
+    layer, outputs, v = nn.Linear(8, 8), list[Tensor](), torch.ones(8)
+    layer.register_forward_hook(lambda _, __, y: outputs.append(y + v))
+
+    def step() -> None:
+        layer(torch.zeros(4, 8, device="cuda")).sum().backward()
+
+    assert vramx.predict(step).peak_bytes() > 0
+    assert outputs == []

@@ -49,8 +49,14 @@ def top_hook() -> Any:
     """Return the innermost pack hook, None where there is none; before 2.8, of ours."""
     if not is_told():
         return _noted.hooks[-1] if _noted.hooks else None
-    top = _top_hooks(False)
+    top = top_hooks()
     return top[0] if top else None
+
+
+def top_hooks() -> tuple[Any, Any] | None:
+    """Return the innermost pair of hooks, None where there is none or torch does not tell."""
+    top: tuple[Any, Any] | None = _top_hooks(False) if is_told() else None
+    return top
 
 
 def name_of(hook: Any) -> str:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from vramx.planning.states import tensors_of
 from vramx.planning.steps import Step, check_sample, unchanged
 from vramx.planning.timeline import Cost, Timeline
 from vramx.planning.trace import Captured, Trace, trace_step
+from vramx.planning.weights_kept import KeptWeights
 from vramx.planning.words import WORDS, apply_words, cheapest, recomputes
 from vramx.progress import ProgressBar
 
@@ -172,10 +174,11 @@ def ready(model: nn.Module, sample: Any, loop: Loop, agreement: Agreement) -> It
     check_sample(model, sample)
     device = device_of(model)
     gc.collect()  # what nothing refers to would count as the model's, until some step frees it
-    with loop.without_steps(), unchanged(model, loop) as trained:
-        step = Step(
-            model, sample, lambda: loop.begin_step(trained), lambda: loop.before_backward(trained)
-        )
+    kept = KeptWeights(model)
+    with loop.without_steps(), unchanged(model, loop) as trained, ExitStack() as stack:
+        stack.callback(kept.put_back)
+        begin, before = partial(loop.begin_step, trained), partial(loop.before_backward, trained)
+        step = Step(model, sample, begin, before, kept.watching())
         states = [tensor for each in loop.optimizers for tensor in tensors_of(each.state)]
         meter = meter_of(device, model, states)
         try:

@@ -62,6 +62,9 @@ class Found:
             self.models.append(value)
             for parameter in value.parameters():
                 self._visit_hooks(parameter)
+            for hooks in hooks_of_modules(value):
+                for hook in hooks.values():
+                    self.visit(hook)
         elif isinstance(value, Optimizer):
             self.optimizers.append(value)
         else:
@@ -93,6 +96,12 @@ def hooks_of(tensor: Tensor) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
     """Return what runs when a leaf's gradient comes, and when it is there."""
     when_there = getattr(tensor, "_post_accumulate_grad_hooks", None)
     return (tensor._backward_hooks if tensor.is_leaf else None) or {}, when_there or {}
+
+
+def hooks_of_modules(model: nn.Module) -> list[dict[int, Any]]:
+    """Return what runs around the calls of a model's modules."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [getattr(module, name) for module in model.modules() for name in names]
 
 
 def is_followed(value: Any) -> bool:

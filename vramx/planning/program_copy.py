@@ -26,6 +26,7 @@ from vramx.planning.program import (
     found_in,
     has_state,
     hooks_of,
+    hooks_of_modules,
     is_followed,
     is_of_the_program,
 )
@@ -62,6 +63,8 @@ class Copied:
             if isinstance(tensor, Tensor):
                 self._copy_hooks(tensor, self._memo[id(tensor)])
         self.values = tuple(self._copy(value) for value in values)
+        for model in found.models:
+            self._copy_hooks_of_modules(model)
         self.found = found_in(*self.values)
 
     def _prepare(self, found: Found) -> None:
@@ -127,6 +130,13 @@ class Copied:
                 for hook in hooks.values():
                     if getattr(hook, "__module__", None) != Rounds.__module__:  # which the copy has
                         self.handles.append(register(self._copy(hook)))
+
+    def _copy_hooks_of_modules(self, model: nn.Module) -> None:
+        """Have hooks of modules refer to what is copied: they are functions, which are shared."""
+        made = self._memo.get(id(model))
+        if made is not None:
+            for own, copied in zip(hooks_of_modules(model), hooks_of_modules(made), strict=True):
+                copied.update((key, self._copy(hook)) for key, hook in own.items())
 
     def _copied_attribute(self, value: Any) -> Any:
         try:

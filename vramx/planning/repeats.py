@@ -95,7 +95,7 @@ def _differs(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> str | None
     modules = list(module.modules())
     attributes = Attributes(modules)
     held = (*tree_leaves((args, kwargs)), *attributes.generators)
-    generators = Generators(module.forward, modules, held)
+    generators = Generators((module.forward,), modules, held)
     first = _run(module, args, kwargs)
     attributes.settle()
     with attributes.restored(), generators.restored():

@@ -25,6 +25,7 @@ from vramx.errors import InvalidValueError
 from vramx.optimizers.copies import HOLDER
 from vramx.planning.program import Found
 from vramx.recompute.attributes import attributes_as_now
+from vramx.recompute.hooks import hooks_as_now
 
 Undo = Callable[[], None]
 
@@ -43,6 +44,7 @@ class KeptState:
             self._undo += [undo_of_module(module) for module in model.modules()]
             self._undo += [undo_of_gradient(parameter) for parameter in model.parameters()]
             self._undo.append(attributes_as_now(model.modules()))
+            self._undo.append(hooks_as_now(model.modules()))
         self._undo += [_of_optimizer(each) for each in found.optimizers]
         self._undo += [_of_other(each) for each in found.others]
         self._undo += _of_generators()
@@ -85,17 +87,25 @@ def undo_of_module(module: nn.Module, *, has_weights: bool = True) -> Undo:
     is_training = module.training
     own: list[dict[str, Any]] = [module._buffers, *([module._parameters] if has_weights else [])]
     tables = [(table, dict(table)) for table in own]
+    parts = dict(module._modules)
     contents = [_saved(x) for _, kept in tables for x in kept.values() if x is not None]
 
     def undo() -> None:
         values["training"] = is_training
         for table, kept in tables:
-            if any(table.get(name) is not each for name, each in kept.items()):
-                table.update(kept)
+            _fill(table, kept)
+        _fill(module._modules, parts)
         for content in contents:
             content()
 
     return undo
+
+
+def _fill(table: dict[str, Any], kept: dict[str, Any]) -> None:
+    """Have a module what it had, in that order, and nothing that it has made since."""
+    if list(table) != list(kept) or any(table[name] is not each for name, each in kept.items()):
+        table.clear()
+        table.update(kept)
 
 
 def undo_of_gradient(parameter: nn.Parameter) -> Undo:

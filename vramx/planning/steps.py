@@ -21,6 +21,7 @@ from vramx.planning.lightning_step import check_lightning, is_lightning, trainin
 from vramx.planning.loop import Loop
 from vramx.planning.states_kept import generators_as_before, undo_of_gradient, undo_of_module
 from vramx.recompute.attributes import attributes_as_now
+from vramx.recompute.hooks import hooks_as_now
 
 _ACCEPTED = (
     "accepted are a tensor, a tuple of arguments, a mapping of keyword arguments, and a function "
@@ -37,15 +38,22 @@ class Step:
         sample: Any,
         begin: Callable[[], Any] = lambda: None,
         before_backward: Callable[[], Any] = lambda: None,
+        first: contextlib.AbstractContextManager[Any] | None = None,
     ) -> None:
         check_sample(model, sample)
         self.model = model
         self._sample = sample
         self._begin = begin
         self._before_backward = before_backward
+        self._first = first  # around the first step
 
     def __call__(self, between: Callable[[], Any] = lambda: None) -> None:
         """Run one step; `between` is called before backward, with the loss still alive."""
+        around, self._first = self._first or contextlib.nullcontext(), None
+        with around:
+            self._run(between)
+
+    def _run(self, between: Callable[[], Any]) -> None:
         self._begin()
         try:
             result = self.forward()  # it lives during backward, as in most programs
@@ -146,6 +154,7 @@ def unchanged(model: nn.Module, loop: Loop) -> Iterator[list[nn.Parameter]]:
     trained = [p for p in model.parameters() if p.requires_grad]
     _check(trained)
     with contextlib.ExitStack() as stack:
+        stack.callback(hooks_as_now(model.modules()))
         stack.callback(attributes_as_now(model.modules()))
         for module in model.modules():
             stack.callback(undo_of_module(module, has_weights=False))

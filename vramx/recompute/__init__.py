@@ -9,6 +9,9 @@
     verdicts   what watched calls have shown
     objects    arguments that change, such as caches, as they were
     buffers    tensors of modules that change, as they were
+    hooks      forward hooks of modules, and what they reach
+    modes      modes and switches of torch around the call
+    ending     where a recomputation ends
     structure  arguments as flat leaves, and back
 
 Not named checkpoint: the module would take the place of the function vramx.checkpoint, whichever of

@@ -41,7 +41,7 @@ from vramx.recompute.objects import (
 from vramx.recompute.wholes import CONTAINERS, as_now, is_whole, progress_of, tell_of_advance
 
 # What every module has beside what is as it was: members, hooks, what is done to it.
-_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_vramx", "_compiled_call_impl"}) - {"training"}
+OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_vramx", "_compiled_call_impl"}) - {"training"}
 # Modules that change nothing of their own while they run.
 _INERT = "torch.nn.modules."
 _ABSENT = object()
@@ -93,10 +93,24 @@ def _may_have_attributes(cls: Any) -> bool:
 _has_attributes = found_of(_may_have_attributes)
 
 
+class _Copies:
+    """Copies of what attributes hold: of what several owners have there is one."""
+
+    def __init__(self) -> None:
+        self._copier = Copier()
+
+    def copy(self, value: Any) -> Any:
+        try:
+            return self._copier.copy(value)
+        except TooLargeError:
+            self._copier = Copier()  # it is full, of what nobody has
+            return as_now(value)
+
+
 class _Before:
     """The attributes of one module, or of what has a region's method, before it runs."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, copies: _Copies) -> None:
         self._module = module
         self._is_training = _trains(module)
         self._own = vars(module)
@@ -112,7 +126,7 @@ class _Before:
         if known is not None:
             self._changed = known.changed
             names = names if self._is_new else known.looked_at
-        self._thens = {name: self._then(name) for name in self._names(names)}
+        self._thens = {name: self._then(name, copies) for name in self._names(names)}
         if self._is_new:
             values = self._values.values()
             self._going = [(x, progress_of(x)) for x in values if type(x) is GeneratorType]
@@ -121,7 +135,7 @@ class _Before:
     def generators(self) -> list[Any]:
         return [self._values[name] for name in self._thens if is_generator(self._values[name])]
 
-    def _then(self, name: str) -> Any:
+    def _then(self, name: str, copies: _Copies) -> Any:
         """Return what an attribute is; of a tensor also its version."""
         value = self._values[name]
         if isinstance(value, FIXED) or is_generator(value):
@@ -135,8 +149,7 @@ class _Before:
             self._left_bytes -= nbytes
             return value.detach().clone(), version_of(value)
         if self._is_new or name in self._changed:
-            with contextlib.suppress(TooLargeError):
-                return Copier().copy(value)
+            return copies.copy(value)
         return as_now(value)
 
     def note(self) -> None:
@@ -168,7 +181,7 @@ class _Before:
         return len(own) == len(values) and not any(map(is_not, own.values(), values.values()))
 
     def _names(self, values: Iterable[str]) -> Iterator[str]:
-        return (name for name in values if name not in _OF_EVERY_MODULE)
+        return (name for name in values if name not in OF_EVERY_MODULE)
 
     def _may_change(self, name: str) -> bool:
         """Tell whether an attribute may be another though it stays the same object."""
@@ -182,12 +195,14 @@ class _Before:
     def others(self, copier: Copier) -> dict[str, Any]:
         """Return the attributes that are others now as they were; _ABSENT: there was none."""
         own, values = self._own, self._values
-        if not self._thens and self._is_same():
+        # What a run changed another would: also where the program has put it back since.
+        if not self._thens and not self._changed and self._is_same():
             return {}
-        found = {name: _ABSENT for name in self._names(own) if name not in values}
+        added = {*self._names(own), *self._changed} - values.keys()
+        found = dict.fromkeys(added, _ABSENT)
         for name in self._names(values):
             value = self._then_of(name, copier)
-            if own.get(name, _ABSENT) is not value:
+            if own.get(name, _ABSENT) is not value or name in self._changed:
                 found[name] = value
         return found
 
@@ -199,7 +214,7 @@ class _Before:
             kept, version = then
             # One that was written to without a copy of before is all that there is.
             return value if version == version_of(value) else kept.detach().clone()
-        return copier.copy_of(then) if differs(then, value) else value
+        return copier.copy_of(then) if name in self._changed or differs(then, value) else value
 
     def put(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
@@ -221,7 +236,8 @@ class Attributes:
 
     def __init__(self, modules: Iterable[nn.Module], others: Iterable[Any] = ()) -> None:
         owners = {id(each): each for each in others if _has_attributes(type(each))}
-        self._before = list(map(_Before, (*modules, *owners.values())))
+        copies = _Copies()
+        self._before = [_Before(each, copies) for each in (*modules, *owners.values())]
         self.generators = [each for before in self._before for each in before.generators]
 
     def settle(self) -> None:
@@ -244,8 +260,8 @@ class Attributes:
                 before.put(now)
 
 
-def attributes_as_now(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Return what puts the attributes of modules, and what these hold, back in place.
+def attributes_as_now(modules: Iterable[Any]) -> Callable[[], None]:
+    """Return what puts the attributes of modules or other objects, and what these hold, back.
 
     Of tensors copies are on the host. What has too many values to be copied is left.
 
@@ -259,8 +275,8 @@ def attributes_as_now(modules: Iterable[nn.Module]) -> Callable[[], None]:
     """
     copier = Copier()
     before = [
-        (own, {name: value for name, value in own.items() if name not in _OF_EVERY_MODULE})
-        for own in map(vars, modules)
+        (own, {name: value for name, value in own.items() if name not in OF_EVERY_MODULE})
+        for own in [each.__dict__ for each in modules]
     ]
     for _, values in before:
         for value in values.values():
@@ -272,7 +288,7 @@ def attributes_as_now(modules: Iterable[nn.Module]) -> Callable[[], None]:
 
     def put_back() -> None:
         for own, values in before:
-            for name in own.keys() - values.keys() - _OF_EVERY_MODULE:
+            for name in own.keys() - values.keys() - OF_EVERY_MODULE:
                 del own[name]
             own.update(values)
         copier.put_back()

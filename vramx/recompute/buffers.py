@@ -1,10 +1,11 @@
 """Buffers that a region changes: a recomputation finds them as the first run did, and leaves them.
 
 Running statistics of a batch norm move once a step, not twice; so do the vectors of a power
-iteration, an average, or a counter, and parameters without a gradient, as of a network that follows
-another. What a region writes is told by versions, and in the first run of a module, in training and
-in evaluation, by its operations, for versions do not tell of a write through `.data`. What a module
-wrote once, it is taken to write in each call. For a recomputation modules have copies of it.
+iteration, an average, or a counter, and parameters, as of a network that follows another, or of a
+layer that makes its weight shorter. What a region writes is told by versions and addresses, and in
+the first run of a module, in training and in evaluation, by its operations, for versions do not
+tell of a write through `.data`. What a module wrote once, it is taken to write in each call. For a
+recomputation modules have copies of it.
 
 Of parameters that a region has not written before there is no copy: they may be all of a model; nor
 of buffers that a module left alone in its first run. A recomputation of that one call has the new
@@ -47,6 +48,7 @@ class _Seen(NamedTuple):
     tensor: Tensor
     version: int
     address: int  # -1: not to be looked at
+    numel: int
 
 
 # Names of the buffers that a module writes, by whether it trains; absent: not known yet.
@@ -67,15 +69,15 @@ class Buffers:
         self._left_alone: set[tuple[int, str]] = set()  # buffers that it has not
         for module in modules:
             written = _written.get(module, {}).get(module.training)
-            for members, name, tensor in _changeable(module):
+            for members, name, tensor in _changeable(module, written):
                 self.are_new = self.are_new or written is None
                 is_buffer = members is module._buffers
                 if is_lazy(tensor):  # the first run makes it, and writes it
-                    self._seen.append(_Seen(module, members, name, tensor, -1, -1))
+                    self._seen.append(_Seen(module, members, name, tensor, -1, -1, -1))
                     continue
-                # A library that moves weights about gives them other memory.
-                address = tensor.data_ptr() if is_buffer and type(tensor) is Tensor else -1
-                self._seen.append(_Seen(module, members, name, tensor, version_of(tensor), address))
+                address = -1 if isinstance(module, nn.RNNBase) else _address(tensor)
+                version, numel = version_of(tensor), tensor.numel()
+                self._seen.append(_Seen(module, members, name, tensor, version, address, numel))
                 # A norm in training does not read its statistics.
                 is_statistic = is_buffer and isinstance(module, _NormBase)
                 if written is not None and name in written:
@@ -92,15 +94,22 @@ class Buffers:
             if isinstance(target, (list, tuple)):
                 self.note_write(target)
             elif isinstance(target, Tensor) and target.layout is torch.strided:
-                self._memory.add(target.untyped_storage()._cdata)
+                self._memory.add(_storage(target))
 
     def _is_written(self, seen: _Seen) -> bool:
         now: Any = seen.members.get(seen.name)
+        if seen.members is seen.module._parameters and seen.numel >= 0:
+            # One that is another is members.py's; a library that moves weights about gives them
+            # other memory, and back.
+            if now is not seen.tensor and seen.tensor.requires_grad:
+                return False
+            if now is seen.tensor and now.numel() != seen.numel:
+                return False
         if now is not seen.tensor or version_of(now) != seen.version:
             return True
-        if seen.address >= 0 and now.data_ptr() != seen.address:
+        if seen.address >= 0 and _address(now) != seen.address:
             return True
-        return bool(self._memory) and now.untyped_storage()._cdata in self._memory
+        return bool(self._memory) and _storage(now) in self._memory
 
     def settle(self) -> None:
         """Note what the first run wrote."""
@@ -128,12 +137,13 @@ class Buffers:
     def restored(self) -> Iterator[None]:
         """Have the modules write into copies meanwhile."""
         own = [(each, each.members.get(each.name)) for each in self._kept]
-        for each, now in own:
-            source = now if each.value is None else each.value
-            copy = None if source is None else source.detach().clone()
-            if isinstance(now, nn.Parameter) and copy is not None:
-                copy = nn.Parameter(copy, requires_grad=False)
-            each.members[each.name] = copy
+        sources = [now if each.value is None else each.value for each, now in own]
+        copies = _as_they_lay(sources, [now for _, now in own])
+        for (each, now), copy in zip(own, copies, strict=True):
+            made: Any = copy
+            if copy is not None and isinstance(now, nn.Parameter):
+                made = nn.Parameter(copy, requires_grad=now.requires_grad)
+            each.members[each.name] = made
         try:
             yield
         finally:
@@ -141,14 +151,61 @@ class Buffers:
                 each.members[each.name] = now
 
 
-def _changeable(module: nn.Module) -> Iterator[tuple[_Members, str, Tensor]]:
-    """Give what a module may change while it runs: buffers, and parameters without a gradient."""
+def _changeable(
+    module: nn.Module, written: Collection[str] | None
+) -> Iterator[tuple[_Members, str, Tensor]]:
+    """Give what a module may change while it runs: buffers, and parameters without a gradient.
+
+    Of those that learn what it has written; all of them where it has not run yet.
+    """
     for name, buffer in module._buffers.items():
         if buffer is not None:
             yield module._buffers, name, buffer
+    bounded = getattr(module, "max_norm", None) is not None  # an embedding's rows: once is enough
     for name, parameter in module._parameters.items():
-        if type(parameter) is nn.Parameter and not parameter.requires_grad:
+        if type(parameter) is not nn.Parameter:
+            continue
+        may_change = written is None or name in written
+        if not parameter.requires_grad or (may_change and not bounded):
             yield module._parameters, name, parameter
+
+
+def _as_they_lay(sources: list[Tensor | None], now: list[Any]) -> list[Tensor | None]:
+    """Return copies of tensors which share memory where others do: views of one another."""
+    copies = [None if source is None else source.detach().clone() for source in sources]
+    shared: dict[int, list[int]] = {}
+    for i, tensor in enumerate(now):
+        if type(tensor) in (Tensor, nn.Parameter) and copies[i] is not None:
+            shared.setdefault(_storage(tensor), []).append(i)
+    for places in shared.values():
+        if len(places) == 1 or any(_has_other_form(sources[i], now[i]) for i in places):
+            continue
+        with torch._C.DisableTorchFunction():
+            memory = now[places[0]].untyped_storage().clone()
+        for i in places:
+            like = now[i]
+            view = like.detach().new_empty(0).set_(
+                memory, like.storage_offset(), like.shape, like.stride()
+            )  # fmt: skip
+            copies[i] = view.copy_(copies[i])
+    return copies
+
+
+def _has_other_form(source: Any, now: Tensor) -> bool:
+    return bool(source.shape != now.shape or source.dtype != now.dtype)
+
+
+def _address(tensor: Tensor) -> int:
+    """Return where a plain tensor lies, unseen by a region around this one; -1 of any other."""
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return -1
+    with torch._C.DisableTorchFunction():
+        return tensor.data_ptr()
+
+
+def _storage(tensor: Tensor) -> int:
+    with torch._C.DisableTorchFunction():
+        return int(tensor.untyped_storage()._cdata)
 
 
 def tell_of_change() -> None:

@@ -5,14 +5,16 @@ when the loop is over, the last one's. So a recomputation calls a function of th
 variables are those of the call, and so are its defaults and what a partial gives to it; where all
 are what they were, it is the function itself. Python's own containers, iterators and arrays among
 them are copied, other objects are shared, and what a recomputation writes to the variables is
-forgotten. A call costs a microsecond and a look at each variable.
+forgotten, also where they are by then what they were before the call. Forward hooks are functions
+that the region calls too. A call costs a microsecond and a look at each variable.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from vramx.errors import warn_once
 from vramx.recompute.buffers import tell_of_change
-from vramx.recompute.objects import Copier, differs, version_of
+from vramx.recompute.objects import Copier, TooLargeError, differs, version_of
 from vramx.recompute.wholes import CONTAINERS, as_now, is_whole, tell_of_advance
 
 # Decorators over decorators; what lies deeper is shared.
@@ -40,12 +42,17 @@ class _Variable(NamedTuple):
         return self.value if self.then is self.value else copier.copy_of(self.then)
 
 
+# By the id of a container its copy, for all that have it to have one.
+_Thens = dict[int, Any]
+
+
 class _Given:
     """The defaults of a function, or what a partial gives to one, at one time."""
 
-    def __init__(self, args: Any, kwargs: Any) -> None:
-        self._args = [_variable(None, each) for each in args or ()]
-        self._kwargs = {name: _variable(None, each) for name, each in (kwargs or {}).items()}
+    def __init__(self, args: Any, kwargs: Any, thens: _Thens) -> None:
+        self._args = [_variable(None, each, thens) for each in args or ()]
+        named = (kwargs or {}).items()
+        self._kwargs = {name: _variable(None, each, thens) for name, each in named}
         self.every = (*self._args, *self._kwargs.values())
 
     def is_other(self) -> bool:
@@ -60,17 +67,19 @@ class _Given:
 class _Taken:
     """A function and its variables at one time."""
 
-    def __init__(self, function: FunctionType) -> None:
+    def __init__(self, function: FunctionType, thens: _Thens) -> None:
         self.function = function
-        self.given = _Given(function.__defaults__, function.__kwdefaults__)
+        self.given = _Given(function.__defaults__, function.__kwdefaults__, thens)
         names = function.__code__.co_freevars
         cells = zip(names, function.__closure__ or (), strict=True)
         self.cells = [
-            _variable(cell, cell.cell_contents) for name, cell in cells if _is_set(name, cell)
+            _variable(cell, cell.cell_contents, thens)
+            for name, cell in cells
+            if _is_set(name, cell)
         ]
         known = function.__globals__
         self.globals = [
-            _variable(name, known[name])
+            _variable(name, known[name], thens)
             for name in _read_by(function.__code__)
             if name in known and type(known[name]) is not ModuleType
         ]
@@ -85,30 +94,47 @@ class _Taken:
 class Variables:
     """The variables of a function, and of those that it is made of or closes over, as they are now.
 
+    So are those of `hooks`, which it calls as well.
+
     Example:
         >>> doubled, tripled = [Variables(lambda x: x * factor) for factor in (2, 3)]
         >>> doubled.function()(1), tripled.function()(1)
         (2, 3)
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], hooks: Iterable[Any] = ()) -> None:
         self._function = function
         parts = list(_functions(function))
         self._bound = [each.__self__ for each in parts if type(each) is MethodType]
-        self._taken = {id(each): _Taken(each) for each in parts if type(each) is FunctionType}
-        partials = [each for each in parts if type(each) is functools.partial]
-        self._given = {id(each): _Given(each.args, each.keywords) for each in partials}
+        self._own = {id(each) for each in parts}
+        known = {id(each): each for each in parts}
+        for hook in hooks:
+            known.update((id(each), each) for each in _functions(hook))
+        thens: _Thens = {}
+        self._taken = {
+            key: _Taken(each, thens) for key, each in known.items() if type(each) is FunctionType
+        }
+        self._given = {
+            key: _Given(each.args, each.keywords, thens)
+            for key, each in known.items()
+            if type(each) is functools.partial
+        }
         self._versions = [
             (each.value, version_of(each.value))
             for taken in self._taken.values()
             for each in (*taken.cells, *taken.globals)
             if isinstance(each.value, Tensor)
         ]
+        self._changes = False  # in a run
 
     @property
     def objects(self) -> list[Any]:
-        """What the functions are bound to, close over and were given, and what is called."""
-        taken, given = self._taken.values(), self._given.values()
+        """What the functions are bound to, close over and were given, and what is called.
+
+        Of hooks these are shared: they may be those of a library that moves weights about.
+        """
+        taken = [each for key, each in self._taken.items() if key in self._own]
+        given = [each for key, each in self._given.items() if key in self._own]
         cells = [each.value for one in taken for each in one.cells]
         givens = (*(one.given for one in taken), *given)
         by_hand = [each.value for one in givens for each in one.every]
@@ -119,26 +145,50 @@ class Variables:
         if any(version_of(tensor) != version for tensor, version in self._versions):
             _say_written(getattr(self._function, "__qualname__", type(self._function).__name__))
         self._versions = [(tensor, version_of(tensor)) for tensor, _ in self._versions]
+        self._changes = self._is_other()
+
+    def _is_other(self) -> bool:
+        others = any(each.is_other() for each in self._taken.values())
+        return others or any(each.is_other() for each in self._given.values())
 
     def function(self) -> Callable[..., Any]:
         """Return the function with the variables of then."""
+        again: Callable[..., Any] = self.again()(self._function)
+        return again
+
+    def again(self) -> Callable[[Any], Any]:
+        """Return what gives the function, and hooks, with the variables of then."""
         if any(version_of(tensor) != version for tensor, version in self._versions):
             tell_of_change()
         self._versions = []
-        others = any(each.is_other() for each in self._taken.values())
-        if not others and not any(each.is_other() for each in self._given.values()):
-            return self._function
+        if not self._changes and not self._is_other():
+            return _as_it_is
         copier, cells = Copier(), dict[int, CellType]()
+        named = self._globals(copier)
         for each in self._taken.values():
             cells.update((id(variable.place), CellType()) for variable in each.cells)
-        made = {key: _made(each, cells, copier) for key, each in self._taken.items()}
+        made = {key: _made(each, cells, named, copier) for key, each in self._taken.items()}
         for each in self._taken.values():
             for variable in each.cells:
                 value = made.get(id(variable.value), variable.again(copier))
                 cells[id(variable.place)].cell_contents = value
         given = {key: each.again(copier) for key, each in self._given.items()}
-        again: Callable[..., Any] = _around(self._function, made, given)
-        return again
+        return functools.partial(_around, made=made, given=given)
+
+    def _globals(self, copier: Copier) -> dict[int, dict[str, Any]]:
+        """Return the globals of then, where they differ, by the ids of those of now."""
+        others: dict[int, dict[str, Any]] = {}
+        for taken in self._taken.values():
+            known = taken.function.__globals__
+            for each in taken.globals:
+                if each.then is not each.value or each.is_other(known.get(each.place)):
+                    named = others.setdefault(id(known), dict(known))
+                    named[each.place] = each.again(copier)
+        return others
+
+
+def _as_it_is(function: Any) -> Any:
+    return function
 
 
 def _say_written(name: str) -> None:
@@ -149,16 +199,12 @@ def _say_written(name: str) -> None:
     )
 
 
-def _made(taken: _Taken, cells: dict[int, CellType], copier: Copier) -> FunctionType:
+def _made(
+    taken: _Taken, cells: dict[int, CellType], others: dict[int, dict[str, Any]], copier: Copier
+) -> FunctionType:
     function = taken.function
-    known = function.__globals__
-    others = {
-        each.place: each.again(copier)
-        for each in taken.globals
-        if each.is_other(known.get(each.place))
-    }
     closure = tuple(cells.get(id(cell), cell) for cell in function.__closure__ or ())
-    code, named = function.__code__, {**known, **others} if others else known
+    code, named = function.__code__, others.get(id(function.__globals__), function.__globals__)
     defaults, by_name = taken.given.again(copier)
     made = FunctionType(code, named, function.__name__, defaults, closure)
     made.__kwdefaults__ = by_name
@@ -196,11 +242,13 @@ def _functions(function: Any) -> Iterator[Any]:
             waiting += [cell.cell_contents for name, cell in names if _is_set(name, cell)]
 
 
-def _variable(place: Any, value: Any) -> _Variable:
+def _variable(place: Any, value: Any, thens: _Thens) -> _Variable:
     kind = type(value)
     if kind not in CONTAINERS and not is_whole(kind):
         return _Variable(place, value, value)
-    then = as_now(value)
+    if id(value) in thens:
+        return _Variable(place, value, thens[id(value)])
+    thens[id(value)] = then = as_now(value)
     if then is value and isinstance(value, Iterator):
         tell_of_advance(value)
     return _Variable(place, value, then)
@@ -222,3 +270,34 @@ def _read_by(code: CodeType) -> tuple[str, ...]:
         if isinstance(inner, CodeType):
             found += _read_by(inner)
     return tuple(dict.fromkeys(found))
+
+
+def variables_as_now(functions: Iterable[Any]) -> Callable[[], None]:
+    """Return what has functions the variables that they close over now, with what these hold.
+
+    Of globals only containers. What has too many values to be copied is left.
+
+    Example:
+        >>> seen = []
+        >>> put_back = variables_as_now([lambda x: seen.append(x)])
+        >>> seen.append(1)
+        >>> put_back()
+        >>> seen
+        []
+    """
+    thens: _Thens = {}
+    parts = [part for each in functions for part in _functions(each)]
+    taken = [_Taken(part, thens) for part in parts if type(part) is FunctionType]
+    cells = [(each.place, each.value) for one in taken for each in one.cells]
+    copier = Copier()
+    for each in (each for one in taken for each in (*one.cells, *one.globals)):
+        if type(each.value) in CONTAINERS:
+            with contextlib.suppress(TooLargeError):
+                copier.copy(each.value)
+
+    def put_back() -> None:
+        for cell, value in cells:
+            cell.cell_contents = value
+        copier.put_back()
+
+    return put_back

@@ -31,13 +31,17 @@ _PYTHONS = random.random.__self__  # type: ignore[attr-defined]
 class Generators:
     """The states of generators before a region runs, for those that recompute it.
 
-    `held` are values among which there may be some: a region's arguments and attributes.
+    `functions` are the region's and those that it calls, such as hooks; `held` are values among
+    which there may be some: a region's arguments and attributes.
     """
 
     def __init__(
-        self, function: Callable[..., Any], modules: Iterable[nn.Module], held: Iterable[Any]
+        self,
+        functions: Iterable[Callable[..., Any]],
+        modules: Iterable[nn.Module],
+        held: Iterable[Any],
     ) -> None:
-        found = {id(each): each for each in _found(function, modules, held) if each is not None}
+        found = {id(each): each for each in _found(functions, modules, held) if each is not None}
         self._states = [(each, state_of(each)) for each in found.values()]
 
     @contextlib.contextmanager
@@ -54,14 +58,14 @@ class Generators:
 
 
 def _found(
-    function: Callable[..., Any], modules: Iterable[nn.Module], held: Iterable[Any]
+    functions: Iterable[Callable[..., Any]], modules: Iterable[nn.Module], held: Iterable[Any]
 ) -> Iterator[Any]:
     yield from filter(is_generator, held)
     files, named, closures = _of_classes(*map(type, modules))
     yield from named
     for method in closures:
         yield from map(_generator_of, parts_of(method()))
-    for part in (function, *reached_from(function)):
+    for part in [part for each in functions for part in (each, *reached_from(each))]:
         if isinstance(part, FunctionType):
             yield from map(_generator_of, _named_by(part))
             files |= {part.__module__}

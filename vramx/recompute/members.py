@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import Any
 
 from torch import Tensor, nn
 
 from vramx.recompute.buffers import tell_of_change
 
-_PLAIN = (Tensor, nn.Parameter)
+_PLAIN = (Tensor, nn.Parameter, type(None))  # a buffer may be none
 _Members = dict[str, Any]  # of a module: parameters, buffers, parts or hooks
 _HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -38,9 +38,7 @@ class Members:
         self._tensors: list[tuple[_Members, _Members]] = []
         self._others: list[tuple[_Members, _Members]] = []
         for module in self._modules:
-            for own in (module._parameters, module._buffers):
-                if own:
-                    self._tensors.append((own, dict(own)))
+            self._tensors += [(own, dict(own)) for own in (module._parameters, module._buffers)]
             self._others.append((module._modules, dict(module._modules)))
             self._others += [(own, dict(own)) for own in map(vars(module).get, _HOOKS) if own]
         tensors = (*leaves, *(x for _, then in self._tensors for x in then.values()))
@@ -70,13 +68,9 @@ class Members:
     def restored(self) -> Iterator[None]:
         """Have the modules those of then meanwhile, where they have others now."""
         self._check()
-        tensors: list[tuple[_Members, str, Any]] = []
+        tensors = [(own, dict(own)) for own, _ in self._tensors]
         for own, then in self._tensors:
-            for name, tensor in then.items():
-                now = own.get(name)
-                if now is not tensor and type(now) in _PLAIN and type(tensor) in _PLAIN:
-                    tensors.append((own, name, now))
-                    own[name] = tensor
+            _put(own, then)
         others = [(own, dict(own), then) for own, then in self._others if own != then]
         others += [(own, dict(own), {}) for own in self._first_hooks()]
         flags = [(p, p.requires_grad) for p, then in self._requires_grad if p.requires_grad != then]
@@ -91,8 +85,22 @@ class Members:
                 parameter.requires_grad_(now)
             for own, before, _ in others:
                 _fill(own, before)
-            for own, name, now in tensors:
-                own[name] = now
+            for own, before in tensors:
+                _put(own, before)
+
+
+def _put(own: _Members, members: _Members) -> None:
+    """Have a module these tensors and no others, where those of now and then are plain ones."""
+    if len(own) == len(members) and not any(map(is_not, own.values(), members.values())):
+        return
+    for name in dict.fromkeys((*members, *own)):  # in their order
+        now, then = own.get(name), members.get(name)
+        if now is then or type(now) not in _PLAIN or type(then) not in _PLAIN:
+            continue
+        if name in members:
+            own[name] = then
+        else:
+            del own[name]
 
 
 def _fill(own: _Members, members: _Members) -> None:

@@ -12,6 +12,7 @@ its modules.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -20,13 +21,14 @@ from torch import Tensor
 from vramx.errors import RecomputationError
 from vramx.recompute import verdicts
 from vramx.recompute.buffers import Buffers
+from vramx.recompute.ending import ending
 from vramx.recompute.inputs import Inputs
 from vramx.recompute.objects import Before, as_before
 from vramx.recompute.structure import Structure
 from vramx.recompute.surroundings import Surroundings
 from vramx.recompute.unfilled import saved_behind
 from vramx.recompute.verdicts import Verdict
-from vramx.recompute.watch import Operators, Watch
+from vramx.recompute.watch import Operators, Reads, Watch
 
 
 class Region:
@@ -55,11 +57,15 @@ class Region:
         self._draws_again = preserve_rng_state
         self._is_watched = False
         self._ran_in_mode = False
+        self._was_read: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._key: Hashable | None = None
+        # What the program has put on tensors among the leaves, by number: packed they lose it.
+        self._notes: dict[int, dict[str, Any]] = {}
         self._then: Surroundings | None = None
 
     def leaves_of(self, leaves: list[Any]) -> list[Any]:
         """Return the leaves for torch to keep: objects as they are now."""
+        self._notes = {i: dict(vars(leaf)) for i, leaf in enumerate(leaves) if _has_notes(leaf)}
         return list(map(as_before, leaves))
 
     def __call__(self, *leaves: Any) -> Any:
@@ -94,6 +100,7 @@ class Region:
         verdict = verdicts.known(self._key)
         if verdict is None or seen[1].are_new:
             self._ran_in_mode = True
+            self._was_read = Reads(_accept)
             watch = Watch(self._allowed, *seen)
             with watch.running():
                 result = self._function(*args, **kwargs)
@@ -108,13 +115,18 @@ class Region:
 
     def _recompute(self, leaves: tuple[Any, ...]) -> Any:
         found = [leaf.again() if isinstance(leaf, Before) else leaf for leaf in leaves]
+        for i, notes in self._notes.items():
+            if not vars(found[i]):
+                vars(found[i]).update(notes)
         args, kwargs = self._structure.rebuild(found)
         assert self._then is not None
-        with self._then.restored() as function:
+        with self._then.restored() as function, ending():
             if not self._is_watched and not self._ran_in_mode:
                 return saved_behind(function(*args, **kwargs))
-            # Some of torch's functions, such as ctc_loss, save other tensors in a mode.
-            with Operators(self._refuse if self._is_watched else _accept, self._allowed):
+            # Some of torch's functions, such as ctc_loss, save other tensors in a mode, and
+            # torch.compile makes other graphs.
+            on_rough = self._refuse if self._is_watched else _accept
+            with self._was_read, Operators(on_rough, self._allowed):
                 return saved_behind(function(*args, **kwargs))
 
     def _refuse(self, rough: str) -> None:
@@ -124,6 +136,10 @@ class Region:
             f"{rough}, which is not known to be smooth; an earlier call of the same kind did not. "
             "From now on its inputs are kept exactly; level='keep' keeps them so from the start"
         )
+
+
+def _has_notes(leaf: Any) -> bool:
+    return type(leaf) is Tensor and bool(leaf.__dict__)
 
 
 def _accept(_rough: str) -> None:

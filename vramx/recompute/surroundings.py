@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from vramx.recompute.attributes import Attributes
+from vramx.recompute.attributes import OF_EVERY_MODULE, Attributes
 from vramx.recompute.buffers import Buffers, modules_of
 from vramx.recompute.functions import Variables
 from vramx.recompute.generators import Generators
+from vramx.recompute.hooks import Hooks
 from vramx.recompute.members import Members
+from vramx.recompute.modes import Modes
 
 
 class Surroundings:
@@ -30,18 +33,24 @@ class Surroundings:
         self, function: Callable[..., Any], leaves: Iterable[Any], *, draws_again: bool = True
     ) -> None:
         leaves = tuple(leaves)
-        self._variables = Variables(function)
+        self._function = function
         modules = modules_of(function, leaves)
+        self._hooks = hooks = Hooks(modules)
+        self._variables = Variables(function, hooks.functions)
         self.buffers = Buffers(modules)
         # A lazy module is to be found as its first run makes it.
         modules = [module for module in modules if not _is_to_be_made(module)]
-        self._attributes = Attributes(modules, self._variables.objects)
+        owners = hooks.owners
+        bound = (each for each in owners if isinstance(each, nn.Module))
+        parts = {id(each): each for each in (*modules, *linked_to(modules), *bound)}
+        self._attributes = Attributes(parts.values(), [*self._variables.objects, *owners])
         self._members = Members(modules, leaves)
+        self._modes = Modes()
         self._reads_all = _is_of_a_module(function)
         self._generators: list[Generators] = []
         if draws_again:
             held = (*leaves, *self._attributes.generators)
-            self._generators.append(Generators(function, modules, held))
+            self._generators.append(Generators((function, *hooks.functions), modules, held))
 
     def settle(self) -> None:
         """Note what the first run changed."""
@@ -55,12 +64,15 @@ class Surroundings:
     def restored(self) -> Iterator[Callable[..., Any]]:
         """Have all as it was meanwhile; gives the function with its variables."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._modes.restored())
             stack.enter_context(self._members.restored())
             stack.enter_context(self.buffers.restored())
             stack.enter_context(self._attributes.restored())
             for generators in self._generators:
                 stack.enter_context(generators.restored())
-            yield self._variables.function()
+            again = self._variables.again()
+            stack.enter_context(self._hooks.replaced(again))
+            yield again(self._function)
 
 
 def _is_to_be_made(module: nn.Module) -> bool:
@@ -75,3 +87,34 @@ def _is_of_a_module(function: Any) -> bool:
     if isinstance(function, functools.partial) and function.args:
         return isinstance(function.args[0], nn.Module)
     return isinstance(getattr(function, "__self__", function), nn.Module)
+
+
+# Modules that a module has in attributes without their being parts of it, such as its parent, by
+# how many attributes it has.
+_linked: weakref.WeakKeyDictionary[nn.Module, tuple[int, list[weakref.ref[nn.Module]]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def linked_to(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Give the modules that modules have in attributes, by themselves or in a list or a tuple.
+
+    Example:
+        >>> child, parent = nn.ReLU(), nn.GELU()
+        >>> child.parents = [parent]
+        >>> list(linked_to([child])) == [parent]
+        True
+    """
+    for module in modules:
+        known = _linked.get(module)
+        if known is None or known[0] != len(vars(module)):
+            found = [weakref.ref(each) for each in _modules_of_attributes(module)]
+            _linked[module] = known = len(vars(module)), found
+        yield from filter(None, [each() for each in known[1]])
+
+
+def _modules_of_attributes(module: nn.Module) -> Iterator[nn.Module]:
+    for name, value in vars(module).items():
+        if name not in OF_EVERY_MODULE:
+            held = value if isinstance(value, (list, tuple)) else (value,)
+            yield from (each for each in held if isinstance(each, nn.Module))

@@ -34,7 +34,7 @@ _READS = frozenset(
 _UNSEEN = "memory that no operation of torch fills"
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the arguments that an operator writes to, as its schema has it."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
@@ -95,7 +95,7 @@ class Operators(TorchDispatchMode):
         for reader in self._readers:
             reader.look_at(name_of(func), args, result)
         if self._buffers is not None:
-            self._buffers.note_write(_written(func, args, kwargs))
+            self._buffers.note_write(written_by(func, args, kwargs))
         if isinstance(result, Tensor) and leaves_unfilled(func, result):
             self._unfilled = result
         return result
@@ -111,7 +111,7 @@ class Operators(TorchDispatchMode):
             self._check_filled(())
 
 
-class _Reads(TorchFunctionMode):
+class Reads(TorchFunctionMode):
     """The same for functions that read the values of a tensor past the dispatcher."""
 
     def __init__(self, on_rough: Callable[[str], None]) -> None:
@@ -175,7 +175,7 @@ class Watch:
         """Watch what runs on this thread meanwhile."""
         readers = (self._readers, self._elements)
         operators = Operators(self._note, self._allowed, readers, self._buffers)
-        with _Reads(self._note), operators:
+        with Reads(self._note), operators:
             yield
         operators.finish()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from types import GeneratorType
 from typing import Any
@@ -18,9 +18,10 @@ from typing import Any
 from vramx.errors import warn_once
 from vramx.patch.of_classes import found_of
 
-CONTAINERS = (dict, list, set, deque)
+CONTAINERS = (dict, list, set, deque, defaultdict, OrderedDict, Counter)
 # Of a container, and of an array, that are looked at in each call.
 _MOST_ITEMS = 256
+_MOST_DEPTH = 4  # of containers in containers
 _MOST_BYTES = 1 << 20
 
 
@@ -67,17 +68,35 @@ def another(whole: Any) -> Any:
     return again
 
 
-def as_now(value: Any) -> Any:
+def as_now(value: Any, depth: int = _MOST_DEPTH) -> Any:
     """Return a copy of a container, an iterator or an array, if it is small; else the value.
 
-    What a container holds is shared.
+    What a container holds is shared, but for other containers.
+
+    Example:
+        >>> outputs = {"layer": [1]}
+        >>> as_now(outputs)["layer"] is outputs["layer"]
+        False
     """
     kind: Any = type(value)
     if kind in CONTAINERS:
-        return copy.copy(value) if len(value) <= _MOST_ITEMS else value
+        if len(value) > _MOST_ITEMS:
+            return value
+        made = copy.copy(value)
+        for place, each in _inner(value) if depth else ():
+            made[place] = as_now(each, depth - 1)
+        return made
     if not is_whole(kind) or (_is_array(kind) and value.nbytes > _MOST_BYTES):
         return value
     return another(value)
+
+
+def _inner(container: Any) -> list[tuple[Any, Any]]:
+    """Return the containers that a container holds, with their places."""
+    if isinstance(container, set):
+        return []
+    places = container.items() if isinstance(container, dict) else enumerate(container)
+    return [(place, each) for place, each in places if type(each) in CONTAINERS]
 
 
 def is_other(then: Any, now: Any) -> bool:

@@ -1,0 +1,327 @@
+"""What a region calls and runs under beside its modules: hooks, modes of torch, and its switches.
+
+Each program gives under vramx.checkpoint_modules the gradient that it gives without, and leaves
+what its hooks have noted as one forward pass does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from checkpoint_tools import SMALL, WIDTH, quiet, seeds
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import vramx
+
+__all__ = ["quiet", "seeds"]
+pytestmark = pytest.mark.usefixtures("seeds", "quiet")
+
+NAMED: dict[str, list[Tensor]] = {}
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x).view(4, 8, 2, -1).transpose(1, 2)
+        y = F.scaled_dot_product_attention(y, y, y).transpose(1, 2).reshape(x.shape)
+        return x + self.down(y.tanh() * torch.ones(()))
+
+
+def gradients_of(
+    change: Callable[[nn.Module], Any], around: Callable[[], Any], level: Any
+) -> tuple[list[Tensor], Any]:
+    """Return a step's gradients, which runs forward alone under a context; and what was noted."""
+    torch.manual_seed(0)
+    net = nn.Sequential(Heads(), Heads())
+    noted = change(net)
+    if level is not None:
+        vramx.checkpoint_modules(net, Heads, level=level)
+    for _ in range(2):
+        net.zero_grad()
+        with around():
+            y = net(torch.linspace(-2, 2, 32 * WIDTH).view(32, WIDTH))
+        y.square().mean().backward()
+    return [p.grad for p in net.parameters()], noted() if callable(noted) else noted
+
+
+def check_is_as_without(change: Callable[[nn.Module], Any], around: Callable[[], Any]) -> None:
+    expected, noted = gradients_of(change, around, None)
+    for level in ("keep", SMALL):
+        found, noted_again = gradients_of(change, around, level)
+        assert noted_again == noted
+        for one, other in zip(expected, found, strict=True):
+            assert level != "keep" or torch.equal(one, other)
+            assert F.cosine_similarity(one.flatten(), other.flatten(), 0) > 0.999
+
+
+# -- Hooks ----------------------------------------------------------------------------------------
+
+
+def lists(net: nn.Module) -> Any:
+    outputs: list[Tensor] = []
+    for part in net:
+        part.up.register_forward_hook(lambda _, __, y: outputs.append(y.detach()))
+    return lambda: len(outputs)
+
+
+def lists_by_name(net: nn.Module) -> Any:
+    outputs: dict[str, list[Tensor]] = defaultdict(list)
+    for name, part in net.named_children():
+        part.up.register_forward_hook(lambda _, __, y, n=name: outputs[n].append(y.detach()))
+    return lambda: [len(each) for each in outputs.values()]
+
+
+def lists_of_a_file(net: nn.Module) -> Any:
+    NAMED.clear()
+
+    def hook(_: Any, args: Any) -> None:
+        NAMED.setdefault("inputs", []).append(args[0])
+
+    for part in net:
+        part.down.register_forward_pre_hook(hook)
+    return lambda: len(NAMED["inputs"])
+
+
+def a_counter_that_scales(net: nn.Module) -> Any:
+    count = 0
+
+    def hook(_: Any, __: Any, y: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return y * (1 + count / 10)
+
+    for part in net:
+        part.up.register_forward_hook(hook)
+        part.down.register_forward_hook(hook)
+    return lambda: count
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.calls, self.seen = 0, list[int]()
+
+    def note(self, _: Any, __: Any, y: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        return y * (1 + self.calls / 10)
+
+    __call__ = note
+
+
+def a_method(net: nn.Module) -> Any:
+    notes = Notes()
+    for part in net:
+        part.up.register_forward_hook(notes.note)
+    return lambda: (notes.calls, notes.seen)
+
+
+def an_object(net: nn.Module) -> Any:
+    notes = Notes()
+    for part in net:
+        part.up.register_forward_hook(notes)
+    return lambda: (notes.calls, notes.seen)
+
+
+def a_method_of_the_model(net: nn.Module) -> Any:
+    class Outer(nn.Module):
+        note, __call__ = Notes.note, Notes.note
+
+    outer = Outer()
+    outer.calls, outer.seen = 0, []
+    net[1].up.register_forward_hook(outer.note)
+    return lambda: (outer.calls, outer.seen)
+
+
+def noise(net: nn.Module) -> Any:
+    own, old = torch.Generator().manual_seed(0), numpy.random.RandomState(0)
+    for part in net:
+        part.up.register_forward_hook(
+            lambda _, __, y: y * torch.rand(y.shape, generator=own) + old.rand()
+        )
+
+
+HOOKS = (
+    *(lists, lists_by_name, lists_of_a_file, a_counter_that_scales, a_method, an_object),
+    *(a_method_of_the_model, noise),
+)
+
+
+@pytest.mark.parametrize("change", HOOKS)
+def test_hooks_note_and_draw_once_a_call(change: Callable[[nn.Module], Any]) -> None:
+    check_is_as_without(change, contextlib.nullcontext)
+
+
+def test_hooks_stay_where_and_what_they_are() -> None:
+    net, outputs = nn.Sequential(Heads()), list[Tensor]()
+    handle = net[0].up.register_forward_hook(lambda _, __, y: outputs.append(y.detach()))
+    (before,) = net[0].up._forward_hooks.values()
+    vramx.checkpoint_modules(net, Heads, level="keep")
+    net(torch.ones(32, WIDTH)).sum().backward()
+    assert list(net[0].up._forward_hooks.values()) == [before]
+    handle.remove()
+    assert not net[0].up._forward_hooks
+
+
+# -- Parents and shared states --------------------------------------------------------------------
+
+
+class Shared:
+    def __init__(self) -> None:
+        self.calls, self.log = 0, list[int]()
+
+
+class Counts(nn.Module):
+    """Counts its calls in a state of several modules, or in the module that it is a part of."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        object.__setattr__(self, "state", state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state.calls += 1
+        self.state.log.append(self.state.calls)
+        return self.layer(x * self.state.calls).sin()
+
+
+class Parent(nn.Module):
+    def __init__(self, *, is_state: bool) -> None:
+        super().__init__()
+        self.calls, self.log, self.shared = 0, list[int](), Shared()
+        state = self if is_state else self.shared
+        self.parts = nn.ModuleList(Counts(state) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+@pytest.mark.parametrize("is_state", [True, False], ids=["parent", "shared"])
+@pytest.mark.parametrize("where", [Parent, Counts])
+def test_what_modules_share_counts_once_a_call(where: type[nn.Module], is_state: bool) -> None:
+    found = []
+    for level in (None, "keep"):
+        torch.manual_seed(0)
+        net = Parent(is_state=is_state)
+        if level is not None:
+            vramx.checkpoint_modules(net, where, level=level)
+        for _ in range(2):
+            net(torch.ones(2, WIDTH)).sum().backward()
+        state = net if is_state else net.shared
+        found.append([*(p.grad for p in net.parameters()), torch.tensor(state.log)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+# -- Modes and switches ---------------------------------------------------------------------------
+
+
+class Scaling(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 1.5 if func is F.linear else result
+
+
+class Rounding(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 1.5 if func is torch.ops.aten.tanh.default else result
+
+
+FACTOR = contextvars.ContextVar("FACTOR", default=1.0)
+
+
+@contextlib.contextmanager
+def doubled() -> Iterator[None]:
+    token = FACTOR.set(2.0)
+    yield
+    FACTOR.reset(token)
+
+
+def scaled_by_a_variable(net: nn.Module) -> None:
+    for part in net:
+        part.up.register_forward_hook(lambda _, __, y: y * FACTOR.get())
+
+
+def unchanged(_: nn.Module) -> None:
+    pass
+
+
+AROUND: dict[str, Callable[[], Any]] = {
+    "functions": Scaling,
+    "operators": Rounding,
+    "attention": lambda: sdpa_kernel(SDPBackend.MATH),
+}
+
+
+def test_a_recomputation_has_the_context_variables_of_its_call() -> None:
+    check_is_as_without(scaled_by_a_variable, doubled)
+    assert FACTOR.get() == 1.0
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_a_recomputation_runs_under_what_forward_ran_under(name: str) -> None:
+    check_is_as_without(unchanged, AROUND[name])
+
+
+@pytest.mark.parametrize("level", ["keep", SMALL], ids=["exact", "int8"])
+def test_a_recomputation_has_the_default_dtype_of_its_call(level: Any) -> None:
+    x = torch.randn(8, WIDTH, dtype=torch.float64, requires_grad=True)
+    torch.set_default_dtype(torch.float64)
+    try:
+        y = vramx.checkpoint(lambda x: (x @ torch.eye(WIDTH)).square(), x * 1, level=level)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    y.sum().backward()
+    assert torch.get_default_dtype() == torch.float32
+    assert F.cosine_similarity(x.grad.flatten(), x.detach().flatten(), 0) > 0.999
+
+
+class Failing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if torch._C._current_graph_task_id() != -1:  # in backward
+            raise ArithmeticError
+        return x.sin()
+
+
+@pytest.mark.skipif(torch.__version__ < "2.8", reason="compiles otherwise under a mode")
+def test_a_compiled_part_of_a_region_is_recomputed_as_it_ran() -> None:
+    part = nn.Linear(WIDTH, WIDTH)
+    part.compile(backend="aot_eager")
+    norm = nn.LayerNorm(WIDTH)
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    vramx.checkpoint(lambda x: part(norm(x)).tanh(), x * 1, level=SMALL).sum().backward()
+    expected = torch.autograd.grad(F.linear(norm(x), part.weight, part.bias).tanh().sum(), x)[0]
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_what_is_put_on_a_tensor_is_there_again() -> None:
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    y = x * 1
+    y.scale = 3.0
+    vramx.checkpoint(lambda x: (x * x.scale).sin(), y, level=SMALL).sum().backward()
+    assert F.cosine_similarity(x.grad.flatten(), (3 * x).detach().cos().flatten(), 0) > 0.999
+
+
+def test_modes_are_left_when_a_recomputation_fails() -> None:
+    with Scaling(), sdpa_kernel(SDPBackend.MATH):
+        y = vramx.checkpoint(Failing(), torch.ones(8, requires_grad=True) * 1, level="keep")
+    with pytest.raises(ArithmeticError):
+        y.sum().backward()
+    assert not torch.overrides._get_current_function_mode_stack()
+    assert torch.backends.cuda.flash_sdp_enabled()

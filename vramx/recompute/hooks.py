@@ -1,0 +1,91 @@
+"""Forward hooks of a region's modules: a recomputation calls them with what they reached then.
+
+A hook that keeps outputs in a list, counts, or adds noise would do so once more, with what it finds
+then. So it is called as functions.py has it, with copies of the containers that it closes over or
+names, and what it is bound to is an owner of attributes, as a module is. Hooks of torch, such as
+those of a sharding library, are called as they are. Which hooks there are is members.py's. A call
+costs a look at each module of the region.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from vramx.recompute.attributes import attributes_as_now
+from vramx.recompute.functions import variables_as_now
+
+_OTHERS = ("torch", "vramx", "builtins")
+
+
+class Hooks:
+    """The forward hooks of modules as they are now."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._places = [
+            (own, key, hook)
+            for module in modules
+            for own in (module._forward_hooks, module._forward_pre_hooks)
+            for key, hook in own.items()
+            if is_of_program(hook)
+        ]
+        self.functions = list({id(hook): hook for _, _, hook in self._places}.values())
+
+    @property
+    def owners(self) -> list[Any]:
+        """What hooks are bound to, and hooks that are objects."""
+        bound = map(_below, self.functions)
+        found = [each.__self__ if type(each) is MethodType else each for each in bound]
+        return [each for each in found if type(each) is not FunctionType]
+
+    @contextlib.contextmanager
+    def replaced(self, again: Callable[[Any], Any]) -> Iterator[None]:
+        """Have each hook in the form that `again` gives it meanwhile."""
+        made = [(own, key, hook, again(hook)) for own, key, hook in self._places]
+        changed = [each for each in made if each[2] is not each[3]]
+        for own, key, hook, other in changed:
+            if own.get(key) is hook:
+                own[key] = other
+        try:
+            yield
+        finally:
+            for own, key, hook, other in changed:
+                if own.get(key) is other:
+                    own[key] = hook
+
+
+def _below(hook: Any) -> Any:
+    while type(hook) is functools.partial:
+        hook = hook.func
+    return hook
+
+
+def is_of_program(hook: Any) -> bool:
+    """Tell whether a hook is none of torch's or ours.
+
+    Example:
+        >>> is_of_program(print), is_of_program(lambda *_: None)
+        (False, True)
+    """
+    hook = _below(hook)
+    owner = hook.__func__ if type(hook) is MethodType else hook
+    module = getattr(owner, "__module__", None) or type(owner).__module__
+    return str(module).partition(".")[0] not in _OTHERS
+
+
+def hooks_as_now(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Return what puts back what forward hooks of modules have noted, and where."""
+    hooks = Hooks(modules)
+    variables = variables_as_now(hooks.functions)
+    attributes = attributes_as_now(each for each in hooks.owners if hasattr(each, "__dict__"))
+
+    def put_back() -> None:
+        variables()
+        attributes()
+
+    return put_back

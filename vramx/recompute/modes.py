@@ -1,0 +1,92 @@
+"""Modes and switches of torch, and context variables, for a recomputation as a region had them.
+
+`with torch.device(...)`, a mode of the program's own that changes what functions do, a default
+dtype, sdpa_kernel() around the forward pass: backward, which is outside of it, would compute
+another function, or save other tensors. A recomputation is under the same, and under what is
+entered by then. Not restored are the dispatcher's modes of torch's own, which look on: a counter
+has counted the region. Random numbers, autocast and grad mode are torch's checkpoint's. Switches
+belong to the process, and are only set where they differ. A microsecond or two a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import overrides
+from torch.utils import _python_dispatch as dispatch
+
+# How a switch is read, and set.
+_Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+def _switches() -> Iterator[_Switch]:
+    yield torch.get_default_dtype, torch.set_default_dtype
+    yield torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
+    core: Any = torch._C
+    names = (
+        *((f"_get_{kind}_sdp_enabled", f"_set_sdp_use_{kind}") for kind in _ATTENTIONS),
+        ("_get_sdp_priority_order", "_set_sdp_priority_order"),
+        *((f"_get_cudnn_{name}", f"_set_cudnn_{name}") for name in _CHOICES),
+    )
+    for read, write in names:
+        if hasattr(core, read) and hasattr(core, write):  # releases differ
+            yield getattr(core, read), getattr(core, write)
+
+
+_ATTENTIONS = ("flash", "fa3", "mem_efficient", "math", "cudnn", "overrideable")
+_CHOICES = ("enabled", "deterministic", "benchmark")
+_SWITCHES = tuple(_switches())
+
+
+class Modes:
+    """The modes of this thread and the switches as they are now."""
+
+    def __init__(self) -> None:
+        self._functions = _function_modes()
+        self._dispatchers = _dispatch_modes()
+        self._values = [read() for read, _ in _SWITCHES]
+        self._variables = contextvars.copy_context()
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Be under those of then meanwhile."""
+        with contextlib.ExitStack() as stack:
+            for (read, write), then in zip(_SWITCHES, self._values, strict=True):
+                now = read()
+                if now != then:
+                    write(then)
+                    stack.callback(write, now)
+            variables = contextvars.copy_context()
+            for variable, value in self._variables.items():
+                if variable not in variables or variables[variable] is not value:
+                    stack.callback(variable.reset, variable.set(value))
+            known = _function_modes()
+            for mode in self._functions:
+                if not any(mode is other for other in known):
+                    overrides._push_mode(mode)
+                    stack.callback(overrides._pop_mode)
+            entered = _dispatch_modes()
+            for mode in self._dispatchers:
+                if not any(mode is other for other in entered):
+                    dispatch._push_mode(mode)
+                    stack.callback(dispatch._pop_mode)
+            yield
+
+
+def _function_modes() -> list[Any]:
+    if not torch._C._len_torch_function_stack():
+        return []
+    modes = overrides._get_current_function_mode_stack()
+    return [mode for mode in modes if not type(mode).__module__.startswith("vramx.")]
+
+
+def _dispatch_modes() -> list[Any]:
+    if not torch._C._len_torch_dispatch_stack():
+        return []
+    modes = dispatch._get_current_dispatch_mode_stack()
+    owners = [type(mode).__module__.partition(".")[0] for mode in modes]
+    return [m for m, owner in zip(modes, owners, strict=True) if owner not in ("torch", "vramx")]
