@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import nn
+import torch
 
 from vramx.errors import InvalidValueError
 from vramx.patch.change import Change
@@ -87,7 +87,7 @@ def _links(function: Any) -> Iterator[Any]:
             return
 
 
-def wrap_method(cls: type[nn.Module], name: str, change: Change) -> None:
+def wrap_method(cls: type[torch.nn.Module], name: str, change: Change) -> None:
     """Put a change around a method of a class, for instances that exist as well."""
     own = cls.__dict__.get(name)
     found = own if own is not None else getattr(cls, name)

@@ -16,7 +16,7 @@ from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakSet
 
-from torch import nn
+import torch
 
 from vramx.patch.change import Change
 from vramx.patch.of_classes import made_of
@@ -113,7 +113,7 @@ def _class_for(module: Any, wanted: Any) -> Any:
     A lazy module becomes another once it has run; parametrizations that are removed give back the
     first base of the class that they find.
     """
-    if issubclass(wanted, Patched) and not issubclass(wanted, nn.Module):
+    if issubclass(wanted, Patched) and not issubclass(wanted, torch.nn.Module):
         wanted = vars(type(module))[ORIGINAL].__bases__[0]
     patch = module.__dict__.get(RECORD)
     if patch is None:
@@ -239,7 +239,10 @@ def _asked_of_super(original: Any) -> dict[str, Any]:
 
 
 def _forward_of(original: Any, outlived: list[Any]) -> Callable[..., Any]:
-    """Return our forward over a class; one in `outlived` is what it has to be from then on."""
+    """Return our forward over a class; one in `outlived` is what it has to be from then on.
+
+    What torch 2.6 compiles of it may look for `torch` among the globals of this module.
+    """
 
     def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if outlived:
@@ -263,4 +266,4 @@ def _forward_of(original: Any, outlived: list[Any]) -> Callable[..., Any]:
     return forward
 
 
-_CODE = _forward_of(nn.Identity, []).__code__
+_CODE = _forward_of(torch.nn.Identity, []).__code__
