@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 import vramx
+from vramx.compression import enclosing
 from vramx.compression.config import Compression
 from vramx.recompute.structure import flatten
 
@@ -91,7 +92,8 @@ PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
     )
 }  # fmt: skip
 # Of those, what is smooth: its gradient has the noise of 8 bits.
-SMOOTH = {*("own_in_place", "with_inner_gradient", "with_a_fallback", "with_an_error_of_its_own")}
+CATCHING = {"with_a_fallback", "with_an_error_of_its_own"}
+SMOOTH = {"own_in_place", "with_inner_gradient", *CATCHING}
 
 
 def gradient(function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -103,6 +105,8 @@ def gradient(function: Callable[[Tensor], Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_has_its_gradient(name: str) -> None:
+    if name in CATCHING and not enclosing.is_told():
+        pytest.skip("torch before 2.8 does not tell its hooks, so that none can be put around them")
     expected = gradient(PROGRAMS[name])
     for _ in range(2):
         found = gradient(lambda x: vramx.checkpoint(PROGRAMS[name], x, level=SMALL))

@@ -9,8 +9,6 @@ Before torch 2.8, which does not tell its hooks, nothing is around them.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -39,19 +37,25 @@ class _Pack:
             raise
 
 
-@contextlib.contextmanager
-def ending() -> Iterator[None]:
-    """End what runs meanwhile where torch's checkpoint, whose hooks are the innermost, ends it."""
-    hooks = enclosing.top_hooks()
-    if hooks is None:
-        yield
-        return
-    pack = _Pack(hooks[0])
-    try:
-        with saved_tensors_hooks(pack, hooks[1]):
-            yield
-    except Exception:
-        if not pack.has_ended:
-            raise
-    if pack.has_ended:
-        raise _StopRecomputationError
+class Ending:
+    """Ends what runs meanwhile where torch's checkpoint, whose hooks are the innermost, ends it.
+
+    No generator: its frame and the exception that goes through it would wait for the collector.
+    """
+
+    def __init__(self) -> None:
+        hooks = enclosing.top_hooks()
+        self._pack = _Pack(hooks[0] if hooks else None)
+        self._around = saved_tensors_hooks(self._pack, hooks[1]) if hooks else None
+
+    def __enter__(self) -> None:
+        if self._around is not None:
+            self._around.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._around is not None:
+            self._around.__exit__(None, None, None)
+        is_told = kind is not None and issubclass(kind, _StopRecomputationError)
+        is_failure = kind is None or issubclass(kind, Exception)
+        if self._pack.has_ended and is_failure and not is_told:
+            raise _StopRecomputationError

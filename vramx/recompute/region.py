@@ -21,7 +21,7 @@ from torch import Tensor
 from vramx.errors import RecomputationError
 from vramx.recompute import verdicts
 from vramx.recompute.buffers import Buffers
-from vramx.recompute.ending import ending
+from vramx.recompute.ending import Ending
 from vramx.recompute.inputs import Inputs
 from vramx.recompute.objects import Before, as_before
 from vramx.recompute.structure import Structure
@@ -120,7 +120,7 @@ class Region:
                 vars(found[i]).update(notes)
         args, kwargs = self._structure.rebuild(found)
         assert self._then is not None
-        with self._then.restored() as function, ending():
+        with self._then.restored() as function, Ending():
             if not self._is_watched and not self._ran_in_mode:
                 return saved_behind(function(*args, **kwargs))
             # Some of torch's functions, such as ctc_loss, save other tensors in a mode, and
