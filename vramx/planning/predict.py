@@ -8,8 +8,7 @@ loop and the words. Not thread-safe; takes some seconds a level, tens of microse
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -151,7 +150,7 @@ def predict_made(function: Callable[[], Any], **options: Any) -> Prediction:
     with gpu.guarded():
         on_host = is_on_the_host(found_in(function))
         copied = _copied(gpu, recording, on_host, function)
-        with _named(recording), gpu.entered():
+        with _Named(recording), gpu.entered():
             made = copied.values[0]()
     if isinstance(made, tuple) and made and isinstance(made[0], nn.Module):
         model, *rest = made
@@ -182,7 +181,7 @@ class _Tracer:
             except InvalidValueError as error:
                 return PredictedRow(name, {}, why_not=str(error))
             before = recording.storages.live_bytes
-            with _named(recording), gpu.entered(), recording.running(copied.found.models):
+            with _Named(recording), gpu.entered(), recording.running(copied.found.models):
                 copied.take_states_over()
                 step = self._program.run(*copied.values)
                 for _ in range(self._steps):
@@ -258,17 +257,20 @@ def _fake(gpu: FakeGpu, recording: Recording, tensor: Tensor, on_host: bool) -> 
     return made
 
 
-@contextlib.contextmanager
-def _named(recording: Recording) -> Iterator[None]:
-    """Turn what goes wrong without data into one error that names the operation and the module."""
-    try:
-        yield
-    except VramxError:
-        raise
-    except Exception as error:
-        # contextlib takes an error that comes of a StopIteration for its own, and gives that on.
-        hidden = isinstance(error, StopIteration)
-        raise _untraceable(error, recording.now()) from (None if hidden else error)
+class _Named:
+    """Turns what goes wrong without data into one error that names the operation and the module.
+
+    No generator, which would have the tensors of the step wait for the collector.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, VramxError):
+            raise _untraceable(error, self._recording.now()) from error
 
 
 def _untraceable(error: Exception, place: Place) -> UntraceableError:
