@@ -15,6 +15,7 @@ from norm_tools import EXACT, NEAREST, held_bytes, sample
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from vramx.compression import enclosing
 from vramx.compression.codec.codec import layout_of, pack, unpack
 from vramx.compression.config import Format
 from vramx.errors import InvalidValueError
@@ -128,6 +129,7 @@ def test_nothing_is_kept_of_the_result(kind: str) -> None:
     assert held == layout_of(tensors[2].numel(), Format()).buffer_bytes + 4  # and a probe
 
 
+@pytest.mark.skipif(not enclosing.is_told(), reason="torch names no innermost hooks: it is packed")
 def test_values_that_are_made_again_are_not_kept() -> None:
     q, k, v = heads()
     exact, behind, calls = v.detach().clone(), readers("both"), list[int]()
