@@ -48,15 +48,19 @@ def test_a_short_run_on_the_gpu_keeps_every_promise() -> None:
 
 
 def keeps_every_promise(case: str) -> None:
-    found = soaked(case)
-    assert found["violations"] == []
-    run = found["run"]
-    assert run["progress"]["calls"] >= run["load"]["calls"]
-    # It was no walk in the park: memory ran out, and blocks were stitched and found again.
-    assert run["progress"]["ooms"] > 0
-    assert run["stats"]["num_stitches"] > 0
-    assert run["stats"]["num_alias_hits"] > 0
-    assert run["stats"]["num_cross_stream"] > 0
+    # It is no walk in the park: memory runs out, and blocks are stitched and found again. Whether
+    # one thread meets what another freed is chance, so that a short run may be repeated for it.
+    met = dict.fromkeys(("ooms", "num_stitches", "num_alias_hits", "num_cross_stream"), 0)
+    for _ in range(3):
+        found = soaked(case)
+        assert found["violations"] == []
+        run = found["run"]
+        assert run["progress"]["calls"] >= run["load"]["calls"]
+        for name in met:
+            met[name] += {**run["stats"], **run["progress"]}[name]
+        if all(met.values()):
+            return
+    assert all(met.values()), met
 
 
 def test_a_leak_of_host_memory_is_noticed() -> None:
