@@ -279,6 +279,32 @@ def test_a_recomputation_runs_under_what_forward_ran_under(name: str) -> None:
     check_is_as_without(unchanged, AROUND[name])
 
 
+def test_a_recomputation_tries_kernels_of_attention_as_torch_did_at_its_first_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core: Any = torch._C
+    before: list[int] = core._get_sdp_priority_order()
+    settled, plain, orders = [*before[1:], before[0]], F.scaled_dot_product_attention, []
+
+    def attention(*tensors: Tensor) -> Tensor:
+        """As torch's on a Hopper, which puts cuDNN's kernel first when it is first called."""
+        if not orders:
+            core._set_sdp_priority_order(settled)
+        orders.append(core._get_sdp_priority_order())
+        return plain(*tensors)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    x = torch.randn(2, 2, 8, WIDTH, requires_grad=True)
+    try:
+        vramx.checkpoint(
+            lambda x: F.scaled_dot_product_attention(x, x, x).sin(), x
+        ).sum().backward()
+        assert core._get_sdp_priority_order() == settled
+    finally:
+        core._set_sdp_priority_order(before)
+    assert orders == [settled, settled]
+
+
 @pytest.mark.parametrize("level", ["keep", SMALL], ids=["exact", "int8"])
 def test_a_recomputation_has_the_default_dtype_of_its_call(level: Any) -> None:
     x = torch.randn(8, WIDTH, dtype=torch.float64, requires_grad=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,15 +23,8 @@ from torch.utils import _python_dispatch as dispatch
 _Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
-def _switches() -> Iterator[_Switch]:
-    yield torch.get_default_dtype, torch.set_default_dtype
-    yield torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
+def _of_core(names: Iterable[tuple[str, str]]) -> Iterator[_Switch]:
     core: Any = torch._C
-    names = (
-        *((f"_get_{kind}_sdp_enabled", f"_set_sdp_use_{kind}") for kind in _ATTENTIONS),
-        ("_get_sdp_priority_order", "_set_sdp_priority_order"),
-        *((f"_get_cudnn_{name}", f"_set_cudnn_{name}") for name in _CHOICES),
-    )
     for read, write in names:
         if hasattr(core, read) and hasattr(core, write):  # releases differ
             yield getattr(core, read), getattr(core, write)
@@ -39,7 +32,15 @@ def _switches() -> Iterator[_Switch]:
 
 _ATTENTIONS = ("flash", "fa3", "mem_efficient", "math", "cudnn", "overrideable")
 _CHOICES = ("enabled", "deterministic", "benchmark")
-_SWITCHES = tuple(_switches())
+_SWITCHES: tuple[_Switch, ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    *_of_core((f"_get_{kind}_sdp_enabled", f"_set_sdp_use_{kind}") for kind in _ATTENTIONS),
+    *_of_core((f"_get_cudnn_{name}", f"_set_cudnn_{name}") for name in _CHOICES),
+)
+# The order in which torch tries the kernels of attention. It puts cuDNN's first, on a Hopper, when
+# a process first calls attention: read before the call it is not the one that the call had.
+_SET_AT_FIRST_CALL = tuple(_of_core([("_get_sdp_priority_order", "_set_sdp_priority_order")]))
 
 
 class Modes:
@@ -50,12 +51,20 @@ class Modes:
         self._dispatchers = _dispatch_modes()
         self._values = [read() for read, _ in _SWITCHES]
         self._variables = contextvars.copy_context()
+        self.settle()
+
+    def settle(self) -> None:
+        """Note what torch sets at the first call, as the first run left it."""
+        self._late = [read() for read, _ in _SET_AT_FIRST_CALL]
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Be under those of then meanwhile."""
         with contextlib.ExitStack() as stack:
-            for (read, write), then in zip(_SWITCHES, self._values, strict=True):
+            switches = zip(
+                (*_SWITCHES, *_SET_AT_FIRST_CALL), (*self._values, *self._late), strict=True
+            )
+            for (read, write), then in switches:
                 now = read()
                 if now != then:
                     write(then)

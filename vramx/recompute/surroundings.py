@@ -54,6 +54,7 @@ class Surroundings:
 
     def settle(self) -> None:
         """Note what the first run changed."""
+        self._modes.settle()
         self._variables.settle()
         self.buffers.settle()
         self._attributes.settle()
