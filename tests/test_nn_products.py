@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramx.nn.products import WeightSums, bias_gradient
 
@@ -28,3 +31,24 @@ def test_it_is_rounded_once(dtype: torch.dtype) -> None:
     for found in (bias_gradient(x, dtype), sums.results()[1]):
         assert found.dtype == dtype
         assert ((found.double() - exact).abs() <= unit / 2 + on_the_way).all()
+
+
+class Copies(TorchDispatchMode):
+    """The largest number of rows that are put into one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.cat.default:
+            self.rows = max(self.rows, len(result))
+        return result
+
+
+def test_sums_of_many_rows_are_not_copied() -> None:
+    rows = torch.ones(1_000 * 256 + 3, 2, dtype=torch.bfloat16)
+    with Copies() as copies:
+        assert bias_gradient(rows, torch.float32).tolist() == [len(rows)] * 2
+    assert 0 < copies.rows < 512

@@ -156,9 +156,16 @@ def _partial_sums(rows: Tensor) -> list[Tensor]:
 
 
 def _summed(sums: list[Tensor]) -> Tensor:
-    """Return the sum of the rows of all."""
+    """Return the sum of the rows of all; only short ones are copied into one."""
     while len(sums) > 1 or sums[0].shape[0] > 1:  # the length of a tensor is no symbol
-        sums = _partial_sums(torch.cat(sums))
+        is_long = [each.shape[0] >= 2 * _ROWS for each in sums]
+        if any(is_long):
+            pairs = zip(sums, is_long, strict=True)
+            sums = [
+                part for each, long in pairs for part in (_partial_sums(each) if long else [each])
+            ]
+        else:
+            sums = _partial_sums(torch.cat(sums))
     return sums[0][0]
 
 
