@@ -84,7 +84,7 @@ def bert(device: torch.device) -> Subject:
         num_attention_heads=sized(16, 4),
         intermediate_size=sized(4096, 128),
     )
-    ids = _tokens(*sized((96, 512), (2, 32)), device) % config.vocab_size
+    ids = _tokens(*sized((192, 512), (2, 32)), device) % config.vocab_size
 
     def loss(model: Any) -> Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16):
