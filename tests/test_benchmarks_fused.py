@@ -118,9 +118,12 @@ def test_every_way_has_the_same_weights_and_adds_to_the_same_gradients() -> None
 def test_ways_compare_gradients_without_dropout_and_keep_it_otherwise() -> None:
     arena = make_arena()
     subject = arena.subject()
+    dropouts = [m for m in subject.model.modules() if isinstance(m, torch.nn.Dropout)]
+    before = [m.p for m in dropouts]
+    assert any(before)
     with _fused.without_dropout(subject.model):
-        assert not _fused.has_dropout(subject)
-    assert _fused.has_dropout(subject)
+        assert not any(m.p for m in dropouts)
+    assert [m.p for m in dropouts] == before
 
 
 def test_the_gradient_that_backward_is_given_may_be_written_over() -> None:
