@@ -159,26 +159,33 @@ class _Before:
             if progress_of(generator) != then:
                 tell_of_advance(generator)
         self._going = []
-        if not self._is_new and not self._thens and self._is_same():
+        if not self._is_new and self._is_as_before():
             return
         changed = {name for name in self._names(own) if own[name] is not values.get(name, _ABSENT)}
         for name, then in self._thens.items():
             value = values[name]
-            if isinstance(value, Tensor):
-                if name not in changed and then[1] != version_of(value):
-                    changed.add(name)
-                    if then[0] is value:
-                        tell_of_write(self._module, name)
-            elif differs(then, value):
-                changed.add(name)
+            if name in changed or not self._was_written(name, then):
+                continue
+            changed.add(name)
+            if isinstance(value, Tensor) and then[0] is value:
+                tell_of_write(self._module, name)
         self._changed |= changed
         looked_at = tuple(name for name in self._names(own) if self._may_change(name))
         known = _Known(len(own), looked_at, self._changed)
         _known_of(self._module)[self._is_training] = known
 
-    def _is_same(self) -> bool:
+    def _is_as_before(self) -> bool:
+        """Tell whether all attributes are the same objects, and nothing was written into them."""
         own, values = self._own, self._values
-        return len(own) == len(values) and not any(map(is_not, own.values(), values.values()))
+        if len(own) != len(values) or any(map(is_not, own.values(), values.values())):
+            return False
+        return not any(self._was_written(name, then) for name, then in self._thens.items())
+
+    def _was_written(self, name: str, then: Any) -> bool:
+        value = self._values[name]
+        if isinstance(value, Tensor):
+            return bool(then[1] != version_of(value))
+        return differs(then, value)
 
     def _names(self, values: Iterable[str]) -> Iterator[str]:
         return (name for name in values if name not in OF_EVERY_MODULE)
@@ -196,7 +203,7 @@ class _Before:
         """Return the attributes that are others now as they were; _ABSENT: there was none."""
         own, values = self._own, self._values
         # What a run changed another would: also where the program has put it back since.
-        if not self._thens and not self._changed and self._is_same():
+        if not self._changed and self._is_as_before():
             return {}
         added = {*self._names(own), *self._changed} - values.keys()
         found = dict.fromkeys(added, _ABSENT)

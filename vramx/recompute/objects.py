@@ -18,6 +18,7 @@ import functools
 import types
 from collections import deque
 from collections.abc import Iterator
+from operator import is_not
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from vramx.recompute.wholes import (
 
 # Numbers and words.
 FIXED = (str, bytes, int, float, complex, type(None))
+_PLAIN = (dict, list, set, deque)  # which have no attributes of their own
 # What has no state that a call changes, or is one thing that copies would make two of.
 _SHARED = (
     *(*FIXED, type, enum.Enum, Tensor, nn.Module),
@@ -167,6 +169,8 @@ def differs(then: Any, now: Any, around: frozenset[tuple[int, int]] = frozenset(
         return True
     if isinstance(now, FIXED):
         return bool(then != now)
+    if type(now) in _PLAIN and _holds_the_same(then, now):
+        return False
     if is_whole(type(now)):
         return is_other(then, now)
     pairs = _parts(then), _parts(now)
@@ -174,6 +178,15 @@ def differs(then: Any, now: Any, around: frozenset[tuple[int, int]] = frozenset(
         return bool(pairs[0] or pairs[1]) or not _has_state(now)
     around = around | {(id(then), id(now))}
     return any(differs(part, pairs[1][key], around) for key, part in pairs[0].items())
+
+
+def _holds_the_same(then: Any, now: Any) -> bool:
+    """Tell whether two plain containers have the very same items: nearly all have."""
+    if type(now) is set:
+        return bool(then == now)
+    if len(then) != len(now) or any(map(is_not, then, now)):
+        return False
+    return type(now) is not dict or not any(map(is_not, then.values(), now.values()))
 
 
 def _parts(value: Any) -> dict[Any, Any]:
