@@ -11,8 +11,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
+from textwrap import shorten
 
 _MOST_CHARACTERS = 80
+_MOST_OF_MESSAGE = 160
 
 
 class VramxError(Exception):
@@ -104,6 +106,16 @@ def brief(value: object) -> str:
     if "\n" not in text and len(text) <= _MOST_CHARACTERS:
         return text
     return f"a {type(value).__qualname__}"
+
+
+def summary(error: BaseException) -> str:
+    """Return an error's class and the start of its message, in one line.
+
+    Example:
+        >>> summary(ValueError("no head\\nof 4"))
+        'ValueError: no head of 4'
+    """
+    return f"{type(error).__name__}: {shorten(str(error), _MOST_OF_MESSAGE, placeholder=' ...')}"
 
 
 def refused(
