@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,69 @@ def test_other_heads_and_losses_are_the_originals(name: str) -> None:
     model = optimised_copy(original, "keep")
     assert largest_error(model, original, call_of()) < ROUNDING
     assert not model(**call_of()).logits.is_made
+
+
+# Of layers whose sizes follow from one another, and with a config of the text in the config.
+_SMALL = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": CLASSES, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_VISION = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "projection_dim": 32, "image_size": 28, "patch_size": 14,
+}  # fmt: skip
+WITHOUT_SMALL_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Bamba": (
+        "BambaForCausalLM",
+        {
+            **_SMALL,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 8,
+            "attn_layer_indices": [1],
+        },
+    ),
+    "FalconMamba": ("FalconMambaForCausalLM", {**_SMALL, "state_size": 8}),
+    "Llava": (
+        "LlavaForConditionalGeneration",
+        {"text_config": {"model_type": "llama", **_SMALL}, "vision_config": _VISION},
+    ),
+    "Gemma3": (
+        "Gemma3ForConditionalGeneration",
+        {"text_config": dict(_SMALL), "vision_config": dict(_VISION)},
+    ),
+}
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What transformers logs."""
+    messages = list[str]()
+    handler, logger = logging.Handler(), logging.getLogger("transformers")
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("name", WITHOUT_SMALL_LAYERS)
+def test_heads_of_layers_that_cannot_be_made_small_are_the_originals(
+    name: str, said: list[str]
+) -> None:
+    cls, options = WITHOUT_SMALL_LAYERS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**copy.deepcopy(options))
+    original = getattr(transformers, cls)(config).train()
+    call = call_of()
+    if name == "Gemma3":
+        call["token_type_ids"] = torch.zeros_like(call["input_ids"])
+    said.clear()
+    model = optimised_copy(original, "keep")
+    assert not said
+    assert largest_error(model, original, call) < ROUNDING
+    assert not model(**call).logits.is_made
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

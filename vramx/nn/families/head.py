@@ -12,10 +12,10 @@ some tens of microseconds.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from vramx.compression.fakes import PLAIN
 from vramx.errors import brief, summary, warn_once
 from vramx.nn.families.projection import plain_tensor
 from vramx.nn.families.questions import class_name, is_transformed, parameters_of
-from vramx.nn.families.small import language_model, randomised
+from vramx.nn.families.small import language_model, language_model_without_layers, randomised
 from vramx.nn.families.swap import Swapped
 from vramx.nn.families.verify import difference_of, run
 from vramx.nn.logits import Logits
@@ -215,38 +215,65 @@ def _is_alone(head: Any) -> bool:
 
 
 def _tried(model: Any, loss: Any) -> str | None:
-    cls = original_class(model)
-    cpu = torch.device("cpu")
-    try:
-        with torch.random.fork_rng(devices=[]), cpu, torch.autocast("cpu", enabled=False):
-            small: Any
-            small, call = language_model(cls, model)
-            randomised(small).eval()
+    """Try a whole small model or, where such cannot be made or called, one without layers."""
+    failed = ""
+    for make in (language_model, language_model_without_layers):
+        cpu = torch.device("cpu")
+        as_usual = torch.autocast("cpu", enabled=False)
+        with torch.random.fork_rng(devices=[]), cpu, as_usual, _unlogged():
+            try:
+                small, call = make(original_class(model), model)
+                trial = _Trial(randomised(small).eval(), call)
+            except Exception as error:  # of a class that is made or called otherwise, say
+                failed = failed or summary(error)
+                continue
             if _loss_of(small) is not loss:
                 return "its loss_function was replaced"
-            return _compared(small, call)
-    except Exception as error:  # of a class that is made or called otherwise, say
-        return f"a small one of its class cannot be tried: {summary(error)}"
+            try:
+                return trial.why_not()
+            except Exception as error:  # of one that reads the logits, say
+                failed = summary(error)
+                break
+    return f"a small one of its class cannot be tried: {failed}"
 
 
-def _compared(small: Any, call: dict[str, Any]) -> str | None:
-    small.training = True  # and no part of it: without dropout
-    made = []
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Let transformers say nothing of the configs of small models: nobody has made them."""
+    logger = logging.getLogger(_LIBRARY.rstrip("."))
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
-    def loss_of(**arguments: Any) -> Tensor:
-        result = small(**arguments)
+
+class _Trial:
+    """A small model's loss and gradients: with logits at first, then without."""
+
+    def __init__(self, small: Any, call: dict[str, Any]) -> None:
+        self._small, self._call = small, call
+        small.training = True  # and no part of it: without dropout
+        self._was_made = False
+        self._expected = self._run()
+
+    def why_not(self) -> str | None:
+        swap_head(Head("", self._small.get_output_embeddings(), self._small), tells=False)
+        differs = difference_of(self._run(), self._expected)
+        if differs is not None:
+            return f"of a small one of its class, {differs}"
+        return "its loss needs the logits themselves" if self._was_made else None
+
+    def _run(self) -> Any:
+        as_it_is = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        with torch.enable_grad(), as_it_is, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return run(self._loss, self._small, self._call)
+
+    def _loss(self, **arguments: Any) -> Tensor:
+        result = self._small(**arguments)
         logits = [x for x in result.values() if isinstance(x, Logits)]
-        made.append(not logits or any(each.is_made for each in logits))
+        self._was_made = not logits or any(each.is_made for each in logits)
         loss: Tensor = result["loss"]
         return loss
-
-    as_it_is = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-    with torch.enable_grad(), as_it_is, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        expected = run(partial(loss_of), small, call)
-        swap_head(Head("", small.get_output_embeddings(), small), tells=False)
-        found = run(partial(loss_of), small, call)
-    differs = difference_of(found, expected)
-    if differs is not None:
-        return f"of a small one of its class, {differs}"
-    return "its loss needs the logits themselves" if made[-1] else None

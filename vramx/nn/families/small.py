@@ -7,6 +7,7 @@ its own, and from torch's within a fork of its state. Milliseconds each.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import sys
@@ -27,7 +28,8 @@ Call = dict[str, Any]
 def small_config(config: Any) -> Any:
     """Return a copy of a config of transformers with other sizes."""
     config = copy.deepcopy(config)
-    few = getattr(config, "num_key_value_heads", HEADS) != config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", HEADS)
+    few = getattr(config, "num_key_value_heads", heads) != heads
     sizes = {
         "hidden_size": WIDTH,
         "intermediate_size": INNER,
@@ -60,22 +62,81 @@ def language_model(cls: Any, like: Any) -> tuple[nn.Module, Call]:
         ValueError: it would not be small.
     """
     config = small_config(like.config)
-    sizes = {"num_hidden_layers": 1, "vocab_size": CLASSES, "pad_token_id": 0, "return_dict": True}
+    _set(config, num_hidden_layers=1, **_OF_A_TRIAL)
+    if getattr(config, "layer_types", None):
+        with contextlib.suppress(AttributeError):  # some make the list from the other numbers
+            config.layer_types = config.layer_types[:1]
+    with torch.device("meta"):
+        _check_is_small(cls(copy.deepcopy(config)))
+    return cls(config), _call_with_labels()
+
+
+def language_model_without_layers(cls: Any, like: Any) -> tuple[nn.Module, Call]:
+    """Return a model as `like` is, whose hidden states are rows of a matrix, and a call as above.
+
+    That is as good where a head is tried, and can be made where sizes of layers follow from one
+    another, as in those with a state, or are in configs within the config.
+
+    Raises:
+        ValueError: it would not be small.
+    """
+    config = copy.deepcopy(like.config)
+    for each in (config, config.get_text_config()):
+        _set(each, **_OF_A_TRIAL)
+    with torch.device("meta"):
+        model: Any = cls(config)
+    setattr(model, model.base_model_prefix, _Rows(model.get_output_embeddings().in_features))
+    _check_is_small(model)
+    return model.to_empty(device="cpu"), _call_with_labels()
+
+
+# A layer alone may be of a kind whose cache knows no length.
+_OF_A_TRIAL = {"vocab_size": CLASSES, "pad_token_id": 0, "return_dict": True, "use_cache": False}
+
+
+def _set(config: Any, **sizes: int) -> None:
     for name, size in sizes.items():
         if getattr(config, name, None) is not None:
             setattr(config, name, size)
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1]
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    with torch.device("meta"):
-        count = sum(p.numel() for p in cls(copy.deepcopy(config)).parameters())
+
+
+def _check_is_small(model: nn.Module) -> None:
+    count = sum(p.numel() for p in model.parameters())
     if count > _MOST_WEIGHTS:
         raise ValueError(f"of its config's other sizes, a small one has {count} weights")
+
+
+def _call_with_labels() -> Call:
     ids = torch.arange(1, 2 * TOKENS + 1).view(2, TOKENS)
     labels = ids.flip(0).clone()
     labels[1, 2] = -100
-    return cls(config), {"input_ids": ids, "labels": labels}
+    return {"input_ids": ids, "labels": labels}
+
+
+class _Rows(nn.Module):
+    """In place of all layers of a language model."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.of_tokens = nn.Embedding(CLASSES, width)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.of_tokens
+
+    def forward(self, input_ids: Tensor, **_others: Any) -> _States:
+        return _States(last_hidden_state=self.of_tokens(input_ids))
+
+
+class _States(dict[str, Any]):
+    """What layers give, as a dictionary, a tuple or attributes; None for what there is not."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key) if isinstance(key, str) else tuple(self.values())[key]
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
 
 
 def of_transformers(
