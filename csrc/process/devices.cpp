@@ -12,6 +12,20 @@ Devices::Devices(std::unique_ptr<DeviceSource> source, DevicesOptions options)
   for (Slot& slot : slots_) slot.limit = options_.config.limit;
 }
 
+// --- forks --------------------------------------------------------------------------------------
+
+// Says whether this is the process of these devices after all: a child of one that had used no GPU
+// and held no lock is as good as its parent. Until a thread of the child has taken over, none holds
+// the lock, so the count is the parent's.
+bool Devices::take_over() const {
+  if (!is_in_use_.load() && lock_count_.load() == 0) fork_guard_.renew();
+  return !fork_guard_.is_in_child();
+}
+
+void Devices::note_use() {
+  if (!is_in_child()) is_in_use_.store(true);
+}
+
 // --- blocks -------------------------------------------------------------------------------------
 
 // A child has no report.
@@ -58,7 +72,7 @@ CoreCode Devices::refuse_number(int device) {
 CoreCode Devices::start(int device, DeviceAllocator** allocator) {
   if (is_in_child()) return CoreCode::kForked;
   if (!is_number(device)) return refuse_number(device);
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(*this);
   Slot& wanted = slot(device);
   if (!wanted.owner) {
     if (wanted.failure.empty() && !is_accepted(device)) {
@@ -81,6 +95,7 @@ bool Devices::is_accepted(int device) const {
 }
 
 CoreCode Devices::open(int device) {
+  is_in_use_.store(true);
   Result<std::unique_ptr<Driver>> driver = source_->open(device);
   if (!driver.ok()) return refuse(device, driver.status());
   auto allocator = DeviceAllocator::create(*driver.value(), options_.config);
@@ -148,7 +163,7 @@ void Devices::set_limit(int device, Bytes limit) {
   if (is_in_child()) return;
   // A limit may be set from inside another allocator's lock: it does not wait for a start then.
   if (DeviceAllocator* const allocator = started(device)) return allocator->set_limit(limit);
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(*this);
   for (int i = 0; i < kMostDevices; ++i) {
     if (device != kAll && device != i) continue;
     slot(i).limit = limit;
@@ -158,7 +173,7 @@ void Devices::set_limit(int device, Bytes limit) {
 
 void Devices::add_relief(Relieve relieve, void* context) {
   if (is_in_child()) return;
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(*this);
   for_each_started(kAll, [&](int device, DeviceAllocator& allocator) {
     allocator.add_relief([=] { relieve(context, device); });
   });
@@ -167,7 +182,7 @@ void Devices::add_relief(Relieve relieve, void* context) {
 
 void Devices::set_observer(Observe observe, void* context) {
   if (is_in_child()) return;
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(*this);
   observe_ = observe;
   observed_by_ = context;
   for_each_started(kAll, [&](int device, DeviceAllocator& allocator) {
@@ -177,7 +192,7 @@ void Devices::set_observer(Observe observe, void* context) {
 
 void Devices::set_surroundings(const Surroundings* surroundings) {
   if (is_in_child()) return;
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(*this);
   surroundings_ = surroundings;
   for_each_started(kAll, [&](int, DeviceAllocator& each) { each.set_surroundings(surroundings); });
 }
@@ -186,7 +201,7 @@ CoreCode Devices::allow_peer(int device, int peer) {
   if (is_in_child()) return CoreCode::kForked;
   if (!is_number(device)) return refuse_number(device);
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const Lock lock(*this);
     if (!slot(device).owner) {
       slot(device).peers.push_back(peer);
       return CoreCode::kOk;
