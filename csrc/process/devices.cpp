@@ -9,7 +9,7 @@ namespace vramx {
 
 Devices::Devices(std::unique_ptr<DeviceSource> source, DevicesOptions options)
     : source_(std::move(source)), options_(std::move(options)), handle_{.allocators = this} {
-  for (Slot& slot : slots_) slot.limit = options_.config.limit;
+  for (Slot& slot : slots_) slot.limit = options_.config.limit.count;
 }
 
 // --- forks --------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ CoreCode Devices::refuse(int device, const Status& status) {
 
 // Gives a new allocator what was asked for while it was not there.
 Status Devices::connect(int device, DeviceAllocator& allocator) const {
-  allocator.set_limit(slot(device).limit);
+  allocator.set_limit(slot(device).bound());
   for (const Relief& each : reliefs_) {
     allocator.add_relief([each, device] { each.relieve(each.context, device); });
   }
@@ -161,13 +161,28 @@ void Devices::publish(int device) {
 
 void Devices::set_limit(int device, Bytes limit) {
   if (is_in_child()) return;
-  // A limit may be set from inside another allocator's lock: it does not wait for a start then.
-  if (DeviceAllocator* const allocator = started(device)) return allocator->set_limit(limit);
+  for (int i = 0; i < kMostDevices; ++i) {
+    if (device == kAll || device == i) slot(i).limit = limit.count;
+  }
+  apply_bounds(device);
+}
+
+void Devices::set_share(int device, Bytes share) {
+  if (is_in_child() || !is_number(device)) return;
+  slot(device).share = share.count;
+  apply_bounds(device);
+}
+
+// A limit may be set from inside another allocator's lock: it does not wait for a start then.
+void Devices::apply_bounds(int device) {
+  if (DeviceAllocator* const allocator = started(device)) {
+    return allocator->set_limit(slot(device).bound());
+  }
   const Lock lock(*this);
   for (int i = 0; i < kMostDevices; ++i) {
-    if (device != kAll && device != i) continue;
-    slot(i).limit = limit;
-    if (slot(i).owner) slot(i).owner->set_limit(limit);
+    if ((device == kAll || device == i) && slot(i).owner) {
+      slot(i).owner->set_limit(slot(i).bound());
+    }
   }
 }
 

@@ -17,6 +17,7 @@
 // started before.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <memory>
@@ -78,6 +79,9 @@ class Devices final : public Allocators {
   void note_use() override;
   CoreCode allow_peer(int device, int peer) override;
 
+  // A second limit of a device, for torch's fraction: the lower one holds. UINT64_MAX for none.
+  void set_share(int device, Bytes share);
+
   // --- looks ------------------------------------------------------------------------------------
   // The allocator of a device; null before its start and in a forked child.
   DeviceAllocator* started(int device) const;
@@ -93,7 +97,10 @@ class Devices final : public Allocators {
     std::unique_ptr<Driver> driver;                    // outlives the allocator
     std::unique_ptr<DeviceAllocator> owner;
     std::string failure;  // why it cannot be used, for good; empty where it can
-    Bytes limit{};
+    std::atomic<std::uint64_t> limit{UINT64_MAX};  // set_limit()
+    std::atomic<std::uint64_t> share{UINT64_MAX};  // set_share()
+
+    Bytes bound() const { return {std::min(limit.load(), share.load())}; }
     std::vector<int> peers;  // to be let in at its start
   };
   // Not set to anything beforehand, which would cost more than all else on the hot path.
@@ -136,6 +143,7 @@ class Devices final : public Allocators {
   const Slot& slot(int device) const { return slots_[static_cast<std::size_t>(device)]; }
   const Region* region_of(Address address) const;
   bool take_over() const;
+  void apply_bounds(int device);
   CoreCode start(int device, DeviceAllocator** allocator);
   CoreCode open(int device);
   static CoreCode refuse_number(int device);
