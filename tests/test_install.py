@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import io
 import re
@@ -21,7 +22,13 @@ from vramx.allocator import cuda_init, install, plain, preconditions
 from vramx.allocator.options import choose, device_index, parse_limit
 from vramx.allocator.shim import Shim
 from vramx.config import Config
-from vramx.errors import InstallError, InvalidValueError, ShimError, VramxWarning
+from vramx.errors import (
+    InstallError,
+    InvalidValueError,
+    NotInstalledError,
+    ShimError,
+    VramxWarning,
+)
 
 __all__ = ["cuda", "shim"]
 
@@ -59,6 +66,21 @@ def test_a_limit_that_is_neither_is_refused(limit: Any) -> None:
 def test_wrong_options_are_refused(devices: Any, cross_stream: str, what: str) -> None:
     with pytest.raises(InvalidValueError, match=re.escape(what)):
         choose(None, devices, cross_stream, False, Config())
+
+
+@pytest.mark.parametrize("name", ["record", "strict", "late"])
+@pytest.mark.parametrize("value", ["no", "0", 0, None])
+def test_a_switch_is_true_or_false(cuda: FakeCuda, name: str, value: Any) -> None:
+    switches: dict[str, Any] = {name: value}
+    with pytest.raises(InvalidValueError, match=rf"{name} {value!r} is not .* True and False"):
+        vramx.install_allocator(**switches)
+    assert not vramx.allocator_installed()
+
+
+@pytest.mark.parametrize("limit", ["50%", "1e9", "nan", "", -1, 1 << 70])
+def test_a_limit_that_is_no_size_is_told_that_fractions_are_accepted(limit: Any) -> None:
+    with pytest.raises(InvalidValueError, match=r"^limit .* fraction of each device as in 0.9"):
+        parse_limit(limit)
 
 
 def test_the_environment_fills_in_what_a_call_leaves_open() -> None:
@@ -177,6 +199,7 @@ def test_a_refusal_of_the_shim_is_passed_on(
         ("torch.version.hip", "6.2", "ROCm"),
         ("torch.cuda.device_count", lambda: 0, "torch sees no GPU"),
         ("torch.cuda.get_allocator_backend", lambda: "cudaMallocAsync", "'cudaMallocAsync'"),
+        ("torch.cuda.get_allocator_backend", lambda: "vramx", "by another copy of it"),
     ],
 )
 def test_an_obstacle_is_one_line(
@@ -294,6 +317,15 @@ def test_another_allocator_set_later_takes_vramxs_place(
     vramx.install_allocator()
     monkeypatch.setattr(Shim, "is_installed", lambda shim: False)
     assert not vramx.allocator_installed()
+    asked: list[Callable[[], object]] = [
+        vramx.install_allocator,
+        vramx.allocator_stats,
+        vramx.defragment,
+        functools.partial(vramx.set_limit, "4GiB"),
+    ]
+    for ask in asked:
+        with pytest.raises(NotInstalledError, match=r"change_current_allocator was called after"):
+            ask()
 
 
 def test_plain_mode_hands_torch_the_cores_functions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,11 @@ def _check_devices(torch: ModuleType, options: Options) -> None:
 
 def _check_backend(torch: ModuleType) -> None:
     backend = torch.cuda.get_allocator_backend()
+    if backend == "vramx":
+        raise InstallError(
+            "vramx is installed in this process by another copy of it, or was before it was "
+            "reloaded; it serves on. To use this copy, start the process again"
+        )
     if backend != "native":
         raise InstallError(
             f"torch's allocator is {backend!r}, and vramx stands before the native one; leave "
