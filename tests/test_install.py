@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import io
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -242,6 +243,55 @@ def test_a_late_installation_is_possible_on_request(cuda: FakeCuda) -> None:
 
 
 # --- the watch over CUDA's initialisation ---------------------------------------------------------
+
+
+def test_a_late_installation_says_that_an_older_history_lacks_its_memory(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda.initialise()
+    cuda.histories.append({})
+    with pytest.warns(VramxWarning, match="history was switched on before"):
+        vramx.install_allocator(late=True)
+
+
+# --- memory that NCCL knows by address ------------------------------------------------------------
+
+REGISTRATIONS = (
+    "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",
+    "NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",
+)
+
+
+@pytest.mark.parametrize("name", REGISTRATIONS)
+@pytest.mark.parametrize("value", ["1", "True"])
+def test_nccl_keeps_no_address_of_memory_that_may_be_mapped_anew(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.warns(VramxWarning, match=rf"^{name} is switched off.*register_mem_pool"):
+        vramx.install_allocator()
+    assert os.environ[name] == "0"
+
+
+@pytest.mark.parametrize("value", ["0", "false", None])
+def test_a_registration_that_is_off_is_no_matter(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, value: Any
+) -> None:
+    if value is not None:
+        monkeypatch.setenv(REGISTRATIONS[0], value)
+    vramx.install_allocator()
+    assert not [each for each in recwarn if each.category is VramxWarning]
+
+
+def test_beside_a_group_that_registers_memory_a_late_installation_is_refused(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(REGISTRATIONS[0], "1")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    cuda.initialise()
+    with pytest.raises(InstallError, match="registered with NCCL"):
+        vramx.install_allocator(late=True)
+    assert os.environ[REGISTRATIONS[0]] == "1"
 
 
 def test_the_watch_sees_copies_of_lazy_init_too(cuda: FakeCuda) -> None:

@@ -3,7 +3,8 @@
 Turns the VRAMX_* variables into one frozen value, and makes the environment that `vramx run` gives
 to the program it starts, so that the two ends cannot drift apart. What the variables mean for the
 allocator is decided in vramx/allocator. A name that is nearly one of these is refused, as it would
-do nothing; others are let be, which another version may know. Pure but for the reads; thread-safe.
+do nothing; others are let be, which another version may know. Changes nothing but one switch of
+torch's, for its NCCL groups, when asked to; thread-safe.
 
     VRAMX=1               install the allocator in every process that uses CUDA
     VRAMX_LIMIT           24GiB, bytes, or a fraction of each device: 0.9
@@ -42,6 +43,11 @@ _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _SWITCH = {"": None, "0": False, "1": True}
 # The process that `vramx run` becomes; its children find another number there than their own.
 _ROOT_PROCESS = "VRAMX_ROOT_PID"
+# What has torch register all of its memory with NCCL, by address; the older name still counts.
+_NCCL_REGISTRATION = (
+    "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",
+    "NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",
+)
 _PREFIX = "VRAMX_"
 # What parse() reads besides VRAMX, without the prefix.
 _NAMES = (
@@ -114,6 +120,20 @@ def cublaslt_workspace_bytes() -> int | None:
     """
     size_kib = _number(os.environ.get("CUBLASLT_WORKSPACE_SIZE", "").strip())
     return None if size_kib is None else size_kib << 10
+
+
+def nccl_registration() -> str | None:
+    """Return the variable by which torch registers all of its memory with NCCL, if one is on."""
+    off = ("", "0", "n", "no", "f", "false")
+    on = (name for name in _NCCL_REGISTRATION if os.environ.get(name, "").lower() not in off)
+    return next(on, None)
+
+
+def stop_nccl_registration() -> None:
+    """Switch that off in this process and its children. torch reads it when a group is made."""
+    for name in _NCCL_REGISTRATION:
+        if name in os.environ:
+            os.environ[name] = "0"
 
 
 @lru_cache(maxsize=1)

@@ -182,8 +182,10 @@ def _install(torch: ModuleType, options: Options, strict: bool, late: bool) -> I
 
 
 def _install_shim(torch: ModuleType, options: Options, late: bool, shim: Shim) -> Installation:
+    _warn_of_what_is_lost(torch, late)
     devices = open_devices(options)
     shim.install(devices.handle_address, late)
+    config.stop_nccl_registration()
     profiler_start.watch(shim.note_profiler)
     memory = torch.cuda.memory
     # Its __init__ would load a library by path; the shim is loaded, and torch has it already.
@@ -191,6 +193,25 @@ def _install_shim(torch: ModuleType, options: Options, late: bool, shim: Shim) -
     allocator._allocator = torch._C._cuda_getAllocator()
     _log.info("vramx: installed for torch %s: %s", torch.__version__, options)
     return Installation(options, devices, shim, allocator, torch)
+
+
+def _warn_of_what_is_lost(torch: ModuleType, late: bool) -> None:
+    """Name what will not go on, before it is done: a warning may have been made an error."""
+    if name := config.nccl_registration():
+        warnings.warn(
+            f"{name} is switched off, as torch does with expandable_segments: NCCL would keep "
+            "addresses under which memory changes. Register a pool instead: "
+            "torch.cuda.MemPool(backend.mem_allocator) and backend.register_mem_pool(pool)",
+            VramxWarning,
+            stacklevel=5,
+        )
+    if late and torch._C._cuda_isHistoryEnabled():
+        warnings.warn(
+            "torch's memory history was switched on before the installation and will have nothing "
+            "of vramx's memory; call torch.cuda.memory._record_memory_history() after it",
+            VramxWarning,
+            stacklevel=5,
+        )
 
 
 def _install_plain(torch: ModuleType, options: Options, reason: ShimError) -> Installation:
