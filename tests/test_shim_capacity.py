@@ -68,6 +68,16 @@ def test_the_lower_of_limit_and_fraction_holds_and_either_is_lifted_alone(bench:
 
 
 @in_own_process
+def test_without_a_limit_torchs_allocator_is_told_of_none(bench: Bench) -> None:
+    bench.set_fraction(1.0, 0)
+    bench.set_limit(-1, NO_LIMIT)
+    assert bench.native_fractions_set() == 0
+    bench.set_limit(0, 256 * MIB)
+    bench.set_limit(-1, NO_LIMIT)
+    assert [bench.native_fractions_set(), bench.native_fraction(0)] == [2, 1.0]
+
+
+@in_own_process
 def test_a_fraction_that_is_none_is_refused(bench: Bench) -> None:
     with raises("Error: invalid fraction"):
         bench.set_fraction(1.5, 0)

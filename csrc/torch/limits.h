@@ -46,7 +46,8 @@ class JointLimits {
   static auto& at(Array& array, int device) {
     return array[static_cast<std::size_t>(device)];
   }
-  void apply(DeviceIndex device);
+  // `before` is what held until now.
+  void apply(DeviceIndex device, std::uint64_t before);
   void lift(DeviceIndex device);
 
   Allocators& core_;

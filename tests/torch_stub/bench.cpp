@@ -59,6 +59,7 @@ BENCH void* bench_native_allocate(std::size_t size) { return native().raw_alloc(
 // As a tensor from before an installation is freed.
 BENCH void bench_native_free(void* pointer) { native().raw_deleter()(pointer); }
 BENCH int bench_native_stats_reads() { return native().stats_reads; }
+BENCH int bench_native_fractions_set() { return native().fractions_set; }
 BENCH void bench_rename_native(const char* name) { native().rename(name); }
 BENCH void bench_segment_source() { native().segment_source = &current(); }
 

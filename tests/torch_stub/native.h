@@ -20,6 +20,7 @@ class Native final : public Pluggable {
 
   std::vector<std::string> journal;
   int stats_reads = 0;
+  int fractions_set = 0;
   // A pool that gets its segments from this allocator, as MemPool(allocator) asks for.
   CUDAAllocator* segment_source = nullptr;
 
