@@ -86,6 +86,30 @@ def test_the_programs_own_call_comes_first(cuda: FakeCuda) -> None:
     assert [devices.options["cross_stream"] for devices in cuda.opened] == ["never"]
 
 
+@pytest.mark.parametrize(
+    "name", ["_cuda_record_memory_history", "_cuda_attach_out_of_memory_observer"]
+)
+def test_what_initialises_cuda_in_cpp_finds_the_allocator_installed(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    installed_at_call = []
+
+    def function(*args: object) -> tuple[object, ...]:
+        installed_at_call.append(vramx.allocator_installed())
+        return args
+
+    cuda.configure(oom_snapshot=False)
+    monkeypatch.setattr(torch._C, name, function, raising=False)
+    _autoload._autoload()
+    wrapper = getattr(torch._C, name)
+    assert wrapper("all", 7) == ("all", 7)
+    assert wrapper() == ()  # kept by somebody
+    assert installed_at_call == [True, True]
+    assert getattr(torch._C, name) is function
+    assert cuda.initialised == 1
+    assert __file__ in str(cuda_init.first_site())
+
+
 def test_without_the_variable_nothing_is_changed(cuda: FakeCuda) -> None:
     cuda.configure(enabled=False)
     before = torch._C._cuda_init

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,6 +66,45 @@ def test_a_bad_value_is_named_with_what_is_accepted(name: str, value: str, accep
     assert name in text
     assert repr(value) in text
     assert accepted in text
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("VRAMX_LIMITS", "VRAMX_LIMIT"),
+        ("VRAMX_DEVICE", "VRAMX_DEVICES"),
+        ("VRAMX_CROSSSTREAM", "VRAMX_CROSS_STREAM"),
+        ("VRAMX_limit", "VRAMX_LIMIT"),
+    ],
+)
+def test_nearly_the_name_of_a_variable_is_told_which_it_is(name: str, meant: str) -> None:
+    with pytest.raises(InvalidValueError, match=rf"{name} is no variable.* {meant}\?"):
+        config.parse({name: "1"})
+
+
+@pytest.mark.parametrize("name", ["VRAMX_SRC", "VRAMX_JOBS", "VRAMX_LATER", "LIMITS"])
+def test_other_names_are_let_be(name: str) -> None:
+    assert config.parse({name: "?"}) == config.Config()
+
+
+def test_the_names_that_are_known_are_those_that_are_read_and_described() -> None:
+    read: set[str] = set()
+
+    class Environment(dict[str, str]):
+        def get(self, key: str, default: Any = None) -> Any:
+            read.add(key)
+            return default
+
+    config.parse(Environment())
+    known = {f"VRAMX_{name}" for name in config._NAMES}
+    assert {name for name in read if name.startswith("VRAMX_")} == known
+    described = set(re.findall(r"VRAMX_[A-Z_]+", str(config.__doc__)))
+    assert described == known - {"VRAMX_ROOT_PID"}
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1.5"])
+def test_a_root_process_that_is_no_number_is_none(text: str) -> None:
+    assert config.parse({"VRAMX_ROOT_PID": text}).root_pid is None
 
 
 def test_a_program_gets_the_settings_and_keeps_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import io
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +23,13 @@ from vramx.allocator import cuda_init, install, plain, preconditions
 from vramx.allocator.options import choose, device_index, parse_limit
 from vramx.allocator.shim import Shim
 from vramx.config import Config
-from vramx.errors import InstallError, InvalidValueError, ShimError, VramxWarning
+from vramx.errors import (
+    InstallError,
+    InvalidValueError,
+    NotInstalledError,
+    ShimError,
+    VramxWarning,
+)
 
 __all__ = ["cuda", "shim"]
 
@@ -59,6 +67,21 @@ def test_a_limit_that_is_neither_is_refused(limit: Any) -> None:
 def test_wrong_options_are_refused(devices: Any, cross_stream: str, what: str) -> None:
     with pytest.raises(InvalidValueError, match=re.escape(what)):
         choose(None, devices, cross_stream, False, Config())
+
+
+@pytest.mark.parametrize("name", ["record", "strict", "late"])
+@pytest.mark.parametrize("value", ["no", "0", 0, None])
+def test_a_switch_is_true_or_false(cuda: FakeCuda, name: str, value: Any) -> None:
+    switches: dict[str, Any] = {name: value}
+    with pytest.raises(InvalidValueError, match=rf"{name} {value!r} is not .* True and False"):
+        vramx.install_allocator(**switches)
+    assert not vramx.allocator_installed()
+
+
+@pytest.mark.parametrize("limit", ["50%", "1e9", "nan", "", -1, 1 << 70])
+def test_a_limit_that_is_no_size_is_told_that_fractions_are_accepted(limit: Any) -> None:
+    with pytest.raises(InvalidValueError, match=r"^limit .* fraction of each device as in 0.9"):
+        parse_limit(limit)
 
 
 def test_the_environment_fills_in_what_a_call_leaves_open() -> None:
@@ -177,6 +200,7 @@ def test_a_refusal_of_the_shim_is_passed_on(
         ("torch.version.hip", "6.2", "ROCm"),
         ("torch.cuda.device_count", lambda: 0, "torch sees no GPU"),
         ("torch.cuda.get_allocator_backend", lambda: "cudaMallocAsync", "'cudaMallocAsync'"),
+        ("torch.cuda.get_allocator_backend", lambda: "vramx", "by another copy of it"),
     ],
 )
 def test_an_obstacle_is_one_line(
@@ -219,6 +243,55 @@ def test_a_late_installation_is_possible_on_request(cuda: FakeCuda) -> None:
 
 
 # --- the watch over CUDA's initialisation ---------------------------------------------------------
+
+
+def test_a_late_installation_says_that_an_older_history_lacks_its_memory(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda.initialise()
+    cuda.histories.append({})
+    with pytest.warns(VramxWarning, match="history was switched on before"):
+        vramx.install_allocator(late=True)
+
+
+# --- memory that NCCL knows by address ------------------------------------------------------------
+
+REGISTRATIONS = (
+    "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",
+    "NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",
+)
+
+
+@pytest.mark.parametrize("name", REGISTRATIONS)
+@pytest.mark.parametrize("value", ["1", "True"])
+def test_nccl_keeps_no_address_of_memory_that_may_be_mapped_anew(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.warns(VramxWarning, match=rf"^{name} is switched off.*register_mem_pool"):
+        vramx.install_allocator()
+    assert os.environ[name] == "0"
+
+
+@pytest.mark.parametrize("value", ["0", "false", None])
+def test_a_registration_that_is_off_is_no_matter(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, value: Any
+) -> None:
+    if value is not None:
+        monkeypatch.setenv(REGISTRATIONS[0], value)
+    vramx.install_allocator()
+    assert not [each for each in recwarn if each.category is VramxWarning]
+
+
+def test_beside_a_group_that_registers_memory_a_late_installation_is_refused(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(REGISTRATIONS[0], "1")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    cuda.initialise()
+    with pytest.raises(InstallError, match="registered with NCCL"):
+        vramx.install_allocator(late=True)
+    assert os.environ[REGISTRATIONS[0]] == "1"
 
 
 def test_the_watch_sees_copies_of_lazy_init_too(cuda: FakeCuda) -> None:
@@ -294,6 +367,15 @@ def test_another_allocator_set_later_takes_vramxs_place(
     vramx.install_allocator()
     monkeypatch.setattr(Shim, "is_installed", lambda shim: False)
     assert not vramx.allocator_installed()
+    asked: list[Callable[[], object]] = [
+        vramx.install_allocator,
+        vramx.allocator_stats,
+        vramx.defragment,
+        functools.partial(vramx.set_limit, "4GiB"),
+    ]
+    for ask in asked:
+        with pytest.raises(NotInstalledError, match=r"change_current_allocator was called after"):
+            ask()
 
 
 def test_plain_mode_hands_torch_the_cores_functions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,6 +239,32 @@ def test_a_forked_child_frees_nothing_and_gets_nothing(bench: Bench) -> None:
     assert bench.devices.allocated(0) == 0
 
 
+@before_installing
+def test_a_child_forked_before_cuda_was_initialised_is_served(bench: Bench) -> None:
+    assert try_install(bench) == ""
+    child = os.fork()
+    if child == 0:
+        bench.init(2)
+        pointer = bench.allocate(512)
+        held = bench.devices.allocated(0)
+        bench.free(pointer)
+        os._exit(0 if [held, bench.devices.allocated(0), bench.journal()] == [512, 0, []] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    bench.init(2)
+    bench.allocate(512)
+    assert bench.devices.allocated(0) == 512
+
+
+@before_installing
+def test_a_child_forked_after_cuda_was_initialised_is_torchs_to_refuse(bench: Bench) -> None:
+    installed(bench)
+    child = os.fork()
+    if child == 0:
+        bench.allocate(512)
+        os._exit(0 if bench.journal() == ["allocate 512"] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 @pytest.mark.skipif(has_cuda_libraries(), reason="torch's own CUDA libraries would be loaded too")
 @in_own_process(capacity_bytes=64 * MIB)
 def test_torch_raises_its_out_of_memory_error(bench: Bench) -> None:

@@ -44,6 +44,40 @@ def test_a_lifted_limit_is_lifted_on_both_sides(bench: Bench) -> None:
 
 
 @in_own_process
+def test_a_programs_fraction_does_not_lift_the_limit_that_it_runs_under(bench: Bench) -> None:
+    bench.set_limit(0, 256 * MIB)
+    for fraction in (0.5, 1.0):
+        bench.set_fraction(fraction, 0)
+        assert [bench.fraction(0), bench.native_fraction(0)] == [0.25, 0.25]
+    with raises("OutOfMemoryError: CUDA out of memory."):
+        bench.allocate(257 * MIB)
+
+
+@in_own_process
+def test_the_lower_of_limit_and_fraction_holds_and_either_is_lifted_alone(bench: Bench) -> None:
+    bench.set_limit(-1, 512 * MIB)
+    bench.set_fraction(0.25, 0)
+    assert [bench.fraction(0), bench.fraction(1)] == [0.25, 0.5]
+    bench.set_limit(0, NO_LIMIT)
+    assert bench.fraction(0) == 0.25
+    with raises("OutOfMemoryError: CUDA out of memory."):
+        bench.allocate(257 * MIB)
+    bench.set_fraction(1.0, 0)
+    assert [bench.fraction(0), bench.native_fraction(0)] == [1.0, 1.0]
+    bench.allocate(257 * MIB)
+
+
+@in_own_process
+def test_without_a_limit_torchs_allocator_is_told_of_none(bench: Bench) -> None:
+    bench.set_fraction(1.0, 0)
+    bench.set_limit(-1, NO_LIMIT)
+    assert bench.native_fractions_set() == 0
+    bench.set_limit(0, 256 * MIB)
+    bench.set_limit(-1, NO_LIMIT)
+    assert [bench.native_fractions_set(), bench.native_fraction(0)] == [2, 1.0]
+
+
+@in_own_process
 def test_a_fraction_that_is_none_is_refused(bench: Bench) -> None:
     with raises("Error: invalid fraction"):
         bench.set_fraction(1.5, 0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shim_build import MIB, POOL, SIDE_STREAM, STREAM, Bench, raises
-from shim_process import in_own_process
+from shim_build import MIB, POOL, SIDE_STREAM, STREAM, Bench, in_pool, raises, stat
+from shim_process import from_torch, in_own_process
 
 # --- pools ---------------------------------------------------------------------------------------
 
@@ -48,6 +48,17 @@ def test_a_pool_may_have_us_as_its_allocator(bench: Bench) -> None:
     bench.free(pointer)
     bench.empty_cache(0)
     assert bench.devices.allocated(0) == 0
+
+
+@from_torch(8)
+@in_own_process
+def test_what_a_pool_with_us_as_its_allocator_holds_counts_once(bench: Bench) -> None:
+    bench.set_limit(0, 5 * MIB)
+    bench.make_pool(0, POOL)
+    in_pool(bench, 2 * MIB)
+    for name in ("allocated_bytes", "reserved_bytes", "requested_bytes"):
+        assert stat(bench, name)[:2] == [2 * MIB, 2 * MIB]
+    bench.allocate(2 * MIB)  # the limit has room for both
 
 
 @in_own_process(capacity_bytes=64 * MIB)

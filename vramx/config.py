@@ -2,7 +2,9 @@
 
 Turns the VRAMX_* variables into one frozen value, and makes the environment that `vramx run` gives
 to the program it starts, so that the two ends cannot drift apart. What the variables mean for the
-allocator is decided in vramx/allocator. Pure but for the reads; thread-safe.
+allocator is decided in vramx/allocator. A name that is nearly one of these is refused, as it would
+do nothing; others are let be, which another version may know. Changes nothing but one switch of
+torch's, for its NCCL groups, when asked to; thread-safe.
 
     VRAMX=1               install the allocator in every process that uses CUDA
     VRAMX_LIMIT           24GiB, bytes, or a fraction of each device: 0.9
@@ -24,6 +26,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 
@@ -40,6 +43,20 @@ _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _SWITCH = {"": None, "0": False, "1": True}
 # The process that `vramx run` becomes; its children find another number there than their own.
 _ROOT_PROCESS = "VRAMX_ROOT_PID"
+# What has torch register all of its memory with NCCL, by address; the older name still counts.
+_NCCL_REGISTRATION = (
+    "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",
+    "NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",
+)
+_PREFIX = "VRAMX_"
+# What parse() reads besides VRAMX, without the prefix.
+_NAMES = (
+    "LIMIT", "CROSS_STREAM", "DEVICES", "RECORD", "STRICT", "CACHE_DIR", "VERBOSE", "STATS",
+    "PEAKS", "ALLOCATOR", "OOM_DIR", "OOM_SNAPSHOT", "ROOT_PID",
+)  # fmt: skip
+# How alike two names are from which on one is taken for the other: one letter too many or too few
+# gives 0.9, "SRC" and "STRICT" have 0.67.
+_LIKENESS = 0.75
 
 
 @dataclass(frozen=True)
@@ -74,14 +91,13 @@ def is_enabled() -> bool:
 
 def local_ranks() -> int:
     """Return how many processes of this job are on this host, as far as its launcher says."""
-    texts = [os.environ.get(name, "") for name in _LOCAL_RANKS]
-    return max([1, *(int(text) for text in texts if text.isascii() and text.isdigit())])
+    return max(1, *(_number(os.environ.get(name, "")) or 1 for name in _LOCAL_RANKS))
 
 
 def rank() -> int | None:
     """Return this process's number among those of its job, as far as its launcher says."""
-    texts = (os.environ.get(name, "") for name in _RANKS)
-    return next((int(text) for text in texts if text.isascii() and text.isdigit()), None)
+    numbers = (_number(os.environ.get(name, "")) for name in _RANKS)
+    return next((number for number in numbers if number is not None), None)
 
 
 def cublas_workspace_bytes() -> int | None:
@@ -102,8 +118,22 @@ def cublaslt_workspace_bytes() -> int | None:
 
     torch reads a number at the beginning, and nothing else.
     """
-    text = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "").strip()
-    return int(text) << 10 if text.isascii() and text.isdigit() else None
+    size_kib = _number(os.environ.get("CUBLASLT_WORKSPACE_SIZE", "").strip())
+    return None if size_kib is None else size_kib << 10
+
+
+def nccl_registration() -> str | None:
+    """Return the variable by which torch registers all of its memory with NCCL, if one is on."""
+    off = ("", "0", "n", "no", "f", "false")
+    on = (name for name in _NCCL_REGISTRATION if os.environ.get(name, "").lower() not in off)
+    return next(on, None)
+
+
+def stop_nccl_registration() -> None:
+    """Switch that off in this process and its children. torch reads it when a group is made."""
+    for name in _NCCL_REGISTRATION:
+        if name in os.environ:
+            os.environ[name] = "0"
 
 
 @lru_cache(maxsize=1)
@@ -120,12 +150,14 @@ def parse(environment: Mapping[str, str]) -> Config:
     """Read a configuration from variables.
 
     Raises:
-        InvalidValueError: a variable holds what is not accepted; the text names it.
+        InvalidValueError: a variable holds what is not accepted, or has nearly the name of one;
+            the text names it.
 
     Example:
         >>> parse({"VRAMX": "1", "VRAMX_DEVICES": "0,2"}).devices
         (0, 2)
     """
+    _refuse_near_names(environment)
     return Config(
         enabled=_switch(environment, "VRAMX", default=False),
         limit=environment.get("VRAMX_LIMIT") or None,
@@ -140,12 +172,25 @@ def parse(environment: Mapping[str, str]) -> Config:
         peaks_dir=_path(environment, "VRAMX_PEAKS"),
         oom_dir=_path(environment, "VRAMX_OOM_DIR"),
         oom_snapshot=_switch(environment, "VRAMX_OOM_SNAPSHOT", default=True),
-        root_pid=int(environment.get(_ROOT_PROCESS, "0") or 0) or None,
+        root_pid=_number(environment.get(_ROOT_PROCESS, "")),
         xdg_cache_home=_path(environment, "XDG_CACHE_HOME"),
         compiler=environment.get("CXX") or "g++",
         cuda_home=_path(environment, "CUDA_HOME") or _path(environment, "CUDA_PATH"),
         torch_autoload=environment.get(TORCH_AUTOLOAD, "1") == "1",
     )
+
+
+def _refuse_near_names(environment: Mapping[str, str]) -> None:
+    for name in environment:
+        rest = name.removeprefix(_PREFIX)
+        if rest == name or rest in _NAMES:
+            continue
+        if near := get_close_matches(rest.upper(), _NAMES, n=1, cutoff=_LIKENESS):
+            raise InvalidValueError(f"{name} is no variable; did you mean {_PREFIX}{near[0]}?")
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() else None
 
 
 def _switch(environment: Mapping[str, str], name: str, *, default: bool) -> bool:

@@ -13,7 +13,7 @@ std::atomic<std::uint32_t> ForkGuard::generation_{0};
 
 ForkGuard::ForkGuard() {
   if (!is_registered.exchange(true)) pthread_atfork(nullptr, nullptr, enter_child);
-  born_ = generation_.load(std::memory_order_relaxed);
+  renew();
 }
 
 }  // namespace vramx

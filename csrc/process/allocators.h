@@ -7,7 +7,8 @@
 // layout must be equal on both sides before the first call. Callbacks are plain functions with a
 // context, because the sides may have different standard libraries.
 //
-// Nothing throws. Thread-safe; inert in a forked child, where allocate fails and free does nothing.
+// Nothing throws. Thread-safe; inert in a child that was forked after note_use() or the first start
+// of a device: allocate fails there and free does nothing. One that was forked before is none.
 // A device that is not there yet is started by the first allocate on it, and not before: its
 // context and its addresses cost something. A call is one indirect jump.
 #pragma once
@@ -25,7 +26,7 @@ enum class CoreCode : std::int32_t {
   kOutOfMemory,  // out_of_memory_text() says more
   kNotOurs,      // the address is no block of any device
   kUnavailable,  // the device cannot be used by the core at all; failure_text() says why
-  kForked,       // in a forked child
+  kForked,       // is_in_child()
 };
 
 // A live block, as its owner sees it.
@@ -121,6 +122,8 @@ class Allocators {
   virtual const char* out_of_memory_text() const = 0;
   virtual const char* failure_text() const = 0;
   virtual bool is_in_child() const = 0;
+  // CUDA is in use in this process, though no device may be started yet.
+  virtual void note_use() = 0;
 
   // --- other devices ----------------------------------------------------------------------------
   // From now on kernels and copies of `peer` may touch all memory of `device`. Kept for a device
@@ -134,7 +137,7 @@ class Allocators {
 // How the interface travels: by the address of this, as a number.
 struct AllocatorsHandle {
   // To be raised with every change of the class above, which no size tells.
-  static constexpr std::uint32_t kVersion = 4;
+  static constexpr std::uint32_t kVersion = 5;
   static constexpr std::uint32_t kLayout = sizeof(AllocatorStats) * 8 + sizeof(CoreBlock) * 4 +
                                            sizeof(CorePiece) * 2 + sizeof(CoreEvent);
 

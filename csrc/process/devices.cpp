@@ -9,7 +9,21 @@ namespace vramx {
 
 Devices::Devices(std::unique_ptr<DeviceSource> source, DevicesOptions options)
     : source_(std::move(source)), options_(std::move(options)), handle_{.allocators = this} {
-  for (Slot& slot : slots_) slot.limit = options_.config.limit;
+  for (Slot& slot : slots_) slot.limit = options_.config.limit.count;
+}
+
+// --- forks --------------------------------------------------------------------------------------
+
+// Says whether this is the process of these devices after all: a child of one that had used no GPU
+// and held no lock is as good as its parent. Until a thread of the child has taken over, none holds
+// the lock, so the count is the parent's.
+bool Devices::take_over() const {
+  if (!is_in_use_.load() && lock_count_.load() == 0) fork_guard_.renew();
+  return !fork_guard_.is_in_child();
+}
+
+void Devices::note_use() {
+  if (!is_in_child()) is_in_use_.store(true);
 }
 
 // --- blocks -------------------------------------------------------------------------------------
@@ -58,7 +72,7 @@ CoreCode Devices::refuse_number(int device) {
 CoreCode Devices::start(int device, DeviceAllocator** allocator) {
   if (is_in_child()) return CoreCode::kForked;
   if (!is_number(device)) return refuse_number(device);
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(*this);
   Slot& wanted = slot(device);
   if (!wanted.owner) {
     if (wanted.failure.empty() && !is_accepted(device)) {
@@ -81,6 +95,7 @@ bool Devices::is_accepted(int device) const {
 }
 
 CoreCode Devices::open(int device) {
+  is_in_use_.store(true);
   Result<std::unique_ptr<Driver>> driver = source_->open(device);
   if (!driver.ok()) return refuse(device, driver.status());
   auto allocator = DeviceAllocator::create(*driver.value(), options_.config);
@@ -111,7 +126,7 @@ CoreCode Devices::refuse(int device, const Status& status) {
 
 // Gives a new allocator what was asked for while it was not there.
 Status Devices::connect(int device, DeviceAllocator& allocator) const {
-  allocator.set_limit(slot(device).limit);
+  allocator.set_limit(slot(device).bound());
   for (const Relief& each : reliefs_) {
     allocator.add_relief([each, device] { each.relieve(each.context, device); });
   }
@@ -146,19 +161,34 @@ void Devices::publish(int device) {
 
 void Devices::set_limit(int device, Bytes limit) {
   if (is_in_child()) return;
-  // A limit may be set from inside another allocator's lock: it does not wait for a start then.
-  if (DeviceAllocator* const allocator = started(device)) return allocator->set_limit(limit);
-  const std::lock_guard<std::mutex> lock(mutex_);
   for (int i = 0; i < kMostDevices; ++i) {
-    if (device != kAll && device != i) continue;
-    slot(i).limit = limit;
-    if (slot(i).owner) slot(i).owner->set_limit(limit);
+    if (device == kAll || device == i) slot(i).limit = limit.count;
+  }
+  apply_bounds(device);
+}
+
+void Devices::set_share(int device, Bytes share) {
+  if (is_in_child() || !is_number(device)) return;
+  slot(device).share = share.count;
+  apply_bounds(device);
+}
+
+// A limit may be set from inside another allocator's lock: it does not wait for a start then.
+void Devices::apply_bounds(int device) {
+  if (DeviceAllocator* const allocator = started(device)) {
+    return allocator->set_limit(slot(device).bound());
+  }
+  const Lock lock(*this);
+  for (int i = 0; i < kMostDevices; ++i) {
+    if ((device == kAll || device == i) && slot(i).owner) {
+      slot(i).owner->set_limit(slot(i).bound());
+    }
   }
 }
 
 void Devices::add_relief(Relieve relieve, void* context) {
   if (is_in_child()) return;
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(*this);
   for_each_started(kAll, [&](int device, DeviceAllocator& allocator) {
     allocator.add_relief([=] { relieve(context, device); });
   });
@@ -167,7 +197,7 @@ void Devices::add_relief(Relieve relieve, void* context) {
 
 void Devices::set_observer(Observe observe, void* context) {
   if (is_in_child()) return;
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(*this);
   observe_ = observe;
   observed_by_ = context;
   for_each_started(kAll, [&](int device, DeviceAllocator& allocator) {
@@ -177,7 +207,7 @@ void Devices::set_observer(Observe observe, void* context) {
 
 void Devices::set_surroundings(const Surroundings* surroundings) {
   if (is_in_child()) return;
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(*this);
   surroundings_ = surroundings;
   for_each_started(kAll, [&](int, DeviceAllocator& each) { each.set_surroundings(surroundings); });
 }
@@ -186,7 +216,7 @@ CoreCode Devices::allow_peer(int device, int peer) {
   if (is_in_child()) return CoreCode::kForked;
   if (!is_number(device)) return refuse_number(device);
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const Lock lock(*this);
     if (!slot(device).owner) {
       slot(device).peers.push_back(peer);
       return CoreCode::kOk;

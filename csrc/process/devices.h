@@ -11,11 +11,13 @@
 //
 // Thread-safe. A started device and its regions are published by one store and never change, so
 // that finding them takes no lock, not even while another device is being started, which may take
-// seconds. Inert in a forked child: it answers kForked, takes no lock and calls no driver. Finding
-// an allocator is one read; finding an address's compares two ranges for each device started
-// before.
+// seconds. Inert in a child that was forked from a process with a GPU in use: it answers kForked,
+// takes no lock and calls no driver. Forked before that, a child goes on where its parent was.
+// Finding an allocator is one read; finding an address's compares two ranges for each device
+// started before.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <memory>
@@ -73,8 +75,12 @@ class Devices final : public Allocators {
   void set_surroundings(const Surroundings* surroundings) override;
   const char* out_of_memory_text() const override;
   const char* failure_text() const override;
-  bool is_in_child() const override { return fork_guard_.is_in_child(); }
+  bool is_in_child() const override { return fork_guard_.is_in_child() && !take_over(); }
+  void note_use() override;
   CoreCode allow_peer(int device, int peer) override;
+
+  // A second limit of a device, for torch's fraction: the lower one holds. UINT64_MAX for none.
+  void set_share(int device, Bytes share);
 
   // --- looks ------------------------------------------------------------------------------------
   // The allocator of a device; null before its start and in a forked child.
@@ -91,7 +97,10 @@ class Devices final : public Allocators {
     std::unique_ptr<Driver> driver;                    // outlives the allocator
     std::unique_ptr<DeviceAllocator> owner;
     std::string failure;  // why it cannot be used, for good; empty where it can
-    Bytes limit{};
+    std::atomic<std::uint64_t> limit{UINT64_MAX};  // set_limit()
+    std::atomic<std::uint64_t> share{UINT64_MAX};  // set_share()
+
+    Bytes bound() const { return {std::min(limit.load(), share.load())}; }
     std::vector<int> peers;  // to be let in at its start
   };
   // Not set to anything beforehand, which would cost more than all else on the hot path.
@@ -111,10 +120,30 @@ class Devices final : public Allocators {
     int device = -1;
   };
 
+  // Holds mutex_, and tells a child that is forked meanwhile, which could never get it.
+  class Lock {
+   public:
+    explicit Lock(const Devices& devices) : devices_(devices) {
+      ++devices_.lock_count_;
+      devices_.mutex_.lock();
+    }
+    ~Lock() {
+      devices_.mutex_.unlock();
+      --devices_.lock_count_;
+    }
+    Lock(const Lock&) = delete;
+    Lock& operator=(const Lock&) = delete;
+
+   private:
+    const Devices& devices_;
+  };
+
   static bool is_number(int device) { return device >= 0 && device < kMostDevices; }
   Slot& slot(int device) { return slots_[static_cast<std::size_t>(device)]; }
   const Slot& slot(int device) const { return slots_[static_cast<std::size_t>(device)]; }
   const Region* region_of(Address address) const;
+  bool take_over() const;
+  void apply_bounds(int device);
   CoreCode start(int device, DeviceAllocator** allocator);
   CoreCode open(int device);
   static CoreCode refuse_number(int device);
@@ -128,12 +157,14 @@ class Devices final : public Allocators {
 
   const std::unique_ptr<DeviceSource> source_;
   const DevicesOptions options_;
-  const ForkGuard fork_guard_;
+  mutable ForkGuard fork_guard_;
   const AllocatorsHandle handle_;
 
   std::array<Slot, kMostDevices> slots_;
   std::array<Region, 2 * kMostDevices> regions_;
   std::atomic<int> region_count_{0};
+  std::atomic<bool> is_in_use_{false};      // a GPU, by this process; never cleared
+  mutable std::atomic<int> lock_count_{0};  // of Lock objects
 
   // Of the slots' plain members and of all below. Held while a device starts, never while a relief
   // or the observer is called.

@@ -80,7 +80,7 @@ VRAMX_EXPORT void vramx_plain_memory_fraction(double fraction, int device) {
   const auto capacity = static_cast<double>(devices->capacity(device).count);
   const double share = std::clamp(fraction, 0.0, 1.0) * capacity;
   const bool is_bounded = fraction < 1.0;
-  devices->set_limit(device, Bytes{is_bounded ? static_cast<std::uint64_t>(share) : UINT64_MAX});
+  devices->set_share(device, Bytes{is_bounded ? static_cast<std::uint64_t>(share) : UINT64_MAX});
 }
 
 // Memory of a graph must stay the graph's after it is freed, which these functions cannot promise.

@@ -106,7 +106,7 @@ void History::record(const HistoryEvent& event, const Context& context) {
 #if VRAMX_TORCH >= 214
 void History::annotate(const HistoryEvent& event, const std::string& text) {
   if (!flags_.has(Flag::kRecording)) return;
-  TraceEntry entry = entry_of(event, nullptr);
+  TraceEntry entry = entry_of(event, gather(RecordContext::ALLOC));
   entry.user_metadata_ = text;
   add(std::move(entry));
 }

@@ -52,7 +52,7 @@ class History {
   Context gather(RecordContext level) const;
   void record(const HistoryEvent& event, const Context& context);
 #if VRAMX_TORCH >= 214
-  // The same, with a text of its own instead of the thread's label.
+  // The same, with a text of its own instead of the thread's label, and a stack trace of this call.
   void annotate(const HistoryEvent& event, const std::string& text);
 #endif
 

@@ -1,4 +1,5 @@
-// One limit a device for the core and torch's own allocator together.
+// One limit a device for the core and torch's own allocator together: the lower of vramx's own and
+// of the fraction that torch was given, so that a program cannot lift what it was started under.
 //
 // Each side is told what the other leaves of it: the core a limit in bytes, torch's allocator a
 // fraction of the device. They are told again before and after everything that torch's allocator
@@ -22,15 +23,16 @@ class JointLimits {
  public:
   JointLimits(Allocators& core, CUDAAllocator& native, const JointStatistics& statistics);
 
-  // Before CUDA is initialised too: torch's allocator is told when it is. -1 means every device.
+  // vramx's own. Before CUDA is initialised too: torch's allocator is told when it is. -1 means
+  // every device.
   void set(int device, std::uint64_t bytes);
-  // kNoLimit for none.
+  // What holds; kNoLimit for none.
   std::uint64_t get(DeviceIndex device) const;
 
   void set_fraction(DeviceIndex device, double fraction);
   double fraction(DeviceIndex device) const;
-  // When torch's allocator is initialised: it learns the limit that was set before, or the fraction
-  // that it was given by the environment or before a late installation becomes the limit.
+  // When torch's allocator is initialised: it learns the limit that was set before, and the
+  // fraction that it was given by the environment or before a late installation holds for both.
   void start(DeviceIndex device);
 
   void rebalance(DeviceIndex device);
@@ -38,15 +40,21 @@ class JointLimits {
   std::uint64_t room(DeviceIndex device) const;
 
  private:
-  std::atomic<std::uint64_t>& limit(int device) {
-    return limits_[static_cast<std::size_t>(device)];
+  using Limits = std::array<std::atomic<std::uint64_t>, kMaxDevices>;
+
+  template <class Array>
+  static auto& at(Array& array, int device) {
+    return array[static_cast<std::size_t>(device)];
   }
+  // `before` is what held until now.
+  void apply(DeviceIndex device, std::uint64_t before);
   void lift(DeviceIndex device);
 
   Allocators& core_;
   CUDAAllocator& native_;
   const JointStatistics& statistics_;
-  std::array<std::atomic<std::uint64_t>, kMaxDevices> limits_;
+  Limits limits_;  // vramx's own
+  Limits shares_;  // torch's fractions, in bytes
 };
 
 }  // namespace vramx

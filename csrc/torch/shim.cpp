@@ -260,6 +260,7 @@ void Shim::recordStream(const c10::DataPtr& data, c10::cuda::CUDAStream stream) 
 }
 
 void Shim::init(int device_count) {
+  core_.note_use();
   const bool is_late = native_.initialized();
   native_.init(device_count);
   if (is_late) statistics_.start_late(device_count);

@@ -11,9 +11,9 @@
 // It decides who serves a request and joins the answers; its parts hold the state. There is one in
 // a process, never destroyed: tensors outlive everything else. Thread-safe. Lock order: a part's
 // own lock, then native's; the core, trackers, observers and the stack recorder are called without
-// any. In a forked child a free does nothing and an allocation is native's to refuse; neither takes
-// a lock. An ordinary allocation costs a few loads more than the core and torch's own look-ups of
-// the stream and, where there are several, the device.
+// any. In a child that was forked once CUDA was initialised a free does nothing and an allocation
+// is native's to refuse; neither takes a lock. An ordinary allocation costs a few loads more than
+// the core and torch's own look-ups of the stream and, where there are several, the device.
 #pragma once
 
 #include <mutex>

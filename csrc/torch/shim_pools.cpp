@@ -53,9 +53,12 @@ int Shim::getPoolUseCount(DeviceIndex device, MempoolId_t pool) {
   return native_.getPoolUseCount(device, pool);
 }
 
+// A pool that names us as its allocator is an ordinary one of native's: what the core lent it would
+// be counted on both sides, by statistics, snapshots and limits.
 #if VRAMX_TORCH >= 211
 void Shim::createOrIncrefPool(DeviceIndex device, MempoolId_t pool,
                               std::shared_ptr<CUDAAllocator> allocator) {
+  if (allocator.get() == this) allocator = nullptr;
   native_.createOrIncrefPool(device, pool, std::move(allocator));
 }
 
@@ -65,6 +68,7 @@ void Shim::setUseOnOOM(DeviceIndex device, MempoolId_t pool, bool use_on_oom) {
 }
 #elif VRAMX_TORCH >= 208
 void Shim::createOrIncrefPool(DeviceIndex device, MempoolId_t pool, CUDAAllocator* allocator) {
+  if (allocator == this) allocator = nullptr;
   native_.createOrIncrefPool(device, pool, allocator);
 }
 

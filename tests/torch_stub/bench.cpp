@@ -59,6 +59,7 @@ BENCH void* bench_native_allocate(std::size_t size) { return native().raw_alloc(
 // As a tensor from before an installation is freed.
 BENCH void bench_native_free(void* pointer) { native().raw_deleter()(pointer); }
 BENCH int bench_native_stats_reads() { return native().stats_reads; }
+BENCH int bench_native_fractions_set() { return native().fractions_set; }
 BENCH void bench_rename_native(const char* name) { native().rename(name); }
 BENCH void bench_segment_source() { native().segment_source = &current(); }
 
@@ -152,6 +153,18 @@ BENCH void bench_set_fraction(double fraction, int device) {
 }
 // --- pools ---
 
+// A pool whose segments come from the allocator that is installed, as MemPool(allocator) makes it.
+BENCH void bench_make_pool([[maybe_unused]] int device, [[maybe_unused]] unsigned long long pool) {
+  guarded([&] {
+#if VRAMX_TORCH >= 211
+    // Torch owns the allocator that is installed; this one gives nothing up.
+    const std::shared_ptr<CUDAAllocator> installed(&current(), [](CUDAAllocator*) {});
+    current().createOrIncrefPool(static_cast<DeviceIndex>(device), {0, pool}, installed);
+#elif VRAMX_TORCH >= 208
+    current().createOrIncrefPool(static_cast<DeviceIndex>(device), {0, pool}, &current());
+#endif
+  });
+}
 BENCH void bench_begin_pool(int device, unsigned long long pool, std::uintptr_t stream) {
   guarded([&] {
     const auto wanted = reinterpret_cast<cudaStream_t>(stream);

@@ -149,6 +149,7 @@ void Native::emptyCache() {
 void Native::setMemoryFraction(double fraction, DeviceIndex device) {
   TORCH_CHECK(fraction >= 0 && fraction <= 1, "invalid fraction");
   at(device).fraction = fraction;
+  ++fractions_set;
 }
 
 void Native::cacheInfo(DeviceIndex, size_t* largest) {

@@ -20,6 +20,7 @@ class Native final : public Pluggable {
 
   std::vector<std::string> journal;
   int stats_reads = 0;
+  int fractions_set = 0;
   // A pool that gets its segments from this allocator, as MemPool(allocator) asks for.
   CUDAAllocator* segment_source = nullptr;
 
@@ -60,8 +61,15 @@ class Native final : public Pluggable {
                           cudaStream_t stream, bool p2p_enabled) override;
 #if VRAMX_TORCH >= 211
   void setUseOnOOM(DeviceIndex, MempoolId_t, bool) override {}
+  void createOrIncrefPool(DeviceIndex, MempoolId_t pool,
+                          std::shared_ptr<CUDAAllocator> allocator) override {
+    make_pool(pool, allocator.get());
+  }
 #elif VRAMX_TORCH >= 208
   void setUseOnOOM(DeviceIndex, MempoolId_t) override {}
+  void createOrIncrefPool(DeviceIndex, MempoolId_t pool, CUDAAllocator* allocator) override {
+    make_pool(pool, allocator);
+  }
 #endif
 #if VRAMX_TORCH >= 208
   void emptyCache(MempoolId_t pool) override;
@@ -102,6 +110,11 @@ class Native final : public Pluggable {
   };
 
   Device& at(DeviceIndex device) { return devices_.at(static_cast<std::size_t>(device)); }
+  // Every pool's segments come from the last pool's allocator, which does for a test.
+  void make_pool(MempoolId_t id, CUDAAllocator* allocator) {
+    ++pools_[id].use_count;
+    segment_source = allocator;
+  }
   void note(std::string text) { journal.push_back(std::move(text)); }
   void* from_cache(std::size_t size, DeviceIndex device);
   void* grow(std::size_t size, DeviceIndex device);

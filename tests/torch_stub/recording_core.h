@@ -52,6 +52,7 @@ class RecordingCore final : public Allocators {
   const char* out_of_memory_text() const override { return ""; }
   const char* failure_text() const override { return ""; }
   bool is_in_child() const override { return false; }
+  void note_use() override {}
   CoreCode allow_peer(int, int) override { return CoreCode::kOk; }
 };
 

@@ -7,6 +7,11 @@ of its own, so replacing the attribute _lazy_init would miss some). Nothing is i
 driver is touched before it, so a process that never uses CUDA pays for no allocator, and one that
 forks first may still use CUDA in its children.
 
+A few functions of torch._C initialise CUDA in C++, behind that one's back, and then tell torch's
+allocator something: that it keeps a history, who hears of failures. An allocator that is installed
+later would not know of it. So until then they are wrapped as well, to have CUDA initialised the
+usual way first.
+
 Not here: what runs before and after the initialisation; callables are handed in. The wrapped
 function raises only what torch's own does. Runs once, under torch's initialisation lock.
 """
@@ -23,6 +28,12 @@ from types import FrameType, ModuleType
 from typing import Any
 
 _log = logging.getLogger("vramx")
+# Of torch._C: those that initialise CUDA in C++.
+_BEHIND = (
+    "_cuda_record_memory_history",
+    "_cuda_record_memory_history_legacy",
+    "_cuda_attach_out_of_memory_observer",
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,7 @@ class _Hook:
     """What is known and wanted in this process. Changed under the GIL alone."""
 
     wrapper: Callable[..., Any] | None = None
+    behind: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = field(default_factory=dict)
     site: InitSite | None = None
     before: list[Callable[[], None]] = field(default_factory=list)
     after: list[Callable[[], None]] = field(default_factory=list)
@@ -62,6 +74,11 @@ def watch() -> None:
     assert native is not None  # hasattr(None, "_cuda_init") is false
     _hook.wrapper = _wrap(native, native._cuda_init)
     native._cuda_init = _hook.wrapper
+    for name in _BEHIND:
+        if hasattr(native, name):
+            original = getattr(native, name)
+            _hook.behind[name] = original, _initialising(torch, original)
+            setattr(native, name, _hook.behind[name][1])
 
 
 def run_before(action: Callable[[], None]) -> bool:
@@ -101,6 +118,9 @@ def _wrap(native: ModuleType, original: Callable[..., Any]) -> Callable[..., Any
     def initialise(*args: Any, **kwargs: Any) -> Any:
         if native.__dict__.get("_cuda_init") is initialise:
             native.__dict__["_cuda_init"] = original
+        for name, (function, wrapper) in _hook.behind.items():
+            if native.__dict__.get(name) is wrapper:
+                native.__dict__[name] = function
         if _hook.site is None:  # else somebody kept the wrapper, and torch initialises again
             _note_and_act(sys._getframe(1))
         result = original(*args, **kwargs)
@@ -109,6 +129,17 @@ def _wrap(native: ModuleType, original: Callable[..., Any]) -> Callable[..., Any
         return result
 
     return initialise
+
+
+def _initialising(torch: ModuleType, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def initialised(*args: Any, **kwargs: Any) -> Any:
+        # Not again where somebody kept the wrapper: it would wait for torch's lock of that moment.
+        if _hook.site is None:
+            torch.cuda.init()
+        return function(*args, **kwargs)
+
+    return initialised
 
 
 def _note_and_act(frame: FrameType) -> None:
@@ -131,7 +162,7 @@ def _act(actions: list[Callable[[], None]], when: str) -> None:
 
 def site_of(frame: FrameType | None) -> InitSite:
     """Return who is behind `frame`: the first caller outside torch, and the program's own line."""
-    machinery = (_folder_of("torch"), "<frozen importlib")
+    machinery = (_folder_of("torch"), "<frozen importlib", __file__)
     caller = program = ""
     while frame is not None:
         name = frame.f_code.co_filename

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from vramx import config
 from vramx.allocator import cuda_init, preconditions, profiler_start, shim_build
-from vramx.allocator.options import DEFAULT_CROSS_STREAM, Options, choose
+from vramx.allocator.options import DEFAULT_CROSS_STREAM, Options, choose, switch
 from vramx.allocator.shim import Shim
 from vramx.errors import InstallError, NotInstalledError, ShimError, VramxWarning
 
@@ -92,6 +92,7 @@ def install_allocator(
         InvalidValueError: an option is not accepted, or VRAMX_* holds what is not.
         InstallError: it cannot be installed here or now; ShimError, if that is for want of the
             compiled part. Torch's own allocator stays.
+        NotInstalledError: it was installed, and the program has set another allocator since.
 
     Sync: none.
 
@@ -101,6 +102,7 @@ def install_allocator(
     """
     settings = config.config()
     options = choose(limit, devices, cross_stream, record, settings)
+    strict, late = switch("strict", strict), switch("late", late)
     if settings.verbose:
         _speak()
     torch = _import_torch()
@@ -111,7 +113,7 @@ def install_allocator(
             _finish(_state.installed)
         elif options != _state.installed.options:
             raise _refusal(_state.installed.options, options)
-        allocator: CUDAPluggableAllocator = _state.installed.allocator
+        allocator: CUDAPluggableAllocator = current().allocator
         return allocator
 
 
@@ -131,13 +133,20 @@ def current() -> Installation:
     """Return what is installed.
 
     Raises:
-        NotInstalledError: nothing is.
+        NotInstalledError: nothing is, or the program has set another allocator since.
     """
-    if _state.installed is None:
+    installed = _state.installed
+    if installed is None:
         raise NotInstalledError(
             "the allocator is not installed in this process; call vramx.install_allocator() first"
         )
-    return _state.installed
+    if not allocator_installed():
+        raise NotInstalledError(
+            "torch.cuda.memory.change_current_allocator was called after the installation, and "
+            "that allocator serves this process; leave the call out, or use its allocator for "
+            "some tensors, by torch.cuda.use_mem_pool(torch.cuda.MemPool(allocator.allocator()))"
+        )
+    return installed
 
 
 def current_device() -> int:
@@ -173,8 +182,10 @@ def _install(torch: ModuleType, options: Options, strict: bool, late: bool) -> I
 
 
 def _install_shim(torch: ModuleType, options: Options, late: bool, shim: Shim) -> Installation:
+    _warn_of_what_is_lost(torch, late)
     devices = open_devices(options)
     shim.install(devices.handle_address, late)
+    config.stop_nccl_registration()
     profiler_start.watch(shim.note_profiler)
     memory = torch.cuda.memory
     # Its __init__ would load a library by path; the shim is loaded, and torch has it already.
@@ -182,6 +193,25 @@ def _install_shim(torch: ModuleType, options: Options, late: bool, shim: Shim) -
     allocator._allocator = torch._C._cuda_getAllocator()
     _log.info("vramx: installed for torch %s: %s", torch.__version__, options)
     return Installation(options, devices, shim, allocator, torch)
+
+
+def _warn_of_what_is_lost(torch: ModuleType, late: bool) -> None:
+    """Name what will not go on, before it is done: a warning may have been made an error."""
+    if name := config.nccl_registration():
+        warnings.warn(
+            f"{name} is switched off, as torch does with expandable_segments: NCCL would keep "
+            "addresses under which memory changes. Register a pool instead: "
+            "torch.cuda.MemPool(backend.mem_allocator) and backend.register_mem_pool(pool)",
+            VramxWarning,
+            stacklevel=5,
+        )
+    if late and torch._C._cuda_isHistoryEnabled():
+        warnings.warn(
+            "torch's memory history was switched on before the installation and will have nothing "
+            "of vramx's memory; call torch.cuda.memory._record_memory_history() after it",
+            VramxWarning,
+            stacklevel=5,
+        )
 
 
 def _install_plain(torch: ModuleType, options: Options, reason: ShimError) -> Installation:

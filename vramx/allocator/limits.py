@@ -48,6 +48,8 @@ class DefragmentReport:
 def set_limit(limit: int | float | str | None, device: Any = None) -> None:
     """Bound what vramx and torch's own allocator hold of a device together.
 
+    torch.cuda.set_per_process_memory_fraction is a bound of its own; the lower one holds.
+
     Args:
         limit: bytes, a size ("24GiB"), a fraction of the device (0.9), or None to lift it.
         device: None for every device, else 1, "cuda:1" or a torch.device.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vramx.config import CROSS_STREAM, Config
-from vramx.errors import InvalidValueError, refused
+from vramx.errors import InvalidValueError, brief, refused
 from vramx.sizes import MIB, format_size, parse_size
 
 DEFAULT_CROSS_STREAM = "under_pressure"
@@ -25,7 +25,8 @@ _MIN_LIMIT_BYTES = 2 * MIB  # one chunk: below it nothing can be allocated at al
 _FRACTION = re.compile(r"\s*(?:0?\.\d+|1\.0*)\s*")
 _DEVICE = re.compile(r"(?:cuda:)?(\d{1,4})|cuda")
 _LIMIT_ACCEPTED = (
-    "accepted are None, bytes, a size as in '24GiB', or a fraction of each device as in 0.9"
+    "accepted are None, bytes, a size in KiB, MiB, GiB or TiB as in '24GiB', or a fraction of each "
+    "device as in 0.9"
 )
 
 # Bytes (int) or a fraction of a device (float above 0, up to 1).
@@ -65,8 +66,19 @@ def choose(
         limit=environment_limit(config) if limit is None else parse_limit(limit),
         devices=config.devices if devices is None else _parse_devices(devices),
         cross_stream=_parse_cross_stream(cross_stream, config),
-        record=bool(record) or config.record,
+        record=switch("record", record) or config.record,
     )
+
+
+def switch(name: str, value: object) -> bool:
+    """Return what is True or False.
+
+    Raises:
+        InvalidValueError: it is neither. "no" and "0" are true to Python.
+    """
+    if not isinstance(value, bool):
+        raise refused(name, value, "are True and False")
+    return value
 
 
 def environment_limit(config: Config) -> Limit | None:
@@ -102,7 +114,12 @@ def parse_limit(limit: int | float | str | None) -> Limit | None:
         raise InvalidValueError(
             f"limit {limit!r} is of type {type(limit).__name__}; {_LIMIT_ACCEPTED}"
         )
-    limit_bytes = parse_size(limit)
+    try:
+        limit_bytes = parse_size(limit)
+    except InvalidValueError:
+        raise InvalidValueError(
+            f"limit {brief(limit)} is not understood; {_LIMIT_ACCEPTED}"
+        ) from None
     if limit_bytes < _MIN_LIMIT_BYTES:
         raise InvalidValueError(
             f"limit {limit!r} is {format_size(limit_bytes)}, less than one chunk of 2 MiB; "

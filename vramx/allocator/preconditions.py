@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from types import ModuleType
 
+from vramx import config
 from vramx.allocator import cuda_init
 from vramx.allocator.options import Options
 from vramx.errors import InstallError, InvalidValueError
@@ -26,7 +27,9 @@ def check(torch: ModuleType, options: Options, late: bool) -> None:
     _check_driver()
     _check_devices(torch, options)
     _check_backend(torch)
-    if not late:
+    if late:
+        _check_groups(torch)
+    else:
         _check_time(torch)
 
 
@@ -57,10 +60,25 @@ def _check_devices(torch: ModuleType, options: Options) -> None:
 
 def _check_backend(torch: ModuleType) -> None:
     backend = torch.cuda.get_allocator_backend()
+    if backend == "vramx":
+        raise InstallError(
+            "vramx is installed in this process by another copy of it, or was before it was "
+            "reloaded; it serves on. To use this copy, start the process again"
+        )
     if backend != "native":
         raise InstallError(
             f"torch's allocator is {backend!r}, and vramx stands before the native one; leave "
             "backend: out of PYTORCH_ALLOC_CONF and change_current_allocator out of the program"
+        )
+
+
+def _check_groups(torch: ModuleType) -> None:
+    """Refuse where NCCL knows addresses already: nothing tells it that memory is mapped anew."""
+    name = config.nccl_registration()
+    if name and torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise InstallError(
+            f"torch.distributed is initialised with {name}=1, by which torch's memory is "
+            "registered with NCCL; call install_allocator() before, or leave that variable out"
         )
 
 

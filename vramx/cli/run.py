@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import mmap
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -42,6 +43,9 @@ class _RunParser(common.OneLineParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         own, command = split_arguments(list(args or ()))
         parsed, extra = super().parse_known_args(own, namespace)
+        if extra:
+            accepted = ", ".join(action.option_strings[-1] for action in self._actions)
+            self.error(f"unrecognized arguments: {' '.join(extra)}; accepted are {accepted}")
         if not command:
             self.error("what to run is missing: a script, -m MODULE, or -- COMMAND")
         parsed.command = command
@@ -120,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
     if args.limit is None:
         environment_limit(config.config())
     command = [_executable(args.command[0]), *args.command[1:]]
+    _check_script(args.command)
     if reason := _unserved(Path(command[0])):
         common.note("run", f"{reason}; the program runs, without the allocator")
     else:
@@ -169,6 +174,15 @@ def _executable(name: str) -> str:
     if found is None:
         raise VramxError(f"{name}: no such command")
     return found
+
+
+def _check_script(command: Sequence[str]) -> None:
+    """Refuse a command that stands where a script does; Python says what else is wrong with one."""
+    script = command[1] if command[0] == sys.executable and len(command) > 1 else ""
+    if script and not Path(script).exists() and shutil.which(script):
+        raise VramxError(
+            f"{script} is a command and no script; write: vramx run -- {shlex.join(command[1:])}"
+        )
 
 
 def _unserved(program: Path) -> str:

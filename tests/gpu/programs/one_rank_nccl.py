@@ -1,4 +1,4 @@
-"""NCCL with one rank, which asks the allocator to be told of every change of its memory.
+"""NCCL with one rank, which asks to be told of all memory. vramx switches that off, with a warning.
 
 one_rank_nccl.py native|vramx      with TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK=1
 """

@@ -87,4 +87,14 @@ CHECK(Fixture, a_fraction_is_of_the_device) {
   EXPECT(vramx_plain_malloc(kPiece, 0, nullptr) != nullptr);
 }
 
+CHECK(Fixture, a_fraction_does_not_lift_a_limit) {
+  const Serving serving(*this);
+  for (const bool is_started : {false, true}) {
+    devices.set_limit(0, Bytes{kPiece});
+    vramx_plain_memory_fraction(1.0, 0);
+    if (!is_started) EXPECT(vramx_plain_malloc(kPiece, 0, nullptr) != nullptr);
+    EXPECT(words_of_malloc(kPiece, 0).starts_with("CUDA out of memory."));
+  }
+}
+
 }  // namespace vramx::process_checks::plain_claims
