@@ -8,7 +8,6 @@ Not thread-safe, as no optimizer is.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -135,7 +134,7 @@ class _Offloading(Restorable):
 
     def state_dict(self) -> dict[str, Any]:
         self._vramx_rounds.settle()
-        return self._vramx_original.state_dict(self)  # type: ignore[no-any-return]
+        return apart(self._vramx_original.state_dict(self))  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._vramx_rounds.settle()
@@ -152,8 +151,7 @@ class _Offloading(Restorable):
         make, args, state, *others = reduced
         args = tuple(self._vramx_original if value is type(self) else value for value in args)
         state = {key: value for key, value in state.items() if key != HOLDER}
-        state["state"] = copy.copy(self.__dict__["state"])
-        state["state"].update(apart(state["state"]))
+        state["state"] = apart(self.__dict__["state"])
         return _make, (make, args, self._vramx_rounds.options), state, *others
 
     def vramx_done(self) -> tuple[str, str]:
