@@ -278,6 +278,11 @@ class Closed(torch.optim.SGD):
         return closure()
 
 
+class HasModes(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        raise RuntimeError("call train() first, " + 9 * "as this optimizer was told, " + "at last")
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -286,12 +291,13 @@ class Closed(torch.optim.SGD):
         ({"optimizer": ["AdamW"]}, "optimizer 'AdamW' is not accepted"),
         ({"optimizer": "adam"}, "optimizer 'adam' is not accepted"),
         ({"optimizer": Closed}, "Closed takes cannot be measured.*as reserve"),
+        ({"optimizer": HasModes}, r"measured \(RuntimeError: call train\(\) first.*as reserve"),
     ],
 )
 def test_mistakes_are_named(options: dict[str, Any], text: str) -> None:
     model, sample = model_and_rows(2, 64)
-    if options.get("optimizer") is Closed:
-        options = {"optimizer": Closed(model.parameters(), 0.1)}
+    if isinstance(options.get("optimizer"), type):
+        options = {"optimizer": options["optimizer"](model.parameters(), 0.1)}
     with pytest.raises(InvalidValueError, match=text):
         vramx.plan(model, sample, levels=("left",), **options)
 

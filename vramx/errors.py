@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 _MOST_CHARACTERS = 80
+_MOST_OF_AN_ERROR = 300
 
 
 class VramxError(Exception):
@@ -104,6 +105,18 @@ def brief(value: object) -> str:
     if "\n" not in text and len(text) <= _MOST_CHARACTERS:
         return text
     return f"a {type(value).__qualname__}"
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error's class and what it says, in one line and no more than the beginning.
+
+    Example:
+        >>> reason_of(KeyError("weight"))
+        "KeyError: 'weight'"
+    """
+    text = " ".join(str(error).split())
+    name = type(error).__name__
+    return f"{name}: {text[:_MOST_OF_AN_ERROR]}" if text else name
 
 
 def refused(
