@@ -193,6 +193,46 @@ def test_schedulers_and_hooks_of_an_optimizer_are_not_run() -> None:
     assert scheduler.get_last_lr() == [1e-3]
 
 
+class LooksBack(Factored):
+    """Keeps its last gradients, and in its first step takes more than in others."""
+
+    def _update(self, parameter: Tensor, rate: float) -> None:
+        state, grad = self.state[parameter], parameter.grad
+        if not state:
+            torch.empty(9 * parameter.numel())
+        state.setdefault("last", []).append(grad.clone())  # type: ignore[union-attr]
+        parameter.sub_(torch.stack(state["last"]).sum(0), alpha=rate)
+        del state["last"][:-4]
+
+
+class KeepsSome(Factored):
+    """Keeps a half of each parameter's temporaries until all are stepped."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        kept = []
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            kept.append(parameter.grad * 2)
+            parameter.sub_(kept[-1] * 1e-3)
+
+
+@pytest.mark.parametrize("make", [LooksBack, KeepsSome])
+def test_what_a_step_takes_later_or_at_first_or_of_all_parameters_counts(make: Any) -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32 * n, bias=False) for n in (1, 2, 2, 3)))
+    optimizer = make(model.parameters())
+    cost = cost_of(optimizer, HostMeter(model))
+    taken = []
+    for _ in range(6):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        meter = HostMeter(model, tensors_of(optimizer.state))
+        with meter.watching():
+            optimizer.step()
+        taken.append(meter.peak_bytes() - meter.allocated_bytes())
+    assert cost.states_bytes == sum(state.nbytes for state in tensors_of(optimizer.state))
+    assert max(taken) <= cost.step_bytes <= 1.01 * max(taken)
+
+
 class Wrapper(torch.optim.Optimizer):
     """As accelerate's: an optimizer around another one, whose states and groups are its."""
 
