@@ -233,6 +233,22 @@ def test_what_a_step_takes_later_or_at_first_or_of_all_parameters_counts(make: A
     assert max(taken) <= cost.step_bytes <= 1.01 * max(taken)
 
 
+def test_a_result_that_a_loop_keeps_while_the_optimizer_steps_counts() -> None:
+    model, sample = model_and_rows(2, 64)
+    model.head = nn.Linear(64, 1024)
+    optimizer = OPTIMIZERS["AdamW of all at once"](model.parameters())
+    plan = vramx.plan(model, sample, "smallest", levels=LEVELS, optimizer=optimizer).apply()
+    meter = HostMeter(model)
+    with meter.watching():
+        for _ in range(STEPS):
+            result = model(sample)
+            result.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert meter.peak_bytes() == pytest.approx(plan.measured_bytes, rel=EXACT)
+    assert result.nbytes > 0.05 * plan.measured_bytes
+
+
 class Wrapper(torch.optim.Optimizer):
     """As accelerate's: an optimizer around another one, whose states and groups are its."""
 

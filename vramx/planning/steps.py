@@ -1,8 +1,8 @@
 """One step of training on a sample, and the state that measuring must leave as it was.
 
 A step is forward and backward, and before it gradients are as in the loop; no optimizer runs. Its
-loss is the caller's if the sample is a function. Nothing of a step's graph outlives it. Not
-thread-safe.
+loss is the caller's if the sample is a function. What forward returned lives until the next one has
+returned, as in a loop that keeps it in a variable. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -46,17 +46,26 @@ class Step:
         self._begin = begin
         self._before_backward = before_backward
         self._first = first  # around the first step
+        self._result: Any = None
 
     def __call__(self, between: Callable[[], Any] = lambda: None) -> None:
         """Run one step; `between` is called before backward, with the loss still alive."""
         around, self._first = self._first or contextlib.nullcontext(), None
-        with around:
-            self._run(between)
+        try:
+            with around:
+                self._run(between)
+        except BaseException:
+            self.let_go()  # of a graph that backward has not freed
+            raise
+
+    def let_go(self) -> None:
+        """Let go of what the last forward pass returned."""
+        self._result = None
 
     def _run(self, between: Callable[[], Any]) -> None:
         self._begin()
         try:
-            result = self.forward()  # it lives during backward, as in most programs
+            result = self._result = self.forward()
         except StopIteration as error:
             raise InvalidValueError(
                 "the batches that the step takes have come to an end: accepted is one batch as the "
