@@ -66,6 +66,25 @@ def test_every_budget_is_kept_and_more_bytes_are_never_slower(without_noise: Non
     assert any("int8" in found for found in words)  # there is a word between the two
 
 
+class SeenBefore(Stack):
+    """Calls its blocks without gradients first, as where a policy is its own reference."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            before = super().forward(x)
+        return super().forward(x) - before
+
+
+def test_of_a_budget_that_the_model_as_it_is_fits_nothing_is_recomputed() -> None:
+    model, sample = SeenBefore(3), rows(PACKED_ROWS)
+    smallest = vramx.plan(model, sample, "smallest", levels=LEVELS)
+    assert smallest.before_bytes is not None
+    assert "recompute_all" in smallest.words.values()
+    for budget in (smallest.before_bytes, None):
+        assert set(smallest.with_budget(sample, budget).words.values()) == {"left"}
+    assert "recompute_all" in smallest.with_budget(sample, smallest.before_bytes - 1).words.values()
+
+
 def test_a_block_takes_by_itself_what_it_takes_within_a_step() -> None:
     outside_ms = []
     for depth in (2, 5):
