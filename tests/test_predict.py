@@ -97,6 +97,30 @@ def test_a_model_is_predicted_in_the_loop_of_a_plan(gradients: str) -> None:
     assert abs(predicted - x.nbytes - plan.measured_bytes) <= 0.03 * plan.measured_bytes
 
 
+LOSSES = {
+    "mse": functools.partial(nn.functional.mse_loss),
+    "mse summed": functools.partial(nn.functional.mse_loss, reduction="sum"),
+    "mse each": lambda x, y: nn.functional.mse_loss(x, y, reduction="none").mean(),
+    "smooth l1": nn.functional.smooth_l1_loss,
+    "huber": nn.functional.huber_loss,
+    "bce": lambda x, y: nn.functional.binary_cross_entropy(x.sigmoid(), y),
+    "soft margin": nn.functional.soft_margin_loss,
+    "gaussian": lambda x, y: nn.functional.gaussian_nll_loss(x, y, y),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_number_of_a_loss_takes_what_torch_makes_it_in(name: str) -> None:
+    x, y = torch.randn(64, 16, requires_grad=True), torch.rand(64, 16)
+
+    def step() -> None:
+        LOSSES[name](x, y).backward()
+        x.grad = None
+
+    predicted = vramx.predict(step, device="cpu", policies="live").peak_bytes()
+    assert predicted == measured_bytes(step, nn.Module(), x, y)
+
+
 # -- On a GPU that is not there --------------------------------------------------------------------
 
 
