@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,6 +57,16 @@ class Factored(torch.optim.Optimizer):
         return [square.mean(d, keepdim=True) for d in range(square.dim())]
 
 
+class InObjects(Factored):
+    """Has its momentum in an object of its own."""
+
+    def _update(self, parameter: Tensor, rate: float) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["momentum"] = SimpleNamespace(value=torch.zeros_like(parameter))
+        parameter.sub_(state["momentum"].value.lerp_(parameter.grad, 0.1), alpha=rate)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, 1e-3),
     "momentum": lambda p: torch.optim.SGD(p, 1e-3, momentum=0.9),
@@ -63,6 +74,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW of all at once": lambda p: torch.optim.AdamW(p, 1e-3, foreach=True),
     "Adafactor": lambda p: torch.optim.Adafactor(p, 1e-3),
     "factored": Factored,
+    "in objects": InObjects,
 }
 
 

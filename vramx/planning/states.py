@@ -24,6 +24,7 @@ from vramx.errors import InvalidValueError, reason_of
 from vramx.optimizers.copies import HOLDER, copy_of
 from vramx.optimizers.rounds import Rounds
 from vramx.optimizers.slots import SLOTS
+from vramx.optimizers.states import is_record
 from vramx.planning.meters import Meter
 from vramx.sizes import MIB
 
@@ -102,8 +103,14 @@ def has_states(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
 
 
 def tensors_of(states: Any) -> list[Tensor]:
-    """Return the tensors among an optimizer's states."""
-    return [leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor)]
+    """Return the tensors among an optimizer's states, and in its own objects among these."""
+    found = list[Tensor]()
+    for leaf in tree_leaves(states):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_record(leaf):
+            found += tensors_of(vars(leaf))
+    return found
 
 
 def _trained(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
