@@ -22,6 +22,7 @@ from vramx.planning.loop import Loop
 from vramx.planning.states_kept import generators_as_before, undo_of_gradient, undo_of_module
 from vramx.recompute.attributes import attributes_as_now
 from vramx.recompute.hooks import hooks_as_now
+from vramx.recompute.structure import leaves_of
 
 _ACCEPTED = (
     "accepted are a tensor, a tuple of arguments, a mapping of keyword arguments, and a function "
@@ -113,7 +114,7 @@ def loss_of(result: Any) -> Any:
         if isinstance(found, Tensor):
             return found if name == "loss" else found.float().mean()
     values = list(result.values()) if isinstance(result, Mapping) else result
-    floating = [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()]
+    floating = [x for x in leaves_of(values) if isinstance(x, Tensor) and x.is_floating_point()]
     return floating[0].float().mean() if floating else None
 
 
