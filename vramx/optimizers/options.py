@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch import distributed as dist
 
 from vramx.errors import OffloadError
+from vramx.optimizers.copies import unwrapped
 from vramx.optimizers.states import size_bytes
 from vramx.sizes import MIB
 
@@ -55,6 +57,27 @@ def check_alone() -> None:
             "in_backward=True: beside other processes gradients are not yet those of all when they "
             "come; accepted is False"
         )
+
+
+def check_wrappers(optimizer: Any) -> None:
+    """Raise for what is around an optimizer and may do more in its step than that does.
+
+    Raises:
+        OffloadError: it would do so when parameters were stepped already.
+    """
+    inner = unwrapped(optimizer)
+    while optimizer is not inner:
+        if not any(base.__module__.startswith(_WRAPPERS) for base in type(optimizer).__mro__):
+            raise OffloadError(
+                f"in_backward=True: {type(optimizer).__name__} is around a "
+                f"{type(inner).__name__}, and what it does before or after a step would come when "
+                "parameters were stepped already; accepted are False, and the optimizer within"
+            )
+        optimizer = optimizer.optimizer
+
+
+# Whose wrappers call the step and no more.
+_WRAPPERS = ("accelerate.", "lightning.", "lightning_fabric.", "pytorch_lightning.")
 
 
 def check_one_device(parameters: list[Tensor]) -> None:
