@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from copy import deepcopy
 from typing import Any
 
 from torch import Tensor
@@ -53,5 +54,7 @@ def copy_of(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
     copy: Optimizer = object.__new__(cls)
     hooks: dict[str, Any] = {name: OrderedDict() for name in own if name.endswith("_hooks")}
     copy.__dict__.update(own | hooks)
-    copy.state, copy.param_groups = defaultdict(dict), [group]
+    # What an optimizer counts among its states is of no parameter.
+    counted = {k: v for k, v in vars(optimizer)["state"].items() if not isinstance(k, Tensor)}
+    copy.state, copy.param_groups = defaultdict(dict, deepcopy(counted)), [group]
     return copy
