@@ -290,6 +290,7 @@ def test_wrapped_and_several_optimizers_are_counted() -> None:
     several = [Wrapper(torch.optim.SGD(part, 0.1, momentum=0.9)) for part in (head, rest)]
     plan = vramx.plan(model, sample, levels=("left",), optimizer=several)
     assert plan.added_bytes == 4 * sum(p.numel() for p in (*head, *rest))
+    assert "Wrapper is around a SGD: what it takes beside that is not counted" in str(plan)
 
 
 def test_offloaded_optimizer_is_measured_and_left_alone() -> None:

@@ -22,6 +22,20 @@ def unwrapped(optimizer: Any) -> Any:
     return unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
 
 
+# Whose wrappers call the step and no more.
+_WRAPPERS = ("accelerate.", "lightning.", "lightning_fabric.", "pytorch_lightning.")
+
+
+def unknown_wrapper(optimizer: Any) -> Any:
+    """Return what is around an optimizer and may do more in its step than that does, or None."""
+    inner = unwrapped(optimizer)
+    while optimizer is not inner:
+        if not any(base.__module__.startswith(_WRAPPERS) for base in type(optimizer).__mro__):
+            return optimizer
+        optimizer = optimizer.optimizer
+    return None
+
+
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return an optimizer's parameters, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from vramx.errors import OffloadError
-from vramx.optimizers.copies import unwrapped
+from vramx.optimizers.copies import unknown_wrapper, unwrapped
 from vramx.optimizers.states import size_bytes
 from vramx.sizes import MIB
 
@@ -65,19 +65,14 @@ def check_wrappers(optimizer: Any) -> None:
     Raises:
         OffloadError: it would do so when parameters were stepped already.
     """
-    inner = unwrapped(optimizer)
-    while optimizer is not inner:
-        if not any(base.__module__.startswith(_WRAPPERS) for base in type(optimizer).__mro__):
-            raise OffloadError(
-                f"in_backward=True: {type(optimizer).__name__} is around a "
-                f"{type(inner).__name__}, and what it does before or after a step would come when "
-                "parameters were stepped already; accepted are False, and the optimizer within"
-            )
-        optimizer = optimizer.optimizer
-
-
-# Whose wrappers call the step and no more.
-_WRAPPERS = ("accelerate.", "lightning.", "lightning_fabric.", "pytorch_lightning.")
+    wrapper = unknown_wrapper(optimizer)
+    if wrapper is not None:
+        raise OffloadError(
+            f"in_backward=True: {type(wrapper).__name__} is around a "
+            f"{type(unwrapped(wrapper)).__name__}, and what it does before or after a step would "
+            "come when parameters were stepped already; accepted are False, and the optimizer "
+            "within"
+        )
 
 
 def check_one_device(parameters: list[Tensor]) -> None:
