@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -95,6 +96,23 @@ def test_a_model_is_predicted_in_the_loop_of_a_plan(gradients: str) -> None:
     plan = vramx.plan(model, x, levels=("left",), **options)
     # A plan counts neither the batch nor what the loop holds of a step while it ends.
     assert abs(predicted - x.nbytes - plan.measured_bytes) <= 0.03 * plan.measured_bytes
+
+
+def test_what_a_step_replaces_is_gone() -> None:
+    model, x, is_begun = nn.Linear(64, 64, bias=False), torch.randn(4, 64), [False]
+    learner = torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def step() -> None:
+        model(x).sum().backward()
+        learner.step()
+        learner.zero_grad()
+        if not is_begun[0]:
+            learner.state = defaultdict(dict)
+        is_begun[0] = True
+
+    predicted = vramx.predict(step, device="cpu", policies="live").peak_bytes()
+    real = measured_bytes(step, model, x)
+    assert real <= predicted <= real + STEP_COUNTER_BYTES
 
 
 LOSSES = {
