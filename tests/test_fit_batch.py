@@ -10,6 +10,8 @@ import copy
 import gc
 import math
 import random
+from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -278,6 +280,72 @@ def test_sparse_gradients_and_states_are_put_back() -> None:
     for found, expected in zip((gradient, state, model.weight), kept, strict=True):
         assert torch.equal(found.to_dense(), expected.to_dense())
         assert not found.is_sparse or found._nnz() == expected._nnz()
+
+
+def in_an_object(optimizer: Any, state: Any, group: Any, grad: torch.Tensor) -> torch.Tensor:
+    mean = state.setdefault("mean", SimpleNamespace(value=torch.zeros_like(grad), count=0))
+    mean.count += 1
+    return mean.value.lerp_(grad, 1 / mean.count)  # type: ignore[no-any-return]
+
+
+def in_a_queue(optimizer: Any, state: Any, group: Any, grad: torch.Tensor) -> torch.Tensor:
+    last = state.setdefault("of", [0, deque()])
+    last[0] += 1
+    last[1].append(grad.clone())
+    return torch.stack([*last[1]]).sum(0) / last[0]
+
+
+def in_the_group(optimizer: Any, state: Any, group: Any, grad: torch.Tensor) -> torch.Tensor:
+    group["count"] = group.get("count", 0) + 1
+    group["rate"].mul_(0.9)
+    return grad * group["rate"] / group["count"]  # type: ignore[no-any-return]
+
+
+def in_the_optimizer(optimizer: Any, state: Any, group: Any, grad: torch.Tensor) -> torch.Tensor:
+    optimizer.count += 1
+    optimizer.state["all"] = optimizer.state.get("all", 0) + 1
+    optimizer.mean.lerp_(grad.mean(), 0.5)
+    return grad * optimizer.mean / optimizer.count / optimizer.state["all"]  # type: ignore[no-any-return]
+
+
+class Counting(torch.optim.Optimizer):
+    """Has what it knows of its steps where `change` puts it."""
+
+    def __init__(self, parameters: Any, change: Any) -> None:
+        super().__init__(parameters, {"rate": torch.ones(())})
+        self.change, self.count, self.mean = change, 0, torch.ones(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(self.change(self, self.state[p], group, p.grad))
+
+
+@pytest.mark.parametrize("began", [False, True], ids=["new", "under way"])
+@pytest.mark.parametrize(
+    "change", [in_an_object, in_a_queue, in_the_group, in_the_optimizer], ids=lambda f: f.__name__
+)
+def test_an_optimizer_goes_on_as_if_there_had_been_no_trial(change: Any, began: bool) -> None:
+    def training(tries: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1, bias=False)
+        optimizer = Counting(model.parameters(), change)
+
+        def step(batch: int) -> None:
+            model.zero_grad()
+            model(torch.ones(batch, 4)).square().sum().backward()
+            optimizer.step()
+
+        if began:
+            step(2)
+        if tries:
+            fit_batch(step, memory=Device(), start=2, max=8)
+        step(2)
+        step(3)
+        return model
+
+    assert torch.equal(training(True).weight, training(False).weight)
 
 
 def test_a_step_without_a_model_is_refused() -> None:

@@ -56,6 +56,43 @@ def offloaded(**options: Any) -> tuple[Deep, torch.optim.Optimizer]:
     return network, optimizer
 
 
+class CountsWhatItSteps(OneByOne):
+    """Counts the steps of groups that have gradients, from the first one on."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        groups = self.param_groups
+        for group in groups:
+            if any(p.grad is not None for p in group["params"]):
+                self.param_groups = [group]
+                group.setdefault("count", 0)
+                super().step()
+        self.param_groups = groups
+
+
+@pytest.mark.parametrize("cls", [OneByOne, CountsWhatItSteps])
+@pytest.mark.parametrize("in_backward", [True, False])
+@pytest.mark.parametrize("bucket", [1, 5000])
+def test_what_groups_count_is_counted_once_a_step(
+    link: LateLink, cls: Any, in_backward: bool, bucket: int
+) -> None:
+    def groups(network: Deep) -> list[dict[str, Any]]:
+        return [{"params": part.parameters()} for part in (network.layers[:3], network.layers[3:])]
+
+    plain, streamed = Deep(), Deep()
+    optimizer, ours = (cls(groups(network)) for network in (plain, streamed))
+    vramx.offload_optimizer(ours, in_backward=in_backward, bucket=bucket, least=64)
+    for first in (0, 2, 4):
+        train(plain, optimizer, 2, first)
+        train(streamed, ours, 2, first)
+        for each in (optimizer, ours):
+            each.param_groups[1]["lr"] *= 0.5
+            each.param_groups[0]["count"] += first == 2
+    expect_alike(plain.parameters(), streamed.parameters())
+    counts = [[group["count"] for group in each.param_groups] for each in (optimizer, ours)]
+    assert counts == [[7, 6]] * 2
+    assert link.copies
+
+
 @pytest.mark.parametrize("bucket", [1, 5000, 1 << 30])
 def test_steps_in_backward_are_the_same_steps(link: LateLink, bucket: int) -> None:
     plain, (streamed, ours) = Deep(), offloaded(bucket=bucket)

@@ -23,6 +23,7 @@ from optimizer_tools import (
     expect_alike,
     give_gradients,
     link,
+    parameters,
     use,
     values_of,
 )
@@ -151,6 +152,51 @@ def test_state_dict_resumes_on_both_sides(link: LateLink) -> None:
     pair.step(1, 2, 3)
     other.expect_alike()
     expect_alike(other.plain, pair.plain)
+
+
+def of_types(own: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Have a bucket's states be of three types."""
+    for parameter, dtype in zip(
+        own[:3], (torch.float64, torch.float32, torch.bfloat16), strict=True
+    ):
+        parameter.data = parameter.data.to(dtype)
+    return own
+
+
+def training_of_types(**options: Any) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    own = of_types(parameters())
+    optimizer = torch.optim.AdamW(own, lr=0.01)
+    return own, vramx.offload_optimizer(optimizer, least=LEAST_BYTES, **options)
+
+
+def step_types(own: list[nn.Parameter], optimizer: torch.optim.Optimizer, *seeds: int) -> None:
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in own:
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("where", ["on the host", "kept", "restored"])
+def test_states_of_several_types_are_saved_and_take_no_more_than_they_are(
+    link: LateLink, where: str
+) -> None:
+    own, optimizer = training_of_types(keep="1MiB" if where == "kept" else None)
+    step_types(own, optimizer, 0, 1)
+    if where == "restored":
+        vramx.restore(optimizer)
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    assert buffer.tell() < 1.5 * sum(2 * p.nbytes for p in own) + 16384
+    other, resumed = training_of_types()
+    for p, q in zip(other, own, strict=True):
+        p.data.copy_(q.data)
+    buffer.seek(0)
+    resumed.load_state_dict(torch.load(buffer))
+    step_types(own, optimizer, 2, 3)
+    step_types(other, resumed, 2, 3)
+    expect_alike(own, other)
+    expect_alike(values_of(optimizer), values_of(resumed))
 
 
 def test_its_own_states_can_be_loaded(link: LateLink) -> None:

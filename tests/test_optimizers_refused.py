@@ -10,7 +10,7 @@ from optimizer_tools import OPTIMIZERS, LateLink, OneByOne, Pair, expect_alike, 
 from torch import nn
 
 import vramx
-from vramx.errors import InvalidValueError
+from vramx.errors import InvalidValueError, OffloadError
 
 __all__ = ["link"]
 
@@ -67,6 +67,39 @@ def test_what_cannot_be_offloaded_is_refused_and_unchanged(
     expect_alike(before, own)
     assert type(made) is cls
     assert link.copies == 0
+
+
+class Slow(torch.optim.Optimizer):
+    """An optimizer around another one, that pulls parameters back when they were stepped."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+class OfALibrary(Slow):
+    __module__ = "accelerate.optimizer"
+
+
+def test_what_is_around_an_optimizer_may_do_more_than_step_it(link: LateLink) -> None:
+    for wrapped in (Slow, lambda inner: OfALibrary(Slow(inner))):
+        inner = torch.optim.AdamW(parameters())
+        with pytest.raises(OffloadError, match=r"Slow is around a AdamW.*the optimizer within"):
+            vramx.offload_optimizer(wrapped(inner), in_backward=True)
+        assert type(inner) is torch.optim.AdamW
+        vramx.offload_optimizer(wrapped(inner))
+    vramx.offload_optimizer(OfALibrary(torch.optim.AdamW(parameters())), in_backward=True)
+
+
+class ForMatrices(OneByOne):
+    def change(self, state: Any, grad: torch.Tensor, count: int) -> torch.Tensor:
+        return super().change(state, grad, count) @ grad.T @ grad
+
+
+def test_one_that_takes_matrices_alone_is_tried_with_matrices(link: LateLink) -> None:
+    own = [nn.Parameter(torch.ones(16, 8)) for _ in range(2)]
+    vramx.offload_optimizer(ForMatrices(own), least=64)
+    with pytest.raises(InvalidValueError, match="cannot be tried on a small model"):
+        vramx.offload_optimizer(ForMatrices(parameters()))
 
 
 def test_one_that_is_made_in_a_way_of_its_own_is_tried(link: LateLink) -> None:

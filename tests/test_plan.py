@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import itertools
 import weakref
 from fractions import Fraction
 from math import ceil
@@ -11,7 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from plan_tools import PACKED_ROWS, Skipping, Stack, counted_time, rows, small_device, without_noise
+from plan_tools import (
+    PACKED_ROWS,
+    Block,
+    Skipping,
+    Stack,
+    counted_time,
+    rows,
+    small_device,
+    without_noise,
+)
 from torch import Tensor, nn
 
 import vramx
@@ -64,6 +75,69 @@ def test_every_budget_is_kept_and_more_bytes_are_never_slower(without_noise: Non
     assert times == sorted(times, reverse=True)
     assert "recompute_all" in words[0]
     assert any("int8" in found for found in words)  # there is a word between the two
+
+
+class SeenBefore(Stack):
+    """Calls its blocks without gradients first, as where a policy is its own reference."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            before = super().forward(x)
+        return super().forward(x) - before
+
+
+def test_of_a_budget_that_the_model_as_it_is_fits_nothing_is_recomputed() -> None:
+    model, sample = SeenBefore(3), rows(PACKED_ROWS)
+    smallest = vramx.plan(model, sample, "smallest", levels=LEVELS)
+    assert smallest.before_bytes is not None
+    assert "recompute_all" in smallest.words.values()
+    for budget in (smallest.before_bytes, None):
+        assert set(smallest.with_budget(sample, budget).words.values()) == {"left"}
+    assert "recompute_all" in smallest.with_budget(sample, smallest.before_bytes - 1).words.values()
+
+
+@dataclasses.dataclass
+class Passed:
+    hidden: Tensor
+
+
+class PassesObjects(nn.Module):
+    """A block whose argument and result are objects that torch's trees do not open."""
+
+    def __init__(self, noise: float) -> None:
+        super().__init__()
+        self.block, self.noise = Block(), noise
+
+    def forward(self, given: Passed) -> Passed:
+        offset = self.noise * next(CLOCK)
+        return Passed(self.block(given.hidden) + offset)
+
+
+CLOCK = itertools.count()
+
+
+class StackOfObjects(Stack):
+    def __init__(self, noise: float) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(PassesObjects(noise) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = Passed(self.embed(x))
+        for block in self.blocks:
+            given = block(given)
+        return self.head(given.hidden)
+
+
+def test_what_blocks_hand_on_in_dataclasses_is_seen() -> None:
+    sample = rows(PACKED_ROWS)
+    widest = vramx.plan(StackOfObjects(0.0), sample, levels=LEVELS)
+    smallest = widest.with_budget(sample, "smallest")
+    assert smallest.measured_bytes < 0.8 * widest.measured_bytes
+    for plan in (widest, smallest):
+        assert plan.predicted_bytes == pytest.approx(plan.measured_bytes, rel=EXACT)
+    by_the_clock = vramx.plan(StackOfObjects(1.0), sample, "smallest", levels=LEVELS)
+    assert set(by_the_clock.words.values()) == {"left"}
+    assert any("when it is called again" in note for note in by_the_clock.notes)
 
 
 def test_a_block_takes_by_itself_what_it_takes_within_a_step() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,6 +57,28 @@ class Factored(torch.optim.Optimizer):
         return [square.mean(d, keepdim=True) for d in range(square.dim())]
 
 
+class InObjects(Factored):
+    """Has its momentum in an object of its own."""
+
+    def _update(self, parameter: Tensor, rate: float) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["momentum"] = SimpleNamespace(value=torch.zeros_like(parameter))
+        parameter.sub_(state["momentum"].value.lerp_(parameter.grad, 0.1), alpha=rate)
+
+
+class CountsBeside(Factored):
+    """Has the number of its steps among its states, of no parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.state["steps"] = 0  # type: ignore[index]
+
+    def _update(self, parameter: Tensor, rate: float) -> None:
+        super()._update(parameter, rate / (1 + self.state["steps"]))  # type: ignore[index, operator]
+        self.state["steps"] += 1  # type: ignore[index, operator]
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, 1e-3),
     "momentum": lambda p: torch.optim.SGD(p, 1e-3, momentum=0.9),
@@ -63,6 +86,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW of all at once": lambda p: torch.optim.AdamW(p, 1e-3, foreach=True),
     "Adafactor": lambda p: torch.optim.Adafactor(p, 1e-3),
     "factored": Factored,
+    "in objects": InObjects,
+    "counted beside": CountsBeside,
 }
 
 
@@ -109,7 +134,7 @@ def test_no_budget_is_exceeded_in_the_loop(name: str, gradients: str) -> None:
     options: Any = {"levels": LEVELS, "optimizer": optimizer, "gradients": gradients}
     widest = vramx.plan(model, sample, **options)
     low = widest.with_budget(sample, "smallest").measured_bytes
-    assert not optimizer.state
+    assert not any(isinstance(key, Tensor) for key in optimizer.state)
     for part in range(3):
         budget = low + (widest.measured_bytes - low) * part // 2
         plan = widest.with_budget(sample, budget).apply()
@@ -193,6 +218,62 @@ def test_schedulers_and_hooks_of_an_optimizer_are_not_run() -> None:
     assert scheduler.get_last_lr() == [1e-3]
 
 
+class LooksBack(Factored):
+    """Keeps its last gradients, and in its first step takes more than in others."""
+
+    def _update(self, parameter: Tensor, rate: float) -> None:
+        state, grad = self.state[parameter], parameter.grad
+        if not state:
+            torch.empty(9 * parameter.numel())
+        state.setdefault("last", []).append(grad.clone())  # type: ignore[union-attr]
+        parameter.sub_(torch.stack(state["last"]).sum(0), alpha=rate)
+        del state["last"][:-4]
+
+
+class KeepsSome(Factored):
+    """Keeps a half of each parameter's temporaries until all are stepped."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        kept = []
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            kept.append(parameter.grad * 2)
+            parameter.sub_(kept[-1] * 1e-3)
+
+
+@pytest.mark.parametrize("make", [LooksBack, KeepsSome])
+def test_what_a_step_takes_later_or_at_first_or_of_all_parameters_counts(make: Any) -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32 * n, bias=False) for n in (1, 2, 2, 3)))
+    optimizer = make(model.parameters())
+    cost = cost_of(optimizer, HostMeter(model))
+    taken = []
+    for _ in range(6):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        meter = HostMeter(model, tensors_of(optimizer.state))
+        with meter.watching():
+            optimizer.step()
+        taken.append(meter.peak_bytes() - meter.allocated_bytes())
+    assert cost.states_bytes == sum(state.nbytes for state in tensors_of(optimizer.state))
+    assert max(taken) <= cost.step_bytes <= 1.01 * max(taken)
+
+
+def test_a_result_that_a_loop_keeps_while_the_optimizer_steps_counts() -> None:
+    model, sample = model_and_rows(2, 64)
+    model.head = nn.Linear(64, 1024)
+    optimizer = OPTIMIZERS["AdamW of all at once"](model.parameters())
+    plan = vramx.plan(model, sample, "smallest", levels=LEVELS, optimizer=optimizer).apply()
+    meter = HostMeter(model)
+    with meter.watching():
+        for _ in range(STEPS):
+            result = model(sample)
+            result.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert meter.peak_bytes() == pytest.approx(plan.measured_bytes, rel=EXACT)
+    assert result.nbytes > 0.05 * plan.measured_bytes
+
+
 class Wrapper(torch.optim.Optimizer):
     """As accelerate's: an optimizer around another one, whose states and groups are its."""
 
@@ -209,6 +290,7 @@ def test_wrapped_and_several_optimizers_are_counted() -> None:
     several = [Wrapper(torch.optim.SGD(part, 0.1, momentum=0.9)) for part in (head, rest)]
     plan = vramx.plan(model, sample, levels=("left",), optimizer=several)
     assert plan.added_bytes == 4 * sum(p.numel() for p in (*head, *rest))
+    assert "Wrapper is around a SGD: what it takes beside that is not counted" in str(plan)
 
 
 def test_offloaded_optimizer_is_measured_and_left_alone() -> None:
@@ -278,6 +360,11 @@ class Closed(torch.optim.SGD):
         return closure()
 
 
+class HasModes(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        raise RuntimeError("call train() first, " + 9 * "as this optimizer was told, " + "at last")
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -286,12 +373,13 @@ class Closed(torch.optim.SGD):
         ({"optimizer": ["AdamW"]}, "optimizer 'AdamW' is not accepted"),
         ({"optimizer": "adam"}, "optimizer 'adam' is not accepted"),
         ({"optimizer": Closed}, "Closed takes cannot be measured.*as reserve"),
+        ({"optimizer": HasModes}, r"measured \(RuntimeError: call train\(\) first.*as reserve"),
     ],
 )
 def test_mistakes_are_named(options: dict[str, Any], text: str) -> None:
     model, sample = model_and_rows(2, 64)
-    if options.get("optimizer") is Closed:
-        options = {"optimizer": Closed(model.parameters(), 0.1)}
+    if isinstance(options.get("optimizer"), type):
+        options = {"optimizer": options["optimizer"](model.parameters(), 0.1)}
     with pytest.raises(InvalidValueError, match=text):
         vramx.plan(model, sample, levels=("left",), **options)
 

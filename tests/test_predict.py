@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -95,6 +96,47 @@ def test_a_model_is_predicted_in_the_loop_of_a_plan(gradients: str) -> None:
     plan = vramx.plan(model, x, levels=("left",), **options)
     # A plan counts neither the batch nor what the loop holds of a step while it ends.
     assert abs(predicted - x.nbytes - plan.measured_bytes) <= 0.03 * plan.measured_bytes
+
+
+def test_what_a_step_replaces_is_gone() -> None:
+    model, x, is_begun = nn.Linear(64, 64, bias=False), torch.randn(4, 64), [False]
+    learner = torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def step() -> None:
+        model(x).sum().backward()
+        learner.step()
+        learner.zero_grad()
+        if not is_begun[0]:
+            learner.state = defaultdict(dict)
+        is_begun[0] = True
+
+    predicted = vramx.predict(step, device="cpu", policies="live").peak_bytes()
+    real = measured_bytes(step, model, x)
+    assert real <= predicted <= real + STEP_COUNTER_BYTES
+
+
+LOSSES = {
+    "mse": functools.partial(nn.functional.mse_loss),
+    "mse summed": functools.partial(nn.functional.mse_loss, reduction="sum"),
+    "mse each": lambda x, y: nn.functional.mse_loss(x, y, reduction="none").mean(),
+    "smooth l1": nn.functional.smooth_l1_loss,
+    "huber": nn.functional.huber_loss,
+    "bce": lambda x, y: nn.functional.binary_cross_entropy(x.sigmoid(), y),
+    "soft margin": nn.functional.soft_margin_loss,
+    "gaussian": lambda x, y: nn.functional.gaussian_nll_loss(x, y, y),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_number_of_a_loss_takes_what_torch_makes_it_in(name: str) -> None:
+    x, y = torch.randn(64, 16, requires_grad=True), torch.rand(64, 16)
+
+    def step() -> None:
+        LOSSES[name](x, y).backward()
+        x.grad = None
+
+    predicted = vramx.predict(step, device="cpu", policies="live").peak_bytes()
+    assert predicted == measured_bytes(step, nn.Module(), x, y)
 
 
 # -- On a GPU that is not there --------------------------------------------------------------------

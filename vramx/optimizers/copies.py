@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from copy import deepcopy
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,20 @@ def unwrapped(optimizer: Any) -> Any:
     """Return the optimizer that others' wrappers (accelerate's) are around."""
     inner = getattr(optimizer, "optimizer", None)
     return unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
+
+
+# Whose wrappers call the step and no more.
+_WRAPPERS = ("accelerate.", "lightning.", "lightning_fabric.", "pytorch_lightning.")
+
+
+def unknown_wrapper(optimizer: Any) -> Any:
+    """Return what is around an optimizer and may do more in its step than that does, or None."""
+    inner = unwrapped(optimizer)
+    while optimizer is not inner:
+        if not any(base.__module__.startswith(_WRAPPERS) for base in type(optimizer).__mro__):
+            return optimizer
+        optimizer = optimizer.optimizer
+    return None
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -53,5 +68,7 @@ def copy_of(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
     copy: Optimizer = object.__new__(cls)
     hooks: dict[str, Any] = {name: OrderedDict() for name in own if name.endswith("_hooks")}
     copy.__dict__.update(own | hooks)
-    copy.state, copy.param_groups = defaultdict(dict), [group]
+    # What an optimizer counts among its states is of no parameter.
+    counted = {k: v for k, v in vars(optimizer)["state"].items() if not isinstance(k, Tensor)}
+    copy.state, copy.param_groups = defaultdict(dict, deepcopy(counted)), [group]
     return copy

@@ -8,7 +8,6 @@ Not thread-safe, as no optimizer is.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -21,7 +20,7 @@ from vramx.compression.offload import offload
 from vramx.errors import InvalidValueError, OffloadError, brief
 from vramx.optimizers import separable
 from vramx.optimizers.copies import HOLDER, ORIGINAL, unwrapped
-from vramx.optimizers.options import Options, check_alone
+from vramx.optimizers.options import Options, check_alone, check_wrappers
 from vramx.optimizers.rounds import Rounds
 from vramx.optimizers.states import apart, mapped, size_bytes
 from vramx.patch.change import Restorable
@@ -76,7 +75,8 @@ def offload_optimizer(
         InvalidValueError: it is no optimizer, does not treat each parameter by itself, or its step
             was replaced by a function that is not known.
         OffloadError: with `in_backward`, there are other processes, parameters are on several
-            devices, or a second gradient comes before `step()`.
+            devices, a wrapper is not known to do no more than step, or a second gradient comes
+            before `step()`.
 
     Memory: during a step, and with `in_backward` from the first one on, three times the states of
         the largest bucket, on the GPU, and what is kept there; on the host what the others take, up
@@ -103,6 +103,7 @@ def offload_optimizer(
     options = Options(bucket_bytes, _bytes("least", least), in_backward, keep_bytes or 0)
     if in_backward:
         check_alone()
+        check_wrappers(optimizer)
     separable.check(inner)
     _take_over(inner, options)
     return optimizer
@@ -135,7 +136,7 @@ class _Offloading(Restorable):
 
     def state_dict(self) -> dict[str, Any]:
         self._vramx_rounds.settle()
-        return self._vramx_original.state_dict(self)  # type: ignore[no-any-return]
+        return apart(self._vramx_original.state_dict(self))  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._vramx_rounds.settle()
@@ -152,8 +153,7 @@ class _Offloading(Restorable):
         make, args, state, *others = reduced
         args = tuple(self._vramx_original if value is type(self) else value for value in args)
         state = {key: value for key, value in state.items() if key != HOLDER}
-        state["state"] = copy.copy(self.__dict__["state"])
-        state["state"].update(apart(state["state"]))
+        state["state"] = apart(self.__dict__["state"])
         return _make, (make, args, self._vramx_rounds.options), state, *others
 
     def vramx_done(self) -> tuple[str, str]:

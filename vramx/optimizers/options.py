@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch import distributed as dist
 
 from vramx.errors import OffloadError
+from vramx.optimizers.copies import unknown_wrapper, unwrapped
 from vramx.optimizers.states import size_bytes
 from vramx.sizes import MIB
 
@@ -54,6 +56,22 @@ def check_alone() -> None:
         raise OffloadError(
             "in_backward=True: beside other processes gradients are not yet those of all when they "
             "come; accepted is False"
+        )
+
+
+def check_wrappers(optimizer: Any) -> None:
+    """Raise for what is around an optimizer and may do more in its step than that does.
+
+    Raises:
+        OffloadError: it would do so when parameters were stepped already.
+    """
+    wrapper = unknown_wrapper(optimizer)
+    if wrapper is not None:
+        raise OffloadError(
+            f"in_backward=True: {type(wrapper).__name__} is around a "
+            f"{type(unwrapped(wrapper)).__name__}, and what it does before or after a step would "
+            "come when parameters were stepped already; accepted are False, and the optimizer "
+            "within"
         )
 
 

@@ -50,6 +50,7 @@ class Rounds:
         self._places: dict[int, _Place] = {}  # of a parameter, by its id
         self._hooks: dict[int, Any] = {}  # of a parameter, by its id
         self._known: list[int] = []  # ids of the parameters, in the order of the groups
+        self._numbers = separable.Numbers()  # of this round
         self._is_busy = False  # with a step, which reads states as they come
         self._round: list[_Place] = []  # what was stepped in this round already, in backward
         self._order: list[_Place] = []  # and in the one before
@@ -68,7 +69,7 @@ class Rounds:
         due = {id(p) for p in parameters if p.grad is not None}
         places = dict.fromkeys(self._places[p] for p in due if p in self._places)
         try:
-            with separable.apart(optimizer) as run_some:
+            with separable.apart(optimizer, self._numbers) as run_some:
                 if not due or any(id(p) in due for p in self._elsewhere):
                     run_some(self._elsewhere, run)
                 for stream in self._streams.values():
@@ -95,7 +96,7 @@ class Rounds:
             return
         self._round.append(place)
         inner = separable.inner_step(getattr(optimizer, ORIGINAL))
-        with self._working(), separable.apart(optimizer) as run_some:
+        with self._working(), separable.apart(optimizer, self._numbers) as run_some:
             place.stream.step(
                 place.number,
                 optimizer.state,
@@ -119,6 +120,7 @@ class Rounds:
 
     def end_round(self) -> None:
         self._unmark()
+        self._numbers = separable.Numbers()
         if self._round:
             self._order, self._round = self._round, []
         for stream in self._streams.values():

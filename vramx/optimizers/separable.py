@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from operator import is_not
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from vramx.optimizers.copies import ORIGINAL, copy_of, parameters_of
 
 # By the beginning of their class's module and name.
 KNOWN = ("torch.optim.", "torchao.", "bitsandbytes.")
-_SHAPES = ((64, 96), (96,), (64, 64))
+_SHAPES = ((64, 96), (96,), (64, 64), (48,))
 _STEPS = 3
 
 
@@ -67,22 +68,20 @@ _HOOKS: Any = getattr(Optimizer.profile_hook_step(lambda _: None), "__code__", N
 
 
 @contextmanager
-def apart(optimizer: Optimizer) -> Iterator[Callable[[Sequence[Tensor], Callable[[], None]], None]]:
+def apart(
+    optimizer: Optimizer, numbers: Numbers
+) -> Iterator[Callable[[Sequence[Tensor], Callable[[], None]], None]]:
     """Yield what runs a function, the optimizer's step, for some parameters alone."""
     step_some = step_of_one(optimizer)
     if step_some is not None:
         yield lambda some, _: step_some(some)
         return
     parameters = parameters_of(optimizer)
-    with (
-        gradients_apart(parameters) as show,
-        groups_as_before(optimizer) as take_back,
-    ):
+    with gradients_apart(parameters) as show:
 
         def run_some(some: Sequence[Tensor], run: Callable[[], None]) -> None:
             show(some)
-            take_back()
-            run()
+            numbers.run(optimizer, run)
 
         yield run_some
 
@@ -144,36 +143,74 @@ def gradients_apart(parameters: Sequence[Tensor]) -> Iterator[Callable[[Sequence
             parameter.grad = held[id(parameter)]
 
 
-@contextmanager
-def groups_as_before(optimizer: Optimizer) -> Iterator[Callable[[], None]]:
-    """Let each part of a step find the groups' numbers as the first part did.
+class Numbers:
+    """The numbers of an optimizer's groups, as the parts of one step find and leave them.
 
-    Some optimizers count steps there: the yielded function, called between two parts, takes back
-    what the part before has counted, and what the last part counts stays.
+    Some optimizers count steps there, all of them or those of a group that has gradients. Each part
+    finds what the first part did; in the end each number is as the last part that changed it left
+    it. What others change between two parts, as a rate, stays.
     """
-    before = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
 
-    def take_back() -> None:
-        for group, numbers in zip(optimizer.param_groups, before, strict=True):
-            for key in group.keys() - numbers.keys() - {"params"}:
-                del group[key]
-            group.update(numbers)
+    def __init__(self) -> None:
+        self._changes: dict[int, dict[str, _Change]] = {}  # by the group's id
 
-    yield take_back
+    def run(self, optimizer: Optimizer, part: Callable[[], None]) -> None:
+        """Run a part of a step."""
+        for group in optimizer.param_groups:
+            self._take_back(group)
+        before = [dict(group) for group in optimizer.param_groups]
+        part()
+        for group, then in zip(optimizer.param_groups, before, strict=True):
+            self._note(group, then)
+
+    def _take_back(self, group: dict[str, Any]) -> None:
+        changes = self._changes.get(id(group), {})
+        for name, change in list(changes.items()):
+            if group.get(name, _ABSENT) is change.now:
+                _put(group, name, change.then)
+            else:
+                del changes[name]  # others have changed it since
+
+    def _note(self, group: dict[str, Any], then: dict[str, Any]) -> None:
+        changes = self._changes.setdefault(id(group), {})
+        for name, change in changes.items():
+            if group.get(name, _ABSENT) is change.then:  # this part has not counted
+                _put(group, name, change.now)
+        if len(group) == len(then) and not any(map(is_not, group.values(), then.values())):
+            return
+        for name, value in group.items():
+            if name != "params" and value is not then.get(name, _ABSENT):
+                before = changes[name].then if name in changes else then.get(name, _ABSENT)
+                changes[name] = _Change(before, value)
+
+
+class _Change(NamedTuple):
+    then: Any
+    now: Any
+
+
+_ABSENT = object()
+
+
+def _put(group: dict[str, Any], name: str, value: Any) -> None:
+    if value is _ABSENT:
+        group.pop(name, None)
+    else:
+        group[name] = value
 
 
 def _train(optimizer: Optimizer, step: Callable[[Optimizer], None]) -> list[Any]:
     """Return a small model's parameters, and the numbers that an optimizer has beside states."""
-    known = optimizer.param_groups[0]["params"][0]
+    own = parameters_of(optimizer)
+    known, dimensions = own[0], {parameter.dim() for parameter in own}
+    # Some, as Muon, are for matrices alone.
+    shapes = [shape for shape in _SHAPES if len(shape) in dimensions] or _SHAPES
     generator = torch.Generator().manual_seed(0)
 
     def normal(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=generator).to(known.device, known.dtype)
 
-    parameters = [torch.nn.Parameter(normal(shape)) for shape in _SHAPES]
+    parameters = [torch.nn.Parameter(normal(shape)) for shape in shapes]
     small = copy_of(optimizer, {**optimizer.param_groups[0], "params": parameters})
     devices = [known.device] if known.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
@@ -202,8 +239,8 @@ def _step_at_once(optimizer: Optimizer) -> None:
 
 def _step_apart(optimizer: Optimizer) -> None:
     parameters = parameters_of(optimizer)
-    with gradients_apart(parameters) as show, groups_as_before(optimizer) as take_back:
+    numbers = Numbers()
+    with gradients_apart(parameters) as show:
         for parameter in parameters:
             show([parameter])
-            take_back()
-            inner_step(type(optimizer))(optimizer)
+            numbers.run(optimizer, lambda: inner_step(type(optimizer))(optimizer))

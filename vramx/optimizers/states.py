@@ -105,6 +105,17 @@ class Bucket:
             for shown, offsets in self._placed
         ]
 
+    def image_apart(self, allocate: Callable[[int], Tensor]) -> list[Shown]:
+        """Return the placed values with memory of its own for each tensor that moves."""
+
+        def own(tensor: Tensor) -> Tensor:
+            return _view(tensor, 0, allocate(size_bytes(tensor)))
+
+        return [
+            Shown.of(shown.holder, shown.key, _replaced(shown.value, offsets, own))
+            for shown, offsets in self._placed
+        ]
+
     def moving(self, image: Sequence[Shown]) -> Iterator[Tensor]:
         """Yield each plain tensor of an image that moves, in the order of all images."""
         for shown, (_, offsets) in zip(image, self._placed, strict=True):
@@ -180,25 +191,33 @@ def show(image: Sequence[Shown]) -> None:
         shown.holder[shown.key] = shown.value
 
 
-def apart(state: States) -> States:
-    """Return states of which no tensor is a part of a larger range, which would be copied whole."""
-    return {
-        parameter: {key: _apart(value) for key, value in values.items()}
-        for parameter, values in state.items()
-    }
+def apart(states: Any) -> Any:
+    """Return states, which may be a state_dict(), with a storage for each tensor in its memory.
+
+    Of one that is a part of a range a pickle would have the whole range, and torch.save refuses
+    those that have others of another type in it.
+    """
+    return tree_map(_apart, states)
 
 
-def _apart(value: Any) -> Any:
-    if is_record(value):
-        copied = copy.copy(value)
-        vars(copied).update({key: _apart(held) for key, held in vars(value).items()})
+def _apart(leaf: Any) -> Any:
+    if is_record(leaf):
+        copied = copy.copy(leaf)
+        vars(copied).update({key: apart(held) for key, held in vars(leaf).items()})
         return copied
-    return mapped(value, lambda t: t.clone() if is_part(t) else t)
+    return _changed(_with_own_storage, leaf)
 
 
-def is_part(tensor: Tensor) -> bool:
-    """Tell whether a tensor's memory has more than the tensor."""
-    return tensor.untyped_storage().nbytes() > size_bytes(tensor)
+def _with_own_storage(tensor: Tensor) -> Tensor:
+    nbytes = size_bytes(tensor)
+    # A range has states alone; one without data, or a user's expanded one, has no bytes to take.
+    if type(tensor) is not Tensor or tensor.untyped_storage().nbytes() == nbytes:
+        return tensor
+    if not nbytes or not is_dense(tensor):
+        return tensor
+    start = tensor.storage_offset() * tensor.element_size()
+    storage = tensor.untyped_storage()[start : start + nbytes]
+    return tensor.new_empty(0).set_(storage, 0, tensor.size(), tensor.stride())
 
 
 def is_record(value: Any) -> bool:
@@ -262,16 +281,20 @@ def size_bytes(tensor: Tensor) -> int:
 
 
 def _viewed(value: Any, offsets: Sequence[int | None], memory: Tensor) -> Any:
+    places = (offset for offset in offsets if offset is not None)
+    return _replaced(value, offsets, lambda tensor: _view(tensor, next(places), memory))
+
+
+def _replaced(value: Any, offsets: Sequence[int | None], made: Callable[[Tensor], Tensor]) -> Any:
+    """Return a value with others for its tensors that move."""
     if is_plain(value):
-        return _view(value, offsets[0], memory)
+        return value if offsets[0] is None else made(value)
     left = iter(offsets)
-    return mapped(value, lambda tensor: _view(tensor, next(left), memory))
+    return mapped(value, lambda tensor: tensor if next(left) is None else made(tensor))
 
 
-def _view(tensor: Tensor, offset: int | None, memory: Tensor) -> Tensor:
-    """Return a range of bytes as a tensor like another; that one where it does not move."""
-    if offset is None:
-        return tensor
+def _view(tensor: Tensor, offset: int, memory: Tensor) -> Tensor:
+    """Return a range of bytes as a tensor like another."""
     elements = memory[offset : offset + size_bytes(tensor)].view(tensor.dtype)
     if tensor.is_contiguous():
         return elements.view(tensor.shape)

@@ -159,8 +159,9 @@ class StateStream:
         self._keep_bytes = nbytes
         there = {number: rest.slot is None for number, rest in self._rests.items()}
         changes = [number for number, stays in there.items() if self._stays(number) != stays]
-        for number in sorted(changes, key=lambda number: not there[number]):
-            self._bring_back(number)  # those that leave first: they make room
+        for number in sorted(changes, key=lambda number: not there[number]):  # they make room
+            if not there[number]:
+                self._bring_back(number)
             self._place(number, state)
 
     def adopt_one(self, number: int, state: States) -> None:
@@ -200,17 +201,16 @@ class StateStream:
     # -- one bucket -------------------------------------------------------------------------------
 
     def _bring_back(self, number: int) -> None:
-        """Show a bucket's states on the device, in memory of their own."""
+        """Show a bucket's states on the device, each in memory of its own."""
         bucket, rest = self.buckets[number], self._rests[number]
-        if rest.slot is None:
-            return
-        memory = self._link.allocate(bucket.nbytes)
+        image = bucket.image_apart(self._link.allocate)
         self._link.wait(Lane.TO_DEVICE, self._link.mark(self._link.stream()))
         self._link.wait(Lane.TO_DEVICE, rest.arrived)
-        self._link.copy(Lane.TO_DEVICE, memory, rest.slot.memory)
+        for source, target in zip(bucket.moving(rest.image), bucket.moving(image), strict=True):
+            self._link.copy(Lane.TO_DEVICE, target, source)
         arrived = self._link.mark(Lane.TO_DEVICE)
         self._link.wait(self._link.stream(), arrived)
-        show(bucket.image(memory))
+        show(image)
         self._link.synchronize(arrived)
 
     def _stays(self, number: int) -> bool:

@@ -127,6 +127,7 @@ class Bench(Runner):
         step_ms = self._meter.time_ms(self._step)
         # Last: what it keeps would count in what is measured.
         again = trace_step(self._step, blocks, self._meter, capture=True)
+        self._step.let_go()
         if [call.block for call in again.calls] != [call.block for call in trace.calls]:
             raise InvalidValueError(
                 f"{type(self._model).__name__} calls other blocks in one step than in the next, as "

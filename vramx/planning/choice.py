@@ -182,11 +182,12 @@ def _mixed(
     mixtures = []
     for count in range(len(some) + 1):
         mixtures += [some[:count] + others[count:], others[:count] + some[count:]]
-    candidates = (_predicted(timeline, words) for words in mixtures)
+    candidates = (predicted(timeline, words) for words in mixtures)
     return min((each for each in candidates if each.peak_bytes <= limit_bytes), key=_order)
 
 
-def _predicted(timeline: Timeline, words: tuple[str, ...]) -> Arrangement:
+def predicted(timeline: Timeline, words: tuple[str, ...]) -> Arrangement:
+    """Return an arrangement of these words, a word for each call."""
     peak_bytes, step_ms = timeline.peak_bytes(words), timeline.step_ms(words)
     return Arrangement(words, peak_bytes, step_ms, *timeline.busy_ms(words))
 
@@ -209,7 +210,7 @@ def _least(timeline: Timeline, limit_bytes: float, weight: float) -> Arrangement
         if not front:
             return None
     words = _words(min(front, key=lambda each: (each.time_ms, each.held_bytes)))
-    return _predicted(timeline, words)
+    return predicted(timeline, words)
 
 
 def _continued(

@@ -11,12 +11,14 @@ the known numbers of rows themselves, which it reads as ever. Pure; any thread.
 from __future__ import annotations
 
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
+from vramx.compression.fakes import answering
 from vramx.nn import attention_kernels
 from vramx.patch.torch_functions import attention as torchs_attention
 from vramx.planning.fake_values import keep_value, real, value_of
@@ -120,6 +122,12 @@ def _ctc_loss(
     return _functions.ctc_loss(probabilities, targets, *lengths, *rest)
 
 
+def _gaussian_nll(*args: Any, **kwargs: Any) -> Any:
+    """Leave out the check that no variance is below 0, which reads them."""
+    with mock.patch.object(torch, "any", answering(False)):
+        return functional.gaussian_nll_loss(*args, **kwargs)
+
+
 def _numbers(lengths: Any, otherwise: list[int]) -> Any:
     if not isinstance(lengths, FakeTensor):
         return lengths
@@ -134,6 +142,7 @@ SEQUENCES: dict[Any, Any] = {
     _functions._pack_padded_sequence: _packed,
     _functions._pad_packed_sequence: _padded,
     _functions.ctc_loss: _ctc_loss,
+    functional.gaussian_nll_loss: _gaussian_nll,
     **{
         layer: _recurrent(layer)
         for layer in (

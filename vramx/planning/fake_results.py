@@ -148,6 +148,16 @@ def _sums_of_channels(given: dict[str, Any]) -> tuple[Tensor | None, ...]:
     return tuple(torch.empty_like(given["mean"]) if each else None for each in wanted)
 
 
+def _mean_of_losses(given: dict[str, Any]) -> Any:
+    """Return the one number of a loss that torch makes in the memory of a loss for each element."""
+    if given["reduction"] == 0:
+        return NotImplemented
+    x, target = given["self"], given["target"]
+    shape = torch.broadcast_shapes(x.shape, target.shape)
+    made = x.new_empty(shape, dtype=torch.promote_types(x.dtype, target.dtype))
+    return made.as_strided((), ())
+
+
 def _named(name: str) -> Any:
     """Return an operation, None in releases of torch that have none of this name."""
     packet, _, overload = name.partition(".")
@@ -179,6 +189,12 @@ _RESULTS: dict[Any, tuple[_Result, str]] = {
         (_grouped_product, "", "_grouped_mm.default"),
         (_statistics, "", "batch_norm_update_stats.default"),
         (_sums_of_channels, "", "batch_norm_backward_reduce.default"),
+        (
+            _mean_of_losses,
+            "",
+            "mse_loss.default smooth_l1_loss.default soft_margin_loss.default "
+            "binary_cross_entropy.default",
+        ),
         (_not_of_a_library, "", "_use_cudnn_ctc_loss.default _use_cudnn_ctc_loss.Tensor"),
         (_not_of_a_library, "", "_use_miopen_ctc_loss.default _use_miopen_ctc_loss.Tensor"),
     )

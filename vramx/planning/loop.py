@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from vramx.errors import InvalidValueError, refused
-from vramx.optimizers.copies import unwrapped
+from vramx.optimizers.copies import unknown_wrapper, unwrapped
 from vramx.optimizers.rounds import Rounds
 from vramx.planning.lightning_step import is_lightning, optimizers_of
 from vramx.planning.meters import Meter, Spread
@@ -138,7 +138,16 @@ def loop_of(model: nn.Module, optimizer: Any, gradients: str | None) -> tuple[Lo
         gradients = LATE if of_lightning else FRESH
     if not why_none and optimizer is None:
         why_none = "no optimizer was given: its states and its step are not counted"
-    return Loop(optimizer, gradients), [why_none] if why_none else []
+    said = [why_none] if why_none else []
+    several = [optimizer] if _is_one(optimizer) else list(() if optimizer is None else optimizer)
+    for each in several:
+        wrapper = unknown_wrapper(each)
+        if wrapper is not None:
+            said.append(
+                f"{type(wrapper).__name__} is around a {type(unwrapped(each)).__name__}: what it "
+                "takes beside that is not counted; reserve is for it"
+            )
+    return Loop(several, gradients), said
 
 
 @dataclass(frozen=True)

@@ -184,6 +184,7 @@ class _Tracer:
             with _Named(recording), gpu.entered(), recording.running(copied.found.models):
                 copied.take_states_over()
                 step = self._program.run(*copied.values)
+                copied.let_go()
                 for _ in range(self._steps):
                     check_ran(step())
                 recording.check_threads()

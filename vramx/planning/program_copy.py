@@ -99,6 +99,11 @@ class Copied:
             if isinstance(tensor, Tensor) and tensor.dim() and size_bytes(tensor) >= least_bytes:
                 self._stand_in(tensor, self._make_on_host)
 
+    def let_go(self) -> None:
+        """Leave the copies to the step alone, which may replace what it refers to."""
+        self._memo, self._functions, self._kept = {}, {}, []
+        self.values, self.found = (), Found()
+
     def take_states_over(self) -> None:
         """Have states that wait on the host leave for it, and steps be taken in backward."""
         for optimizer in self.found.optimizers:

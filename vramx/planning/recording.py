@@ -21,13 +21,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_leaves
 
 from vramx.errors import UntraceableError
 from vramx.memory.trace import ALLOCATE, FREE_COMPLETED, Trace
 from vramx.patch.watching import looks_on
 from vramx.planning.reductions import staging_bytes
 from vramx.planning.storages import Storages, Watch
+from vramx.recompute.structure import leaves_of
 
 FORWARD, BACKWARD, OPTIMIZER, BEFORE = "forward", "backward", "optimizer's step", "before the step"
 
@@ -142,7 +142,7 @@ class Recording:
             return
         while self._stack.pop() != name:  # what raised, as an early stop of a checkpoint does
             pass
-        for tensor in tree_leaves(result):
+        for tensor in leaves_of(result):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 self._mark(tensor, name)
 

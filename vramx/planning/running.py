@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from vramx.nn.levels import LEFT
 from vramx.planning.agreement import Agreement
 from vramx.planning.blocks import Block
-from vramx.planning.choice import Arrangement, fastest, near, smallest
+from vramx.planning.choice import Arrangement, fastest, near, predicted, smallest
 from vramx.planning.device_memory import is_out_of_memory
 from vramx.planning.isolated import free_garbage
 from vramx.planning.loop import Measured as MeasuredLoop
@@ -110,10 +111,27 @@ class Runner:
             error = int(limit_bytes - bound) if limit_bytes < float("inf") else 0
             run = self._run(measured, found, error)
             bound = _corrected(bound, limit_bytes, run)
+        self._run_as_it_is(measured, limit_bytes)
         if not measured.within(limit_bytes):
             return self.smallest(measured)
         self._run_near(measured, bound, limit_bytes)
         return self._fastest(measured, limit_bytes)
+
+    def _run_as_it_is(self, measured: Measured, limit_bytes: float) -> None:
+        """Run the blocks as they are, should that be faster, where such a step was seen to fit.
+
+        Predicted is more than it takes where what blocks keep is gone before the peak, as of a
+        block that is called without gradients, too.
+        """
+        peak = measured.before.peak_bytes
+        if peak is None or peak > limit_bytes:
+            return
+        places = measured.timeline.places
+        if all(LEFT in place.costs for place in places):
+            found = predicted(measured.timeline, (LEFT,) * len(places))
+            fitting = (run.arrangement.step_ms for run in measured.within(limit_bytes))
+            if found.step_ms < min(fitting, default=float("inf")):
+                self._run(measured, found)
 
     def _run_near(self, measured: Measured, bound: float, limit_bytes: float) -> None:
         """Run what should be nearly as fast as the fastest that fits, as long as there is time.

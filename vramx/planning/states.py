@@ -1,9 +1,10 @@
 """What an optimizer's states and its step take, of any torch.optim.Optimizer: measured on copies.
 
-A copy of the optimizer takes two steps for a copy of one parameter of each kind (shape, type and
-group), and what it then holds counts for each parameter of the kind that has no states yet. So no
-optimizer is known by name. Neither the optimizer nor a parameter is changed. Not thread-safe; needs
-memory for one parameter more, its gradient and its states; some steps a kind.
+A copy of the optimizer takes steps for a copy of one parameter of each kind (shape, type and group)
+until it holds no more than before, and what it then holds counts for each parameter of the kind
+that has no states yet. So no optimizer is known by name. Neither the optimizer nor a parameter is
+changed. Not thread-safe; needs memory for one parameter more, its gradient and its states, and for
+two more of a smaller one; some steps a kind.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ from vramx.errors import InvalidValueError, summary
 from vramx.optimizers.copies import HOLDER, copy_of
 from vramx.optimizers.rounds import Rounds
 from vramx.optimizers.slots import SLOTS
+from vramx.optimizers.states import is_record
 from vramx.planning.meters import Meter
+from vramx.sizes import MIB
 
-# Of two parameters at once, against one: twice as much where their temporaries are there together.
-_TOGETHER = 1.5
+# Some keep the gradients of their last steps, ten of them say: more is not looked for.
+_MOST_STEPS = 16
+# Beside parameters of so many bytes and more, counters and what a GPU rounds up are nothing.
+_LARGE_BYTES = MIB
 _GRADIENT = 1e-3
 _WAY_OUT = "plan without it, and give the bytes of its states as reserve"
 
@@ -78,9 +83,10 @@ def cost_of(optimizer: Optimizer, meter: Meter) -> OptimizerCost:
         cost.waiting_bytes = sum(of_buckets) - kept
         cost.states_bytes += 0 if rounds.has_states() else kept
     every = cost.temporary_bytes.values()
-    times = _times_of_one(optimizer, cost, meter)
-    largest = math.ceil(times * max(every, default=0))
-    cost.step_bytes = sum(every) if times > _TOGETHER else largest
+    late_share, kept_share = _shares_of_others(optimizer, cost, meter)
+    largest = max(every, default=0)
+    others = sum(every) - largest
+    cost.step_bytes = math.ceil((1 + late_share) * largest + kept_share * others)
     return cost
 
 
@@ -97,8 +103,14 @@ def has_states(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
 
 
 def tensors_of(states: Any) -> list[Tensor]:
-    """Return the tensors among an optimizer's states."""
-    return [leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor)]
+    """Return the tensors among an optimizer's states, and in its own objects among these."""
+    found = list[Tensor]()
+    for leaf in tree_leaves(states):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_record(leaf):
+            found += tensors_of(vars(leaf))
+    return found
 
 
 def _trained(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
@@ -113,17 +125,27 @@ def _kind(group: dict[str, Any], parameter: nn.Parameter) -> Hashable:
     return id(group), type(parameter), *shape
 
 
-def _times_of_one(optimizer: Optimizer, cost: OptimizerCost, meter: Meter) -> float:
-    """Return what a step has temporaries of for two parameters at once, against one.
+def _shares_of_others(
+    optimizer: Optimizer, cost: OptimizerCost, meter: Meter
+) -> tuple[float, float]:
+    """Return what there is of other parameters' temporaries beside those of one, as shares.
 
-    Twice as much where all are there together; between where the last one's is let go of late.
+    The first is of the parameter before alone, whose last ones are let go of late; the second is of
+    every other one: 1 where all are computed together, less where a step keeps something of each.
     """
     pairs = [(g, p) for g, p in _trained(optimizer) if cost.temporary_bytes[id(p)]]
     if len(pairs) < 2:
-        return 1.0
-    group, parameter = min(pairs, key=lambda pair: pair[1].numel())
-    both = _measured(optimizer, group, [parameter, parameter], meter)[1]
-    return max(1.0, both / cost.temporary_bytes[id(parameter)])
+        return 0.0, 0.0
+    large = [pair for pair in pairs if pair[1].nbytes >= _LARGE_BYTES]
+    group, parameter = min(large, key=_numel, default=max(pairs, key=_numel))
+    one = cost.temporary_bytes[id(parameter)]
+    two, three = (_measured(optimizer, group, [parameter] * n, meter)[1] for n in (2, 3))
+    kept = max(0, three - two) / one
+    return max(0.0, (two - one) / one - kept), kept
+
+
+def _numel(pair: tuple[dict[str, Any], nn.Parameter]) -> int:
+    return pair[1].numel()
 
 
 def _measured(
@@ -135,14 +157,18 @@ def _measured(
         for copied in copies:
             copied.grad = torch.full_like(copied, _GRADIENT)
         copy = _copy_of(optimizer, {**group, "params": copies})
-        before = meter.allocated_bytes()
-        _step(copy)
-        meter.settle()
-        after = meter.allocated_bytes()
-        meter.reset_peak()
-        _step(copy)
-        meter.settle()
-        return max(0, after - before), max(0, meter.peak_bytes() - after)
+        before = held = meter.allocated_bytes()
+        temporary = 0
+        for number in range(_MOST_STEPS):
+            meter.reset_peak()
+            _step(copy)
+            meter.settle()
+            after = meter.allocated_bytes()
+            temporary = max(temporary, meter.peak_bytes() - after)
+            if number and after <= held:
+                break
+            held = after
+        return max(0, held - before), temporary
 
 
 def _copy_of(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:

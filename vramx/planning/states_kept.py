@@ -12,17 +12,18 @@ import contextlib
 import copy
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from vramx.compression.codec.random import restored_streams
 from vramx.errors import InvalidValueError
 from vramx.optimizers.copies import HOLDER
+from vramx.optimizers.states import is_record
 from vramx.planning.program import Found
 from vramx.recompute.attributes import attributes_as_now
 from vramx.recompute.hooks import hooks_as_now
@@ -127,26 +128,60 @@ def _of_optimizer(optimizer: Optimizer) -> Undo:
             f"the states of a {type(optimizer).__name__} wait on the host, from where trials could "
             "not put them back; fit the batch before vramx.offload_optimizer, or give state=()"
         )
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    groups = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else copy.copy(x), groups)
-    contents: list[Undo] = []
-
-    def keep(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            contents.append(_saved(value))
-        return value
-
-    states = {p: tree_map(keep, dict(state)) for p, state in optimizer.state.items()}
+    around = set[int]()
+    undos = [_undo_of_states(optimizer.state, around)]
+    # What steps count may stand in groups, or in the optimizer itself.
+    undos += [_undo_of_options(each, around) for each in (*optimizer.param_groups, vars(optimizer))]
 
     def undo() -> None:
-        for group, options in zip(optimizer.param_groups, groups, strict=True):
-            group.update(copy.copy(options))
-        optimizer.state.clear()
-        optimizer.state.update({p: dict(state) for p, state in states.items()})
+        for each in undos:
+            each()
+
+    return undo
+
+
+def _undo_of_options(own: dict[str, Any], around: set[int]) -> Undo:
+    """Return what puts back what a group or an optimizer has beside parameters and states."""
+    kept = {name: value for name, value in own.items() if name not in _APART}
+    contents = [_undo_of_states(value, around) for value in kept.values()]
+
+    def undo() -> None:
+        for name in own.keys() - kept.keys() - _APART:
+            del own[name]
+        own.update(kept)
         for content in contents:
             content()
 
     return undo
+
+
+_APART = {"params", "state", "param_groups"}
+
+
+def _undo_of_states(value: Any, around: set[int]) -> Undo:
+    """Return what puts back, in place, what a container of states, or an object in it, has."""
+    if id(value) in around or not (isinstance(value, _CONTAINERS) or is_record(value)):
+        return _saved(value) if isinstance(value, Tensor) else _nothing
+    around.add(id(value))
+    holder = value if isinstance(value, _CONTAINERS) else vars(value)
+    kept = copy.copy(holder)  # what numbers it has, and which tensors
+    within = kept.values() if isinstance(kept, dict) else kept
+    contents = [_undo_of_states(each, around) for each in within]
+
+    def undo() -> None:
+        if not isinstance(holder, tuple):
+            holder.clear()
+            (holder.update if isinstance(holder, dict) else holder.extend)(kept)
+        for content in contents:
+            content()
+
+    return undo
+
+
+_CONTAINERS = (dict, list, tuple, deque)
+
+
+def _nothing() -> None: ...
 
 
 def _of_other(value: Any) -> Undo:

@@ -1,8 +1,8 @@
 """One step of training on a sample, and the state that measuring must leave as it was.
 
 A step is forward and backward, and before it gradients are as in the loop; no optimizer runs. Its
-loss is the caller's if the sample is a function. Nothing of a step's graph outlives it. Not
-thread-safe.
+loss is the caller's if the sample is a function. What forward returned lives until the next one has
+returned, as in a loop that keeps it in a variable. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from vramx.planning.loop import Loop
 from vramx.planning.states_kept import generators_as_before, undo_of_gradient, undo_of_module
 from vramx.recompute.attributes import attributes_as_now
 from vramx.recompute.hooks import hooks_as_now
+from vramx.recompute.structure import leaves_of
 
 _ACCEPTED = (
     "accepted are a tensor, a tuple of arguments, a mapping of keyword arguments, and a function "
@@ -46,17 +47,26 @@ class Step:
         self._begin = begin
         self._before_backward = before_backward
         self._first = first  # around the first step
+        self._result: Any = None
 
     def __call__(self, between: Callable[[], Any] = lambda: None) -> None:
         """Run one step; `between` is called before backward, with the loss still alive."""
         around, self._first = self._first or contextlib.nullcontext(), None
-        with around:
-            self._run(between)
+        try:
+            with around:
+                self._run(between)
+        except BaseException:
+            self.let_go()  # of a graph that backward has not freed
+            raise
+
+    def let_go(self) -> None:
+        """Let go of what the last forward pass returned."""
+        self._result = None
 
     def _run(self, between: Callable[[], Any]) -> None:
         self._begin()
         try:
-            result = self.forward()  # it lives during backward, as in most programs
+            result = self._result = self.forward()
         except StopIteration as error:
             raise InvalidValueError(
                 "the batches that the step takes have come to an end: accepted is one batch as the "
@@ -104,7 +114,7 @@ def loss_of(result: Any) -> Any:
         if isinstance(found, Tensor):
             return found if name == "loss" else found.float().mean()
     values = list(result.values()) if isinstance(result, Mapping) else result
-    floating = [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()]
+    floating = [x for x in leaves_of(values) if isinstance(x, Tensor) and x.is_floating_point()]
     return floating[0].float().mean() if floating else None
 
 

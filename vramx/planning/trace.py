@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from vramx.errors import InvalidValueError
 from vramx.planning.blocks import Block
 from vramx.planning.caches import check_has_none
 from vramx.planning.meters import Meter
 from vramx.planning.steps import Step
+from vramx.recompute.structure import Structure, flatten, leaves_of
 
 
 class Event(Enum):
@@ -75,7 +75,7 @@ class Captured:
 
     block: Block
     arguments: list[Any]
-    structure: Any
+    structure: Structure
     moving: tuple[int, ...]  # positions of the arguments with a gradient
     autocast: torch.dtype | None
 
@@ -84,7 +84,7 @@ class Captured:
         arguments = list(self.arguments)
         for position, tensor in zip(self.moving, moving, strict=True):
             arguments[position] = tensor
-        args, kwargs = tree_unflatten(arguments, self.structure)
+        args, kwargs = self.structure.rebuild(arguments)
         module = self.block.module
         device = next(module.parameters()).device
         with torch.autocast(device.type, self.autocast, enabled=self.autocast is not None):
@@ -118,7 +118,7 @@ def trace_step(step: Step, blocks: Sequence[Block], meter: Meter, *, capture: bo
 
 def moving_tensors(tree: Any) -> list[Tensor]:
     """Return the tensors of a tree that take part in backward."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 class _Tracer:
@@ -174,7 +174,7 @@ class _Tracer:
     def _begin(self, number: int, args: Any, kwargs: dict[str, Any]) -> int:
         block = self._blocks[number]
         _check(block, kwargs)
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves, structure = flatten((args, kwargs))
         moving = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
         moving = [i for i in moving if not isinstance(leaves[i], nn.Parameter)]
         autocast = _autocast_dtype(block.module)

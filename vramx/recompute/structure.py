@@ -58,6 +58,16 @@ def flatten(value: Any) -> tuple[list[Any], Structure]:
     return _flatten(value, frozenset())
 
 
+def leaves_of(value: Any) -> list[Any]:
+    """Return the leaves of a value alone.
+
+    Example:
+        >>> leaves_of((1, [2, None]))
+        [1, 2, None]
+    """
+    return flatten(value)[0]
+
+
 def _flatten(value: Any, around: frozenset[int]) -> tuple[list[Any], Structure]:
     leaves, spec = pytree.tree_flatten(value)
     opened = []
