@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
+from textwrap import shorten
 
 _MOST_CHARACTERS = 80
 
@@ -104,6 +105,16 @@ def brief(value: object) -> str:
     if "\n" not in text and len(text) <= _MOST_CHARACTERS:
         return text
     return f"a {type(value).__qualname__}"
+
+
+def cause(error: BaseException) -> str:
+    """Return an error's class and what it says, in one line that no library makes long.
+
+    Example:
+        >>> cause(ValueError("of two\\n lines"))
+        'ValueError: of two lines'
+    """
+    return shorten(f"{type(error).__name__}: {error}", 2 * _MOST_CHARACTERS, placeholder=" ...")
 
 
 def refused(

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from vramx.errors import InvalidValueError, brief
+from vramx.errors import InvalidValueError, cause
 
 _LIBRARIES = ("lightning", "pytorch_lightning")
 _LOGS = ("log", "log_dict")
@@ -67,7 +67,7 @@ def optimizers_of(model: Any) -> tuple[list[Optimizer], str]:
     try:
         made = model.configure_optimizers()
     except Exception as error:  # of a user's method, which may want a trainer
-        reason = f"{type(error).__name__}: {brief(str(error))}"
+        reason = cause(error)
         return [], f"no optimizer was counted: configure_optimizers() did not run ({reason})"
     return list(_optimizers_in(made)), ""
 

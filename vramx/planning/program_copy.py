@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from vramx.errors import InvalidValueError, brief
+from vramx.errors import InvalidValueError, cause
 from vramx.optimizers.copies import HOLDER
 from vramx.optimizers.rounds import Rounds
 from vramx.optimizers.states import size_bytes
@@ -183,9 +183,8 @@ class Copied:
         except Exception as error:
             if isinstance(value, (nn.Module, Optimizer)):
                 raise InvalidValueError(
-                    f"a {type(value).__name__} of the step cannot be copied "
-                    f"({type(error).__name__}: {brief(str(error))}); predict before DDP, FSDP or "
-                    "others wrap the model"
+                    f"a {type(value).__name__} of the step cannot be copied ({cause(error)}); "
+                    "predict before DDP, FSDP or others wrap the model"
                 ) from error
             return value  # a file, a lock: what has no tensor of the model is shared
 

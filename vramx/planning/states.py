@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from vramx.errors import InvalidValueError, brief
+from vramx.errors import InvalidValueError, cause
 from vramx.optimizers.copies import HOLDER, copy_of
 from vramx.optimizers.rounds import Rounds
 from vramx.optimizers.slots import SLOTS
@@ -160,6 +160,5 @@ def _step(copy: Optimizer) -> None:
         raise
     except Exception as error:  # of a class that is made or called otherwise
         raise InvalidValueError(
-            f"what {name} takes cannot be measured ({type(error).__name__}: {brief(str(error))}); "
-            f"{_WAY_OUT}"
+            f"what {name} takes cannot be measured ({cause(error)}); {_WAY_OUT}"
         ) from error

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from vramx.compression.fakes import PLAIN
-from vramx.errors import brief, warn_once
+from vramx.errors import brief, cause, warn_once
 from vramx.nn.families.projection import plain_tensor
 from vramx.nn.families.questions import class_name, is_transformed, parameters_of
 from vramx.nn.families.small import language_model, randomised
@@ -226,7 +226,7 @@ def _tried(model: Any, loss: Any) -> str | None:
                 return "its loss_function was replaced"
             return _compared(small, call)
     except Exception as error:  # of a class that is made or called otherwise, say
-        return f"a small one of its class cannot be tried: {type(error).__name__} {brief(error)}"
+        return f"a small one of its class cannot be tried: {cause(error)}"
 
 
 def _compared(small: Any, call: dict[str, Any]) -> str | None:

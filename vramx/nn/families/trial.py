@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramx.errors import brief
+from vramx.errors import cause
 from vramx.nn.families.attention import attention_is_torchs
 from vramx.nn.families.questions import class_name, functions_of
 from vramx.nn.families.small import randomised
@@ -63,7 +63,7 @@ def _tried(module: Any, family: type[Fused]) -> str | None:
             swap(small, family, Settings("keep", EXACT))
             return next(filter(None, (_compared(small, call) for call in calls)), None)
     except Exception as error:  # of a library whose classes are made otherwise, say
-        return f"a small one of its class cannot be tried: {type(error).__name__} {brief(error)}"
+        return f"a small one of its class cannot be tried: {cause(error)}"
 
 
 def _compared(small: Any, call: dict[str, Any]) -> str | None:
