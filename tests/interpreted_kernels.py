@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted_nn import Interpreted, interpreted_nn
+from interpreted_nn import Interpreted, interpreter
 from torch import Tensor
 
 from vramx.kernels.launch import Function
@@ -102,7 +102,7 @@ class InterpretedKernels:
 @pytest.fixture(scope="module")
 def kernels() -> InterpretedKernels:
     """A file names it in `__all__`."""
-    return InterpretedKernels(interpreted_nn())
+    return InterpretedKernels(interpreter())
 
 
 def mask_bytes(numel: int) -> int:

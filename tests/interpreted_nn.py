@@ -162,8 +162,19 @@ class Interpreted:
         return tuple(result)
 
 
-@lru_cache(maxsize=1)
 def interpreted_nn() -> Interpreted:
+    """Return the child; skip where vramx.nn leaves to plain torch what its kernels are for."""
+    from vramx.kernels import start
+    from vramx.nn import keeping
+
+    child = interpreter()
+    if start.triton_version() < keeping.OLDEST_TRITON:
+        pytest.skip("triton before 3.3 has no kernels of vramx.nn: plain torch does what they do")
+    return child
+
+
+@lru_cache(maxsize=1)
+def interpreter() -> Interpreted:
     """Return the one child of this process, which ends with it; skip where there is no triton."""
     pytest.importorskip("triton")
     child = Interpreted()

@@ -148,19 +148,20 @@ def test_gradient_after_dropout_is_that_of_the_result() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", ["hook", "inner hook", "variant", "magnitude", "dropout", "type"]
+    "change", ["hook", "inner hook", "variant", "older", "unknown", "dropout", "type"]
 )
 def test_adapter_that_is_not_understood_is_called_as_it_is_and_named(change: str) -> None:
     original = adapted()
     words = {
         "hook": "hooks", "inner hook": "no", "variant": "'default' is a Identity",
-        "magnitude": "DoRA", "dropout": "AlphaDropout", "type": "torch.float64",
+        "older": "DoRA", "unknown": "the parts of a known release",
+        "dropout": "AlphaDropout", "type": "torch.float64",
     }[change]  # fmt: skip
     for linear in linears_of(original):
         if change == "variant":
             linear.lora_variant["default"] = nn.Identity()
-        elif change == "magnitude":
-            linear.lora_magnitude_vector = {"default": None}
+        elif change in ("older", "unknown"):
+            as_before_variants(linear, {"default": True} if change == "older" else {})
         elif change == "dropout":
             linear.lora_dropout["default"] = nn.AlphaDropout(0.0)
         elif change == "type":
@@ -179,6 +180,21 @@ def test_adapter_that_is_not_understood_is_called_as_it_is_and_named(change: str
     assert all(words in reason and "called as it is" in reason for reason in reasons)
     assert error(result_of(model, INPUTS), result_of(original, INPUTS)) < ROUNDING
     assert len(seen) == (2 * LAYERS if "hook" in change else 0)
+    assert error(gradient_of(model, INPUTS), gradient_of(original, INPUTS)) < ROUNDING
+
+
+def as_before_variants(linear: Any, use_dora: dict[str, bool]) -> None:
+    """Have what an adapted layer has in releases of peft before 0.16."""
+    del linear.lora_variant
+    linear.use_dora, linear.lora_magnitude_vector = use_dora, None
+
+
+def test_adapters_of_releases_before_variants_are_fused() -> None:
+    original = adapted()
+    for linear in linears_of(original):
+        as_before_variants(linear, {"default": False})
+    model = twin(original)
+    assert not [row for row in vramx.optimize(model, "keep").left if row.reason]
     assert error(gradient_of(model, INPUTS), gradient_of(original, INPUTS)) < ROUNDING
 
 

@@ -159,7 +159,10 @@ CHANGES = {"hooks": _hook, "adapter": _adapt, "loss": _own_loss}
         (_own_forward, "replaced"),
         (lambda model: setattr(model, "__class__", Derived), "derived from StandInForCausalLM"),
         (lambda model: setattr(model.config, "penalty", 0.1), "needs the logits"),
-        (lambda model: setattr(model.config, "vocab_size", None), "cannot be tried"),
+        (
+            lambda model: setattr(model.config, "vocab_size", None),
+            "cannot be tried: TypeError: empty",
+        ),
     ],
 )
 def test_what_is_not_known_is_left_with_a_reason(change: Any, reason: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +257,10 @@ def test_cache_in_training_is_filled_as_by_the_original() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_recomputed_blocks_leave_a_new_cache_empty_and_say_so(name: str) -> None:
+def test_recomputed_blocks_leave_a_new_cache_empty_and_say_so(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors, "_said", set())
     original, inputs = hugging_face(transformers, name)
     model = optimised_copy(original, "recompute_all")
     with pytest.warns(VramxWarning, match="use_cache=False"):
@@ -269,9 +271,9 @@ def test_recomputed_blocks_leave_a_new_cache_empty_and_say_so(name: str) -> None
     # What a cache has already is part of the result: such a call is not recomputed.
     with torch.no_grad():
         cache = original(**inputs, use_cache=True)[word]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with pytest.warns(VramxWarning, match="filled cache") as said:
         found = model(**inputs, **{word: copy.deepcopy(cache)})
+    assert [each.category for each in said].count(VramxWarning) == 1
     assert error(found[0], original(**inputs, **{word: copy.deepcopy(cache)})[0]) < ROUNDING
 
 

@@ -43,7 +43,6 @@ LORAS = frozenset(
 QUANTISED = frozenset(
     ("bitsandbytes.nn.modules.Linear4bit", "bitsandbytes.nn.modules.Linear8bitLt")
 )
-_PARTS = ("base_layer", "lora_A", "lora_B", "lora_dropout", "scaling", "active_adapters", "merged")
 
 
 class Adapter(NamedTuple):
@@ -209,13 +208,18 @@ def plain_tensor(value: Any) -> bool:
 
 def _adapters_of(module: Any) -> tuple[Adapter, ...] | str:
     """Return the adapters that a call of a LoRA computes now, or why they are not understood."""
-    if class_name(type(module)) not in LORAS:
+    if class_name(type(module)) not in LORAS or not hasattr(module, "base_layer"):
         return "it is no plain Linear"
     if not untouched(module):
         return "it has hooks or another forward"
-    if not all(hasattr(module, name) for name in _PARTS):
+    try:
+        return _active_adapters_of(module)
+    except (AttributeError, KeyError, TypeError):  # a part is not there, or is of another kind
         return "it has not the parts of a known release"
-    if getattr(module, "disable_adapters", False):
+
+
+def _active_adapters_of(module: Any) -> tuple[Adapter, ...] | str:
+    if module.disable_adapters:
         # A call takes the adapters out of the weight.
         return "it is merged and disabled" if module.merged else ()
     if module.merged:
@@ -229,12 +233,11 @@ def _adapters_of(module: Any) -> tuple[Adapter, ...] | str:
 
 def _adapter_of(module: Any, name: str) -> Adapter | str:
     said = f"its adapter {name!r}"
-    variant = getattr(module, "lora_variant", {}).get(name)
-    if variant is not None:
-        return f"{said} is a {type(variant).__name__}"
-    dora = getattr(module, "use_dora", {}).get(name, False)
-    if dora or name in getattr(module, "lora_magnitude_vector", ()):
-        return f"{said} scales directions (DoRA)"
+    if not hasattr(module, "lora_variant"):  # of releases that have one, and no table of them
+        if module.use_dora[name]:
+            return f"{said} scales directions (DoRA)"
+    elif name in module.lora_variant:
+        return f"{said} is a {type(module.lora_variant[name]).__name__}"
     first, second = terms_of(module.lora_A[name]), terms_of(module.lora_B[name])
     if first is None or second is None or first[1] is not None:
         return f"{said} is not of two plain Linears"

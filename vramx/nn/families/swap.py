@@ -44,6 +44,10 @@ UNCACHED = (
     "blocks that are recomputed leave the cache of keys and values empty; use_cache=False in the "
     "model's config makes none"
 )
+FILLED = (
+    "blocks that are given a filled cache of keys and values are not recomputed: what it has is "
+    "part of their result"
+)
 CHECKPOINTED = (
     "blocks are checkpointed by the model: each is computed twice, and nothing is packed in them; "
     "model.gradient_checkpointing_disable() leaves to vramx what is kept"
@@ -255,6 +259,8 @@ def _compute(module: Fused, settings: Settings, call: dict[str, Any]) -> Any:
         return module.vramx_fused(x, **others)
     name, cache = cache_of(others)
     if cache is not None and module.vramx_is_in(cache):
+        if not compiles:
+            warn_once(FILLED)
         return module.vramx_fused(x, **others)
     if cache is not None:
         others[name] = None
