@@ -152,6 +152,20 @@ def test_heads_of_layers_that_cannot_be_made_small_are_the_originals(
     assert not model(**call).logits.is_made
 
 
+def test_a_bias_in_a_buffer_beside_the_head_is_in_the_loss() -> None:
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, vocab_size=CLASSES,
+        max_position_embeddings=64, dropout=0.0, decoder_start_token_id=2
+    )  # fmt: skip
+    original = transformers.BartForConditionalGeneration(config).train()
+    original.final_logits_bias.normal_()
+    model = optimised_copy(original, "keep")
+    assert largest_error(model, original, call_of()) < ROUNDING
+    assert not model(**call_of()).logits.is_made
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_recorded_step_makes_no_logits(name: str, tmp_path: Path) -> None:
     model = language_model(name)

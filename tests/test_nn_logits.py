@@ -55,6 +55,7 @@ def shifted(logits: Any) -> Tensor:
     return F.cross_entropy(rows, targets()[..., 1:].reshape(-1))
 
 
+BESIDE = torch.linspace(-1, 1, CLASSES)
 REMEMBERED: dict[str, Callable[[Any], Tensor]] = {
     "mean": loss_of,
     "sum": lambda x: loss_of(x.float(), reduction="sum") / 7,
@@ -66,6 +67,8 @@ REMEMBERED: dict[str, Callable[[Any], Tensor]] = {
     "shift": shifted,
     "cap": lambda x: loss_of(2.0 * torch.tanh(x / 2.0)),
     "cap of multiples": lambda x: loss_of((x * 0.5).tanh().mul(3)),
+    "bias of a buffer": lambda x: loss_of((x + BESIDE[None]) * 0.5),
+    "added": lambda x: loss_of(torch.add(x, BESIDE)),
     "negative multiple": lambda x: loss_of(x.div(-4)),
     "casts": lambda x: loss_of(x.to(torch.float32).to(x.device).to("cpu", torch.float32)),
     "rows": lambda x: F.cross_entropy(x[:, 2], targets()[:, 2]),
@@ -108,6 +111,11 @@ MADE_FOR: dict[str, Callable[[Any], Tensor]] = {
     "in place": lambda x: loss_of(x.clone().mul_(2)),
     "cap in place": lambda x: loss_of(torch.tanh(x).clone().clamp_(-0.5, 0.5)),
     "power": lambda x: (x**2).sum(),
+    "bias of a multiple": lambda x: loss_of(x * 2.0 + BESIDE),
+    "bias of rows": lambda x: loss_of(x + BESIDE[:TOKENS, None]),
+    "wider bias": lambda x: loss_of(x + BESIDE.double()).float(),
+    "number": lambda x: loss_of(x + 1),
+    "other logits": lambda x: loss_of(x + x),
 }
 
 

@@ -1,9 +1,9 @@
 """What logits are before they are made, and what of it stays true under functions of torch.
 
 A Product says how logits come from hidden states. Each function here knows one thing that models
-and losses do with logits (casts to float32, views, rows of a slice, a factor, a soft cap, the cross
-entropy), and returns the Product of its result, or the loss. What is not known raises Unknown: the
-logits are made then (logits.py). No state; any thread; some tens of microseconds each.
+and losses do with logits (casts to float32, views, rows of a slice, a bias, a factor, a soft cap,
+the cross entropy), and returns the Product of its result, or the loss. What is not known raises
+Unknown: the logits are made then (logits.py). No state; any thread; some tens of microseconds each.
 """
 
 from __future__ import annotations
@@ -159,6 +159,21 @@ def _index(use: Use) -> Use:
     return use.result(replace(use.product, rows=use.product.rows[index]))
 
 
+def _add(use: Use) -> Use:
+    """A number for each class: a bias, which some models have in a buffer beside the head."""
+    other, product = use.argument(), use.product
+    if type(other) not in PLAIN or product.cap is not None or product.factor != 1:
+        raise Unknown
+    if other.dtype != product.weight.dtype or other.device != product.rows.device:
+        raise Unknown
+    is_of_classes = other.dim() > 0 and other.shape[-1] == other.numel() == use.like.shape[-1]
+    if not is_of_classes or other.dim() > use.like.dim():
+        raise Unknown
+    bias = other.flatten() if product.bias is None else product.bias + other.flatten()
+    like = use.function(use.like, other.to("meta"))
+    return use._replace(product=replace(product, bias=bias), like=like)
+
+
 def _multiply(use: Use) -> Use:
     return use.result(use.product.times(use.argument()))
 
@@ -206,6 +221,7 @@ KNOWN: dict[Any, Callable[[Use], Use | Tensor]] = {
     Tensor.contiguous: _contiguous,
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _view),
     Tensor.__getitem__: _index,
+    **dict.fromkeys((Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add), _add),
     **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _multiply),
     **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), _divide),
     **dict.fromkeys((Tensor.tanh, torch.tanh), _tanh),
