@@ -93,6 +93,17 @@ def test_losses_are_computed_without_logits(name: str, with_bias: bool) -> None:
         assert error(a.detach(), b.detach()) < ROUNDING
 
 
+def test_a_bias_that_is_written_after_it_was_added_is_in_the_loss_as_it_was() -> None:
+    hidden, weight, _ = detached()
+    losses = []
+    for logits in (Logits.of(hidden, weight, None), F.linear(hidden, weight)):
+        beside = BESIDE.clone()
+        added = logits + beside
+        beside.mul_(5)
+        losses.append(loss_of(added))
+    assert error(*losses) < ROUNDING
+
+
 MADE_FOR: dict[str, Callable[[Any], Tensor]] = {
     "weights": lambda x: loss_of(x, weight=torch.linspace(1, 2, CLASSES)),
     "probabilities": lambda x: F.cross_entropy(x[:, 0], torch.full((ROWS, CLASSES), 1 / CLASSES)),

@@ -169,7 +169,9 @@ def _add(use: Use) -> Use:
     is_of_classes = other.dim() > 0 and other.shape[-1] == other.numel() == use.like.shape[-1]
     if not is_of_classes or other.dim() > use.like.dim():
         raise Unknown
-    bias = other.flatten() if product.bias is None else product.bias + other.flatten()
+    # As it is now: it may be written before the loss is computed.
+    added = other.flatten().clone()
+    bias = added if product.bias is None else product.bias + added
     like = use.function(use.like, other.to("meta"))
     return use._replace(product=replace(product, bias=bias), like=like)
 
