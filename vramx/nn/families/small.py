@@ -2,7 +2,8 @@
 
 They are made by the library's own class, on the CPU, with random weights in which an error of any
 part shows. What a family does with them is judged elsewhere (trial.py). Draws from generators of
-its own, and from torch's within a fork of its state. Milliseconds each.
+its own, and from torch's within a fork of its state. Milliseconds each; seconds where a large
+model's class has to be made without memory.
 """
 
 from __future__ import annotations
