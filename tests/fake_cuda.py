@@ -50,6 +50,7 @@ EXPORT void vramx_torch_set_limit(int device, unsigned long long bytes) {
   vramx_test_limit[device + 1] = bytes;
 }
 EXPORT int vramx_torch_is_installed() { return installed; }
+EXPORT int vramx_torch_keeps_history() { return 0; }
 """
 GIB = 1 << 30
 
@@ -176,7 +177,7 @@ class FakeCuda:
         patch.setattr(native, "_cuda_getDeviceCount", lambda: 2, raising=False)
         observe = "_cuda_attach_out_of_memory_observer"
         patch.setattr(native, observe, self.observers.append, raising=False)
-        patch.setattr(native, "_cuda_isHistoryEnabled", lambda: bool(self.histories), raising=False)
+        patch.setattr(native, "_cuda_isHistoryEnabled", self._keeps_history, raising=False)
         record = "_record_memory_history"
         patch.setattr(torch.cuda.memory, record, lambda **how: self.histories.append(how))
         patch.setattr(torch.OutOfMemoryError, "__init__", torch.OutOfMemoryError.__init__)
@@ -202,6 +203,10 @@ class FakeCuda:
         core = SimpleNamespace(open_gpus=self._open, __file__="/nowhere/_core.so")
         self.patch.setattr(install, "_import_core", lambda: core)
         self.patch.setattr(limits, "device_sizes", lambda: {0: 80 * GIB, 1: 80 * GIB})
+
+    def _keeps_history(self) -> bool:
+        assert self.initialised, "torch's own would crash: it reads the first of no devices"
+        return bool(self.histories)
 
     def _count(self) -> None:
         self.initialised += 1

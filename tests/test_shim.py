@@ -115,6 +115,15 @@ def test_a_late_install_frees_older_tensors_through_torch(bench: Bench) -> None:
     assert bench.stats(0)["allocated_bytes"][0][0] == 0
 
 
+@before_installing
+def test_a_history_of_torchs_own_allocator_is_seen_once_that_is_initialised(bench: Bench) -> None:
+    assert not bench.shim.vramx_torch_keeps_history()
+    bench.init(2)
+    assert not bench.shim.vramx_torch_keeps_history()
+    bench.record_history(True, 100, 1, "")
+    assert bench.shim.vramx_torch_keeps_history()
+
+
 # --- allocations ---------------------------------------------------------------------------------
 
 

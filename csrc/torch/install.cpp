@@ -94,6 +94,17 @@ VRAMX_EXPORT void vramx_torch_note_profiler() {
   if (vramx::Shim* const shim = vramx::Shim::installed()) shim->note_profiler();
 }
 
+// Asked of an allocator that is not initialised, torch's would read the first of no devices.
+VRAMX_EXPORT int vramx_torch_keeps_history() {
+  vramx::CUDAAllocator* const current = vramx::torch_cuda::get();
+  if (current == nullptr || !current->initialized()) return 0;
+  try {
+    return current->isHistoryEnabled();
+  } catch (const std::exception&) {  // cudaMallocAsync keeps none, and says so this way
+    return 0;
+  }
+}
+
 VRAMX_EXPORT int vramx_torch_is_installed() {
   return vramx::Shim::installed() != nullptr &&
          vramx::torch_cuda::get() == vramx::Shim::installed();

@@ -16,3 +16,5 @@ VRAMX_EXPORT const char* vramx_torch_error();
 VRAMX_EXPORT void vramx_torch_set_limit(int device, unsigned long long bytes);
 VRAMX_EXPORT void vramx_torch_note_profiler();
 VRAMX_EXPORT int vramx_torch_is_installed();
+// Whether torch's allocator of now keeps a history; before CUDA is initialised none does.
+VRAMX_EXPORT int vramx_torch_keeps_history();

@@ -3,6 +3,7 @@
 // is asked, so that a test sees what reached it. Not thread-safe.
 #pragma once
 
+#include <cstdlib>
 #include <map>
 #include <string>
 #include <vector>
@@ -52,6 +53,11 @@ class Native final : public Pluggable {
   int getPoolUseCount(DeviceIndex device, MempoolId_t pool) override;
   std::shared_ptr<void> getIpcDevPtr(std::string handle) override;
   torch_cuda::ShareableHandle shareIpcHandle(void* pointer) override;
+  // The real one reads the first of no devices before it is initialised, and crashes.
+  bool isHistoryEnabled() override {
+    if (!initialized()) std::abort();
+    return keeps_history_;
+  }
   void attachOutOfMemoryObserver(torch_cuda::OutOfMemoryObserver observer) override;
   void attachAllocatorTraceTracker(Tracker tracker) override { tracker_ = std::move(tracker); }
   torch_cuda::CheckpointDelta setCheckpointPoolState(

@@ -182,7 +182,7 @@ def _install(torch: ModuleType, options: Options, strict: bool, late: bool) -> I
 
 
 def _install_shim(torch: ModuleType, options: Options, late: bool, shim: Shim) -> Installation:
-    _warn_of_what_is_lost(torch, late)
+    _warn_of_what_is_lost(shim)
     devices = open_devices(options)
     shim.install(devices.handle_address, late)
     config.stop_nccl_registration()
@@ -195,7 +195,7 @@ def _install_shim(torch: ModuleType, options: Options, late: bool, shim: Shim) -
     return Installation(options, devices, shim, allocator, torch)
 
 
-def _warn_of_what_is_lost(torch: ModuleType, late: bool) -> None:
+def _warn_of_what_is_lost(shim: Shim) -> None:
     """Name what will not go on, before it is done: a warning may have been made an error."""
     if name := config.nccl_registration():
         warnings.warn(
@@ -205,7 +205,7 @@ def _warn_of_what_is_lost(torch: ModuleType, late: bool) -> None:
             VramxWarning,
             stacklevel=5,
         )
-    if late and torch._C._cuda_isHistoryEnabled():
+    if shim.torch_keeps_history():
         warnings.warn(
             "torch's memory history was switched on before the installation and will have nothing "
             "of vramx's memory; call torch.cuda.memory._record_memory_history() after it",

@@ -53,6 +53,8 @@ class Shim:
         library.vramx_torch_note_profiler.argtypes = []
         library.vramx_torch_is_installed.restype = ctypes.c_int
         library.vramx_torch_is_installed.argtypes = []
+        library.vramx_torch_keeps_history.restype = ctypes.c_int
+        library.vramx_torch_keeps_history.argtypes = []
 
     def install(self, handle_address: int, late: bool) -> None:
         """Put the core behind torch.
@@ -74,6 +76,13 @@ class Shim:
     def is_installed(self) -> bool:
         """Tell whether torch's allocator is the shim's."""
         return bool(self._library.vramx_torch_is_installed())
+
+    def torch_keeps_history(self) -> bool:
+        """Tell whether torch's allocator of now keeps a history; before CUDA's start none does.
+
+        torch._C._cuda_isHistoryEnabled would crash there.
+        """
+        return bool(self._library.vramx_torch_keeps_history())
 
     @staticmethod
     def _text(raw: bytes | None) -> str:
