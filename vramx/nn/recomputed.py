@@ -1,10 +1,10 @@
 """A part of a block that runs again in backward, from what is kept of its input already.
 
-torch's non-reentrant checkpoint runs the part; hooks around it hold a norm's pack in the place of
-the part's input, and of a residual, which a second run does not read, only its shape. So any part
-that is a function of a norm's result keeps nothing: what mlp() is to plain weights, this is to
-weights with adapters and to quantised ones. A call costs some hundred microseconds of host time.
-No state; any thread; nothing waits for the device.
+A checkpoint runs the part, and holds a norm's pack in the place of the part's input, and of a
+residual, which a second run does not read, only its shape. So any part that is a function of a
+norm's result keeps nothing: what mlp() is to plain weights, this is to weights with adapters and to
+quantised ones. A call costs some hundred microseconds of host time. No state; any thread; nothing
+waits for the device.
 
 Memory, temporary, in backward: all that the part saves, for one block.
 """
@@ -23,11 +23,13 @@ from torch.utils.checkpoint import checkpoint
 from vramx.compression import enclosing
 from vramx.compression.config import Compression
 from vramx.compression.lifetime import outlive
+from vramx.compression.saved import Reference
 from vramx.nn import passes
 from vramx.nn.keeping import NOTHING, Kept, place_of
 from vramx.nn.linear import keep_tensor
 from vramx.nn.norm import Normed
 from vramx.nn.operators_norm import norm_output
+from vramx.recompute import again
 from vramx.recompute.surroundings import Surroundings
 
 # Of an input, or a norm's result, and a residual, or None.
@@ -59,8 +61,13 @@ def recomputed(
         return part(source, residual)
     y = source.y if isinstance(source, Normed) else source
     inputs = _Inputs(y, _kept_of(source, keep), residual)
-    with saved_tensors_hooks(inputs.note, _open):
-        result: Tensor = checkpoint(_InPasses(part), y, residual, use_reentrant=False)
+    function = _InPasses(part)
+    result: Tensor
+    if again.serves((y, residual)):
+        result = again.run(function, (y, residual), inputs)
+    else:
+        with saved_tensors_hooks(inputs.held, _open):
+            result = checkpoint(function, y, residual, use_reentrant=False)
     return result
 
 
@@ -120,7 +127,7 @@ class _Unread(NamedTuple):
 
 
 class _Inputs:
-    """The hook that meets the tensors that a checkpoint keeps of its arguments."""
+    """What is kept of the tensors among the arguments."""
 
     def __init__(self, y: Tensor, kept: Kept | None, residual: Tensor | None) -> None:
         self._held: dict[tuple[Any, ...], Held | _Unread] = {}
@@ -133,9 +140,9 @@ class _Inputs:
         if kept is not None:
             self._held[place_of(y)] = Held(kept, y.shape, y.dtype)
 
-    def note(self, tensor: Tensor) -> Tensor | Held | _Unread:
-        return self._held.get(place_of(tensor), tensor)
+    def held(self, tensor: Tensor) -> Reference | Held | _Unread:
+        return self._held.get(place_of(tensor)) or Reference(tensor)
 
 
-def _open(held: Tensor | Held | _Unread) -> Tensor:
-    return held if isinstance(held, Tensor) else held.open()
+def _open(held: Reference | Held | _Unread) -> Tensor:
+    return held.open()

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_not
 from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -45,6 +45,8 @@ OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_vramx", "_compiled_call_impl"
 # Modules that change nothing of their own while they run.
 _INERT = "torch.nn.modules."
 _ABSENT = object()
+_NO_NAMES: frozenset[str] = frozenset()
+_NOTHING: dict[str, Any] = {}  # nothing is put into it
 _CALLABLES = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
 _WITHOUT = (nn.Module, Tensor, type, ModuleType, *FIXED, *_CALLABLES)
 
@@ -110,14 +112,22 @@ class _Copies:
 class _Before:
     """The attributes of one module, or of what has a region's method, before it runs."""
 
+    # Lives until backward: the fewer objects, the rarer Python's collector runs.
+    __slots__ = (
+        *("_changed", "_going", "_is_new", "_is_training", "_left_bytes", "_module", "_own"),
+        *("_thens", "_values"),
+    )
+
     def __init__(self, module: Any, copies: _Copies) -> None:
         self._module = module
         self._is_training = _trains(module)
         self._own = vars(module)
         self._values = dict(self._own)
-        self._is_new, self._changed, self._thens = False, set[str](), dict[str, Any]()
+        self._is_new = False
+        self._changed: set[str] | frozenset[str] = _NO_NAMES
+        self._thens: dict[str, Any] = _NOTHING
         self._left_bytes = MOST_BYTES  # of copies of tensors
-        self._going: list[tuple[Any, Any]] = []  # generators, and how far they were
+        self._going: Sequence[tuple[Any, Any]] = ()  # generators, and how far they were
         if type(module).__module__.startswith(_INERT):
             return
         known = _known_of(module).get(self._is_training)
@@ -158,7 +168,7 @@ class _Before:
         for generator, then in self._going:
             if progress_of(generator) != then:
                 tell_of_advance(generator)
-        self._going = []
+        self._going = ()
         if not self._is_new and self._is_as_before():
             return
         changed = {name for name in self._names(own) if own[name] is not values.get(name, _ABSENT)}
@@ -169,7 +179,10 @@ class _Before:
             changed.add(name)
             if isinstance(value, Tensor) and then[0] is value:
                 tell_of_write(self._module, name)
-        self._changed |= changed
+        if isinstance(self._changed, set):  # calls of the module that are to be recomputed have it
+            self._changed |= changed
+        else:
+            self._changed = changed
         looked_at = tuple(name for name in self._names(own) if self._may_change(name))
         known = _Known(len(own), looked_at, self._changed)
         _known_of(self._module)[self._is_training] = known

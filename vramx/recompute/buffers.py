@@ -132,6 +132,7 @@ class Buffers:
                     tell_of_write(module, name, "which it left alone before", "in each call")
                 self._kept.append(_Kept(members, name, value))
         self._seen, self._copies, self._memory = [], {}, set()
+        self._known, self._left_alone = set(), set()
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:

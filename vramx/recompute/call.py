@@ -26,6 +26,7 @@ from vramx.compression import enclosing
 from vramx.compression.asked import options_of
 from vramx.compression.config import Compression
 from vramx.errors import InvalidValueError
+from vramx.recompute import again
 from vramx.recompute.inputs import Inputs
 from vramx.recompute.region import Region
 from vramx.recompute.structure import flatten
@@ -161,6 +162,12 @@ def run(
         return function(*args, **kwargs)
     leaves, structure = flatten((args, kwargs))
     draws_again = settings.torch_options.get("preserve_rng_state", True)
+    if settings.vouched and not settings.torch_options and again.serves(leaves):
+        inputs = Inputs(settings.compression, settings.offload)
+        region = Region(function, structure, (args, kwargs), inputs, vouched=True)
+        result = again.run(region, region.leaves_of(leaves), inputs)
+        inputs.settle(region.verdict)
+        return result
     if not _keeps_inputs(settings):
         region = Region(function, structure, (args, kwargs), None, preserve_rng_state=draws_again)
         return _torch_checkpoint(region, region.leaves_of(leaves), {}, settings.torch_options)

@@ -56,12 +56,15 @@ class _Slot:
     def __init__(self, tensor: Tensor) -> None:
         self.held: Reference | _Saved = Reference(tensor)
 
+    def open(self) -> Tensor:
+        return self.held.open()
+
     def settle(
         self, number: int, verdict: Verdict, compression: Compression | None,
         share: str | float | None,
     ) -> None:  # fmt: skip
         try:
-            tensor = self.held.open()
+            tensor = self.open()
         except (
             ModifiedInPlaceError
         ):  # by the region; torch refuses it in backward, and so does this
@@ -73,6 +76,9 @@ class _Slot:
             norm = verdict.norms.get(number) or of_rows(tensor, group_size)
             mapping = mapping if norm is None else norm.mapping(tensor)
         self.held = _save(tensor, compression, share, mapping) or self.held
+
+
+Held = Reference | _Slot
 
 
 class Inputs:
@@ -105,10 +111,11 @@ class Inputs:
     @contextlib.contextmanager
     def collected(self) -> Iterator[None]:
         """Note what torch's checkpoint saves while this context is entered."""
-        with saved_tensors_hooks(self._save, _open):
+        with saved_tensors_hooks(self.held, _open):
             yield
 
-    def _save(self, tensor: Tensor) -> Reference | _Slot:
+    def held(self, tensor: Tensor) -> Held:
+        """Return what is kept of an input."""
         nothing = self._compression is None and self._share is None
         # What needs no gradient is an index, a mask or data that its owner holds anyway.
         if nothing or not tensor.requires_grad or not self._rules.choose(tensor, None).bits:
@@ -123,7 +130,7 @@ class Inputs:
     @property
     def tensors(self) -> list[Tensor]:
         """What may be packed; a verdict has the numbers of these."""
-        return [slot.held.open() for slot in self._slots.values()]
+        return [slot.open() for slot in self._slots.values()]
 
     def settle(self, verdict: Verdict) -> None:
         """Pack the inputs, or move them to the host with the values that they have."""
@@ -163,5 +170,5 @@ def _save(
     return _Saved(packed if share is None else offload.put(packed, share), geometry, stride)
 
 
-def _open(saved: Reference | _Slot) -> Tensor:
-    return saved.held.open() if isinstance(saved, _Slot) else saved.open()
+def _open(held: Held) -> Tensor:
+    return held.open()

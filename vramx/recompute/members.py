@@ -24,6 +24,7 @@ from vramx.recompute.buffers import tell_of_change
 
 _PLAIN = (Tensor, nn.Parameter, type(None))  # a buffer may be none
 _Members = dict[str, Any]  # of a module: parameters, buffers, parts or hooks
+_NONE: _Members = {}  # what every module without has; nothing is put into it
 _HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
@@ -35,45 +36,52 @@ class Members:
 
     def __init__(self, modules: Iterable[nn.Module], leaves: Iterable[Any] = ()) -> None:
         self._modules = tuple(modules)
-        self._tensors: list[tuple[_Members, _Members]] = []
-        self._others: list[tuple[_Members, _Members]] = []
-        for module in self._modules:
-            self._tensors += [(own, dict(own)) for own in (module._parameters, module._buffers)]
-            self._others.append((module._modules, dict(module._modules)))
-            self._others += [(own, dict(own)) for own in map(vars(module).get, _HOOKS) if own]
-        tensors = (*leaves, *(x for _, then in self._tensors for x in then.values()))
-        learnt = {id(x): x for x in tensors if type(x) is nn.Parameter}.values()
-        self._requires_grad = [(parameter, parameter.requires_grad) for parameter in learnt]
+        # What is here lives until backward: the fewer objects, the rarer Python's collector runs.
+        self._tensors: list[Any] = [
+            own for each in self._modules for own in (each._parameters, each._buffers)
+        ]
+        self._thens = [dict(own) if own else _NONE for own in self._tensors]
+        self._others: list[Any] = [each._modules for each in self._modules]
+        for each in self._modules:
+            self._others += [own for own in map(vars(each).get, _HOOKS) if own]
+        self._other_thens = [dict(own) if own else _NONE for own in self._others]
+        tensors = (*leaves, *(x for then in self._thens for x in then.values()))
+        learnt = {id(x): x for x in tensors if type(x) is nn.Parameter}
+        self._learnt = list(learnt.values())
+        self._learns = [parameter.requires_grad for parameter in self._learnt]
         self._versions: list[int] = []
 
     def settle(self) -> None:
         """Note what the parameters are after the first run, which may have written into them."""
-        self._versions = [parameter._version for parameter, _ in self._requires_grad]
+        self._versions = [parameter._version for parameter in self._learnt]
 
     def _check(self) -> None:
-        now = [parameter._version for parameter, _ in self._requires_grad]
-        pairs = zip(self._requires_grad, self._versions, now, strict=bool(self._versions))
-        if any(learns and version != later for (_, learns), version, later in pairs):
+        now = [parameter._version for parameter in self._learnt]
+        triples = zip(self._learns, self._versions, now, strict=bool(self._versions))
+        if any(learns and version != later for learns, version, later in triples):
             tell_of_change()
         self._versions = []  # a recomputation may write into them, as the first run does
 
     def _first_hooks(self) -> list[_Members]:
         """Return the hooks of modules that had none, of which no note is taken in each call."""
         own_of = attrgetter("_forward_hooks", "_forward_pre_hooks")
-        every = [own for module in self._modules for own in own_of(module)]
-        known = {id(own) for own, _ in self._others}
-        return [own for own in every if own and id(own) not in known]
+        every = [own for module in self._modules for own in own_of(module) if own]
+        known = {id(own) for own in self._others} if every else set()
+        return [own for own in every if id(own) not in known]
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Have the modules those of then meanwhile, where they have others now."""
         self._check()
-        tensors = [(own, dict(own)) for own, _ in self._tensors]
-        for own, then in self._tensors:
+        tensors = list(zip(self._tensors, self._thens, strict=True))
+        now_others = {id(own): dict(own) for own, then in tensors if not _is_same(own, then)}
+        for own, then in tensors if now_others else ():
             _put(own, then)
-        others = [(own, dict(own), then) for own, then in self._others if own != then]
+        pairs = zip(self._others, self._other_thens, strict=True)
+        others = [(own, dict(own), then) for own, then in pairs if own != then]
         others += [(own, dict(own), {}) for own in self._first_hooks()]
-        flags = [(p, p.requires_grad) for p, then in self._requires_grad if p.requires_grad != then]
+        learnt = zip(self._learnt, self._learns, strict=True)
+        flags = [(p, p.requires_grad) for p, then in learnt if p.requires_grad != then]
         try:
             for own, _, then in others:
                 _fill(own, then)
@@ -85,13 +93,17 @@ class Members:
                 parameter.requires_grad_(now)
             for own, before, _ in others:
                 _fill(own, before)
-            for own, before in tensors:
-                _put(own, before)
+            for own, then in tensors:
+                _put(own, now_others.get(id(own), then))
+
+
+def _is_same(own: _Members, members: _Members) -> bool:
+    return len(own) == len(members) and not any(map(is_not, own.values(), members.values()))
 
 
 def _put(own: _Members, members: _Members) -> None:
     """Have a module these tensors and no others, where those of now and then are plain ones."""
-    if len(own) == len(members) and not any(map(is_not, own.values(), members.values())):
+    if _is_same(own, members):
         return
     for name in dict.fromkeys((*members, *own)):  # in their order
         now, then = own.get(name), members.get(name)

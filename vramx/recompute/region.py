@@ -54,7 +54,8 @@ class Region:
         self._inputs = inputs
         self._allowed: frozenset[str] = frozenset()
         self._vouched = vouched
-        self._draws_again = preserve_rng_state
+        # What is vouched for draws by torch alone.
+        self._draws_again = preserve_rng_state and not vouched
         self._is_watched = False
         self._ran_in_mode = False
         self._was_read: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -120,7 +121,8 @@ class Region:
                 vars(found[i]).update(notes)
         args, kwargs = self._structure.rebuild(found)
         assert self._then is not None
-        with self._then.restored() as function, Ending():
+        ending = contextlib.nullcontext() if self._vouched else Ending()
+        with self._then.restored() as function, ending:
             if not self._is_watched and not self._ran_in_mode:
                 return saved_behind(function(*args, **kwargs))
             # Some of torch's functions, such as ctc_loss, save other tensors in a mode, and

@@ -1,0 +1,203 @@
+"""What a region saves is made again: a checkpoint of our own, for functions that are vouched for.
+
+torch's checkpoint takes any function: for each tensor that is saved it has a dictionary of its
+shape, a weak reference and a handle. A fused block is known to save the same tensors each time, and
+here each is a number. The region runs again when the first of them is read in a backward pass,
+until it has saved as many as it did; each is given once, and forgotten. Autocast is as it was, and
+so are torch's random numbers, where the first run drew some.
+
+Belongs to one call; one thread at a time recomputes it. Nothing waits for the device.
+
+Memory: what the graph holds of a call are its inputs, as inputs.py keeps them; in backward, all
+that the region saves, less what was given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import _StopRecomputationError
+
+from vramx.compression import enclosing
+from vramx.compression.compiler import run_uncompiled
+from vramx.errors import RecomputationError
+
+# Devices of which random numbers and autocast are restored.
+_KINDS = frozenset(("cpu", "cuda"))
+_NO_TASK = -1  # what torch says outside of a backward pass
+
+
+class Held(Protocol):
+    """What is kept of a tensor among the arguments."""
+
+    def open(self) -> Tensor: ...
+
+
+class Inputs(Protocol):
+    """How the tensors among the arguments are kept."""
+
+    def held(self, tensor: Tensor, /) -> Held: ...
+
+
+def serves(leaves: Sequence[Any]) -> bool:
+    """Tell whether a call with these arguments can be made again here.
+
+    Hooks of others see the inputs that torch's checkpoint saves, modes what it asks; and before
+    release 2.8 torch does not tell of hooks.
+    """
+    if not enclosing.is_told() or enclosing.top_hook() is not None or _len_torch_dispatch_stack():
+        return False
+    return all(x.device.type in _KINDS for x in leaves if isinstance(x, Tensor))
+
+
+@run_uncompiled
+def run(function: Callable[..., Any], leaves: Sequence[Any], inputs: Inputs) -> Any:
+    """Return function(*leaves); of what it saves the graph has a call with `inputs`."""
+    again = _Again(function, leaves, inputs)
+    with saved_tensors_hooks(again.numbers, again.open):
+        result = function(*leaves)
+    again.settle()
+    return result
+
+
+class _Numbers:
+    """The hook of the first run: numbers what is saved. Is taken for torch's own by its name."""
+
+    __qualname__ = f"{enclosing.FORWARD_HOOK}numbers"
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, _tensor: Tensor) -> int:
+        self.count += 1
+        return self.count - 1
+
+
+class _Keep:
+    """The hook of a later run, which it ends; the same."""
+
+    __qualname__ = f"{enclosing.RECOMPUTE_HOOK}keep"
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.made: list[Tensor | None] = []
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        # Detached: the graph that this run makes goes with it.
+        tensor = tensor.detach() if tensor.requires_grad else tensor
+        self.made.append(tensor)
+        if len(self.made) == self._count:
+            raise _StopRecomputationError
+        return tensor
+
+
+class _Again:
+    """What the graph holds of a call."""
+
+    def __init__(self, function: Callable[..., Any], leaves: Sequence[Any], inputs: Inputs) -> None:
+        self.numbers = _Numbers()
+        self._function = function
+        self._leaves = [_Leaf(x, inputs) if isinstance(x, Tensor) else x for x in leaves]
+        self._then = _Then(leaves)
+        self._made: list[Tensor | None] = []
+        self._left = 0  # of these, that are still to be given
+        self._task = _NO_TASK
+
+    def settle(self) -> None:
+        """Note that the call has ended."""
+        self._then.settle()
+
+    @run_uncompiled
+    def open(self, number: int) -> Tensor:
+        """Return a saved tensor. The call runs again in each backward pass that asks."""
+        task = torch._C._current_graph_task_id()
+        found = self._made[number] if self._left and task == self._task else None
+        if found is None:
+            self._make()
+            self._task, found = task, self._made[number]
+        assert found is not None
+        self._made[number] = None
+        self._left -= 1
+        if not self._left:
+            self._made = []
+        return found
+
+    def _make(self) -> None:
+        keep = _Keep(self.numbers.count)
+        self._made = keep.made  # what is left of an earlier pass goes first
+        leaves = [x.open() if isinstance(x, _Leaf) else x for x in self._leaves]
+        ending = contextlib.suppress(_StopRecomputationError)  # innermost: no other context sees it
+        with self._then.restored(), torch.enable_grad(), saved_tensors_hooks(keep, _same), ending:
+            self._function(*leaves)
+        if len(keep.made) != self.numbers.count:
+            raise RecomputationError(
+                f"a block that was recomputed saved {len(keep.made)} tensors, and in its forward "
+                f"pass {self.numbers.count}"
+            )
+        self._left = len(keep.made)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class _Leaf:
+    """A tensor among the arguments, as it is kept."""
+
+    __slots__ = ("_held", "_learns")
+
+    def __init__(self, tensor: Tensor, inputs: Inputs) -> None:
+        self._held: Held = inputs.held(tensor)
+        self._learns = tensor.requires_grad
+
+    def open(self) -> Tensor:
+        tensor = self._held.open()
+        if self._learns and not tensor.requires_grad:
+            tensor = tensor.detach().requires_grad_()
+        return tensor
+
+
+class _Then:
+    """Autocast and torch's random numbers as they are before a call."""
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        self._devices = sorted({x.get_device() for x in tensors if x.is_cuda})
+        self._random = self._states()
+        self._caches = torch.is_autocast_cache_enabled()
+        kinds = ("cpu", "cuda") if self._devices else ("cpu",)
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in kinds
+        ]
+
+    def _states(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
+
+    def settle(self) -> None:
+        """Forget the random numbers if the call drew none."""
+        if all(map(torch.equal, self._random, self._states())):
+            self._random = []
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Have them as they were meanwhile."""
+        with contextlib.ExitStack() as stack:
+            for kind, enabled, dtype in self._autocast:
+                if enabled or torch.is_autocast_enabled(kind):
+                    autocast = torch.autocast(
+                        kind, dtype, enabled=enabled, cache_enabled=self._caches
+                    )
+                    stack.enter_context(autocast)
+            if self._random:
+                stack.enter_context(torch.random.fork_rng(self._devices))
+                torch.set_rng_state(self._random[0])
+                for device, state in zip(self._devices, self._random[1:], strict=True):
+                    torch.cuda.set_rng_state(state, device)
+            yield
