@@ -98,7 +98,7 @@ def resnet(device: torch.device) -> Subject:
     """ResNet-50 under autocast."""
     from torchvision.models import resnet18, resnet50
 
-    images = torch.randn(sized(384, 4), 3, *sized((224, 224), (32, 32)), device=device)
+    images = torch.randn(sized(768, 4), 3, *sized((224, 224), (32, 32)), device=device)
     images = images.to(memory_format=torch.channels_last)
     labels = torch.randint(0, CLASSES, (len(images),), device=device)
     model = sized(resnet50, resnet18)(num_classes=CLASSES)
