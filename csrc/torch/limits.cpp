@@ -21,8 +21,14 @@ class CurrentDeviceKept {
   CurrentDeviceKept() {
     if (c10::cuda::GetDevice(&device_) != cudaSuccess) device_ = -1;
   }
+  // After an error of the device there is nothing to go on with.
   ~CurrentDeviceKept() {
-    if (device_ >= 0) (void)c10::cuda::MaybeSetDevice(device_);
+    DeviceIndex now = device_;
+    if (c10::cuda::GetDevice(&now) != cudaSuccess || now == device_ || device_ < 0) return;
+    try {
+      (void)c10::cuda::MaybeSetDevice(device_);
+    } catch (...) {
+    }
   }
   CurrentDeviceKept(const CurrentDeviceKept&) = delete;
   CurrentDeviceKept& operator=(const CurrentDeviceKept&) = delete;

@@ -79,7 +79,7 @@ class Native final : public Pluggable {
   }
 #endif
 #if VRAMX_TORCH >= 210
-  // As for the history.
+  // The real ones crash before it is initialised, as isHistoryEnabled() does.
   void setUserMetadata(const std::string& metadata) override {
     if (!initialized()) std::abort();
     user_metadata_ = metadata;
