@@ -30,6 +30,7 @@ def unasked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     it raises.
     """
     asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     for name in ("is_available", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: asked.append(name) or True)
     return asked
