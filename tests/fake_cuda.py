@@ -1,15 +1,20 @@
 """A CUDA that is not there: what torch, the core and the shim see in tests without a GPU.
 
 The shim is a real one, compiled and loaded, of twenty lines instead of torch's interface. The core
-is a record of what was asked of it. torch is the installed one, with the few functions replaced
-that installing calls; initialising CUDA goes through torch's own torch.cuda._lazy_init.
+is a record of what was asked of it. torch is the installed one, with the few functions of torch._C
+replaced that are called; initialising CUDA goes through torch's own torch.cuda._lazy_init.
+
+They answer as the real ones do in each state, before the initialisation, under its lock and with
+each of torch's allocators. What would end the process or have it wait for ever fails the test, also
+where the program catches what is raised here in its stead.
 """
 
 from __future__ import annotations
 
 import ctypes
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,6 +136,25 @@ class FakeDevices:
         }  # fmt: skip
 
 
+class InitializationLock:
+    """torch's: who has it and asks for it again waits for ever."""
+
+    def __init__(self, end: Callable[[str], None]) -> None:
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self._end = end
+
+    def __enter__(self) -> None:
+        if self._owner == threading.get_ident():
+            self._end("torch would wait for the lock of its initialisation, which is held")
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+
+    def __exit__(self, *error: object) -> None:
+        self._owner = None
+        self._lock.release()
+
+
 class FakeCuda:
     """torch with a CUDA of two devices of 80 GiB that is not initialised yet."""
 
@@ -139,7 +163,11 @@ class FakeCuda:
         self.opened: list[FakeDevices] = []
         self.observers: list[Callable[..., None]] = []  # of requests that fail
         self.histories: list[dict[str, Any]] = []
+        self.fractions: list[tuple[float, int]] = []
+        self.backend = "native"  # torch's allocator
+        self.current = 1  # device
         self.initialised = 0
+        self.ends: list[str] = []  # what the real one would not have come back from
         self.settings = toolbox(tmp_path)
         self._fake_state()
         self._fake_torch()
@@ -175,22 +203,27 @@ class FakeCuda:
         patch.setattr(native, "_cuda_getAllocator", lambda: "the current allocator", raising=False)
         patch.setattr(native, "_cuda_init", self._count, raising=False)
         patch.setattr(native, "_cuda_getDeviceCount", lambda: 2, raising=False)
-        observe = "_cuda_attach_out_of_memory_observer"
-        patch.setattr(native, observe, self.observers.append, raising=False)
-        patch.setattr(native, "_cuda_isHistoryEnabled", self._keeps_history, raising=False)
-        record = "_record_memory_history"
-        patch.setattr(torch.cuda.memory, record, lambda **how: self.histories.append(how))
+        for name, function in {
+            "_cuda_attach_out_of_memory_observer": self._observe,
+            "_cuda_isHistoryEnabled": self._keeps_history,
+            "_cuda_record_memory_history": self._record,
+            "_cuda_setMemoryFraction": self._set_fraction,
+            "_cuda_memoryStats": self._stats,
+            "_cuda_resetPeakMemoryStats": self._stats,
+            "_cuda_getAllocatorBackend": lambda: self.backend,
+        }.items():
+            patch.setattr(native, name, function, raising=False)
         patch.setattr(torch.OutOfMemoryError, "__init__", torch.OutOfMemoryError.__init__)
         patch.setattr(torch.cuda, "_cudart", object())
         # Nor a fork that is bad because an earlier test asked for the number of devices.
         patch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
         patch.setattr(torch.cuda, "_initialized", False)
+        patch.setattr(torch.cuda, "_initialization_lock", InitializationLock(self._end))
         patch.setattr(torch.cuda, "_queued_calls", [])  # the real ones ask the driver
         # Nor a seed that an earlier test of this process asked for.
         patch.setattr(torch.cuda, "_lazy_seed_tracker", torch.cuda._LazySeedTracker())
         patch.setattr(torch.cuda, "device_count", lambda: 2)
-        patch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-        patch.setattr(torch.cuda, "current_device", lambda: 1)
+        patch.setattr(torch.cuda, "current_device", self._current_device)
         # As they are: what the installation puts around them goes with the test.
         for module, name, start in profiler_start.found():
             patch.setattr(module, name, start)
@@ -204,9 +237,50 @@ class FakeCuda:
         self.patch.setattr(install, "_import_core", lambda: core)
         self.patch.setattr(limits, "device_sizes", lambda: {0: 80 * GIB, 1: 80 * GIB})
 
+    def _end(self, how: str) -> None:
+        self.ends.append(how)
+        raise AssertionError(how)
+
+    def _current_device(self) -> int:
+        torch.cuda._lazy_init()
+        return self.current
+
     def _keeps_history(self) -> bool:
-        assert self.initialised, "torch's own would crash: it reads the first of no devices"
+        self._refuse_but("native", "vramx")
+        if self.backend == "native" and not self.initialised:
+            self._end("torch's own allocator reads the first of no devices, and crashes")
         return bool(self.histories)
+
+    def _record(self, enabled: Any, context: Any, stacks: str, max_entries: int, *_: Any) -> None:
+        self._initialise_in_cpp()
+        self._refuse_but("native", "vramx")
+        self.histories.append({"context": context, "stacks": stacks, "max_entries": max_entries})
+
+    def _observe(self, observer: Callable[..., None]) -> None:
+        self._initialise_in_cpp()
+        self._refuse_but("native", "vramx")
+        self.observers.append(observer)
+
+    def _set_fraction(self, fraction: float, device: int) -> None:
+        if not self.initialised:
+            raise RuntimeError(f"Allocator not initialized for device {device}")
+        self.fractions.append((fraction, device))
+        if self.backend == "native":
+            self.current = device  # up to torch 2.9
+
+    def _stats(self, device: int) -> dict[str, Any]:
+        self._refuse_but("native", "vramx", "cudaMallocAsync")
+        if not self.initialised:
+            raise RuntimeError(f"Invalid device argument {device}: did you call init?")
+        return {}
+
+    def _refuse_but(self, *backends: str) -> None:
+        if self.backend not in backends:
+            raise RuntimeError(f"{self.backend} does not yet support this. If you need it, please")
+
+    def _initialise_in_cpp(self) -> None:
+        """Behind torch.cuda's back, as those functions do that do not need it."""
+        self.initialised = self.initialised or 1
 
     def _count(self) -> None:
         self.initialised += 1
@@ -225,8 +299,10 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shim: Path) -> FakeCuda:
-    return FakeCuda(monkeypatch, tmp_path, shim)
+def cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shim: Path) -> Iterator[FakeCuda]:
+    fake = FakeCuda(monkeypatch, tmp_path, shim)
+    yield fake
+    assert not fake.ends
 
 
 def fail_to_build(patch: pytest.MonkeyPatch, error: Exception) -> None:

@@ -170,6 +170,7 @@ class Bench:
         "share",
         "stop_profiler",
         "recorded",
+        "user_metadata",
     )
     _DOUBLES = ("fraction", "native_fraction")
     _JSON = ("stats", "snapshot", "tracked", "observed", "stop_profiler")

@@ -23,6 +23,7 @@ class StandIn:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.live: dict[int, tuple[int, int]] = {}  # address: size, device
         self.peaks = {0: 0, 1: 0}
+        self.backend = "native"
         self.frames: list[dict[str, Any]] = []
         self.workspace: int | None = None
         self._next = 0x1000
@@ -30,6 +31,7 @@ class StandIn:
         for name, value in {
             "fake": self,
             "is_available": lambda: True,
+            "get_allocator_backend": lambda: self.backend,
             "is_initialized": lambda: True,
             "device_count": lambda: 2,
             "current_device": lambda: 0,
@@ -244,6 +246,25 @@ def test_without_a_mark():
     result.stdout.fnmatch_lines(
         ["SKIPPED*vram_limit and vram_leak cannot be checked: there is no CUDA device"]
     )
+
+
+def test_an_allocator_that_does_not_tell_is_a_skip_that_says_so(outcome: Any, gpu: StandIn) -> None:
+    test = """
+@pytest.mark.vram_leak
+def test_leaks():
+    fake.take(1)
+@pytest.mark.vram_limit("8MiB")
+def test_above():
+    fake.take(9 * MIB)
+"""
+    gpu.backend = "cudaMallocAsync"  # has peaks, and no blocks
+    result = outcome(test)
+    result.assert_outcomes(skipped=1, failed=1)
+    says = "SKIPPED*vram_leak cannot be checked: torch's allocator is '{}', which does not tell"
+    result.stdout.fnmatch_lines([says.format("cudaMallocAsync")])
+    gpu.backend = "pluggable"
+    result = outcome(test)
+    result.assert_outcomes(skipped=2)
 
 
 @pytest.mark.parametrize(

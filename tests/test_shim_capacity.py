@@ -45,6 +45,7 @@ def test_a_lifted_limit_is_lifted_on_both_sides(bench: Bench) -> None:
 
 @in_own_process
 def test_a_programs_fraction_does_not_lift_the_limit_that_it_runs_under(bench: Bench) -> None:
+    bench.make_context(0)
     bench.set_limit(0, 256 * MIB)
     for fraction in (0.5, 1.0):
         bench.set_fraction(fraction, 0)
@@ -69,6 +70,7 @@ def test_the_lower_of_limit_and_fraction_holds_and_either_is_lifted_alone(bench:
 
 @in_own_process
 def test_without_a_limit_torchs_allocator_is_told_of_none(bench: Bench) -> None:
+    bench.make_context(0)
     bench.set_fraction(1.0, 0)
     bench.set_limit(-1, NO_LIMIT)
     assert bench.native_fractions_set() == 0
@@ -90,6 +92,7 @@ def test_a_fraction_that_is_none_is_refused(bench: Bench) -> None:
 def test_a_limit_set_before_cuda_starts_holds_afterwards(bench: Bench) -> None:
     assert try_install(bench) == ""
     bench.set_limit(-1, 256 * MIB)
+    bench.make_context(1)
     bench.init(2)
     assert [bench.fraction(0), bench.fraction(1)] == [0.25, 0.25]
     assert bench.native_fraction(1) == 0.25
@@ -107,6 +110,41 @@ def test_a_limit_from_before_a_late_install_is_kept(bench: Bench) -> None:
     assert bench.fraction(0) == 0.25
     with raises("OutOfMemoryError: CUDA out of memory."):
         bench.allocate(257 * MIB)
+
+
+@before_installing
+def test_the_current_device_stays_where_torch_makes_another_current_to_be_bounded(
+    bench: Bench,
+) -> None:
+    bench.fractions_make_current()
+    bench.init(2)
+    for device in (0, 1):
+        bench.make_context(device)
+    assert try_install(bench, late=True) == ""
+    assert bench.current_device() == 0
+    bench.set_limit(-1, 256 * MIB)
+    bench.set_fraction(0.125, 1)
+    bench.set_limit(-1, NO_LIMIT)
+    assert [bench.native_fraction(0), bench.native_fraction(1)] == [1.0, 0.125]
+    assert bench.current_device() == 0
+
+
+@before_installing
+def test_a_limit_makes_no_context_and_holds_for_the_first_that_a_pool_takes(bench: Bench) -> None:
+    bench.rename_native("cudaMallocAsync")  # which makes one to be asked or told
+    assert try_install(bench) == ""
+    bench.set_limit(-1, 256 * MIB)
+    bench.init(2)
+    bench.set_limit(-1, 128 * MIB)
+    bench.set_fraction(0.5, 1)
+    assert bench.contexts() == 0
+    with raises("OutOfMemoryError: CUDA out of memory. (native)"):
+        in_pool(bench, 129 * MIB)
+    in_pool(bench, 128 * MIB)
+    assert [bench.native_fraction(0), bench.native_fraction(1)] == [0.125, 1.0]
+    assert bench.contexts() == 1
+    bench.set_limit(-1, NO_LIMIT)
+    assert [bench.native_fraction(0), bench.contexts()] == [1.0, 1]
 
 
 @in_own_process(capacity_bytes=512 * MIB)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from shim_build import MIB, SIDE_STREAM, Bench, in_pool, raises
-from shim_process import from_torch, in_own_process
+from shim_build import MIB, SIDE_STREAM, Bench, in_pool, raises, try_install
+from shim_process import before_installing, from_torch, in_own_process
 
 STATE, ALLOC, ALL = 1, 2, 3  # torch's levels of stack traces
 
@@ -87,6 +87,18 @@ def test_a_block_has_its_stack_trace_and_no_others(bench: Bench) -> None:
     bench.record_history(True, 100, ALL, "")
     contexts = [b["context"] for s in bench.snapshot(0)["segments"] for b in s["blocks"]]
     assert set(contexts) == {0}
+
+
+@from_torch(10)
+@before_installing
+def test_a_label_may_be_set_before_cuda_starts(bench: Bench) -> None:
+    assert try_install(bench) == ""
+    bench.labels("graph 7", "epoch 1")
+    assert bench.user_metadata() == "epoch 1"
+    bench.init(2)
+    bench.record_history(True, 100, STATE, "")
+    bench.allocate(512)
+    assert [e["user_metadata"] for e in trace(bench) if e["action"] == "alloc"] == ["epoch 1"]
 
 
 @in_own_process

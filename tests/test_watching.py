@@ -94,15 +94,31 @@ def test_what_was_held_at_most_is_written_at_exit_also_where_counters_are_set_ba
     assert peaks.read(tmp_path) == peaks.Held(5 * GIB, frozenset({"torch"}))
 
 
+@pytest.mark.parametrize("backend", ["cudaMallocAsync", "pluggable"])
+def test_an_allocator_that_tells_nothing_is_watched_for_the_rest(
+    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    at_exit: list[Any] = []
+    cuda.patch.setattr(peaks.atexit, "register", at_exit.append)
+    cuda.backend = backend
+    cuda.configure(enabled=True, allocator="torch", record=True, peaks_dir=tmp_path, limit="20GiB")
+    monkeypatch.setattr(config, "is_enabled", lambda: True)
+    _autoload._autoload()
+    cuda.initialise()
+    for action in at_exit:
+        action()
+    assert cuda.observers == cuda.histories == []
+    assert len(cuda.fractions) == 2
+    assert peaks.read(tmp_path).allocators == {"torch"}
+
+
 def test_the_limit_holds_for_torchs_own_allocator(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fractions: list[tuple[float, int]] = []
-    cuda.patch.setattr(
-        torch._C, "_cuda_setMemoryFraction", lambda *how: fractions.append(how), raising=False
-    )
+    cuda.current = 0
     cuda.configure(enabled=True, allocator="torch", limit="20GiB", oom_snapshot=False)
     monkeypatch.setattr(config, "is_enabled", lambda: True)
     _autoload._autoload()
     cuda.initialise()
-    assert fractions == [(0.25, 0), (0.25, 1)]
+    assert sorted(cuda.fractions) == [(0.25, 0), (0.25, 1)]
+    assert cuda.current == 0

@@ -160,4 +160,6 @@ void History::pop_compile_context() {
 
 void History::set_user_metadata(const std::string& text) { own_labels().user_metadata = text; }
 
+std::string History::user_metadata() { return own_labels().user_metadata; }
+
 }  // namespace vramx

@@ -68,6 +68,7 @@ class History {
   void push_compile_context(const std::string& label);
   void pop_compile_context();
   static void set_user_metadata(const std::string& text);
+  static std::string user_metadata();
 
  private:
   void add(TraceEntry entry);

@@ -14,6 +14,29 @@ std::uint64_t rest(std::uint64_t limit, std::uint64_t taken) {
   return limit > taken ? limit - taken : 0;
 }
 
+// Up to torch 2.9 native makes a device the current one to be asked or told its fraction, and
+// leaves it so: the program would go on there.
+class CurrentDeviceKept {
+ public:
+  CurrentDeviceKept() {
+    if (c10::cuda::GetDevice(&device_) != cudaSuccess) device_ = -1;
+  }
+  // After an error of the device there is nothing to go on with.
+  ~CurrentDeviceKept() {
+    DeviceIndex now = device_;
+    if (c10::cuda::GetDevice(&now) != cudaSuccess || now == device_ || device_ < 0) return;
+    try {
+      (void)c10::cuda::MaybeSetDevice(device_);
+    } catch (...) {
+    }
+  }
+  CurrentDeviceKept(const CurrentDeviceKept&) = delete;
+  CurrentDeviceKept& operator=(const CurrentDeviceKept&) = delete;
+
+ private:
+  DeviceIndex device_ = -1;
+};
+
 }  // namespace
 
 JointLimits::JointLimits(Allocators& core, CUDAAllocator& native, const JointStatistics& statistics)
@@ -56,11 +79,14 @@ double JointLimits::fraction(DeviceIndex device) const {
   return std::min(1.0, static_cast<double>(limit) / total_bytes(device));
 }
 
-// cudaMallocAsync, which torch may have in the native allocator's place, would make a context on
-// the device to answer.
+// Where native is not asked it has none: up to torch 2.9 only a program gives it one, and so makes
+// a context.
 void JointLimits::start(DeviceIndex device) {
-  const double fraction = native_.name() == "native" ? native_.getMemoryFraction(device) : 1;
-  if (fraction < 1) set_fraction(device, fraction);
+  if (is_reachable(device)) {
+    const CurrentDeviceKept kept;
+    const double fraction = native_.getMemoryFraction(device);
+    if (fraction < 1) set_fraction(device, fraction);
+  }
   rebalance(device);
 }
 
@@ -74,18 +100,40 @@ void JointLimits::apply(DeviceIndex device, std::uint64_t before) {
   }
 }
 
+// Without a context on the device native holds nothing there, and prepare() comes before it does.
 void JointLimits::rebalance(DeviceIndex device) {
   const std::uint64_t limit = get(device);
   if (limit == kNoLimit) return;
   core_.set_limit(device, Bytes{rest(limit, statistics_.native_held(device))});
-  if (!native_.initialized()) return;
-  const auto left = static_cast<double>(rest(limit, core_.held(device).count));
-  native_.setMemoryFraction(std::min(1.0, left / total_bytes(device)), device);
+  if (native_.initialized() && is_reachable(device)) tell(device, limit);
+}
+
+void JointLimits::prepare(DeviceIndex device) {
+  const std::uint64_t limit = get(device);
+  if (limit != kNoLimit) tell(device, limit);
 }
 
 void JointLimits::lift(DeviceIndex device) {
   core_.set_limit(device, Bytes{kNoLimit});
-  native_.setMemoryFraction(1.0, device);
+  if (is_reachable(device)) tell_fraction(device, 1.0);
+}
+
+// A context takes hundreds of MiB of a device, on each of them for every process of a machine. Up
+// to torch 2.9 native makes the device current, which makes one; cudaMallocAsync, which torch may
+// have in the native allocator's place, always does.
+bool JointLimits::is_reachable(DeviceIndex device) const {
+  if (VRAMX_TORCH >= 210 && native_.name() == "native") return true;
+  return c10::cuda::hasPrimaryContext(device);
+}
+
+void JointLimits::tell(DeviceIndex device, std::uint64_t limit) {
+  const auto left = static_cast<double>(rest(limit, core_.held(device).count));
+  tell_fraction(device, std::min(1.0, left / total_bytes(device)));
+}
+
+void JointLimits::tell_fraction(DeviceIndex device, double fraction) {
+  const CurrentDeviceKept kept;
+  native_.setMemoryFraction(fraction, device);
 }
 
 std::uint64_t JointLimits::room(DeviceIndex device) const {

@@ -35,6 +35,8 @@ class JointLimits {
   // fraction that it was given by the environment or before a late installation holds for both.
   void start(DeviceIndex device);
 
+  // Before torch's allocator allocates on the device, where it may not know the limit yet.
+  void prepare(DeviceIndex device);
   void rebalance(DeviceIndex device);
   // What both together may still take.
   std::uint64_t room(DeviceIndex device) const;
@@ -49,6 +51,11 @@ class JointLimits {
   // `before` is what held until now.
   void apply(DeviceIndex device, std::uint64_t before);
   void lift(DeviceIndex device);
+  // Whether torch's allocator can be asked or told a fraction without making a context for it.
+  bool is_reachable(DeviceIndex device) const;
+  // What the core leaves of a limit.
+  void tell(DeviceIndex device, std::uint64_t limit);
+  void tell_fraction(DeviceIndex device, double fraction);
 
   Allocators& core_;
   CUDAAllocator& native_;

@@ -127,7 +127,7 @@ void* Shim::serve_refused(const Request& request, CoreCode code, const Context& 
 
 void* Shim::serve_from_native(const Request& request) {
   if (core_.is_in_child()) return native_.raw_alloc_with_stream(request.size, request.stream);
-  limits_.rebalance(request.device);
+  limits_.prepare(request.device);
   void* pointer = nullptr;
   {
     const NativeScope scope(request.size);

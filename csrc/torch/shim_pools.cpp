@@ -118,6 +118,7 @@ void Shim::markCaptureBegin(DeviceIndex device) { native_.markCaptureBegin(devic
 void Shim::markCaptureEnd(DeviceIndex device) { native_.markCaptureEnd(device); }
 
 c10::DataPtr Shim::allocateWithAddress(size_t size, void* address) {
+  limits_.prepare(current_device());
   c10::DataPtr data;
   {
     const NativeScope scope(size);

@@ -100,12 +100,15 @@ void Shim::popCompileContext() {
 #endif
 
 #if VRAMX_TORCH >= 210
+// Native looks at the current device's own allocator, of which there is none before init().
 void Shim::setUserMetadata(const std::string& metadata) {
-  native_.setUserMetadata(metadata);
+  if (native_.initialized()) native_.setUserMetadata(metadata);
   History::set_user_metadata(metadata);
 }
 
-std::string Shim::getUserMetadata() { return native_.getUserMetadata(); }
+std::string Shim::getUserMetadata() {
+  return native_.initialized() ? native_.getUserMetadata() : History::user_metadata();
+}
 #endif
 
 #if VRAMX_TORCH >= 212

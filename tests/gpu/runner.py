@@ -63,6 +63,16 @@ def environment(settings: Mapping[str, str], path: Path = CHECKOUT) -> dict[str,
     return {**inherited, "PYTHONPATH": os.pathsep.join(paths), **settings}
 
 
+def importable() -> Path:
+    """Return a folder from which torch finds vramx as it finds an installed package."""
+    from vramx.cli import entry_folder
+    from vramx.config import config
+
+    if entry_folder.finds_entry_point(sys.executable):
+        return CHECKOUT
+    return entry_folder.make(config())
+
+
 def run(command: Sequence[str], variables: Mapping[str, str]) -> Outcome:
     """Run a command to its end; one that hangs is killed with all it started."""
     with subprocess.Popen(

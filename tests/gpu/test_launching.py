@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpu import runner
-from gpu.runner import CHECKOUT, HERE, PROGRAMS, Outcome, script
+from gpu.runner import CHECKOUT, HERE, PROGRAMS, Outcome, importable, script
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vramx_only]
 
@@ -21,16 +21,6 @@ USER = str(PROGRAMS / "plain_user.py")
 EXIT_CODE = 7
 
 Outcomes = dict[str, Future[Outcome]]
-
-
-def importable() -> Path:
-    """Return a folder from which torch finds vramx as it finds an installed package."""
-    from vramx.cli import entry_folder
-    from vramx.config import config
-
-    if entry_folder.finds_entry_point(sys.executable):
-        return CHECKOUT
-    return entry_folder.make(config())
 
 
 def torchrun() -> list[str]:
@@ -52,6 +42,13 @@ def outcomes(allocator: str, statistics: Path) -> Iterator[Outcomes]:
     plain = runner.environment({})
     with_tests = runner.environment({"PYTHONPATH": f"{HERE.parent}:{CHECKOUT}"})
     by_variable = runner.environment({"VRAMX": "1"}, path=importable())
+    asynchronous = {
+        "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync",
+        "VRAMX_ALLOCATOR": "torch",
+        "VRAMX_LIMIT": "0.5",
+        "VRAMX_PEAKS": str(statistics.parent),
+        "VRAMX_RECORD": "1",
+    }
     workers = [*torchrun(), "--standalone", "--nproc-per-node", "1"]
     to_exit = ["--exit", str(EXIT_CODE)]
     commands = {
@@ -61,6 +58,7 @@ def outcomes(allocator: str, statistics: Path) -> Iterator[Outcomes]:
         "torchrun": ([*VRAMX_RUN, "--", *workers, USER], plain),
         "variable": (script("spawning_user"), by_variable),
         "late": (script("late_install"), plain),
+        "asynchronous": (script("plain_user"), {**by_variable, **asynchronous}),
     }
     with runner.started(commands) as running:
         yield running
@@ -114,6 +112,12 @@ def test_the_workers_of_torchrun_run_under_vramx(outcomes: Outcomes, native_loss
 def test_the_variable_alone_installs_it(outcomes: Outcomes) -> None:
     facts = outcomes["variable"].result().facts()
     assert (facts["backend"], facts["total"]) == ("vramx", 1000)
+
+
+def test_an_allocator_that_keeps_nothing_of_what_is_asked_serves_on(outcomes: Outcomes) -> None:
+    ended = outcomes["asynchronous"].result()
+    assert ended.facts()["backend"] == "cudaMallocAsync"
+    assert "Traceback" not in ended.stderr
 
 
 def test_spawned_children_have_it_too(outcomes: Outcomes) -> None:

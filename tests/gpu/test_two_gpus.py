@@ -93,6 +93,32 @@ def test_one_full_device_leaves_the_other_alone() -> None:
         assert holds(on(1, 512 * MIB, 1), 1)
 
 
+# --- programs on one ------------------------------------------------------------------------------
+
+
+@pytest.mark.vramx_only
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        ((), {"VRAMX": "1"}),
+        ((), {"VRAMX": "1", "VRAMX_LIMIT": "0.5"}),
+        ((), {"VRAMX": "1", "VRAMX_LIMIT": "0.5", "VRAMX_ALLOCATOR": "torch"}),
+        (("late",), {}),
+    ],
+    ids=["plain", "limit", "limit-of-torch", "late"],
+)
+def test_a_program_begins_on_the_first_gpu_and_leaves_the_second_alone(
+    words: tuple[str, ...], settings: dict[str, str]
+) -> None:
+    command = runner.script("two_gpu_beginning", *words)
+    facts = runner.run(command, runner.environment(settings, path=runner.importable())).facts()
+    is_torchs = "VRAMX_ALLOCATOR" in settings
+    assert facts["backend"] == ("native" if is_torchs else "vramx")
+    assert (facts["device"], facts["current"], facts["after_a_graph"]) == (0, 0, 0)
+    # torch makes one itself to be told of a limit, up to 2.9.
+    assert not facts["second_has_context"] or is_torchs
+
+
 # --- programs on both -----------------------------------------------------------------------------
 
 

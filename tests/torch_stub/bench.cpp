@@ -33,6 +33,12 @@ BENCH const char* bench_error() { return keep(std::exchange(error(), "")); }
 // From now on torch.empty() asks the installed allocator: a way into torch that needs no CUDA.
 BENCH void bench_serve_cpu_tensors() { c10::SetAllocator(c10::kCPU, torch_cuda::get(), 200); }
 BENCH void bench_device(int device) { machine().device = static_cast<DeviceIndex>(device); }
+BENCH int bench_current_device() { return machine().device; }
+BENCH int bench_contexts() { return static_cast<int>(machine().contexts.size()); }
+BENCH void bench_make_context(int device) {
+  machine().contexts.insert(static_cast<DeviceIndex>(device));
+}
+BENCH void bench_fractions_make_current() { machine().fractions_make_current = true; }
 BENCH void bench_stream(std::uintptr_t stream) {
   machine().stream = reinterpret_cast<cudaStream_t>(stream);
 }
@@ -50,7 +56,7 @@ BENCH const char* bench_journal() {
   return keep(lines);
 }
 BENCH double bench_native_fraction(int device) {
-  return native().getMemoryFraction(static_cast<DeviceIndex>(device));
+  return native().fraction(static_cast<DeviceIndex>(device));
 }
 BENCH void bench_set_native_fraction(double fraction, int device) {
   native().setMemoryFraction(fraction, static_cast<DeviceIndex>(device));

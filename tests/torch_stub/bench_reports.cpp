@@ -200,6 +200,13 @@ BENCH void bench_labels(const char* compile_context, const char* user_metadata) 
   (void)compile_context;
   (void)user_metadata;
 }
+BENCH const char* bench_user_metadata() {
+#if VRAMX_TORCH >= 210
+  return keep(current().getUserMetadata());
+#else
+  return "";
+#endif
+}
 BENCH const char* bench_snapshot([[maybe_unused]] unsigned long long pool) {
   return guarded([&] {
 #if VRAMX_TORCH >= 208

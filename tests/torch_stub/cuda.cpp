@@ -59,6 +59,14 @@ cudaError_t GetDevice(DeviceIndex* device) {
   return cudaSuccess;
 }
 
+// Unlike cudaSetDevice() it makes no context.
+cudaError_t MaybeSetDevice(DeviceIndex device) {
+  machine().device = device;
+  return cudaSuccess;
+}
+
+bool hasPrimaryContext(DeviceIndex device) { return machine().contexts.contains(device); }
+
 // The stream's number is its address: the real library looks it up in tables of its own.
 CUDAStream getCurrentCUDAStream(DeviceIndex device) {
   const auto id = reinterpret_cast<c10::StreamId>(machine().stream);

@@ -96,6 +96,7 @@ bool Native::has_room(std::size_t size, DeviceIndex device) {
 }
 
 void* Native::grow(std::size_t size, DeviceIndex device) {
+  machine().contexts.insert(device);
   if (!has_room(size, device)) return nullptr;
   const bool is_from_source = segment_source != nullptr;
   void* const pointer = is_from_source ? segment_source->raw_alloc(size) : std::malloc(size);
@@ -146,7 +147,23 @@ void Native::emptyCache() {
 
 // --- the rest -----------------------------------------------------------------------------------
 
+// cudaMallocAsync makes a context, and up to torch 2.9 native makes the device current, which makes
+// one as well.
+void Native::touch_for_fraction(DeviceIndex device) {
+  TORCH_CHECK(initialized(), "not initialised");
+  if (name_ == "cudaMallocAsync" || machine().fractions_make_current) {
+    machine().contexts.insert(device);
+  }
+  if (machine().fractions_make_current) machine().device = device;
+}
+
+double Native::getMemoryFraction(DeviceIndex device) {
+  touch_for_fraction(device);
+  return at(device).fraction;
+}
+
 void Native::setMemoryFraction(double fraction, DeviceIndex device) {
+  touch_for_fraction(device);
   TORCH_CHECK(fraction >= 0 && fraction <= 1, "invalid fraction");
   at(device).fraction = fraction;
   ++fractions_set;

@@ -36,7 +36,8 @@ class Native final : public Pluggable {
   void rename(std::string name) { name_ = std::move(name); }
   void enable(bool value) override { is_enabled_ = value; }
   bool isEnabled() const override { return is_enabled_; }
-  double getMemoryFraction(DeviceIndex device) override { return at(device).fraction; }
+  double fraction(DeviceIndex device) { return at(device).fraction; }
+  double getMemoryFraction(DeviceIndex device) override;
   void setMemoryFraction(double fraction, DeviceIndex device) override;
   void cacheInfo(DeviceIndex device, size_t* largest) override;
   void* getBaseAllocation(void* pointer, size_t* size) override;
@@ -75,6 +76,17 @@ class Native final : public Pluggable {
   void setUseOnOOM(DeviceIndex, MempoolId_t) override {}
   void createOrIncrefPool(DeviceIndex, MempoolId_t pool, CUDAAllocator* allocator) override {
     make_pool(pool, allocator);
+  }
+#endif
+#if VRAMX_TORCH >= 210
+  // The real ones crash before it is initialised, as isHistoryEnabled() does.
+  void setUserMetadata(const std::string& metadata) override {
+    if (!initialized()) std::abort();
+    user_metadata_ = metadata;
+  }
+  std::string getUserMetadata() override {
+    if (!initialized()) std::abort();
+    return user_metadata_;
   }
 #endif
 #if VRAMX_TORCH >= 208
@@ -121,6 +133,7 @@ class Native final : public Pluggable {
     ++pools_[id].use_count;
     segment_source = allocator;
   }
+  void touch_for_fraction(DeviceIndex device);
   void note(std::string text) { journal.push_back(std::move(text)); }
   void* from_cache(std::size_t size, DeviceIndex device);
   void* grow(std::size_t size, DeviceIndex device);
@@ -136,6 +149,7 @@ class Native final : public Pluggable {
   std::string name_ = "native";
   bool is_enabled_ = true;
   bool keeps_history_ = false;
+  std::string user_metadata_;
   Tracker tracker_;
   std::vector<torch_cuda::OutOfMemoryObserver> observers_;
 };

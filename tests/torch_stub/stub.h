@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <map>
+#include <set>
 
 #include "torch/torch_api.h"
 
@@ -15,7 +16,10 @@ namespace vramx::stub {
 // What the machine says, as a test sets it.
 struct Machine {
   int device_count = 2;
-  DeviceIndex device = 0;  // the current one
+  DeviceIndex device = 0;          // the current one
+  std::set<DeviceIndex> contexts;  // devices that have one
+  // As up to torch 2.9: to ask or to tell a fraction makes its device current, for good.
+  bool fractions_make_current = VRAMX_TORCH < 210;
   cudaStream_t stream = nullptr;
   std::size_t total_bytes = std::size_t{1} << 30;
   std::size_t free_bytes = std::size_t{1} << 30;

@@ -8,6 +8,7 @@ A file for each process, under its number; one that is killed writes none.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -31,10 +32,11 @@ class Peaks:
         self._bytes: dict[int, int] = {}
 
     def take_down(self) -> None:
-        """Read the counters of every device that was used."""
-        for device in range(self._torch.cuda.device_count()):
-            peak = int(self._torch.cuda.max_memory_reserved(device))
-            self._bytes[device] = max(peak, self._bytes.get(device, 0))
+        """Read the counters of every device; an allocator in plain mode has none."""
+        with contextlib.suppress(RuntimeError):
+            for device in range(self._torch.cuda.device_count()):
+                peak = int(self._torch.cuda.max_memory_reserved(device))
+                self._bytes[device] = max(peak, self._bytes.get(device, 0))
 
     def write(self) -> None:
         """Write what was taken down, unless this is a fork of who was to."""

@@ -45,7 +45,9 @@ def _record_history(torch: ModuleType) -> None:
 
 
 def _limit_torch(torch: ModuleType, settings: Config) -> None:
-    for device, total_bytes in limits.device_sizes().items():
+    # Device 0 last, as it is the current one before CUDA is initialised: up to torch 2.9 this makes
+    # each device current, and leaves it so.
+    for device, total_bytes in sorted(limits.device_sizes().items(), reverse=True):
         limit = min(limit_in_bytes(parse_limit(settings.limit), total_bytes), total_bytes)
         # torch.cuda's own function would wait for the lock of the initialisation, which is held.
         torch._C._cuda_setMemoryFraction(limit / total_bytes, device)

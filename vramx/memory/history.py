@@ -68,13 +68,13 @@ class CudaHistory:
         if not torch.cuda.is_available():
             raise VramxError("there is no CUDA device to record; vramx.predict needs none")
         torch.cuda.init()
-        if getattr(torch._C, "_cuda_isHistoryEnabled", lambda: False)():
-            raise VramxError(
-                "torch's history is being recorded already; end that recording before this one"
-            )
         record = torch.cuda.memory._record_memory_history
         clears = "clear_history" in inspect.signature(record).parameters
         try:
+            if getattr(torch._C, "_cuda_isHistoryEnabled", lambda: False)():
+                raise VramxError(
+                    "torch's history is being recorded already; end that recording before this one"
+                )
             record(
                 "all",
                 context="alloc",

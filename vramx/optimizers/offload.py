@@ -193,7 +193,7 @@ def _class_of(original: Any) -> Any:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise OffloadError("an optimizer whose states wait on the host cannot be captured")
         inner = separable.inner_step(original)  # a program may replace it at any time
         self._vramx_rounds.step(self, lambda: inner(self, *args, **kwargs))

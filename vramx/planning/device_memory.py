@@ -35,9 +35,11 @@ class CudaMemory(CudaMeter):
 
     def limit_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info(self._device)
-        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
         within = free + torch.cuda.memory_reserved(self._device)
-        return min(within, int(total * fraction(self._device)))
+        # Up to torch 2.9 to ask makes the device current, and leaves it so.
+        with torch.cuda.device(self._device):
+            fraction = torch.cuda.get_per_process_memory_fraction(self._device)
+        return min(within, int(total * fraction))
 
     def release(self) -> None:
         torch.cuda.empty_cache()

@@ -115,8 +115,7 @@ def measure_block(captured: Captured, meter: Meter, beside: Busy, begin: Begin) 
 def free_garbage() -> None:
     """Free what the traceback of an error held, after the error was dealt with."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def _run(

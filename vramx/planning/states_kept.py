@@ -203,7 +203,7 @@ def generators_as_before() -> Iterator[None]:
 def _of_generators() -> list[Undo]:
     host, python = torch.get_rng_state(), random.getstate()
     found: list[Undo] = [lambda: torch.set_rng_state(host), lambda: random.setstate(python)]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         devices = torch.cuda.get_rng_state_all()
         found.append(lambda: torch.cuda.set_rng_state_all(devices))
     numpy = sys.modules.get("numpy")

@@ -23,6 +23,8 @@ from vramx.testing.plugin import LEAK, LIMIT, size_of
 Blocks = dict[tuple[int, int, int], dict[str, Any]]  # by device, address and size
 Step = Generator[None, Any, Any]  # around what pytest does
 _MOST_STACKS = 5
+# torch's allocators that have peaks, and blocks.
+_TELLING = {LIMIT: ("native", "vramx", "cudaMallocAsync"), LEAK: ("native", "vramx")}
 _BEFORE = pytest.StashKey[Blocks]()
 
 
@@ -33,7 +35,7 @@ class MemoryHooks:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Skip a test whose marks cannot be checked here."""
         names = [name for name in (LIMIT, LEAK) if item.get_closest_marker(name) is not None]
-        if names and (reason := _missing()):
+        if names and (reason := _missing(names)):
             pytest.skip(f"{' and '.join(names)} cannot be checked: {reason}")
 
     @pytest.hookimpl(wrapper=True, trylast=True)
@@ -63,12 +65,16 @@ class MemoryHooks:
         return result
 
 
-def _missing() -> str:
+def _missing(names: list[str]) -> str:
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
     import torch
 
-    return "" if torch.cuda.is_available() else "there is no CUDA device"
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    backend = torch.cuda.get_allocator_backend()
+    tells = all(backend in _TELLING[name] for name in names)
+    return "" if tells else f"torch's allocator is {backend!r}, which does not tell"
 
 
 def _plainly() -> Step:
