@@ -130,7 +130,7 @@ class _Again:
 
     def _make(self) -> None:
         keep = _Keep(self.numbers.count)
-        self._made = keep.made  # what is left of an earlier pass goes first
+        self._made, self._left = keep.made, 0  # what is left of an earlier pass goes first
         leaves = [x.open() if isinstance(x, _Leaf) else x for x in self._leaves]
         ending = contextlib.suppress(_StopRecomputationError)  # innermost: no other context sees it
         with self._then.restored(), torch.enable_grad(), saved_tensors_hooks(keep, _same), ending:
