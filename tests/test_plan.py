@@ -181,6 +181,32 @@ def test_blocks_that_hand_on_from_call_to_call_can_be_planned(as_buffer: bool) -
     assert all(block.last is None for block in model.blocks)
 
 
+class OfItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        assert x is memory
+        return self.inner(memory)
+
+
+class Attending(Stack):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(OfItself() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, memory=x)
+        return self.head(x)
+
+
+def test_a_block_that_is_given_one_tensor_twice_is_measured_so() -> None:
+    assert len(vramx.plan(Attending(), rows(64), "smallest", levels=LEVELS).words) == 2
+
+
 def test_a_block_takes_by_itself_what_it_takes_within_a_step() -> None:
     outside_ms = []
     for depth in (2, 5):
