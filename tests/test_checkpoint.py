@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -131,6 +133,36 @@ def test_a_part_of_a_tensor_is_recomputed_the_same_way(name: str, options: dict[
     options = {"level": SMALL, **options}
     vramx.checkpoint(layer, h, **options).sum().backward()
     assert layer.weight.grad is not None
+
+
+def test_one_tensor_as_two_arguments_is_one_in_the_recomputation() -> None:
+    """Attention makes one product of a tensor that is its own key, and two of others."""
+    block = nn.MultiheadAttention(WIDTH, 4)
+
+    def attend(x: torch.Tensor, memory: dict[str, torch.Tensor]) -> torch.Tensor:
+        y: torch.Tensor = block(x, memory["of"], memory["of"], need_weights=False)[0]
+        return y
+
+    def run(x: torch.Tensor, function: Any) -> torch.Tensor:
+        x = x.view(4, 8, WIDTH)
+        y: torch.Tensor = function(x, {"of": x})
+        return y
+
+    exact = gradients(lambda x: run(x, attend), block)
+    checkpointed = functools.partial(vramx.checkpoint, attend, level=SMALL)
+    assert cosine(exact, gradients(lambda x: run(x, checkpointed), block)) > 0.999
+
+
+def test_one_object_as_two_arguments_is_one_in_the_recomputation() -> None:
+    seen = Seen()
+
+    def region(x: torch.Tensor, one: Any, other: Any) -> torch.Tensor:
+        seen.append(one is other)
+        return x * x * one.scale
+
+    options = types.SimpleNamespace(scale=2.0)
+    vramx.checkpoint(region, activation(8, 16), options, options, level=SMALL).sum().backward()
+    assert seen == [True, True]
 
 
 def test_nothing_is_left_once_the_graph_is_gone(packs: Packs) -> None:

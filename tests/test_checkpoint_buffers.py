@@ -7,7 +7,7 @@ import functools
 import random
 import types
 import warnings
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -405,6 +405,43 @@ def test_attributes_and_what_they_hold_are_put_back_in_place() -> None:
     assert vars(net.part) == before
     assert not net.part.last.any()
     assert torch.equal(net.part.own.get_state(), drawn)
+
+
+class Frozen(OrderedDict[str, Any]):
+    """Refuses to change, as the config of a model of diffusers does."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("frozen")
+
+    update = clear = pop = setdefault = __delitem__ = _refuse
+
+
+def test_a_container_that_refuses_to_change_is_put_back_in_its_order() -> None:
+    net, sizes = nn.Module(), [4, 8]
+    net.config = Frozen(sizes=(sizes, 1), scale=(1.0, 2.0), size=3)
+    config, held = net.config, list(net.config.values())
+
+    put_back = attributes_as_now(net.modules())
+    sizes.append(16)
+    config["later"] = 4
+    config.move_to_end("sizes")
+    put_back()
+
+    assert net.config is config
+    assert list(config.items()) == [("sizes", ([4, 8], 1)), ("scale", (1.0, 2.0)), ("size", 3)]
+    assert all(now is then for now, then in zip(config.values(), held, strict=True))
+    assert held[0][0] is sizes
+
+
+def test_a_tuple_in_a_container_is_itself_when_it_is_put_back() -> None:
+    net = nn.Module()
+    net.log = [(1, 2), ([3], (4, [5]))]
+    held = list(net.log)
+    put_back = attributes_as_now(net.modules())
+    net.log[1][1][1].append(6)
+    put_back()
+    assert net.log == [(1, 2), ([3], (4, [5]))]
+    assert all(now is then for now, then in zip(net.log, held, strict=True))
 
 
 def test_a_lazy_region_is_made_once() -> None:

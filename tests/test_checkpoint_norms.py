@@ -248,3 +248,23 @@ def test_each_of_several_inputs_has_its_own_norm() -> None:
 
     for found, exact in zip(gradient(SMALL), gradient("keep"), strict=True):
         assert functional.cosine_similarity(found.flatten(), exact.flatten(), 0) >= COSINE
+
+
+def test_of_calls_with_other_arguments_alike_each_has_its_own_norm() -> None:
+    """What is known of f(x, x, y) is nothing that f(x, y, y) may go by."""
+    norm = nn.LayerNorm(128)  # rows of whole groups, which are normalised for a norm alone
+
+    def region(one: Tensor, two: Tensor, three: Tensor) -> Tensor:
+        return one.sum(0) + norm(two) + three.sum(0)
+
+    def gradient(numbers: tuple[int, ...], level: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        leaves = [torch.randn(8, 48, 128).add(1e3).requires_grad_() for _ in range(2)]
+        inputs = [leaf * 1 for leaf in leaves]
+        y = vramx.checkpoint(region, *(inputs[number] for number in numbers), level=level)
+        return list(torch.autograd.grad(y.square().sum(), norm.parameters()))
+
+    for numbers in ((0, 0, 1), (0, 1, 1)):
+        found, exact = gradient(numbers, SMALL), gradient(numbers, "keep")
+        for one, other in zip(found, exact, strict=True):
+            assert functional.cosine_similarity(one.flatten(), other.flatten(), 0) >= COSINE

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import vramx
+from vramx.compression.codec import roots
 from vramx.compression.codec.mapping import BOUNDED, function_of
 from vramx.compression.policy import plans
 
@@ -153,3 +154,51 @@ def test_powers_that_are_packed_as_other_numbers_are_found(monkeypatch: pytest.M
 
     with pytest.raises(AssertionError):
         often()
+
+
+# Products of products
+
+
+class LinearAttention(nn.Module):
+    """Of rectified features, divided by their sum, which a row of ones beside the values makes."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.inner = heads, nn.Linear(width, 3 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.inner(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 4, 1)
+        state = functional.pad(v / 10, (0, 0, 0, 1), value=1.0) @ k.relu().transpose(-1, -2)
+        y = state @ q.relu()
+        return y[:, :, :-1] / (y[:, :, -1:] + 1e-15)
+
+
+def cosine_of_linear_attention() -> float:
+    """Return the cosine of the gradient with the exact one, the worst of three seeds."""
+    found = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        vramx.manual_seed(seed, rank=0)
+        module, x = LinearAttention(64, 4), torch.randn(2, 1024, 64)
+        weights = torch.randn(2, 4, 16, 1024)
+        gradients = []
+        for level in ("keep", "int8"):
+            module.zero_grad()
+            with vramx.compress(level, min_bytes=0):
+                y = module(x)
+            (y * weights).sum().backward()
+            gradients.append(module.inner.weight.grad.flatten())
+        exact, packed = gradients
+        found.append(float(functional.cosine_similarity(exact, packed, 0)))
+    return min(found)
+
+
+def test_a_product_in_a_product_keeps_what_is_left_of_a_large_row() -> None:
+    assert cosine_of_linear_attention() > 0.999
+
+
+def test_a_large_row_that_costs_the_others_precision_is_found(monkeypatch: Any) -> None:
+    monkeypatch.setattr(roots, "_SUMS", frozenset())
+    plans.plans_of.cache_clear()
+    assert cosine_of_linear_attention() < 0.99
+    plans.plans_of.cache_clear()

@@ -15,6 +15,7 @@ import pytest
 import torch
 from plan_tools import (
     PACKED_ROWS,
+    WIDTH,
     Block,
     Skipping,
     Stack,
@@ -138,6 +139,72 @@ def test_what_blocks_hand_on_in_dataclasses_is_seen() -> None:
     by_the_clock = vramx.plan(StackOfObjects(1.0), sample, "smallest", levels=LEVELS)
     assert set(by_the_clock.words.values()) == {"left"}
     assert any("when it is called again" in note for note in by_the_clock.notes)
+
+
+class Streaming(nn.Module):
+    """Adds the end of its last piece, which it keeps, as causal convolutions of video models do."""
+
+    def __init__(self, as_buffer: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        if as_buffer:
+            self.register_buffer("last", None, persistent=False)
+        else:
+            self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if self.last is not None:
+            y = y + self.last
+        self.last = y[-1:]
+        return y
+
+
+class InPieces(nn.Module):
+    def __init__(self, as_buffer: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Streaming(as_buffer) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.last = None
+            x = torch.cat([block(piece) for piece in (x[:16], x[16:])])
+        return x
+
+
+@pytest.mark.parametrize("as_buffer", [False, True])
+def test_blocks_that_hand_on_from_call_to_call_can_be_planned(as_buffer: bool) -> None:
+    """Each kind of call is measured by itself, with what the block had then and no graph to it."""
+    model = InPieces(as_buffer)
+    plan = vramx.plan(model, torch.randn(48, WIDTH), "smallest", levels=LEVELS)
+    assert len(plan.words) == len(model.blocks)
+    assert all(block.last is None for block in model.blocks)
+
+
+class OfItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        assert x is memory
+        return self.inner(memory)
+
+
+class Attending(Stack):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(OfItself() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, memory=x)
+        return self.head(x)
+
+
+def test_a_block_that_is_given_one_tensor_twice_is_measured_so() -> None:
+    assert len(vramx.plan(Attending(), rows(64), "smallest", levels=LEVELS).words) == 2
 
 
 def test_a_block_takes_by_itself_what_it_takes_within_a_step() -> None:

@@ -13,6 +13,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 import vramx
+from vramx.errors import UntraceableError
 
 WORDS, WIDTH, COUNT = 5000, 64, 2000
 # An int64 says where an element is.
@@ -100,3 +101,28 @@ def test_a_sparse_tensor_that_is_taken_for_empty_is_told_of() -> None:
     prediction = vramx.predict(lambda: bag(words).sum().backward(), device="cpu", steps=1)
     # On a host the words' bags are found within the kernel of the gradient.
     assert any("is taken for empty" in each for each in prediction.assumptions)
+
+
+def test_a_sparse_matrix_that_a_step_makes_of_known_places_is_counted() -> None:
+    """As the adjacency of a graph; it is small enough for its values to be known.
+
+    The kernel's own copy of the edges in order is not seen.
+    """
+    places, linear = torch.randint(0, 200, (2, 8000)), nn.Linear(WIDTH, 4096)
+    x = torch.randn(200, WIDTH)
+
+    def step() -> None:
+        edges = torch.sparse_coo_tensor(places, torch.ones(8000), (200, 200))
+        (edges @ linear(x)).square().sum().backward()
+
+    there = sum(each.nbytes for each in (places, x, *linear.parameters()))
+    prediction = vramx.predict(step, policies="live", device="cpu", steps=1)
+    taken = taken_bytes(step)
+    assert prediction.peak_bytes() - there == pytest.approx(taken, rel=0.05)
+
+
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
+def test_a_sparse_tensor_of_the_program_is_said_to_be_one(layout: str) -> None:
+    matrix, x = getattr(torch.eye(8), layout)(), torch.ones(8, 8, requires_grad=True)
+    with pytest.raises(UntraceableError, match="accepted are strided tensors"):
+        vramx.predict(lambda: (matrix @ x).sum().backward())

@@ -144,6 +144,57 @@ def test_an_unread_number_decides_nothing(use: Any) -> None:
         use(2 * Unread("int64") + 1)
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        *(lambda x, n: x * n, lambda x, n: n * x, lambda x, n: n - x, lambda x, n: x + n),
+        *(lambda x, n: x / n, lambda x, n: n / (1 + x.exp())),
+    ],
+)
+def test_a_tensor_beside_an_unread_number_is_a_tensor(use: Any) -> None:
+    """As a loss is that is divided by how many tokens count."""
+    x = torch.zeros(32, 64)
+    seen = deque[Any]()
+
+    def step() -> None:
+        y = WEIGHTS(x)
+        loss = use(y, (y > 0).sum().item())
+        seen.append((loss.shape, loss.requires_grad))
+        loss.sum().backward()
+
+    vramx.predict(step, steps=1)
+    assert [*seen] == [(x.shape, True)]
+
+
+def test_of_a_tensor_beside_an_unread_number_no_value_is_known() -> None:
+    x, count = torch.zeros(32, 64), torch.tensor(3)
+
+    def step() -> None:
+        if count * WEIGHTS(x).argmax().item() > 2:
+            raise AssertionError
+
+    with pytest.raises(UntraceableError, match="reads a value of bool"):
+        vramx.predict(step, steps=1)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        *(lambda x, n: x[n], lambda x, n: x[0, n], lambda x, n: x.select(0, n)),
+        *(lambda x, n: torch.arange(n), lambda x, n: torch.full((2,), n)),
+    ],
+)
+def test_an_unread_number_that_torch_is_given_is_named(use: Any) -> None:
+    x = torch.zeros(32, 64)
+
+    def step() -> None:
+        y = WEIGHTS(x)
+        use(y, y.argmax().item())
+
+    with pytest.raises(UntraceableError, match=r"depends on data, and is read by item\(\)"):
+        vramx.predict(step, steps=1)
+
+
 def test_arrays_are_zeros_of_the_same_kind() -> None:
     x = torch.zeros(4, 64)
     seen = deque[Any]()

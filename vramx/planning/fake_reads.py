@@ -8,6 +8,7 @@ where a size, a comparison or an index is made of it. Other reads are that error
 
 from __future__ import annotations
 
+import operator
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vramx.errors import UntraceableError
-from vramx.planning.fake_values import real, value_of
+from vramx.planning.fake_values import forget_value, real, value_of
 
 Assume = Callable[[str], None]
 _FLOATS = "floats of the GPU that the step reads, as by item(), are taken for 0.0"
@@ -123,8 +124,24 @@ _READS: dict[Any, Callable[[Tensor, Assume], Any]] = {
 }
 
 
+def _beside(operation: Callable[[Any, int], Any]) -> Callable[..., Any]:
+    """Return what Unread has for an operator, by what it does to the other operand and a number."""
+
+    def result(self: Unread, other: Any = None, *_: Any) -> Any:
+        if not isinstance(other, FakeTensor):
+            return self
+        made = operation(other, 1)
+        forget_value(made)
+        return made
+
+    return result
+
+
 class Unread:
-    """An integer whose value is not known: a number to compute with, and nothing to decide by."""
+    """An integer whose value is not known: a number to compute with, and nothing to decide by.
+
+    A tensor stays a tensor beside it, of which no value is known.
+    """
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -132,8 +149,10 @@ class Unread:
     def _refuse(self, *_: Any) -> Any:
         raise _error(self._kind)
 
-    def _same(self, *_: Any) -> Unread:
-        return self
+    def __rtruediv__(self, other: Any) -> Any:
+        return (
+            _beside(operator.truediv)(self, other) if isinstance(other, Tensor) else self._refuse()
+        )
 
     def __float__(self) -> float:
         return 0.0
@@ -145,10 +164,11 @@ class Unread:
         return format(0, spec)
 
     __repr__ = __str__
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _same
-    __floordiv__ = __mod__ = __pow__ = __neg__ = __pos__ = __abs__ = __round__ = _same
+    __add__ = __radd__ = __sub__ = __rsub__ = _beside(operator.add)
+    __mul__ = __rmul__ = __neg__ = __pos__ = __abs__ = __round__ = _beside(operator.mul)
+    __truediv__ = __floordiv__ = __mod__ = __pow__ = _beside(lambda other, number: number / other)
     __int__ = __index__ = __bool__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = _refuse
+    __rfloordiv__ = __rmod__ = __rpow__ = _refuse
     __eq__ = __ne__ = _refuse
     __hash__ = None  # type: ignore[assignment]
 

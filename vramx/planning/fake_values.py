@@ -115,7 +115,8 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         _spoil(func, args, kwargs)
         return
     for stand_in, value in zip(tree_leaves(result), tree_leaves(computed), strict=False):
-        if isinstance(stand_in, FakeTensor) and isinstance(value, Tensor):
+        both = isinstance(stand_in, FakeTensor) and isinstance(value, Tensor)
+        if both and value.layout == torch.strided:
             whole = _as_large(value, stand_in)
             if whole.shape == stand_in.shape and whole.dtype == stand_in.dtype:
                 _keep(stand_in, whole)

@@ -53,6 +53,10 @@ _ON_THE_HOST = (
 _NOT_FOLLOWED = {
     "the TorchScript interpreter": "what torch.jit has compiled cannot run without data",
     "shape_env must not be None": "nested tensors cannot be made without data",
+    "Unread": (
+        "an integer that depends on data, and is read by item(), is no index, size or value; "
+        "compute it before the step, or have predict run without it"
+    ),
 }
 _NO_ACCELERATOR = "Cannot access accelerator device"
 _TRANSFORMED = (
@@ -247,7 +251,7 @@ def _copied(gpu: FakeGpu, recording: Recording, on_host: bool, *values: Any) -> 
 
 def _fake(gpu: FakeGpu, recording: Recording, tensor: Tensor, on_host: bool) -> Tensor:
     """Return what stands for a tensor of the program: on the GPU, or where the program puts it."""
-    if tensor.is_sparse or tensor.is_nested or tensor.is_quantized:
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         raise UntraceableError(
             f"a tensor of layout {tensor.layout} cannot be made without data; accepted are strided "
             "tensors"

@@ -23,6 +23,7 @@ from vramx.planning.blocks import Block
 from vramx.planning.caches import check_has_none
 from vramx.planning.meters import Meter
 from vramx.planning.steps import Step
+from vramx.recompute.attributes import Attributes
 from vramx.recompute.structure import Structure, flatten, leaves_of
 
 
@@ -71,13 +72,17 @@ class Call:
 
 @dataclass
 class Captured:
-    """A call to be made again: the arguments, those with a gradient as copies without one."""
+    """A call to be made again: the arguments, those with a gradient as copies without one.
+
+    And what the block's modules had in their attributes: some hand on from one call to the next.
+    """
 
     block: Block
     arguments: list[Any]
     structure: Structure
     moving: tuple[int, ...]  # positions of the arguments with a gradient
     autocast: torch.dtype | None
+    attributes: Attributes
 
     def call(self, moving: Sequence[Tensor]) -> Any:
         """Call the block, with these for the arguments that have a gradient."""
@@ -87,7 +92,9 @@ class Captured:
         args, kwargs = self.structure.rebuild(arguments)
         module = self.block.module
         device = next(module.parameters()).device
-        with torch.autocast(device.type, self.autocast, enabled=self.autocast is not None):
+        autocast = torch.autocast(device.type, self.autocast, enabled=self.autocast is not None)
+        with self.attributes.restored(), autocast:
+            _drop_graphs(module)
             return module(*args, **kwargs)
 
 
@@ -181,7 +188,10 @@ class _Tracer:
         kind = self._kind(block, leaves, str(structure), autocast)
         if self._captures and kind not in self.trace.captured:
             kept = [x.detach().clone() if i in moving else x for i, x in enumerate(leaves)]
-            self.trace.captured[kind] = Captured(block, kept, structure, tuple(moving), autocast)
+            held = Attributes(block.module.modules())
+            self.trace.captured[kind] = Captured(
+                block, kept, structure, tuple(moving), autocast, held
+            )
         call, index = Call(number, kind), len(self.trace.calls)
         source = leaves[moving[0]].untyped_storage() if moving else None
         if source is not None:
@@ -234,6 +244,17 @@ class _Tracer:
                 self.mark(Event.BACKWARD_END, index)
 
         return hook
+
+
+def _drop_graphs(module: nn.Module) -> None:
+    """Have no graph to what a module's parts hold: its step is over, and backward has freed it."""
+    for part in module.modules():
+        for own in (vars(part), part._buffers):
+            own |= {
+                name: value.detach()
+                for name, value in own.items()
+                if isinstance(value, Tensor) and value.grad_fn is not None
+            }
 
 
 def _autocast_dtype(module: nn.Module) -> torch.dtype | None:

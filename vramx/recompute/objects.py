@@ -16,7 +16,7 @@ import copy
 import enum
 import functools
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from operator import is_not
 from typing import Any
@@ -36,6 +36,8 @@ from vramx.recompute.wholes import (
 # Numbers and words.
 FIXED = (str, bytes, int, float, complex, type(None))
 _PLAIN = (dict, list, set, deque)  # which have no attributes of their own
+# An OrderedDict knows its order beside what a dict knows.
+_BASES = (OrderedDict, *_PLAIN)
 # What has no state that a call changes, or is one thing that copies would make two of.
 _SHARED = (
     *(*FIXED, type, enum.Enum, Tensor, nn.Module),
@@ -211,6 +213,7 @@ class Copier:
         self.tensors: list[Tensor] = []
         self._copies: dict[int, Any] = {}
         self._pairs: list[tuple[Any, Any]] = []
+        self._tuples: list[tuple[Any, Any]] = []
         self._left_bytes = MOST_BYTES
 
     def copy(self, value: Any) -> Any:
@@ -232,10 +235,8 @@ class Copier:
             return as_now(then)
 
     def _copied(self, value: Any) -> Any:
-        if isinstance(value, tuple) and type(value) is not tuple and hasattr(value, "_fields"):
-            return type(value)(*map(self.copy, value))
-        if type(value) is tuple:
-            return tuple(map(self.copy, value))
+        if type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
+            return self._copied_tuple(value)
         if is_whole(type(value)):
             self._left_bytes -= getattr(value, "nbytes", 0)
             if self._left_bytes < 0:
@@ -252,9 +253,22 @@ class Copier:
             self._fill(shallow, value)
         return shallow
 
+    def _copied_tuple(self, value: Any) -> Any:
+        """Return the tuple itself where nothing in it was copied."""
+        parts = tuple(map(self.copy, value))
+        if not any(map(is_not, parts, value)):
+            return value
+        made = parts if type(value) is tuple else type(value)(*parts)
+        self._tuples.append((value, made))
+        return made
+
     def put_back(self) -> None:
         """Have what was copied hold again what it held then, in place."""
         originals = {id(shallow): value for value, shallow in self._pairs}
+        for value, made in self._tuples:  # the inner ones first
+            parts = tuple(originals.get(id(x), x) for x in made)
+            if not any(map(is_not, parts, value)):
+                originals[id(made)] = value
         for value, shallow in self._pairs:
             then = {at: originals.get(id(x), x) for at, x in _parts(shallow).items()}
             now = _parts(value)
@@ -266,8 +280,9 @@ class Copier:
             for key in value:
                 dict.__setitem__(shallow, key, self.copy(dict.__getitem__(value, key)))
         elif isinstance(value, (list, deque)):
+            base = _base_of(value)
             for i, item in enumerate(list(value)):
-                shallow[i] = self.copy(item)
+                base.__setitem__(shallow, i, self.copy(item))
         for name, part in list(getattr(shallow, "__dict__", {}).items()):
             shallow.__dict__[name] = self.copy(part)
         for name in _slots(type(value)):
@@ -275,18 +290,25 @@ class Copier:
                 object.__setattr__(shallow, name, self.copy(getattr(value, name)))
 
 
+def _base_of(container: Any) -> Any:
+    """Return the container of Python's own that one is, whose methods refuse and count nothing."""
+    kinds = (kind for kind in _BASES if isinstance(container, kind))
+    return next(kinds, None)
+
+
 def _refill(value: Any, parts: dict[Any, Any]) -> None:
     """Have an object or a container hold these parts, as _parts() has them, and no others."""
     items = {at[1]: x for at, x in parts.items() if isinstance(at, tuple)}
+    base = _base_of(value)
+    if base is not None:
+        base.clear(value)
     if isinstance(value, dict):
-        value.clear()
-        value.update(items)
+        for key, x in items.items():
+            base.__setitem__(value, key, x)
     elif isinstance(value, (list, deque)):
-        value.clear()
-        value.extend(items.values())
+        base.extend(value, items.values())
     elif isinstance(value, set):
-        value.clear()
-        value.update(items)
+        base.update(value, items)
     named = {at: x for at, x in parts.items() if isinstance(at, str)}
     slots = set(_slots(type(value)))
     if hasattr(value, "__dict__"):

@@ -97,7 +97,8 @@ class Region:
     def _run_to_pack(
         self, args: Any, kwargs: Any, leaves: tuple[Any, ...], seen: tuple[list[Tensor], Buffers]
     ) -> Any:
-        self._key = verdicts.key_of(self._function, leaves, self._allowed)
+        key = verdicts.key_of(self._function, leaves, self._allowed)
+        self._key = None if key is None else (key, self._structure.order)
         verdict = verdicts.known(self._key)
         if verdict is None or seen[1].are_new:
             self._ran_in_mode = True

@@ -1,8 +1,9 @@
 """The tensors of a call's arguments as a flat list, and the arguments again from such a list.
 
 What torch's pytree knows is opened, and dataclasses that it does not know as well. Anything else is
-a leaf and passes by reference. Not responsible for what happens to the leaves. Pure functions; a
-walk over the arguments, microseconds for those of a usual layer.
+a leaf and passes by reference. One object is one leaf, wherever it lies: attention of a tensor with
+itself is one product, and with its equal two. Not responsible for what happens to the leaves. Pure
+functions; a walk over the arguments, microseconds for those of a usual layer.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.utils._pytree as pytree
+
+from vramx.recompute.objects import FIXED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +33,18 @@ class Structure:
     """How to rebuild a value from its leaves.
 
     The leaves of the pytree come first, None where a dataclass lay; those of each dataclass follow.
+    `order` has the number of the leaf for each place; it is empty if every place has its own.
     """
 
     spec: pytree.TreeSpec
     opened: tuple[_Opened, ...]
     leaf_count: int
+    order: tuple[int, ...] = ()
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
         """Return the value anew: new containers around these leaves."""
+        if self.order:
+            leaves = [leaves[number] for number in self.order]
         own = list(leaves[: self.spec.num_leaves])
         start = self.spec.num_leaves
         for part in self.opened:
@@ -55,7 +62,18 @@ def flatten(value: Any) -> tuple[list[Any], Structure]:
         >>> leaves, structure.rebuild([10, 20, 30])
         ([1, 2, 3], ((10, [20]), {'a': 30}))
     """
-    return _flatten(value, frozenset())
+    leaves, structure = _flatten(value, frozenset())
+    numbers: dict[int, int] = {}
+    own: list[Any] = []
+    order: list[int] = []
+    for leaf in leaves:
+        number = len(own) if isinstance(leaf, FIXED) else numbers.setdefault(id(leaf), len(own))
+        if number == len(own):
+            own.append(leaf)
+        order.append(number)
+    if len(own) < len(leaves):
+        structure = dataclasses.replace(structure, order=tuple(order))
+    return own, structure
 
 
 def leaves_of(value: Any) -> list[Any]:

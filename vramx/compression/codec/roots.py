@@ -6,8 +6,10 @@ is less of x the smaller x is. With values spread as a normal distribution's the
 larger than a step of x itself would make it. The argument of a power of a power spans more decades
 than its roots do: policy.py keeps it.
 
-No state. Rounded stochastically a square is a quarter of a root's step squared above what it was at
-the most: of 127 steps to the largest, 2**-16 of that.
+A product of matrices that is a factor of another is packed so as well, as the keys times values of
+linear attention are: a row of it has the sum of the keys, which is far above the others, and what
+is left of both in a gradient is small. With rectified features in heads of 16, the worst gradient
+of a parameter had a cosine of 0.98 with the exact one; of roots it has 0.9995.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ POWERS = frozenset({"square", "pow"})
 _PRODUCTS = frozenset({"mul", "multiply", "addcmul"})
 _EINSUM = "einsum"
 MAYBE_POWERS = POWERS | _PRODUCTS | {_EINSUM}
+# Products of matrices, whose factors may be such products.
+SUMMED = frozenset({"matmul", "bmm", _EINSUM})
+_SUMS = frozenset({"BmmBackward0", "BaddbmmBackward0"})
 # Nodes of one argument, and of sums and products with numbers, through which decades are the same.
 _SCALED = frozenset(
     f"{name}Backward0"
@@ -104,6 +109,25 @@ def comes_of_power(tensor: Tensor) -> bool:
         if name not in _SCALED or len(before) != 1:
             return False
         node = before[0]
+    return False
+
+
+def is_of_products(tensor: Tensor, operation: Operation) -> bool:
+    """Tell whether a factor of a product of matrices is itself one, or a multiple of one.
+
+    Example:
+        >>> x, y = torch.ones(2, 3, 3, requires_grad=True), torch.ones(2, 3, 3)
+        >>> [is_of_products(z, Operation("matmul", (z, y), {})) for z in (2 * (x @ y), 2 * x)]
+        [True, False]
+    """
+    if operation.name not in SUMMED or operation.custom:
+        return False
+    node: Any = tensor.grad_fn
+    for _ in range(_WALK):
+        name = "" if node is None else node.name()
+        if name not in _SCALED:
+            return name in _SUMS
+        node = node.next_functions[0][0]
     return False
 
 

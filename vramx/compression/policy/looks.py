@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from vramx.compression.codec.roots import MAYBE_POWERS, graph_of_factor, is_power
+from vramx.compression.codec.roots import (
+    MAYBE_POWERS,
+    SUMMED,
+    graph_of_factor,
+    is_of_products,
+    is_power,
+)
 from vramx.compression.policy.calls import MAY_BE_COPY, Operation
 from vramx.compression.policy.exactness import FACTORS
 from vramx.compression.policy.weights import MAY_DERIVE, derives_from_parameter
@@ -81,6 +87,8 @@ def of_tensor(
         key = key, is_open and derives_from_parameter(tensor), where
     if operation.name in MAYBE_POWERS:
         key = key, graph_of_factor(tensor, operation)
+    if operation.name in SUMMED:
+        key = key, is_of_products(tensor, operation)
     return key, storage
 
 

@@ -26,7 +26,14 @@ from vramx.compression.codec.mapping import (
     function_of,
 )
 from vramx.compression.codec.normalised import MEAN_NORMS
-from vramx.compression.codec.roots import MAYBE_POWERS, ROOT, is_power, is_product
+from vramx.compression.codec.roots import (
+    MAYBE_POWERS,
+    ROOT,
+    SUMMED,
+    is_of_products,
+    is_power,
+    is_product,
+)
 from vramx.compression.config import (
     GROUP_SIZES,
     LEAST_OF_ROWS,
@@ -43,7 +50,7 @@ from vramx.compression.policy.policy import EXAMINED, OWNED, WHEREVER, Choice, S
 _MOST_CALLS = 1024
 _MOST_TENSORS = 256
 # Operations whose arguments are packed as functions of them.
-_MAPPED = MAYBE_POWERS | BOUNDED
+_MAPPED = MAYBE_POWERS | SUMMED | BOUNDED
 _numbers: dict[Hashable, int] = {}  # of formats
 
 
@@ -225,10 +232,14 @@ def _mapping(tensor: torch.Tensor, operation: Operation, format: Format) -> Mapp
     if operation.name not in _MAPPED:
         return None
     # A product's factor too, where roots cost little: what follows may leave only small products.
-    if is_power(operation) or (is_product(operation) and format.bits == 8):
+    if is_power(operation) or (format.bits == 8 and _is_factor(tensor, operation)):
         return ROOT
     bound = _bound(tensor, operation)
     return Within(bound, format.group_size) if bound else None
+
+
+def _is_factor(tensor: torch.Tensor, operation: Operation) -> bool:
+    return is_product(operation) or is_of_products(tensor, operation)
 
 
 def _bound(tensor: torch.Tensor, operation: Operation) -> int:
@@ -246,7 +257,7 @@ def _kind_of(tensor: torch.Tensor, operation: Operation) -> tuple[Hashable | Non
         return None, False
     if is_power(operation):
         return "roots", True
-    if is_product(operation):
+    if _is_factor(tensor, operation):
         return None, True
     bound = _bound(tensor, operation)
     return (("within", bound) if bound else None), False
