@@ -203,7 +203,10 @@ def test_what_was_made_goes_when_it_was_given() -> None:
 
 
 def test_what_is_kept_of_a_recomputation_does_not_hold_its_graph() -> None:
-    kept = again._Keep(2)(input_of().sin())
+    x = input_of()
+    numbers = again._Numbers()
+    assert [numbers(x), numbers(x)] == [0, 1]
+    kept = again._Keep(numbers.forms)(x.sin())
     assert kept.grad_fn is None
 
 
@@ -223,6 +226,19 @@ def test_a_call_that_saves_less_the_second_time_is_an_error() -> None:
 
     y = run(other, (input_of(),), {}, EXACT)
     with pytest.raises(RecomputationError, match="saved 1 tensors, and in its forward pass 2"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("other", [lambda x: x[1:], lambda x: x.double()])
+def test_a_call_that_saves_another_tensor_the_second_time_is_an_error(
+    other: Callable[[Tensor], Tensor],
+) -> None:
+    def call(x: Tensor) -> Tensor:
+        Seen.notes.append("called")
+        return (x if len(Seen.notes) == 1 else other(x)).sin().cos()
+
+    y = run(call, (input_of(),), {}, EXACT)
+    with pytest.raises(RecomputationError, match="where its forward pass saved another"):
         y.sum().backward()
 
 

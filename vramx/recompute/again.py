@@ -72,11 +72,15 @@ class _Numbers:
     __qualname__ = f"{enclosing.FORWARD_HOOK}numbers"
 
     def __init__(self) -> None:
-        self.count = 0
+        self.forms: list[int] = []  # of what is saved; numbers, which the collector does not follow
 
-    def __call__(self, _tensor: Tensor) -> int:
-        self.count += 1
-        return self.count - 1
+    def __call__(self, tensor: Tensor) -> int:
+        self.forms.append(_form(tensor))
+        return len(self.forms) - 1
+
+
+def _form(tensor: Tensor) -> int:
+    return hash((tensor.shape, tensor.dtype))
 
 
 class _Keep:
@@ -84,15 +88,20 @@ class _Keep:
 
     __qualname__ = f"{enclosing.RECOMPUTE_HOOK}keep"
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, forms: list[int]) -> None:
+        self._forms = forms
         self.made: list[Tensor | None] = []
 
     def __call__(self, tensor: Tensor) -> Tensor:
+        if _form(tensor) != self._forms[len(self.made)]:
+            raise RecomputationError(
+                f"a block that was recomputed saved a tensor of {tensor.dtype} and shape "
+                f"{list(tensor.shape)} where its forward pass saved another: it took another way"
+            )
         # Detached: the graph that this run makes goes with it.
         tensor = tensor.detach() if tensor.requires_grad else tensor
         self.made.append(tensor)
-        if len(self.made) == self._count:
+        if len(self.made) == len(self._forms):
             raise _StopRecomputationError
         return tensor
 
@@ -129,16 +138,16 @@ class _Again:
         return found
 
     def _make(self) -> None:
-        keep = _Keep(self.numbers.count)
+        keep = _Keep(self.numbers.forms)
         self._made, self._left = keep.made, 0  # what is left of an earlier pass goes first
         leaves = [x.open() if isinstance(x, _Leaf) else x for x in self._leaves]
         ending = contextlib.suppress(_StopRecomputationError)  # innermost: no other context sees it
         with self._then.restored(), torch.enable_grad(), saved_tensors_hooks(keep, _same), ending:
             self._function(*leaves)
-        if len(keep.made) != self.numbers.count:
+        if len(keep.made) != len(self.numbers.forms):
             raise RecomputationError(
                 f"a block that was recomputed saved {len(keep.made)} tensors, and in its forward "
-                f"pass {self.numbers.count}"
+                f"pass {len(self.numbers.forms)}: it took another way"
             )
         self._left = len(keep.made)
 
