@@ -1,4 +1,4 @@
-"""Calls that are vouched for: what they save is made again without torch's checkpoint."""
+"""Calls that ask torch's checkpoint for nothing: what they save is made again without it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 from vramx.compression import enclosing
 from vramx.compression.config import Compression
@@ -21,8 +22,8 @@ from vramx.recompute.call import Settings, run
 
 pytestmark = pytest.mark.skipif(not enclosing.is_told(), reason="torch tells of no hooks here")
 
-EXACT = Settings(None, None, {}, vouched=True)
-PACKED = Settings(Compression(min_bytes=0), None, {}, vouched=True)
+EXACT = Settings(None, None, {})
+PACKED = Settings(Compression(min_bytes=0), None, {})
 
 
 class Seen:
@@ -225,7 +226,7 @@ def test_a_call_that_saves_less_the_second_time_is_an_error() -> None:
         return x.sin().cos() if len(Seen.notes) == 1 else x.sin()
 
     y = run(other, (input_of(),), {}, EXACT)
-    with pytest.raises(RecomputationError, match="saved 1 tensors, and in its forward pass 2"):
+    with pytest.raises(RecomputationError, match="saved 1 tensors, and the forward pass 2"):
         y.sum().backward()
 
 
@@ -238,7 +239,7 @@ def test_a_call_that_saves_another_tensor_the_second_time_is_an_error(
         return (x if len(Seen.notes) == 1 else other(x)).sin().cos()
 
     y = run(call, (input_of(),), {}, EXACT)
-    with pytest.raises(RecomputationError, match="where its forward pass saved another"):
+    with pytest.raises(RecomputationError, match="where the forward pass saved another"):
         y.sum().backward()
 
 
@@ -314,6 +315,17 @@ def test_modes_and_other_devices_are_torchs() -> None:
 
     with FakeTensorMode():
         assert not again.serves([1])
+
+
+@pytest.mark.parametrize(
+    "context", [set_checkpoint_early_stop(False), set_checkpoint_debug_enabled(True)]
+)
+def test_what_a_program_asks_of_torchs_checkpoint_has_torchs(
+    context: Any, calls_of_torchs: list[Any]
+) -> None:
+    with context:
+        run(Block(), (input_of(),), {}, EXACT).sum().backward()
+    assert len(calls_of_torchs) == 1
 
 
 # -- What it leaves --------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
     call       checkpoint: one call
     modules    checkpoint_modules: every call of some modules
-    again      what is vouched for, without torch's checkpoint
+    again      what a region saves, made again without torch's checkpoint
     region     the function as torch calls it: first, and to recompute
     inputs     the hooks that pack what a call keeps
     watch      what runs in a region: whether packing its input is safe

@@ -1,10 +1,11 @@
-"""What a region saves is made again: a checkpoint of our own, for functions that are vouched for.
+"""What a region saves is made again: a checkpoint of our own, where nothing is asked of torch's.
 
-torch's checkpoint takes any function: for each tensor that is saved it has a dictionary of its
-shape, a weak reference and a handle. A fused block is known to save the same tensors each time, and
-here each is a number. The region runs again when the first of them is read in a backward pass,
-until it has saved as many as it did; each is given once, and forgotten. Autocast is as it was, and
-so are torch's random numbers, where the first run drew some.
+torch's checkpoint has for each tensor that is saved a dictionary of its shape, a weak reference and
+a handle: for 36 of them they are most of what a recomputation takes the host, and ten objects each
+for Python's collector. Here each is a number. The region runs again when the first of them is read
+in a backward pass, until it has saved as many as it did; each is given once, and forgotten.
+Autocast is as it was, and so are torch's random numbers, where the first run drew some. A tensor of
+another shape, type or device than in the first run is an error, as with torch.
 
 Belongs to one call; one thread at a time recomputes it. Nothing waits for the device.
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint
 from torch.utils.checkpoint import _StopRecomputationError
 
 from vramx.compression import enclosing
@@ -29,7 +31,9 @@ from vramx.compression.compiler import run_uncompiled
 from vramx.errors import RecomputationError
 
 # Devices of which random numbers and autocast are restored.
-_KINDS = frozenset(("cpu", "cuda"))
+_KINDS = ("cpu", "cuda")
+# What set_checkpoint_early_stop() and set_checkpoint_debug_enabled() set.
+_ASKED_FOR = ("_enable_checkpoint_early_stop", "_checkpoint_debug_enabled")
 _NO_TASK = -1  # what torch says outside of a backward pass
 
 
@@ -48,10 +52,12 @@ class Inputs(Protocol):
 def serves(leaves: Sequence[Any]) -> bool:
     """Tell whether a call with these arguments can be made again here.
 
-    Hooks of others see the inputs that torch's checkpoint saves, modes what it asks; and before
-    release 2.8 torch does not tell of hooks.
+    Hooks of others see the inputs that torch's checkpoint saves, modes what it asks; a program may
+    have asked it for more for a while; and before release 2.8 torch does not tell of hooks.
     """
     if not enclosing.is_told() or enclosing.top_hook() is not None or _len_torch_dispatch_stack():
+        return False
+    if any(getattr(checkpoint, name, None) is not None for name in _ASKED_FOR):
         return False
     return all(x.device.type in _KINDS for x in leaves if isinstance(x, Tensor))
 
@@ -80,7 +86,7 @@ class _Numbers:
 
 
 def _form(tensor: Tensor) -> int:
-    return hash((tensor.shape, tensor.dtype))
+    return hash((tensor.shape, tensor.dtype, tensor.device))
 
 
 class _Keep:
@@ -95,8 +101,8 @@ class _Keep:
     def __call__(self, tensor: Tensor) -> Tensor:
         if _form(tensor) != self._forms[len(self.made)]:
             raise RecomputationError(
-                f"a block that was recomputed saved a tensor of {tensor.dtype} and shape "
-                f"{list(tensor.shape)} where its forward pass saved another: it took another way"
+                f"a recomputation saved a tensor of {tensor.dtype}, shape {list(tensor.shape)} and "
+                f"{tensor.device} where the forward pass saved another: it took another way"
             )
         # Detached: the graph that this run makes goes with it.
         tensor = tensor.detach() if tensor.requires_grad else tensor
@@ -146,8 +152,8 @@ class _Again:
             self._function(*leaves)
         if len(keep.made) != len(self.numbers.forms):
             raise RecomputationError(
-                f"a block that was recomputed saved {len(keep.made)} tensors, and in its forward "
-                f"pass {len(self.numbers.forms)}: it took another way"
+                f"a recomputation saved {len(keep.made)} tensors, and the forward pass "
+                f"{len(self.numbers.forms)}: it took another way"
             )
         self._left = len(keep.made)
 
@@ -178,12 +184,13 @@ class _Then:
     def __init__(self, leaves: Sequence[Any]) -> None:
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         self._devices = sorted({x.get_device() for x in tensors if x.is_cuda})
+        if not self._devices and torch.cuda.is_initialized():  # the function may reach some itself
+            self._devices = [torch.cuda.current_device()]
         self._random = self._states()
         self._caches = torch.is_autocast_cache_enabled()
-        kinds = ("cpu", "cuda") if self._devices else ("cpu",)
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in kinds
+            for kind in _KINDS
         ]
 
     def _states(self) -> list[Tensor]:

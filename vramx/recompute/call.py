@@ -162,9 +162,9 @@ def run(
         return function(*args, **kwargs)
     leaves, structure = flatten((args, kwargs))
     draws_again = settings.torch_options.get("preserve_rng_state", True)
-    if settings.vouched and not settings.torch_options and again.serves(leaves):
+    if not settings.torch_options and again.serves(leaves):
         inputs = Inputs(settings.compression, settings.offload)
-        region = Region(function, structure, (args, kwargs), inputs, vouched=True)
+        region = Region(function, structure, (args, kwargs), inputs, vouched=settings.vouched)
         result = again.run(region, region.leaves_of(leaves), inputs)
         inputs.settle(region.verdict)
         return result
