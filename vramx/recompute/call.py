@@ -1,8 +1,9 @@
-"""Recomputation whose kept inputs are compressed: torch's checkpoint with the codec in its seam.
+"""Recomputation whose kept inputs are compressed: the call.
 
-torch's non-reentrant checkpoint keeps the inputs of a region as saved tensors, and the saved-tensor
-hooks around the call see each of them exactly once. Those hooks (inputs.py) are all that is added:
-random state, autocast, selective policies, early stopping and checks stay torch's.
+What a call saves is made again by again.py, from inputs that are kept as inputs.py says. Where more
+is asked than that (a selective policy, a check of torch's, hooks or modes of others, a call within
+another checkpoint) torch's non-reentrant checkpoint runs the region: it keeps the inputs as saved
+tensors, and hooks around the call see each of them once.
 
 Thread-safe: nothing is shared between calls. A call costs a walk over its arguments and one kernel
 for each tensor that is packed; it never waits for the device.
@@ -79,7 +80,8 @@ def checkpoint(
     Raises:
         InvalidValueError: use_reentrant=True; or `level` or `offload` is not accepted.
         RecomputationError: the function writes into a tensor of an argument that is an object; or,
-            in backward, it comes to an operation that no call of its kind had, from packed inputs.
+            in backward, it comes to an operation that no call of its kind had, from packed inputs,
+            or saves other tensors than before.
 
     The first call of a function with arguments of some shapes is watched, operation by operation.
     Objects among the arguments, such as a cache, iterators, arrays of numpy, and buffers of
