@@ -42,6 +42,7 @@ def test_what_a_plan_puts_back_asks_nothing_that_spoils_a_fork(unasked: list[str
     assert unasked == []
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch's own optimizers ask of captures")
 def test_a_step_asks_of_captures_only_once_cuda_is_initialised(
     link: LateLink, unasked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,8 +32,6 @@ from vramx.errors import RecomputationError
 
 # Devices of which random numbers and autocast are restored.
 _KINDS = ("cpu", "cuda")
-# What set_checkpoint_early_stop() and set_checkpoint_debug_enabled() set.
-_ASKED_FOR = ("_enable_checkpoint_early_stop", "_checkpoint_debug_enabled")
 _NO_TASK = -1  # what torch says outside of a backward pass
 
 
@@ -57,9 +55,15 @@ def serves(leaves: Sequence[Any]) -> bool:
     """
     if not enclosing.is_told() or enclosing.top_hook() is not None or _len_torch_dispatch_stack():
         return False
-    if any(getattr(checkpoint, name, None) is not None for name in _ASKED_FOR):
+    if _more_is_asked():
         return False
     return all(x.device.type in _KINDS for x in leaves if isinstance(x, Tensor))
+
+
+def _more_is_asked() -> bool:
+    """Tell what set_checkpoint_early_stop() and set_checkpoint_debug_enabled() say now."""
+    ends_early = getattr(checkpoint, "_enable_checkpoint_early_stop", True)
+    return ends_early is False or bool(getattr(checkpoint, "_checkpoint_debug_enabled", False))
 
 
 @run_uncompiled
