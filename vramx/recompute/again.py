@@ -4,10 +4,11 @@ torch's checkpoint has for each tensor that is saved a dictionary of its shape, 
 a handle: for 36 of them they are most of what a recomputation takes the host, and ten objects each
 for Python's collector. Here each is a number. The region runs again when the first of them is read
 in a backward pass, until it has saved as many as it did; each is given once, and forgotten.
-Autocast is as it was, and so are torch's random numbers, where the first run drew some. A tensor of
-another shape, type or device than in the first run is an error, as with torch.
+Autocast and torch's random numbers are as they were. A tensor of another shape, type or device than
+in the first run is an error, as with torch.
 
-Belongs to one call; one thread at a time recomputes it. Nothing waits for the device.
+Belongs to one call. Threads that run backward through it at once each make what they read, and may
+do so for each tensor. Nothing waits for the device.
 
 Memory: what the graph holds of a call are its inputs, as inputs.py keeps them; in backward, all
 that the region saves, less what was given.
@@ -35,6 +36,11 @@ _KINDS = ("cpu", "cuda")
 # What set_checkpoint_early_stop() and set_checkpoint_debug_enabled() set.
 _ASKED_FOR = ("_enable_checkpoint_early_stop", "_checkpoint_debug_enabled")
 _NO_TASK = -1  # what torch says outside of a backward pass
+# What a backward pass has made: which pass it is, and the tensors that are still to be given.
+_Made = tuple[Any, list[Tensor | None]]
+_NOTHING_MADE: _Made = (_NO_TASK, [])
+# Of passes that are to share what they make; not in every release.
+_group: Callable[[], Any] = getattr(torch._C, "_get_graph_exec_group", lambda: None)
 
 
 class Held(Protocol):
@@ -53,13 +59,15 @@ def serves(leaves: Sequence[Any]) -> bool:
     """Tell whether a call with these arguments can be made again here.
 
     Hooks of others see the inputs that torch's checkpoint saves, modes what it asks; a program may
-    have asked it for more for a while; and before release 2.8 torch does not tell of hooks.
+    have asked it for more for a while; inference tensors it refuses in words that help; and before
+    release 2.8 torch does not tell of hooks.
     """
     if not enclosing.is_told() or enclosing.top_hook() is not None or _len_torch_dispatch_stack():
         return False
     if any(getattr(checkpoint, name, None) is not None for name in _ASKED_FOR):
         return False
-    return all(x.device.type in _KINDS for x in leaves if isinstance(x, Tensor))
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    return all(x.device.type in _KINDS and not x.is_inference() for x in tensors)
 
 
 @run_uncompiled
@@ -67,9 +75,7 @@ def run(function: Callable[..., Any], leaves: Sequence[Any], inputs: Inputs) -> 
     """Return function(*leaves); of what it saves the graph has a call with `inputs`."""
     again = _Again(function, leaves, inputs)
     with saved_tensors_hooks(again.numbers, again.open):
-        result = function(*leaves)
-    again.settle()
-    return result
+        return function(*leaves)
 
 
 class _Numbers:
@@ -120,32 +126,24 @@ class _Again:
         self._function = function
         self._leaves = [_Leaf(x, inputs) if isinstance(x, Tensor) else x for x in leaves]
         self._then = _Then(leaves)
-        self._made: list[Tensor | None] = []
-        self._left = 0  # of these, that are still to be given
-        self._task = _NO_TASK
-
-    def settle(self) -> None:
-        """Note that the call has ended."""
-        self._then.settle()
+        self._made = _NOTHING_MADE
 
     @run_uncompiled
     def open(self, number: int) -> Tensor:
         """Return a saved tensor. The call runs again in each backward pass that asks."""
-        task = torch._C._current_graph_task_id()
-        found = self._made[number] if self._left and task == self._task else None
+        now = _pass()
+        found = _take(self._made, now, number)
         if found is None:
-            self._make()
-            self._task, found = task, self._made[number]
+            self._made = _NOTHING_MADE  # what is left of an earlier pass goes first
+            made = now, self._make()
+            if now != _NO_TASK:
+                self._made = made
+            found = _take(made, now, number)
         assert found is not None
-        self._made[number] = None
-        self._left -= 1
-        if not self._left:
-            self._made = []
         return found
 
-    def _make(self) -> None:
+    def _make(self) -> list[Tensor | None]:
         keep = _Keep(self.numbers.forms)
-        self._made, self._left = keep.made, 0  # what is left of an earlier pass goes first
         leaves = [x.open() if isinstance(x, _Leaf) else x for x in self._leaves]
         ending = contextlib.suppress(_StopRecomputationError)  # innermost: no other context sees it
         with self._then.restored(), torch.enable_grad(), saved_tensors_hooks(keep, _same), ending:
@@ -155,7 +153,21 @@ class _Again:
                 f"a recomputation saved {len(keep.made)} tensors, and the forward pass "
                 f"{len(self.numbers.forms)}: it took another way"
             )
-        self._left = len(keep.made)
+        return keep.made
+
+
+def _pass() -> Any:
+    """Return which backward pass this is."""
+    return _group() or torch._C._current_graph_task_id()
+
+
+def _take(made: _Made, now: Any, number: int) -> Tensor | None:
+    """Return what this pass has made and not given yet."""
+    made_in, tensors = made
+    if made_in != now or number >= len(tensors):
+        return None
+    found, tensors[number] = tensors[number], None
+    return found
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -186,34 +198,31 @@ class _Then:
         self._devices = sorted({x.get_device() for x in tensors if x.is_cuda})
         if not self._devices and torch.cuda.is_initialized():  # the function may reach some itself
             self._devices = [torch.cuda.current_device()]
-        self._random = self._states()
+        self._random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
         self._caches = torch.is_autocast_cache_enabled()
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in _KINDS
         ]
 
-    def _states(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
-
-    def settle(self) -> None:
-        """Forget the random numbers if the call drew none."""
-        if all(map(torch.equal, self._random, self._states())):
-            self._random = []
-
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Have them as they were meanwhile."""
         with contextlib.ExitStack() as stack:
             for kind, enabled, dtype in self._autocast:
+                now = torch.get_autocast_dtype(kind)
                 if enabled or torch.is_autocast_enabled(kind):
                     autocast = torch.autocast(
                         kind, dtype, enabled=enabled, cache_enabled=self._caches
                     )
                     stack.enter_context(autocast)
-            if self._random:
-                stack.enter_context(torch.random.fork_rng(self._devices))
-                torch.set_rng_state(self._random[0])
-                for device, state in zip(self._devices, self._random[1:], strict=True):
-                    torch.cuda.set_rng_state(state, device)
+                elif dtype != now:  # for a function that enters autocast itself
+                    stack.callback(torch.set_autocast_dtype, kind, now)
+                    torch.set_autocast_dtype(kind, dtype)
+            # Whether the call drew some is not told by the numbers that it leaves: it may have set
+            # them back.
+            stack.enter_context(torch.random.fork_rng(self._devices))
+            torch.set_rng_state(self._random[0])
+            for device, state in zip(self._devices, self._random[1:], strict=True):
+                torch.cuda.set_rng_state(state, device)
             yield
