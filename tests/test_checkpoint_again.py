@@ -252,8 +252,8 @@ def test_what_is_kept_of_a_recomputation_does_not_hold_its_graph() -> None:
     x = input_of()
     numbers = again._Numbers()
     assert [numbers(x), numbers(x)] == [0, 1]
-    kept = again._Keep(numbers.forms)(x.sin())
-    assert kept.grad_fn is None
+    keep = again._Keep(numbers)
+    assert keep(x.sin()).grad_fn is None
 
 
 def test_an_input_that_is_written_into_is_an_error() -> None:
@@ -373,6 +373,35 @@ def test_backward_passes_of_a_group_share_what_is_made() -> None:
     assert len(Seen.notes) == 2
     expected = x.sin().exp() * x.cos() - x.sin() * (1 - x.cos().tanh() ** 2)
     torch.testing.assert_close(x.grad, expected)
+
+
+def test_what_the_graph_no_longer_asks_for_is_not_kept() -> None:
+    alive: list[int] = []
+    made: list[weakref.ref[Tensor]] = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            kept = x * 2
+            made.append(weakref.ref(kept))
+            ctx.save_for_backward(kept)
+            return kept.clone()
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            (kept,) = ctx.saved_tensors
+            del kept
+            gc.collect()
+            alive.append(sum(each() is not None for each in made))
+            return 2 * dy
+
+    def two(x: Tensor) -> tuple[Tensor, Tensor]:
+        return Watched.apply(x), Watched.apply(Watched.apply(x)).sin()
+
+    one, other = run(two, (input_of(),), {}, EXACT)
+    del other
+    one.sum().backward()
+    assert alive == [0]
 
 
 # -- Where torch's checkpoint serves ---------------------------------------------------------------

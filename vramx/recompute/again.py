@@ -11,12 +11,13 @@ Belongs to one call. Threads that run backward through it at once each make what
 do so for each tensor. Nothing waits for the device.
 
 Memory: what the graph holds of a call are its inputs, as inputs.py keeps them; in backward, all
-that the region saves, less what was given.
+that the region saves and the graph may ask for, less what was given.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -84,11 +85,23 @@ class _Numbers:
     __qualname__ = f"{enclosing.FORWARD_HOOK}numbers"
 
     def __init__(self) -> None:
-        self.forms: list[int] = []  # of what is saved; numbers, which the collector does not follow
+        # Numbers, which the collector does not follow. Those of what is saved are floats: of small
+        # integers Python has one each, and it is not told whether the graph still has it.
+        self.forms: list[int] = []
+        self._given: list[float] = []
 
-    def __call__(self, tensor: Tensor) -> int:
+    def __call__(self, tensor: Tensor) -> float:
         self.forms.append(_form(tensor))
-        return len(self.forms) - 1
+        self._given.append(float(len(self._given)))
+        return self._given[-1]
+
+    def is_held(self, index: int) -> bool:
+        """Tell whether the graph still has a number, and so may ask for what it stands for."""
+        return sys.getrefcount(self._given[index]) > _OF_ONE_LIST
+
+
+_alone = [float(len(_KINDS))]
+_OF_ONE_LIST = sys.getrefcount(_alone[0])
 
 
 def _form(tensor: Tensor) -> int:
@@ -100,20 +113,22 @@ class _Keep:
 
     __qualname__ = f"{enclosing.RECOMPUTE_HOOK}keep"
 
-    def __init__(self, forms: list[int]) -> None:
-        self._forms = forms
+    def __init__(self, numbers: _Numbers) -> None:
+        self._numbers = numbers
         self.made: list[Tensor | None] = []
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        if _form(tensor) != self._forms[len(self.made)]:
+        forms, index = self._numbers.forms, len(self.made)
+        is_held = self._numbers.is_held(index)
+        if is_held and _form(tensor) != forms[index]:
             raise RecomputationError(
                 f"a recomputation saved a tensor of {tensor.dtype}, shape {list(tensor.shape)} and "
                 f"{tensor.device} where the forward pass saved another: it took another way"
             )
         # Detached: the graph that this run makes goes with it.
         tensor = tensor.detach() if tensor.requires_grad else tensor
-        self.made.append(tensor)
-        if len(self.made) == len(self._forms):
+        self.made.append(tensor if is_held else None)
+        if len(self.made) == len(forms):
             raise _StopRecomputationError
         return tensor
 
@@ -129,21 +144,21 @@ class _Again:
         self._made = _NOTHING_MADE
 
     @run_uncompiled
-    def open(self, number: int) -> Tensor:
+    def open(self, number: float) -> Tensor:
         """Return a saved tensor. The call runs again in each backward pass that asks."""
-        now = _pass()
-        found = _take(self._made, now, number)
+        now, index = _pass(), int(number)
+        found = _take(self._made, now, index)
         if found is None:
             self._made = _NOTHING_MADE  # what is left of an earlier pass goes first
             made = now, self._make()
             if now != _NO_TASK:
                 self._made = made
-            found = _take(made, now, number)
+            found = _take(made, now, index)
         assert found is not None
         return found
 
     def _make(self) -> list[Tensor | None]:
-        keep = _Keep(self.numbers.forms)
+        keep = _Keep(self.numbers)
         leaves = [x.open() if isinstance(x, _Leaf) else x for x in self._leaves]
         ending = contextlib.suppress(_StopRecomputationError)  # innermost: no other context sees it
         with self._then.restored(), torch.enable_grad(), saved_tensors_hooks(keep, _same), ending:
@@ -161,12 +176,12 @@ def _pass() -> Any:
     return _group() or torch._C._current_graph_task_id()
 
 
-def _take(made: _Made, now: Any, number: int) -> Tensor | None:
+def _take(made: _Made, now: Any, index: int) -> Tensor | None:
     """Return what this pass has made and not given yet."""
     made_in, tensors = made
-    if made_in != now or number >= len(tensors):
+    if made_in != now or index >= len(tensors):
         return None
-    found, tensors[number] = tensors[number], None
+    found, tensors[index] = tensors[index], None
     return found
 
 
