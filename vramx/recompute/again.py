@@ -213,7 +213,7 @@ class _Then:
         self._devices = sorted({x.get_device() for x in tensors if x.is_cuda})
         if not self._devices and torch.cuda.is_initialized():  # the function may reach some itself
             self._devices = [torch.cuda.current_device()]
-        self._random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
+        self._random = self._states()
         self._caches = torch.is_autocast_cache_enabled()
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -236,8 +236,19 @@ class _Then:
                     torch.set_autocast_dtype(kind, dtype)
             # Whether the call drew some is not told by the numbers that it leaves: it may have set
             # them back.
-            stack.enter_context(torch.random.fork_rng(self._devices))
-            torch.set_rng_state(self._random[0])
-            for device, state in zip(self._devices, self._random[1:], strict=True):
-                torch.cuda.set_rng_state(state, device)
+            stack.callback(self._set, self._states())
+            self._set(self._random)
             yield
+
+    def _states(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
+
+    def _set(self, states: list[Tensor]) -> None:
+        # Only where they differ: a CUDA graph that is captured may refuse it.
+        for device, now, then in zip((None, *self._devices), self._states(), states, strict=True):
+            if torch.equal(now, then):
+                continue
+            if device is None:
+                torch.set_rng_state(then)
+            else:
+                torch.cuda.set_rng_state(then, device)
