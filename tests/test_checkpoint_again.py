@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
@@ -149,6 +152,48 @@ def test_random_numbers_are_drawn_again_and_those_that_follow_are_as_without(
     assert torch.equal(torch.rand(3), after)
 
 
+@pytest.mark.parametrize("way", ["forked", "set back"])
+def test_random_numbers_that_a_call_sets_back_are_drawn_again(way: str) -> None:
+    block = Block()
+
+    def drawing(x: Tensor) -> Tensor:
+        if way == "forked":
+            with torch.random.fork_rng():
+                kept = nn.functional.dropout(x)
+        else:
+            state = torch.get_rng_state()
+            kept = nn.functional.dropout(x)
+            torch.set_rng_state(state)
+        return block(kept) * x
+
+    def followed(call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: nn.functional.dropout(call(x))
+
+    expected = gradients(block, followed(drawing))
+    found = gradients(block, followed(lambda x: run(drawing, (x,), {}, EXACT)))
+    assert is_same(found, expected)
+
+
+def test_a_dtype_of_autocast_that_is_off_is_as_it_was() -> None:
+    block, was = Block(), torch.get_autocast_dtype("cpu")
+
+    def cast(x: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            y: Tensor = block(x)
+        return y
+
+    def off(call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def within(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.float16, enabled=False):
+                return call(x)
+
+        return within
+
+    found = gradients(block, off(lambda x: run(cast, (x,), {}, EXACT)))
+    assert torch.get_autocast_dtype("cpu") == was
+    assert is_same(found, gradients(block, off(cast)))
+
+
 def test_autocast_is_as_it_was() -> None:
     block = Block()
 
@@ -207,8 +252,8 @@ def test_what_is_kept_of_a_recomputation_does_not_hold_its_graph() -> None:
     x = input_of()
     numbers = again._Numbers()
     assert [numbers(x), numbers(x)] == [0, 1]
-    kept = again._Keep(numbers.forms)(x.sin())
-    assert kept.grad_fn is None
+    keep = again._Keep(numbers)
+    assert keep(x.sin()).grad_fn is None
 
 
 def test_an_input_that_is_written_into_is_an_error() -> None:
@@ -274,6 +319,91 @@ def test_arguments_that_need_no_gradient_and_objects_pass_as_they_are() -> None:
     assert [each for each in Seen.notes if isinstance(each, tuple)] == [(False, 2.0, Tensor)] * 2
 
 
+def test_threads_that_run_backward_through_one_call_get_its_gradient() -> None:
+    def long(x: Tensor) -> Tensor:
+        for _ in range(30):
+            x = x.sin() * 1.01
+        return x
+
+    x = torch.randn(64, 64, requires_grad=True)
+    y = run(long, (x,), {}, EXACT).sum()
+    (expected,) = torch.autograd.grad(y, x, retain_graph=True)
+
+    def found(_: int) -> list[Tensor]:
+        return [torch.autograd.grad(y, x, retain_graph=True)[0] for _ in range(5)]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            every = [each for one in pool.map(found, range(4)) for each in one]
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(torch.equal(each, expected) for each in every)
+
+
+def test_a_saved_tensor_that_is_read_while_the_call_goes_on_is_what_it_saved() -> None:
+    def reading(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = x.sin()
+        first: Any = y.grad_fn
+        y = y.exp()
+        one = first._saved_self
+        z = y.tanh()
+        last: Any = z.grad_fn
+        return z, one.detach(), last._saved_result.detach()
+
+    x = input_of()
+    z, one, last = run(reading, (x,), {}, EXACT)
+    assert torch.equal(one, x)
+    assert torch.equal(last, z)
+
+
+@pytest.mark.skipif(not hasattr(checkpoint, "GraphExecGroup"), reason="torch has no such groups")
+def test_backward_passes_of_a_group_share_what_is_made() -> None:
+    x = input_of()
+
+    def two(x: Tensor) -> tuple[Tensor, Tensor]:
+        Seen.notes.append("called")
+        return x.sin().exp(), x.cos().tanh()
+
+    one, other = run(two, (x,), {}, EXACT)
+    with checkpoint.GraphExecGroup():
+        one.sum().backward(retain_graph=True)
+        other.sum().backward(retain_graph=True)
+    assert len(Seen.notes) == 2
+    expected = x.sin().exp() * x.cos() - x.sin() * (1 - x.cos().tanh() ** 2)
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_what_the_graph_no_longer_asks_for_is_not_kept() -> None:
+    alive: list[int] = []
+    made: list[weakref.ref[Tensor]] = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            kept = x * 2
+            made.append(weakref.ref(kept))
+            ctx.save_for_backward(kept)
+            return kept.clone()
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            (kept,) = ctx.saved_tensors
+            del kept
+            gc.collect()
+            alive.append(sum(each() is not None for each in made))
+            return 2 * dy
+
+    def two(x: Tensor) -> tuple[Tensor, Tensor]:
+        return Watched.apply(x), Watched.apply(Watched.apply(x)).sin()
+
+    one, other = run(two, (input_of(),), {}, EXACT)
+    del other
+    one.sum().backward()
+    assert alive == [0]
+
+
 # -- Where torch's checkpoint serves ---------------------------------------------------------------
 
 
@@ -311,6 +441,8 @@ def test_torchs_checkpoint_within_a_call_is_recomputed_too() -> None:
 def test_modes_and_other_devices_are_torchs() -> None:
     assert again.serves([torch.ones(2), "word"])
     assert not again.serves([torch.ones(2, device="meta")])
+    with torch.inference_mode():
+        assert not again.serves([torch.ones(2)])
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():

@@ -484,3 +484,24 @@ def test_a_buffer_that_a_later_call_writes_first_is_told_of_once_and_kept_from_t
         train()
     assert same == [True, False, True, True, True, True]
     assert len(said) == 1
+
+
+def test_a_gradient_within_a_region_moves_no_statistics() -> None:
+    def gradients(call: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        x = torch.randn(16, 8, requires_grad=True)
+
+        def forces(x: Tensor) -> Tensor:
+            energy = block(x).tanh().sum()
+            (found,) = torch.autograd.grad(energy, x, create_graph=True)
+            return energy + found.square().sum()
+
+        for _ in range(3):
+            call(forces, x).backward()
+        assert x.grad is not None
+        return [x.grad, *block.buffers()]
+
+    expected = gradients(lambda function, x: function(x))
+    found = gradients(lambda function, x: vramx.checkpoint(function, x, level="keep"))
+    assert all(map(torch.equal, found, expected))

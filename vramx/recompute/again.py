@@ -4,18 +4,20 @@ torch's checkpoint has for each tensor that is saved a dictionary of its shape, 
 a handle: for 36 of them they are most of what a recomputation takes the host, and ten objects each
 for Python's collector. Here each is a number. The region runs again when the first of them is read
 in a backward pass, until it has saved as many as it did; each is given once, and forgotten.
-Autocast is as it was, and so are torch's random numbers, where the first run drew some. A tensor of
-another shape, type or device than in the first run is an error, as with torch.
+Autocast and torch's random numbers are as they were. A tensor of another shape, type or device than
+in the first run is an error, as with torch.
 
-Belongs to one call; one thread at a time recomputes it. Nothing waits for the device.
+Belongs to one call. Threads that run backward through it at once each make what they read, and may
+do so for each tensor. Nothing waits for the device.
 
 Memory: what the graph holds of a call are its inputs, as inputs.py keeps them; in backward, all
-that the region saves, less what was given.
+that the region saves and the graph may ask for, less what was given.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -33,6 +35,11 @@ from vramx.errors import RecomputationError
 # Devices of which random numbers and autocast are restored.
 _KINDS = ("cpu", "cuda")
 _NO_TASK = -1  # what torch says outside of a backward pass
+# What a backward pass has made: which pass it is, and the tensors that are still to be given.
+_Made = tuple[Any, list[Tensor | None]]
+_NOTHING_MADE: _Made = (_NO_TASK, [])
+# Of passes that are to share what they make; not in every release.
+_group: Callable[[], Any] = getattr(torch._C, "_get_graph_exec_group", lambda: None)
 
 
 class Held(Protocol):
@@ -51,13 +58,15 @@ def serves(leaves: Sequence[Any]) -> bool:
     """Tell whether a call with these arguments can be made again here.
 
     Hooks of others see the inputs that torch's checkpoint saves, modes what it asks; a program may
-    have asked it for more for a while; and before release 2.8 torch does not tell of hooks.
+    have asked it for more for a while; inference tensors it refuses in words that help; and before
+    release 2.8 torch does not tell of hooks.
     """
     if not enclosing.is_told() or enclosing.top_hook() is not None or _len_torch_dispatch_stack():
         return False
     if _more_is_asked():
         return False
-    return all(x.device.type in _KINDS for x in leaves if isinstance(x, Tensor))
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    return all(x.device.type in _KINDS and not x.is_inference() for x in tensors)
 
 
 def _more_is_asked() -> bool:
@@ -71,9 +80,7 @@ def run(function: Callable[..., Any], leaves: Sequence[Any], inputs: Inputs) -> 
     """Return function(*leaves); of what it saves the graph has a call with `inputs`."""
     again = _Again(function, leaves, inputs)
     with saved_tensors_hooks(again.numbers, again.open):
-        result = function(*leaves)
-    again.settle()
-    return result
+        return function(*leaves)
 
 
 class _Numbers:
@@ -82,11 +89,23 @@ class _Numbers:
     __qualname__ = f"{enclosing.FORWARD_HOOK}numbers"
 
     def __init__(self) -> None:
-        self.forms: list[int] = []  # of what is saved; numbers, which the collector does not follow
+        # Numbers, which the collector does not follow. Those of what is saved are floats: of small
+        # integers Python has one each, and it is not told whether the graph still has it.
+        self.forms: list[int] = []
+        self._given: list[float] = []
 
-    def __call__(self, tensor: Tensor) -> int:
+    def __call__(self, tensor: Tensor) -> float:
         self.forms.append(_form(tensor))
-        return len(self.forms) - 1
+        self._given.append(float(len(self._given)))
+        return self._given[-1]
+
+    def is_held(self, index: int) -> bool:
+        """Tell whether the graph still has a number, and so may ask for what it stands for."""
+        return sys.getrefcount(self._given[index]) > _OF_ONE_LIST
+
+
+_alone = [float(len(_KINDS))]
+_OF_ONE_LIST = sys.getrefcount(_alone[0])
 
 
 def _form(tensor: Tensor) -> int:
@@ -98,20 +117,22 @@ class _Keep:
 
     __qualname__ = f"{enclosing.RECOMPUTE_HOOK}keep"
 
-    def __init__(self, forms: list[int]) -> None:
-        self._forms = forms
+    def __init__(self, numbers: _Numbers) -> None:
+        self._numbers = numbers
         self.made: list[Tensor | None] = []
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        if _form(tensor) != self._forms[len(self.made)]:
+        forms, index = self._numbers.forms, len(self.made)
+        is_held = self._numbers.is_held(index)
+        if is_held and _form(tensor) != forms[index]:
             raise RecomputationError(
                 f"a recomputation saved a tensor of {tensor.dtype}, shape {list(tensor.shape)} and "
                 f"{tensor.device} where the forward pass saved another: it took another way"
             )
         # Detached: the graph that this run makes goes with it.
         tensor = tensor.detach() if tensor.requires_grad else tensor
-        self.made.append(tensor)
-        if len(self.made) == len(self._forms):
+        self.made.append(tensor if is_held else None)
+        if len(self.made) == len(forms):
             raise _StopRecomputationError
         return tensor
 
@@ -124,32 +145,24 @@ class _Again:
         self._function = function
         self._leaves = [_Leaf(x, inputs) if isinstance(x, Tensor) else x for x in leaves]
         self._then = _Then(leaves)
-        self._made: list[Tensor | None] = []
-        self._left = 0  # of these, that are still to be given
-        self._task = _NO_TASK
-
-    def settle(self) -> None:
-        """Note that the call has ended."""
-        self._then.settle()
+        self._made = _NOTHING_MADE
 
     @run_uncompiled
-    def open(self, number: int) -> Tensor:
+    def open(self, number: float) -> Tensor:
         """Return a saved tensor. The call runs again in each backward pass that asks."""
-        task = torch._C._current_graph_task_id()
-        found = self._made[number] if self._left and task == self._task else None
+        now, index = _pass(), int(number)
+        found = _take(self._made, now, index)
         if found is None:
-            self._make()
-            self._task, found = task, self._made[number]
+            self._made = _NOTHING_MADE  # what is left of an earlier pass goes first
+            made = now, self._make()
+            if now != _NO_TASK:
+                self._made = made
+            found = _take(made, now, index)
         assert found is not None
-        self._made[number] = None
-        self._left -= 1
-        if not self._left:
-            self._made = []
         return found
 
-    def _make(self) -> None:
-        keep = _Keep(self.numbers.forms)
-        self._made, self._left = keep.made, 0  # what is left of an earlier pass goes first
+    def _make(self) -> list[Tensor | None]:
+        keep = _Keep(self.numbers)
         leaves = [x.open() if isinstance(x, _Leaf) else x for x in self._leaves]
         ending = contextlib.suppress(_StopRecomputationError)  # innermost: no other context sees it
         with self._then.restored(), torch.enable_grad(), saved_tensors_hooks(keep, _same), ending:
@@ -159,7 +172,21 @@ class _Again:
                 f"a recomputation saved {len(keep.made)} tensors, and the forward pass "
                 f"{len(self.numbers.forms)}: it took another way"
             )
-        self._left = len(keep.made)
+        return keep.made
+
+
+def _pass() -> Any:
+    """Return which backward pass this is."""
+    return _group() or torch._C._current_graph_task_id()
+
+
+def _take(made: _Made, now: Any, index: int) -> Tensor | None:
+    """Return what this pass has made and not given yet."""
+    made_in, tensors = made
+    if made_in != now or index >= len(tensors):
+        return None
+    found, tensors[index] = tensors[index], None
+    return found
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -197,27 +224,35 @@ class _Then:
             for kind in _KINDS
         ]
 
-    def _states(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
-
-    def settle(self) -> None:
-        """Forget the random numbers if the call drew none."""
-        if all(map(torch.equal, self._random, self._states())):
-            self._random = []
-
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Have them as they were meanwhile."""
         with contextlib.ExitStack() as stack:
             for kind, enabled, dtype in self._autocast:
+                now = torch.get_autocast_dtype(kind)
                 if enabled or torch.is_autocast_enabled(kind):
                     autocast = torch.autocast(
                         kind, dtype, enabled=enabled, cache_enabled=self._caches
                     )
                     stack.enter_context(autocast)
-            if self._random:
-                stack.enter_context(torch.random.fork_rng(self._devices))
-                torch.set_rng_state(self._random[0])
-                for device, state in zip(self._devices, self._random[1:], strict=True):
-                    torch.cuda.set_rng_state(state, device)
+                elif dtype != now:  # for a function that enters autocast itself
+                    stack.callback(torch.set_autocast_dtype, kind, now)
+                    torch.set_autocast_dtype(kind, dtype)
+            # Whether the call drew some is not told by the numbers that it leaves: it may have set
+            # them back.
+            stack.callback(self._set, self._states())
+            self._set(self._random)
             yield
+
+    def _states(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
+
+    def _set(self, states: list[Tensor]) -> None:
+        # Only where they differ: a CUDA graph that is captured may refuse it.
+        for device, now, then in zip((None, *self._devices), self._states(), states, strict=True):
+            if torch.equal(now, then):
+                continue
+            if device is None:
+                torch.set_rng_state(then)
+            else:
+                torch.cuda.set_rng_state(then, device)

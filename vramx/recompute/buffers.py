@@ -134,10 +134,20 @@ class Buffers:
         self._seen, self._copies, self._memory = [], {}, set()
         self._known, self._left_alone = set(), set()
 
+    def _written_so_far(self) -> Iterator[_Kept]:
+        """Give what a first run that goes on has written: a gradient within it recomputes it."""
+        for seen in self._seen:
+            is_norm = isinstance(seen.module, _NormBase)
+            is_buffer = seen.members is seen.module._buffers and seen.numel >= 0
+            if is_buffer and (is_norm or self._is_written(seen)):
+                value = self._copies.get((id(seen.module), seen.name))
+                yield _Kept(seen.members, seen.name, value)
+
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Have the modules write into copies meanwhile."""
-        own = [(each, each.members.get(each.name)) for each in self._kept]
+        kept = [*self._kept, *self._written_so_far()]
+        own = [(each, each.members.get(each.name)) for each in kept]
         sources = [now if each.value is None else each.value for each, now in own]
         copies = _as_they_lay(sources, [now for _, now in own])
         for (each, now), copy in zip(own, copies, strict=True):
