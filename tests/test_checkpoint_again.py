@@ -36,8 +36,32 @@ class Seen:
     fails: ClassVar[bool] = False
 
 
+class Watched(torch.autograd.Function):
+    """Doubles; notes what it saves, and how much of that is alive when backward has read one."""
+
+    made: ClassVar[list[weakref.ref[Tensor]]] = []
+    alive: ClassVar[list[int]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        kept = x * 2
+        Watched.made.append(weakref.ref(kept))
+        ctx.save_for_backward(kept)
+        return kept.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (kept,) = ctx.saved_tensors
+        del kept
+        gc.collect()
+        Watched.alive.append(sum(each() is not None for each in Watched.made))
+        return 2 * dy
+
+
 @pytest.fixture(autouse=True)
 def _nothing_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Watched, "made", [])
+    monkeypatch.setattr(Watched, "alive", [])
     monkeypatch.setattr(Seen, "notes", [])
     monkeypatch.setattr(Seen, "fails", False)
 
@@ -219,33 +243,14 @@ def test_autocast_is_as_it_was() -> None:
 
 
 def test_what_was_made_goes_when_it_was_given() -> None:
-    made: list[weakref.ref[Tensor]] = []
-    alive: list[int] = []
-
-    class Watched(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            kept = x * 2
-            made.append(weakref.ref(kept))
-            ctx.save_for_backward(kept)
-            return kept.clone()
-
-        @staticmethod
-        def backward(ctx: Any, dy: Tensor) -> Tensor:
-            (kept,) = ctx.saved_tensors
-            gc.collect()
-            alive.append(sum(each() is not None for each in made))
-            del kept
-            return 2 * dy
-
     def call(x: Tensor) -> Tensor:
         for _ in range(4):
             x = Watched.apply(x)
         return x
 
     run(call, (input_of(),), {}, EXACT).sum().backward()
-    assert alive == [4, 3, 2, 1]
-    assert all(each() is None for each in made)
+    assert Watched.alive == [3, 2, 1, 0]
+    assert all(each() is None for each in Watched.made)
 
 
 def test_what_is_kept_of_a_recomputation_does_not_hold_its_graph() -> None:
@@ -376,32 +381,13 @@ def test_backward_passes_of_a_group_share_what_is_made() -> None:
 
 
 def test_what_the_graph_no_longer_asks_for_is_not_kept() -> None:
-    alive: list[int] = []
-    made: list[weakref.ref[Tensor]] = []
-
-    class Watched(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            kept = x * 2
-            made.append(weakref.ref(kept))
-            ctx.save_for_backward(kept)
-            return kept.clone()
-
-        @staticmethod
-        def backward(ctx: Any, dy: Tensor) -> Tensor:
-            (kept,) = ctx.saved_tensors
-            del kept
-            gc.collect()
-            alive.append(sum(each() is not None for each in made))
-            return 2 * dy
-
     def two(x: Tensor) -> tuple[Tensor, Tensor]:
         return Watched.apply(x), Watched.apply(Watched.apply(x)).sin()
 
     one, other = run(two, (input_of(),), {}, EXACT)
     del other
     one.sum().backward()
-    assert alive == [0]
+    assert Watched.alive == [0]
 
 
 # -- Where torch's checkpoint serves ---------------------------------------------------------------
