@@ -19,6 +19,7 @@ from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_
 
 from vramx.compression import enclosing
 from vramx.compression.config import Compression
+from vramx.compression.saved import Reference
 from vramx.errors import ModifiedInPlaceError, RecomputationError
 from vramx.recompute import again
 from vramx.recompute.call import Settings, run
@@ -278,6 +279,24 @@ def test_a_call_that_saves_less_the_second_time_is_an_error() -> None:
     y = run(other, (input_of(),), {}, EXACT)
     with pytest.raises(RecomputationError, match="saved 1 tensors, and the forward pass 2"):
         y.sum().backward()
+
+
+def test_a_function_that_catches_every_exception_is_ended_all_the_same() -> None:
+    def falling_back(x: Tensor) -> Tensor:
+        try:
+            y = x.sin()
+            y = y.cos()
+        except Exception:
+            y = x.tanh()
+        return y
+
+    class Kept:
+        def held(self, tensor: Tensor) -> Reference:
+            return Reference(tensor)
+
+    x = input_of()
+    again.run(falling_back, (x,), Kept()).sum().backward()
+    torch.testing.assert_close(x.grad, -x.sin().sin() * x.cos())
 
 
 @pytest.mark.parametrize("other", [lambda x: x[1:], lambda x: x.double()])

@@ -1,11 +1,10 @@
 """What a region saves is made again: a checkpoint of our own, where nothing is asked of torch's.
 
 torch's checkpoint has for each tensor that is saved a dictionary of its shape, a weak reference and
-a handle: for 36 of them they are most of what a recomputation takes the host, and ten objects each
-for Python's collector. Here each is a number. The region runs again when the first of them is read
-in a backward pass, until it has saved as many as it did; each is given once, and forgotten.
-Autocast and torch's random numbers are as they were. A tensor of another shape, type or device than
-in the first run is an error, as with torch.
+a handle: work for the host, and objects that Python's collector follows. Here each is a number. The
+region runs again when the first of them is read in a backward pass, until it has saved as many as
+it did; each is given once, and forgotten. Autocast and torch's random numbers are as they were. A
+tensor of another shape, type or device than in the first run is an error, as with torch.
 
 Belongs to one call. Threads that run backward through it at once each make what they read, and may
 do so for each tensor. Nothing waits for the device.
@@ -123,6 +122,8 @@ class _Keep:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         forms, index = self._numbers.forms, len(self.made)
+        if index == len(forms):  # of a function that caught the end, and went on
+            raise _StopRecomputationError
         is_held = self._numbers.is_held(index)
         if is_held and _form(tensor) != forms[index]:
             raise RecomputationError(

@@ -122,8 +122,7 @@ class Region:
                 vars(found[i]).update(notes)
         args, kwargs = self._structure.rebuild(found)
         assert self._then is not None
-        ending = contextlib.nullcontext() if self._vouched else Ending()
-        with self._then.restored() as function, ending:
+        with self._then.restored() as function, Ending():
             if not self._is_watched and not self._ran_in_mode:
                 return saved_behind(function(*args, **kwargs))
             # Some of torch's functions, such as ctc_loss, save other tensors in a mode, and
