@@ -27,6 +27,7 @@ CPP_LAYERS = {
     "torch": {"core", "process"},
     "library": {"core", "driver", "process", "torch"},
 }
+MOST_LINES = 300  # of a file of csrc
 BASE = {"errors", "files", "sizes", "config", "progress"}
 # What a part of vramx may import, itself apart.
 PYTHON_PARTS = {
@@ -302,6 +303,15 @@ def the_map_names_every_file(root: Path) -> list[str]:
     return missing + [f"csrc/README.md: {name} does not exist" for name in sorted(files - stems)]
 
 
+def files_are_short(root: Path) -> list[str]:
+    """A file of csrc is read at one sitting."""
+    return [
+        f"csrc/{path}: {lines} lines, of at most {MOST_LINES}"
+        for path, text in cpp_files(root)
+        if (lines := text.count("\n")) > MOST_LINES
+    ]
+
+
 RULES: tuple[Callable[[Path], list[str]], ...] = (
     includes_go_down,
     core_stands_alone,
@@ -313,4 +323,5 @@ RULES: tuple[Callable[[Path], list[str]], ...] = (
     named_tuples_compile,
     only_the_command_line_prints,
     the_map_names_every_file,
+    files_are_short,
 )

@@ -48,6 +48,7 @@ PLANTS = [
     ("only_the_command_line_prints", "csrc/driver/up.h", "auto& a = std::cerr;", "std::cerr"),
     ("the_map_names_every_file", "csrc/core/unheard_of.h", "#pragma once", "core/unheard_of"),
     ("the_map_names_every_file", "csrc/README.md", "`core/gone.h`", "core/gone does not exist"),
+    ("files_are_short", "csrc/core/units.h", "\n" * 300, "of at most 300"),
 ]
 
 # What looks like a violation and is none.
