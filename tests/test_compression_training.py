@@ -59,7 +59,7 @@ Prepare = Callable[[Gpts], Callable[[Tensor], Tensor]]
 
 @pytest.fixture(scope="module")
 def text() -> Text:
-    return standard_library_text(1 << 20)
+    return standard_library_text(1 << 22)
 
 
 def train(text: Text, prepare: Prepare = lambda models: models) -> list[float]:
