@@ -150,11 +150,12 @@ def optimize(
         if why_not is None and of_head is not None:
             head.swap_head(of_head)
             rows.append(OptimizeRow(name, type(module).__name__, "keep", head.said_of(of_head)))
+            left += head.left_of(of_head)
             continue
         if family is None or why_not is not None:
             rows.append(OptimizeRow(name, type(module).__name__, LEFT, why_not or ""))
-            if word != LEFT and of_head is not None and head.is_known(of_head.model):
-                left.append((original_class(of_head.model), why_not or ""))
+            if word != LEFT and of_head is not None and head.is_known(of_head.models[0]):
+                left.append((original_class(of_head.models[0]), why_not or ""))
             elif word != LEFT and (family or known_base(module)):
                 left.append((original_class(module), why_not or ""))
             continue
