@@ -333,6 +333,23 @@ def test_generated_words_are_the_originals(kind: str) -> None:
     assert torch.equal(model.generate(**asked), words)
 
 
+def test_nothing_is_said_of_a_loss_that_the_model_does_not_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, _ = made("image captions")
+    logging = transformers.utils.logging
+    logging.warning_once.cache_clear()
+    said = list[str]()
+    handler = logging.logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
+    logging.get_logger("transformers").addHandler(handler)
+    try:
+        assert vramx.optimize(model, {"decoder.lm_head": "keep"}).swapped
+    finally:
+        logging.get_logger("transformers").removeHandler(handler)
+    assert not said
+
+
 def test_a_loss_that_needs_the_logits_is_named_with_the_reason() -> None:
     model = model_of(
         "ProphetNetForConditionalGeneration", vocab_size=CLASSES, hidden_size=WIDTH,

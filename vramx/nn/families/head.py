@@ -165,7 +165,8 @@ def _why_not(model: Any, head: nn.Module) -> str | None:
         return f"its model's class {base}"
     if _labels_of(model) is None:
         return "its forward does not name its labels"
-    loss = _loss_of(model)
+    with head_trial.unlogged():  # which may be none that its forward calls
+        loss = _loss_of(model)
     if cls.forward.__module__ != cls.__module__ or "forward" in model.__dict__:
         return "its forward was replaced"
     if not getattr(loss, "__module__", _LIBRARY).startswith(_LIBRARY):

@@ -49,7 +49,7 @@ def _tried(model: Any, loss_of: Callable[[Any], Any], swap: Swap) -> str | None:
     for make in (language_model, bare_model, language_model_with_images):
         cpu = torch.device("cpu")
         as_usual = torch.autocast("cpu", enabled=False)
-        with torch.random.fork_rng(devices=[]), cpu, as_usual, _unlogged():
+        with torch.random.fork_rng(devices=[]), cpu, as_usual, unlogged():
             try:
                 small, call = make(model)
                 trial = _Trial(randomised(small).eval(), call)
@@ -68,8 +68,8 @@ def _tried(model: Any, loss_of: Callable[[Any], Any], swap: Swap) -> str | None:
 
 
 @contextlib.contextmanager
-def _unlogged() -> Iterator[None]:
-    """Let transformers say nothing of the configs of small models: nobody has made them."""
+def unlogged() -> Iterator[None]:
+    """Let transformers say nothing of what is asked of it: the program has not asked."""
     logger = logging.getLogger(_LOGGER)
     before = logger.level
     logger.setLevel(logging.ERROR)
