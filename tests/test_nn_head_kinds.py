@@ -215,6 +215,21 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]]]] = {
         ),
         documents,
     ),
+    "blip": (
+        lambda: model_of(
+            "BlipForConditionalGeneration",
+            text_config={
+                **BERT,
+                "encoder_hidden_size": WIDTH,
+                "projection_dim": 16,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+                "sep_token_id": 2,
+            },
+            vision_config=SIGHT,
+        ),
+        lambda: {**causal(), "pixel_values": image()},
+    ),
     "blip2 and opt": (lambda: blip2(OPT), asked),
     "blip2 and t5": (lambda: blip2({"model_type": "t5", **T5}), asked),
     "git": (
@@ -268,7 +283,9 @@ def made(kind: str) -> tuple[Any, dict[str, Any]]:
 def test_loss_and_gradients_are_the_originals(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_chunks, "_TOKENS_OF_CHUNK", 128)
     original, call = made(kind)
-    model = optimised_copy(original, "keep")
+    model = copy.deepcopy(original)
+    report = vramx.optimize(model, "keep")
+    assert not [row for row in report.left if row.module == type(original).__name__]
     with sizes_made() as sizes:
         found = model(**call)
         found.loss.backward()
@@ -360,6 +377,19 @@ def test_a_loss_that_needs_the_logits_is_named_with_the_reason() -> None:
         report = vramx.optimize(model, "keep")
     (row,) = (row for row in report.rows if row.name == "lm_head")
     assert (row.done, row.reason) == ("left", "its loss needs the logits themselves")
+
+
+def test_a_head_that_a_model_does_not_tell_is_named() -> None:
+    sizes = {**LAYER, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 50}
+    crossed = {f"cross_{name}": size for name, size in sizes.items() if name != "vocab_size"}
+    model = model_of(
+        "DiaForConditionalGeneration", encoder_config=sizes, delay_pattern=[0, 1, 2],
+        decoder_config={**sizes, **crossed, "num_channels": 3, "max_position_embeddings": 64}
+    )  # fmt: skip
+    with pytest.warns(VramxWarning, match="Dia.* get_output_embeddings.. gives no head"):
+        report = vramx.optimize(model, "keep")
+    (row,) = (row for row in report.rows if row.module == "DiaForConditionalGeneration")
+    assert row.done == "left"
 
 
 # -- What programs do with a Whisper ---------------------------------------------------------------

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -118,6 +118,18 @@ def heads_of(model: nn.Module) -> list[Head]:
             others = found[id(head)].models if id(head) in found else ()
             found[id(head)] = Head(name, head, (*others, module))
     return list(found.values())
+
+
+def why_no_head(model: Any, known: Container[int]) -> str | None:
+    """Return why no head of a language model of transformers is known; None: there may be none.
+
+    `known` has the ids of the heads that are.
+    """
+    if not hasattr(type(model), "can_generate") or not (is_known(model) and _has_labels(model)):
+        return None
+    if not model.can_generate() or any(id(part) in known for part in model.modules()):
+        return None
+    return "its loss is as it was: get_output_embeddings() gives no head"
 
 
 def is_known(model: nn.Module) -> bool:
