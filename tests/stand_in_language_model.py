@@ -85,3 +85,30 @@ class StandInForCausalLM(nn.Module):
             if self.config.penalty:
                 loss = loss + self.config.penalty * logits.logsumexp(-1).square().mean()
         return Output(loss=loss, logits=logits) if return_dict else (loss, logits)
+
+
+class StandInEncoderDecoder(nn.Module):
+    """A model that has another one within: one of the two computes the loss."""
+
+    main_input_name = "pixels"
+
+    def __init__(self, decoder: Any, passes_labels: bool = False) -> None:
+        super().__init__()
+        self.config = decoder.config
+        self.encoder = nn.Linear(12, decoder.config.vocab_size)
+        self.decoder = decoder
+        self.passes_labels = passes_labels
+        self.loss_function = causal_loss
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.decoder.get_output_embeddings()
+
+    def forward(self, pixels: Tensor, labels: Tensor | None = None) -> Any:
+        ids = self.encoder(pixels).argmax(-1)
+        if self.passes_labels:
+            return self.decoder(input_ids=ids, labels=labels)
+        logits = self.decoder(input_ids=ids)["logits"]
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size)
+        return Output(loss=loss, logits=logits)

@@ -55,6 +55,10 @@ def shifted(logits: Any) -> Tensor:
     return F.cross_entropy(rows, targets()[..., 1:].reshape(-1))
 
 
+def loss_of_second(logits: Any) -> Tensor:
+    return F.cross_entropy(logits[0], targets()[1])
+
+
 BESIDE = torch.linspace(-1, 1, CLASSES)
 REMEMBERED: dict[str, Callable[[Any], Tensor]] = {
     "mean": loss_of,
@@ -72,6 +76,12 @@ REMEMBERED: dict[str, Callable[[Any], Tensor]] = {
     "negative multiple": lambda x: loss_of(x.div(-4)),
     "casts": lambda x: loss_of(x.to(torch.float32).to(x.device).to("cpu", torch.float32)),
     "rows": lambda x: F.cross_entropy(x[:, 2], targets()[:, 2]),
+    "mask": lambda x: F.cross_entropy(x[targets() >= 0], targets()[targets() >= 0]),
+    "mask of a shift": lambda x: F.cross_entropy(
+        x[..., :-1, :][targets()[..., 1:] >= 0].contiguous(),
+        targets()[..., 1:][targets()[..., 1:] >= 0],
+    ),
+    "mask of texts": lambda x: loss_of_second(x[torch.tensor([False, True])]),
     "reshaped": lambda x: F.cross_entropy(
         torch.reshape(x, (ROWS * TOKENS, CLASSES)), targets().view(-1)
     ),
@@ -104,13 +114,25 @@ def test_a_bias_that_is_written_after_it_was_added_is_in_the_loss_as_it_was() ->
     assert error(*losses) < ROUNDING
 
 
+def test_what_a_mask_or_a_bias_was_is_in_logits_that_are_made_later() -> None:
+    hidden, weight, _ = detached()
+    found = list[Tensor]()
+    for logits in (Logits.of(hidden, weight, None, tells=False), F.linear(hidden, weight)):
+        mask, beside = targets() >= 0, BESIDE.clone()
+        chosen = (logits + beside)[mask]
+        mask.fill_(False)
+        beside.mul_(5)
+        found.append(chosen.exp())
+    assert torch.equal(*found)
+
+
 MADE_FOR: dict[str, Callable[[Any], Tensor]] = {
     "weights": lambda x: loss_of(x, weight=torch.linspace(1, 2, CLASSES)),
     "probabilities": lambda x: F.cross_entropy(x[:, 0], torch.full((ROWS, CLASSES), 1 / CLASSES)),
     "classes second": lambda x: F.cross_entropy(x.transpose(1, 2), targets()),
     "log_softmax": lambda x: x.log_softmax(-1)[..., 0].sum(),
     "temperature": lambda x: loss_of(x / torch.tensor(2.0)),
-    "mask": lambda x: F.cross_entropy(x[targets() >= 0], targets()[targets() >= 0]),
+    "mask of classes": lambda x: x[x.detach() > 0].sum(),
     "some classes": lambda x: x[..., 2:5].exp().sum(),
     "one class": lambda x: x[:, :, 1].sum(),
     "cap twice": lambda x: loss_of(x.tanh().tanh()),

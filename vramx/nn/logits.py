@@ -56,6 +56,7 @@ class _Family:
 
     def __init__(self, tells: bool) -> None:
         self.tells = tells
+        self.is_made = False  # whether any of them is
         self._members: list[weakref.ref[Logits]] = []
 
     def add(self, member: Logits) -> None:
@@ -105,6 +106,11 @@ class Logits:
         """Whether something has used the logits themselves."""
         return self._made is not None
 
+    @property
+    def family_is_made(self) -> bool:
+        """Whether something has used the logits, or what was made of them."""
+        return self._family.is_made
+
     def made(self) -> Tensor:
         """Return the logits, a part of the graph that the hidden states are of.
 
@@ -115,6 +121,7 @@ class Logits:
             # As in the forward pass, wherever they are first used.
             with torch.inference_mode(mode=False), torch.enable_grad():
                 self._made = self._make()
+            self._family.is_made = True
         return self._made
 
     @property

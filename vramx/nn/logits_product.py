@@ -149,14 +149,26 @@ def _view(use: Use) -> Use:
 
 
 def _index(use: Use) -> Use:
-    """Basic indices, with all classes."""
+    """Basic indices or a mask of rows, with all classes."""
     index = use.argument()
+    if type(index) in PLAIN and index.dtype == torch.bool:
+        return _masked(use, index)
     items = index if isinstance(index, tuple) else (index,)
     basic = all(item is Ellipsis or type(item) in (int, slice) for item in items)
     reaches_classes = basic and (Ellipsis in items or len(items) == use.like.dim())
     if not basic or (reaches_classes and items[-1] not in (Ellipsis, slice(None))):
         raise Unknown
     return use.result(replace(use.product, rows=use.product.rows[index]))
+
+
+def _masked(use: Use, mask: Tensor) -> Use:
+    """Rows where a mask is true: those of a text, say, but for what it was padded with."""
+    if not 0 < mask.dim() < use.like.dim():
+        raise Unknown
+    mask = mask.clone()  # as it is now
+    rows = use.product.rows[mask]
+    like = use.like.new_empty((*rows.shape[:-1], use.like.shape[-1]))
+    return use._replace(product=replace(use.product, rows=rows), like=like, args=(mask,))
 
 
 def _add(use: Use) -> Use:
@@ -170,10 +182,11 @@ def _add(use: Use) -> Use:
     if not is_of_classes or other.dim() > use.like.dim():
         raise Unknown
     # As it is now: it may be written before the loss is computed.
-    added = other.flatten().clone()
+    other = other.clone()
+    added = other.flatten()
     bias = added if product.bias is None else product.bias + added
     like = use.function(use.like, other.to("meta"))
-    return use._replace(product=replace(product, bias=bias), like=like)
+    return use._replace(product=replace(product, bias=bias), like=like, args=(other,))
 
 
 def _multiply(use: Use) -> Use:

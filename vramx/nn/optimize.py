@@ -150,12 +150,15 @@ def optimize(
         if why_not is None and of_head is not None:
             head.swap_head(of_head)
             rows.append(OptimizeRow(name, type(module).__name__, "keep", head.said_of(of_head)))
+            left += head.left_of(of_head)
             continue
         if family is None or why_not is not None:
             rows.append(OptimizeRow(name, type(module).__name__, LEFT, why_not or ""))
-            if word != LEFT and of_head is not None and head.is_known(of_head.model):
-                left.append((original_class(of_head.model), why_not or ""))
-            elif word != LEFT and (family or known_base(module)):
+            if word != LEFT and of_head is not None and head.is_known(of_head.models[0]):
+                left.append((original_class(of_head.models[0]), why_not or ""))
+            elif word != LEFT and (
+                family or known_base(module) or head.why_no_head(module, found_heads)
+            ):
                 left.append((original_class(module), why_not or ""))
             continue
         settings = Settings(word, kept_by(word, keep), unverified=verify, compares=compares(module))
@@ -191,7 +194,10 @@ def _visit(
             inside.append(f"{name}.")
             yield name, module, head.why_not(heads[id(module)])
             continue
-        family = family_of(module)
+        family, no_head = family_of(module), head.why_no_head(module, heads)
+        if no_head is not None:
+            yield name, module, no_head
+            continue
         if family is None:
             base = known_base(module)
             if base is not None:

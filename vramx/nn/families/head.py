@@ -12,22 +12,21 @@ some tens of microseconds.
 from __future__ import annotations
 
 import contextlib
-import logging
+import functools
+import inspect
 import threading
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vramx.compression.fakes import PLAIN
-from vramx.errors import brief, summary, warn_once
+from vramx.errors import brief, warn_once
+from vramx.nn.families import head_trial
 from vramx.nn.families.projection import plain_tensor
 from vramx.nn.families.questions import class_name, is_transformed, parameters_of
-from vramx.nn.families.small import language_model, language_model_without_layers, randomised
 from vramx.nn.families.swap import Swapped
-from vramx.nn.families.verify import difference_of, run
 from vramx.nn.logits import Logits
 from vramx.patch.module import find, original_class, patch_of, put
 from vramx.patch.torch_functions import is_own, replaced
@@ -35,7 +34,6 @@ from vramx.patch.watching import has_other_hooks
 
 _LIBRARY = "transformers."
 _OF_LOSSES = ("linear", "cross_entropy")
-_results: dict[Any, str | None] = {}
 
 
 class _Running(threading.local):
@@ -46,11 +44,15 @@ _running = _Running()
 
 
 class Head(NamedTuple):
-    """A head, by its name in what optimize() was given, and the language model that it is of."""
+    """A head, by its name in what optimize() was given, and the language models that it is of.
+
+    They are some within others, the outermost first, which is what a loop calls: any of them may be
+    called with labels, and which of them computes the loss is its own business.
+    """
 
     name: str
     module: nn.Module
-    model: Any
+    models: tuple[Any, ...]
 
 
 class LossWithoutLogits(Swapped):
@@ -59,6 +61,7 @@ class LossWithoutLogits(Swapped):
     def __init__(self, position: int, loss: Any) -> None:
         self._position = position  # of the labels among the arguments
         self._loss = loss
+        self._makes_them = ""  # why, if any call did
 
     def run(self, module: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         labels = kwargs.get("labels", (*args, None)[min(self._position, len(args))])
@@ -67,14 +70,17 @@ class LossWithoutLogits(Swapped):
         head: Any = module.get_output_embeddings()
         why_not = _head_is_changed(head) or _loss_is_changed(module, self._loss)
         if why_not is not None:
-            name = type(module).__name__
-            warn_once(f"{name} makes its logits: {why_not}")
+            self._makes_them = f"made its logits: {why_not}"
+            warn_once(f"{type(module).__name__} makes its logits: {why_not}")
             return forward(*args, **kwargs)
         with _telling(head):
             return forward(*args, **kwargs)
 
     def __str__(self) -> str:
         return "loss without logits"
+
+    def effect(self) -> str:
+        return self._makes_them
 
 
 class NoLogits(Swapped):
@@ -102,15 +108,28 @@ def heads_of(model: nn.Module) -> list[Head]:
         []
     """
     names = {id(module): name for name, module in reversed(list(model.named_modules()))}
-    found = []
+    found = dict[int, Head]()
     modules: Any = model.modules()
     for module in modules:
-        if not hasattr(type(module), "get_output_embeddings") or _labels_of(module) is None:
+        if not hasattr(type(module), "get_output_embeddings") or not _has_labels(module):
             continue
         head: Any = module.get_output_embeddings()
-        if isinstance(head, nn.Module) and id(head) in names:
-            found.append(Head(names[id(head)], head, module))
-    return found
+        if isinstance(head, nn.Module) and (name := names.get(id(head))) is not None:
+            others = found[id(head)].models if id(head) in found else ()
+            found[id(head)] = Head(name, head, (*others, module))
+    return list(found.values())
+
+
+def why_no_head(model: Any, known: Container[int]) -> str | None:
+    """Return why no head of a language model of transformers is known; None: there may be none.
+
+    `known` has the ids of the heads that are.
+    """
+    if not hasattr(type(model), "can_generate") or not (is_known(model) and _has_labels(model)):
+        return None
+    if not model.can_generate() or any(id(part) in known for part in model.modules()):
+        return None
+    return "its loss is as it was: get_output_embeddings() gives no head"
 
 
 def is_known(model: nn.Module) -> bool:
@@ -120,39 +139,63 @@ def is_known(model: nn.Module) -> bool:
 
 def said_of(head: Head) -> str:
     """Say what is done with a head."""
-    return f"the loss of {type(head.model).__name__}, without logits"
+    names = dict.fromkeys(type(model).__name__ for model in _served(head))
+    said = f"the loss of {' and '.join(names)}, without logits"
+    return said + "".join(f"; {cls.__name__} is as it was: {why}" for cls, why in left_of(head))
 
 
 def why_not(head: Head) -> str | None:
-    """Return why logits are made as they were; None: they need not be."""
-    model = head.model
+    """Return why logits are made as they were; None: some model that the head is of needs none."""
+    return None if _served(head) else _why_not(head.models[0], head.module)
+
+
+def left_of(head: Head) -> list[tuple[type[nn.Module], str]]:
+    """Return the class of a head's outermost model, if known, and why it makes logits, if it may.
+
+    A class of the program's own may do no more than hand its labels to a model within.
+    """
+    model = head.models[0]
+    reason = _why_not(model, head.module)
+    return [] if reason is None or not is_known(model) else [(original_class(model), reason)]
+
+
+def swap_head(head: Head) -> None:
+    """Have the losses of a head's language models computed without logits."""
+    for model in _served(head):
+        _swap(model, head.module)
+
+
+def _served(head: Head) -> list[Any]:
+    return [model for model in head.models if _why_not(model, head.module) is None]
+
+
+def _why_not(model: Any, head: nn.Module) -> str | None:
     cls = original_class(model)
     known = next((b for b in cls.__mro__[1:] if class_name(b).startswith(_LIBRARY)), None)
     if not class_name(cls).startswith(_LIBRARY):
         base = "is not known" if known is None else f"is derived from {known.__name__}: not known"
         return f"its model's class {base}"
-    loss = _loss_of(model)
+    if _labels_of(model) is None:
+        return "its forward does not name its labels"
+    with head_trial.unlogged():  # which may be none that its forward calls
+        loss = _loss_of(model)
     if cls.forward.__module__ != cls.__module__ or "forward" in model.__dict__:
         return "its forward was replaced"
     if not getattr(loss, "__module__", _LIBRARY).startswith(_LIBRARY):
         return f"its loss {getattr(loss, '__qualname__', brief(loss))} is not known"
-    if type(head.module) is not nn.Linear or not _is_alone(head.module):
+    if original_class(head) is not nn.Linear or not _is_alone(head):
         return "its head is no plain Linear"
     name = replaced(_OF_LOSSES)
     if name is not None:
         return f"torch.nn.functional.{name} is not torch's own"
-    key = (cls, cls.forward, loss, repr(model.config))
-    if key not in _results:
-        _results[key] = _tried(model, loss)
-    return _results[key]
+    return head_trial.why_not(model, _loss_of, functools.partial(_swap, tells=False))
 
 
-def swap_head(head: Head, *, tells: bool = True) -> None:
-    """Have a language model's loss computed without logits."""
-    position = _labels_of(head.model)
+def _swap(model: Any, head: nn.Module, *, tells: bool = True) -> None:
+    position = _labels_of(model)
     assert position is not None
-    put(head.module, NoLogits(tells))
-    put(head.model, LossWithoutLogits(position, _loss_of(head.model)))
+    put(head, NoLogits(tells))
+    put(model, LossWithoutLogits(position, _loss_of(model)))
 
 
 @contextlib.contextmanager
@@ -169,6 +212,12 @@ def _learns(model: Any) -> bool:
     is_replica = getattr(model, "_is_replica", False)  # whose results DataParallel joins
     learns = bool(model.training) and torch.is_grad_enabled()
     return learns and not (compiles or is_replica or is_transformed())
+
+
+def _has_labels(model: nn.Module) -> bool:
+    """Tell whether a model's forward takes labels, or one that it may hand them to."""
+    forwards = [vars(base)["forward"] for base in type(model).__mro__ if "forward" in vars(base)]
+    return any("labels" in inspect.signature(forward).parameters for forward in forwards)
 
 
 def _labels_of(model: nn.Module) -> int | None:
@@ -209,71 +258,3 @@ def _is_alone(head: Any) -> bool:
         and plain_tensor(head.weight)
         and (head.bias is None or plain_tensor(head.bias))
     )
-
-
-# -- The trial -------------------------------------------------------------------------------------
-
-
-def _tried(model: Any, loss: Any) -> str | None:
-    """Try a whole small model or, where such cannot be made or called, one without layers."""
-    failed = ""
-    for make in (language_model, language_model_without_layers):
-        cpu = torch.device("cpu")
-        as_usual = torch.autocast("cpu", enabled=False)
-        with torch.random.fork_rng(devices=[]), cpu, as_usual, _unlogged():
-            try:
-                small, call = make(original_class(model), model)
-                trial = _Trial(randomised(small).eval(), call)
-            except Exception as error:  # of a class that is made or called otherwise, say
-                failed = failed or summary(error)
-                continue
-            if _loss_of(small) is not loss:
-                return "its loss_function was replaced"
-            try:
-                return trial.why_not()
-            except Exception as error:  # of one that reads the logits, say
-                failed = summary(error)
-                break
-    return f"a small one of its class cannot be tried: {failed}"
-
-
-@contextlib.contextmanager
-def _unlogged() -> Iterator[None]:
-    """Let transformers say nothing of the configs of small models: nobody has made them."""
-    logger = logging.getLogger(_LIBRARY.rstrip("."))
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-class _Trial:
-    """A small model's loss and gradients: with logits at first, then without."""
-
-    def __init__(self, small: Any, call: dict[str, Any]) -> None:
-        self._small, self._call = small, call
-        small.training = True  # and no part of it: without dropout
-        self._was_made = False
-        self._expected = self._run()
-
-    def why_not(self) -> str | None:
-        swap_head(Head("", self._small.get_output_embeddings(), self._small), tells=False)
-        differs = difference_of(self._run(), self._expected)
-        if differs is not None:
-            return f"of a small one of its class, {differs}"
-        return "its loss needs the logits themselves" if self._was_made else None
-
-    def _run(self) -> Any:
-        as_it_is = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-        with torch.enable_grad(), as_it_is, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return run(self._loss, self._small, self._call)
-
-    def _loss(self, **arguments: Any) -> Tensor:
-        result = self._small(**arguments)
-        logits = [x for x in result.values() if isinstance(x, Logits)]
-        self._was_made = not logits or any(each.is_made for each in logits)
-        loss: Tensor = result["loss"]
-        return loss

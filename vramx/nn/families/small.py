@@ -22,7 +22,7 @@ from vramx.patch.module import original_class
 
 WIDTH, INNER, HEADS, HEAD, TOKENS, CLASSES = 16, 24, 4, 8, 5, 37
 # What a config of a kind that is not known may have left as large as it was.
-_MOST_WEIGHTS = 1 << 22
+MOST_WEIGHTS = 1 << 22
 Call = dict[str, Any]
 
 
@@ -37,12 +37,17 @@ def small_config(config: Any) -> Any:
         "num_attention_heads": HEADS,
         "num_key_value_heads": HEADS // 2 if few else HEADS,
         "head_dim": HEAD,
+        "d_kv": HEAD,
     }
     for name, size in sizes.items():
         if getattr(config, name, None) is not None:
             setattr(config, name, size)
     if getattr(config, "_attn_implementation", None) not in ("sdpa", "eager"):
         config._attn_implementation = "eager"
+    for name in getattr(config, "sub_configs", ()):  # of images, say
+        if (within := getattr(config, name, None)) is not None:
+            with contextlib.suppress(AttributeError):  # what is a part of it under another name
+                setattr(config, name, small_config(within))
     return config
 
 
@@ -56,39 +61,33 @@ def layer_of_transformers(cls: Any, like: Any) -> nn.Module:
     return layer
 
 
-def language_model(cls: Any, like: Any) -> tuple[nn.Module, Call]:
+def language_model(like: Any) -> tuple[nn.Module, Call]:
     """Return a model with one layer, as `like` is but for its sizes, and a call with labels.
 
     Raises:
         ValueError: it would not be small.
     """
-    config = small_config(like.config)
+    cls, config = original_class(like), small_config(like.config)
     _set(config, num_hidden_layers=1, **_OF_A_TRIAL)
     if getattr(config, "layer_types", None):
         with contextlib.suppress(AttributeError):  # some make the list from the other numbers
             config.layer_types = config.layer_types[:1]
     with torch.device("meta"):
         _check_is_small(cls(copy.deepcopy(config)))
-    return cls(config), _call_with_labels()
+    return cls(config), call_with_labels()
 
 
-def language_model_without_layers(cls: Any, like: Any) -> tuple[nn.Module, Call]:
-    """Return a model as `like` is, whose hidden states are rows of a matrix, and a call as above.
-
-    That is as good where a head is tried, and can be made where sizes of layers follow from one
-    another, as in those with a state, or are in configs within the config.
+def language_model_with_images(like: Any) -> tuple[nn.Module, Call]:
+    """Return a model and a call as language_model() does, which has images: some need them.
 
     Raises:
-        ValueError: it would not be small.
+        ValueError: it would not be small, or takes no images of a size that is known.
     """
-    config = copy.deepcopy(like.config)
-    for each in (config, config.get_text_config()):
-        _set(each, **_OF_A_TRIAL)
-    with torch.device("meta"):
-        model: Any = cls(config)
-    setattr(model, model.base_model_prefix, _Rows(model.get_output_embeddings().in_features))
-    _check_is_small(model)
-    return model.to_empty(device="cpu"), _call_with_labels()
+    size: Any = getattr(getattr(like.config, "vision_config", None), "image_size", None)
+    if not isinstance(size, int):
+        raise ValueError("the size of its images is not known")
+    model, call = language_model(like)
+    return model, {**call, "pixel_values": images(len(call["input_ids"]), 3, size, size).detach()}
 
 
 # A layer alone may be of a kind whose cache knows no length.
@@ -98,46 +97,24 @@ _OF_A_TRIAL = {"vocab_size": CLASSES, "pad_token_id": 0, "return_dict": True, "u
 def _set(config: Any, **sizes: int) -> None:
     for name, size in sizes.items():
         if getattr(config, name, None) is not None:
-            setattr(config, name, size)
+            with contextlib.suppress(NotImplementedError):  # of one with several such numbers
+                setattr(config, name, size)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
 
 
 def _check_is_small(model: nn.Module) -> None:
     count = sum(p.numel() for p in model.parameters())
-    if count > _MOST_WEIGHTS:
+    if count > MOST_WEIGHTS:
         raise ValueError(f"of its config's other sizes, a small one has {count} weights")
 
 
-def _call_with_labels() -> Call:
+def call_with_labels() -> Call:
+    """Return ids and labels of two rows, one of which counts for nothing."""
     ids = torch.arange(1, 2 * TOKENS + 1).view(2, TOKENS)
     labels = ids.flip(0).clone()
     labels[1, 2] = -100
     return {"input_ids": ids, "labels": labels}
-
-
-class _Rows(nn.Module):
-    """In place of all layers of a language model."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.of_tokens = nn.Embedding(CLASSES, width)
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.of_tokens
-
-    def forward(self, input_ids: Tensor, **_others: Any) -> _States:
-        return _States(last_hidden_state=self.of_tokens(input_ids))
-
-
-class _States(dict[str, Any]):
-    """What layers give, as a dictionary, a tuple or attributes; None for what there is not."""
-
-    def __getitem__(self, key: Any) -> Any:
-        return super().__getitem__(key) if isinstance(key, str) else tuple(self.values())[key]
-
-    def __getattr__(self, name: str) -> Any:
-        return self.get(name)
 
 
 def of_transformers(
