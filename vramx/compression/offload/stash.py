@@ -143,7 +143,7 @@ class Stash:
             if self._transport.capturing():
                 return self._fetch_under_capture(parcel)
             self._collect()
-            self.budget.begin_get(parcel.step, parcel.sequence, parcel.gets)
+            self.budget.begin_get(parcel.step, parcel.sequence, parcel.gets, parcel.nbytes)
             if parcel.gets == 0:
                 self.budget.get(parcel.step)
             parcel.gets += 1
