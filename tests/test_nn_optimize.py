@@ -256,6 +256,21 @@ def test_verification_restores_a_block_that_is_wrong(what: str, monkeypatch: Any
     assert type(model.layers[0]) is nn.TransformerEncoderLayer
 
 
+def test_verification_that_ran_out_of_memory_is_made_up_for(monkeypatch: Any) -> None:
+    def runs_out(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    model = encoder(norm_first=True)
+    vramx.optimize(model, verify=True)
+    monkeypatch.setattr(EncoderLayer, "vramx_fused", runs_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        result_of(model, INPUTS)
+    monkeypatch.setattr(EncoderLayer, "vramx_fused", WRONG["result"])
+    with pytest.warns(VramxWarning, match="its result differs"):
+        result_of(model, INPUTS)
+    assert type(model.layers[0]) is nn.TransformerEncoderLayer
+
+
 def test_no_call_of_a_recomputed_block_copies_how_it_is_optimised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

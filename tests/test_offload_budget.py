@@ -38,15 +38,21 @@ def test_an_old_graph_that_is_kept_does_not_stop_the_counting_of_steps() -> None
     assert moved[-1] >= 4
 
 
-def timed_step(link: FakeLink, stash: Stash, layer_ms: float, count: int = 8) -> None:
-    """One step of a program that computes as long in backward as in forward."""
+def timed_step(
+    link: FakeLink, stash: Stash, layer_ms: float, count: int = 8, asked: int = 8
+) -> None:
+    """One step of a program that computes as long in backward as in forward.
+
+    Of more than `asked` tensors backward is broken off, as where it runs out of memory.
+    """
     tickets = []
     for value in range(1, count + 1):
         link.compute(layer_ms)
         tickets.append(stash.put(link.produce(value)))
-    while tickets:
+    for _ in range(min(asked, count)):
         link.read(tickets.pop().get())
         link.compute(layer_ms)
+    tickets.clear()
     link.run()
 
 
@@ -108,7 +114,7 @@ def test_a_step_on_two_streams_is_measured_once_both_are_done() -> None:
     link = FakeLink()
     budget = Budget("cpu", link)
     budget.put(1, sequence=1)
-    budget.begin_get(budget.step, sequence=1, gets=0)
+    budget.begin_get(budget.step, sequence=1, gets=0, nbytes=1)
     link.current = link.other
     before = link.mark(link.current, timed=True)
     link.compute(3.0)
@@ -131,8 +137,10 @@ def test_a_step_on_two_streams_is_measured_once_both_are_done() -> None:
         {"layer_ms": 3.0},  # another program ran beside it
         {"count": 1},  # from whose put to its get no time passes
         {"count": 6},
+        {"asked": 1},
+        {"asked": 5},
     ],
-    ids=["disturbed", "of one tensor", "shorter"],
+    ids=["disturbed", "of one tensor", "shorter", "broken off at once", "broken off later"],
 )
 @pytest.mark.usefixtures("timed")
 def test_an_unusual_step_does_not_change_what_leaves_of_a_usual_one(last: dict[str, Any]) -> None:

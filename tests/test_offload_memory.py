@@ -183,6 +183,42 @@ def test_a_copy_that_fails_takes_no_memory() -> None:
     assert (stash._pool.used_bytes, link.free_blocks) == (0, blocks)
 
 
+def test_a_copy_that_fails_counts_in_no_step() -> None:
+    link = FakeLink()
+    stash = stash_on(link, 0.5)
+    moved_in_a_step(link, stash)
+    link.fails = True
+    with pytest.raises(RuntimeError, match="the copy failed"):
+        stash.put(link.produce(1))
+    link.fails = False
+    gc.collect()
+    assert [moved_in_a_step(link, stash) for _ in range(3)] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_an_interrupt_while_memory_is_freed_is_made_up_for(
+    dropped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    link = FakeLink()
+    stash = stash_on(link, window_blocks=8 if dropped else 2)
+    tickets = forward(link, stash, count=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(stash, "_wait_for_copy", interrupt)
+        if dropped:
+            tickets.clear()
+        with pytest.raises(KeyboardInterrupt):
+            stash.put(link.produce(3))
+    gc.collect()
+    assert moved_in_a_step(link, stash) == 8
+    tickets.clear()
+    stash.collect()
+    stash.check()
+    assert stash._pool.used_bytes == 0
+
+
 def test_nothing_leaves_under_capture() -> None:
     link = FakeLink()
     stash = stash_on(link)

@@ -121,9 +121,11 @@ class _Active:
         self._mode.__enter__()
 
     def pop(self) -> None:
-        self._mode.__exit__(None, None, None)
-        enclosing.forget()
-        self._hooks.__exit__()
+        try:
+            self._mode.__exit__(None, None, None)
+        finally:  # an interrupt must not leave hooks that would pack all that follows
+            enclosing.forget()
+            self._hooks.__exit__()
 
 
 def _hooks_are_enabled() -> bool:

@@ -198,11 +198,11 @@ class Rounds:
             stream.settle()
 
     def undo(self) -> None:
+        for stream in self._streams.values():
+            stream.undo()  # for which there may be no room: then all goes on as before
         self._unmark()
         for hook in self._hooks.values():
             hook.remove()
-        for stream in self._streams.values():
-            stream.undo()
 
     def __str__(self) -> str:
         pinned = sum(stream.pinned_bytes for stream in self._streams.values())

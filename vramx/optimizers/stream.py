@@ -253,7 +253,6 @@ class StateStream:
     def _place(self, number: int, state: States, *, is_anywhere: bool = False) -> None:
         """Find the bucket's states a place where they rest, and send them there."""
         bucket = self.buckets[number]
-        self._rests.pop(number, None)
 
         def moves(tensor: Tensor) -> bool:
             is_here = is_anywhere or tensor.device == self._device
@@ -269,16 +268,24 @@ class StateStream:
         with self._lock:
             slot = self._pool.take(bucket.nbytes) if bucket.nbytes else None
         if slot is not None:
-            rest = self._settle_in(number, slot, slot.memory)
-            weakref.finalize(rest, self._pool.retire, slot)
-        elif bucket.nbytes:
+            self._settle_in(number, slot, slot.memory)
+            return
+        self._rests.pop(number, None)
+        if bucket.nbytes:
             self._tell_once("the host has no more to pin for an optimizer's states: some stay")
             bucket.nbytes = 0
 
-    def _settle_in(self, number: int, slot: Slot | None, memory: Tensor) -> _Rest:
-        """Have a bucket's states rest in a range, and send them there."""
+    def _settle_in(self, number: int, slot: Slot | None, memory: Tensor) -> None:
+        """Have a bucket's states rest in a range, and send them there.
+
+        Where that fails they are where they were, and what they rested in is not given up: some of
+        them may be views of it.
+        """
         bucket = self.buckets[number]
         image = bucket.image(memory)
+        rest = _Rest(slot, image, None)
+        if slot is not None:
+            weakref.finalize(rest, self._pool.retire, slot)
         lane = Lane.TO_DEVICE if slot is None else Lane.TO_HOST
         self._link.wait(lane, self._link.mark(self._link.stream()))
         for source, target in zip(
@@ -287,10 +294,10 @@ class StateStream:
             self._link.copy(lane, target, source)
             if source.device.type != "cpu":
                 self._link.used_by(source, lane)
+        rest.arrived = self._link.mark(lane)
+        self._rests[number] = rest
         bucket.stand_for(image)
         show(image)
-        rest = self._rests[number] = _Rest(slot, image, self._link.mark(lane))
-        return rest
 
     def _tell_once(self, text: str) -> None:
         if text not in self._told:

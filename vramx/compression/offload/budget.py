@@ -51,6 +51,7 @@ class _Record:
     end: Any = None
     moved_bytes: int = 0
     offered_bytes: int = 0
+    asked_bytes: int = 0
     copies: dict[Lane, list[tuple[Any, Any, int]]] = field(
         default_factory=lambda: {lane: [] for lane in Lane}
     )
@@ -85,6 +86,7 @@ class Measured:
     """What finished steps told; None where nothing has been measured yet.
 
     `forward_ms` and `backward_ms` are of the last one, without its waits; `waited_ms` are those.
+    `asked_bytes` are what its backward asked for: less than was offered where it was broken off.
     """
 
     bytes_per_ms: dict[Lane, float] = field(default_factory=dict)
@@ -93,17 +95,16 @@ class Measured:
     waited_ms: float = 0.0
     moved_bytes: int = 0
     offered_bytes: int = 0
+    asked_bytes: int = 0
     moments: tuple[Moment, ...] = ()
 
     def hidden_share(self) -> float | None:
         """The share of a step's bytes that the link carries both ways while the step computes."""
         if self.forward_ms is None or self.backward_ms is None or len(self.bytes_per_ms) < 2:
             return None
-        hidden_bytes = min(
-            self.bytes_per_ms[Lane.TO_HOST] * self.forward_ms,
-            self.bytes_per_ms[Lane.TO_DEVICE] * self.backward_ms,
-        )
-        return hidden_bytes / max(1, self.offered_bytes)
+        to_host = self.bytes_per_ms[Lane.TO_HOST] * self.forward_ms
+        to_device = self.bytes_per_ms[Lane.TO_DEVICE] * self.backward_ms
+        return min(to_host / max(1, self.offered_bytes), to_device / max(1, self.asked_bytes))
 
     def hidden_part(self) -> float | None:
         """The part of the time of the last step's copies, both ways, that nothing waited for."""
@@ -126,6 +127,7 @@ class Budget:
         self._limit: float | None = None  # of this step, and the part of its bytes that it is
         self._density = 1.0
         self._left_bytes = 0
+        self._asked_bytes = 0
         self._largest_bytes = 0
         self.step = 0
         self.outstanding = 0
@@ -150,10 +152,11 @@ class Budget:
         if step == self.step:
             self.outstanding -= 1
 
-    def begin_get(self, step: int, sequence: int, gets: int) -> None:
+    def begin_get(self, step: int, sequence: int, gets: int, nbytes: int) -> None:
         """Note that something is asked for that had been asked for `gets` times before."""
         self._in_backward = True
         if step == self.step and gets == 0:
+            self._asked_bytes += nbytes
             self._note(sequence, None)
 
     def end_get(self) -> None:
@@ -228,6 +231,7 @@ class Budget:
         if self._record is not None and self._record.end is not None:
             self._record.moved_bytes = self._left_bytes
             self._record.offered_bytes = self.offered_bytes
+            self._record.asked_bytes = self._asked_bytes
             self._unread.append(self._record)
         self._read()
         measures = self.step < _MEASURED_STEPS or self.step % _MEASURED_EVERY == 0
@@ -235,7 +239,7 @@ class Budget:
         self._in_backward = False
         self.step += 1
         self.outstanding = 0
-        self.offered_bytes = self._left_bytes = 0
+        self.offered_bytes = self._left_bytes = self._asked_bytes = 0
         self._limit = self.limit_bytes()
         if self._limit is not None and self._totals:
             self._density = self._limit / max(1, self.largest_step_bytes())
@@ -258,8 +262,9 @@ class Budget:
         while self._unread and all(map(done, self._unread[0].last_events())):
             self.measured = self._measure(self._unread.popleft())
             share = self.measured.hidden_share()
-            # A small step, one of a few tensors, says nothing of a large one.
-            is_large = 2 * self.measured.offered_bytes >= self.largest_step_bytes()
+            # A small step, one of a few tensors, says nothing of a large one, and no more does one
+            # whose backward ran out of memory: what leaves would be as little as it had time for.
+            is_large = 2 * self.measured.asked_bytes >= self.largest_step_bytes()
             if share is not None and is_large:
                 self._hidden_shares.append(share)
 
@@ -282,6 +287,7 @@ class Budget:
             waited_ms=waited_ms,
             moved_bytes=record.moved_bytes,
             offered_bytes=record.offered_bytes,
+            asked_bytes=record.asked_bytes,
             moments=moments,
         )
 

@@ -112,11 +112,12 @@ class Stash:
     def put(self, buffer: Tensor) -> Ticket:
         """Take a 1-D uint8 buffer that is not written again; it may leave the device."""
         parcel = Parcel(buffer)
+        ticket = Ticket(self, parcel)  # which takes back what is counted here, should a copy fail
         with self._lock:
             if self._transport.capturing():
                 # A replay would copy to host memory that belongs to another by then.
                 self.captured += 1
-                return Ticket(self, parcel)
+                return ticket
             self._collect()
             self._sequence += 1
             parcel.sequence = self._sequence
@@ -135,7 +136,7 @@ class Stash:
                 "stays on the device",
                 about="pinned memory",
             )
-        return Ticket(self, parcel)
+        return ticket
 
     def fetch(self, parcel: Parcel) -> Tensor:
         """Return a parcel's buffer; see Ticket.get."""
@@ -143,7 +144,7 @@ class Stash:
             if self._transport.capturing():
                 return self._fetch_under_capture(parcel)
             self._collect()
-            self.budget.begin_get(parcel.step, parcel.sequence, parcel.gets)
+            self.budget.begin_get(parcel.step, parcel.sequence, parcel.gets, parcel.nbytes)
             if parcel.gets == 0:
                 self.budget.get(parcel.step)
             parcel.gets += 1
@@ -230,8 +231,9 @@ class Stash:
             self._free_oldest()
 
     def _free_oldest(self) -> None:
-        _, parcel = self._leaving.popitem(last=False)
+        sequence, parcel = next(iter(self._leaving.items()))
         self._wait_for_copy(parcel.stream, parcel)
+        del self._leaving[sequence]
         assert parcel.buffer is not None
         parcel.spoiled = parcel.buffer._version != parcel.version
         parcel.buffer, parcel.state = None, State.AWAY
@@ -322,11 +324,12 @@ class Stash:
 
     def _collect(self) -> None:
         while self.dropped:
-            parcel = self.dropped.popleft()
-            if parcel.gets == 0:
-                self.budget.get(parcel.step)
+            parcel = self.dropped[0]
             if parcel.slots:
                 self._retire(parcel)
+            if parcel.gets == 0:
+                self.budget.get(parcel.step)
+            self.dropped.popleft()
         while self._order and self._order[-1].dead:
             self._order.pop()
             self._dead_count -= 1

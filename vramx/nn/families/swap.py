@@ -317,8 +317,8 @@ def _verified(module: Any, fusing: Fusing, call: dict[str, Any]) -> bool:
 
     if torch.compiler.is_compiling():
         return True  # it cannot be made twice: a later call is the first
-    fusing.settings.unverified = False
     found = difference(module, call)
+    fusing.settings.unverified = False  # not before: one that ran out of memory has shown nothing
     if found is None:
         return True
     name = class_name(type(module))
