@@ -59,6 +59,7 @@ test-long:
 library_tests = tests/test_nn_optimize_models.py tests/test_nn_optimize_releases.py \
     tests/test_nn_optimize_predicted.py tests/test_nn_head_models.py tests/test_plan_models.py
 all_library_tests = $(library_tests) tests/test_nn_optimize_convolutions.py \
+    tests/test_nn_optimize_frozen.py \
     tests/test_nn_optimize_convnext.py tests/test_nn_optimize_replaced.py \
     tests/test_peft_programs.py \
     tests/test_nn_adapters_models.py tests/test_plan_lightning.py \

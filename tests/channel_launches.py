@@ -41,6 +41,7 @@ def of_channels(
 
 
 KEPT = of_channels()
+BITS_ALONE = channel_norm_launch.Kept(None, BITS, None)
 
 
 def channel_norm(
@@ -69,12 +70,12 @@ def channel_sums(
 
 
 def channel_input(
-    dy: torch.dtype = BF16, dx: torch.dtype | None = BF16, given: bool = False, how: Any = None
-) -> None:
+    dy: torch.dtype = BF16, dx: torch.dtype | None = BF16, given: bool = False,
+    how: Any = (CHANNELS, RELU), kept: Any = KEPT,
+) -> None:  # fmt: skip
     tables = (*[vector(FP32)] * 3, *[None if given else vector(FP32)] * 2)
     outputs = None, None if dx is None else rows(dx)
-    how = how or (CHANNELS, RELU)
-    channel_norm_launch.input_gradient(rows(dy), of_channels(), tables, outputs, how)
+    channel_norm_launch.input_gradient(rows(dy), kept, tables, outputs, how)
 
 
 def statistics(moved: Any = (FP32, FP32), tracked: bool = True) -> None:
@@ -104,6 +105,10 @@ OTHERS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
         channel_norm,
         {"kept": of_channels(rows(), packs=False), "noise": None},
     ),
+    "a channel norm that keeps bits alone": (
+        channel_norm,
+        {"kept": BITS_ALONE, "noise": None},
+    ),
     "a channel norm's output of another type": (channel_output, {"y": FP32}),
     "a channel norm's output without a weight": (channel_output, {"affine": (None, FP32)}),
     "a channel norm's output of an exact one": (
@@ -122,6 +127,10 @@ OTHERS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "a channel norm's gradient of another type": (channel_input, {"dy": FP32}),
     "a channel norm's gradient in another type": (channel_input, {"dx": FP32}),
     "a channel norm's gradient with given factors": (channel_input, {"given": True}),
+    "a channel norm's gradient by bits alone": (
+        channel_input,
+        {"given": True, "kept": BITS_ALONE},
+    ),
     "a channel norm's gradient of long channels": (channel_input, {"how": (LONG, RELU)}),
     "statistics that do not run": (statistics, {"moved": (None, None)}),
     "statistics of another type": (statistics, {"moved": (BF16, BF16)}),

@@ -13,7 +13,7 @@ import torch
 from interpreted_nn import Interpreted, call_operator, interpreted_nn
 from torch import Tensor
 
-from vramx.nn.keeping import ORDERS, RAW, Spec
+from vramx.nn.keeping import BY_SIGNS, ORDERS, RAW, SIGNS, Spec
 
 pytest.importorskip("triton")
 
@@ -36,7 +36,9 @@ class Case:
     last: bool = False
 
     def __str__(self) -> str:
-        bits = {RAW: "exact", -1: "nothing"}.get(self.spec.bits, str(self.spec.bits))
+        bits = {RAW: "exact", -1: "nothing", SIGNS: "signs"}.get(
+            self.spec.bits, str(self.spec.bits)
+        )
         words = ["x".join(map(str, self.shape)), self.positions, self.kind, bits]
         words += [name for name in ("residual", "given", "last") if getattr(self, name)]
         return "-".join(words)
@@ -63,6 +65,10 @@ CASES = [
     Case((2, 64, 3, 5), "rows", "none", given=True, last=True),
     Case((2, 44, 7, 7), "short", spec=EXACT, given=True),
     Case((2, 64, 3, 5), "rows", spec=NOTHING, last=True),
+    Case((9, 64, 3, 5), "rows", spec=BY_SIGNS, given=True, last=True),
+    Case((3, 24, 5, 5), "rows", "leaky_relu", 0.1, BY_SIGNS, residual=True, given=True, last=True),
+    Case((2, 44, 7, 7), "short", "none", spec=BY_SIGNS, given=True),
+    Case((1, 2, 41, 50), "long", spec=BY_SIGNS, given=True),
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -125,18 +131,19 @@ def backward_inputs(case: Case, wanted: list[int]) -> list[object]:
     ]  # fmt: skip
 
 
-kept_cases = pytest.mark.parametrize(
-    "case", [case for case in CASES if case.spec.bits != -1], ids=str
-)
+kept_cases = pytest.mark.parametrize("case", [c for c in CASES if c.spec.bits >= RAW], ids=str)
 
 
 ALL, SOME = [1, 1, 1, 1], [1, 0, 1, 0]
+# Without the weight's: of these, where nothing but signs is kept.
+LINEAR = ([1, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 1], [0, 1, 0, 0])
 
 
 @pytest.mark.parametrize(
     ("case", "wanted"),
     [
-        *((case, ALL) for case in CASES if case.spec.bits != -1),
+        *((case, ALL) for case in CASES if case.spec.bits >= RAW),
+        *((case, wanted) for case in CASES if case.spec == BY_SIGNS for wanted in LINEAR),
         *((CASES[i], SOME) for i in (0, 4, 7, 8, 13)),  # of each position, packed and exact, given
     ],
     ids=str,

@@ -15,6 +15,8 @@ from norm_tools import EXACT, INT8, held_bytes
 from torch import Tensor
 
 import vramx
+from vramx.compression.codec.codec import bytes_of
+from vramx.compression.config import MASK_FORMAT
 from vramx.nn.functional import ChannelNormed, batch_norm, conv2d, group_norm, instance_norm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("seeded")]
@@ -101,6 +103,40 @@ def test_results_and_gradients_are_as_good_as_torchs(
                 chance = 2 if each.numel() >= FEW else CHANCE_OF_FEW
                 bound = chance * error(theirs[i], exact[i]) + (noise if i else 0) + 2**-10
                 assert error(each, exact[i]) < bound, (word, keep.packs, i)
+
+
+@every_order
+@every_shape
+@pytest.mark.parametrize("adds", [False, True], ids=["alone", "residual"])
+def test_norm_by_constants_is_as_good_as_torchs(
+    shape: tuple[int, ...], last: bool, adds: bool
+) -> None:
+    """Against float64, and a bit an element is kept: no pack is part of any gradient."""
+    x, residual = sample(0, *shape, last=last), sample(1, *shape, last=last)
+    mean, bias, weight, var = (sample(seed, shape[1]).float().detach() for seed in range(2, 6))
+    var, leaves = var.square() + 0.1, [x, bias.requires_grad_(), residual][: 2 + adds]
+
+    def plain(x: Tensor, bias: Tensor, *added: Tensor) -> Tensor:
+        every = (each.to(bias.dtype) for each in (mean, var, weight))
+        y = functional.batch_norm(x, *every, bias)
+        return torch.relu(sum(added, y))
+
+    def fused(x: Tensor, bias: Tensor, *added: Tensor) -> Tensor:
+        residual = added[0] if added else None
+        return batch_norm(x, mean, var, weight, bias, activation="relu", residual=residual).y
+
+    def run(function: object, leaves: list[Tensor]) -> list[Tensor]:
+        y = function(*leaves)  # type: ignore[operator]
+        dy = torch.sin(torch.arange(y.numel(), device="cuda") * 12.9898).view(y.shape)
+        return [y, *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
+
+    exact = run(plain, [leaf.detach().double().requires_grad_() for leaf in leaves])
+    for ours_, theirs, right in zip(run(fused, leaves), run(plain, leaves), exact, strict=True):
+        chance = 2 if right.numel() >= FEW else CHANCE_OF_FEW
+        assert error(ours_, right) < chance * error(theirs, right) + 2**-10
+    held = held_bytes(lambda: fused(*leaves), *leaves, weight)
+    # A factor a channel, and a probe of one element.
+    assert held == bytes_of(x.numel(), MASK_FORMAT) + 4 * shape[1] + 2
 
 
 @every_order

@@ -199,10 +199,12 @@ def kept_tile(
     BITS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Return fp32[ROWS, GROUP] of what was kept: packed if BITS is 8, as it was if 0."""
+    """Return fp32[ROWS, GROUP] of what was kept: packed if BITS is 8, as it was if 0, else 0."""
     if BITS == 8:
         return unpack_tile(kept_ptr, numel, first, left, ROWS, GROUP, SYMMETRIC, MASKED)
-    else:  # noqa: RET505 - the compiler types what it sees: no dead return
+    elif BITS == -1:  # noqa: RET505 - the compiler types what it sees: no dead return
+        return tl.zeros((ROWS, GROUP), tl.float32)
+    else:
         return load_tile(kept_ptr + first, left, ROWS, GROUP, MASKED)
 
 

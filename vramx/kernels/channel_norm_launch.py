@@ -45,9 +45,9 @@ class Activation(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What is kept: n, packed as the layout says, else as it is; and bits, None without."""
+    """What is kept: n, packed as the layout says, else as it is; and bits. Each may be None."""
 
-    buffer: Tensor
+    buffer: Tensor | None
     bits: Tensor | None
     layout: Layout | None
 
@@ -86,7 +86,7 @@ def forward(
     if x.numel():
         buffer, bits = (None, None) if kept is None else kept[:2]
         state, (stream,) = noise or (None, (0,))
-        of = (channels, kept is not None, _form(kept), activation.kind, noise is not None)
+        of = (channels, buffer is not None, _form(kept), activation.kind, noise is not None)
         tensors = (x, residual, *tables, y, buffer, bits, state)
         kind = (*dtypes_of(tensors), x.get_device())
         ready = ready_for(_forward_launch, of, (x.numel(),), kind)
@@ -143,8 +143,10 @@ def _start(
 ) -> None:
     """Launch a kernel that reads what was kept."""
     channels, activation = how
-    kind = (*dtypes_of(tensors), kept.buffer.get_device())
-    ready = ready_for(_launch, (name, channels, _form(kept), activation.kind), (numel,), kind)
+    first: Any = tensors[0]
+    kind = (*dtypes_of(tensors), first.get_device())
+    of = (name, channels, kept.buffer is not None, _form(kept), activation.kind)
+    ready = ready_for(_launch, of, (numel,), kind)
     ready.start(tensors, numel, *channels, activation.leak)
 
 
@@ -234,8 +236,10 @@ def _forward_launch(
 
 
 @lru_cache(maxsize=1024)
-def _launch(name: str, channels: Channels, form: tuple[int, bool] | None, kind: str) -> Plan:
-    kernel, tile, constants = plan_of(name, channels, True, form)
+def _launch(
+    name: str, channels: Channels, keeps: bool, form: tuple[int, bool] | None, kind: str
+) -> Plan:
+    kernel, tile, constants = plan_of(name, channels, keeps, form)
     return Plan(kernel, tile, constants | {"KIND": kind})
 
 

@@ -18,7 +18,16 @@ from vramx.nn import arguments
 from vramx.nn import running_statistics as statistics
 from vramx.nn.activation import gelu, silu
 from vramx.nn.arguments import own
-from vramx.nn.channel_norm import ChannelNormed, Known, check_vectors, compute, norm_of
+from vramx.nn.channel_norm import (
+    ChannelNormed,
+    Known,
+    check_vectors,
+    compute,
+    is_linear,
+    norm_of,
+)
+from vramx.nn.channel_norm_passes import Norm
+from vramx.nn.keeping import RAW, spec_for
 from vramx.nn.running_statistics import Running, running_of
 
 
@@ -86,16 +95,22 @@ def _batch_norm(
     """Return batch_norm()'s result; `how` is whether it trains, and eps."""
     x, residual = sources
     (training, eps), (activation, keep) = how, activation_and_keep
-    # Its derivative is of the sum, which the pack of the normalised x does not give.
-    apart = residual is not None and activation in _SMOOTH
-    norm = norm_of(sources, affine, (0, eps), "none" if apart else activation)
+    norm = norm_of(sources, affine, (0, eps), activation)
+    if residual is not None and activation in _SMOOTH:
+        # Its derivative is of the sum, which the pack of the normalised x does not give.
+        apart = True
+    else:
+        # Where y is kept as it is, for what follows, it has the signs.
+        apart = activation == "relu" and not training and is_linear(norm, affine[0])
+        apart = apart and spec_for(keep).bits == RAW
+    norm = Norm(0, eps, "none", 0.0) if apart else norm
     _check(x, running, training)
     known = statistics.found_ahead(x, running, eps) if training else _constants(x, running, eps)
     computed = compute(sources, affine, norm, known, keep)
     if known is None:
         statistics.update(running, (computed.mean, computed.var), x.numel() // x.shape[1])
     if apart:
-        return ChannelNormed(_smooth(computed.normed.y, str(activation), keep), None)
+        return ChannelNormed(_activated(computed.normed.y, str(activation), keep), None)
     return computed.normed
 
 
@@ -116,10 +131,14 @@ def _constants(x: Tensor, running: Running, eps: float) -> Known:
         return Known(running.mean.to(dtype), torch.rsqrt(running.var.to(dtype) + eps), True)
 
 
+# Of frozen norms of transformers, in whose code it is.
+_EPS = 1e-5
 _SMOOTH = ("silu", "gelu", "gelu_tanh")
 
 
-def _smooth(x: Tensor, activation: str, keep: Compression | None) -> Tensor:
+def _activated(x: Tensor, activation: str, keep: Compression | None) -> Tensor:
+    if activation == "relu":
+        return x.relu_()
     if activation == "silu":
         return silu(x, keep=keep)
     return gelu(x, "tanh" if activation == "gelu_tanh" else "none", keep=keep)
@@ -153,7 +172,8 @@ def normed_by(
 
     updates: whether running statistics change, where torch's would.
     """
-    training = module.training
+    # Norms of other classes are frozen, whatever mode they are said to be in.
+    training = module.training and isinstance(module, nn.modules.batchnorm._BatchNorm)
     if not training:
         running = Running(own(module, "running_mean"), own(module, "running_var"), 0.0)
         training = running.mean is None and running.var is None
@@ -162,7 +182,8 @@ def normed_by(
     else:
         running = Running(None, None, 0.0)
     affine = own(module, "weight"), own(module, "bias")
-    return _batch_norm((x, residual), running, affine, (training, module.eps), (activation, keep))
+    how = training, getattr(module, "eps", _EPS)
+    return _batch_norm((x, residual), running, affine, how, (activation, keep))
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):

@@ -4,7 +4,9 @@ The functions are in batch_norm.py and group_norm.py, the work is in operators_c
 state; any thread. A call is one operator of some tens of microseconds of host time.
 
 Memory, kept: 1.047 bytes an element at 8 bits in groups of 128, 0.125 more behind a ReLU, and 4
-bytes a channel. The convolution that follows (convolution.py) keeps nothing more of y.
+bytes a channel. The convolution that follows (convolution.py) keeps nothing more of y. Where
+statistics are constants and the weight does not learn, a bit behind a ReLU is all: what follows
+keeps y, which exactly kept has the signs.
 Error bound: y as torch's own, and which gradients a ReLU passes. The normalised input is off by
 less than a step of its group in backward, unbiased if rounding is stochastic: the gradients of x
 and weight get that; those of bias and residual only behind another activation than ReLU's kinds.
@@ -22,7 +24,16 @@ from vramx.errors import InvalidValueError, refused
 from vramx.nn import arguments
 from vramx.nn import reference_channel_norm as reference
 from vramx.nn.channel_norm_passes import Norm
-from vramx.nn.keeping import NOTHING, Spec, in_order, order_of, spec_for
+from vramx.nn.keeping import (
+    AS_IT_IS,
+    BY_SIGNS,
+    NOTHING,
+    SIGNS,
+    Spec,
+    in_order,
+    order_of,
+    spec_for,
+)
 from vramx.nn.operators_channel_norm import channel_norm
 
 # What torch's leaky ReLU has by default.
@@ -103,16 +114,28 @@ def compute(
 ) -> Computed:
     """Compute what norm_of() has checked."""
     x, residual = sources
-    spec = in_order(spec_for(keep), 0 if norm.groups else order_of(x))
     mean, rstd, given = known or (None, None, False)
+    spec = spec_for(keep)
+    if given and spec.bits != NOTHING and is_linear(norm, affine[0]):
+        spec = BY_SIGNS if any(map(learns, (x, residual, affine[1]))) else AS_IT_IS
+    spec = in_order(spec, 0 if norm.groups else order_of(x))
     y, mean_found, var_found, rstd_found, buffer, bits, probe = channel_norm(
         x, residual, *affine, mean, rstd, given, *norm, list(spec)
     )
     kept = None
-    if residual is None and spec.bits != NOTHING:
+    if residual is None and spec.bits not in (SIGNS, NOTHING):
         rstd = rstd_found if rstd is None else rstd
         kept = KeptChannels(buffer, probe, rstd, bits, *affine, norm, given, x.dtype, spec)
     return Computed(ChannelNormed(y, kept), mean_found, var_found)
+
+
+def learns(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
+
+
+def is_linear(norm: Norm, weight: Tensor | None) -> bool:
+    """Tell whether no gradient of a norm by constants reads its input: of it signs at most."""
+    return not learns(weight) and (norm.by_sign() or norm.kind == "none")
 
 
 def activate(y: Tensor, activation: str | tuple[str, float]) -> Tensor:

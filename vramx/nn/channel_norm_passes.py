@@ -26,6 +26,7 @@ from vramx.nn.keeping import (
     NOTHING,
     ORDERS,
     RAW,
+    SIGNS,
     Spec,
     decode,
     dense_like,
@@ -97,12 +98,12 @@ def forward_kernel(
         return y, None, None
     bits = x.new_empty(bits_bytes if norm.by_sign() else 0, dtype=torch.uint8)
     packs = layout is not None
-    buffer = empty_buffer(x, form) if packs else torch.empty_like(x)
-    kept = launch.Kept(buffer, bits if norm.by_sign() else None, layout)
+    n = None if form.bits == SIGNS else empty_buffer(x, form) if packs else torch.empty_like(x)
+    kept = launch.Kept(n, bits if norm.by_sign() else None, layout)
     launch.forward(
         (x, residual), tables, (y, kept), how, draw(x.device, form, 1) if packs else None
     )
-    return y, buffer if packs else encode(buffer, form), bits
+    return y, n if packs else encode(x if n is None else n, form), bits
 
 
 def forward_reference(
@@ -145,6 +146,8 @@ class Backward(NamedTuple):
 def backward_kernel(
     dy: Tensor, kept: tuple[Tensor, Tensor], parameters: Parameters, how: Backward
 ) -> Results:
+    if how.form.bits == SIGNS:
+        return _backward_kernel_by_signs(dy, kept[1], parameters, how)
     norm, affine = how.norm, parameter_tables(parameters[:2], how.shape)
     channels, layout, *_ = places_of(dy.shape, norm.groups, how.form)
     buffer = kept[0] if layout else decode(kept[0], dy.shape, dy.dtype, how.form)
@@ -172,6 +175,26 @@ def backward_kernel(
         tables = (*affine, factors[0], *((None, None) if how.given else factors[1:]))
         launch.input_gradient(g, source, tables, (written, dx), (channels, activation))
     return dx, written if apart else g if wants_g else None, *vectors
+
+
+def _backward_kernel_by_signs(
+    dy: Tensor, bits: Tensor, parameters: Parameters, how: Backward
+) -> Results:
+    """Return the gradients of what is linear but for the signs: no sum is part of dx."""
+    weight, bias, rstd = parameters
+    norm, (wants_dx, wants_g, _, wants_bias) = how.norm, how.wanted
+    channels, *_ = places_of(dy.shape, norm.groups, how.form)
+    source = launch.Kept(None, bits if norm.by_sign() else None, None)
+    dx = torch.empty_like(dy) if wants_dx else None
+    g = torch.empty_like(dy) if wants_g or (wants_bias and norm.by_sign()) else None
+    if dx is not None or g is not None:
+        tables = (None, None, rstd if weight is None else rstd * weight, None, None)
+        launch.input_gradient(dy, source, tables, (g, dx), (channels, norm.activation()))
+    dbias = None
+    if wants_bias and bias is not None:
+        others = [d for d in range(dy.dim()) if d != 1]
+        dbias = (dy if g is None else g).sum(others, dtype=rstd.dtype).to(bias.dtype)
+    return dx, g if wants_g else None, None, dbias
 
 
 def _factors(
@@ -208,6 +231,7 @@ def _summed(
 ) -> tuple[Tensor, Tensor]:
     """Return g and the sums, by torch's reductions of g and n in memory."""
     n = torch.empty_like(dy) if source.layout else source.buffer
+    assert n is not None
     g = dy if how[1].kind == "none" else torch.empty_like(dy)
     outputs = (None if g is dy else g, n if source.layout else None)
     if outputs != (None, None):

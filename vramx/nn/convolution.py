@@ -24,6 +24,7 @@ from vramx.nn.channel_norm import ChannelNormed, KeptChannels
 from vramx.nn.channel_norm_passes import Norm
 from vramx.nn.differentiation import attach
 from vramx.nn.keeping import (
+    AS_IT_IS,
     NOTHING,
     ORDERS,
     RAW,
@@ -89,11 +90,14 @@ def conv2d(
     _check(y, weight, bias)
     y = y.to(arguments.autocast_dtype(y))
     geometry = _geometry(weight.dim() - 2, groups, stride, padding, dilation)
-    learns = torch.is_grad_enabled() and weight.requires_grad
     found: Kept | KeptChannels | None = None
-    if learns:
+    if torch.is_grad_enabled() and weight.requires_grad:
         found = x.kept if isinstance(x, ChannelNormed) else kept
         found = keep_input(y, keep) if found is None else found
+    elif torch.is_grad_enabled() and y.requires_grad:
+        # torch's own keeps y, of which nothing is read but its shape.
+        empty = y.new_empty(0, dtype=torch.uint8)
+        found = kept_tensor(empty, empty, in_order(AS_IT_IS, order_of(y)))
     if found is None:
         return _convolve(y, weight, bias, geometry)
     result: Tensor = convolution_operator(y, weight, bias, *_flat(found), geometry)

@@ -25,8 +25,8 @@ from vramx.kernels import elementwise_launch
 from vramx.kernels.layout import Layout
 from vramx.nn import passes
 
-# Values of Spec.bits that are no width.
-NOTHING, RAW = -1, 0
+# Values of Spec.bits that are no width. SIGNS: of a norm by constants, whose input is not needed.
+SIGNS, NOTHING, RAW = -2, -1, 0
 KERNEL_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
 DTYPES = KERNEL_DTYPES | {torch.float64}
 # Orders of elements in memory that are to be kept: convolutions have one.
@@ -37,7 +37,7 @@ OLDEST_TRITON = (3, 3)
 
 
 class Spec(NamedTuple):
-    """How a tensor is kept: the fields of a Format as integers; `bits` may be NOTHING or RAW.
+    """How a tensor is kept: the fields of a Format as integers; `bits` may be one of the above.
 
     `order` is an index of ORDERS: elements are kept as they lie in memory.
     """
@@ -49,7 +49,7 @@ class Spec(NamedTuple):
     order: int = 0
 
     def format(self) -> Format:
-        """Return the codec's format; `bits` is neither NOTHING nor RAW."""
+        """Return the codec's format; `bits` is a width."""
         return _format(*self[:4])
 
 
@@ -96,6 +96,7 @@ def _format(bits: int, group_size: int, symmetric: int, stochastic: int) -> Form
 # A program has few, each of a model or a call of optimize().
 _MOST_OPTIONS = 64
 AS_IT_IS = Spec(NOTHING, 0, 0, 0)
+BY_SIGNS = Spec(SIGNS, 0, 0, 0)
 EXACTLY = Spec(RAW, 0, 0, 0)
 
 
@@ -205,7 +206,7 @@ def buffer_bytes(numel: int, dtype: torch.dtype, spec: Sequence[int]) -> int:
         >>> buffer_bytes(1 << 20, torch.bfloat16, spec_of(None))
         1097728
     """
-    if spec[0] == NOTHING:
+    if spec[0] in (SIGNS, NOTHING):
         return 0
     if spec[0] == RAW:
         return numel * dtype.itemsize
@@ -232,7 +233,7 @@ def place_of(tensor: Tensor) -> tuple[Any, ...]:
 def encode(x: Tensor, spec: Sequence[int]) -> Tensor:
     """Return the buffer of a tensor; RAW of a contiguous one shares its memory."""
     bits, *_, order = Spec(*spec)
-    if bits == NOTHING:
+    if bits in (SIGNS, NOTHING):
         return x.new_empty(0, dtype=torch.uint8)
     flat = flat_in(order, x)
     if bits == RAW:
@@ -254,11 +255,14 @@ def empty_pack_of(x: Tensor, spec: Sequence[int]) -> Tensor | None:
 def decode(buffer: Tensor, shape: Sequence[int], dtype: torch.dtype, spec: Sequence[int]) -> Tensor:
     """Return what was kept, dense in its order; of a RAW buffer `dtype` must be the tensor's own.
 
-    With NOTHING the tensor itself was saved, and is cast; its shape may have been another.
+    With NOTHING the tensor itself was saved, and is cast; its shape may have been another. With
+    SIGNS it is not needed, and zero.
     """
     bits, *_, order = Spec(*spec)
     if bits == NOTHING:
         return buffer.to(dtype).reshape(shape)
+    if bits == SIGNS:
+        return torch.zeros((), dtype=dtype, device=buffer.device).expand(shape)
     if bits == RAW:
         flat = buffer.view(dtype)
     else:

@@ -85,16 +85,16 @@ def optimize(
     """Swap the blocks of a model for fused ones that keep less for backward.
 
     Known are the blocks of Llama, Mistral, Qwen2, Qwen3, Gemma, GPT-2, BERT and ViT of
-    transformers, the RMS norms of these outside of blocks, the blocks of timm's vision
-    transformers, ConvNeXts and ResNets and of torchvision's ResNets, and
-    torch.nn.TransformerEncoderLayer. Of language models of transformers, in training and with
-    labels, the loss is computed without logits, exactly; `logits` of the result are made where
-    something uses them, and a warning names that. A class is swapped only where a small module of
-    it, made by the installed release and run on the CPU once, computes the same both ways; what is
-    of a known class and left is named in a VramxWarning. A Linear with peft's LoRA is part of its
-    block: frozen weights keep nothing, adapters share the packs, and quantised weights are their
-    own module's. Parts that are changed otherwise (DoRA, hooks, another attention) are called as
-    they are. Optimise before FSDP wraps the model; adapters may come before or after, new
+    transformers, the RMS norms of these outside of blocks, the blocks of timm's vision transformers
+    and ConvNeXts, of the ResNets of timm, torchvision and transformers, with norms that are frozen
+    or not, and torch.nn.TransformerEncoderLayer. Of language models of transformers, in training
+    and with labels, the loss is computed without logits, exactly; `logits` of the result are made
+    where something uses them, and a warning names that. A class is swapped only where a small
+    module of it, made by the installed release and run on the CPU once, computes the same both
+    ways; what is of a known class and left is named in a VramxWarning. A Linear with peft's LoRA is
+    part of its block: frozen weights keep nothing, adapters share the packs, and quantised weights
+    are their own module's. Parts that are changed otherwise (DoRA, hooks, another attention) are
+    called as they are. Optimise before FSDP wraps the model; adapters may come before or after, new
     embeddings before. In a graph of torch.compile a model makes its logits: compile its blocks.
     What torch.jit.script is to compile must be restored first, as what runs under torch.func's
     transforms.

@@ -15,7 +15,16 @@ from vramx.nn.families.encoder import EncoderLayer
 from vramx.nn.families.gpt2 import Gpt2Block
 from vramx.nn.families.norms import GemmaNorm, RmsNorm
 from vramx.nn.families.questions import class_name
-from vramx.nn.families.resnet import BasicBlock, Bottleneck, TimmBasicBlock, TimmBottleneck
+from vramx.nn.families.resnet import (
+    BasicBlock,
+    Bottleneck,
+    HuggingFaceBasicLayer,
+    HuggingFaceBottleNeckLayer,
+    RTDetrBasicLayer,
+    RTDetrBottleNeckLayer,
+    TimmBasicBlock,
+    TimmBottleneck,
+)
 from vramx.nn.families.swap import Fused
 from vramx.nn.families.vit import TimmBlock, VitLayer
 
@@ -24,6 +33,7 @@ FAMILIES: tuple[type[Fused], ...] = (
     *(Gpt2Block, BertLayer, VitLayer, TimmBlock, EncoderLayer),
     *(TimmConvNext, TorchvisionConvNext),
     *(BasicBlock, Bottleneck, TimmBasicBlock, TimmBottleneck),
+    *(HuggingFaceBasicLayer, HuggingFaceBottleNeckLayer, RTDetrBasicLayer, RTDetrBottleNeckLayer),
     *(RmsNorm, GemmaNorm),
 )
 _BY_CLASS = {name: family for family in FAMILIES for name in family.CLASSES}

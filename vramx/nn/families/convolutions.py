@@ -14,12 +14,34 @@ from vramx.nn.convolution import convolved_by
 from vramx.nn.families.projection import plain_tensor
 from vramx.nn.families.questions import untouched
 
+_CONSTANTS = frozenset(("weight", "bias", "running_mean", "running_var"))
 _WORDS = {nn.Identity: "none", nn.ReLU: "relu", nn.SiLU: "silu"}
 
 
 def plain_convolution(module: Any) -> bool:
     """Tell whether a module is a Conv2d whose weight is a tensor of no subclass."""
     return type(module) is nn.Conv2d and untouched(module) and plain_tensor(module.weight)
+
+
+def plain_norm(module: Any) -> bool:
+    """Tell whether a module is a BatchNorm2d, or one that is frozen: of constants, in any mode.
+
+    Libraries have a class each of the second kind, with a name and buffers in common; what it
+    computes a trial tells.
+
+    Example:
+        >>> plain_norm(nn.BatchNorm2d(3)), plain_norm(nn.SyncBatchNorm(3))
+        (True, False)
+    """
+    return type(module) is nn.BatchNorm2d or is_frozen(module)
+
+
+def is_frozen(module: Any) -> bool:
+    """Tell whether a module is a batch norm whose statistics and parameters are buffers."""
+    if not type(module).__name__.endswith("FrozenBatchNorm2d"):
+        return False
+    parts = module._parameters or module._modules
+    return not parts and _CONSTANTS.issubset(module._buffers)
 
 
 def convolve(module: Any, x: Tensor, keep: Compression) -> Tensor:

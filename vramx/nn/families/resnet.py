@@ -1,4 +1,4 @@
-"""Residual blocks of ResNets: BasicBlock and Bottleneck of torchvision and of timm.
+"""Residual blocks of ResNets: of torchvision, of timm, and of transformers, also of its RT-DETR.
 
 A convolution keeps what the norm before it keeps, and the first one shares the block's packed input
 with the shortcut's. So of each convolution's result one pack and a bit an element are left, where
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -21,15 +22,15 @@ from vramx.nn.arguments import own
 from vramx.nn.batch_norm import normed_by
 from vramx.nn.channel_norm import ChannelNormed
 from vramx.nn.convolution import convolved_by, keep_input
-from vramx.nn.families.convolutions import plain_convolution, word_of
+from vramx.nn.families.convolutions import is_frozen, plain_convolution, plain_norm, word_of
 from vramx.nn.families.projection import plain_tensor
-from vramx.nn.families.questions import all_untouched
+from vramx.nn.families.questions import all_untouched, class_name, part_of
 from vramx.nn.families.small import WIDTH, images
 from vramx.nn.families.swap import Fused
 from vramx.nn.keeping import Kept
 from vramx.patch.module import original_class
 
-Activation = str | tuple[str, float]
+Stages = tuple[tuple[str, str, str], ...]
 
 
 class Residual(Fused):
@@ -37,9 +38,10 @@ class Residual(Fused):
 
     ARGUMENTS = ("x",)
     PARAMETERS: ClassVar[dict[str, str]] = {"": "x"}
-    STAGES: ClassVar[tuple[tuple[str, str, str], ...]] = ()
+    STAGES: ClassVar[Stages] = ()
     # What must be there and do nothing, or be None.
     NOTHING: ClassVar[tuple[str, ...]] = ()
+    SHORTCUT: ClassVar[str] = "downsample"
 
     @classmethod
     def why_not(cls, module: Any) -> str | None:
@@ -50,18 +52,26 @@ class Residual(Fused):
 
     @classmethod
     def small(cls, module: Any) -> tuple[nn.Module, list[dict[str, Any]]]:
-        block_class: Any = original_class(module)
+        block = cls.small_block(original_class(module))
+        for _, path, _ in cls.STAGES:
+            kind: Any = type(part_of(module, path))
+            outer, _, name = path.rpartition(".")
+            setattr(part_of(block, outer), name, kind(part_of(block, path).num_features))
+        return block, [{cls.ARGUMENTS[0]: images(2, WIDTH, 6, 6)}]
+
+    @classmethod
+    def small_block(cls, block_class: Any) -> nn.Module:
         block: nn.Module = block_class(WIDTH, WIDTH // block_class.expansion)
-        return block, [{"x": images(2, WIDTH, 6, 6)}]
+        return block
 
     def vramx_understands(self, call: dict[str, Any]) -> bool:
         if _why_not(type(self), self) is not None:  # its parts may be others since
             return False
         for convolution, *_ in self.STAGES:
-            if not plain_tensor(own(own(self, convolution), "weight")):
+            if not plain_tensor(own(part_of(self, convolution), "weight")):
                 return False
-        return bool(call["x"].dim() == 4) and all_untouched(
-            [own(self, name) for name in self.PARTS]
+        return bool(call[self.ARGUMENTS[0]].dim() == 4) and all_untouched(
+            [part_of(self, path) for path in self.PARTS]
         )
 
     def vramx_fused(self, x: Tensor, /, **_others: Any) -> Tensor:
@@ -76,58 +86,71 @@ class Residual(Fused):
     def _vramx_block(self, calls: _Calls, x: Tensor) -> Tensor:
         keep, updates = self.vramx_settings.keep, calls.next() == 0
         # Shared by the first convolution and the shortcut's.
-        kept = keep_input(x, keep)
+        first = own(part_of(self, self.STAGES[0][0]), "weight")
+        kept = keep_input(x, keep) if first.requires_grad else None
         shortcut = self._vramx_shortcut(x, kept, updates)
         source: Tensor | ChannelNormed = x
         *stages, last = self.STAGES
         for stage in stages:
-            result = convolved_by(own(self, stage[0]), source, keep, kept)
+            result = convolved_by(part_of(self, stage[0]), source, keep, kept)
             source = self._vramx_norm(stage, result, None, updates)
             kept = None
             del result
-        result = convolved_by(own(self, last[0]), source, keep, kept)
+        result = convolved_by(part_of(self, last[0]), source, keep, kept)
         del source, x
+        result = _promoted(part_of(self, last[1]), result)
         return self._vramx_norm(last, result, shortcut.to(result.dtype), updates).y
 
     def _vramx_norm(
         self, stage: tuple[str, str, str], x: Tensor, residual: Tensor | None, updates: bool
     ) -> ChannelNormed:
-        word = word_of(own(self, stage[2]))
+        _, norm, activation = (part_of(self, path) for path in stage)
+        word = word_of(activation)
         assert word is not None
-        return normed_by(own(self, stage[1]), x, residual, word, self.vramx_settings.keep, updates)
+        return normed_by(norm, x, residual, word, self.vramx_settings.keep, updates)
 
     def _vramx_shortcut(self, x: Tensor, kept: Kept | None, updates: bool) -> Tensor:
-        downsample = own(self, "downsample")
-        if downsample is None:
+        shortcut = own(self, self.SHORTCUT)
+        if shortcut is None:
             return x
-        found = _projection(downsample)
+        found = _projection(shortcut)
         if found is None:
-            with nullcontext() if updates else _statistics_restored(downsample):
-                y: Tensor = downsample(x)
+            with nullcontext() if updates else _statistics_restored(shortcut):
+                y: Tensor = shortcut(x)
             return y
         *before, convolution, norm = found
         for module in before:
             x, kept = module(x), None
         keep: Compression = self.vramx_settings.keep
         projected = convolved_by(convolution, x, keep, kept)
+        projected = _promoted(norm, projected)
         return normed_by(norm, projected, None, "none", keep, updates).y
 
 
 def _why_not(family: type[Residual], module: Any) -> str | None:
     """Return which part is not what a family knows; None: all are."""
     for name in family.NOTHING:
-        part = own(module, name)
+        part = part_of(module, name)
         if part is not None and type(part) is not nn.Identity:
             return f"its {name} is a {type(part).__name__}"
     for convolution, norm, activation in family.STAGES:
-        for name, kind in ((convolution, nn.Conv2d), (norm, nn.BatchNorm2d)):
-            part = own(module, name)
-            if type(part) is not kind:
+        for name, known in ((convolution, _is_conv), (norm, plain_norm), (activation, word_of)):
+            part = part_of(module, name)
+            if not known(part):
                 return f"its {name} is a {type(part).__name__}"
-        part = own(module, activation)
-        if word_of(part) is None:
-            return f"its {activation} is a {type(part).__name__}"
     return None
+
+
+def _is_conv(module: Any) -> bool:
+    return type(module) is nn.Conv2d
+
+
+def _promoted(norm: Any, x: Tensor) -> Tensor:
+    """Return a norm's input in the type of its result: a frozen one's is promoted, by products.
+
+    A convolution that follows would cast that again, so that the input's type serves there.
+    """
+    return x.to(torch.promote_types(x.dtype, own(norm, "weight").dtype)) if is_frozen(norm) else x
 
 
 class _Calls:
@@ -151,22 +174,51 @@ def _statistics_restored(module: nn.Module) -> Iterator[None]:
         buffer.data.copy_(value)
 
 
-def _projection(downsample: Any) -> list[Any] | None:
+def _projection(shortcut: Any) -> list[Any] | None:
     """Return what a shortcut is: a convolution, a norm, before them modules without a state.
 
     None: it is something else.
     """
-    if type(downsample) is not nn.Sequential or len(downsample) < 2:
+    found, outer = [shortcut], []
+    while type(found[-1]) is nn.Sequential or class_name(type(found[-1])) in _SHORTCUTS:
+        outer.append(found.pop())
+        found += outer[-1].children()
+        if not found:
+            return None
+    if len(found) < 2:
         return None
-    *before, convolution, norm = found = list(downsample)
-    known = plain_convolution(convolution) and type(norm) is nn.BatchNorm2d
+    *before, convolution, norm = found
+    known = plain_convolution(convolution) and plain_norm(norm)
     known = known and not any(list(module.buffers()) for module in before)
-    return found if known and all_untouched([downsample, *found]) else None
+    return found if known and all_untouched([*outer, *found]) else None
 
 
 _TORCHVISION = "torchvision.models.resnet"
 _TIMM = "timm.models.resnet"
+_HF = "transformers.models.resnet.modeling_resnet.ResNet"
+_RT_DETR = "transformers.models.rt_detr.modeling_rt_detr_resnet.RTDetrResNet"
+# A convolution and a norm, in this order.
+_SHORTCUTS = (f"{_HF}ShortCut", f"{_RT_DETR}ShortCut")
 _THREE = (("conv1", "bn1"), ("conv2", "bn2"), ("conv3", "bn3"))
+
+
+def _of_layers(
+    count: int, prefix: str
+) -> tuple[Stages, tuple[str, ...], tuple[str, ...], dict[str, str]]:
+    """Return STAGES, NOTHING, PARTS and TYPES of a block of transformers that has `count` layers.
+
+    The last one's activation is the block's, behind the sum.
+    """
+    layers = tuple(f"layer.{i}" for i in range(count))
+    activations = (*(f"{layer}.activation" for layer in layers[:-1]), "activation")
+    stages = tuple(
+        (f"{layer}.convolution", f"{layer}.normalization", activation)
+        for layer, activation in zip(layers, activations, strict=True)
+    )
+    nothing = f"{layers[-1]}.activation"
+    parts = ("layer", *layers, *(path for stage in stages for path in stage), nothing)
+    types = {"layer": class_name(nn.Sequential), **dict.fromkeys(layers, f"{prefix}ConvLayer")}
+    return stages, (nothing,), parts, types
 
 
 class BasicBlock(Residual):
@@ -201,3 +253,45 @@ class TimmBottleneck(Residual):
     STAGES = tuple((*names, f"act{i}") for i, names in enumerate(_THREE, 1))
     PARTS = tuple(name for stage in STAGES for name in stage)
     NOTHING = TimmBasicBlock.NOTHING
+
+
+class HuggingFaceBasicLayer(Residual):
+    """ResNetBasicLayer of transformers."""
+
+    CLASSES: ClassVar[tuple[str, ...]] = (f"{_HF}BasicLayer",)
+    ARGUMENTS = ("hidden_state",)
+    PARAMETERS: ClassVar[dict[str, str]] = {"": "hidden_state"}
+    STAGES, NOTHING, PARTS, TYPES = _of_layers(2, _HF)
+    SHORTCUT = "shortcut"
+
+    @classmethod
+    def small_block(cls, block_class: Any) -> nn.Module:
+        block: nn.Module = block_class(WIDTH, WIDTH)
+        return block
+
+
+class HuggingFaceBottleNeckLayer(HuggingFaceBasicLayer):
+    """ResNetBottleNeckLayer of transformers."""
+
+    CLASSES = (f"{_HF}BottleNeckLayer",)
+    STAGES, NOTHING, PARTS, TYPES = _of_layers(3, _HF)
+
+
+class RTDetrBasicLayer(HuggingFaceBasicLayer):
+    """RTDetrResNetBasicLayer of transformers."""
+
+    CLASSES = (f"{_RT_DETR}BasicLayer",)
+    STAGES, NOTHING, PARTS, TYPES = _of_layers(2, _RT_DETR)
+
+    @classmethod
+    def small_block(cls, block_class: Any) -> nn.Module:
+        config = SimpleNamespace(hidden_act="relu", downsample_in_bottleneck=False)
+        block: nn.Module = block_class(config, WIDTH, WIDTH)
+        return block
+
+
+class RTDetrBottleNeckLayer(RTDetrBasicLayer):
+    """RTDetrResNetBottleNeckLayer of transformers."""
+
+    CLASSES = (f"{_RT_DETR}BottleNeckLayer",)
+    STAGES, NOTHING, PARTS, TYPES = _of_layers(3, _RT_DETR)

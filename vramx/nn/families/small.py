@@ -147,7 +147,7 @@ def images(*shape: int) -> Tensor:
 
 
 def randomised(module: nn.Module) -> nn.Module:
-    """Give a module weights among which none is neutral, and let it train."""
+    """Give a module weights and constants among which none is neutral, and let it train."""
     generator = torch.Generator().manual_seed(1)
     module.float().train()
     with torch.no_grad():
@@ -155,4 +155,10 @@ def randomised(module: nn.Module) -> nn.Module:
             noise = torch.randn(parameter.shape, generator=generator)
             # Vectors are weights and biases of norms among others, most of them near one.
             parameter.copy_(noise * 0.3 + (parameter.dim() == 1))
+        for name, buffer in module.named_buffers():
+            word = name.rpartition(".")[2]
+            if word == "running_var":  # so small that what is added to it shows
+                buffer.uniform_(0.01, 0.02, generator=generator)
+            elif word in ("running_mean", "weight", "bias"):
+                buffer.normal_(1.0, 0.3, generator=generator)
     return module
