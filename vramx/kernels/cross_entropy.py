@@ -129,7 +129,9 @@ def _edges(span, TILES: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr
     i = tl.arange(0, THREADS)
     last = span[2] // WIDTH * WIDTH
     places = tl.where(i < WIDTH, i, last + i - WIDTH)
-    of_two = tl.where(i < WIDTH, (span[1] > 0) | (last == 0), (i < 2 * WIDTH) & (last > 0))
+    firsts = tl.where((span[1] > 0) | (last == 0), WIDTH, 0)
+    lasts = tl.where(last > 0, 2 * WIDTH, 0)
+    of_two = (i < firsts) | ((i >= WIDTH) & (i < lasts))
     in_row = (places >= span[1]) & (places < span[2])
     in_piece = (places >= span[0]) & (places < span[0] + TILES * THREADS * WIDTH)
     return places, of_two & in_row & in_piece
