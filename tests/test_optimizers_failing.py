@@ -37,10 +37,8 @@ class FailingLink(LateLink):
         return super().mark(place, timed=timed)
 
 
-@pytest.mark.parametrize("call", ["copy", "mark"])
-def test_states_that_found_no_place_are_where_they_were(
-    call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def failed_step(call: str, monkeypatch: pytest.MonkeyPatch) -> tuple[FailingLink, Pair]:
+    """Train, and let the third step fail where states go to the host."""
     link = FailingLink()
     use(link, monkeypatch)
     pair = Pair()
@@ -53,6 +51,14 @@ def test_states_that_found_no_place_are_where_they_were(
     link.fails = call
     with pytest.raises(torch.OutOfMemoryError):
         pair.offloaded.step()
+    return link, pair
+
+
+@pytest.mark.parametrize("call", ["copy", "mark"])
+def test_states_that_found_no_place_are_where_they_were(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, pair = failed_step(call, monkeypatch)
     # Others that come to the host now come to lie where there is room.
     late = [nn.Parameter(torch.ones(600)) for _ in range(4)]
     own_of = torch.optim.AdamW(late, lr=0.01)
@@ -67,16 +73,7 @@ def test_states_that_found_no_place_are_where_they_were(
 def test_a_step_that_failed_takes_no_more_of_the_host(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link = FailingLink()
-    use(link, monkeypatch)
-    pair = Pair()
-    pair.step(0, 1)
-    state = pair.offloaded.state[pair.streamed[0]]
-    state["exp_avg"] = state["exp_avg"].clone()
-    give_gradients(pair.streamed, 2)
-    link.fails = call
-    with pytest.raises(torch.OutOfMemoryError):
-        pair.offloaded.step()
+    link, pair = failed_step(call, monkeypatch)
     vramx.restore(pair.offloaded)
     link.pool.collect()
     assert link.pool.used_bytes == 0
