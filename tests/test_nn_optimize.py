@@ -29,6 +29,7 @@ import vramx
 from vramx.errors import InvalidValueError, VramxWarning
 from vramx.nn import products
 from vramx.nn.families.encoder import EncoderLayer
+from vramx.nn.families.small import randomised
 from vramx.nn.families.swap import Fusing, Settings
 from vramx.recompute import objects
 
@@ -289,3 +290,10 @@ def test_no_call_of_a_recomputed_block_copies_how_it_is_optimised(
         block(x).sum().backward()
     assert Fusing not in copied
     assert Settings not in copied
+
+
+def test_masks_of_a_small_module_stay_as_they_are() -> None:
+    """Attention of some models has its mask in a buffer `bias`."""
+    module, mask = nn.Module(), torch.ones(2, 2, dtype=torch.bool).tril()
+    module.register_buffer("bias", mask.clone())
+    assert torch.equal(randomised(module).get_buffer("bias"), mask)

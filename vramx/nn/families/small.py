@@ -156,7 +156,7 @@ def randomised(module: nn.Module) -> nn.Module:
             # Vectors are weights and biases of norms among others, most of them near one.
             parameter.copy_(noise * 0.3 + (parameter.dim() == 1))
         for name, buffer in module.named_buffers():
-            word = name.rpartition(".")[2]
+            word = name.rpartition(".")[2] if buffer.is_floating_point() else ""
             if word == "running_var":  # so small that what is added to it shows
                 buffer.uniform_(0.01, 0.02, generator=generator)
             elif word in ("running_mean", "weight", "bias"):
