@@ -240,11 +240,51 @@ class OtherFrozenBatchNorm2d(FrozenBatchNorm2d):
         return super().forward(x) * 1.001
 
 
-def test_frozen_norm_that_computes_otherwise_is_left_and_named() -> None:
-    block = resnet.BasicBlock(64, 64, norm_layer=OtherFrozenBatchNorm2d)
-    with pytest.warns(VramxWarning, match="its result differs"):
+class EpsilonFrozenBatchNorm2d(FrozenBatchNorm2d):
+    """With a number of its own, which a trial with the default does not show."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.epsilon = 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.epsilon)
+
+
+class FixedFrozenBatchNorm2d(FrozenBatchNorm2d):
+    """Which does not read its eps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        now, self.eps = self.eps, 1e-5
+        y = super().forward(x)
+        self.eps = now
+        return y
+
+
+@pytest.mark.parametrize(
+    ("norm", "reason"),
+    [
+        (OtherFrozenBatchNorm2d, "its result differs"),
+        (FixedFrozenBatchNorm2d, "its result differs"),
+        (EpsilonFrozenBatchNorm2d, "its bn1 is a EpsilonFrozenBatchNorm2d"),
+    ],
+)
+def test_frozen_norm_that_computes_otherwise_is_left_and_named(norm: Any, reason: str) -> None:
+    block = resnet.BasicBlock(64, 64, norm_layer=norm)
+    with pytest.warns(VramxWarning, match=reason):
         report = vramx.optimize(block)
     assert report.swapped == ()
+
+
+def test_frozen_norm_of_a_shortcut_alone_is_called_as_it_is() -> None:
+    """A trial has no shortcut, and so does not tell of its norm's class."""
+    original = resnet.Bottleneck(64, 32, 2, shortcut(OtherFrozenBatchNorm2d))
+    original = in_evaluation(original, learns=False)
+    block = copy.deepcopy(original)
+    assert len(vramx.optimize(block, "keep", min_bytes=1).swapped) == 1
+    (y, found), (expected, exact) = (gradient(each, image()) for each in (block, original))
+    assert error(y, expected) < ROUNDING
+    assert error(found, exact) < ROUNDING
 
 
 @pytest.mark.parametrize("level", ["int8", "recompute_all"])

@@ -13,8 +13,13 @@ from vramx.compression.config import Compression
 from vramx.nn.convolution import convolved_by
 from vramx.nn.families.projection import plain_tensor
 from vramx.nn.families.questions import untouched
+from vramx.recompute.attributes import OF_EVERY_MODULE
 
-_CONSTANTS = frozenset(("weight", "bias", "running_mean", "running_var"))
+_CONSTANTS = {"weight", "bias", "running_mean", "running_var"}
+# What else a frozen norm may have of its own, by what made it or by transformers: a trial of its
+# class may not tell of anything more.
+_COUNT = "num_batches_tracked"
+_KNOWN = {*OF_EVERY_MODULE, "training", "eps", "num_features", "affine", "_is_hf_initialized"}
 _WORDS = {nn.Identity: "none", nn.ReLU: "relu", nn.SiLU: "silu"}
 
 
@@ -37,11 +42,12 @@ def plain_norm(module: Any) -> bool:
 
 
 def is_frozen(module: Any) -> bool:
-    """Tell whether a module is a batch norm whose statistics and parameters are buffers."""
+    """Tell whether a module is a batch norm of four buffers and an eps, and nothing else."""
     if not type(module).__name__.endswith("FrozenBatchNorm2d"):
         return False
-    parts = module._parameters or module._modules
-    return not parts and _CONSTANTS.issubset(module._buffers)
+    has_parts = bool(module._parameters or module._modules)
+    has_others = has_parts or not vars(module).keys() <= _KNOWN
+    return not has_others and module._buffers.keys() - {_COUNT} == _CONSTANTS
 
 
 def convolve(module: Any, x: Tensor, keep: Compression) -> Tensor:
