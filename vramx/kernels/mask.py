@@ -35,7 +35,7 @@ def pack_mask_kernel(x_ptr, buffer_ptr, numel: tl.int64, BYTES: tl.constexpr):
 @triton.jit
 def _bits(x):
     """Return a byte a row of 8 elements."""
-    # In float32: an interpreter compares the bits of bfloat16.
+    # In float32: the interpreter of Triton 3.9 compares the bits of bfloat16.
     flags = x.to(tl.int32) if x.dtype == tl.uint8 else tl.where(x.to(tl.float32) <= 0.0, 0, 1)
     return tl.sum(flags << tl.arange(0, 8)[None, :], 1).to(tl.uint8)
 

@@ -8,8 +8,8 @@ than its roots do: policy.py keeps it.
 
 A product of matrices that is a factor of another is packed so as well, as the keys times values of
 linear attention are: a row of it has the sum of the keys, which is far above the others, and what
-is left of both in a gradient is small. With rectified features in heads of 16, the worst gradient
-of a parameter had a cosine of 0.98 with the exact one; of roots it has 0.9995.
+is left of both in a gradient is small. With rectified features in heads of 16, a gradient has a
+cosine below 0.99 with the exact one without roots, and above 0.999 with them.
 """
 
 from __future__ import annotations
