@@ -28,12 +28,12 @@ def _noise_kernel(
 ):
     rows = tl.arange(0, ROWS)[:, None]
     block = tl.load(block_ptr)  # an argument would have the width of its value here
-    values = noise_functions.rounding_noise(seed_ptr, stream, block, ROWS, COLS)
+    values = noise_functions.noise_bytes(seed_ptr, stream, block, ROWS, COLS)
     tl.store(out_ptr + rows * COLS + tl.arange(0, COLS)[None, :], values)
 
 
 def noise(block: int, rows: int, cols: int, noise: Noise) -> Tensor:
-    out = torch.full((rows * cols,), torch.nan)
+    out = torch.full((rows * cols,), -1)
     _noise_kernel[(1,)](
         out, noise.state(), noise.stream, torch.tensor([block]), ROWS=rows, COLS=cols
     )

@@ -50,8 +50,8 @@ def _philox_of_six_rounds(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def _fixed_point_cut(quotient):
-    return tl.floor(quotient * 256).to(tl.int32) + 4096
+def _fixed_point_cut(quotient, ZERO: tl.constexpr):
+    return tl.floor((quotient + ZERO) * 256).to(tl.int32)
 
 
 @triton.jit
@@ -109,7 +109,7 @@ DEFECTS: dict[str, tuple[tuple[ModuleType, ...], str, Any]] = {
     "NaN not kept": ((headers,), "_scale_bits", _scale_loses_nan),
     "NaN of an outlier not kept": ((headers,), "not_finite", _always_finite),
     "half rounded away": ((tiles, quantize4), "code_bits", _round_half_away),
-    "noise added to a cut quotient": ((quantize4,), "fixed_point_bits", _fixed_point_cut),
+    "noise added to a cut quotient": ((tiles, quantize4), "fixed_point_bits", _fixed_point_cut),
     "six rounds of Philox": ((noise_functions,), "philox", _philox_of_six_rounds),
     "decoded with an offset": ((tiles,), "decode_with_outliers", _decode_shifted),
     "one outlier for both": ((tiles,), "decode_with_outliers", _first_for_both),

@@ -36,16 +36,18 @@ def _gelu_of_degree_4(x):
 
 
 @triton.jit
-def _noise_of_another_block(seed_ptr, stream, block, ROWS: tl.constexpr, COLS: tl.constexpr):
-    return noise_words(seed_ptr, stream, block * 0, ROWS, COLS)
+def _noise_of_another_block(
+    seed_ptr, stream, block, ROWS: tl.constexpr, COLS: tl.constexpr, SPAN: tl.constexpr
+):
+    return noise_words(seed_ptr, stream, block * 0, ROWS, COLS, SPAN)
 
 
 @triton.jit
-def _rounding_noise_of_one_stream(seed_ptr, stream, block, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _noise_of_one_stream(seed_ptr, stream, block, ROWS: tl.constexpr, COLS: tl.constexpr):
     return _RIGHT_NOISE(seed_ptr, stream * 0, block, ROWS, COLS)
 
 
-_RIGHT_NOISE = tiles.rounding_noise
+_RIGHT_NOISE = tiles.noise_bytes
 
 
 @triton.jit
@@ -70,7 +72,7 @@ DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "slope of the activation": (activation, "value_and_slope", _slope_of_the_value_only),
     "a polynomial of degree 4": (activation, "_gelu_of_halves", _gelu_of_degree_4),
     "one block of noise for all": (dropout, "noise_words", _noise_of_another_block),
-    "one stream for gate and up": (tiles, "rounding_noise", _rounding_noise_of_one_stream),
+    "one stream for gate and up": (tiles, "noise_bytes", _noise_of_one_stream),
     "the opposite angle": (rotary, "sines", _the_opposite_angle),
     "no cap": (cross_entropy, "_capped", _never_capped),
     "sums of other bases": (cross_entropy_pieces, "combine", _sum_of_other_bases),

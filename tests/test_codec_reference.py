@@ -53,18 +53,13 @@ def words_of(block: int, state: Tensor, stream: int) -> list[int]:
     return philox_of_integers(counter, [seed % 2**32, seed >> 32], 7)
 
 
-def noise_of(element: int, state: Tensor, stream: int) -> np.float32:
-    word = words_of(element // 8, state, stream)[element % 8 // 2]
-    half = word >> 16 if element % 2 else word & 0xFFFF
-    bits = np.uint32((half << 7) | 0x3F800040)
-    return np.float32(bits.view(np.float32) - np.float32(1.5))
-
-
-def noise_byte_of(element: int, size: int, state: Tensor, stream: int) -> int:
-    """Return the noise of a code of 4 bits, which has the number of its place in the buffer."""
-    group, inside = divmod(element, size)
-    high, j = divmod(inside, size // 2)
-    number = group * size + 2 * j + high
+def noise_of(element: int, format: Format, state: Tensor, stream: int) -> int:
+    """Return the noise of a code, which has the number of its place in the buffer."""
+    number, size = element, format.group_size
+    if format.bits == 4:
+        group, inside = divmod(element, size)
+        high, j = divmod(inside, size // 2)
+        number = group * size + 2 * j + high
     word = words_of(number // 16, state, stream)[number % 16 // 4]
     return word >> 8 * (number % 4) & 255
 
@@ -72,10 +67,7 @@ def noise_byte_of(element: int, size: int, state: Tensor, stream: int) -> int:
 def code_of(t: np.float32, element: int, format: Format, state: Tensor, stream: int) -> int:
     if format.rounding == "nearest":
         return round(float(t))  # Python rounds half to even too
-    if format.bits == 4:
-        noise = noise_byte_of(element, format.group_size, state, stream)
-        return (round(256 * float(t)) + noise) // 256
-    return round(float(np.float32(t + noise_of(element, state, stream))))
+    return (round(256 * float(t)) + noise_of(element, format, state, stream)) // 256
 
 
 def bits_of(value: np.float32) -> int:

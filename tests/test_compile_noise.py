@@ -13,7 +13,7 @@ from test_compile import fresh_compiler
 from vramx.compression import graph
 from vramx.compression.codec import reference
 from vramx.compression.config import Compression, Format
-from vramx.compression.graph import hash_halves
+from vramx.compression.graph import hash_bytes
 from vramx.kernels.layout import Layout
 
 __all__ = ["fresh_compiler"]  # a fixture
@@ -74,7 +74,7 @@ def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_noise_of_two_tensors_is_independent() -> None:
     """The correlation of n independent pairs has a deviation of 1 / sqrt(n)."""
     n = 1 << 14
-    noise = [hash_halves(n, key) for key in keys(8)]
+    noise = [hash_bytes(n, key) for key in keys(8)]
     for a, b in itertools.combinations(noise, 2):
         assert correlation(a, b) < 4.5 / n**0.5
         assert correlation(a[1:], b[:-1]) < 4.5 / n**0.5
@@ -84,9 +84,9 @@ def test_noise_of_two_tensors_is_independent() -> None:
 
 def test_noise_of_one_key_is_found_dependent() -> None:
     key = keys(1)[0]
-    a = hash_halves(1 << 14, key)
+    a = hash_bytes(1 << 14, key)
     other = key.clone()
     other[0] ^= 64  # a key that differs in what rearranges only
-    b = hash_halves(1 << 14, other)
-    assert correlation(a, hash_halves(1 << 14, key)) > 0.99
+    b = hash_bytes(1 << 14, other)
+    assert correlation(a, hash_bytes(1 << 14, key)) > 0.99
     assert torch.equal(a.sort().values, b.sort().values)

@@ -55,8 +55,9 @@ def test_a_gpu_decodes_what_a_cpu_decodes(format: Format, dtype: torch.dtype) ->
     # The same seed gives the same noise. A GPU may fuse the product and the addition after it: then
     # the product is not rounded, by at most 2**-17, half a unit of [128, 256). To the nearest that
     # matters where the product is that close to halfway between two codes, where many of bfloat16
-    # lie; with noise, where all sums are spread evenly and the noise itself is as coarse as 2**-16,
-    # for no more than one element in 2**16. Such elements differ by one step.
+    # lie; with noise, where the product is that close to a middle between two 256ths and the noise
+    # takes one of them to the next code, for no more than one element in 2**16. Such elements
+    # differ by one step.
     # Decoding may round once too: by a unit of the type, and 2**-15 of a step.
     x = torch.randn(NUMEL).to(dtype)
     on_gpu, on_cpu = (packed_on(device, x, format).double() for device in ("cuda", "cpu"))

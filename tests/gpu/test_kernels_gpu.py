@@ -1,15 +1,14 @@
 """The kernels on a GPU against the reference on the same GPU.
 
 In the interpreter all bytes are equal (tests/test_kernels.py). A GPU's compiler fuses a
-multiplication and an addition, which then rounds once instead of twice. Let t be the quotient with
-its noise in exact arithmetic, |t| < 256. A rounding is off by at most half a unit of [128, 256),
-2**-17, and there are two: either way's code is t + e rounded to an integer, |e| <= 2**-16. So codes
-differ by one at most, and only where t lies within 2**-16 of the middle between two integers.
+multiplication and an addition, which then rounds once instead of twice. Let t be the quotient in
+exact arithmetic, |t| < 256, and 16 at 4 bits. The product is off by at most half a unit of
+[128, 256), 2**-17, or of [8, 16), 2**-21. To the nearest, codes differ by one at most, and only
+where t lies that close to the middle between two integers.
 
-With the noise of 4 bits the addition that may be fused rounds 256 t to an integer p, and the noise,
-an integer as well, is added to p: nothing but the product is off, |t| < 16, by half a unit of
-[8, 16), which is 2**-21. So p differs by one at most, a code not by more, and only where 256 t lies
-within 2**-13 of a middle and p + b and one less or more are not of the same code.
+With noise the addition that may be fused rounds 256 t to an integer p, and a byte b is added to p:
+p differs by one at most, a code not by more, and only where 256 t lies within 256 times as much of
+a middle, and p + b and one less or more are not of the same code.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from vramx.kernels.layout import Layout
 
 pytestmark = pytest.mark.gpu
 
-MIDDLE = 2.0**-16
-MIDDLE_OF_256THS = 2.0**-13
+MIDDLE = {8: 2.0**-17, 4: 2.0**-21}
 KINDS = {"8sym": (8, True), "8asym": (8, False), "4sym": (4, True), "4asym": (4, False)}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GPU = "cuda:0"
@@ -98,14 +96,12 @@ def open_codes(
     """
     scale, low = (part[: layout.numel] for part in headers_of(buffer, layout))
     t = (x.float() - low).double() * (1.0 / scale).double()
+    middle = MIDDLE[layout.bits]
     if noise is None:
-        return from_middle(t) <= MIDDLE
-    if layout.bits == 8:
-        halves = reference.noise_halves(-(-layout.numel // 8) * 8, noise, stream)[: layout.numel]
-        return from_middle(t + (halves.double() + 0.5) / 2**16 - 0.5) <= MIDDLE
+        return from_middle(t) <= middle
     below = (256 * t).floor() + noise_of_codes(layout, noise, stream)
     crosses = (below / 256).floor() != ((below + 1) / 256).floor()
-    return (from_middle(256 * t) <= MIDDLE_OF_256THS) & crosses
+    return (from_middle(256 * t) <= 256 * middle) & crosses
 
 
 def from_middle(t: Tensor) -> Tensor:
@@ -114,10 +110,12 @@ def from_middle(t: Tensor) -> Tensor:
 
 
 def noise_of_codes(layout: Layout, noise: Tensor, stream: int) -> Tensor:
-    """Return the byte of noise of each element of a layout of 4 bits."""
-    padded = layout.groups * layout.group_size
-    pairs = reference.noise_bytes(padded, noise, stream).view(-1, layout.group_size // 2, 2)
-    return torch.cat([pairs[..., 0], pairs[..., 1]], 1).view(-1)[: layout.numel]
+    """Return the byte of noise of each element."""
+    found = reference.noise_bytes(layout.groups * layout.group_size, noise, stream)
+    if layout.bits == 4:
+        pairs = found.view(-1, layout.group_size // 2, 2)
+        found = torch.cat([pairs[..., 0], pairs[..., 1]], 1).view(-1)
+    return found[: layout.numel]
 
 
 def unexplained(x: Tensor, layout: Layout, noise: Tensor | None, stream: int = STREAM) -> int:

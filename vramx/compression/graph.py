@@ -89,14 +89,14 @@ def _signed(word: int) -> int:
     return word - (1 << 32) if word >> 31 else word
 
 
-def hash_halves(numel: int, key: Tensor) -> Tensor:
-    """Return 16 random bits for each of `numel` elements, as int32: a hash of number and key."""
+def hash_bytes(numel: int, key: Tensor) -> Tensor:
+    """Return 8 random bits for each of `numel` elements, as int32: a hash of number and key."""
     h = torch.arange(numel, dtype=torch.int32, device=key.device) ^ key[0] ^ key[2]
     h = (h ^ ((h >> 16) & 0xFFFF)) * _FACTORS[0]
     # A second key within the hash: without it two keys would give the same noise, rearranged.
     h = h + (key[1] + key[3] + key[2] * _GOLDEN)
     h = (h ^ ((h >> 15) & 0x1FFFF)) * _FACTORS[1]
-    return (h >> 16) & 0xFFFF
+    return (h >> 24) & 0xFF
 
 
 # -- The codec ------------------------------------------------------------------------------------
@@ -123,9 +123,11 @@ def encode(rows: Tensor, format: Format, key: Tensor | None) -> tuple[Tensor, Te
         header = ((scale_bits >> 16) & 0xFFFF) | low_bits
         x = x - low[:, None]
     t = x * (1.0 / scale_bits.view(torch.float32))[:, None]
-    if key is not None:
-        t = t + reference._uniform(hash_halves(t.numel(), key)).view_as(t)
-    values = (t + reference._MAGIC).view(torch.int32)
+    if key is None:
+        values = (t + reference._MAGIC).view(torch.int32)
+    else:
+        fixed = (t + reference._MAGIC_OF_256THS).view(torch.int32)
+        values = (fixed + hash_bytes(t.numel(), key).view_as(t)) >> 8
     if marks is not None:
         values = torch.where(marks != 0, marks, values)
     if format.bits == 4:

@@ -49,7 +49,7 @@ def _dropout_tile(
     x_ptr, residual_ptr, y_ptr, key_ptr, stream, kept, scale, first, left,
     ROWS: tl.constexpr, COLS: tl.constexpr, ADD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    words = noise_words(key_ptr, stream, first // 8, ROWS, COLS // 2)
+    words = noise_words(key_ptr, stream, first // 8, ROWS, COLS // 2, 2)
     halves = tl.reshape(tl.join(words & 0xFFFF, words >> 16), (ROWS, COLS)).to(tl.int32)
     x = load_tile(x_ptr + first, left, ROWS, COLS, MASKED)
     y = tl.where(halves < kept, x * scale, 0.0)

@@ -4,7 +4,7 @@ Each is inlined into its kernel. The noise is a function of a seed and an epoch 
 stream, and the number of the element: no state, so any program makes its part, and a CUDA graph
 that is replayed draws anew when the epoch was advanced in it. Conversions between integers and
 floats are done by setting exponent bits: the unit for conversions is several times slower.
-Codes of 8 bits take 16 bits of noise, those of 4 bits 8: codec.py derives what that does to a mean.
+A code takes 8 bits of noise: codec.py derives what that does to a mean.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ def code_bits(quotient):
 
 
 @triton.jit
-def fixed_point_bits(quotient):
-    """Round fp32 in (-16, 16) to a multiple of 2**-8, half to even; return it as an int32.
+def fixed_point_bits(quotient, ZERO: tl.constexpr):
+    """Return 256 * (quotient + ZERO), rounded half to even, in the low 22 bits of an int32.
 
-    Its low 12 bits are those of the integer 256 * quotient in two's complement, and the low 16 are
-    between 0 and 2**13, so that noise may be added to them and nothing is carried out. As
-    code_bits, with a sum whose lowest bit is worth 2**-8: 1.5 * 2**15, and 16 to be positive.
+    In two's complement; the sum is of (-2**13, 2**13). As code_bits, with a sum whose lowest bit is
+    worth 2**-8: 1.5 * 2**15.
     """
-    return (quotient + 49168.0).to(tl.int32, bitcast=True)
+    return (quotient + (49152.0 + ZERO)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -54,17 +53,19 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def noise_words(seed_ptr, stream, block, ROWS: tl.constexpr, COLS: tl.constexpr):
+def noise_words(
+    seed_ptr, stream, block, ROWS: tl.constexpr, COLS: tl.constexpr, SPAN: tl.constexpr
+):
     """Return uint32[ROWS, COLS]: the words of ROWS * COLS / 4 blocks of a stream, in their order.
 
     seed_ptr: int64[2], seed and epoch. block: int64, the number of the first block; a multiple of
-    ROWS * COLS / 4, a power of two. COLS: at least 4.
-    A thread makes two blocks that follow each other (one if a row has no more), which is what it
-    holds of a tile: the words do not change threads.
+    ROWS * COLS / 4, a power of two. COLS: at least 4. SPAN: 1 or 2, blocks that follow each other
+    and are made by one thread (1 if a row has no more): what it holds of a tile, so that the words
+    do not change threads.
     """
-    SPAN: tl.constexpr = 2 if COLS >= 8 else 1
+    BLOCKS: tl.constexpr = SPAN if COLS >= 4 * SPAN else 1
     rows = tl.arange(0, ROWS)[:, None] * (COLS // 4)
-    offsets = rows + tl.arange(0, COLS // (4 * SPAN))[None, :] * SPAN
+    offsets = rows + tl.arange(0, COLS // (4 * BLOCKS))[None, :] * BLOCKS
     # No carry into the upper word: see what block must be.
     c0 = (block & 0xFFFFFFFF).to(tl.uint32) + offsets.to(tl.uint32)
     zero = tl.zeros_like(c0)
@@ -75,25 +76,20 @@ def noise_words(seed_ptr, stream, block, ROWS: tl.constexpr, COLS: tl.constexpr)
     k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
     k1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     w0, w1, w2, w3 = philox(c0, c1, c2, c3, k0, k1)
-    if SPAN == 2:
+    if BLOCKS == 2:
         v0, v1, v2, v3 = philox(c0 + 1, c1, c2, c3, k0, k1)
         w0, w1, w2, w3 = tl.join(w0, v0), tl.join(w1, v1), tl.join(w2, v2), tl.join(w3, v3)
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (ROWS, COLS))
 
 
 @triton.jit
-def rounding_noise(seed_ptr, stream, block, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Return fp32[ROWS, COLS] in (-0.5, 0.5): 2**16 equally likely values, mean exactly zero.
+def noise_bytes(seed_ptr, stream, block, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Return int32[ROWS, COLS], a random byte each: of element i, byte i % 4 of word i // 4.
 
-    block: the number of the 8 elements that the tile begins with; the rows follow each other.
-    Element i takes word (i % 8) // 2 of block i // 8: its low half if i is even. Arguments as
-    noise_words'.
-
-    A half h becomes the float 2**23 + 2 h + 1 by setting the bits around it (the 1 covers the bit
-    of the lower half that the upper one brings along), and then, exactly, h / 2**16 + 2**-17 - 0.5.
+    block: the number of the 16 elements that the tile begins with; the rows follow each other.
+    Arguments as noise_words'.
     """
-    words = noise_words(seed_ptr, stream, block, ROWS, COLS // 2)
-    even = (words & 0xFFFF) * 2 + 0x4B000001
-    odd = (words >> 15) | 0x4B000001
-    shifted = tl.reshape(tl.join(even, odd), (ROWS, COLS)).to(tl.float32, bitcast=True)
-    return shifted * 0.00000762939453125 - 64.5
+    words = noise_words(seed_ptr, stream, block, ROWS, COLS // 4, 1)
+    even = tl.join(words & 0xFF, (words >> 16) & 0xFF)
+    odd = tl.join((words >> 8) & 0xFF, words >> 24)
+    return tl.reshape(tl.join(even, odd), (ROWS, COLS)).to(tl.int32)

@@ -25,7 +25,7 @@ from vramx.kernels.norm import (
     row_totals,
     spread,
 )
-from vramx.kernels.tiles import pack_groups, tile_offsets
+from vramx.kernels.tiles import pack_groups
 
 
 @triton.jit(do_not_specialize=["rows", "stream", "eps"])
@@ -62,28 +62,16 @@ def norm_forward_kernel(
         lanes = tl.arange(0, ROWS)
         tl.store(rstd_ptr + row + lanes, rstd, mask=lanes < left)
         if PACKED:
-            _store_packed(
-                n, kept_ptr, seed_ptr, rows * HIDDEN, stream, first, inside,
-                is_filled(left, HIDDEN, GROUP, GROUPS, ROWS), GROUP, ROWS * GROUPS, STOCHASTIC,
+            pack_groups(
+                n, kept_ptr, seed_ptr, stream, rows * HIDDEN, first, None,
+                is_filled(left, HIDDEN, GROUP, GROUPS, ROWS),
+                ROWS * GROUPS, GROUP, True, STOCHASTIC,
             )  # fmt: skip
         else:
             kept = n.to(kept_ptr.dtype.element_ty)
             tl.store(kept_ptr + first + offsets, kept, mask=inside)
     y = _affine(n, weight_ptr, bias_ptr, HIDDEN, GROUP, GROUPS, ROWS)
     tl.store(y_ptr + first + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _store_packed(
-    n, buffer_ptr, seed_ptr, numel, stream, first, inside, filled,
-    GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr, STOCHASTIC: tl.constexpr,
-):  # fmt: skip
-    """Write what a tile is packed to, whose first element is `first` (int64)."""
-    codes = pack_groups(
-        n, buffer_ptr, seed_ptr, stream, numel, first, filled, TILE_GROUPS, GROUP, True, STOCHASTIC
-    )
-    offsets = tile_offsets(TILE_GROUPS, GROUP)
-    tl.store(buffer_ptr + first + offsets, codes.to(tl.uint8), mask=inside)
 
 
 @triton.jit

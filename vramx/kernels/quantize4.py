@@ -80,7 +80,8 @@ def pack_halves(
         a, b = a - low, b - low
     a, b = a * inverse[:, None], b * inverse[:, None]
     if STOCHASTIC:
-        bits_a, bits_b = fixed_point_bits(a), fixed_point_bits(b)
+        # Of positive numbers: what is carried out of one would change its neighbour in a register.
+        bits_a, bits_b = fixed_point_bits(a, 16), fixed_point_bits(b, 16)
     else:
         bits_a, bits_b = code_bits(a), code_bits(b)
     if MASKED:
@@ -90,7 +91,7 @@ def pack_halves(
     FRACTION: tl.constexpr = 8 if STOCHASTIC else 0  # bits below a code
     if STOCHASTIC:
         # A word is for four codes, in the order in which they lie in two bytes.
-        words = noise_words(seed_ptr, stream, first // 16, ROWS, HALF // 2).to(tl.int32)
+        words = noise_words(seed_ptr, stream, first // 16, ROWS, HALF // 2, 2).to(tl.int32)
         lanes_a += words & 0x00FF00FF
         lanes_b += (words >> 8) & 0x00FF00FF
     pairs = (lanes_a & 0x0F0F0F0F) | ((lanes_b << 4) & -0x0F0F0F10)

@@ -23,7 +23,7 @@ from vramx.kernels.headers import (
     outlier_pointer,
     signed_key,
 )
-from vramx.kernels.noise import code_bits, rounding_noise
+from vramx.kernels.noise import code_bits, fixed_point_bits, noise_bytes
 
 
 @triton.jit
@@ -59,28 +59,23 @@ def pack_tile(
     x: fp32[ROWS, GROUP]. buffer_ptr: uint8 [Layout.buffer_bytes] of the whole tensor. seed_ptr:
     int64[2]; any pointer unless STOCHASTIC. left: elements that are to be written, if MASKED.
     """
-    rows = tl.arange(0, ROWS)
-    filled = rows * GROUP < left if MASKED else None
-    codes = pack_groups(
-        x, buffer_ptr, seed_ptr, stream, numel, first, filled, ROWS, GROUP, SYMMETRIC, STOCHASTIC
-    )
-    offsets = tile_offsets(ROWS, GROUP)
-    if MASKED:
-        codes = tl.where(offsets < left, codes, 0)
-        mask = (rows * GROUP < left)[:, None]
-        tl.store(buffer_ptr + first + offsets, codes.to(tl.uint8), mask=mask)
-    else:
-        tl.store(buffer_ptr + first + offsets, codes.to(tl.uint8))
+    inside = tile_offsets(ROWS, GROUP) < left if MASKED else None
+    filled = tl.arange(0, ROWS) * GROUP < left if MASKED else None
+    pack_groups(
+        x, buffer_ptr, seed_ptr, stream, numel, first, inside, filled,
+        ROWS, GROUP, SYMMETRIC, STOCHASTIC,
+    )  # fmt: skip
 
 
 @triton.jit
 def pack_groups(
-    x, buffer_ptr, seed_ptr, stream, numel, first, filled,
+    x, buffer_ptr, seed_ptr, stream, numel, first, inside, filled,
     ROWS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Return the codes of a tile in the low bytes of int32, and write the rest of its groups.
+    """Write the codes and headers of a tile.
 
-    filled: the mask of the groups that are written, or None. Others as pack_tile's.
+    inside, filled: the masks of the elements whose codes are not 0, and of the groups that are
+    written, or None. Others as pack_tile's.
     """
     rows = tl.arange(0, ROWS)
     header_ptr = header_pointer(buffer_ptr, numel, first, GROUP, 8, SYMMETRIC)
@@ -99,11 +94,16 @@ def pack_groups(
         x = x - low.to(tl.float32, bitcast=True)[:, None]
     quotient = x * inverse[:, None]
     if STOCHASTIC:
-        quotient += rounding_noise(seed_ptr, stream, first // 8, ROWS, GROUP)
-    codes = code_bits(quotient)
+        noise = noise_bytes(seed_ptr, stream, first // 16, ROWS, GROUP)
+        codes = (fixed_point_bits(quotient, 0) + noise) >> 8
+    else:
+        codes = code_bits(quotient)
     if SYMMETRIC:
         codes = mark_outliers(codes, key, second)
-    return codes
+    if inside is not None:
+        codes = tl.where(inside, codes, 0)
+    mask = None if filled is None else filled[:, None]
+    tl.store(buffer_ptr + first + tile_offsets(ROWS, GROUP), codes.to(tl.uint8), mask=mask)
 
 
 @triton.jit

@@ -13,13 +13,13 @@ as that rounds, |decoded - x| <= 2**-8 |x|; amax is of the others, and L = 126.
       from the margin against clipping and from rounding s up to a bfloat16, whose neighbours are
       2**-7 apart at most; the range first grows by what rounding min x down to a bfloat16 adds
   nearest     |decoded - x| <= s / 2          E may be off by as much: biased
-  stochastic  |decoded - x| < s, |E decoded - x| <= 2**-17 s, at 4 bits 2**-9 s,
-      variance P (1 - P) s**2 <= s**2 / 4
+  stochastic  |decoded - x| < s, |E decoded - x| <= 2**-9 s, variance P (1 - P) s**2 <= s**2 / 4
       x lies a fraction f of a step above a code, and is rounded up with probability P. The noise
-      takes N values, all equally likely, 1 / N apart and centred: N P of them lift x past the
-      middle, so N P = N f rounded to an integer and |P - f| <= 1 / (2 N). At 4 bits N = 2**8, else
-      2**16. P = f where f is a multiple of 1 / N; over elements whose f are spread wider than that
-      P - f averages out. At 4 bits the noise of one element, up to s / 2, is 256 times that bias.
+      takes 256 values, all equally likely: 256 P of them lift x to the next code, so 256 P is 256 f
+      rounded to an integer and |P - f| <= 2**-9. P = f where f is a multiple of 2**-8; over
+      elements whose f are spread wider than that P - f averages out. The noise of one element, up
+      to s / 2, is 256 times that bias; at 8 bits bfloat16 itself rounds the upper half of a
+      group's range by more. More random bits would be most of what a kernel computes.
 plus the rounding errors of float32, 2**-15 s, and of the tensor's own type, half its unit at x.
 A group with a NaN or an infinity decodes to NaN throughout, so that a check for overflow sees it.
 At the very end of float32's and bfloat16's range x + s overflows: a decoded element can be infinite

@@ -10,9 +10,8 @@ All arithmetic is float32. `1.5 * 2**23` added to a number rounds it to an integ
 and leaves that integer in the low bits of the sum: no conversion. The scale is rounded *up* to
 bfloat16 before any code is computed with it: rounded later it would bias every element.
 
-Stochastic rounding of t = x / s, or of (x - minimum) / s; rounded is to an integer, half to even:
-  4 bits  code = floor((256 t rounded + b) / 256), b a random byte
-  others  code = t + (h + 1/2) / 2**16 - 1/2 rounded, h 16 random bits
+Stochastic rounding of t = x / s, or of (x - minimum) / s, is floor((256 t rounded + b) / 256), b a
+random byte; rounded is to an integer, half to even.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def philox(counter: list[Tensor], key: list[Tensor], rounds: int = 7) -> list[Te
 
 
 def noise_halves(numel: int, noise: Tensor, stream: int | Tensor) -> Tensor:
-    """Return the 16 random bits of each of `numel` elements (a multiple of 8), as int32.
+    """Return 16 random bits for each of `numel` elements (a multiple of 8), as int32: dropout's.
 
     Element i takes from the block i // 8 of its stream: word (i % 8) // 2, low half if i is even.
     """
@@ -73,10 +72,11 @@ def noise_halves(numel: int, noise: Tensor, stream: int | Tensor) -> Tensor:
 
 
 def noise_bytes(numel: int, noise: Tensor, stream: int | Tensor) -> Tensor:
-    """Return the 8 random bits of each of `numel` codes of 4 bits (a multiple of 16), as int32.
+    """Return the 8 random bits of each of `numel` codes (a multiple of 16), as int32.
 
-    Codes are counted as they lie in the buffer: the one in the low half of byte P is 2 P, the one
-    in its high half 2 P + 1. Code i takes from the block i // 16: byte i % 4 of word (i % 16) // 4.
+    Codes are counted as they lie in the buffer: of two in a byte P, the one in its low half is 2 P,
+    the one in its high half 2 P + 1. Code i takes from the block i // 16: byte i % 4 of word
+    (i % 16) // 4.
     """
     return _cut(_noise_words(numel // 16, noise, stream), torch.uint8)
 
@@ -134,13 +134,12 @@ def quantize(
     t = x * (1.0 / scale_bits.view(torch.float32))[:, None]
     if noise is None:
         values = (t + _MAGIC).view(torch.int32)
-    elif layout.bits == 4:
-        pairs = noise_bytes(t.numel(), noise, stream).view(-1, layout.group_size // 2, 2)
-        fixed = (t + _MAGIC_OF_256THS).view(torch.int32)
-        values = (fixed + pairs.transpose(1, 2).reshape_as(fixed)) >> 8
     else:
-        uniform = _uniform(noise_halves(t.numel(), noise, stream)).view_as(t)
-        values = (t + uniform + _MAGIC).view(torch.int32)
+        added = noise_bytes(t.numel(), noise, stream)
+        if layout.bits == 4:
+            added = added.view(-1, layout.group_size // 2, 2).transpose(1, 2)
+        fixed = (t + _MAGIC_OF_256THS).view(torch.int32)
+        values = (fixed + added.reshape_as(fixed)) >> 8
     if layout.has_outliers:
         values = torch.where(marks != 0, marks, values)
     codes = _pack_codes(values, layout)
@@ -282,14 +281,6 @@ def _round_down(low: Tensor) -> Tensor:
     # +0 and -0 are one minimum: which of them a group holds must not show in its header.
     bits = torch.where(bits == -(1 << 31), 0, bits)
     return torch.where(bits < 0, bits + 0xFFFF, bits) & _UPPER_HALF
-
-
-def _uniform(halves: Tensor) -> Tensor:
-    """Return noise in (-1/2, 1/2): the 16 bits below the exponent of 1, and half a unit of them.
-
-    The half centres it: the 65536 values are symmetric about zero, so their mean is zero exactly.
-    """
-    return ((halves << 7) | 0x3F800040).view(torch.float32) - 1.5
 
 
 def _float_of_upper_half(bits: Tensor) -> Tensor:
