@@ -63,13 +63,18 @@ def lines_of(verdicts: Sequence[Verdict]) -> list[str]:
 
 @dataclass(frozen=True)
 class Cases:
-    """The cases of a benchmark and the program that measures them."""
+    """The cases of a benchmark and the program that measures them.
+
+    Attributes:
+        is_shorter: whether a quick run tells the program "quick" behind the case's name.
+    """
 
     program: str
     names: tuple[str, ...]
     quick: tuple[str, ...]
     limit_s: float  # of each, where the request has none
     noun: str = "case"
+    is_shorter: bool = False
 
     def requested(self, options: Options, request: Request) -> tuple[str, ...]:
         """Return the names that the command line asks for, known or not; none are all."""
@@ -92,7 +97,8 @@ class Cases:
         gpu = visible_gpus(options.device, 1)[0]
         limit_s = request.limit_s or self.limit_s
         script = PROGRAMS / self.program
-        return lambda case: Job(script, ALLOCATORS[0], (case,), gpu=gpu, limit_s=limit_s)
+        rest = ("quick",) if options.quick and self.is_shorter else ()
+        return lambda case: Job(script, ALLOCATORS[0], (case, *rest), gpu=gpu, limit_s=limit_s)
 
     def measure(
         self, options: Options, request: Request, writer: RowWriter
