@@ -7,7 +7,7 @@ and one that fails is a row that says why. Takes some minutes.
 
 The goals: most of what is saved is packed and gradients point where the exact ones do (a cosine of
 0.999 at 8 bits); a transformer keeps 1.8 times fewer bytes; for int8, one that is 4096 wide takes
-1.08 times as long, others and a ResNet 1.15; a checkpoint keeps 0.52 of torch's bytes in 1.01 of
+1.08 times as long, others and a ResNet 1.15; a checkpoint keeps 0.524 of torch's bytes in 1.01 of
 its time; offload as far as the link is free leaves 0.6 of the bytes on the device in 1.05 of the
 time, and the part of any offload's copying that is hidden is foretold to a tenth; and the mean loss
 after training is no farther above the exact one than seeds are from each other.
@@ -45,7 +45,8 @@ RATIO_GOALS = {
     **{f"{name} int8 exact": {"kept_bytes": 1 / 1.8, "step_ms": 1.15} for name in NARROW},
     "cnn int8 exact": {"step_ms": 1.15},
     "llama int8 exact": {"kept_bytes": 1 / 1.8, "step_ms": 1.08},
-    "llama_checkpoint int8_inputs torch": {"kept_per_block": 0.52, "step_ms": 1.01},
+    # 1.047 bytes of 2
+    "llama_checkpoint int8_inputs torch": {"kept_per_block": 0.524, "step_ms": 1.01},
     "llama_offload int8_offload int8": {"kept_bytes": 0.6, "step_ms": 1.05},
 }
 # Of two seeds' losses, half differ by more than this many of their standard deviations.
