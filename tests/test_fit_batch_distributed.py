@@ -10,42 +10,13 @@ from typing import Any
 import pytest
 import torch
 from distributed_tools import run_on_two
+from fit_tools import Device
 from torch import nn
 
 from vramx.errors import VramxError
 from vramx.planning.fit import fit_batch
 
 CAPACITIES = (10_000, 6_000)  # of the two processes
-
-
-class Device:
-    """A GPU that counts what a step says it takes."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity, self.peak = capacity, 0
-
-    def take(self, nbytes: int) -> None:
-        if nbytes > self.capacity:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        self.peak = max(self.peak, nbytes)
-
-    def limit_bytes(self) -> int:
-        return self.capacity
-
-    def allocated_bytes(self) -> int:
-        return 0
-
-    def peak_bytes(self) -> int:
-        return self.peak
-
-    def reset_peak(self) -> None:
-        self.peak = 0
-
-    def settle(self) -> None:
-        pass
-
-    def release(self) -> None:
-        pass
 
 
 def train(surprised: bool, quiet: bool, rank: int) -> dict[str, Any]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from optimizer_tools import LateLink, link
-from plan_tools import counted_time
-from test_plan_loop import model_and_rows
+from plan_tools import PACKED_ROWS, Stack, counted_time, rows
 
 import vramx
 from vramx.compression.offload.transport import Lane
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("seeded", "counted_time")
 
 
 def test_states_have_what_the_budget_leaves_while_the_plan_is_applied(link: LateLink) -> None:
-    model, sample = model_and_rows(2, 64)
+    model, sample = Stack(2), rows(64)
     optimizer = torch.optim.AdamW(model.parameters())
     vramx.offload_optimizer(optimizer, in_backward=True, bucket=1, least=1)
     whole = vramx.plan(model, sample, "1GiB", levels=("left",), optimizer=optimizer)
@@ -47,7 +46,7 @@ def test_states_have_what_the_budget_leaves_while_the_plan_is_applied(link: Late
 
 @pytest.mark.parametrize(("bucket", "like"), [(1, "stepped"), (1 << 30, "fresh")])
 def test_gradients_of_a_bucket_wait_for_its_last(link: LateLink, bucket: int, like: str) -> None:
-    model, sample = model_and_rows(3)
+    model, sample = Stack(3), rows(PACKED_ROWS // 4)
     expected = vramx.plan(model, sample, levels=("left",), gradients=like)
     optimizer = torch.optim.AdamW(model.parameters())
     vramx.offload_optimizer(optimizer, in_backward=True, bucket=bucket, least=1)
