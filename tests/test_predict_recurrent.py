@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_predict import measured_bytes
+from predict_tools import measured_bytes, peak
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -57,9 +57,9 @@ def test_weights_in_one_storage_count_once(kind: Any, options: Any) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    apart = vramx.predict(step, policies="live").peak_bytes()
+    apart = peak(step)
     flattened(layer)
-    assert vramx.predict(step, policies="live").peak_bytes() == apart
+    assert peak(step) == apart
 
 
 @pytest.mark.parametrize(
@@ -82,5 +82,4 @@ def test_packed_rows_take_what_real_steps_do(kind: Any, options: Any, lengths: l
         padded.sum().backward()
         layer.zero_grad()
 
-    predicted = vramx.predict(step, device="cpu", policies="live").peak_bytes()
-    assert predicted == measured_bytes(step, layer, x, of_each)
+    assert peak(step, device="cpu") == measured_bytes(step, layer, x, of_each)

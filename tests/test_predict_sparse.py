@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from predict_tools import assumes, peak, training
 from torch import nn
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
@@ -60,8 +61,7 @@ def test_a_step_takes_what_real_ones_do(optimizer: Any) -> None:
     there = sum(x.nbytes for x in (model.weight, words, *states) if isinstance(x, torch.Tensor))
     # Numbers on a host are tensors of their own for a moment: up to two at once.
     assert abs(prediction.peak_bytes() - there - taken_bytes(step)) <= 2 * 8
-    joins = any("no two elements" in each for each in prediction.assumptions)
-    assert joins == (optimizer is not torch.optim.SGD)
+    assert assumes(prediction, "no two elements") == (optimizer is not torch.optim.SGD)
 
 
 def test_gradients_that_add_up_are_joined_one_to_another() -> None:
@@ -72,10 +72,7 @@ def test_gradients_that_add_up_are_joined_one_to_another() -> None:
             model(words).square().mean().backward()
         model.zero_grad()
 
-    once, thrice = (
-        vramx.predict(step, count, policies="live", steps=1).peak_bytes() for count in (1, 3)
-    )
-    assert thrice == once + 2 * GRADIENT_BYTES
+    assert peak(step, 3, steps=1) == peak(step, 1, steps=1) + 2 * GRADIENT_BYTES
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
@@ -89,18 +86,16 @@ def test_bags_have_a_gradient_of_each_word(mode: str) -> None:
         assert bag.weight.grad is not None
         held.append(bag.weight.grad._nnz())
 
-    prediction = vramx.predict(step, policies="live", steps=1)
+    assert peak(step, steps=1) >= bag.weight.nbytes + words.nbytes + GRADIENT_BYTES
     assert [*held] == [COUNT]
-    there = bag.weight.nbytes + words.nbytes
-    assert prediction.peak_bytes() >= there + GRADIENT_BYTES
 
 
 def test_a_sparse_tensor_that_is_taken_for_empty_is_told_of() -> None:
     bag = nn.EmbeddingBag(WORDS, WIDTH, sparse=True, mode="sum")
     words = torch.randint(0, WORDS, (COUNT // 20, 20))
-    prediction = vramx.predict(lambda: bag(words).sum().backward(), device="cpu", steps=1)
+    prediction = vramx.predict(training(bag, words), device="cpu", steps=1)
     # On a host the words' bags are found within the kernel of the gradient.
-    assert any("is taken for empty" in each for each in prediction.assumptions)
+    assert assumes(prediction, "is taken for empty")
 
 
 def test_a_sparse_matrix_that_a_step_makes_of_known_places_is_counted() -> None:
@@ -116,9 +111,8 @@ def test_a_sparse_matrix_that_a_step_makes_of_known_places_is_counted() -> None:
         (edges @ linear(x)).square().sum().backward()
 
     there = sum(each.nbytes for each in (places, x, *linear.parameters()))
-    prediction = vramx.predict(step, policies="live", device="cpu", steps=1)
-    taken = taken_bytes(step)
-    assert prediction.peak_bytes() - there == pytest.approx(taken, rel=0.05)
+    predicted = peak(step, device="cpu", steps=1)
+    assert predicted - there == pytest.approx(taken_bytes(step), rel=0.05)
 
 
 @pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
