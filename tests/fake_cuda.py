@@ -307,8 +307,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shim: Path) -> Iterato
 
 def fail_to_build(patch: pytest.MonkeyPatch, error: Exception) -> None:
     """Make the shim unavailable."""
+    patch.setattr(shim_build, "ensure_shim", lambda _: fail_with(error))
 
-    def fail(settings: Config) -> Path:
-        raise error
 
-    patch.setattr(shim_build, "ensure_shim", fail)
+def fail_with(error: Exception) -> None:
+    raise error

@@ -6,15 +6,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
-from simulated import CAPACITY, MIB, PIECE, UNIT, held, live, open_device, take_stitched
+from simulated import CAPACITY, MIB, PIECE, UNIT, device, held, live, open_device, take_stitched
 
 if TYPE_CHECKING:
     from vramx._core import SimulatedDevice
 
-
-@pytest.fixture
-def device() -> SimulatedDevice:
-    return open_device()
+__all__ = ["device"]
 
 
 def test_statistics_count_requests_and_what_they_take(device: SimulatedDevice) -> None:
@@ -27,16 +24,14 @@ def test_statistics_count_requests_and_what_they_take(device: SimulatedDevice) -
     assert stats["allocated_bytes"]["all"]["current"] == 1024 + MIB + UNIT
 
 
-def test_free_bytes_are_what_is_held_and_not_live(device: SimulatedDevice) -> None:
-    device.allocate(3 * MIB)
-    assert device.stats()["inactive_split_bytes"]["current"] == held(device) - 3 * MIB
-
-
-def test_the_peak_of_free_bytes_does_not_fall(device: SimulatedDevice) -> None:
+def test_free_bytes_are_what_is_held_and_not_live_and_their_peak_stays(
+    device: SimulatedDevice,
+) -> None:
     device.allocate(UNIT)
-    before = device.stats()["inactive_split_bytes"]["peak"]
+    before = device.stats()["inactive_split_bytes"]
+    assert before["current"] == before["peak"] == held(device) - UNIT > 0
     device.allocate(held(device) - UNIT)
-    assert device.stats()["inactive_split_bytes"]["peak"] == before > 0
+    assert device.stats()["inactive_split_bytes"] == {**before, "current": 0}
 
 
 def test_reset_peaks_start_from_what_is_there(device: SimulatedDevice) -> None:
@@ -65,14 +60,11 @@ def test_the_layout_tiles_the_arena_and_names_the_blocks(device: SimulatedDevice
     assert sum(s["size"] for s in spans if s["state"] == "used") == live(device)
 
 
-def test_events_are_kept_oldest_first_up_to_the_ring() -> None:
-    device = open_device(trace_events=2)
+@pytest.mark.parametrize("ring", [2, 0])
+def test_events_are_kept_oldest_first_up_to_the_ring(ring: int) -> None:
+    device = open_device(trace_events=ring)
     block = device.allocate(MIB, 3)
     device.record_stream(block, 4)
     device.free(block)
-    assert device.events() == [("record_stream", block, MIB, 4), ("free", block, MIB, 3)]
-
-
-def test_no_ring_keeps_no_events(device: SimulatedDevice) -> None:
-    device.allocate(MIB)
-    assert device.events() == []
+    kept = [("record_stream", block, MIB, 4), ("free", block, MIB, 3)]
+    assert device.events() == kept[:ring]
