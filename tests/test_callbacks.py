@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from simulated import MIB
-from test_track import Cuda
+from simulated_cuda import Cuda
 from torch import nn
 
 from vramx import callbacks

@@ -19,13 +19,7 @@ from torch.autograd import profiler_legacy
 import vramx
 from vramx.allocator import cuda_init, install, preconditions
 from vramx.allocator.shim import Shim
-from vramx.errors import (
-    InstallError,
-    InvalidValueError,
-    NotInstalledError,
-    ShimError,
-    VramxWarning,
-)
+from vramx.errors import InstallError, InvalidValueError, NotInstalledError, ShimError, VramxWarning
 
 __all__ = ["cuda", "shim"]
 
@@ -76,9 +70,7 @@ def test_options_reach_the_core_and_cuda_is_not_initialised(cuda: FakeCuda) -> N
     assert cuda.initialised == 0
 
 
-def test_the_same_options_again_give_the_same_object_and_others_are_refused(
-    cuda: FakeCuda,
-) -> None:
+def test_the_same_options_again_give_the_same_object_and_others_are_refused(cuda: FakeCuda) -> None:
     first = vramx.install_allocator(limit="24GiB")
     assert vramx.install_allocator(limit=24 * GIB) is first
     assert len(cuda.opened) == 1

@@ -260,11 +260,7 @@ def of_a_step_that_fails() -> None:
 
 @pytest.mark.parametrize(
     "predict",
-    [
-        of_a_model,
-        functools.partial(of_a_model, gradients="stepped"),
-        of_a_step_that_fails,
-    ],
+    [of_a_model, functools.partial(of_a_model, gradients="stepped"), of_a_step_that_fails],
 )
 def test_a_prediction_leaves_nothing_to_the_collector(predict: Callable[[], Any]) -> None:
     predict()
