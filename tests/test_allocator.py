@@ -1,6 +1,6 @@
 """What the allocator promises its callers: blocks, stitching, giving memory back.
 
-On the simulated device, with real bytes and no GPU. Streams, limits, reports and programs have
+On the simulated device, with real bytes and no GPU. Streams, limits and reports have
 files of their own beside this one; the parts of the core have their checks in tests/native/units.
 That no block disturbs another, wherever it lies, is what the random programs of tests/native/stress
 show.
@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from samples import SMALL
 from simulated import (
     CAPACITY,
     KIB,
@@ -28,6 +30,7 @@ from simulated import (
 )
 
 from vramx import _core
+from vramx.memory.trace import ALLOCATE, FREE_COMPLETED, load_trace
 
 if TYPE_CHECKING:
     from vramx._core import SimulatedDevice
@@ -184,6 +187,27 @@ def test_a_program_of_few_requests_settles_wherever_others_left_gaps(seed: int) 
     steps = [calls_of(device, step) for _ in range(80)]
     # A short period is believed after two thousand requests, which are 49 of these steps.
     assert steps[52:] == [0] * 28
+
+
+def test_a_recorded_program_of_seven_streams_settles_when_it_repeats_itself(traces: Path) -> None:
+    """In whole rounds, after which all is freed; the first ones grow, and put blocks together."""
+    trace = load_trace(traces / SMALL)
+    columns = (trace.op, trace.id, trace.size, trace.stream)
+    events = list(zip(*(column.tolist() for column in columns), strict=True))
+    device = open_device(64 << 30, has_bytes=False)
+    calls = []
+    for _ in range(7):
+        before, addresses = device.driver_calls(), {}
+        for op, block, size, stream in events:
+            if op == ALLOCATE:
+                addresses[block] = device.allocate(size, stream)
+            elif op == FREE_COMPLETED and block in addresses:
+                device.free(addresses.pop(block))
+        for address in addresses.values():
+            device.free(address)
+        calls.append(device.driver_calls() - before)
+    assert calls[0] > 0
+    assert calls[4:] == [0, 0, 0]
 
 
 def calls_of(device: SimulatedDevice, step: Callable[[], None]) -> int:

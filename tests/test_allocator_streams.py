@@ -26,29 +26,22 @@ if TYPE_CHECKING:
 __all__ = ["device"]
 
 
-def test_a_stream_takes_its_own_memory_without_a_wait(device: SimulatedDevice) -> None:
-    block = device.allocate(CAPACITY, 7)
-    device.free(block)
-    assert device.allocate(CAPACITY, 7) == block
-    assert device.waits() == 0
-
-
-@pytest.mark.parametrize("mode", ["under_pressure", "never"])
-def test_a_stream_grows_rather_than_wait_while_there_is_room(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "size", "taker", "is_taken", "waits"),
+    [
+        pytest.param("under_pressure", CAPACITY, 7, True, 0, id="its own without a wait"),
+        pytest.param("under_pressure", PIECE, 8, False, 0, id="fresh memory while there is room"),
+        pytest.param("under_pressure", CAPACITY, 8, True, 1, id="another's rather than none"),
+        pytest.param("always", PIECE, 8, True, 1, id="always: another's before it grows"),
+        pytest.param("never", PIECE, 8, False, 0, id="never: fresh memory"),
+    ],
+)
+def test_a_stream_takes(mode: str, size: int, taker: int, is_taken: bool, waits: int) -> None:
     device = open_device(cross_stream=mode)
-    block = freed_by_another(device, PIECE)
-    assert device.allocate(PIECE, 8) != block
-    assert held(device) == 2 * PIECE
-    assert device.waits() == 0
-
-
-def test_the_alternative_to_out_of_memory_is_another_streams_memory(
-    device: SimulatedDevice,
-) -> None:
-    block = freed_by_another(device, CAPACITY)
-    assert device.allocate(CAPACITY, 8) == block
-    assert device.waits() == 1
-    assert device.stats()["num_cross_stream"] == 1
+    freed = freed_by_another(device, size)
+    assert (device.allocate(size, taker) == freed) == is_taken
+    assert held(device) == (size if is_taken else 2 * size)
+    assert device.waits() == device.stats()["num_cross_stream"] == waits
 
 
 def test_memory_that_another_stream_is_done_with_is_taken_without_a_wait(
@@ -104,13 +97,6 @@ def test_never_takes_its_memory_back_once_the_recorded_stream_is_done() -> None:
         device.record_stream(address, 8)
         device.free(address)
     assert held(device) == PIECE
-
-
-def test_always_takes_another_streams_memory_before_it_grows() -> None:
-    device = open_device(cross_stream="always")
-    foreign = freed_by_another(device, PIECE)
-    assert device.allocate(PIECE, 8) == foreign
-    assert device.waits() == 1
 
 
 def test_an_unknown_mode_is_refused_with_those_that_are_accepted() -> None:

@@ -14,7 +14,8 @@ from child_processes import python
 
 torch = pytest.importorskip("torch")
 
-from fake_cuda import FakeCuda, build_shim, fail_to_build, fail_with  # noqa: E402
+from fake_cuda import FakeCuda, fail_to_build, fail_with  # noqa: E402
+from small_shim import build_shim  # noqa: E402
 
 import vramx  # noqa: E402
 from vramx import _autoload, config  # noqa: E402

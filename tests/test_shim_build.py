@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torch")
 
 from child_processes import python
-from fake_cuda import installed_torch, toolbox, write_shim
+from small_shim import installed_torch, toolbox, write_shim
 
 import vramx
 from vramx.allocator import shim_build, shim_cache, toolchain
