@@ -170,7 +170,7 @@ def test_a_compiled_program_on_libtorch_is_told_apart(run: Any, tmp_path: Path) 
         assert not run_verb._is_of_libtorch(program)
 
 
-def test_where_torch_is_told_not_to_look_it_is_told_to(
+def test_torch_is_told_to_look_where_it_was_told_not_to(
     run: Any, started: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config, "config", lambda: Config(torch_autoload=False))

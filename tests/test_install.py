@@ -198,7 +198,7 @@ def test_a_registration_that_is_off_is_no_matter(
     assert not [each for each in recwarn if each.category is VramxWarning]
 
 
-def test_beside_a_group_that_registers_memory_a_late_installation_is_refused(
+def test_a_late_installation_is_refused_beside_a_group_that_registers_memory(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(REGISTRATIONS[0], "1")

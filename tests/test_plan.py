@@ -68,7 +68,7 @@ class SeenBefore(Stack):
         return super().forward(x) - before
 
 
-def test_of_a_budget_that_the_model_as_it_is_fits_nothing_is_recomputed() -> None:
+def test_nothing_is_recomputed_where_the_model_as_it_is_fits_the_budget() -> None:
     model, sample = SeenBefore(3), rows(PACKED_ROWS)
     smallest = vramx.plan(model, sample, "smallest", levels=LEVELS)
     assert smallest.before_bytes is not None
@@ -96,7 +96,7 @@ def test_a_block_takes_by_itself_what_it_takes_within_a_step() -> None:
     assert outside_ms[0] == outside_ms[1] > 0
 
 
-def test_of_two_plans_the_one_that_ran_faster_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_that_ran_faster_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = iter(range(1, 100))  # each run takes longer than the one before, whatever is predicted
     monkeypatch.setattr(HostMeter, "time_ms", lambda *_: float(next(runs)))
     sample = rows(512)

@@ -74,7 +74,7 @@ def test_the_choice_is_the_best_of_all_arrangements(seed: int, hosts_share: floa
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_of_a_host_and_a_device_that_are_as_busy_neither_is_left_out(seed: int) -> None:
+def test_neither_a_host_nor_a_device_that_is_as_busy_is_left_out(seed: int) -> None:
     timeline = random_timeline(seed, hosts_share=0.5)
     arrangements = all_arrangements(timeline)
     for limit in {peak for peak, _ in arrangements}:

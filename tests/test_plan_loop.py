@@ -80,7 +80,7 @@ def test_no_budget_is_exceeded_in_the_loop(name: str, gradients: str) -> None:
         assert peak >= 0.97 * plan.measured_bytes  # what was counted is there
 
 
-def test_of_a_budget_all_but_a_block_is_used_where_that_is_faster() -> None:
+def test_a_budget_is_used_but_for_a_block_where_that_is_faster() -> None:
     model, sample = Stack(8), rows(ROWS)
     options: Any = {"levels": LEVELS, "optimizer": torch.optim.AdamW(model.parameters())}
     widest = vramx.plan(model, sample, **options)

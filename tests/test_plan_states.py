@@ -81,7 +81,7 @@ def test_states_of_frozen_parameters_are_none() -> None:
     assert cost_of(optimizer, HostMeter(model)).states_bytes == trained
 
 
-def test_of_states_that_wait_on_the_host_what_is_on_its_way_counts(link: LateLink) -> None:
+def test_states_on_their_way_from_the_host_count_and_those_that_wait_do_not(link: LateLink) -> None:
     model, sample = Stack(2), rows(64)
     optimizer = vramx.offload_optimizer(torch.optim.AdamW(model.parameters()), bucket=1, least=1)
     cost = cost_of(optimizer, HostMeter(model))

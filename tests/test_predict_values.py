@@ -157,7 +157,7 @@ def test_a_tensor_beside_an_unread_number_is_a_tensor(use: Any) -> None:
     assert [*seen] == [(x.shape, True)]
 
 
-def test_of_a_tensor_beside_an_unread_number_no_value_is_known() -> None:
+def test_no_value_is_known_of_a_tensor_beside_an_unread_number() -> None:
     x, count = torch.zeros(32, 64), torch.tensor(3)
 
     def step() -> None:

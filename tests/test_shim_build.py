@@ -161,7 +161,7 @@ def test_folders_are_tried_in_this_order(settings: Config, first: str) -> None:
     assert folders[-1].parent.name == f"vramx-{os.geteuid()}"
 
 
-def test_where_the_first_folder_cannot_be_made_the_next_is_used(
+def test_the_next_folder_is_used_where_the_first_cannot_be_made(
     csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()  # a folder below a file: not even root can make it

@@ -223,7 +223,7 @@ def test_a_peak_after_a_late_install_is_that_of_the_sum(bench: Bench) -> None:
 
 
 @in_own_process
-def test_beside_a_pool_that_is_alive_torch_is_asked_nothing(bench: Bench) -> None:
+def test_torch_is_asked_nothing_beside_a_pool_that_is_alive(bench: Bench) -> None:
     in_pool(bench, 4 * MIB)
     before = bench.native_stats_reads()
     for block in [bench.allocate(MIB) for _ in range(20)]:  # each is a new peak
@@ -232,7 +232,7 @@ def test_beside_a_pool_that_is_alive_torch_is_asked_nothing(bench: Bench) -> Non
 
 
 @before_installing
-def test_after_the_last_older_tensor_torch_is_asked_nothing(bench: Bench) -> None:
+def test_torch_is_asked_nothing_after_the_last_older_tensor(bench: Bench) -> None:
     old = installed_late(bench, MIB)
     bench.allocate(MIB)
     bench.free(old)
