@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cpu_history import CpuHistory
-from record_tools import features, recorder, residuals, train
+from record_tools import features, path, recorder, residuals, train
 from samples import assert_one_line_refusal
 from snapshot_writer import Recording
 
@@ -17,10 +17,7 @@ from vramx.memory import categories as names
 from vramx.memory.holders import category_tree
 from vramx.memory.snapshot import Snapshot
 
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "run.pickle"
+__all__ = ["path"]
 
 
 @pytest.fixture

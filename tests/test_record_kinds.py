@@ -16,6 +16,7 @@ from record_tools import (
     category_of,
     features,
     loss_of,
+    path,
     recording,
     residuals,
     states_of,
@@ -29,10 +30,7 @@ from vramx.memory import categories as names
 from vramx.memory import record
 from vramx.memory.snapshot import Snapshot
 
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "run.pickle"
+__all__ = ["path"]
 
 
 def test_sparse_gradients_are_gradients(path: Path) -> None:

@@ -20,6 +20,7 @@ from record_tools import (
     category_of,
     convolutions,
     features,
+    path,
     recorder,
     residuals,
     train,
@@ -33,10 +34,7 @@ from vramx.memory.history import TICK_BYTES, CudaHistory
 from vramx.memory.snapshot import Snapshot
 from vramx.patch.watching import has_other_hooks
 
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "run.pickle"
+__all__ = ["path"]
 
 
 def hooks() -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from record_tools import PROGRAMS, WIDTH, Kept, by_category, loss_of, storage_bytes
+from record_tools import PROGRAMS, WIDTH, Kept, by_category, loss_of, path, storage_bytes
 from torch import nn
 
 import vramx
@@ -22,15 +22,11 @@ from vramx.memory.snapshot import Snapshot
 from vramx.memory.stacks import describe
 from vramx.nn import Linear, RMSNorm, SiLU
 
+__all__ = ["path"]
 pytestmark = pytest.mark.gpu
 
 # Of a tensor that says, in the history, when something was.
 SIGN_BYTES = 777
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "run.pickle"
 
 
 def program(name: str) -> tuple[Any, Any]:
